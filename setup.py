@@ -1,0 +1,5 @@
+"""Build entry point; all metadata is in pyproject.toml."""
+
+from setuptools import setup
+
+setup()

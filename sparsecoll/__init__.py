@@ -1,0 +1,43 @@
+"""sparsecoll: MPI-native sparse collectives.
+
+Sum long sparse vectors over all ranks, exactly or as the top k of the sum, with far fewer bytes than MPI_Allreduce:
+
+    y = sparsecoll.allreduce(MPI.COMM_WORLD, gradient, algo="oktopk", density=0.01)
+
+Importing this package pulls in NumPy alone; MPI, Numba and torch come in when they are first needed.
+"""
+
+from sparsecoll import formats, select
+from sparsecoll._version import __version__
+from sparsecoll.algorithms import ALGORITHMS, Algorithm, Allgather, Auto, Dense, OkTopk, Reduction
+from sparsecoll.api import allreduce, traffic
+from sparsecoll.errors import CommunicationError
+from sparsecoll.model import Network
+from sparsecoll.residual import Residual
+from sparsecoll.traffic import Traffic
+from sparsecoll.transport import DeadlockError, Simulation, simulate
+from sparsecoll.vector import DenseVector, SparseVector
+
+__all__ = [
+    "ALGORITHMS",
+    "Algorithm",
+    "Allgather",
+    "Auto",
+    "CommunicationError",
+    "DeadlockError",
+    "Dense",
+    "DenseVector",
+    "Network",
+    "OkTopk",
+    "Reduction",
+    "Residual",
+    "Simulation",
+    "SparseVector",
+    "Traffic",
+    "__version__",
+    "allreduce",
+    "formats",
+    "select",
+    "simulate",
+    "traffic",
+]

@@ -1,0 +1,37 @@
+"""Algorithms. Add one: a file with an Algorithm dataclass, a line in ALGORITHMS, a test of the same name.
+
+The contract tests (any P, any distribution, same bits, conservation, simulator = MPI) run over the registry.
+"""
+
+from __future__ import annotations
+
+from sparsecoll.algorithms.allgather import Allgather
+from sparsecoll.algorithms.auto import Auto
+from sparsecoll.algorithms.base import Algorithm, Reduction
+from sparsecoll.algorithms.dense import Dense
+from sparsecoll.algorithms.oktopk import OkTopk
+
+ALGORITHMS: dict[str, type[Algorithm]] = {
+    "auto": Auto,
+    "dense": Dense,
+    "allgather": Allgather,
+    "oktopk": OkTopk,
+}
+
+__all__ = ["ALGORITHMS", "Algorithm", "Allgather", "Auto", "Dense", "OkTopk", "Reduction", "resolve"]
+
+
+def resolve(algo: str | Algorithm) -> Algorithm:
+    """A fresh default algorithm for a name; an object as it is, with its state.
+
+    Raises:
+        ValueError: an unknown name.
+        TypeError: neither a name nor an Algorithm.
+    """
+    if isinstance(algo, Algorithm):
+        return algo
+    if not isinstance(algo, str):
+        raise TypeError(f"algo: expected a name or an Algorithm object, got {type(algo).__name__}")
+    if algo not in ALGORITHMS:
+        raise ValueError(f"algo: expected one of {', '.join(ALGORITHMS)}, got {algo!r}")
+    return ALGORITHMS[algo]()

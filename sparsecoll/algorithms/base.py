@@ -1,0 +1,74 @@
+"""What an algorithm is: options, a local `select`, and `__call__(transport, x, k)` that communicates."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
+
+from sparsecoll import select
+from sparsecoll.select import Vector
+from sparsecoll.traffic import Traffic
+from sparsecoll.transport.base import Transport
+from sparsecoll.vector import DenseVector, SparseVector, accumulator
+
+
+@dataclass
+class Reduction:
+    """The result of one allreduce.
+
+    Attributes:
+        value: the same bits on every rank.
+        contributed: this rank's share of `value`: its entries that entered the result, with the values that entered.
+            Summed over the ranks it is `value` (up to the rounding of sums), so residual = acc - contributed
+            conserves gradient mass.
+        traffic: what this rank sent and received in this call.
+    """
+
+    value: SparseVector | DenseVector
+    contributed: SparseVector | DenseVector
+    traffic: Traffic
+
+
+@dataclass
+class Algorithm(ABC):
+    """A sparse allreduce. Subclasses are dataclasses of their options; state is in fields with init=False.
+
+    Args:
+        k: entries to select when the caller names neither k nor density.
+    """
+
+    name: ClassVar[str]
+    semantics: ClassVar[str]  # "exact_sum" or "top_k_of_sum"
+    takes_dense: ClassVar[bool] = False  # whether __call__ takes a DenseVector that nothing was selected from
+
+    k: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.k is not None and self.k < 0:
+            raise ValueError(f"k: expected at least 0, got {self.k}")
+
+    def select(self, x: Vector, k: int) -> SparseVector:
+        """This rank's k entries of x to send. Local; an algorithm may keep thresholds between calls."""
+        return select.topk(x, k)
+
+    @abstractmethod
+    def __call__(self, transport: Transport, x: SparseVector, k: int) -> Reduction:
+        """Reduce x over the ranks. `k`: the k of the call, the same on every rank."""
+
+    def describe(self) -> str:
+        """Name and options, the same on all ranks that mean the same."""
+        options = ", ".join(f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if f.init)
+        return f"{self.name}({options})"
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a later run needs to go on with the same bits; plain Python values."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what `state_dict` gave."""
+
+
+def summed(parts: list[SparseVector], x: SparseVector) -> SparseVector:
+    """Sum of decoded parts in x's accumulator dtype, cut to x's dtype."""
+    return SparseVector.sum(parts, accumulator(x.dtype)).astype(x.dtype)

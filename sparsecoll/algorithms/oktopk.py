@@ -1,0 +1,286 @@
+"""Ok-Topk (Li and Hoefler, "Near-Optimal Sparse Allreduce for Distributed Deep Learning", PPoPP 2022).
+
+The result is Topk(sum over ranks of Topk(x)): the inner Topk by `select`, the outer one by `__call__`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from sparsecoll import formats
+from sparsecoll.algorithms.base import Algorithm, Reduction
+from sparsecoll.algorithms.quantiles import quantiles
+from sparsecoll.select import ThresholdReuse, Vector, check_order
+from sparsecoll.transport.base import PendingReceive, Transport
+from sparsecoll.transport.collectives import allgather, allgatherv, sum_counts
+from sparsecoll.vector import SparseVector, accumulator
+
+REPARTITION = ("histogram", "average", "even")
+OVERLOAD = 1.5  # a region with this many times its share makes the next call repartition
+
+
+@dataclass
+class OkTopk(Algorithm):
+    """Topk(sum of Topk): Algorithm 1 of the paper, for any P.
+
+    1. Every tau' calls find the local threshold exactly, else reuse it (lines 2-4; `select`).
+    2. Every tau calls cut the index space into P regions with equal numbers of entries (lines 5-7).
+    3. Split and reduce: each region's owner receives and sums it (line 8; destinations rotated, in buckets).
+    4. Every tau' calls find the global threshold exactly, else reuse it (lines 9-12).
+    5. Balance, if the largest part is over `balance_factor` times the mean, and allgatherv (line 13).
+    6. contributed = own entries whose index is in the result (line 14).
+
+    Approximate: entries outside every rank's local top k are not seen (they belong to the residual). Sums are added in
+    the cyclic rank order owner, owner-1, owner-2, ... of each region's owner.
+
+    Volume: at most 6k(P-1)/P words of COO (equation (3)) + O(P), usually 4k(P-1)/P, thresholds and boundaries included:
+    those are found by counting (`quantiles`), never by gathering. With a reused threshold k stands for the number
+    selected, which the tolerance bounds. Messages: 2(P-1) + O(log P). Memory: the entries.
+
+    Args:
+        tau: calls between two repartitions.
+        tau_prime: calls between two exact thresholds.
+        bucket: messages in flight at once in split and reduce; the sum of one bucket overlaps the next one's messages.
+        balance_factor: largest part over mean part above which the result is balanced before the allgatherv.
+        repartition: "histogram" cuts at quantiles of all ranks' entries together and gives each rank the region that
+            it holds most of; right for every distribution. "average" is the paper's averaging of each rank's own
+            boundaries; it needs similar supports on all ranks. "even" cuts into equal widths.
+        exact: always select exactly k, locally and globally.
+        tolerance: how far (as a ratio - 1) the number selected by a reused threshold may be from k before the
+            call finds the threshold exactly after all.
+
+    Raises:
+        ValueError: on every rank, if NaN (which has no order) arises in a sum.
+    """
+
+    name = "oktopk"
+    semantics = "top_k_of_sum"
+
+    tau: int = 64
+    tau_prime: int = 32
+    bucket: int = 8
+    balance_factor: float = 4.0
+    repartition: str = "histogram"
+    exact: bool = False
+    tolerance: float = 0.1
+
+    _calls: int = field(default=0, init=False, repr=False)
+    _key: tuple[int, int] = field(default=(-1, -1), init=False, repr=False)  # (length, k) that the state belongs to
+    _boundaries: list[int] = field(default_factory=list, init=False, repr=False)
+    _owners: list[int] = field(default_factory=list, init=False, repr=False)  # rank of each region
+    _overloaded: bool = field(default=False, init=False, repr=False)  # repartition at the next call
+    _local: ThresholdReuse = field(default_factory=ThresholdReuse, init=False, repr=False)
+    _global: ThresholdReuse = field(default_factory=ThresholdReuse, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("tau", "tau_prime", "bucket"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
+        if self.repartition not in REPARTITION:
+            raise ValueError(f"repartition: expected one of {', '.join(REPARTITION)}, got {self.repartition!r}")
+        if not self.balance_factor >= 1 or not self.tolerance >= 0:
+            raise ValueError(
+                f"balance_factor, tolerance: expected at least 1 and 0, got {self.balance_factor} and {self.tolerance}"
+            )
+        for reuse in (self._local, self._global):
+            reuse.period, reuse.tolerance = self.tau_prime, self.tolerance
+
+    def select(self, x: Vector, k: int) -> SparseVector:
+        """Local Topk(x): about k entries and never more, by the reused threshold; exactly k every tau' calls."""
+        self._keep_state_for(x.length, k)
+        return check_order(self._local.select(x, k, self.exact))
+
+    def _keep_state_for(self, length: int, k: int) -> None:
+        if self._key != (length, k):
+            self._key = (length, k)
+            self._calls, self._boundaries, self._owners, self._overloaded = 0, [], [], False
+            self._local.forget()
+            self._global.forget()
+
+    def __call__(self, transport: Transport, x: SparseVector, k: int) -> Reduction:
+        self._keep_state_for(x.length, k)
+        if len(self._owners) != transport.size or self._calls % self.tau == 0 or self._overloaded:
+            with transport.phase("repartition"):
+                self._boundaries, self._owners = self._space_repartition(transport, x)
+                self._overloaded = False
+        with transport.phase("split"):
+            reduced, load = self._split_and_reduce(transport, x)
+        with transport.phase("threshold"):
+            chosen, sizes = self._select_global(transport, reduced, load, k)
+        with transport.phase("gather"):
+            final = transport.rounded(chosen.astype(x.dtype))
+            value = self._balance_and_allgatherv(transport, final, sizes)
+        contributed = x.intersect(value)
+        lost = chosen.rounding_error(final)
+        if lost.nnz:  # the owner keeps what rounding took from the sums
+            contributed = SparseVector.sum([contributed, lost.scaled(-1)], reduced.dtype)
+        self._calls += 1
+        return Reduction(value, contributed, transport.traffic)
+
+    # 2. space repartition
+
+    def _space_repartition(self, transport: Transport, x: SparseVector) -> tuple[list[int], list[int]]:
+        """(P + 1 boundaries, owner of each region), the same on every rank."""
+        size, length = transport.size, x.length
+        even = [length * j // size for j in range(size + 1)]
+        if self.repartition == "even" or size == 1:
+            return even, list(range(size))
+        held = allgather(transport, np.array([x.nnz]))[:, 0].tolist()
+        if not any(held):
+            return even, list(range(size))
+        if self.repartition == "average":
+            cuts = [int(x.indices[x.nnz * j // size]) if x.nnz else 0 for j in range(1, size)]
+            ranks_with_entries = sum(count > 0 for count in held)
+            total = sum_counts(transport, np.array(cuts, np.int64) // ranks_with_entries)
+            return [0, *total.tolist(), length], list(range(size))
+        total = sum(held)
+        targets = [total * j // size for j in range(1, size)]
+        slack = total // (100 * size) if size > 3 else 0  # for P <= 3 the bound leaves nothing to waste
+        cuts = [edge for edge, _ in quantiles(transport, x.indices, targets, length, total, slack)]
+        boundaries = [0, *cuts, length]
+        return boundaries, self._assign_owners(transport, x, boundaries)
+
+    @staticmethod
+    def _assign_owners(transport: Transport, x: SparseVector, boundaries: list[int]) -> list[int]:
+        """Each rank asks for the region that it holds most of; whoever holds more goes first."""
+        holds = np.diff(x.count_below(boundaries))
+        wish = int(holds.argmax())
+        wishes = allgather(transport, np.array([wish, holds[wish]])).tolist()
+        owners = [-1] * transport.size
+        without = []
+        for rank in sorted(range(transport.size), key=lambda r: (-wishes[r][1], r)):
+            region = wishes[rank][0]
+            if owners[region] < 0:
+                owners[region] = rank
+            else:
+                without.append(rank)
+        spare = iter(sorted(without))
+        return [owner if owner >= 0 else next(spare) for owner in owners]
+
+    # 3. split and reduce
+
+    def _split_and_reduce(self, transport: Transport, x: SparseVector) -> tuple[SparseVector, int]:
+        """(sum of the own region over all ranks in the accumulator dtype, entries that went into it). Equation (1)."""
+        rank, size = transport.rank, transport.size
+        regions = x.split(self._boundaries)
+        part_of = {owner: regions[region] for region, owner in enumerate(self._owners)}
+        reduced = SparseVector.sum([part_of[rank]], accumulator(x.dtype))
+        steps = range(1, size)
+        buckets = [steps[i : i + self.bucket] for i in range(0, len(steps), self.bucket)]
+        load = reduced.nnz
+        incoming: list[PendingReceive] = []
+        for number in range(len(buckets) + 1):
+            arrived = [pending.wait() for pending in incoming]
+            if number < len(buckets):
+                for step in buckets[number]:
+                    transport.send_vector((rank + step) % size, part_of[(rank + step) % size])
+                incoming = [transport.expect((rank - step) % size) for step in buckets[number]]
+                transport.progress()
+            parts = [formats.decode(buffer, x.length) for buffer in arrived]
+            if parts:
+                load += sum(part.nnz for part in parts)
+                reduced = SparseVector.sum([reduced, *parts], reduced.dtype)
+        return reduced, load
+
+    # 4. global threshold
+
+    def _select_global(
+        self, transport: Transport, reduced: SparseVector, load: int, k: int
+    ) -> tuple[SparseVector, list[int]]:
+        """(the own entries of the global top k, how many each rank has)."""
+        reuse = self._global
+        estimate = reduced if self.exact or reuse.due else reduced.at_least(reuse.value or 0.0, reduced.nnz)
+        keys = reduced.keys()
+        row = [reduced.nnz, estimate.nnz, int(reduced.has_nan()), int(keys.max(initial=0)), load]
+        rows = allgather(transport, np.array(row, np.uint64)).tolist()
+        held, estimated = [int(r[0]) for r in rows], [int(r[1]) for r in rows]
+        self._check_nan([rank for rank, r in enumerate(rows) if r[2]])
+        loads = [int(r[4]) for r in rows]
+        self._overloaded = max(loads) * transport.size > OVERLOAD * (sum(loads) + transport.size**2)
+        if sum(held) <= k:
+            return reduced, held
+        if not (self.exact or reuse.due) and reuse.accepts(sum(estimated), k):
+            reuse.selected(sum(estimated), k)
+            return estimate, estimated
+        return self._select_exactly(transport, reduced, keys, k, sum(held), max(int(r[3]) for r in rows))
+
+    @staticmethod
+    def _check_nan(ranks: list[int]) -> None:
+        if ranks:
+            raise ValueError(
+                f"x: expected sums that can be ordered by magnitude, got NaN in the regions of ranks {ranks}"
+                " (inf - inf, or NaN in an input)"
+            )
+
+    def _select_exactly(
+        self, transport: Transport, reduced: SparseVector, keys: Any, k: int, total: int, largest: int
+    ) -> tuple[SparseVector, list[int]]:
+        """Exactly k of the `total` entries; ties at the threshold go to lower indices."""
+        ascending = np.sort(keys)
+        [(key, _)] = quantiles(transport, ascending, [total - k], largest + 1, total)
+        counts = reduced.count_reaching(key, ThresholdReuse.PROBE)
+        rows = allgather(transport, np.array(counts)).tolist()
+        ties_left = k - sum(above for above, _, _ in rows)
+        sizes, quota = [0] * transport.size, 0
+        for owner in self._owners:
+            above, equal, _ = rows[owner]
+            ties = min(equal, ties_left)
+            ties_left -= ties
+            sizes[owner] = above + ties
+            if owner == transport.rank:
+                quota = ties
+        self._global.found(reduced.magnitude(key), sum(a + e for a, e, _ in rows), sum(p for _, _, p in rows))
+        return reduced.top_key(key, quota), sizes
+
+    # 5. balance and allgatherv
+
+    def _balance_and_allgatherv(self, transport: Transport, mine: SparseVector, sizes: list[int]) -> SparseVector:
+        """The parts of all ranks in index order. Equation (2)."""
+        order = self._owners
+        if max(sizes) * transport.size > self.balance_factor * sum(sizes):
+            mine = self._balance(transport, mine, [sizes[owner] for owner in order], order)
+        blocks = allgatherv(transport, transport.encode(mine))
+        return SparseVector.concatenate([formats.decode(blocks[owner], mine.length) for owner in order])
+
+    @staticmethod
+    def _balance(transport: Transport, mine: SparseVector, sizes: list[int], order: list[int]) -> SparseVector:
+        """Move entries so that every rank has K/P of all K, in the same order (section 3.1.2)."""
+        size, place = transport.size, order.index(transport.rank)
+        have = np.concatenate([[0], np.cumsum(sizes)]).tolist()
+        want = [have[-1] * j // size for j in range(size + 1)]
+        kept = []
+        for step in range(size):
+            to = (place + step) % size
+            start, stop = max(have[place], want[to]), min(have[place + 1], want[to + 1])
+            if start < stop and to != place:
+                transport.send_vector(order[to], mine.part(start - have[place], stop - have[place]))
+        for source in range(size):
+            start, stop = max(have[source], want[place]), min(have[source + 1], want[place + 1])
+            if start < stop and source == place:
+                kept.append(mine.part(start - have[place], stop - have[place]))
+            elif start < stop:
+                kept.append(formats.decode(transport.receive(order[source]), mine.length))
+        return SparseVector.concatenate(kept or [mine.part(0, 0)])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "calls": self._calls,
+            "key": list(self._key),
+            "boundaries": list(self._boundaries),
+            "owners": list(self._owners),
+            "overloaded": self._overloaded,
+            "local": self._local.state_dict(),
+            "global": self._global.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._calls = state["calls"]
+        self._key = (state["key"][0], state["key"][1])
+        self._boundaries, self._owners = list(state["boundaries"]), list(state["owners"])
+        self._overloaded = state["overloaded"]
+        self._local.load_state_dict(state["local"])
+        self._global.load_state_dict(state["global"])

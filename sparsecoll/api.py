@@ -1,0 +1,191 @@
+"""The front door: from the caller's communicator and data to an algorithm and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from sparsecoll import convert, formats
+from sparsecoll.agreement import agree
+from sparsecoll.algorithms import Algorithm, Reduction, resolve
+from sparsecoll.select import Vector
+from sparsecoll.traffic import Traffic
+from sparsecoll.transport import Transport, as_transport
+from sparsecoll.vector import DenseVector, SparseVector
+
+VALUE_DTYPES_ON_THE_WIRE = ("float16", "bfloat16", "float32")
+
+
+def allreduce(
+    comm: Any,
+    x: Any,
+    algo: str | Algorithm = "auto",
+    *,
+    k: int | None = None,
+    density: float | None = None,
+    format: str = "auto",
+    value_dtype: str | None = None,
+    op: str = "sum",
+    timeout: float | None = None,
+    return_reduction: bool = False,
+) -> Any:
+    """Sum a long sparse vector over all ranks; every rank receives the same bits. Collective.
+
+    Args:
+        comm: an mpi4py intracommunicator, or the comm that `sparsecoll.simulate` passes. The first call on it
+            duplicates it.
+        x: SparseVector, (indices, values, length), or a dense 1-D NumPy array or torch CPU tensor of n values;
+            float16/32/64 or int32/64, the same dtype and length on all ranks. Never altered.
+        algo: a name of `sparsecoll.ALGORITHMS` (a fresh one), or an Algorithm object, which keeps thresholds and
+            boundaries between calls. "dense", "allgather", "auto": the exact sum of what was selected; "oktopk": the
+            top k of it.
+        k: entries that each rank selects (and, for "oktopk", entries of the result). Defaults to the algorithm's own k,
+            else to the largest nnz over the ranks; needed for dense x, except with algo="dense".
+        density: k as a share of n, in (0, 1]; at least one entry.
+        format: wire format, a name of `sparsecoll.formats.FORMATS`; "auto" takes the smallest for each message.
+        value_dtype: "float16" or "bfloat16" halves the values on the wire; "float32" does for float64. Rounding is
+            part of what did not contribute.
+        op: "sum" or "mean" (floats only).
+        timeout: seconds to wait for a peer; then CommunicationError, and the communicator is out of use. None: wait
+            for ever, with a warning once a minute.
+        return_reduction: return the whole Reduction (value, contributed, traffic); its vectors are library vectors.
+
+    Returns:
+        The sum, of x's own kind; a SparseVector for dense x. float16 is summed in float32 and rounded once.
+
+    Raises:
+        ValueError, TypeError: an argument is invalid on some rank; the same on every rank.
+        CommunicationError: ranks disagree on an argument; the same on every rank. The communicator stays usable.
+
+    Volume: the algorithm's (see its class), plus 6(P-1) words to compare the arguments.
+
+    >>> def program(comm):
+    ...     x = sparsecoll.SparseVector([comm.rank, 5], np.array([1.0, 2.0]), 8)
+    ...     return sparsecoll.allreduce(comm, x).to_dense()
+    >>> sparsecoll.simulate(2, program).results[0]
+    array([1., 1., 0., 0., 0., 4., 0., 0.])
+    """
+    transport = as_transport(comm)
+    back: convert.Back | None = None
+
+    def prepare() -> tuple[Vector, Algorithm]:
+        nonlocal back
+        if op not in ("sum", "mean"):
+            raise ValueError(f"op: expected 'sum' or 'mean', got {op!r}")
+        vector, back = convert.to_vector(x)
+        if op == "mean" and vector.dtype.kind != "f":
+            raise TypeError(f"op: expected 'sum' for {vector.dtype}, got 'mean'")
+        return vector, resolve(algo)
+
+    options = {"format": format, "value_dtype": value_dtype, "op": op}
+    reduction = reduce(transport, prepare, k=k, density=density, timeout=timeout, **options)
+    if isinstance(reduction.value, DenseVector):
+        reduction.value = reduction.value.to_sparse()
+    if op == "mean":
+        reduction.value = reduction.value.scaled(1 / transport.size)
+    assert back is not None
+    return reduction if return_reduction else back(reduction.value)
+
+
+def reduce(
+    transport: Transport,
+    prepare: Callable[[], tuple[Vector, Algorithm]],
+    *,
+    k: int | None = None,
+    density: float | None = None,
+    format: str = "auto",
+    value_dtype: str | None = None,
+    op: str = "sum",
+    timeout: float | None = None,
+) -> Reduction:
+    """Select, agree, communicate: one allreduce between vectors, as the front door and the torch adapter use it.
+
+    Args:
+        prepare: returns this rank's vector and the algorithm. Whatever it raises is raised on every rank.
+
+    Returns:
+        The algorithm's Reduction; its value may be a DenseVector.
+    """
+    before, start = transport.traffic.copy(), transport.now()
+    transport.timeout = timeout
+    error: Exception | None = None
+    selected: Vector | None = None
+    call: dict[str, Any] = {}
+    algorithm: Algorithm | None = None
+    try:
+        vector, algorithm = prepare()
+        wanted = _wanted(vector, algorithm, k, density)
+        call = {
+            "length": vector.length,
+            "dtype": vector.dtype.name,
+            "k": wanted,
+            "algo": algorithm.describe(),
+            "format": format,
+            "value_dtype": value_dtype,
+            "op": op,
+        }
+        _check_wire(vector.dtype, format, value_dtype)
+        with transport.phase("select"):
+            selected = _selected(transport, vector, algorithm, wanted, value_dtype)
+    except Exception as problem:
+        error = problem
+    entries = agree(transport, call, selected.nnz if selected is not None else 0, error)
+    assert algorithm is not None and selected is not None
+    transport.format, transport.value_dtype = format, value_dtype
+    reduction = algorithm(transport, selected, max(entries) if wanted is None else wanted)  # type: ignore[arg-type]
+    transport.flush()
+    transport.traffic.total.seconds += transport.now() - start
+    reduction.traffic = transport.traffic.since(before)
+    return reduction
+
+
+def _wanted(x: Vector, algorithm: Algorithm, k: int | None, density: float | None) -> int | None:
+    """The k of this call; None: all that each rank holds."""
+    if k is not None and density is not None:
+        raise ValueError(f"k, density: expected one of them, got k={k} and density={density}")
+    if density is not None:
+        if not 0 < density <= 1:
+            raise ValueError(f"density: expected in (0, 1], got {density}")
+        return max(1, round(density * x.length))
+    k = algorithm.k if k is None else k
+    if k is None:
+        if isinstance(x, DenseVector) and not algorithm.takes_dense:
+            raise ValueError(f"k, density: expected one of them for a dense x with algo={algorithm.name!r}, got neither")
+        return None
+    if isinstance(k, bool) or not isinstance(k, (int, np.integer)):
+        raise TypeError(f"k: expected an integer, got {type(k).__name__}")
+    if k < 0:
+        raise ValueError(f"k: expected at least 0, got {k}")
+    return int(k)
+
+
+def _check_wire(dtype: np.dtype[Any], format: str, value_dtype: str | None) -> None:
+    if format not in formats.FORMATS:
+        raise ValueError(f"format: expected one of {', '.join(formats.FORMATS)}, got {format!r}")
+    if value_dtype is None:
+        return
+    if value_dtype not in VALUE_DTYPES_ON_THE_WIRE:
+        raise ValueError(f"value_dtype: expected one of {', '.join(VALUE_DTYPES_ON_THE_WIRE)}, got {value_dtype!r}")
+    if dtype.kind != "f" or np.dtype(formats.WIRE_DTYPES[value_dtype].stored).itemsize > dtype.itemsize:
+        raise ValueError(f"value_dtype: expected no wider than x and x of floats, got {value_dtype} for {dtype}")
+
+
+def _selected(
+    transport: Transport, x: Vector, algorithm: Algorithm, wanted: int | None, value_dtype: str | None
+) -> Vector:
+    """What this rank puts into the reduction, rounded as it will travel."""
+    if wanted is not None:
+        return formats.rounded(algorithm.select(x, wanted), value_dtype)
+    if isinstance(x, SparseVector) and algorithm.semantics == "top_k_of_sum" and x.has_nan():
+        raise ValueError("x: expected values that can be ordered by magnitude, got NaN")
+    return formats.rounded(x, value_dtype)
+
+
+def traffic(comm: Any) -> Traffic:
+    """The counters of this rank on `comm`, live; `.reset()` sets them to zero, `print` shows a table.
+
+    The first call on an mpi4py communicator is collective (it duplicates it).
+    """
+    return as_transport(comm).traffic

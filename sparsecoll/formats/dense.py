@@ -1,0 +1,51 @@
+"""Dense: every value from the first index held to the last, zeros between. Smallest where a region has filled in."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from sparsecoll.errors import CommunicationError
+from sparsecoll.formats.base import HEADER, Buffer, Format, wire_dtype
+from sparsecoll.kernels import kernels_of
+from sparsecoll.vector import SparseVector
+
+
+class Dense(Format):
+    """Header, first index (8 bytes), then last - first + 1 values. Explicit zeros come back as entries not held.
+
+    Size: 16 + 8 + (last - first + 1) * value bytes; 24 when nothing is held.
+    """
+
+    id = 2
+    name = "dense"
+
+    def size(self, x: SparseVector, value_dtype: str | None = None) -> int:
+        return HEADER.size + 8 + self._span(x) * wire_dtype(x.dtype, value_dtype).stored.itemsize
+
+    def encode(self, x: SparseVector, value_dtype: str | None = None) -> Buffer:
+        buffer, wire = self._start(x, value_dtype)
+        first = int(x.indices[0]) if x.nnz else 0
+        buffer[16:24].view(np.uint64)[0] = first
+        window = buffer[24:].view(wire.stored)
+        window[:] = 0
+        window[x.indices - x.indices.dtype.type(first)] = wire.pack(x.values)
+        return buffer
+
+    def decode(self, buffer: Buffer, length: int) -> SparseVector:
+        wire, index, nnz = self._opened(buffer, length)
+        if buffer.size < 24 or (buffer.size - 24) % wire.stored.itemsize:
+            raise CommunicationError(f"message: a dense message cannot have {buffer.size} bytes")
+        first = int(buffer[16:24].view(np.uint64)[0])
+        values = wire.unpack(buffer[24:].view(wire.stored))
+        if first + values.size > length:
+            raise CommunicationError(
+                f"message: {values.size} dense values from {first} on do not fit length {length}"
+            )
+        places = kernels_of(values).select_at_least(values, 1, nnz)
+        if places.size > nnz:
+            raise CommunicationError(f"message: {places.size} nonzeros where the header says {nnz}")
+        return SparseVector.trusted((places + first).astype(index), values[places], length)
+
+    @staticmethod
+    def _span(x: SparseVector) -> int:
+        return int(x.indices[-1]) - int(x.indices[0]) + 1 if x.nnz else 0

@@ -1,0 +1,45 @@
+"""Array kernels: one specification (`reference`), fast versions that equal it bit for bit (`cpu`).
+
+`kernels_of(array)` returns the module that serves an array. Every module has the same functions with the same
+arguments; nothing outside this package knows which one runs. `SPARSECOLL_KERNELS=reference` forces the specification.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+logger = logging.getLogger(__name__)
+
+
+@functools.cache
+def _host_kernels() -> ModuleType:
+    choice = os.environ.get("SPARSECOLL_KERNELS", "cpu")
+    if choice not in ("cpu", "reference"):
+        raise ValueError(f"SPARSECOLL_KERNELS: expected 'cpu' or 'reference', got {choice!r}")
+    from sparsecoll.kernels import reference
+
+    if choice == "reference":
+        return reference
+    try:
+        from sparsecoll.kernels import cpu
+    except ImportError as error:
+        logger.warning("numba cannot be imported (%s): the slower NumPy reference kernels are used", error)
+        return reference
+    return cpu
+
+
+def kernels_of(array: Any) -> ModuleType:
+    """The kernel module for `array` (a NumPy array).
+
+    Raises:
+        TypeError: the array lives where no kernels exist yet (a GPU).
+    """
+    if isinstance(array, np.ndarray):
+        return _host_kernels()
+    raise TypeError(f"array: expected a numpy.ndarray, got {type(array).__module__}.{type(array).__qualname__}")

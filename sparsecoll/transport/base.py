@@ -1,0 +1,147 @@
+"""What every transport offers to the algorithms: bytes and vectors, point to point, counted.
+
+Messages between a pair of ranks arrive in the order in which they were sent (one FIFO channel per ordered pair), every
+receive names its source, and sends do not block. Hence no tags: the algorithm's own order tells messages apart.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import numpy as np
+
+from sparsecoll import formats
+from sparsecoll.errors import CommunicationError
+from sparsecoll.formats import Buffer
+from sparsecoll.traffic import Counts, Traffic
+from sparsecoll.vector import DenseVector, SparseVector
+
+
+class PendingReceive(Protocol):
+    """A receive that was asked for; `wait` returns the buffer."""
+
+    def wait(self) -> Buffer:
+        """Block until the message is here."""
+        ...
+
+
+class Transport(ABC):
+    """One rank's end of a communicator.
+
+    Attributes:
+        rank, size: of this communicator.
+        traffic: counters, see `sparsecoll.traffic.Traffic`.
+        timeout: seconds a receive waits before it raises CommunicationError; None waits for ever, and a warning is
+            logged once a minute that names the rank waited for.
+        format, value_dtype: how `send_vector` encodes; set by the caller of an algorithm.
+    """
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank = rank
+        self.size = size
+        self.traffic = Traffic()
+        self.timeout: float | None = None
+        self.format = "auto"
+        self.value_dtype: str | None = None
+        self._phase: Counts | None = None
+
+    @abstractmethod
+    def now(self) -> float:
+        """Seconds on this rank's clock (the simulator's clock is virtual)."""
+
+    @abstractmethod
+    def _send(self, destination: int, buffer: Buffer) -> None:
+        """Start sending; the buffer must not change until `flush`."""
+
+    @abstractmethod
+    def _receive(self, source: int) -> PendingReceive:
+        """Ask for the next message from `source`."""
+
+    @abstractmethod
+    def flush(self) -> None:
+        """Wait until every send has left its buffer."""
+
+    def send(self, destination: int, buffer: Buffer) -> None:
+        """Send bytes without blocking. The buffer belongs to the transport from here on: do not change it."""
+        for counts in self._counters():
+            counts.bytes_sent += buffer.size
+            counts.messages_sent += 1
+        self._send(destination, buffer)
+
+    def receive(self, source: int) -> Buffer:
+        """The next message from `source`."""
+        return self.expect(source).wait()
+
+    def expect(self, source: int) -> PendingReceive:
+        """Ask for the next message from `source` without blocking; receives of one source are served in order."""
+        return _Counted(self, self._receive(source))
+
+    def progress(self) -> None:  # noqa: B027 - optional: a transport that needs no polling has nothing to do
+        """Let messages that have arrived be taken in, before a long computation."""
+
+    def send_vector(self, destination: int, x: SparseVector) -> None:
+        """Encode and send without blocking."""
+        self.send(destination, formats.encode(x, self.format, self.value_dtype))
+
+    def encode(self, x: SparseVector) -> Buffer:
+        """x as it would be sent."""
+        return formats.encode(x, self.format, self.value_dtype)
+
+    def pack(self, x: DenseVector) -> Buffer:
+        """Dense values as they are sent: nothing but the values, in the wire's dtype."""
+        return formats.wire_dtype(x.dtype, self.value_dtype).pack(x.values).view(np.uint8)
+
+    def unpack(self, buffer: Buffer, dtype: np.dtype[Any], length: int) -> DenseVector:
+        """The `length` dense values in a buffer, as `dtype`."""
+        wire = formats.wire_dtype(dtype, self.value_dtype)
+        if buffer.size != length * wire.stored.itemsize:
+            raise CommunicationError(
+                f"rank {self.rank}: expected {length} values of {wire.name}, got {buffer.size} bytes"
+            )
+        return DenseVector(wire.unpack(buffer.view(wire.stored)).astype(dtype, copy=False))
+
+    def rounds(self, dtype: np.dtype[Any]) -> bool:
+        """Whether values of `dtype` lose bits on the wire."""
+        return formats.wire_dtype(dtype, self.value_dtype).name != dtype.name
+
+    def rounded(self, x: SparseVector) -> SparseVector:
+        """x with its values as they arrive at a peer."""
+        return formats.rounded(x, self.value_dtype)
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Count what happens inside under `name`; phases do not nest (an inner one counts for itself alone)."""
+        outer, start = self._phase, self.now()
+        self._phase = self.traffic.phases.setdefault(name, Counts())
+        mine = self._phase
+        try:
+            yield
+        finally:
+            mine.seconds += self.now() - start
+            self._phase = outer
+
+    def _counters(self) -> tuple[Counts, ...]:
+        return (self.traffic.total,) if self._phase is None else (self.traffic.total, self._phase)
+
+    def _count_received(self, buffer: Buffer) -> None:
+        for counts in self._counters():
+            counts.bytes_received += buffer.size
+            counts.messages_received += 1
+
+
+class _Counted:
+    """A pending receive that counts the message when it is taken."""
+
+    __slots__ = ("_pending", "_transport")
+
+    def __init__(self, transport: Transport, pending: PendingReceive) -> None:
+        self._transport = transport
+        self._pending = pending
+
+    def wait(self) -> Buffer:
+        buffer = self._pending.wait()
+        self._transport._count_received(buffer)
+        return buffer

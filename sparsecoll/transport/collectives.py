@@ -1,0 +1,143 @@
+"""Small collectives over point-to-point, for any number of ranks: one code for MPI and the simulator."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sparsecoll.errors import CommunicationError
+from sparsecoll.formats import Buffer
+from sparsecoll.transport.base import Transport
+
+
+def _raw(array: NDArray[Any]) -> Buffer:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+def allgather(transport: Transport, row: NDArray[Any]) -> NDArray[Any]:
+    """Every rank's `row` (1-D, same size and dtype on all), as a (P, m) array in rank order.
+
+    Bruck's algorithm: ceil(log2 P) messages, m(P-1) items received.
+    """
+    rank, size = transport.rank, transport.size
+    gathered = np.empty((size, row.size), row.dtype)
+    gathered[0] = row
+    have = 1
+    while have < size:
+        count = min(have, size - have)
+        transport.send((rank - have) % size, _raw(gathered[:count].copy()))
+        received = transport.receive((rank + have) % size)
+        if received.size != gathered[:count].nbytes:
+            raise CommunicationError(
+                f"allgather on rank {rank}: expected {gathered[:count].nbytes} bytes from rank"
+                f" {(rank + have) % size}, got {received.size}"
+            )
+        gathered[have : have + count] = received.view(row.dtype).reshape(count, row.size)
+        have += count
+    return np.roll(gathered, rank, axis=0)
+
+
+def allgatherv(transport: Transport, block: Buffer) -> list[Buffer]:
+    """Every rank's `block` (sizes differ), in rank order.
+
+    Bruck's algorithm (recursive doubling for any P): ceil(log2 P) messages. Received: the other ranks' blocks, each
+    with 8 bytes of size and padded to a multiple of 8.
+    """
+    rank, size = transport.rank, transport.size
+    blocks = [block]
+    while len(blocks) < size:
+        have = len(blocks)
+        count = min(have, size - have)
+        transport.send((rank - have) % size, _joined(blocks[:count]))
+        blocks += _separated(transport.receive((rank + have) % size), count)
+    return blocks[size - rank :] + blocks[: size - rank]
+
+
+def _joined(blocks: Sequence[Buffer]) -> Buffer:
+    sizes = np.array([block.size for block in blocks], np.int64)
+    places = 8 * sizes.size + np.cumsum((sizes + 7) // 8 * 8)
+    message = np.empty(int(places[-1]), np.uint8)
+    message[: 8 * sizes.size] = sizes.view(np.uint8)
+    start = 8 * sizes.size
+    for block, place in zip(blocks, places, strict=True):
+        message[start : start + block.size] = block
+        message[start + block.size : place] = 0
+        start = int(place)
+    return message
+
+
+def _separated(message: Buffer, count: int) -> list[Buffer]:
+    start = 8 * count
+    sizes = message[:start].view(np.int64) if message.size >= start else np.array([-1])
+    padded = (sizes + 7) // 8 * 8
+    if sizes.min() < 0 or sizes.max() > message.size or start + int(padded.sum()) != message.size:
+        raise CommunicationError(f"message: {message.size} bytes do not hold {count} blocks")
+    blocks = []
+    for size, room in zip(sizes, padded, strict=True):
+        blocks.append(message[start : start + int(size)])
+        start += int(room)
+    return blocks
+
+
+def sum_counts(transport: Transport, counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Element-wise sum of integer arrays over the ranks; integers, so the order of addition does not matter.
+
+    Recursive halving, then recursive doubling (Rabenseifner) among the largest power of two of ranks; each other rank
+    hands its array to a partner first and gets the sum back. At most 3m items received in 2 log2 P + 2 messages.
+    """
+    rank, size = transport.rank, transport.size
+    core = 1 << (size.bit_length() - 1)
+    chunk = -(-counts.size // core)
+    total = np.zeros(chunk * core, np.int64)
+    total[: counts.size] = counts
+    if rank >= core:
+        transport.send(rank - core, _raw(total))
+        return transport.receive(rank - core).view(np.int64)[: counts.size]
+    if rank + core < size:
+        total += transport.receive(rank + core).view(np.int64)
+    low, high = 0, core  # the chunks that this rank still sums
+    distance = core // 2
+    while distance:
+        middle = (low + high) // 2
+        keep, give = ((low, middle), (middle, high)) if rank & distance == 0 else ((middle, high), (low, middle))
+        transport.send(rank ^ distance, _raw(total[give[0] * chunk : give[1] * chunk].copy()))
+        total[keep[0] * chunk : keep[1] * chunk] += transport.receive(rank ^ distance).view(np.int64)
+        low, high = keep
+        distance //= 2
+    distance = 1
+    while distance < core:
+        transport.send(rank ^ distance, _raw(total[low * chunk : high * chunk].copy()))
+        theirs = transport.receive(rank ^ distance).view(np.int64)
+        width = high - low
+        low, high = (low, high + width) if rank & distance == 0 else (low - width, high)
+        start = low + width if rank & distance == 0 else low
+        total[start * chunk : (start + width) * chunk] = theirs
+        distance *= 2
+    if rank + core < size:
+        transport.send(rank + core, _raw(total.copy()))
+    return total[: counts.size]
+
+
+def broadcast(transport: Transport, array: NDArray[Any], root: int = 0) -> NDArray[Any]:
+    """Root's array (same shape and dtype on all ranks) on every rank, as a new array; binomial tree."""
+    rank, size = transport.rank, transport.size
+    relative = (rank - root) % size
+    data = _raw(array)
+    distance = 1
+    while distance < size:
+        if relative & distance:
+            data = transport.receive((rank - distance) % size)
+            break
+        distance *= 2
+    distance //= 2
+    while distance:
+        if relative + distance < size:
+            transport.send((rank + distance) % size, data)
+        distance //= 2
+    transport.flush()
+    if data.size != array.nbytes:
+        raise CommunicationError(f"broadcast on rank {rank}: expected {array.nbytes} bytes, got {data.size}")
+    return data.view(array.dtype).reshape(array.shape).copy()

@@ -1,0 +1,169 @@
+"""MPI by mpi4py: nonblocking sends, matched probes, an own communicator cached on the user's and freed with it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from sparsecoll.errors import CommunicationError
+from sparsecoll.formats import Buffer
+from sparsecoll.transport.base import Transport
+
+logger = logging.getLogger(__name__)
+
+TAG = 0
+CHUNK = 1 << 30  # bytes; a longer message goes in several, so that counts fit an int on every MPI
+WATCHDOG_SECONDS = 60.0
+_SPINS = 200  # polls before the waiting rank gives its core away
+_NAP_SECONDS = 50e-6
+
+
+class _Waiter:
+    """Polling with patience: spin, then nap; raise after the timeout, warn once a minute."""
+
+    def __init__(self, transport: MpiTransport, what: str) -> None:
+        self._transport = transport
+        self._what = what
+        self._polls = 0
+        self._start = 0.0
+        self._warned = 0.0
+
+    def pause(self) -> None:
+        self._polls += 1
+        if self._polls < _SPINS:
+            return
+        now = time.monotonic()
+        if self._polls == _SPINS:
+            self._start = self._warned = now
+        timeout = self._transport.timeout
+        if timeout is not None and now - self._start > timeout:
+            self._transport.broken = f"rank {self._transport.rank} {self._what} for {timeout} s"
+            raise CommunicationError(f"{self._transport.broken}: no answer within the timeout")
+        if now - self._warned > WATCHDOG_SECONDS:
+            self._warned = now
+            logger.warning("rank %d %s, %.0f s so far", self._transport.rank, self._what, now - self._start)
+        time.sleep(_NAP_SECONDS)
+
+
+class _Pending:
+    """The next message from one source: matched by `poll`, received into its own buffer in one or more chunks."""
+
+    def __init__(self, transport: MpiTransport, source: int) -> None:
+        self._transport = transport
+        self._source = source
+        self._parts: list[Buffer] = []
+        self._request: Any = None
+        self._complete = False
+
+    def poll(self) -> bool:
+        """Take in what has arrived; True once the whole message is here."""
+        while not self._complete:
+            if self._request is None:
+                status = MPI.Status()
+                message = self._transport.comm.Improbe(self._source, TAG, status)
+                if message is None:
+                    return False
+                self._parts.append(np.empty(status.Get_count(MPI.BYTE), np.uint8))
+                self._request = message.Irecv([self._parts[-1], MPI.BYTE])
+            if not self._request.Test():
+                return False
+            self._request = None
+            self._complete = self._parts[-1].size < self._transport.chunk
+        return True
+
+    def wait(self) -> Buffer:
+        queue = self._transport.expected[self._source]
+        waiter = _Waiter(self._transport, f"waits for a message of rank {self._source}")
+        while not self._complete:
+            if not queue[0].poll():
+                waiter.pause()
+            elif queue[0]._complete:
+                queue.popleft()
+        return self._parts[0] if len(self._parts) == 1 else np.concatenate(self._parts)
+
+
+class MpiTransport(Transport):
+    """One rank's end of a duplicate of an MPI communicator.
+
+    Attributes:
+        comm: the duplicate, so that no message of the user's is ever taken.
+        broken: why the communicator cannot be used any more, after a timeout; else "".
+    """
+
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        super().__init__(comm.Get_rank(), comm.Get_size())
+        self.comm = comm
+        self.chunk = CHUNK
+        self.broken = ""
+        self.expected: list[deque[_Pending]] = [deque() for _ in range(self.size)]
+        self._sends: deque[tuple[Any, Buffer]] = deque()
+
+    def now(self) -> float:
+        return time.perf_counter()
+
+    def _check(self) -> None:
+        if self.broken:
+            raise CommunicationError(f"communicator is out of use since {self.broken}")
+
+    def _send(self, destination: int, buffer: Buffer) -> None:
+        self._check()
+        for start in range(0, buffer.size + 1, self.chunk):  # a full chunk says that more follows, if only nothing
+            piece = buffer[start : start + self.chunk]
+            self._sends.append((self.comm.Isend([piece, MPI.BYTE], destination, TAG), piece))
+
+    def _receive(self, source: int) -> _Pending:
+        self._check()
+        pending = _Pending(self, source)
+        self.expected[source].append(pending)
+        return pending
+
+    def progress(self) -> None:
+        for queue in self.expected:
+            while queue and queue[0].poll():
+                queue.popleft()
+
+    def flush(self) -> None:
+        waiter = _Waiter(self, "waits for its own sends to complete")
+        while self._sends:
+            if self._sends[0][0].Test():
+                self._sends.popleft()
+            else:
+                waiter.pause()
+
+
+def _free(comm: MPI.Comm, keyval: int, transport: MpiTransport) -> None:
+    if not MPI.Is_finalized():
+        transport.comm.Free()
+
+
+_keyval_lock = threading.Lock()
+_keyval: list[int] = []
+
+
+def _key() -> int:
+    with _keyval_lock:
+        if not _keyval:
+            _keyval.append(MPI.Comm.Create_keyval(delete_fn=_free))
+        return _keyval[0]
+
+
+def mpi_transport(comm: MPI.Intracomm) -> MpiTransport:
+    """The transport cached on `comm`; the first call duplicates it, which is collective."""
+    if not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL:
+        raise TypeError(f"comm: expected an mpi4py intracommunicator, got {comm!r}")
+    transport = comm.Get_attr(_key())
+    if transport is None:
+        transport = MpiTransport(comm.Dup())
+        comm.Set_attr(_key(), transport)
+    return transport  # type: ignore[no-any-return]
+
+
+def world() -> MPI.Intracomm:
+    """MPI.COMM_WORLD."""
+    return MPI.COMM_WORLD

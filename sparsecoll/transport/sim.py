@@ -1,0 +1,239 @@
+"""The simulator: P virtual ranks in one process, one parked thread each, a baton passed to whoever can run.
+
+Only one virtual rank runs at a time, so a run is deterministic. Time is virtual: a message of m bytes leaves its sender
+when the sender's port is free, takes alpha + beta*m, and enters its receiver when the receiver's port is free (so many
+senders to one receiver queue up, the congestion that Ok-Topk's destination rotation avoids). Computation is free.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from sparsecoll.errors import CommunicationError
+from sparsecoll.formats import Buffer
+from sparsecoll.model import Network
+from sparsecoll.traffic import Traffic
+from sparsecoll.transport.base import Transport
+
+_STACK_BYTES = 1 << 20
+
+
+class DeadlockError(RuntimeError):
+    """Every virtual rank waits for a message that nobody will send; the text names who waits for whom."""
+
+
+class _Stopped(BaseException):
+    """Unwinds the other virtual ranks after one has failed."""
+
+
+@dataclass
+class _Message:
+    buffer: Buffer
+    arrival: float
+
+
+class _World:
+    """Shared by the virtual ranks of one simulation: mailboxes, ports, and the baton."""
+
+    def __init__(self, size: int, network: Network) -> None:
+        self.size = size
+        self.network = network
+        self.mail: dict[tuple[int, int], deque[_Message]] = {}
+        self.batons = [threading.Semaphore(0) for _ in range(size)]
+        self.ready: deque[int] = deque(range(size))
+        self.waiting: dict[int, int] = {}
+        self.finished: set[int] = set()
+        self.failure: BaseException | None = None
+        self.done = threading.Event()
+
+    def pass_baton(self) -> None:
+        """Wake the next rank that can run; with nobody left, the run is over or stuck."""
+        if self.failure is None and not self.ready and self.waiting:
+            self.failure = DeadlockError(self._report())
+        if self.failure is not None and self.waiting:
+            self.ready.extend(sorted(self.waiting))
+            self.waiting.clear()
+        if self.ready:
+            self.batons[self.ready.popleft()].release()
+        else:
+            self.done.set()
+
+    def _report(self) -> str:
+        lines = [f"rank {rank} waits for rank {source}" for rank, source in sorted(self.waiting.items())]
+        ended = f"; ended: {sorted(self.finished)}" if self.finished else ""
+        return f"deadlock among {self.size} virtual ranks: " + ", ".join(lines) + ended
+
+    def wait_for(self, rank: int, source: int) -> None:
+        """Park `rank` until a message from `source` is there."""
+        while not self.mail.get((source, rank)):
+            self.waiting[rank] = source
+            self.pass_baton()
+            self.batons[rank].acquire()
+            if self.failure is not None:
+                raise _Stopped
+
+    def deliver(self, source: int, destination: int, message: _Message) -> None:
+        self.mail.setdefault((source, destination), deque()).append(message)
+        if self.waiting.get(destination) == source:
+            del self.waiting[destination]
+            self.ready.append(destination)
+
+
+class _Pending:
+    __slots__ = ("_source", "_transport")
+
+    def __init__(self, transport: SimTransport, source: int) -> None:
+        self._transport = transport
+        self._source = source
+
+    def wait(self) -> Buffer:
+        return self._transport._take(self._source)
+
+
+class SimTransport(Transport):
+    """One virtual rank's transport."""
+
+    def __init__(self, world: _World, rank: int) -> None:
+        super().__init__(rank, world.size)
+        self._world = world
+        self._clock = 0.0
+        self._port_out = 0.0
+        self._port_in = 0.0
+
+    def now(self) -> float:
+        return self._clock
+
+    def _send(self, destination: int, buffer: Buffer) -> None:
+        network = self._world.network
+        start = max(self._clock, self._port_out)
+        self._port_out = start + network.beta * buffer.size
+        self._world.deliver(self.rank, destination, _Message(buffer, self._port_out + network.alpha))
+
+    def _receive(self, source: int) -> _Pending:
+        return _Pending(self, source)
+
+    def _take(self, source: int) -> Buffer:
+        self._world.wait_for(self.rank, source)
+        message = self._world.mail[source, self.rank].popleft()
+        transfer = self._world.network.beta * message.buffer.size
+        self._port_in = max(message.arrival, self._port_in + transfer)
+        self._clock = max(self._clock, self._port_in)
+        return message.buffer
+
+    def flush(self) -> None:
+        self._clock = max(self._clock, self._port_out)
+
+
+class SimComm:
+    """A virtual rank's communicator: goes wherever sparsecoll takes an mpi4py communicator."""
+
+    def __init__(self, transport: SimTransport) -> None:
+        self.transport = transport
+
+    @property
+    def rank(self) -> int:
+        """This virtual rank."""
+        return self.transport.rank
+
+    @property
+    def size(self) -> int:
+        """Number of virtual ranks."""
+        return self.transport.size
+
+    def Get_rank(self) -> int:
+        """As in mpi4py."""
+        return self.rank
+
+    def Get_size(self) -> int:
+        """As in mpi4py."""
+        return self.size
+
+
+@dataclass
+class Simulation:
+    """What `simulate` returns; lists are in rank order.
+
+    Attributes:
+        results: what fn returned on each rank.
+        traffic: each rank's counters.
+        seconds: the virtual clock of the rank that ended last.
+    """
+
+    results: list[Any]
+    traffic: list[Traffic]
+    seconds: float
+
+
+def simulate(P: int, fn: Callable[[SimComm], Any], network: Network | None = None) -> Simulation:
+    """Run fn(comm) on P virtual ranks in this process; no MPI needed.
+
+    Args:
+        P: number of virtual ranks, at least 1 (1024 are fine).
+        fn: the program of one rank; `comm` goes into `sparsecoll.allreduce`, `sparsecoll.traffic`, ...
+        network: seconds per message and per byte; default 50 us and 1 Gb/s.
+
+    Raises:
+        DeadlockError: all ranks wait; the text says who waits for whom.
+        Exception: whatever fn raised first on some rank (the other ranks are stopped).
+
+    >>> simulate(3, lambda comm: comm.rank).results
+    [0, 1, 2]
+    """
+    if P < 1:
+        raise ValueError(f"P: expected at least 1, got {P}")
+    world = _World(P, network or Network())
+    transports = [SimTransport(world, rank) for rank in range(P)]
+    results: list[Any] = [None] * P
+
+    def program(rank: int) -> None:
+        world.batons[rank].acquire()
+        try:
+            if world.failure is None:
+                results[rank] = fn(SimComm(transports[rank]))
+                transports[rank].flush()
+        except _Stopped:
+            pass
+        except BaseException as error:
+            world.failure = world.failure or error
+        world.finished.add(rank)
+        world.pass_baton()
+
+    previous = threading.stack_size(_STACK_BYTES)
+    try:
+        threads = [threading.Thread(target=program, args=(rank,), daemon=True) for rank in range(P)]
+        for thread in threads:
+            thread.start()
+    finally:
+        threading.stack_size(previous)
+    world.pass_baton()
+    world.done.wait()
+    for thread in threads:
+        thread.join()
+    if world.failure is not None:
+        raise world.failure
+    return Simulation(results, [t.traffic for t in transports], max(t.now() for t in transports))
+
+
+class LocalTransport(Transport):
+    """A communicator of one rank, for programs run without MPI."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 1)
+
+    def now(self) -> float:
+        import time
+
+        return time.perf_counter()
+
+    def _send(self, destination: int, buffer: Buffer) -> None:
+        raise CommunicationError(f"send: rank {destination} does not exist on a communicator of one rank")
+
+    def _receive(self, source: int) -> Any:
+        raise CommunicationError(f"receive: rank {source} does not exist on a communicator of one rank")
+
+    def flush(self) -> None:
+        pass

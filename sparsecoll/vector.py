@@ -1,0 +1,342 @@
+"""SparseVector and DenseVector: what algorithms compute with.
+
+Both have `length` (coordinates), `nnz` (entries held), `dtype`, `slice`, `top`, `at_least` and `to_dense`; an algorithm
+calls these methods and the transport, and never touches an array.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sparsecoll.kernels import kernels_of
+from sparsecoll.kernels.reference import Array, index_dtype
+
+VALUE_DTYPES = tuple(np.dtype(name) for name in ("float16", "float32", "float64", "int32", "int64"))
+
+
+def accumulator(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """The type in which values of `dtype` are summed: float32 for float16, else `dtype` itself."""
+    return np.dtype(np.float32) if dtype == np.float16 else dtype
+
+
+def check_value_dtype(dtype: np.dtype[Any]) -> None:
+    """Raise TypeError unless `dtype` is one of VALUE_DTYPES."""
+    if dtype not in VALUE_DTYPES:
+        raise TypeError(f"values: expected dtype {', '.join(map(str, VALUE_DTYPES))}, got {dtype}")
+
+
+def cut(values: Array, dtype: np.dtype[Any]) -> Array:
+    """`values` as `dtype`; finite values beyond its range become its largest finite value, not infinity."""
+    if values.dtype == dtype:
+        return values
+    if dtype.kind == "f" and values.dtype.kind == "f" and dtype.itemsize < values.dtype.itemsize:
+        limit = np.finfo(dtype).max
+        with np.errstate(over="ignore", invalid="ignore"):
+            narrow = values.astype(dtype)
+        overflown = np.isinf(narrow) & np.isfinite(values)
+        if overflown.any():
+            narrow[overflown] = np.copysign(limit, values[overflown]).astype(dtype)
+        return narrow
+    return values.astype(dtype)
+
+
+class SparseVector:
+    """A long vector of which few entries are held: ascending unique `indices` and their `values`.
+
+    Args:
+        indices: 1-D integers, strictly ascending, in [0, length). Stored as uint32 for length <= 2^32, else uint64.
+        values: 1-D, as many as indices; float16/32/64 or int32/64. Not copied.
+        length: number of coordinates, up to 2^63 - 1.
+
+    Raises:
+        ValueError: indices unsorted, duplicate, negative or out of range; sizes differ; length negative.
+        TypeError: a dtype that is not supported.
+
+    >>> x = SparseVector([1, 4], np.array([2.0, -3.0], dtype=np.float32), 6)
+    >>> x.nnz, x.density
+    (2, 0.3333333333333333)
+    >>> x.to_dense()
+    array([ 0.,  2.,  0.,  0., -3.,  0.], dtype=float32)
+    """
+
+    __slots__ = ("indices", "length", "values")
+
+    indices: NDArray[Any]
+    values: NDArray[Any]
+    length: int
+
+    def __init__(self, indices: Any, values: Any, length: int) -> None:
+        self.length = _checked_length(length)
+        self.values = np.asarray(values)
+        given = np.asarray(indices)
+        if given.size == 0 and given.ndim == 1:
+            given = given.astype(np.int64)
+        if given.ndim != 1 or self.values.ndim != 1 or given.size != self.values.size:
+            raise ValueError(
+                f"indices, values: expected two 1-D arrays of one size, got shapes {given.shape} and {self.values.shape}"
+            )
+        if given.dtype.kind not in "iu":
+            raise TypeError(f"indices: expected integers, got {given.dtype}")
+        check_value_dtype(self.values.dtype)
+        if given.dtype.kind == "i" and given.size and int(given.min()) < 0:
+            raise ValueError(f"indices: expected at least 0, got {int(given.min())}")
+        if given.size and int(given.max()) >= self.length:
+            raise ValueError(f"indices: expected below length {self.length}, got {int(given.max())}")
+        self.indices = np.ascontiguousarray(given, dtype=index_dtype(self.length))
+        self.values = np.ascontiguousarray(self.values)
+        place = kernels_of(self.values).first_disorder(self.indices, self.length)
+        if place >= 0:
+            before, here = int(self.indices[place - 1]), int(self.indices[place])
+            what = "duplicate" if before == here else "unsorted"
+            raise ValueError(
+                f"indices: expected strictly ascending, got {what}: {before} at position {place - 1}, then {here}"
+            )
+
+    @classmethod
+    def trusted(cls, indices: NDArray[Any], values: NDArray[Any], length: int) -> SparseVector:
+        """A vector from arrays known to be right (ascending, unique, in range, of the index dtype); nothing checked."""
+        vector = object.__new__(cls)
+        vector.indices, vector.values, vector.length = indices, values, length
+        return vector
+
+    @classmethod
+    def empty(cls, length: int, dtype: Any) -> SparseVector:
+        """A vector that holds nothing."""
+        return cls.trusted(np.empty(0, index_dtype(length)), np.empty(0, dtype), length)
+
+    @classmethod
+    def from_dense(cls, array: Any) -> SparseVector:
+        """The nonzero entries (NaN among them) of a 1-D array."""
+        return DenseVector(array).to_sparse()
+
+    @classmethod
+    def concatenate(cls, parts: Sequence[SparseVector]) -> SparseVector:
+        """Parts whose index ranges follow each other, joined; one part is returned as it is."""
+        if len(parts) == 1:
+            return parts[0]
+        indices, values = np.concatenate([p.indices for p in parts]), np.concatenate([p.values for p in parts])
+        return cls.trusted(indices, values, parts[0].length)
+
+    @classmethod
+    def sum(cls, parts: Sequence[SparseVector], dtype: np.dtype[Any]) -> SparseVector:
+        """Sum in `dtype`, added in the order of `parts` (at least one), starting at +0. Memory: the entries."""
+        kernels = kernels_of(parts[0].values)
+        indices, values = kernels.merge_sum([(p.indices, p.values) for p in parts], dtype)
+        return cls.trusted(indices.astype(index_dtype(parts[0].length), copy=False), values, parts[0].length)
+
+    @property
+    def nnz(self) -> int:
+        """Entries held (explicit zeros among them)."""
+        return int(self.indices.size)
+
+    @property
+    def density(self) -> float:
+        """nnz / length; 0.0 for length 0."""
+        return self.nnz / self.length if self.length else 0.0
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """dtype of the values."""
+        return self.values.dtype
+
+    def to_dense(self) -> NDArray[Any]:
+        """A new array of `length` values."""
+        dense = np.zeros(self.length, self.dtype)
+        dense[self.indices] = self.values
+        return dense
+
+    def slice(self, start: int, stop: int) -> SparseVector:
+        """The entries with start <= index < stop, as views; indices and length stay those of the whole vector."""
+        return self.split([start, stop])[0]
+
+    def split(self, boundaries: Sequence[int]) -> list[SparseVector]:
+        """The len(boundaries) - 1 slices between consecutive boundaries, as views."""
+        places = self.count_below(boundaries)
+        return [
+            SparseVector.trusted(self.indices[a:b], self.values[a:b], self.length)
+            for a, b in zip(places[:-1], places[1:], strict=True)
+        ]
+
+    def part(self, start: int, stop: int) -> SparseVector:
+        """Entries number start..stop-1 in index order, as views."""
+        return SparseVector.trusted(self.indices[start:stop], self.values[start:stop], self.length)
+
+    def count_below(self, edges: Any) -> NDArray[np.int64]:
+        """For each edge (0..length), how many entries have an index below it."""
+        limit = int(np.iinfo(self.indices.dtype).max)
+        edges = np.asarray(edges, dtype=np.uint64)
+        places = np.searchsorted(self.indices, np.minimum(edges, limit).astype(self.indices.dtype))
+        return np.where(edges > limit, self.nnz, places).astype(np.int64)
+
+    def keys(self) -> NDArray[Any]:
+        """Magnitude keys of the values (see kernels.reference), unsigned."""
+        return kernels_of(self.values).magnitude_keys(self.values)  # type: ignore[no-any-return]
+
+    def has_nan(self) -> bool:
+        """Whether a value is NaN."""
+        kernels = kernels_of(self.values)
+        return bool(self.dtype.kind == "f" and kernels.count_at_least(self.values, kernels.nan_key(self.dtype)))
+
+    def _at(self, positions: NDArray[np.int64]) -> SparseVector:
+        return SparseVector.trusted(self.indices[positions], self.values[positions], self.length)
+
+    def top(self, k: int) -> SparseVector:
+        """The k largest magnitudes, ties by lower index; the vector itself if it holds no more than k."""
+        return self if k >= self.nnz else self._at(kernels_of(self.values).topk(self.values, k))
+
+    def top_key(self, key: int, ties: int) -> SparseVector:
+        """Entries whose magnitude key is above `key`, and the first `ties` of those equal to it."""
+        return self._at(kernels_of(self.values).take_top(self.values, key, ties, expected=self.nnz))
+
+    def at_least(self, threshold: float, expected: int = 0) -> SparseVector:
+        """Entries with a magnitude >= threshold (NaN counts as above all)."""
+        kernels = kernels_of(self.values)
+        return self._at(kernels.select_at_least(self.values, kernels.key_of(threshold, self.dtype), expected))
+
+    def kth_magnitude(self, k: int) -> float:
+        """The k-th largest magnitude, 1 <= k <= nnz."""
+        kernels = kernels_of(self.values)
+        return float(kernels.magnitude_of(kernels.kth_key(self.values, k)[0], self.dtype))
+
+    def magnitude(self, key: int) -> float:
+        """The magnitude that a key of these values stands for."""
+        return float(kernels_of(self.values).magnitude_of(key, self.dtype))
+
+    def count_reaching(self, key: int, factor: float) -> tuple[int, int, int]:
+        """How many entries have a key above `key`, equal to it, and a magnitude of at least `factor` times its own."""
+        kernels = kernels_of(self.values)
+        above = kernels.count_at_least(self.values, key + 1)
+        probe = kernels.key_of(self.magnitude(key) * factor, self.dtype)
+        equal = kernels.count_at_least(self.values, key) - above
+        return above, equal, kernels.count_at_least(self.values, probe)
+
+    def intersect(self, other: SparseVector) -> SparseVector:
+        """The own entries whose index `other` holds too."""
+        return self._at(kernels_of(self.values).intersect(self.indices, other.indices))
+
+    def rounding_error(self, rounded: SparseVector) -> SparseVector:
+        """self - rounded where they differ; `rounded` holds the same indices. Infinities and NaN have no error."""
+        if rounded.values is self.values:
+            return self.part(0, 0)
+        error = DenseVector(self.values).minus(DenseVector(rounded.values)).values
+        places = np.flatnonzero(error)
+        return SparseVector.trusted(self.indices[places], error[places], self.length)
+
+    def scaled(self, factor: float) -> SparseVector:
+        """factor * self, in its own dtype."""
+        values = np.multiply(self.values, factor).astype(self.dtype, copy=False)
+        return SparseVector.trusted(self.indices, values, self.length)
+
+    def shifted(self, offset: int, length: int) -> SparseVector:
+        """The same entries, `offset` further on, in a vector of `length` coordinates."""
+        dtype = index_dtype(length)
+        return SparseVector.trusted(self.indices.astype(dtype) + dtype.type(offset), self.values, length)
+
+    def astype(self, dtype: Any) -> SparseVector:
+        """The same entries with values of `dtype` (finite overflow is cut to the largest finite value)."""
+        return SparseVector.trusted(self.indices, cut(self.values, np.dtype(dtype)), self.length)
+
+    def __repr__(self) -> str:
+        return f"SparseVector(length={self.length}, nnz={self.nnz}, density={self.density:.3g}, dtype={self.dtype})"
+
+
+class DenseVector:
+    """All `length` values of a vector, with the methods that SparseVector has. `values` is not copied.
+
+    >>> DenseVector(np.array([0.5, -2.0, 1.0])).top(2).indices
+    array([1, 2], dtype=uint32)
+    """
+
+    __slots__ = ("values",)
+
+    values: NDArray[Any]
+
+    def __init__(self, values: Any) -> None:
+        self.values = np.ascontiguousarray(values) if np.ndim(values) == 1 else np.asarray(values)
+        if self.values.ndim != 1:
+            raise ValueError(f"dense vector: expected a 1-D array, got shape {self.values.shape}")
+        check_value_dtype(self.values.dtype)
+
+    @property
+    def length(self) -> int:
+        """Number of coordinates."""
+        return int(self.values.size)
+
+    nnz = length
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """dtype of the values."""
+        return self.values.dtype
+
+    @classmethod
+    def zeros(cls, length: int, dtype: Any) -> DenseVector:
+        """`length` zeros."""
+        return cls(np.zeros(length, dtype))
+
+    @classmethod
+    def concatenate(cls, chunks: Sequence[DenseVector]) -> DenseVector:
+        """Chunks that follow each other, joined in a new array."""
+        return cls(np.concatenate([chunk.values for chunk in chunks]))
+
+    def chunk(self, start: int, stop: int) -> DenseVector:
+        """Values start..stop-1 as a vector of their own, a view."""
+        return DenseVector(self.values[start:stop])
+
+    def add(self, other: DenseVector) -> None:
+        """self += other, in place."""
+        with np.errstate(over="ignore", invalid="ignore"):
+            self.values += other.values
+
+    def minus(self, other: DenseVector) -> DenseVector:
+        """self - other in self's dtype; zero where both are the same infinity or either is NaN."""
+        with np.errstate(over="ignore", invalid="ignore"):
+            difference = self.values - other.values.astype(self.dtype)
+        if self.dtype.kind == "f":
+            np.nan_to_num(difference, copy=False, nan=0.0, posinf=np.inf, neginf=-np.inf)
+        return DenseVector(difference)
+
+    def astype(self, dtype: Any) -> DenseVector:
+        """The same values as `dtype` (finite overflow is cut to the largest finite value)."""
+        return DenseVector(cut(self.values, np.dtype(dtype)))
+
+    def _at(self, positions: NDArray[np.int64]) -> SparseVector:
+        return SparseVector.trusted(
+            positions.astype(index_dtype(self.length)), self.values[positions], self.length
+        )
+
+    def top(self, k: int) -> SparseVector:
+        """The k largest magnitudes, ties by lower index."""
+        return self._at(kernels_of(self.values).topk(self.values, min(k, self.length)))
+
+    def at_least(self, threshold: float, expected: int = 0) -> SparseVector:
+        """Entries with a magnitude >= threshold (NaN counts as above all)."""
+        kernels = kernels_of(self.values)
+        return self._at(kernels.select_at_least(self.values, kernels.key_of(threshold, self.dtype), expected))
+
+    def to_sparse(self) -> SparseVector:
+        """The nonzero entries (NaN among them)."""
+        return self._at(kernels_of(self.values).select_at_least(self.values, 1))
+
+    def to_dense(self) -> NDArray[Any]:
+        """The values themselves."""
+        return self.values
+
+    def subtract_at(self, entries: SparseVector) -> None:
+        """self -= entries, in place."""
+        kernels_of(self.values).scatter_subtract(self.values, entries.indices, entries.values)
+
+    def __repr__(self) -> str:
+        return f"DenseVector(length={self.length}, dtype={self.dtype})"
+
+
+def _checked_length(length: Any) -> int:
+    if isinstance(length, bool) or not isinstance(length, (int, np.integer)):
+        raise TypeError(f"length: expected an integer, got {type(length).__name__}")
+    if not 0 <= length < 2**63:
+        raise ValueError(f"length: expected 0 <= length < 2^63, got {length}")
+    return int(length)

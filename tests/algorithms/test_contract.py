@@ -1,0 +1,152 @@
+"""What every algorithm of the registry promises, on the simulator."""
+
+import numpy as np
+import pytest
+from cases import DISTRIBUTIONS, RANKS, case, oracle, same_bits
+
+import sparsecoll
+from sparsecoll import ALGORITHMS, SparseVector, simulate
+
+
+def run(P, algo, name, dtype="float32", **options):
+    """(inputs, reductions) of one call on P virtual ranks; checks that inputs are left alone."""
+    inputs = [case(name, rank, P, dtype) for rank in range(P)]
+    before = [(x.indices.tobytes(), x.values.tobytes()) for x in inputs]
+    simulation = simulate(
+        P, lambda comm: sparsecoll.allreduce(comm, inputs[comm.rank], algo, return_reduction=True, **options)
+    )
+    assert before == [(x.indices.tobytes(), x.values.tobytes()) for x in inputs]
+    return inputs, simulation.results
+
+
+def check(P, algo, name, dtype="float32", k=None, **options):
+    inputs, reductions = run(P, algo, name, dtype, **({} if k is None else {"k": k}), **options)
+    values = [r.value for r in reductions]
+    assert all(same_bits(values[0], v) for v in values[1:])
+    used = max(x.nnz for x in inputs) if k is None else k
+    if k is not None:
+        inputs = [x.top(k) for x in inputs]
+    expected = oracle(inputs, ALGORITHMS[algo].semantics, used)
+    np.testing.assert_array_equal(values[0].to_dense(), expected)
+    entered = np.sum([r.contributed.to_dense() for r in reductions], axis=0)
+    np.testing.assert_array_equal(entered, expected)
+    for x, r in zip(inputs, reductions, strict=True):
+        assert np.isin(r.contributed.indices, x.indices).all()
+    return reductions
+
+
+@pytest.mark.parametrize("P", RANKS)
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+@pytest.mark.parametrize("algo", ALGORITHMS)
+def test_equals_the_oracle_with_the_same_bits_on_all_ranks(algo, name, P):
+    check(P, algo, name)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float64", "int32", "int64"])
+@pytest.mark.parametrize("name", ["random", "ties", "one_region", "empty_ranks"])
+@pytest.mark.parametrize("algo", ALGORITHMS)
+def test_every_dtype(algo, name, dtype):
+    check(5, algo, name, dtype)
+
+
+@pytest.mark.parametrize("k", [0, 1, 7, 59, 5000])
+@pytest.mark.parametrize("name", ["random", "ties", "disjoint", "nnz_below_P"])
+@pytest.mark.parametrize("algo", ALGORITHMS)
+def test_k_smaller_and_larger_than_what_is_held(algo, name, k):
+    check(6, algo, name, k=k)
+
+
+@pytest.mark.parametrize("format", sparsecoll.formats.FORMATS)
+@pytest.mark.parametrize("algo", ALGORITHMS)
+def test_every_format_gives_the_same_result(algo, format):
+    check(5, algo, "random", format=format)
+
+
+@pytest.mark.parametrize("value_dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("algo", ALGORITHMS)
+def test_rounding_on_the_wire_is_part_of_what_did_not_contribute(algo, value_dtype):
+    """Multiples of 1/512 near 32 need 14 bits: both wire dtypes round them, and nothing is lost."""
+    P, n = 5, 400
+
+    def values(rank):
+        rng = np.random.default_rng(rank)
+        support = np.sort(rng.choice(n, 80, replace=False))
+        return SparseVector(support, (rng.integers(-(2**14), 2**14, 80) / 512).astype(np.float32), n)
+
+    reductions = simulate(
+        P,
+        lambda comm: sparsecoll.allreduce(
+            comm, values(comm.rank), algo, k=60, value_dtype=value_dtype, return_reduction=True
+        ),
+    ).results
+    assert all(same_bits(reductions[0].value, r.value) for r in reductions)
+    entered = np.sum([r.contributed.to_dense().astype(np.float64) for r in reductions], axis=0)
+    np.testing.assert_array_equal(entered, reductions[0].value.to_dense())
+    assert any((r.contributed.to_dense() != values(i).top(60).to_dense()).any() for i, r in enumerate(reductions))
+
+
+@pytest.mark.parametrize("P", [1, 2, 3, 8])
+@pytest.mark.parametrize("algo", ["allgather", "oktopk", "auto"])
+def test_lengths_above_2_to_the_32(algo, P):
+    """Indices next to 2^33 survive; nothing of size n is ever allocated."""
+    n = 2**40
+    rng = np.random.default_rng(1)
+    places = [np.sort(rng.choice(1000, 50, replace=False)) + np.array([2**33]) * (r + 1) for r in range(P)]
+    inputs = [SparseVector(p, np.arange(1, 51, dtype=np.float32), n) for p in places]
+    results = simulate(P, lambda comm: sparsecoll.allreduce(comm, inputs[comm.rank], algo)).results
+    union, inverse = np.unique(np.concatenate(places), return_inverse=True)
+    sums = np.zeros(union.size, np.float32)
+    np.add.at(sums, inverse, np.tile(np.arange(1, 51, dtype=np.float32), P))
+    kept = union if algo != "oktopk" else union[np.sort(np.lexsort((union, -sums))[:50])]
+    for y in results:
+        assert y.indices.dtype == np.uint64
+        np.testing.assert_array_equal(y.indices, kept.astype(np.uint64))
+
+
+@pytest.mark.parametrize("P", [1, 2, 5, 12])
+@pytest.mark.parametrize("n", [0, 1, 2, 4, 11])
+@pytest.mark.parametrize("algo", ALGORITHMS)
+def test_tiny_lengths(algo, n, P):
+    inputs = [np.arange(1, n + 1, dtype=np.float32) * (r + 1) for r in range(P)]
+    results = simulate(P, lambda comm: sparsecoll.allreduce(comm, inputs[comm.rank], algo, k=n)).results
+    for y in results:
+        np.testing.assert_array_equal(y.to_dense(), np.sum(inputs, axis=0, dtype=np.float32))
+
+
+@pytest.mark.parametrize("algo", ALGORITHMS)
+def test_float16_is_summed_in_float32_and_infinity_passes(algo):
+    """Eight times 16000 overflows float16: the sum is cut to its largest finite value; infinity stays infinity."""
+    x = SparseVector([3, 9], np.array([16000, np.inf], np.float16), 20)
+    for y in simulate(8, lambda comm: sparsecoll.allreduce(comm, x, algo)).results:
+        np.testing.assert_array_equal(y.values, np.array([65504, np.inf], np.float16))
+
+
+@pytest.mark.parametrize("algo", ALGORITHMS)
+def test_repeats_give_the_same_bits(algo):
+    """Random floats, whose sums depend on the order of addition."""
+
+    def program(comm):
+        rng = np.random.default_rng(comm.rank)
+        x = rng.standard_normal(3000).astype(np.float32)
+        return [sparsecoll.allreduce(comm, x, algo, k=200) for _ in range(2)]
+
+    first = simulate(7, program).results
+    assert all(same_bits(first[0][0], y) for pair in first for y in pair)
+    dense = np.sum([np.random.default_rng(r).standard_normal(3000).astype(np.float32) for r in range(7)], axis=0)
+    if ALGORITHMS[algo].semantics == "top_k_of_sum":
+        top = first[0][0]
+        assert top.nnz == 200
+    else:
+        assert np.abs(first[0][0].to_dense()).sum() <= np.abs(dense).sum() * 7
+
+
+@pytest.mark.parametrize("algo", ALGORITHMS)
+def test_simulator_reports_time_and_balanced_books(algo):
+    def program(comm):
+        sparsecoll.allreduce(comm, case("random", comm.rank, 6), algo)
+
+    simulation = simulate(6, program)
+    assert simulation.seconds > 0
+    assert sum(t.bytes_sent for t in simulation.traffic) == sum(t.bytes_received for t in simulation.traffic) > 0
+    for t in simulation.traffic:
+        assert t.bytes_received == sum(c.bytes_received for c in t.phases.values())

@@ -1,0 +1,156 @@
+"""The same code over MPI: the same bits and the same counted bytes as the simulator, and what only MPI can show.
+
+Run by `mpirun -n 8 python -m pytest --with-mpi tests/mpi`; any number of ranks works.
+"""
+
+import gc
+import time
+
+import numpy as np
+import pytest
+from cases import DISTRIBUTIONS, case, same_bits
+
+import sparsecoll
+from sparsecoll import ALGORITHMS, CommunicationError, OkTopk, SparseVector, simulate
+
+pytestmark = pytest.mark.mpi
+
+
+@pytest.fixture
+def comm():
+    from mpi4py import MPI
+
+    return MPI.COMM_WORLD
+
+
+@pytest.fixture
+def pair(comm):
+    """A sub-communicator of the first two ranks (None elsewhere)."""
+    from mpi4py import MPI
+
+    part = comm.Split(0 if comm.rank < 2 else MPI.UNDEFINED, comm.rank)
+    yield part if part != MPI.COMM_NULL and part.size == 2 else None
+    if part != MPI.COMM_NULL:
+        part.Free()
+
+
+def counts(traffic):
+    return {
+        name: (c.bytes_sent, c.bytes_received, c.messages_sent, c.messages_received)
+        for name, c in {**traffic.phases, "total": traffic.total}.items()
+        if c.messages_sent or c.messages_received
+    }
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "int64"])
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+@pytest.mark.parametrize("algo", ALGORITHMS)
+def test_same_bits_and_same_bytes_as_the_simulator(comm, algo, name, dtype):
+    def program(c):
+        return sparsecoll.allreduce(c, case(name, c.rank, c.size, dtype), algo, return_reduction=True)
+
+    mine, simulated = program(comm), simulate(comm.size, program).results[comm.rank]
+    assert same_bits(mine.value, simulated.value)
+    assert same_bits(mine.contributed, simulated.contributed)
+    assert counts(mine.traffic) == counts(simulated.traffic)
+
+
+@pytest.mark.parametrize("format", ["coo", "auto"])
+def test_oktopk_over_many_steps_equals_the_simulator(comm, format):
+    """Thresholds and boundaries are reused, found again, and carried over: 12 steps of random floats."""
+
+    def program(c):
+        algorithm, rng, results = OkTopk(tau=5, tau_prime=3), np.random.default_rng(c.rank), []
+        base = rng.standard_normal(20_000).astype(np.float32)
+        for _ in range(12):
+            base += 0.05 * rng.standard_normal(base.size).astype(np.float32)
+            results.append(sparsecoll.allreduce(c, base, algorithm, density=0.02, format=format))
+        return results
+
+    for mine, simulated in zip(program(comm), simulate(comm.size, program).results[comm.rank], strict=True):
+        assert same_bits(mine, simulated)
+
+
+def test_messages_longer_than_a_chunk_arrive_whole(comm):
+    from sparsecoll.transport import as_transport
+
+    transport = as_transport(comm)
+    x = SparseVector(np.arange(comm.rank, 5000, 7), np.full(len(range(comm.rank, 5000, 7)), 0.5, np.float32), 5000)
+    whole = sparsecoll.allreduce(comm, x, "allgather")
+    try:
+        for chunk in (64, 1000, 8 + 16 + 8):
+            transport.chunk = chunk
+            assert same_bits(whole, sparsecoll.allreduce(comm, x, "allgather"))
+    finally:
+        transport.chunk = 1 << 30
+
+
+def test_users_own_messages_are_not_taken(comm):
+    from mpi4py import MPI
+
+    token = np.array([comm.rank], np.int64)
+    request = comm.Isend([token, MPI.INT64_T], (comm.rank + 1) % comm.size, 0)
+    y = sparsecoll.allreduce(comm, case("random", comm.rank, comm.size), "oktopk")
+    received = np.empty(1, np.int64)
+    comm.Recv([received, MPI.INT64_T], (comm.rank - 1) % comm.size, 0)
+    request.Wait()
+    assert y.nnz and received[0] == (comm.rank - 1) % comm.size
+
+
+def test_duplicate_is_cached_and_freed_with_the_users_communicator(comm):
+    from mpi4py import MPI
+
+    from sparsecoll.transport import as_transport
+
+    for _ in range(3000 if comm.size <= 3 else 300):  # MPICH runs out of context ids after about 2000 leaks
+        mine = comm.Dup()
+        assert as_transport(mine) is as_transport(mine)
+        duplicate = as_transport(mine).comm
+        mine.Free()
+        assert duplicate == MPI.COMM_NULL
+    gc.collect()
+
+
+def test_sub_communicators_work_apart(comm):
+    half = comm.Split(comm.rank % 2, comm.rank)
+    y = sparsecoll.allreduce(half, SparseVector([comm.rank], np.ones(1), comm.size))
+    np.testing.assert_array_equal(y.indices, np.arange(comm.rank % 2, comm.size, 2))
+    half.Free()
+
+
+def test_invalid_input_on_one_rank_raises_on_all_and_the_communicator_stays_usable(comm):
+    culprit = comm.size - 1
+    bad = ([3, 1] if comm.rank == culprit else [1, 3], np.ones(2), 9)
+    with pytest.raises(ValueError, match=f"rank {culprit}: indices: expected strictly ascending"):
+        sparsecoll.allreduce(comm, bad)
+    if comm.size > 1:
+        with pytest.raises(CommunicationError, match="length: expected the same value on all ranks"):
+            sparsecoll.allreduce(comm, SparseVector([1], np.ones(1), 10 + (comm.rank == culprit)))
+    assert sparsecoll.allreduce(comm, SparseVector([1], np.ones(1), 9)).values[0] == comm.size
+
+
+def test_timeout_names_the_rank_waited_for(pair):
+    """The other rank comes too late: an error, not a hang; afterwards this communicator is out of use."""
+    if pair is None:
+        return
+    x = SparseVector([pair.rank], np.ones(1), 4)
+    sparsecoll.allreduce(pair, x)
+    if pair.rank == 0:
+        start = time.monotonic()
+        with pytest.raises(CommunicationError, match="rank 0 waits for a message of rank 1"):
+            sparsecoll.allreduce(pair, x, timeout=0.3)
+        assert time.monotonic() - start < 5
+        with pytest.raises(CommunicationError, match="out of use"):
+            sparsecoll.allreduce(pair, x)
+        pair.send("done", 1)
+    else:
+        pair.recv(source=0)
+        with pytest.raises(CommunicationError):
+            sparsecoll.allreduce(pair, SparseVector([0], np.ones(1), 5), timeout=0.3)  # meets the stale message
+
+
+def test_intercommunicators_and_other_objects_are_refused(comm):
+    from mpi4py import MPI
+
+    with pytest.raises(TypeError, match="comm: expected an mpi4py intracommunicator"):
+        sparsecoll.allreduce(MPI.COMM_NULL, SparseVector([0], np.ones(1), 4))
