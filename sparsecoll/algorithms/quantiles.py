@@ -52,8 +52,9 @@ def quantiles(
         tolerance: how far the number below e may be from R. -1 asks for the item of rank R itself: then at most R
             items are below e, and more than R are below e + 1.
 
-    Volume: at most 6 * 8P words of 64-bit counts a round (see `collectives.sum_counts`), O(P) in all.
+    Volume: at most 3 * 8P words a round (see `collectives.sum_counts`), O(P) in all.
     """
+    counter = np.uint32 if total < 2**32 else np.int64
     brackets = [_Bracket(rank, 0, stop, 0, total) for rank in ranks]
     budget = EDGES_PER_RANK * transport.size
     while True:
@@ -62,7 +63,7 @@ def quantiles(
             return [bracket.nearest() for bracket in brackets]
         each = max(1, budget // len(spans))
         edges = sorted({e for low, high in spans for e in _inner_edges(low, high, each)})
-        below = np.searchsorted(items, np.array(edges, np.uint64).astype(items.dtype)).astype(np.int64)
+        below = np.searchsorted(items, np.array(edges, np.uint64).astype(items.dtype)).astype(counter)
         counts = sum_counts(transport, below).tolist()
         for bracket in brackets:
             _narrow(bracket, edges, counts)

@@ -82,8 +82,8 @@ def _separated(message: Buffer, count: int) -> list[Buffer]:
     return blocks
 
 
-def sum_counts(transport: Transport, counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Element-wise sum of integer arrays over the ranks; integers, so the order of addition does not matter.
+def sum_counts(transport: Transport, counts: NDArray[Any]) -> NDArray[Any]:
+    """Element-wise sum, in their own dtype, of integer arrays over the ranks (so the order does not matter).
 
     Recursive halving, then recursive doubling (Rabenseifner) among the largest power of two of ranks; each other rank
     hands its array to a partner first and gets the sum back. At most 3m items received in 2 log2 P + 2 messages.
@@ -91,26 +91,26 @@ def sum_counts(transport: Transport, counts: NDArray[np.int64]) -> NDArray[np.in
     rank, size = transport.rank, transport.size
     core = 1 << (size.bit_length() - 1)
     chunk = -(-counts.size // core)
-    total = np.zeros(chunk * core, np.int64)
+    total = np.zeros(chunk * core, counts.dtype)
     total[: counts.size] = counts
     if rank >= core:
         transport.send(rank - core, _raw(total))
-        return transport.receive(rank - core).view(np.int64)[: counts.size]
+        return transport.receive(rank - core).view(counts.dtype)[: counts.size]
     if rank + core < size:
-        total += transport.receive(rank + core).view(np.int64)
+        total += transport.receive(rank + core).view(counts.dtype)
     low, high = 0, core  # the chunks that this rank still sums
     distance = core // 2
     while distance:
         middle = (low + high) // 2
         keep, give = ((low, middle), (middle, high)) if rank & distance == 0 else ((middle, high), (low, middle))
         transport.send(rank ^ distance, _raw(total[give[0] * chunk : give[1] * chunk].copy()))
-        total[keep[0] * chunk : keep[1] * chunk] += transport.receive(rank ^ distance).view(np.int64)
+        total[keep[0] * chunk : keep[1] * chunk] += transport.receive(rank ^ distance).view(counts.dtype)
         low, high = keep
         distance //= 2
     distance = 1
     while distance < core:
         transport.send(rank ^ distance, _raw(total[low * chunk : high * chunk].copy()))
-        theirs = transport.receive(rank ^ distance).view(np.int64)
+        theirs = transport.receive(rank ^ distance).view(counts.dtype)
         width = high - low
         low, high = (low, high + width) if rank & distance == 0 else (low - width, high)
         start = low + width if rank & distance == 0 else low
