@@ -1,0 +1,70 @@
+"""Many parameters as one long vector: the layout, the residual behind it, and sparse updates of the parameters."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from sparsecoll.residual import Residual
+from sparsecoll.vector import DenseVector, SparseVector
+
+
+def residual_dtype(dtype: torch.dtype) -> Any:
+    """float64 for float64 parameters, else float32 (float16 and bfloat16 gradients accumulate in float32)."""
+    if not dtype.is_floating_point:
+        raise TypeError(f"params: expected floating-point tensors, got {dtype}")
+    return np.dtype(np.float64 if dtype == torch.float64 else np.float32)
+
+
+class FlatVector:
+    """Parameters of one residual dtype, laid end to end, with their residual.
+
+    Attributes:
+        params: in the order of the vector.
+        residuals: per parameter a tensor of its shape, a view into the one flat residual.
+        residual: see sparsecoll.Residual.
+    """
+
+    def __init__(self, params: list[torch.Tensor], dtype: Any) -> None:
+        self.params = params
+        self.offsets = [0, *itertools.accumulate(p.numel() for p in params)]
+        self.residual = Residual(self.offsets[-1], dtype)
+        flat = torch.from_numpy(self.residual.array)
+        self.residuals = [
+            flat[a:b].view(p.shape) for p, a, b in zip(params, self.offsets[:-1], self.offsets[1:], strict=True)
+        ]
+
+    def updates(self, value: SparseVector | DenseVector) -> Iterator[tuple[torch.Tensor, Update]]:
+        """(parameter, its part of a reduced vector)."""
+        if isinstance(value, DenseVector):
+            flat = torch.from_numpy(value.values)
+            for p, a, b in zip(self.params, self.offsets[:-1], self.offsets[1:], strict=True):
+                yield p, Update(None, flat[a:b])
+            return
+        places = value.count_below(self.offsets)
+        for p, offset, a, b in zip(self.params, self.offsets, places[:-1], places[1:], strict=False):
+            inside = value.indices[a:b].astype(np.int64) - offset
+            yield p, Update(torch.from_numpy(inside), torch.from_numpy(value.values[a:b]))
+
+
+class Update:
+    """Values to add to a tensor: at flat positions `index`, or everywhere if `index` is None."""
+
+    def __init__(self, index: torch.Tensor | None, values: torch.Tensor) -> None:
+        self.index = index
+        self.values = values
+
+    def add_to(self, tensor: torch.Tensor, factor: float) -> None:
+        """tensor += factor * update, in place, in the tensor's dtype."""
+        if self.index is None:
+            tensor.add_(self.values.view(tensor.shape), alpha=factor)
+        elif tensor.is_contiguous():
+            tensor.view(-1).index_add_(0, self.index, self.values.to(tensor.dtype), alpha=factor)
+        else:
+            dense = torch.zeros(tensor.numel(), dtype=tensor.dtype)
+            dense.index_add_(0, self.index, self.values.to(tensor.dtype), alpha=factor)
+            tensor.add_(dense.view(tensor.shape))
