@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections import deque
@@ -20,7 +21,9 @@ logger = logging.getLogger(__name__)
 TAG = 0
 CHUNK = 1 << 30  # bytes; a longer message goes in several, so that counts fit an int on every MPI
 WATCHDOG_SECONDS = 60.0
-_SPINS = 200  # polls before the waiting rank gives its core away
+_SPINS = 2000  # polls before a waiting rank gives its core away, where every rank has a core
+_SPINS_SHARED = 20  # the same, where ranks share cores
+_YIELDS = 2000  # polls that give the core away at once; after them a nap each
 _NAP_SECONDS = 50e-6
 
 
@@ -36,10 +39,11 @@ class _Waiter:
 
     def pause(self) -> None:
         self._polls += 1
-        if self._polls < _SPINS:
+        spins = self._transport.spins
+        if self._polls < spins:
             return
         now = time.monotonic()
-        if self._polls == _SPINS:
+        if self._polls == spins:
             self._start = self._warned = now
         timeout = self._transport.timeout
         if timeout is not None and now - self._start > timeout:
@@ -48,7 +52,7 @@ class _Waiter:
         if now - self._warned > WATCHDOG_SECONDS:
             self._warned = now
             logger.warning("rank %d %s, %.0f s so far", self._transport.rank, self._what, now - self._start)
-        time.sleep(_NAP_SECONDS)
+        time.sleep(0 if self._polls < spins + _YIELDS else _NAP_SECONDS)
 
 
 class _Pending:
@@ -93,6 +97,8 @@ class MpiTransport(Transport):
 
     Attributes:
         comm: the duplicate, so that no message of the user's is ever taken.
+        chunk: longest message in bytes that goes in one piece.
+        spins: polls before a waiting rank gives its core away.
         broken: why the communicator cannot be used any more, after a timeout; else "".
     """
 
@@ -100,6 +106,9 @@ class MpiTransport(Transport):
         super().__init__(comm.Get_rank(), comm.Get_size())
         self.comm = comm
         self.chunk = CHUNK
+        node = comm.Split_type(MPI.COMM_TYPE_SHARED)
+        self.spins = _SPINS if node.Get_size() <= (os.cpu_count() or 1) else _SPINS_SHARED
+        node.Free()
         self.broken = ""
         self.expected: list[deque[_Pending]] = [deque() for _ in range(self.size)]
         self._sends: deque[tuple[Any, Buffer]] = deque()

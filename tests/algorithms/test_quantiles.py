@@ -1,0 +1,39 @@
+"""Distributed quantiles equal those of the gathered multiset, for any spread of the items and with ties."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sparsecoll import simulate
+from sparsecoll.algorithms.quantiles import quantiles
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 6), st.integers(0, 2**32), st.sampled_from([2, 50, 10**6, 2**62]), st.data())
+def test_item_of_a_rank(P, seed, stop, data):
+    rng = np.random.default_rng(seed)
+    parts = [np.sort(rng.integers(0, rng.integers(1, stop + 1), rng.integers(0, 60)).astype(np.uint64)) for _ in range(P)]
+    union = np.sort(np.concatenate(parts))
+    if not union.size:
+        return
+    ranks = sorted(data.draw(st.lists(st.integers(0, union.size - 1), min_size=1, max_size=5)))
+    for found in simulate(P, lambda c: quantiles(c.transport, parts[c.rank], ranks, stop, union.size)).results:
+        for rank, (edge, below) in zip(ranks, found, strict=True):
+            assert edge == union[rank]
+            assert below == np.searchsorted(union, union[rank])
+
+
+@pytest.mark.parametrize("tolerance", [0, 5, 40])
+def test_tolerance_bounds_the_count_where_items_are_distinct(tolerance):
+    P, stop = 4, 10**6
+    parts = [np.arange(r, 4000, P).astype(np.uint32) ** 2 // 16 + r * 7 for r in range(P)]
+    parts = [np.unique(p).astype(np.uint32) for p in parts]
+    union = np.sort(np.concatenate(parts))
+    ranks = [union.size * j // 7 for j in range(1, 7)]
+    found = simulate(P, lambda c: quantiles(c.transport, parts[c.rank], ranks, stop, union.size, tolerance)).results
+    repeats = np.unique(union, return_counts=True)[1].max()
+    for rank, (edge, below) in zip(ranks, found[0], strict=True):
+        assert below == np.searchsorted(union, edge)
+        assert abs(below - rank) <= max(tolerance, repeats)
+    assert all(f == found[0] for f in found)

@@ -1,0 +1,149 @@
+"""Fast kernels equal the reference to the last bit, on ties, NaN, infinities, zeros of both signs and every dtype."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sparsecoll.kernels import cpu, reference
+from sparsecoll.vector import VALUE_DTYPES, accumulator
+
+FEW = settings(max_examples=60, deadline=None)
+
+dtypes = st.sampled_from(VALUE_DTYPES)
+seeds = st.integers(0, 2**32 - 1)
+sizes = st.one_of(st.integers(0, 40), st.sampled_from([1000, 8191, 8192, 8193, 20_000]))
+SPECIAL = [0.0, -0.0, 1.0, -1.0, np.inf, -np.inf, np.nan, 1e-7, 65504.0]
+
+
+def values(dtype, size, seed):
+    """Random values among which special ones and ties are frequent."""
+    rng = np.random.default_rng(seed)
+    drawn = rng.standard_normal(size) ** 3 * 10.0 ** rng.integers(-3, 3)
+    kind = rng.integers(0, 3)
+    if kind == 0:
+        drawn = np.round(drawn)
+    if kind == 1:
+        drawn = np.where(rng.random(size) < 0.3, rng.choice(SPECIAL, size), drawn)
+    if dtype.kind != "f":
+        drawn = np.nan_to_num(drawn, posinf=9, neginf=-9) * 7
+    with np.errstate(all="ignore"):
+        return drawn.astype(dtype)
+
+
+def indices(size, seed, dtype=np.uint32, top=None):
+    rng = np.random.default_rng(seed)
+    top = top or max(1, 3 * size)
+    chosen = np.unique(rng.integers(0, top, size, dtype=np.uint64))
+    return chosen.astype(dtype)
+
+
+def equal(a, b):
+    assert type(a) is type(b) or np.asarray(a).dtype == np.asarray(b).dtype
+    assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
+@FEW
+@given(dtypes, sizes, seeds, st.data())
+def test_threshold_selection(dtype, size, seed, data):
+    v = values(dtype, size, seed)
+    keys = reference.magnitude_keys(v)
+    key = int(data.draw(st.sampled_from([0, 1, *keys[:5].tolist(), int(keys.max(initial=0)) + 1])))
+    equal(cpu.select_at_least(v, key, 3), reference.select_at_least(v, key))
+    assert cpu.count_at_least(v, key) == reference.count_at_least(v, key)
+    ties = data.draw(st.integers(0, size))
+    equal(cpu.take_top(v, key, ties, 1), reference.take_top(v, key, ties))
+
+
+@FEW
+@given(dtypes, sizes, seeds, st.floats(0, 1))
+def test_exact_top_k(dtype, size, seed, share):
+    v = values(dtype, size, seed)
+    k = int(share * size)
+    equal(cpu.topk(v, k), reference.topk(v, k))
+    if k:
+        assert cpu.kth_key(v, k) == reference.kth_key(v, k)
+
+
+def test_exact_top_k_survives_a_sample_that_misleads():
+    """Large values exactly where the strided sample looks: its bound is far too high."""
+    v = np.ones(1 << 18, np.float32)
+    v[:: (1 << 18) // cpu.SAMPLE] = 100
+    for k in (100, 1 << 15, (1 << 15) + 5000):
+        equal(cpu.topk(v, k), reference.topk(v, k))
+
+
+def test_ties_go_to_lower_positions():
+    v = np.array([2, -3, 3, 2, -2, 3], np.float32)
+    for kernels in (cpu, reference):
+        assert kernels.topk(v, 2).tolist() == [1, 2]
+        assert kernels.topk(v, 4).tolist() == [0, 1, 2, 5]
+
+
+@FEW
+@given(dtypes, st.lists(st.tuples(sizes, seeds), max_size=7), st.sampled_from([np.uint32, np.uint64]), seeds)
+def test_merge_sum(dtype, shapes, index_dtype, seed):
+    """Random floats, so that only the same order of addition gives the same bits; windows of every fill."""
+    top = int(np.random.default_rng(seed).choice([5, 1000, 70_000, 2**32 - 1] + [2**60] * (index_dtype == np.uint64)))
+    parts = []
+    for size, s in shapes:
+        i = indices(size, s, index_dtype, top)
+        v = np.nan_to_num(values(dtype, i.size, s), nan=1) if dtype.kind == "f" else values(dtype, i.size, s)
+        parts.append((i, v))
+    for a, b in zip(
+        cpu.merge_sum(parts, accumulator(dtype)), reference.merge_sum(parts, accumulator(dtype)), strict=True
+    ):
+        np.testing.assert_array_equal(a, b)
+        if not np.isnan(np.asarray(b, np.float64)).any():
+            assert a.tobytes() == b.tobytes()
+
+
+@FEW
+@given(dtypes, sizes, seeds)
+def test_scatter(dtype, size, seed):
+    dense = np.nan_to_num(values(dtype, 3 * size + 1, seed))
+    i = indices(size, seed)
+    v = np.nan_to_num(values(dtype, i.size, seed + 1))
+    for name in ("scatter_add", "scatter_subtract"):
+        mine, theirs = dense.copy(), dense.copy()
+        getattr(cpu, name)(mine, i, v)
+        getattr(reference, name)(theirs, i, v)
+        np.testing.assert_array_equal(mine, theirs)
+
+
+@FEW
+@given(sizes, seeds, seeds, st.sampled_from([np.uint32, np.uint64]))
+def test_intersect_and_disorder(size, seed, other, dtype):
+    a, b = indices(size, seed, dtype), indices(size // 2, other, dtype)
+    equal(cpu.intersect(a, b), reference.intersect(a, b))
+    shuffled = np.random.default_rng(seed).permutation(a)
+    for array in (a, b, shuffled, np.repeat(a, 2)):
+        for length in (0, 1, int(a.max(initial=0)), int(a.max(initial=0)) + 1, 2**63 - 1):
+            assert cpu.first_disorder(array, length) == reference.first_disorder(array, length)
+
+
+@given(dtypes, st.floats(0, 1e30))
+def test_key_of_is_the_smallest_key_that_reaches_the_threshold(dtype, threshold):
+    if dtype.kind != "f":
+        threshold = threshold % 1e6
+    key = reference.key_of(threshold, dtype)
+    assert reference.magnitude_of(key, dtype) >= threshold
+    if key:
+        assert reference.magnitude_of(key - 1, dtype) < threshold
+
+
+def test_choice_of_kernels(monkeypatch):
+    from sparsecoll import kernels
+
+    kernels._host_kernels.cache_clear()
+    monkeypatch.setenv("SPARSECOLL_KERNELS", "reference")
+    assert kernels.kernels_of(np.empty(0)) is reference
+    kernels._host_kernels.cache_clear()
+    monkeypatch.setenv("SPARSECOLL_KERNELS", "gpu")
+    with pytest.raises(ValueError, match="SPARSECOLL_KERNELS"):
+        kernels.kernels_of(np.empty(0))
+    kernels._host_kernels.cache_clear()
+    monkeypatch.delenv("SPARSECOLL_KERNELS")
+    assert kernels.kernels_of(np.empty(0)) is cpu
+    with pytest.raises(TypeError, match=r"expected a numpy\.ndarray"):
+        kernels.kernels_of([1])

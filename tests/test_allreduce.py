@@ -1,0 +1,176 @@
+"""The front door: types, options, and the same clear error on every rank."""
+
+import numpy as np
+import pytest
+
+import sparsecoll
+from sparsecoll import ALGORITHMS, CommunicationError, OkTopk, SparseVector, simulate
+
+N = 50
+GOOD = SparseVector([1, 4], np.array([1.0, -2.0]), N)
+
+
+def errors(P, arguments, exception):
+    """The texts that P ranks raise; each rank then makes a good call on the same communicator."""
+
+    def program(comm):
+        x, options = arguments(comm.rank)
+        with pytest.raises(exception) as info:
+            sparsecoll.allreduce(comm, x, **options)
+        assert sparsecoll.allreduce(comm, GOOD).values.tolist() == [P, -2.0 * P]
+        return str(info.value)
+
+    return simulate(P, program).results
+
+
+INVALID = {
+    "unsorted": (([4, 1], np.ones(2), N), {}, "indices: expected strictly ascending, got unsorted: 4 at position 0, then 1"),
+    "duplicate": (([4, 4], np.ones(2), N), {}, "indices: expected strictly ascending, got duplicate: 4 at position 0"),
+    "out of range": (([4, N], np.ones(2), N), {}, f"indices: expected below length {N}, got {N}"),
+    "negative index": (([-1, 4], np.ones(2), N), {}, "indices: expected at least 0, got -1"),
+    "sizes": (([1], np.ones(2), N), {}, r"indices, values: expected two 1-D arrays of one size, got shapes \(1,\) and \(2,\)"),
+    "negative length": (([1], np.ones(1), -5), {}, "length: expected 0 <= length < 2\\^63, got -5"),
+    "negative k": (GOOD, {"k": -3}, "k: expected at least 0, got -3"),
+    "density 0": (GOOD, {"density": 0.0}, r"density: expected in \(0, 1\], got 0.0"),
+    "density above 1": (GOOD, {"density": 1.5}, r"density: expected in \(0, 1\], got 1.5"),
+    "density NaN": (GOOD, {"density": float("nan")}, r"density: expected in \(0, 1\], got nan"),
+    "k and density": (GOOD, {"k": 1, "density": 0.5}, "k, density: expected one of them"),
+    "dense without k": (np.ones(N), {"algo": "oktopk"}, "k, density: expected one of them for a dense x"),
+    "algo": (GOOD, {"algo": "fastest"}, "algo: expected one of .*, got 'fastest'"),
+    "format": (GOOD, {"format": "zip"}, "format: expected one of .*, got 'zip'"),
+    "op": (GOOD, {"op": "max"}, "op: expected 'sum' or 'mean', got 'max'"),
+    "value_dtype": (GOOD, {"value_dtype": "int8"}, "value_dtype: expected one of"),
+    "2-D": (np.ones((2, 3)), {"k": 1}, r"expected a 1-D array, got shape \(2, 3\)"),
+    "NaN that top-k would order": (
+        SparseVector([1, 2], np.array([np.nan, 1.0]), N),
+        {"algo": "oktopk"},
+        "expected values that can be ordered by magnitude, got NaN",
+    ),
+    "NaN in a selection": (np.array([1, np.nan, 2.0]), {"algo": "allgather", "k": 2}, "ordered by magnitude, got NaN"),
+}
+
+
+@pytest.mark.parametrize("name", INVALID)
+def test_invalid_arguments_on_one_rank_raise_the_same_on_all(name):
+    x, options, text = INVALID[name]
+    texts = errors(4, lambda rank: (x, options) if rank == 2 else (GOOD, {}), ValueError)
+    assert len(set(texts)) == 1
+    import re
+
+    assert texts[0].startswith("rank 2: ") and re.search(text, texts[0])
+
+
+TYPES = {
+    "x": ("hello", {}, "x: expected a SparseVector"),
+    "k": (GOOD, {"k": 2.5}, "k: expected an integer, got float"),
+    "algo": (GOOD, {"algo": 7}, "algo: expected a name or an Algorithm object, got int"),
+    "dtype": (([1], np.ones(1, complex), N), {}, "values: expected dtype float16, .* got complex128"),
+    "indices": (([1.5], np.ones(1), N), {}, "indices: expected integers, got float64"),
+    "length": (([1], np.ones(1), 5.0), {}, "length: expected an integer, got float"),
+    "mean of integers": (SparseVector([1], np.ones(1, int), N), {"op": "mean"}, "op: expected 'sum' for int64"),
+}
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_wrong_types_raise_the_same_on_all(name):
+    import re
+
+    x, options, text = TYPES[name]
+    texts = errors(3, lambda rank: (x, options) if rank == 0 else (GOOD, {}), TypeError)
+    assert len(set(texts)) == 1 and re.search(text, texts[0])
+
+
+DISAGREEING = {
+    "length": lambda r: (SparseVector([1], np.ones(1), N + (r == 1)), {}),
+    "dtype": lambda r: (SparseVector([1], np.ones(1, np.float32 if r == 1 else np.float64), N), {}),
+    "k": lambda r: (GOOD, {"k": 5 + (r == 1)}),
+    "algo": lambda r: (GOOD, {"algo": "dense" if r == 1 else "allgather"}),
+    "algo options": lambda r: (GOOD, {"algo": OkTopk(tau=8 if r == 1 else 9)}),
+    "format": lambda r: (GOOD, {"format": "coo" if r == 1 else "auto"}),
+    "value_dtype": lambda r: (GOOD, {"value_dtype": "float16" if r == 1 else None}),
+    "op": lambda r: (GOOD, {"op": "mean" if r == 1 else "sum"}),
+}
+
+
+@pytest.mark.parametrize("name", DISAGREEING)
+def test_disagreement_raises_the_same_on_all_and_names_ranks_and_values(name):
+    texts = errors(4, DISAGREEING[name], CommunicationError)
+    assert len(set(texts)) == 1
+    assert texts[0].startswith(f"{name.split()[0]}: expected the same value on all ranks, got ")
+    assert "on ranks 0, 2, 3" in texts[0] and "on rank 1" in texts[0]
+
+
+def test_an_unexpected_failure_on_one_rank_raises_on_all():
+    class Broken(OkTopk):
+        def select(self, x, k):
+            raise MemoryError("no room")
+
+    texts = errors(3, lambda r: (GOOD, {"k": 1, "algo": Broken() if r == 1 else OkTopk()}), CommunicationError)
+    assert set(texts) == {"rank 1 failed before the call: MemoryError: no room"}
+
+
+def test_kinds_come_back():
+    def program(comm):
+        triple = sparsecoll.allreduce(comm, (np.array([1]), np.array([2.0]), 9))
+        dense = sparsecoll.allreduce(comm, np.array([0, 5, 0, 7], np.int64), "dense")
+        empty = sparsecoll.allreduce(comm, ([], np.empty(0, np.float32), 3))
+        return triple, dense, empty
+
+    triple, dense, empty = simulate(2, program).results[1]
+    assert isinstance(triple, tuple) and triple[1].tolist() == [4.0] and triple[2] == 9
+    assert isinstance(dense, SparseVector) and dense.to_dense().tolist() == [0, 10, 0, 14]
+    assert empty[0].size == 0 and empty[2] == 3
+
+
+def test_mean_divides_by_the_number_of_ranks():
+    def program(comm):
+        x = SparseVector([0, comm.rank], np.array([3.0, 6.0]), 9) if comm.rank else SparseVector([0], np.array([3.0]), 9)
+        return sparsecoll.allreduce(comm, x, op="mean").to_dense()[:3].tolist()
+
+    assert simulate(3, program).results == [[3.0, 2.0, 2.0]] * 3
+
+
+def test_density_takes_at_least_one_and_k_defaults_to_the_algorithms_own():
+    def program(comm):
+        x = np.arange(10.0) + 1
+        few = sparsecoll.allreduce(comm, x, "oktopk", density=1e-6)
+        own = sparsecoll.allreduce(comm, x, OkTopk(k=4))
+        return few.nnz, own.nnz
+
+    assert simulate(2, program).results == [(1, 4)] * 2
+
+
+def test_nan_and_infinity_pass_through_an_exact_sum():
+    x = SparseVector([1, 2], np.array([np.nan, np.inf]), 5)
+    for algo in ("allgather", "dense", "auto"):
+        values = simulate(2, lambda comm, algo=algo: sparsecoll.allreduce(comm, x, algo)).results[0].values
+        assert np.isnan(values[0]) and values[1] == np.inf
+
+
+def test_auto_goes_dense_when_that_moves_fewer_words():
+    n, P = 1000, 8
+
+    def phases(nnz):
+        x = SparseVector(np.arange(nnz), np.ones(nnz, np.float32), n)
+        run = simulate(P, lambda c: sparsecoll.allreduce(c, x, return_reduction=True))
+        return set(run.results[0].traffic.phases)
+
+    assert "split" not in phases(n // P) and "split" in phases(n // P + 1)
+
+
+def test_only_communicators_are_taken():
+    for comm in (None, 3, "world"):
+        with pytest.raises(TypeError, match="comm: expected an mpi4py intracommunicator"):
+            sparsecoll.allreduce(comm, GOOD)
+
+
+def test_one_process_needs_no_mpi():
+    from sparsecoll.transport import LocalTransport
+
+    for algo in ALGORITHMS:
+        y = sparsecoll.allreduce(LocalTransport(), GOOD, algo)
+        assert y.to_dense().tolist() == GOOD.to_dense().tolist()
+    with pytest.raises(CommunicationError):
+        LocalTransport().send(1, np.zeros(1, np.uint8))
+    with pytest.raises(CommunicationError):
+        LocalTransport().receive(1)

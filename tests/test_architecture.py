@@ -1,0 +1,69 @@
+"""Imports go one way, and heavy packages are imported only in their home."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "sparsecoll"
+
+LAYERS = [  # a module may import from its own layer's packages and from layers above it in this list
+    {"errors", "_version"},
+    {"kernels", "traffic", "model"},
+    {"vector"},
+    {"formats", "select", "residual"},
+    {"transport"},
+    {"algorithms", "agreement"},
+    {"api", "convert"},
+    {"torch"},
+]
+HOMES = {
+    "mpi4py": {"transport/mpi.py"},
+    "numba": {"kernels/cpu.py"},
+    "cupy": {"kernels/gpu.py"},
+    "torch": {"torch/__init__.py", "torch/flat.py", "torch/sgd.py"},
+}
+FILES = sorted(p for p in PACKAGE.rglob("*.py") if p != PACKAGE / "__init__.py")
+
+
+def imported(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield from ([f"sparsecoll.{a.name}" for a in node.names] if node.module == "sparsecoll" else [node.module])
+
+
+def layer(name):
+    return next(i for i, names in enumerate(LAYERS) if name in names)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_imports_go_one_way(path):
+    home = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    for name in imported(path):
+        parts = name.split(".")
+        if parts[0] == "sparsecoll" and parts[1] != home:
+            assert layer(parts[1]) <= layer(home), f"{path.name} imports {name}"
+        for package, files in HOMES.items():
+            if parts[0] == package:
+                assert str(path.relative_to(PACKAGE)) in files, f"{path.name} imports {package}"
+
+
+def test_import_is_light():
+    code = (
+        "import sys, sparsecoll; "
+        "print([m for m in ('mpi4py', 'numba', 'torch', 'cupy', 'scipy') if m in sys.modules])"
+    )
+    assert subprocess.check_output([sys.executable, "-c", code], text=True, cwd=ROOT).strip() == "[]"
+
+
+def test_no_printing_and_no_pickle_in_the_library():
+    for path in FILES:
+        tree = ast.parse(path.read_text())
+        calls = {n.func.id for n in ast.walk(tree) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)}
+        assert "print" not in calls, path
+        assert "pickle" not in set(imported(path)), path

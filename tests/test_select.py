@@ -1,0 +1,78 @@
+"""Local selection, threshold reuse and error feedback."""
+
+import numpy as np
+import pytest
+
+from sparsecoll import DenseVector, Residual, SparseVector, select
+from sparsecoll.select import ThresholdReuse
+
+
+def test_topk_never_takes_zeros():
+    x = np.array([0, -2.0, 0, 1.0, -0.0])
+    assert select.topk(x, 4).indices.tolist() == [1, 3]
+    assert select.threshold(x, 0).indices.tolist() == [1, 3]
+    assert select.topk(SparseVector([2, 7], np.array([0.0, 3.0]), 9), 2).indices.tolist() == [7]
+
+
+def test_bad_arguments():
+    with pytest.raises(ValueError, match="k: expected at least 0"):
+        select.topk(np.ones(3), -1)
+    with pytest.raises(ValueError, match="t: expected at least 0"):
+        select.threshold(np.ones(3), float("nan"))
+    with pytest.raises(ValueError, match="NaN"):
+        select.topk(np.array([np.nan, 1.0]), 1)
+    assert select.topk(np.array([np.inf, 1.0]), 1).values.tolist() == [np.inf]
+
+
+def test_reused_threshold_never_gives_more_than_k_and_is_exact_when_due():
+    rng = np.random.default_rng(0)
+    x, reuse = rng.standard_normal(20_000), ThresholdReuse(period=10)
+    for step in range(30):
+        x += 0.1 * rng.standard_normal(x.size)
+        chosen = reuse.select(DenseVector(x), 500)
+        assert chosen.nnz <= 500
+        if step % 10 == 0:
+            assert chosen.nnz == 500
+        assert chosen.nnz >= 500 / 1.1
+        assert np.abs(chosen.values).min() >= np.partition(np.abs(x), -600)[-600]
+
+
+def test_steady_decay_is_followed_without_lag():
+    """A scale that falls by 3 % a step: a plain proportional threshold would select 10 % too few, steadily."""
+    rng = np.random.default_rng(1)
+    x, reuse, counts = rng.standard_normal(100_000) ** 3, ThresholdReuse(period=1000), []
+    for step in range(60):
+        counts.append(reuse.select(DenseVector(x * 0.97**step), 1000).nnz)
+    assert np.abs(np.array(counts[10:]) / 1000 - 1).mean() < 0.005
+
+
+def test_all_equal_all_zero_and_empty_inputs():
+    reuse = ThresholdReuse()
+    for x in (np.ones(100), np.zeros(100), np.empty(0), np.ones(100)):
+        for _ in range(3):
+            chosen = reuse.select(DenseVector(x), 10)
+            assert chosen.nnz == min(10, np.count_nonzero(x))
+
+
+def test_residual_conserves():
+    residual = Residual(6, np.float64)
+    gradient = np.array([1.0, -4, 2, 0, 3, 0.5])
+    for _ in range(3):
+        before = residual.array.copy()
+        sent = select.topk(residual.compensate(gradient, 0.5), 2)
+        residual.update(sent)
+        np.testing.assert_array_equal(residual.array + sent.to_dense(), before + 0.5 * gradient)
+        assert (residual.array[sent.indices] == 0).all()
+    residual.update(DenseVector(residual.array.copy()))
+    assert not residual.array.any()
+
+
+def test_vector_views_and_counts():
+    x = SparseVector([1, 4, 2**32 - 1], np.array([1.0, 2, 3]), 2**32)
+    assert x.indices.dtype == np.uint32
+    assert x.count_below([0, 2, 2**32 - 1, 2**32]).tolist() == [0, 1, 2, 3]
+    assert [p.nnz for p in x.split([0, 2, 2, 2**32])] == [1, 0, 2]
+    assert np.shares_memory(x.slice(0, 5).values, x.values)
+    assert SparseVector([], np.empty(0), 0).density == 0.0
+    assert SparseVector.from_dense(np.array([0, 1, -0.0, np.nan])).indices.tolist() == [1, 3]
+    assert "nnz=3" in repr(x) and "length=3" in repr(DenseVector(np.ones(3)))

@@ -1,0 +1,61 @@
+"""Collectives over point-to-point, for any P, with their volume."""
+
+import numpy as np
+import pytest
+
+from sparsecoll import CommunicationError, simulate
+from sparsecoll.transport.collectives import _separated, allgather, allgatherv, broadcast, sum_counts
+
+RANKS = [1, 2, 3, 4, 5, 6, 7, 8, 12, 13, 16]
+
+
+@pytest.mark.parametrize("P", RANKS)
+def test_allgather(P):
+    simulation = simulate(P, lambda c: allgather(c.transport, np.array([c.rank, 7.5])))
+    for rows in simulation.results:
+        np.testing.assert_array_equal(rows, [[r, 7.5] for r in range(P)])
+    for traffic in simulation.traffic:
+        assert traffic.bytes_received == 16 * (P - 1)
+        assert traffic.messages_sent == (P - 1).bit_length()
+
+
+@pytest.mark.parametrize("P", RANKS)
+def test_allgatherv(P):
+    """Sizes 0, 5, 10, ... bytes: odd ones are padded, empty ones are kept."""
+
+    def program(comm):
+        return allgatherv(comm.transport, np.full(5 * comm.rank, comm.rank, np.uint8))
+
+    simulation = simulate(P, program)
+    for blocks in simulation.results:
+        assert [b.tolist() for b in blocks] == [[r] * (5 * r) for r in range(P)]
+    padded = [(5 * r + 7) // 8 * 8 + 8 for r in range(P)]
+    for rank, traffic in enumerate(simulation.traffic):
+        assert traffic.bytes_received == sum(padded) - padded[rank]
+
+
+@pytest.mark.parametrize("size", [0, 1, 5, 64, 1000])
+@pytest.mark.parametrize("P", RANKS)
+def test_sum_counts(P, size):
+    for dtype in (np.int64, np.uint32):
+        counts = [np.random.default_rng(r).integers(0, 1000, size).astype(dtype) for r in range(P)]
+        simulation = simulate(P, lambda c, counts=counts: sum_counts(c.transport, counts[c.rank]))
+        for total in simulation.results:
+            np.testing.assert_array_equal(total, np.sum(counts, axis=0, dtype=dtype))
+        for traffic in simulation.traffic:
+            padded = size + P
+            assert traffic.bytes_received <= 3 * padded * np.dtype(dtype).itemsize
+            assert traffic.messages_sent <= 2 * np.log2(max(P, 1)) + 2
+
+
+@pytest.mark.parametrize("P", RANKS)
+def test_broadcast(P):
+    for root in {0, P - 1, P // 2}:
+        results = simulate(P, lambda c, root=root: broadcast(c.transport, np.full((3, 2), c.rank, np.int32), root)).results
+        assert all((a == root).all() and a.shape == (3, 2) for a in results)
+
+
+def test_damaged_concatenations_raise():
+    for message in ([], [1] * 7, [255] * 16, [4, *[0] * 7, 1, 2, 3]):
+        with pytest.raises(CommunicationError, match="do not hold"):
+            _separated(np.array(message, np.uint8), 1)
