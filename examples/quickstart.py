@@ -1,7 +1,7 @@
 """Sum sparse vectors over all ranks: alone on virtual ranks, or under mpirun on real ones.
 
-    python examples/quickstart.py
-    mpirun -n 4 python examples/quickstart.py
+python examples/quickstart.py
+mpirun -n 4 python examples/quickstart.py
 """
 
 from __future__ import annotations

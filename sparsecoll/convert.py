@@ -1,4 +1,4 @@
-"""The caller's types to vectors and back. The only place besides `torch/` that knows other libraries, lazily by name."""
+"""The caller's types to vectors and back. Besides `torch/` the only place that knows other libraries, by name."""
 
 from __future__ import annotations
 

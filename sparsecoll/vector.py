@@ -7,13 +7,17 @@ calls these methods and the transport, and never touches an array.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sparsecoll.kernels import kernels_of
 from sparsecoll.kernels.reference import Array, index_dtype
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 VALUE_DTYPES = tuple(np.dtype(name) for name in ("float16", "float32", "float64", "int32", "int64"))
 
@@ -77,7 +81,8 @@ class SparseVector:
             given = given.astype(np.int64)
         if given.ndim != 1 or self.values.ndim != 1 or given.size != self.values.size:
             raise ValueError(
-                f"indices, values: expected two 1-D arrays of one size, got shapes {given.shape} and {self.values.shape}"
+                "indices, values: expected two 1-D arrays of one size,"
+                f" got shapes {given.shape} and {self.values.shape}"
             )
         if given.dtype.kind not in "iu":
             raise TypeError(f"indices: expected integers, got {given.dtype}")
@@ -97,7 +102,7 @@ class SparseVector:
             )
 
     @classmethod
-    def trusted(cls, indices: NDArray[Any], values: NDArray[Any], length: int) -> SparseVector:
+    def trusted(cls, indices: NDArray[Any], values: NDArray[Any], length: int) -> Self:
         """A vector from arrays known to be right (ascending, unique, in range, of the index dtype); nothing checked."""
         vector = object.__new__(cls)
         vector.indices, vector.values, vector.length = indices, values, length
@@ -118,7 +123,10 @@ class SparseVector:
         """Parts whose index ranges follow each other, joined; one part is returned as it is."""
         if len(parts) == 1:
             return parts[0]
-        indices, values = np.concatenate([p.indices for p in parts]), np.concatenate([p.values for p in parts])
+        indices, values = (
+            np.concatenate([p.indices for p in parts]),
+            np.concatenate([p.values for p in parts]),
+        )
         return cls.trusted(indices, values, parts[0].length)
 
     @classmethod
@@ -156,10 +164,7 @@ class SparseVector:
     def split(self, boundaries: Sequence[int]) -> list[SparseVector]:
         """The len(boundaries) - 1 slices between consecutive boundaries, as views."""
         places = self.count_below(boundaries)
-        return [
-            SparseVector.trusted(self.indices[a:b], self.values[a:b], self.length)
-            for a, b in zip(places[:-1], places[1:], strict=True)
-        ]
+        return [SparseVector.trusted(self.indices[a:b], self.values[a:b], self.length) for a, b in pairwise(places)]
 
     def part(self, start: int, stop: int) -> SparseVector:
         """Entries number start..stop-1 in index order, as views."""
@@ -218,6 +223,10 @@ class SparseVector:
         """The own entries whose index `other` holds too."""
         return self._at(kernels_of(self.values).intersect(self.indices, other.indices))
 
+    def with_values(self, values: NDArray[Any]) -> Self:
+        """Other values at the same indices."""
+        return self.trusted(self.indices, values, self.length)
+
     def rounding_error(self, rounded: SparseVector) -> SparseVector:
         """self - rounded where they differ; `rounded` holds the same indices. Infinities and NaN have no error."""
         if rounded.values is self.values:
@@ -228,8 +237,7 @@ class SparseVector:
 
     def scaled(self, factor: float) -> SparseVector:
         """factor * self, in its own dtype."""
-        values = np.multiply(self.values, factor).astype(self.dtype, copy=False)
-        return SparseVector.trusted(self.indices, values, self.length)
+        return self.with_values(np.multiply(self.values, factor).astype(self.dtype, copy=False))
 
     def shifted(self, offset: int, length: int) -> SparseVector:
         """The same entries, `offset` further on, in a vector of `length` coordinates."""
@@ -238,7 +246,7 @@ class SparseVector:
 
     def astype(self, dtype: Any) -> SparseVector:
         """The same entries with values of `dtype` (finite overflow is cut to the largest finite value)."""
-        return SparseVector.trusted(self.indices, cut(self.values, np.dtype(dtype)), self.length)
+        return self.with_values(cut(self.values, np.dtype(dtype)))
 
     def __repr__(self) -> str:
         return f"SparseVector(length={self.length}, nnz={self.nnz}, density={self.density:.3g}, dtype={self.dtype})"
@@ -287,6 +295,10 @@ class DenseVector:
         """Values start..stop-1 as a vector of their own, a view."""
         return DenseVector(self.values[start:stop])
 
+    def with_values(self, values: NDArray[Any]) -> Self:
+        """A vector of other values."""
+        return type(self)(values)
+
     def add(self, other: DenseVector) -> None:
         """self += other, in place."""
         with np.errstate(over="ignore", invalid="ignore"):
@@ -305,9 +317,7 @@ class DenseVector:
         return DenseVector(cut(self.values, np.dtype(dtype)))
 
     def _at(self, positions: NDArray[np.int64]) -> SparseVector:
-        return SparseVector.trusted(
-            positions.astype(index_dtype(self.length)), self.values[positions], self.length
-        )
+        return SparseVector.trusted(positions.astype(index_dtype(self.length)), self.values[positions], self.length)
 
     def top(self, k: int) -> SparseVector:
         """The k largest magnitudes, ties by lower index."""

@@ -24,11 +24,23 @@ def errors(P, arguments, exception):
 
 
 INVALID = {
-    "unsorted": (([4, 1], np.ones(2), N), {}, "indices: expected strictly ascending, got unsorted: 4 at position 0, then 1"),
-    "duplicate": (([4, 4], np.ones(2), N), {}, "indices: expected strictly ascending, got duplicate: 4 at position 0"),
+    "unsorted": (
+        ([4, 1], np.ones(2), N),
+        {},
+        "indices: expected strictly ascending, got unsorted: 4 at position 0, then 1",
+    ),
+    "duplicate": (
+        ([4, 4], np.ones(2), N),
+        {},
+        "indices: expected strictly ascending, got duplicate: 4 at position 0",
+    ),
     "out of range": (([4, N], np.ones(2), N), {}, f"indices: expected below length {N}, got {N}"),
     "negative index": (([-1, 4], np.ones(2), N), {}, "indices: expected at least 0, got -1"),
-    "sizes": (([1], np.ones(2), N), {}, r"indices, values: expected two 1-D arrays of one size, got shapes \(1,\) and \(2,\)"),
+    "sizes": (
+        ([1], np.ones(2), N),
+        {},
+        r"indices, values: expected two 1-D arrays of one size, got shapes \(1,\) and \(2,\)",
+    ),
     "negative length": (([1], np.ones(1), -5), {}, "length: expected 0 <= length < 2\\^63, got -5"),
     "negative k": (GOOD, {"k": -3}, "k: expected at least 0, got -3"),
     "density 0": (GOOD, {"density": 0.0}, r"density: expected in \(0, 1\], got 0.0"),
@@ -46,7 +58,11 @@ INVALID = {
         {"algo": "oktopk"},
         "expected values that can be ordered by magnitude, got NaN",
     ),
-    "NaN in a selection": (np.array([1, np.nan, 2.0]), {"algo": "allgather", "k": 2}, "ordered by magnitude, got NaN"),
+    "NaN in a selection": (
+        np.array([1, np.nan, 2.0]),
+        {"algo": "allgather", "k": 2},
+        "ordered by magnitude, got NaN",
+    ),
 }
 
 
@@ -67,7 +83,11 @@ TYPES = {
     "dtype": (([1], np.ones(1, complex), N), {}, "values: expected dtype float16, .* got complex128"),
     "indices": (([1.5], np.ones(1), N), {}, "indices: expected integers, got float64"),
     "length": (([1], np.ones(1), 5.0), {}, "length: expected an integer, got float"),
-    "mean of integers": (SparseVector([1], np.ones(1, int), N), {"op": "mean"}, "op: expected 'sum' for int64"),
+    "mean of integers": (
+        SparseVector([1], np.ones(1, int), N),
+        {"op": "mean"},
+        "op: expected 'sum' for int64",
+    ),
 }
 
 
@@ -124,7 +144,11 @@ def test_kinds_come_back():
 
 def test_mean_divides_by_the_number_of_ranks():
     def program(comm):
-        x = SparseVector([0, comm.rank], np.array([3.0, 6.0]), 9) if comm.rank else SparseVector([0], np.array([3.0]), 9)
+        x = (
+            SparseVector([0, comm.rank], np.array([3.0, 6.0]), 9)
+            if comm.rank
+            else SparseVector([0], np.array([3.0]), 9)
+        )
         return sparsecoll.allreduce(comm, x, op="mean").to_dense()[:3].tolist()
 
     assert simulate(3, program).results == [[3.0, 2.0, 2.0]] * 3

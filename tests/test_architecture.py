@@ -55,8 +55,7 @@ def test_imports_go_one_way(path):
 
 def test_import_is_light():
     code = (
-        "import sys, sparsecoll; "
-        "print([m for m in ('mpi4py', 'numba', 'torch', 'cupy', 'scipy') if m in sys.modules])"
+        "import sys, sparsecoll; print([m for m in ('mpi4py', 'numba', 'torch', 'cupy', 'scipy') if m in sys.modules])"
     )
     assert subprocess.check_output([sys.executable, "-c", code], text=True, cwd=ROOT).strip() == "[]"
 

@@ -65,7 +65,7 @@ class Algorithm(ABC):
         """What a later run needs to go on with the same bits; plain Python values."""
         return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027 - an algorithm without state keeps this
         """Take back what `state_dict` gave."""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 from sparsecoll.algorithms.base import Algorithm, Reduction
 from sparsecoll.select import Vector
@@ -40,7 +41,7 @@ class Dense(Algorithm):
                 total.add(part)
         with transport.phase("gather"):
             blocks = allgatherv(transport, transport.pack(total.astype(x.dtype)))
-            lengths = [b - a for a, b in zip(edges[:-1], edges[1:], strict=True)]
+            lengths = [b - a for a, b in pairwise(edges)]
             chunks = [transport.unpack(b, x.dtype, m) for b, m in zip(blocks, lengths, strict=True)]
             value = DenseVector.concatenate(chunks)
         if total.dtype == x.dtype and not transport.rounds(x.dtype):

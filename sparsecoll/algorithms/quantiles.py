@@ -1,8 +1,8 @@
 """Exact quantiles of a multiset that is spread over the ranks, without gathering it.
 
 Ok-Topk needs two: the positions that cut all selected entries into P equal regions, and the k-th largest magnitude of
-the reduced entries. Both are "the item of rank R" of sorted unsigned integers. Each round counts, on all ranks, how many
-items lie below a few edges inside the brackets that still hold an answer, and keeps the sub-brackets.
+the reduced entries. Both are "the item of rank R" of sorted unsigned integers. Each round counts, on all ranks, how
+many items lie below a few edges inside the brackets that still hold an answer, and keeps the sub-brackets.
 """
 
 from __future__ import annotations

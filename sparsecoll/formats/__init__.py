@@ -16,7 +16,17 @@ FORMATS: dict[str, Format] = {"coo": Coo(), "dense": Dense(), "auto": Auto()}
 
 _BY_ID = {form.id: form for form in FORMATS.values() if form.id}
 
-__all__ = ["FORMATS", "HEADER", "WIRE_DTYPES", "Buffer", "Format", "decode", "encode", "rounded", "wire_dtype"]
+__all__ = [
+    "FORMATS",
+    "HEADER",
+    "WIRE_DTYPES",
+    "Buffer",
+    "Format",
+    "decode",
+    "encode",
+    "rounded",
+    "wire_dtype",
+]
 
 
 def encode(x: SparseVector, format: str = "auto", value_dtype: str | None = None) -> Buffer:

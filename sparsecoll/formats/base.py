@@ -66,7 +66,7 @@ def wire_dtype(x_dtype: np.dtype[Any], value_dtype: str | None) -> WireDtype:
     return WIRE_DTYPES[value_dtype or x_dtype.name]
 
 
-V = TypeVar("V", SparseVector, DenseVector)
+V = TypeVar("V", bound="SparseVector | DenseVector")
 
 
 def rounded(x: V, value_dtype: str | None) -> V:
@@ -75,7 +75,7 @@ def rounded(x: V, value_dtype: str | None) -> V:
     if wire.name == x.dtype.name:
         return x
     values = wire.unpack(wire.pack(x.values)).astype(x.dtype)
-    return SparseVector.trusted(x.indices, values, x.length) if isinstance(x, SparseVector) else DenseVector(values)
+    return x.with_values(values)
 
 
 class Format(ABC):

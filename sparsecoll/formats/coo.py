@@ -35,9 +35,7 @@ class Coo(Format):
         wire, index, nnz = self._opened(buffer, length)
         expected = HEADER.size + nnz * (index.itemsize + wire.stored.itemsize)
         if buffer.size != expected:
-            raise CommunicationError(
-                f"message: expected {expected} bytes for {nnz} entries in coo, got {buffer.size}"
-            )
+            raise CommunicationError(f"message: expected {expected} bytes for {nnz} entries in coo, got {buffer.size}")
         first = HEADER.size
         if index.itemsize >= wire.stored.itemsize:
             middle = first + nnz * index.itemsize

@@ -38,9 +38,7 @@ class Dense(Format):
         first = int(buffer[16:24].view(np.uint64)[0])
         values = wire.unpack(buffer[24:].view(wire.stored))
         if first + values.size > length:
-            raise CommunicationError(
-                f"message: {values.size} dense values from {first} on do not fit length {length}"
-            )
+            raise CommunicationError(f"message: {values.size} dense values from {first} on do not fit length {length}")
         places = kernels_of(values).select_at_least(values, 1, nnz)
         if places.size > nnz:
             raise CommunicationError(f"message: {places.size} nonzeros where the header says {nnz}")

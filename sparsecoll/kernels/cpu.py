@@ -11,8 +11,7 @@ from typing import Any
 
 import numba as nb
 import numpy as np
-from numba.cpython.unsafe.numbers import trailing_zeros
-from numpy.typing import NDArray
+from numba.cpython.unsafe import numbers
 
 from sparsecoll.kernels import reference
 from sparsecoll.kernels.reference import (
@@ -48,6 +47,7 @@ WINDOW = 1 << 15  # indices summed at a time by merge_sum: 128 KiB of float32 st
 SMALL = 1 << 13  # below this many values kth_key looks at all of them
 SAMPLE = 1 << 15  # values that kth_key samples to bound the threshold
 
+trailing_zeros: Any = numbers.trailing_zeros
 _jit: Any = nb.njit(nogil=True, cache=True)
 
 
@@ -188,11 +188,10 @@ def _first_disorder(indices, length):  # type: ignore[no-untyped-def]
     return -1
 
 
-
-def _typed(values: Array, key: int) -> tuple[Array, np.generic, np.generic] | None:
+def _typed(values: Array, key: int) -> tuple[Array, Any, Any] | None:
     """(bits, mask, key) of one unsigned type; None if no value can reach the key."""
     bits, mask = bits_and_mask(values)
-    if key > np.iinfo(bits.dtype).max:  # type: ignore[arg-type]
+    if key > np.iinfo(bits.dtype).max:
         return None
     return bits, bits.dtype.type(mask), bits.dtype.type(key)
 
@@ -240,9 +239,10 @@ def kth_key(values: Array, k: int) -> tuple[int, int]:
     if values.size <= SMALL or k > values.size // 2:
         candidates = magnitude_keys(values)
     else:
-        bound = _lower_bound_key(values, k)
+        bits, mask = bits_and_mask(values)
         capacity = min(values.size, k + (k >> 1) + 1024)
-        candidates = _filled(_candidates, _typed(values, bound), capacity, bits_and_mask(values[:1])[0].dtype)  # type: ignore[arg-type]
+        arguments = (bits, bits.dtype.type(mask), bits.dtype.type(_lower_bound_key(values, k)))
+        candidates = _filled(_candidates, arguments, capacity, bits.dtype)
         if candidates.size < k:  # the sample misled: periodic data, say
             candidates = magnitude_keys(values)
     place = candidates.size - k

@@ -10,13 +10,14 @@ All selections break ties by (larger magnitude, then lower position).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-Array = NDArray[np.generic]
+Array = NDArray[Any]
 
-_UNSIGNED = {2: np.uint16, 4: np.uint32, 8: np.uint64}
+_UNSIGNED: dict[int, Any] = {2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
 def index_dtype(length: int) -> np.dtype[np.generic]:
@@ -26,7 +27,7 @@ def index_dtype(length: int) -> np.dtype[np.generic]:
 
 def bits_and_mask(values: Array) -> tuple[Array, int]:
     """(unsigned array, mask) with key = bits & mask. A view for floats, |x| for integers."""
-    unsigned = _UNSIGNED[values.dtype.itemsize]
+    unsigned: Any = _UNSIGNED[values.dtype.itemsize]
     if values.dtype.kind == "f":
         return values.view(unsigned), int(np.iinfo(unsigned).max >> 1)
     return np.abs(values).view(unsigned), int(np.iinfo(unsigned).max)
@@ -35,7 +36,8 @@ def bits_and_mask(values: Array) -> tuple[Array, int]:
 def magnitude_keys(values: Array) -> Array:
     """keys of `values`, an unsigned array of the same item size."""
     bits, mask = bits_and_mask(values)
-    return bits & bits.dtype.type(mask)
+    keys: Array = bits & bits.dtype.type(mask)
+    return keys
 
 
 def key_of(threshold: float, dtype: np.dtype[np.generic]) -> int:
@@ -58,7 +60,7 @@ def magnitude_of(key: int, dtype: np.dtype[np.generic]) -> float:
 def nan_key(dtype: np.dtype[np.generic]) -> int:
     """Keys at or above this one are NaN (for integers: no key is)."""
     if dtype.kind != "f":
-        return 2 ** (8 * dtype.itemsize)
+        return 1 << (8 * dtype.itemsize)
     return int(magnitude_keys(np.asarray([np.inf], dtype=dtype))[0]) + 1
 
 
@@ -110,13 +112,13 @@ def merge_sum(parts: Sequence[tuple[Array, Array]], dtype: np.dtype[np.generic])
 def scatter_add(dense: Array, indices: Array, values: Array) -> None:
     """dense[indices] += values, in place; indices are unique."""
     with np.errstate(over="ignore", invalid="ignore"):
-        dense[indices] += values.astype(dense.dtype)  # type: ignore[operator]
+        dense[indices] += values.astype(dense.dtype)
 
 
 def scatter_subtract(dense: Array, indices: Array, values: Array) -> None:
     """dense[indices] -= values, in place; indices are unique."""
     with np.errstate(over="ignore", invalid="ignore"):
-        dense[indices] -= values.astype(dense.dtype)  # type: ignore[operator]
+        dense[indices] -= values.astype(dense.dtype)
 
 
 def intersect(a: Array, b: Array) -> Array:

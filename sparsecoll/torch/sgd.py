@@ -80,7 +80,12 @@ class SparseSGD(torch.optim.Optimizer):
         self._algorithm = resolve(algo)
         self._transport: Transport = as_transport(default_comm() if comm is None else comm)
         chosen = {} if self._algorithm.takes_dense else {"density": density} if k is None else {"k": k}
-        self._options: dict[str, Any] = {**chosen, "format": format, "value_dtype": value_dtype, "timeout": timeout}
+        self._options: dict[str, Any] = {
+            **chosen,
+            "format": format,
+            "value_dtype": value_dtype,
+            "timeout": timeout,
+        }
         self._flats: list[tuple[FlatVector, Algorithm]] = []
         self._built = False
         defaults = {
@@ -216,7 +221,10 @@ class SparseSGD(torch.optim.Optimizer):
         residuals = {number: entry["residual"] for number, entry in plain["state"].items()}
         super().load_state_dict(plain)
         ordered = [p for group in self.param_groups for p in group["params"]]
-        for number, saved in residuals.items():  # torch has cast them to the parameter's dtype: take the saved bits
+        for (
+            number,
+            saved,
+        ) in residuals.items():  # torch has cast them to the parameter's dtype: take the saved bits
             self.state[ordered[number]]["residual"] = saved
         self._lay_out()
         for (_, algorithm), saved in zip(self._flats, own["algorithms"], strict=True):

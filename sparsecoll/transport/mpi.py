@@ -166,11 +166,12 @@ def mpi_transport(comm: MPI.Intracomm) -> MpiTransport:
     """The transport cached on `comm`; the first call duplicates it, which is collective."""
     if not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL:
         raise TypeError(f"comm: expected an mpi4py intracommunicator, got {comm!r}")
-    transport = comm.Get_attr(_key())
+    transport: Any = comm.Get_attr(_key())
     if transport is None:
         transport = MpiTransport(comm.Dup())
         comm.Set_attr(_key(), transport)
-    return transport  # type: ignore[no-any-return]
+    assert isinstance(transport, MpiTransport)
+    return transport
 
 
 def world() -> MPI.Intracomm:

@@ -113,19 +113,17 @@ def changing(rank, step, n=100_000):
 def test_number_selected_stays_within_1_percent_on_slowly_changing_data(P):
     """32 steps on one pair of exact thresholds, local and global; the paper reports 11 %."""
     k = 5000
+
     def program(comm):
-        algorithm = OkTopk(tau=64, tau_prime=64)
+        algorithm, seen, rows = OkTopk(tau=64, tau_prime=64), [], []
+        learn = algorithm._local.selected
+        algorithm._local.selected = lambda count, k: (seen.append(count), learn(count, k))
         x = changing(comm.rank, 0).astype(np.float64)
-        rows = []
         for s in range(32):
             noise = np.random.default_rng([comm.rank, 1, s]).standard_normal(x.size)
             x = 1.01 * (x + 0.02 * np.abs(x) * noise)
-            seen = []
-            original = algorithm._local.selected
-            algorithm._local.selected = lambda count, k: (seen.append(count), original(count, k))
-            y = sparsecoll.allreduce(comm, x.astype(np.float32), algorithm, k=k, return_reduction=True)
-            algorithm._local.selected = original
-            rows.append((seen[0] if seen else None, y.value.nnz))
+            y = sparsecoll.allreduce(comm, x.astype(np.float32), algorithm, k=k)
+            rows.append((seen.pop() if seen else None, y.nnz))
         return rows
 
     rows = simulate(P, program).results[0]
@@ -271,7 +269,15 @@ def test_state_goes_on_with_the_same_bits():
 
 @pytest.mark.parametrize(
     "options",
-    [{"tau": 0}, {"tau_prime": 0}, {"bucket": 0}, {"repartition": "x"}, {"balance_factor": 0.5}, {"tolerance": -1}, {"k": -1}],
+    [
+        {"tau": 0},
+        {"tau_prime": 0},
+        {"bucket": 0},
+        {"repartition": "x"},
+        {"balance_factor": 0.5},
+        {"tolerance": -1},
+        {"k": -1},
+    ],
 )
 def test_bad_options_are_refused(options):
     with pytest.raises(ValueError, match=next(iter(options))):

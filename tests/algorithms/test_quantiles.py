@@ -13,7 +13,9 @@ from sparsecoll.algorithms.quantiles import quantiles
 @given(st.integers(1, 6), st.integers(0, 2**32), st.sampled_from([2, 50, 10**6, 2**62]), st.data())
 def test_item_of_a_rank(P, seed, stop, data):
     rng = np.random.default_rng(seed)
-    parts = [np.sort(rng.integers(0, rng.integers(1, stop + 1), rng.integers(0, 60)).astype(np.uint64)) for _ in range(P)]
+    parts = [
+        np.sort(rng.integers(0, rng.integers(1, stop + 1), rng.integers(0, 60)).astype(np.uint64)) for _ in range(P)
+    ]
     union = np.sort(np.concatenate(parts))
     if not union.size:
         return

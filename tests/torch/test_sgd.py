@@ -237,7 +237,12 @@ def test_nan_gradient_on_one_rank_raises_on_all():
 
 @pytest.mark.parametrize(
     "options,name",
-    [({"lr": -1}, "lr"), ({"density": 0}, "density"), ({"nesterov": True}, "nesterov"), ({"algo": "x"}, "algo")],
+    [
+        ({"lr": -1}, "lr"),
+        ({"density": 0}, "density"),
+        ({"nesterov": True}, "nesterov"),
+        ({"algo": "x"}, "algo"),
+    ],
 )
 def test_bad_options_are_refused(options, name):
     with pytest.raises(ValueError, match=name):

@@ -51,7 +51,9 @@ def test_sum_counts(P, size):
 @pytest.mark.parametrize("P", RANKS)
 def test_broadcast(P):
     for root in {0, P - 1, P // 2}:
-        results = simulate(P, lambda c, root=root: broadcast(c.transport, np.full((3, 2), c.rank, np.int32), root)).results
+        results = simulate(
+            P, lambda c, root=root: broadcast(c.transport, np.full((3, 2), c.rank, np.int32), root)
+        ).results
         assert all((a == root).all() and a.shape == (3, 2) for a in results)
 
 

@@ -25,7 +25,12 @@ def test_a_message_costs_alpha_plus_beta_per_byte():
     simulation = simulate(2, program, Network(alpha=1e-3, beta=1e-6))
     assert simulation.seconds == pytest.approx(2e-3)
     sent, received = (t.total for t in simulation.traffic)
-    assert (sent.bytes_sent, sent.messages_sent, received.bytes_received, received.words_received) == (1000, 1, 1000, 250)
+    assert (sent.bytes_sent, sent.messages_sent, received.bytes_received, received.words_received) == (
+        1000,
+        1,
+        1000,
+        250,
+    )
 
 
 def test_many_senders_to_one_receiver_queue_at_its_port():
