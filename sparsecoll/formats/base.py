@@ -75,7 +75,7 @@ def rounded(x: V, value_dtype: str | None) -> V:
     if wire.name == x.dtype.name:
         return x
     values = wire.unpack(wire.pack(x.values)).astype(x.dtype)
-    return x.with_values(values)
+    return x.with_values(values)  # type: ignore[return-value]
 
 
 class Format(ABC):
