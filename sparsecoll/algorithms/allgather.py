@@ -29,4 +29,4 @@ class Allgather(Algorithm):
             blocks = allgatherv(transport, transport.encode(x))
         with transport.phase("merge"):
             value = summed([formats.decode(block, x.length) for block in blocks], x)
-        return Reduction(value, x, transport.traffic)
+        return Reduction(value, x)

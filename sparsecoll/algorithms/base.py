@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
 from sparsecoll import select
@@ -22,12 +22,12 @@ class Reduction:
         contributed: this rank's share of `value`: its entries that entered the result, with the values that entered.
             Summed over the ranks it is `value` (up to the rounding of sums), so residual = acc - contributed
             conserves gradient mass.
-        traffic: what this rank sent and received in this call.
+        traffic: what this rank sent and received in this call; filled in by the front door.
     """
 
     value: SparseVector | DenseVector
     contributed: SparseVector | DenseVector
-    traffic: Traffic
+    traffic: Traffic = field(default_factory=Traffic)
 
 
 @dataclass

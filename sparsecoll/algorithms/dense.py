@@ -45,9 +45,9 @@ class Dense(Algorithm):
             chunks = [transport.unpack(b, x.dtype, m) for b, m in zip(blocks, lengths, strict=True)]
             value = DenseVector.concatenate(chunks)
         if total.dtype == x.dtype and not transport.rounds(x.dtype):
-            return Reduction(value, x, transport.traffic)
+            return Reduction(value, x)
         lost = total.minus(chunks[rank])
-        return Reduction(value, self._contributed(x, local, lost, edges[rank]), transport.traffic)
+        return Reduction(value, self._contributed(x, local, lost, edges[rank]))
 
     @staticmethod
     def _contributed(x: Vector, local: DenseVector, lost: DenseVector, start: int) -> SparseVector | DenseVector:

@@ -119,7 +119,7 @@ class OkTopk(Algorithm):
         if lost.nnz:  # the owner keeps what rounding took from the sums
             contributed = SparseVector.sum([contributed, lost.scaled(-1)], reduced.dtype)
         self._calls += 1
-        return Reduction(value, contributed, transport.traffic)
+        return Reduction(value, contributed)
 
     # 2. space repartition
 

@@ -1,6 +1,6 @@
 """The same code over MPI: the same bits and the same counted bytes as the simulator, and what only MPI can show.
 
-Run by `mpirun -n 8 python -m pytest --with-mpi tests/mpi`; any number of ranks works.
+Run by `mpirun -n 8 python -m pytest --with-mpi`; any number of ranks works.
 """
 
 import gc
