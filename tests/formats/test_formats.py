@@ -53,7 +53,7 @@ def test_narrow_values_are_what_rounded_says(name, x, value_dtype):
 
 
 def test_rounding_to_nearest_even_saturation_and_special_values():
-    values = np.array([1 + 2**-8, 1 + 3 * 2**-8, 3.39e38, 70000, -70000, np.inf, -np.inf, np.nan], np.float32)
+    values = np.array([1 + 2**-8, 1 + 3 * 2**-8, 3.4e38, 70000, -70000, np.inf, -np.inf, np.nan], np.float32)
     x = SparseVector(np.arange(values.size), values, 100)
     bf16 = formats.rounded(x, "bfloat16").values
     np.testing.assert_array_equal(bf16[:2], np.array([1, 1 + 2**-6], np.float32))

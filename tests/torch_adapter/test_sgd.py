@@ -128,7 +128,7 @@ def test_resumed_run_equals_an_uninterrupted_one_bit_for_bit(dtype):
     def program(comm):
         def fresh():
             model = net(dtype=dtype)
-            options = {"density": 0.05, "momentum": 0.9, "algo": sparsecoll.OkTopk(tau=3, tau_prime=4)}
+            options = {"density": 0.3, "momentum": 0.9, "algo": sparsecoll.OkTopk(tau=3, tau_prime=4)}
             return model, SparseSGD(model.parameters(), 0.1, comm, **options)
 
         def train(model, optimizer, steps):
