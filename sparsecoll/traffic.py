@@ -23,11 +23,6 @@ class Counts:
         """bytes_received / 4: the volume of the papers."""
         return self.bytes_received / WORD
 
-    @property
-    def words_sent(self) -> float:
-        """bytes_sent / 4."""
-        return self.bytes_sent / WORD
-
     def __sub__(self, other: Counts) -> Counts:
         mine, theirs = asdict(self), asdict(other)
         return Counts(**{name: mine[name] - theirs[name] for name in mine})

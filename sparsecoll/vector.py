@@ -1,6 +1,6 @@
 """SparseVector and DenseVector: what algorithms compute with.
 
-Both have `length` (coordinates), `nnz` (entries held), `dtype`, `slice`, `top`, `at_least` and `to_dense`; an algorithm
+Both have `length` (coordinates), `nnz` (entries held), `dtype`, `top`, `at_least` and `to_dense`; an algorithm
 calls these methods and the transport, and never touches an array.
 """
 
@@ -157,12 +157,8 @@ class SparseVector:
         dense[self.indices] = self.values
         return dense
 
-    def slice(self, start: int, stop: int) -> SparseVector:
-        """The entries with start <= index < stop, as views; indices and length stay those of the whole vector."""
-        return self.split([start, stop])[0]
-
     def split(self, boundaries: Sequence[int]) -> list[SparseVector]:
-        """The len(boundaries) - 1 slices between consecutive boundaries, as views."""
+        """The entries between consecutive boundaries, as views; indices and length stay those of the whole vector."""
         places = self.count_below(boundaries)
         return [SparseVector.trusted(self.indices[a:b], self.values[a:b], self.length) for a, b in pairwise(places)]
 

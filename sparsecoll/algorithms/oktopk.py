@@ -38,7 +38,9 @@ class OkTopk(Algorithm):
 
     Volume: at most 6k(P-1)/P words of COO (equation (3)) + O(P), usually 4k(P-1)/P, thresholds and boundaries included:
     those are found by counting (`quantiles`), never by gathering. With a reused threshold k stands for the number
-    selected, which the tolerance bounds. Messages: 2(P-1) + O(log P). Memory: the entries.
+    selected, which `tolerance` bounds; a call whose entries have moved away from reused boundaries may exceed the
+    bound, and the next one repartitions. Messages: P - 1, up to P - 1 more when balancing, and O(log P) for the gather
+    and for each round of counting. Memory: the entries.
 
     Args:
         tau: calls between two repartitions.

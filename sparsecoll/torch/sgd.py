@@ -45,7 +45,8 @@ class SparseSGD(torch.optim.Optimizer):
         format, value_dtype, timeout: as in sparsecoll.allreduce.
 
     Raises:
-        ValueError, TypeError: an option is invalid; in `step`, on every rank, a gradient holds NaN.
+        ValueError, TypeError: an option is invalid; in `step`, on every rank, a gradient holds NaN. The gradients of
+            that step are in the residual then (NaN too): go back to a saved state.
         CommunicationError: ranks disagree, or a peer did not answer.
 
     Volume of a step: the algorithm's. Memory: the residual (n values; float32 for half-precision parameters) and, with
