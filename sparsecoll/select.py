@@ -81,7 +81,7 @@ class ThresholdReuse:
     age: int = field(default=0, init=False)
 
     PROBE = 1.1  # the slope is measured between the threshold and PROBE times it
-    INTEGRAL = 0.3
+    INTEGRAL = 0.5
 
     @property
     def due(self) -> bool:

@@ -111,7 +111,7 @@ def changing(rank, step, n=100_000):
 
 @pytest.mark.parametrize("P", [1, 4])
 def test_number_selected_stays_within_1_percent_on_slowly_changing_data(P):
-    """32 steps on one pair of exact thresholds, local and global; the paper reports 11 %."""
+    """Every one of 32 steps on one pair of exact thresholds, after 3 to learn the drift; the paper reports 11 %."""
     k = 5000
 
     def program(comm):
@@ -128,9 +128,8 @@ def test_number_selected_stays_within_1_percent_on_slowly_changing_data(P):
 
     rows = simulate(P, program).results[0]
     assert sum(row[0] is not None for row in rows) >= 30
-    local = [abs(row[0] / k - 1) for row in rows[3:] if row[0] is not None]
-    assert np.mean(local) < 0.01
-    assert np.mean([abs(nnz / k - 1) for _, nnz in rows[3:]]) < 0.01
+    assert max(abs(row[0] / k - 1) for row in rows[3:] if row[0] is not None) < 0.01
+    assert max(abs(nnz / k - 1) for _, nnz in rows[3:]) < 0.01
 
 
 def test_exact_option_gives_exactly_k_in_every_step():
