@@ -185,18 +185,24 @@ class SparseVector:
     def _at(self, positions: NDArray[np.int64]) -> SparseVector:
         return SparseVector.trusted(self.indices[positions], self.values[positions], self.length)
 
+    def _of(self, entries: tuple[NDArray[Any], NDArray[Any]]) -> SparseVector:
+        return SparseVector.trusted(*entries, self.length)
+
     def top(self, k: int) -> SparseVector:
         """The k largest magnitudes, ties by lower index; the vector itself if it holds no more than k."""
-        return self if k >= self.nnz else self._at(kernels_of(self.values).topk(self.values, k))
+        if k >= self.nnz:
+            return self
+        return self._of(kernels_of(self.values).topk(self.values, k, indices=self.indices))
 
     def top_key(self, key: int, ties: int) -> SparseVector:
         """Entries whose magnitude key is above `key`, and the first `ties` of those equal to it."""
-        return self._at(kernels_of(self.values).take_top(self.values, key, ties, expected=self.nnz))
+        return self._of(kernels_of(self.values).take_top(self.values, key, ties, self.nnz, indices=self.indices))
 
     def at_least(self, threshold: float, expected: int = 0) -> SparseVector:
         """Entries with a magnitude >= threshold (NaN counts as above all)."""
         kernels = kernels_of(self.values)
-        return self._at(kernels.select_at_least(self.values, kernels.key_of(threshold, self.dtype), expected))
+        key = kernels.key_of(threshold, self.dtype)
+        return self._of(kernels.select_at_least(self.values, key, expected or self.nnz, indices=self.indices))
 
     def kth_magnitude(self, k: int) -> float:
         """The k-th largest magnitude, 1 <= k <= nnz."""
@@ -312,21 +318,21 @@ class DenseVector:
         """The same values as `dtype` (finite overflow is cut to the largest finite value)."""
         return DenseVector(cut(self.values, np.dtype(dtype)))
 
-    def _at(self, positions: NDArray[np.int64]) -> SparseVector:
-        return SparseVector.trusted(positions.astype(index_dtype(self.length)), self.values[positions], self.length)
+    def _of(self, entries: tuple[NDArray[Any], NDArray[Any]]) -> SparseVector:
+        return SparseVector.trusted(*entries, self.length)
 
     def top(self, k: int) -> SparseVector:
         """The k largest magnitudes, ties by lower index."""
-        return self._at(kernels_of(self.values).topk(self.values, min(k, self.length)))
+        return self._of(kernels_of(self.values).topk(self.values, min(k, self.length)))
 
     def at_least(self, threshold: float, expected: int = 0) -> SparseVector:
         """Entries with a magnitude >= threshold (NaN counts as above all)."""
         kernels = kernels_of(self.values)
-        return self._at(kernels.select_at_least(self.values, kernels.key_of(threshold, self.dtype), expected))
+        return self._of(kernels.select_at_least(self.values, kernels.key_of(threshold, self.dtype), expected))
 
     def to_sparse(self) -> SparseVector:
         """The nonzero entries (NaN among them)."""
-        return self._at(kernels_of(self.values).select_at_least(self.values, 1))
+        return self._of(kernels_of(self.values).select_at_least(self.values, 1))
 
     def to_dense(self) -> NDArray[Any]:
         """The values themselves."""

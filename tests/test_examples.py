@@ -46,10 +46,11 @@ def test_kernels_are_compiled_once_and_cached_on_disk():
     code = (
         "import numpy as np; from sparsecoll import select; from sparsecoll.kernels import cpu; "
         "select.topk(np.random.default_rng(0).standard_normal(100_000).astype(np.float32), 100); "
-        "print(sum(cpu._take_top.stats.cache_misses.values()), sum(cpu._take_top.stats.cache_hits.values()))"
+        "stats = cpu.selection._select.stats; "
+        "print(sum(stats.cache_misses.values()), sum(stats.cache_hits.values()))"
     )
     environment = {k: v for k, v in os.environ.items() if k != "SPARSECOLL_KERNELS"}
     outputs = [
         subprocess.check_output([sys.executable, "-c", code], text=True, env=environment).split() for _ in range(2)
     ]
-    assert outputs[1] == ["0", "1"]
+    assert outputs[1][0] == "0" and int(outputs[1][1]) >= 1

@@ -39,10 +39,10 @@ class Dense(Format):
         values = wire.unpack(buffer[24:].view(wire.stored))
         if first + values.size > length:
             raise CommunicationError(f"message: {values.size} dense values from {first} on do not fit length {length}")
-        places = kernels_of(values).select_at_least(values, 1, nnz)
+        places, held = kernels_of(values).select_at_least(values, 1, nnz)
         if places.size > nnz:
             raise CommunicationError(f"message: {places.size} nonzeros where the header says {nnz}")
-        return SparseVector.trusted((places + first).astype(index), values[places], length)
+        return SparseVector.trusted(places.astype(index, copy=False) + index.type(first), held, length)
 
     @staticmethod
     def _span(x: SparseVector) -> int:

@@ -1,7 +1,8 @@
 """Array kernels: one specification (`reference`), fast versions that equal it bit for bit (`cpu`).
 
 `kernels_of(array)` returns the module that serves an array. Every module has the same functions with the same
-arguments; nothing outside this package knows which one runs. `SPARSECOLL_KERNELS=reference` forces the specification.
+arguments; nothing outside this package knows which one runs. `SPARSECOLL_KERNELS=reference` forces the specification,
+`SPARSECOLL_KERNELS=portable` the Numba code without AVX-512.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ logger = logging.getLogger(__name__)
 @functools.cache
 def _host_kernels() -> ModuleType:
     choice = os.environ.get("SPARSECOLL_KERNELS", "cpu")
-    if choice not in ("cpu", "reference"):
-        raise ValueError(f"SPARSECOLL_KERNELS: expected 'cpu' or 'reference', got {choice!r}")
+    if choice not in ("cpu", "portable", "reference"):
+        raise ValueError(f"SPARSECOLL_KERNELS: expected 'cpu', 'portable' or 'reference', got {choice!r}")
     from sparsecoll.kernels import reference
 
     if choice == "reference":
@@ -31,6 +32,7 @@ def _host_kernels() -> ModuleType:
     except ImportError as error:
         logger.warning("numba cannot be imported (%s): the slower NumPy reference kernels are used", error)
         return reference
+    cpu.selection.use_lanes = cpu.lanes.AVAILABLE and choice == "cpu"
     return cpu
 
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sparsecoll.kernels import cpu, reference
@@ -43,24 +43,72 @@ def equal(a, b):
     assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
 
-@FEW
+def same_entries(mine, theirs):
+    for a, b in zip(mine, theirs, strict=True):
+        equal(a, b)
+
+
+@pytest.fixture(params=["lanes", "portable"], autouse=True)
+def code_path(request, monkeypatch):
+    """Every test runs on the AVX-512 code, where the machine has it, and on the portable code."""
+    if request.param == "lanes" and not cpu.lanes.AVAILABLE:
+        pytest.skip("no AVX-512 or LLVM below 20")
+    monkeypatch.setattr(cpu.selection, "use_lanes", request.param == "lanes")
+
+
+EVEN_SO = settings(FEW, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@EVEN_SO
 @given(dtypes, sizes, seeds, st.data())
 def test_threshold_selection(dtype, size, seed, data):
     v = values(dtype, size, seed)
     keys = reference.magnitude_keys(v)
-    key = int(data.draw(st.sampled_from([0, 1, *keys[:5].tolist(), int(keys.max(initial=0)) + 1])))
-    equal(cpu.select_at_least(v, key, 3), reference.select_at_least(v, key))
+    key = int(data.draw(st.sampled_from([0, 1, *keys[:5].tolist(), int(keys.max(initial=0)) + 1, 1 << 64])))
+    own = data.draw(st.sampled_from([None, np.uint32, np.uint64]))
+    i = None if own is None else np.arange(3, size + 3).astype(own) * own(2)
+    same_entries(cpu.select_at_least(v, key, 3, indices=i), reference.select_at_least(v, key, indices=i))
+    v.flags.writeable = False
+    same_entries(cpu.select_at_least(v, key, 3, indices=i), reference.select_at_least(v, key, indices=i))
     assert cpu.count_at_least(v, key) == reference.count_at_least(v, key)
+    assert cpu.extremes(v) == reference.extremes(v)
     ties = data.draw(st.integers(0, size))
-    equal(cpu.take_top(v, key, ties, 1), reference.take_top(v, key, ties))
+    if key < 1 << 64 and key <= np.iinfo(keys.dtype).max:
+        same_entries(cpu.take_top(v, key, ties, 1, indices=i), reference.take_top(v, key, ties, indices=i))
 
 
-@FEW
+@EVEN_SO
+@given(dtypes, sizes, seeds, st.data())
+def test_fused_accumulation_moments_and_clearing(dtype, size, seed, data):
+    v, g = values(dtype, size, seed), values(dtype, size, seed + 1)
+    if dtype.kind == "f" and data.draw(st.booleans()):
+        with np.errstate(all="ignore"):
+            g = g.astype(data.draw(st.sampled_from(["float16", "float32", "float64"])))
+    scale = data.draw(st.sampled_from([1.0, 0.1, -3.0])) if dtype.kind == "f" else 1
+    options = {"add": data.draw(st.sampled_from([None, (g, scale)])), "clear": data.draw(st.booleans())}
+    k = data.draw(st.integers(0, size))
+    for name, argument, moments in (
+        ("select_at_least", 1, True),
+        ("select_at_least", 1 << 20, False),
+        ("topk", k, False),
+    ):
+        mine, theirs, sums = v.copy(), v.copy(), (np.zeros(4), np.zeros(4))
+        extra = [{"moments": m} if moments else {} for m in sums]
+        found = getattr(cpu, name)(mine, argument, **options, **extra[0])
+        with np.errstate(all="ignore"):
+            expected = getattr(reference, name)(theirs, argument, **options, **extra[1])
+        np.testing.assert_array_equal(found[0], expected[0])
+        np.testing.assert_array_equal(found[1], expected[1])
+        np.testing.assert_array_equal(mine, theirs)
+        np.testing.assert_array_equal(*sums)
+
+
+@EVEN_SO
 @given(dtypes, sizes, seeds, st.floats(0, 1))
 def test_exact_top_k(dtype, size, seed, share):
     v = values(dtype, size, seed)
     k = int(share * size)
-    equal(cpu.topk(v, k), reference.topk(v, k))
+    same_entries(cpu.topk(v, k), reference.topk(v, k))
     if k:
         assert cpu.kth_key(v, k) == reference.kth_key(v, k)
 
@@ -68,19 +116,32 @@ def test_exact_top_k(dtype, size, seed, share):
 def test_exact_top_k_survives_a_sample_that_misleads():
     """Large values exactly where the strided sample looks: its bound is far too high."""
     v = np.ones(1 << 18, np.float32)
-    v[:: (1 << 18) // cpu.SAMPLE] = 100
+    v[:: (1 << 18) // cpu.selection.SMALL] = 100
     for k in (100, 1 << 15, (1 << 15) + 5000):
-        equal(cpu.topk(v, k), reference.topk(v, k))
+        same_entries(cpu.topk(v, k), reference.topk(v, k))
+        mine = v.copy()
+        taken, _ = cpu.topk(mine, k, add=(v, 2.0), clear=True)
+        assert not mine[taken].any() and np.count_nonzero(mine) == v.size - k
+        np.testing.assert_array_equal(np.delete(mine, taken), 3 * np.delete(v, taken))
+
+
+def test_output_grows_when_the_guess_was_short():
+    v = np.arange(1, 300_001, dtype=np.float32)
+    v[:200_000] *= -1e-9
+    for key in (1, reference.key_of(1.0, v.dtype)):
+        mine = v.copy()
+        same_entries(cpu.select_at_least(mine, key, 0, add=(v, 1.0), clear=True), reference.select_at_least(2 * v, key))
+    assert np.count_nonzero(mine) == 200_000
 
 
 def test_ties_go_to_lower_positions():
     v = np.array([2, -3, 3, 2, -2, 3], np.float32)
     for kernels in (cpu, reference):
-        assert kernels.topk(v, 2).tolist() == [1, 2]
-        assert kernels.topk(v, 4).tolist() == [0, 1, 2, 5]
+        assert kernels.topk(v, 2)[0].tolist() == [1, 2]
+        assert kernels.topk(v, 4)[0].tolist() == [0, 1, 2, 5]
 
 
-@FEW
+@EVEN_SO
 @given(dtypes, st.lists(st.tuples(sizes, seeds), max_size=7), st.sampled_from([np.uint32, np.uint64]), seeds)
 def test_merge_sum(dtype, shapes, index_dtype, seed):
     """Random floats, so that only the same order of addition gives the same bits; windows of every fill."""
@@ -98,7 +159,7 @@ def test_merge_sum(dtype, shapes, index_dtype, seed):
             assert a.tobytes() == b.tobytes()
 
 
-@FEW
+@EVEN_SO
 @given(dtypes, sizes, seeds)
 def test_scatter(dtype, size, seed):
     dense = np.nan_to_num(values(dtype, 3 * size + 1, seed))
@@ -111,7 +172,7 @@ def test_scatter(dtype, size, seed):
         np.testing.assert_array_equal(mine, theirs)
 
 
-@FEW
+@EVEN_SO
 @given(sizes, seeds, seeds, st.sampled_from([np.uint32, np.uint64]))
 def test_intersect_and_disorder(size, seed, other, dtype):
     a, b = indices(size, seed, dtype), indices(size // 2, other, dtype)
@@ -122,6 +183,7 @@ def test_intersect_and_disorder(size, seed, other, dtype):
             assert cpu.first_disorder(array, length) == reference.first_disorder(array, length)
 
 
+@EVEN_SO
 @given(dtypes, st.floats(0, 1e30))
 def test_key_of_is_the_smallest_key_that_reaches_the_threshold(dtype, threshold):
     if dtype.kind != "f":

@@ -1,0 +1,260 @@
+"""Selection in one pass: entries above a threshold, and the exact top k.
+
+Every pass may form values += scale * addend on its way, and zero what it takes: a chunk stays in the first-level cache
+between the steps, so that memory is read and written once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba as nb
+import numpy as np
+
+from sparsecoll.kernels import reference
+from sparsecoll.kernels.cpu import lanes
+from sparsecoll.kernels.cpu.lanes import LANES, compress_block, magnitude_key
+from sparsecoll.kernels.reference import MOMENT_LANES, Addend, Array, index_dtype, magnitude_keys
+
+CHUNK = 2048  # items per chunk; a multiple of MOMENT_LANES and of lanes.LANES
+SMALL = 1 << 13  # below this many values topk looks at all of them
+SAMPLE = 1 << 17  # values sampled, at most, to bound the k-th magnitude from below
+
+BEYOND = 1 << 64  # a key that no value reaches
+
+use_lanes = lanes.AVAILABLE  # set to False to run the portable code
+
+_jit: Any = nb.njit(nogil=True, cache=True)
+
+
+@_jit
+def _count(bits, mask, key):  # type: ignore[no-untyped-def]
+    count = 0
+    for i in range(bits.size):
+        count += magnitude_key(bits[i], mask) >= key
+    return count
+
+
+@_jit
+def _extremes(bits, mask):  # type: ignore[no-untyped-def]
+    lowest = magnitude_key(bits[0], mask)
+    highest = lowest
+    for i in range(bits.size):
+        m = magnitude_key(bits[i], mask)
+        lowest = min(lowest, m)
+        highest = max(highest, m)
+    return lowest, highest
+
+
+@_jit
+def _add(values, addend, scale, start, stop):  # type: ignore[no-untyped-def]
+    target, source = values[start:stop], addend[start:stop]  # slices: plain loops over them are vectorised
+    for i in range(target.size):
+        target[i] += scale * values.dtype.type(source[i])
+
+
+@_jit
+def _add_moments(values, start, stop, sums):  # type: ignore[no-untyped-def]
+    """Into the rows of `sums`: x, x^2, |x| and the largest |x|, item i into column i % MOMENT_LANES."""
+    for row in range(start, stop, MOMENT_LANES):
+        items = values[row : min(row + MOMENT_LANES, stop)]
+        x1, x2, absolute, largest = sums[0], sums[1], sums[2], sums[3]
+        for j in range(items.size):
+            x = np.float64(items[j])
+            x1[j] += x
+            x2[j] += x * x
+        for j in range(items.size):
+            x = abs(np.float64(items[j]))
+            absolute[j] += x
+            largest[j] = x if x > largest[j] else largest[j]
+
+
+@_jit
+def _take(bits, mask, key, indices, addend, scale, first, start, stop, out_i, out_v, count, clear):  # type: ignore[no-untyped-def]
+    """Append the items of one chunk; out has room for all of it and LANES more. Up to `first` in whole lanes."""
+    for block in range(start, first, LANES):
+        count = compress_block(bits, block, mask, key, indices, addend, scale, out_i, out_v, count, clear)
+    for i in range(first, stop):
+        x = bits[i]
+        if magnitude_key(x, mask) >= key:
+            if indices is None:
+                out_i[count] = i
+            else:
+                out_i[count] = indices[i]
+            out_v[count] = x
+            count += 1
+            if clear is not None:
+                bits[i] = 0
+    return count
+
+
+@_jit
+def _select(values, bits, mask, key, indices, addend, added, scale, sums, start, out_i, out_v, count, clear, wide):  # type: ignore[no-untyped-def]
+    """From `start` on, until the end or until out is nearly full: (where it stopped, the count)."""
+    while start < bits.size:
+        stop = min(start + CHUNK, bits.size)
+        if count + (stop - start) + LANES > out_i.size:
+            break
+        first = stop - (stop - start) % LANES if wide else start
+        if addend is not None:
+            _add(values, addend, scale, start if added is None else first, stop)
+        if sums is not None:
+            _add_moments(values, start, stop, sums)
+        count = _take(bits, mask, key, indices, added, scale, first, start, stop, out_i, out_v, count, clear)
+        start = stop
+    return start, count
+
+
+@_jit
+def _first_surplus_tie(bits, mask, key, ties):  # type: ignore[no-untyped-def]
+    """Position of the tie after the first `ties` ones; the size if there is none."""
+    for i in range(bits.size):
+        if magnitude_key(bits[i], mask) == key:
+            if ties == 0:
+                return i
+            ties -= 1
+    return bits.size
+
+
+@_jit
+def _put_back(dense, positions, bits, mask, key, edge):  # type: ignore[no-untyped-def]
+    for i in range(bits.size):
+        m = magnitude_key(bits[i], mask)
+        if m < key or (m == key and i >= edge):
+            dense[positions[i]] = bits[i]
+
+
+def _lanes_of(values: Array) -> tuple[Array, Any]:
+    """(values as unsigned bit patterns, or signed integers as they are; mask of the sign)."""
+    if not values.flags.c_contiguous:
+        raise ValueError("values: expected a contiguous array")
+    unsigned = np.dtype(f"u{values.dtype.itemsize}")
+    mask = unsigned.type(np.iinfo(unsigned).max >> 1)
+    return (values.view(unsigned) if values.dtype.kind == "f" else values), mask
+
+
+def count_at_least(values: Array, key: int) -> int:
+    bits, mask = _lanes_of(values)
+    return 0 if key > np.iinfo(mask.dtype).max else int(_count(bits, mask, mask.dtype.type(key)))
+
+
+def extremes(values: Array) -> tuple[int, int]:
+    if values.size == 0:
+        return 0, 0
+    lowest, highest = _extremes(*_lanes_of(values))
+    return int(lowest), int(highest)
+
+
+def select_at_least(
+    values: Array,
+    key: int,
+    expected: int = 0,
+    *,
+    indices: Array | None = None,
+    add: Addend | None = None,
+    moments: Array | None = None,
+    clear: bool = False,
+) -> tuple[Array, Array]:
+    if values.dtype == np.float16 or (add is not None and add[0].dtype == np.float16):  # no arithmetic here
+        if add is not None:
+            reference.accumulate(values, add)
+        if moments is not None:
+            moments[:] = reference.moments_of(values)
+        add = moments = None
+    bits, mask = _lanes_of(values)
+    if key > np.iinfo(mask.dtype).max:  # no value can reach it
+        return reference.select_at_least(values, key, indices=indices, add=add, moments=moments)
+    sums = None if moments is None else np.zeros((4, MOMENT_LANES))
+    addend, scale = (None, None) if add is None else (np.ascontiguousarray(add[0]), values.dtype.type(add[1]))
+    floats = bits if addend is None and sums is None else values
+    start, count, capacity = 0, 0, min(values.size, expected + (expected >> 3)) + 2 * CHUNK
+    out_i = np.empty(capacity, index_dtype(values.size) if indices is None else indices.dtype)
+    out_v = np.empty(capacity, bits.dtype)
+    in_lanes = addend is not None and addend.dtype == values.dtype and values.dtype.kind == "f" and sums is None
+    added = addend.view(bits.dtype) if in_lanes and use_lanes else None  # type: ignore[union-attr]
+    fixed = (floats, bits, mask, mask.dtype.type(key), indices, addend, added, scale, sums)
+    while True:
+        start, count = _select(*fixed, start, out_i, out_v, count, clear or None, use_lanes)
+        if start == values.size:
+            break
+        wanted = max(2 * count, int(1.1 * count * values.size / max(start, 1)))
+        capacity = min(wanted, count + values.size - start) + 2 * CHUNK
+        out_i, out_v = _grown(out_i, count, capacity), _grown(out_v, count, capacity)
+    if sums is not None:
+        moments[:] = reference.moments_of_lanes(sums)  # type: ignore[index]
+    return out_i[:count], out_v[:count].view(values.dtype)
+
+
+def _grown(array: Array, count: int, capacity: int) -> Array:
+    larger = np.empty(capacity, array.dtype)
+    larger[:count] = array[:count]
+    return larger
+
+
+def _cut_at_ties(values: Array, key: int, ties: int) -> tuple[Array, Any, Any, int]:
+    """(bits, mask, key, first position at which an item equal to the key is one too many)."""
+    bits, mask = _lanes_of(values)
+    typed = mask.dtype.type(key)
+    return bits, mask, typed, int(_first_surplus_tie(bits, mask, typed, ties))
+
+
+def take_top(values: Array, key: int, ties: int, expected: int = 0, *, indices: Array | None = None) -> Any:
+    bits, mask, typed, edge = _cut_at_ties(values, key, ties)
+    index = index_dtype(values.size) if indices is None else indices.dtype
+    capacity = min(values.size, expected) + CHUNK + LANES
+    out_i, out_v = np.empty(capacity, index), np.empty(capacity, bits.dtype)
+    count = 0
+    for start, stop, least in ((0, edge, typed), (edge, values.size, typed + typed.dtype.type(1))):
+        if least < typed:  # the key was the largest one: nothing is above it
+            continue
+        while True:
+            part = (bits[:stop], bits[:stop], mask, least, indices, None, None, None, None)
+            start, count = _select(*part, start, out_i, out_v, count, None, use_lanes)
+            if start == stop:
+                break
+            capacity = count + stop - start + 2 * CHUNK
+            out_i, out_v = _grown(out_i, count, capacity), _grown(out_v, count, capacity)
+    return out_i[:count], out_v[:count].view(values.dtype)
+
+
+def _lower_bound_key(values: Array, k: int, add: Addend | None) -> int:
+    """A key that at least k values very likely reach, and not many more: a quantile of a strided sample."""
+    size = min(max(values.size >> 7, SMALL), SAMPLE)
+    stride = max(1, values.size // size)
+    sample = values[::stride].copy()
+    if add is not None:
+        reference.accumulate(sample, (add[0][::stride], add[1]))
+    keys = magnitude_keys(sample)
+    expected = k * keys.size / values.size
+    rank = int(expected + 4 * np.sqrt(expected) + 4)
+    if rank >= keys.size:
+        return 0
+    return int(np.partition(keys, keys.size - 1 - rank)[keys.size - 1 - rank])
+
+
+def kth_key(values: Array, k: int) -> tuple[int, int]:
+    keys = magnitude_keys(values)
+    place = keys.size - k
+    key = np.partition(keys, place)[place]
+    return int(key), k - int(np.count_nonzero(keys > key))
+
+
+def topk(
+    values: Array, k: int, *, indices: Array | None = None, add: Addend | None = None, clear: bool = False
+) -> tuple[Array, Array]:
+    if k == 0:
+        return select_at_least(values, BEYOND, indices=indices, add=add)
+    small = values.size <= SMALL or k > values.size // 2
+    bound = 0 if small else _lower_bound_key(values, k, add)
+    found_i, found_v = select_at_least(values, bound, k + (k >> 2), indices=indices, add=add, clear=clear)
+    if found_v.size < min(k, values.size):  # the sample misled: periodic data, say
+        if clear:
+            values[found_i] = found_v
+        found_i, found_v = select_at_least(values, 0, values.size, indices=indices, clear=clear)
+    if k >= found_v.size:
+        return found_i, found_v
+    key, ties = kth_key(found_v, k)
+    if clear:
+        bits, mask, typed, edge = _cut_at_ties(found_v, key, ties)
+        _put_back(_lanes_of(values)[0], found_i, bits, mask, typed, edge)
+    return take_top(found_v, key, ties, k, indices=found_i)  # type: ignore[no-any-return]

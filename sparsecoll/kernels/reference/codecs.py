@@ -1,0 +1,176 @@
+"""What the wire formats compute: Rice-coded gaps, blocks of near indices, bitmaps, hashed slots, narrow floats."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from sparsecoll.kernels.reference.selection import Array
+
+RICE_BLOCK = 1024  # gaps that share a parameter
+RICE_LARGEST = 56  # largest parameter; a quotient and a remainder then fit one 64-bit load
+RICE_PAD = 8  # bytes that a decoder may read beyond the payload
+_SIZE_BITS = 10  # of a table entry: unary bytes of the block; the parameter is above them
+
+
+def rice_table(indices: Array) -> Array:
+    """uint16 per block of RICE_BLOCK gaps: (parameter << 10) | bytes of its unary part.
+
+    gap j = index j - index (j-1) - 1; the first gap is 0 (the message states the first index). The parameter k is the
+    one with the shortest code, count * k + sum(gap >> k) bits, the smaller one of two equal ones.
+    """
+    gaps = _gaps(indices)
+    table = []
+    for block in (gaps[i : i + RICE_BLOCK] for i in range(0, gaps.size, RICE_BLOCK)):
+        lengths = [block.size * k + int(np.sum(block >> np.uint64(k))) for k in range(RICE_LARGEST + 1)]
+        k = int(np.argmin(lengths))
+        unary = block.size + int(np.sum(block >> np.uint64(k)))
+        table.append((k << _SIZE_BITS) | ((unary + 7) // 8))
+    return np.array(table, np.uint16)
+
+
+def _gaps(indices: Array) -> Array:
+    gaps = np.zeros(indices.size, np.uint64)
+    gaps[1:] = np.diff(indices.astype(np.uint64)) - np.uint64(1)
+    return gaps
+
+
+def rice_sizes(table: Array, count: int) -> tuple[Array, Array]:
+    """(bytes of the unary part, bytes of the remainders) of each block."""
+    counts = np.minimum(count - RICE_BLOCK * np.arange(table.size), RICE_BLOCK)
+    return (table & 1023).astype(np.int64), (counts * (table >> _SIZE_BITS).astype(np.int64) + 7) // 8
+
+
+def rice_encode(indices: Array, table: Array, out: Array) -> None:
+    """Write the payload: for each block its quotients in unary (that many 0 bits, then a 1), then its k-bit remainders.
+
+    Bits fill bytes from the least significant one up. `out`: uint8, the sum of `rice_sizes` and RICE_PAD zero bytes.
+    """
+    out[:] = 0
+    gaps, place = _gaps(indices), 0
+    for number, (unary, rest) in enumerate(zip(*rice_sizes(table, indices.size), strict=True)):
+        block = gaps[number * RICE_BLOCK : (number + 1) * RICE_BLOCK]
+        k = int(table[number]) >> _SIZE_BITS
+        ones = np.cumsum((block >> np.uint64(k)).astype(np.int64) + 1) - 1
+        bits = np.zeros(8 * unary, np.uint8)
+        bits[ones] = 1
+        out[place : place + unary] = np.packbits(bits, bitorder="little")
+        low = (block[:, None] >> np.arange(k, dtype=np.uint64)) & np.uint64(1)
+        out[place + unary : place + unary + rest] = np.packbits(low.astype(np.uint8).ravel(), bitorder="little")
+        place += int(unary + rest)
+
+
+def rice_decode(table: Array, payload: Array, first: int, count: int, limit: int, dtype: Any) -> Array | None:
+    """The `count` indices; None if the payload is damaged: a block without enough ones, or an index >= limit."""
+    indices, place, index = np.empty(count, dtype), 0, first - 1
+    for number, (unary, rest) in enumerate(zip(*rice_sizes(table, count), strict=True)):
+        k = int(table[number]) >> _SIZE_BITS
+        start, stop = number * RICE_BLOCK, min((number + 1) * RICE_BLOCK, count)
+        ones = np.flatnonzero(np.unpackbits(payload[place : place + unary], bitorder="little"))
+        if ones.size != stop - start or k > RICE_LARGEST:
+            return None
+        bits = np.unpackbits(payload[place + unary : place + unary + rest], bitorder="little")[: (stop - start) * k]
+        for j, quotient in enumerate(np.diff(ones, prepend=-1) - 1):
+            remainder = sum(int(bit) << b for b, bit in enumerate(bits[j * k : (j + 1) * k]))
+            index += (int(quotient) << k) + remainder + 1
+            if index >= limit:
+                return None
+            indices[start + j] = index
+        place += int(unary + rest)
+    return indices
+
+
+def block_heads(indices: Array, gap: int) -> Array:
+    """Positions (int64) at which a block begins: more than `gap` coordinates lie between it and the entry before."""
+    far = np.ones(indices.size, bool)
+    far[1:] = np.diff(indices) > gap + 1
+    return np.flatnonzero(far)
+
+
+def block_write(indices: Array, values: Array, gap: int, out: Array) -> None:
+    """Write the values of all blocks one after the other, zeros in their gaps."""
+    out[:] = 0
+    steps = np.diff(indices.astype(np.int64), prepend=-1)
+    steps = np.where(steps > gap + 1, 1, steps)
+    if steps.size:
+        steps[0] = 0
+    out[np.cumsum(steps)] = values
+
+
+def block_indices(starts: Array, lengths: Array, positions: Array) -> Array:
+    """The index (uint64) of each place (ascending) in the row of all blocks. `starts`, `lengths`: uint64."""
+    ends = np.cumsum(lengths.astype(np.int64))
+    block = np.searchsorted(ends, positions, side="right")
+    offsets = positions - (ends[block] - lengths[block].astype(np.int64))
+    return starts[block] + offsets.astype(np.uint64)
+
+
+def bitmap_write(indices: Array, first: int, out: Array) -> None:
+    """Set bit (index - first) of the uint64 words of `out`, the rest 0."""
+    bits = np.zeros(64 * out.size, np.uint8)
+    bits[indices.astype(np.uint64) - np.uint64(first)] = 1
+    out[:] = np.packbits(bits, bitorder="little").view("<u8")
+
+
+def bitmap_read(words: Array, first: int, count: int, dtype: Any) -> Array | None:
+    """The indices whose bits are set; None unless there are `count` of them."""
+    places = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
+    return (places.astype(np.uint64) + np.uint64(first)).astype(dtype) if places.size == count else None
+
+
+def hash_slots(indices: Array, slots: int, multipliers: tuple[int, int, int]) -> Array:
+    """int64 slot in [0, slots) of each index: ((a*low + b*high + c) mod 2^64 >> 32) * slots >> 32.
+
+    low and high are the index's 32-bit halves; with random 64-bit a, b, c the 32 upper bits are strongly universal
+    (Dietzfelbinger's multiply-shift for pairs, as in Thorup, "High Speed Hashing for Integers and Strings", section 3).
+    """
+    a, b, c = (np.uint64(m) for m in multipliers)
+    wide = indices.astype(np.uint64)
+    with np.errstate(over="ignore"):
+        mixed = a * (wide & np.uint64(2**32 - 1)) + b * (wide >> np.uint64(32)) + c
+    return (((mixed >> np.uint64(32)) * np.uint64(slots)) >> np.uint64(32)).astype(np.int64)
+
+
+def slots_write(slots: Array, out: Array) -> None:
+    """out[slot of entry i] = i, for i ascending: a later entry overwrites an earlier one. int64; unused slots: -1."""
+    out[:] = -1
+    for i, slot in enumerate(slots.tolist()):
+        out[slot] = i
+
+
+def scatter_add_marked(dense: Array, indices: Array, values: Array) -> int:
+    """dense[index] += value in the order given, for indices below n; returns how many others there were."""
+    inside = indices < np.uint64(dense.size)
+    with np.errstate(over="ignore", invalid="ignore"):
+        np.add.at(dense, indices[inside].astype(np.int64), values[inside].astype(dense.dtype))
+    return int(indices.size - np.count_nonzero(inside))
+
+
+def to_bfloat16(values: Array) -> Array:
+    """float32 as the upper halves of their bits (uint16): rounded to nearest even, finite ones stay finite."""
+    bits = values.view(np.uint32)
+    narrow = ((bits.astype(np.uint64) + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+    special = (bits & 0x7F800000) == 0x7F800000
+    narrow[special] = (bits[special] >> 16).astype(np.uint16) | ((bits[special] & 0xFFFF) != 0)
+    narrow[((narrow & 0x7FFF) == 0x7F80) & ~special] -= 1
+    return narrow
+
+
+def from_bfloat16(stored: Array) -> Array:
+    """The float32 that uint16 upper halves stand for."""
+    return (stored.astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+def to_float16(values: Array) -> Array:
+    """float32 or float64 as float16: rounded to nearest even, finite ones cut to the largest finite value."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        narrow = values.astype(np.float16)
+    over = np.isinf(narrow) & np.isfinite(values)
+    narrow[over] = np.copysign(np.float16(65504), values[over]).astype(np.float16)
+    return narrow
+
+
+def from_float16(stored: Array) -> Array:
+    """float16 as float32."""
+    return stored.astype(np.float32)

@@ -1,0 +1,160 @@
+"""Keys of magnitude, and selection by them.
+
+Words used here:
+    key         an unsigned integer that orders values by magnitude: for floats the bit pattern without its sign (so
+                0 < subnormal < ... < inf < NaN), for integers the absolute value. Comparing keys is comparing |x|.
+    position    a place in an array (int64); index: a coordinate of the long sparse vector (uint32 or uint64).
+All selections break ties by (larger magnitude, then lower position).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+Addend = tuple[Array, float]  # (addend, scale): values += scale * addend, in the dtype of values
+
+MOMENT_LANES = 256  # sums over a vector are formed in so many columns, item i into column i % MOMENT_LANES
+
+_UNSIGNED: dict[int, Any] = {2: np.uint16, 4: np.uint32, 8: np.uint64}
+
+
+def index_dtype(length: int) -> np.dtype[np.generic]:
+    """uint32 for lengths up to 2^32 (the largest index then fits), uint64 above."""
+    return np.dtype(np.uint32 if length <= 2**32 else np.uint64)
+
+
+def bits_and_mask(values: Array) -> tuple[Array, int]:
+    """(unsigned array, mask) with key = bits & mask. A view for floats, |x| for integers."""
+    unsigned: Any = _UNSIGNED[values.dtype.itemsize]
+    if values.dtype.kind == "f":
+        return values.view(unsigned), int(np.iinfo(unsigned).max >> 1)
+    return np.abs(values).view(unsigned), int(np.iinfo(unsigned).max)
+
+
+def magnitude_keys(values: Array) -> Array:
+    """keys of `values`, an unsigned array of the same item size."""
+    bits, mask = bits_and_mask(values)
+    keys: Array = bits & bits.dtype.type(mask)
+    return keys
+
+
+def key_of(threshold: float, dtype: np.dtype[np.generic]) -> int:
+    """The smallest key whose magnitude is >= threshold, in `dtype`."""
+    if dtype.kind != "f":
+        return int(np.ceil(threshold))
+    with np.errstate(over="ignore"):
+        cast = np.asarray(threshold, dtype=np.float64).astype(dtype)
+    if float(cast) < threshold:
+        cast = np.nextafter(cast, np.asarray(np.inf, dtype))
+    return int(magnitude_keys(np.atleast_1d(cast))[0])
+
+
+def magnitude_of(key: int, dtype: np.dtype[np.generic]) -> float:
+    """The magnitude that a key stands for."""
+    unsigned = np.asarray([key], dtype=_UNSIGNED[dtype.itemsize])
+    return float(unsigned.view(dtype)[0]) if dtype.kind == "f" else float(key)
+
+
+def nan_key(dtype: np.dtype[np.generic]) -> int:
+    """Keys at or above this one are NaN (for integers: no key is)."""
+    if dtype.kind != "f":
+        return 1 << (8 * dtype.itemsize)
+    return int(magnitude_keys(np.asarray([np.inf], dtype=dtype))[0]) + 1
+
+
+def count_at_least(values: Array, key: int) -> int:
+    """How many values have a key >= `key`."""
+    return int(np.count_nonzero(magnitude_keys(values) >= key))
+
+
+def extremes(values: Array) -> tuple[int, int]:
+    """(smallest key, largest key); (0, 0) for no values."""
+    keys = magnitude_keys(values)
+    return (int(keys.min()), int(keys.max())) if keys.size else (0, 0)
+
+
+def accumulate(values: Array, add: Addend) -> None:
+    """values += scale * addend, in place, in the dtype of values; the product is rounded before the sum."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        values += values.dtype.type(add[1]) * add[0].astype(values.dtype, copy=False)
+
+
+def moments_of(values: Array) -> Array:
+    """float64: sum of x, of x^2, of |x|, and the largest |x| (NaN passed over)."""
+    sums = np.zeros((4, MOMENT_LANES))
+    with np.errstate(over="ignore", invalid="ignore"):
+        for start in range(0, values.size, MOMENT_LANES):
+            row = values[start : start + MOMENT_LANES].astype(np.float64)
+            for line, terms in zip(sums, (row, row * row, np.abs(row)), strict=False):
+                line[: row.size] += terms
+            sums[3, : row.size] = np.fmax(sums[3, : row.size], np.abs(row))
+    return moments_of_lanes(sums)
+
+
+def moments_of_lanes(sums: Array) -> Array:
+    """The columns of `moments_of` added from the first to the last."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        return np.array([*(np.cumsum(line)[-1] for line in sums[:3]), sums[3].max()])
+
+
+def select_at_least(
+    values: Array,
+    key: int,
+    expected: int = 0,
+    *,
+    indices: Array | None = None,
+    add: Addend | None = None,
+    moments: Array | None = None,
+    clear: bool = False,
+) -> tuple[Array, Array]:
+    """The entries with a key >= `key`: (their `indices`, or positions if None; their values), ascending.
+
+    Args:
+        expected: a guess of their number.
+        add: first values += scale * addend, in place.
+        moments: float64[4], filled with the moments of the values after that.
+        clear: values taken are zero in `values` afterwards.
+    """
+    if add is not None:
+        accumulate(values, add)
+    if moments is not None:
+        moments[:] = moments_of(values)
+    return _taken(values, np.flatnonzero(magnitude_keys(values) >= key), indices, clear)
+
+
+def _taken(values: Array, positions: Array, indices: Array | None, clear: bool = False) -> tuple[Array, Array]:
+    taken = values[positions]
+    if clear:
+        values[positions] = 0
+    return positions.astype(index_dtype(values.size)) if indices is None else indices[positions], taken
+
+
+def kth_key(values: Array, k: int) -> tuple[int, int]:
+    """(key of the k-th largest magnitude, how many values with exactly that key belong to the top k); 1 <= k <= n."""
+    ordered = np.sort(magnitude_keys(values))[::-1]
+    key = int(ordered[k - 1])
+    return key, k - int(np.count_nonzero(ordered > key))
+
+
+def take_top(
+    values: Array, key: int, ties: int, expected: int = 0, *, indices: Array | None = None
+) -> tuple[Array, Array]:
+    """All entries above `key` and the first `ties` entries equal to it, as `select_at_least` returns them."""
+    keys = magnitude_keys(values)
+    chosen = keys > key
+    chosen[np.flatnonzero(keys == key)[:ties]] = True
+    return _taken(values, np.flatnonzero(chosen), indices)
+
+
+def topk(
+    values: Array, k: int, *, indices: Array | None = None, add: Addend | None = None, clear: bool = False
+) -> tuple[Array, Array]:
+    """The entries of the k largest magnitudes, ties by lower position; all if k >= n. As `select_at_least`."""
+    if add is not None:
+        accumulate(values, add)
+    order = np.lexsort((np.arange(values.size), np.invert(magnitude_keys(values))))
+    return _taken(values, np.sort(order[:k]), indices, clear)

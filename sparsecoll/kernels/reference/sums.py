@@ -1,0 +1,49 @@
+"""Sums: of sparse vectors, into dense ones, and what two lists of indices share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from sparsecoll.kernels.reference.selection import Array
+
+
+def merge_sum(parts: Sequence[tuple[Array, Array]], dtype: np.dtype[np.generic]) -> tuple[Array, Array]:
+    """Sum of sparse vectors given as (ascending unique indices, values), added in the order of `parts` from +0.
+
+    Returns (indices, sums in `dtype`). Entries that cancel to zero stay: positions depend on indices alone.
+    """
+    if not parts:
+        return np.empty(0, np.uint32), np.empty(0, dtype)
+    indices, place = np.unique(np.concatenate([i for i, _ in parts]), return_inverse=True)
+    sums = np.zeros(indices.size, dtype)
+    with np.errstate(over="ignore", invalid="ignore"):
+        np.add.at(sums, place.reshape(-1), np.concatenate([v.astype(dtype) for _, v in parts]))
+    return indices, sums
+
+
+def scatter_add(dense: Array, indices: Array, values: Array) -> None:
+    """dense[indices] += values, in place; indices are unique."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        dense[indices] += values.astype(dense.dtype)
+
+
+def scatter_subtract(dense: Array, indices: Array, values: Array) -> None:
+    """dense[indices] -= values, in place; indices are unique."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        dense[indices] -= values.astype(dense.dtype)
+
+
+def intersect(a: Array, b: Array) -> Array:
+    """Positions (int64, ascending) in `a` of the indices that are in `b` too; both ascending and unique."""
+    return np.flatnonzero(np.isin(a, b, assume_unique=True))
+
+
+def first_disorder(indices: Array, length: int) -> int:
+    """Position of the first index that is not above its predecessor or is >= length; -1 if there is none."""
+    if indices.size == 0:
+        return -1
+    bad = indices >= np.uint64(length)
+    bad[1:] |= indices[1:] <= indices[:-1]
+    return int(np.argmax(bad)) if bad.any() else -1
