@@ -10,6 +10,7 @@ import numpy as np
 from sparsecoll import convert, formats
 from sparsecoll.agreement import agree
 from sparsecoll.algorithms import Algorithm, Reduction, resolve
+from sparsecoll.formats import Format
 from sparsecoll.select import Vector
 from sparsecoll.traffic import Traffic
 from sparsecoll.transport import Transport, as_transport
@@ -25,7 +26,7 @@ def allreduce(
     *,
     k: int | None = None,
     density: float | None = None,
-    format: str = "auto",
+    format: str | Format = "auto",
     value_dtype: str | None = None,
     op: str = "sum",
     timeout: float | None = None,
@@ -44,7 +45,8 @@ def allreduce(
         k: entries that each rank selects (and, for "oktopk", entries of the result). Defaults to the algorithm's own k,
             else to the largest nnz over the ranks; needed for dense x, except with algo="dense".
         density: k as a share of n, in (0, 1]; at least one entry.
-        format: wire format, a name of `sparsecoll.formats.FORMATS`; "auto" takes the smallest for each message.
+        format: wire format, a name of `sparsecoll.formats.FORMATS` or a Format object with options; "auto" takes the
+            smallest for each message. Entries that a lossy one ("slots") drops are not part of what contributed.
         value_dtype: "float16" or "bfloat16" halves the values on the wire; "float32" does for float64. Rounding is
             part of what did not contribute.
         op: "sum" or "mean" (floats only).
@@ -96,7 +98,7 @@ def reduce(
     *,
     k: int | None = None,
     density: float | None = None,
-    format: str = "auto",
+    format: str | Format = "auto",
     value_dtype: str | None = None,
     op: str = "sum",
     timeout: float | None = None,
@@ -115,26 +117,28 @@ def reduce(
     selected: Vector | None = None
     call: dict[str, Any] = {}
     algorithm: Algorithm | None = None
+    form: Format | None = None
     try:
         vector, algorithm = prepare()
+        form = formats.resolve(format)
         wanted = _wanted(vector, algorithm, k, density)
         call = {
             "length": vector.length,
             "dtype": vector.dtype.name,
             "k": wanted,
             "algo": algorithm.describe(),
-            "format": format,
+            "format": repr(form),
             "value_dtype": value_dtype,
             "op": op,
         }
-        _check_wire(vector.dtype, format, value_dtype)
+        _check_wire(vector.dtype, form, value_dtype, algorithm)
         with transport.phase("select"):
-            selected = _selected(transport, vector, algorithm, wanted, value_dtype)
+            selected = _selected(vector, algorithm, wanted, form, value_dtype)
     except Exception as problem:
         error = problem
     entries = agree(transport, call, selected.nnz if selected is not None else 0, error)
-    assert algorithm is not None and selected is not None
-    transport.format, transport.value_dtype = format, value_dtype
+    assert algorithm is not None and selected is not None and form is not None
+    transport.format, transport.value_dtype = form, value_dtype
     reduction = algorithm(transport, selected, max(entries) if wanted is None else wanted)  # type: ignore[arg-type]
     transport.flush()
     transport.traffic.total.seconds += transport.now() - start
@@ -164,9 +168,11 @@ def _wanted(x: Vector, algorithm: Algorithm, k: int | None, density: float | Non
     return int(k)
 
 
-def _check_wire(dtype: np.dtype[Any], format: str, value_dtype: str | None) -> None:
-    if format not in formats.FORMATS:
-        raise ValueError(f"format: expected one of {', '.join(formats.FORMATS)}, got {format!r}")
+def _check_wire(dtype: np.dtype[Any], format: Format, value_dtype: str | None, algorithm: Algorithm) -> None:
+    if format.lossy and algorithm.sends_sums:
+        raise ValueError(
+            f"format: expected one that loses nothing with algo={algorithm.name!r}, which sends sums, got {format!r}"
+        )
     if value_dtype is None:
         return
     if value_dtype not in VALUE_DTYPES_ON_THE_WIRE:
@@ -175,15 +181,14 @@ def _check_wire(dtype: np.dtype[Any], format: str, value_dtype: str | None) -> N
         raise ValueError(f"value_dtype: expected no wider than x and x of floats, got {value_dtype} for {dtype}")
 
 
-def _selected(
-    transport: Transport, x: Vector, algorithm: Algorithm, wanted: int | None, value_dtype: str | None
-) -> Vector:
-    """What this rank puts into the reduction, rounded as it will travel."""
-    if wanted is not None:
-        return formats.rounded(algorithm.select(x, wanted), value_dtype)
-    if isinstance(x, SparseVector) and algorithm.semantics == "top_k_of_sum" and x.has_nan():
+def _selected(x: Vector, algorithm: Algorithm, wanted: int | None, format: Format, value_dtype: str | None) -> Vector:
+    """What this rank puts into the reduction, as it will arrive."""
+    chosen = x if wanted is None else algorithm.select(x, wanted)
+    if wanted is None and isinstance(x, SparseVector) and algorithm.semantics == "top_k_of_sum" and x.has_nan():
         raise ValueError("x: expected values that can be ordered by magnitude, got NaN")
-    return formats.rounded(x, value_dtype)
+    if isinstance(chosen, DenseVector):
+        return formats.rounded(chosen, value_dtype)
+    return format.arriving(chosen, value_dtype)
 
 
 def traffic(comm: Any) -> Traffic:

@@ -182,7 +182,8 @@ class SparseVector:
         kernels = kernels_of(self.values)
         return bool(self.dtype.kind == "f" and kernels.count_at_least(self.values, kernels.nan_key(self.dtype)))
 
-    def _at(self, positions: NDArray[np.int64]) -> SparseVector:
+    def at(self, positions: NDArray[np.int64]) -> SparseVector:
+        """The entries at ascending positions."""
         return SparseVector.trusted(self.indices[positions], self.values[positions], self.length)
 
     def _of(self, entries: tuple[NDArray[Any], NDArray[Any]]) -> SparseVector:
@@ -223,7 +224,7 @@ class SparseVector:
 
     def intersect(self, other: SparseVector) -> SparseVector:
         """The own entries whose index `other` holds too."""
-        return self._at(kernels_of(self.values).intersect(self.indices, other.indices))
+        return self.at(kernels_of(self.values).intersect(self.indices, other.indices))
 
     def with_values(self, values: NDArray[Any]) -> Self:
         """Other values at the same indices."""
@@ -334,9 +335,21 @@ class DenseVector:
         """The nonzero entries (NaN among them)."""
         return self._of(kernels_of(self.values).select_at_least(self.values, 1))
 
+    def entries(self, indices: NDArray[Any]) -> SparseVector:
+        """The values at ascending unique indices (of `index_dtype(length)`), as a sparse vector."""
+        return SparseVector.trusted(indices, self.values[indices], self.length)
+
     def to_dense(self) -> NDArray[Any]:
         """The values themselves."""
         return self.values
+
+    def add_at(self, entries: SparseVector) -> None:
+        """self += entries, in place."""
+        kernels_of(self.values).scatter_add(self.values, entries.indices, entries.values)
+
+    def scatter_add(self, indices: NDArray[Any], values: NDArray[Any]) -> None:
+        """self[index] += value in the order given, in place; indices of `length` and more are passed over."""
+        kernels_of(self.values).scatter_add_marked(self.values, indices, values)
 
     def subtract_at(self, entries: SparseVector) -> None:
         """self -= entries, in place."""

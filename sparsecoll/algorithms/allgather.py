@@ -23,6 +23,7 @@ class Allgather(Algorithm):
 
     name = "allgather"
     semantics = "exact_sum"
+    sends_sums = False
 
     def __call__(self, transport: Transport, x: SparseVector, k: int) -> Reduction:
         with transport.phase("gather"):

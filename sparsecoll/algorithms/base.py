@@ -41,6 +41,7 @@ class Algorithm(ABC):
     name: ClassVar[str]
     semantics: ClassVar[str]  # "exact_sum" or "top_k_of_sum"
     takes_dense: ClassVar[bool] = False  # whether __call__ takes a DenseVector that nothing was selected from
+    sends_sums: ClassVar[bool] = True  # whether more than the ranks' own entries is encoded: no lossy format then
 
     k: int | None = None
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import struct
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
@@ -18,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sparsecoll.errors import CommunicationError
+from sparsecoll.kernels import kernels_of
 from sparsecoll.kernels.reference import index_dtype
 from sparsecoll.vector import DenseVector, SparseVector, cut
 
@@ -37,21 +39,27 @@ class WireDtype:
 
     def pack(self, values: NDArray[Any]) -> NDArray[Any]:
         """Values as they travel. Rounds to nearest even; finite overflow is cut to the largest finite value."""
-        if self.name != "bfloat16":
-            return cut(values, self.stored)
-        bits = cut(values, np.dtype(np.float32)).view(np.uint32)
-        rounded = ((bits.astype(np.uint64) + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
-        special = (bits & 0x7F800000) == 0x7F800000
-        rounded[special] = (bits[special] >> 16).astype(np.uint16) | ((bits[special] & 0xFFFF) != 0)
-        grown = ((rounded & 0x7FFF) == 0x7F80) & ~special
-        rounded[grown] -= 1
-        return rounded
+        if values.dtype == self.stored and self.name != "bfloat16":
+            return values
+        kernels = kernels_of(values)
+        if self.name == "float16":
+            return kernels.to_float16(values)  # type: ignore[no-any-return]
+        if self.name == "bfloat16":
+            return kernels.to_bfloat16(cut(values, np.dtype(np.float32)))  # type: ignore[no-any-return]
+        return cut(values, self.stored)
 
     def unpack(self, stored: NDArray[Any]) -> NDArray[Any]:
         """The values again: float32 for bfloat16, else a view."""
         if self.name != "bfloat16":
             return stored
-        return (stored.astype(np.uint32) << 16).view(np.float32)
+        return kernels_of(stored).from_bfloat16(stored)  # type: ignore[no-any-return]
+
+    def rounded(self, values: NDArray[Any]) -> NDArray[Any]:
+        """The values that arrive, in their own dtype."""
+        arrived = self.unpack(self.pack(values))
+        if self.name == "float16" and values.dtype == np.float32:
+            return kernels_of(arrived).from_float16(arrived)  # type: ignore[no-any-return]
+        return arrived.astype(values.dtype)
 
 
 WIRE_DTYPES = {
@@ -74,23 +82,32 @@ def rounded(x: V, value_dtype: str | None) -> V:
     wire = wire_dtype(x.dtype, value_dtype)
     if wire.name == x.dtype.name:
         return x
-    values = wire.unpack(wire.pack(x.values)).astype(x.dtype)
-    return x.with_values(values)  # type: ignore[return-value]
+    return x.with_values(wire.rounded(x.values))  # type: ignore[return-value]
 
 
+@dataclass(frozen=True)
+class Plan:
+    """A message about to be written: its exact size, and what fills a buffer of that size after the header."""
+
+    size: int
+    write: Callable[[Buffer], None]
+
+
+@dataclass(frozen=True)
 class Format(ABC):
-    """One wire format: encode, decode and the exact size beforehand. Stateless; `id` stands in the header."""
+    """One wire format: plan, decode. A frozen dataclass of its options; `id` stands in the header.
+
+    Attributes:
+        lossy: whether entries may be missing on arrival (`arriving` tells which come through).
+    """
 
     id: ClassVar[int]
     name: ClassVar[str]
+    lossy: ClassVar[bool] = False
 
     @abstractmethod
-    def size(self, x: SparseVector, value_dtype: str | None = None) -> int:
-        """Exactly the bytes that `encode` returns."""
-
-    @abstractmethod
-    def encode(self, x: SparseVector, value_dtype: str | None = None) -> Buffer:
-        """A new buffer that holds x."""
+    def plan(self, x: SparseVector, wire: WireDtype) -> Plan:
+        """What the message would be; writing is left to `Plan.write`."""
 
     @abstractmethod
     def decode(self, buffer: Buffer, length: int) -> SparseVector:
@@ -100,19 +117,40 @@ class Format(ABC):
             CommunicationError: the buffer is not a whole valid message for a vector of this length.
         """
 
-    def _start(self, x: SparseVector, value_dtype: str | None) -> tuple[Buffer, WireDtype]:
-        """A buffer of the right size with its header written, and the wire dtype."""
+    def index_dtype(self, length: int) -> np.dtype[Any]:
+        """dtype of the indices in a message, as its header states."""
+        return index_dtype(length)
+
+    def size(self, x: SparseVector, value_dtype: str | None = None) -> int:
+        """Exactly the bytes that `encode` returns."""
+        return self.plan(x, wire_dtype(x.dtype, value_dtype)).size
+
+    def encode(self, x: SparseVector, value_dtype: str | None = None) -> Buffer:
+        """A new buffer that holds x."""
         wire = wire_dtype(x.dtype, value_dtype)
-        buffer = np.empty(self.size(x, value_dtype), np.uint8)
-        HEADER.pack_into(buffer, 0, self.id, wire.id, x.indices.dtype.itemsize, VERSION, 0, x.nnz)
-        return buffer, wire
+        return self.written(self.plan(x, wire), x, wire)
+
+    def written(self, plan: Plan, x: SparseVector, wire: WireDtype) -> Buffer:
+        """The message of a plan."""
+        buffer = np.empty(plan.size, np.uint8)
+        HEADER.pack_into(buffer, 0, self.id, wire.id, self.index_dtype(x.length).itemsize, VERSION, 0, x.nnz)
+        plan.write(buffer)
+        return buffer
+
+    def arriving(self, x: SparseVector, value_dtype: str | None = None) -> SparseVector:
+        """What a receiver of `encode(x)` gets, in x's own dtype; x itself if nothing changes."""
+        return rounded(x, value_dtype)
+
+    def add_into(self, dense: DenseVector, buffer: Buffer) -> None:
+        """dense += the vector in a message, in place."""
+        dense.add_at(self.decode(buffer, dense.length))
 
     def _opened(self, buffer: Buffer, length: int) -> tuple[WireDtype, np.dtype[Any], int]:
         """(wire dtype, index dtype, nnz) from the header, checked."""
         if buffer.size < HEADER.size:
             raise CommunicationError(f"message: expected at least {HEADER.size} bytes, got {buffer.size}")
         format_id, value_id, index_bytes, version, zero, nnz = HEADER.unpack_from(buffer)
-        expected = index_dtype(length)
+        expected = self.index_dtype(length)
         if format_id != self.id or version != VERSION or zero or value_id not in _BY_ID:
             raise CommunicationError(f"message: not a {self.name} message (header {bytes(buffer[:16]).hex()})")
         if index_bytes != expected.itemsize or nnz > min(length, buffer.size):
@@ -121,3 +159,19 @@ class Format(ABC):
                 f" and {buffer.size} bytes"
             )
         return _BY_ID[value_id], expected, int(nnz)
+
+    def _check_size(self, buffer: Buffer, expected: int, nnz: int) -> None:
+        if buffer.size != expected:
+            raise CommunicationError(
+                f"message: expected {expected} bytes for {nnz} entries in {self.name}, got {buffer.size}"
+            )
+
+
+def first_index(x: SparseVector) -> int:
+    """The first index held; 0 if there is none."""
+    return int(x.indices[0]) if x.nnz else 0
+
+
+def span(x: SparseVector) -> int:
+    """Coordinates from the first index held to the last; 0 if nothing is held."""
+    return int(x.indices[-1]) - int(x.indices[0]) + 1 if x.nnz else 0

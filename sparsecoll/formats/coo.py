@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from sparsecoll.errors import CommunicationError
-from sparsecoll.formats.base import HEADER, Buffer, Format, wire_dtype
+from sparsecoll.formats.base import HEADER, Buffer, Format, Plan, WireDtype
 from sparsecoll.kernels import kernels_of
 from sparsecoll.vector import SparseVector
 
 
+@dataclass(frozen=True)
 class Coo(Format):
     """Header, then the block of the wider item (so that both stay aligned), then the other.
 
@@ -17,25 +20,20 @@ class Coo(Format):
     id = 1
     name = "coo"
 
-    def size(self, x: SparseVector, value_dtype: str | None = None) -> int:
-        stored = wire_dtype(x.dtype, value_dtype).stored
-        return HEADER.size + x.nnz * (x.indices.dtype.itemsize + stored.itemsize)
+    def plan(self, x: SparseVector, wire: WireDtype) -> Plan:
+        def write(buffer: Buffer) -> None:
+            blocks = [(x.indices, x.indices.dtype), (wire.pack(x.values), wire.stored)]
+            blocks.sort(key=lambda block: -block[1].itemsize)
+            place = HEADER.size
+            for array, dtype in blocks:
+                buffer[place : place + array.nbytes].view(dtype)[:] = array
+                place += array.nbytes
 
-    def encode(self, x: SparseVector, value_dtype: str | None = None) -> Buffer:
-        buffer, wire = self._start(x, value_dtype)
-        blocks = [(x.indices, x.indices.dtype), (wire.pack(x.values), wire.stored)]
-        blocks.sort(key=lambda block: -block[1].itemsize)
-        place = HEADER.size
-        for array, dtype in blocks:
-            buffer[place : place + array.nbytes].view(dtype)[:] = array
-            place += array.nbytes
-        return buffer
+        return Plan(HEADER.size + x.nnz * (x.indices.dtype.itemsize + wire.stored.itemsize), write)
 
     def decode(self, buffer: Buffer, length: int) -> SparseVector:
         wire, index, nnz = self._opened(buffer, length)
-        expected = HEADER.size + nnz * (index.itemsize + wire.stored.itemsize)
-        if buffer.size != expected:
-            raise CommunicationError(f"message: expected {expected} bytes for {nnz} entries in coo, got {buffer.size}")
+        self._check_size(buffer, HEADER.size + nnz * (index.itemsize + wire.stored.itemsize), nnz)
         first = HEADER.size
         if index.itemsize >= wire.stored.itemsize:
             middle = first + nnz * index.itemsize

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from sparsecoll.errors import CommunicationError
-from sparsecoll.formats.base import HEADER, Buffer, Format, wire_dtype
+from sparsecoll.formats.base import HEADER, Buffer, Format, Plan, WireDtype, first_index, span
 from sparsecoll.kernels import kernels_of
 from sparsecoll.vector import SparseVector
 
 
+@dataclass(frozen=True)
 class Dense(Format):
     """Header, first index (8 bytes), then last - first + 1 values. Explicit zeros come back as entries not held.
 
@@ -19,17 +22,15 @@ class Dense(Format):
     id = 2
     name = "dense"
 
-    def size(self, x: SparseVector, value_dtype: str | None = None) -> int:
-        return HEADER.size + 8 + self._span(x) * wire_dtype(x.dtype, value_dtype).stored.itemsize
+    def plan(self, x: SparseVector, wire: WireDtype) -> Plan:
+        def write(buffer: Buffer) -> None:
+            first = first_index(x)
+            buffer[16:24].view(np.uint64)[0] = first
+            window = buffer[24:].view(wire.stored)
+            window[:] = 0
+            window[x.indices - x.indices.dtype.type(first)] = wire.pack(x.values)
 
-    def encode(self, x: SparseVector, value_dtype: str | None = None) -> Buffer:
-        buffer, wire = self._start(x, value_dtype)
-        first = int(x.indices[0]) if x.nnz else 0
-        buffer[16:24].view(np.uint64)[0] = first
-        window = buffer[24:].view(wire.stored)
-        window[:] = 0
-        window[x.indices - x.indices.dtype.type(first)] = wire.pack(x.values)
-        return buffer
+        return Plan(HEADER.size + 8 + span(x) * wire.stored.itemsize, write)
 
     def decode(self, buffer: Buffer, length: int) -> SparseVector:
         wire, index, nnz = self._opened(buffer, length)
@@ -43,7 +44,3 @@ class Dense(Format):
         if places.size > nnz:
             raise CommunicationError(f"message: {places.size} nonzeros where the header says {nnz}")
         return SparseVector.trusted(places.astype(index, copy=False) + index.type(first), held, length)
-
-    @staticmethod
-    def _span(x: SparseVector) -> int:
-        return int(x.indices[-1]) - int(x.indices[0]) + 1 if x.nnz else 0

@@ -12,6 +12,7 @@ from sparsecoll import api
 from sparsecoll.algorithms import Algorithm, resolve
 from sparsecoll.algorithms.base import Reduction
 from sparsecoll.errors import CommunicationError
+from sparsecoll.formats import Format
 from sparsecoll.torch.flat import FlatVector, Update, residual_dtype
 from sparsecoll.traffic import Traffic
 from sparsecoll.transport import Transport, as_transport, default_comm
@@ -67,7 +68,7 @@ class SparseSGD(torch.optim.Optimizer):
         dampening: float = 0.0,
         maximize: bool = False,
         k: int | None = None,
-        format: str = "auto",
+        format: str | Format = "auto",
         value_dtype: str | None = None,
         timeout: float | None = None,
     ) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 
 from sparsecoll import formats
 from sparsecoll.errors import CommunicationError
-from sparsecoll.formats import Buffer
+from sparsecoll.formats import FORMATS, Buffer, Format
 from sparsecoll.traffic import Counts, Traffic
 from sparsecoll.vector import DenseVector, SparseVector
 
@@ -44,7 +44,7 @@ class Transport(ABC):
         self.size = size
         self.traffic = Traffic()
         self.timeout: float | None = None
-        self.format = "auto"
+        self.format: Format = FORMATS["auto"]
         self.value_dtype: str | None = None
         self._phase: Counts | None = None
 
@@ -84,11 +84,11 @@ class Transport(ABC):
 
     def send_vector(self, destination: int, x: SparseVector) -> None:
         """Encode and send without blocking."""
-        self.send(destination, formats.encode(x, self.format, self.value_dtype))
+        self.send(destination, self.encode(x))
 
     def encode(self, x: SparseVector) -> Buffer:
         """x as it would be sent."""
-        return formats.encode(x, self.format, self.value_dtype)
+        return self.format.encode(x, self.value_dtype)
 
     def pack(self, x: DenseVector) -> Buffer:
         """Dense values as they are sent: nothing but the values, in the wire's dtype."""

@@ -56,7 +56,7 @@ def test_k_smaller_and_larger_than_what_is_held(algo, name, k):
     check(6, algo, name, k=k)
 
 
-@pytest.mark.parametrize("format", sparsecoll.formats.FORMATS)
+@pytest.mark.parametrize("format", [name for name, form in sparsecoll.formats.FORMATS.items() if not form.lossy])
 @pytest.mark.parametrize("algo", ALGORITHMS)
 def test_every_format_gives_the_same_result(algo, format):
     check(5, algo, "random", format=format)

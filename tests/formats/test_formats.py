@@ -2,25 +2,28 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from sparsecoll import CommunicationError, SparseVector, formats
+from sparsecoll import CommunicationError, DenseVector, SparseVector, formats
 from sparsecoll.formats import FORMATS
 from sparsecoll.vector import VALUE_DTYPES
 
 FEW = settings(max_examples=80, deadline=None)
-names = st.sampled_from(sorted(FORMATS))
+LOSSLESS = [name for name, form in FORMATS.items() if not form.lossy]
+names = st.sampled_from(LOSSLESS)
+WIDE = 10**6  # formats whose size is that of the span are not tried beyond
 
 
 @st.composite
 def vectors(draw, largest=2**40):
     dtype = draw(st.sampled_from(VALUE_DTYPES))
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
-    span = draw(st.sampled_from([1, 7, 64, 1000, 20_000]))
+    span = min(largest, draw(st.sampled_from([1, 7, 64, 1000, 20_000, largest])))
     start = draw(st.integers(0, largest - span))
-    nnz = draw(st.integers(0, min(span, 300)))
-    places = start + np.sort(rng.choice(span, nnz, replace=False))
+    nnz = draw(st.one_of(st.integers(0, min(span, 300)), st.just(min(span, 3000))))
+    places = start + np.unique(rng.integers(0, span, nnz) if span > 10**6 else rng.choice(span, nnz, replace=False))
+    nnz = places.size
     values = rng.integers(1, 2**10, nnz) * rng.choice([-1, 1], nnz) / (8 if dtype.kind == "f" else 1)
     length = draw(st.integers(start + span, largest + span))
     return SparseVector(places, values.astype(dtype), length)
@@ -29,8 +32,7 @@ def vectors(draw, largest=2**40):
 @FEW
 @given(names, vectors())
 def test_round_trip_and_size(name, x):
-    if name == "dense" and x.nnz and int(x.indices[-1] - x.indices[0]) > 10**6:
-        return
+    assume(name not in ("dense", "bitmap") or not x.nnz or int(x.indices[-1] - x.indices[0]) < WIDE)
     buffer = formats.encode(x, name)
     assert buffer.dtype == np.uint8 and buffer.size == FORMATS[name].size(x)
     y = formats.decode(buffer, x.length)
@@ -62,15 +64,46 @@ def test_rounding_to_nearest_even_saturation_and_special_values():
     np.testing.assert_array_equal(half[2:7], np.array([65504, 65504, -65504, np.inf, -np.inf], np.float32))
 
 
-def test_auto_takes_the_smaller_one():
-    full = SparseVector(np.arange(500), np.ones(500, np.float32), 1000)
-    thin = SparseVector(np.arange(0, 1000, 10), np.ones(100, np.float32), 1000)
-    assert formats.encode(full, "auto").size == FORMATS["dense"].size(full) < FORMATS["coo"].size(full)
-    assert formats.encode(thin, "auto").size == FORMATS["coo"].size(thin) < FORMATS["dense"].size(thin)
+def runs(*lengths, apart=1000):
+    """A vector whose entries stand in runs of these lengths."""
+    places = np.concatenate([number * apart + np.arange(length) for number, length in enumerate(lengths)])
+    return SparseVector(places, np.ones(places.size, np.float32), 10**6)
 
 
-@FEW
-@given(st.sampled_from(["coo", "dense"]), vectors(largest=10**5), st.data())
+@pytest.mark.parametrize(
+    ("best", "x"),
+    {
+        "dense": runs(500),
+        "densestream": runs(*[900] * 50),
+        "packed": SparseVector(np.arange(0, 10**6, 100), np.ones(10**4, np.float32), 10**6),
+        "bitmap": SparseVector(np.arange(0, 10**6, 2), np.ones(5 * 10**5, np.float32), 10**6),
+        "coo": SparseVector([7, 10**5], np.ones(2, np.float32), 10**6),
+    }.items(),
+)
+def test_auto_takes_the_smallest_one(best, x):
+    sizes = {name: FORMATS[name].size(x) for name in LOSSLESS if name != "auto"}
+    assert min(sizes, key=sizes.get) == best
+    assert formats.encode(x).tobytes() == formats.encode(x, best).tobytes()
+    assert FORMATS["auto"].size(x) == sizes[best]
+
+
+def test_auto_on_a_fast_link_does_not_pay_for_coding():
+    x = SparseVector(np.arange(0, 10**6, 100), np.ones(10**4, np.float32), 10**6)
+    for beta, best in ((8e-9, "packed"), (1e-11, "coo")):  # 1 Gb/s; 800 Gb/s
+        assert formats.encode(x, formats.Auto(beta=beta)).tobytes() == formats.encode(x, best).tobytes()
+
+
+def test_options_and_names():
+    assert formats.resolve("coo") is FORMATS["coo"]
+    assert formats.resolve(formats.Slots(m=5)).m == 5
+    with pytest.raises(ValueError, match=r"expected one of coo, .*, got 'zip'"):
+        formats.resolve("zip")
+    with pytest.raises(TypeError, match="expected a name or a Format, got int"):
+        formats.resolve(3)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.sampled_from([*LOSSLESS[:-1], "slots"]), vectors(largest=10**5), st.data())
 def test_damaged_messages_raise_and_never_give_an_invalid_vector(name, x, data):
     buffer = formats.encode(x, name)
     kind = data.draw(st.sampled_from(["cut", "grown", "flipped", "other length"]))
@@ -80,8 +113,9 @@ def test_damaged_messages_raise_and_never_give_an_invalid_vector(name, x, data):
     elif kind == "grown":
         buffer = np.concatenate([buffer, np.zeros(data.draw(st.integers(1, 20)), np.uint8)])
     elif kind == "flipped":
-        place = data.draw(st.integers(0, min(buffer.size, 40) - 1))
-        buffer[place] ^= np.uint8(data.draw(st.integers(1, 255)))
+        for _ in range(data.draw(st.integers(1, 4))):
+            place = data.draw(st.integers(0, min(buffer.size, 60) - 1) | st.integers(0, buffer.size - 1))
+            buffer[place] ^= np.uint8(data.draw(st.integers(1, 255)))
     else:
         length = data.draw(st.integers(0, x.length))
     try:
@@ -90,6 +124,30 @@ def test_damaged_messages_raise_and_never_give_an_invalid_vector(name, x, data):
         return
     SparseVector(y.indices, y.values, length)  # whatever comes through is a valid vector of that length
     assert kind != "cut" or name == "dense"
+
+
+@FEW
+@given(st.lists(st.tuples(st.sampled_from(sorted(FORMATS)), vectors(largest=10**4)), max_size=5))
+def test_messages_of_any_format_are_added_into_a_dense_vector(parts):
+    dense = DenseVector(np.zeros(10**5))
+    expected = np.zeros(10**5)
+    buffers = []
+    for name, x in parts:
+        x = SparseVector(x.indices, x.values, 10**5)
+        buffers.append(formats.encode(x, name))
+        np.add.at(expected, x.indices, FORMATS[name].arriving(x).to_dense()[x.indices].astype(float))
+    formats.add_into(dense, buffers)
+    np.testing.assert_array_equal(dense.values, expected)
+
+
+def test_messages_at_odd_addresses():
+    x = SparseVector([1, 5, 9], np.array([1.0, 2, 3]), 20)
+    for name in FORMATS:
+        buffer = formats.encode(x, name)
+        odd = np.zeros(buffer.size + 1, np.uint8)[1:]
+        odd[:] = buffer
+        y, expected = formats.decode(odd, 20), FORMATS[name].arriving(x)
+        assert (y.indices.tolist(), y.values.tolist()) == (expected.indices.tolist(), expected.values.tolist())
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -32,26 +32,28 @@ def positions(draw, largest=2**62):
     return indices.astype(np.uint32 if narrow else np.uint64)
 
 
-def payload_of(kernels, indices):
-    table = kernels.rice_table(indices)
-    out = np.full(int(np.add(*kernels.rice_sizes(table, indices.size)).sum()) + kernels.RICE_PAD, 77, np.uint8)
-    kernels.rice_encode(indices, table, out)
+def payload_of(kernels, indices, block=1024):
+    table = kernels.rice_table(indices, block)
+    size = int(np.add(*kernels.rice_sizes(table, indices.size, block)).sum()) + kernels.RICE_PAD
+    out = np.full(size, 77, np.uint8)
+    kernels.rice_encode(indices, table, block, out)
     return table, out
 
 
 @FEW
-@given(positions())
-def test_rice(indices):
-    (table, payload), (own_table, own_payload) = payload_of(reference, indices), payload_of(cpu, indices)
+@given(positions(), st.sampled_from(reference.RICE_BLOCKS))
+def test_rice(indices, block):
+    assert cpu.rice_block(indices) == reference.rice_block(indices)
+    (table, payload), (own_table, own_payload) = (payload_of(kernels, indices, block) for kernels in (reference, cpu))
     assert table.tolist() == own_table.tolist()
     assert payload.tobytes() == own_payload.tobytes()
     limit = int(indices[-1]) + 1
-    arguments = (table, payload, int(indices[0]), indices.size, limit, indices.dtype)
+    arguments = (table, payload, block, int(indices[0]), indices.size, limit, indices.dtype)
     for kernels in BOTH:
         back = kernels.rice_decode(*arguments)
         assert back.dtype == indices.dtype and back.tolist() == indices.tolist()
         if limit > 1:
-            assert kernels.rice_decode(*arguments[:4], limit - 1, indices.dtype) is None
+            assert kernels.rice_decode(*arguments[:5], limit - 1, indices.dtype) is None
 
 
 @FEW
@@ -61,7 +63,7 @@ def test_damaged_rice_gives_none_or_ascending_indices_below_the_limit(indices, d
     for _ in range(data.draw(st.integers(1, 5))):
         payload[data.draw(st.integers(0, payload.size - 1))] = data.draw(st.integers(0, 255))
     limit = int(indices[-1]) + 5
-    arguments = (table, payload, int(indices[0]), indices.size, limit, indices.dtype)
+    arguments = (table, payload, 1024, int(indices[0]), indices.size, limit, indices.dtype)
     mine, theirs = cpu.rice_decode(*arguments), reference.rice_decode(*arguments)
     assert (mine is None) == (theirs is None)
     if mine is not None:
@@ -75,7 +77,7 @@ def test_rice_parameter_that_would_overflow_64_bits_is_refused():
     assert table[0] >> 10 > 40
     for quotient in range(7):
         payload[0] = 1 | (2 << quotient)
-        arguments = (table, payload, 5, 2, 2**63 - 1, np.uint64)
+        arguments = (table, payload, 1024, 5, 2, 2**63 - 1, np.uint64)
         mine, theirs = cpu.rice_decode(*arguments), reference.rice_decode(*arguments)
         assert (mine is None) == (theirs is None) and (mine is None or mine.tolist() == theirs.tolist())
 

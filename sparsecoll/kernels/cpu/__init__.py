@@ -13,6 +13,7 @@ from sparsecoll.kernels.cpu.codecs import (
     from_bfloat16,
     from_float16,
     hash_slots,
+    rice_block,
     rice_decode,
     rice_encode,
     rice_table,
@@ -37,7 +38,7 @@ from sparsecoll.kernels.cpu.sums import (
     scatter_subtract,
 )
 from sparsecoll.kernels.reference import (
-    RICE_BLOCK,
+    RICE_BLOCKS,
     RICE_PAD,
     bits_and_mask,
     index_dtype,
@@ -49,7 +50,7 @@ from sparsecoll.kernels.reference import (
 )
 
 __all__ = [
-    "RICE_BLOCK",
+    "RICE_BLOCKS",
     "RICE_PAD",
     "bitmap_read",
     "bitmap_write",
@@ -71,6 +72,7 @@ __all__ = [
     "magnitude_of",
     "merge_sum",
     "nan_key",
+    "rice_block",
     "rice_decode",
     "rice_encode",
     "rice_sizes",

@@ -11,7 +11,7 @@ from numba.cpython.unsafe import numbers
 from sparsecoll.kernels import reference
 from sparsecoll.kernels.cpu import lanes
 from sparsecoll.kernels.cpu.lanes import LANES, load64, narrow_block, store64, widen_block
-from sparsecoll.kernels.reference import RICE_BLOCK, RICE_LARGEST, Array
+from sparsecoll.kernels.reference import RICE_BLOCKS, RICE_LARGEST, RICE_SAMPLES, Array
 
 FOUR = 14  # largest parameter with which four remainders and seven bits left over fit 64 bits
 PLAIN = 40  # up to this parameter a block's sums cannot overflow 64 bits
@@ -60,10 +60,25 @@ def _parameter(gaps, count):  # type: ignore[no-untyped-def]
 
 
 @_jit
-def _rice_table(indices, gaps, table):  # type: ignore[no-untyped-def]
+def _rice_sample(indices, block, gaps):  # type: ignore[no-untyped-def]
+    """Bytes of a sample of the gaps, coded in blocks of this size."""
+    total, largest = 0, RICE_BLOCKS[0]
+    runs = max(1, indices.size // largest)
+    step = -(-runs // min(RICE_SAMPLES, -(-runs // 16)))
+    for run in range(0, runs, step):
+        for start in range(run * largest, min((run + 1) * largest, indices.size), block):
+            count = min(block, indices.size - start)
+            _gaps(indices, start, count, gaps)
+            k, quotients = _parameter(gaps, count)
+            total += 2 + ((count + quotients + 7) >> 3) + ((count * k + 7) >> 3)
+    return total
+
+
+@_jit
+def _rice_table(indices, block, gaps, table):  # type: ignore[no-untyped-def]
     for number in range(table.size):
-        start = number * RICE_BLOCK
-        count = min(RICE_BLOCK, indices.size - start)
+        start = number * block
+        count = min(block, indices.size - start)
         _gaps(indices, start, count, gaps)
         k, total = _parameter(gaps, count)
         table[number] = (k << 10) | ((count + total + 7) >> 3)
@@ -112,11 +127,11 @@ def _write_remainders(gaps, count, k, out, place):  # type: ignore[no-untyped-de
 
 
 @_jit
-def _rice_encode(indices, table, gaps, out):  # type: ignore[no-untyped-def]
+def _rice_encode(indices, table, block, gaps, out):  # type: ignore[no-untyped-def]
     place = 0
     for number in range(table.size):
-        start = number * RICE_BLOCK
-        count = min(RICE_BLOCK, indices.size - start)
+        start = number * block
+        count = min(block, indices.size - start)
         k, unary = np.int64(table[number] >> 10), np.int64(table[number] & 1023)
         _gaps(indices, start, count, gaps)
         _write_unary(gaps, count, k, out, place)
@@ -170,11 +185,11 @@ def _read_checked(payload, place, k, ones, index, limit, out):  # type: ignore[n
 
 
 @_jit
-def _rice_decode(table, payload, first, limit, ones, out):  # type: ignore[no-untyped-def]
+def _rice_decode(table, payload, block, first, limit, ones, out):  # type: ignore[no-untyped-def]
     index, place = first - 1, 0
     for number in range(table.size):
-        start = number * RICE_BLOCK
-        count = min(RICE_BLOCK, out.size - start)
+        start = number * block
+        count = min(block, out.size - start)
         k, unary = np.int64(table[number] >> 10), np.int64(table[number] & 1023)
         if k > RICE_LARGEST or not _read_unary(payload, place, unary, count, ones):
             return False
@@ -298,20 +313,29 @@ def _from_float16(stored, out):  # type: ignore[no-untyped-def]
         widen_block(stored, block, out)
 
 
-def rice_table(indices: Array) -> Array:
-    table = np.empty(-(-indices.size // RICE_BLOCK), np.uint16)
-    _rice_table(indices, np.empty(RICE_BLOCK, indices.dtype), table)
+def rice_block(indices: Array) -> int:
+    if indices.size == 0:
+        return RICE_BLOCKS[0]
+    gaps = np.empty(RICE_BLOCKS[0], indices.dtype)
+    return min(RICE_BLOCKS, key=lambda block: int(_rice_sample(indices, block, gaps)))
+
+
+def rice_table(indices: Array, block: int) -> Array:
+    table = np.empty(-(-indices.size // block), np.uint16)
+    _rice_table(indices, block, np.empty(block, indices.dtype), table)
     return table
 
 
-def rice_encode(indices: Array, table: Array, out: Array) -> None:
+def rice_encode(indices: Array, table: Array, block: int, out: Array) -> None:
     out[-reference.RICE_PAD :] = 0
-    _rice_encode(indices, table, np.empty(RICE_BLOCK, np.uint64), out)
+    _rice_encode(indices, table, block, np.empty(block, np.uint64), out)
 
 
-def rice_decode(table: Array, payload: Array, first: int, count: int, limit: int, dtype: Any) -> Array | None:
+def rice_decode(
+    table: Array, payload: Array, block: int, first: int, count: int, limit: int, dtype: Any
+) -> Array | None:
     out = np.empty(count, dtype)
-    return out if _rice_decode(table, payload, first, limit, np.empty(RICE_BLOCK, np.int64), out) else None
+    return out if _rice_decode(table, payload, block, first, limit, np.empty(block, np.int64), out) else None
 
 
 def block_heads(indices: Array, gap: int) -> Array:
@@ -321,7 +345,8 @@ def block_heads(indices: Array, gap: int) -> Array:
 
 def block_write(indices: Array, values: Array, gap: int, out: Array) -> None:
     out[:] = 0
-    _block_write(indices, values.view(out.dtype), gap, out)
+    bits = np.dtype(f"u{out.dtype.itemsize}")
+    _block_write(indices, values.view(bits), gap, out.view(bits))
 
 
 def block_indices(starts: Array, lengths: Array, positions: Array) -> Array:

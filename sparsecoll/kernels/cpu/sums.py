@@ -10,6 +10,7 @@ import numpy as np
 from numba.cpython.unsafe import numbers
 
 from sparsecoll.kernels import reference
+from sparsecoll.kernels.cpu.codecs import from_float16
 from sparsecoll.kernels.reference import Array
 
 WINDOW = 1 << 15  # indices summed at a time by merge_sum: 128 KiB of float32 stay in the second-level cache
@@ -116,7 +117,8 @@ def merge_sum(parts: Sequence[tuple[Array, Array]], dtype: np.dtype[np.generic])
     indices = np.concatenate([i for i, _ in parts])
     values = np.empty(indices.size, dtype)
     for stop, (_, v) in zip(stops, parts, strict=True):
-        values[stop - v.size : stop] = v
+        halves = v.dtype == np.float16 and dtype == np.float32
+        values[stop - v.size : stop] = from_float16(v) if halves else v
     sums = np.zeros(WINDOW, dtype)
     marks, summary = np.zeros(WINDOW >> 6, np.uint64), np.zeros(WINDOW >> 12, np.uint64)
     out_indices, out_sums = np.empty_like(indices), np.empty_like(values)

@@ -1,9 +1,10 @@
 """The specification of every kernel, in plain NumPy. Slow where that is plainer; the oracle of the tests."""
 
 from sparsecoll.kernels.reference.codecs import (
-    RICE_BLOCK,
+    RICE_BLOCKS,
     RICE_LARGEST,
     RICE_PAD,
+    RICE_SAMPLES,
     bitmap_read,
     bitmap_write,
     block_heads,
@@ -12,6 +13,7 @@ from sparsecoll.kernels.reference.codecs import (
     from_bfloat16,
     from_float16,
     hash_slots,
+    rice_block,
     rice_decode,
     rice_encode,
     rice_sizes,
@@ -51,9 +53,10 @@ from sparsecoll.kernels.reference.sums import (
 
 __all__ = [
     "MOMENT_LANES",
-    "RICE_BLOCK",
+    "RICE_BLOCKS",
     "RICE_LARGEST",
     "RICE_PAD",
+    "RICE_SAMPLES",
     "Addend",
     "Array",
     "accumulate",
@@ -79,6 +82,7 @@ __all__ = [
     "moments_of",
     "moments_of_lanes",
     "nan_key",
+    "rice_block",
     "rice_decode",
     "rice_encode",
     "rice_sizes",

@@ -1,0 +1,48 @@
+"""Bitmap: one bit per coordinate from the first index held to the last. Smallest where about every third is held."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from sparsecoll.errors import CommunicationError
+from sparsecoll.formats.base import HEADER, Buffer, Format, Plan, WireDtype, first_index, span
+from sparsecoll.kernels import kernels_of
+from sparsecoll.vector import SparseVector
+
+
+@dataclass(frozen=True)
+class Bitmap(Format):
+    """Header, first index (8 bytes), 64-bit words whose bit i stands for first + i, then the values held.
+
+    Size: 24 + 8 * ceil((last - first + 1) / 64) + nnz * value bytes.
+    """
+
+    id = 3
+    name = "bitmap"
+
+    def plan(self, x: SparseVector, wire: WireDtype) -> Plan:
+        start = HEADER.size + 8
+        middle = start + 8 * -(-span(x) // 64)
+
+        def write(buffer: Buffer) -> None:
+            buffer[16:24].view(np.uint64)[0] = first_index(x)
+            kernels_of(x.values).bitmap_write(x.indices, first_index(x), buffer[start:middle].view(np.uint64))
+            buffer[middle:].view(wire.stored)[:] = wire.pack(x.values)
+
+        return Plan(middle + x.nnz * wire.stored.itemsize, write)
+
+    def decode(self, buffer: Buffer, length: int) -> SparseVector:
+        wire, index, nnz = self._opened(buffer, length)
+        middle = buffer.size - nnz * wire.stored.itemsize
+        if middle < 24 or middle % 8:
+            raise CommunicationError(f"message: a bitmap message of {nnz} entries cannot have {buffer.size} bytes")
+        first = int(buffer[16:24].view(np.uint64)[0])
+        words = buffer[24:middle].view(np.uint64)
+        if first + 64 * words.size > length + 63:
+            raise CommunicationError(f"message: {64 * words.size} bits from {first} on do not fit length {length}")
+        indices = kernels_of(buffer).bitmap_read(words, first, nnz, index)
+        if indices is None or (nnz and int(indices[-1]) >= length):
+            raise CommunicationError(f"message: the bitmap does not hold {nnz} entries below {length}")
+        return SparseVector.trusted(indices, wire.unpack(buffer[middle:].view(wire.stored)), length)

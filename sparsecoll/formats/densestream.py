@@ -1,0 +1,106 @@
+"""DenseStream (Li, Chao, Liao, Lv, "DenseStream: A Novel Data Representation for Gradient Sparsification")."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sparsecoll.errors import CommunicationError
+from sparsecoll.formats.base import HEADER, Buffer, Format, Plan, WireDtype, wire_dtype
+from sparsecoll.kernels import kernels_of
+from sparsecoll.vector import DenseVector, SparseVector
+
+START = HEADER.size + 8
+
+
+def place_bytes(length: int) -> int:
+    """ceil(log2(N) / 8): bytes of a block's start, and of its length."""
+    return max(1, -(-max(length - 1, 1).bit_length() // 8))
+
+
+@dataclass(frozen=True)
+class DenseStream(Format):
+    """Dense blocks: where each begins, how long it is, and all its values (section III.A of the paper).
+
+    A block begins and ends with an entry held and has at most floor(2 * ceil(log2(N) / 8) / K) zeros in a row between
+    (K: bytes of a value): more would cost more than a new block's start and length. Explicit zeros come back as entries
+    not held.
+
+    Size: 24 + 2 * ceil(log2(N) / 8) * blocks + K * (entries and zeros in blocks); for the blocks between the bounds of
+    equation (3).
+    """
+
+    id = 5
+    name = "densestream"
+
+    @staticmethod
+    def gap(length: int, wire: WireDtype) -> int:
+        """The most zeros in a row inside a block."""
+        return 2 * place_bytes(length) // wire.stored.itemsize
+
+    def filled(self, x: SparseVector, source: DenseVector, value_dtype: str | None = None) -> SparseVector:
+        """x with the zeros inside its blocks replaced by the true values of `source`, which cost no bytes more.
+
+        The paper's remark at the end of section IV.B. All entries of the result count as contributed.
+        """
+        starts, lengths = self._blocks(x, self.gap(x.length, wire_dtype(x.dtype, value_dtype)))
+        kernels = kernels_of(x.values)
+        indices = kernels.block_indices(starts, lengths, np.arange(int(lengths.sum())))
+        return source.entries(indices.astype(x.indices.dtype)).at_least(5e-324)  # without the zeros that are true
+
+    @staticmethod
+    def _blocks(x: SparseVector, gap: int) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
+        """(start, length) of each block."""
+        heads = kernels_of(x.values).block_heads(x.indices, gap)
+        starts = x.indices[heads].astype(np.uint64)
+        ends = x.indices[np.append(heads[1:], x.nnz) - 1].astype(np.uint64) if x.nnz else starts
+        return starts, ends - starts + np.uint64(1)
+
+    def plan(self, x: SparseVector, wire: WireDtype) -> Plan:
+        gap, width = self.gap(x.length, wire), place_bytes(x.length)
+        starts, lengths = self._blocks(x, gap)
+        middle = START + int(lengths.sum()) * wire.stored.itemsize
+
+        def write(buffer: Buffer) -> None:
+            buffer[HEADER.size : START].view(np.uint64)[0] = starts.size
+            window = buffer[START:middle].view(wire.stored)
+            kernels_of(x.values).block_write(x.indices, wire.pack(x.values), gap, window)
+            ends = buffer[middle:].reshape(2, starts.size, width)
+            for row, places in zip(ends, (starts, lengths), strict=True):
+                row[:] = places.astype("<u8").view(np.uint8).reshape(-1, 8)[:, :width]
+
+        return Plan(middle + 2 * width * starts.size, write)
+
+    def decode(self, buffer: Buffer, length: int) -> SparseVector:
+        wire, index, nnz = self._opened(buffer, length)
+        starts, lengths, values = self._read_blocks(buffer, length, wire)
+        kernels = kernels_of(values)
+        places, held = kernels.select_at_least(values, 1, nnz)
+        if places.size > nnz:
+            raise CommunicationError(f"message: {places.size} nonzeros where the header says {nnz}")
+        indices = kernels.block_indices(starts, lengths, places)
+        return SparseVector.trusted(indices.astype(index), held, length)
+
+    @staticmethod
+    def _read_blocks(
+        buffer: Buffer, length: int, wire: WireDtype
+    ) -> tuple[NDArray[np.uint64], NDArray[np.uint64], NDArray[np.generic]]:
+        """(starts, lengths, values of all blocks), checked: in order, apart from each other, inside the vector."""
+        width = place_bytes(length)
+        blocks = int(buffer[HEADER.size : START].view(np.uint64)[0]) if buffer.size >= START else buffer.size
+        middle = buffer.size - 2 * width * blocks
+        if middle < START or (middle - START) % wire.stored.itemsize:
+            raise CommunicationError(
+                f"message: {blocks} blocks of densestream cannot make a message of {buffer.size} bytes"
+            )
+        wide = np.zeros((2, blocks, 8), np.uint8)
+        wide[:, :, :width] = buffer[middle:].reshape(2, blocks, width)
+        starts, lengths = wide.view("<u8")[:, :, 0]
+        values = wire.unpack(buffer[START:middle].view(wire.stored))
+        ends = starts + lengths
+        inside = bool((lengths <= values.size).all() and (lengths > 0).all() and (starts < length).all())
+        if not inside or int(lengths.sum()) != values.size or (starts[1:] < ends[:-1]).any() or (ends > length).any():
+            raise CommunicationError(f"message: the {blocks} blocks of densestream do not fit length {length}")
+        return starts, lengths, values

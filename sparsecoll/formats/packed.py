@@ -1,0 +1,69 @@
+"""Packed: the gaps between indices, Rice-coded at close to their entropy, and the values beside them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from sparsecoll.errors import CommunicationError
+from sparsecoll.formats.base import HEADER, Buffer, Format, Plan, WireDtype, first_index
+from sparsecoll.kernels import kernels_of
+from sparsecoll.vector import SparseVector
+
+START = HEADER.size + 8
+
+
+@dataclass(frozen=True)
+class Packed(Format):
+    """Header, first index (8 bytes), values, block size, table, payload, 8 zero bytes. Lossless for indices.
+
+    Every block of 1,024, 256 or 128 gaps (the size that codes a sample of the message shortest) has a Rice parameter of
+    its own, which follows the local density. The table has 16 bits for each block: the parameter and the bytes of its
+    quotients, so that blocks can be found without decoding the ones before, by several threads or on a GPU.
+
+    Size: 34 + nnz * value bytes + 2 * blocks + the coded gaps: 1.006 to 1.02 times the entropy log2(C(n, nnz)) of
+    uniform positions at densities of 0.1 to 10 %, and less where indices cluster.
+
+    Source: Rice, "Some Practical Universal Noiseless Coding Techniques", JPL 79-22, 1979.
+    """
+
+    id = 4
+    name = "packed"
+
+    def plan(self, x: SparseVector, wire: WireDtype) -> Plan:
+        kernels = kernels_of(x.values)
+        block = kernels.rice_block(x.indices)
+        table = kernels.rice_table(x.indices, block)
+        middle = START + x.nnz * wire.stored.itemsize
+        payload = middle + 2 + table.nbytes
+        coded = sum(int(part.sum()) for part in kernels.rice_sizes(table, x.nnz, block))
+
+        def write(buffer: Buffer) -> None:
+            buffer[HEADER.size : START].view(np.uint64)[0] = first_index(x)
+            buffer[START:middle].view(wire.stored)[:] = wire.pack(x.values)
+            buffer[middle : middle + 2].view(np.uint16)[0] = block
+            buffer[middle + 2 : payload].view(np.uint16)[:] = table
+            kernels.rice_encode(x.indices, table, block, buffer[payload:])
+
+        return Plan(payload + coded + kernels.RICE_PAD, write)
+
+    def decode(self, buffer: Buffer, length: int) -> SparseVector:
+        wire, index, nnz = self._opened(buffer, length)
+        kernels = kernels_of(buffer)
+        middle = START + nnz * wire.stored.itemsize
+        block = int(buffer[middle : middle + 2].view(np.uint16)[0]) if buffer.size >= middle + 2 else 0
+        if block not in kernels.RICE_BLOCKS:
+            raise CommunicationError(f"message: packed with blocks of {block} in {buffer.size} bytes for {nnz} entries")
+        payload = middle + 2 + 2 * -(-nnz // block)
+        if buffer.size < payload + kernels.RICE_PAD:
+            raise CommunicationError(f"message: {buffer.size} bytes are too few for {nnz} entries in packed")
+        table = buffer[middle + 2 : payload].view(np.uint16)
+        coded = sum(int(part.sum()) for part in kernels.rice_sizes(table, nnz, block))
+        self._check_size(buffer, payload + coded + kernels.RICE_PAD, nnz)
+        first = int(buffer[HEADER.size : START].view(np.uint64)[0])
+        fits = first < length or nnz == 0
+        indices = kernels.rice_decode(table, buffer[payload:], block, first, nnz, length, index) if fits else None
+        if indices is None:
+            raise CommunicationError(f"message: packed indices are damaged or not below {length}")
+        return SparseVector.trusted(indices, wire.unpack(buffer[START:middle].view(wire.stored)), length)

@@ -1,0 +1,112 @@
+"""Hashed slots (Wang, Xu, Wu, Shrivastava, Ng, "DRAGONN: Distributed Randomized Approximate Gradients", ICML 2022)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sparsecoll.errors import CommunicationError
+from sparsecoll.formats.base import HEADER, Buffer, Format, Plan, WireDtype, rounded
+from sparsecoll.kernels import kernels_of
+from sparsecoll.vector import DenseVector, SparseVector
+
+START = HEADER.size + 8
+
+
+@dataclass(frozen=True)
+class Slots(Format):
+    """m slots, allocated in advance; each entry is written to the slot its index hashes to (Algorithm 1 of the paper).
+
+    An entry that meets an occupied slot overwrites it. The overwritten one does not travel: `arriving` tells which do,
+    and the others have to stay in the residual. Where n entries meet m slots, the i-th of them (in index order)
+    arrives with probability ((m - 1) / m)^(n - i) (Lemma A.5). Whoever sends repeatedly should change the seed, so
+    that other entries collide.
+
+    Size: 24 + m * (index bytes + value bytes), whatever is held. Unused slots carry the largest index.
+
+    Args:
+        m: slots; None: twice the entries of each message.
+        seed: of the hash function; the receiver need not know it.
+    """
+
+    id = 6
+    name = "slots"
+    lossy = True
+
+    m: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.m is not None and not 0 < self.m < 2**32:
+            raise ValueError(f"m: expected in (0, 2^32), got {self.m}")
+
+    def index_dtype(self, length: int) -> np.dtype[np.generic]:
+        """uint32 below 2^32: the largest index marks an unused slot, so it may not be a coordinate."""
+        return np.dtype(np.uint32 if length < 2**32 else np.uint64)
+
+    def _entries(self, x: SparseVector) -> NDArray[np.int64]:
+        """For each slot the position of the entry in it, or -1."""
+        a, b, c = np.random.SeedSequence(self.seed).generate_state(3, np.uint64).tolist()
+        kernels = kernels_of(x.values)
+        held = np.empty(2 * x.nnz if self.m is None else self.m, np.int64)
+        kernels.slots_write(kernels.hash_slots(x.indices, max(held.size, 1), (a, b, c)), held)
+        return held
+
+    def arriving(self, x: SparseVector, value_dtype: str | None = None) -> SparseVector:
+        """The entries that no later one overwrites, rounded as they travel."""
+        held = self._entries(x)
+        return rounded(x.at(np.sort(held[held >= 0])), value_dtype)
+
+    def plan(self, x: SparseVector, wire: WireDtype) -> Plan:
+        held = self._entries(x)
+        index = self.index_dtype(x.length)
+        shapes = self._shapes(held.size, index, wire)
+
+        def write(buffer: Buffer) -> None:
+            used = held >= 0
+            buffer[8:16].view(np.uint64)[0] = np.count_nonzero(used)
+            buffer[HEADER.size : START].view(np.uint64)[0] = held.size
+            stored = buffer[shapes[1]].view(wire.stored)
+            stored[:] = 0
+            indices = buffer[shapes[0]].view(index)
+            indices[:] = np.iinfo(indices.dtype).max
+            indices[used] = x.indices[held[used]]
+            stored[used] = wire.pack(x.values)[held[used]]
+
+        return Plan(START + held.size * (index.itemsize + wire.stored.itemsize), write)
+
+    @staticmethod
+    def _shapes(slots: int, index: np.dtype[np.generic], wire: WireDtype) -> tuple[slice, slice]:
+        """(bytes of the indices, bytes of the values); the wider item comes first."""
+        widths = (index.itemsize, wire.stored.itemsize)
+        middle = START + slots * max(widths)
+        parts = (slice(START, middle), slice(middle, START + slots * sum(widths)))
+        return parts if widths[0] >= widths[1] else (parts[1], parts[0])
+
+    def _read(self, buffer: Buffer, length: int) -> tuple[NDArray[np.generic], NDArray[np.generic], int]:
+        """(index of each slot, its value, slots used), checked against the header."""
+        wire, index, nnz = self._opened(buffer, length)
+        slots = (buffer.size - START) // (index.itemsize + wire.stored.itemsize)
+        if buffer.size < START or slots != int(buffer[HEADER.size : START].view(np.uint64)[0]):
+            raise CommunicationError(f"message: {buffer.size} bytes do not hold the slots that the header promises")
+        self._check_size(buffer, START + slots * (index.itemsize + wire.stored.itemsize), nnz)
+        where, what = self._shapes(slots, index, wire)
+        indices, values = buffer[where].view(index), wire.unpack(buffer[what].view(wire.stored))
+        inside, marked = np.count_nonzero(indices < length), np.count_nonzero(indices == np.iinfo(indices.dtype).max)
+        if inside != nnz or inside + marked != slots:
+            raise CommunicationError(f"message: {inside} of {slots} slots hold an index below {length}, not {nnz}")
+        return indices, values, nnz
+
+    def decode(self, buffer: Buffer, length: int) -> SparseVector:
+        indices, values, nnz = self._read(buffer, length)
+        order = np.argsort(indices)[:nnz]
+        ascending = indices[order].astype(super().index_dtype(length))
+        if kernels_of(buffer).first_disorder(ascending, length) >= 0:
+            raise CommunicationError("message: two slots hold the same index")
+        return SparseVector.trusted(ascending, values[order], length)
+
+    def add_into(self, dense: DenseVector, buffer: Buffer) -> None:
+        """Sparse decoding (section 4.3): slot by slot, in any order; nothing is sorted."""
+        dense.scatter_add(*self._read(buffer, dense.length)[:2])

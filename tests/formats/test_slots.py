@@ -1,0 +1,108 @@
+"""Hashed slots: Algorithm 1 of DRAGONN, Lemma A.5's collision rate, constant size, decoding in any order."""
+
+import numpy as np
+import pytest
+
+import sparsecoll
+from sparsecoll import CommunicationError, DenseVector, Residual, SparseVector, formats, select
+from sparsecoll.formats import Slots
+
+
+def vector(nnz=1000, length=10**6, seed=0):
+    rng = np.random.default_rng(seed)
+    places = np.sort(rng.choice(length, nnz, replace=False))
+    return SparseVector(places, rng.standard_normal(nnz).astype(np.float32), length)
+
+
+def test_collision_rate_of_lemma_a5():
+    """Entry i of n survives with probability ((m - 1) / m)^(n - i), i = 1..n; averaged over 2,000 hash functions."""
+    n, m, functions = 300, 200, 2000
+    x = vector(n)
+    survived = np.zeros(n)
+    for seed in range(functions):
+        survived += np.isin(x.indices, Slots(m, seed).arriving(x).indices, assume_unique=True)
+    expected = ((m - 1) / m) ** (n - np.arange(1, n + 1))
+    deviation = np.sqrt(expected * (1 - expected) / functions)
+    assert (np.abs(survived / functions - expected) < 4.5 * deviation + 1e-9).all()
+    assert survived[-1] == functions
+
+
+def test_what_arrives_is_what_was_reported_and_the_later_entry_wins():
+    for m in (1, 100, 1000, 5000):
+        form, x = Slots(m, seed=3), vector()
+        kept = form.arriving(x)
+        assert 0 < kept.nnz <= min(m, x.nnz)
+        for source in (x, kept):
+            message = form.encode(source)
+            assert message.size == form.size(source) == 24 + 8 * m  # constant, whatever is held
+            arrived = formats.decode(message, x.length)
+            assert arrived.indices.tolist() == kept.indices.tolist()
+            assert arrived.values.tolist() == kept.values.tolist()
+    assert Slots(1).arriving(vector()).indices.tolist() == [vector().indices[-1]]
+
+
+def test_residual_keeps_what_was_overwritten():
+    residual, gradient = Residual(10_000), np.random.default_rng(0).standard_normal(10_000).astype(np.float32)
+    for step in range(5):
+        before = residual.array + gradient
+        sent = Slots(m=200, seed=step).arriving(select.topk(residual.compensate(gradient), 100))
+        residual.update(sent)
+        assert sent.nnz < 100
+        np.testing.assert_array_equal(residual.array + sent.to_dense(), before)
+
+
+def test_other_seeds_let_other_entries_through():
+    x = vector(100)
+    lost = [set(x.indices.tolist()) - set(Slots(100, seed).arriving(x).indices.tolist()) for seed in range(40)]
+    assert not set.intersection(*lost[:20])
+    assert x.indices[0] not in set.intersection(*lost)
+
+
+def test_decoding_of_many_messages_in_one_pass_needs_no_order():
+    parts = [vector(500, 10**4, seed) for seed in range(8)]
+    dense = DenseVector(np.zeros(10**4, np.float32))
+    formats.add_into(dense, [Slots(1000, seed).encode(x) for seed, x in enumerate(parts)])
+    expected = np.zeros(10**4, np.float32)
+    for seed, x in enumerate(parts):
+        expected += Slots(1000, seed).arriving(x).to_dense()
+    np.testing.assert_array_equal(dense.values, expected)
+
+
+def test_lengths_around_2_to_the_32():
+    for length in (2**32 - 1, 2**32, 2**32 + 1, 2**60):
+        x = SparseVector([0, length - 1], np.array([1.0, 2.0]), length)
+        message = Slots(m=64, seed=1).encode(x)
+        assert message.size == 24 + 64 * ((4 if length < 2**32 else 8) + 8)
+        assert formats.decode(message, length).indices.tolist() == [0, length - 1]
+
+
+def test_same_index_in_two_slots_is_refused():
+    x = SparseVector([4], np.ones(1, np.float32), 10)
+    message = Slots(m=4).encode(x)
+    message[8:16].view(np.uint64)[0] = 2
+    message[24:40].view(np.uint32)[:2] = 4
+    message[24:40].view(np.uint32)[2:] = 2**32 - 1
+    with pytest.raises(CommunicationError, match="two slots hold the same index"):
+        formats.decode(message, 10)
+
+
+def test_allreduce_with_slots_conserves_and_needs_an_algorithm_that_sends_no_sums():
+    def program(comm):
+        x = vector(300, 10**4, comm.rank)
+        y = sparsecoll.allreduce(comm, x, "allgather", format=Slots(m=400), return_reduction=True)
+        with pytest.raises(ValueError, match="expected one that loses nothing with algo='oktopk'"):
+            sparsecoll.allreduce(comm, x, "oktopk", format="slots")
+        return y.value.to_dense(), y.contributed.to_dense()
+
+    results = sparsecoll.simulate(3, program).results
+    total = sum(contributed.astype(np.float64) for _, contributed in results)
+    assert 0 < np.count_nonzero(results[0][1]) < 300
+    for value, _ in results:
+        np.testing.assert_allclose(value, total, atol=1e-6)
+        assert value.tobytes() == results[0][0].tobytes()
+
+
+def test_bad_number_of_slots():
+    for m in (0, -1, 2**32):
+        with pytest.raises(ValueError, match=r"m: expected in \(0, 2\^32\)"):
+            Slots(m)
