@@ -8,4 +8,4 @@ import sparsecoll
 
 @pytest.fixture(autouse=True)
 def names(doctest_namespace):
-    doctest_namespace.update(np=np, sparsecoll=sparsecoll)
+    doctest_namespace.update(np=np, sparsecoll=sparsecoll, TopK=sparsecoll.select.TopK)

@@ -7,40 +7,178 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from sparsecoll.kernels import kernels_of
+from sparsecoll.select import Selector
 from sparsecoll.vector import DenseVector, SparseVector
 
 
 class Residual:
     """acc = residual + gradient; residual = acc - contributed (Ok-Topk, Algorithm 2, lines 4 and 6).
 
-    One array serves as both: `compensate` makes it acc, `update` makes it the residual again. Conservation: what
-    entered the result plus what stays is what was there before.
+    One array serves as both. Conservation: what entered the result plus what stays is what was there before. Two ways
+    to use it:
+
+    - `compensate`, then anything that selects, then `update` with what contributed;
+    - `take`: compensate, select and clear what was taken, all in one pass over memory; then, if less contributed than
+      was taken, `restore`.
 
     Args:
         length: number of coordinates.
         dtype: of the array; float16 gradients want a float32 residual.
+
+    >>> residual = Residual(4)
+    >>> sent = residual.take(np.array([1, -4, 2, 3], dtype=np.float32), TopK(), 2)
+    >>> sent.indices, residual.array
+    (array([1, 3], dtype=uint32), array([1., 0., 2., 0.], dtype=float32))
     """
 
     def __init__(self, length: int, dtype: Any = np.float32) -> None:
-        self.vector = DenseVector(np.zeros(length, dtype))
+        self._acc = Compensated(np.zeros(length, dtype))
+
+    @property
+    def vector(self) -> DenseVector:
+        """The residual (or, between `compensate` and `update`, acc)."""
+        return self._acc
 
     @property
     def array(self) -> NDArray[Any]:
-        """The residual (or, between `compensate` and `update`, acc), writable."""
-        return self.vector.values
+        """The values of `vector`, writable."""
+        return self._acc.values
 
     def compensate(self, gradient: NDArray[Any], scale: float = 1.0) -> DenseVector:
-        """acc = residual + scale * gradient, in place."""
-        array = self.array
-        if scale == 1.0:
-            array += gradient
-        else:
-            array += np.asarray(scale, array.dtype) * gradient
-        return self.vector
+        """acc = residual + scale * gradient, in place.
+
+        The sum is formed by whatever reads acc first, in the same pass over memory: do not change `gradient` till then.
+
+        Raises:
+            ValueError: the gradient has another length.
+        """
+        self._acc.add_later(gradient, scale)
+        return self._acc
 
     def update(self, contributed: SparseVector | DenseVector) -> None:
         """Subtract the local entries that entered the result."""
         if isinstance(contributed, SparseVector):
-            self.vector.subtract_at(contributed)
+            self._acc.subtract_at(contributed)
         else:
             self.array[:] -= contributed.values
+
+    def take(self, gradient: NDArray[Any], selector: Selector, k: int, scale: float = 1.0) -> SparseVector:
+        """residual += scale * gradient, select about k entries and clear them, in one pass where the selector allows.
+
+        Returns:
+            What was taken, to be sent. If the selector raises, nothing is taken (and the gradient is in the residual).
+        """
+        self._acc.add_later(gradient, scale)
+        self._acc.taking = True
+        chosen: SparseVector | None = None
+        try:
+            chosen = selector.select(self._acc, k)
+        finally:
+            self._acc.taking = False
+            self._acc.settle(chosen)
+        return chosen
+
+    def restore(self, taken: SparseVector, contributed: SparseVector | None = None) -> None:
+        """Put back what of `taken` did not contribute: all of it if nothing did."""
+        self._acc.add_at(taken)
+        if contributed is not None:
+            self._acc.subtract_at(contributed)
+
+
+class Compensated(DenseVector):
+    """A DenseVector whose next pass adds a waiting addend first and, if `taking`, clears what it selects."""
+
+    __slots__ = ("_array", "_out", "_waiting", "taking")
+
+    def __init__(self, values: Any) -> None:
+        self._waiting: tuple[NDArray[Any], float] | None = None
+        self._out: SparseVector | None = None
+        self.taking = False
+        super().__init__(values)
+
+    @property
+    def values(self) -> NDArray[Any]:  # type: ignore[override]
+        """The values, with everything added that was waiting and nothing missing that was taken for a look."""
+        if self._waiting is not None:
+            kernels_of(self._array).accumulate(self._array, self._waiting)
+            self._waiting = None
+        self._put_back()
+        return self._array
+
+    @values.setter
+    def values(self, values: NDArray[Any]) -> None:
+        self._array = values
+
+    @property
+    def length(self) -> int:
+        """Number of coordinates."""
+        return int(self._array.size)
+
+    nnz = length
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """dtype of the values."""
+        return self._array.dtype
+
+    def add_later(self, gradient: NDArray[Any], scale: float) -> None:
+        """Let the next pass add scale * gradient."""
+        if gradient.shape != self._array.shape:
+            raise ValueError(f"gradient: expected shape {self._array.shape}, got {gradient.shape}")
+        if self._waiting is not None:
+            _ = self.values
+        self._waiting = (gradient, scale)
+
+    def settle(self, chosen: SparseVector | None) -> None:
+        """Leave `chosen`, a part of what was last taken out, out for good and put the rest back."""
+        if chosen is None:
+            _ = self.values
+        elif self._out is None:  # the selector read values without taking them out
+            self.values[chosen.indices] = 0
+        elif self._out.nnz != chosen.nnz:
+            self._put_back()
+            self._array[chosen.indices] = 0
+        self._out = None
+
+    def _put_back(self) -> None:
+        if self._out is not None:
+            self._array[self._out.indices] = self._out.values
+            self._out = None
+
+    def _pass(self) -> dict[str, Any]:
+        """Arguments that make a kernel's pass do what is waiting."""
+        self._put_back()
+        add, self._waiting = self._waiting, None
+        return {"add": add, "clear": self.taking}
+
+    def _keep(self, entries: tuple[NDArray[Any], NDArray[Any]]) -> SparseVector:
+        chosen = self._of(entries)
+        self._out = chosen if self.taking else None
+        return chosen
+
+    def top(self, k: int) -> SparseVector:
+        """The k largest magnitudes, ties by lower index."""
+        return self._keep(kernels_of(self._array).topk(self._array, min(k, self.length), **self._pass()))
+
+    def at_least(self, threshold: float, expected: int = 0) -> SparseVector:
+        """Entries with a magnitude >= threshold (NaN counts as above all)."""
+        kernels = kernels_of(self._array)
+        key = kernels.key_of(threshold, self.dtype)
+        return self._keep(kernels.select_at_least(self._array, key, expected, **self._pass()))
+
+    def sample(self, stride: int, offset: int) -> SparseVector:
+        """Every stride-th value, from index `offset` on, with the waiting addend; nothing is passed over for it."""
+        if self._waiting is None:
+            return super().sample(stride, offset)
+        part = Compensated(self._array[offset::stride].copy())
+        part.add_later(self._waiting[0][offset::stride], self._waiting[1])
+        return DenseVector(part.values).to_entries()
+
+    def survey(self, reach: int) -> tuple[NDArray[np.float64], SparseVector, float]:
+        """As in DenseVector, in the pass that adds and clears."""
+        kernels = kernels_of(self._array)
+        self._put_back()
+        key, moments = kernels.lower_bound_key(self._array, reach, self._waiting), np.empty(4)
+        entries = kernels.select_at_least(self._array, key, reach + (reach >> 2), moments=moments, **self._pass())
+        return moments, self._keep(entries), float(kernels.magnitude_of(key, self.dtype))

@@ -179,8 +179,7 @@ class SparseVector:
 
     def has_nan(self) -> bool:
         """Whether a value is NaN."""
-        kernels = kernels_of(self.values)
-        return bool(self.dtype.kind == "f" and kernels.count_at_least(self.values, kernels.nan_key(self.dtype)))
+        return self.extremes()[1] >= kernels_of(self.values).nan_key(self.dtype)  # type: ignore[no-any-return]
 
     def at(self, positions: NDArray[np.int64]) -> SparseVector:
         """The entries at ascending positions."""
@@ -205,6 +204,28 @@ class SparseVector:
         key = kernels.key_of(threshold, self.dtype)
         return self._of(kernels.select_at_least(self.values, key, expected or self.nnz, indices=self.indices))
 
+    def count_at_least(self, threshold: float) -> int:
+        """How many entries have a magnitude >= threshold."""
+        kernels = kernels_of(self.values)
+        return int(kernels.count_at_least(self.values, kernels.key_of(threshold, self.dtype)))
+
+    def extremes(self) -> tuple[int, int]:
+        """(smallest, largest) magnitude key of the values; (0, 0) if nothing is held."""
+        return kernels_of(self.values).extremes(self.values)  # type: ignore[no-any-return]
+
+    def sample(self, stride: int, offset: int) -> SparseVector:
+        """Every stride-th value held, from position `offset` on, copied (numbered, not at its index)."""
+        return DenseVector(self.values[offset::stride].copy()).to_entries()
+
+    def survey(self, reach: int) -> tuple[NDArray[np.float64], SparseVector, float]:
+        """(sums of x, x^2, |x| and the largest |x|; the entries; the magnitude that all of them reach: 0)."""
+        return kernels_of(self.values).moments_of(self.values), self, 0.0
+
+    def random(self, k: int, key: int) -> SparseVector:
+        """The entries held among k random coordinates that depend on `key` and the length alone."""
+        chosen = kernels_of(self.values).random_indices(self.length, k, key)
+        return self.intersect(SparseVector.trusted(chosen, chosen, self.length))
+
     def kth_magnitude(self, k: int) -> float:
         """The k-th largest magnitude, 1 <= k <= nnz."""
         kernels = kernels_of(self.values)
@@ -225,6 +246,14 @@ class SparseVector:
     def intersect(self, other: SparseVector) -> SparseVector:
         """The own entries whose index `other` holds too."""
         return self.at(kernels_of(self.values).intersect(self.indices, other.indices))
+
+    def without(self, other: SparseVector) -> SparseVector:
+        """The own entries whose index `other` does not hold."""
+        return self.at(kernels_of(self.values).difference(self.indices, other.indices))
+
+    def joined(self, other: SparseVector) -> SparseVector:
+        """The entries of both, which share no index and have one dtype."""
+        return SparseVector.sum([self, other], accumulator(self.dtype)).astype(self.dtype) if other.nnz else self
 
     def with_values(self, values: NDArray[Any]) -> Self:
         """Other values at the same indices."""
@@ -331,6 +360,29 @@ class DenseVector:
         kernels = kernels_of(self.values)
         return self._of(kernels.select_at_least(self.values, kernels.key_of(threshold, self.dtype), expected))
 
+    def count_at_least(self, threshold: float) -> int:
+        """How many values have a magnitude >= threshold."""
+        kernels = kernels_of(self.values)
+        return int(kernels.count_at_least(self.values, kernels.key_of(threshold, self.dtype)))
+
+    def sample(self, stride: int, offset: int) -> SparseVector:
+        """Every stride-th value, from index `offset` on, copied (numbered, not at its index)."""
+        return DenseVector(self.values[offset::stride].copy()).to_entries()
+
+    def survey(self, reach: int) -> tuple[NDArray[np.float64], SparseVector, float]:
+        """(sums of x, x^2, |x| and the largest |x|; entries above a bound; the bound).
+
+        At least `reach` entries are likely to be above the bound, and not many more.
+        """
+        kernels = kernels_of(self.values)
+        key, moments = kernels.lower_bound_key(self.values, reach), np.empty(4)
+        entries = kernels.select_at_least(self.values, key, reach + (reach >> 2), moments=moments)
+        return moments, self._of(entries), float(kernels.magnitude_of(key, self.dtype))
+
+    def random(self, k: int, key: int) -> SparseVector:
+        """The values at k random coordinates that depend on `key` and the length alone."""
+        return self.entries(kernels_of(self.values).random_indices(self.length, k, key))
+
     def to_sparse(self) -> SparseVector:
         """The nonzero entries (NaN among them)."""
         return self._of(kernels_of(self.values).select_at_least(self.values, 1))
@@ -338,6 +390,10 @@ class DenseVector:
     def entries(self, indices: NDArray[Any]) -> SparseVector:
         """The values at ascending unique indices (of `index_dtype(length)`), as a sparse vector."""
         return SparseVector.trusted(indices, self.values[indices], self.length)
+
+    def to_entries(self) -> SparseVector:
+        """All values as entries, zeros among them."""
+        return self.entries(np.arange(self.length, dtype=index_dtype(self.length)))
 
     def to_dense(self) -> NDArray[Any]:
         """The values themselves."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
 from sparsecoll import select
-from sparsecoll.select import Vector
+from sparsecoll.select import Selector, Vector
 from sparsecoll.traffic import Traffic
 from sparsecoll.transport.base import Transport
 from sparsecoll.vector import DenseVector, SparseVector, accumulator
@@ -36,6 +36,8 @@ class Algorithm(ABC):
 
     Args:
         k: entries to select when the caller names neither k nor density.
+        selector: how each rank selects its entries (see `sparsecoll.select`); None: the algorithm's own way, which is
+            exact top-k unless it says otherwise. It keeps its state between calls: one object for one vector.
     """
 
     name: ClassVar[str]
@@ -44,6 +46,7 @@ class Algorithm(ABC):
     sends_sums: ClassVar[bool] = True  # whether more than the ranks' own entries is encoded: no lossy format then
 
     k: int | None = None
+    selector: Selector | None = None
 
     def __post_init__(self) -> None:
         if self.k is not None and self.k < 0:
@@ -51,7 +54,7 @@ class Algorithm(ABC):
 
     def select(self, x: Vector, k: int) -> SparseVector:
         """This rank's k entries of x to send. Local; an algorithm may keep thresholds between calls."""
-        return select.topk(x, k)
+        return select.topk(x, k) if self.selector is None else self.selector.select(x, k)
 
     @abstractmethod
     def __call__(self, transport: Transport, x: SparseVector, k: int) -> Reduction:
@@ -64,10 +67,12 @@ class Algorithm(ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """What a later run needs to go on with the same bits; plain Python values."""
-        return {}
+        return {} if self.selector is None else {"selector": self.selector.state_dict()}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027 - an algorithm without state keeps this
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back what `state_dict` gave."""
+        if self.selector is not None:
+            self.selector.load_state_dict(state["selector"])
 
 
 def summed(parts: list[SparseVector], x: SparseVector) -> SparseVector:

@@ -13,7 +13,7 @@ import numpy as np
 from sparsecoll import formats
 from sparsecoll.algorithms.base import Algorithm, Reduction
 from sparsecoll.algorithms.quantiles import quantiles
-from sparsecoll.select import ThresholdReuse, Vector, check_order
+from sparsecoll.select import ThresholdReuse, Vector
 from sparsecoll.transport.base import PendingReceive, Transport
 from sparsecoll.transport.collectives import allgather, allgatherv, sum_counts
 from sparsecoll.vector import SparseVector, accumulator
@@ -93,8 +93,10 @@ class OkTopk(Algorithm):
 
     def select(self, x: Vector, k: int) -> SparseVector:
         """Local Topk(x): about k entries and never more, by the reused threshold; exactly k every tau' calls."""
+        if self.selector is not None:
+            return self.selector.select(x, k)
         self._keep_state_for(x.length, k)
-        return check_order(self._local.select(x, k, self.exact))
+        return self._local.select(x, k, self.exact)
 
     def _keep_state_for(self, length: int, k: int) -> None:
         if self._key != (length, k):
@@ -269,7 +271,7 @@ class OkTopk(Algorithm):
         return SparseVector.concatenate(kept or [mine.part(0, 0)])
 
     def state_dict(self) -> dict[str, Any]:
-        return {
+        return super().state_dict() | {
             "calls": self._calls,
             "key": list(self._key),
             "boundaries": list(self._boundaries),
@@ -280,6 +282,7 @@ class OkTopk(Algorithm):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
         self._calls = state["calls"]
         self._key = (state["key"][0], state["key"][1])
         self._boundaries, self._owners = list(state["boundaries"]), list(state["owners"])

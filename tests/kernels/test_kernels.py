@@ -125,6 +125,14 @@ def test_exact_top_k_survives_a_sample_that_misleads():
         np.testing.assert_array_equal(np.delete(mine, taken), 3 * np.delete(v, taken))
 
 
+@EVEN_SO
+@given(st.integers(1, 2**40), st.integers(0, 500), st.integers(0, 2**64 - 1))
+def test_random_indices(length, count, key):
+    mine = cpu.random_indices(length, count, key)
+    equal(mine, reference.random_indices(length, count, key))
+    assert mine.size == min(count, length) and cpu.first_disorder(mine, length) == -1
+
+
 def test_output_grows_when_the_guess_was_short():
     v = np.arange(1, 300_001, dtype=np.float32)
     v[:200_000] *= -1e-9
@@ -177,6 +185,7 @@ def test_scatter(dtype, size, seed):
 def test_intersect_and_disorder(size, seed, other, dtype):
     a, b = indices(size, seed, dtype), indices(size // 2, other, dtype)
     equal(cpu.intersect(a, b), reference.intersect(a, b))
+    equal(cpu.difference(a, b), reference.difference(a, b))
     shuffled = np.random.default_rng(seed).permutation(a)
     for array in (a, b, shuffled, np.repeat(a, 2)):
         for length in (0, 1, int(a.max(initial=0)), int(a.max(initial=0)) + 1, 2**63 - 1):

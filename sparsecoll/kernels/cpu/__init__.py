@@ -23,14 +23,18 @@ from sparsecoll.kernels.cpu.codecs import (
     to_float16,
 )
 from sparsecoll.kernels.cpu.selection import (
+    accumulate,
     count_at_least,
     extremes,
     kth_key,
+    lower_bound_key,
+    random_indices,
     select_at_least,
     take_top,
     topk,
 )
 from sparsecoll.kernels.cpu.sums import (
+    difference,
     first_disorder,
     intersect,
     merge_sum,
@@ -45,6 +49,7 @@ from sparsecoll.kernels.reference import (
     key_of,
     magnitude_keys,
     magnitude_of,
+    moments_of,
     nan_key,
     rice_sizes,
 )
@@ -52,6 +57,7 @@ from sparsecoll.kernels.reference import (
 __all__ = [
     "RICE_BLOCKS",
     "RICE_PAD",
+    "accumulate",
     "bitmap_read",
     "bitmap_write",
     "bits_and_mask",
@@ -59,6 +65,7 @@ __all__ = [
     "block_indices",
     "block_write",
     "count_at_least",
+    "difference",
     "extremes",
     "first_disorder",
     "from_bfloat16",
@@ -68,10 +75,13 @@ __all__ = [
     "intersect",
     "key_of",
     "kth_key",
+    "lower_bound_key",
     "magnitude_keys",
     "magnitude_of",
     "merge_sum",
+    "moments_of",
     "nan_key",
+    "random_indices",
     "rice_block",
     "rice_decode",
     "rice_encode",

@@ -14,7 +14,7 @@ import numpy as np
 from sparsecoll.kernels import reference
 from sparsecoll.kernels.cpu import lanes
 from sparsecoll.kernels.cpu.lanes import LANES, compress_block, magnitude_key
-from sparsecoll.kernels.reference import MOMENT_LANES, Addend, Array, index_dtype, magnitude_keys
+from sparsecoll.kernels.reference import MOMENT_LANES, ROUNDS, Addend, Array, index_dtype, magnitude_keys
 
 CHUNK = 2048  # items per chunk; a multiple of MOMENT_LANES and of lanes.LANES
 SMALL = 1 << 13  # below this many values topk looks at all of them
@@ -124,6 +124,28 @@ def _put_back(dense, positions, bits, mask, key, edge):  # type: ignore[no-untyp
             dense[positions[i]] = bits[i]
 
 
+@_jit
+def _accumulate(values, addend, scale):  # type: ignore[no-untyped-def]
+    _add(values, addend, scale, 0, values.size)
+
+
+@_jit
+def _permuted(length, half, key, out):  # type: ignore[no-untyped-def]
+    mask, shift = (np.uint64(1) << np.uint64(half)) - np.uint64(1), np.uint64(half)
+    for i in range(out.size):
+        x = np.uint64(i)
+        while True:
+            left, right = x >> shift, x & mask
+            for number in range(ROUNDS):
+                z = (right + key + np.uint64(number) * np.uint64(0xD1B54A32D192ED03)) * np.uint64(0x9E3779B97F4A7C15)
+                z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+                left, right = right, left ^ ((z ^ (z >> np.uint64(31))) & mask)
+            x = (left << shift) | right
+            if x < length:
+                break
+        out[i] = x
+
+
 def _lanes_of(values: Array) -> tuple[Array, Any]:
     """(values as unsigned bit patterns, or signed integers as they are; mask of the sign)."""
     if not values.flags.c_contiguous:
@@ -145,6 +167,21 @@ def extremes(values: Array) -> tuple[int, int]:
     return int(lowest), int(highest)
 
 
+def accumulate(values: Array, add: Addend) -> None:
+    addend, scale = add
+    if np.float16 in (values.dtype, addend.dtype):
+        reference.accumulate(values, add)
+    else:
+        _accumulate(values, addend, values.dtype.type(scale))
+
+
+def random_indices(length: int, count: int, key: int) -> Array:
+    out = np.empty(min(count, length), index_dtype(length))
+    _permuted(np.uint64(length), max(1, (max(length - 1, 1).bit_length() + 1) // 2), np.uint64(key), out)
+    out.sort()
+    return out
+
+
 def select_at_least(
     values: Array,
     key: int,
@@ -157,7 +194,7 @@ def select_at_least(
 ) -> tuple[Array, Array]:
     if values.dtype == np.float16 or (add is not None and add[0].dtype == np.float16):  # no arithmetic here
         if add is not None:
-            reference.accumulate(values, add)
+            accumulate(values, add)
         if moments is not None:
             moments[:] = reference.moments_of(values)
         add = moments = None
@@ -217,8 +254,9 @@ def take_top(values: Array, key: int, ties: int, expected: int = 0, *, indices: 
     return out_i[:count], out_v[:count].view(values.dtype)
 
 
-def _lower_bound_key(values: Array, k: int, add: Addend | None) -> int:
-    """A key that at least k values very likely reach, and not many more: a quantile of a strided sample."""
+def lower_bound_key(values: Array, k: int, add: Addend | None = None) -> int:
+    if values.size <= SMALL or k > values.size // 2:
+        return 0
     size = min(max(values.size >> 7, SMALL), SAMPLE)
     stride = max(1, values.size // size)
     sample = values[::stride].copy()
@@ -244,8 +282,7 @@ def topk(
 ) -> tuple[Array, Array]:
     if k == 0:
         return select_at_least(values, BEYOND, indices=indices, add=add)
-    small = values.size <= SMALL or k > values.size // 2
-    bound = 0 if small else _lower_bound_key(values, k, add)
+    bound = lower_bound_key(values, k, add)
     found_i, found_v = select_at_least(values, bound, k + (k >> 2), indices=indices, add=add, clear=clear)
     if found_v.size < min(k, values.size):  # the sample misled: periodic data, say
         if clear:

@@ -92,6 +92,18 @@ def _intersect(a, b, out):  # type: ignore[no-untyped-def]
 
 
 @_jit
+def _difference(a, b, out):  # type: ignore[no-untyped-def]
+    count, j = 0, 0
+    for i in range(a.size):
+        while j < b.size and b[j] < a[i]:
+            j += 1
+        if j == b.size or b[j] != a[i]:
+            out[count] = i
+            count += 1
+    return count
+
+
+@_jit
 def _first_disorder(indices, length):  # type: ignore[no-untyped-def]
     if indices.size == 0:
         return -1
@@ -143,6 +155,11 @@ def scatter_subtract(dense: Array, indices: Array, values: Array) -> None:
 def intersect(a: Array, b: Array) -> Array:
     out = np.empty(min(a.size, b.size), np.int64)
     return out[: _intersect(a, b, out)]
+
+
+def difference(a: Array, b: Array) -> Array:
+    out = np.empty(a.size, np.int64)
+    return out[: _difference(a, b, out)]
 
 
 def first_disorder(indices: Array, length: int) -> int:

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 Array = NDArray[Any]
 Addend = tuple[Array, float]  # (addend, scale): values += scale * addend, in the dtype of values
 
+ROUNDS = 6  # of the permutation behind random_indices
 MOMENT_LANES = 256  # sums over a vector are formed in so many columns, item i into column i % MOMENT_LANES
 
 _UNSIGNED: dict[int, Any] = {2: np.uint16, 4: np.uint32, 8: np.uint64}
@@ -131,6 +132,38 @@ def _taken(values: Array, positions: Array, indices: Array | None, clear: bool =
     if clear:
         values[positions] = 0
     return positions.astype(index_dtype(values.size)) if indices is None else indices[positions], taken
+
+
+def lower_bound_key(values: Array, k: int, add: Addend | None = None) -> int:
+    """A key that at least k of `values + scale * addend` are likely to reach. Any key is right; this one is certain."""
+    return 0
+
+
+def random_indices(length: int, count: int, key: int) -> Array:
+    """`count` different indices below `length`, ascending: what a keyed permutation does to 0 .. count-1.
+
+    A Feistel network of ROUNDS rounds on 2h bits (2^2h >= length, at most four times as many), applied again to
+    what falls beyond `length` (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", cycle walking).
+    """
+    count = min(count, length)
+    half = max(1, (max(length - 1, 1).bit_length() + 1) // 2)
+    mask, shift = np.uint64((1 << half) - 1), np.uint64(half)
+    chosen = np.arange(count, dtype=np.uint64)
+    beyond = np.ones(count, bool)
+    while beyond.any():
+        left, right = chosen[beyond] >> shift, chosen[beyond] & mask
+        for number in range(ROUNDS):
+            left, right = right, left ^ (_scrambled(right, key, number) & mask)
+        chosen[beyond] = (left << shift) | right
+        beyond = chosen >= np.uint64(length)
+    return np.sort(chosen.astype(index_dtype(length)))
+
+
+def _scrambled(x: Array, key: int, number: int) -> Array:
+    with np.errstate(over="ignore"):
+        z = (x + np.uint64(key) + np.uint64(number) * np.uint64(0xD1B54A32D192ED03)) * np.uint64(0x9E3779B97F4A7C15)
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    return z ^ (z >> np.uint64(31))
 
 
 def kth_key(values: Array, k: int) -> tuple[int, int]:

@@ -40,6 +40,11 @@ def intersect(a: Array, b: Array) -> Array:
     return np.flatnonzero(np.isin(a, b, assume_unique=True))
 
 
+def difference(a: Array, b: Array) -> Array:
+    """Positions (int64, ascending) in `a` of the indices that are not in `b`; both ascending and unique."""
+    return np.flatnonzero(~np.isin(a, b, assume_unique=True))
+
+
 def first_disorder(indices: Array, length: int) -> int:
     """Position of the first index that is not above its predecessor or is >= length; -1 if there is none."""
     if indices.size == 0:

@@ -1,7 +1,4 @@
-"""Local selection: which entries of a vector a rank sends.
-
-`topk` and `threshold` are plain functions; `ThresholdReuse` is the state that Ok-Topk keeps between calls.
-"""
+"""A threshold that is carried over between calls (Ok-Topk, section 3.1.3)."""
 
 from __future__ import annotations
 
@@ -9,62 +6,12 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from sparsecoll.vector import DenseVector, SparseVector
-
-Vector = SparseVector | DenseVector
-
-
-def _vector(x: Any) -> Vector:
-    return x if isinstance(x, (SparseVector, DenseVector)) else DenseVector(x)
-
-
-def topk(x: Any, k: int) -> SparseVector:
-    """The k entries of largest magnitude, ties by lower index; zeros are never taken.
-
-    Args:
-        x: 1-D NumPy array (n values) or a vector.
-        k: at least 0; more than n takes every nonzero.
-
-    Raises:
-        ValueError: k negative, or a NaN among the values taken (NaN has no order).
-
-    >>> topk(np.array([1.0, -3.0, 2.0, 3.0]), 2).indices
-    array([1, 3], dtype=uint32)
-    """
-    if k < 0:
-        raise ValueError(f"k: expected at least 0, got {k}")
-    return check_order(drop_zeros(_vector(x).top(k)))
-
-
-def threshold(x: Any, t: float) -> SparseVector:
-    """All entries with magnitude >= t; t = 0 takes the nonzeros.
-
-    Raises:
-        ValueError: t negative or NaN, or a NaN among the values taken.
-
-    >>> threshold(np.array([1.0, -3.0, 2.0]), 2.0).values
-    array([-3.,  2.])
-    """
-    if not t >= 0:
-        raise ValueError(f"t: expected at least 0, got {t}")
-    return check_order(drop_zeros(_vector(x).at_least(t)))
-
-
-def drop_zeros(x: SparseVector) -> SparseVector:
-    """x without explicit zeros; x itself if there are none."""
-    held = x.at_least(5e-324, x.nnz)  # the smallest magnitude above zero
-    return x if held.nnz == x.nnz else held
-
-
-def check_order(x: SparseVector) -> SparseVector:
-    """x, unless it holds a NaN: then ValueError."""
-    if x.has_nan():
-        raise ValueError("x: expected values that can be ordered by magnitude, got NaN among the selected entries")
-    return x
+from sparsecoll.select.base import Selector, Vector, check_k, check_order, drop_zeros
+from sparsecoll.vector import SparseVector
 
 
 @dataclass
-class ThresholdReuse:
+class ThresholdReuse(Selector):
     """A top-k threshold, found exactly every `period` calls and carried over between them (Ok-Topk, section 3.1.3).
 
     Between exact calls the threshold follows the number it selected: with count ~ threshold^-slope locally,
@@ -73,12 +20,14 @@ class ThresholdReuse:
     k(1+tolerance)] is not used: the call is made exact instead.
     """
 
+    name = "reuse"
+
     period: int = 32
     tolerance: float = 0.1
-    value: float | None = field(default=None, init=False)
-    slope: float = field(default=1.0, init=False)
-    drift: float = field(default=0.0, init=False)
-    age: int = field(default=0, init=False)
+    value: float | None = field(default=None, init=False, repr=False)
+    slope: float = field(default=1.0, init=False, repr=False)
+    drift: float = field(default=0.0, init=False, repr=False)
+    age: int = field(default=0, init=False, repr=False)
 
     PROBE = 1.1  # the slope is measured between the threshold and PROBE times it
     INTEGRAL = 0.5
@@ -114,6 +63,10 @@ class ThresholdReuse:
 
     def select(self, x: Vector, k: int, exact: bool = False) -> SparseVector:
         """About k entries of x (never more than k; exactly k, where x has them, if `exact` or due)."""
+        check_k(k)
+        return check_order(self._select(x, k, exact))
+
+    def _select(self, x: Vector, k: int, exact: bool) -> SparseVector:
         if x.nnz <= k or k == 0:
             return drop_zeros(x.top(k))
         if not (exact or self.due):

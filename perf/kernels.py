@@ -1,0 +1,315 @@
+"""What selecting, coding, decoding and summing cost on one core, against peers in the same run.
+
+    python perf/gradients.py                       # once: real gradients, in perf/data
+    python perf/kernels.py --markdown docs/kernels.md --json perf/results/kernels.json
+
+Sections (--only picks some): threshold, topk, fused, packed, merge, table1, figure5. Times are medians of interleaved
+repetitions, one thread. Ratios are to the peer named in the column's head, on the same array in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator
+from functools import partial
+from math import lgamma, log
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.progress import track
+
+import sparsecoll
+from sparsecoll import DenseVector, Residual, SparseVector, formats, select
+from sparsecoll.kernels import kernels_of
+
+DATA = Path(__file__).parent / "data"
+DENSITIES = (0.001, 0.01, 0.05, 0.1)
+Row = dict[str, Any]
+
+
+def medians(calls: list[Callable[[], object]], repeat: int, before: Callable[[], object] | None = None) -> list[float]:
+    """Median seconds of each call, one after the other in every round; `before` runs untimed before each."""
+    seconds: list[list[float]] = [[] for _ in calls]
+    for number in range(repeat + 1):
+        for call, times in zip(calls, seconds, strict=True):
+            if before is not None:
+                before()
+            start = time.perf_counter()
+            call()
+            if number:  # the first round warms up
+                times.append(time.perf_counter() - start)
+    return [float(np.median(times)) for times in seconds]
+
+
+def heavy(n: int) -> np.ndarray:
+    """Cubes of normal values: a heavy-tailed gradient."""
+    x = np.random.default_rng(0).standard_normal(n, dtype=np.float32)
+    return np.asarray(x * x * x)
+
+
+def arrays(sizes: list[int]) -> Iterator[tuple[str, np.ndarray]]:
+    """Synthetic and real gradients: (name, array)."""
+    for n in sizes:
+        yield f"heavy-tailed, n = {n // 10**6} M", heavy(n)
+    for path in sorted(DATA.glob("*.npy")):
+        x = np.load(path)
+        yield f"{path.stem.replace('_', ', ')}, n = {x.size / 1e6:.1f} M", x
+
+
+def threshold(options: argparse.Namespace) -> Iterator[Row]:
+    """Entries above a known threshold, as a vector (select.threshold), against np.sum of the array."""
+    for name, x in arrays(options.sizes):
+        for density in DENSITIES:
+            k = round(density * x.size)
+            t = DenseVector(x).top(k).kth_magnitude(k)
+            ours = partial(DenseVector(x).at_least, t, k)
+            base, mine = medians([partial(np.sum, x), ours], options.repeat)
+            yield {"data": name, "density": density, "ms": mine * 1e3, "np.sum ms": base * 1e3, "x np.sum": mine / base}
+
+
+def topk(options: argparse.Namespace) -> Iterator[Row]:
+    """Exact top-k (select.topk) against np.sum, np.argpartition(-|x|) and torch.topk(|x|)."""
+    for name, x in arrays(options.sizes):
+        tensor = torch.from_numpy(x)
+        for density in DENSITIES:
+            k = round(density * x.size)
+            base, mine = medians([partial(np.sum, x), partial(select.topk, x, k)], options.repeat)
+            row = {"data": name, "density": density, "ms": mine * 1e3, "x np.sum": mine / base}
+            if density == 0.01:
+                peers: list[Callable[[], object]] = [
+                    lambda x=x, k=k: np.argpartition(np.abs(x), x.size - k)[x.size - k :],
+                    lambda t=tensor, k=k: torch.topk(t.abs(), k, sorted=False),
+                ]
+                partition, torches = medians(peers, max(1, options.repeat // 4))
+                row |= {"np.argpartition, times slower": partition / mine, "torch.topk, times slower": torches / mine}
+            yield row
+
+
+def fused(options: argparse.Namespace) -> Iterator[Row]:
+    """Residual.take (add the gradient, select, clear what was taken) against np.add(a, b, out=a)."""
+    makers = {
+        "threshold (reused)": partial(select.ThresholdReuse, 10**9),
+        "exact top-k": select.TopK,
+        "DGC": select.SampledThreshold,
+        "Gaussian-k": select.GaussianK,
+        "MSTopk": select.MSTopK,
+        "random-k": select.RandomK,
+    }
+    for name, x in arrays(options.sizes):
+        gradient = np.asarray(
+            np.random.default_rng(1).standard_normal(x.size, dtype=np.float32) * np.abs(x).mean() / 10
+        )
+        residual = Residual(x.size)
+        for density in DENSITIES:
+            k = round(density * x.size)
+            calls: list[Callable[[], object]] = [partial(np.add, residual.array, gradient, out=residual.array)]
+            calls += [partial(residual.take, gradient, maker(), k) for maker in makers.values()]
+
+            def reset(array: np.ndarray = residual.array, x: np.ndarray = x) -> None:
+                array[:] = x
+
+            base, *mine = medians(calls, options.repeat, reset)
+            yield {"data": name, "density": density, "np.add ms": base * 1e3} | {
+                f"{selector}, x np.add": seconds / base for selector, seconds in zip(makers, mine, strict=True)
+            }
+
+
+def entropy(n: int, k: int) -> float:
+    """log2 of the number of ways to choose k of n positions, per position."""
+    return (lgamma(n + 1) - lgamma(k + 1) - lgamma(n - k + 1)) / log(2) / k
+
+
+def packed(options: argparse.Namespace) -> Iterator[Row]:
+    """Bits per index of the format packed and the speed of its index kernels."""
+
+    def vectors() -> Iterator[tuple[str, SparseVector]]:
+        for density in DENSITIES:
+            n = options.sizes[0]
+            places = np.sort(np.random.default_rng(0).choice(n, round(density * n), replace=False))
+            yield "uniform positions", SparseVector(places, np.ones(places.size, np.float32), n)
+        for name, x in arrays([]):
+            for density in DENSITIES:
+                yield name, select.topk(x, round(density * x.size))
+
+    for name, x in vectors():
+        kernels = kernels_of(x.values)
+        block = kernels.rice_block(x.indices)
+        table = kernels.rice_table(x.indices, block)
+        coded = sum(int(part.sum()) for part in kernels.rice_sizes(table, x.nnz, block))
+        out = np.empty(coded + kernels.RICE_PAD, np.uint8)
+
+        def encode(x: SparseVector = x, kernels: Any = kernels, out: np.ndarray = out) -> None:
+            block = kernels.rice_block(x.indices)
+            kernels.rice_encode(x.indices, kernels.rice_table(x.indices, block), block, out)
+
+        arguments = (table, out, block, int(x.indices[0]), x.nnz, x.length, x.indices.dtype)
+        to, back = medians([encode, partial(kernels.rice_decode, *arguments)], options.repeat)
+        whole = formats.FORMATS["packed"]
+        wire = [partial(whole.encode, x), partial(whole.decode, whole.encode(x), x.length)]
+        to_all, back_all = medians(wire, options.repeat)
+        bits = (whole.size(x) - x.values.nbytes) * 8 / x.nnz
+        yield {
+            "positions": name,
+            "density": x.density,
+            "bits per index": bits,
+            "entropy of uniform": entropy(x.length, x.nnz),
+            "ratio": bits / entropy(x.length, x.nnz),
+            "encode, M indices/s": x.nnz / to / 1e6,
+            "decode, M indices/s": x.nnz / back / 1e6,
+            "whole message: encode, M entries/s": x.nnz / to_all / 1e6,
+            "decode, M entries/s": x.nnz / back_all / 1e6,
+        }
+
+
+def merge(options: argparse.Namespace) -> Iterator[Row]:
+    """SparseVector.sum of P sorted vectors with 4 M entries in all, uniform positions of 24 M."""
+    for P in (4, 16, 64):
+        rng, n, each = np.random.default_rng(0), 24_000_000, 4_000_000 // P
+        places = [np.sort(rng.choice(n, each, replace=False)) for _ in range(P)]
+        parts = [SparseVector(p, rng.standard_normal(each, dtype=np.float32), n) for p in places]
+        (seconds,) = medians([partial(SparseVector.sum, parts, np.dtype(np.float32))], options.repeat)
+        tracemalloc.start()
+        total = SparseVector.sum(parts, np.dtype(np.float32))
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        yield {
+            "P": P,
+            "entries in": P * each,
+            "entries out": total.nnz,
+            "M entries/s": P * each / seconds / 1e6,
+            "peak memory / bytes of the entries in": peak / (8 * P * each),
+        }
+
+
+def table1(options: argparse.Namespace) -> Iterator[Row]:
+    """DenseStream's Table I: size against key-value (COO) on real gradients; float32, 1.0 = 8 bytes an entry."""
+    for name, x in arrays([]):
+        for density in DENSITIES:
+            chosen = select.topk(x, round(density * x.size))
+            coo = formats.FORMATS["coo"].size(chosen)
+            sizes = {f: formats.FORMATS[f].size(chosen) / coo for f in ("densestream", "packed", "bitmap", "auto")}
+            half = {"packed, float16": formats.FORMATS["packed"].size(chosen, "float16") / coo}
+            yield {"gradient": name, "density": density} | sizes | half
+
+
+def figure5(options: argparse.Namespace) -> Iterator[Row]:
+    """DRAGONN's Figure 5a: from the dense array to a message at density 0.001."""
+    for size in (2**20, 2**22, 2**24, 2**26, 2**27):
+        x, k = heavy(size), max(1, size // 1000)
+        tensor = torch.from_numpy(x)
+        hashed, sampled = select.Hashed(m=k), select.SampledThreshold()
+        slots = formats.Slots(m=k)
+
+        def dgc(x: np.ndarray = x, k: int = k) -> object:
+            """Algorithm 3 of DRAGONN's appendix in NumPy: threshold of a 1 % sample, mask, its nonzeros, gather."""
+            sample = np.abs(x[::100])
+            among = max(1, k // 100)
+            places = np.flatnonzero(np.abs(x) >= np.partition(sample, sample.size - among)[sample.size - among])
+            return places, x[places]
+
+        calls: dict[str, Callable[[], object]] = {
+            "torch.topk": lambda t=tensor, x=x, k=k: x[torch.topk(t.abs(), k, sorted=False)[1].numpy()],
+            "DGC in NumPy": dgc,
+            "hashed + slots": lambda x=x, k=k, h=hashed, s=slots: s.encode(h.select(DenseVector(x), k)),
+            "DGC threshold + packed": lambda x=x, k=k, s=sampled: formats.encode(s.select(DenseVector(x), k), "packed"),
+            "exact top-k + packed": lambda x=x, k=k: formats.encode(select.topk(x, k), "packed"),
+        }
+        times = medians(list(calls.values()), options.repeat if size < 2**26 else max(3, options.repeat // 3))
+        yield {"MB": size * 4 / 2**20} | {f"{n}, ms": s * 1e3 for n, s in zip(calls, times, strict=True)}
+
+
+def figure5b(options: argparse.Namespace) -> Iterator[Row]:
+    """DRAGONN's Figure 5b: from P messages (64 MB tensor, density 0.001) to their dense sum, and to a sparse sum."""
+    size = 2**24
+    for P in (2, 4, 8, 16, 32, 64):
+        parts = [
+            select.topk(np.random.default_rng(r).standard_normal(size, np.float32), size // 1000) for r in range(P)
+        ]
+        slots = [formats.Slots(2 * x.nnz, seed).encode(x) for seed, x in enumerate(parts)]
+        packs = [formats.encode(x, "packed") for x in parts]
+
+        def dense(packs: list[formats.Buffer] = packs) -> object:
+            return sum(formats.decode(buffer, size).to_dense() for buffer in packs)
+
+        def into(buffers: list[formats.Buffer]) -> object:
+            total = DenseVector(np.zeros(size, np.float32))
+            formats.add_into(total, buffers)
+            return total
+
+        def sparse(packs: list[formats.Buffer] = packs) -> object:
+            return SparseVector.sum([formats.decode(buffer, size) for buffer in packs], np.dtype(np.float32))
+
+        calls = [dense, partial(into, slots), partial(into, packs), sparse]
+        names = ("dense decoding", "slots, sparse decoding", "packed, sparse decoding", "packed to a sparse sum")
+        times = medians(calls, max(3, options.repeat // 3))
+        yield {"P": P} | {f"{n}, ms": s * 1e3 for n, s in zip(names, times, strict=True)}
+
+
+SECTIONS = (threshold, topk, fused, packed, merge, table1, figure5, figure5b)
+
+
+def markdown(rows: list[Row]) -> str:
+    """Rows as a table; numbers to three digits."""
+    heads = list(dict.fromkeys(head for row in rows for head in row))
+
+    def cell(value: Any) -> str:
+        if isinstance(value, float):
+            return f"{value:.3g}" if abs(value) < 100 else f"{value:.0f}"
+        return "" if value is None else str(value)
+
+    lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
+    lines += ["| " + " | ".join(cell(row.get(head)) for head in heads) + " |" for row in rows]
+    return "\n".join(lines)
+
+
+def machine() -> Row:
+    """What the figures were measured on."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    cpu = next((line.split(":")[1].strip() for line in lines if "model name" in line), platform.processor())
+    wide = kernels_of(np.empty(0)).__name__.endswith("cpu") and sparsecoll.kernels.cpu.lanes.AVAILABLE
+    return {
+        "cpu": cpu + (", AVX-512 kernels" if wide else ", portable kernels"),
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+        "torch": torch.__version__,
+        "sparsecoll": sparsecoll.__version__,
+    }
+
+
+def main() -> None:
+    """Measure, print, save."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=[s.__name__ for s in SECTIONS])
+    parser.add_argument("--sizes", nargs="+", type=int, default=[24_000_000, 134_000_000], help="of synthetic arrays")
+    parser.add_argument("--repeat", type=int, default=11)
+    parser.add_argument("--json", type=Path, help="save the rows")
+    parser.add_argument("--markdown", type=Path, help="save the tables")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    console = Console()
+    results: dict[str, Any] = {"machine": machine()}
+    texts = ["# Kernels: measured", f"`python perf/kernels.py`, one thread, {', '.join(map(str, machine().values()))}"]
+    for section in SECTIONS:
+        if options.only and section.__name__ not in options.only:
+            continue
+        rows = list(track(section(options), description=section.__name__, console=console, transient=True))
+        results[section.__name__] = rows
+        title = (section.__doc__ or "").strip()
+        texts.append(f"## {section.__name__}\n\n{title}\n\n{markdown(rows)}")
+        console.print(f"\n[bold]{section.__name__}[/bold]: {title}")
+        console.print(markdown(rows), soft_wrap=True, highlight=False)
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=1) + "\n")
+    if options.markdown:
+        options.markdown.write_text("\n\n".join(texts) + "\n")
+
+
+if __name__ == "__main__":
+    main()

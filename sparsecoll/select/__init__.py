@@ -1,0 +1,41 @@
+"""Local selection: which entries of a vector a rank sends. Add one: a file with a Selector, a line in SELECTORS.
+
+`topk` and `threshold` are plain functions; a Selector is an object that may keep state between calls. With
+`Residual.take` each of them runs in the pass that adds the gradient to the residual.
+"""
+
+from __future__ import annotations
+
+from sparsecoll.select.base import Selector, Vector
+from sparsecoll.select.exact import TopK, threshold, topk
+from sparsecoll.select.gaussian import GaussianK
+from sparsecoll.select.hashed import Hashed
+from sparsecoll.select.multisample import MSTopK
+from sparsecoll.select.randomk import RandomK
+from sparsecoll.select.reuse import ThresholdReuse
+from sparsecoll.select.sampled import SampledThreshold
+
+SELECTORS: dict[str, type[Selector]] = {
+    "topk": TopK,
+    "reuse": ThresholdReuse,
+    "dgc": SampledThreshold,
+    "mstopk": MSTopK,
+    "gaussian": GaussianK,
+    "randomk": RandomK,
+    "hashed": Hashed,
+}
+
+__all__ = [
+    "SELECTORS",
+    "GaussianK",
+    "Hashed",
+    "MSTopK",
+    "RandomK",
+    "SampledThreshold",
+    "Selector",
+    "ThresholdReuse",
+    "TopK",
+    "Vector",
+    "threshold",
+    "topk",
+]

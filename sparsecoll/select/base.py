@@ -1,0 +1,62 @@
+"""What a selector is, and what all of them share."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from sparsecoll.vector import DenseVector, SparseVector
+
+Vector = SparseVector | DenseVector
+
+SMALLEST = 5e-324  # the smallest magnitude above zero
+
+
+@dataclass
+class Selector(ABC):
+    """A way to choose about k entries of a vector. A dataclass of its options; state is in fields with init=False.
+
+    Only what a vector offers is used (`top`, `at_least`, `sample`, `survey`, `entries`), so that any selector runs in
+    the same pass over memory in which `Residual.take` forms residual + gradient and clears what is taken.
+    """
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def select(self, x: Vector, k: int) -> SparseVector:
+        """About k entries of x, never zeros.
+
+        Raises:
+            ValueError: a NaN among the values taken (NaN has no order).
+        """
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a later run needs to go on with the same choices; plain Python values."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027 - a selector without state keeps this
+        """Take back what `state_dict` gave."""
+
+
+def as_vector(x: Any) -> Vector:
+    """A vector as it is, an array as a DenseVector."""
+    return x if isinstance(x, (SparseVector, DenseVector)) else DenseVector(x)
+
+
+def check_k(k: int) -> None:
+    """Raise ValueError if k is negative."""
+    if k < 0:
+        raise ValueError(f"k: expected at least 0, got {k}")
+
+
+def drop_zeros(x: SparseVector) -> SparseVector:
+    """x without explicit zeros; x itself if there are none."""
+    return x if x.nnz == 0 or x.extremes()[0] > 0 else x.at_least(SMALLEST, x.nnz)
+
+
+def check_order(x: SparseVector) -> SparseVector:
+    """x, unless it holds a NaN: then ValueError."""
+    if x.has_nan():
+        raise ValueError("x: expected values that can be ordered by magnitude, got NaN among the selected entries")
+    return x

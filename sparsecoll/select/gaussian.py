@@ -1,0 +1,44 @@
+"""Gaussian-k (Shi, Chu, Cheung, See, "Understanding Top-k Sparsification in Distributed Deep Learning", 2019)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from statistics import NormalDist
+
+from sparsecoll.select.base import SMALLEST, Selector, Vector, check_k, check_order, drop_zeros
+from sparsecoll.select.survey import Survey
+from sparsecoll.vector import SparseVector
+
+
+@dataclass
+class GaussianK(Selector):
+    """Everything above the threshold that would select k of normally distributed values, adjusted (Algorithm 1).
+
+    1. t = the magnitude that k of n values of a normal distribution with x's mean and deviation exceed (both tails).
+    2. Up to `adjustments` times: t/2 if fewer than 2k/3 entries reach t, 3t/2 if more than 4k/3 do.
+    3. Take all entries >= t.
+
+    The number selected differs from k, and from rank to rank; for values that are far from normal by much.
+    """
+
+    name = "gaussian"
+
+    adjustments: int = 4
+
+    def select(self, x: Vector, k: int) -> SparseVector:
+        check_k(k)
+        if x.nnz <= k or k == 0:
+            return check_order(drop_zeros(x.top(k)))
+        survey = Survey(x, 2 * k)
+        tail = NormalDist().inv_cdf(1 - k / x.nnz / 2)
+        t = survey.mean + tail * survey.deviation
+        for _ in range(self.adjustments if math.isfinite(t) else 0):
+            count = survey.count(t)
+            if 3 * count < 2 * k:
+                t *= 0.5
+            elif 3 * count > 4 * k:
+                t *= 1.5
+            else:
+                break
+        return check_order(survey.at_least(max(t, SMALLEST) if math.isfinite(t) else math.inf))

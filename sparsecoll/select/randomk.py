@@ -1,0 +1,49 @@
+"""Random-k: the same random coordinates on every rank, so that no index need travel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from sparsecoll.select.base import Selector, Vector, check_k, check_order
+from sparsecoll.vector import SparseVector
+
+_MASK = 2**64 - 1
+
+
+def mix(seed: int, step: int) -> int:
+    """64 mixed bits of a seed and a step (Steele, Lea, Flood, "Fast Splittable Pseudorandom Number Generators")."""
+    z = (seed * 0x9E3779B97F4A7C15 + step * 0xD1B54A32D192ED03 + 0x9E3779B97F4A7C15) & _MASK
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+    return z ^ (z >> 31)
+
+
+@dataclass
+class RandomK(Selector):
+    """k coordinates, uniform and without repetition, from (seed, call): every rank with the same seed takes the same.
+
+    All values there are kept, zeros among them, so that the vectors of all ranks have the same indices: allreduce
+    their values with algo="dense", and no index is sent. The choice does not depend on NumPy's generators, nor touch
+    them.
+
+    Args:
+        seed: the same on all ranks.
+    """
+
+    name = "randomk"
+
+    seed: int = 0
+    _calls: int = field(default=0, init=False, repr=False)
+
+    def select(self, x: Vector, k: int) -> SparseVector:
+        check_k(k)
+        key = mix(self.seed, self._calls)
+        self._calls += 1
+        return check_order(x.random(k, key))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"calls": self._calls}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._calls = state["calls"]

@@ -1,0 +1,59 @@
+"""A threshold from a sample (Lin, Han, Mao, Wang, Dally, "Deep Gradient Compression", ICLR 2018, section 5)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from sparsecoll.select.base import SMALLEST, Selector, Vector, check_k, check_order, drop_zeros
+from sparsecoll.vector import SparseVector
+
+
+@dataclass
+class SampledThreshold(Selector):
+    """Everything above the sample's own top-k threshold; exact selection where that misses k by too much.
+
+    1. Sample every (1/share)-th value, from an offset that moves with each call; t = its k * share-th magnitude.
+    2. Take all entries >= t.
+    3. More than (1 + tolerance) k: the exact top k of those (the paper's hierarchical selection). Fewer than
+       k / (1 + tolerance): the exact top k of x.
+
+    Args:
+        share: of the values to sample, in (0, 1]; at least 1,024 are.
+        tolerance: how far the number selected may be from k.
+    """
+
+    name = "dgc"
+
+    share: float = 0.01
+    tolerance: float = 0.25
+    _calls: int = field(default=0, init=False, repr=False)
+
+    LEAST = 1024
+
+    def __post_init__(self) -> None:
+        if not 0 < self.share <= 1 or not self.tolerance >= 0:
+            raise ValueError(
+                f"share, tolerance: expected in (0, 1] and at least 0, got {self.share} and {self.tolerance}"
+            )
+
+    def select(self, x: Vector, k: int) -> SparseVector:
+        check_k(k)
+        if x.nnz <= k or k == 0:
+            return check_order(drop_zeros(x.top(k)))
+        stride = max(1, x.nnz // max(self.LEAST, round(self.share * x.nnz)))
+        sample = x.sample(stride, self._calls % stride)
+        self._calls += 1
+        among = max(1, round(k / x.nnz * sample.nnz))
+        chosen = x.at_least(max(sample.kth_magnitude(among), SMALLEST), k)
+        if chosen.nnz > k * (1 + self.tolerance):
+            chosen = chosen.top(k)
+        elif chosen.nnz * (1 + self.tolerance) < k:
+            chosen = drop_zeros(x.top(k))
+        return check_order(chosen)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"calls": self._calls}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._calls = state["calls"]

@@ -1,0 +1,224 @@
+"""Every selector: about k of the largest entries, fused with error feedback in one pass, conserving, resumable."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import sparsecoll
+from sparsecoll import DenseVector, Residual, SparseVector, select
+from sparsecoll.select import SELECTORS, GaussianK, Hashed, MSTopK, RandomK, SampledThreshold, TopK
+from sparsecoll.select.survey import Survey
+
+ALL = sorted(SELECTORS)
+
+
+def heavy(n=100_000, seed=0, dtype=np.float32):
+    return (np.random.default_rng(seed).standard_normal(n) ** 3).astype(dtype)
+
+
+def largest(x, k):
+    return np.partition(np.abs(x), x.size - k)[x.size - k]
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "int32"])
+def test_true_entries_in_order(name, dtype):
+    x = (heavy(20_000) * (50 if dtype == "int32" else 1)).astype(dtype)
+    for source in (DenseVector(x), SparseVector.from_dense(x)):
+        chosen = SELECTORS[name]().select(source, 300)
+        SparseVector(chosen.indices, chosen.values, x.size)
+        assert (x[chosen.indices] == chosen.values).all() and chosen.dtype == x.dtype
+        assert name == "randomk" or (chosen.values != 0).all()
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_edges(name):
+    for x, k in ((np.zeros(50), 5), (np.ones(50), 5), (np.empty(0), 3), (np.ones(3), 9), (heavy(50), 0), (heavy(9), 9)):
+        chosen = SELECTORS[name]().select(DenseVector(x), k)
+        assert chosen.nnz <= max(min(k, x.size), np.count_nonzero(x) if name == "gaussian" else 0)
+        assert (x[chosen.indices] == chosen.values).all()
+    with pytest.raises(ValueError, match="k: expected at least 0"):
+        SELECTORS[name]().select(DenseVector(np.ones(4)), -1)
+    with pytest.raises(ValueError, match="NaN"):
+        SELECTORS[name]().select(DenseVector(np.full(3000, np.nan)), 5)
+
+
+def test_number_selected():
+    x, k = heavy(), 1000
+    for selector in (TopK(), MSTopK()):
+        assert selector.select(DenseVector(x), k).nnz == k
+    for seed in range(5):
+        y = heavy(seed=seed)
+        for selector in (SampledThreshold(), select.ThresholdReuse()):
+            assert k / 1.25 <= selector.select(DenseVector(y), k).nnz <= 1.25 * k
+    normal = np.random.default_rng(0).standard_normal(x.size)
+    assert 2 * k / 3 <= GaussianK().select(DenseVector(normal), k).nnz <= 4 * k / 3
+    assert RandomK().select(DenseVector(x), k).nnz == k
+
+
+def test_only_large_entries():
+    x, k = heavy(), 1000
+    for selector in (TopK(), SampledThreshold(), MSTopK()):
+        chosen = selector.select(DenseVector(x), k)
+        assert np.abs(chosen.values).min() >= largest(x, 1300)
+    exact = select.topk(x, k).indices
+    assert np.isin(exact, MSTopK().select(DenseVector(x), k).indices).mean() > 0.99
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
+def test_fused_with_error_feedback_equals_the_separate_steps(name, dtype):
+    """take = compensate, select, clear; on data where thresholds are met, missed high and missed low."""
+    rng = np.random.default_rng(3)
+    fused, plain = Residual(30_000, dtype), Residual(30_000, dtype)
+    mine, theirs = SELECTORS[name](), SELECTORS[name]()
+    for _ in range(8):
+        gradient = (rng.standard_normal(30_000) ** 3 * rng.choice([1, 1, 8]) / 8).astype("float32")
+        before = fused.array.copy()
+        taken = fused.take(gradient, mine, 400, scale=0.5)
+        acc = plain.compensate(gradient, 0.5).values
+        np.testing.assert_array_equal(acc, before + np.dtype(dtype).type(0.5) * gradient.astype(dtype))
+        chosen = theirs.select(DenseVector(acc), 400)
+        plain.update(chosen)
+        np.testing.assert_array_equal(taken.indices, chosen.indices)
+        np.testing.assert_array_equal(taken.values, chosen.values)
+        np.testing.assert_array_equal(fused.array, plain.array)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(ALL), st.integers(0, 2**32), st.integers(0, 300), st.integers(0, 12_000))
+def test_nothing_is_lost_by_taking(name, seed, k, n):
+    rng = np.random.default_rng(seed)
+    values = rng.choice([0, 0, 1, -1, 2, 1e-30, 3e5], n) if seed % 2 else rng.standard_normal(n)
+    residual, selector = Residual(n, np.float64), SELECTORS[name]()
+    for _ in range(3):
+        before = residual.array + values
+        taken = residual.take(values, selector, k)
+        np.testing.assert_array_equal(residual.array + taken.to_dense(), before)
+        assert not residual.array[taken.indices].any()
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_selector_that_raises_takes_nothing(name):
+    residual = Residual(5000)
+    gradient = heavy(5000)
+    gradient[::2] = np.nan
+    with pytest.raises(ValueError, match="NaN"):
+        residual.take(gradient, SELECTORS[name](), 500)
+    np.testing.assert_array_equal(residual.array, gradient)
+
+
+def test_what_did_not_contribute_goes_back():
+    residual, gradient = Residual(1000), heavy(1000)
+    taken = residual.take(gradient, TopK(), 100)
+    residual.restore(taken, taken.part(10, 60))
+    np.testing.assert_array_equal(residual.array + taken.part(10, 60).to_dense(), gradient)
+    residual.restore(taken.part(10, 60))
+    np.testing.assert_array_equal(residual.array, gradient)
+
+
+def test_compensation_waits_for_the_first_use_and_is_never_lost():
+    residual = Residual(10, np.float64)
+    one = np.ones(10)
+    residual.compensate(one)
+    residual.compensate(one, 2.0)
+    assert (residual.array == 3).all()
+    acc = residual.compensate(one)
+    assert (acc.to_dense() == 4).all() and (acc.values is residual.array)
+    assert residual.compensate(one).sample(3, 1).values.tolist() == [5, 5, 5]
+    assert (residual.array == 5).all()
+    with pytest.raises(ValueError, match=r"gradient: expected shape \(10,\), got \(9,\)"):
+        residual.compensate(np.ones(9))
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_state_goes_on_with_the_same_choices(name):
+    first, x = SELECTORS[name](), heavy(20_000)
+    for step in range(3):
+        first.select(DenseVector(x * (1 + step / 50)), 200)
+    second = SELECTORS[name]()
+    second.load_state_dict(first.state_dict())
+    a, b = (selector.select(DenseVector(x * 1.1), 200) for selector in (first, second))
+    assert a.indices.tolist() == b.indices.tolist()
+
+
+def test_random_k_is_the_same_everywhere_and_sends_no_index():
+    n, k, P = 5000, 250, 3
+
+    def program(comm):
+        mine = heavy(n, comm.rank)
+        chosen = RandomK(seed=7).select(DenseVector(mine), k)
+        before = sparsecoll.traffic(comm).total.bytes_received
+        y = sparsecoll.allreduce(comm, chosen.values, "dense")
+        return chosen.indices, chosen.with_values(y.to_dense()).to_dense(), mine, before
+
+    results = sparsecoll.simulate(P, program).results
+    expected = sum(mine.astype(np.float64) for _, _, mine, _ in results)
+    for indices, total, _, _ in results:
+        assert indices.tolist() == results[0][0].tolist()
+        np.testing.assert_allclose(total[indices], expected[indices], atol=1e-4)
+    received = sparsecoll.simulate(P, lambda c: (program(c), sparsecoll.traffic(c).total.bytes_received)).results[0][1]
+    assert received < 2 * 4 * k * (P - 1) / P + 24 * (P - 1) + 64  # values alone: 2k(P-1)/P words
+
+
+def test_random_k_is_uniform_without_repetition_and_leaves_numpy_alone():
+    state = np.random.get_state()[1].copy()
+    counts, selector = np.zeros(1000), RandomK(seed=1)
+    for _ in range(2000):
+        chosen = selector.select(DenseVector(np.ones(1000)), 50)
+        counts[chosen.indices] += 1
+    assert counts.sum() == 2000 * 50
+    assert abs(counts - 100).max() < 6 * 10 and 6 < counts.std() < 14  # binomial: mean 100, deviation 9.7
+    assert (np.random.get_state()[1] == state).all()
+    far = RandomK().select(SparseVector([2**40 - 1], np.ones(1), 2**40), 1000)
+    assert far.nnz <= 1
+
+
+def test_hashed_changes_its_losers():
+    x = DenseVector(heavy(5000))
+    selector = Hashed(m=100, threshold=TopK())
+    seen = np.unique(np.concatenate([selector.select(x, 100).indices for _ in range(30)]))
+    assert seen.size == 100
+    assert Hashed(m=100, threshold=TopK()).select(x, 100).nnz < 80
+
+
+def test_survey_counts_on_both_sides_of_its_bound():
+    x = heavy(50_000)
+    survey = Survey(DenseVector(x), 500)
+    assert 0 < survey._bound <= largest(x, 500)
+    for t in (survey._bound * 2, survey._bound, survey._bound / 2, largest(x, 30_000)):
+        assert survey.count(t) == np.count_nonzero(np.abs(x) >= t) == survey.at_least(t).nnz
+    np.testing.assert_allclose(survey.mean, x.mean(dtype=np.float64), atol=1e-9)
+    np.testing.assert_allclose(survey.deviation, x.std(dtype=np.float64), rtol=1e-6)
+    np.testing.assert_allclose([survey.mean_magnitude, survey.largest], [np.abs(x).mean(dtype=float), np.abs(x).max()])
+
+
+def test_algorithms_take_a_selector():
+    def program(comm):
+        x = heavy(20_000, comm.rank)
+        y = sparsecoll.allreduce(
+            comm, x, sparsecoll.Allgather(selector=GaussianK()), density=0.01, return_reduction=True
+        )
+        z = sparsecoll.allreduce(comm, x, sparsecoll.OkTopk(selector=MSTopK()), density=0.01)
+        return y.value.to_dense(), y.contributed, z.nnz
+
+    results = sparsecoll.simulate(3, program).results
+    sizes = {contributed.nnz for _, contributed, _ in results}
+    assert len(sizes) > 1  # Gaussian-k: other sizes on other ranks
+    total = sum(contributed.to_dense().astype(np.float64) for _, contributed, _ in results)
+    np.testing.assert_allclose(results[0][0], total, atol=1e-4)
+    assert results[0][2] == 200
+    with pytest.raises(sparsecoll.CommunicationError, match="algo"):
+        sparsecoll.simulate(
+            2,
+            lambda comm: sparsecoll.allreduce(
+                comm, heavy(), sparsecoll.Allgather(selector=RandomK(seed=comm.rank)), k=5
+            ),
+        )
+
+
+def test_bad_options():
+    for options in ({"share": 0}, {"share": 1.5}, {"tolerance": -1}, {"tolerance": float("nan")}):
+        with pytest.raises(ValueError, match="share, tolerance"):
+            SampledThreshold(**options)
