@@ -179,7 +179,11 @@ class SparseVector:
 
     def has_nan(self) -> bool:
         """Whether a value is NaN."""
-        return self.extremes()[1] >= kernels_of(self.values).nan_key(self.dtype)  # type: ignore[no-any-return]
+        return self.extremes()[1] >= self.nan_key()
+
+    def nan_key(self) -> int:
+        """Magnitude keys at or above this one are NaN."""
+        return int(kernels_of(self.values).nan_key(self.dtype))
 
     def at(self, positions: NDArray[np.int64]) -> SparseVector:
         """The entries at ascending positions."""
@@ -196,7 +200,7 @@ class SparseVector:
 
     def top_key(self, key: int, ties: int) -> SparseVector:
         """Entries whose magnitude key is above `key`, and the first `ties` of those equal to it."""
-        return self._of(kernels_of(self.values).take_top(self.values, key, ties, self.nnz, indices=self.indices))
+        return self._of(kernels_of(self.values).take_top(self.values, key, ties, indices=self.indices))
 
     def at_least(self, threshold: float, expected: int = 0) -> SparseVector:
         """Entries with a magnitude >= threshold (NaN counts as above all)."""

@@ -92,7 +92,7 @@ class OkTopk(Algorithm):
             reuse.period, reuse.tolerance = self.tau_prime, self.tolerance
 
     def select(self, x: Vector, k: int) -> SparseVector:
-        """Local Topk(x): about k entries and never more, by the reused threshold; exactly k every tau' calls."""
+        """Local Topk(x): about k entries, as `tolerance` says, by the reused threshold; exactly k every tau' calls."""
         if self.selector is not None:
             return self.selector.select(x, k)
         self._keep_state_for(x.length, k)

@@ -50,13 +50,16 @@ def check_k(k: int) -> None:
         raise ValueError(f"k: expected at least 0, got {k}")
 
 
-def drop_zeros(x: SparseVector) -> SparseVector:
-    """x without explicit zeros; x itself if there are none."""
-    return x if x.nnz == 0 or x.extremes()[0] > 0 else x.at_least(SMALLEST, x.nnz)
-
-
 def check_order(x: SparseVector) -> SparseVector:
     """x, unless it holds a NaN: then ValueError."""
     if x.has_nan():
         raise ValueError("x: expected values that can be ordered by magnitude, got NaN among the selected entries")
     return x
+
+
+def checked(x: SparseVector) -> SparseVector:
+    """x without explicit zeros, itself if there are none; ValueError if it holds a NaN."""
+    lowest, highest = x.extremes()
+    if x.nnz and highest >= x.nan_key():
+        return check_order(x)
+    return x if lowest > 0 or x.nnz == 0 else x.at_least(SMALLEST, x.nnz)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from sparsecoll.select.base import Selector, Vector, as_vector, check_k, check_order, drop_zeros
+from sparsecoll.select.base import Selector, Vector, as_vector, check_k, checked
 from sparsecoll.vector import SparseVector
 
 
@@ -23,7 +23,7 @@ def topk(x: Any, k: int) -> SparseVector:
     array([1, 3], dtype=uint32)
     """
     check_k(k)
-    return check_order(drop_zeros(as_vector(x).top(k)))
+    return checked(as_vector(x).top(k))
 
 
 def threshold(x: Any, t: float) -> SparseVector:
@@ -37,7 +37,7 @@ def threshold(x: Any, t: float) -> SparseVector:
     """
     if not t >= 0:
         raise ValueError(f"t: expected at least 0, got {t}")
-    return check_order(drop_zeros(as_vector(x).at_least(t)))
+    return checked(as_vector(x).at_least(t))
 
 
 @dataclass

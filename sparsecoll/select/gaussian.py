@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from statistics import NormalDist
 
-from sparsecoll.select.base import SMALLEST, Selector, Vector, check_k, check_order, drop_zeros
+from sparsecoll.select.base import SMALLEST, Selector, Vector, check_k, checked
 from sparsecoll.select.survey import Survey
 from sparsecoll.vector import SparseVector
 
@@ -29,7 +29,7 @@ class GaussianK(Selector):
     def select(self, x: Vector, k: int) -> SparseVector:
         check_k(k)
         if x.nnz <= k or k == 0:
-            return check_order(drop_zeros(x.top(k)))
+            return checked(x.top(k))
         survey = Survey(x, 2 * k)
         tail = NormalDist().inv_cdf(1 - k / x.nnz / 2)
         t = survey.mean + tail * survey.deviation
@@ -41,4 +41,4 @@ class GaussianK(Selector):
                 t *= 1.5
             else:
                 break
-        return check_order(survey.at_least(max(t, SMALLEST) if math.isfinite(t) else math.inf))
+        return checked(survey.at_least(max(t, SMALLEST) if math.isfinite(t) else math.inf))

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from sparsecoll.select.base import SMALLEST, Selector, Vector, check_k, check_order, drop_zeros
+from sparsecoll.select.base import SMALLEST, Selector, Vector, check_k, checked
 from sparsecoll.select.randomk import mix
 from sparsecoll.select.survey import Survey
 from sparsecoll.vector import SparseVector
@@ -35,7 +35,7 @@ class MSTopK(Selector):
     def select(self, x: Vector, k: int) -> SparseVector:
         check_k(k)
         if x.nnz <= k or k == 0:
-            return check_order(drop_zeros(x.top(k)))
+            return checked(x.top(k))
         self._calls += 1
         survey = Survey(x, k + k // 2)
         low, high = 0.0, 1.0
@@ -47,7 +47,7 @@ class MSTopK(Selector):
                 high, t1 = middle, t
             else:
                 low, t2 = middle, t
-        reach = check_order(survey.at_least(t2))
+        reach = checked(survey.at_least(t2))
         sure = reach.at_least(t1, k) if math.isfinite(t1) else reach.part(0, 0)
         between = reach.without(sure)
         missing = min(k - sure.nnz, between.nnz)

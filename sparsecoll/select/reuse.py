@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from sparsecoll.select.base import Selector, Vector, check_k, check_order, drop_zeros
+from sparsecoll.select.base import Selector, Vector, check_k, checked
 from sparsecoll.vector import SparseVector
 
 
@@ -62,23 +62,23 @@ class ThresholdReuse(Selector):
         self.value, self.drift, self.age = None, 0.0, 0
 
     def select(self, x: Vector, k: int, exact: bool = False) -> SparseVector:
-        """About k entries of x (never more than k; exactly k, where x has them, if `exact` or due)."""
+        """About k entries of x (at most (1 + tolerance) k); exactly k, where x has them, if `exact` or due."""
         check_k(k)
-        return check_order(self._select(x, k, exact))
+        return checked(self._select(x, k, exact))
 
     def _select(self, x: Vector, k: int, exact: bool) -> SparseVector:
         if x.nnz <= k or k == 0:
-            return drop_zeros(x.top(k))
+            return checked(x.top(k))
         if not (exact or self.due):
             assert self.value is not None
             chosen = x.at_least(self.value, k)
             if self.accepts(chosen.nnz, k):
                 self.selected(chosen.nnz, k)
-                return chosen.top(k)
-        chosen = drop_zeros(x.top(k))
+                return chosen
+        chosen = checked(x.top(k))
         if chosen.nnz:
-            lowest = chosen.kth_magnitude(chosen.nnz)
-            self.found(lowest, chosen.nnz, chosen.at_least(lowest * self.PROBE, chosen.nnz).nnz)
+            lowest = chosen.magnitude(chosen.extremes()[0])
+            self.found(lowest, chosen.nnz, chosen.count_at_least(lowest * self.PROBE))
         return chosen
 
     def state_dict(self) -> dict[str, Any]:

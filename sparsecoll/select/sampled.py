@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from sparsecoll.select.base import SMALLEST, Selector, Vector, check_k, check_order, drop_zeros
+from sparsecoll.select.base import SMALLEST, Selector, Vector, check_k, checked
 from sparsecoll.vector import SparseVector
 
 
@@ -40,7 +40,7 @@ class SampledThreshold(Selector):
     def select(self, x: Vector, k: int) -> SparseVector:
         check_k(k)
         if x.nnz <= k or k == 0:
-            return check_order(drop_zeros(x.top(k)))
+            return checked(x.top(k))
         stride = max(1, x.nnz // max(self.LEAST, round(self.share * x.nnz)))
         sample = x.sample(stride, self._calls % stride)
         self._calls += 1
@@ -49,8 +49,8 @@ class SampledThreshold(Selector):
         if chosen.nnz > k * (1 + self.tolerance):
             chosen = chosen.top(k)
         elif chosen.nnz * (1 + self.tolerance) < k:
-            chosen = drop_zeros(x.top(k))
-        return check_order(chosen)
+            chosen = checked(x.top(k))
+        return checked(chosen)
 
     def state_dict(self) -> dict[str, Any]:
         return {"calls": self._calls}

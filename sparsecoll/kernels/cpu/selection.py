@@ -56,16 +56,17 @@ def _add(values, addend, scale, start, stop):  # type: ignore[no-untyped-def]
 @_jit
 def _add_moments(values, start, stop, sums):  # type: ignore[no-untyped-def]
     """Into the rows of `sums`: x, x^2, |x| and the largest |x|, item i into column i % MOMENT_LANES."""
+    x1, x2, absolute, largest = sums[0], sums[1], sums[2], sums[3]
     for row in range(start, stop, MOMENT_LANES):
         items = values[row : min(row + MOMENT_LANES, stop)]
-        x1, x2, absolute, largest = sums[0], sums[1], sums[2], sums[3]
+        for j in range(items.size):  # one sum at a time: loops over two arrays are vectorised
+            x1[j] += np.float64(items[j])
         for j in range(items.size):
-            x = np.float64(items[j])
-            x1[j] += x
-            x2[j] += x * x
+            x2[j] += np.float64(items[j]) * np.float64(items[j])
+        for j in range(items.size):
+            absolute[j] += abs(np.float64(items[j]))
         for j in range(items.size):
             x = abs(np.float64(items[j]))
-            absolute[j] += x
             largest[j] = x if x > largest[j] else largest[j]
 
 
@@ -103,6 +104,13 @@ def _select(values, bits, mask, key, indices, addend, added, scale, sums, start,
         count = _take(bits, mask, key, indices, added, scale, first, start, stop, out_i, out_v, count, clear)
         start = stop
     return start, count
+
+
+@_jit
+def _select_all(bits, mask, key, indices, start, out_i, out_v, count, wide):  # type: ignore[no-untyped-def]
+    """From `start` to the end; out has room."""
+    first = bits.size - (bits.size - start) % LANES if wide else start
+    return _take(bits, mask, key, indices, None, None, first, start, bits.size, out_i, out_v, count, None)
 
 
 @_jit
@@ -228,30 +236,30 @@ def _grown(array: Array, count: int, capacity: int) -> Array:
     return larger
 
 
-def _cut_at_ties(values: Array, key: int, ties: int) -> tuple[Array, Any, Any, int]:
-    """(bits, mask, key, first position at which an item equal to the key is one too many)."""
+def _cut_at_ties(values: Array, key: int, ties: int) -> tuple[Any, int]:
+    """(key, first position at which an item equal to the key is one too many)."""
     bits, mask = _lanes_of(values)
     typed = mask.dtype.type(key)
-    return bits, mask, typed, int(_first_surplus_tie(bits, mask, typed, ties))
+    return typed, int(_first_surplus_tie(bits, mask, typed, ties))
 
 
-def take_top(values: Array, key: int, ties: int, expected: int = 0, *, indices: Array | None = None) -> Any:
-    bits, mask, typed, edge = _cut_at_ties(values, key, ties)
+def take_top(values: Array, key: int, ties: int, *, indices: Array | None = None) -> Any:
     index = index_dtype(values.size) if indices is None else indices.dtype
-    capacity = min(values.size, expected) + CHUNK + LANES
-    out_i, out_v = np.empty(capacity, index), np.empty(capacity, bits.dtype)
+    room = values.size + LANES
+    out = np.empty(room, index), np.empty(room, values.dtype)
+    return _take_top_into(*out, values, indices, *_cut_at_ties(values, key, ties))
+
+
+def _take_top_into(out_i: Array, out_v: Array, values: Array, indices: Array | None, key: Any, edge: int) -> Any:
+    """`out` may be the arrays that hold `indices` and `values`: what is written was read before."""
+    bits, mask = _lanes_of(values)
+    out_bits = _lanes_of(out_v)[0]
     count = 0
-    for start, stop, least in ((0, edge, typed), (edge, values.size, typed + typed.dtype.type(1))):
-        if least < typed:  # the key was the largest one: nothing is above it
-            continue
-        while True:
-            part = (bits[:stop], bits[:stop], mask, least, indices, None, None, None, None)
-            start, count = _select(*part, start, out_i, out_v, count, None, use_lanes)
-            if start == stop:
-                break
-            capacity = count + stop - start + 2 * CHUNK
-            out_i, out_v = _grown(out_i, count, capacity), _grown(out_v, count, capacity)
-    return out_i[:count], out_v[:count].view(values.dtype)
+    for start, stop, least in ((0, edge, key), (edge, values.size, key + key.dtype.type(1))):
+        if least >= key:  # else the key was the largest one: nothing is above it
+            part = bits[:stop]
+            count = _select_all(part, mask, least, indices, start, out_i, out_bits, count, use_lanes)
+    return out_i[:count], out_v[:count]
 
 
 def lower_bound_key(values: Array, k: int, add: Addend | None = None) -> int:
@@ -273,8 +281,8 @@ def lower_bound_key(values: Array, k: int, add: Addend | None = None) -> int:
 def kth_key(values: Array, k: int) -> tuple[int, int]:
     keys = magnitude_keys(values)
     place = keys.size - k
-    key = np.partition(keys, place)[place]
-    return int(key), k - int(np.count_nonzero(keys > key))
+    keys.partition(place)
+    return int(keys[place]), k - int(np.count_nonzero(keys[place + 1 :] > keys[place]))
 
 
 def topk(
@@ -290,8 +298,7 @@ def topk(
         found_i, found_v = select_at_least(values, 0, values.size, indices=indices, clear=clear)
     if k >= found_v.size:
         return found_i, found_v
-    key, ties = kth_key(found_v, k)
+    typed, edge = _cut_at_ties(found_v, *kth_key(found_v, k))
     if clear:
-        bits, mask, typed, edge = _cut_at_ties(found_v, key, ties)
-        _put_back(_lanes_of(values)[0], found_i, bits, mask, typed, edge)
-    return take_top(found_v, key, ties, k, indices=found_i)  # type: ignore[no-any-return]
+        _put_back(_lanes_of(values)[0], found_i, *_lanes_of(found_v), typed, edge)
+    return _take_top_into(found_i, found_v, found_v, found_i, typed, edge)  # type: ignore[no-any-return]

@@ -173,9 +173,7 @@ def kth_key(values: Array, k: int) -> tuple[int, int]:
     return key, k - int(np.count_nonzero(ordered > key))
 
 
-def take_top(
-    values: Array, key: int, ties: int, expected: int = 0, *, indices: Array | None = None
-) -> tuple[Array, Array]:
+def take_top(values: Array, key: int, ties: int, *, indices: Array | None = None) -> tuple[Array, Array]:
     """All entries above `key` and the first `ties` entries equal to it, as `select_at_least` returns them."""
     keys = magnitude_keys(values)
     chosen = keys > key
