@@ -27,7 +27,7 @@ from rich.progress import track
 
 import sparsecoll
 from sparsecoll import DenseVector, Residual, SparseVector, formats, select
-from sparsecoll.kernels import kernels_of
+from sparsecoll.kernels import kernels_of, memory
 
 DATA = Path(__file__).parent / "data"
 DENSITIES = (0.001, 0.01, 0.05, 0.1)
@@ -175,6 +175,7 @@ def merge(options: argparse.Namespace) -> Iterator[Row]:
         places = [np.sort(rng.choice(n, each, replace=False)) for _ in range(P)]
         parts = [SparseVector(p, rng.standard_normal(each, dtype=np.float32), n) for p in places]
         (seconds,) = medians([partial(SparseVector.sum, parts, np.dtype(np.float32))], options.repeat)
+        memory.release()
         tracemalloc.start()
         total = SparseVector.sum(parts, np.dtype(np.float32))
         peak = tracemalloc.get_traced_memory()[1]

@@ -251,6 +251,16 @@ class SparseVector:
         """The own entries whose index `other` holds too."""
         return self.at(kernels_of(self.values).intersect(self.indices, other.indices))
 
+    def membership(self, other: SparseVector) -> NDArray[np.uint8]:
+        """One bit for each own entry: whether `other` holds its index too. See `members`."""
+        held = np.zeros(self.nnz, bool)
+        held[kernels_of(self.values).intersect(self.indices, other.indices)] = True
+        return np.packbits(held)
+
+    def members(self, bits: NDArray[np.uint8]) -> SparseVector:
+        """The entries whose bit is set."""
+        return self.at(np.flatnonzero(np.unpackbits(bits, count=self.nnz)))
+
     def without(self, other: SparseVector) -> SparseVector:
         """The own entries whose index `other` does not hold."""
         return self.at(kernels_of(self.values).difference(self.indices, other.indices))

@@ -16,6 +16,7 @@ from sparsecoll.formats.coo import Coo
 from sparsecoll.formats.dense import Dense
 from sparsecoll.formats.densestream import DenseStream
 from sparsecoll.formats.packed import Packed
+from sparsecoll.formats.quantized import Quantized
 from sparsecoll.formats.slots import Slots
 from sparsecoll.vector import DenseVector, SparseVector
 
@@ -26,6 +27,7 @@ FORMATS: dict[str, Format] = {
     "packed": Packed(),
     "densestream": DenseStream(),
     "slots": Slots(),
+    "quantized": Quantized(),
     "auto": Auto(),
 }
 
@@ -43,6 +45,7 @@ __all__ = [
     "DenseStream",
     "Format",
     "Packed",
+    "Quantized",
     "Slots",
     "add_into",
     "decode",

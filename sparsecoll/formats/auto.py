@@ -22,6 +22,7 @@ class Auto(Format):
     """Chooses; it has no bytes of its own (id 0 never travels), so it decodes nothing.
 
     Args:
+        choose: names of the formats to choose from; all of them by default.
         beta: seconds per byte of the link (8e-9 for 1 Gb/s). The format with the least time to code and to send is
             taken, which is COO where coding is slower than sending. None: the smallest message.
     """
@@ -31,9 +32,15 @@ class Auto(Format):
     choices: ClassVar[tuple[Format, ...]] = (Coo(), Dense(), Bitmap(), Packed(), DenseStream())
 
     beta: float | None = None
+    choose: tuple[str, ...] = ("coo", "dense", "bitmap", "packed", "densestream")
+
+    def __post_init__(self) -> None:
+        names = [form.name for form in self.choices]
+        if not self.choose or any(name not in names for name in self.choose):
+            raise ValueError(f"choose: expected some of {', '.join(names)}, got {self.choose}")
 
     def _best(self, x: SparseVector, wire: WireDtype) -> tuple[Format, Plan]:
-        plans = [(form, form.plan(x, wire)) for form in self.choices]
+        plans = [(form, form.plan(x, wire)) for form in self.choices if form.name in self.choose]
         if self.beta is None:
             return min(plans, key=lambda pair: pair[1].size)
         beta = self.beta

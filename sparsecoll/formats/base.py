@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from sparsecoll.errors import CommunicationError
 from sparsecoll.kernels import kernels_of
+from sparsecoll.kernels.memory import empty
 from sparsecoll.kernels.reference import index_dtype
 from sparsecoll.vector import DenseVector, SparseVector, cut
 
@@ -132,7 +133,7 @@ class Format(ABC):
 
     def written(self, plan: Plan, x: SparseVector, wire: WireDtype) -> Buffer:
         """The message of a plan."""
-        buffer = np.empty(plan.size, np.uint8)
+        buffer = empty(plan.size, np.uint8)
         HEADER.pack_into(buffer, 0, self.id, wire.id, self.index_dtype(x.length).itemsize, VERSION, 0, x.nnz)
         plan.write(buffer)
         return buffer
@@ -145,15 +146,15 @@ class Format(ABC):
         """dense += the vector in a message, in place."""
         dense.add_at(self.decode(buffer, dense.length))
 
-    def _opened(self, buffer: Buffer, length: int) -> tuple[WireDtype, np.dtype[Any], int]:
-        """(wire dtype, index dtype, nnz) from the header, checked."""
+    def _opened(self, buffer: Buffer, length: int, per_byte: int = 1) -> tuple[WireDtype, np.dtype[Any], int]:
+        """(wire dtype, index dtype, nnz) from the header, checked; a byte holds at most `per_byte` entries."""
         if buffer.size < HEADER.size:
             raise CommunicationError(f"message: expected at least {HEADER.size} bytes, got {buffer.size}")
         format_id, value_id, index_bytes, version, zero, nnz = HEADER.unpack_from(buffer)
         expected = self.index_dtype(length)
         if format_id != self.id or version != VERSION or zero or value_id not in _BY_ID:
             raise CommunicationError(f"message: not a {self.name} message (header {bytes(buffer[:16]).hex()})")
-        if index_bytes != expected.itemsize or nnz > min(length, buffer.size):
+        if index_bytes != expected.itemsize or nnz > min(length, per_byte * buffer.size):
             raise CommunicationError(
                 f"message: {nnz} entries with {index_bytes}-byte indices do not fit length {length}"
                 f" and {buffer.size} bytes"

@@ -2,7 +2,8 @@
 
 `kernels_of(array)` returns the module that serves an array. Every module has the same functions with the same
 arguments; nothing outside this package knows which one runs. `SPARSECOLL_KERNELS=reference` forces the specification,
-`SPARSECOLL_KERNELS=portable` the Numba code without AVX-512.
+`SPARSECOLL_KERNELS=portable` the Numba code without AVX-512. Selection runs on one thread, since under MPI every core
+has its own rank, unless `SPARSECOLL_THREADS` says otherwise.
 """
 
 from __future__ import annotations
@@ -32,7 +33,11 @@ def _host_kernels() -> ModuleType:
     except ImportError as error:
         logger.warning("numba cannot be imported (%s): the slower NumPy reference kernels are used", error)
         return reference
+    threads = os.environ.get("SPARSECOLL_THREADS", "1")
+    if not threads.isdecimal() or int(threads) < 1:
+        raise ValueError(f"SPARSECOLL_THREADS: expected an integer of at least 1, got {threads!r}")
     cpu.selection.use_lanes = cpu.lanes.AVAILABLE and choice == "cpu"
+    cpu.selection.threads = int(threads)
     return cpu
 
 

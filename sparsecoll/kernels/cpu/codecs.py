@@ -11,7 +11,8 @@ from numba.cpython.unsafe import numbers
 from sparsecoll.kernels import reference
 from sparsecoll.kernels.cpu import lanes
 from sparsecoll.kernels.cpu.lanes import LANES, load64, narrow_block, store64, widen_block
-from sparsecoll.kernels.reference import RICE_BLOCKS, RICE_LARGEST, RICE_SAMPLES, Array
+from sparsecoll.kernels.memory import empty
+from sparsecoll.kernels.reference import NEAR, RICE_BLOCKS, RICE_LARGEST, RICE_SAMPLES, Array
 
 FOUR = 14  # largest parameter with which four remainders and seven bits left over fit 64 bits
 PLAIN = 40  # up to this parameter a block's sums cannot overflow 64 bits
@@ -313,6 +314,56 @@ def _from_float16(stored, out):  # type: ignore[no-untyped-def]
         widen_block(stored, block, out)
 
 
+@_jit
+def _quantize(values, first, bits, bucket, seed, scales, out):  # type: ignore[no-untyped-def]
+    levels = np.float32((1 << (bits - 1)) - 1)
+    origin = first // bucket
+    for i in range(values.size):
+        x = abs(values[i])
+        b = np.int64((first + np.uint64(i)) // bucket - origin)
+        x = x if x < np.float32(np.inf) else np.float32(np.inf)
+        scales[b] = max(scales[b], x)
+    for i in range(values.size):
+        index = first + np.uint64(i)
+        scale = scales[np.int64(index // bucket - origin)]
+        level = levels
+        if scale < np.float32(np.inf):
+            exact = abs(values[i]) / scale * levels if scale > 0 else np.float32(0)
+            level = np.float32(np.rint(exact))
+            if not abs(exact - level) < NEAR:
+                z = (index + seed) * np.uint64(0x9E3779B97F4A7C15)
+                z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+                z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+                level = np.float32(np.floor(exact + np.float32(z >> np.uint64(40)) * np.float32(2**-24)))
+            level = min(level, levels)
+        code = np.uint8(level) | (np.uint8(np.signbit(values[i])) << (bits - 1))
+        place = i * bits
+        out[place >> 3] |= np.uint8(code << (place & 7))
+
+
+@_jit
+def _dequantize(codes, first, bits, bucket, scales, out):  # type: ignore[no-untyped-def]
+    levels = np.float32((1 << (bits - 1)) - 1)
+    origin, low = first // bucket, (1 << (bits - 1)) - 1
+    for i in range(out.size):
+        code = np.int64(codes[(i * bits) >> 3]) >> ((i * bits) & 7)
+        scale = scales[np.int64((first + np.uint64(i)) // bucket - origin)]
+        value = np.float32(code & low) / levels * scale
+        out[i] = -value if (code >> (bits - 1)) & 1 else value
+
+
+def quantize(values: Array, first: int, bits: int, bucket: int, seed: int, scales: Array, out: Array) -> None:
+    scales[:] = 0
+    out[:] = 0
+    _quantize(values, np.uint64(first), bits, np.uint64(bucket), np.uint64(seed), scales, out)
+
+
+def dequantize(codes: Array, first: int, count: int, bits: int, bucket: int, scales: Array) -> Array:
+    out = empty(count, np.float32)
+    _dequantize(codes, np.uint64(first), bits, np.uint64(bucket), scales, out)
+    return out
+
+
 def rice_block(indices: Array) -> int:
     if indices.size == 0:
         return RICE_BLOCKS[0]
@@ -334,7 +385,7 @@ def rice_encode(indices: Array, table: Array, block: int, out: Array) -> None:
 def rice_decode(
     table: Array, payload: Array, block: int, first: int, count: int, limit: int, dtype: Any
 ) -> Array | None:
-    out = np.empty(count, dtype)
+    out = empty(count, dtype)
     return out if _rice_decode(table, payload, block, first, limit, np.empty(block, np.int64), out) else None
 
 
@@ -350,7 +401,7 @@ def block_write(indices: Array, values: Array, gap: int, out: Array) -> None:
 
 
 def block_indices(starts: Array, lengths: Array, positions: Array) -> Array:
-    out = np.empty(positions.size, np.uint64)
+    out = empty(positions.size, np.uint64)
     _block_indices(starts, lengths, positions, out)
     return out
 
@@ -361,12 +412,12 @@ def bitmap_write(indices: Array, first: int, out: Array) -> None:
 
 
 def bitmap_read(words: Array, first: int, count: int, dtype: Any) -> Array | None:
-    out = np.empty(count, dtype)
+    out = empty(count, dtype)
     return out if _bitmap_read(words, np.uint64(first), out) == count else None
 
 
 def hash_slots(indices: Array, slots: int, multipliers: tuple[int, int, int]) -> Array:
-    out = np.empty(indices.size, np.int64)
+    out = empty(indices.size, np.int64)
     _hash_slots(indices, np.uint64(slots), *(np.uint64(m) for m in multipliers), out)
     return out
 
@@ -383,13 +434,13 @@ def scatter_add_marked(dense: Array, indices: Array, values: Array) -> int:
 
 
 def to_bfloat16(values: Array) -> Array:
-    out = np.empty(values.size, np.uint16)
+    out = empty(values.size, np.uint16)
     _to_bfloat16(values.view(np.uint32), out)
     return out
 
 
 def from_bfloat16(stored: Array) -> Array:
-    out = np.empty(stored.size, np.uint32)
+    out = empty(stored.size, np.uint32)
     _from_bfloat16(stored, out)
     return out.view(np.float32)
 
@@ -398,7 +449,7 @@ def to_float16(values: Array) -> Array:
     if not lanes.AVAILABLE or values.dtype != np.float32 or not values.flags.c_contiguous:
         return reference.to_float16(values)
     whole = values.size - values.size % LANES
-    out = np.empty(values.size, np.uint16)
+    out = empty(values.size, np.uint16)
     _to_float16(values[:whole].view(np.uint32), out)
     out[whole:] = reference.to_float16(values[whole:]).view(np.uint16)
     return out.view(np.float16)
@@ -408,7 +459,7 @@ def from_float16(stored: Array) -> Array:
     if not lanes.AVAILABLE or not stored.flags.c_contiguous:
         return reference.from_float16(stored)
     whole = stored.size - stored.size % LANES
-    out = np.empty(stored.size, np.uint32)
+    out = empty(stored.size, np.uint32)
     _from_float16(stored[:whole].view(np.uint16), out)
     floats = out.view(np.float32)
     floats[whole:] = stored[whole:]

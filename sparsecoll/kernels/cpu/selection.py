@@ -6,6 +6,8 @@ between the steps, so that memory is read and written once.
 
 from __future__ import annotations
 
+import functools
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numba as nb
@@ -14,7 +16,8 @@ import numpy as np
 from sparsecoll.kernels import reference
 from sparsecoll.kernels.cpu import lanes
 from sparsecoll.kernels.cpu.lanes import LANES, compress_block, magnitude_key
-from sparsecoll.kernels.reference import MOMENT_LANES, ROUNDS, Addend, Array, index_dtype, magnitude_keys
+from sparsecoll.kernels.memory import empty
+from sparsecoll.kernels.reference import MOMENT_LANES, ROUNDS, Addend, Array, bits_and_mask, index_dtype, magnitude_keys
 
 CHUNK = 2048  # items per chunk; a multiple of MOMENT_LANES and of lanes.LANES
 SMALL = 1 << 13  # below this many values topk looks at all of them
@@ -22,7 +25,10 @@ SAMPLE = 1 << 17  # values sampled, at most, to bound the k-th magnitude from be
 
 BEYOND = 1 << 64  # a key that no value reaches
 
+SHARED = 1 << 20  # from this many values on, a pass is shared among threads
+
 use_lanes = lanes.AVAILABLE  # set to False to run the portable code
+threads = 1  # see kernels.kernels_of
 
 _jit: Any = nb.njit(nogil=True, cache=True)
 
@@ -184,7 +190,7 @@ def accumulate(values: Array, add: Addend) -> None:
 
 
 def random_indices(length: int, count: int, key: int) -> Array:
-    out = np.empty(min(count, length), index_dtype(length))
+    out = empty(min(count, length), index_dtype(length))
     _permuted(np.uint64(length), max(1, (max(length - 1, 1).bit_length() + 1) // 2), np.uint64(key), out)
     out.sort()
     return out
@@ -212,26 +218,73 @@ def select_at_least(
     sums = None if moments is None else np.zeros((4, MOMENT_LANES))
     addend, scale = (None, None) if add is None else (np.ascontiguousarray(add[0]), values.dtype.type(add[1]))
     floats = bits if addend is None and sums is None else values
-    start, count, capacity = 0, 0, min(values.size, expected + (expected >> 3)) + 2 * CHUNK
-    out_i = np.empty(capacity, index_dtype(values.size) if indices is None else indices.dtype)
-    out_v = np.empty(capacity, bits.dtype)
     in_lanes = addend is not None and addend.dtype == values.dtype and values.dtype.kind == "f" and sums is None
     added = addend.view(bits.dtype) if in_lanes and use_lanes else None  # type: ignore[union-attr]
-    fixed = (floats, bits, mask, mask.dtype.type(key), indices, addend, added, scale, sums)
-    while True:
-        start, count = _select(*fixed, start, out_i, out_v, count, clear or None, use_lanes)
-        if start == values.size:
-            break
-        wanted = max(2 * count, int(1.1 * count * values.size / max(start, 1)))
-        capacity = min(wanted, count + values.size - start) + 2 * CHUNK
-        out_i, out_v = _grown(out_i, count, capacity), _grown(out_v, count, capacity)
+    index = index_dtype(values.size) if indices is None else indices.dtype
+
+    def part(start: int, stop: int) -> tuple[Array, Array]:
+        arrays: list[Any] = [
+            None if array is None else array[:stop] for array in (floats, bits, indices, addend, added)
+        ]
+        guess = expected * (stop - start) // max(values.size, 1)
+        return _select_range(*arrays, mask, mask.dtype.type(key), scale, sums, start, guess, index, clear)  # type: ignore[call-arg]
+
+    if threads > 1 and sums is None and values.size >= SHARED:
+        edges = [values.size * i // threads // CHUNK * CHUNK for i in range(threads)] + [values.size]
+        out_i, out_v = _concatenated(list(_pool(threads).map(part, edges[:-1], edges[1:])))
+    else:
+        out_i, out_v = part(0, values.size)
     if sums is not None:
         moments[:] = reference.moments_of_lanes(sums)  # type: ignore[index]
-    return out_i[:count], out_v[:count].view(values.dtype)
+    return out_i, out_v.view(values.dtype)
+
+
+def _select_range(
+    floats: Any,
+    bits: Any,
+    indices: Any,
+    addend: Any,
+    added: Any,
+    mask: Any,
+    key: Any,
+    scale: Any,
+    sums: Any,
+    start: int,
+    expected: int,
+    index: Any,
+    clear: bool,
+) -> tuple[Array, Array]:
+    """(indices, bits) of the entries from `start` to the end of the arrays, into arrays that grow as needed."""
+    count, size = 0, bits.size
+    capacity = min(size - start, expected + (expected >> 3)) + 2 * CHUNK
+    out_i, out_v = empty(capacity, index), empty(capacity, bits.dtype)
+    begin = start
+    while True:
+        state = (start, out_i, out_v, count, clear or None, use_lanes)
+        start, count = _select(floats, bits, mask, key, indices, addend, added, scale, sums, *state)
+        if start == size:
+            return out_i[:count], out_v[:count]
+        wanted = max(2 * count, int(1.1 * count * (size - begin) / max(start - begin, 1)))
+        capacity = min(wanted, count + size - start) + 2 * CHUNK
+        out_i, out_v = _grown(out_i, count, capacity), _grown(out_v, count, capacity)
+
+
+@functools.cache
+def _pool(count: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(count, thread_name_prefix="sparsecoll-kernels")
+
+
+def _concatenated(parts: list[tuple[Array, Array]]) -> tuple[Array, Array]:
+    size = sum(i.size for i, _ in parts)
+    first_i, first_v = parts[0]
+    return (
+        np.concatenate([i for i, _ in parts], out=empty(size, first_i.dtype)),
+        np.concatenate([v for _, v in parts], out=empty(size, first_v.dtype)),
+    )
 
 
 def _grown(array: Array, count: int, capacity: int) -> Array:
-    larger = np.empty(capacity, array.dtype)
+    larger = empty(capacity, array.dtype)
     larger[:count] = array[:count]
     return larger
 
@@ -246,7 +299,7 @@ def _cut_at_ties(values: Array, key: int, ties: int) -> tuple[Any, int]:
 def take_top(values: Array, key: int, ties: int, *, indices: Array | None = None) -> Any:
     index = index_dtype(values.size) if indices is None else indices.dtype
     room = values.size + LANES
-    out = np.empty(room, index), np.empty(room, values.dtype)
+    out = empty(room, index), empty(room, values.dtype)
     return _take_top_into(*out, values, indices, *_cut_at_ties(values, key, ties))
 
 
@@ -279,7 +332,8 @@ def lower_bound_key(values: Array, k: int, add: Addend | None = None) -> int:
 
 
 def kth_key(values: Array, k: int) -> tuple[int, int]:
-    keys = magnitude_keys(values)
+    bits, mask = bits_and_mask(values)
+    keys = np.bitwise_and(bits, bits.dtype.type(mask), out=empty(bits.size, bits.dtype))
     place = keys.size - k
     keys.partition(place)
     return int(keys[place]), k - int(np.count_nonzero(keys[place + 1 :] > keys[place]))

@@ -11,6 +11,7 @@ from numba.cpython.unsafe import numbers
 
 from sparsecoll.kernels import reference
 from sparsecoll.kernels.cpu.codecs import from_float16
+from sparsecoll.kernels.memory import empty
 from sparsecoll.kernels.reference import Array
 
 WINDOW = 1 << 15  # indices summed at a time by merge_sum: 128 KiB of float32 stay in the second-level cache
@@ -126,14 +127,14 @@ def merge_sum(parts: Sequence[tuple[Array, Array]], dtype: np.dtype[np.generic])
         return parts[0][0], parts[0][1].astype(dtype) + dtype.type(0)  # -0 becomes +0, as in any sum that starts at +0
     sizes = np.array([i.size for i, _ in parts])
     stops = np.cumsum(sizes)
-    indices = np.concatenate([i for i, _ in parts])
-    values = np.empty(indices.size, dtype)
+    indices = np.concatenate([i for i, _ in parts], out=empty(int(stops[-1]), parts[0][0].dtype))
+    values = empty(indices.size, dtype)
     for stop, (_, v) in zip(stops, parts, strict=True):
         halves = v.dtype == np.float16 and dtype == np.float32
         values[stop - v.size : stop] = from_float16(v) if halves else v
     sums = np.zeros(WINDOW, dtype)
     marks, summary = np.zeros(WINDOW >> 6, np.uint64), np.zeros(WINDOW >> 12, np.uint64)
-    out_indices, out_sums = np.empty_like(indices), np.empty_like(values)
+    out_indices, out_sums = empty(indices.size, indices.dtype), empty(values.size, dtype)
     count = _merge_sum(indices, values, stops - sizes, stops, sums, marks, summary, out_indices, out_sums)
     return out_indices[:count], out_sums[:count]
 

@@ -1,6 +1,7 @@
 """The specification of every kernel, in plain NumPy. Slow where that is plainer; the oracle of the tests."""
 
 from sparsecoll.kernels.reference.codecs import (
+    NEAR,
     RICE_BLOCKS,
     RICE_LARGEST,
     RICE_PAD,
@@ -10,9 +11,11 @@ from sparsecoll.kernels.reference.codecs import (
     block_heads,
     block_indices,
     block_write,
+    dequantize,
     from_bfloat16,
     from_float16,
     hash_slots,
+    quantize,
     rice_block,
     rice_decode,
     rice_encode,
@@ -57,6 +60,7 @@ from sparsecoll.kernels.reference.sums import (
 
 __all__ = [
     "MOMENT_LANES",
+    "NEAR",
     "RICE_BLOCKS",
     "RICE_LARGEST",
     "RICE_PAD",
@@ -72,6 +76,7 @@ __all__ = [
     "block_indices",
     "block_write",
     "count_at_least",
+    "dequantize",
     "difference",
     "extremes",
     "first_disorder",
@@ -89,6 +94,7 @@ __all__ = [
     "moments_of",
     "moments_of_lanes",
     "nan_key",
+    "quantize",
     "random_indices",
     "rice_block",
     "rice_decode",

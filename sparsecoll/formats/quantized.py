@@ -1,0 +1,87 @@
+"""Quantised values: a dense window in few bits a value (as SparCML's second stage; QSGD, Alistarh and others, 2017)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from sparsecoll.errors import CommunicationError
+from sparsecoll.formats.base import HEADER, Buffer, Format, Plan, WireDtype, first_index, span
+from sparsecoll.kernels import kernels_of
+from sparsecoll.vector import SparseVector
+
+START = HEADER.size + 24
+
+
+@dataclass(frozen=True)
+class Quantized(Format):
+    """Header, first index, values in the window, seed; a float32 scale a bucket; a sign and a level in `bits` a value.
+
+    A bucket is the values whose index // `bucket` is the same; its scale is their largest magnitude. A value v becomes
+    sign(v) * scale * level / L with L = 2^(bits-1) - 1 levels above zero, and level = |v| * L / scale rounded up or
+    down at random so that it is right on average. Values that are levels already stay as they are: coding twice is
+    coding once. Values rounded to zero are not held on arrival.
+
+    Size: 40 + 4 * buckets + ceil(span * bits / 8). float32 and float64 only; they arrive as float32.
+
+    Args:
+        bits: 8, 4 or 2.
+        seed: of the rounding. Value i of any message is rounded by (seed, i).
+        bucket: values that share a scale.
+    """
+
+    id = 7
+    name = "quantized"
+    lossy = True
+
+    bits: int = 8
+    seed: int = 0
+    bucket: int = 512
+
+    def __post_init__(self) -> None:
+        if self.bits not in (2, 4, 8):
+            raise ValueError(f"bits: expected 8, 4 or 2, got {self.bits}")
+        if not 8 <= self.bucket < 2**32:
+            raise ValueError(f"bucket: expected in [8, 2^32), got {self.bucket}")
+
+    def _buckets(self, first: int, count: int) -> int:
+        return (first + count - 1) // self.bucket - first // self.bucket + 1 if count else 0
+
+    def arriving(self, x: SparseVector, value_dtype: str | None = None) -> SparseVector:
+        """The values as they are after quantisation, without those that became zero."""
+        return self.decode(self.encode(x), x.length).astype(x.dtype)
+
+    def plan(self, x: SparseVector, wire: WireDtype) -> Plan:
+        if x.dtype not in (np.float32, np.float64):
+            raise ValueError(f"format: expected float32 or float64 for {self!r}, got {x.dtype}")
+        first, count = first_index(x), span(x)
+        middle = START + 4 * self._buckets(first, count)
+
+        def write(buffer: Buffer) -> None:
+            buffer[1] = 2  # whatever came in, float32 arrives
+            buffer[HEADER.size : START].view(np.uint64)[:] = first, count, self.bucket << 8 | self.bits
+            values = np.zeros(count, np.float32)
+            values[(x.indices - x.indices.dtype.type(first)).astype(np.int64)] = x.values
+            scales = buffer[START:middle].view(np.float32)
+            kernels_of(values).quantize(values, first, self.bits, self.bucket, self.seed, scales, buffer[middle:])
+
+        return Plan(middle + -(-count * self.bits // 8), write)
+
+    def decode(self, buffer: Buffer, length: int) -> SparseVector:
+        _, index, nnz = self._opened(buffer, length, per_byte=4)
+        stated = buffer[HEADER.size : START].view(np.uint64).tolist() if buffer.size >= START else (0, length + 1, 0)
+        first, count, options = stated
+        valid = options & 255 in (2, 4, 8) and 8 <= options >> 8 < 2**32
+        if not valid or first + count > length or count > 4 * buffer.size:
+            raise CommunicationError(f"message: {count} quantised values from {first} on do not fit length {length}")
+        form = Quantized(options & 255, 0, options >> 8)
+        middle = START + 4 * form._buckets(first, count)
+        self._check_size(buffer, middle + -(-count * form.bits // 8), nnz)
+        scales = buffer[START:middle].view(np.float32)
+        kernels = kernels_of(buffer)
+        values = kernels.dequantize(buffer[middle:], first, count, form.bits, form.bucket, scales)
+        places, held = kernels.select_at_least(values, 1, nnz)
+        if places.size > nnz:
+            raise CommunicationError(f"message: {places.size} nonzeros where the header says {nnz}")
+        return SparseVector.trusted(places.astype(index, copy=False) + index.type(first), held, length)

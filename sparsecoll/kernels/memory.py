@@ -1,0 +1,65 @@
+"""Memory that is used again: arrays for results whose pages are already there.
+
+The first touch of fresh pages costs about as much as the work of a selection or a merge. `empty` hands out memory of
+arrays that are gone; it goes back by itself when the last view of an array is dropped. At most RETAINED bytes wait for
+another use.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+SMALLEST = 1 << 18  # bytes; below, malloc has warm memory itself
+RETAINED = 1 << 28
+
+_lock = threading.RLock()
+_waiting: list[NDArray[np.uint8]] = []  # the one that came back last is the last
+
+
+class _Block:
+    """Owns memory while arrays use it: their base is this object."""
+
+    __slots__ = ("__array_interface__", "raw")
+
+    def __init__(self, raw: NDArray[np.uint8]) -> None:
+        self.raw = raw
+        self.__array_interface__ = raw.__array_interface__
+
+    def __del__(self) -> None:
+        _give_back(self.raw)
+
+
+def _room(size: int) -> int:
+    """Bytes to ask for: `size` rounded up to one of eight steps per power of two."""
+    step = 1 << max(size.bit_length() - 4, 12)
+    return -(-size // step) * step
+
+
+def _give_back(raw: NDArray[np.uint8], limit: int = RETAINED, lock: Any = _lock) -> None:
+    with lock:
+        _waiting.append(raw)
+        while sum(block.size for block in _waiting) > limit:
+            _waiting.pop(0)
+
+
+def empty(size: int, dtype: Any) -> NDArray[Any]:
+    """As numpy.empty(size, dtype) for one dimension."""
+    dtype = np.dtype(dtype)
+    needed = size * dtype.itemsize
+    if needed < SMALLEST:
+        return np.empty(size, dtype)
+    room = _room(needed)
+    with _lock:
+        place = next((i for i in reversed(range(len(_waiting))) if _waiting[i].size == room), None)
+        raw = np.empty(room, np.uint8) if place is None else _waiting.pop(place)
+    return np.asarray(_Block(raw))[:needed].view(dtype)
+
+
+def release() -> None:
+    """Give all waiting memory back to the system."""
+    with _lock:
+        _waiting.clear()

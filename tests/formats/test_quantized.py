@@ -1,0 +1,85 @@
+"""Quantized: right on average, idempotent, its size, its special values."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import sparsecoll
+from sparsecoll import SparseVector, formats
+from sparsecoll.formats import Quantized
+from sparsecoll.kernels import cpu, reference
+
+
+def vector(seed=0, n=5000, nnz=3000, dtype=np.float32):
+    rng = np.random.default_rng(seed)
+    places = np.sort(rng.choice(n, nnz, replace=False)) + 10**6
+    return SparseVector(places, rng.standard_normal(nnz).astype(dtype), 10**7)
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_rounding_is_right_on_average_and_within_a_level(bits):
+    x = vector()
+    total = np.zeros(x.nnz)
+    for seed in range(400):
+        y = Quantized(bits, seed, bucket=64).arriving(x)
+        values = np.zeros(x.nnz)
+        values[np.isin(x.indices, y.indices)] = y.values
+        total += values
+    step = np.abs(x.values).max() / (2 ** (bits - 1) - 1)
+    assert np.abs(values - x.values).max() <= step * 1.001
+    assert np.abs(total / 400 - x.values).max() < 5.5 * step / 2 / np.sqrt(400)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.sampled_from([2, 4, 8]), st.integers(0, 2**32), st.integers(0, 300), st.integers(8, 1000))
+def test_coding_twice_is_coding_once(bits, seed, nnz, bucket):
+    form = Quantized(bits, seed, bucket)
+    x = vector(seed, 600, nnz)
+    message = form.encode(x)
+    assert message.size == form.size(x)
+    once = formats.decode(message, x.length)
+    again = form.arriving(once)
+    assert again.indices.tolist() == once.indices.tolist() and again.values.tolist() == once.values.tolist()
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.sampled_from([2, 4, 8]), st.integers(0, 2**64 - 1), st.integers(0, 300), st.integers(0, 2**40))
+def test_kernels_equal_the_reference(bits, seed, count, first):
+    rng = np.random.default_rng(count)
+    values = rng.standard_normal(count).astype(np.float32)
+    if count > 20:
+        values[:3], values[9] = 0, np.inf if count % 2 else np.nan
+    buckets = (first + count - 1) // 50 - first // 50 + 1 if count else 0
+    results = []
+    for kernels in (cpu, reference):
+        scales, codes = np.full(buckets, 9, np.float32), np.full(-(-count * bits // 8), 9, np.uint8)
+        kernels.quantize(values, first, bits, 50, seed, scales, codes)
+        back = kernels.dequantize(codes, first, count, bits, 50, scales)
+        results.append((scales.tobytes(), codes.tobytes(), back.tobytes()))
+    assert results[0] == results[1]
+
+
+def test_size():
+    x = vector(nnz=5000)
+    for bits in (2, 4, 8):
+        assert abs(Quantized(bits).size(x) - (40 + 4 * 10 + 5000 * bits / 8)) <= 8
+
+
+def test_bad_options_and_dtypes():
+    for options in ({"bits": 3}, {"bucket": 4}):
+        with pytest.raises(ValueError, match="expected"):
+            Quantized(**options)
+    with pytest.raises(ValueError, match="expected float32 or float64"):
+        Quantized().encode(vector(dtype=np.float16))
+
+
+def test_allreduce_conserves_what_quantisation_takes():
+    def program(comm):
+        x = vector(comm.rank)
+        y = sparsecoll.allreduce(comm, x, "allgather", format=Quantized(4, seed=3), return_reduction=True)
+        return y.value.to_dense(), y.contributed
+
+    results = sparsecoll.simulate(3, program).results
+    total = sum(contributed.to_dense().astype(np.float64) for _, contributed in results)
+    np.testing.assert_allclose(results[0][0], total, atol=1e-5)

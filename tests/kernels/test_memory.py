@@ -1,0 +1,71 @@
+"""Memory is used again only after the last view of it is gone, and only so much is kept."""
+
+import gc
+import threading
+
+import numpy as np
+import pytest
+
+from sparsecoll.kernels import memory
+
+
+@pytest.fixture(autouse=True)
+def start_empty():
+    gc.collect()
+    memory.release()
+    yield
+    memory.release()
+
+
+def address(array):
+    return array.__array_interface__["data"][0]
+
+
+def test_memory_comes_back_when_the_last_view_is_gone():
+    first = memory.empty(100_000, np.float32)
+    place, view = address(first), first[10:20].view(np.uint8)
+    del first
+    other = memory.empty(100_000, np.float32)
+    assert address(other) != place  # the view still holds it
+    view[:] = 7
+    del view
+    again = memory.empty(99_000, np.int32)  # nearly the same size
+    assert address(again) == place and again.dtype == np.int32 and again.size == 99_000
+    assert again.flags.writeable and again.flags.aligned and again.flags.c_contiguous
+
+
+def test_small_arrays_are_plain_ones():
+    assert memory.empty(10, np.float64).base is None
+    assert memory.empty(0, np.float64).size == 0
+
+
+def test_no_more_than_the_limit_is_kept_and_the_newest_stays():
+    held = [memory.empty(memory.RETAINED // 4, np.uint8) for _ in range(7)]
+    newest = address(held[-1])
+    while held:
+        held.pop(0)
+    assert 0 < sum(raw.size for raw in memory._waiting) <= memory.RETAINED
+    assert address(memory.empty(memory.RETAINED // 4, np.uint8)) == newest
+
+
+def test_rounding_wastes_at_most_an_eighth():
+    for size in (memory.SMALLEST, memory.SMALLEST + 1, 10**6, 2**24 - 1, 2**24 + 1, 10**8 + 7):
+        assert size <= memory._room(size) <= size * 1.13 + 4096
+
+
+def test_threads_never_share():
+    wrong = []
+
+    def work(number):
+        for _ in range(300):
+            array = memory.empty(70_000, np.int64)
+            array[:] = number
+            if not (array == number).all():
+                wrong.append(number)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
