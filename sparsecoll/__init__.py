@@ -9,7 +9,20 @@ Importing this package pulls in NumPy alone; MPI, Numba and torch come in when t
 
 from sparsecoll import formats, select
 from sparsecoll._version import __version__
-from sparsecoll.algorithms import ALGORITHMS, Algorithm, Allgather, Auto, Dense, OkTopk, Reduction
+from sparsecoll.algorithms import (
+    ALGORITHMS,
+    Algorithm,
+    Allgather,
+    Auto,
+    Dense,
+    DenseStream,
+    GTopk,
+    Hierarchical,
+    OkTopk,
+    Reduction,
+    SparCML,
+    SparDL,
+)
 from sparsecoll.api import allreduce, traffic
 from sparsecoll.errors import CommunicationError
 from sparsecoll.model import Network
@@ -26,12 +39,17 @@ __all__ = [
     "CommunicationError",
     "DeadlockError",
     "Dense",
+    "DenseStream",
     "DenseVector",
+    "GTopk",
+    "Hierarchical",
     "Network",
     "OkTopk",
     "Reduction",
     "Residual",
     "Simulation",
+    "SparCML",
+    "SparDL",
     "SparseVector",
     "Traffic",
     "__version__",

@@ -133,7 +133,7 @@ def reduce(
         }
         _check_wire(vector.dtype, form, value_dtype, algorithm)
         with transport.phase("select"):
-            selected = _selected(vector, algorithm, wanted, form, value_dtype)
+            selected = _selected(vector, algorithm, wanted, transport.size, form, value_dtype)
     except Exception as problem:
         error = problem
     entries = agree(transport, call, selected.nnz if selected is not None else 0, error)
@@ -181,10 +181,12 @@ def _check_wire(dtype: np.dtype[Any], format: Format, value_dtype: str | None, a
         raise ValueError(f"value_dtype: expected no wider than x and x of floats, got {value_dtype} for {dtype}")
 
 
-def _selected(x: Vector, algorithm: Algorithm, wanted: int | None, format: Format, value_dtype: str | None) -> Vector:
+def _selected(
+    x: Vector, algorithm: Algorithm, wanted: int | None, ranks: int, format: Format, value_dtype: str | None
+) -> Vector:
     """What this rank puts into the reduction, as it will arrive."""
-    chosen = x if wanted is None else algorithm.select(x, wanted)
-    if wanted is None and isinstance(x, SparseVector) and algorithm.semantics == "top_k_of_sum" and x.has_nan():
+    chosen = x if wanted is None else algorithm.select(x, wanted, ranks)
+    if wanted is None and isinstance(x, SparseVector) and algorithm.semantics != "exact_sum" and x.has_nan():
         raise ValueError("x: expected values that can be ordered by magnitude, got NaN")
     if isinstance(chosen, DenseVector):
         return formats.rounded(chosen, value_dtype)

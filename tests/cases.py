@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from sparsecoll import SparseVector
+from sparsecoll import ALGORITHMS, SparseVector
 
 RANKS = [1, 2, 3, 4, 5, 6, 7, 8, 12, 16]
 N, K = 2003, 60
@@ -95,12 +95,67 @@ def oracle_top(dense: np.ndarray, k: int) -> np.ndarray:
     return kept
 
 
-def oracle(inputs: list[SparseVector], semantics: str, k: int) -> np.ndarray:
-    """The expected dense result of one allreduce."""
+def oracle(inputs: list[SparseVector], algo: str, k: int) -> np.ndarray:
+    """The expected dense result of one allreduce by the algorithm of that name."""
+    semantics = ALGORITHMS[algo].semantics
+    if semantics == "approximate_top_k":
+        return approximate_top_k(algo, inputs, k)
     if semantics == "exact_sum":
         return np.sum([x.to_dense() for x in inputs], axis=0, dtype=inputs[0].dtype)
     total = np.sum([oracle_top(x.to_dense(), k) for x in inputs], axis=0, dtype=inputs[0].dtype)
     return oracle_top(total, k)
+
+
+def approximate_top_k(algo: str, inputs: list[SparseVector], k: int) -> np.ndarray:
+    """What gTopk's tree and SparDL's blocks must give, on dense arrays."""
+    P, n, dtype = len(inputs), inputs[0].length, inputs[0].dtype
+    vectors = [x.to_dense() for x in inputs]
+
+    def add_top(a, b, keep):
+        return oracle_top((a.astype(np.float64) + b).astype(dtype), keep)
+
+    if algo == "gtopk":
+        held = [oracle_top(x, k) for x in vectors]
+        distance = 1
+        while distance < P:
+            for rank in range(0, P - distance, 2 * distance):
+                held[rank] = add_top(held[rank], held[rank + distance], k)
+            distance *= 2
+        return held[0]
+    assert algo == "spardl"
+    edges = [n * j // P for j in range(P + 1)]
+    share = [k * (j + 1) // P - k * j // P for j in range(P)]
+    held = [[oracle_top(x[edges[j] : edges[j + 1]], share[j]) for j in range(P)] for x in vectors]
+    for distance in [2**t for t in reversed(range((P - 1).bit_length()))]:
+        before = [list(blocks) for blocks in held]
+        for rank in range(P):
+            for offset in range(distance, min(2 * distance, P)):
+                to, block = (rank + distance) % P, (rank + offset) % P
+                held[to][block] = add_top(before[to][block], before[rank][block], share[block])
+    return np.concatenate([held[j][j] for j in range(P)])
+
+
+def support(name: str, rank: int, P: int, k: int, rng: np.random.Generator, n: int) -> np.ndarray:
+    """Positions of k entries of one rank, for measurements of volume."""
+    if name == "random":
+        return np.sort(rng.choice(n, k, replace=False))
+    if name == "same":
+        return np.sort(np.random.default_rng(5).choice(n, k, replace=False))
+    if name == "disjoint":
+        return rank * (n // P) + np.sort(rng.choice(n // P, min(k, n // P), replace=False))
+    if name == "crossed":
+        return support("disjoint", P - 1 - rank, P, k, rng, n)
+    if name == "one_region":
+        return n - 2 * k + np.sort(rng.choice(2 * k, k, replace=False))
+    if name == "skewed":
+        return np.unique((n * rng.random(2 * k) ** 4).astype(np.int64))[:k]
+    if name == "one_rank":
+        return support("random", rank, P, k if rank == 0 else 0, rng, n)
+    assert name == "nnz_below_P"
+    return support("random", rank, P, min(k, 2), rng, n)
+
+
+SUPPORTS = ["random", "same", "disjoint", "crossed", "one_region", "skewed", "one_rank", "nnz_below_P"]
 
 
 def same_bits(a: SparseVector, b: SparseVector) -> bool:

@@ -122,7 +122,7 @@ def test_disagreement_raises_the_same_on_all_and_names_ranks_and_values(name):
 
 def test_an_unexpected_failure_on_one_rank_raises_on_all():
     class Broken(OkTopk):
-        def select(self, x, k):
+        def select(self, x, k, ranks=1):
             raise MemoryError("no room")
 
     texts = errors(3, lambda r: (GOOD, {"k": 1, "algo": Broken() if r == 1 else OkTopk()}), CommunicationError)

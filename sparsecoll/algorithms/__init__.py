@@ -9,16 +9,40 @@ from sparsecoll.algorithms.allgather import Allgather
 from sparsecoll.algorithms.auto import Auto
 from sparsecoll.algorithms.base import Algorithm, Reduction
 from sparsecoll.algorithms.dense import Dense
+from sparsecoll.algorithms.densestream import DenseStream
+from sparsecoll.algorithms.gtopk import GTopk
+from sparsecoll.algorithms.hierarchical import Hierarchical
 from sparsecoll.algorithms.oktopk import OkTopk
+from sparsecoll.algorithms.sparcml import SparCML
+from sparsecoll.algorithms.spardl import SparDL
 
 ALGORITHMS: dict[str, type[Algorithm]] = {
     "auto": Auto,
     "dense": Dense,
     "allgather": Allgather,
+    "sparcml": SparCML,
+    "densestream": DenseStream,
     "oktopk": OkTopk,
+    "gtopk": GTopk,
+    "spardl": SparDL,
+    "hierarchical": Hierarchical,
 }
 
-__all__ = ["ALGORITHMS", "Algorithm", "Allgather", "Auto", "Dense", "OkTopk", "Reduction", "resolve"]
+__all__ = [
+    "ALGORITHMS",
+    "Algorithm",
+    "Allgather",
+    "Auto",
+    "Dense",
+    "DenseStream",
+    "GTopk",
+    "Hierarchical",
+    "OkTopk",
+    "Reduction",
+    "SparCML",
+    "SparDL",
+    "resolve",
+]
 
 
 def resolve(algo: str | Algorithm) -> Algorithm:

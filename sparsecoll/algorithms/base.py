@@ -41,7 +41,7 @@ class Algorithm(ABC):
     """
 
     name: ClassVar[str]
-    semantics: ClassVar[str]  # "exact_sum" or "top_k_of_sum"
+    semantics: ClassVar[str]  # "exact_sum", "top_k_of_sum", or "approximate_top_k" (see the class's docstring)
     takes_dense: ClassVar[bool] = False  # whether __call__ takes a DenseVector that nothing was selected from
     sends_sums: ClassVar[bool] = True  # whether more than the ranks' own entries is encoded: no lossy format then
 
@@ -52,8 +52,8 @@ class Algorithm(ABC):
         if self.k is not None and self.k < 0:
             raise ValueError(f"k: expected at least 0, got {self.k}")
 
-    def select(self, x: Vector, k: int) -> SparseVector:
-        """This rank's k entries of x to send. Local; an algorithm may keep thresholds between calls."""
+    def select(self, x: Vector, k: int, ranks: int = 1) -> SparseVector:
+        """This rank's k entries of x to send, on a communicator of `ranks`. Local; may keep state between calls."""
         return select.topk(x, k) if self.selector is None else self.selector.select(x, k)
 
     @abstractmethod
@@ -78,3 +78,20 @@ class Algorithm(ABC):
 def summed(parts: list[SparseVector], x: SparseVector) -> SparseVector:
     """Sum of decoded parts in x's accumulator dtype, cut to x's dtype."""
     return SparseVector.sum(parts, accumulator(x.dtype)).astype(x.dtype)
+
+
+def less(x: SparseVector, taken: list[SparseVector]) -> SparseVector:
+    """x minus what was `taken` from sums on this rank (by rounding or cutting), without the zeros that leaves."""
+    taken = [part for part in taken if part.nnz]
+    if not taken:
+        return x
+    dtype = accumulator(x.dtype)
+    rest = SparseVector.sum([x.astype(dtype), *(part.scaled(-1) for part in taken)], dtype)
+    return rest.at_least(5e-324)  # the smallest magnitude above zero
+
+
+def check_order(value: SparseVector) -> SparseVector:
+    """The result, unless it holds a NaN: then ValueError. Every rank has the same result, so all raise or none."""
+    if value.has_nan():
+        raise ValueError("x: expected sums that can be ordered by magnitude, got NaN (inf - inf, or NaN in an input)")
+    return value

@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 
 from sparsecoll import formats
+from sparsecoll.algorithms import partition
 from sparsecoll.algorithms.base import Algorithm, Reduction
 from sparsecoll.algorithms.quantiles import quantiles
 from sparsecoll.select import ThresholdReuse, Vector
 from sparsecoll.transport.base import PendingReceive, Transport
-from sparsecoll.transport.collectives import allgather, allgatherv, sum_counts
+from sparsecoll.transport.collectives import allgather, allgatherv
 from sparsecoll.vector import SparseVector, accumulator
 
-REPARTITION = ("histogram", "average", "even")
 OVERLOAD = 1.5  # a region with this many times its share makes the next call repartition
 
 
@@ -82,8 +82,8 @@ class OkTopk(Algorithm):
         for name in ("tau", "tau_prime", "bucket"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
-        if self.repartition not in REPARTITION:
-            raise ValueError(f"repartition: expected one of {', '.join(REPARTITION)}, got {self.repartition!r}")
+        if self.repartition not in partition.HOW:
+            raise ValueError(f"repartition: expected one of {', '.join(partition.HOW)}, got {self.repartition!r}")
         if not self.balance_factor >= 1 or not self.tolerance >= 0:
             raise ValueError(
                 f"balance_factor, tolerance: expected at least 1 and 0, got {self.balance_factor} and {self.tolerance}"
@@ -91,7 +91,7 @@ class OkTopk(Algorithm):
         for reuse in (self._local, self._global):
             reuse.period, reuse.tolerance = self.tau_prime, self.tolerance
 
-    def select(self, x: Vector, k: int) -> SparseVector:
+    def select(self, x: Vector, k: int, ranks: int = 1) -> SparseVector:
         """Local Topk(x): about k entries, as `tolerance` says, by the reused threshold; exactly k every tau' calls."""
         if self.selector is not None:
             return self.selector.select(x, k)
@@ -129,41 +129,10 @@ class OkTopk(Algorithm):
 
     def _space_repartition(self, transport: Transport, x: SparseVector) -> tuple[list[int], list[int]]:
         """(P + 1 boundaries, owner of each region), the same on every rank."""
-        size, length = transport.size, x.length
-        even = [length * j // size for j in range(size + 1)]
-        if self.repartition == "even" or size == 1:
-            return even, list(range(size))
-        held = allgather(transport, np.array([x.nnz]))[:, 0].tolist()
-        if not any(held):
-            return even, list(range(size))
-        if self.repartition == "average":
-            cuts = [int(x.indices[x.nnz * j // size]) if x.nnz else 0 for j in range(1, size)]
-            ranks_with_entries = sum(count > 0 for count in held)
-            total = sum_counts(transport, np.array(cuts, np.int64) // ranks_with_entries)
-            return [0, *total.tolist(), length], list(range(size))
-        total = sum(held)
-        targets = [total * j // size for j in range(1, size)]
-        slack = total // (100 * size) if size > 3 else 0  # for P <= 3 the bound leaves nothing to waste
-        cuts = [edge for edge, _ in quantiles(transport, x.indices, targets, length, total, slack)]
-        boundaries = [0, *cuts, length]
-        return boundaries, self._assign_owners(transport, x, boundaries)
-
-    @staticmethod
-    def _assign_owners(transport: Transport, x: SparseVector, boundaries: list[int]) -> list[int]:
-        """Each rank asks for the region that it holds most of; whoever holds more goes first."""
-        holds = np.diff(x.count_below(boundaries))
-        wish = int(holds.argmax())
-        wishes = allgather(transport, np.array([wish, holds[wish]])).tolist()
-        owners = [-1] * transport.size
-        without = []
-        for rank in sorted(range(transport.size), key=lambda r: (-wishes[r][1], r)):
-            region = wishes[rank][0]
-            if owners[region] < 0:
-                owners[region] = rank
-            else:
-                without.append(rank)
-        spare = iter(sorted(without))
-        return [owner if owner >= 0 else next(spare) for owner in owners]
+        edges = partition.boundaries(transport, x, self.repartition)
+        if self.repartition != "histogram" or transport.size == 1:
+            return edges, list(range(transport.size))
+        return edges, partition.owners(transport, x, edges)
 
     # 3. split and reduce
 

@@ -46,6 +46,7 @@ class Transport(ABC):
         self.timeout: float | None = None
         self.format: Format = FORMATS["auto"]
         self.value_dtype: str | None = None
+        self.nodes: list[list[int]] | None = None  # see collectives.node_members
         self._phase: Counts | None = None
 
     @abstractmethod
@@ -63,6 +64,10 @@ class Transport(ABC):
     @abstractmethod
     def flush(self) -> None:
         """Wait until every send has left its buffer."""
+
+    def node(self) -> int:
+        """A number that the ranks on one machine share."""
+        return self.rank
 
     def send(self, destination: int, buffer: Buffer) -> None:
         """Send bytes without blocking. The buffer belongs to the transport from here on: do not change it."""

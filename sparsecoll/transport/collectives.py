@@ -40,6 +40,16 @@ def allgather(transport: Transport, row: NDArray[Any]) -> NDArray[Any]:
     return np.roll(gathered, rank, axis=0)
 
 
+def node_members(transport: Transport) -> list[list[int]]:
+    """The ranks on each node, ascending; nodes in the order of their first rank. Collective in the first call."""
+    if transport.nodes is None:
+        members: dict[int, list[int]] = {}
+        for rank, node in enumerate(allgather(transport, np.array([transport.node()]))[:, 0].tolist()):
+            members.setdefault(node, []).append(rank)
+        transport.nodes = list(members.values())
+    return transport.nodes
+
+
 def allgatherv(transport: Transport, block: Buffer) -> list[Buffer]:
     """Every rank's `block` (sizes differ), in rank order.
 
@@ -51,12 +61,13 @@ def allgatherv(transport: Transport, block: Buffer) -> list[Buffer]:
     while len(blocks) < size:
         have = len(blocks)
         count = min(have, size - have)
-        transport.send((rank - have) % size, _joined(blocks[:count]))
-        blocks += _separated(transport.receive((rank + have) % size), count)
+        transport.send((rank - have) % size, joined(blocks[:count]))
+        blocks += separated(transport.receive((rank + have) % size), count)
     return blocks[size - rank :] + blocks[: size - rank]
 
 
-def _joined(blocks: Sequence[Buffer]) -> Buffer:
+def joined(blocks: Sequence[Buffer]) -> Buffer:
+    """One message of several buffers (at least one): their sizes, then each, padded to a multiple of 8 bytes."""
     sizes = np.array([block.size for block in blocks], np.int64)
     places = 8 * sizes.size + np.cumsum((sizes + 7) // 8 * 8)
     message = np.empty(int(places[-1]), np.uint8)
@@ -69,7 +80,12 @@ def _joined(blocks: Sequence[Buffer]) -> Buffer:
     return message
 
 
-def _separated(message: Buffer, count: int) -> list[Buffer]:
+def separated(message: Buffer, count: int) -> list[Buffer]:
+    """The buffers in a message that `joined` made, as views.
+
+    Raises:
+        CommunicationError: it is not one of `count` buffers.
+    """
     start = 8 * count
     sizes = message[:start].view(np.int64) if message.size >= start else np.array([-1])
     padded = (sizes + 7) // 8 * 8

@@ -14,6 +14,7 @@ from mpi4py import MPI
 
 from sparsecoll.errors import CommunicationError
 from sparsecoll.formats import Buffer
+from sparsecoll.kernels.memory import empty
 from sparsecoll.transport.base import Transport
 
 logger = logging.getLogger(__name__)
@@ -73,7 +74,7 @@ class _Pending:
                 message = self._transport.comm.Improbe(self._source, TAG, status)
                 if message is None:
                     return False
-                self._parts.append(np.empty(status.Get_count(MPI.BYTE), np.uint8))
+                self._parts.append(empty(status.Get_count(MPI.BYTE), np.uint8))
                 self._request = message.Irecv([self._parts[-1], MPI.BYTE])
             if not self._request.Test():
                 return False
@@ -108,6 +109,7 @@ class MpiTransport(Transport):
         self.chunk = CHUNK
         node = comm.Split_type(MPI.COMM_TYPE_SHARED)
         self.spins = _SPINS if node.Get_size() <= (os.cpu_count() or 1) else _SPINS_SHARED
+        self._node = int(node.allreduce(self.rank, MPI.MIN))
         node.Free()
         self.broken = ""
         self.expected: list[deque[_Pending]] = [deque() for _ in range(self.size)]
@@ -115,6 +117,9 @@ class MpiTransport(Transport):
 
     def now(self) -> float:
         return time.perf_counter()
+
+    def node(self) -> int:
+        return self._node
 
     def _check(self) -> None:
         if self.broken:

@@ -2,7 +2,8 @@
 
 Only one virtual rank runs at a time, so a run is deterministic. Time is virtual: a message of m bytes leaves its sender
 when the sender's port is free, takes alpha + beta*m, and enters its receiver when the receiver's port is free (so many
-senders to one receiver queue up, the congestion that Ok-Topk's destination rotation avoids). Computation is free.
+senders to one receiver queue up, the congestion that Ok-Topk's destination rotation avoids). Ranks on one node share
+its port; messages inside a node take another network and another port, one a rank. Computation is free.
 """
 
 from __future__ import annotations
@@ -36,12 +37,23 @@ class _Message:
     arrival: float
 
 
+@dataclass
+class _Port:
+    """Until when it sends, and until when it receives."""
+
+    out: float = 0.0
+    into: float = 0.0
+
+
 class _World:
     """Shared by the virtual ranks of one simulation: mailboxes, ports, and the baton."""
 
-    def __init__(self, size: int, network: Network) -> None:
+    def __init__(self, size: int, network: Network, ranks_per_node: int, inside: Network) -> None:
         self.size = size
         self.network = network
+        self.inside = inside
+        self.ranks_per_node = ranks_per_node
+        self.ports = {node: _Port() for node in range(-(-size // ranks_per_node))}
         self.mail: dict[tuple[int, int], deque[_Message]] = {}
         self.batons = [threading.Semaphore(0) for _ in range(size)]
         self.ready: deque[int] = deque(range(size))
@@ -101,17 +113,26 @@ class SimTransport(Transport):
         super().__init__(rank, world.size)
         self._world = world
         self._clock = 0.0
-        self._port_out = 0.0
-        self._port_in = 0.0
+        self._left = 0.0  # when the last message sent has left its port
+        self._inner = _Port()
 
     def now(self) -> float:
         return self._clock
 
     def _send(self, destination: int, buffer: Buffer) -> None:
-        network = self._world.network
-        start = max(self._clock, self._port_out)
-        self._port_out = start + network.beta * buffer.size
-        self._world.deliver(self.rank, destination, _Message(buffer, self._port_out + network.alpha))
+        network, port = self._way(destination)
+        port.out = max(self._clock, port.out) + network.beta * buffer.size
+        self._left = max(self._left, port.out)
+        self._world.deliver(self.rank, destination, _Message(buffer, port.out + network.alpha))
+
+    def _way(self, peer: int) -> tuple[Network, _Port]:
+        world = self._world
+        if peer // world.ranks_per_node == self.node():
+            return world.inside, self._inner
+        return world.network, world.ports[self.node()]
+
+    def node(self) -> int:
+        return self.rank // self._world.ranks_per_node
 
     def _receive(self, source: int) -> _Pending:
         return _Pending(self, source)
@@ -119,13 +140,13 @@ class SimTransport(Transport):
     def _take(self, source: int) -> Buffer:
         self._world.wait_for(self.rank, source)
         message = self._world.mail[source, self.rank].popleft()
-        transfer = self._world.network.beta * message.buffer.size
-        self._port_in = max(message.arrival, self._port_in + transfer)
-        self._clock = max(self._clock, self._port_in)
+        network, port = self._way(source)
+        port.into = max(message.arrival, port.into + network.beta * message.buffer.size)
+        self._clock = max(self._clock, port.into)
         return message.buffer
 
     def flush(self) -> None:
-        self._clock = max(self._clock, self._port_out)
+        self._clock = max(self._clock, self._left)
 
 
 class SimComm:
@@ -168,13 +189,21 @@ class Simulation:
     seconds: float
 
 
-def simulate(P: int, fn: Callable[[SimComm], Any], network: Network | None = None) -> Simulation:
+def simulate(
+    P: int,
+    fn: Callable[[SimComm], Any],
+    network: Network | None = None,
+    ranks_per_node: int = 1,
+    inside: Network | None = None,
+) -> Simulation:
     """Run fn(comm) on P virtual ranks in this process; no MPI needed.
 
     Args:
         P: number of virtual ranks, at least 1 (1024 are fine).
         fn: the program of one rank; `comm` goes into `sparsecoll.allreduce`, `sparsecoll.traffic`, ...
-        network: seconds per message and per byte; default 50 us and 1 Gb/s.
+        network: seconds per message and per byte between nodes; default 50 us and 1 Gb/s.
+        ranks_per_node: ranks 0 .. r-1 are on the first node, and so on; they share its port.
+        inside: the network inside a node; default 1 us and 10 GB/s.
 
     Raises:
         DeadlockError: all ranks wait; the text says who waits for whom.
@@ -185,7 +214,9 @@ def simulate(P: int, fn: Callable[[SimComm], Any], network: Network | None = Non
     """
     if P < 1:
         raise ValueError(f"P: expected at least 1, got {P}")
-    world = _World(P, network or Network())
+    if ranks_per_node < 1:
+        raise ValueError(f"ranks_per_node: expected at least 1, got {ranks_per_node}")
+    world = _World(P, network or Network(), ranks_per_node, inside or Network(1e-6, 1e-10))
     transports = [SimTransport(world, rank) for rank in range(P)]
     results: list[Any] = [None] * P
 

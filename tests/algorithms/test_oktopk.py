@@ -2,34 +2,12 @@
 
 import numpy as np
 import pytest
+from cases import SUPPORTS, support
 
 import sparsecoll
 from sparsecoll import OkTopk, SparseVector, simulate
 
 LENGTH = 400_000
-
-
-def support(name, rank, P, k, rng, n=LENGTH):
-    """Positions of k entries of one rank."""
-    if name == "random":
-        return np.sort(rng.choice(n, k, replace=False))
-    if name == "same":
-        return np.sort(np.random.default_rng(5).choice(n, k, replace=False))
-    if name == "disjoint":
-        return rank * (n // P) + np.sort(rng.choice(n // P, min(k, n // P), replace=False))
-    if name == "crossed":
-        return support("disjoint", P - 1 - rank, P, k, rng, n)
-    if name == "one_region":
-        return n - 2 * k + np.sort(rng.choice(2 * k, k, replace=False))
-    if name == "skewed":
-        return np.unique((n * rng.random(2 * k) ** 4).astype(np.int64))[:k]
-    if name == "one_rank":
-        return support("random", rank, P, k if rank == 0 else 0, rng, n)
-    assert name == "nnz_below_P"
-    return support("random", rank, P, min(k, 2), rng, n)
-
-
-SUPPORTS = ["random", "same", "disjoint", "crossed", "one_region", "skewed", "one_rank", "nnz_below_P"]
 
 
 def words_received(name, P, k, n=LENGTH, values="spread", **options):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from sparsecoll import CommunicationError, simulate
-from sparsecoll.transport.collectives import _separated, allgather, allgatherv, broadcast, sum_counts
+from sparsecoll.transport.collectives import allgather, allgatherv, broadcast, separated, sum_counts
 
 RANKS = [1, 2, 3, 4, 5, 6, 7, 8, 12, 13, 16]
 
@@ -60,4 +60,4 @@ def test_broadcast(P):
 def test_damaged_concatenations_raise():
     for message in ([], [1] * 7, [255] * 16, [4, *[0] * 7, 1, 2, 3]):
         with pytest.raises(CommunicationError, match="do not hold"):
-            _separated(np.array(message, np.uint8), 1)
+            separated(np.array(message, np.uint8), 1)

@@ -1,0 +1,69 @@
+"""gTopk (Shi and others, "A Distributed Synchronous SGD Algorithm with Global Top-k Sparsification", ICDCS 2019)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sparsecoll import formats
+from sparsecoll.algorithms.base import Algorithm, Reduction, check_order, less
+from sparsecoll.transport.base import Transport
+from sparsecoll.transport.collectives import joined, separated
+from sparsecoll.vector import SparseVector, accumulator
+
+
+@dataclass
+class GTopk(Algorithm):
+    """Approximate top k of the sum: partial sums are cut to their k largest at every level of a tree. Any P.
+
+    1. Reduction tree (binomial, root 0): a rank merges the partial sum of rank + 2^t into its own and keeps the top k.
+    2. Broadcast tree: the root's k entries go back along the same edges, and with them one bit for each entry that came
+       up that edge: whether it is part of the result, or was cut on the way.
+    3. contributed = the own entries that were cut nowhere. An index can be in the result without this rank's share of
+       it, so the result's indices alone would lose mass.
+
+    Volume: at most 4k log2 P words through the root (2k a level, in and out), 2 ceil(log2 P) messages, one an edge and
+    direction (Ok-Topk, Table 1, gTopk); k/32 words for the bits. Memory: k entries a level.
+
+    Raises:
+        ValueError: on every rank, if NaN (which has no order) arises in a sum.
+    """
+
+    name = "gtopk"
+    semantics = "approximate_top_k"
+
+    def __call__(self, transport: Transport, x: SparseVector, k: int) -> Reduction:
+        with transport.phase("reduce"):
+            partial, merges = self._reduce(transport, x.top(k), k)
+        with transport.phase("broadcast"):
+            arriving = transport.rounded(partial if transport.rank else partial.astype(x.dtype))
+            lost = partial.rounding_error(arriving)
+            if transport.rank == 0:
+                value, alive = arriving, arriving
+                message = transport.encode(value)
+            else:
+                parent = transport.rank & (transport.rank - 1)
+                transport.send(parent, transport.encode(arriving))
+                message, bits = separated(transport.receive(parent), 2)
+                value = formats.decode(message, x.length).astype(x.dtype)
+                alive = arriving.members(bits)
+            lost = lost.intersect(alive)
+            for child, before, theirs in reversed(merges):
+                transport.send(child, joined([message, theirs.membership(alive)]))
+                alive = before.intersect(alive)
+        return Reduction(check_order(value), less(x.intersect(alive), [lost]))
+
+    @staticmethod
+    def _reduce(
+        transport: Transport, x: SparseVector, k: int
+    ) -> tuple[SparseVector, list[tuple[int, SparseVector, SparseVector]]]:
+        """(this rank's partial sum; for each merge: the child, the own partial before, the child's)."""
+        partial = SparseVector.sum([x], accumulator(x.dtype))
+        merges, distance = [], 1
+        while distance < transport.size and not transport.rank & distance:
+            child = transport.rank + distance
+            if child < transport.size:
+                theirs = formats.decode(transport.receive(child), x.length)
+                merges.append((child, partial, theirs))
+                partial = SparseVector.sum([partial, theirs], partial.dtype).top(k)
+            distance *= 2
+        return partial, merges

@@ -1,0 +1,105 @@
+"""Hierarchical: any algorithm between nodes, one rank a node; inside a node vectors meet at that rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from sparsecoll import formats
+from sparsecoll.algorithms.base import Algorithm, Reduction, less
+from sparsecoll.formats import FORMATS
+from sparsecoll.select import Vector
+from sparsecoll.transport.base import Transport
+from sparsecoll.transport.collectives import joined, node_members, separated
+from sparsecoll.transport.group import GroupTransport
+from sparsecoll.vector import SparseVector, accumulator
+
+
+@dataclass
+class Hierarchical(Algorithm):
+    """What `inner` computes, with bytes between nodes that do not grow with the ranks per node.
+
+    1. Inside: every rank sends its entries to the first rank of its node (through the machine's memory; COO, since
+       coding costs more than sending there), which sums them in rank order.
+    2. Between: the first ranks run `inner` on the sums of their nodes.
+    3. Inside: the result goes to every rank of the node, and with it one bit for each entry it sent: whether that
+       contributed. What rounding or cutting took from the node's sum stays with the first rank.
+
+    Nodes are found by MPI_Comm_split_type(MPI_COMM_TYPE_SHARED) (`simulate` takes `ranks_per_node`).
+
+    Volume between nodes: inner's, with P the number of nodes and as k the entries of a node's sum (at most k times the
+    ranks of the node). Inside: 2k words into the first rank for each other one, and the result back. Memory: the
+    entries of a node.
+
+    Args:
+        inner: name or object of the algorithm between nodes.
+    """
+
+    name = "hierarchical"
+    semantics = "top_k_of_sum"  # of the default inner algorithm; an object has that of its own
+
+    inner: str | Algorithm = "oktopk"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        from sparsecoll.algorithms import resolve
+
+        self._between = resolve(self.inner)
+        vars(self).update(semantics=self._between.semantics, sends_sums=True)
+
+    def select(self, x: Vector, k: int, ranks: int = 1) -> SparseVector:
+        """As `inner` selects."""
+        return super().select(x, k) if self.selector is not None else self._between.select(x, k, ranks)
+
+    def __call__(self, transport: Transport, x: SparseVector, k: int) -> Reduction:
+        with transport.phase("nodes"):
+            nodes = node_members(transport)
+        mine = next(members for members in nodes if transport.rank in members)
+        if transport.rank != mine[0]:
+            return self._follow(transport, x, mine[0])
+        with transport.phase("inside"):
+            parts = [x, *(formats.decode(transport.receive(rank), x.length) for rank in mine[1:])]
+            total = SparseVector.sum(parts, accumulator(x.dtype))
+            entering = transport.rounded(total)
+        try:
+            group = GroupTransport(transport, [members[0] for members in nodes])
+            reduction = self._between(group, entering, k)
+        except ValueError as error:
+            self._spread(transport, mine, [np.empty(0, np.uint8), np.frombuffer(str(error).encode(), np.uint8)])
+            raise
+        value, contributed = (self._sparse(v) for v in (reduction.value, reduction.contributed))
+        with transport.phase("inside"):
+            message = FORMATS["coo"].encode(value.astype(x.dtype))
+            for rank, part in zip(mine[1:], parts[1:], strict=True):
+                transport.send(rank, joined([message, part.membership(contributed)]))
+        shares = total.intersect(contributed)
+        share = less(x.intersect(contributed), [shares, contributed.scaled(-1)])
+        return Reduction(value.astype(x.dtype), share)
+
+    @staticmethod
+    def _sparse(vector: Any) -> SparseVector:
+        return vector if isinstance(vector, SparseVector) else vector.to_sparse()
+
+    @staticmethod
+    def _spread(transport: Transport, members: list[int], blocks: list[formats.Buffer]) -> None:
+        for rank in members[1:]:
+            transport.send(rank, joined(blocks))
+
+    @staticmethod
+    def _follow(transport: Transport, x: SparseVector, first: int) -> Reduction:
+        """A rank that is not the first one of its node."""
+        with transport.phase("inside"):
+            transport.send(first, FORMATS["coo"].encode(x, transport.value_dtype))
+            message, bits = separated(transport.receive(first), 2)
+        if not message.size:
+            raise ValueError(bytes(bits).decode())
+        return Reduction(formats.decode(message, x.length), x.members(bits))
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"inner": self._between.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._between.load_state_dict(state["inner"])

@@ -1,0 +1,56 @@
+"""Where to cut the index space into P regions: even widths, averaged boundaries, or a histogram of all entries."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+
+from sparsecoll.algorithms.quantiles import quantiles
+from sparsecoll.transport.base import Transport
+from sparsecoll.transport.collectives import allgather, sum_counts
+from sparsecoll.vector import SparseVector
+
+HOW = ("histogram", "average", "even")
+
+
+def boundaries(transport: Transport, x: SparseVector, how: str) -> list[int]:
+    """P + 1 boundaries, the same on every rank.
+
+    "histogram": regions hold equal numbers of all ranks' entries together; right for every distribution. "average": the
+    mean of each rank's own equal cuts (Ok-Topk, section 3.1.1; DenseStream, section III.B.1); balances only similar
+    supports. "even": equal widths; nothing is sent.
+    """
+    size, length = transport.size, x.length
+    even = [length * j // size for j in range(size + 1)]
+    if how == "even" or size == 1:
+        return even
+    held = allgather(transport, np.array([x.nnz]))[:, 0].tolist()
+    if not any(held):
+        return even
+    if how == "average":
+        cuts = [int(x.indices[x.nnz * j // size]) if x.nnz else 0 for j in range(1, size)]
+        ranks_with_entries = sum(count > 0 for count in held)
+        total = sum_counts(transport, np.array(cuts, np.int64) // ranks_with_entries)
+        return [0, *total.tolist(), length]
+    total = sum(held)
+    targets = [total * j // size for j in range(1, size)]
+    slack = total // (100 * size) if size > 3 else 0  # for P <= 3 Ok-Topk's bound leaves nothing to waste
+    return [0, *(edge for edge, _ in quantiles(transport, x.indices, targets, length, total, slack)), length]
+
+
+def owners(transport: Transport, x: SparseVector, edges: list[int]) -> list[int]:
+    """A rank for each region: each asks for the one that it holds most of; whoever holds more goes first."""
+    holds = np.array([b - a for a, b in pairwise(x.count_below(edges).tolist())])
+    wish = int(holds.argmax())
+    wishes = allgather(transport, np.array([wish, holds[wish]])).tolist()
+    owner = [-1] * transport.size
+    without = []
+    for rank in sorted(range(transport.size), key=lambda r: (-wishes[r][1], r)):
+        region = wishes[rank][0]
+        if owner[region] < 0:
+            owner[region] = rank
+        else:
+            without.append(rank)
+    spare = iter(sorted(without))
+    return [rank if rank >= 0 else next(spare) for rank in owner]

@@ -1,0 +1,173 @@
+"""SparCML (Renggli and others, "SparCML: High-Performance Sparse Communication for Machine Learning", SC 2019)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from sparsecoll import formats, model
+from sparsecoll.algorithms import partition
+from sparsecoll.algorithms.base import Algorithm, Reduction, less
+from sparsecoll.formats import FORMATS, Auto, Buffer, Format, Quantized
+from sparsecoll.model import Network
+from sparsecoll.transport.base import Transport
+from sparsecoll.transport.collectives import allgatherv
+from sparsecoll.vector import SparseVector, accumulator
+
+VARIANTS = ("auto", "recursive_double", "split_allgather", "dynamic")
+
+
+@dataclass
+class SparCML(Algorithm):
+    """Exact sum, with three schedules for any P (section 5.3 of the paper).
+
+    "recursive_double" (SSAR_Recursive_double): in step t, ranks 2^t apart exchange their partial sums. Ranks beyond the
+    largest power of two hand their vector to a partner first and get the result from it.
+
+    "split_allgather" (SSAR_Split_allgather): each rank sends every other rank its part of that rank's region (equal
+    widths, P - 1 messages); the summed regions are gathered, as sparse streams.
+
+    "dynamic" (DSAR_Split_allgather): as split_allgather, but each region's stream goes dense as soon as that is smaller
+    (its fill has passed the break-even). The dense stream may be quantised to `bits` bits a value, rounded
+    stochastically; what that loses is no part of `contributed`.
+
+    "auto": the variant with the least time in the alpha-beta model, at the fill-in that uniform supports would have.
+
+    The static variants never send dense windows or bitmaps; messages are otherwise in the format asked for.
+
+    Volume in words of COO, K = entries of the sum: recursive_double between 2k log2 P and 2k(P-1);
+    split_allgather 2k(P-1)/P + 2K(P-1)/P, between 4k(P-1)/P and 2k(P-1)(1 + 1/P); dynamic at most (2k + n)(P-1)/P
+    (Ok-Topk, Table 1, TopkDSA). Messages: log2 P (and 2 where P is no power of two), or P - 1 + log2 P.
+    Memory: the entries.
+
+    Args:
+        variant: one of VARIANTS.
+        bits: 8, 4 or 2: quantise dense streams of "dynamic"; float32 and float64 only.
+        seed: of the stochastic rounding; a new one is derived for each call.
+        network: what "auto" assumes of the network.
+    """
+
+    name = "sparcml"
+    semantics = "exact_sum"
+
+    variant: str = "auto"
+    bits: int | None = None
+    seed: int = 0
+    network: Network = field(default_factory=Network)
+    _calls: int = field(default=0, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.variant not in VARIANTS:
+            raise ValueError(f"variant: expected one of {', '.join(VARIANTS)}, got {self.variant!r}")
+        if self.bits is not None and self.variant != "dynamic":
+            raise ValueError(f"bits: expected None unless variant='dynamic', got {self.bits} with {self.variant!r}")
+        if self.bits is not None:
+            Quantized(self.bits)
+
+    def __call__(self, transport: Transport, x: SparseVector, k: int) -> Reduction:
+        quantized = self._quantized(x)
+        self._calls += 1
+        variant = self._fastest(transport.size, x.length, k) if self.variant == "auto" else self.variant
+        if variant == "recursive_double":
+            return self._recursive_double(transport, x)
+        return self._split_allgather(transport, x, variant == "dynamic", quantized)
+
+    def _fastest(self, P: int, n: int, k: int) -> str:
+        times = model.sparcml_seconds(n, k, P, self.network)
+        return min(times, key=lambda variant: times[variant])
+
+    @staticmethod
+    def _static(form: Format) -> Format:
+        """The smaller of COO and packed for each message, if the caller left the choice to us."""
+        return Auto(choose=("coo", "packed")) if isinstance(form, Auto) else form
+
+    # SSAR_Recursive_double
+
+    def _recursive_double(self, transport: Transport, x: SparseVector) -> Reduction:
+        rank, size = transport.rank, transport.size
+        core = 1 << (size.bit_length() - 1)
+        form, dtype = self._static(transport.format), transport.value_dtype
+        lost: list[SparseVector] = []
+
+        def arriving(part: SparseVector, mine: bool) -> SparseVector:
+            rounded = transport.rounded(part)
+            if mine:
+                lost.append(part.rounding_error(rounded))
+            return rounded
+
+        with transport.phase("exchange"):
+            if rank >= core:
+                transport.send(rank - core, form.encode(x, dtype))
+                value = formats.decode(transport.receive(rank - core), x.length).astype(x.dtype)
+                return Reduction(value, x)
+            total = SparseVector.sum([x], accumulator(x.dtype))
+            if rank + core < size:
+                extra = formats.decode(transport.receive(rank + core), x.length)
+                total = SparseVector.sum([total, extra], total.dtype)
+            distance = 1
+            while distance < core:
+                partner = rank ^ distance
+                sent = arriving(total, mine=rank % distance == 0)  # `distance` ranks have this sum: the first one pays
+                transport.send(partner, form.encode(sent, dtype))
+                theirs = formats.decode(transport.receive(partner), x.length)
+                pair = [sent, theirs] if rank < partner else [theirs, sent]
+                total = SparseVector.sum(pair, total.dtype)
+                distance *= 2
+            value = total.astype(x.dtype)
+            if size > core:  # some ranks get the result as a message: all take what arrives there
+                value = arriving(value, mine=rank == 0)
+            if rank + core < size:
+                transport.send(rank + core, form.encode(value, dtype))
+        return Reduction(value, less(x, lost))
+
+    # SSAR_Split_allgather, DSAR_Split_allgather
+
+    def _split_allgather(
+        self, transport: Transport, x: SparseVector, dynamic: bool, quantized: Format | None
+    ) -> Reduction:
+        rank, size = transport.rank, transport.size
+        sparse = self._static(transport.format)
+        with transport.phase("split"):
+            regions = x.split(partition.boundaries(transport, x, "even"))
+            for step in range(1, size):
+                to = (rank + step) % size
+                transport.send(to, self._encoded(transport, regions[to], sparse, dynamic))
+            parts = [
+                regions[rank] if source == rank else formats.decode(transport.receive(source), x.length)
+                for source in range(size)
+            ]
+            total = SparseVector.sum(parts, accumulator(x.dtype))
+        with transport.phase("gather"):
+            message = self._encoded(transport, total.astype(x.dtype), sparse, dynamic, quantized)
+            mine = formats.decode(message, x.length)
+            blocks = allgatherv(transport, message)
+            value = SparseVector.concatenate([formats.decode(block, x.length).astype(x.dtype) for block in blocks])
+        lost = SparseVector.sum([total, mine.astype(total.dtype).scaled(-1)], total.dtype)
+        return Reduction(value, less(x, [lost.at_least(5e-324)]))
+
+    def _quantized(self, x: SparseVector) -> Format | None:
+        if self.bits is None:
+            return None
+        if x.dtype.name not in ("float32", "float64"):
+            raise ValueError(f"bits: expected None for {x.dtype}, got {self.bits}")
+        return Quantized(self.bits, seed=self.seed + self._calls)
+
+    @staticmethod
+    def _encoded(
+        transport: Transport, part: SparseVector, sparse: Format, dynamic: bool, quantized: Format | None = None
+    ) -> Buffer:
+        """The stream as it is sent: sparse, or from the break-even on dense."""
+        if not dynamic:
+            return sparse.encode(part, transport.value_dtype)
+        dense = quantized or FORMATS["dense"]
+        return min(sparse, dense, key=lambda form: form.size(part, transport.value_dtype)).encode(
+            part, transport.value_dtype
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"calls": self._calls}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._calls = state["calls"]

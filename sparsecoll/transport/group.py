@@ -1,0 +1,38 @@
+"""Some ranks of a transport as a transport of their own: no new communicator, the same channels and counters."""
+
+from __future__ import annotations
+
+from sparsecoll.formats import Buffer
+from sparsecoll.transport.base import PendingReceive, Transport
+
+
+class GroupTransport(Transport):
+    """Ranks `members` of `parent`, renumbered 0, 1, ...; this rank must be among them.
+
+    Sends and receives go over the parent's channels and are counted there, in the parent's current phase.
+    """
+
+    def __init__(self, parent: Transport, members: list[int]) -> None:
+        super().__init__(members.index(parent.rank), len(members))
+        self.parent = parent
+        self.members = members
+        self.traffic, self.timeout = parent.traffic, parent.timeout
+        self.format, self.value_dtype = parent.format, parent.value_dtype
+
+    def now(self) -> float:
+        return self.parent.now()
+
+    def _send(self, destination: int, buffer: Buffer) -> None:
+        self.parent._send(self.members[destination], buffer)
+
+    def _receive(self, source: int) -> PendingReceive:
+        return self.parent._receive(self.members[source])
+
+    def flush(self) -> None:
+        self.parent.flush()
+
+    def progress(self) -> None:
+        self.parent.progress()
+
+    def node(self) -> int:
+        return self.parent.node()

@@ -1,0 +1,70 @@
+"""DenseStream allreduce: equation (6), 2 ceil(log2 P) messages for any P, blocks on the wire, balanced split."""
+
+import numpy as np
+import pytest
+from cases import SUPPORTS
+from volume import HEADER_WORDS, measure
+
+import sparsecoll
+from sparsecoll import DenseStream, SparseVector, formats, model, simulate
+
+
+@pytest.mark.parametrize("P", [2, 3, 4, 5, 7, 8, 16, 33, 64])
+@pytest.mark.parametrize("name", SUPPORTS)
+def test_volume_and_rounds(name, P):
+    k = 2000
+    volume = measure(DenseStream, name, P, k)
+    lower, upper = model.densestream_words(k, P)
+    assert volume.messages == 2 * model.rounds(P)
+    assert volume.received <= upper + 2 * HEADER_WORDS * P
+    if name == "same":  # indices overlap fully: the lower bound of equation (6), where regions are equal
+        assert lower * 0.99 <= volume.received <= lower * 1.01 + 2 * HEADER_WORDS * P
+
+
+def test_histogram_boundaries_balance_what_averaged_ones_do_not():
+    """Disjoint supports: with averaged boundaries the outer regions get nearly everything."""
+    k, P = 4000, 16
+    averaged = measure(DenseStream, "disjoint", P, k)
+    balanced = measure(lambda: DenseStream(repartition="histogram"), "disjoint", P, k)
+    assert balanced.received < 0.9 * averaged.received
+
+
+def test_blocks_travel_unless_another_format_is_asked_for():
+    def program(comm, format):
+        rng = np.random.default_rng(7)
+        x = (
+            SparseVector(np.flatnonzero(rng.random(50_000) < 0.3), np.ones(15_000, np.float32)[:0], 50_000)
+            if 0
+            else None
+        )
+        places = np.flatnonzero(rng.random(50_000) < 0.3)
+        x = SparseVector(places, np.ones(places.size, np.float32), 50_000)
+        y = sparsecoll.allreduce(comm, x, "densestream", format=format, return_reduction=True)
+        return y.traffic.bytes_received
+
+    received = {
+        name: max(simulate(4, lambda comm, f=form: program(comm, f)).results)
+        for name, form in (("own", "auto"), ("blocks", "densestream"), ("coo", "coo"), ("smallest", formats.Auto()))
+    }
+    assert received["own"] == received["blocks"] < received["coo"]
+    assert received["smallest"] < received["own"]
+
+
+def test_algorithm_2_is_one_call():
+    """Select, split, reduce, gather, and the residual: gradients in equal results and residuals out."""
+
+    def program(comm):
+        residual = sparsecoll.Residual(5000, np.float64)
+        gradient = np.random.default_rng(comm.rank).standard_normal(5000)
+        acc = residual.compensate(gradient)
+        y = sparsecoll.allreduce(comm, acc.values, "densestream", density=0.01, return_reduction=True)
+        residual.update(y.contributed)
+        return gradient, residual.array.copy(), y.value.to_dense()
+
+    rows = simulate(6, program).results
+    np.testing.assert_allclose(sum(r[0] for r in rows), sum(r[1] for r in rows) + rows[0][2], atol=1e-12)
+
+
+def test_bad_option():
+    with pytest.raises(ValueError, match=r"repartition: expected one of histogram, average, even, got 'equal'"):
+        DenseStream(repartition="equal")

@@ -1,0 +1,99 @@
+"""Hierarchical: the result of the inner algorithm, and bytes between nodes that do not grow with ranks per node."""
+
+import numpy as np
+import pytest
+from cases import DISTRIBUTIONS, case, oracle, same_bits
+
+import sparsecoll
+from sparsecoll import ALGORITHMS, Hierarchical, SparseVector, simulate
+
+INNER = [name for name in ALGORITHMS if name != "hierarchical"]
+
+
+@pytest.mark.parametrize(("P", "ranks_per_node"), [(1, 1), (4, 2), (5, 2), (6, 3), (7, 7), (8, 4), (12, 4)])
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+@pytest.mark.parametrize("inner", INNER)
+def test_any_inner_algorithm(inner, name, P, ranks_per_node):
+    inputs = [case(name, rank, P) for rank in range(P)]
+    results = simulate(
+        P,
+        lambda comm: sparsecoll.allreduce(comm, inputs[comm.rank], Hierarchical(inner=inner), return_reduction=True),
+        ranks_per_node=ranks_per_node,
+    ).results
+    assert all(same_bits(results[0].value, r.value) for r in results)
+    entered = sum(r.contributed.to_dense() for r in results)
+    np.testing.assert_array_equal(entered, results[0].value.to_dense())
+    if ALGORITHMS[inner].semantics != "approximate_top_k":
+        np.testing.assert_array_equal(entered, oracle(inputs, inner, max(x.nnz for x in inputs)))
+
+
+@pytest.mark.parametrize("value_dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("inner", INNER)
+def test_rounding_on_the_wire_is_conserved(inner, value_dtype):
+    def program(comm):
+        rng = np.random.default_rng(comm.rank)
+        places = np.sort(rng.choice(400, 80, replace=False))
+        x = SparseVector(places, (rng.integers(-(2**14), 2**14, 80) / 512).astype(np.float32), 400)
+        return sparsecoll.allreduce(
+            comm, x, Hierarchical(inner=inner), k=60, value_dtype=value_dtype, return_reduction=True
+        )
+
+    results = simulate(6, program, ranks_per_node=2).results
+    assert all(same_bits(results[0].value, r.value) for r in results)
+    entered = sum(r.contributed.to_dense().astype(np.float64) for r in results)
+    np.testing.assert_array_equal(entered, results[0].value.to_dense())
+
+
+@pytest.mark.parametrize("inner", ["oktopk", "allgather", "gtopk"])
+def test_bytes_between_nodes_do_not_grow_with_ranks_per_node(inner):
+    """Ranks of a node with the same support (data parallel ranks see similar gradients)."""
+
+    def between(ranks_per_node):
+        def program(comm):
+            rng = np.random.default_rng(comm.rank // ranks_per_node)
+            x = SparseVector(np.sort(rng.choice(50_000, 1000, replace=False)), np.ones(1000, np.float32), 50_000)
+            y = sparsecoll.allreduce(comm, x, Hierarchical(inner=inner), return_reduction=True)
+            return sum(c.bytes_received for name, c in y.traffic.phases.items() if name not in ("inside", "agree"))
+
+        return max(simulate(4 * ranks_per_node, program, ranks_per_node=ranks_per_node).results)
+
+    assert between(1) * 1.05 >= between(2) >= between(8) * 0.95
+
+
+def test_time_on_nodes_of_eight_ranks():
+    """The flat algorithm sends eight times through each node's port."""
+
+    def program(comm, algo):
+        rng = np.random.default_rng(comm.rank // 8)
+        x = SparseVector(np.sort(rng.choice(500_000, 10_000, replace=False)), np.ones(10_000, np.float32), 500_000)
+        sparsecoll.allreduce(comm, x, algo)
+
+    flat, nodes = (
+        simulate(32, lambda comm, a=algo: program(comm, a), ranks_per_node=8).seconds
+        for algo in ("allgather", Hierarchical(inner="allgather"))
+    )
+    assert nodes < 0.4 * flat
+
+
+def test_an_error_between_nodes_reaches_every_rank():
+    def program(comm):
+        x = SparseVector([1], np.array([np.inf if comm.rank // 2 % 2 else -np.inf]), 9)
+        with pytest.raises(ValueError, match="got NaN"):
+            sparsecoll.allreduce(comm, x, "hierarchical")
+        return sparsecoll.allreduce(comm, SparseVector([2], np.ones(1), 9), "hierarchical").values[0]
+
+    assert simulate(8, program, ranks_per_node=2).results == [8.0] * 8
+
+
+def test_state_and_options():
+    algorithm = Hierarchical(inner=sparsecoll.OkTopk(tau_prime=4), k=5)
+    x = np.random.default_rng(0).standard_normal(1000)
+    simulate(1, lambda comm: sparsecoll.allreduce(comm, x, algorithm))
+    other = Hierarchical(inner=sparsecoll.OkTopk(tau_prime=4), k=5)
+    other.load_state_dict(algorithm.state_dict())
+    assert other.state_dict() == algorithm.state_dict() and algorithm.state_dict()["inner"]["calls"] == 1
+    assert Hierarchical(inner="allgather").semantics == "exact_sum"
+    with pytest.raises(ValueError, match="algo: expected one of"):
+        Hierarchical(inner="none")
+    with pytest.raises(ValueError, match="ranks_per_node: expected at least 1"):
+        simulate(2, lambda comm: None, ranks_per_node=0)

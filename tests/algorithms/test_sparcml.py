@@ -1,0 +1,149 @@
+"""SparCML: three schedules, their volume and messages, the switch to dense streams, quantised streams."""
+
+import numpy as np
+import pytest
+from cases import DISTRIBUTIONS, RANKS, SUPPORTS, case, oracle, same_bits
+from volume import HEADER_WORDS, measure
+
+import sparsecoll
+from sparsecoll import Network, SparCML, SparseVector, model, simulate
+
+VARIANTS = ["recursive_double", "split_allgather", "dynamic"]
+
+
+@pytest.mark.parametrize("P", RANKS)
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_variant_is_exact(variant, name, P):
+    inputs = [case(name, rank, P) for rank in range(P)]
+    results = simulate(
+        P, lambda comm: sparsecoll.allreduce(comm, inputs[comm.rank], SparCML(variant=variant), return_reduction=True)
+    ).results
+    expected = oracle(inputs, "sparcml", 0)
+    assert all(same_bits(results[0].value, r.value) for r in results)
+    np.testing.assert_array_equal(results[0].value.to_dense(), expected)
+    np.testing.assert_array_equal(sum(r.contributed.to_dense() for r in results), expected)
+
+
+@pytest.mark.parametrize("value_dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("P", [3, 4, 6, 8])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_variant_conserves_what_rounding_takes(variant, P, value_dtype):
+    def program(comm):
+        rng = np.random.default_rng(comm.rank)
+        places = np.sort(rng.choice(500, 200, replace=False))
+        x = SparseVector(places, (rng.integers(-(2**14), 2**14, 200) / 512).astype(np.float32), 500)
+        return sparsecoll.allreduce(comm, x, SparCML(variant=variant), value_dtype=value_dtype, return_reduction=True)
+
+    results = simulate(P, program).results
+    assert all(same_bits(results[0].value, r.value) for r in results)
+    entered = sum(r.contributed.to_dense().astype(np.float64) for r in results)
+    np.testing.assert_array_equal(entered, results[0].value.to_dense())
+
+
+@pytest.mark.parametrize("P", [2, 3, 4, 8, 16, 33])
+@pytest.mark.parametrize("name", SUPPORTS)
+def test_volume_of_split_and_gather(name, P):
+    k, n = 2000, 400_000
+    for variant in ("split_allgather", "dynamic"):
+        volume = measure(lambda v=variant: SparCML(variant=v), name, P, k, n)
+        headers = 2 * HEADER_WORDS * P
+        if variant == "dynamic":
+            assert volume.received <= model.sparcml_words(n, P * k, P)[1] + headers  # a region can get all P*k entries
+        assert volume.received <= 2 * k * (P - 1) + 2 * volume.nnz + headers
+        assert volume.messages == P - 1 + model.rounds(P)
+    if name == "same":
+        spread = measure(lambda: SparCML(variant="split_allgather"), name, P, k, n)
+        assert spread.received >= 0.9 * model.sparcml_words(n, k, P)[0]
+
+
+@pytest.mark.parametrize("P", [2, 4, 8, 16, 64])
+def test_volume_of_recursive_doubling(P):
+    k = 2000
+    for name, words in (("same", 2 * k * model.rounds(P)), ("disjoint", 2 * k * (P - 1))):
+        volume = measure(lambda: SparCML(variant="recursive_double"), name, P, k)
+        assert words * 0.99 <= volume.received <= words + HEADER_WORDS * model.rounds(P)
+        assert volume.messages == model.rounds(P)
+
+
+def test_streams_go_dense_past_the_break_even():
+    """Half-full regions: 8 bytes an entry for COO, 4 a coordinate for the dense stream; a few entries stay sparse."""
+
+    def received(variant, density):
+        def program(comm):
+            rng = np.random.default_rng(comm.rank)
+            places = np.flatnonzero(rng.random(20_000) < density)
+            x = SparseVector(places, np.ones(places.size, np.float32), 20_000)
+            y = sparsecoll.allreduce(comm, x, SparCML(variant=variant), format="coo", return_reduction=True)
+            return y.traffic.phases["gather"].bytes_received
+
+        return max(simulate(8, program).results)
+
+    assert received("dynamic", 0.3) < 0.6 * received("split_allgather", 0.3)
+    assert received("dynamic", 0.01) == received("split_allgather", 0.01)
+    assert received("dynamic", 0.3) <= 4 * 20_000 * 7 / 8 + 8 * 32 + 200
+
+
+def test_each_region_decides_by_itself():
+    def program(comm):
+        full = np.arange(5000)
+        thin = 5000 + np.arange(0, 5000, 50)
+        x = SparseVector(np.concatenate([full, thin]), np.ones(5100, np.float32), 10_000)
+        y = sparsecoll.allreduce(comm, x, SparCML(variant="dynamic"), format="coo", return_reduction=True)
+        return y.traffic.phases["gather"].bytes_received
+
+    dense, sparse = 24 + 4 * 5000, 16 + 8 * 100
+    received = simulate(2, program).results
+    assert abs(received[1] - dense) < 16 and abs(received[0] - sparse) < 16
+
+
+@pytest.mark.parametrize("bits", [8, 4, 2])
+def test_quantised_streams(bits):
+    """Fewer bytes, the same bits on all ranks, and what quantisation takes stays with the owner of the region."""
+
+    def program(comm, bits):
+        rng = np.random.default_rng(comm.rank)
+        x = SparseVector(np.arange(4096), rng.standard_normal(4096).astype(np.float32), 4096)
+        algorithm = SparCML(variant="dynamic", bits=bits, seed=5)
+        first, second = (sparsecoll.allreduce(comm, x, algorithm, return_reduction=True) for _ in range(2))
+        return first, second, x
+
+    rows = simulate(4, lambda comm: program(comm, bits)).results
+    plain = simulate(4, lambda comm: program(comm, None)).results
+    for number in (0, 1):
+        assert all(same_bits(rows[0][number].value, row[number].value) for row in rows)
+        entered = sum(row[number].contributed.to_dense().astype(np.float64) for row in rows)
+        np.testing.assert_allclose(entered, rows[0][number].value.to_dense(), atol=1e-5)
+    assert (rows[0][0].value.to_dense() != rows[0][1].value.to_dense()).any()  # every call is rounded anew
+    gathered = [r[0][0].traffic.phases["gather"].bytes_received for r in (rows, plain)]
+    assert gathered[0] < gathered[1] * bits / 32 + 3 * (40 + 4 * 3 + 16)
+
+
+def test_auto_follows_the_model():
+    """Few entries: few messages win. Many: split and gather. Filled in: dense streams."""
+    network = Network(alpha=1e-6)
+    sizes = {"few": 500, "many": 40_000, "full": 300_000}
+    times = {name: model.sparcml_seconds(10**6, k, 16, network) for name, k in sizes.items()}
+    best = {name: min(seconds, key=seconds.get) for name, seconds in times.items()}
+    assert best == {"few": "recursive_double", "many": "split_allgather", "full": "dynamic"}
+    for k, phase in ((3, "exchange"), (4000, "split")):
+
+        def program(comm, k=k):
+            x = np.random.default_rng(comm.rank).standard_normal(100_000).astype(np.float32)
+            y = sparsecoll.allreduce(comm, x, SparCML(network=network), k=k, return_reduction=True)
+            return y.traffic.phases
+
+        assert phase in simulate(16, program).results[0]
+
+
+def test_bad_options():
+    for options, text in (
+        ({"variant": "static"}, "variant: expected one of"),
+        ({"bits": 4}, "bits: expected None unless variant='dynamic'"),
+        ({"bits": 5, "variant": "dynamic"}, "bits: expected 8, 4 or 2"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            SparCML(**options)
+    with pytest.raises(ValueError, match="bits: expected None for int32"):
+        x = SparseVector([1], np.ones(1, np.int32), 4)
+        simulate(2, lambda comm: sparsecoll.allreduce(comm, x, SparCML(variant="dynamic", bits=8)))
