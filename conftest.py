@@ -8,4 +8,6 @@ import sparsecoll
 
 @pytest.fixture(autouse=True)
 def names(doctest_namespace):
-    doctest_namespace.update(np=np, sparsecoll=sparsecoll, TopK=sparsecoll.select.TopK)
+    doctest_namespace.update(
+        np=np, sparsecoll=sparsecoll, TopK=sparsecoll.select.TopK, iallreduce=sparsecoll.iallreduce
+    )

@@ -25,10 +25,12 @@ from sparsecoll.algorithms import (
 )
 from sparsecoll.api import allreduce, traffic
 from sparsecoll.errors import CommunicationError
-from sparsecoll.model import Network
+from sparsecoll.model import Network, Tuning
+from sparsecoll.progress import Request, iallreduce
 from sparsecoll.residual import Residual
 from sparsecoll.traffic import Traffic
 from sparsecoll.transport import DeadlockError, Simulation, simulate
+from sparsecoll.tune import tune
 from sparsecoll.vector import DenseVector, SparseVector
 
 __all__ = [
@@ -46,16 +48,20 @@ __all__ = [
     "Network",
     "OkTopk",
     "Reduction",
+    "Request",
     "Residual",
     "Simulation",
     "SparCML",
     "SparDL",
     "SparseVector",
     "Traffic",
+    "Tuning",
     "__version__",
     "allreduce",
     "formats",
+    "iallreduce",
     "select",
     "simulate",
     "traffic",
+    "tune",
 ]

@@ -111,6 +111,23 @@ def reduce(
     Returns:
         The algorithm's Reduction; its value may be a DenseVector.
     """
+
+    def call() -> Reduction:
+        return _reduce(transport, prepare, k, density, format, value_dtype, op, timeout)
+
+    return call() if transport.worker is None else transport.worker.in_order(call)  # type: ignore[no-any-return]
+
+
+def _reduce(
+    transport: Transport,
+    prepare: Callable[[], tuple[Vector, Algorithm]],
+    k: int | None,
+    density: float | None,
+    format: str | Format,
+    value_dtype: str | None,
+    op: str,
+    timeout: float | None,
+) -> Reduction:
     before, start = transport.traffic.copy(), transport.now()
     transport.timeout = timeout
     error: Exception | None = None

@@ -16,9 +16,9 @@ LAYERS = [  # a module may import from its own layer's packages and from layers 
     {"vector"},
     {"formats", "select", "residual"},
     {"transport"},
-    {"algorithms", "agreement"},
-    {"api", "convert"},
-    {"torch"},
+    {"algorithms", "agreement", "tune"},
+    {"api", "convert", "progress"},
+    {"torch", "__main__"},
 ]
 HOMES = {
     "mpi4py": {"transport/mpi.py"},

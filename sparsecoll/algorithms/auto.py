@@ -1,29 +1,112 @@
-"""Auto: the exact-sum algorithm that the closed forms of `model` say moves the fewest words."""
+"""Auto: the algorithm that is predicted to be the fastest on this communicator."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
 
-from sparsecoll import model
+from sparsecoll import formats, model
 from sparsecoll.algorithms.allgather import Allgather
-from sparsecoll.algorithms.base import Algorithm, Reduction
+from sparsecoll.algorithms.base import Algorithm, Reduction, check_order
 from sparsecoll.algorithms.dense import Dense
+from sparsecoll.algorithms.densestream import DenseStream
+from sparsecoll.algorithms.oktopk import OkTopk
+from sparsecoll.algorithms.sparcml import SparCML
+from sparsecoll.formats import FORMATS
+from sparsecoll.model import Shape, Tuning
 from sparsecoll.transport.base import Transport
+from sparsecoll.tune import tuning_of
 from sparsecoll.vector import SparseVector
+
+WANTED = ("exact_sum", "top_k_of_sum")
 
 
 @dataclass
 class Auto(Algorithm):
-    """Exact sum. `allgather` while 2k(P-1) words are below the dense 2n(P-1)/P, that is kP < n; else `dense`.
+    """Chooses before every call, by `model`, among the algorithms with the semantics wanted, and the format with them.
 
-    Every rank sees the same k, n and P, so all choose alike.
+    1. Once a communicator: measure alpha, beta and the kernels (`sparsecoll.tune`), or take a saved measurement.
+    2. Predict dense, allgather, recursive doubling, split and dynamic gather (`sparcml`), and recursive halving
+       (`densestream` with even regions); for "top_k_of_sum" also `oktopk`, whose competitors' sums are cut afterwards.
+    3. Call the fastest. If the caller left the format open, messages take the one with the least time to code and send.
+
+    Sizes of sums are predicted as if supports were uniform; an object learns from each result how much supports
+    overlap and how unevenly entries lie. All ranks know the same numbers, so all choose alike. Dense is among the
+    choices: where sparse cannot win it is not used.
+
+    Args:
+        want: "exact_sum", or "top_k_of_sum" for Topk(sum of Topk).
+        tuning: what to predict with; None: measured on the first call, or the file that SPARSECOLL_TUNING names.
     """
 
     name = "auto"
     semantics = "exact_sum"
 
+    want: str = "exact_sum"
+    tuning: Tuning | None = None
+    _reach: float = field(default=1.0, init=False, repr=False)  # as a share of n
+    _skew: float = field(default=1.0, init=False, repr=False)
+    _oktopk: OkTopk = field(default_factory=OkTopk, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.want not in WANTED:
+            raise ValueError(f"want: expected one of {', '.join(WANTED)}, got {self.want!r}")
+        vars(self)["semantics"] = self.want
+
+    def predictions(self, n: int, k: int, P: int, tuning: Tuning, value_bytes: int = 4) -> dict[str, float]:
+        """Seconds by name."""
+        shape = Shape(n, k, P, value_bytes, max(self._reach * n, k), self._skew)
+        seconds = model.exact_seconds(shape, tuning)
+        if self.want == "top_k_of_sum":
+            seconds["oktopk"] = model.oktopk_seconds(shape, tuning)
+        return seconds
+
     def __call__(self, transport: Transport, x: SparseVector, k: int) -> Reduction:
-        P = transport.size
-        sparse_wins = model.allgather_words(k, P) <= model.dense_words(x.length, P)
-        chosen: Algorithm = Allgather() if sparse_wins else Dense()
-        return chosen(transport, x, k)
+        tuning = self.tuning or tuning_of(transport)
+        width = formats.wire_dtype(x.dtype, transport.value_dtype).stored.itemsize
+        seconds = self.predictions(x.length, k, transport.size, tuning, width)
+        chosen = min(seconds, key=lambda name: seconds[name])
+        if transport.format is FORMATS["auto"]:
+            transport.format = formats.Auto(beta=tuning.beta) if tuning.code else formats.Auto()
+        reduction = self._algorithm(chosen)(transport, x, k)
+        if chosen == "oktopk":
+            return reduction
+        return self._finished(reduction, x, k, transport.size)
+
+    def _algorithm(self, name: str) -> Algorithm:
+        made: dict[str, Algorithm] = {
+            "dense": Dense(),
+            "allgather": Allgather(),
+            "recursive_double": SparCML(variant="recursive_double"),
+            "dynamic": SparCML(variant="dynamic"),
+            "halving": DenseStream(repartition="even"),
+            "oktopk": self._oktopk,
+        }
+        return made[name]
+
+    def _finished(self, reduction: Reduction, x: SparseVector, k: int, P: int) -> Reduction:
+        """Learn from the sum; cut it to its top k if that is wanted."""
+        value = reduction.value if isinstance(reduction.value, SparseVector) else reduction.value.to_sparse()
+        if value.nnz and k and P > 1:
+            self._reach = model.reach(x.length, k, P, value.nnz) / x.length
+            edges = [x.length * j // P for j in range(P + 1)]
+            fullest = max(b - a for a, b in pairwise(value.count_below(edges).tolist()))
+            self._skew = fullest * P / value.nnz
+        if self.want == "exact_sum":
+            return reduction
+        top = check_order(value).top(k)
+        contributed = reduction.contributed
+        if not isinstance(contributed, SparseVector):
+            contributed = contributed.to_sparse()
+        return Reduction(top, contributed.intersect(top))
+
+    def state_dict(self) -> dict[str, Any]:
+        own = {"reach": self._reach, "skew": self._skew, "oktopk": self._oktopk.state_dict()}
+        return super().state_dict() | own
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._reach, self._skew = state["reach"], state["skew"]
+        self._oktopk.load_state_dict(state["oktopk"])

@@ -133,11 +133,11 @@ class SparCML(Algorithm):
             for step in range(1, size):
                 to = (rank + step) % size
                 transport.send(to, self._encoded(transport, regions[to], sparse, dynamic))
-            parts = [
-                regions[rank] if source == rank else formats.decode(transport.receive(source), x.length)
-                for source in range(size)
-            ]
-            total = SparseVector.sum(parts, accumulator(x.dtype))
+            parts = {rank: regions[rank]}
+            for step in range(1, size):  # in the order of arrival
+                source = (rank - step) % size
+                parts[source] = formats.decode(transport.receive(source), x.length)
+            total = SparseVector.sum([parts[source] for source in range(size)], accumulator(x.dtype))
         with transport.phase("gather"):
             message = self._encoded(transport, total.astype(x.dtype), sparse, dynamic, quantized)
             mine = formats.decode(message, x.length)

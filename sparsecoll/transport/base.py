@@ -16,6 +16,7 @@ import numpy as np
 from sparsecoll import formats
 from sparsecoll.errors import CommunicationError
 from sparsecoll.formats import FORMATS, Buffer, Format
+from sparsecoll.model import Tuning
 from sparsecoll.traffic import Counts, Traffic
 from sparsecoll.vector import DenseVector, SparseVector
 
@@ -36,8 +37,11 @@ class Transport(ABC):
         traffic: counters, see `sparsecoll.traffic.Traffic`.
         timeout: seconds a receive waits before it raises CommunicationError; None waits for ever, and a warning is
             logged once a minute that names the rank waited for.
+        threads: whether calls may run in a thread of their own.
         format, value_dtype: how `send_vector` encodes; set by the caller of an algorithm.
     """
+
+    threads = False
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
@@ -47,6 +51,8 @@ class Transport(ABC):
         self.format: Format = FORMATS["auto"]
         self.value_dtype: str | None = None
         self.nodes: list[list[int]] | None = None  # see collectives.node_members
+        self.tuning: Tuning | None = None  # see tune.tuning_of
+        self.worker: Any = None  # see progress.Worker: once there is one, all calls go through it
         self._phase: Counts | None = None
 
     @abstractmethod

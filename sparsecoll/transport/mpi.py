@@ -112,6 +112,7 @@ class MpiTransport(Transport):
         self._node = int(node.allreduce(self.rank, MPI.MIN))
         node.Free()
         self.broken = ""
+        self.threads = MPI.Query_thread() >= MPI.THREAD_MULTIPLE
         self.expected: list[deque[_Pending]] = [deque() for _ in range(self.size)]
         self._sends: deque[tuple[Any, Buffer]] = deque()
 
@@ -152,6 +153,8 @@ class MpiTransport(Transport):
 
 
 def _free(comm: MPI.Comm, keyval: int, transport: MpiTransport) -> None:
+    if transport.worker is not None:
+        transport.worker.close()
     if not MPI.Is_finalized():
         transport.comm.Free()
 

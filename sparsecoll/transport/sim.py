@@ -252,6 +252,8 @@ def simulate(
 class LocalTransport(Transport):
     """A communicator of one rank, for programs run without MPI."""
 
+    threads = True
+
     def __init__(self) -> None:
         super().__init__(0, 1)
 

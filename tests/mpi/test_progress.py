@@ -1,0 +1,85 @@
+"""Nonblocking calls over MPI: several in flight complete in order, errors come at wait, memory stays."""
+
+import time
+import tracemalloc
+
+import numpy as np
+import pytest
+from cases import case, same_bits
+
+import sparsecoll
+from sparsecoll import CommunicationError, OkTopk, SparseVector, simulate
+
+pytestmark = pytest.mark.mpi
+
+
+@pytest.fixture
+def comm():
+    from mpi4py import MPI
+
+    own = MPI.COMM_WORLD.Dup()
+    yield own
+    own.Free()
+
+
+def test_many_in_flight_complete_in_order_and_equal_the_simulator(comm):
+    """Blocking calls in between wait for those before them."""
+
+    def program(c):
+        algorithm, results, requests = OkTopk(tau_prime=3), [], []
+        rng = np.random.default_rng(c.rank)
+        for step in range(12):
+            x = rng.standard_normal(5000).astype(np.float32)
+            algo = algorithm if step % 2 else "allgather"
+            requests.append(sparsecoll.iallreduce(c, x, algo, density=0.02))
+            if step % 5 == 4:
+                results.append(sparsecoll.allreduce(c, case("random", c.rank, c.size)))
+        return [request.wait() for request in requests] + results
+
+    for mine, simulated in zip(program(comm), simulate(comm.size, program).results[comm.rank], strict=True):
+        assert same_bits(mine, simulated)
+
+
+def test_communicators_go_on_side_by_side(comm):
+    other = comm.Dup()
+    x = case("random", comm.rank, comm.size)
+    pending = [sparsecoll.iallreduce(c, x) for c in (comm, other, comm, other)]
+    results = [request.wait(60) for request in reversed(pending)]
+    assert all(same_bits(results[0], y) for y in results)
+    assert all(request.test() for request in pending)
+    other.Free()
+
+
+def test_errors_come_at_wait_on_every_rank_and_later_calls_work(comm):
+    bad = ([3, 1] if comm.rank == comm.size - 1 else [1, 3], np.ones(2), 9)
+    first = sparsecoll.iallreduce(comm, bad)
+    second = sparsecoll.iallreduce(comm, SparseVector([1], np.ones(1), 9))
+    assert second.wait().values[0] == comm.size
+    with pytest.raises(ValueError, match="strictly ascending"):
+        first.wait()
+
+
+def test_wait_with_a_timeout(comm):
+    if comm.size == 1:
+        pytest.skip("a call of one rank waits for nobody")
+    if comm.rank == 0:
+        time.sleep(0.4)
+    request = sparsecoll.iallreduce(comm, SparseVector([1], np.ones(1), 9))
+    if comm.rank:
+        with pytest.raises(CommunicationError, match=r"expected to finish within 0\.01 s"):
+            request.wait(0.01)
+    assert request.wait().values[0] == comm.size
+
+
+@pytest.mark.parametrize("algo", ["oktopk", "allgather", "sparcml", "densestream", "gtopk", "spardl", "hierarchical"])
+def test_a_steady_call_allocates_nothing_of_the_size_of_the_vector(comm, algo):
+    n = 2_000_000
+    x = np.random.default_rng(comm.rank).standard_normal(n).astype(np.float32)
+    algorithm = sparsecoll.ALGORITHMS[algo](k=2000)
+    for _ in range(4):
+        sparsecoll.allreduce(comm, x, algorithm)
+    tracemalloc.start()
+    sparsecoll.allreduce(comm, x, algorithm)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < n / 2 + 100 * 2000 * comm.size**0.5  # bytes; the vector has 4n
