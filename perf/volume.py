@@ -1,90 +1,214 @@
-"""Counted words per rank of each algorithm beside its formula: the papers' Table 1, measured.
+"""Counted words, fill-in and modelled time of the algorithms, beside their formulas and the papers' figures.
 
-    python perf/volume.py --ranks 4 16 64 --supports random same disjoint
+    python perf/volume.py --markdown docs/volume.md --json perf/results/volume.json
 
-Runs on the simulator, whose counts equal those over MPI (tests/mpi), so it needs no cluster. Prints a table and, with
---json FILE, saves rows. Words are 4 bytes, received by the busiest rank; COO, float32.
+Sections (--only picks some): table1, fill_in, figure7. Everything runs on the simulator, whose counts equal those over
+MPI (tests/mpi), so no cluster is needed. Words are 4 bytes, received by the busiest rank; COO, float32.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from rich.console import Console
+from rich.progress import track
 
 import sparsecoll
-from sparsecoll import model
+from sparsecoll import Algorithm, DenseStream, OkTopk, SparCML, SparseVector, model, select
 
-SEARCH = ("agree", "repartition", "threshold")
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
+
+SEARCH = ("agree", "repartition", "threshold", "tune", "nodes")  # phases that move counts, not entries
+Row = dict[str, Any]
 
 
-def support(name: str, rank: int, P: int, n: int, k: int) -> np.ndarray:
+def support(name: str, rank: int, n: int, k: int) -> np.ndarray:
     """Positions of one rank's k entries."""
     rng = np.random.default_rng([rank, 1])
-    if name == "same":
+    if name == "identical":
         return np.sort(np.random.default_rng(5).choice(n, k, replace=False))
-    if name == "disjoint":
-        return rank * (n // P) + np.sort(rng.choice(n // P, min(k, n // P), replace=False))
     if name == "skewed":
         return np.unique((n * rng.random(2 * k) ** 4).astype(np.int64))[:k]
     return np.sort(rng.choice(n, k, replace=False))
 
 
-def measure(algo: str, name: str, P: int, n: int, k: int) -> dict:
-    """One row: words of entries and words spent on finding thresholds, boundaries and agreement."""
-
-    def program(comm):
-        places = support(name, comm.rank, P, n, k)
-        values = np.random.default_rng([comm.rank, 2]).standard_normal(places.size).astype(np.float32)
-        x = sparsecoll.SparseVector(places, values, n)
-        traffic = sparsecoll.allreduce(comm, x, algo, k=k, format="coo", return_reduction=True).traffic
-        search = sum(traffic.phases[p].words_received for p in SEARCH if p in traffic.phases)
-        return traffic.words_received - search, search, traffic.messages_sent
-
-    simulation = sparsecoll.simulate(P, program)
-    moved, search, messages = np.max(simulation.results, axis=0).tolist()
-    return {"algo": algo, "support": name, "P": P, "n": n, "k": k, "words": moved, "search": search,
-            "messages": messages, "seconds": simulation.seconds}  # fmt: skip
+def vector(name: str, rank: int, n: int, k: int) -> SparseVector:
+    """One rank's input."""
+    places = support(name, rank, n, k)
+    return SparseVector(places, np.random.default_rng([rank, 2]).standard_normal(places.size).astype(np.float32), n)
 
 
-def formula(algo: str, n: int, k: int, P: int) -> str:
-    """The closed form, as words (a range where the paper gives one)."""
-    if algo == "oktopk":
-        low, high = model.oktopk_words(k, P)
-        return f"{low:,.0f} ... {high:,.0f}"
-    words = model.dense_words(n, P) if algo == "dense" else model.allgather_words(k, P)
-    return f"{words:,.0f}"
+def words(low: float, high: float | None = None) -> str:
+    """One number, or a range."""
+    return f"{low:,.0f}" if high is None else f"{low:,.0f} to {high:,.0f}"
+
+
+ALGORITHMS: dict[str, tuple[Callable[[], Algorithm], str, Callable[[int, int, int], str]]] = {
+    "dense": (sparsecoll.Dense, "2n(P-1)/P", lambda n, k, P: words(model.dense_words(n, P))),
+    "allgather": (sparsecoll.Allgather, "2k(P-1)", lambda n, k, P: words(model.allgather_words(k, P))),
+    "sparcml, recursive_double": (
+        partial(SparCML, variant="recursive_double"),
+        "2k log P to 2k(P-1)",
+        lambda n, k, P: words(2 * k * model.rounds(P), 2 * k * (P - 1)),
+    ),
+    "sparcml, dynamic": (
+        partial(SparCML, variant="dynamic"),
+        "4k(P-1)/P to (2k+n)(P-1)/P",
+        lambda n, k, P: words(*model.sparcml_words(n, k, P)),
+    ),
+    "densestream": (
+        partial(DenseStream, repartition="average"),
+        "4k(P-1)/P to 2k((log2(P)/2+1)P-1)",
+        lambda n, k, P: words(*model.densestream_words(k, P)),
+    ),
+    "gtopk": (sparsecoll.GTopk, "4k log P, half in", lambda n, k, P: words(model.gtopk_words(k, P) / 2)),
+    "spardl": (sparsecoll.SparDL, "4k(P-1)/P", lambda n, k, P: words(model.spardl_words(k, P))),
+    "oktopk": (OkTopk, "2k(P-1)/P to 6k(P-1)/P", lambda n, k, P: words(*model.oktopk_words(k, P))),
+}
+
+
+def table1(options: argparse.Namespace) -> Iterator[Row]:
+    """The papers' Table 1, measured: words received by the busiest rank, without / for search and agreement."""
+    n, k = options.n, round(options.density * options.n)
+    for algo, (make, form, value) in ALGORITHMS.items():
+        for P in options.ranks:
+            row: Row = {"algorithm": algo, "formula": form, "P": P, "formula's words": value(n, k, P)}
+            for name in ("random", "identical", "skewed"):
+                if algo == "dense" and name != "random":
+                    continue
+
+                def program(
+                    comm: Any, name: str = name, make: Callable[[], Algorithm] = make
+                ) -> tuple[float, float, int]:
+                    x = vector(name, comm.rank, n, k)
+                    traffic = sparsecoll.allreduce(comm, x, make(), k=k, format="coo", return_reduction=True).traffic
+                    search = sum(traffic.phases[p].words_received for p in SEARCH if p in traffic.phases)
+                    return [traffic.words_received - search, search, traffic.messages_sent]
+
+                moved, search, messages = np.max(sparsecoll.simulate(P, program).results, axis=0).tolist()
+                row[name] = f"{moved:,.0f} + {search:,.0f}"
+                row["messages"] = int(messages)
+            yield row
+
+
+def fill_in(options: argparse.Namespace) -> Iterator[Row]:
+    """Density of the sum against P (Ok-Topk, section 5.2) on gradients of the model that examples/train.py trains.
+
+    P workers with error feedback on their own shares of the digits select 1 % each; after 5 and after 40 steps.
+    """
+    import torch
+    import train
+
+    most, k_share = 64, 0.01
+    _, (images, labels), _ = train.load_digits(0)
+    torch.manual_seed(0)
+    net = train.make_model(images.shape[-1])
+    parameters = list(net.parameters())
+    n = sum(p.numel() for p in parameters)
+    residuals = [sparsecoll.Residual(n) for _ in range(most)]
+    generators = [torch.Generator().manual_seed(worker) for worker in range(most)]
+    for step in range(1, 41):
+        chosen = []
+        for worker in range(most):
+            picked = worker + most * torch.randint(len(labels) // most, (16,), generator=generators[worker])
+            net.zero_grad()
+            torch.nn.functional.cross_entropy(net(images[picked]), labels[picked]).backward()
+            gradient = torch.cat([p.grad.reshape(-1) for p in parameters]).numpy()
+            chosen.append(residuals[worker].take(gradient, select.TopK(), round(k_share * n), scale=0.05))
+        if step in (5, 40):
+            held = np.zeros(n, bool)
+            row: Row = {"step": step, "density of each": k_share}
+            for worker, x in enumerate(chosen, start=1):
+                held[x.indices] = True
+                if worker in (4, 16, 64):
+                    uniform = model.fill_in(n, round(k_share * n), worker) / n
+                    row[f"P = {worker}"] = f"{held.mean():.1%} (uniform: {uniform:.1%})"
+            yield row
+        with torch.no_grad():
+            update = torch.from_numpy(SparseVector.sum(chosen, np.dtype(np.float32)).to_dense()) / most
+            for p, change in zip(parameters, update.split([p.numel() for p in parameters]), strict=True):
+                p -= change.view_as(p)
+
+
+def figure7(options: argparse.Namespace) -> Iterator[Row]:
+    """Ok-Topk's Figure 7: space repartition and balancing on and off, modelled ms of a steady step (10 Gb/s, 20 us).
+
+    Skewed supports, k = 1 % of n. A gain is the time without over the time with.
+    """
+    n, network = options.n, sparsecoll.Network(20e-6, 8e-10)
+    k = round(0.01 * n)
+    kinds = {
+        "both": partial(OkTopk),
+        "no repartition": partial(OkTopk, repartition="even", balance_factor=1.0),
+        "no balancing": partial(OkTopk, repartition="even", balance_factor=1e9),
+    }
+    for P in [p for p in (16, 32, 64, 128, 256) if p <= max(options.ranks)]:
+        row: Row = {"P": P}
+        phases: dict[str, dict[str, float]] = {}
+        for kind, make in kinds.items():
+
+            def program(comm: Any, make: Callable[[], Algorithm] = make) -> tuple[float, float]:
+                x, algorithm = vector("skewed", comm.rank, n, k), make()
+                sparsecoll.allreduce(comm, x, algorithm, k=k, format="coo")
+                y = sparsecoll.allreduce(comm, x, algorithm, k=k, format="coo", return_reduction=True)
+                return y.traffic.phases["split"].seconds, y.traffic.phases["gather"].seconds
+
+            split, gather = np.max(sparsecoll.simulate(P, program, network).results, axis=0).tolist()
+            phases[kind] = {"split": split, "gather": gather}
+            row[f"{kind}: split + gather, ms"] = f"{1e3 * split:.2f} + {1e3 * gather:.2f}"
+        row["split and reduce: repartition gains"] = phases["no repartition"]["split"] / phases["both"]["split"]
+        row["allgatherv: balancing gains"] = phases["no balancing"]["gather"] / phases["no repartition"]["gather"]
+        yield row
+
+
+SECTIONS = (table1, fill_in, figure7)
+
+
+def markdown(rows: list[Row]) -> str:
+    """Rows as a table."""
+    heads = list(dict.fromkeys(head for row in rows for head in row))
+    lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
+    for row in rows:
+        cells = [row.get(head, "") for head in heads]
+        lines.append("| " + " | ".join(f"{c:.2f}" if isinstance(c, float) else str(c) for c in cells) + " |")
+    return "\n".join(lines)
 
 
 def main() -> None:
+    """Measure, print, save."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=[s.__name__ for s in SECTIONS])
     parser.add_argument("--n", type=int, default=1_000_000)
-    parser.add_argument("--density", type=float, default=0.01)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[4, 16, 64])
-    parser.add_argument("--supports", nargs="+", default=["random", "same", "disjoint", "skewed"])
-    parser.add_argument("--algos", nargs="+", default=["dense", "allgather", "oktopk"])
+    parser.add_argument("--density", type=float, default=0.005)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[4, 16, 64, 256])
     parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
-    k = round(args.density * args.n)
-    print(f"n = {args.n:,}, k = {k:,}; words received by the busiest rank; modelled seconds on 1 Gb/s, 50 us")
-    columns = (
-        f"{'algo':<10} {'support':<9} {'P':>4} {'counted':>12} {'formula':>22} {'search':>9} {'messages':>9} {'ms':>9}"
-    )
-    print(columns)
-    rows = []
-    for algo in args.algos:
-        for name in args.supports:
-            for P in args.ranks:
-                row = measure(algo, name, P, args.n, k)
-                rows.append(row)
-                print(
-                    f"{algo:<10} {name:<9} {P:>4} {row['words']:>12,.0f} {formula(algo, args.n, k, P):>22}"
-                    f" {row['search']:>9,.0f} {row['messages']:>9,.0f} {1000 * row['seconds']:>9.2f}"
-                )
-    if args.json:
-        args.json.write_text(json.dumps({"version": sparsecoll.__version__, "rows": rows}, indent=1))
+    parser.add_argument("--markdown", type=Path)
+    options = parser.parse_args()
+    console, results = Console(), {"version": sparsecoll.__version__, "n": options.n, "density": options.density}
+    texts = [
+        "# Volume: counted",
+        f"`python perf/volume.py`; n = {options.n:,}, k = {round(options.density * options.n):,}",
+    ]
+    for section in SECTIONS:
+        if options.only and section.__name__ not in options.only:
+            continue
+        rows = list(track(section(options), description=section.__name__, console=console, transient=True))
+        title = "\n".join(line.strip() for line in (section.__doc__ or "").strip().splitlines())
+        results[section.__name__] = rows
+        texts.append(f"## {section.__name__}\n\n{title}\n\n{markdown(rows)}")
+        console.print(f"\n[bold]{section.__name__}[/bold]: {title}\n")
+        console.print(markdown(rows), soft_wrap=True, highlight=False)
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=1) + "\n")
+    if options.markdown:
+        options.markdown.write_text("\n\n".join(texts) + "\n")
 
 
 if __name__ == "__main__":

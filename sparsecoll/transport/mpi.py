@@ -155,7 +155,9 @@ class MpiTransport(Transport):
 def _free(comm: MPI.Comm, keyval: int, transport: MpiTransport) -> None:
     if transport.worker is not None:
         transport.worker.close()
-    if not MPI.Is_finalized():
+    if (
+        not MPI.Is_finalized() and not transport.broken
+    ):  # a new communicator would get the messages left in a broken one
         transport.comm.Free()
 
 

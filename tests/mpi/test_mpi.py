@@ -11,7 +11,7 @@ import pytest
 from cases import DISTRIBUTIONS, case, same_bits
 
 import sparsecoll
-from sparsecoll import ALGORITHMS, CommunicationError, OkTopk, SparseVector, simulate
+from sparsecoll import ALGORITHMS, CommunicationError, OkTopk, SparseVector, Tuning, simulate
 from sparsecoll.transport import as_transport
 from sparsecoll.transport.collectives import node_members
 
@@ -50,7 +50,8 @@ def counts(traffic):
 def test_same_bits_and_same_bytes_as_the_simulator(comm, algo, name, dtype):
     def program(c):
         node_members(as_transport(c))  # asked for once in the life of a communicator
-        return sparsecoll.allreduce(c, case(name, c.rank, c.size, dtype), algo, return_reduction=True)
+        chosen = sparsecoll.Auto(tuning=Tuning()) if algo == "auto" else algo  # else each measures for itself
+        return sparsecoll.allreduce(c, case(name, c.rank, c.size, dtype), chosen, return_reduction=True)
 
     on_node = 1 if algo != "hierarchical" else len(node_members(as_transport(comm))[0])  # one machine, or equal ones
     mine = program(comm)
@@ -74,6 +75,17 @@ def test_oktopk_over_many_steps_equals_the_simulator(comm, format):
 
     for mine, simulated in zip(program(comm), simulate(comm.size, program).results[comm.rank], strict=True):
         assert same_bits(mine, simulated)
+
+
+def test_auto_measures_the_communicator_and_all_ranks_agree(comm):
+    own = comm.Dup()
+    tuning = sparsecoll.tune(own)
+    assert set(own.allgather(tuning)) == {tuning}
+    assert tuning.merge > 0 and tuning.code > 0 and (tuning.alpha > 0 or own.size == 1)
+    for _ in range(3):
+        y = sparsecoll.allreduce(own, SparseVector([1, own.rank + 2], np.ones(2), 100), "auto")
+        assert y.values[0] == own.size and y.nnz == own.size + 1
+    own.Free()
 
 
 def test_messages_longer_than_a_chunk_arrive_whole(comm):

@@ -33,7 +33,7 @@ def test_many_in_flight_complete_in_order_and_equal_the_simulator(comm):
             algo = algorithm if step % 2 else "allgather"
             requests.append(sparsecoll.iallreduce(c, x, algo, density=0.02))
             if step % 5 == 4:
-                results.append(sparsecoll.allreduce(c, case("random", c.rank, c.size)))
+                results.append(sparsecoll.allreduce(c, case("random", c.rank, c.size), "sparcml"))
         return [request.wait() for request in requests] + results
 
     for mine, simulated in zip(program(comm), simulate(comm.size, program).results[comm.rank], strict=True):

@@ -21,7 +21,8 @@ def test_training_equals_the_simulator_and_replicas_agree(algo):
         torch.set_num_threads(1)  # holds for the calling thread, and virtual ranks are threads
         torch.manual_seed(comm.rank)
         model = torch.nn.Sequential(torch.nn.Linear(20, 40), torch.nn.ReLU(), torch.nn.Linear(40, 5))
-        chosen = OkTopk(tau=4, tau_prime=3) if algo == "oktopk" else algo
+        made = {"oktopk": OkTopk(tau=4, tau_prime=3), "auto": sparsecoll.Auto(tuning=sparsecoll.Tuning())}
+        chosen = made.get(algo, algo)
         optimizer = SparseSGD(model.parameters(), 0.1, comm, chosen, 0.05, momentum=0.9)
         generator = torch.Generator().manual_seed(comm.rank)
         for _ in range(10):
