@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sparsecoll.kernels import kernels_of
+from sparsecoll.kernels.memory import empty
 from sparsecoll.kernels.reference import Array, index_dtype
 
 if TYPE_CHECKING:
@@ -153,7 +154,8 @@ class SparseVector:
 
     def to_dense(self) -> NDArray[Any]:
         """A new array of `length` values."""
-        dense = np.zeros(self.length, self.dtype)
+        dense = empty(self.length, self.dtype)
+        dense[:] = 0
         dense[self.indices] = self.values
         return dense
 
@@ -330,12 +332,15 @@ class DenseVector:
     @classmethod
     def zeros(cls, length: int, dtype: Any) -> DenseVector:
         """`length` zeros."""
-        return cls(np.zeros(length, dtype))
+        values = empty(length, dtype)
+        values[:] = 0
+        return cls(values)
 
     @classmethod
     def concatenate(cls, chunks: Sequence[DenseVector]) -> DenseVector:
         """Chunks that follow each other, joined in a new array."""
-        return cls(np.concatenate([chunk.values for chunk in chunks]))
+        out = empty(sum(chunk.length for chunk in chunks), chunks[0].dtype)
+        return cls(np.concatenate([chunk.values for chunk in chunks], out=out))
 
     def chunk(self, start: int, stop: int) -> DenseVector:
         """Values start..stop-1 as a vector of their own, a view."""

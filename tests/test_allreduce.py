@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import sparsecoll
-from sparsecoll import ALGORITHMS, CommunicationError, OkTopk, SparseVector, simulate
+from sparsecoll import ALGORITHMS, CommunicationError, OkTopk, SparseVector, model, simulate
 
 N = 50
 GOOD = SparseVector([1, 4], np.array([1.0, -2.0]), N)
@@ -171,15 +171,17 @@ def test_nan_and_infinity_pass_through_an_exact_sum():
         assert np.isnan(values[0]) and values[1] == np.inf
 
 
-def test_auto_goes_dense_when_that_moves_fewer_words():
-    n, P = 1000, 8
+def test_auto_moves_no_more_than_dense_when_vectors_are_full():
+    n, P = 40_000, 8
 
-    def phases(nnz):
+    def traffic(nnz):
         x = SparseVector(np.arange(nnz), np.ones(nnz, np.float32), n)
         run = simulate(P, lambda c: sparsecoll.allreduce(c, x, return_reduction=True))
-        return set(run.results[0].traffic.phases)
+        phases = run.results[0].traffic.phases
+        return sum(c.words_received for name, c in phases.items() if name not in ("agree", "tune")), set(phases)
 
-    assert "split" not in phases(n // P) and "split" in phases(n // P + 1)
+    assert traffic(n)[0] <= 1.01 * model.dense_words(n, P)
+    assert "split" not in traffic(10)[1]
 
 
 def test_only_communicators_are_taken():

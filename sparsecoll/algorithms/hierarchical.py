@@ -14,7 +14,7 @@ from sparsecoll.select import Vector
 from sparsecoll.transport.base import Transport
 from sparsecoll.transport.collectives import joined, node_members, separated
 from sparsecoll.transport.group import GroupTransport
-from sparsecoll.vector import SparseVector, accumulator
+from sparsecoll.vector import DenseVector, SparseVector, accumulator
 
 
 @dataclass
@@ -35,15 +35,20 @@ class Hierarchical(Algorithm):
 
     Args:
         inner: name or object of the algorithm between nodes.
+        inside: "sparse" merges the node's entries; "dense" adds them into a vector of n values first, which is faster
+            where the ranks of a node together hold a large part of it, and drops sums that are zero.
     """
 
     name = "hierarchical"
     semantics = "top_k_of_sum"  # of the default inner algorithm; an object has that of its own
 
     inner: str | Algorithm = "oktopk"
+    inside: str = "sparse"
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.inside not in ("sparse", "dense"):
+            raise ValueError(f"inside: expected 'sparse' or 'dense', got {self.inside!r}")
         from sparsecoll.algorithms import resolve
 
         self._between = resolve(self.inner)
@@ -61,7 +66,7 @@ class Hierarchical(Algorithm):
             return self._follow(transport, x, mine[0])
         with transport.phase("inside"):
             parts = [x, *(formats.decode(transport.receive(rank), x.length) for rank in mine[1:])]
-            total = SparseVector.sum(parts, accumulator(x.dtype))
+            total = self._sum(parts)
             entering = transport.rounded(total)
         try:
             group = GroupTransport(transport, [members[0] for members in nodes])
@@ -77,6 +82,15 @@ class Hierarchical(Algorithm):
         shares = total.intersect(contributed)
         share = less(x.intersect(contributed), [shares, contributed.scaled(-1)])
         return Reduction(value.astype(x.dtype), share)
+
+    def _sum(self, parts: list[SparseVector]) -> SparseVector:
+        dtype = accumulator(parts[0].dtype)
+        if self.inside == "sparse":
+            return SparseVector.sum(parts, dtype)
+        total = DenseVector.zeros(parts[0].length, dtype)
+        for part in parts:
+            total.add_at(part)
+        return total.to_sparse()
 
     @staticmethod
     def _sparse(vector: Any) -> SparseVector:

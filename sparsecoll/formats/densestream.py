@@ -50,6 +50,17 @@ class DenseStream(Format):
         indices = kernels.block_indices(starts, lengths, np.arange(int(lengths.sum())))
         return source.entries(indices.astype(x.indices.dtype)).at_least(5e-324)  # without the zeros that are true
 
+    def encode_dense(
+        self, source: DenseVector, threshold: float, value_dtype: str | None = None
+    ) -> tuple[Buffer, SparseVector]:
+        """(message, contributed) straight from a dense vector: values >= threshold, and those between inside blocks.
+
+        `contributed` holds the values as they arrive.
+        """
+        chosen = source.at_least(max(threshold, 5e-324))
+        contributed = self.arriving(self.filled(chosen, source, value_dtype), value_dtype)
+        return self.encode(contributed, value_dtype), contributed
+
     @staticmethod
     def _blocks(x: SparseVector, gap: int) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
         """(start, length) of each block."""

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from sparsecoll.errors import CommunicationError
 from sparsecoll.formats import Buffer
+from sparsecoll.kernels.memory import empty
 from sparsecoll.transport.base import Transport
 
 
@@ -70,7 +71,7 @@ def joined(blocks: Sequence[Buffer]) -> Buffer:
     """One message of several buffers (at least one): their sizes, then each, padded to a multiple of 8 bytes."""
     sizes = np.array([block.size for block in blocks], np.int64)
     places = 8 * sizes.size + np.cumsum((sizes + 7) // 8 * 8)
-    message = np.empty(int(places[-1]), np.uint8)
+    message = empty(int(places[-1]), np.uint8)
     message[: 8 * sizes.size] = sizes.view(np.uint8)
     start = 8 * sizes.size
     for block, place in zip(blocks, places, strict=True):

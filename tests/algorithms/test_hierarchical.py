@@ -27,6 +27,23 @@ def test_any_inner_algorithm(inner, name, P, ranks_per_node):
         np.testing.assert_array_equal(entered, oracle(inputs, inner, max(x.nnz for x in inputs)))
 
 
+@pytest.mark.parametrize("inner", ["allgather", "oktopk", "gtopk"])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "int64"])
+def test_dense_sums_inside_the_node_give_the_same(inner, dtype):
+    inputs = [case("random", rank, 6, dtype) for rank in range(6)]
+
+    def program(comm, inside):
+        y = sparsecoll.allreduce(
+            comm, inputs[comm.rank], Hierarchical(inner=inner, inside=inside), return_reduction=True
+        )
+        return y.value.to_dense().tobytes(), y.contributed.to_dense().tobytes()
+
+    sparse, dense = (
+        simulate(6, lambda comm, i=inside: program(comm, i), ranks_per_node=3).results for inside in ("sparse", "dense")
+    )
+    assert sparse == dense
+
+
 @pytest.mark.parametrize("value_dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("inner", INNER)
 def test_rounding_on_the_wire_is_conserved(inner, value_dtype):
@@ -95,5 +112,7 @@ def test_state_and_options():
     assert Hierarchical(inner="allgather").semantics == "exact_sum"
     with pytest.raises(ValueError, match="algo: expected one of"):
         Hierarchical(inner="none")
+    with pytest.raises(ValueError, match="inside: expected 'sparse' or 'dense'"):
+        Hierarchical(inside="shared")
     with pytest.raises(ValueError, match="ranks_per_node: expected at least 1"):
         simulate(2, lambda comm: None, ranks_per_node=0)

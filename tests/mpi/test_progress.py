@@ -71,7 +71,7 @@ def test_wait_with_a_timeout(comm):
     assert request.wait().values[0] == comm.size
 
 
-@pytest.mark.parametrize("algo", ["oktopk", "allgather", "sparcml", "densestream", "gtopk", "spardl", "hierarchical"])
+@pytest.mark.parametrize("algo", sparsecoll.ALGORITHMS)
 def test_a_steady_call_allocates_nothing_of_the_size_of_the_vector(comm, algo):
     n = 2_000_000
     x = np.random.default_rng(comm.rank).standard_normal(n).astype(np.float32)
