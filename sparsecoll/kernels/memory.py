@@ -8,6 +8,7 @@ another use.
 from __future__ import annotations
 
 import threading
+from collections import deque
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,9 @@ from numpy.typing import NDArray
 SMALLEST = 1 << 18  # bytes; below, malloc has warm memory itself
 RETAINED = 1 << 28
 
-_lock = threading.RLock()
-_waiting: list[NDArray[np.uint8]] = []  # the one that came back last is the last
+_lock = threading.Lock()
+_returned: deque[NDArray[np.uint8]] = deque()  # appended to by finalisers, which may run anywhere, in `empty` too
+_waiting: list[NDArray[np.uint8]] = []  # changed under the lock alone; the one that came back last is the last
 
 
 class _Block:
@@ -39,11 +41,20 @@ def _room(size: int) -> int:
     return -(-size // step) * step
 
 
-def _give_back(raw: NDArray[np.uint8], limit: int = RETAINED, lock: Any = _lock) -> None:
-    with lock:
-        _waiting.append(raw)
-        while sum(block.size for block in _waiting) > limit:
-            _waiting.pop(0)
+def _give_back(raw: NDArray[np.uint8], returned: Any = _returned, lock: Any = _lock) -> None:
+    returned.append(raw)
+    if lock.acquire(blocking=False):  # else whoever holds it, or the next one, sorts it in
+        try:
+            _sort_in()
+        finally:
+            lock.release()
+
+
+def _sort_in(waiting: Any = _waiting, returned: Any = _returned, limit: int = RETAINED) -> None:
+    while returned:
+        waiting.append(returned.popleft())
+    while sum(block.size for block in waiting) > limit:
+        waiting.pop(0)
 
 
 def empty(size: int, dtype: Any) -> NDArray[Any]:
@@ -54,6 +65,7 @@ def empty(size: int, dtype: Any) -> NDArray[Any]:
         return np.empty(size, dtype)
     room = _room(needed)
     with _lock:
+        _sort_in()
         place = next((i for i in reversed(range(len(_waiting))) if _waiting[i].size == room), None)
         raw = np.empty(room, np.uint8) if place is None else _waiting.pop(place)
     return np.asarray(_Block(raw))[:needed].view(dtype)
@@ -62,4 +74,5 @@ def empty(size: int, dtype: Any) -> NDArray[Any]:
 def release() -> None:
     """Give all waiting memory back to the system."""
     with _lock:
+        _sort_in()
         _waiting.clear()

@@ -48,6 +48,16 @@ def test_no_more_than_the_limit_is_kept_and_the_newest_stays():
     assert address(memory.empty(memory.RETAINED // 4, np.uint8)) == newest
 
 
+def test_a_finaliser_inside_the_lock_only_queues():
+    """The garbage collector may run while the list is searched: then the list must not change."""
+    array = memory.empty(memory.SMALLEST, np.uint8)
+    place = address(array)
+    with memory._lock:
+        del array
+        assert not memory._waiting and len(memory._returned) == 1
+    assert address(memory.empty(memory.SMALLEST, np.uint8)) == place
+
+
 def test_rounding_wastes_at_most_an_eighth():
     for size in (memory.SMALLEST, memory.SMALLEST + 1, 10**6, 2**24 - 1, 2**24 + 1, 10**8 + 7):
         assert size <= memory._room(size) <= size * 1.13 + 4096
