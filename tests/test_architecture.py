@@ -22,7 +22,7 @@ LAYERS = [  # a module may import from its own layer's packages and from layers 
 ]
 HOMES = {
     "mpi4py": {"transport/mpi.py"},
-    "numba": {f"kernels/cpu/{name}.py" for name in ("codecs", "lanes", "selection", "sums")},
+    "numba": {f"kernels/cpu/{name}.py" for name in ("codecs", "lanes", "rice", "selection", "sums")},
     "llvmlite": {"kernels/cpu/lanes.py"},
     "cupy": {"kernels/gpu.py"},
     "torch": {"torch/__init__.py", "torch/flat.py", "torch/sgd.py"},

@@ -15,14 +15,16 @@ from sparsecoll.kernels.cpu.codecs import (
     from_float16,
     hash_slots,
     quantize,
-    rice_block,
-    rice_decode,
-    rice_encode,
-    rice_table,
     scatter_add_marked,
     slots_write,
     to_bfloat16,
     to_float16,
+)
+from sparsecoll.kernels.cpu.rice import (
+    rice_block,
+    rice_decode,
+    rice_encode,
+    rice_table,
 )
 from sparsecoll.kernels.cpu.selection import (
     accumulate,

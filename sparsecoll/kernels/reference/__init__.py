@@ -2,10 +2,6 @@
 
 from sparsecoll.kernels.reference.codecs import (
     NEAR,
-    RICE_BLOCKS,
-    RICE_LARGEST,
-    RICE_PAD,
-    RICE_SAMPLES,
     bitmap_read,
     bitmap_write,
     block_heads,
@@ -16,15 +12,21 @@ from sparsecoll.kernels.reference.codecs import (
     from_float16,
     hash_slots,
     quantize,
+    scatter_add_marked,
+    slots_write,
+    to_bfloat16,
+    to_float16,
+)
+from sparsecoll.kernels.reference.rice import (
+    RICE_BLOCKS,
+    RICE_LARGEST,
+    RICE_PAD,
+    RICE_SAMPLES,
     rice_block,
     rice_decode,
     rice_encode,
     rice_sizes,
     rice_table,
-    scatter_add_marked,
-    slots_write,
-    to_bfloat16,
-    to_float16,
 )
 from sparsecoll.kernels.reference.selection import (
     MOMENT_LANES,

@@ -1,0 +1,102 @@
+"""Rice codes of gaps between indices (the format packed), in blocks that can be found without decoding the others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from sparsecoll.kernels.reference.selection import Array
+
+RICE_BLOCKS = (1024, 256, 128)  # how many gaps may share a parameter
+RICE_SAMPLES = 4  # at most so many runs of 1,024 gaps, and one in 16, are tried to choose among them
+RICE_LARGEST = 56  # largest parameter; a quotient and a remainder then fit one 64-bit load
+RICE_PAD = 8  # bytes that a decoder may read beyond the payload
+_SIZE_BITS = 10  # of a table entry: unary bytes of the block; the parameter is above them
+
+
+def rice_block(indices: Array) -> int:
+    """The size of blocks, of RICE_BLOCKS, that codes a sample of the gaps shortest; the larger of two equal ones."""
+    gaps, largest = _gaps(indices), RICE_BLOCKS[0]
+    runs = max(1, gaps.size // largest)
+    step = -(-runs // min(RICE_SAMPLES, -(-runs // 16)))
+    sample = [gaps[run * largest : (run + 1) * largest] for run in range(0, runs, step)]
+    lengths = []
+    for block in RICE_BLOCKS:
+        parts = [run[i : i + block] for run in sample for i in range(0, run.size, block)]
+        coded = [(part, _best(part)) for part in parts]
+        lengths.append(sum(2 + (part.size + total + 7) // 8 + (part.size * k + 7) // 8 for part, (k, total) in coded))
+    return RICE_BLOCKS[int(np.argmin(lengths))]
+
+
+def _best(gaps: Array) -> tuple[int, int]:
+    """(parameter, sum of the quotients) of the shortest code."""
+    totals = [int(np.sum(gaps >> np.uint64(k))) for k in range(RICE_LARGEST + 1)]
+    k = int(np.argmin([gaps.size * k + total for k, total in enumerate(totals)]))
+    return k, totals[k]
+
+
+def _gaps(indices: Array) -> Array:
+    gaps = np.zeros(indices.size, np.uint64)
+    gaps[1:] = np.diff(indices.astype(np.uint64)) - np.uint64(1)
+    return gaps
+
+
+def rice_table(indices: Array, block: int) -> Array:
+    """uint16 per `block` gaps: (parameter << 10) | bytes of its unary part.
+
+    gap j = index j - index (j-1) - 1; the first gap is 0 (the message states the first index). The parameter k is the
+    one with the shortest code, count * k + sum(gap >> k) bits, the smaller one of two equal ones.
+    """
+    gaps, table = _gaps(indices), []
+    for part in (gaps[i : i + block] for i in range(0, gaps.size, block)):
+        k, total = _best(part)
+        table.append((k << _SIZE_BITS) | ((part.size + total + 7) // 8))
+    return np.array(table, np.uint16)
+
+
+def rice_sizes(table: Array, count: int, block: int) -> tuple[Array, Array]:
+    """(bytes of the unary part, bytes of the remainders) of each block."""
+    counts = np.minimum(count - block * np.arange(table.size), block)
+    return (table & 1023).astype(np.int64), (counts * (table >> _SIZE_BITS).astype(np.int64) + 7) // 8
+
+
+def rice_encode(indices: Array, table: Array, block: int, out: Array) -> None:
+    """Write the payload: for each block its quotients in unary (that many 0 bits, then a 1), then its k-bit remainders.
+
+    Bits fill bytes from the least significant one up. `out`: uint8, the sum of `rice_sizes` and RICE_PAD zero bytes.
+    """
+    out[:] = 0
+    gaps, place = _gaps(indices), 0
+    for number, (unary, rest) in enumerate(zip(*rice_sizes(table, indices.size, block), strict=True)):
+        part = gaps[number * block : (number + 1) * block]
+        k = int(table[number]) >> _SIZE_BITS
+        ones = np.cumsum((part >> np.uint64(k)).astype(np.int64) + 1) - 1
+        bits = np.zeros(8 * unary, np.uint8)
+        bits[ones] = 1
+        out[place : place + unary] = np.packbits(bits, bitorder="little")
+        low = (part[:, None] >> np.arange(k, dtype=np.uint64)) & np.uint64(1)
+        out[place + unary : place + unary + rest] = np.packbits(low.astype(np.uint8).ravel(), bitorder="little")
+        place += int(unary + rest)
+
+
+def rice_decode(
+    table: Array, payload: Array, block: int, first: int, count: int, limit: int, dtype: Any
+) -> Array | None:
+    """The `count` indices; None if the payload is damaged: a block without enough ones, or an index >= limit."""
+    indices, place, index = np.empty(count, dtype), 0, first - 1
+    for number, (unary, rest) in enumerate(zip(*rice_sizes(table, count, block), strict=True)):
+        k = int(table[number]) >> _SIZE_BITS
+        start, stop = number * block, min((number + 1) * block, count)
+        ones = np.flatnonzero(np.unpackbits(payload[place : place + unary], bitorder="little"))
+        if ones.size != stop - start or k > RICE_LARGEST:
+            return None
+        bits = np.unpackbits(payload[place + unary : place + unary + rest], bitorder="little")[: (stop - start) * k]
+        for j, quotient in enumerate(np.diff(ones, prepend=-1) - 1):
+            remainder = sum(int(bit) << b for b, bit in enumerate(bits[j * k : (j + 1) * k]))
+            index += (int(quotient) << k) + remainder + 1
+            if index >= limit:
+                return None
+            indices[start + j] = index
+        place += int(unary + rest)
+    return indices
