@@ -10,7 +10,6 @@ repetitions, one thread. Ratios are to the peer named in the column's head, on t
 from __future__ import annotations
 
 import argparse
-import json
 import platform
 import time
 import tracemalloc
@@ -21,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import report
 import torch
-from rich.console import Console
-from rich.progress import track
+from report import Row
 
 import sparsecoll
 from sparsecoll import DenseVector, Residual, SparseVector, formats, select
@@ -31,7 +30,6 @@ from sparsecoll.kernels import kernels_of, memory
 
 DATA = Path(__file__).parent / "data"
 DENSITIES = (0.001, 0.01, 0.05, 0.1)
-Row = dict[str, Any]
 
 
 def medians(calls: list[Callable[[], object]], repeat: int, before: Callable[[], object] | None = None) -> list[float]:
@@ -256,20 +254,6 @@ def figure5b(options: argparse.Namespace) -> Iterator[Row]:
 SECTIONS = (threshold, topk, fused, packed, merge, table1, figure5, figure5b)
 
 
-def markdown(rows: list[Row]) -> str:
-    """Rows as a table; numbers to three digits."""
-    heads = list(dict.fromkeys(head for row in rows for head in row))
-
-    def cell(value: Any) -> str:
-        if isinstance(value, float):
-            return f"{value:.3g}" if abs(value) < 100 else f"{value:.0f}"
-        return "" if value is None else str(value)
-
-    lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
-    lines += ["| " + " | ".join(cell(row.get(head)) for head in heads) + " |" for row in rows]
-    return "\n".join(lines)
-
-
 def machine() -> Row:
     """What the figures were measured on."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -287,29 +271,13 @@ def machine() -> Row:
 def main() -> None:
     """Measure, print, save."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=[s.__name__ for s in SECTIONS])
     parser.add_argument("--sizes", nargs="+", type=int, default=[24_000_000, 134_000_000], help="of synthetic arrays")
     parser.add_argument("--repeat", type=int, default=11)
-    parser.add_argument("--json", type=Path, help="save the rows")
-    parser.add_argument("--markdown", type=Path, help="save the tables")
-    options = parser.parse_args()
+    report.add_options(parser, SECTIONS)
     torch.set_num_threads(1)
-    console = Console()
-    results: dict[str, Any] = {"machine": machine()}
-    texts = ["# Kernels: measured", f"`python perf/kernels.py`, one thread, {', '.join(map(str, machine().values()))}"]
-    for section in SECTIONS:
-        if options.only and section.__name__ not in options.only:
-            continue
-        rows = list(track(section(options), description=section.__name__, console=console, transient=True))
-        results[section.__name__] = rows
-        title = (section.__doc__ or "").strip()
-        texts.append(f"## {section.__name__}\n\n{title}\n\n{markdown(rows)}")
-        console.print(f"\n[bold]{section.__name__}[/bold]: {title}")
-        console.print(markdown(rows), soft_wrap=True, highlight=False)
-    if options.json:
-        options.json.write_text(json.dumps(results, indent=1) + "\n")
-    if options.markdown:
-        options.markdown.write_text("\n\n".join(texts) + "\n")
+    about = machine()
+    heading = ["# Kernels: measured", f"`python perf/kernels.py`, one thread, {', '.join(map(str, about.values()))}"]
+    report.run(SECTIONS, parser.parse_args(), heading, {"machine": about})
 
 
 if __name__ == "__main__":

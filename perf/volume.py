@@ -9,7 +9,6 @@ MPI (tests/mpi), so no cluster is needed. Words are 4 bytes, received by the bus
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -17,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
-from rich.progress import track
+import report
+from report import Row
 
 import sparsecoll
 from sparsecoll import Algorithm, DenseStream, OkTopk, SparCML, SparseVector, model, select
@@ -26,7 +25,6 @@ from sparsecoll import Algorithm, DenseStream, OkTopk, SparCML, SparseVector, mo
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 
 SEARCH = ("agree", "repartition", "threshold", "tune", "nodes")  # phases that move counts, not entries
-Row = dict[str, Any]
 
 
 def support(name: str, rank: int, n: int, k: int) -> np.ndarray:
@@ -171,44 +169,18 @@ def figure7(options: argparse.Namespace) -> Iterator[Row]:
 SECTIONS = (table1, fill_in, figure7)
 
 
-def markdown(rows: list[Row]) -> str:
-    """Rows as a table."""
-    heads = list(dict.fromkeys(head for row in rows for head in row))
-    lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
-    for row in rows:
-        cells = [row.get(head, "") for head in heads]
-        lines.append("| " + " | ".join(f"{c:.2f}" if isinstance(c, float) else str(c) for c in cells) + " |")
-    return "\n".join(lines)
-
-
 def main() -> None:
     """Measure, print, save."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=[s.__name__ for s in SECTIONS])
     parser.add_argument("--n", type=int, default=1_000_000)
     parser.add_argument("--density", type=float, default=0.005)
     parser.add_argument("--ranks", type=int, nargs="+", default=[4, 16, 64, 256])
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--markdown", type=Path)
+    report.add_options(parser, SECTIONS)
     options = parser.parse_args()
-    console, results = Console(), {"version": sparsecoll.__version__, "n": options.n, "density": options.density}
-    texts = [
-        "# Volume: counted",
-        f"`python perf/volume.py`; n = {options.n:,}, k = {round(options.density * options.n):,}",
-    ]
-    for section in SECTIONS:
-        if options.only and section.__name__ not in options.only:
-            continue
-        rows = list(track(section(options), description=section.__name__, console=console, transient=True))
-        title = "\n".join(line.strip() for line in (section.__doc__ or "").strip().splitlines())
-        results[section.__name__] = rows
-        texts.append(f"## {section.__name__}\n\n{title}\n\n{markdown(rows)}")
-        console.print(f"\n[bold]{section.__name__}[/bold]: {title}\n")
-        console.print(markdown(rows), soft_wrap=True, highlight=False)
-    if options.json:
-        options.json.write_text(json.dumps(results, indent=1) + "\n")
-    if options.markdown:
-        options.markdown.write_text("\n\n".join(texts) + "\n")
+    k = round(options.density * options.n)
+    heading = ["# Volume: counted", f"`python perf/volume.py`; n = {options.n:,}, k = {k:,} (table1), COO, float32."]
+    about = {"version": sparsecoll.__version__, "n": options.n, "density": options.density}
+    report.run(SECTIONS, options, heading, about)
 
 
 if __name__ == "__main__":

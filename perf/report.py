@@ -1,0 +1,55 @@
+"""What the scripts in this folder share: sections of rows, printed and saved as tables and JSON."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import track
+
+Row = dict[str, Any]
+Section = Callable[[argparse.Namespace], Iterator[Row]]
+
+
+def add_options(parser: argparse.ArgumentParser, sections: Sequence[Section]) -> None:
+    """--only, --json, --markdown."""
+    parser.add_argument("--only", nargs="+", choices=[s.__name__ for s in sections])
+    parser.add_argument("--json", type=Path, help="save the rows")
+    parser.add_argument("--markdown", type=Path, help="save the tables")
+
+
+def markdown(rows: list[Row]) -> str:
+    """Rows as a table; floats to three digits."""
+    heads = list(dict.fromkeys(head for row in rows for head in row))
+
+    def cell(value: Any) -> str:
+        if isinstance(value, float):
+            return f"{value:.3g}" if abs(value) < 100 else f"{value:.0f}"
+        return "" if value is None else str(value)
+
+    lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
+    lines += ["| " + " | ".join(cell(row.get(head)) for head in heads) + " |" for row in rows]
+    return "\n".join(lines)
+
+
+def run(sections: Sequence[Section], options: argparse.Namespace, heading: list[str], about: Row) -> None:
+    """Run the sections asked for; print each as a table under its docstring; save what is asked for."""
+    console, results, texts = Console(), dict(about), list(heading)
+    for section in sections:
+        if options.only and section.__name__ not in options.only:
+            continue
+        rows = list(track(section(options), description=section.__name__, console=console, transient=True))
+        title = inspect.getdoc(section) or ""
+        results[section.__name__] = rows
+        texts.append(f"## {section.__name__}\n\n{title}\n\n{markdown(rows)}")
+        console.print(f"\n[bold]{section.__name__}[/bold]: {title}\n")
+        console.print(markdown(rows), soft_wrap=True, highlight=False)
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=1) + "\n")
+    if options.markdown:
+        options.markdown.write_text("\n\n".join(texts) + "\n")
