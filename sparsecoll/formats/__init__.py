@@ -18,6 +18,7 @@ from sparsecoll.formats.densestream import DenseStream
 from sparsecoll.formats.packed import Packed
 from sparsecoll.formats.quantized import Quantized
 from sparsecoll.formats.slots import Slots
+from sparsecoll.trace import doing
 from sparsecoll.vector import DenseVector, SparseVector
 
 FORMATS: dict[str, Format] = {
@@ -50,6 +51,7 @@ __all__ = [
     "add_into",
     "decode",
     "encode",
+    "entries",
     "resolve",
     "rounded",
     "wire_dtype",
@@ -82,7 +84,14 @@ def decode(buffer: Buffer, length: int) -> SparseVector:
     Raises:
         CommunicationError: truncated, corrupted, or made for another length.
     """
-    return _of(buffer).decode(_aligned(buffer), length)
+    form = _of(buffer)
+    with doing("decode", entries(buffer)):
+        return form.decode(_aligned(buffer), length)
+
+
+def entries(buffer: Buffer) -> int:
+    """How many entries a message holds, as its header says (unchecked)."""
+    return int(HEADER.unpack_from(buffer)[-1]) if buffer.size >= HEADER.size else 0
 
 
 def add_into(dense: DenseVector, buffers: Iterable[Buffer]) -> None:
@@ -94,7 +103,9 @@ def add_into(dense: DenseVector, buffers: Iterable[Buffer]) -> None:
         CommunicationError: as `decode`; the messages before are added by then.
     """
     for buffer in buffers:
-        _of(buffer).add_into(dense, _aligned(buffer))
+        form = _of(buffer)
+        with doing("decode", entries(buffer)):
+            form.add_into(dense, _aligned(buffer))
 
 
 def _of(buffer: Buffer) -> Format:

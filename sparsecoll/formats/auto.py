@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from sparsecoll.formats.base import Buffer, Format, Plan, WireDtype, wire_dtype
+from sparsecoll.formats.base import Buffer, Format, Plan, WireDtype, span
 from sparsecoll.formats.bitmap import Bitmap
 from sparsecoll.formats.coo import Coo
 from sparsecoll.formats.dense import Dense
@@ -13,8 +13,15 @@ from sparsecoll.formats.densestream import DenseStream
 from sparsecoll.formats.packed import Packed
 from sparsecoll.vector import SparseVector
 
-# Seconds per entry to plan, write and decode; `perf/kernels.py` measures them. Magnitudes matter, digits do not.
-CODING = {"coo": 1.0e-9, "dense": 2.0e-9, "bitmap": 4.0e-9, "densestream": 6.0e-9, "packed": 5.0e-9}
+# Seconds to plan, write and decode, per entry and per coordinate spanned, on a core with AVX-512. Magnitudes matter.
+CODING = {
+    "coo": (0.3e-9, 0.0),
+    "dense": (3.5e-9, 0.3e-9),
+    "bitmap": (1.7e-9, 0.1e-9),
+    "packed": (5.0e-9, 0.0),
+    "densestream": (20.0e-9, 0.0),
+}
+SAMPLES, STRETCH = 8, 512  # how many stretches of so many entries tell whether DenseStream is worth planning
 
 
 @dataclass(frozen=True)
@@ -24,7 +31,8 @@ class Auto(Format):
     Args:
         choose: names of the formats to choose from; all of them by default.
         beta: seconds per byte of the link (8e-9 for 1 Gb/s). The format with the least time to code and to send is
-            taken, which is COO where coding is slower than sending. None: the smallest message.
+            taken, which is COO where coding is slower than sending. None: the smallest message (a long one is no
+            DenseStream where a sample of it says that it will not be the smallest).
     """
 
     id = 0
@@ -40,17 +48,37 @@ class Auto(Format):
             raise ValueError(f"choose: expected some of {', '.join(names)}, got {self.choose}")
 
     def _best(self, x: SparseVector, wire: WireDtype) -> tuple[Format, Plan]:
-        plans = [(form, form.plan(x, wire)) for form in self.choices if form.name in self.choose]
+        best: tuple[Format, Plan] | None = None
+        least = 0.0
+        for form in self.choices:
+            if form.name not in self.choose or (best and self._hopeless(form, x, wire, best[1].size)):
+                continue
+            plan = form.plan(x, wire)
+            cost = self._cost(form, plan.size, x)
+            if best is None or cost < least:
+                best, least = (form, plan), cost
+        assert best is not None
+        return best
+
+    def _cost(self, form: Format, size: int, x: SparseVector) -> float:
         if self.beta is None:
-            return min(plans, key=lambda pair: pair[1].size)
-        beta = self.beta
-        return min(plans, key=lambda pair: beta * pair[1].size + CODING[pair[0].name] * x.nnz)
+            return size
+        entry, coordinate = CODING[form.name]
+        return self.beta * size + entry * x.nnz + coordinate * span(x)
+
+    @staticmethod
+    def _hopeless(form: Format, x: SparseVector, wire: WireDtype, best: int) -> bool:
+        """Whether a sample says that DenseStream, whose plan is the slowest, will be 10 % above the best so far."""
+        if not isinstance(form, DenseStream) or x.nnz <= 2 * SAMPLES * STRETCH:
+            return False
+        starts = [(x.nnz - STRETCH) * i // (SAMPLES - 1) for i in range(SAMPLES)]
+        sampled = sum(form.plan(x.part(a, a + STRETCH), wire).size for a in starts)
+        return sampled * x.nnz > 1.1 * best * SAMPLES * STRETCH
 
     def plan(self, x: SparseVector, wire: WireDtype) -> Plan:
         return self._best(x, wire)[1]
 
-    def encode(self, x: SparseVector, value_dtype: str | None = None) -> Buffer:
-        wire = wire_dtype(x.dtype, value_dtype)
+    def _encoded(self, x: SparseVector, wire: WireDtype) -> Buffer:
         form, plan = self._best(x, wire)
         return form.written(plan, x, wire)
 

@@ -22,6 +22,7 @@ from sparsecoll.errors import CommunicationError
 from sparsecoll.kernels import kernels_of
 from sparsecoll.kernels.memory import empty
 from sparsecoll.kernels.reference import index_dtype
+from sparsecoll.trace import doing
 from sparsecoll.vector import DenseVector, SparseVector, cut
 
 Buffer = NDArray[np.uint8]
@@ -129,6 +130,10 @@ class Format(ABC):
     def encode(self, x: SparseVector, value_dtype: str | None = None) -> Buffer:
         """A new buffer that holds x."""
         wire = wire_dtype(x.dtype, value_dtype)
+        with doing("encode", x.nnz):
+            return self._encoded(x, wire)
+
+    def _encoded(self, x: SparseVector, wire: WireDtype) -> Buffer:
         return self.written(self.plan(x, wire), x, wire)
 
     def written(self, plan: Plan, x: SparseVector, wire: WireDtype) -> Buffer:

@@ -17,6 +17,7 @@ from sparsecoll import formats
 from sparsecoll.errors import CommunicationError
 from sparsecoll.formats import FORMATS, Buffer, Format
 from sparsecoll.model import Tuning
+from sparsecoll.trace import doing
 from sparsecoll.traffic import Counts, Traffic
 from sparsecoll.vector import DenseVector, SparseVector
 
@@ -153,6 +154,7 @@ class _Counted:
         self._pending = pending
 
     def wait(self) -> Buffer:
-        buffer = self._pending.wait()
+        with doing("wait"):
+            buffer = self._pending.wait()
         self._transport._count_received(buffer)
         return buffer

@@ -15,6 +15,7 @@ from mpi4py import MPI
 from sparsecoll.errors import CommunicationError
 from sparsecoll.formats import Buffer
 from sparsecoll.kernels.memory import empty
+from sparsecoll.trace import doing
 from sparsecoll.transport.base import Transport
 
 logger = logging.getLogger(__name__)
@@ -145,11 +146,12 @@ class MpiTransport(Transport):
 
     def flush(self) -> None:
         waiter = _Waiter(self, "waits for its own sends to complete")
-        while self._sends:
-            if self._sends[0][0].Test():
-                self._sends.popleft()
-            else:
-                waiter.pause()
+        with doing("wait"):
+            while self._sends:
+                if self._sends[0][0].Test():
+                    self._sends.popleft()
+                else:
+                    waiter.pause()
 
 
 def _free(comm: MPI.Comm, keyval: int, transport: MpiTransport) -> None:

@@ -20,6 +20,7 @@ from sparsecoll.kernels.cpu.codecs import (
     to_bfloat16,
     to_float16,
 )
+from sparsecoll.kernels.cpu.merge import merge_sum
 from sparsecoll.kernels.cpu.rice import (
     rice_block,
     rice_decode,
@@ -41,7 +42,6 @@ from sparsecoll.kernels.cpu.sums import (
     difference,
     first_disorder,
     intersect,
-    merge_sum,
     scatter_add,
     scatter_subtract,
 )

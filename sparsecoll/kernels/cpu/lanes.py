@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import llvmlite.binding as llvm
+import numba as nb
 from llvmlite import ir
 from numba.core import cgutils as _cgutils
 from numba.core import types
@@ -161,6 +162,51 @@ def compress_block(
         return builder.add(count, _popcount(builder, chosen, count.type))
 
     return signature, generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def emit_block(context: Any, bits: Any, start: Any, base: Any, out_i: Any, out_v: Any, count: Any) -> Any:
+    """Append those of the LANES floats (bit patterns) from `start` on that are not -0, and reset them to -0.
+
+    out_i gets base + position, out_v the bit patterns; returns the new count. Writes up to LANES items beyond it.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        a_bits, start, base, a_i, a_v, count = arguments
+        if not AVAILABLE:
+            return count
+        source = _data(context, builder, bits, a_bits)
+        values = _load(builder, source, start)
+        width = values.type.element.width
+        blank = ir.Constant(values.type, [1 << (width - 1)] * LANES)
+        chosen = builder.icmp_unsigned("!=", values, blank)
+        target = _data(context, builder, out_i, a_i)
+        element = target.type.pointee
+        first = builder.add(base, start)
+        first = builder.trunc(first, element) if element.width < 64 else first
+        lane = ir.Constant(ir.VectorType(element, LANES), list(range(LANES)))
+        _compress_store(builder, builder.add(_splat(builder, first), lane), chosen, target, count)
+        _compress_store(builder, values, chosen, _data(context, builder, out_v, a_v), count)
+        _store(builder, blank, source, start)
+        return builder.add(count, _popcount(builder, chosen, count.type))
+
+    return types.int64(bits, types.int64, types.uint64, out_i, out_v, types.int64), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _pointer(context: Any, address: Any, like: Any) -> Any:
+    pointer = types.CPointer(like.dtype)
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], context.get_value_type(pointer))
+
+    return pointer(types.intp, like), generate
+
+
+@nb.njit(inline="always")  # type: ignore[untyped-decorator]
+def array_at(address, size, like):  # type: ignore[no-untyped-def]
+    """The array of `size` items of the dtype of `like` at an address."""
+    return nb.carray(_pointer(address, like), (size,))
 
 
 @intrinsic  # type: ignore[untyped-decorator]

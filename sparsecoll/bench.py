@@ -1,0 +1,255 @@
+"""Timing allreduces on a communicator, in the manner of the OSU micro-benchmarks: from dense vector to sparse sum.
+
+Before each timed call the ranks meet; a call's time is that of the slowest rank; a row has the median of the calls.
+Every call gets another vector (the entries have moved and grown), so that reused thresholds and boundaries have to
+adapt as they would in training.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sparsecoll import api, trace
+from sparsecoll._version import __version__
+from sparsecoll.algorithms import ALGORITHMS, Algorithm
+from sparsecoll.formats import Format
+from sparsecoll.select import SELECTORS
+from sparsecoll.transport import Transport, as_transport
+from sparsecoll.transport.collectives import allgather
+
+Row = dict[str, Any]
+STEP = 4099  # by how many coordinates the entries move from one call to the next
+GROWTH = 1.01  # and by what factor they grow
+MPI_ALLREDUCE = "MPI_Allreduce"
+
+
+def algorithm(text: str) -> Algorithm:
+    """An algorithm from `name` or `name:option=value,option=value`; `selector=` takes a selector's name.
+
+    Raises:
+        ValueError: no such algorithm, option or selector.
+
+    >>> algorithm("sparcml:variant=dynamic").describe()
+    "sparcml(k=None, selector=None, variant='dynamic', bits=None, seed=0, network=Network(alpha=5e-05, beta=8e-09))"
+    """
+    name, _, rest = text.partition(":")
+    if name not in ALGORITHMS:
+        raise ValueError(f"algo: expected one of {', '.join(ALGORITHMS)}, got {name!r}")
+    known = {f.name for f in fields(ALGORITHMS[name]) if f.init}
+    options: dict[str, Any] = {}
+    for pair in filter(None, rest.split(",")):
+        option, equals, value = pair.partition("=")
+        if not equals or option not in known:
+            raise ValueError(f"algo: expected {name}:OPTION=VALUE with one of {', '.join(sorted(known))}, got {pair!r}")
+        if option == "selector":
+            if value not in SELECTORS:
+                raise ValueError(f"selector: expected one of {', '.join(SELECTORS)}, got {value!r}")
+            options[option] = SELECTORS[value]()
+        else:
+            options[option] = _literal(value)
+    return ALGORITHMS[name](**options)
+
+
+def _literal(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+class Gradients:
+    """One rank's vectors, another one for every call, made from one array without copying it.
+
+    Args:
+        base: the values; n of them are one vector.
+        n: length of a vector, at most base.size.
+    """
+
+    def __init__(self, base: NDArray[Any], n: int | None = None) -> None:
+        self.base = base
+        self.n = base.size if n is None else n
+        self._calls = 0
+
+    def __call__(self) -> NDArray[Any]:
+        """The next vector; the one before is overwritten."""
+        room = self.base.size - self.n
+        start = STEP * self._calls % (room + 1)
+        self._calls += 1
+        self.base *= self.base.dtype.type(GROWTH)
+        return self.base[start : start + self.n]
+
+
+def heavy_tailed(n: int, rank: int, spare: int = 1 << 18) -> Gradients:
+    """Cubes of normal values, independent on every rank; every coordinate is as likely to be large as any other."""
+    x = np.random.default_rng([7, rank]).standard_normal(n + spare, dtype=np.float32)
+    x *= np.abs(x) ** 2
+    return Gradients(x, n)
+
+
+def from_file(path: str | Path, rank: int) -> Gradients:
+    """The vector in a .npy file; `{rank}` in its name stands for the rank."""
+    base = np.load(str(path).format(rank=rank))
+    if base.ndim != 1 or base.dtype.kind != "f":
+        raise ValueError(f"{path}: expected a 1-D array of floats, got {base.dtype} of shape {base.shape}")
+    return Gradients(base)
+
+
+@dataclass(frozen=True)
+class Call:
+    """What is timed: an algorithm on a density, a wire format and a dtype of values on the wire."""
+
+    algo: str
+    density: float
+    format: str | Format = "auto"
+    value_dtype: str | None = None
+
+
+def measure(
+    comm: Any, call: Call, vectors: Callable[[], NDArray[Any]], repeat: int = 7, warm: int = 2, **about: Any
+) -> Row:
+    """One row, the same on every rank; collective.
+
+    Args:
+        call: what to time. `MPI_Allreduce` as algo is the MPI library's own dense sum of the same vectors.
+        vectors: returns the vector of the next call.
+        repeat, warm: calls timed, and before them not timed.
+        about: put into the row.
+
+    Returns:
+        seconds (median, least and most of the slowest rank's), seconds by kind of work (median, mean over the ranks;
+        "other" is what no kind covers), bytes and messages of the last call on the busiest rank, entries of the
+        result, and the most memory in bytes that a rank came to need beyond what it held before (which is little if
+        calls before left buffers behind: measure memory in a fresh process).
+    """
+    transport = as_transport(comm)
+    _forget_peak()
+    before, times, kinds = _resident("VmRSS"), [], []
+    run = _runner(comm, call)
+    for _ in range(warm):
+        run(vectors())
+    for _ in range(repeat):
+        vector = vectors()
+        _meet(transport)
+        start = transport.now()
+        with trace.listening(trace.Recorder(transport.now)) as recorder:
+            counts = run(vector)
+        seconds = transport.now() - start
+        times.append(seconds)
+        parts = list(recorder.seconds.values())
+        kinds.append([*parts, seconds - sum(parts)])
+    peak = max(_resident("VmHWM") - before, 0)
+    table = allgather(transport, np.array([*times, *np.median(kinds, axis=0), *counts, peak], np.float64))
+    slowest = table[:, :repeat].max(axis=0)
+    spent = table[:, repeat : repeat + len(trace.KINDS) + 1].mean(axis=0)
+    row: Row = {**about, "algo": call.algo, "n": int(vector.size), "density": call.density, "P": transport.size}
+    row |= {"format": str(call.format), "value_dtype": call.value_dtype or vector.dtype.name}
+    row |= {"seconds": float(np.median(slowest)), "least": float(slowest.min()), "most": float(slowest.max())}
+    row |= dict(zip((*trace.KINDS, "other"), spent.tolist(), strict=True))
+    most = table[:, repeat + len(trace.KINDS) + 1 :].max(axis=0)
+    return row | dict(
+        zip(("bytes_sent", "bytes_received", "messages", "entries", "memory"), map(int, most.tolist()), strict=True)
+    )
+
+
+def _runner(comm: Any, call: Call) -> Callable[[NDArray[Any]], tuple[int, int, int, int]]:
+    """Does the call once on a vector; returns bytes sent and received, messages sent and entries of the result."""
+    if call.algo == MPI_ALLREDUCE:
+        out: list[NDArray[Any]] = []
+
+        def dense(vector: NDArray[Any]) -> tuple[int, int, int, int]:
+            if not out:
+                out.append(np.empty_like(vector))
+            comm.Allreduce(vector, out[0])
+            return 0, 0, 0, vector.size  # not counted by us
+
+        return dense
+    chosen = algorithm(call.algo)
+    whole = chosen.takes_dense  # then nothing is selected
+
+    def sparse(vector: NDArray[Any]) -> tuple[int, int, int, int]:
+        reduction = api.allreduce(
+            comm,
+            vector,
+            chosen,
+            density=None if whole else call.density,
+            format=call.format,
+            value_dtype=call.value_dtype,
+            return_reduction=True,
+        )
+        total = reduction.traffic.total
+        return total.bytes_sent, total.bytes_received, total.messages_sent, reduction.value.nnz
+
+    return sparse
+
+
+def _meet(transport: Transport) -> None:
+    """A barrier."""
+    allgather(transport, np.zeros(1, np.uint8))
+    transport.flush()
+
+
+def _forget_peak() -> None:
+    """Let VmHWM start again (Linux)."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def _resident(which: str) -> int:
+    """VmRSS or VmHWM of this process in bytes; 0 where the system does not tell."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(which)), 0)
+
+
+def calls(
+    algos: Sequence[str], densities: Sequence[float], formats: Sequence[str], value_dtypes: Sequence[str | None]
+) -> Iterator[Call]:
+    """Every combination; the dense ones once."""
+    for algo in algos:
+        dense = algo == MPI_ALLREDUCE or algorithm(algo).takes_dense
+        for density in [1.0] if dense else densities:
+            for form in ["auto"] if dense else formats:
+                for value_dtype in [None] if algo == MPI_ALLREDUCE else value_dtypes:
+                    yield Call(algo, density, form, value_dtype)
+
+
+def about() -> Row:
+    """Machine, versions and commit, for the head of a file of rows."""
+    versions = {"python": platform.python_version(), "sparsecoll": __version__}
+    for name in ("numpy", "numba", "mpi4py", "torch"):
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    if "mpi4py.MPI" in sys.modules:
+        versions["MPI"] = sys.modules["mpi4py.MPI"].Get_library_version().splitlines()[0].strip("\0 ")
+    return {"machine": f"{_processor()}, {os.cpu_count()} cores", "versions": versions, "commit": _commit()}
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def _commit() -> str:
+    """Of the checkout that this package is in; empty if it is none."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()

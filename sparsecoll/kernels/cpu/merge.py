@@ -1,0 +1,167 @@
+"""The sum of sparse vectors: window by window of the index space, in the second-level cache.
+
+With AVX-512 and floats, a window starts full of -0, which no sum of values can be once each has had +0 added to it; so
+the sums themselves tell which coordinates were met, and sixteen of them at a time are written out and reset.
+Otherwise bit marks tell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numba as nb
+import numpy as np
+from numba.cpython.unsafe import numbers
+
+from sparsecoll.kernels import reference
+from sparsecoll.kernels.cpu import selection
+from sparsecoll.kernels.cpu.codecs import from_float16
+from sparsecoll.kernels.cpu.lanes import LANES, array_at, emit_block
+from sparsecoll.kernels.cpu.sums import end
+from sparsecoll.kernels.memory import empty
+from sparsecoll.kernels.reference import Array
+
+WINDOW = 1 << 15  # indices summed at a time: 128 KiB of float32
+GROUPS = WINDOW // LANES
+CROWD = 512  # entries a window from which on lanes are faster than marks
+
+trailing_zeros: Any = numbers.trailing_zeros
+_jit: Any = nb.njit(nogil=True, cache=True)
+
+
+@_jit
+def _marked(indices, values, starts, stops, sums, marks, summary, out_indices, out_sums):  # type: ignore[no-untyped-def]
+    """Window by window: add every part into `sums` (part by part, so in rank order), then emit in index order."""
+    count = 0
+    parts = starts.size
+    window = np.uint64(sums.size)
+    while True:
+        base = indices[0]
+        found = False
+        for p in range(parts):
+            if starts[p] < stops[p] and (not found or indices[starts[p]] < base):
+                base = indices[starts[p]]
+                found = True
+        if not found:
+            return count
+        for p in range(parts):
+            i = starts[p]
+            stop = stops[p]
+            while i < stop:
+                distance = np.uint64(indices[i]) - np.uint64(base)
+                if distance >= window:
+                    break
+                j = np.int64(distance)
+                sums[j] += values[i]
+                marks[j >> 6] |= np.uint64(1) << np.uint64(j & 63)
+                summary[j >> 12] |= np.uint64(1) << np.uint64((j >> 6) & 63)
+                i += 1
+            starts[p] = i
+        for s in range(summary.size):
+            row = summary[s]
+            summary[s] = 0
+            while row != 0:
+                m = (s << 6) + np.int64(trailing_zeros(row))
+                row &= row - np.uint64(1)
+                word = marks[m]
+                marks[m] = 0
+                while word != 0:
+                    j = (m << 6) + np.int64(trailing_zeros(word))
+                    word &= word - np.uint64(1)
+                    out_indices[count] = base + indices.dtype.type(j)
+                    out_sums[count] = sums[j]
+                    sums[j] = 0
+                    count += 1
+
+
+@_jit
+def _unmarked(index_at, value_at, sizes, starts, sums, bits, touched, out_indices, out_bits):  # type: ignore[no-untyped-def]
+    """As _marked, for floats, with lanes. `sums` (of which `bits` is a view) is full of -0 before and after."""
+    count = 0
+    parts = sizes.size
+    words = touched.view(np.uint64)
+    ends = np.empty(parts, np.int64)
+    zero = sums.dtype.type(0)
+    while True:
+        base = np.uint64(0)
+        found = False
+        for p in range(parts):
+            if starts[p] < sizes[p]:
+                first = np.uint64(array_at(index_at[p], sizes[p], out_indices)[starts[p]])
+                if not found or first < base:
+                    base = first
+                    found = True
+        if not found:
+            return count
+        entries = 0
+        last = np.uint64(0)  # beyond the window's last entry
+        for p in range(parts):
+            ends[p] = starts[p]
+            if starts[p] < sizes[p]:
+                indices = array_at(index_at[p], sizes[p], out_indices)
+                ends[p] = end(indices, starts[p], base + np.uint64(WINDOW))
+                entries += ends[p] - starts[p]
+                if ends[p] > starts[p]:
+                    last = max(last, np.uint64(indices[ends[p] - 1]) - base)
+        groups = (np.int64(last) >> 4) + 1
+        crowded = 2 * entries > groups
+        for p in range(parts):
+            indices = array_at(index_at[p], sizes[p], out_indices)
+            values = array_at(value_at[p], sizes[p], sums)
+            if crowded:
+                for i in range(starts[p], ends[p]):
+                    sums[np.int64(np.uint64(indices[i]) - base)] += values[i] + zero
+            else:
+                for i in range(starts[p], ends[p]):
+                    j = np.int64(np.uint64(indices[i]) - base)
+                    sums[j] += values[i] + zero
+                    touched[j >> 4] = 1
+            starts[p] = ends[p]
+        if crowded:
+            for group in range(groups):
+                count = emit_block(bits, group << 4, base, out_indices, out_bits, count)
+        else:
+            for w in range((groups + 7) >> 3):
+                word = words[w]
+                if word != 0:
+                    words[w] = 0
+                    while word != 0:
+                        group = (w << 3) + (np.int64(trailing_zeros(word)) >> 3)
+                        word &= word - np.uint64(1)
+                        count = emit_block(bits, group << 4, base, out_indices, out_bits, count)
+
+
+def merge_sum(parts: Sequence[tuple[Array, Array]], dtype: np.dtype[np.generic]) -> tuple[Array, Array]:
+    parts = [part for part in parts if part[0].size] or list(parts[:1])
+    if not parts or parts[0][0].size == 0:
+        return reference.merge_sum(parts, dtype)
+    if len(parts) == 1:
+        return parts[0][0], parts[0][1].astype(dtype) + dtype.type(0)  # -0 becomes +0, as in any sum that starts at +0
+    indices = [np.ascontiguousarray(i) for i, _ in parts]
+    values = [_as(v, dtype) for _, v in parts]
+    sizes = np.array([i.size for i in indices])
+    room = int(sizes.sum())
+    span = max(int(i[-1]) for i in indices) - min(int(i[0]) for i in indices) + 1
+    lanes = selection.use_lanes and dtype.kind == "f" and dtype.itemsize >= 4 and room * WINDOW >= CROWD * span
+    out_indices, out_sums = empty(room + LANES * lanes, indices[0].dtype), empty(room + LANES * lanes, dtype)
+    if lanes:
+        kind = np.dtype(f"u{dtype.itemsize}")
+        index_at = np.array([i.ctypes.data for i in indices])
+        value_at = np.array([v.ctypes.data for v in values])
+        sums, touched = np.full(WINDOW, -0.0, dtype), np.zeros(GROUPS, np.uint8)
+        state = sizes, np.zeros(sizes.size, np.int64), sums, sums.view(kind), touched
+        count = _unmarked(index_at, value_at, *state, out_indices, out_sums.view(kind))
+    else:
+        stops = np.cumsum(sizes)
+        sums = np.zeros(WINDOW, dtype)
+        marks, summary = np.zeros(WINDOW >> 6, np.uint64), np.zeros(WINDOW >> 12, np.uint64)
+        joined = np.concatenate(indices), np.concatenate(values)
+        count = _marked(*joined, stops - sizes, stops, sums, marks, summary, out_indices, out_sums)
+    return out_indices[:count], out_sums[:count]
+
+
+def _as(values: Array, dtype: np.dtype[np.generic]) -> Array:
+    if values.dtype == np.float16 and dtype == np.float32:
+        return from_float16(values)
+    return np.ascontiguousarray(values, dtype)
