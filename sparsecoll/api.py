@@ -90,7 +90,10 @@ def allreduce(
     if op == "mean":
         reduction.value = reduction.value.scaled(1 / transport.size)
     assert back is not None
-    return reduction if return_reduction else back(reduction.value)
+    if return_reduction:
+        _ = reduction.contributed  # now: the caller may change x afterwards
+        return reduction
+    return back(reduction.value)
 
 
 def reduce(

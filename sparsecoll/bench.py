@@ -176,21 +176,21 @@ def _runner(comm: Any, call: Call) -> Callable[[NDArray[Any]], tuple[int, int, i
             return 0, 0, 0, vector.size  # not counted by us
 
         return dense
-    chosen = algorithm(call.algo)
+    chosen, counters = algorithm(call.algo), api.traffic(comm)
     whole = chosen.takes_dense  # then nothing is selected
 
     def sparse(vector: NDArray[Any]) -> tuple[int, int, int, int]:
-        reduction = api.allreduce(
+        before = counters.copy()
+        value = api.allreduce(
             comm,
             vector,
             chosen,
             density=None if whole else call.density,
             format=call.format,
             value_dtype=call.value_dtype,
-            return_reduction=True,
         )
-        total = reduction.traffic.total
-        return total.bytes_sent, total.bytes_received, total.messages_sent, reduction.value.nnz
+        moved = counters.since(before)
+        return moved.bytes_sent, moved.bytes_received, moved.messages_sent, value.nnz
 
     return sparse
 

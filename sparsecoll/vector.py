@@ -125,11 +125,10 @@ class SparseVector:
         """Parts whose index ranges follow each other, joined; one part is returned as it is."""
         if len(parts) == 1:
             return parts[0]
-        indices, values = (
-            np.concatenate([p.indices for p in parts]),
-            np.concatenate([p.values for p in parts]),
-        )
-        return cls.trusted(indices, values, parts[0].length)
+        count, first = sum(p.nnz for p in parts), parts[0]
+        indices = np.concatenate([p.indices for p in parts], out=empty(count, first.indices.dtype))
+        values = np.concatenate([p.values for p in parts], out=empty(count, first.dtype))
+        return cls.trusted(indices, values, first.length)
 
     @classmethod
     def sum(cls, parts: Sequence[SparseVector], dtype: np.dtype[Any]) -> SparseVector:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 
 from sparsecoll import formats
 from sparsecoll.algorithms.base import Algorithm, Reduction, summed
-from sparsecoll.transport.base import Transport
-from sparsecoll.transport.collectives import allgatherv
+from sparsecoll.formats import Buffer
+from sparsecoll.transport.base import PendingReceive, Transport
+from sparsecoll.transport.collectives import allgatherv, pieces, pipeline
 from sparsecoll.vector import SparseVector
 
 
@@ -15,10 +17,12 @@ from sparsecoll.vector import SparseVector
 class Allgather(Algorithm):
     """Exact sum of the given vectors, added in rank order.
 
-    1. Allgather the encoded vectors (Bruck: recursive doubling for any P).
+    1. Allgather the encoded vectors (Bruck: recursive doubling for any P). Long ones go in pieces of the index space,
+       each from every rank to every other, so that one piece is summed while the next ones travel.
     2. Sum them in one pass over all parts.
 
-    Volume: 2k(P-1) words with COO (Ok-Topk, Table 1), ceil(log2 P) messages. Memory: the entries, never P*n.
+    Volume: 2k(P-1) words with COO (Ok-Topk, Table 1), ceil(log2 P) messages; P - 1 a piece from 1 MiB on.
+    Memory: the entries, never P*n.
     """
 
     name = "allgather"
@@ -26,8 +30,33 @@ class Allgather(Algorithm):
     sends_sums = False
 
     def __call__(self, transport: Transport, x: SparseVector, k: int) -> Reduction:
+        stages = pieces(k * (x.dtype.itemsize + 1))
+        if stages > 1 and transport.size > 1:
+            return self._in_pieces(transport, x, stages)
         with transport.phase("gather"):
             blocks = allgatherv(transport, transport.encode(x))
         with transport.phase("merge"):
             value = summed([formats.decode(block, x.length) for block in blocks], x)
         return Reduction(value, x)
+
+    @staticmethod
+    def _in_pieces(transport: Transport, x: SparseVector, stages: int) -> Reduction:
+        rank, size = transport.rank, transport.size
+        parts = x.split([x.length * j // stages for j in range(stages + 1)])
+        own: deque[Buffer] = deque()
+        sums: list[SparseVector] = []
+
+        def begin(stage: int) -> list[PendingReceive]:
+            own.append(transport.encode(parts[stage]))
+            for step in range(1, size):
+                transport.send((rank + step) % size, own[-1])
+            return [transport.expect((rank - step) % size) for step in range(1, size)]
+
+        def finish(arrived: list[Buffer]) -> None:
+            blocks = [own.popleft(), *arrived]  # of rank, rank - 1, ...
+            in_order = [blocks[(rank - source) % size] for source in range(size)]
+            sums.append(summed([formats.decode(block, x.length) for block in in_order], x))
+
+        with transport.phase("gather"):
+            pipeline(transport, stages, begin, finish)
+            return Reduction(SparseVector.concatenate(sums), x)

@@ -97,10 +97,12 @@ class Auto(Algorithm):
         if self.want == "exact_sum":
             return reduction
         top = check_order(value).top(k)
-        contributed = reduction.contributed
-        if not isinstance(contributed, SparseVector):
-            contributed = contributed.to_sparse()
-        return Reduction(top, contributed.intersect(top))
+
+        def contributed() -> SparseVector:
+            share = reduction.contributed
+            return (share if isinstance(share, SparseVector) else share.to_sparse()).intersect(top)
+
+        return Reduction(top, contributed)
 
     def state_dict(self) -> dict[str, Any]:
         own = {"reach": self._reach, "skew": self._skew, "oktopk": self._oktopk.state_dict()}

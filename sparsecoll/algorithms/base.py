@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 from sparsecoll import select
 from sparsecoll.select import Selector, Vector
 from sparsecoll.traffic import Traffic
 from sparsecoll.transport.base import Transport
-from sparsecoll.vector import DenseVector, SparseVector, accumulator
+from sparsecoll.vector import SparseVector, accumulator
 
 
-@dataclass
 class Reduction:
     """The result of one allreduce.
 
@@ -21,13 +21,24 @@ class Reduction:
         value: the same bits on every rank.
         contributed: this rank's share of `value`: its entries that entered the result, with the values that entered.
             Summed over the ranks it is `value` (up to the rounding of sums), so residual = acc - contributed
-            conserves gradient mass.
+            conserves gradient mass. Worked out when it is first asked for.
         traffic: what this rank sent and received in this call; filled in by the front door.
+
+    Args:
+        contributed: the share, or what returns it.
     """
 
-    value: SparseVector | DenseVector
-    contributed: SparseVector | DenseVector
-    traffic: Traffic = field(default_factory=Traffic)
+    def __init__(self, value: Vector, contributed: Vector | Callable[[], Vector]) -> None:
+        self.value = value
+        self.traffic = Traffic()
+        self._contributed = contributed
+
+    @property
+    def contributed(self) -> Vector:
+        """See the class."""
+        if callable(self._contributed):
+            self._contributed = self._contributed()
+        return self._contributed
 
 
 @dataclass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from sparsecoll import formats
 from sparsecoll.algorithms import partition
@@ -64,4 +65,4 @@ class DenseStream(Algorithm):
             lost.append(total.rounding_error(mine))
             blocks = allgatherv(transport, form.encode(mine, transport.value_dtype))
             value = SparseVector.concatenate([formats.decode(block, x.length) for block in blocks])
-        return Reduction(value.astype(x.dtype), less(x, lost))
+        return Reduction(value.astype(x.dtype), partial(less, x, lost))

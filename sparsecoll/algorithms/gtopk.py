@@ -50,7 +50,7 @@ class GTopk(Algorithm):
             for child, before, theirs in reversed(merges):
                 transport.send(child, joined([message, theirs.membership(alive)]))
                 alive = before.intersect(alive)
-        return Reduction(check_order(value), less(x.intersect(alive), [lost]))
+        return Reduction(check_order(value), lambda: less(x.intersect(alive), [lost]))
 
     @staticmethod
     def _reduce(

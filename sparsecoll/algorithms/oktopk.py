@@ -6,6 +6,7 @@ The result is Topk(sum over ranks of Topk(x)): the inner Topk by `select`, the o
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -14,9 +15,10 @@ from sparsecoll import formats
 from sparsecoll.algorithms import partition
 from sparsecoll.algorithms.base import Algorithm, Reduction
 from sparsecoll.algorithms.quantiles import quantiles
+from sparsecoll.formats import Buffer
 from sparsecoll.select import ThresholdReuse, Vector
 from sparsecoll.transport.base import PendingReceive, Transport
-from sparsecoll.transport.collectives import allgather, allgatherv
+from sparsecoll.transport.collectives import allgather, allgatherv, pieces, pipeline
 from sparsecoll.vector import SparseVector, accumulator
 
 OVERLOAD = 1.5  # a region with this many times its share makes the next call repartition
@@ -45,7 +47,8 @@ class OkTopk(Algorithm):
     Args:
         tau: calls between two repartitions.
         tau_prime: calls between two exact thresholds.
-        bucket: messages in flight at once in split and reduce; the sum of one bucket overlaps the next one's messages.
+        bucket: messages of one stage of split and reduce; sums overlap the messages of the stages that follow. Messages
+            from 1 MiB on go in pieces, a stage or more each.
         balance_factor: largest part over mean part above which the result is balanced before the allgatherv.
         repartition: "histogram" cuts at quantiles of all ranks' entries together and gives each rank the region that
             it holds most of; right for every distribution. "average" is the paper's averaging of each rank's own
@@ -112,17 +115,19 @@ class OkTopk(Algorithm):
                 self._boundaries, self._owners = self._space_repartition(transport, x)
                 self._overloaded = False
         with transport.phase("split"):
-            reduced, load = self._split_and_reduce(transport, x)
+            reduced, load = self._split_and_reduce(transport, x, k)
         with transport.phase("threshold"):
             chosen, sizes = self._select_global(transport, reduced, load, k)
         with transport.phase("gather"):
             final = transport.rounded(chosen.astype(x.dtype))
             value = self._balance_and_allgatherv(transport, final, sizes)
-        contributed = x.intersect(value)
-        lost = chosen.rounding_error(final)
-        if lost.nnz:  # the owner keeps what rounding took from the sums
-            contributed = SparseVector.sum([contributed, lost.scaled(-1)], reduced.dtype)
         self._calls += 1
+
+        def contributed() -> SparseVector:
+            lost = chosen.rounding_error(final)  # the owner keeps what rounding took from the sums
+            share = x.intersect(value)
+            return SparseVector.sum([share, lost.scaled(-1)], reduced.dtype) if lost.nnz else share
+
         return Reduction(value, contributed)
 
     # 2. space repartition
@@ -136,28 +141,37 @@ class OkTopk(Algorithm):
 
     # 3. split and reduce
 
-    def _split_and_reduce(self, transport: Transport, x: SparseVector) -> tuple[SparseVector, int]:
+    def _split_and_reduce(self, transport: Transport, x: SparseVector, k: int) -> tuple[SparseVector, int]:
         """(sum of the own region over all ranks in the accumulator dtype, entries that went into it). Equation (1)."""
         rank, size = transport.rank, transport.size
-        regions = x.split(self._boundaries)
-        part_of = {owner: regions[region] for region, owner in enumerate(self._owners)}
-        reduced = SparseVector.sum([part_of[rank]], accumulator(x.dtype))
+        cuts = pieces(k * (x.dtype.itemsize + 1) / size)
+        edges = [a + (b - a) * cut // cuts for a, b in pairwise(self._boundaries) for cut in range(cuts)]
+        parts = x.split([*edges, self._boundaries[-1]])
+        region_of = {owner: region for region, owner in enumerate(self._owners)}
         steps = range(1, size)
         buckets = [steps[i : i + self.bucket] for i in range(0, len(steps), self.bucket)]
-        load = reduced.nnz
-        incoming: list[PendingReceive] = []
-        for number in range(len(buckets) + 1):
-            arrived = [pending.wait() for pending in incoming]
-            if number < len(buckets):
-                for step in buckets[number]:
-                    transport.send_vector((rank + step) % size, part_of[(rank + step) % size])
-                incoming = [transport.expect((rank - step) % size) for step in buckets[number]]
-                transport.progress()
-            parts = [formats.decode(buffer, x.length) for buffer in arrived]
-            if parts:
-                load += sum(part.nnz for part in parts)
-                reduced = SparseVector.sum([reduced, *parts], reduced.dtype)
-        return reduced, load
+        stages = [(cut, bucket) for cut in range(cuts) for bucket in buckets]
+        first = region_of[rank] * cuts
+        reduced = [SparseVector.sum([part], accumulator(x.dtype)) for part in parts[first : first + cuts]]
+        load = sum(part.nnz for part in reduced)
+        finished = 0
+
+        def begin(stage: int) -> list[PendingReceive]:
+            cut, bucket = stages[stage]
+            for step in bucket:
+                to = (rank + step) % size
+                transport.send_vector(to, parts[region_of[to] * cuts + cut])
+            return [transport.expect((rank - step) % size) for step in bucket]
+
+        def finish(arrived: list[Buffer]) -> None:
+            nonlocal load, finished
+            cut, finished = stages[finished][0], finished + 1
+            entries = [formats.decode(buffer, x.length) for buffer in arrived]
+            load += sum(part.nnz for part in entries)
+            reduced[cut] = SparseVector.sum([reduced[cut], *entries], reduced[cut].dtype)
+
+        pipeline(transport, len(stages), begin, finish)
+        return SparseVector.concatenate(reduced), load
 
     # 4. global threshold
 
@@ -216,8 +230,33 @@ class OkTopk(Algorithm):
         order = self._owners
         if max(sizes) * transport.size > self.balance_factor * sum(sizes):
             mine = self._balance(transport, mine, [sizes[owner] for owner in order], order)
+            sizes = [sum(sizes) * (j + 1) // len(sizes) - sum(sizes) * j // len(sizes) for j in range(len(sizes))]
+        cuts = pieces(max(sizes) * (mine.dtype.itemsize + 1))
+        if cuts > 1 and transport.size > 1:
+            return self._gather_in_pieces(transport, mine, cuts)
         blocks = allgatherv(transport, transport.encode(mine))
         return SparseVector.concatenate([formats.decode(blocks[owner], mine.length) for owner in order])
+
+    def _gather_in_pieces(self, transport: Transport, mine: SparseVector, cuts: int) -> SparseVector:
+        rank, size = transport.rank, transport.size
+        parts: dict[int, list[SparseVector]] = {owner: [] for owner in self._owners}
+
+        def arrived(source: int, block: Buffer) -> None:
+            parts[source].append(formats.decode(block, mine.length))
+
+        def begin(cut: int) -> list[PendingReceive]:
+            message = transport.encode(mine.part(mine.nnz * cut // cuts, mine.nnz * (cut + 1) // cuts))
+            for step in range(1, size):
+                transport.send((rank + step) % size, message)
+            arrived(rank, message)
+            return [transport.expect((rank - step) % size) for step in range(1, size)]
+
+        def finish(blocks: list[Buffer]) -> None:
+            for step, block in enumerate(blocks, start=1):
+                arrived((rank - step) % size, block)
+
+        pipeline(transport, cuts, begin, finish)
+        return SparseVector.concatenate([part for owner in self._owners for part in parts[owner]])
 
     @staticmethod
     def _balance(transport: Transport, mine: SparseVector, sizes: list[int], order: list[int]) -> SparseVector:

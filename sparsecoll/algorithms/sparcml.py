@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from sparsecoll import formats, model
@@ -119,7 +120,7 @@ class SparCML(Algorithm):
                 value = arriving(value, mine=rank == 0)
             if rank + core < size:
                 transport.send(rank + core, form.encode(value, dtype))
-        return Reduction(value, less(x, lost))
+        return Reduction(value, partial(less, x, lost))
 
     # SSAR_Split_allgather, DSAR_Split_allgather
 
@@ -143,8 +144,12 @@ class SparCML(Algorithm):
             mine = formats.decode(message, x.length)
             blocks = allgatherv(transport, message)
             value = SparseVector.concatenate([formats.decode(block, x.length).astype(x.dtype) for block in blocks])
-        lost = SparseVector.sum([total, mine.astype(total.dtype).scaled(-1)], total.dtype)
-        return Reduction(value, less(x, [lost.at_least(5e-324)]))
+
+        def contributed() -> SparseVector:
+            lost = SparseVector.sum([total, mine.astype(total.dtype).scaled(-1)], total.dtype)
+            return less(x, [lost.at_least(5e-324)])
+
+        return Reduction(value, contributed)
 
     def _quantized(self, x: SparseVector) -> Format | None:
         if self.bits is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from sparsecoll import formats
 from sparsecoll.algorithms.base import Algorithm, Reduction, check_order, less
@@ -83,4 +84,4 @@ class SparDL(Algorithm):
             lost.append(total.rounding_error(mine))
             blocks = allgatherv(transport, transport.encode(mine))
             value = SparseVector.concatenate([formats.decode(block, x.length) for block in blocks])
-        return Reduction(check_order(value.astype(x.dtype)), less(x, lost))
+        return Reduction(check_order(value.astype(x.dtype)), partial(less, x, lost))

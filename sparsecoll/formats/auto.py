@@ -21,7 +21,7 @@ CODING = {
     "packed": (5.0e-9, 0.0),
     "densestream": (20.0e-9, 0.0),
 }
-SAMPLES, STRETCH = 8, 512  # how many stretches of so many entries tell whether DenseStream is worth planning
+SAMPLES, STRETCH = 8, 128  # how many stretches of so many entries tell whether DenseStream is worth planning
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,8 @@ class Auto(Format):
         if not isinstance(form, DenseStream) or x.nnz <= 2 * SAMPLES * STRETCH:
             return False
         starts = [(x.nnz - STRETCH) * i // (SAMPLES - 1) for i in range(SAMPLES)]
-        sampled = sum(form.plan(x.part(a, a + STRETCH), wire).size for a in starts)
-        return sampled * x.nnz > 1.1 * best * SAMPLES * STRETCH
+        sample = SparseVector.concatenate([x.part(a, a + STRETCH) for a in starts])
+        return form.plan(sample, wire).size * x.nnz > 1.1 * best * SAMPLES * STRETCH
 
     def plan(self, x: SparseVector, wire: WireDtype) -> Plan:
         return self._best(x, wire)[1]

@@ -15,11 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 SMALLEST = 1 << 18  # bytes; below, malloc has warm memory itself
-RETAINED = 1 << 28
+RETAINED = 1 << 30
 
 _lock = threading.Lock()
 _returned: deque[NDArray[np.uint8]] = deque()  # appended to by finalisers, which may run anywhere, in `empty` too
-_waiting: list[NDArray[np.uint8]] = []  # changed under the lock alone; the one that came back last is the last
+_waiting: dict[int, list[NDArray[np.uint8]]] = {}  # by size; the size that something came back to last is the last
+_total = [0]  # bytes waiting. Both are changed under the lock alone
 
 
 class _Block:
@@ -50,11 +51,19 @@ def _give_back(raw: NDArray[np.uint8], returned: Any = _returned, lock: Any = _l
             lock.release()
 
 
-def _sort_in(waiting: Any = _waiting, returned: Any = _returned, limit: int = RETAINED) -> None:
+def _sort_in(waiting: Any = _waiting, returned: Any = _returned, total: Any = _total, limit: int = RETAINED) -> None:
     while returned:
-        waiting.append(returned.popleft())
-    while sum(block.size for block in waiting) > limit:
-        waiting.pop(0)
+        raw = returned.popleft()
+        alike = waiting.pop(raw.size, [])
+        alike.append(raw)
+        waiting[raw.size] = alike
+        total[0] += raw.size
+    while total[0] > limit:
+        size = next(iter(waiting))
+        total[0] -= size
+        waiting[size].pop(0)
+        if not waiting[size]:
+            del waiting[size]
 
 
 def empty(size: int, dtype: Any) -> NDArray[Any]:
@@ -66,8 +75,13 @@ def empty(size: int, dtype: Any) -> NDArray[Any]:
     room = _room(needed)
     with _lock:
         _sort_in()
-        place = next((i for i in reversed(range(len(_waiting))) if _waiting[i].size == room), None)
-        raw = np.empty(room, np.uint8) if place is None else _waiting.pop(place)
+        if room in _waiting:
+            raw = _waiting[room].pop()
+            _total[0] -= room
+            if not _waiting[room]:
+                del _waiting[room]
+        else:
+            raw = np.empty(room, np.uint8)
     return np.asarray(_Block(raw))[:needed].view(dtype)
 
 
@@ -76,3 +90,4 @@ def release() -> None:
     with _lock:
         _sort_in()
         _waiting.clear()
+        _total[0] = 0

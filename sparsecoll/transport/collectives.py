@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from numpy.typing import NDArray
 from sparsecoll.errors import CommunicationError
 from sparsecoll.formats import Buffer
 from sparsecoll.kernels.memory import empty
-from sparsecoll.transport.base import Transport
+from sparsecoll.transport.base import PendingReceive, Transport
 
 
 def _raw(array: NDArray[Any]) -> Buffer:
@@ -65,6 +66,39 @@ def allgatherv(transport: Transport, block: Buffer) -> list[Buffer]:
         transport.send((rank - have) % size, joined(blocks[:count]))
         blocks += separated(transport.receive((rank + have) % size), count)
     return blocks[size - rank :] + blocks[: size - rank]
+
+
+PIECE = 1 << 17  # bytes; messages that are worked on while others travel are about this long
+MOST_PIECES = 16
+AHEAD = 2  # stages in flight beside the one that is worked on
+
+
+def pieces(size: float) -> int:
+    """How many pieces to cut a message of about `size` bytes into; 1 unless it is worth while."""
+    return int(min(max(size // PIECE, 1), MOST_PIECES))
+
+
+def pipeline(
+    transport: Transport,
+    stages: int,
+    begin: Callable[[int], list[PendingReceive]],
+    finish: Callable[[list[Buffer]], None],
+) -> None:
+    """Work on what has arrived while more is on its way.
+
+    Args:
+        begin: sends the messages of a stage, and returns the receives to wait for.
+        finish: called with the messages received, stage by stage, up to AHEAD stages later.
+    """
+    travelling: deque[list[PendingReceive]] = deque()
+    for stage in range(stages):
+        travelling.append(begin(stage))
+        transport.progress()
+        if len(travelling) > AHEAD:
+            finish([pending.wait() for pending in travelling.popleft()])
+    for pending_receives in travelling:
+        finish([pending.wait() for pending in pending_receives])
+        transport.progress()
 
 
 def joined(blocks: Sequence[Buffer]) -> Buffer:

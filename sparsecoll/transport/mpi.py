@@ -23,9 +23,9 @@ logger = logging.getLogger(__name__)
 TAG = 0
 CHUNK = 1 << 30  # bytes; a longer message goes in several, so that counts fit an int on every MPI
 WATCHDOG_SECONDS = 60.0
-_SPINS = 2000  # polls before a waiting rank gives its core away, where every rank has a core
+_SPINS = 20
 _SPINS_SHARED = 20  # the same, where ranks share cores
-_YIELDS = 2000  # polls that give the core away at once; after them a nap each
+_YIELDS = 500
 _NAP_SECONDS = 50e-6
 
 

@@ -44,7 +44,7 @@ def test_no_more_than_the_limit_is_kept_and_the_newest_stays():
     newest = address(held[-1])
     while held:
         held.pop(0)
-    assert 0 < sum(raw.size for raw in memory._waiting) <= memory.RETAINED
+    assert 0 < sum(raw.size for alike in memory._waiting.values() for raw in alike) <= memory.RETAINED
     assert address(memory.empty(memory.RETAINED // 4, np.uint8)) == newest
 
 

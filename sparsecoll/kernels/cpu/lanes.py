@@ -195,7 +195,7 @@ def emit_block(context: Any, bits: Any, start: Any, base: Any, out_i: Any, out_v
 
 @intrinsic  # type: ignore[untyped-decorator]
 def _pointer(context: Any, address: Any, like: Any) -> Any:
-    pointer = types.CPointer(like.dtype)
+    pointer: Any = types.CPointer(like.dtype)  # type: ignore[no-untyped-call]
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.inttoptr(arguments[0], context.get_value_type(pointer))
