@@ -25,7 +25,7 @@ from sparsecoll.algorithms import (
 )
 from sparsecoll.api import allreduce, traffic
 from sparsecoll.errors import CommunicationError
-from sparsecoll.model import Network, Tuning
+from sparsecoll.model import Costs, Network, Tuning
 from sparsecoll.progress import Request, iallreduce
 from sparsecoll.residual import Residual
 from sparsecoll.traffic import Traffic
@@ -39,6 +39,7 @@ __all__ = [
     "Allgather",
     "Auto",
     "CommunicationError",
+    "Costs",
     "DeadlockError",
     "Dense",
     "DenseStream",

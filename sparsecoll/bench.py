@@ -29,6 +29,7 @@ from sparsecoll.formats import Format
 from sparsecoll.select import SELECTORS
 from sparsecoll.transport import Transport, as_transport
 from sparsecoll.transport.collectives import allgather
+from sparsecoll.vector import SparseVector
 
 Row = dict[str, Any]
 STEP = 4099  # by how many coordinates the entries move from one call to the next
@@ -99,6 +100,24 @@ def heavy_tailed(n: int, rank: int, spare: int = 1 << 18) -> Gradients:
     return Gradients(x, n)
 
 
+class Entries:
+    """One rank's sparse vectors of k entries among n uniform coordinates, another one for every call."""
+
+    def __init__(self, n: int, k: int, rank: int, count: int = 3) -> None:
+        rng = np.random.default_rng([8, rank])
+        self._vectors = []
+        for _ in range(count):
+            places = np.unique(rng.integers(0, n, k + k // 4)) if k < n // 4 else np.flatnonzero(rng.random(n) < k / n)
+            chosen = np.sort(rng.permutation(places)[:k])
+            self._vectors.append(SparseVector(chosen, rng.standard_normal(chosen.size, dtype=np.float32), n))
+        self._calls = 0
+
+    def __call__(self) -> SparseVector:
+        """The next vector."""
+        self._calls += 1
+        return self._vectors[self._calls % len(self._vectors)]
+
+
 def from_file(path: str | Path, rank: int) -> Gradients:
     """The vector in a .npy file; `{rank}` in its name stands for the rank."""
     base = np.load(str(path).format(rank=rank))
@@ -109,16 +128,24 @@ def from_file(path: str | Path, rank: int) -> Gradients:
 
 @dataclass(frozen=True)
 class Call:
-    """What is timed: an algorithm on a density, a wire format and a dtype of values on the wire."""
+    """What is timed: an algorithm on a density, a wire format and a dtype of values on the wire.
+
+    Sparse vectors take part with all their entries: their density is None.
+    """
 
     algo: str
-    density: float
+    density: float | None
     format: str | Format = "auto"
     value_dtype: str | None = None
 
 
 def measure(
-    comm: Any, call: Call, vectors: Callable[[], NDArray[Any]], repeat: int = 7, warm: int = 2, **about: Any
+    comm: Any,
+    call: Call,
+    vectors: Callable[[], NDArray[Any] | SparseVector],
+    repeat: int = 7,
+    warm: int = 2,
+    **about: Any,
 ) -> Row:
     """One row, the same on every rank; collective.
 
@@ -154,7 +181,8 @@ def measure(
     table = allgather(transport, np.array([*times, *np.median(kinds, axis=0), *counts, peak], np.float64))
     slowest = table[:, :repeat].max(axis=0)
     spent = table[:, repeat : repeat + len(trace.KINDS) + 1].mean(axis=0)
-    row: Row = {**about, "algo": call.algo, "n": int(vector.size), "density": call.density, "P": transport.size}
+    n = vector.length if isinstance(vector, SparseVector) else vector.size
+    row: Row = {**about, "algo": call.algo, "n": int(n), "density": call.density, "P": transport.size}
     row |= {"format": str(call.format), "value_dtype": call.value_dtype or vector.dtype.name}
     row |= {"seconds": float(np.median(slowest)), "least": float(slowest.min()), "most": float(slowest.max())}
     row |= dict(zip((*trace.KINDS, "other"), spent.tolist(), strict=True))
@@ -164,7 +192,30 @@ def measure(
     )
 
 
-def _runner(comm: Any, call: Call) -> Callable[[NDArray[Any]], tuple[int, int, int, int]]:
+def compare(
+    comm: Any, choices: Sequence[tuple[Call, Callable[[], Any]]], repeat: int = 7, warm: int = 2
+) -> list[float]:
+    """Median seconds of several calls, each with what returns its next vector; collective.
+
+    They take turns in random order, so that none profits from what the one before left in the caches.
+    """
+    transport = as_transport(comm)
+    runs = [(_runner(comm, call), vectors) for call, vectors in choices]
+    times = np.empty((repeat, len(runs)))
+    for turn in range(-warm, repeat):
+        for number in np.random.default_rng(turn + warm).permutation(len(runs)):
+            run, vectors = runs[number]
+            vector = vectors()
+            _meet(transport)
+            start = transport.now()
+            run(vector)
+            if turn >= 0:
+                times[turn, number] = transport.now() - start
+    slowest = allgather(transport, times.reshape(-1)).reshape(-1, *times.shape).max(axis=0)
+    return np.median(slowest, axis=0).tolist()  # type: ignore[no-any-return]
+
+
+def _runner(comm: Any, call: Call) -> Callable[[Any], tuple[int, int, int, int]]:
     """Does the call once on a vector; returns bytes sent and received, messages sent and entries of the result."""
     if call.algo == MPI_ALLREDUCE:
         out: list[NDArray[Any]] = []
@@ -179,7 +230,7 @@ def _runner(comm: Any, call: Call) -> Callable[[NDArray[Any]], tuple[int, int, i
     chosen, counters = algorithm(call.algo), api.traffic(comm)
     whole = chosen.takes_dense  # then nothing is selected
 
-    def sparse(vector: NDArray[Any]) -> tuple[int, int, int, int]:
+    def sparse(vector: NDArray[Any] | SparseVector) -> tuple[int, int, int, int]:
         before = counters.copy()
         value = api.allreduce(
             comm,

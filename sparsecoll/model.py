@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 
@@ -26,6 +26,29 @@ class Network:
     def __post_init__(self) -> None:
         if self.alpha < 0 or self.beta < 0:
             raise ValueError(f"Network: expected alpha >= 0 and beta >= 0, got {self.alpha} and {self.beta}")
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What computation costs on the simulator: seconds per amount of each kind of work (see `trace`), and per piece.
+
+    Args:
+        select: value looked at.
+        encode, decode, merge: entry.
+        dense: value of a dense vector.
+        call: piece of work, however small.
+    """
+
+    select: float = 0.0
+    encode: float = 0.0
+    decode: float = 0.0
+    merge: float = 0.0
+    dense: float = 0.0
+    call: float = 0.0
+
+    def seconds(self, kind: str, amount: int) -> float:
+        """Of one piece of work."""
+        return 0.0 if kind == "wait" else self.call + amount * float(getattr(self, kind))
 
 
 def dense_words(n: int, P: int) -> float:
@@ -95,20 +118,22 @@ class Tuning:
         alpha: message that is waited for.
         overhead: further message sent and received meanwhile.
         beta: byte, while every rank sends.
-        merge: entry that goes into a sum of sparse vectors.
+        call: encoding, decoding or summing, however few the entries.
+        merge: entry that goes into a sum of sparse vectors, at 1 % density.
         code: entry encoded and decoded in the format packed.
-        add: value of a dense vector, read from a message, added, and written.
+        dense: value of a dense vector that is made from a sparse one, added to, and made sparse again.
     """
 
     alpha: float = 50e-6
     overhead: float = 1e-6
     beta: float = 8e-9
+    call: float = 10e-6
     merge: float = 5e-9
     code: float = 5e-9
-    add: float = 1e-9
+    dense: float = 2e-9
 
     def save(self, path: str | Path) -> None:
-        """Write the six numbers as JSON."""
+        """Write the seven numbers as JSON."""
         Path(path).write_text(json.dumps(asdict(self), indent=1) + "\n")
 
     @classmethod
@@ -116,14 +141,54 @@ class Tuning:
         """Read what `save` wrote.
 
         Raises:
-            OSError, ValueError: no such file; not the six numbers.
+            OSError, ValueError: no such file; not the seven numbers.
         """
         try:
             return cls(**{name: float(value) for name, value in json.loads(Path(path).read_text()).items()})
         except (TypeError, AttributeError) as error:
-            raise ValueError(
-                f"{path}: expected the numbers alpha, overhead, beta, merge, code, add ({error})"
-            ) from None
+            names = ", ".join(field.name for field in fields(cls))
+            raise ValueError(f"{path}: expected the numbers {names} ({error})") from None
+
+
+@dataclass(frozen=True)
+class Coding:
+    """Seconds to encode and to decode, per entry and per coordinate spanned, where packed takes PACKED an entry."""
+
+    encode: float
+    decode: float
+    encode_span: float = 0.0
+    decode_span: float = 0.0
+
+
+PACKED = 4.8e-9
+CODING = {  # on a core with AVX-512; magnitudes matter, digits do not
+    "coo": Coding(0.3e-9, 0.15e-9),
+    "dense": Coding(2.9e-9, 0.6e-9, 0.17e-9, 0.16e-9),
+    "bitmap": Coding(1.0e-9, 0.9e-9, 0.0, 0.08e-9),
+    "packed": Coding(3.0e-9, 1.8e-9),
+    "densestream": Coding(10e-9, 10e-9),
+}
+MERGE = 5.5e-9  # an entry at 1 % density; a crowded sum takes CROWDED an entry and WINDOW a coordinate
+CROWDED, WINDOW = 1.35e-9, 0.14e-9
+COPY = 1.0e-9  # an entry copied into the whole
+PIECE, MOST_PIECES = 1 << 18, 16  # bytes that a piece has at least
+
+
+def pieces(size: float, one_node: bool) -> int:
+    """How many pieces to cut a message of about `size` bytes into, which are summed while others travel; 1: none.
+
+    Between ranks on one machine it is not worth while: the processors that sum also carry the messages.
+    """
+    return 1 if one_node else int(min(max(size // PIECE, 1), MOST_PIECES))
+
+
+@dataclass(frozen=True)
+class Message:
+    """So many entries over so many coordinates in some format: bytes, and seconds to encode and to decode them."""
+
+    bytes: float
+    encode: float
+    decode: float
 
 
 @dataclass(frozen=True)
@@ -133,6 +198,7 @@ class Shape:
     Args:
         reach: coordinates among which the supports look uniform: n if they are, k if all ranks have the same ones.
         skew: entries of the fullest of P even regions over their mean.
+        one_node: whether all ranks are on one machine.
     """
 
     n: int
@@ -141,66 +207,127 @@ class Shape:
     value_bytes: int
     reach: float
     skew: float = 1.0
+    one_node: bool = False
 
     def entries(self, ranks: float) -> float:
         """Expected entries of the sum of that many ranks."""
         return fill_in(max(int(self.reach), 1), self.k, ranks)
 
-    def bytes(self, entries: float, sparse: bool = False) -> float:
-        """Bytes of so many entries over the whole vector in the smallest format (`sparse`: of COO and packed)."""
-        if entries < 1 or self.n == 0:
-            return 32.0
-        density = min(entries / self.n, 1.0)
-        if density < 0.3:  # Rice: about 1.02 times the entropy; then a bitmap
-            bits = -1.02 * (math.log2(density) + (1 - density) / density * math.log2(1 - density))
-        else:
-            bits = 1 / density
-        size = entries * (self.value_bytes + min(bits / 8, 4.0))
-        return size if sparse else min(size, self.n * self.value_bytes)
+    def message(self, t: Tuning, entries: float, share: float = 1.0, sparse: bool = False) -> Message:
+        """Entries over a share of the coordinates in the format with the least time (`sparse`: COO or packed)."""
+        width, speed = self.value_bytes, t.code / PACKED
+        span = self.n * share
+        if entries < 1 or span < 1:
+            return Message(32.0, t.call, t.call)
+        density = min(entries / span, 1.0)
+        bits = 1.0 if density > 0.6 else -1.02 * (math.log2(density) + (1 - density) / density * math.log2(1 - density))
+        sizes = {"packed": entries * (width + bits / 8), "coo": entries * (width + (4 if self.n <= 2**32 else 8))}
+        if not sparse:
+            sizes |= {"bitmap": entries * width + span / 8, "dense": span * width}
+        found: list[Message] = []
+        for name, size in sizes.items():
+            c = CODING[name]
+            encode = t.call + speed * (c.encode * entries + c.encode_span * span)
+            decode = t.call + speed * (c.decode * entries + c.decode_span * span)
+            found.append(Message(32 + size, encode, decode))
+        return min(found, key=lambda m: t.beta * m.bytes + m.encode + m.decode)
+
+    def merging(self, t: Tuning, entries: float, share: float = 1.0) -> float:
+        """Seconds to sum sparse vectors that hold so many entries together, over a share of the coordinates."""
+        return t.call + t.merge / MERGE * min(MERGE * entries, CROWDED * entries + WINDOW * self.n * share)
+
+
+def _overlapped(network: float, work: float, stages: int) -> float:
+    """Seconds for both, which go on at the same time but for the first and the last of the stages."""
+    return max(network, work) + min(network, work) / stages
 
 
 def exact_seconds(shape: Shape, t: Tuning) -> dict[str, float]:
     """Predicted seconds of the ways to an exact sum, by name: those that `auto` chooses among."""
-    P, k, log, share = shape.P, shape.k, rounds(shape.P), (shape.P - 1) / shape.P
-    merge, total = t.merge + t.code, shape.entries(P)
-    gathered = log * t.alpha + t.code * total
-    burst = t.alpha + max(P - 2, 0) * t.overhead  # P - 1 messages at once
-    split = burst + t.beta * shape.skew * share * shape.bytes(k) + (t.merge + 2 * t.code) * k * shape.skew
-    summed = 2 * t.beta * shape.n * shape.value_bytes * share + 20 * t.add * shape.n  # made dense and sparse again
-    return {
-        "allgather": log * t.alpha + t.beta * (P - 1) * shape.bytes(k) + merge * P * k,
-        "dense": burst + log * t.alpha + summed,
+    P, n, k = shape.P, shape.n, shape.k
+    seconds = {
+        "allgather": _allgather(shape, t),
+        "dense": 2 * _burst(shape, t) + 2 * t.beta * n * shape.value_bytes * (P - 1) / P + n * t.dense,
         "recursive_double": _doubling(shape, t),
-        "dynamic": split + gathered + t.beta * share * min(shape.skew * shape.bytes(total), shape.bytes(shape.n)),
-        "halving": _halving(shape, t) + gathered + t.beta * shape.skew * share * shape.bytes(total),
+        "dynamic": _split(shape, t, k * shape.skew) + _gathered(shape, t),
+        "halving": _halving(shape, t) + _gathered(shape, t),
     }
+    return {name: _agreement(shape, t) + value for name, value in seconds.items()}
+
+
+def _agreement(shape: Shape, t: Tuning) -> float:
+    return rounds(shape.P) * t.alpha + 2 * t.call
+
+
+def _burst(shape: Shape, t: Tuning) -> float:
+    """P - 1 messages at once."""
+    return t.alpha + max(shape.P - 2, 0) * t.overhead if shape.P > 1 else 0.0
+
+
+def _allgather(shape: Shape, t: Tuning) -> float:
+    P, k = shape.P, shape.k
+    own = shape.message(t, k)
+    stages = pieces(k * (shape.value_bytes + 1), shape.one_node)
+    work = own.encode + P * own.decode + shape.merging(t, P * k) + (stages - 1) * (P + 2) * t.call
+    return rounds(P) * t.alpha + _overlapped(t.beta * (P - 1) * own.bytes, work, stages)
+
+
+def _split(shape: Shape, t: Tuning, entries: float) -> float:
+    """Everybody's part of a region that `entries` fall into goes to its owner, who sums them."""
+    P, share = shape.P, 1 / shape.P
+    part = shape.message(t, entries / P, share)
+    work = P * part.encode + (P - 1) * part.decode + shape.merging(t, entries, share)
+    return _burst(shape, t) + t.beta * (P - 1) * part.bytes + work
+
+
+def _gathered(shape: Shape, t: Tuning) -> float:
+    """The summed regions go to everybody."""
+    P, total = shape.P, shape.entries(shape.P)
+    part = shape.message(t, total / P, 1 / P)
+    fullest = min(shape.skew * part.bytes, shape.message(t, shape.n / P, 1 / P).bytes)
+    return rounds(P) * t.alpha + t.beta * (P - 1) * fullest + part.encode + P * part.decode + COPY * total * _speed(t)
+
+
+def _speed(t: Tuning) -> float:
+    return t.code / PACKED
 
 
 def oktopk_seconds(shape: Shape, t: Tuning) -> float:
     """Predicted seconds of `oktopk` between its searches: split and reduce, sizes, gather."""
-    P, log, share = shape.P, rounds(shape.P), (shape.P - 1) / shape.P
-    moved = t.beta * share * 2 * shape.bytes(shape.k) + (2 * t.merge + 4 * t.code) * shape.k
-    return (1 + 2 * log) * t.alpha + max(P - 2, 0) * t.overhead + moved
+    P, k = shape.P, shape.k
+    own, part = shape.message(t, k), shape.message(t, k / P, 1 / P)
+    split = P * part.encode + (P - 1) * part.decode + shape.merging(t, k, 1 / P)
+    gather = part.encode + P * part.decode + COPY * k * _speed(t)
+    moved = t.beta * own.bytes * (P - 1) / P
+    waits = _agreement(shape, t) + _burst(shape, t) + 2 * rounds(P) * t.alpha
+    stages = pieces(k * (shape.value_bytes + 1) / P, shape.one_node)
+    calls = (stages - 1) * 2 * P * t.call
+    return waits + _overlapped(moved, split + calls, stages) + _overlapped(moved, gather + calls, stages)
 
 
 def _doubling(shape: Shape, t: Tuning) -> float:
     core = 1 << (shape.P.bit_length() - 1)
     seconds = 0.0
     if core < shape.P:
-        ends = shape.bytes(shape.k, sparse=True) + shape.bytes(shape.entries(shape.P), sparse=True)
-        seconds += 2 * t.alpha + t.beta * ends
+        first, last = (shape.message(t, shape.entries(ranks), sparse=True) for ranks in (1, shape.P))
+        ends = t.beta * (first.bytes + last.bytes) + first.encode + first.decode + last.encode + last.decode
+        seconds += 2 * t.alpha + ends + shape.merging(t, 2 * shape.k)
     for step in range(core.bit_length() - 1):
         held = shape.entries(2**step * shape.P / core)
-        seconds += t.alpha + t.beta * shape.bytes(held, sparse=True) + 2 * (t.merge + t.code) * held
+        sent = shape.message(t, held, sparse=True)
+        seconds += t.alpha + t.beta * sent.bytes + sent.encode + sent.decode + shape.merging(t, 2 * held)
     return seconds
 
 
 def _halving(shape: Shape, t: Tuning) -> float:
-    seconds, summed = 0.0, 1
-    for step in reversed(range(rounds(shape.P))):
-        regions = min(2 ** (step + 1), shape.P) - 2**step
-        held = shape.entries(summed) * regions / shape.P * min(shape.skew, shape.P / regions)
-        seconds += t.alpha + t.beta * shape.bytes(held) + 2 * (t.merge + t.code) * held
+    P, seconds, summed = shape.P, 0.0, 1
+    for step in reversed(range(rounds(P))):
+        regions = min(2 ** (step + 1), P) - 2**step
+        share = regions / P
+        held = shape.entries(summed) * share * min(shape.skew, 1 / share)
+        sent = shape.message(t, held / regions, 1 / P)
+        seconds += t.alpha + t.beta * regions * sent.bytes + regions * (sent.encode + sent.decode)
+        seconds += shape.merging(t, 2 * held, share) + (regions - 1) * t.call
         summed *= 2
     return seconds
 
@@ -210,7 +337,7 @@ def reach(n: int, k: int, P: int, total: int) -> float:
     low, high = float(max(k, 1)), float(max(n, k, 1))
     if total >= fill_in(int(high), k, P):
         return high
-    for _ in range(60):
-        middle = (low + high) / 2
+    for _ in range(25):  # bisection of the logarithm
+        middle = math.sqrt(low * high)
         low, high = (middle, high) if fill_in(int(middle), k, P) < total else (low, middle)
     return high

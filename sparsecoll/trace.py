@@ -29,7 +29,7 @@ class Listener(Protocol):
 
 
 class _OfThread(threading.local):
-    listener: Listener | None = None
+    listeners: tuple[Listener, ...] = ()  # the one that began last is the first
 
 
 _of_thread = _OfThread()
@@ -38,8 +38,18 @@ _nothing = contextlib.nullcontext()
 
 def doing(kind: str, amount: int = 0) -> AbstractContextManager[object]:
     """Surround work of this kind with what this returns."""
-    listener = _of_thread.listener
-    return _nothing if listener is None else listener.work(kind, amount)
+    listeners = _of_thread.listeners
+    if not listeners:
+        return _nothing
+    return listeners[0].work(kind, amount) if len(listeners) == 1 else _told(listeners, kind, amount)
+
+
+@contextlib.contextmanager
+def _told(listeners: tuple[Listener, ...], kind: str, amount: int) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for listener in listeners:
+            stack.enter_context(listener.work(kind, amount))
+        yield
 
 
 L = TypeVar("L", bound=Listener)
@@ -47,18 +57,19 @@ L = TypeVar("L", bound=Listener)
 
 @contextlib.contextmanager
 def listening(listener: L) -> Iterator[L]:
-    """Let a listener have this thread's work inside.
+    """Let a listener have this thread's work inside, beside those that already do.
 
     >>> with listening(Recorder()) as recorder:
     ...     y = sparsecoll.SparseVector.from_dense(np.ones(5))
     >>> [kind for kind, seconds in recorder.seconds.items() if seconds]
     ['dense']
     """
-    before, _of_thread.listener = _of_thread.listener, listener
+    before = _of_thread.listeners
+    _of_thread.listeners = (listener, *before)
     try:
         yield listener
     finally:
-        _of_thread.listener = before
+        _of_thread.listeners = before
 
 
 class Recorder:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 WORD = 4
@@ -24,12 +24,17 @@ class Counts:
         return self.bytes_received / WORD
 
     def __sub__(self, other: Counts) -> Counts:
-        mine, theirs = asdict(self), asdict(other)
-        return Counts(**{name: mine[name] - theirs[name] for name in mine})
+        return Counts(
+            self.bytes_sent - other.bytes_sent,
+            self.bytes_received - other.bytes_received,
+            self.messages_sent - other.messages_sent,
+            self.messages_received - other.messages_received,
+            self.seconds - other.seconds,
+        )
 
     def copy(self) -> Counts:
         """The same counts, detached."""
-        return Counts(**asdict(self))
+        return replace(self)
 
 
 @dataclass

@@ -339,11 +339,9 @@ class DenseVector:
         return cls(values)
 
     @classmethod
-    def concatenate(cls, chunks: Sequence[DenseVector]) -> DenseVector:
-        """Chunks that follow each other, joined in a new array."""
-        out = empty(sum(chunk.length for chunk in chunks), chunks[0].dtype)
-        with doing("dense", out.size):
-            return cls(np.concatenate([chunk.values for chunk in chunks], out=out))
+    def empty(cls, length: int, dtype: Any) -> DenseVector:
+        """`length` values that are whatever was there."""
+        return cls(empty(length, dtype))
 
     def chunk(self, start: int, stop: int) -> DenseVector:
         """Values start..stop-1 as a vector of their own, a view."""
@@ -357,6 +355,18 @@ class DenseVector:
         """self += other, in place."""
         with doing("dense", self.length), np.errstate(over="ignore", invalid="ignore"):
             self.values += other.values
+
+    def plus(self, other: DenseVector, dtype: Any, here: bool) -> DenseVector:
+        """self + other in `dtype`: in place if `here`, else as a new vector."""
+        out = self.values if here else empty(self.length, dtype)
+        with doing("dense", self.length), np.errstate(over="ignore", invalid="ignore"):
+            return DenseVector(np.add(self.values, other.values, out=out, dtype=dtype))
+
+    def take(self, other: DenseVector) -> None:
+        """Copy the values of `other`, unless they are these."""
+        if other.values.ctypes.data != self.values.ctypes.data:
+            with doing("dense", self.length):
+                self.values[:] = other.values
 
     def minus(self, other: DenseVector) -> DenseVector:
         """self - other in self's dtype; zero where both are the same infinity or either is NaN."""

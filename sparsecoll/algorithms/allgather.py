@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from sparsecoll import formats
+from sparsecoll import formats, model
 from sparsecoll.algorithms.base import Algorithm, Reduction, summed
 from sparsecoll.formats import Buffer
 from sparsecoll.transport.base import PendingReceive, Transport
-from sparsecoll.transport.collectives import allgatherv, pieces, pipeline
+from sparsecoll.transport.collectives import allgatherv, pipeline
 from sparsecoll.vector import SparseVector
 
 
@@ -21,7 +21,8 @@ class Allgather(Algorithm):
        each from every rank to every other, so that one piece is summed while the next ones travel.
     2. Sum them in one pass over all parts.
 
-    Volume: 2k(P-1) words with COO (Ok-Topk, Table 1), ceil(log2 P) messages; P - 1 a piece from 1 MiB on.
+    Volume: 2k(P-1) words with COO (Ok-Topk, Table 1), ceil(log2 P) messages; P - 1 a piece between machines
+    from 512 KiB on.
     Memory: the entries, never P*n.
     """
 
@@ -30,7 +31,7 @@ class Allgather(Algorithm):
     sends_sums = False
 
     def __call__(self, transport: Transport, x: SparseVector, k: int) -> Reduction:
-        stages = pieces(k * (x.dtype.itemsize + 1))
+        stages = model.pieces(k * (x.dtype.itemsize + 1), transport.one_node)
         if stages > 1 and transport.size > 1:
             return self._in_pieces(transport, x, stages)
         with transport.phase("gather"):

@@ -20,6 +20,14 @@ from sparsecoll.tune import tuning_of
 from sparsecoll.vector import SparseVector
 
 WANTED = ("exact_sum", "top_k_of_sum")
+STATELESS: dict[str, Algorithm] = {
+    "dense": Dense(),
+    "allgather": Allgather(),
+    "recursive_double": SparCML(variant="recursive_double"),
+    "dynamic": SparCML(variant="dynamic"),
+    "halving": DenseStream(repartition="even"),
+}
+NEWS = 0.02  # how much larger or smaller a sum must be than the last one learned from to be learned from
 
 
 @dataclass
@@ -48,6 +56,8 @@ class Auto(Algorithm):
     _reach: float = field(default=1.0, init=False, repr=False)  # as a share of n
     _skew: float = field(default=1.0, init=False, repr=False)
     _oktopk: OkTopk = field(default_factory=OkTopk, init=False, repr=False)
+    _predicted: tuple[Any, dict[str, float]] = field(default=((), {}), init=False, repr=False)
+    _learned: int = field(default=0, init=False, repr=False)  # entries of the sum that was learned from last
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -55,18 +65,20 @@ class Auto(Algorithm):
             raise ValueError(f"want: expected one of {', '.join(WANTED)}, got {self.want!r}")
         vars(self)["semantics"] = self.want
 
-    def predictions(self, n: int, k: int, P: int, tuning: Tuning, value_bytes: int = 4) -> dict[str, float]:
+    def predictions(self, n: int, k: int, transport: Transport, tuning: Tuning, value_bytes: int) -> dict[str, float]:
         """Seconds by name."""
-        shape = Shape(n, k, P, value_bytes, max(self._reach * n, k), self._skew)
-        seconds = model.exact_seconds(shape, tuning)
-        if self.want == "top_k_of_sum":
-            seconds["oktopk"] = model.oktopk_seconds(shape, tuning)
-        return seconds
+        shape = Shape(n, k, transport.size, value_bytes, max(self._reach * n, k), self._skew, transport.one_node)
+        if self._predicted[0] != (shape, tuning):
+            seconds = model.exact_seconds(shape, tuning)
+            if self.want == "top_k_of_sum":
+                seconds["oktopk"] = model.oktopk_seconds(shape, tuning)
+            self._predicted = ((shape, tuning), seconds)
+        return self._predicted[1]
 
     def __call__(self, transport: Transport, x: SparseVector, k: int) -> Reduction:
         tuning = self.tuning or tuning_of(transport)
         width = formats.wire_dtype(x.dtype, transport.value_dtype).stored.itemsize
-        seconds = self.predictions(x.length, k, transport.size, tuning, width)
+        seconds = self.predictions(x.length, k, transport, tuning, width)
         chosen = min(seconds, key=lambda name: seconds[name])
         if transport.format is FORMATS["auto"]:
             transport.format = formats.Auto(beta=tuning.beta) if tuning.code else formats.Auto()
@@ -76,20 +88,13 @@ class Auto(Algorithm):
         return self._finished(reduction, x, k, transport.size)
 
     def _algorithm(self, name: str) -> Algorithm:
-        made: dict[str, Algorithm] = {
-            "dense": Dense(),
-            "allgather": Allgather(),
-            "recursive_double": SparCML(variant="recursive_double"),
-            "dynamic": SparCML(variant="dynamic"),
-            "halving": DenseStream(repartition="even"),
-            "oktopk": self._oktopk,
-        }
-        return made[name]
+        return self._oktopk if name == "oktopk" else STATELESS[name]
 
     def _finished(self, reduction: Reduction, x: SparseVector, k: int, P: int) -> Reduction:
         """Learn from the sum; cut it to its top k if that is wanted."""
         value = reduction.value if isinstance(reduction.value, SparseVector) else reduction.value.to_sparse()
-        if value.nnz and k and P > 1:
+        if value.nnz and k and P > 1 and abs(value.nnz - self._learned) > NEWS * value.nnz:
+            self._learned = value.nnz
             self._reach = model.reach(x.length, k, P, value.nnz) / x.length
             edges = [x.length * j // P for j in range(P + 1)]
             fullest = max(b - a for a, b in pairwise(value.count_below(edges).tolist()))
@@ -105,10 +110,10 @@ class Auto(Algorithm):
         return Reduction(top, contributed)
 
     def state_dict(self) -> dict[str, Any]:
-        own = {"reach": self._reach, "skew": self._skew, "oktopk": self._oktopk.state_dict()}
-        return super().state_dict() | own
+        own = {"reach": self._reach, "skew": self._skew, "learned": self._learned}
+        return super().state_dict() | own | {"oktopk": self._oktopk.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        self._reach, self._skew = state["reach"], state["skew"]
+        self._reach, self._skew, self._learned = state["reach"], state["skew"], state["learned"]
         self._oktopk.load_state_dict(state["oktopk"])

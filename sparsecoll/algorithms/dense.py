@@ -8,7 +8,6 @@ from itertools import pairwise
 from sparsecoll.algorithms.base import Algorithm, Reduction
 from sparsecoll.select import Vector
 from sparsecoll.transport.base import Transport
-from sparsecoll.transport.collectives import allgatherv
 from sparsecoll.vector import DenseVector, SparseVector, accumulator
 
 
@@ -18,9 +17,9 @@ class Dense(Algorithm):
 
     1. Reduce-scatter: rank j receives everybody's chunk j (pairwise, destinations rotated) and adds them as they come,
        in the cyclic order j, j - 1, j - 2, ...
-    2. Allgather the summed chunks.
+    2. Every rank sends its summed chunk to every other.
 
-    Volume: 2n(P-1)/P words of float32 (Ok-Topk, Table 1, Dense), P - 1 + ceil(log2 P) messages. Memory: 2n values.
+    Volume: 2n(P-1)/P words of float32 (Ok-Topk, Table 1, Dense), 2(P-1) messages. Memory: 2n values.
     """
 
     name = "dense"
@@ -36,20 +35,27 @@ class Dense(Algorithm):
             for step in range(1, size):
                 to = (rank + step) % size
                 transport.send(to, transport.pack(local.chunk(edges[to], edges[to + 1])))
-            total = DenseVector.zeros(mine.length, accumulator(x.dtype))
-            total.add(mine)
+            total = mine
             for step in range(1, size):
                 message = transport.receive((rank - step) % size)
-                total.add(transport.unpack(message, x.dtype, mine.length))
+                total = total.plus(
+                    transport.unpack(message, x.dtype, mine.length), accumulator(x.dtype), total is not mine
+                )
         with transport.phase("gather"):
-            blocks = allgatherv(transport, transport.pack(total.astype(x.dtype)))
-            lengths = [b - a for a, b in pairwise(edges)]
-            chunks = [transport.unpack(b, x.dtype, m) for b, m in zip(blocks, lengths, strict=True)]
-            value = DenseVector.concatenate(chunks)
+            value = DenseVector.empty(x.length, x.dtype)
+            own = transport.pack(total.astype(x.dtype))
+            for step in range(1, size):
+                transport.send((rank + step) % size, own)
+            arriving = {rank: own}
+            places = [value.chunk(a, b) for a, b in pairwise(edges)]
+            for step in range(1, size):
+                source = (rank - step) % size
+                arriving[source] = transport.receive(source, transport.place(places[source]))
+            for source, message in arriving.items():
+                places[source].take(transport.unpack(message, x.dtype, places[source].length))
         if total.dtype == x.dtype and not transport.rounds(x.dtype):
             return Reduction(value, x)
-        lost = total.minus(chunks[rank])
-        return Reduction(value, self._contributed(x, local, lost, edges[rank]))
+        return Reduction(value, lambda: self._contributed(x, local, total.minus(places[rank]), edges[rank]))
 
     @staticmethod
     def _contributed(x: Vector, local: DenseVector, lost: DenseVector, start: int) -> SparseVector | DenseVector:

@@ -11,14 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from sparsecoll import formats
+from sparsecoll import formats, model
 from sparsecoll.algorithms import partition
 from sparsecoll.algorithms.base import Algorithm, Reduction
 from sparsecoll.algorithms.quantiles import quantiles
 from sparsecoll.formats import Buffer
 from sparsecoll.select import ThresholdReuse, Vector
 from sparsecoll.transport.base import PendingReceive, Transport
-from sparsecoll.transport.collectives import allgather, allgatherv, pieces, pipeline
+from sparsecoll.transport.collectives import allgather, allgatherv, pipeline
 from sparsecoll.vector import SparseVector, accumulator
 
 OVERLOAD = 1.5  # a region with this many times its share makes the next call repartition
@@ -48,7 +48,7 @@ class OkTopk(Algorithm):
         tau: calls between two repartitions.
         tau_prime: calls between two exact thresholds.
         bucket: messages of one stage of split and reduce; sums overlap the messages of the stages that follow. Messages
-            from 1 MiB on go in pieces, a stage or more each.
+            from 512 KiB on go in pieces between machines, a stage or more each.
         balance_factor: largest part over mean part above which the result is balanced before the allgatherv.
         repartition: "histogram" cuts at quantiles of all ranks' entries together and gives each rank the region that
             it holds most of; right for every distribution. "average" is the paper's averaging of each rank's own
@@ -144,7 +144,7 @@ class OkTopk(Algorithm):
     def _split_and_reduce(self, transport: Transport, x: SparseVector, k: int) -> tuple[SparseVector, int]:
         """(sum of the own region over all ranks in the accumulator dtype, entries that went into it). Equation (1)."""
         rank, size = transport.rank, transport.size
-        cuts = pieces(k * (x.dtype.itemsize + 1) / size)
+        cuts = model.pieces(k * (x.dtype.itemsize + 1) / size, transport.one_node)
         edges = [a + (b - a) * cut // cuts for a, b in pairwise(self._boundaries) for cut in range(cuts)]
         parts = x.split([*edges, self._boundaries[-1]])
         region_of = {owner: region for region, owner in enumerate(self._owners)}
@@ -231,7 +231,7 @@ class OkTopk(Algorithm):
         if max(sizes) * transport.size > self.balance_factor * sum(sizes):
             mine = self._balance(transport, mine, [sizes[owner] for owner in order], order)
             sizes = [sum(sizes) * (j + 1) // len(sizes) - sum(sizes) * j // len(sizes) for j in range(len(sizes))]
-        cuts = pieces(max(sizes) * (mine.dtype.itemsize + 1))
+        cuts = model.pieces(max(sizes) * (mine.dtype.itemsize + 1), transport.one_node)
         if cuts > 1 and transport.size > 1:
             return self._gather_in_pieces(transport, mine, cuts)
         blocks = allgatherv(transport, transport.encode(mine))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -80,8 +80,8 @@ class SparCML(Algorithm):
 
     @staticmethod
     def _static(form: Format) -> Format:
-        """The smaller of COO and packed for each message, if the caller left the choice to us."""
-        return Auto(choose=("coo", "packed")) if isinstance(form, Auto) else form
+        """COO or packed, whichever is better for each message, if the caller left the choice to us."""
+        return replace(form, choose=("coo", "packed")) if isinstance(form, Auto) else form
 
     # SSAR_Recursive_double
 
@@ -165,6 +165,8 @@ class SparCML(Algorithm):
         """The stream as it is sent: sparse, or from the break-even on dense."""
         if not dynamic:
             return sparse.encode(part, transport.value_dtype)
+        if isinstance(transport.format, Auto) and quantized is None:
+            return replace(transport.format, choose=("coo", "packed", "dense")).encode(part, transport.value_dtype)
         dense = quantized or FORMATS["dense"]
         return min(sparse, dense, key=lambda form: form.size(part, transport.value_dtype)).encode(
             part, transport.value_dtype

@@ -11,16 +11,9 @@ from sparsecoll.formats.coo import Coo
 from sparsecoll.formats.dense import Dense
 from sparsecoll.formats.densestream import DenseStream
 from sparsecoll.formats.packed import Packed
+from sparsecoll.model import CODING
 from sparsecoll.vector import SparseVector
 
-# Seconds to plan, write and decode, per entry and per coordinate spanned, on a core with AVX-512. Magnitudes matter.
-CODING = {
-    "coo": (0.3e-9, 0.0),
-    "dense": (3.5e-9, 0.3e-9),
-    "bitmap": (1.7e-9, 0.1e-9),
-    "packed": (5.0e-9, 0.0),
-    "densestream": (20.0e-9, 0.0),
-}
 SAMPLES, STRETCH = 8, 128  # how many stretches of so many entries tell whether DenseStream is worth planning
 
 
@@ -63,8 +56,9 @@ class Auto(Format):
     def _cost(self, form: Format, size: int, x: SparseVector) -> float:
         if self.beta is None:
             return size
-        entry, coordinate = CODING[form.name]
-        return self.beta * size + entry * x.nnz + coordinate * span(x)
+        c = CODING[form.name]
+        seconds = (c.encode + c.decode) * x.nnz + (c.encode_span + c.decode_span) * span(x)
+        return self.beta * size + seconds
 
     @staticmethod
     def _hopeless(form: Format, x: SparseVector, wire: WireDtype, best: int) -> bool:

@@ -39,10 +39,12 @@ class Transport(ABC):
         timeout: seconds a receive waits before it raises CommunicationError; None waits for ever, and a warning is
             logged once a minute that names the rank waited for.
         threads: whether calls may run in a thread of their own.
+        one_node: whether all ranks are on one machine, the same on all of them.
         format, value_dtype: how `send_vector` encodes; set by the caller of an algorithm.
     """
 
     threads = False
+    one_node = False
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
@@ -65,8 +67,8 @@ class Transport(ABC):
         """Start sending; the buffer must not change until `flush`."""
 
     @abstractmethod
-    def _receive(self, source: int) -> PendingReceive:
-        """Ask for the next message from `source`."""
+    def _receive(self, source: int, into: Buffer | None) -> PendingReceive:
+        """Ask for the next message from `source`; see `expect`."""
 
     @abstractmethod
     def flush(self) -> None:
@@ -83,13 +85,17 @@ class Transport(ABC):
             counts.messages_sent += 1
         self._send(destination, buffer)
 
-    def receive(self, source: int) -> Buffer:
-        """The next message from `source`."""
-        return self.expect(source).wait()
+    def receive(self, source: int, into: Buffer | None = None) -> Buffer:
+        """The next message from `source`; see `expect`."""
+        return self.expect(source, into).wait()
 
-    def expect(self, source: int) -> PendingReceive:
-        """Ask for the next message from `source` without blocking; receives of one source are served in order."""
-        return _Counted(self, self._receive(source))
+    def expect(self, source: int, into: Buffer | None = None) -> PendingReceive:
+        """Ask for the next message from `source` without blocking; receives of one source are served in order.
+
+        Args:
+            into: where to put it, if it has exactly this size; else it comes in a buffer of its own.
+        """
+        return _Counted(self, self._receive(source, into))
 
     def progress(self) -> None:  # noqa: B027 - optional: a transport that needs no polling has nothing to do
         """Let messages that have arrived be taken in, before a long computation."""
@@ -114,6 +120,10 @@ class Transport(ABC):
                 f"rank {self.rank}: expected {length} values of {wire.name}, got {buffer.size} bytes"
             )
         return DenseVector(wire.unpack(buffer.view(wire.stored)).astype(dtype, copy=False))
+
+    def place(self, x: DenseVector) -> Buffer | None:
+        """x as memory for its packed values to arrive in; None if they travel in another dtype."""
+        return None if self.rounds(x.dtype) else x.values.view(np.uint8)
 
     def rounds(self, dtype: np.dtype[Any]) -> bool:
         """Whether values of `dtype` lose bits on the wire."""

@@ -68,14 +68,7 @@ def allgatherv(transport: Transport, block: Buffer) -> list[Buffer]:
     return blocks[size - rank :] + blocks[: size - rank]
 
 
-PIECE = 1 << 17  # bytes; messages that are worked on while others travel are about this long
-MOST_PIECES = 16
 AHEAD = 2  # stages in flight beside the one that is worked on
-
-
-def pieces(size: float) -> int:
-    """How many pieces to cut a message of about `size` bytes into; 1 unless it is worth while."""
-    return int(min(max(size // PIECE, 1), MOST_PIECES))
 
 
 def pipeline(

@@ -17,7 +17,7 @@ class GroupTransport(Transport):
         self.parent = parent
         self.members = members
         self.traffic, self.timeout = parent.traffic, parent.timeout
-        self.format, self.value_dtype = parent.format, parent.value_dtype
+        self.format, self.value_dtype, self.one_node = parent.format, parent.value_dtype, parent.one_node
 
     def now(self) -> float:
         return self.parent.now()
@@ -25,8 +25,8 @@ class GroupTransport(Transport):
     def _send(self, destination: int, buffer: Buffer) -> None:
         self.parent._send(self.members[destination], buffer)
 
-    def _receive(self, source: int) -> PendingReceive:
-        return self.parent._receive(self.members[source])
+    def _receive(self, source: int, into: Buffer | None) -> PendingReceive:
+        return self.parent._receive(self.members[source], into)
 
     def flush(self) -> None:
         self.parent.flush()

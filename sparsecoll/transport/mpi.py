@@ -23,9 +23,8 @@ logger = logging.getLogger(__name__)
 TAG = 0
 CHUNK = 1 << 30  # bytes; a longer message goes in several, so that counts fit an int on every MPI
 WATCHDOG_SECONDS = 60.0
-_SPINS = 20
-_SPINS_SHARED = 20  # the same, where ranks share cores
-_YIELDS = 500
+_SPINS = 20  # polls before a waiting rank lets others have its core, should there be any
+_YIELDS = 2000  # polls that do so; after them it naps between polls
 _NAP_SECONDS = 50e-6
 
 
@@ -41,11 +40,10 @@ class _Waiter:
 
     def pause(self) -> None:
         self._polls += 1
-        spins = self._transport.spins
-        if self._polls < spins:
+        if self._polls < _SPINS:
             return
         now = time.monotonic()
-        if self._polls == spins:
+        if self._polls == _SPINS:
             self._start = self._warned = now
         timeout = self._transport.timeout
         if timeout is not None and now - self._start > timeout:
@@ -54,15 +52,19 @@ class _Waiter:
         if now - self._warned > WATCHDOG_SECONDS:
             self._warned = now
             logger.warning("rank %d %s, %.0f s so far", self._transport.rank, self._what, now - self._start)
-        time.sleep(0 if self._polls < spins + _YIELDS else _NAP_SECONDS)
+        if self._polls < _SPINS + _YIELDS:
+            os.sched_yield()  # not sleep(0), which takes as long as a short nap
+        else:
+            time.sleep(_NAP_SECONDS)
 
 
 class _Pending:
-    """The next message from one source: matched by `poll`, received into its own buffer in one or more chunks."""
+    """The next message from one source: matched by `poll`, received in one or more chunks."""
 
-    def __init__(self, transport: MpiTransport, source: int) -> None:
+    def __init__(self, transport: MpiTransport, source: int, into: Buffer | None) -> None:
         self._transport = transport
         self._source = source
+        self._into = into
         self._parts: list[Buffer] = []
         self._request: Any = None
         self._complete = False
@@ -75,13 +77,22 @@ class _Pending:
                 message = self._transport.comm.Improbe(self._source, TAG, status)
                 if message is None:
                     return False
-                self._parts.append(empty(status.Get_count(MPI.BYTE), np.uint8))
+                self._parts.append(self._room(status.Get_count(MPI.BYTE)))
                 self._request = message.Irecv([self._parts[-1], MPI.BYTE])
             if not self._request.Test():
                 return False
             self._request = None
             self._complete = self._parts[-1].size < self._transport.chunk
         return True
+
+    def _room(self, size: int) -> Buffer:
+        """Where the next chunk goes."""
+        if self._into is not None:
+            have = sum(part.size for part in self._parts)
+            last = size < self._transport.chunk
+            if have + size == self._into.size if last else have + size < self._into.size:
+                return self._into[have : have + size]
+        return empty(size, np.uint8)
 
     def wait(self) -> Buffer:
         queue = self._transport.expected[self._source]
@@ -91,7 +102,12 @@ class _Pending:
                 waiter.pause()
             elif queue[0]._complete:
                 queue.popleft()
-        return self._parts[0] if len(self._parts) == 1 else np.concatenate(self._parts)
+        if len(self._parts) == 1:
+            return self._parts[0]
+        whole = sum(part.size for part in self._parts)
+        if self._into is not None and self._into.size == whole:  # the last chunk came where it belongs, so all did
+            return self._into
+        return np.concatenate(self._parts)
 
 
 class MpiTransport(Transport):
@@ -100,7 +116,6 @@ class MpiTransport(Transport):
     Attributes:
         comm: the duplicate, so that no message of the user's is ever taken.
         chunk: longest message in bytes that goes in one piece.
-        spins: polls before a waiting rank gives its core away.
         broken: why the communicator cannot be used any more, after a timeout; else "".
     """
 
@@ -109,8 +124,8 @@ class MpiTransport(Transport):
         self.comm = comm
         self.chunk = CHUNK
         node = comm.Split_type(MPI.COMM_TYPE_SHARED)
-        self.spins = _SPINS if node.Get_size() <= (os.cpu_count() or 1) else _SPINS_SHARED
         self._node = int(node.allreduce(self.rank, MPI.MIN))
+        self.one_node = node.Get_size() == self.size
         node.Free()
         self.broken = ""
         self.threads = MPI.Query_thread() >= MPI.THREAD_MULTIPLE
@@ -133,9 +148,9 @@ class MpiTransport(Transport):
             piece = buffer[start : start + self.chunk]
             self._sends.append((self.comm.Isend([piece, MPI.BYTE], destination, TAG), piece))
 
-    def _receive(self, source: int) -> _Pending:
+    def _receive(self, source: int, into: Buffer | None) -> _Pending:
         self._check()
-        pending = _Pending(self, source)
+        pending = _Pending(self, source, into)
         self.expected[source].append(pending)
         return pending
 

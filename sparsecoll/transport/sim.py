@@ -3,20 +3,23 @@
 Only one virtual rank runs at a time, so a run is deterministic. Time is virtual: a message of m bytes leaves its sender
 when the sender's port is free, takes alpha + beta*m, and enters its receiver when the receiver's port is free (so many
 senders to one receiver queue up, the congestion that Ok-Topk's destination rotation avoids). Ranks on one node share
-its port; messages inside a node take another network and another port, one a rank. Computation is free.
+its port; messages inside a node take another network and another port, one a rank. Computation is free,
+or takes what `Costs` say.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from sparsecoll.errors import CommunicationError
 from sparsecoll.formats import Buffer
-from sparsecoll.model import Network
+from sparsecoll.model import Costs, Network
+from sparsecoll.trace import listening
 from sparsecoll.traffic import Traffic
 from sparsecoll.transport.base import Transport
 
@@ -96,14 +99,19 @@ class _World:
 
 
 class _Pending:
-    __slots__ = ("_source", "_transport")
+    __slots__ = ("_into", "_source", "_transport")
 
-    def __init__(self, transport: SimTransport, source: int) -> None:
+    def __init__(self, transport: SimTransport, source: int, into: Buffer | None) -> None:
         self._transport = transport
         self._source = source
+        self._into = into
 
     def wait(self) -> Buffer:
-        return self._transport._take(self._source)
+        message = self._transport._take(self._source)
+        if self._into is None or self._into.size != message.size:
+            return message
+        self._into[:] = message
+        return self._into
 
 
 class SimTransport(Transport):
@@ -115,6 +123,7 @@ class SimTransport(Transport):
         self._clock = 0.0
         self._left = 0.0  # when the last message sent has left its port
         self._inner = _Port()
+        self.one_node = world.ranks_per_node >= world.size
 
     def now(self) -> float:
         return self._clock
@@ -134,8 +143,8 @@ class SimTransport(Transport):
     def node(self) -> int:
         return self.rank // self._world.ranks_per_node
 
-    def _receive(self, source: int) -> _Pending:
-        return _Pending(self, source)
+    def _receive(self, source: int, into: Buffer | None) -> _Pending:
+        return _Pending(self, source, into)
 
     def _take(self, source: int) -> Buffer:
         self._world.wait_for(self.rank, source)
@@ -147,6 +156,20 @@ class SimTransport(Transport):
 
     def flush(self) -> None:
         self._clock = max(self._clock, self._left)
+
+
+class _Work:
+    """Lets the work of one virtual rank take time."""
+
+    def __init__(self, transport: SimTransport, costs: Costs) -> None:
+        self._transport = transport
+        self._costs = costs
+
+    @contextlib.contextmanager
+    def work(self, kind: str, amount: int) -> Iterator[None]:
+        """See trace.Listener."""
+        yield
+        self._transport._clock += self._costs.seconds(kind, amount)
 
 
 class SimComm:
@@ -195,6 +218,7 @@ def simulate(
     network: Network | None = None,
     ranks_per_node: int = 1,
     inside: Network | None = None,
+    costs: Costs | None = None,
 ) -> Simulation:
     """Run fn(comm) on P virtual ranks in this process; no MPI needed.
 
@@ -204,6 +228,7 @@ def simulate(
         network: seconds per message and per byte between nodes; default 50 us and 1 Gb/s.
         ranks_per_node: ranks 0 .. r-1 are on the first node, and so on; they share its port.
         inside: the network inside a node; default 1 us and 10 GB/s.
+        costs: seconds that computation takes; default none.
 
     Raises:
         DeadlockError: all ranks wait; the text says who waits for whom.
@@ -224,7 +249,8 @@ def simulate(
         world.batons[rank].acquire()
         try:
             if world.failure is None:
-                results[rank] = fn(SimComm(transports[rank]))
+                with listening(_Work(transports[rank], costs)) if costs else contextlib.nullcontext():
+                    results[rank] = fn(SimComm(transports[rank]))
                 transports[rank].flush()
         except _Stopped:
             pass
@@ -265,7 +291,7 @@ class LocalTransport(Transport):
     def _send(self, destination: int, buffer: Buffer) -> None:
         raise CommunicationError(f"send: rank {destination} does not exist on a communicator of one rank")
 
-    def _receive(self, source: int) -> Any:
+    def _receive(self, source: int, into: Buffer | None) -> Any:
         raise CommunicationError(f"receive: rank {source} does not exist on a communicator of one rank")
 
     def flush(self) -> None:

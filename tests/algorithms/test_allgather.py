@@ -23,4 +23,4 @@ def test_dense(P):
     n = 40_000
     volume = measure(Dense, "random", P, 100, n)
     assert model.dense_words(n, P) <= volume.received + P <= model.dense_words(n, P) + HEADER_WORDS * P
-    assert volume.messages == P - 1 + model.rounds(P)
+    assert volume.messages == 2 * (P - 1)

@@ -60,7 +60,7 @@ def test_tune_measures_the_network_of_the_simulator():
         assert all(tuning == results[0] for tuning in results)
         assert results[0].alpha == pytest.approx(30e-6, rel=0.01) and results[0].beta == pytest.approx(2e-9, rel=0.01)
         assert results[0].overhead < 1e-7 and results[0].merge == results[0].code == 0
-    assert simulate(1, sparsecoll.tune).results[0] == Tuning(0, 0, 0, 0, 0, 0)
+    assert simulate(1, sparsecoll.tune).results[0] == Tuning(0, 0, 0, 0, 0, 0, 0)
 
 
 def test_a_communicator_is_measured_once():

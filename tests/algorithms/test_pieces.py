@@ -1,0 +1,97 @@
+"""Long messages that travel in pieces: the same bits as in one piece, and on the simulator less time."""
+
+import numpy as np
+import pytest
+from cases import support
+
+import sparsecoll
+from sparsecoll import Allgather, Costs, Network, OkTopk, SparseVector, model, simulate
+
+N, K = 5000, 400
+PIECE = 400  # bytes
+MAKERS = {
+    "allgather": Allgather,
+    "oktopk": OkTopk,
+    "oktopk, exact": lambda: OkTopk(exact=True),
+    "oktopk, small buckets": lambda: OkTopk(bucket=2),
+    "oktopk, balanced": lambda: OkTopk(balance_factor=1.0, repartition="even"),
+    "oktopk, average": lambda: OkTopk(repartition="average"),
+}
+
+
+def inputs(name, P, dtype=np.float32):
+    for rank in range(P):
+        rng = np.random.default_rng([rank, 1])
+        places = support(name, rank, P, K, rng, N)
+        yield SparseVector(places, rng.standard_normal(places.size).astype(dtype), N)
+
+
+def outcome(make, name, P, dtype=np.float32, **options):
+    vectors = list(inputs(name, P, dtype))
+
+    def program(comm):
+        algorithm, bits = make(), []
+        for _ in range(2):
+            r = sparsecoll.allreduce(comm, vectors[comm.rank], algorithm, k=K, return_reduction=True, **options)
+            bits.append((r.value.indices, r.value.values, r.contributed.to_dense()))
+        return bits
+
+    return simulate(P, program).results
+
+
+@pytest.mark.parametrize("P", [2, 5])
+@pytest.mark.parametrize("name", ["random", "one_region", "skewed", "one_rank"])
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+def test_the_same_bits_in_pieces(make, name, P, monkeypatch):
+    whole = outcome(make, name, P)
+    monkeypatch.setattr(model, "PIECE", PIECE)
+    assert model.pieces(K * 5 / P, one_node=False) > 1 or P > 2
+    for mine, theirs in zip(outcome(make, name, P), whole, strict=True):
+        for a, b in zip(mine, theirs, strict=True):
+            for x, y in zip(a, b, strict=True):
+                np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.parametrize("make", [Allgather, OkTopk])
+def test_rounding_and_halves_in_pieces(make, monkeypatch):
+    for dtype, options in ((np.float16, {}), (np.float64, {"value_dtype": "float16"}), (np.float32, {"format": "coo"})):
+        with monkeypatch.context() as patch:
+            whole = outcome(make, "random", 4, dtype, **options)
+            patch.setattr(model, "PIECE", PIECE)
+            for mine, theirs in zip(outcome(make, "random", 4, dtype, **options), whole, strict=True):
+                for x, y in zip(mine[1], theirs[1], strict=True):
+                    np.testing.assert_array_equal(x, y)
+
+
+def test_no_pieces_on_one_machine():
+    assert model.pieces(10**9, one_node=True) == 1
+    assert model.pieces(10**9, one_node=False) == model.MOST_PIECES
+    assert simulate(4, lambda comm: comm.transport.one_node, ranks_per_node=4).results == [True] * 4
+    assert simulate(4, lambda comm: comm.transport.one_node, ranks_per_node=2).results == [False] * 4
+
+
+@pytest.mark.parametrize("make", [Allgather, OkTopk])
+def test_work_overlaps_with_messages(make, monkeypatch):
+    """Merging that takes as long as the network would double the time if one waited for the other."""
+
+    def seconds(piece):
+        monkeypatch.setattr(model, "PIECE", piece)
+        costs = Costs(merge=4e-8, decode=4e-8)
+        return simulate(4, lambda comm: outcome_of(comm, make()), Network(1e-6, 8e-9), costs=costs).seconds
+
+    def outcome_of(comm, algorithm):
+        rng = np.random.default_rng(comm.rank)
+        x = SparseVector(np.sort(rng.choice(10**6, 20_000, replace=False)), rng.standard_normal(20_000), 10**6)
+        sparsecoll.allreduce(comm, x, algorithm)
+
+    assert seconds(4000) < 0.8 * seconds(10**9)
+
+
+def test_costs_take_virtual_time():
+    def program(comm):
+        before = comm.transport.now()
+        SparseVector.sum([SparseVector([1, 2], np.ones(2), 9)] * 2, np.dtype(float))
+        return comm.transport.now() - before
+
+    assert simulate(2, program, costs=Costs(merge=0.5, call=1.0)).results == [3.0, 3.0]
+    assert simulate(2, program).results == [0.0, 0.0]
