@@ -51,6 +51,15 @@ def _bench(options: argparse.Namespace) -> None:
         options.json.write_text(json.dumps({"about": bench.about(), "rows": rows}, indent=1) + "\n")
 
 
+def _plot(options: argparse.Namespace) -> None:
+    """Draw figures from the rows that `bench --json` saved: phases, time against density, time and volume against P."""
+    from sparsecoll import plot
+
+    for path in options.rows:
+        for figure in plot.figures(plot.rows_of(path), options.out, path.stem):
+            sys.stdout.write(f"{figure}\n")
+
+
 SHOWN = ("select", "encode", "decode", "merge", "dense", "wait", "other")
 
 
@@ -79,6 +88,13 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--repeat", type=int, default=7, help="timed calls a row (default: 7)")
     command.add_argument("--json", type=Path, metavar="FILE", help="save the rows")
     command.set_defaults(run=_bench)
+
+    command = commands.add_parser("plot", help=_plot.__doc__, description=_plot.__doc__)
+    command.add_argument("rows", nargs="+", type=Path, metavar="FILE", help="JSON files of bench")
+    command.add_argument(
+        "--out", type=Path, default=Path("figures"), help="folder for the SVG files (default: figures)"
+    )
+    command.set_defaults(run=_plot)
     return parser
 
 

@@ -32,6 +32,7 @@ from sparsecoll.transport.collectives import allgather
 from sparsecoll.vector import SparseVector
 
 Row = dict[str, Any]
+Run = Callable[[Any], tuple[int, int, int, int]]
 STEP = 4099  # by how many coordinates the entries move from one call to the next
 GROWTH = 1.01  # and by what factor they grow
 MPI_ALLREDUCE = "MPI_Allreduce"
@@ -145,6 +146,7 @@ def measure(
     vectors: Callable[[], NDArray[Any] | SparseVector],
     repeat: int = 7,
     warm: int = 2,
+    run: Run | None = None,
     **about: Any,
 ) -> Row:
     """One row, the same on every rank; collective.
@@ -153,6 +155,7 @@ def measure(
         call: what to time. `MPI_Allreduce` as algo is the MPI library's own dense sum of the same vectors.
         vectors: returns the vector of the next call.
         repeat, warm: calls timed, and before them not timed.
+        run: does the call instead, for peers; returns (bytes sent, bytes received, messages, entries).
         about: put into the row.
 
     Returns:
@@ -164,7 +167,7 @@ def measure(
     transport = as_transport(comm)
     _forget_peak()
     before, times, kinds = _resident("VmRSS"), [], []
-    run = _runner(comm, call)
+    run = run or _runner(comm, call)
     for _ in range(warm):
         run(vectors())
     for _ in range(repeat):
@@ -215,7 +218,7 @@ def compare(
     return np.median(slowest, axis=0).tolist()  # type: ignore[no-any-return]
 
 
-def _runner(comm: Any, call: Call) -> Callable[[Any], tuple[int, int, int, int]]:
+def _runner(comm: Any, call: Call) -> Run:
     """Does the call once on a vector; returns bytes sent and received, messages sent and entries of the result."""
     if call.algo == MPI_ALLREDUCE:
         out: list[NDArray[Any]] = []

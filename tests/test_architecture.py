@@ -18,7 +18,7 @@ LAYERS = [  # a module may import from its own layer's packages and from layers 
     {"transport"},
     {"algorithms", "agreement", "tune"},
     {"api", "convert", "progress"},
-    {"torch", "bench"},
+    {"torch", "bench", "plot"},
     {"__main__"},
 ]
 HOMES = {

@@ -1,0 +1,129 @@
+"""Figures from rows of `bench`: stacked phases, time against density, time and volume against P. Legible in print.
+
+Needs matplotlib. Lines differ by marker and dash, bars by hatch, so that nothing depends on colour.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+from sparsecoll.trace import KINDS
+
+Row = dict[str, Any]
+PARTS = (*KINDS, "other")
+HATCHES = dict(zip(PARTS, ("///", "...", "\\\\\\", "xx", "++", "", "--"), strict=True))
+STYLES = [(marker, dash) for dash in ("-", "--", ":") for marker in "osD^vP*X"]
+WIDTH = 7.0  # inches; a text column
+
+
+def rows_of(path: str | Path) -> list[Row]:
+    """The rows in a file that `bench --json` wrote.
+
+    Raises:
+        ValueError: the file holds something else.
+    """
+    content = json.loads(Path(path).read_text())
+    rows = content.get("rows") if isinstance(content, dict) else None
+    if not isinstance(rows, list) or not rows or not all(isinstance(r, dict) and "algo" in r for r in rows):
+        raise ValueError(f"{path}: expected the rows of a bench, got something else")
+    return rows
+
+
+def label(row: Row) -> str:
+    """Algorithm, and what else tells rows apart: format and dtype where they are not the usual ones."""
+    extra = [row["format"]] if row.get("format", "auto") != "auto" else []
+    extra += [row["value_dtype"]] if row.get("value_dtype", "float32") != "float32" else []
+    return " ".join([row["algo"], *extra])
+
+
+def _axes(height: float = 3.6) -> Any:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(WIDTH, height), layout="constrained")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="both", linewidth=0.3)
+    axes.set_axisbelow(True)
+    return figure, axes
+
+
+def stacked(rows: Sequence[Row], path: str | Path, title: str = "") -> None:
+    """A bar for each row: milliseconds by kind of work (mean over the ranks)."""
+    figure, axes = _axes(1.2 + 0.32 * len(rows))
+    names = [label(r) + ("" if r["density"] in (None, 1.0) else f", {r['density']:.1%}") for r in rows]
+    left = [0.0] * len(rows)
+    for part in PARTS:
+        widths = [1e3 * r.get(part, 0.0) for r in rows]
+        if any(widths):
+            axes.barh(
+                names, widths, left=left, label=part, hatch=HATCHES[part], edgecolor="black", linewidth=0.4, height=0.7
+            )
+        left = [a + b for a, b in zip(left, widths, strict=True)]
+    axes.invert_yaxis()
+    axes.set_xlabel("milliseconds")
+    axes.set_title(title, fontsize="medium", loc="left")
+    axes.legend(fontsize="small", ncols=len(PARTS), loc="upper center", bbox_to_anchor=(0.4, -0.12), frameon=False)
+    figure.savefig(path)
+
+
+def lines(rows: Sequence[Row], x: str, y: str, path: str | Path, title: str = "", scale: float = 1.0) -> None:
+    """A line for each label: column y times `scale` against column x, both logarithmic."""
+    figure, axes = _axes()
+    styles = cycle(STYLES)
+    flat = {}
+    for name in dict.fromkeys(map(label, rows)):
+        points = sorted((r[x], scale * r[y]) for r in rows if label(r) == name and r.get(y))
+        if not points:
+            continue
+        marker, dash = next(styles)
+        if len(points) == 1 and x == "density":  # dense: the same at every density
+            flat[name] = points[0][1]
+            axes.axhline(points[0][1], color="black", linestyle=dash, linewidth=1, label=name)
+        else:
+            axes.plot(*zip(*points, strict=True), marker=marker, linestyle=dash, label=name, linewidth=1, markersize=4)
+    axes.set_xscale("log", base=2 if x == "P" else 10)
+    axes.set_yscale("log")
+    if x == "P":
+        ticks = sorted({r["P"] for r in rows})
+        axes.set_xticks(ticks, [str(t) for t in ticks])
+    axes.set_xlabel({"P": "ranks", "density": "density k / n"}.get(x, x))
+    axes.set_ylabel(AXES.get(y, y))
+    axes.set_title(title, fontsize="medium", loc="left")
+    axes.legend(fontsize="x-small", loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+    figure.savefig(path)
+
+
+AXES = {"seconds": "milliseconds", "bytes_received": "MB received by the busiest rank"}
+SCALES = {"seconds": 1e3, "bytes_received": 1e-6}
+
+
+def figures(rows: Sequence[Row], folder: str | Path, stem: str) -> list[Path]:
+    """Every figure that the rows have points for, as SVG files in a folder; returns their paths."""
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    made = []
+
+    def group(key: Sequence[str]) -> dict[tuple[Any, ...], list[Row]]:
+        groups: dict[tuple[Any, ...], list[Row]] = {}
+        for row in rows:
+            groups.setdefault(tuple(row.get(name) for name in key), []).append(row)
+        return groups
+
+    for (n, P), some in group(("n", "P")).items():
+        if any(row.get(part) for row in some for part in PARTS):
+            made.append(Path(folder, f"{stem}_phases_n{n}_P{P}.svg"))
+            stacked(some, made[-1], f"n = {n:,}, {P} ranks")
+        if len({row["density"] for row in some if row["density"] != 1.0}) > 1:
+            made.append(Path(folder, f"{stem}_density_n{n}_P{P}.svg"))
+            lines(some, "density", "seconds", made[-1], f"n = {n:,}, {P} ranks", SCALES["seconds"])
+    for (n, density), some in group(("n", "density")).items():
+        if len({row["P"] for row in some}) > 1:
+            for y, what in (("seconds", "time"), ("bytes_received", "volume")):
+                made.append(Path(folder, f"{stem}_{what}_n{n}_d{density:g}.svg"))
+                lines(some, "P", y, made[-1], f"n = {n:,}, density {density:.1%}", SCALES[y])
+    return made
