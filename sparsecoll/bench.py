@@ -102,15 +102,15 @@ def heavy_tailed(n: int, rank: int, spare: int = 1 << 18) -> Gradients:
 
 
 class Entries:
-    """One rank's sparse vectors of k entries among n uniform coordinates, another one for every call."""
+    """One rank's sparse vectors of at most k, and nearly k, uniform ones of n coordinates; another one every call."""
 
     def __init__(self, n: int, k: int, rank: int, count: int = 3) -> None:
         rng = np.random.default_rng([8, rank])
         self._vectors = []
         for _ in range(count):
-            places = np.unique(rng.integers(0, n, k + k // 4)) if k < n // 4 else np.flatnonzero(rng.random(n) < k / n)
-            chosen = np.sort(rng.permutation(places)[:k])
-            self._vectors.append(SparseVector(chosen, rng.standard_normal(chosen.size, dtype=np.float32), n))
+            places = np.cumsum(rng.geometric(k / n, k)) - 1
+            places = places[places < n]
+            self._vectors.append(SparseVector(places, rng.standard_normal(places.size, dtype=np.float32), n))
         self._calls = 0
 
     def __call__(self) -> SparseVector:

@@ -35,6 +35,7 @@ class Costs:
     Args:
         select: value looked at.
         encode, decode, merge: entry.
+        crowded, window: entry and coordinate, where a sum costs less so (many entries in few coordinates).
         dense: value of a dense vector.
         call: piece of work, however small.
     """
@@ -43,12 +44,19 @@ class Costs:
     encode: float = 0.0
     decode: float = 0.0
     merge: float = 0.0
+    crowded: float = 0.0
+    window: float = 0.0
     dense: float = 0.0
     call: float = 0.0
 
-    def seconds(self, kind: str, amount: int) -> float:
-        """Of one piece of work."""
-        return 0.0 if kind == "wait" else self.call + amount * float(getattr(self, kind))
+    def seconds(self, kind: str, amount: int, span: int = 0) -> float:
+        """Of one piece of work on so many items, spread over so many coordinates."""
+        if kind == "wait":
+            return 0.0
+        seconds = amount * float(getattr(self, kind))
+        if kind == "merge" and self.window:
+            seconds = min(seconds, amount * self.crowded + span * self.window)
+        return self.call + seconds
 
 
 def dense_words(n: int, P: int) -> float:

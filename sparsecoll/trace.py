@@ -4,8 +4,9 @@ The library marks its own work (`doing`); nothing is recorded unless a listener 
 fraction of a microsecond. Listeners: `Recorder`, which keeps times, and the simulator, which lets work take time on the
 virtual clock.
 
-Kinds and the amounts told with them: "select" (values looked at), "encode", "decode" and "merge" (entries), "dense"
-(values of dense vectors read or written), "wait" (nothing: for messages to arrive or to leave).
+Kinds and the amounts told with them: "select" (values looked at), "encode" and "decode" (entries), "merge" (entries,
+and coordinates from the first to the last), "dense" (values of dense vectors read or written), "wait" (nothing: for
+messages to arrive or to leave).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ KINDS = ("select", "encode", "decode", "merge", "dense", "wait")
 class Listener(Protocol):
     """Gets every piece of work of its thread."""
 
-    def work(self, kind: str, amount: int) -> AbstractContextManager[object]:
+    def work(self, kind: str, amount: int, span: int) -> AbstractContextManager[object]:
         """Surrounds the work."""
         ...
 
@@ -36,19 +37,19 @@ _of_thread = _OfThread()
 _nothing = contextlib.nullcontext()
 
 
-def doing(kind: str, amount: int = 0) -> AbstractContextManager[object]:
+def doing(kind: str, amount: int = 0, span: int = 0) -> AbstractContextManager[object]:
     """Surround work of this kind with what this returns."""
     listeners = _of_thread.listeners
     if not listeners:
         return _nothing
-    return listeners[0].work(kind, amount) if len(listeners) == 1 else _told(listeners, kind, amount)
+    return listeners[0].work(kind, amount, span) if len(listeners) == 1 else _told(listeners, kind, amount, span)
 
 
 @contextlib.contextmanager
-def _told(listeners: tuple[Listener, ...], kind: str, amount: int) -> Iterator[None]:
+def _told(listeners: tuple[Listener, ...], kind: str, amount: int, span: int) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for listener in listeners:
-            stack.enter_context(listener.work(kind, amount))
+            stack.enter_context(listener.work(kind, amount, span))
         yield
 
 
@@ -85,7 +86,7 @@ class Recorder:
         self._inner = [0.0]  # seconds of work inside each piece that is going on
 
     @contextlib.contextmanager
-    def work(self, kind: str, amount: int) -> Iterator[None]:
+    def work(self, kind: str, amount: int, span: int = 0) -> Iterator[None]:
         """Surround work, see `doing`."""
         self._inner.append(0.0)
         start = self._now()

@@ -134,7 +134,7 @@ class SparseVector:
     def sum(cls, parts: Sequence[SparseVector], dtype: np.dtype[Any]) -> SparseVector:
         """Sum in `dtype`, added in the order of `parts` (at least one), starting at +0. Memory: the entries."""
         kernels = kernels_of(parts[0].values)
-        with doing("merge", sum(p.nnz for p in parts)):
+        with doing("merge", sum(p.nnz for p in parts), max(p.span for p in parts)):
             indices, values = kernels.merge_sum([(p.indices, p.values) for p in parts], dtype)
         return cls.trusted(indices.astype(index_dtype(parts[0].length), copy=False), values, parts[0].length)
 
@@ -142,6 +142,11 @@ class SparseVector:
     def nnz(self) -> int:
         """Entries held (explicit zeros among them)."""
         return int(self.indices.size)
+
+    @property
+    def span(self) -> int:
+        """Coordinates from the first index held to the last; 0 if nothing is held."""
+        return int(self.indices[-1]) - int(self.indices[0]) + 1 if self.indices.size else 0
 
     @property
     def density(self) -> float:

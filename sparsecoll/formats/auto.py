@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from sparsecoll.formats.base import Buffer, Format, Plan, WireDtype, span
+from sparsecoll.formats.base import Buffer, Format, Plan, WireDtype
 from sparsecoll.formats.bitmap import Bitmap
 from sparsecoll.formats.coo import Coo
 from sparsecoll.formats.dense import Dense
@@ -57,7 +57,7 @@ class Auto(Format):
         if self.beta is None:
             return size
         c = CODING[form.name]
-        seconds = (c.encode + c.decode) * x.nnz + (c.encode_span + c.decode_span) * span(x)
+        seconds = (c.encode + c.decode) * x.nnz + (c.encode_span + c.decode_span) * x.span
         return self.beta * size + seconds
 
     @staticmethod

@@ -176,8 +176,3 @@ class Format(ABC):
 def first_index(x: SparseVector) -> int:
     """The first index held; 0 if there is none."""
     return int(x.indices[0]) if x.nnz else 0
-
-
-def span(x: SparseVector) -> int:
-    """Coordinates from the first index held to the last; 0 if nothing is held."""
-    return int(x.indices[-1]) - int(x.indices[0]) + 1 if x.nnz else 0

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from sparsecoll.errors import CommunicationError
-from sparsecoll.formats.base import HEADER, Buffer, Format, Plan, WireDtype, first_index, span
+from sparsecoll.formats.base import HEADER, Buffer, Format, Plan, WireDtype, first_index
 from sparsecoll.kernels import kernels_of
 from sparsecoll.vector import SparseVector
 
@@ -24,7 +24,7 @@ class Bitmap(Format):
 
     def plan(self, x: SparseVector, wire: WireDtype) -> Plan:
         start = HEADER.size + 8
-        middle = start + 8 * -(-span(x) // 64)
+        middle = start + 8 * -(-x.span // 64)
 
         def write(buffer: Buffer) -> None:
             buffer[16:24].view(np.uint64)[0] = first_index(x)

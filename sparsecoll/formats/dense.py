@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from sparsecoll.errors import CommunicationError
-from sparsecoll.formats.base import HEADER, Buffer, Format, Plan, WireDtype, first_index, span
+from sparsecoll.formats.base import HEADER, Buffer, Format, Plan, WireDtype, first_index
 from sparsecoll.kernels import kernels_of
 from sparsecoll.vector import SparseVector
 
@@ -30,7 +30,7 @@ class Dense(Format):
             window[:] = 0
             window[x.indices - x.indices.dtype.type(first)] = wire.pack(x.values)
 
-        return Plan(HEADER.size + 8 + span(x) * wire.stored.itemsize, write)
+        return Plan(HEADER.size + 8 + x.span * wire.stored.itemsize, write)
 
     def decode(self, buffer: Buffer, length: int) -> SparseVector:
         wire, index, nnz = self._opened(buffer, length)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from sparsecoll.errors import CommunicationError
-from sparsecoll.formats.base import HEADER, Buffer, Format, Plan, WireDtype, first_index, span
+from sparsecoll.formats.base import HEADER, Buffer, Format, Plan, WireDtype, first_index
 from sparsecoll.kernels import kernels_of
 from sparsecoll.vector import SparseVector
 
@@ -55,7 +55,7 @@ class Quantized(Format):
     def plan(self, x: SparseVector, wire: WireDtype) -> Plan:
         if x.dtype not in (np.float32, np.float64):
             raise ValueError(f"format: expected float32 or float64 for {self!r}, got {x.dtype}")
-        first, count = first_index(x), span(x)
+        first, count = first_index(x), x.span
         middle = START + 4 * self._buckets(first, count)
 
         def write(buffer: Buffer) -> None:

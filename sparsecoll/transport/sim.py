@@ -166,10 +166,10 @@ class _Work:
         self._costs = costs
 
     @contextlib.contextmanager
-    def work(self, kind: str, amount: int) -> Iterator[None]:
+    def work(self, kind: str, amount: int, span: int) -> Iterator[None]:
         """See trace.Listener."""
         yield
-        self._transport._clock += self._costs.seconds(kind, amount)
+        self._transport._clock += self._costs.seconds(kind, amount, span)
 
 
 class SimComm:

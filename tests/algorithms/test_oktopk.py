@@ -270,3 +270,34 @@ def test_nan_in_a_sum_raises_on_every_rank_and_leaves_the_communicator_usable():
         return sparsecoll.allreduce(comm, SparseVector([comm.rank], np.ones(1), 20)).nnz
 
     assert simulate(3, program).results == [3, 3, 3]
+
+
+def steady_words(name, P, k, **options):
+    """Words that the busiest rank receives in a second call at 1 % density, search and agreement apart."""
+
+    def program(comm):
+        rng = np.random.default_rng([comm.rank, 1])
+        places = support(name, comm.rank, P, k, rng, 100 * k)
+        x, algorithm = SparseVector(places, rng.standard_normal(places.size).astype(np.float32), 100 * k), OkTopk()
+        sparsecoll.allreduce(comm, x, algorithm, k=k)
+        traffic = sparsecoll.allreduce(comm, x, algorithm, k=k, return_reduction=True, **options).traffic
+        return traffic.words_received - sum(traffic.phases[p].words_received for p in SEARCH if p in traffic.phases)
+
+    return max(simulate(P, program).results)
+
+
+def check_packed(name, P, k):
+    share = k * (P - 1) / P
+    assert steady_words(name, P, k) <= 2.6 * share
+    assert steady_words(name, P, k, value_dtype="float16") <= 1.6 * share
+
+
+@pytest.mark.parametrize("name", SUPPORTS)
+@pytest.mark.parametrize("P", [4, 16])
+def test_packed_messages_of_one_percent_take_2_6_k_words_where_coo_takes_4k(P, name):
+    check_packed(name, P, k=20_000)
+
+
+@pytest.mark.slow
+def test_packed_messages_on_64_ranks():
+    check_packed("same", P=64, k=80_000)

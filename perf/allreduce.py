@@ -1,0 +1,138 @@
+"""DenseStream's Table II and more: time from the dense gradient on each rank to the sum on every rank, with peers.
+
+    python perf/testbed.py run -- python perf/allreduce.py --json perf/results/allreduce.json
+    mpirun -n 8 python perf/allreduce.py --n 24e6 --density 0.01        # any cluster
+
+On every input (heavy-tailed values of length --n; real gradients of perf/gradients.py --ranks P, where they are): the
+MPI library's dense sum, PyTorch's gloo dense and sparse, the published algorithms on their own formats, and this
+library's choices with float32 and float16 values on the wire. All in one run. Selection is included, except for gloo's
+sparse sum, which gets its entries for nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from report import Row
+
+from sparsecoll import DenseVector, bench
+from sparsecoll.bench import MPI_ALLREDUCE, Call
+from sparsecoll.transport import default_comm
+
+DATA = Path(__file__).parent / "data"
+PUBLISHED = {  # name in the papers: (algorithm, format)
+    "TopkA": ("allgather", "coo"),
+    "TopkDSA (SparCML)": ("sparcml:variant=dynamic", "coo"),
+    "DSA, COO": ("densestream", "coo"),
+    "DSA, DenseStream": ("densestream", "auto"),
+    "Ok-Topk": ("oktopk", "coo"),
+}
+OURS = {  # name: (algorithm, value dtype)
+    "exact sum": ("auto:selector=reuse", None),
+    "exact sum, float16": ("auto:selector=reuse", "float16"),
+    "top k of sum": ("auto:want=top_k_of_sum,selector=reuse", None),
+    "top k of sum, float16": ("auto:want=top_k_of_sum,selector=reuse", "float16"),
+}
+
+
+class Gloo:
+    """torch.distributed with gloo over the same ranks: dense and sparse sums. None where torch is missing."""
+
+    def __init__(self, comm: Any, interface: str | None) -> None:
+        import torch
+
+        torch.set_num_threads(1)
+        if interface:
+            os.environ["GLOO_SOCKET_IFNAME"] = interface
+        torch.sparse.check_sparse_tensor_invariants.disable()  # else it warns that they are not checked
+        where = comm.bcast(tempfile.mkdtemp(prefix="gloo-") if comm.rank == 0 else None)
+        torch.distributed.init_process_group("gloo", f"file://{where}/store", rank=comm.rank, world_size=comm.size)
+        self._torch = torch
+
+    def dense(self, vector: np.ndarray) -> tuple[int, int, int, int]:
+        """all_reduce in place (so the vector is copied first, as MPI_Allreduce writes elsewhere too)."""
+        tensor = self._torch.from_numpy(vector.copy())
+        self._torch.distributed.all_reduce(tensor)
+        return 0, 0, 0, tensor.numel()
+
+    def sparse(self, entries: Any) -> tuple[int, int, int, int]:
+        """all_reduce of a sparse_coo tensor that holds the entries."""
+        indices = self._torch.from_numpy(entries.indices.astype(np.int64))[None]
+        values = self._torch.from_numpy(entries.values.copy())
+        tensor = self._torch.sparse_coo_tensor(indices, values, (entries.length,), is_coalesced=True)
+        self._torch.distributed.all_reduce(tensor)
+        return 0, 0, 0, int(tensor._nnz())
+
+
+def inputs(options: argparse.Namespace, comm: Any) -> Iterator[tuple[str, bench.Gradients]]:
+    """(name, this rank's vectors)."""
+    for n in options.n:
+        yield "heavy-tailed", bench.heavy_tailed(n, comm.rank)
+    for name in options.gradients:
+        path = DATA / f"ranks{comm.size}" / f"{name}_{comm.rank}.npy"
+        if comm.allreduce(int(path.exists())) == comm.size:
+            yield name.replace("_", ", "), bench.from_file(path, comm.rank)
+
+
+def rows(options: argparse.Namespace, comm: Any) -> Iterator[Row]:
+    """Every measurement; the same rows on every rank."""
+    gloo = Gloo(comm, options.interface) if options.gloo else None
+    for data, vectors in inputs(options, comm):
+
+        def timed(name: str, call: Call, vectors: Callable[[], Any] = vectors, data: str = data, **run: Any) -> Row:
+            return bench.measure(comm, call, vectors, options.repeat, options.warm, name=name, data=data, **run)
+
+        yield timed(MPI_ALLREDUCE, Call(MPI_ALLREDUCE, 1.0))
+        if gloo:
+            yield timed("gloo, dense", Call("gloo", 1.0), run=gloo.dense)
+        for density in options.density:
+            if gloo and vectors.n < options.gloo_most:
+                x = vectors()
+                chosen = DenseVector(x).top(round(density * x.size))
+                yield timed("gloo, sparse", Call("gloo", density), lambda chosen=chosen: chosen, run=gloo.sparse)
+            for name, (algo, form) in PUBLISHED.items():
+                yield timed(name, Call(algo, density, form))
+            for name, (algo, value_dtype) in OURS.items():
+                yield timed(name, Call(algo, density, "auto", value_dtype))
+
+
+def main() -> None:
+    """Measure and print; rank 0 saves."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--n", nargs="*", type=lambda t: int(float(t)), default=[24_000_000, 134_000_000])
+    parser.add_argument("--gradients", nargs="*", default=["resnet50_late", "vgg16_late"])
+    parser.add_argument("--density", nargs="+", type=float, default=[0.01, 0.05, 0.1])
+    parser.add_argument("--repeat", type=int, default=7)
+    parser.add_argument("--warm", type=int, default=2)
+    parser.add_argument("--gloo", action="store_true", help="measure torch.distributed with gloo as well")
+    parser.add_argument("--gloo-most", type=float, default=5e7, help="no sparse gloo for longer vectors (it is slow)")
+    parser.add_argument("--interface", help="network interface for gloo")
+    parser.add_argument("--json", type=Path, help="save the rows")
+    options = parser.parse_args()
+    comm = default_comm()
+    found: list[Row] = []
+    dense = 0.0
+    for row in rows(options, comm):
+        dense = row["seconds"] if row["name"] == MPI_ALLREDUCE else dense
+        row["x dense"] = dense / row["seconds"]
+        found.append(row)
+        if comm.rank == 0:
+            sys.stdout.write(
+                f"{row['data']:<14}{row['n']:>12,}{row['density']:>7.3g} {row['name']:<24}{row['seconds']:>8.3f} s"
+                f" {row['x dense']:>7.2f} x {row['bytes_received'] / 1e6:>8.2f} MB in\n"
+            )
+            sys.stdout.flush()
+            if options.json:
+                options.json.write_text(json.dumps({"about": bench.about(), "rows": found}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,197 @@
+"""Modelled time and counted volume for P = 4 to 1024: the library's own code on the simulator.
+
+    python perf/scaling.py --json perf/results/scaling.json
+
+Every virtual rank selects from nothing (selection is charged by its cost), holds k uniform entries and takes part in
+one steady call (the second one of the object). Messages cost alpha + beta * bytes, work what `costs` says: seconds an
+entry, measured on this machine's core by `sparsecoll.tune` and np.sum, one core a rank.
+
+A vector s times shorter, on a network and a processor s times slower, takes the same time, but for the headers of 16 to
+50 bytes a message, which weigh s times as much. So that 1024 ranks fit in memory and minutes, n is divided by a `scale`
+that each row names, such that the shortest messages still have some 300 entries (70 at 1024 ranks).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from report import Row
+from rich.console import Console
+
+import sparsecoll
+from sparsecoll import Costs, DenseVector, Network, SparseVector, bench, formats, model
+
+MODELS = {"BERT": (133_547_324, 0.01), "VGG-16": (14_728_266, 0.02), "LSTM": (27_569_568, 0.02)}  # Ok-Topk, Table 2
+NETWORKS = {"1 Gb/s": Network(50e-6, 8e-9), "10 Gb/s": Network(20e-6, 8e-10), "100 Gb/s": Network(2e-6, 8e-11)}
+PUBLISHED = {  # in Ok-Topk's figures: (algorithm, format)
+    "Dense": ("dense", "auto"),
+    "TopkA": ("allgather", "coo"),
+    "TopkDSA": ("sparcml:variant=dynamic", "coo"),
+    "gTopk": ("gtopk", "coo"),
+    "Ok-Topk": ("oktopk", "coo"),
+}
+OURS = {  # (algorithm, value dtype)
+    "exact sum": ("auto", None),
+    "top k of sum": ("auto:want=top_k_of_sum", None),
+    "top k of sum, float16": ("auto:want=top_k_of_sum", "float16"),
+}
+LEAST = 300  # entries of a message
+
+
+def measured_costs() -> Costs:
+    """Seconds per value or entry on one core of this machine."""
+    rng = np.random.default_rng(0)
+    n, k = 1 << 24, 1 << 18
+    dense = rng.standard_normal(n, dtype=np.float32)
+    x = SparseVector(np.sort(rng.choice(100 * k, k, replace=False)), dense[:k], 100 * k)
+    parts = [x.at(np.arange(start, k, 4)) for start in range(4)]
+    packed = formats.FORMATS["packed"]
+    message = packed.encode(x)
+    threshold = DenseVector(dense).top(n // 100).kth_magnitude(n // 100)
+
+    def seconds(call: Any) -> float:
+        call()
+        times = []
+        for _ in range(9):
+            start = time.perf_counter()
+            call()
+            times.append(time.perf_counter() - start)
+        return float(np.median(times))
+
+    return Costs(
+        select=seconds(lambda: DenseVector(dense).at_least(threshold, n // 100)) / n,
+        encode=seconds(lambda: packed.encode(x)) / k,
+        decode=seconds(lambda: formats.decode(message, x.length)) / k,
+        merge=seconds(lambda: SparseVector.sum(parts, x.dtype)) / k,
+        **crowded_costs(seconds),
+        dense=seconds(lambda: np.add(dense, dense, out=dense)) / n,
+        call=10e-6,
+    )
+
+
+def crowded_costs(seconds: Callable[[Any], float]) -> dict[str, float]:
+    """A sum over n coordinates: seconds an entry and a coordinate, from two that differ in their entries."""
+    n, times = 1 << 24, []
+    for density in (0.02, 0.1):
+        parts = [bench.Entries(n, int(n * density), rank, count=1)() for rank in range(4)]
+        times.append(seconds(lambda parts=parts: SparseVector.sum(parts, parts[0].dtype)))
+    entry = (times[1] - times[0]) / (4 * 0.08 * n)
+    return {"crowded": entry, "window": max(times[0] - entry * 4 * 0.02 * n, 0.0) / n}
+
+
+def scaled(costs: Costs, scale: float) -> Costs:
+    """The costs of a processor that is `scale` times slower; a call costs what it costs."""
+    return Costs(**{name: value * (1 if name == "call" else scale) for name, value in vars(costs).items()})
+
+
+def simulated(
+    n: int,
+    density: float,
+    P: int,
+    network: Network,
+    costs: Costs,
+    algo: str,
+    form: str,
+    value_dtype: str | None,
+    scale: int,
+) -> dict[str, Any]:
+    """One steady call: seconds, words received by the busiest rank (search apart), messages."""
+    short = n // scale
+    k = max(1, round(short * density))
+    slow = Network(network.alpha, network.beta * scale)
+
+    def program(comm: Any) -> tuple[float, float, float, float, int]:
+        algorithm = bench.algorithm(algo)
+        x = bench.Entries(short, k, comm.rank, count=1)()
+        dense = DenseVector(x.to_dense()) if algorithm.takes_dense else None
+        transport = comm.transport
+
+        def call() -> sparsecoll.Traffic:
+            before = transport.traffic.copy()
+            if dense is not None:  # as a gradient is: already dense
+                algorithm(transport, dense, k)
+            else:
+                transport.format = formats.resolve(form)
+                sparsecoll.allreduce(comm, x, algorithm, k=k, format=form, value_dtype=value_dtype)
+            return transport.traffic.since(before)
+
+        call()
+        sparsecoll.transport.collectives.allgather(transport, np.zeros(1))
+        start = transport.now()
+        moved = call()
+        search = sum(moved.phases[p].words_received for p in ("agree", "repartition", "threshold") if p in moved.phases)
+        return start, transport.now(), moved.words_received, search, moved.messages_sent
+
+    whole_piece, model.PIECE = model.PIECE, max(model.PIECE // scale, 1)
+    try:
+        results = sparsecoll.simulate(P, program, slow, costs=scaled(costs, scale)).results
+    finally:
+        model.PIECE = whole_piece
+    seconds = max(r[1] for r in results) - max(r[0] for r in results)
+    selecting = 0.0 if algo == "dense" else costs.select * n
+    return {
+        "seconds": seconds + selecting,
+        "select": selecting,
+        "words": max(r[2] - r[3] for r in results) * scale,
+        "search": max(r[3] for r in results),
+        "bytes_received": int(4 * max(r[2] for r in results) * scale),
+        "messages": max(r[4] for r in results),
+    }
+
+
+def scale_of(kind: str, n: int, density: float, P: int, work: float) -> int:
+    """By what to divide n: see the top of this file."""
+    k, total = n * density, model.fill_in(n, int(n * density), P)
+    shortest = {"Dense": n / P, "TopkA": k, "gTopk": k}.get(kind, k / P)
+    handled = P * {"Dense": 2 * n, "TopkA": k * P, "TopkDSA": total, "exact sum": total}.get(kind, 4 * k)
+    return max(1, int(min(shortest, model.PIECE / 5) / LEAST), int(np.ceil(handled / work)))
+
+
+def rows(options: argparse.Namespace, costs: Costs) -> Iterator[Row]:
+    """Weak scaling of every model on every network."""
+    for name in options.models:
+        n, density = MODELS[name]
+        for P in options.ranks:
+            for network_name in options.networks:
+                kinds: dict[str, tuple[str, str, str | None]] = {a: (*spec, None) for a, spec in PUBLISHED.items()}
+                kinds |= {a: (algo, "auto", dtype) for a, (algo, dtype) in OURS.items()}
+                for kind, (algo, form, value_dtype) in kinds.items():
+                    scale = scale_of(kind, n, density, P, options.work)
+                    found = simulated(n, density, P, NETWORKS[network_name], costs, algo, form, value_dtype, scale)
+                    about = {"model": name, "n": n, "density": density, "P": P, "network": network_name, "algo": kind}
+                    yield about | {"scale": scale} | found
+
+
+def main() -> None:
+    """Simulate, print, save."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--ranks", nargs="+", type=int, default=[4, 16, 64, 256, 1024])
+    parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS))
+    parser.add_argument("--work", type=float, default=4e8, help="entries that all ranks of a run may handle together")
+    parser.add_argument("--json", type=Path, help="save the rows")
+    options = parser.parse_args()
+    console, costs, found = Console(), measured_costs(), []
+    console.print(costs)
+    for row in rows(options, costs):
+        found.append(row)
+        sys.stdout.write(
+            f"{row['model']:<8}{row['P']:>5} {row['network']:<9}{row['algo']:<24}{row['seconds'] * 1e3:>10.1f} ms"
+            f" {row['words'] / (row['n'] * row['density']):>8.2f} k words, {row['messages']} messages,"
+            f" 1/{row['scale']}\n"
+        )
+        sys.stdout.flush()
+        if options.json:
+            about = bench.about() | {"costs": vars(costs)}
+            options.json.write_text(json.dumps({"about": about, "rows": found}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
