@@ -26,7 +26,8 @@ test-openmpi: $(OPENMPI)/test.done
 lint: $(MPICH)/dev.done
 	$(MPICH)/bin/ruff check . && $(MPICH)/bin/ruff format --check . && $(MPICH)/bin/mypy sparsecoll
 
-bench: $(MPICH)/demo.done
+bench: $(MPICH)/demo.done  # figures of docs/, as root
+	$(MPICH)/bin/python perf/benchmarks.py
 	$(MPICH)/bin/python perf/volume.py
 
 $(MPICH)/bin/python $(OPENMPI)/bin/python:

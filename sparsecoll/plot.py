@@ -34,7 +34,9 @@ def rows_of(path: str | Path) -> list[Row]:
 
 
 def label(row: Row) -> str:
-    """Algorithm, and what else tells rows apart: format and dtype where they are not the usual ones."""
+    """The row's name; else algorithm, and format and dtype where they are not the usual ones."""
+    if "name" in row:
+        return str(row["name"])
     extra = [row["format"]] if row.get("format", "auto") != "auto" else []
     extra += [row["value_dtype"]] if row.get("value_dtype", "float32") != "float32" else []
     return " ".join([row["algo"], *extra])

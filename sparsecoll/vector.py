@@ -182,6 +182,14 @@ class SparseVector:
         places = np.searchsorted(self.indices, np.minimum(edges, limit).astype(self.indices.dtype))
         return np.where(edges > limit, self.nnz, places).astype(np.int64)
 
+    def refined(self, edges: Sequence[int], cuts: int) -> list[int]:
+        """The regions between edges, each cut into `cuts` with equal numbers of the own entries: edges again."""
+        finer: list[int] = []
+        for (low, _), (first, beyond) in zip(pairwise(edges), pairwise(self.count_below(edges).tolist()), strict=True):
+            places = [first + (beyond - first) * cut // cuts for cut in range(1, cuts)]
+            finer += [low, *(self.indices[places].tolist() if first < beyond else [low] * (cuts - 1))]
+        return [*finer, edges[-1]]
+
     def keys(self) -> NDArray[Any]:
         """Magnitude keys of the values (see kernels.reference), unsigned."""
         return kernels_of(self.values).magnitude_keys(self.values)  # type: ignore[no-any-return]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import zlib
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from sparsecoll import formats, model
 from sparsecoll.algorithms.base import Algorithm, Reduction, summed
@@ -18,7 +19,8 @@ class Allgather(Algorithm):
     """Exact sum of the given vectors, added in rank order.
 
     1. Allgather the encoded vectors (Bruck: recursive doubling for any P). Long ones go in pieces of the index space,
-       each from every rank to every other, so that one piece is summed while the next ones travel.
+       each from every rank to every other, so that one piece is summed while the next ones travel. An object cuts
+       where the last sum had equal numbers of entries.
     2. Sum them in one pass over all parts.
 
     Volume: 2k(P-1) words with COO (Ok-Topk, Table 1), ceil(log2 P) messages; P - 1 a piece between machines
@@ -30,20 +32,28 @@ class Allgather(Algorithm):
     semantics = "exact_sum"
     sends_sums = False
 
+    _edges: list[int] = field(default_factory=list, init=False, repr=False)
+
     def __call__(self, transport: Transport, x: SparseVector, k: int) -> Reduction:
         stages = model.pieces(k * (x.dtype.itemsize + 1), transport.one_node)
         if stages > 1 and transport.size > 1:
-            return self._in_pieces(transport, x, stages)
+            value = self._in_pieces(transport, x, stages)
+            self._edges = value.refined([0, x.length], stages)
+            return Reduction(value, x)
         with transport.phase("gather"):
             blocks = allgatherv(transport, transport.encode(x))
         with transport.phase("merge"):
             value = summed([formats.decode(block, x.length) for block in blocks], x)
         return Reduction(value, x)
 
-    @staticmethod
-    def _in_pieces(transport: Transport, x: SparseVector, stages: int) -> Reduction:
+    def describe(self) -> str:
+        """With a checksum of the edges: ranks that would cut differently must not go on."""
+        return super().describe() + (f" edges {zlib.crc32(str(self._edges).encode()):x}" if self._edges else "")
+
+    def _in_pieces(self, transport: Transport, x: SparseVector, stages: int) -> SparseVector:
         rank, size = transport.rank, transport.size
-        parts = x.split([x.length * j // stages for j in range(stages + 1)])
+        fits = len(self._edges) == stages + 1 and self._edges[-1] == x.length
+        parts = x.split(self._edges if fits else [x.length * j // stages for j in range(stages + 1)])
         own: deque[Buffer] = deque()
         sums: list[SparseVector] = []
 
@@ -60,4 +70,4 @@ class Allgather(Algorithm):
 
         with transport.phase("gather"):
             pipeline(transport, stages, begin, finish)
-            return Reduction(SparseVector.concatenate(sums), x)
+            return SparseVector.concatenate(sums)

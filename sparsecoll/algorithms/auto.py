@@ -22,7 +22,6 @@ from sparsecoll.vector import SparseVector
 WANTED = ("exact_sum", "top_k_of_sum")
 STATELESS: dict[str, Algorithm] = {
     "dense": Dense(),
-    "allgather": Allgather(),
     "recursive_double": SparCML(variant="recursive_double"),
     "dynamic": SparCML(variant="dynamic"),
     "halving": DenseStream(repartition="even"),
@@ -56,6 +55,7 @@ class Auto(Algorithm):
     _reach: float = field(default=1.0, init=False, repr=False)  # as a share of n
     _skew: float = field(default=1.0, init=False, repr=False)
     _oktopk: OkTopk = field(default_factory=OkTopk, init=False, repr=False)
+    _allgather: Allgather = field(default_factory=Allgather, init=False, repr=False)
     _predicted: tuple[Any, dict[str, float]] = field(default=((), {}), init=False, repr=False)
     _learned: int = field(default=0, init=False, repr=False)  # entries of the sum that was learned from last
 
@@ -88,7 +88,7 @@ class Auto(Algorithm):
         return self._finished(reduction, x, k, transport.size)
 
     def _algorithm(self, name: str) -> Algorithm:
-        return self._oktopk if name == "oktopk" else STATELESS[name]
+        return {"oktopk": self._oktopk, "allgather": self._allgather}.get(name) or STATELESS[name]
 
     def _finished(self, reduction: Reduction, x: SparseVector, k: int, P: int) -> Reduction:
         """Learn from the sum; cut it to its top k if that is wanted."""

@@ -75,6 +75,7 @@ class OkTopk(Algorithm):
     _calls: int = field(default=0, init=False, repr=False)
     _key: tuple[int, int] = field(default=(-1, -1), init=False, repr=False)  # (length, k) that the state belongs to
     _boundaries: list[int] = field(default_factory=list, init=False, repr=False)
+    _edges: list[int] = field(default_factory=list, init=False, repr=False)  # finer boundaries for messages in pieces
     _owners: list[int] = field(default_factory=list, init=False, repr=False)  # rank of each region
     _overloaded: bool = field(default=False, init=False, repr=False)  # repartition at the next call
     _local: ThresholdReuse = field(default_factory=ThresholdReuse, init=False, repr=False)
@@ -121,6 +122,8 @@ class OkTopk(Algorithm):
         with transport.phase("gather"):
             final = transport.rounded(chosen.astype(x.dtype))
             value = self._balance_and_allgatherv(transport, final, sizes)
+        cuts = self._cuts(x, k, transport)
+        self._edges = value.refined(self._boundaries, cuts) if cuts > 1 else []
         self._calls += 1
 
         def contributed() -> SparseVector:
@@ -144,9 +147,8 @@ class OkTopk(Algorithm):
     def _split_and_reduce(self, transport: Transport, x: SparseVector, k: int) -> tuple[SparseVector, int]:
         """(sum of the own region over all ranks in the accumulator dtype, entries that went into it). Equation (1)."""
         rank, size = transport.rank, transport.size
-        cuts = model.pieces(k * (x.dtype.itemsize + 1) / size, transport.one_node)
-        edges = [a + (b - a) * cut // cuts for a, b in pairwise(self._boundaries) for cut in range(cuts)]
-        parts = x.split([*edges, self._boundaries[-1]])
+        cuts = self._cuts(x, k, transport)
+        parts = x.split(self._cut_regions(cuts))
         region_of = {owner: region for region, owner in enumerate(self._owners)}
         steps = range(1, size)
         buckets = [steps[i : i + self.bucket] for i in range(0, len(steps), self.bucket)]
@@ -172,6 +174,18 @@ class OkTopk(Algorithm):
 
         pipeline(transport, len(stages), begin, finish)
         return SparseVector.concatenate(reduced), load
+
+    @staticmethod
+    def _cuts(x: SparseVector, k: int, transport: Transport) -> int:
+        """Pieces of each region's messages."""
+        return model.pieces(k * (x.dtype.itemsize + 1) / transport.size, transport.one_node)
+
+    def _cut_regions(self, cuts: int) -> list[int]:
+        """The boundaries, with each region cut where the last result had equal numbers of entries."""
+        if len(self._edges) == len(self._owners) * cuts + 1 and self._edges[::cuts] == self._boundaries:
+            return self._edges
+        evenly = [a + (b - a) * cut // cuts for a, b in pairwise(self._boundaries) for cut in range(cuts)]
+        return [*evenly, self._boundaries[-1]]
 
     # 4. global threshold
 

@@ -17,7 +17,7 @@ class ThresholdReuse(Selector):
     Between exact calls the threshold follows the number it selected: with count ~ threshold^-slope locally,
     log(threshold) += error / slope + drift, where error = log(count / k) and `drift` integrates the error, so that a
     threshold that changes at a steady rate is followed without lag. A count that leaves [k/(1+tolerance),
-    k(1+tolerance)] is not used: the call is made exact instead.
+    k(1+tolerance)] is not used: the call is made exact instead, and `drift` learns from what was expected.
     """
 
     name = "reuse"
@@ -30,7 +30,8 @@ class ThresholdReuse(Selector):
     age: int = field(default=0, init=False, repr=False)
 
     PROBE = 1.1  # the slope is measured between the threshold and PROBE times it
-    INTEGRAL = 0.5
+    INTEGRAL = 0.5  # how much of an error counts as drift
+    JUMP = 0.1  # and of how large an error at most: more than that is not drift
 
     @property
     def due(self) -> bool:
@@ -44,7 +45,9 @@ class ThresholdReuse(Selector):
     def found(self, value: float, count: int, count_above_probe: int) -> None:
         """Take an exact threshold: `count` entries reach it, `count_above_probe` reach PROBE times it."""
         usable = math.isfinite(value) and value > 0
-        self.value = value if usable else None
+        if usable and self.value is not None:  # how far it is from what was expected
+            self.drift += self.INTEGRAL * min(max(math.log(value / self.value), -self.JUMP), self.JUMP)
+        self.value = value * math.exp(self.drift) if usable else None
         ratio = math.log(count / max(count_above_probe, 1)) / math.log(self.PROBE) if count else 1.0
         self.slope = min(max(ratio, 0.25), 50.0)
         self.age = 1

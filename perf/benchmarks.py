@@ -1,0 +1,162 @@
+"""Everything in docs/benchmarks.md by one command: measure, draw, write.
+
+python perf/gradients.py --ranks 4 --late 60     # once: real gradients, in perf/data
+python perf/benchmarks.py                        # as root (network namespaces), about 45 minutes on two cores
+python perf/benchmarks.py --render               # only write the page from the rows in perf/results
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import plot
+import testbed
+from report import Row, markdown
+from rich.console import Console
+
+from sparsecoll.plot import rows_of
+
+ROOT = Path(__file__).parent.parent
+RESULTS, PAGE = ROOT / "perf" / "results", ROOT / "docs" / "benchmarks.md"
+MPIRUN = str(Path(sys.executable).parent / "mpirun")
+NETWORKS = {"memory": None, "10gbit": "10gbit", "1gbit": "1gbit"}  # of the break-even map: name and rate
+MEMORY = ("dense", "allgather", "sparcml:variant=dynamic", "densestream", "gtopk", "spardl", "oktopk", "auto")
+PAPER = {  # DenseStream, Table II: seconds of dense, and of DSA at 1, 5 and 10 %
+    "heavy-tailed": (None, None),
+    "resnet50, late": (1.34, (0.11, 0.26, 0.43)),
+    "vgg16, late": (7.61, (0.34, 1.01, 1.54)),
+}
+
+
+def _python(*arguments: str) -> list[str]:
+    return [sys.executable, *arguments]
+
+
+def measure(console: Console) -> None:
+    """Make every file of rows."""
+    allreduce = _python("perf/allreduce.py", "--gloo", "--interface", "eth0", "--repeat", "5", "--warm", "1")
+    with testbed.Testbed(4):
+        console.print("[bold]Table II[/bold]")
+        testbed.run([*allreduce, "--json", str(RESULTS / "allreduce.json")])
+    for name, rate in NETWORKS.items():
+        console.print(f"[bold]break-even map, {name}[/bold]")
+        command = _python("perf/breakeven.py", "--repeat", "7", "--json", str(RESULTS / f"breakeven_{name}.json"))
+        if rate is None:
+            subprocess.run([MPIRUN, "-n", "2", *command], check=True, cwd=ROOT)
+        else:
+            with testbed.Testbed(4, rate):
+                testbed.run(command)
+    console.print("[bold]memory[/bold]")
+    (RESULTS / "memory.json").write_text(json.dumps({"rows": list(_memory())}, indent=1) + "\n")
+    console.print("[bold]scaling[/bold]")
+    subprocess.run(_python("perf/scaling.py", "--json", str(RESULTS / "scaling.json")), check=True, cwd=ROOT)
+
+
+def _memory() -> Iterator[Row]:
+    """Peak memory by algorithm: each in a run of its own."""
+    for algo in MEMORY:
+        with tempfile.NamedTemporaryFile(suffix=".json") as file:
+            command = _python("-m", "sparsecoll", "bench", "--algo", algo, "--n", "24e6", "--json", file.name)
+            command += ["--density", "0.01", "--repeat", "3"]
+            subprocess.run([MPIRUN, "-n", "4", *command], check=True, cwd=ROOT, capture_output=True)
+            yield rows_of(file.name)[0]
+
+
+def rows(name: str) -> list[Row]:
+    """The rows of a file in perf/results."""
+    return rows_of(RESULTS / f"{name}.json")
+
+
+def table2() -> Iterator[str]:
+    """DenseStream's Table II."""
+    found = rows("allreduce")
+    for data in dict.fromkeys(r["data"] for r in found):
+        for n in dict.fromkeys(r["n"] for r in found if r["data"] == data):
+            some = [r for r in found if r["data"] == data and r["n"] == n]
+            densities = sorted({r["density"] for r in some if r["density"] < 1})
+            yield f"### {data}, n = {n:,}"
+            yield markdown([_line(name, some, densities) for name in dict.fromkeys(r["name"] for r in some)])
+            dense, published = PAPER[data]
+            if dense and published:
+                cells = ", ".join(f"{s} s ({dense / s:.1f} x)" for s in published)
+                yield f"The paper's own, on four nodes: dense {dense} s, DSA {cells}."
+
+
+def _line(name: str, some: list[Row], densities: list[float]) -> Row:
+    row: Row = {"": name}
+    for density in densities:
+        found = [r for r in some if r["name"] == name and r["density"] in (density, 1.0)]
+        row[f"{density:.0%}"] = f"{found[0]['seconds']:.3f} s, {found[0]['x dense']:.1f} x" if found else ""
+        row[f"MB in, {density:.0%}"] = f"{found[0]['bytes_received'] / 1e6:.1f}" if found else ""
+    return row
+
+
+def scaling() -> Iterator[str]:
+    """Weak scaling."""
+    found = rows("scaling")
+    for key in dict.fromkeys((r["model"], r["network"]) for r in found):
+        some = [r for r in found if (r["model"], r["network"]) == key]
+        yield f"### {key[0]} (n = {some[0]['n']:,}, density {some[0]['density']:.0%}), {key[1]}"
+        lines = []
+        for algo in dict.fromkeys(r["algo"] for r in some):
+            line: Row = {"": algo}
+            for P in sorted({r["P"] for r in some}):
+                row = next(r for r in some if r["algo"] == algo and r["P"] == P)
+                ours = next(r for r in some if r["algo"] == "top k of sum" and r["P"] == P)
+                line[f"P = {P}"] = f"{row['seconds'] * 1e3:,.0f} ms, {row['seconds'] / ours['seconds']:.2f} x"
+            lines.append(line)
+        yield markdown(lines)
+
+
+def breakeven() -> Iterator[str]:
+    """Who wins where."""
+    for name in NETWORKS:
+        found = rows(f"breakeven_{name}")
+        worst = max(r["auto / fastest"] for r in found)
+        over = sum(r["auto / MPI_Allreduce"] > 1.05 for r in found)
+        near = sum(abs(r["model / measured"] - 1) <= 0.2 for r in found)
+        yield f"### {found[0]['P']} ranks, {name}"
+        yield (
+            f"`auto` is at most {worst:.2f} times as slow as the fastest choice; slower than MPI_Allreduce by more than"
+            f" 5 % in {over} of {len(found)} points; the model is within 20 % of the time measured in {near}."
+        )
+        columns = ("n", "density", "fastest", "ms", "auto took", "auto ms", "auto / fastest", "MPI_Allreduce ms")
+        columns += ("auto / MPI_Allreduce", "model / measured")
+        yield markdown([{column: r[column] for column in columns} for r in found])
+
+
+def memory() -> Iterator[str]:
+    """What a rank needs."""
+    yield markdown([{"algorithm": r["algo"], "MB": round(r["memory"] / 1e6)} for r in rows("memory")])
+
+
+def render() -> None:
+    """Write docs/benchmarks.md around its text, which is in perf/benchmarks.in.md."""
+    text = (ROOT / "perf" / "benchmarks.in.md").read_text()
+    about = json.loads((RESULTS / "allreduce.json").read_text())["about"]
+    versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
+    parts = {"table2": table2, "scaling": scaling, "breakeven": breakeven, "memory": memory}
+    text = text.replace("{about}", f"{about['machine']}; {versions}; commit {about['commit']}")
+    for name, part in parts.items():
+        text = text.replace("{" + name + "}", "\n\n".join(part()))
+    PAGE.write_text(text)
+    plot.draw()
+
+
+def main() -> None:
+    """Measure unless told not to; write the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--render", action="store_true", help="do not measure")
+    if not parser.parse_args().render:
+        measure(Console())
+    render()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""bench and plot: what they measure, what they refuse, and their commands."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from sparsecoll import Costs, Network, SparseVector, bench, simulate
+from sparsecoll.__main__ import main
+from sparsecoll.bench import Call
+
+
+def test_algorithms_by_text():
+    made = bench.algorithm("oktopk:tau=4,exact=True,selector=dgc,repartition=even")
+    assert (made.tau, made.exact, made.repartition, type(made.selector).__name__) == (
+        4,
+        True,
+        "even",
+        "SampledThreshold",
+    )
+    for text, message in (
+        ("best", "algo: expected one of auto, .*, got 'best'"),
+        ("oktopk:tua=4", "expected oktopk:OPTION=VALUE with one of .*tau.*, got 'tua=4'"),
+        ("oktopk:tau", "got 'tau'"),
+        ("dense:selector=all", "selector: expected one of topk, .*, got 'all'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            bench.algorithm(text)
+
+
+def test_every_call_gets_another_vector():
+    vectors = bench.heavy_tailed(1000, rank=0, spare=50_000)
+    a = vectors().copy()
+    b = vectors().copy()
+    assert a.size == b.size == 1000 and not np.array_equal(a, b)
+    np.testing.assert_allclose(vectors.base[: a.size] / 1.01, a, rtol=1e-5)
+    np.testing.assert_array_equal(b, vectors.base[bench.STEP : bench.STEP + 1000])
+    entries = bench.Entries(10_000, 500, rank=1)
+    x, y = entries(), entries()
+    assert 400 < x.nnz <= 500 and x.length == 10_000 and not np.array_equal(x.indices, y.indices)
+
+
+def test_from_file(tmp_path):
+    np.save(tmp_path / "g_2.npy", np.arange(5, dtype=np.float32))
+    assert bench.from_file(tmp_path / "g_{rank}.npy", 2)().size == 5
+    np.save(tmp_path / "g_3.npy", np.arange(5))
+    with pytest.raises(ValueError, match="expected a 1-D array of floats, got int64"):
+        bench.from_file(tmp_path / "g_{rank}.npy", 3)
+
+
+def test_a_row_is_the_same_on_all_ranks_and_its_parts_add_up():
+    costs = Costs(select=1e-9, encode=2e-8, decode=3e-8, merge=4e-8, call=1e-6)
+
+    def program(comm):
+        return bench.measure(comm, Call("allgather", 0.01), bench.heavy_tailed(20_000, comm.rank), repeat=3, note="x")
+
+    rows = simulate(4, program, Network(1e-5, 1e-8), costs=costs).results
+    assert all({**row, "memory": 0} == {**rows[0], "memory": 0} for row in rows)
+    row = rows[0]
+    assert row["note"] == "x" and row["P"] == 4 and row["n"] == 20_000 and 200 <= row["entries"] <= 800
+    assert 600 * 5 < row["bytes_received"] < 600 * 6 + 1000 and row["messages"] == 4  # agreement and Bruck, two each
+    parts = sum(row[kind] for kind in ("select", "encode", "decode", "merge", "dense", "wait", "other"))
+    assert row["least"] <= row["seconds"] <= row["most"] and parts == pytest.approx(row["seconds"], rel=0.05)
+    assert row["select"] == pytest.approx(20_000e-9 + 1e-6) and row["merge"] == pytest.approx(800 * 4e-8 + 1e-6)
+    assert row["encode"] > 0 and row["decode"] > 0 and row["wait"] > 0
+
+
+def test_calls_take_turns():
+    def program(comm):
+        entries = bench.Entries(5000, 50, comm.rank)
+        return bench.compare(comm, [(Call("allgather", None), entries), (Call("dense", None), entries)], repeat=3)
+
+    few, all_of_them = simulate(3, program, Network(1e-5, 1e-8)).results[0]
+    assert few < all_of_them  # 3 x 50 entries against 5,000 values
+
+
+def test_sparse_and_dense_inputs_and_the_wire():
+    def program(comm):
+        x = SparseVector([comm.rank, 7], np.ones(2, np.float32), 100)
+        return [
+            bench.measure(comm, c, lambda: x, repeat=1)["entries"] for c in (Call("auto", None), Call("oktopk", None))
+        ]
+
+    assert simulate(2, program).results == [[3, 2]] * 2
+
+
+def test_commands(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "rows.json"
+    algos = ["--algo", "MPI_Allreduce", "allgather", "oktopk", "dense"]
+    options = ["--n", "2e3", "--density", "0.01", "0.1", "--value-dtype", "float32", "float16", "--repeat", "2"]
+    main(["bench", *algos, *options, "--json", str(path)])
+    shown = capsys.readouterr().out.splitlines()
+    content = json.loads(path.read_text())
+    assert (
+        len(shown) == 1 + 1 + 4 + 4 + 2 == 1 + len(content["rows"])
+    )  # dense ones once, MPI_Allreduce in its own dtype
+    assert content["about"]["machine"] and content["about"]["versions"]["numpy"]
+    main(["plot", str(path), "--out", str(tmp_path / "figures")])
+    drawn = capsys.readouterr().out.split()
+    assert len(drawn) == 2 and all("<svg" in Path(name).read_text() for name in drawn)
+    (tmp_path / "other.json").write_text("[]")
+    with pytest.raises(ValueError, match="expected the rows of a bench"):
+        main(["plot", str(tmp_path / "other.json")])
+    with pytest.raises(SystemExit):
+        main(["bench", "--density", "much"])
+
+
+def test_lines_against_ranks(tmp_path):
+    plot = pytest.importorskip("sparsecoll.plot")
+    pytest.importorskip("matplotlib")
+    rows = [
+        {"algo": algo, "n": 9, "density": 0.1, "P": P, "seconds": P * 0.1, "bytes_received": 10 * P}
+        for algo in ("a", "b")
+        for P in (2, 4)
+    ]
+    made = plot.figures(rows, tmp_path, "r")
+    assert sorted(path.name for path in made) == ["r_time_n9_d0.1.svg", "r_volume_n9_d0.1.svg"]

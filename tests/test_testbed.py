@@ -1,0 +1,78 @@
+"""The testbed: a call's bytes cross the links, as counted; it cleans up; without what it needs it says so."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "perf"))
+
+import testbed
+
+PROGRAM = """
+import json, sys
+import numpy as np
+import sparsecoll
+from mpi4py import MPI
+comm = MPI.COMM_WORLD
+gradient = np.random.default_rng(comm.rank).standard_normal(2_000_000).astype(np.float32)
+for algo in ("allgather", "oktopk", "dense"):
+    sparsecoll.allreduce(comm, gradient, algo, density=None if algo == "dense" else 0.05)
+traffic = sparsecoll.traffic(comm)
+rows = comm.gather((traffic.bytes_sent, traffic.bytes_received))
+if comm.rank == 0:
+    open(sys.argv[1], "w").write(json.dumps(rows))
+"""
+
+
+@pytest.fixture
+def hosts():
+    lacking = testbed.missing()
+    mpirun = Path(sys.executable).parent / "mpirun"
+    if lacking or not (mpirun.exists() or shutil.which("mpirun")):
+        pytest.skip(f"needs {lacking or 'mpirun'}")
+    if testbed.hosts_up():
+        pytest.skip("a testbed is up")
+    with testbed.Testbed(3, "1gbit") as bed:
+        yield bed
+    assert testbed.hosts_up() == []
+    assert testbed.BRIDGE not in subprocess.check_output(["ip", "link", "show"], text=True)
+
+
+@pytest.mark.slow
+def test_bytes_on_the_links_are_the_bytes_counted(hosts, tmp_path):
+    out = tmp_path / "counted.json"
+    before = testbed.link_bytes()
+    try:
+        done = testbed.run([sys.executable, "-c", PROGRAM, str(out)], timeout=120, capture=True)
+    except testbed.TestbedError as error:  # another MPI's mpirun
+        pytest.skip(str(error))
+    assert done.returncode == 0, done.stderr
+    counted = json.loads(out.read_text())
+    after = testbed.link_bytes()
+    assert len(counted) == len(after) == 3
+    for (sent, received), a, b in zip(counted, before, after, strict=True):
+        for ours, theirs in ((sent, b.sent - a.sent), (received, b.received - a.received)):
+            assert ours > 10_000_000
+            assert ours <= theirs <= 1.06 * ours + 500_000  # headers of TCP, IP and Ethernet; starting up
+
+
+def test_a_testbed_left_behind_is_removed(hosts):
+    testbed.Testbed(2, "1gbit").up()
+    assert testbed.hosts_up() == [1, 2]
+
+
+def test_what_is_missing_is_named(monkeypatch):
+    monkeypatch.setattr(testbed.os, "geteuid", lambda: 1000)
+    with pytest.raises(testbed.TestbedError, match=r"expected root \(to make network namespaces\)"):
+        testbed.Testbed().up()
+    monkeypatch.setattr(testbed.os, "geteuid", lambda: 0)
+    monkeypatch.setattr(testbed.shutil, "which", lambda name: None)
+    with pytest.raises(testbed.TestbedError, match="iproute2"):
+        testbed.Testbed().up()
+    assert testbed.hosts_up() == []
+    with pytest.raises(ValueError, match="hosts: expected 1 to 200, got 0"):
+        testbed.Testbed(0)
