@@ -1,8 +1,8 @@
 """Timing allreduces on a communicator, in the manner of the OSU micro-benchmarks: from dense vector to sparse sum.
 
 Before each timed call the ranks meet; a call's time is that of the slowest rank; a row has the median of the calls.
-Every call gets another vector (the entries have moved and grown), so that reused thresholds and boundaries have to
-adapt as they would in training.
+Every call gets another vector (the entries have moved, and grown or shrunk), so that reused thresholds and boundaries
+have to adapt as they would in training.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from sparsecoll.vector import SparseVector
 Row = dict[str, Any]
 Run = Callable[[Any], tuple[int, int, int, int]]
 STEP = 4099  # by how many coordinates the entries move from one call to the next
-GROWTH = 1.01  # and by what factor they grow
+GROWTH, PERIOD = 1.01, 64  # and by what factor they grow, for so many calls; then they shrink for as many
 MPI_ALLREDUCE = "MPI_Allreduce"
 
 
@@ -90,7 +90,8 @@ class Gradients:
         room = self.base.size - self.n
         start = STEP * self._calls % (room + 1)
         self._calls += 1
-        self.base *= self.base.dtype.type(GROWTH)
+        shrinks = self._calls // PERIOD % 2
+        self.base *= self.base.dtype.type(1 / GROWTH if shrinks else GROWTH)
         return self.base[start : start + self.n]
 
 
