@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections import deque
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ WATCHDOG_SECONDS = 60.0
 _SPINS = 20  # polls before a waiting rank lets others have its core, should there be any
 _YIELDS = 2000  # polls that do so; after them it naps between polls
 _NAP_SECONDS = 50e-6
+_give_way = getattr(os, "sched_yield", partial(time.sleep, 0))  # sleep(0) takes as long as a short nap on Linux
 
 
 class _Waiter:
@@ -53,7 +55,7 @@ class _Waiter:
             self._warned = now
             logger.warning("rank %d %s, %.0f s so far", self._transport.rank, self._what, now - self._start)
         if self._polls < _SPINS + _YIELDS:
-            os.sched_yield()  # not sleep(0), which takes as long as a short nap
+            _give_way()
         else:
             time.sleep(_NAP_SECONDS)
 
