@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -26,7 +27,9 @@ STATELESS: dict[str, Algorithm] = {
     "dynamic": SparCML(variant="dynamic"),
     "halving": DenseStream(repartition="even"),
 }
-NEWS = 0.02  # how much larger or smaller a sum must be than the last one learned from to be learned from
+NEWS = 0.02  # how much larger or smaller a sum must be than the last one learned from to be learned from,
+SIGMAS = 4  # and how many times the square root of its entries, which is chance
+FINE = 32  # predictions are made for k rounded to one of so many steps per factor of e, and kept
 
 
 @dataclass
@@ -67,6 +70,7 @@ class Auto(Algorithm):
 
     def predictions(self, n: int, k: int, transport: Transport, tuning: Tuning, value_bytes: int) -> dict[str, float]:
         """Seconds by name."""
+        k = min(max(1, round(math.exp(round(math.log(k) * FINE) / FINE))), n) if k else 0
         shape = Shape(n, k, transport.size, value_bytes, max(self._reach * n, k), self._skew, transport.one_node)
         if self._predicted[0] != (shape, tuning):
             seconds = model.exact_seconds(shape, tuning)
@@ -93,7 +97,8 @@ class Auto(Algorithm):
     def _finished(self, reduction: Reduction, x: SparseVector, k: int, P: int) -> Reduction:
         """Learn from the sum; cut it to its top k if that is wanted."""
         value = reduction.value if isinstance(reduction.value, SparseVector) else reduction.value.to_sparse()
-        if value.nnz and k and P > 1 and abs(value.nnz - self._learned) > NEWS * value.nnz:
+        chance = NEWS * value.nnz + SIGMAS * math.sqrt(value.nnz)
+        if value.nnz and k and P > 1 and (not self._learned or abs(value.nnz - self._learned) > chance):
             self._learned = value.nnz
             self._reach = model.reach(x.length, k, P, value.nnz) / x.length
             edges = [x.length * j // P for j in range(P + 1)]
