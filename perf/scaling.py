@@ -43,6 +43,7 @@ OURS = {  # (algorithm, value dtype)
     "top k of sum, float16": ("auto:want=top_k_of_sum", "float16"),
 }
 LEAST = 300  # entries of a message
+MOST_IN_PIECES = 64  # ranks; with more, messages go whole (pieces would be millions of messages)
 
 
 def measured_costs() -> Costs:
@@ -129,7 +130,8 @@ def simulated(
         search = sum(moved.phases[p].words_received for p in ("agree", "repartition", "threshold") if p in moved.phases)
         return start, transport.now(), moved.words_received, search, moved.messages_sent
 
-    whole_piece, model.PIECE = model.PIECE, max(model.PIECE // scale, 1)
+    whole_piece = model.PIECE
+    model.PIECE = max(model.PIECE // scale, 1) if P <= MOST_IN_PIECES else 1 << 60
     try:
         results = sparsecoll.simulate(P, program, slow, costs=scaled(costs, scale)).results
     finally:
@@ -150,7 +152,7 @@ def scale_of(kind: str, n: int, density: float, P: int, work: float) -> int:
     """By what to divide n: see the top of this file."""
     k, total = n * density, model.fill_in(n, int(n * density), P)
     shortest = {"Dense": n / P, "TopkA": k, "gTopk": k}.get(kind, k / P)
-    handled = P * {"Dense": 2 * n, "TopkA": k * P, "TopkDSA": total, "exact sum": total}.get(kind, 4 * k)
+    handled = P * {"Dense": 2 * n, "TopkA": k * P, "TopkDSA": total, "exact sum": total}.get(kind, k)
     return max(1, int(min(shortest, model.PIECE / 5) / LEAST), int(np.ceil(handled / work)))
 
 
@@ -159,7 +161,7 @@ def rows(options: argparse.Namespace, costs: Costs) -> Iterator[Row]:
     for name in options.models:
         n, density = MODELS[name]
         for P in options.ranks:
-            for network_name in options.networks:
+            for network_name in options.networks if options.most >= P else options.networks[:1]:
                 kinds: dict[str, tuple[str, str, str | None]] = {a: (*spec, None) for a, spec in PUBLISHED.items()}
                 kinds |= {a: (algo, "auto", dtype) for a, (algo, dtype) in OURS.items()}
                 for kind, (algo, form, value_dtype) in kinds.items():
@@ -175,7 +177,8 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--ranks", nargs="+", type=int, default=[4, 16, 64, 256, 1024])
     parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS))
-    parser.add_argument("--work", type=float, default=4e8, help="entries that all ranks of a run may handle together")
+    parser.add_argument("--most", type=int, default=256, help="ranks; with more, the first network only")
+    parser.add_argument("--work", type=float, default=1e8, help="entries that all ranks of a run may handle together")
     parser.add_argument("--json", type=Path, help="save the rows")
     options = parser.parse_args()
     console, costs, found = Console(), measured_costs(), []
