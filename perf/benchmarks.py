@@ -108,9 +108,9 @@ def scaling() -> Iterator[str]:
         for algo in dict.fromkeys(r["algo"] for r in some):
             line: Row = {"": algo}
             for P in sorted({r["P"] for r in some}):
-                row = next(r for r in some if r["algo"] == algo and r["P"] == P)
-                ours = next(r for r in some if r["algo"] == "top k of sum" and r["P"] == P)
-                line[f"P = {P}"] = f"{row['seconds'] * 1e3:,.0f} ms, {row['seconds'] / ours['seconds']:.2f} x"
+                at = {r["algo"]: r["seconds"] for r in some if r["P"] == P}
+                if algo in at and "top k of sum" in at:
+                    line[f"P = {P}"] = f"{at[algo] * 1e3:,.0f} ms, {at[algo] / at['top k of sum']:.2f} x"
             lines.append(line)
         yield markdown(lines)
 

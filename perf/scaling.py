@@ -179,9 +179,11 @@ def main() -> None:
     parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS))
     parser.add_argument("--most", type=int, default=256, help="ranks; with more, the first network only")
     parser.add_argument("--work", type=float, default=1e8, help="entries that all ranks of a run may handle together")
+    parser.add_argument("--costs", type=Path, help="JSON of costs measured before, in place of measuring them")
     parser.add_argument("--json", type=Path, help="save the rows")
     options = parser.parse_args()
-    console, costs, found = Console(), measured_costs(), []
+    costs = Costs(**json.loads(options.costs.read_text())) if options.costs else measured_costs()
+    console, found = Console(), []
     console.print(costs)
     for row in rows(options, costs):
         found.append(row)
