@@ -99,8 +99,7 @@ def _kernels(transport: Transport) -> list[float]:
 
     def dense() -> SparseVector:
         total = DenseVector(wide.to_dense())
-        total.add(total)
-        return total.to_sparse()
+        return total.plus(total, total.dtype, here=True).to_sparse()
 
     return [
         _quartile(transport, lambda: SparseVector.sum(halves, x.dtype)),

@@ -364,11 +364,6 @@ class DenseVector:
         """A vector of other values."""
         return type(self)(values)
 
-    def add(self, other: DenseVector) -> None:
-        """self += other, in place."""
-        with doing("dense", self.length), np.errstate(over="ignore", invalid="ignore"):
-            self.values += other.values
-
     def plus(self, other: DenseVector, dtype: Any, here: bool) -> DenseVector:
         """self + other in `dtype`: in place if `here`, else as a new vector."""
         out = self.values if here else empty(self.length, dtype)
