@@ -31,6 +31,7 @@ CHOICES = {
     "dynamic": "sparcml:variant=dynamic",
     "halving": "densestream:repartition=even",
 }
+LONG, MOST = 1.0, 99  # short calls are repeated for so many seconds together, at most so many times
 
 
 class Dense:
@@ -58,7 +59,8 @@ def points(comm: Any, lengths: list[int], densities: list[float], repeat: int) -
             )
             calls: list[tuple[bench.Call, Any]] = [(bench.Call(text, None, form), entries) for text in CHOICES.values()]
             calls += [(bench.Call("auto", None), entries), (bench.Call(bench.MPI_ALLREDUCE, None), Dense(entries))]
-            *times, auto, mpi = bench.compare(comm, calls, repeat)
+            once = sum(bench.compare(comm, calls, repeat=1))
+            *times, auto, mpi = bench.compare(comm, calls, min(max(repeat, round(LONG / once)), MOST))
             measured = dict(zip(CHOICES, times, strict=True))
             best = min(measured, key=lambda name: measured[name])
             chosen = min(predicted, key=lambda name: predicted[name])

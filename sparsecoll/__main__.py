@@ -22,8 +22,13 @@ def _tune(options: argparse.Namespace) -> None:
     comm = default_comm()
     tuning = tune(comm)
     if comm.rank == 0:
-        for name, seconds in asdict(tuning).items():
+        figures = asdict(tuning)
+        calls = figures.pop("calls")
+        for name, seconds in figures.items():
             sys.stdout.write(f"{name:<9} {seconds * 1e9:12.3f} ns\n")
+        for name, rows in calls.items():
+            measured = ", ".join(f"{took * 1e3:.3f} ms ({took / predicted:.2f})" for predicted, took in rows)
+            sys.stdout.write(f"{name:<16} {measured}\n")
         if options.save:
             tuning.save(options.save)
             sys.stdout.write(f"saved; {FILE}={options.save} makes algo='auto' use it\n")

@@ -201,7 +201,7 @@ def compare(
 ) -> list[float]:
     """Median seconds of several calls, each with what returns its next vector; collective.
 
-    They take turns in random order, so that none profits from what the one before left in the caches.
+    They take turns in random order, each twice in a row, and the second time counts: so all meet their own caches.
     """
     transport = as_transport(comm)
     runs = [(_runner(comm, call), vectors) for call, vectors in choices]
@@ -209,6 +209,7 @@ def compare(
     for turn in range(-warm, repeat):
         for number in np.random.default_rng(turn + warm).permutation(len(runs)):
             run, vectors = runs[number]
+            run(vectors())
             vector = vectors()
             _meet(transport)
             start = transport.now()

@@ -5,9 +5,10 @@ Volumes are words (4 bytes) received by a rank, own part excluded, for COO with 
 
 from __future__ import annotations
 
+import bisect
 import json
 import math
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 
@@ -130,6 +131,7 @@ class Tuning:
         merge: entry that goes into a sum of sparse vectors, at 1 % density.
         code: entry encoded and decoded in the format packed.
         dense: value of a dense vector that is made from a sparse one, added to, and made sparse again.
+        calls: for each algorithm whole calls of growing size, each as (seconds by the figures above, seconds measured).
     """
 
     alpha: float = 50e-6
@@ -139,9 +141,21 @@ class Tuning:
     merge: float = 5e-9
     code: float = 5e-9
     dense: float = 2e-9
+    calls: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
+
+    def corrected(self, name: str, seconds: float) -> float:
+        """A prediction, times measured over predicted of the calls of about that length (log-linear between two)."""
+        calls = self.calls.get(name)
+        if not calls:
+            return seconds
+        at = min(max(seconds, calls[0][0]), calls[-1][0])
+        after = bisect.bisect_left(calls, (at, 0.0))
+        (lower, low), (upper, high) = calls[max(after - 1, 0)], calls[after]
+        share = math.log(at / lower) / math.log(upper / lower) if upper > lower else 0.0
+        return seconds * math.exp((1 - share) * math.log(low / lower) + share * math.log(high / upper))
 
     def save(self, path: str | Path) -> None:
-        """Write the seven numbers as JSON."""
+        """Write them as JSON."""
         Path(path).write_text(json.dumps(asdict(self), indent=1) + "\n")
 
     @classmethod
@@ -149,12 +163,14 @@ class Tuning:
         """Read what `save` wrote.
 
         Raises:
-            OSError, ValueError: no such file; not the seven numbers.
+            OSError, ValueError: no such file; not these numbers.
         """
         try:
-            return cls(**{name: float(value) for name, value in json.loads(Path(path).read_text()).items()})
-        except (TypeError, AttributeError) as error:
-            names = ", ".join(field.name for field in fields(cls))
+            saved = json.loads(Path(path).read_text())
+            calls = {name: [(float(a), float(b)) for a, b in rows] for name, rows in saved.pop("calls", {}).items()}
+            return cls(**{name: float(value) for name, value in saved.items()}, calls=calls)
+        except (TypeError, AttributeError, ValueError) as error:
+            names = ", ".join(f.name for f in fields(cls))
             raise ValueError(f"{path}: expected the numbers {names} ({error})") from None
 
 
@@ -260,7 +276,7 @@ def exact_seconds(shape: Shape, t: Tuning) -> dict[str, float]:
         "dynamic": _split(shape, t, k * shape.skew) + _gathered(shape, t),
         "halving": _halving(shape, t) + _gathered(shape, t),
     }
-    return {name: _agreement(shape, t) + value for name, value in seconds.items()}
+    return {name: t.corrected(name, _agreement(shape, t) + value) for name, value in seconds.items()}
 
 
 def _agreement(shape: Shape, t: Tuning) -> float:
@@ -310,7 +326,9 @@ def oktopk_seconds(shape: Shape, t: Tuning) -> float:
     waits = _agreement(shape, t) + _burst(shape, t) + 2 * rounds(P) * t.alpha
     stages = pieces(k * (shape.value_bytes + 1) / P, shape.one_node)
     calls = (stages - 1) * 2 * P * t.call
-    return waits + _overlapped(moved, split + calls, stages) + _overlapped(moved, gather + calls, stages)
+    return t.corrected(
+        "oktopk", waits + _overlapped(moved, split + calls, stages) + _overlapped(moved, gather + calls, stages)
+    )
 
 
 def _doubling(shape: Shape, t: Tuning) -> float:

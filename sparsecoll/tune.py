@@ -1,14 +1,21 @@
-"""Measure a communicator once: what a message, a byte and an entry cost. `auto` decides by these."""
+"""Measure a communicator once: what a message, a byte and an entry cost, and how far that is from whole calls.
+
+`auto` decides by these.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from sparsecoll import formats
+from sparsecoll import formats, model
+from sparsecoll.agreement import agree
+from sparsecoll.algorithms.base import Algorithm
+from sparsecoll.algorithms.choices import EXACT, TOP_K_OF_SUM
 from sparsecoll.model import Tuning
 from sparsecoll.transport import Transport, as_transport
 from sparsecoll.transport.collectives import allgather
@@ -20,39 +27,87 @@ BURST = 16
 WARM, REPEATS = 3, 9  # a connection takes some messages to come up to speed
 ENTRIES = 1 << 15  # of the vectors whose coding and merging is timed
 VALUES = 1 << 21  # of the dense vector
+CALLS = [(18, 18), (22, 10), (22, 4), (24, 4)]  # whole calls: log2 of n * P and of n / k
+DENSE = [(18, 4), (22, 4)]  # those of the dense sum, whose time depends on n above all
+LENGTH = 1 << 14  # n is at least this
+FEW, MANY, LONG = 2, 15, 0.15  # calls repeat MANY times, or until they took LONG seconds, but at least FEW times
 
 
 def tune(comm: Any) -> Tuning:
-    """Measure alpha, beta and the speed of the kernels; collective, 0.2 s on 1 Gb/s, the same result on every rank.
+    """Measure alpha, beta, the speed of the kernels and whole calls; collective, the same result on every rank.
 
     Messages go round a ring, all ranks at once, each after a little work, as in an allreduce: where ranks share cores
     it is the waiting for one that was put aside which costs. Times are lower quartiles (what is above is noise), then
-    the largest over the ranks. On the simulator computation is free and measures as zero, unless `simulate` was given
-    costs.
+    the largest over the ranks. Then each of `auto`'s choices is called with from 1 to 2^20 / P entries a rank: what a
+    prediction from the figures misses, waiting and sharing of cores above all, they show. It takes some 2 s on 4 ranks
+    with 1 Gb/s. On the simulator, where nothing is missed, there are no such calls, and computation is free and
+    measures as zero, unless `simulate` was given costs.
     """
     transport = as_transport(comm)
-    with transport.phase("tune"):
-        one = _uniform(ENTRIES, 100 * ENTRIES).part(0, 1)
-
-        def little() -> None:
-            formats.decode(formats.encode(one), one.length)
-            SparseVector.sum([one, one], one.dtype)
-
-        calls = _quartile(transport, little)
-        times = [
-            _ring(transport, SMALL, work=little),
-            _ring(transport, SMALL),
-            _ring(transport, SMALL, BURST),
-            _ring(transport, LARGE),
-            calls,
-            *_kernels(transport),
-        ]
-        table = allgather(transport, np.array(times)).max(axis=0).tolist()
+    with transport.phase("tune", whole=True):
+        tuning = _figures(transport)
+        if transport.size > 1 and not transport.virtual:
+            tuning = replace(tuning, calls=_calls(transport, tuning))
         transport.flush()
-    worked, small, burst, large, call, merge, code, dense = table
+    return tuning
+
+
+def _figures(transport: Transport) -> Tuning:
+    one = _uniform(ENTRIES, 100 * ENTRIES).part(0, 1)
+
+    def little() -> None:
+        formats.decode(formats.encode(one), one.length)
+        SparseVector.sum([one, one], one.dtype)
+
+    calls = _quartile(transport, little)
+    times = [
+        _ring(transport, SMALL, work=little),
+        _ring(transport, SMALL),
+        _ring(transport, SMALL, BURST),
+        _ring(transport, LARGE),
+        calls,
+        *_kernels(transport),
+    ]
+    worked, small, burst, large, call, merge, code, dense = allgather(transport, np.array(times)).max(axis=0).tolist()
     alpha = max(worked - call, small) if transport.size > 1 else 0.0
     overhead, beta = max(burst - small, 0.0) / (BURST - 1), max(large - small, 0.0) / (LARGE - SMALL)
     return Tuning(alpha, overhead, beta, call / 3, merge / ENTRIES, code / ENTRIES, dense / VALUES)
+
+
+def _calls(transport: Transport, tuning: Tuning) -> dict[str, list[tuple[float, float]]]:
+    """For each choice of `auto` (seconds predicted, seconds measured) of calls of growing size."""
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in EXACT | TOP_K_OF_SUM}
+    before = transport.format, transport.value_dtype
+    transport.format = formats.Auto(beta=tuning.beta) if tuning.code else formats.Auto()
+    transport.value_dtype = None
+    for name, make in (EXACT | TOP_K_OF_SUM).items():
+        for length, share in DENSE if name == "dense" else CALLS:
+            n = max((1 << length) // transport.size, LENGTH)
+            k = max(n >> share, 1)
+            shape = model.Shape(n, k, transport.size, 4, n, one_node=transport.one_node)
+            predicted = model.exact_seconds(shape, tuning) | {"oktopk": model.oktopk_seconds(shape, tuning)}
+            found[name].append((predicted[name], _whole(transport, make(), n, k)))
+    transport.format, transport.value_dtype = before
+    return {name: sorted(calls) for name, calls in found.items()}
+
+
+def _whole(transport: Transport, algorithm: Algorithm, n: int, k: int) -> float:
+    """Median seconds of the slowest rank, from when all ranks have come; the same on every rank."""
+    vectors = [_uniform(k, n, transport.rank + transport.size * turn) for turn in range(3)]
+    times: list[float] = []
+    for turn in range(-2, MANY):
+        x = vectors[turn % 3]
+        allgather(transport, np.zeros(1, np.uint8))
+        start = transport.now()
+        agree(transport, {"algo": algorithm.describe()}, x.nnz, None)
+        algorithm(transport, x, k)
+        transport.flush()
+        took = float(allgather(transport, np.array([transport.now() - start])).max())
+        if turn >= 0:
+            times.append(took)
+        if len(times) >= FEW and sum(times) > LONG:
+            break
+    return float(np.median(times))
 
 
 def tuning_of(transport: Transport) -> Tuning:
@@ -108,7 +163,7 @@ def _kernels(transport: Transport) -> list[float]:
     ]
 
 
-def _uniform(entries: int, length: int) -> SparseVector:
-    rng = np.random.default_rng(0)
-    places = np.flatnonzero(rng.random(length) < entries / length)[:entries]
+def _uniform(entries: int, length: int, seed: int = 0) -> SparseVector:
+    rng = np.random.default_rng(seed)
+    places = np.flatnonzero(rng.random(length, dtype=np.float32) < entries / length)[:entries]
     return SparseVector(places, rng.standard_normal(places.size).astype(np.float32), length)

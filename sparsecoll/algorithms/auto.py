@@ -10,10 +10,8 @@ from typing import Any
 from sparsecoll import formats, model
 from sparsecoll.algorithms.allgather import Allgather
 from sparsecoll.algorithms.base import Algorithm, Reduction, check_order
-from sparsecoll.algorithms.dense import Dense
-from sparsecoll.algorithms.densestream import DenseStream
+from sparsecoll.algorithms.choices import EXACT
 from sparsecoll.algorithms.oktopk import OkTopk
-from sparsecoll.algorithms.sparcml import SparCML
 from sparsecoll.formats import FORMATS
 from sparsecoll.model import Shape, Tuning
 from sparsecoll.transport.base import Transport
@@ -21,12 +19,7 @@ from sparsecoll.tune import tuning_of
 from sparsecoll.vector import SparseVector
 
 WANTED = ("exact_sum", "top_k_of_sum")
-STATELESS: dict[str, Algorithm] = {
-    "dense": Dense(),
-    "recursive_double": SparCML(variant="recursive_double"),
-    "dynamic": SparCML(variant="dynamic"),
-    "halving": DenseStream(repartition="even"),
-}
+STATELESS = {name: make() for name, make in EXACT.items() if name != "allgather"}
 NEWS = 0.02  # how much larger or smaller a sum must be than the last one learned from to be learned from,
 SIGMAS = 4  # and how many times the square root of its entries, which is chance
 FINE = 32  # predictions are made for k rounded to one of so many steps per factor of e, and kept

@@ -39,11 +39,13 @@ class Transport(ABC):
         timeout: seconds a receive waits before it raises CommunicationError; None waits for ever, and a warning is
             logged once a minute that names the rank waited for.
         threads: whether calls may run in a thread of their own.
+        virtual: whether time is modelled, and passes only where the model says so.
         one_node: whether all ranks are on one machine, the same on all of them.
         format, value_dtype: how `send_vector` encodes; set by the caller of an algorithm.
     """
 
     threads = False
+    virtual = False
     one_node = False
 
     def __init__(self, rank: int, size: int) -> None:
@@ -57,6 +59,7 @@ class Transport(ABC):
         self.tuning: Tuning | None = None  # see tune.tuning_of
         self.worker: Any = None  # see progress.Worker: once there is one, all calls go through it
         self._phase: Counts | None = None
+        self._whole = False
 
     @abstractmethod
     def now(self) -> float:
@@ -134,16 +137,23 @@ class Transport(ABC):
         return formats.rounded(x, self.value_dtype)
 
     @contextlib.contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Count what happens inside under `name`; phases do not nest (an inner one counts for itself alone)."""
+    def phase(self, name: str, whole: bool = False) -> Iterator[None]:
+        """Count what happens inside under `name`.
+
+        Args:
+            whole: with what happens in phases inside; else those count for themselves alone.
+        """
+        if self._whole:
+            yield
+            return
         outer, start = self._phase, self.now()
-        self._phase = self.traffic.phases.setdefault(name, Counts())
+        self._phase, self._whole = self.traffic.phases.setdefault(name, Counts()), whole
         mine = self._phase
         try:
             yield
         finally:
             mine.seconds += self.now() - start
-            self._phase = outer
+            self._phase, self._whole = outer, False
 
     def _counters(self) -> tuple[Counts, ...]:
         return (self.traffic.total,) if self._phase is None else (self.traffic.total, self._phase)

@@ -16,7 +16,7 @@ class GroupTransport(Transport):
         super().__init__(members.index(parent.rank), len(members))
         self.parent = parent
         self.members = members
-        self.traffic, self.timeout = parent.traffic, parent.timeout
+        self.traffic, self.timeout, self.virtual = parent.traffic, parent.timeout, parent.virtual
         self.format, self.value_dtype, self.one_node = parent.format, parent.value_dtype, parent.one_node
 
     def now(self) -> float:

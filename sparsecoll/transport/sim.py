@@ -117,6 +117,8 @@ class _Pending:
 class SimTransport(Transport):
     """One virtual rank's transport."""
 
+    virtual = True
+
     def __init__(self, world: _World, rank: int) -> None:
         super().__init__(rank, world.size)
         self._world = world
