@@ -194,6 +194,7 @@ CODING = {  # on a core with AVX-512; magnitudes matter, digits do not
 }
 MERGE = 5.5e-9  # an entry at 1 % density; a crowded sum takes CROWDED an entry and WINDOW a coordinate
 CROWDED, WINDOW = 1.35e-9, 0.14e-9
+FRONT = 1.6  # calls that the front door takes: arguments and counters
 COPY = 1.0e-9  # an entry copied into the whole
 PIECE, MOST_PIECES = 1 << 18, 16  # bytes that a piece has at least
 
@@ -276,7 +277,7 @@ def exact_seconds(shape: Shape, t: Tuning) -> dict[str, float]:
         "dynamic": _split(shape, t, k * shape.skew) + _gathered(shape, t),
         "halving": _halving(shape, t) + _gathered(shape, t),
     }
-    return {name: t.corrected(name, _agreement(shape, t) + value) for name, value in seconds.items()}
+    return {name: t.corrected(name, _agreement(shape, t) + value) + FRONT * t.call for name, value in seconds.items()}
 
 
 def _agreement(shape: Shape, t: Tuning) -> float:
@@ -326,9 +327,8 @@ def oktopk_seconds(shape: Shape, t: Tuning) -> float:
     waits = _agreement(shape, t) + _burst(shape, t) + 2 * rounds(P) * t.alpha
     stages = pieces(k * (shape.value_bytes + 1) / P, shape.one_node)
     calls = (stages - 1) * 2 * P * t.call
-    return t.corrected(
-        "oktopk", waits + _overlapped(moved, split + calls, stages) + _overlapped(moved, gather + calls, stages)
-    )
+    seconds = waits + _overlapped(moved, split + calls, stages) + _overlapped(moved, gather + calls, stages)
+    return t.corrected("oktopk", seconds) + FRONT * t.call
 
 
 def _doubling(shape: Shape, t: Tuning) -> float:

@@ -22,7 +22,7 @@ WANTED = ("exact_sum", "top_k_of_sum")
 STATELESS = {name: make() for name, make in EXACT.items() if name != "allgather"}
 NEWS = 0.02  # how much larger or smaller a sum must be than the last one learned from to be learned from,
 SIGMAS = 4  # and how many times the square root of its entries, which is chance
-FINE = 32  # predictions are made for k rounded to one of so many steps per factor of e, and kept
+FINE, KEPT = 32, 64  # predictions are for k rounded to one of so many steps per factor of e; so many are kept
 
 
 @dataclass
@@ -52,7 +52,8 @@ class Auto(Algorithm):
     _skew: float = field(default=1.0, init=False, repr=False)
     _oktopk: OkTopk = field(default_factory=OkTopk, init=False, repr=False)
     _allgather: Allgather = field(default_factory=Allgather, init=False, repr=False)
-    _predicted: tuple[Any, dict[str, float]] = field(default=((), {}), init=False, repr=False)
+    _predicted: dict[Shape, dict[str, float]] = field(default_factory=dict, init=False, repr=False)
+    _tuning: Tuning | None = field(default=None, init=False, repr=False)  # that they were predicted with
     _learned: int = field(default=0, init=False, repr=False)  # entries of the sum that was learned from last
 
     def __post_init__(self) -> None:
@@ -65,12 +66,14 @@ class Auto(Algorithm):
         """Seconds by name."""
         k = min(max(1, round(math.exp(round(math.log(k) * FINE) / FINE))), n) if k else 0
         shape = Shape(n, k, transport.size, value_bytes, max(self._reach * n, k), self._skew, transport.one_node)
-        if self._predicted[0] != (shape, tuning):
-            seconds = model.exact_seconds(shape, tuning)
+        if tuning is not self._tuning or len(self._predicted) > KEPT:
+            self._predicted.clear()
+            self._tuning = tuning
+        if shape not in self._predicted:
+            seconds = self._predicted[shape] = model.exact_seconds(shape, tuning)
             if self.want == "top_k_of_sum":
                 seconds["oktopk"] = model.oktopk_seconds(shape, tuning)
-            self._predicted = ((shape, tuning), seconds)
-        return self._predicted[1]
+        return self._predicted[shape]
 
     def __call__(self, transport: Transport, x: SparseVector, k: int) -> Reduction:
         tuning = self.tuning or tuning_of(transport)
