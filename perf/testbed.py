@@ -220,26 +220,30 @@ def main() -> int:
     for name, text in (("up", "make the hosts"), ("run", "run an MPI program on them"), ("down", "remove them")):
         action = commands.add_parser(name, help=text)
         if name != "down":
-            action.add_argument("--hosts", type=int, default=4)
-            action.add_argument("--rate", default="1gbit", help="of every link, as tc writes it")
+            action.add_argument("--hosts", type=int, help=f"default {Testbed.hosts}")
+            action.add_argument("--rate", help=f"of every link, as tc writes it; default {Testbed.rate}")
         if name == "run":
             action.add_argument("--per-host", type=int, default=1, help="processes a host")
             action.add_argument("--timeout", type=float, help="seconds")
             action.add_argument("command", nargs="+")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # and the hosts go down
     try:
         if options.action == "down":
             down()
-        elif options.action == "up":
-            Testbed(options.hosts, options.rate).up()
-        elif hosts_up():
-            return run(options.command, options.per_host, options.timeout).returncode
-        else:
-            with Testbed(options.hosts, options.rate):
+            return 0
+        wanted = {name: value for name in ("hosts", "rate") if (value := getattr(options, name)) is not None}
+        if options.action == "up":
+            Testbed(**wanted).up()
+            return 0
+        if not hosts_up():
+            with Testbed(**wanted):
                 return run(options.command, options.per_host, options.timeout).returncode
+        if wanted:
+            raise TestbedError(f"testbed: expected none that is up with --{next(iter(wanted))} (testbed.py down first)")
+        return run(options.command, options.per_host, options.timeout).returncode
     except TestbedError as error:
         parser.exit(2, f"{error}\n")
-    return 0
 
 
 if __name__ == "__main__":

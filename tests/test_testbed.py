@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,27 @@ def test_bytes_on_the_links_are_the_bytes_counted(hosts, tmp_path):
 def test_a_testbed_left_behind_is_removed(hosts):
     testbed.Testbed(2, "1gbit").up()
     assert testbed.hosts_up() == [1, 2]
+
+
+def test_run_does_not_ignore_a_rate_when_hosts_are_up(hosts):
+    command = [sys.executable, testbed.__file__, "run", "--rate", "10gbit", "--", "hostname"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2 and "expected none that is up with --rate" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_run_that_is_terminated_leaves_no_hosts(hosts):
+    testbed.down()
+    command = [sys.executable, testbed.__file__, "run", "--hosts", "2", "--", "sleep", "60"]
+    with subprocess.Popen(command) as process:
+        for _ in range(200):
+            if len(testbed.hosts_up()) == 2:
+                break
+            time.sleep(0.1)
+        time.sleep(0.5)
+        process.terminate()
+        assert process.wait(timeout=30) == 128 + 15
+    assert testbed.hosts_up() == []
 
 
 def test_what_is_missing_is_named(monkeypatch):
