@@ -156,8 +156,8 @@ def scale_of(kind: str, n: int, density: float, P: int, work: float) -> int:
     return max(1, int(min(shortest, model.PIECE / 5) / LEAST), int(np.ceil(handled / work)))
 
 
-def rows(options: argparse.Namespace, costs: Costs) -> Iterator[Row]:
-    """Weak scaling of every model on every network."""
+def rows(options: argparse.Namespace, costs: Costs, known: set[tuple[Any, ...]]) -> Iterator[Row]:
+    """Weak scaling of every model on every network, but for what is known."""
     for name in options.models:
         n, density = MODELS[name]
         for P in options.ranks:
@@ -165,6 +165,8 @@ def rows(options: argparse.Namespace, costs: Costs) -> Iterator[Row]:
                 kinds: dict[str, tuple[str, str, str | None]] = {a: (*spec, None) for a, spec in PUBLISHED.items()}
                 kinds |= {a: (algo, "auto", dtype) for a, (algo, dtype) in OURS.items()}
                 for kind, (algo, form, value_dtype) in kinds.items():
+                    if (name, P, network_name, kind) in known:
+                        continue
                     scale = scale_of(kind, n, density, P, options.work)
                     found = simulated(n, density, P, NETWORKS[network_name], costs, algo, form, value_dtype, scale)
                     about = {"model": name, "n": n, "density": density, "P": P, "network": network_name, "algo": kind}
@@ -181,11 +183,15 @@ def main() -> None:
     parser.add_argument("--work", type=float, default=1e8, help="entries that all ranks of a run may handle together")
     parser.add_argument("--costs", type=Path, help="JSON of costs measured before, in place of measuring them")
     parser.add_argument("--json", type=Path, help="save the rows")
+    parser.add_argument("--resume", action="store_true", help="keep the rows that are in that file, run the others")
     options = parser.parse_args()
     costs = Costs(**json.loads(options.costs.read_text())) if options.costs else measured_costs()
     console, found = Console(), []
     console.print(costs)
-    for row in rows(options, costs):
+    if options.resume:
+        found = json.loads(options.json.read_text())["rows"]
+    known = {(row["model"], row["P"], row["network"], row["algo"]) for row in found}
+    for row in rows(options, costs, known):
         found.append(row)
         sys.stdout.write(
             f"{row['model']:<8}{row['P']:>5} {row['network']:<9}{row['algo']:<24}{row['seconds'] * 1e3:>10.1f} ms"
