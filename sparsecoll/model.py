@@ -141,7 +141,7 @@ class Tuning:
     merge: float = 5e-9
     code: float = 5e-9
     dense: float = 2e-9
-    calls: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
+    calls: dict[str, list[tuple[float, float]]] = field(default_factory=dict, hash=False)
 
     def corrected(self, name: str, seconds: float) -> float:
         """A prediction, times measured over predicted of the calls of about that length (log-linear between two)."""
