@@ -106,18 +106,20 @@ def reduce(
     value_dtype: str | None = None,
     op: str = "sum",
     timeout: float | None = None,
+    selected: bool = False,
 ) -> Reduction:
     """Select, agree, communicate: one allreduce between vectors, as the front door and the torch adapter use it.
 
     Args:
         prepare: returns this rank's vector and the algorithm. Whatever it raises is raised on every rank.
+        selected: the vector is what this rank sends, of k entries or so; none of it is left out.
 
     Returns:
         The algorithm's Reduction; its value may be a DenseVector.
     """
 
     def call() -> Reduction:
-        return _reduce(transport, prepare, k, density, format, value_dtype, op, timeout)
+        return _reduce(transport, prepare, k, density, format, value_dtype, op, timeout, selected)
 
     return call() if transport.worker is None else transport.worker.in_order(call)  # type: ignore[no-any-return]
 
@@ -131,6 +133,7 @@ def _reduce(
     value_dtype: str | None,
     op: str,
     timeout: float | None,
+    chosen: bool,
 ) -> Reduction:
     before, start = transport.traffic.copy(), transport.now()
     transport.timeout = timeout
@@ -154,7 +157,8 @@ def _reduce(
         }
         _check_wire(vector.dtype, form, value_dtype, algorithm)
         with transport.phase("select"), doing("select", vector.nnz):
-            selected = _selected(vector, algorithm, wanted, transport.size, form, value_dtype)
+            kept = None if chosen else wanted
+            selected = _selected(vector, algorithm, kept, transport.size, form, value_dtype)
     except Exception as problem:
         error = problem
     entries = agree(transport, call, selected.nnz if selected is not None else 0, error)

@@ -26,7 +26,7 @@ HOMES = {
     "numba": {f"kernels/cpu/{name}.py" for name in ("codecs", "lanes", "merge", "rice", "selection", "sums")},
     "llvmlite": {"kernels/cpu/lanes.py"},
     "cupy": {"kernels/gpu.py"},
-    "torch": {"torch/__init__.py", "torch/flat.py", "torch/sgd.py"},
+    "torch": {str(p.relative_to(PACKAGE)) for p in (PACKAGE / "torch").rglob("*.py")},
 }
 FILES = sorted(p for p in PACKAGE.rglob("*.py") if p != PACKAGE / "__init__.py")
 

@@ -1,5 +1,23 @@
-"""The PyTorch adapter. `SparseSGD` replaces `torch.optim.SGD` in a script that runs under mpirun."""
+"""The PyTorch adapter: SparseSGD in place of torch.optim.SGD, DistributedOptimizer around any optimizer, a DDP hook."""
 
+from sparsecoll.torch.compressors import COMPRESSORS, Compressor
+from sparsecoll.torch.ddp import HookState, comm_hook
+from sparsecoll.torch.engine import redistribute
+from sparsecoll.torch.optimizer import DistributedOptimizer
+from sparsecoll.torch.schedule import Constant, Schedule, WarmUp
 from sparsecoll.torch.sgd import SparseSGD
+from sparsecoll.torch.timeline import Timeline
 
-__all__ = ["SparseSGD"]
+__all__ = [
+    "COMPRESSORS",
+    "Compressor",
+    "Constant",
+    "DistributedOptimizer",
+    "HookState",
+    "Schedule",
+    "SparseSGD",
+    "Timeline",
+    "WarmUp",
+    "comm_hook",
+    "redistribute",
+]

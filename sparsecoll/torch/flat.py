@@ -13,13 +13,6 @@ from sparsecoll.residual import Residual
 from sparsecoll.vector import DenseVector, SparseVector
 
 
-def residual_dtype(dtype: torch.dtype) -> Any:
-    """float64 for float64 parameters, else float32 (float16 and bfloat16 gradients accumulate in float32)."""
-    if not dtype.is_floating_point:
-        raise TypeError(f"params: expected floating-point tensors, got {dtype}")
-    return np.dtype(np.float64 if dtype == torch.float64 else np.float32)
-
-
 class FlatVector:
     """Parameters of one residual dtype, laid end to end, with their residual.
 

@@ -13,10 +13,11 @@ from sparsecoll.algorithms import Algorithm, resolve
 from sparsecoll.algorithms.base import Reduction
 from sparsecoll.errors import CommunicationError
 from sparsecoll.formats import Format
-from sparsecoll.torch.flat import FlatVector, Update, residual_dtype
+from sparsecoll.torch.engine import broadcast_from_rank_0
+from sparsecoll.torch.flat import FlatVector, Update
+from sparsecoll.torch.layout import residual_dtype
 from sparsecoll.traffic import Traffic
 from sparsecoll.transport import Transport, as_transport, default_comm
-from sparsecoll.transport.collectives import broadcast
 
 STATE = "sparsecoll"  # key of the library's own part of state_dict
 
@@ -130,7 +131,7 @@ class SparseSGD(torch.optim.Optimizer):
                 if "residual" in state:
                     residual.copy_(state["residual"])
                 else:
-                    _broadcast_from_rank_0(self._transport, p)
+                    broadcast_from_rank_0(self._transport, p)
                 state["residual"] = residual
             known = number < len(algorithms)
             fresh = self._algorithm if number == 0 else copy.deepcopy(self._algorithm)
@@ -231,11 +232,3 @@ class SparseSGD(torch.optim.Optimizer):
         self._lay_out()
         for (_, algorithm), saved in zip(self._flats, own["algorithms"], strict=True):
             algorithm.load_state_dict(saved)
-
-
-def _broadcast_from_rank_0(transport: Transport, p: torch.Tensor) -> None:
-    if transport.size == 1:
-        return
-    with torch.no_grad(), transport.phase("broadcast"):
-        raw = p.detach().contiguous().view(-1).view(torch.uint8)
-        p.copy_(torch.from_numpy(broadcast(transport, raw.numpy())).view(p.dtype).view(p.shape))

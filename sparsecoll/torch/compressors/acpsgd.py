@@ -1,0 +1,88 @@
+"""ACP-SGD (Zhang, Zhang, Shi, Chu, Li, "Evaluation and Optimization of Gradient Compression", ICDCS 2023)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from sparsecoll.torch.compressors.base import Array
+from sparsecoll.torch.compressors.powersgd import LowRank, orthogonalized
+from sparsecoll.transport import Transport
+from sparsecoll.vector import DenseVector
+
+
+@dataclass
+class ACPSGD(LowRank):
+    """P in odd steps, Q in even ones, each from the other of the step before (Algorithm 2).
+
+    1. Odd: Q = orthogonalize(Q), P = (M + E) Q. Even: P = orthogonalize(P), Q = (M + E)^T P.
+    2. E = M + E - P Q^T, with this rank's own factor.
+    3. The factor's mean over the ranks; the gradient is P Q^T.
+
+    One allreduce a step, which depends on nothing but the gradient, so it overlaps with back-propagation. Buckets are
+    filled by bytes of gradient: their messages are smaller by the compression rate, which is how the paper scales its
+    buffers (section IV-B). Volume: r(n + m)(P-1)/P words a matrix on average. For replicas with other LAPACKs, see
+    PowerSGD.
+
+    Args:
+        feedback: False leaves out E (the paper's ablation).
+        reuse: False starts each step from new random factors (the paper's ablation).
+    """
+
+    name = "acpsgd"
+
+    feedback: bool = True
+    reuse: bool = True
+
+    @property
+    def _odd(self) -> bool:
+        return self.shared.step % 2 == 0  # steps count from 1 in the paper
+
+    @torch.no_grad()
+    def compress(self, acc: DenseVector) -> DenseVector:
+        values = acc.values
+        if not np.isfinite(values).all():
+            raise ValueError("gradient: expected finite values, got NaN or infinity")
+        matrices = self._matrices(values)
+        fixed = self.q if self._odd else self.p
+        if not self.reuse:
+            generator = torch.Generator().manual_seed(
+                (self.seed + self.shared.step + 1) * 1_000_003 + self.layout.index
+            )
+            fixed = [torch.randn(*f.shape, generator=generator).to(f.dtype) for f in fixed]
+        fixed = [orthogonalized(f) for f in fixed]
+        if self._odd:
+            self.q = fixed
+            parts = [M @ q for M, q in zip(matrices, self.q, strict=True)]
+        else:
+            self.p = fixed
+            parts = [M.T @ p for M, p in zip(matrices, self.p, strict=True)]
+        message = (self._P if self._odd else self._Q).join(parts + self._rest(values))
+        if self.feedback:
+            for M, part, f in zip(matrices, parts, fixed, strict=True):
+                left, right = (part, f) if self._odd else (f, part)
+                M.addmm_(left, right.T, alpha=-1)
+        else:
+            self.residual.array.fill(0)
+        return DenseVector(message)
+
+    @torch.no_grad()
+    def communicate(self, transport: Transport, message: DenseVector | Exception) -> list[torch.Tensor]:
+        value = self._reduce(transport, message).value
+        assert isinstance(value, DenseVector)
+        means = [part.div_(self.size) for part in (self._P if self._odd else self._Q).split(value.values)]
+        count = len(self.p)
+        if self._odd:
+            self.p = means[:count]
+        else:
+            self.q = means[:count]
+        return means[count:]
+
+    @torch.no_grad()
+    def update(self, gradient: Array, message: Any, reduced: list[torch.Tensor]) -> None:
+        self._write_rest(gradient, reduced)
+        for M, p, q in zip(self._matrices(gradient), self.p, self.q, strict=True):
+            torch.mm(p, q.T, out=M)

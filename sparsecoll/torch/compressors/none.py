@@ -1,0 +1,46 @@
+"""No compression: the exact mean; and no communication at all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from sparsecoll.algorithms import Reduction
+from sparsecoll.torch.compressors.base import Array, Compressor, write_mean
+from sparsecoll.transport import Transport
+from sparsecoll.vector import DenseVector
+
+
+@dataclass
+class NoCompression(Compressor):
+    """The mean of all gradients, by the dense allreduce. Volume: 2n(P-1)/P words."""
+
+    name = "none"
+
+    def compress(self, acc: Array) -> DenseVector:
+        return DenseVector(acc)
+
+    def communicate(self, transport: Transport, message: DenseVector | Exception) -> Reduction:
+        return self._reduce(transport, message)
+
+    def update(self, gradient: Array, message: Any, reduced: Reduction) -> None:
+        write_mean(gradient, reduced.value, self.size)
+
+
+@dataclass
+class Free(Compressor):
+    """No communication: every rank goes on with its own gradient, and replicas drift apart.
+
+    Only to measure: what is left of a step's time if communication were free is the headroom of all others.
+    """
+
+    name = "free"
+
+    def compress(self, acc: Array) -> None:
+        return None
+
+    def communicate(self, transport: Transport, message: None) -> None:
+        return None
+
+    def update(self, gradient: Array, message: None, reduced: None) -> None:
+        pass

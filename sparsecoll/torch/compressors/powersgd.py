@@ -1,0 +1,130 @@
+"""PowerSGD (Vogels, Karimireddy, Jaggi, NeurIPS 2019): matrices of rank r by one power iteration a step."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from sparsecoll.torch.compressors.base import Array, Feedback, Pieces, Shared
+from sparsecoll.torch.layout import Layout
+from sparsecoll.transport import Transport
+from sparsecoll.vector import DenseVector
+
+
+@dataclass
+class LowRank(Feedback):
+    """What PowerSGD and ACP-SGD share: which parameters are matrices, their factors, and the rest, which is sent whole.
+
+    A parameter of shape (a, b, c, ...) is a matrix of a rows. It is compressed if its two factors of rank r together
+    are smaller than it.
+
+    Args:
+        rank: r.
+        seed: of the first factors; the same on all ranks.
+    """
+
+    rank: int = 4
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise ValueError(f"rank: expected at least 1, got {self.rank}")
+
+    def bind(self, layout: Layout, transport: Transport, shared: Shared, timeout: float | None = None) -> None:
+        super().bind(layout, transport, shared, timeout)
+        self._low: list[int] = []
+        self._whole: list[int] = []
+        rows: list[tuple[int, ...]] = []
+        columns: list[tuple[int, ...]] = []
+        self._places: list[tuple[int, int, int, int]] = []
+        for place, (shape, length) in enumerate(zip(layout.shapes, np.diff(layout.offsets).tolist(), strict=True)):
+            n = shape[0] if len(shape) > 1 else 1
+            m = length // max(n, 1)
+            r = min(self.rank, n, m)
+            if len(shape) > 1 and (n + m) * r < n * m:
+                self._places.append((place, n, m, r))
+                rows.append((n, r))
+                columns.append((m, r))
+                self._low.append(place)
+            else:
+                self._whole.append(place)
+        rest: list[tuple[int, ...]] = [(math.prod(layout.shapes[place]),) for place in self._whole]
+        self._P, self._Q = Pieces(rows + rest, layout.dtype), Pieces(columns + rest, layout.dtype)
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + layout.index)
+        kind = torch.from_numpy(np.empty(0, layout.dtype)).dtype
+        self.p = [torch.randn(*shape, generator=generator).to(kind) for shape in rows]
+        self.q = [torch.randn(*shape, generator=generator).to(kind) for shape in columns]
+
+    def _matrices(self, flat: Array) -> list[torch.Tensor]:
+        views = self.layout.views(flat)
+        return [views[place].reshape(n, m) for place, n, m, _ in self._places]
+
+    def _rest(self, flat: Array) -> list[torch.Tensor]:
+        views = self.layout.views(flat)
+        return [views[place].reshape(-1) for place in self._whole]
+
+    def _write_rest(self, gradient: Array, means: list[torch.Tensor]) -> None:
+        """Parameters that are sent whole leave nothing behind."""
+        for view, kept, mean in zip(self._rest(gradient), self._rest(self.residual.array), means, strict=True):
+            view.copy_(mean)
+            kept.zero_()
+
+    def state(self) -> dict[str, dict[str, torch.Tensor]]:
+        names = [self.layout.names[place] for place in self._low]
+        factors = {"p": dict(zip(names, self.p, strict=True)), "q": dict(zip(names, self.q, strict=True))}
+        return super().state() | factors
+
+
+def orthogonalized(matrix: torch.Tensor) -> torch.Tensor:
+    """Orthonormal columns with the same span (reduced QR)."""
+    return torch.linalg.qr(matrix)[0]  # type: ignore[no-any-return]
+
+
+@dataclass
+class PowerSGD(LowRank):
+    """M is approximated by P Q^T (Algorithm 1 there; Algorithm 1 of ACP-SGD).
+
+    1. P = M Q, mean over the ranks; orthogonalize P.
+    2. Q = M^T P, mean over the ranks. Q is the start of the next step.
+    3. residual = M - P Q^T, where M = residual + gradient.
+
+    Two allreduces a step, the second after the first. Volume: 2r(n + m)(P-1)/P words a matrix. Every rank
+    orthogonalizes for itself: on processors whose LAPACK gives other bits replicas drift (`verify` tells).
+    """
+
+    name = "powersgd"
+
+    @torch.no_grad()
+    def compress(self, acc: DenseVector) -> DenseVector:
+        values = acc.values
+        if not np.isfinite(values).all():
+            raise ValueError("gradient: expected finite values, got NaN or infinity")
+        parts = [M @ q for M, q in zip(self._matrices(values), self.q, strict=True)]
+        return DenseVector(self._P.join(parts + self._rest(values)))
+
+    @torch.no_grad()
+    def communicate(self, transport: Transport, message: DenseVector | Exception) -> list[torch.Tensor]:
+        first = self._reduce(transport, message).value
+        assert isinstance(first, DenseVector)
+        means = [part.div_(self.size) for part in self._P.split(first.values)]
+        count = len(self.p)
+        self.p = [orthogonalized(part) for part in means[:count]]
+        columns = Pieces(self._Q.shapes[:count], self.layout.dtype)
+        if count:
+            parts = [M.T @ p for M, p in zip(self._matrices(self.residual.array), self.p, strict=True)]
+            second = self._reduce(transport, DenseVector(columns.join(parts))).value
+            assert isinstance(second, DenseVector)
+            self.q = [part.div_(self.size) for part in columns.split(second.values)]
+        return means[count:]
+
+    @torch.no_grad()
+    def update(self, gradient: Array, message: Any, reduced: list[torch.Tensor]) -> None:
+        self._write_rest(gradient, reduced)
+        pairs = zip(self._matrices(gradient), self._matrices(self.residual.array), self.p, self.q, strict=True)
+        for M, kept, p, q in pairs:
+            torch.mm(p, q.T, out=M)
+            kept.sub_(M)

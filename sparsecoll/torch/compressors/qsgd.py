@@ -1,0 +1,85 @@
+"""QSGD (Alistarh, Grubic, Li, Tomioka, Vojnovic, NeurIPS 2017)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from sparsecoll.agreement import agree
+from sparsecoll.kernels import kernels_of
+from sparsecoll.select.randomk import mix
+from sparsecoll.torch.compressors.base import Array, Feedback, Shared
+from sparsecoll.torch.layout import Layout
+from sparsecoll.transport import Transport
+from sparsecoll.transport.collectives import allgatherv
+from sparsecoll.vector import DenseVector
+
+
+@dataclass
+class QSGD(Feedback):
+    """Each value of `bits` bits: a sign and a level of 2^(bits-1) - 1, rounded at random, right on average.
+
+    Buckets of `bucket` values share a scale, their largest magnitude (the paper's practical variant, section 4).
+    Volume: (P-1)(n bits + 32 n / bucket) / 32 words.
+
+    Args:
+        bits: 8, 4 or 2.
+        feedback: keep what rounding took and add it to the next gradient. The paper does not; at 2 bits it helps.
+        seed: each rank rounds by (seed, rank, step).
+    """
+
+    name = "qsgd"
+
+    bits: int = 8
+    bucket: int = 512
+    feedback: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.bits not in (2, 4, 8):
+            raise ValueError(f"bits: expected 8, 4 or 2, got {self.bits}")
+        if self.bucket < 8:
+            raise ValueError(f"bucket: expected at least 8, got {self.bucket}")
+
+    def bind(self, layout: Layout, transport: Transport, shared: Shared, timeout: float | None = None) -> None:
+        super().bind(layout, transport, shared, timeout)
+        self._rank = transport.rank
+
+    @property
+    def _scales(self) -> int:
+        """Bytes of the scales."""
+        return 4 * -(-self.layout.length // self.bucket)
+
+    def compress(self, acc: DenseVector) -> Array:
+        values = np.ascontiguousarray(acc.values, np.float32)
+        if not np.isfinite(values).all():
+            raise ValueError("gradient: expected finite values, got NaN or infinity")
+        message = np.empty(self._scales + -(-values.size * self.bits // 8), np.uint8)
+        scales, codes = message[: self._scales].view(np.float32), message[self._scales :]
+        seed = mix(self.seed + self._rank, self.shared.step) >> 1
+        kernels_of(values).quantize(values, 0, self.bits, self.bucket, seed, scales, codes)
+        return message
+
+    def communicate(self, transport: Transport, message: Array | Exception) -> list[Array]:
+        error = message if isinstance(message, Exception) else None
+        agree(transport, {"compressor": self.describe(), "length": self.layout.length}, 0, error)
+        assert not isinstance(message, Exception)
+        with transport.phase("gather"):
+            blocks = allgatherv(transport, message)
+        transport.flush()
+        return blocks
+
+    def update(self, gradient: Array, message: Array, reduced: list[Array]) -> None:
+        if self.feedback:
+            self.residual.array[:] -= self._values(message)
+        else:
+            self.residual.array.fill(0)
+        gradient.fill(0)
+        for block in reduced:
+            np.add(gradient, self._values(block), out=gradient)
+        np.multiply(gradient, 1 / self.size, out=gradient)
+
+    def _values(self, message: Array) -> Array:
+        scales, codes = message[: self._scales].view(np.float32), message[self._scales :]
+        return kernels_of(codes).dequantize(codes, 0, self.layout.length, self.bits, self.bucket, scales)  # type: ignore[no-any-return]

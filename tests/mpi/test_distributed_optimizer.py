@@ -1,0 +1,159 @@
+"""DistributedOptimizer and DDP's hook over MPI: as on virtual ranks, with overlap and without, side by side."""
+
+import socket
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import sparsecoll  # noqa: E402
+from sparsecoll import simulate  # noqa: E402
+from sparsecoll.torch import COMPRESSORS, DistributedOptimizer, HookState, comm_hook  # noqa: E402
+from sparsecoll.torch.compressors import COVAP, DRAGONN, TopK  # noqa: E402
+
+pytestmark = pytest.mark.mpi
+AUTO = sparsecoll.Auto(tuning=sparsecoll.Tuning())  # else each network is measured and decides for itself
+MADE = {
+    "covap": COVAP(3),
+    "topk": TopK(algo=AUTO),
+    "dragonn": DRAGONN(selective=False),
+}
+
+
+def net(seed):
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(
+        torch.nn.Linear(20, 60), torch.nn.ReLU(), torch.nn.Linear(60, 40), torch.nn.ReLU(), torch.nn.Linear(40, 5)
+    )
+
+
+def bits(model):
+    return torch.cat([p.detach().view(-1) for p in model.parameters()]).numpy().tobytes()
+
+
+def trained(comm, rank, compressor, steps=6, **options):
+    torch.set_num_threads(1)  # holds for the calling thread, and virtual ranks are threads
+    model = net(rank)
+    inner = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    options = {"bucket_bytes": 6000, "dense_below": 50, **options}
+    optimizer = DistributedOptimizer(inner, model.named_parameters(), comm, compressor, **options)
+    generator = torch.Generator().manual_seed(rank)
+    for _ in range(steps):
+        x = torch.randn(8, 20, generator=generator)
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+    optimizer.close()
+    return bits(model)
+
+
+@pytest.mark.parametrize("name", [name for name in COMPRESSORS if name != "free"])
+def test_training_equals_the_simulator_and_replicas_agree(name):
+    from mpi4py import MPI
+
+    comm, compressor = MPI.COMM_WORLD, MADE.get(name, name)
+    mine = trained(comm, comm.rank, compressor)
+    assert set(comm.allgather(mine)) == {mine}
+    theirs = simulate(comm.size, lambda sim: trained(sim, sim.rank, compressor)).results[comm.rank]
+    if name not in ("powersgd", "acpsgd"):  # torch's matrix products depend on the thread that calls them
+        assert theirs == mine
+    assert trained(comm, comm.rank, compressor, overlap=False) == mine
+
+
+def test_a_measured_interval_is_the_same_everywhere():
+    from mpi4py import MPI
+
+    comm = MPI.COMM_WORLD
+    mine = trained(comm, comm.rank, "covap", steps=12)
+    assert set(comm.allgather(mine)) == {mine}
+
+
+def test_two_models_on_sub_communicators():
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD
+    own = world.Split(world.rank % 2, world.rank)
+    mine = trained(own, world.rank, TopK(0.05, algo="allgather"))
+    assert set(own.allgather(mine)) == {mine}
+    sizes = [len(range(color, world.size, 2)) for color in (0, 1)]
+    color = world.rank % 2
+    ranks = range(color, world.size, 2)
+    theirs = simulate(sizes[color], lambda sim: trained(sim, ranks[sim.rank], TopK(0.05, algo="allgather"))).results
+    assert theirs[own.rank] == mine
+
+
+@pytest.fixture(scope="module")
+def process_group():
+    import torch.distributed as dist
+    from mpi4py import MPI
+
+    comm = MPI.COMM_WORLD
+    port = None
+    if comm.rank == 0:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+    port = comm.bcast(port)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=comm.rank, world_size=comm.size)
+    yield comm
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", ["none", "fp16", "topk", "oktopk", "dgc", "powersgd", "acpsgd"])
+def test_ddp_hook(process_group, name):
+    comm = process_group
+
+    def run(hook):
+        torch.set_num_threads(1)
+        model = torch.nn.parallel.DistributedDataParallel(net(comm.rank), bucket_cap_mb=0.005)
+        state = HookState(comm, name, model.module.named_parameters()) if hook else None
+        if hook:
+            model.register_comm_hook(state, comm_hook)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.5)
+        generator = torch.Generator().manual_seed(comm.rank)
+        for _ in range(6):
+            x = torch.randn(8, 20, generator=generator)
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+        return model.module
+
+    mine = run(hook=True)
+    assert set(comm.allgather(bits(mine))) == {bits(mine)}
+    if name == "none":
+        for ours, theirs in zip(mine.parameters(), run(hook=False).parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+def test_the_ddp_hooks_residuals_are_saved_by_name(process_group):
+    comm = process_group
+    model = torch.nn.parallel.DistributedDataParallel(net(0))
+    names = [name for name, _ in model.module.named_parameters()]
+    states = [HookState(comm, TopK(0.01, algo="allgather"), model.module.named_parameters()) for _ in range(2)]
+    model.register_comm_hook(states[0], comm_hook)
+    model(torch.ones(3, 20)).sum().backward()
+    saved = states[0].state_dict()
+    assert set(saved["tensors"]["residual"]) == set(names) and saved["step"] == 1
+    assert any(t.abs().sum() > 0 for t in saved["tensors"]["residual"].values())
+    states[1].load_state_dict(saved)
+    again = states[1].state_dict()["tensors"]["residual"]
+    assert all(torch.equal(again[name], t) for name, t in saved["tensors"]["residual"].items())
+    with pytest.raises(ValueError, match="expected that of rank"):
+        states[1].load_state_dict({**saved, "rank": comm.size})
+
+
+def test_the_ddp_hook_raises_on_every_rank(process_group):
+    comm = process_group
+    model = torch.nn.parallel.DistributedDataParallel(net(0))
+    model.register_comm_hook(HookState(comm, "topk"), comm_hook)
+    loss = model(torch.ones(3, 20)).sum()
+    if comm.rank == comm.size - 1:
+        loss = loss * float("nan")
+    with pytest.raises(Exception, match="NaN"):
+        loss.backward()
+    comm.Barrier()
+
+
+def test_covap_in_the_ddp_hook_needs_an_interval():
+    with pytest.raises(ValueError, match="expected COVAP with an interval"):
+        HookState(None, "covap")

@@ -1,0 +1,454 @@
+"""Every compressor of the registry: same bits everywhere, nothing lost, resumed exactly; and each one's own rule."""
+
+import copy
+import io
+import math
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from nets import batch, bits, loss_of, net, train  # noqa: E402
+
+import sparsecoll  # noqa: E402
+from sparsecoll import Network, simulate  # noqa: E402
+from sparsecoll.errors import CommunicationError  # noqa: E402
+from sparsecoll.torch import COMPRESSORS, DistributedOptimizer, WarmUp, redistribute  # noqa: E402
+from sparsecoll.torch.compressors import (  # noqa: E402
+    ACPSGD,
+    COVAP,
+    DGC,
+    DRAGONN,
+    FP16,
+    QSGD,
+    EFSignSGD,
+    OkTopk,
+    PowerSGD,
+    RandomK,
+    Shared,
+    TopK,
+    resolve,
+)
+from sparsecoll.torch.layout import Layout  # noqa: E402
+
+REPLICATED = [name for name in COMPRESSORS if name != "free"]
+OPTIONS = {"bucket_bytes": 6000, "dense_below": 10}  # three or more buckets, vectors among what is compressed
+CONSERVING = {name: resolve(name) for name in REPLICATED if name not in ("fp16", "qsgd", "dgc", "covap")} | {
+    "dgc without momentum": DGC(momentum=0.0),
+    "covap with coefficient 1": COVAP(interval=3, start=1.0),
+    "qsgd with feedback": QSGD(2, feedback=True),
+    "topk by layer": TopK({"4.*": 0.3, "*": 0.05}),
+    "topk, float16 on the wire": TopK(0.1, value_dtype="float16"),
+    "topk over spardl": TopK(0.05, algo="spardl"),
+    "topk over gtopk": TopK(0.05, algo="gtopk"),
+    "oktopk object": TopK(0.05, algo=sparsecoll.OkTopk(tau=2, tau_prime=2)),
+    "dragonn, all compressed": DRAGONN(0.05, selective=False),
+}
+
+
+def one(compressor, gradients, steps=1, shapes=None, **world):
+    """Means of `steps` reductions of one bucket, on as many ranks as there are gradients, and the bound compressors."""
+    shapes = shapes or (gradients[0].shape,)
+
+    def program(comm):
+        own = resolve(compressor)
+        names = tuple(f"p{i}" for i in range(len(shapes)))
+        flat = gradients[comm.rank].reshape(-1)
+        own.bind(Layout(0, (flat.size,), names, shapes, flat.dtype), comm.transport, Shared())
+        results = []
+        for _ in range(steps):
+            gradient = flat.copy()
+            own.mean(comm.transport, gradient)
+            own.shared.step += 1
+            results.append(gradient)
+        return results, own
+
+    return simulate(len(gradients), program, **world).results
+
+
+def normal(P, *shape, dtype=np.float32):
+    return [np.random.default_rng(rank).standard_normal(shape).astype(dtype) for rank in range(P)]
+
+
+# -- for all of them
+
+
+@pytest.mark.parametrize("P", [1, 3, 4])
+@pytest.mark.parametrize("name", REPLICATED)
+def test_replicas_stay_the_same_bits_and_the_loss_falls(name, P):
+    def program(comm):
+        model = net(seed=comm.rank, dtype=torch.float32)
+        inner = torch.optim.SGD(model.parameters(), 0.1)
+        optimizer = DistributedOptimizer(inner, model.named_parameters(), comm, name, verify=7, **OPTIONS)
+        data = batch(comm.rank, 0, torch.float32)
+        first = loss_of(model, data).item()
+        for _ in range(120):
+            optimizer.zero_grad()
+            loss_of(model, data).backward()
+            optimizer.step()
+        return bits(model), first, loss_of(model, data).item()
+
+    results = simulate(P, program).results
+    assert len({b for b, _, _ in results}) == 1
+    assert np.mean([after for _, _, after in results]) < 0.95 * np.mean([before for _, before, _ in results])
+
+
+@pytest.mark.parametrize("compressor", CONSERVING.values(), ids=CONSERVING.keys())
+def test_gradient_mass_is_conserved(compressor):
+    """P * (w0 - w) / lr + residuals of all ranks = all gradients of all ranks."""
+    P, lr = 4, 0.1
+
+    def program(comm):
+        model = net()
+        inner = torch.optim.SGD(model.parameters(), lr)
+        optimizer = DistributedOptimizer(inner, model.named_parameters(), comm, compressor, **OPTIONS)
+        start = {name: p.detach().clone() for name, p in model.named_parameters()}
+        given = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+        for step in range(8):
+            optimizer.zero_grad()
+            loss_of(model, batch(comm.rank, step)).backward()
+            for name, p in model.named_parameters():
+                given[name] += p.grad
+            optimizer.step()
+        moved = {name: (start[name] - p.detach()) / lr for name, p in model.named_parameters()}
+        return given, optimizer.state_dict()["sparsecoll"]["tensors"].get("residual", {}), moved
+
+    results = simulate(P, program).results
+    for name, moved in results[0][2].items():
+        given = sum(r[0][name] for r in results)
+        kept = sum(r[1][name] for r in results if name in r[1])
+        torch.testing.assert_close(P * moved + kept, given, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", [*REPLICATED, "topk by layer"])
+def test_resumed_run_equals_an_uninterrupted_one_bit_for_bit(name):
+    made = {"topk by layer": lambda: TopK({"*": 0.1}, selector=sparsecoll.select.ThresholdReuse())}
+
+    def program(comm):
+        def fresh():
+            model = net(dtype=torch.float32)
+            inner = torch.optim.SGD(model.parameters(), 0.1, momentum=0.5)
+            compressor = made.get(name, lambda: name)()
+            if name == "oktopk":
+                compressor = OkTopk(WarmUp(0.05, 6), algo=sparsecoll.OkTopk(tau=3, tau_prime=4))
+            if name == "covap":
+                compressor = COVAP(2)  # a measured interval is never the same twice
+            return model, DistributedOptimizer(inner, model.named_parameters(), comm, compressor, **OPTIONS)
+
+        whole, optimizer = fresh()
+        train(comm, whole, optimizer, range(9), torch.float32)
+        model, optimizer = fresh()
+        train(comm, model, optimizer, range(5), torch.float32)
+        file = io.BytesIO()
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+        file.seek(0)
+        saved = torch.load(file, weights_only=True)
+        model, optimizer = fresh()
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(copy.deepcopy(saved["optimizer"]))
+        train(comm, model, optimizer, range(5, 9), torch.float32)
+        return bits(model) == bits(whole)
+
+    assert all(simulate(3, program).results)
+
+
+@pytest.mark.parametrize("name", REPLICATED)
+def test_nan_on_one_rank_raises_on_all_or_reaches_all(name):
+    def program(comm):
+        model = net()
+        inner = torch.optim.SGD(model.parameters(), 0.1)
+        optimizer = DistributedOptimizer(inner, model.named_parameters(), comm, name, **OPTIONS)
+        loss_of(model, batch(comm.rank, 0)).backward()
+        if comm.rank == 1:
+            model[2].weight.grad.fill_(float("nan"))
+        try:
+            optimizer.step()
+        except ValueError as error:
+            return str(error)
+        return bool(torch.isnan(model[2].weight).all())
+
+    results = simulate(3, program).results
+    passes = name in ("none", "fp16", "covap")
+    assert results == [True] * 3 if passes else len(set(results)) == 1 and "NaN" in results[0]
+
+
+@pytest.mark.parametrize("P,size", [(4, 2), (2, 3), (3, 3)])
+@pytest.mark.parametrize("name", ["topk", "acpsgd", "dgc"])
+def test_residuals_at_another_number_of_ranks_keep_their_sum(name, P, size):
+    def first(comm):
+        model = net()
+        inner = torch.optim.SGD(model.parameters(), 0.1)
+        optimizer = DistributedOptimizer(inner, model.named_parameters(), comm, name, **OPTIONS)
+        train(comm, model, optimizer, range(4))
+        return optimizer.state_dict(), model.state_dict()
+
+    saved = simulate(P, first).results
+
+    def second(comm):
+        model = net()
+        model.load_state_dict(saved[0][1])
+        inner = torch.optim.SGD(model.parameters(), 0.1)
+        optimizer = DistributedOptimizer(inner, model.named_parameters(), comm, name, **OPTIONS)
+        with_others = [state for state, _ in saved]
+        if size != P:
+            with pytest.raises(CommunicationError, match="redistribute"):
+                optimizer.load_state_dict(with_others[comm.rank % P])
+        optimizer.load_state_dict(redistribute(with_others, comm.rank, comm.size))
+        kept = optimizer.state_dict()["sparsecoll"]["tensors"]
+        train(comm, model, optimizer, range(4, 8))
+        return kept, bits(model)
+
+    results = simulate(size, second).results
+    assert len({b for _, b in results}) == 1
+    for name_, tensor in saved[0][0]["sparsecoll"]["tensors"]["residual"].items():
+        before = sum(state["sparsecoll"]["tensors"]["residual"][name_] for state, _ in saved)
+        after = sum(kept["residual"][name_] for kept, _ in results)
+        torch.testing.assert_close(after, before, rtol=1e-12, atol=1e-15)
+        assert tensor.shape == after.shape
+
+
+@pytest.mark.parametrize(
+    "make,name",
+    [
+        (lambda: TopK(0), "density"),
+        (lambda: TopK({}), "density"),
+        (lambda: TopK({"a": 0.1, "b": 2}), "density"),
+        (lambda: TopK(algo="x"), "algo"),
+        (lambda: DGC(momentum=1.0), "momentum"),
+        (lambda: DGC(clip=0), "clip"),
+        (lambda: QSGD(3), "bits"),
+        (lambda: QSGD(bucket=1), "bucket"),
+        (lambda: PowerSGD(0), "rank"),
+        (lambda: COVAP(0), "interval"),
+        (lambda: COVAP(start=2), "start"),
+        (lambda: FP16("float32"), "value_dtype"),
+        (lambda: RandomK({"*": 0.1}), "density"),
+        (lambda: resolve("x"), "compressor"),
+        (lambda: WarmUp(0.1, 0), "steps"),
+    ],
+)
+def test_bad_options_are_refused(make, name):
+    with pytest.raises(ValueError, match=name):
+        make()
+
+
+def test_a_compressor_is_a_name_or_an_object():
+    with pytest.raises(TypeError, match="expected a name or a Compressor"):
+        resolve(3)
+
+
+# -- each one's own rule
+
+
+def test_topk_by_layer_takes_each_layers_share():
+    g = [np.arange(1, 101, dtype=np.float32)]
+    results, _ = one(TopK({"p0": 0.1, "*": 0.5}), g, shapes=((60,), (40,)))[0]
+    assert np.flatnonzero(results[0]).tolist() == [*range(54, 60), *range(80, 100)]
+
+
+def test_warm_up_selects_what_it_says():
+    schedule = WarmUp(0.01, 8)
+    results, _ = one(TopK(schedule), normal(1, 1000), steps=10)[0]
+    assert [np.count_nonzero(r) for r in results] == [round(schedule.at(step) * 1000) for step in range(10)]
+
+
+def test_dgc_at_density_1_is_momentum_and_masks_what_it_sends():
+    """With everything sent, u is masked each time: the sum of gradients, no momentum. With nothing of a coordinate
+    sent, it gathers momentum-corrected gradient."""
+    g = [np.array([1, 0.5, 0, 0], np.float32)] * 2
+    results, own = one(DGC(0.25, momentum=0.5), g, steps=2)[0]
+    # step 1: u = v = (1, .5); coordinate 0 is sent and masked. Step 2: u = (1, .75), v = (1, 1.25): coordinate 1
+    np.testing.assert_allclose(results[0], [1, 0, 0, 0])
+    np.testing.assert_allclose(results[1], [0, 1.25, 0, 0])
+    np.testing.assert_allclose(own.residual.array, [1, 0, 0, 0])
+
+
+def test_dgc_clips_each_parameter_by_the_root_of_the_ranks():
+    g = [np.array([3, 4, 0.1, 0], np.float32)] * 4
+    results, _ = one(DGC(1.0, momentum=0, clip=1.0), g, shapes=((2,), (2,)))[0]
+    np.testing.assert_allclose(results[0], [0.3, 0.4, 0.1, 0], rtol=1e-6)  # norm 1 / sqrt(4)
+
+
+def test_randomk_takes_the_same_coordinates_everywhere_and_sends_no_index():
+    P, n = 4, 4000
+
+    def program(comm):
+        own = RandomK(0.1)
+        own.bind(Layout(0, (n,), ("p",), ((n,),), np.dtype(np.float32)), comm.transport, Shared())
+        gradient = np.full(n, comm.rank + 1, np.float32)
+        before = comm.transport.traffic.copy()
+        own.mean(comm.transport, gradient)
+        phases = comm.transport.traffic.since(before).phases
+        return gradient, sum(c.words_received for name, c in phases.items() if name != "agree")
+
+    results = simulate(P, program).results
+    for gradient, words in results:
+        assert np.count_nonzero(gradient) == 400 and set(np.unique(gradient)) == {0, 2.5}
+        assert words == 2 * 400 * (P - 1) / P
+
+
+def test_randomk_leaves_generators_alone():
+    np.random.seed(3)
+    torch.manual_seed(3)
+    expected = np.random.RandomState(3).rand(), torch.Generator().manual_seed(3).initial_seed()
+    one(RandomK(0.1), normal(2, 100))
+    assert (np.random.rand(), torch.initial_seed()) == expected
+
+
+def test_efsignsgd_sends_a_bit_a_value_and_the_mean_magnitude():
+    P, g = 3, normal(3, 1000)
+
+    def program(comm):
+        own = EFSignSGD()
+        own.bind(Layout(0, (1000,), ("a", "b"), ((300,), (700,)), np.dtype(np.float32)), comm.transport, Shared())
+        gradient = g[comm.rank].copy()
+        before = comm.transport.traffic.copy()
+        own.mean(comm.transport, gradient)
+        phases = comm.transport.traffic.since(before).phases
+        return gradient, phases["gather"].bytes_received
+
+    def signs(x):
+        return np.sign(x) * np.abs(x).mean()
+
+    expected = sum(np.concatenate([signs(x[:300]), signs(x[300:])]) for x in g)
+    for gradient, received in simulate(P, program).results:
+        np.testing.assert_allclose(gradient, expected / P, rtol=1e-5)
+        assert (P - 1) * (125 + 8) <= received <= (P - 1) * (125 + 8 + 16)
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_qsgd_is_right_on_average(bits):
+    g = normal(2, 512)
+    results, _ = one(QSGD(bits), g, steps=400)[0]
+    deviation = np.abs(np.mean(results, axis=0) - (g[0] + g[1]) / 2).mean()
+    spread = np.std(results, axis=0).mean()
+    assert deviation < 2 * spread / math.sqrt(400) + 1e-6
+
+
+@pytest.mark.parametrize("compressor", [PowerSGD(2), ACPSGD(2, feedback=False)], ids=["powersgd", "acpsgd"])
+def test_low_rank_gradients_are_exact_from_the_second_step(compressor):
+    rng = np.random.default_rng(0)
+    left, right = rng.standard_normal((40, 2)), rng.standard_normal((2, 30))
+    g = [(left * (rank + 1)) @ right for rank in range(3)]
+    mean = sum(g) / 3
+    if isinstance(compressor, PowerSGD):
+        compressor = PowerSGD(2)
+        results, _ = one(compressor, g, steps=6)[0]
+        np.testing.assert_allclose(sum(results).reshape(40, 30), 6 * mean, rtol=1e-6, atol=1e-8)
+    else:
+        results, _ = one(compressor, g, steps=6)[0]
+        np.testing.assert_allclose(results[-1].reshape(40, 30), mean, rtol=1e-6, atol=1e-8)
+        results, _ = one(ACPSGD(2), g, steps=2)[0]  # with feedback the second makes up for the first
+        np.testing.assert_allclose(sum(results).reshape(40, 30), 2 * mean, rtol=1e-6, atol=1e-8)
+
+
+def test_acpsgd_follows_algorithm_2():
+    """Two steps against a transcription with NumPy, one matrix, two ranks."""
+    g = normal(2, 20, 10, dtype=np.float64)
+    results, own = one(ACPSGD(rank=3, seed=5), g, steps=2)[0]
+    generator = torch.Generator().manual_seed(5 * 1_000_003)
+    _, q = (torch.randn(*shape, generator=generator).double().numpy() for shape in ((20, 3), (10, 3)))
+    q = np.linalg.qr(q)[0]
+    p = [m @ q for m in g]
+    error = [m - x @ q.T for m, x in zip(g, p, strict=True)]
+    p = sum(p) / 2
+    np.testing.assert_allclose(results[0].reshape(20, 10), p @ q.T, rtol=1e-9, atol=1e-12)
+    p = np.linalg.qr(p)[0]
+    m = [x + e for x, e in zip(g, error, strict=True)]
+    q = [x.T @ p for x in m]
+    np.testing.assert_allclose(results[1].reshape(20, 10), p @ (sum(q) / 2).T, rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(own.residual.array.reshape(20, 10), m[0] - p @ q[0].T, rtol=1e-9, atol=1e-12)
+
+
+def test_low_rank_volume_and_what_is_sent_whole():
+    """r (n + m) / 2 words a step on average, times 2(P-1)/P; a bias goes whole; ACP-SGD sends half of PowerSGD."""
+    P, shapes = 4, ((64, 48), (64,))
+    words = {}
+    for kind in (PowerSGD, ACPSGD):
+
+        def program(comm, kind=kind):
+            own = kind(rank=4)
+            own.bind(Layout(0, (64 * 49,), ("w", "b"), shapes, np.dtype(np.float32)), comm.transport, Shared())
+            before = comm.transport.traffic.copy()
+            for _ in range(2):
+                gradient = normal(P, 64 * 49)[comm.rank]
+                own.mean(comm.transport, gradient)
+                own.shared.step += 1
+            phases = comm.transport.traffic.since(before).phases
+            mean_bias = sum(x[64 * 48 :] for x in normal(P, 64 * 49)) / P
+            np.testing.assert_allclose(gradient[64 * 48 :], mean_bias, rtol=1e-5, atol=1e-6)
+            return sum(c.words_received for name, c in phases.items() if name != "agree")
+
+        words[kind] = simulate(P, program).results[0]
+    share = 2 * (P - 1) / P
+    assert words[PowerSGD] == 2 * share * (4 * (64 + 48) + 64)
+    assert words[ACPSGD] == share * (4 * (64 + 48) + 2 * 64)
+
+
+def test_covap_sends_each_tensor_once_in_i_steps():
+    """Buckets of 10, 10 and 40: the last counts as three tensors at I = 3 (four by the median)."""
+
+    def program(comm):
+        shared, owns, sent = Shared(), [], []
+        lengths = (10, 10, 40)
+        for index, length in enumerate(lengths):
+            own = COVAP(3, start=1.0)
+            own.bind(Layout(index, lengths, ("p",), ((length,),), np.dtype(np.float32)), comm.transport, shared)
+            owns.append(own)
+        for _ in range(3):
+            row = []
+            for own, length in zip(owns, lengths, strict=True):
+                gradient = np.ones(length, np.float32)
+                own.mean(comm.transport, gradient)
+                row.append(gradient)
+            shared.step += 1
+            sent.append(np.concatenate(row))
+        return sent
+
+    sent = simulate(2, program).results[0]
+    assert [np.count_nonzero(row) for row in sent] == [10 + 13, 13 + 0, 10 + 14]
+    for tensor in (slice(0, 10), slice(10, 20), slice(20, 33), slice(33, 46), slice(46, 60)):
+        times = [step for step, row in enumerate(sent) if row[tensor].all()]
+        assert len(times) == 1
+        np.testing.assert_array_equal(sent[times[0]][tensor], times[0] + 1)  # with all that had waited
+
+
+def test_covap_coefficient_ascends_to_one():
+    own = COVAP(2, start=0.5, ascend_steps=10, ascend=0.2)
+    own.shared = Shared()
+    found = []
+    for own.shared.step in (0, 9, 10, 20, 30, 1000):
+        found.append(own.coefficient)
+    assert found == pytest.approx([0.5, 0.5, 0.7, 0.9, 1.0, 1.0])
+
+
+def test_covap_measures_its_interval_the_same_on_all_ranks():
+    def program(comm):
+        model = net()
+        inner = torch.optim.SGD(model.parameters(), 0.1)
+        optimizer = DistributedOptimizer(inner, model.named_parameters(), comm, "covap", **OPTIONS)
+        train(comm, model, optimizer, range(10))
+        states = optimizer.state_dict()["sparsecoll"]
+        return states["ccr"], states["buckets"], bits(model)
+
+    results = simulate(3, program).results
+    assert len({str(r) for r in results}) == 1 and results[0][0] > 0
+
+
+def test_dragonn_compresses_by_equation_1():
+    """A tensor is compressed where the network is slow enough for its size, on all ranks alike."""
+    large, small = normal(3, 400_000), normal(3, 300)
+    slow, fast = Network(1e-3, 1e-5), Network(1e-9, 1e-14)
+    costs = sparsecoll.Costs(select=1e-9, encode=1e-8, decode=1e-8, call=1e-6)
+    for gradients, network, expected in ((large, slow, True), (large, fast, False), (small, fast, False)):
+        for results, own in one(DRAGONN(0.001), gradients, network=network, costs=costs):
+            assert own.compressed is expected
+            kept = np.count_nonzero(results[0])
+            assert kept <= 3 * 400 if expected else kept == gradients[0].size
+
+
+def test_fp16_does_not_overflow_where_gradients_do_not():
+    g = [np.full(100, 40_000, np.float32)] * 8
+    results, _ = one(FP16(), g)[0]
+    np.testing.assert_allclose(results[0], 40_000, rtol=1e-3)

@@ -1,0 +1,335 @@
+"""DistributedOptimizer: the wrapped optimizer on mean gradients, however a training loop is written."""
+
+import json
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from nets import batch, bits, loss_of, net, train  # noqa: E402
+
+from sparsecoll import CommunicationError, simulate  # noqa: E402
+from sparsecoll.torch import DistributedOptimizer, Timeline  # noqa: E402
+from sparsecoll.torch.compressors import TopK  # noqa: E402
+
+P = 3
+OPTIMIZERS = {
+    "sgd": lambda params: torch.optim.SGD(params, 0.2, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "adamw": lambda params: torch.optim.AdamW(params, 0.01),
+    "rmsprop": lambda params: torch.optim.RMSprop(params, 0.01, centered=True),
+}
+
+
+def parameters(model):
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def close(mine, theirs):
+    for a, b in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-11)
+
+
+@pytest.mark.parametrize("bucket_bytes", [None, 1, 4000])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_without_compression_it_is_the_optimizer_on_the_mean_gradient(name, bucket_bytes):
+    """Two groups, a scheduler, clipping of the mean."""
+    make = OPTIMIZERS[name]
+
+    def groups(model):
+        return [
+            {"params": model[0].parameters(), "lr": 0.03},
+            {"params": [*model[2].parameters(), *model[4].parameters()]},
+        ]
+
+    def run(model, optimizer, backward):
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
+        for step in range(5):
+            optimizer.zero_grad()
+            backward(model, step)
+            if isinstance(optimizer, DistributedOptimizer):
+                optimizer.synchronize()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            schedule.step()
+        return parameters(model)
+
+    plain = net()
+    expected = run(
+        plain,
+        make(groups(plain)),
+        lambda m, s: (sum(loss_of(m, batch(r, s)) for r in range(P)) / P).backward(),
+    )
+
+    def program(comm):
+        model = net(seed=comm.rank)  # only rank 0's parameters count
+        optimizer = DistributedOptimizer(
+            make(groups(model)), model.named_parameters(), comm, "none", bucket_bytes=bucket_bytes
+        )
+        return run(model, optimizer, lambda m, s: loss_of(m, batch(comm.rank, s)).backward())
+
+    for mine in simulate(P, program).results:
+        close(mine, expected)
+
+
+def test_closures():
+    """L-BFGS evaluates several times a step; every evaluation is a mean."""
+    plain = net()
+    inner = torch.optim.LBFGS(plain.parameters(), 0.1, max_iter=4)
+
+    def closure(model, optimizer, losses):
+        optimizer.zero_grad()
+        loss = losses()
+        loss.backward()
+        return loss
+
+    for _ in range(2):
+        inner.step(lambda: closure(plain, inner, lambda: sum(loss_of(plain, batch(r, 0)) for r in range(P)) / P))
+    expected = parameters(plain)
+
+    def program(comm):
+        model = net()
+        inner = torch.optim.LBFGS(model.parameters(), 0.1, max_iter=4)
+        optimizer = DistributedOptimizer(inner, model.named_parameters(), comm, "none")
+        for _ in range(2):  # the losses must agree, too: L-BFGS decides by them
+            optimizer.step(lambda: closure(model, optimizer, lambda: loss_of(model, batch(comm.rank, 0))))
+        return parameters(model), bits(model)
+
+    results = simulate(P, program).results
+    assert len({b for _, b in results}) == 1
+    close(results[0][0], expected)
+
+
+def test_accumulation_with_no_sync_is_one_large_batch():
+    def program(comm):
+        models = []
+        for accumulate in (True, False):
+            model = net()
+            optimizer = DistributedOptimizer(
+                torch.optim.SGD(model.parameters(), 0.1), model.named_parameters(), comm, "none", bucket_bytes=2000
+            )
+            for step in range(3):
+                optimizer.zero_grad()
+                parts = [batch(comm.rank, 10 * step + part) for part in range(3)]
+                if accumulate:
+                    with optimizer.no_sync():
+                        for data in parts[:-1]:
+                            (loss_of(model, data) / 3).backward()
+                    (loss_of(model, parts[-1]) / 3).backward()
+                else:
+                    sum(loss_of(model, data) / 3 for data in parts).backward()
+                optimizer.step()
+            models.append(parameters(model))
+        return models
+
+    for accumulated, whole in simulate(2, program).results:
+        close(accumulated, whole)
+
+
+def test_two_back_propagations_without_no_sync_are_refused():
+    def program(comm):
+        model = net()
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model.named_parameters(), comm)
+        train(comm, model, optimizer, range(1))
+        loss_of(model, batch(0, 0)).backward()
+        with pytest.raises(RuntimeError, match=r"expected once a step.*no_sync"):
+            loss_of(model, batch(0, 1)).backward()
+
+    simulate(2, program)
+
+
+def test_unused_and_frozen_parameters():
+    """Unused everywhere: untouched, weight decay or not. Unused on some ranks: zeros there. Frozen: left alone."""
+
+    def program(comm):
+        some, nowhere, frozen, used = (torch.nn.Parameter(torch.ones(n)) for n in (3, 4, 5, 6))
+        frozen.requires_grad_(False)
+        named = {"some": some, "nowhere": nowhere, "frozen": frozen, "used": used}
+        inner = torch.optim.SGD(named.values(), 1.0, momentum=0.9, weight_decay=0.5)
+        optimizer = DistributedOptimizer(inner, named.items(), comm, "none", dense_below=0, bucket_bytes=8)
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = used.sum() + (some.sum() * 2 if comm.rank == 0 else 0)
+            loss.backward()
+            optimizer.step()
+        return [p.detach().clone() for p in (some, nowhere, frozen, used)], nowhere.grad
+
+    for (some, nowhere, frozen, used), gradient in simulate(2, program).results:
+        assert (nowhere == 1).all() and gradient is None and (frozen == 1).all()
+        torch.testing.assert_close(some, used[:3])  # the mean gradient is 1 for both
+
+
+def test_sparse_embedding_gradients_and_sparse_adam():
+    def program(comm):
+        embedding = torch.nn.Embedding(10, 3, sparse=True)
+        torch.nn.init.ones_(embedding.weight)
+        inner = torch.optim.SparseAdam(embedding.parameters(), 0.1)
+        optimizer = DistributedOptimizer(inner, embedding.named_parameters(), comm, TopK(1.0), dense_below=0)
+        for _ in range(2):
+            optimizer.zero_grad()
+            embedding(torch.tensor([comm.rank, comm.rank, 5])).sum().backward()
+            optimizer.step()
+        return embedding.weight.detach().clone(), embedding.weight.grad
+
+    for weight, gradient in simulate(2, program).results:
+        assert gradient.is_sparse and gradient.coalesce().indices().tolist() == [[0, 1, 5]]
+        moved = (weight != 1).all(1)
+        assert moved.nonzero().view(-1).tolist() == [0, 1, 5]
+
+
+def test_mixed_dtypes():
+    def program(comm):
+        half, single, double = (
+            torch.nn.Parameter(torch.ones(4, dtype=d)) for d in (torch.bfloat16, torch.float32, torch.float64)
+        )
+        named = {"half": half, "single": single, "double": double}
+        optimizer = DistributedOptimizer(
+            torch.optim.SGD(named.values(), 0.5), named.items(), comm, "none", dense_below=0
+        )
+        for _ in range(2):
+            optimizer.zero_grad()
+            ((half.float() + single + double) * (comm.rank + 1)).sum().backward()
+            optimizer.step()
+        return [p.detach().clone() for p in named.values()], half.grad.dtype
+
+    for tensors, dtype in simulate(3, program).results:
+        assert dtype == torch.bfloat16
+        assert all((t == -1).all() for t in tensors)  # 1 - 2 * 0.5 * 2
+
+
+def test_clipping_before_needs_no_overlap():
+    def program(comm):
+        model = net()
+        inner = torch.optim.SGD(model.parameters(), 1.0)
+        optimizer = DistributedOptimizer(inner, model.named_parameters(), comm, "none", overlap=False)
+        before = parameters(model)
+        for step in range(2):
+            optimizer.zero_grad()
+            (100 * loss_of(model, batch(comm.rank, step))).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+            optimizer.step()
+        return sum(float((a - b).square().sum()) for a, b in zip(before, parameters(model), strict=True)) ** 0.5
+
+    assert all(0 < norm <= 0.02 + 1e-9 for norm in simulate(2, program).results)
+
+
+def test_a_compiled_model():
+    def program(comm):
+        torch.set_num_threads(1)
+        models = [net(), net()]
+        compiled = torch.compile(models[0], backend="eager")
+        for model, forward in ((models[0], compiled), (models[1], models[1])):
+            inner = torch.optim.SGD(model.parameters(), 0.1)
+            optimizer = DistributedOptimizer(inner, model.named_parameters(), comm, "topk", dense_below=10)
+            for step in range(3):
+                optimizer.zero_grad()
+                loss_of(forward, batch(comm.rank, step)).backward()
+                optimizer.step()
+        return [bits(model) for model in models]
+
+    compiled, plain = simulate(1, program).results[0]
+    assert compiled == plain
+
+
+def test_verify_names_the_first_tensor_that_differs():
+    def program(comm):
+        model = net()
+        inner = torch.optim.SGD(model.parameters(), 0.1)
+        optimizer = DistributedOptimizer(inner, model.named_parameters(), comm, "none", verify=2)
+        train(comm, model, optimizer, range(2))
+        if comm.rank == 2:
+            with torch.no_grad():
+                model[2].bias[3] += 1
+        train(comm, model, optimizer, range(1))
+        with pytest.raises(CommunicationError, match=r"after step 4.*'2\.bias' on rank 2"):
+            train(comm, model, optimizer, range(1))
+
+    simulate(3, program)
+
+
+def test_ranks_that_disagree_get_the_same_error():
+    def program(comm):
+        model = net()
+        inner = torch.optim.SGD(model.parameters(), 0.1)
+        density = 0.1 if comm.rank else 0.2
+        with pytest.raises(CommunicationError, match="compressor: expected the same value on all ranks"):
+            DistributedOptimizer(inner, model.named_parameters(), comm, TopK(density))
+        with pytest.raises(CommunicationError, match="parameters: expected the same"):
+            named = [(f"{comm.rank}.{name}", p) for name, p in model.named_parameters()]
+            DistributedOptimizer(inner, named, comm)
+
+    simulate(2, program)
+
+
+def test_bad_arguments():
+    model = net()
+    inner = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.raises(ValueError, match="named_parameters: expected all"):
+        DistributedOptimizer(inner, [])
+    with pytest.raises(ValueError, match="bucket_bytes"):
+        DistributedOptimizer(inner, model.named_parameters(), bucket_bytes=0)
+    away = torch.nn.Parameter(torch.empty(3, device="meta"))
+    with pytest.raises(TypeError, match="expected CPU tensors"):
+        DistributedOptimizer(torch.optim.SGD([away], 0.1), [("away", away)])
+
+
+def test_added_groups_keep_what_residuals_hold():
+    def program(comm):
+        model, late = net(), torch.nn.Parameter(torch.full((50,), float(comm.rank)))
+        inner = torch.optim.SGD(model.parameters(), 0.1)
+        optimizer = DistributedOptimizer(inner, model.named_parameters(), comm, TopK(0.05), dense_below=10)
+        train(comm, model, optimizer, range(3))
+        before = optimizer.state_dict()["sparsecoll"]["tensors"]["residual"]
+        optimizer.add_param_group({"params": [late], "lr": 0.25})
+        assert (late == 0).all()  # rank 0's
+        after = optimizer.state_dict()["sparsecoll"]["tensors"]["residual"]
+        assert all(torch.equal(after[name], residual) for name, residual in before.items())
+        optimizer.zero_grad()
+        (loss_of(model, batch(comm.rank, 3)) + late.sum()).backward()
+        optimizer.step()
+        return bits(model), float(late.detach().abs().max())
+
+    results = simulate(3, program).results
+    assert len(set(results)) == 1 and results[0][1] == 0.25
+
+
+def test_one_rank_without_mpirun_and_close():
+    model = net()
+    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model.named_parameters())
+    before = bits(model)
+    for step in range(3):
+        optimizer.zero_grad()
+        loss_of(model, batch(0, step)).backward()
+        optimizer.step()
+    assert bits(model) != before
+    optimizer.close()
+    loss_of(model, batch(0, 0)).backward()
+    loss_of(model, batch(0, 1)).backward()  # no hook objects
+
+
+def test_timeline(tmp_path):
+    timelines = [Timeline(rank) for rank in range(2)]
+
+    def program(comm):
+        model = net()
+        inner = torch.optim.SGD(model.parameters(), 0.1)
+        optimizer = DistributedOptimizer(
+            inner, model.named_parameters(), comm, "topk", bucket_bytes=6000, timeline=timelines[comm.rank]
+        )
+        train(comm, model, optimizer, range(3))
+        return optimizer.seconds
+
+    seconds = simulate(2, program).results[0]
+    assert seconds["select"] > 0 and seconds["exposed"] > 0
+    timelines[1].save(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    names = {event["name"] for event in events}
+    assert {"back-propagation", "bucket 0", "bucket 1", "select", "encode", "wait"} <= names
+    spans = [e for e in events if e["ph"] == "X"]
+    assert all(e["pid"] == 1 and e["dur"] >= 0 and e["ts"] >= 0 for e in spans)
+    buckets = [e for e in spans if e["name"].startswith("bucket")]
+    inner = [e for e in spans if e["name"] == "select"]
+    for e in inner:
+        assert any(b["ts"] <= e["ts"] and e["ts"] + e["dur"] <= b["ts"] + b["dur"] + 1 for b in buckets)
+    timelines[1].clear()
+    assert np.isfinite(seconds["wait"])
