@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from sparsecoll.kernels.sampling import stride_for
 from sparsecoll.select.base import SMALLEST, Selector, Vector, check_k, checked
 from sparsecoll.vector import SparseVector
 
@@ -41,7 +42,7 @@ class SampledThreshold(Selector):
         check_k(k)
         if x.nnz <= k or k == 0:
             return checked(x.top(k))
-        stride = max(1, x.nnz // max(self.LEAST, round(self.share * x.nnz)))
+        stride = stride_for(x.nnz, max(self.LEAST, round(self.share * x.nnz)))
         sample = x.sample(stride, self._calls % stride)
         self._calls += 1
         among = max(1, round(k / x.nnz * sample.nnz))

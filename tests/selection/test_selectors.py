@@ -1,5 +1,7 @@
 """Every selector: about k of the largest entries, fused with error feedback in one pass, conserving, resumable."""
 
+import math
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -7,6 +9,8 @@ from hypothesis import strategies as st
 
 import sparsecoll
 from sparsecoll import DenseVector, Residual, SparseVector, select
+from sparsecoll.kernels import kernels_of
+from sparsecoll.kernels.sampling import stride_for
 from sparsecoll.select import SELECTORS, GaussianK, Hashed, MSTopK, RandomK, SampledThreshold, TopK
 from sparsecoll.select.survey import Survey
 
@@ -222,3 +226,25 @@ def test_bad_options():
     for options in ({"share": 0}, {"share": 1.5}, {"tolerance": -1}, {"tolerance": float("nan")}):
         with pytest.raises(ValueError, match="share, tolerance"):
             SampledThreshold(**options)
+
+
+def test_samples_of_matrices_do_not_keep_to_a_few_columns():
+    """Every 128th column of 4,096 is empty: a distance of 128 would see only those."""
+    x = np.random.default_rng(0).standard_normal((256, 4096)).astype(np.float32)
+    x[:, ::128] = 0
+    vector, k = DenseVector(x.reshape(-1)), x.size // 100
+    key = kernels_of(vector.values).lower_bound_key(vector.values, k)
+    if key:  # the reference looks at everything
+        assert k <= kernels_of(vector.values).count_at_least(vector.values, key) <= 2 * k
+    sample = vector.sample(stride_for(x.size, 8192), 0)
+    assert np.count_nonzero(sample.values) > 0.95 * sample.nnz
+
+
+@pytest.mark.parametrize("length", [1, 1000, 10**5, 10**6, 2**24, 3**15, 2**33])
+def test_distances_of_samples_are_prime_to_widths(length):
+    for size in (1, 1000, 1 << 17):
+        stride = stride_for(length, size)
+        assert stride >= max(1, length // size) and stride <= 1.3 * max(1, length // size) + 2
+        assert all(math.gcd(stride, width) == 1 for width in (2, 64, 4096)) and (
+            stride < 17 or (stride % 3 and stride % 5)
+        )

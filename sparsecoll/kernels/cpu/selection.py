@@ -18,6 +18,7 @@ from sparsecoll.kernels.cpu import lanes
 from sparsecoll.kernels.cpu.lanes import LANES, compress_block, magnitude_key
 from sparsecoll.kernels.memory import empty
 from sparsecoll.kernels.reference import MOMENT_LANES, ROUNDS, Addend, Array, bits_and_mask, index_dtype, magnitude_keys
+from sparsecoll.kernels.sampling import stride_for
 
 CHUNK = 2048  # items per chunk; a multiple of MOMENT_LANES and of lanes.LANES
 SMALL = 1 << 13  # below this many values topk looks at all of them
@@ -319,7 +320,7 @@ def lower_bound_key(values: Array, k: int, add: Addend | None = None) -> int:
     if values.size <= SMALL or k > values.size // 2:
         return 0
     size = min(max(values.size >> 7, SMALL), SAMPLE)
-    stride = max(1, values.size // size)
+    stride = stride_for(values.size, size)
     sample = values[::stride].copy()
     if add is not None:
         reference.accumulate(sample, (add[0][::stride], add[1]))

@@ -17,6 +17,7 @@ from sparsecoll.algorithms.dense import Dense
 from sparsecoll.residual import Residual
 from sparsecoll.select import Vector
 from sparsecoll.torch.layout import Layout
+from sparsecoll.trace import doing
 from sparsecoll.transport import Transport
 from sparsecoll.vector import DenseVector
 
@@ -72,10 +73,13 @@ class Compressor(ABC):
     def mean(self, transport: Transport, gradient: Array) -> None:
         """Replace this rank's gradient by the (compressed) mean over the ranks. Collective."""
         try:
-            message = self.compress(self.compensate(gradient))
+            with doing("select", gradient.size):
+                message = self.compress(self.compensate(gradient))
         except Exception as error:
             message = error
-        self.update(gradient, message, self.communicate(transport, message))
+        reduced = self.communicate(transport, message)
+        with doing("dense", gradient.size):
+            self.update(gradient, message, reduced)
 
     def state(self) -> dict[str, dict[str, torch.Tensor]]:
         """Tensors by kind ("residual", ...) and parameter name; views, not copies."""

@@ -1,0 +1,249 @@
+"""Seconds a training step: every compressor, SparseSGD, and DistributedDataParallel over gloo, in one run.
+
+    python perf/testbed.py run -- python perf/training.py --interface eth0 --json perf/results/training.json
+    mpirun -n 8 python perf/training.py                   # any cluster
+
+Models: "vgg" (20 M parameters, two convolutional blocks and three linear layers, on 28 x 28 images) and "mlp" (107 M
+parameters). Inputs are random, which does not change the time. A step is forward, backward, reduction, and SGD with
+momentum; its time is that of the slowest rank, the median of --repeat. "plain" is torch.optim.SGD on each rank
+alone: computation. "free" is our optimizer without communication. "exposed" is what a rank waits in `step`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from report import Row
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+import sparsecoll.torch
+from sparsecoll import bench
+from sparsecoll.torch import DistributedOptimizer, SparseSGD
+from sparsecoll.torch.compressors import COVAP, DGC, QSGD, Compressor, OkTopk, TopK
+from sparsecoll.transport import as_transport, default_comm
+from sparsecoll.transport.collectives import allgather
+
+LR, MOMENTUM = 0.01, 0.9
+COMPRESSED: dict[str, tuple[str | Compressor, dict[str, Any]]] = {  # name: (compressor, options)
+    "free": ("free", {}),
+    "none": ("none", {}),
+    "none, no overlap": ("none", {"overlap": False}),
+    "fp16": ("fp16", {}),
+    "topk 1 %": (TopK(0.01), {}),
+    "topk 1 %, no overlap": (TopK(0.01), {"overlap": False}),
+    "topk 1 %, whole model": (TopK(0.01), {"bucket_bytes": None}),
+    "allgather 1 %": (TopK(0.01, algo="allgather"), {}),
+    "oktopk 1 %": (OkTopk(0.01), {}),
+    "densestream 1 %": ("densestream", {}),
+    "dgc 0.1 %": (DGC(0.001), {}),
+    "gaussiank 1 %": ("gaussiank", {}),
+    "mstopk 1 %": ("mstopk", {}),
+    "randomk 1 %": ("randomk", {}),
+    "dragonn 1 %": ("dragonn", {}),
+    "efsignsgd": ("efsignsgd", {}),
+    "qsgd 8 bits": (QSGD(8), {}),
+    "qsgd 2 bits": (QSGD(2), {}),
+    "powersgd rank 4": ("powersgd", {}),
+    "powersgd rank 4, no overlap": ("powersgd", {"overlap": False}),
+    "powersgd rank 4, no fusion": ("powersgd", {"bucket_bytes": 1}),
+    "acpsgd rank 4": ("acpsgd", {}),
+    "acpsgd rank 4, no overlap": ("acpsgd", {"overlap": False}),
+    "acpsgd rank 4, no fusion": ("acpsgd", {"bucket_bytes": 1}),
+    "covap": ("covap", {}),
+}
+COVAPS = {f"covap, I = {interval}": (COVAP(interval), {}) for interval in (1, 2, 4, 8, 16, 32)}
+
+
+def vgg() -> nn.Module:
+    """20,3 M parameters for 28 x 28 images."""
+    return nn.Sequential(
+        nn.Unflatten(1, (1, 28, 28)),
+        *(nn.Conv2d(1, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(64, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()),
+        *(nn.Linear(64 * 49, 4096), nn.ReLU(), nn.Linear(4096, 1800), nn.ReLU(), nn.Linear(1800, 10)),
+    )
+
+
+def mlp() -> nn.Module:
+    """107 M parameters for 784 values."""
+    sizes = [784, 8192, 8192, 4096, 10]
+    layers: list[nn.Module] = []
+    for inputs, outputs in pairwise(sizes):
+        layers += [nn.Linear(inputs, outputs), nn.ReLU()]
+    return nn.Sequential(*layers[:-1])
+
+
+MODELS = {"vgg": vgg, "mlp": mlp}
+
+
+def ddp_lines() -> dict[str, Callable[[Any, Any], None]]:
+    """Name -> what registers the hook."""
+
+    def power(model: Any, _: Any) -> None:
+        state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
+        model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+
+    def ours(compressor: str) -> Callable[[Any, Any], None]:
+        def register(model: Any, comm: Any) -> None:
+            state = sparsecoll.torch.HookState(comm, compressor, model.module.named_parameters())
+            model.register_comm_hook(state, sparsecoll.torch.comm_hook)
+
+        return register
+
+    return {
+        "DDP, gloo": lambda model, _: None,
+        "DDP, gloo, fp16 hook": lambda model, _: model.register_comm_hook(None, default_hooks.fp16_compress_hook),
+        "DDP, gloo, PowerSGD hook, one bucket": power,
+        "DDP, our hook, topk 1 %": ours("topk"),
+        "DDP, our hook, acpsgd rank 4": ours("acpsgd"),
+    }
+
+
+class Step:
+    """One line of the table: a model, its optimizer, and a step of them."""
+
+    def __init__(self, model: nn.Module, forward: nn.Module, optimizer: Any, batch: int, rank: int) -> None:
+        self.model, self.forward, self.optimizer = model, forward, optimizer
+        generator = torch.Generator().manual_seed(rank)
+        self.x = torch.randn(batch, 784, generator=generator)
+        self.y = torch.randint(0, 10, (batch,), generator=generator)
+
+    def __call__(self) -> None:
+        self.optimizer.zero_grad()
+        nn.functional.cross_entropy(self.forward(self.x), self.y).backward()
+        self.optimizer.step()
+
+
+def lines(model_name: str, options: argparse.Namespace, comm: Any) -> Iterator[tuple[str, Callable[[], Step]]]:
+    """(name, what makes the step); a model lives for one line."""
+
+    def made() -> nn.Module:
+        torch.manual_seed(0)
+        return MODELS[model_name]()
+
+    def sgd(model: nn.Module) -> Any:
+        return torch.optim.SGD(model.parameters(), LR, momentum=MOMENTUM)
+
+    def compressed(compressor: str | Compressor, settings: dict[str, Any]) -> Step:
+        model = made()
+        momentum = 0.0 if isinstance(compressor, DGC) else MOMENTUM
+        inner = torch.optim.SGD(model.parameters(), LR, momentum=momentum)
+        optimizer = DistributedOptimizer(inner, model.named_parameters(), comm, compressor, **settings)
+        return Step(model, model, optimizer, options.batch, comm.rank)
+
+    def sparse(algo: str) -> Step:
+        model = made()
+        optimizer = SparseSGD(model.parameters(), LR, comm, algo, 0.01, momentum=MOMENTUM)
+        return Step(model, model, optimizer, options.batch, comm.rank)
+
+    def ddp(register: Callable[[Any, Any], None], **settings: Any) -> Step:
+        model = nn.parallel.DistributedDataParallel(made(), **settings)
+        register(model, comm)
+        return Step(model, model, sgd(model), options.batch, comm.rank)
+
+    def plain() -> Step:
+        model = made()
+        return Step(model, model, sgd(model), options.batch, comm.rank)
+
+    yield "plain", plain
+    for name, (compressor, settings) in (COMPRESSED | COVAPS).items():
+        yield name, lambda c=compressor, s=settings: compressed(c, s)
+    yield "SparseSGD, dense", lambda: sparse("dense")
+    yield "SparseSGD, oktopk 1 %", lambda: sparse("oktopk")
+    if options.gloo:
+        for name, register in ddp_lines().items():
+            one = {"bucket_cap_mb": 10_000} if "one bucket" in name else {}
+            yield name, lambda r=register, one=one: ddp(r, **one)
+
+
+def measure(step: Step, comm: Any, warm: int, repeat: int) -> Row:
+    """Median seconds of a step on the slowest rank, and what they consist of."""
+    transport = as_transport(comm)
+    for _ in range(warm):
+        step()
+    seconds = getattr(step.optimizer, "seconds", {})
+    before, counted = dict(seconds), transport.traffic.copy()
+    times = []
+    for _ in range(repeat):
+        comm.Barrier()
+        start = time.perf_counter()
+        step()
+        times.append(time.perf_counter() - start)
+    parts = {kind: (value - before[kind]) / repeat for kind, value in seconds.items()}
+    table = allgather(transport, np.array([*times, *parts.values()]))
+    moved = transport.traffic.since(counted)
+    slowest = table[:, :repeat].max(axis=0)
+    row: Row = {"seconds": float(np.median(slowest)), "least": float(slowest.min()), "most": float(slowest.max())}
+    row |= {"MB received": moved.bytes_received / repeat / 1e6}
+    return row | dict(zip(parts, table[:, repeat:].mean(axis=0).tolist(), strict=True))
+
+
+def rows(options: argparse.Namespace, comm: Any) -> Iterator[Row]:
+    """Every measurement; the same on every rank."""
+    for model_name in options.models:
+        alone = 0.0
+        for name, make in lines(model_name, options, comm):
+            if options.lines and not any(text in name for text in options.lines):
+                continue
+            step = make()
+            measured = name == "covap"
+            found = measure(step, comm, options.warm + (7 if measured else 0), options.repeat)
+            alone = found["seconds"] if name == "plain" else alone
+            parameters = sum(p.numel() for p in step.model.parameters())
+            row = {"model": model_name, "parameters": parameters, "P": comm.size, "line": name, **found}
+            if measured:
+                row["ccr"] = step.optimizer.state_dict()["sparsecoll"]["ccr"]
+            if isinstance(step.optimizer, DistributedOptimizer):
+                step.optimizer.close()
+            del step
+            yield row | {"x plain": row["seconds"] / alone if alone else None}
+
+
+def main() -> None:
+    """Measure and print; rank 0 saves."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--lines", nargs="+", help="only lines whose name contains one of these")
+    parser.add_argument("--batch", type=int, default=32, help="samples per rank and step")
+    parser.add_argument("--repeat", type=int, default=7)
+    parser.add_argument("--warm", type=int, default=3)
+    parser.add_argument("--no-gloo", dest="gloo", action="store_false", help="without DistributedDataParallel")
+    parser.add_argument("--interface", help="network interface for gloo")
+    parser.add_argument("--json", type=Path, help="save the rows")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    comm = default_comm()
+    if options.gloo:
+        if options.interface:
+            os.environ["GLOO_SOCKET_IFNAME"] = options.interface
+        where = comm.bcast(tempfile.mkdtemp(prefix="gloo-") if comm.rank == 0 else None)
+        dist.init_process_group("gloo", f"file://{where}/store", rank=comm.rank, world_size=comm.size)
+    found: list[Row] = []
+    for row in rows(options, comm):
+        found.append(row)
+        if comm.rank == 0:
+            parts = " ".join(f"{kind} {row[kind]:.3f}" for kind in ("select", "wait", "exposed") if kind in row)
+            sys.stdout.write(
+                f"{row['model']:<5}{row['line']:<38}{row['seconds']:>8.3f} s {row['x plain'] or 0:>6.2f} x plain"
+                f" {row['MB received']:>8.2f} MB  {parts}\n"
+            )
+            sys.stdout.flush()
+            if options.json:
+                options.json.write_text(json.dumps({"about": bench.about(), "rows": found}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
