@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 from sparsecoll.torch.compressors.base import Array
-from sparsecoll.torch.compressors.powersgd import LowRank, orthogonalized
+from sparsecoll.torch.compressors.powersgd import LowRank, finite, orthogonalized
 from sparsecoll.transport import Transport
 from sparsecoll.vector import DenseVector
 
@@ -44,8 +43,6 @@ class ACPSGD(LowRank):
     @torch.no_grad()
     def compress(self, acc: DenseVector) -> DenseVector:
         values = acc.values
-        if not np.isfinite(values).all():
-            raise ValueError("gradient: expected finite values, got NaN or infinity")
         matrices = self._matrices(values)
         fixed = self.q if self._odd else self.p
         if not self.reuse:
@@ -60,7 +57,7 @@ class ACPSGD(LowRank):
         else:
             self.p = fixed
             parts = [M.T @ p for M, p in zip(matrices, self.p, strict=True)]
-        message = (self._P if self._odd else self._Q).join(parts + self._rest(values))
+        message = finite((self._P if self._odd else self._Q).join(parts + self._rest(values)))
         if self.feedback:
             for M, part, f in zip(matrices, parts, fixed, strict=True):
                 left, right = (part, f) if self._odd else (f, part)

@@ -26,11 +26,11 @@ class EFSignSGD(Feedback):
 
     def compress(self, acc: DenseVector) -> Array:
         values, edges = acc.values, self.layout.offsets
-        if np.isnan(values).any():
-            raise ValueError("gradient: expected values with a sign, got NaN")
         sizes = np.maximum(np.diff(edges), 1)
         sums = [np.abs(values[a:b]).sum(dtype=np.float64) for a, b in pairwise(edges)]
         scales = (np.array(sums) / sizes).astype(np.float32)
+        if not np.isfinite(scales).all():
+            raise ValueError("gradient: expected finite values, got NaN or infinity")
         return np.concatenate([scales.view(np.uint8), np.packbits(values >= 0)])
 
     def communicate(self, transport: Transport, message: Array | Exception) -> list[Array]:

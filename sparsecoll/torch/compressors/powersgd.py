@@ -79,6 +79,13 @@ class LowRank(Feedback):
         return super().state() | factors
 
 
+def finite(message: Array) -> Array:
+    """A message that was worked out from a whole gradient, unless that held what is not finite."""
+    if not np.isfinite(message).all():
+        raise ValueError("gradient: expected finite values, got NaN or infinity")
+    return message
+
+
 def orthogonalized(matrix: torch.Tensor) -> torch.Tensor:
     """Orthonormal columns with the same span (reduced QR)."""
     return torch.linalg.qr(matrix)[0]  # type: ignore[no-any-return]
@@ -101,10 +108,8 @@ class PowerSGD(LowRank):
     @torch.no_grad()
     def compress(self, acc: DenseVector) -> DenseVector:
         values = acc.values
-        if not np.isfinite(values).all():
-            raise ValueError("gradient: expected finite values, got NaN or infinity")
         parts = [M @ q for M, q in zip(self._matrices(values), self.q, strict=True)]
-        return DenseVector(self._P.join(parts + self._rest(values)))
+        return DenseVector(finite(self._P.join(parts + self._rest(values))))
 
     @torch.no_grad()
     def communicate(self, transport: Transport, message: DenseVector | Exception) -> list[torch.Tensor]:
