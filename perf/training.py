@@ -1,6 +1,7 @@
 """Seconds a training step: every compressor, SparseSGD, and DistributedDataParallel over gloo, in one run.
 
     python perf/testbed.py run -- python perf/training.py --interface eth0 --json perf/results/training.json
+    python perf/training.py --render                      # docs/training.md from those rows
     mpirun -n 8 python perf/training.py                   # any cluster
 
 Models: "vgg" (20 M parameters, two convolutional blocks and three linear layers, on 28 x 28 images) and "mlp" (107 M
@@ -25,7 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from report import Row
+from report import Row, markdown
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
@@ -36,6 +37,8 @@ from sparsecoll.torch.compressors import COVAP, DGC, QSGD, Compressor, OkTopk, T
 from sparsecoll.transport import as_transport, default_comm
 from sparsecoll.transport.collectives import allgather
 
+ROOT = Path(__file__).parent.parent
+ROWS, PAGE, TEXT = ROOT / "perf/results/training.json", ROOT / "docs/training.md", ROOT / "perf/training.in.md"
 LR, MOMENTUM = 0.01, 0.9
 COMPRESSED: dict[str, tuple[str | Compressor, dict[str, Any]]] = {  # name: (compressor, options)
     "free": ("free", {}),
@@ -212,6 +215,40 @@ def rows(options: argparse.Namespace, comm: Any) -> Iterator[Row]:
             yield row | {"x plain": row["seconds"] / alone if alone else None}
 
 
+def hidden(rows: dict[str, Row], name: str) -> float | None:
+    """Share of min(computation, communication) that overlap hides: what a line gains over itself without overlap."""
+    alone, apart = rows.get("plain"), rows.get(f"{name}, no overlap")
+    if alone is None or apart is None:
+        return None
+    communication = apart["seconds"] - alone["seconds"]
+    return (apart["seconds"] - rows[name]["seconds"]) / min(alone["seconds"], communication)
+
+
+def tables(found: list[Row]) -> dict[str, str]:
+    """The page's tables by name."""
+    made = {}
+    for model_name in dict.fromkeys(row["model"] for row in found):
+        rows = {row["line"]: row for row in found if row["model"] == model_name}
+        best = min((row["seconds"] for name, row in rows.items() if name.startswith("DDP, gloo")), default=None)
+        shown = []
+        for name, row in rows.items():
+            if name in COVAPS:
+                continue
+            line = {"line": name, "s / step": row["seconds"], "x plain": row["x plain"]}
+            line |= {"best DDP / this": best / row["seconds"] if best else None}
+            line |= {"MB received": row["MB received"] or None}
+            line |= {kind: row.get(kind) for kind in ("select", "wait", "exposed")}
+            shown.append(line | {"hidden": hidden(rows, name)})
+        made[model_name] = markdown(shown)
+        covap = [{"I": int(name.rpartition(" ")[2]), **rows[name]} for name in COVAPS if name in rows]
+        made[f"{model_name}_covap"] = markdown(
+            [{"I": r["I"], "s / step": r["seconds"], "x plain": r["x plain"], "exposed": r["exposed"]} for r in covap]
+        )
+        measured = rows.get("covap", {}).get("ccr")
+        made[f"{model_name}_ccr"] = f"{measured:.1f}" if measured else "not measured"
+    return made
+
+
 def main() -> None:
     """Measure and print; rank 0 saves."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -223,7 +260,13 @@ def main() -> None:
     parser.add_argument("--no-gloo", dest="gloo", action="store_false", help="without DistributedDataParallel")
     parser.add_argument("--interface", help="network interface for gloo")
     parser.add_argument("--json", type=Path, help="save the rows")
+    parser.add_argument("--render", action="store_true", help="only write the page")
     options = parser.parse_args()
+    if options.render:
+        saved = json.loads(ROWS.read_text())
+        about = {"commit": saved["about"]["commit"], "machine": saved["about"]["machine"]}
+        PAGE.write_text(TEXT.read_text().format(**about, **tables(saved["rows"])))
+        return
     torch.set_num_threads(1)
     comm = default_comm()
     if options.gloo:

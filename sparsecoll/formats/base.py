@@ -56,12 +56,16 @@ class WireDtype:
             return stored
         return kernels_of(stored).from_bfloat16(stored)  # type: ignore[no-any-return]
 
+    def unpack_as(self, stored: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
+        """The values again, as `dtype`; a view where nothing changes."""
+        arrived = self.unpack(stored)
+        if self.name == "float16" and dtype == np.float32:
+            return kernels_of(arrived).from_float16(arrived)  # type: ignore[no-any-return]
+        return arrived.astype(dtype, copy=False)
+
     def rounded(self, values: NDArray[Any]) -> NDArray[Any]:
         """The values that arrive, in their own dtype."""
-        arrived = self.unpack(self.pack(values))
-        if self.name == "float16" and values.dtype == np.float32:
-            return kernels_of(arrived).from_float16(arrived)  # type: ignore[no-any-return]
-        return arrived.astype(values.dtype)
+        return self.unpack_as(self.pack(values), values.dtype)
 
 
 WIRE_DTYPES = {

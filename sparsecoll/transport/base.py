@@ -122,7 +122,7 @@ class Transport(ABC):
             raise CommunicationError(
                 f"rank {self.rank}: expected {length} values of {wire.name}, got {buffer.size} bytes"
             )
-        return DenseVector(wire.unpack(buffer.view(wire.stored)).astype(dtype, copy=False))
+        return DenseVector(wire.unpack_as(buffer.view(wire.stored), dtype))
 
     def place(self, x: DenseVector) -> Buffer | None:
         """x as memory for its packed values to arrive in; None if they travel in another dtype."""
