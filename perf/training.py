@@ -236,7 +236,7 @@ def tables(found: list[Row]) -> dict[str, str]:
                 continue
             line = {"line": name, "s / step": row["seconds"], "x plain": row["x plain"]}
             line |= {"best DDP / this": best / row["seconds"] if best else None}
-            line |= {"MB received": row["MB received"] or None}
+            line |= {"MB received": row["MB received"] if row["MB received"] > 0.001 else None}
             line |= {kind: row.get(kind) for kind in ("select", "wait", "exposed")}
             shown.append(line | {"hidden": hidden(rows, name)})
         made[model_name] = markdown(shown)
