@@ -11,7 +11,7 @@ import torch
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
 from sparsecoll.progress import in_background
-from sparsecoll.torch.compressors import Compressor, Shared, resolve
+from sparsecoll.torch.compressors import COVAP, Compressor, Shared, resolve
 from sparsecoll.torch.engine import State, restore
 from sparsecoll.torch.layout import Layout, residual_dtype
 from sparsecoll.transport import as_transport, default_comm
@@ -38,8 +38,8 @@ class HookState:
     ) -> None:
         self.transport = as_transport(default_comm() if comm is None else comm)
         self._compressor = resolve(compressor)
-        if self._compressor.profiles:
-            raise ValueError("compressor: expected COVAP with an interval, which DDP's hook cannot measure")
+        if isinstance(self._compressor, COVAP):
+            raise ValueError("compressor: expected another than COVAP, which cuts buckets by the lengths of them all")
         self._timeout = timeout
         self._shared = Shared()
         self._names = {id(p): name for name, p in named_parameters}

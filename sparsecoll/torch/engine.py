@@ -18,7 +18,7 @@ from sparsecoll import trace
 from sparsecoll.agreement import agree
 from sparsecoll.errors import CommunicationError
 from sparsecoll.progress import in_background
-from sparsecoll.torch.compressors import Compressor, NoCompression, Shared, resolve
+from sparsecoll.torch.compressors import Compressor, Free, NoCompression, Shared, resolve
 from sparsecoll.torch.layout import Bucket, fuse, residual_dtype
 from sparsecoll.torch.timeline import Timeline
 from sparsecoll.transport import Transport
@@ -29,11 +29,10 @@ State = dict[str, dict[str, torch.Tensor]]
 
 
 class Engine:
-    """Reduces the gradients of named parameters; what DistributedOptimizer and SparseSGD's users see of it is there.
+    """Reduces the gradients of named parameters; see DistributedOptimizer for the options.
 
     Attributes:
         seconds: of this rank by kind of work (see `sparsecoll.trace`), and "exposed": waited for in `synchronize`.
-        steps: calls of `synchronize`.
     """
 
     def __init__(
@@ -49,7 +48,7 @@ class Engine:
         timeout: float | None,
         timeline: Timeline | None,
     ) -> None:
-        self.params = dict(params)
+        self.params: dict[str, torch.Tensor] = {}
         self.transport = transport
         self.timeline = timeline
         self._compressor = resolve(compressor)
@@ -66,22 +65,14 @@ class Engine:
         self._threads = torch.get_num_threads()
         self.seconds = dict.fromkeys((*trace.KINDS, "exposed"), 0.0)
         self._begin_step()
-        self.add({})
-
-    @property
-    def steps(self) -> int:
-        return self._shared.step
+        self.add(params)
 
     def add(self, params: Mapping[str, torch.Tensor]) -> None:
         """More parameters; collective. All ranks must have the same ones; values are taken from rank 0."""
         error: Exception | None = None
-        for name in params:
+        for name, p in params.items():
             if name in self.params:
                 error = ValueError(f"named_parameters: expected every name once, got {name!r} again")
-        self._remember()
-        new = {**params} if self._hooked else {**self.params, **params}
-        self.params.update(params)
-        for name, p in new.items():
             try:
                 residual_dtype(p.dtype)
                 if p.device.type != "cpu":
@@ -89,14 +80,16 @@ class Engine:
             except TypeError as problem:
                 error = problem
         call = {
-            "parameters": [[name, list(p.shape), str(p.dtype)] for name, p in self.params.items()],
+            "parameters": [[name, list(p.shape), str(p.dtype)] for name, p in (self.params | dict(params)).items()],
             "compressor": self._compressor.describe(),
             "bucket_bytes": self._bucket_bytes,
             "dense_below": self._dense_below,
             "verify": self._verify,
         }
         self._in_order(lambda: agree(self.transport, call, 0, error))
-        for name, p in new.items():
+        self._remember()
+        self.params.update(params)
+        for name, p in params.items():
             self._in_order(lambda p=p: broadcast_from_rank_0(self.transport, p))
             if p.requires_grad:
                 hook = partial(self._hook, name)
@@ -243,7 +236,7 @@ class Engine:
             self._order = [names[i] for i in order.tolist()]
             params = {name: self.params[name] for name in names}
             for bucket in fuse(params, self._order, self._bucket_bytes, self._dense_below):
-                plain = bucket.small and not isinstance(self._compressor, type(resolve("free")))
+                plain = bucket.small and not isinstance(self._compressor, Free)
                 compressor = NoCompression() if plain else resolve(self._compressor)
                 compressor.bind(bucket.layout, self.transport, self._shared, self._timeout)
                 self._buckets.append((bucket, compressor))

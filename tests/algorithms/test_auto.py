@@ -127,3 +127,26 @@ def test_reach_inverts_fill_in():
 def test_bad_option():
     with pytest.raises(ValueError, match="want: expected one of exact_sum, top_k_of_sum, got 'all'"):
         Auto(want="all")
+
+
+def test_predictions_are_corrected_by_whole_calls(tmp_path):
+    """Times measured over predicted at a call's length, log-linear between two, as at the ends beyond them."""
+    tuning = Tuning(calls={"dense": [(1e-3, 2e-3), (1e-1, 8e-1)]})
+    for seconds, factor in ((1e-3, 2), (1e-2, 4), (1e-1, 8), (1e-6, 2), (10.0, 8)):
+        assert tuning.corrected("dense", seconds) == pytest.approx(factor * seconds)
+        assert tuning.corrected("allgather", seconds) == seconds
+    tuning.save(tmp_path / "tuning.json")
+    assert Tuning.load(tmp_path / "tuning.json") == tuning
+
+
+def test_a_whole_phase_counts_what_phases_inside_send():
+    def program(comm):
+        transport = comm.transport
+        with transport.phase("outer", whole=True), transport.phase("inner"):
+            allgather(transport, np.zeros(1))
+        with transport.phase("inner"):
+            allgather(transport, np.zeros(1))
+        phases = transport.traffic.phases
+        return phases["outer"].bytes_sent, phases["inner"].bytes_sent, transport.traffic.bytes_sent
+
+    assert simulate(2, program).results == [(8, 8, 16)] * 2

@@ -154,6 +154,7 @@ def test_the_ddp_hook_raises_on_every_rank(process_group):
     comm.Barrier()
 
 
-def test_covap_in_the_ddp_hook_needs_an_interval():
-    with pytest.raises(ValueError, match="expected COVAP with an interval"):
-        HookState(None, "covap")
+@pytest.mark.parametrize("compressor", ["covap", COVAP(3)])
+def test_covap_in_the_ddp_hook_is_refused(compressor):
+    with pytest.raises(ValueError, match="expected another than COVAP"):
+        HookState(None, compressor)

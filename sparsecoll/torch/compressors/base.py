@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from sparsecoll import api
+from sparsecoll.agreement import agree
 from sparsecoll.algorithms import Algorithm, Reduction
 from sparsecoll.algorithms.dense import Dense
 from sparsecoll.residual import Residual
@@ -19,6 +20,7 @@ from sparsecoll.select import Vector
 from sparsecoll.torch.layout import Layout
 from sparsecoll.trace import doing
 from sparsecoll.transport import Transport
+from sparsecoll.transport.collectives import allgatherv
 from sparsecoll.vector import DenseVector
 
 Array = NDArray[Any]
@@ -112,6 +114,16 @@ class Compressor(ABC):
             return message, algorithm
 
         return api.reduce(transport, prepare, timeout=self.timeout, selected=True, **options)
+
+    def _gather(self, transport: Transport, message: Array | Exception) -> list[Array]:
+        """All ranks' messages of bytes, in rank order."""
+        error = message if isinstance(message, Exception) else None
+        agree(transport, {"compressor": self.describe(), "length": self.layout.length}, 0, error)
+        assert not isinstance(message, Exception)
+        with transport.phase("gather"):
+            blocks = allgatherv(transport, message)
+        transport.flush()
+        return blocks
 
 
 @dataclass

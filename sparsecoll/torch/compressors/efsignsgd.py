@@ -7,10 +7,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from sparsecoll.agreement import agree
 from sparsecoll.torch.compressors.base import Array, Feedback
 from sparsecoll.transport import Transport
-from sparsecoll.transport.collectives import allgatherv
 from sparsecoll.vector import DenseVector
 
 
@@ -34,13 +32,7 @@ class EFSignSGD(Feedback):
         return np.concatenate([scales.view(np.uint8), np.packbits(values >= 0)])
 
     def communicate(self, transport: Transport, message: Array | Exception) -> list[Array]:
-        error = message if isinstance(message, Exception) else None
-        agree(transport, {"compressor": self.describe(), "length": self.layout.length}, 0, error)
-        assert not isinstance(message, Exception)
-        with transport.phase("gather"):
-            blocks = allgatherv(transport, message)
-        transport.flush()
-        return blocks
+        return self._gather(transport, message)
 
     def update(self, gradient: Array, message: Array, reduced: list[Array]) -> None:
         self._add(self.residual.array, message, -1.0)

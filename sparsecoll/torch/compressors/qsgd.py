@@ -6,13 +6,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sparsecoll.agreement import agree
 from sparsecoll.kernels import kernels_of
 from sparsecoll.select.randomk import mix
 from sparsecoll.torch.compressors.base import Array, Feedback, Shared
 from sparsecoll.torch.layout import Layout
 from sparsecoll.transport import Transport
-from sparsecoll.transport.collectives import allgatherv
 from sparsecoll.vector import DenseVector
 
 
@@ -62,13 +60,7 @@ class QSGD(Feedback):
         return message
 
     def communicate(self, transport: Transport, message: Array | Exception) -> list[Array]:
-        error = message if isinstance(message, Exception) else None
-        agree(transport, {"compressor": self.describe(), "length": self.layout.length}, 0, error)
-        assert not isinstance(message, Exception)
-        with transport.phase("gather"):
-            blocks = allgatherv(transport, message)
-        transport.flush()
-        return blocks
+        return self._gather(transport, message)
 
     def update(self, gradient: Array, message: Array, reduced: list[Array]) -> None:
         if self.feedback:
