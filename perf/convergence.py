@@ -1,0 +1,271 @@
+"""Does sparse training reach what dense training does? Four nets on real data, P ranks, several seeds.
+
+    python perf/convergence.py --jobs 2                      # rows to perf/results/convergence.json, some hours
+    python perf/convergence.py --render                      # docs/convergence.md and its figures from those rows
+    mpirun -n 4 python perf/convergence.py --tasks vgg       # over MPI instead of virtual ranks
+
+| task | net | data | quality |
+|---|---|---|---|
+| vgg | four convolutions with batch norm, two linear layers, 333 k parameters | Fashion-MNIST | accuracy, test images |
+| resnet | seven convolutions with batch norm and shortcuts, 78 k | Fashion-MNIST | accuracy, test images |
+| lstm | embedding, bidirectional LSTM, 591 k | e-mails, spam or not | accuracy, a fifth of the e-mails |
+| mlp | four linear layers with batch norm, 313 k | speech | accuracy of the acoustic unit 30 ms ahead, test prompts |
+
+Every rank trains on its own share; the total batch is the same for every P. Rows that exist are not run again. The
+lines differ in nothing but the compressor; learning rates were chosen for "dense". Data: perf/datasets.py. A run on
+virtual ranks is deterministic.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import datasets
+import torch
+from report import Row
+from torch import nn
+
+from sparsecoll import bench, simulate
+from sparsecoll.torch import DistributedOptimizer, WarmUp
+from sparsecoll.torch.compressors import ACPSGD, COVAP, DGC, Compressor, DenseStream, OkTopk, TopK
+from sparsecoll.transport import default_comm
+
+ROOT = Path(__file__).parent.parent
+ROWS, PAGE, TEXT = ROOT / "perf/results/convergence.json", ROOT / "docs/convergence.md", ROOT / "perf/convergence.in.md"
+FIGURES = ROOT / "docs/figures"
+BATCH = 128
+POINTS = 8  # of a curve
+
+
+class Residual(nn.Module):
+    """Two 3 x 3 convolutions with batch norm beside a shortcut (He, Zhang, Ren, Sun, CVPR 2016)."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.main = nn.Sequential(
+            *(nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU()),
+            *(nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False), nn.BatchNorm2d(outputs)),
+        )
+        shortcut = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
+        self.shortcut = nn.Identity() if stride == 1 and inputs == outputs else shortcut
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """relu(main(x) + shortcut(x))."""
+        return torch.relu(self.main(x) + self.shortcut(x))
+
+
+class Spam(nn.Module):
+    """The largest outputs of a bidirectional LSTM over the words, and a linear layer."""
+
+    def __init__(self, vocabulary: int = 8192, width: int = 64) -> None:
+        super().__init__()
+        self.words = nn.Embedding(vocabulary, width)
+        self.lstm = nn.LSTM(width, width, batch_first=True, bidirectional=True)
+        self.head = nn.Linear(2 * width, 2)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Scores (count, 2) of ids (count, words)."""
+        return self.head(self.lstm(self.words(ids))[0].amax(1))
+
+
+def vgg(x: torch.Tensor) -> nn.Module:
+    """For images of the shape of x."""
+    channels, side = x.shape[1], x.shape[2] // 8
+    layers: list[nn.Module] = []
+    for inputs, outputs, pool in ((channels, 16, 1), (16, 32, 0), (32, 32, 1), (32, 64, 1)):
+        layers += [nn.Conv2d(inputs, outputs, 3, padding=1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU()]
+        layers += [nn.MaxPool2d(2)] * pool
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(64 * side**2, 512), nn.ReLU(), nn.Linear(512, 10))
+
+
+def resnet(x: torch.Tensor) -> nn.Module:
+    """For images of the shape of x."""
+    stem = (nn.Conv2d(x.shape[1], 16, 3, 2, 1, bias=False), nn.BatchNorm2d(16), nn.ReLU())
+    blocks = (Residual(16, 16, 1), Residual(16, 32, 2), Residual(32, 64, 2))
+    return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))
+
+
+def mlp(x: torch.Tensor) -> nn.Module:
+    """Scores of 64 units."""
+    layers: list[nn.Module] = []
+    for inputs in (x.shape[1], 256, 256):
+        layers += [nn.Linear(inputs, 256, bias=False), nn.BatchNorm1d(256), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Linear(256, 64))
+
+
+@dataclass
+class Task:
+    """A net, its data, and how it is trained."""
+
+    data: Callable[[], tuple[datasets.Set, datasets.Set]]
+    net: Callable[[torch.Tensor], nn.Module]
+    epochs: float
+    lr: float
+    batch: int = BATCH
+    clip: float | None = None
+
+
+TASKS = {
+    "vgg": Task(datasets.fashion_mnist, vgg, 2, 0.1),
+    "resnet": Task(datasets.fashion_mnist, resnet, 2, 0.2),
+    "lstm": Task(datasets.emails, lambda _: Spam(), 16, 1.0, clip=1.0),
+    "mlp": Task(datasets.speech, mlp, 8, 0.1, batch=256),
+}
+MOMENTUM = 0.9
+
+
+def compressor(line: str, steps: int, clip: float | None) -> str | Compressor:
+    """What a line of the tables is; `steps` a run has; `clip` for those that clip by themselves."""
+    warm = WarmUp(0.01, max(1, steps // 10))
+    made: dict[str, str | Compressor] = {
+        "dense": "none",
+        "allgather 1 %": TopK(0.01, algo="allgather"),
+        "oktopk 1 %": OkTopk(0.01),
+        "densestream 1 %": DenseStream(0.01),
+        "dgc 1 %": DGC(warm, momentum=MOMENTUM, clip=clip),
+        "acpsgd rank 4": ACPSGD(4),
+        "covap I = 4": COVAP(4),
+    }
+    return made[line]
+
+
+LINES = ("dense", "oktopk 1 %", "allgather 1 %", "densestream 1 %", "dgc 1 %", "acpsgd rank 4", "covap I = 4")
+
+
+@cache
+def data(name: str) -> tuple[datasets.Set, datasets.Set]:
+    """A task's data, read once in a process."""
+    return TASKS[name].data()
+
+
+def train(comm: Any, name: str, line: str, seed: int) -> Row:
+    """One run of one rank; `curve` has (step, MB received by this rank, quality in %) of rank 0's model."""
+    task = TASKS[name]
+    (x, y), test = data(name)
+    torch.manual_seed(seed)
+    model = task.net(x)
+    own = torch.arange(comm.rank, len(y) - len(y) % comm.size, comm.size)
+    batch = task.batch // comm.size
+    steps = int(task.epochs * (len(own) // batch))
+    inner = torch.optim.SGD(model.parameters(), task.lr, momentum=0.0 if line.startswith("dgc") else MOMENTUM)
+    schedule = torch.optim.lr_scheduler.LambdaLR(inner, lambda s: min((s + 1) / (0.1 * steps), (steps - s) / steps))
+    size = 1 << 18 if line.startswith("covap") else 25 << 20  # COVAP filters buckets, so it needs some
+    optimizer = DistributedOptimizer(
+        inner,
+        model.named_parameters(),
+        comm,
+        compressor(line, steps, task.clip),
+        bucket_bytes=size,
+        overlap=task.clip is None,
+    )
+    clip = None if line.startswith("dgc") else task.clip  # of each rank's own gradients
+    shuffle = torch.Generator().manual_seed(1000 * seed + comm.rank)
+    order: Iterator[torch.Tensor] = iter(())
+    curve = []
+    before = optimizer.traffic.bytes_received
+    for step in range(1, steps + 1):
+        chosen = next(order, None)
+        if chosen is None or len(chosen) < batch:
+            order = iter(own[torch.randperm(len(own), generator=shuffle)].split(batch))
+            chosen = next(order)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x[chosen]), y[chosen]).backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        schedule.step()
+        if step * POINTS // steps > (step - 1) * POINTS // steps and comm.rank == 0:
+            received = (optimizer.traffic.bytes_received - before) / 1e6
+            part = test if step == steps else (test[0][::5], test[1][::5])
+            curve.append([step, received, quality(model, part)])
+    optimizer.close()
+    parameters = sum(p.numel() for p in model.parameters())
+    return {"steps": steps, "parameters": parameters, "curve": curve}
+
+
+def quality(model: nn.Module, test: datasets.Set) -> float:
+    """Right answers in %."""
+    model.eval()
+    with torch.no_grad():
+        parts = zip(test[0].split(250), test[1].split(250), strict=True)
+        right = sum(int((model(x).argmax(1) == y).sum()) for x, y in parts)
+    model.train()
+    return 100 * right / len(test[1])
+
+
+def run(key: tuple[str, str, int, int]) -> Row:
+    """One run on virtual ranks."""
+    torch.set_num_threads(1)
+    name, line, P, seed = key
+    row = simulate(P, lambda comm: train(comm, name, line, seed)).results[0]
+    return {"task": name, "line": line, "P": P, "seed": seed, "commit": bench.about()["commit"], **row}
+
+
+def load() -> list[Row]:
+    """The rows so far."""
+    return json.loads(ROWS.read_text())["rows"] if ROWS.exists() else []
+
+
+def key_of(row: Row) -> tuple[str, str, int, int]:
+    """What tells a row from others."""
+    return row["task"], row["line"], row["P"], row["seed"]
+
+
+def save(row: Row, path: Path) -> None:
+    """Add a row to the file."""
+    rows = [*load(), row]
+    rows.sort(key=lambda r: (list(TASKS).index(r["task"]), r["P"], LINES.index(r["line"]), r["seed"]))
+    texts = ",\n".join("  " + json.dumps(r) for r in rows)
+    path.write_text(f'{{\n "about": {json.dumps(bench.about())},\n "rows": [\n{texts}\n ]\n}}\n')
+
+
+def main() -> None:
+    """Run what is missing, or write the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
+    parser.add_argument("--lines", nargs="+", choices=LINES, default=list(LINES))
+    parser.add_argument("--ranks", nargs="+", type=int, default=[4, 8], help="virtual ranks; not under mpirun")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
+    options = parser.parse_args()
+    comm = default_comm()
+    if comm.size > 1:
+        options.ranks = [comm.size]
+    keys = [
+        (name, line, P, seed)
+        for P in options.ranks
+        for seed in options.seeds
+        for name in options.tasks
+        for line in options.lines
+    ]
+    have = {key_of(row) for row in load()}
+    missing = [key for key in keys if key not in have]
+
+    def done(row: Row) -> None:
+        save(row, ROWS)
+        curve = row["curve"][-1]
+        sys.stdout.write(f"{row['task']:<8}{row['line']:<17}P {row['P']} seed {row['seed']} {curve[2]:.2f} %\n")
+        sys.stdout.flush()
+
+    if comm.size > 1:
+        torch.set_num_threads(1)
+        for name, line, P, seed in missing:
+            row = train(comm, name, line, seed)
+            if comm.rank == 0:
+                done({"task": name, "line": line, "P": P, "seed": seed, "commit": bench.about()["commit"], **row})
+        return
+    with multiprocessing.get_context("spawn").Pool(options.jobs) as pool:
+        for row in pool.imap(run, missing):
+            done(row)
+
+
+if __name__ == "__main__":
+    main()
