@@ -1,66 +1,149 @@
-"""One small message round in which all ranks compare the arguments of a call, so that all raise or none does."""
+"""Calls in which all ranks raise the same error or none does, and the arguments of which all ranks compare.
+
+Every message carries a stamp (MPI's tag) of the call that it belongs to: the call's number on the communicator and a
+checksum of its arguments. So a rank that is in another call is noticed at no cost by whoever hears of it first. That
+rank, like one in which something was raised, reports to all others what it is in and what happened, and reads on each
+channel up to the other's report, which drops what was under way. Whoever waits for a message and finds a report does
+the same. Then all ranks have all reports and all channels are empty: the communicator stays usable.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import zlib
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from sparsecoll.errors import CommunicationError
-from sparsecoll.transport.base import Transport
-from sparsecoll.transport.collectives import allgather, allgatherv
+from sparsecoll.transport.base import FIRST_STAMP, STAMPS, Interrupted, Transport
+from sparsecoll.transport.collectives import allgather
+
+KEPT = 4096  # calls that are remembered as agreed
+PREPARING = 1000  # stamps for what is said before arguments are known
+KNOWN = {kind.__name__: kind for kind in (ValueError, TypeError, CommunicationError)}
 
 
-def agree(transport: Transport, call: dict[str, Any], entries: int, error: Exception | None) -> list[int]:
-    """Compare `call` (argument name -> JSON value) over the ranks; returns every rank's `entries`.
+class Conversation:
+    """One call on a transport; see `together`."""
 
-    Args:
-        error: what is wrong with this rank's arguments; then all ranks raise it.
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self.call: dict[str, Any] = {}
+        transport.calls += 1
+        transport.stamp = FIRST_STAMP + transport.calls % PREPARING
 
-    Volume: 6(P-1) words in ceil(log2 P) messages; the arguments themselves travel only when something is wrong.
+    def agree(self, call: dict[str, Any], entries: int | None = None, check: bool = True) -> list[int]:
+        """Compare `call` (argument name -> JSON value) over the ranks, now and by all messages that follow.
+
+        Args:
+            entries: a number to tell all ranks.
+            check: False compares nothing.
+
+        Returns:
+            Every rank's `entries`; nothing if it is None.
+
+        Volume: 4(P-1) words in ceil(log2 P) messages, if this call is new on the transport or has `entries`; else none.
+
+        Raises:
+            CommunicationError: arguments differ.
+        """
+        transport = self._transport
+        self.call = call
+        checksum = zlib.crc32(json.dumps(call, sort_keys=True).encode()) if check else 0
+        counts: list[int] = []
+        if entries is not None or (check and checksum not in transport.agreed):
+            row = np.array([-1 if entries is None else entries, checksum], np.int64)
+            with transport.phase("agree"):
+                rows = allgather(transport, row)
+            if (rows[:, 1] != checksum).any() or (rows[:, 0] < 0).any() != (entries is None):
+                raise Interrupted("ranks disagree")
+            if len(transport.agreed) >= KEPT:
+                transport.agreed.clear()
+            transport.agreed.add(checksum)
+            counts = rows[:, 0].tolist() if entries is not None else []
+        mixed = checksum ^ transport.calls * 2654435761
+        transport.stamp = FIRST_STAMP + PREPARING + mixed % (STAMPS - FIRST_STAMP - PREPARING)
+        return counts
+
+
+@contextlib.contextmanager
+def together(transport: Transport) -> Iterator[Conversation]:
+    """Whatever is raised inside on some rank is raised on all; collective.
+
+    A rank that has finished the call when another one fails in it raises in its next call.
 
     Raises:
-        ValueError, TypeError: some rank's arguments are invalid; the text names the first such rank, on every rank.
+        ValueError, TypeError: raised on some rank; the text names the first such rank, on every rank.
         CommunicationError: ranks disagree on an argument, or a rank failed otherwise.
     """
-    text = json.dumps(call, sort_keys=True)
-    row = np.array([entries, zlib.crc32(text.encode()), 0 if error is None else 1], np.int64)
-    with transport.phase("agree"):
-        rows = allgather(transport, row)
-        if not rows[:, 2].any() and (rows[:, 1] == rows[0, 1]).all():
-            return [int(count) for count in rows[:, 0]]
-        problem = {} if error is None else {"type": type(error).__name__, "text": str(error)}
-        message = json.dumps({"call": call, "error": problem}).encode()
-        blocks = allgatherv(transport, np.frombuffer(bytearray(message), np.uint8))
-    transport.flush()
-    reports = [json.loads(bytes(block)) for block in blocks]
-    raise _raised_error(reports) from error
+    outer = transport.stamp
+    conversation = Conversation(transport)
+    try:
+        yield conversation
+    except Exception as error:
+        if getattr(error, "on_all_ranks", False):
+            raise
+        agreed = _settle(transport, conversation.call, error)
+        agreed.on_all_ranks = True  # type: ignore[attr-defined]
+        raise agreed from error
+    finally:
+        transport.stamp = outer
+
+
+def _settle(transport: Transport, call: dict[str, Any], error: Exception) -> Exception:
+    """Tell all ranks, hear from all, and return what all of them raise."""
+    report: dict[str, Any] = {"call": call, "number": transport.calls, "error": None}
+    if not isinstance(error, Interrupted):
+        report["error"] = {"type": type(error).__name__, "text": str(error)}
+    if transport.broken:
+        report["broken"] = transport.broken
+        transport.announce(_bytes(report))
+        return error
+    transport.agreed.clear()
+    try:
+        blocks = transport.exchange(_bytes(report))
+    except CommunicationError as unanswered:  # the communicator is broken
+        if report["error"] is None:
+            return unanswered
+        return CommunicationError(f"rank {transport.rank}: {report['error']['text']}; then {unanswered}")
+    reports = [json.loads(bytes(block)) for block in blocks if block is not None]
+    for other in reports:
+        if other.get("broken"):
+            transport.broken = other["broken"]
+            transport.announce(_bytes(report | {"broken": other["broken"], "error": other["error"]}))
+            return CommunicationError(other["error"]["text"])
+    reports.insert(transport.rank, report)
+    transport.calls = max(other["number"] for other in reports)
+    return _raised_error(reports)
+
+
+def _bytes(report: dict[str, Any]) -> np.ndarray[Any, Any]:
+    return np.frombuffer(bytearray(json.dumps(report).encode()), np.uint8)
 
 
 def _raised_error(reports: list[dict[str, Any]]) -> Exception:
     for rank, report in enumerate(reports):
         if report["error"]:
             kind, text = report["error"]["type"], report["error"]["text"]
-            known = {
-                "ValueError": ValueError,
-                "TypeError": TypeError,
-                "CommunicationError": CommunicationError,
-            }
-            if kind in known:
-                return known[kind](f"rank {rank}: {text}")
-            return CommunicationError(f"rank {rank} failed before the call: {kind}: {text}")
-    return CommunicationError("; ".join(_differences([report["call"] for report in reports])))
+            if kind in KNOWN:
+                return KNOWN[kind](f"rank {rank}: {text}")
+            return CommunicationError(f"rank {rank} failed: {kind}: {text}")
+    different = _differences([report["call"] for report in reports])
+    if not different:
+        different = _differences([{"calls on this communicator": report["number"]} for report in reports])
+    return CommunicationError("; ".join(different) or "ranks: expected the same calls on all of them, got others")
 
 
 def _differences(calls: list[dict[str, Any]]) -> list[str]:
     """One text per argument that differs: which value on which ranks."""
     texts = []
-    for name in calls[0]:
+    for name in dict.fromkeys(name for call in calls for name in call):
         holders: dict[str, list[int]] = {}
         for rank, call in enumerate(calls):
-            holders.setdefault(json.dumps(call.get(name)), []).append(rank)
+            holders.setdefault(json.dumps(call[name]) if name in call else "nothing", []).append(rank)
         if len(holders) > 1:
             values = ", ".join(f"{value} on rank{_ranks(ranks)}" for value, ranks in holders.items())
             texts.append(f"{name}: expected the same value on all ranks, got {values}")

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from sparsecoll import convert, formats
-from sparsecoll.agreement import agree
+from sparsecoll.agreement import together
 from sparsecoll.algorithms import Algorithm, Reduction, resolve
 from sparsecoll.formats import Format
 from sparsecoll.select import Vector
@@ -31,6 +31,7 @@ def allreduce(
     value_dtype: str | None = None,
     op: str = "sum",
     timeout: float | None = None,
+    check: bool = True,
     return_reduction: bool = False,
 ) -> Any:
     """Sum a long sparse vector over all ranks; every rank receives the same bits. Collective.
@@ -53,6 +54,7 @@ def allreduce(
         op: "sum" or "mean" (floats only).
         timeout: seconds to wait for a peer; then CommunicationError, and the communicator is out of use. None: wait
             for ever, with a warning once a minute.
+        check: compare the arguments over the ranks; False on all of them does without.
         return_reduction: return the whole Reduction (value, contributed, traffic); its vectors are library vectors.
 
     Returns:
@@ -60,9 +62,11 @@ def allreduce(
 
     Raises:
         ValueError, TypeError: an argument is invalid on some rank; the same on every rank.
-        CommunicationError: ranks disagree on an argument; the same on every rank. The communicator stays usable.
+        CommunicationError: ranks disagree on an argument, or one failed in the call (whoever had finished it by then
+            raises in its next call); the same on every rank. The communicator stays usable. A peer did not answer.
 
-    Volume: the algorithm's (see its class), plus 6(P-1) words to compare the arguments.
+    Volume: the algorithm's (see its class), plus 4(P-1) words in calls whose arguments are new on this communicator,
+    and in those without k: later ones are compared by the stamps of messages.
 
     >>> def program(comm):
     ...     x = sparsecoll.SparseVector([comm.rank, 5], np.array([1.0, 2.0]), 8)
@@ -83,7 +87,15 @@ def allreduce(
         return vector, resolve(algo)
 
     reduction = reduce(
-        transport, prepare, k=k, density=density, format=format, value_dtype=value_dtype, op=op, timeout=timeout
+        transport,
+        prepare,
+        k=k,
+        density=density,
+        format=format,
+        value_dtype=value_dtype,
+        op=op,
+        timeout=timeout,
+        check=check,
     )
     if isinstance(reduction.value, DenseVector):
         reduction.value = reduction.value.to_sparse()
@@ -106,6 +118,7 @@ def reduce(
     value_dtype: str | None = None,
     op: str = "sum",
     timeout: float | None = None,
+    check: bool = True,
     selected: bool = False,
 ) -> Reduction:
     """Select, agree, communicate: one allreduce between vectors, as the front door and the torch adapter use it.
@@ -119,7 +132,7 @@ def reduce(
     """
 
     def call() -> Reduction:
-        return _reduce(transport, prepare, k, density, format, value_dtype, op, timeout, selected)
+        return _reduce(transport, prepare, k, density, format, value_dtype, op, timeout, check, selected)
 
     return call() if transport.worker is None else transport.worker.in_order(call)  # type: ignore[no-any-return]
 
@@ -133,39 +146,38 @@ def _reduce(
     value_dtype: str | None,
     op: str,
     timeout: float | None,
+    check: bool,
     chosen: bool,
 ) -> Reduction:
     before, start = transport.traffic.copy(), transport.now()
     transport.timeout = timeout
-    error: Exception | None = None
-    selected: Vector | None = None
-    call: dict[str, Any] = {}
     algorithm: Algorithm | None = None
-    form: Format | None = None
     try:
-        vector, algorithm = prepare()
-        form = formats.resolve(format)
-        wanted = _wanted(vector, algorithm, k, density)
-        call = {
-            "length": vector.length,
-            "dtype": vector.dtype.name,
-            "k": wanted,
-            "algo": algorithm.describe(),
-            "format": repr(form),
-            "value_dtype": value_dtype,
-            "op": op,
-        }
-        _check_wire(vector.dtype, form, value_dtype, algorithm)
-        with transport.phase("select"), doing("select", vector.nnz):
-            kept = None if chosen else wanted
-            selected = _selected(vector, algorithm, kept, transport.size, form, value_dtype)
-    except Exception as problem:
-        error = problem
-    entries = agree(transport, call, selected.nnz if selected is not None else 0, error)
-    assert algorithm is not None and selected is not None and form is not None
-    transport.format, transport.value_dtype = form, value_dtype
-    reduction = algorithm(transport, selected, max(entries) if wanted is None else wanted)  # type: ignore[arg-type]
-    transport.flush()
+        with together(transport) as conversation:
+            vector, algorithm = prepare()
+            form = formats.resolve(format)
+            wanted = _wanted(vector, algorithm, k, density)
+            call = {
+                "length": vector.length,
+                "dtype": vector.dtype.name,
+                "k": wanted,
+                "algo": algorithm.describe(),
+                "format": repr(form),
+                "value_dtype": value_dtype,
+                "op": op,
+            }
+            conversation.call = call
+            _check_wire(vector.dtype, form, value_dtype, algorithm)
+            with transport.phase("select"), doing("select", vector.nnz):
+                selected = _selected(vector, algorithm, None if chosen else wanted, transport.size, form, value_dtype)
+            entries = conversation.agree(call, selected.nnz if wanted is None else None, check)
+            transport.format, transport.value_dtype = form, value_dtype
+            reduction = algorithm(transport, selected, max(entries) if wanted is None else wanted)  # type: ignore[arg-type]
+            transport.flush()
+    except Exception:
+        if algorithm is not None:
+            algorithm.forget()
+        raise
     transport.traffic.total.seconds += transport.now() - start
     reduction.traffic = transport.traffic.since(before)
     return reduction

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from sparsecoll import formats, model
-from sparsecoll.agreement import agree
+from sparsecoll.agreement import together
 from sparsecoll.algorithms.base import Algorithm
 from sparsecoll.algorithms.choices import EXACT, TOP_K_OF_SUM
 from sparsecoll.model import Tuning
@@ -100,9 +100,10 @@ def _whole(transport: Transport, algorithm: Algorithm, n: int, k: int) -> float:
         x = vectors[turn % 3]
         allgather(transport, np.zeros(1, np.uint8))
         start = transport.now()
-        agree(transport, {"algo": algorithm.describe()}, x.nnz, None)
-        value = algorithm(transport, x, k).value
-        transport.flush()
+        with together(transport) as conversation:
+            conversation.agree({"algo": algorithm.describe()})
+            value = algorithm(transport, x, k).value
+            transport.flush()
         if isinstance(value, DenseVector):
             value.to_sparse()
         took = float(allgather(transport, np.array([transport.now() - start])).max())

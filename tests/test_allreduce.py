@@ -126,7 +126,7 @@ def test_an_unexpected_failure_on_one_rank_raises_on_all():
             raise MemoryError("no room")
 
     texts = errors(3, lambda r: (GOOD, {"k": 1, "algo": Broken() if r == 1 else OkTopk()}), CommunicationError)
-    assert set(texts) == {"rank 1 failed before the call: MemoryError: no room"}
+    assert set(texts) == {"rank 1 failed: MemoryError: no room"}
 
 
 def test_kinds_come_back():

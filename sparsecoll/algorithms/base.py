@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
 from sparsecoll import select
@@ -75,6 +75,12 @@ class Algorithm(ABC):
         """Name and options, the same on all ranks that mean the same."""
         options = ", ".join(f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if f.init)
         return f"{self.name}({options})"
+
+    def forget(self) -> None:
+        """Drop what is kept between calls: after a call that failed it may differ between ranks."""
+        if self.selector is not None:
+            self.selector.forget()
+        self.__dict__.update(replace(self).__dict__)
 
     def state_dict(self) -> dict[str, Any]:
         """What a later run needs to go on with the same bits; plain Python values."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from sparsecoll import formats
 from sparsecoll.algorithms.base import Algorithm, Reduction, less
 from sparsecoll.formats import FORMATS
@@ -68,12 +66,8 @@ class Hierarchical(Algorithm):
             parts = [x, *(formats.decode(transport.receive(rank), x.length) for rank in mine[1:])]
             total = self._sum(parts)
             entering = transport.rounded(total)
-        try:
-            group = GroupTransport(transport, [members[0] for members in nodes])
-            reduction = self._between(group, entering, k)
-        except ValueError as error:
-            self._spread(transport, mine, [np.empty(0, np.uint8), np.frombuffer(str(error).encode(), np.uint8)])
-            raise
+        group = GroupTransport(transport, [members[0] for members in nodes])
+        reduction = self._between(group, entering, k)
         value, contributed = (self._sparse(v) for v in (reduction.value, reduction.contributed))
         with transport.phase("inside"):
             message = FORMATS["coo"].encode(value.astype(x.dtype))
@@ -97,19 +91,16 @@ class Hierarchical(Algorithm):
         return vector if isinstance(vector, SparseVector) else vector.to_sparse()
 
     @staticmethod
-    def _spread(transport: Transport, members: list[int], blocks: list[formats.Buffer]) -> None:
-        for rank in members[1:]:
-            transport.send(rank, joined(blocks))
-
-    @staticmethod
     def _follow(transport: Transport, x: SparseVector, first: int) -> Reduction:
         """A rank that is not the first one of its node."""
         with transport.phase("inside"):
             transport.send(first, FORMATS["coo"].encode(x, transport.value_dtype))
             message, bits = separated(transport.receive(first), 2)
-        if not message.size:
-            raise ValueError(bytes(bits).decode())
         return Reduction(formats.decode(message, x.length), x.members(bits))
+
+    def forget(self) -> None:
+        self._between.forget()
+        super().forget()
 
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {"inner": self._between.state_dict()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
 from sparsecoll.vector import DenseVector, SparseVector
@@ -30,6 +30,13 @@ class Selector(ABC):
         Raises:
             ValueError: a NaN among the values taken (NaN has no order).
         """
+
+    def forget(self) -> None:
+        """Drop what is kept between calls."""
+        for option in fields(self):
+            if isinstance(getattr(self, option.name), Selector):
+                getattr(self, option.name).forget()
+        self.__dict__.update(replace(self).__dict__)
 
     def state_dict(self) -> dict[str, Any]:
         """What a later run needs to go on with the same choices; plain Python values."""

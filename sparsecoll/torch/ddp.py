@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
+from sparsecoll.agreement import together
 from sparsecoll.progress import in_background
 from sparsecoll.torch.compressors import COVAP, Compressor, Shared, resolve
 from sparsecoll.torch.engine import State, restore
@@ -64,7 +65,9 @@ class HookState:
         shapes = tuple(tuple(p.shape) for p in params)
         lengths = (0,) * index + (int(bucket.buffer().numel()),)
         compressor = resolve(self._compressor)
-        compressor.bind(Layout(index, lengths, names, shapes, dtype), self.transport, self._shared, self._timeout)
+        layout = Layout(index, lengths, names, shapes, dtype)
+        with together(self.transport):
+            compressor.bind(layout, self.transport, self._shared, self._timeout)
         restore(compressor, self._left)
         self._bound[index] = compressor
         return compressor

@@ -13,9 +13,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from sparsecoll import trace
-from sparsecoll.agreement import agree
+from sparsecoll.agreement import together
 from sparsecoll.errors import CommunicationError
 from sparsecoll.progress import in_background
 from sparsecoll.torch.compressors import Compressor, Free, NoCompression, Shared, resolve
@@ -86,11 +87,20 @@ class Engine:
             "dense_below": self._dense_below,
             "verify": self._verify,
         }
-        self._in_order(lambda: agree(self.transport, call, 0, error))
+
+        def check() -> None:
+            with together(self.transport) as conversation:
+                conversation.call = call
+                if error is not None:
+                    raise error
+                conversation.agree(call)
+                for p in params.values():
+                    broadcast_from_rank_0(self.transport, p)
+
+        self._in_order(check)
         self._remember()
         self.params.update(params)
         for name, p in params.items():
-            self._in_order(lambda p=p: broadcast_from_rank_0(self.transport, p))
             if p.requires_grad:
                 hook = partial(self._hook, name)
                 self._handles.append(p.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
@@ -128,6 +138,7 @@ class Engine:
         self._missing = [set(bucket.params) for bucket, _ in self._buckets]
         self._place = {name: i for i, (bucket, _) in enumerate(self._buckets) for name in bucket.params}
         self._sent: list[Future[float]] = []
+        self._failed = False  # a call of this step has; the rest of it is left out, on all ranks
 
     def _hook(self, name: str, _: torch.Tensor) -> None:
         """A parameter's gradient is complete (on the thread that back-propagates)."""
@@ -160,6 +171,8 @@ class Engine:
 
     def _job(self, bucket: Bucket, compressor: Compressor) -> float:
         """Reduce one bucket; returns its seconds."""
+        if self._failed:
+            return 0.0
         if torch.get_num_threads() != self._threads:
             torch.set_num_threads(self._threads)  # holds for the thread
         name = f"bucket {bucket.layout.index}"
@@ -170,7 +183,11 @@ class Engine:
                 stack.enter_context(self.timeline.span(name, values=bucket.layout.length))
                 stack.enter_context(trace.listening(self.timeline))
             recorder = stack.enter_context(trace.listening(trace.Recorder()))
-            compressor.mean(self.transport, bucket.flat)
+            try:
+                compressor.mean(self.transport, bucket.flat)
+            except Exception:
+                self._failed = True
+                raise
         for kind, seconds in recorder.seconds.items():
             self.seconds[kind] += seconds
         return time.perf_counter() - start
@@ -218,7 +235,9 @@ class Engine:
 
     def _end_step(self, used: list[bool]) -> list[bool]:
         """Which parameters took part on any rank."""
-        with self.transport.phase("agree"):
+        if self._failed:
+            return used
+        with together(self.transport), self.transport.phase("agree"):
             rows = allgather(self.transport, np.packbits(np.array(used, np.uint8)))
             self.transport.flush()
         return np.unpackbits(np.bitwise_or.reduce(rows, axis=0), count=len(used)).astype(bool).tolist()  # type: ignore[no-any-return]
@@ -230,6 +249,10 @@ class Engine:
         numbers = {name: i for i, name in enumerate(names)}
 
         def make() -> None:
+            with together(self.transport):
+                bind()
+
+        def bind() -> None:
             order = np.array([numbers[name] for name in known], np.int64)
             if order.size:
                 order = broadcast(self.transport, order)
@@ -259,7 +282,12 @@ class Engine:
         if len(self._profile) < PROFILED.stop:
             return
         mine = [[backward, *seconds] for backward, seconds in self._profile[PROFILED]]
-        table = self._in_order(lambda: allgather(self.transport, np.median(np.array(mine), axis=0)))
+
+        def all_of_them() -> NDArray[Any]:
+            with together(self.transport):
+                return allgather(self.transport, np.median(np.array(mine), axis=0))
+
+        table = self._in_order(all_of_them)
         compute = float(table[:, 0].mean())
         self._shared.ccr = float(table[:, 1:].min(axis=0).sum()) / compute if compute > 0 else 1.0
         self._profile.clear()
@@ -268,7 +296,7 @@ class Engine:
 
     def _compare(self) -> None:
         """Raise on every rank if parameters differ, naming the first that does."""
-        with self.transport.phase("verify"):
+        with together(self.transport), self.transport.phase("verify"):
             sums = np.array([zlib.crc32(raw_bytes(p)) for p in self.params.values()], np.uint32)
             rows = allgather(self.transport, sums)
             self.transport.flush()

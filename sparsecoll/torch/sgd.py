@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from sparsecoll import api
+from sparsecoll.agreement import together
 from sparsecoll.algorithms import Algorithm, resolve
 from sparsecoll.algorithms.base import Reduction
 from sparsecoll.errors import CommunicationError
@@ -131,7 +132,8 @@ class SparseSGD(torch.optim.Optimizer):
                 if "residual" in state:
                     residual.copy_(state["residual"])
                 else:
-                    broadcast_from_rank_0(self._transport, p)
+                    with together(self._transport):
+                        broadcast_from_rank_0(self._transport, p)
                 state["residual"] = residual
             known = number < len(algorithms)
             fresh = self._algorithm if number == 0 else copy.deepcopy(self._algorithm)

@@ -21,12 +21,24 @@ from sparsecoll.trace import doing
 from sparsecoll.traffic import Counts, Traffic
 from sparsecoll.vector import DenseVector, SparseVector
 
+REPORT, FAREWELL = 0, 1  # the stamps of reports, see `sparsecoll.agreement`
+FIRST_STAMP = 2  # of messages
+STAMPS = 32767  # below it; every MPI has that many tags
+
+
+class Interrupted(Exception):
+    """In place of the message waited for came a peer's report, or a message of another call."""
+
 
 class PendingReceive(Protocol):
     """A receive that was asked for; `wait` returns the buffer."""
 
     def wait(self) -> Buffer:
-        """Block until the message is here."""
+        """Block until the message is here.
+
+        Raises:
+            Interrupted: it will not come.
+        """
         ...
 
 
@@ -42,6 +54,10 @@ class Transport(ABC):
         virtual: whether time is modelled, and passes only where the model says so.
         one_node: whether all ranks are on one machine, the same on all of them.
         format, value_dtype: how `send_vector` encodes; set by the caller of an algorithm.
+        stamp: what messages are sent with, and expected to come with.
+        calls: that were made on this transport.
+        agreed: checksums of calls that all ranks have agreed on.
+        broken: why the communicator cannot be used any more (a peer did not answer, or is lost); else "".
     """
 
     threads = False
@@ -58,6 +74,10 @@ class Transport(ABC):
         self.nodes: list[list[int]] | None = None  # see collectives.node_members
         self.tuning: Tuning | None = None  # see tune.tuning_of
         self.worker: Any = None  # see progress.Worker: once there is one, all calls go through it
+        self.stamp = FIRST_STAMP
+        self.calls = 0
+        self.agreed: set[int] = set()
+        self.broken = ""
         self._phase: Counts | None = None
         self._whole = False
 
@@ -76,6 +96,19 @@ class Transport(ABC):
     @abstractmethod
     def flush(self) -> None:
         """Wait until every send has left its buffer."""
+
+    def exchange(self, report: Buffer) -> list[Buffer | None]:
+        """Send a report to all ranks and drop what comes before theirs; they, in rank order (None: this rank's).
+
+        All ranks must do the same. Where one has said farewell instead, not all reports are there. Not counted.
+
+        Raises:
+            CommunicationError: a rank did not report within the timeout; the transport is broken.
+        """
+        raise NotImplementedError
+
+    def announce(self, report: Buffer) -> None:  # noqa: B027 - nobody to tell
+        """Send a report to all ranks and wait for nothing more: this transport is broken."""
 
     def node(self) -> int:
         """A number that the ranks on one machine share."""

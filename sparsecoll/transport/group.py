@@ -9,7 +9,7 @@ from sparsecoll.transport.base import PendingReceive, Transport
 class GroupTransport(Transport):
     """Ranks `members` of `parent`, renumbered 0, 1, ...; this rank must be among them.
 
-    Sends and receives go over the parent's channels and are counted there, in the parent's current phase.
+    Sends and receives go over the parent's channels, with its stamps, and are counted there, in its current phase.
     """
 
     def __init__(self, parent: Transport, members: list[int]) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -17,13 +19,13 @@ from sparsecoll.errors import CommunicationError
 from sparsecoll.formats import Buffer
 from sparsecoll.kernels.memory import empty
 from sparsecoll.trace import doing
-from sparsecoll.transport.base import Transport
+from sparsecoll.transport.base import FAREWELL, REPORT, Interrupted, Transport
 
 logger = logging.getLogger(__name__)
 
-TAG = 0
 CHUNK = 1 << 30  # bytes; a longer message goes in several, so that counts fit an int on every MPI
 WATCHDOG_SECONDS = 60.0
+ON_TIMEOUT = "SPARSECOLL_ON_TIMEOUT"  # environment variable: "raise" (the default) or "abort"
 _SPINS = 20  # polls before a waiting rank lets others have its core, should there be any
 _YIELDS = 2000  # polls that do so; after them it naps between polls
 _NAP_SECONDS = 50e-6
@@ -33,7 +35,7 @@ _give_way = getattr(os, "sched_yield", partial(time.sleep, 0))  # sleep(0) takes
 class _Waiter:
     """Polling with patience: spin, then nap; raise after the timeout, warn once a minute."""
 
-    def __init__(self, transport: MpiTransport, what: str) -> None:
+    def __init__(self, transport: MpiTransport, what: Callable[[], str]) -> None:
         self._transport = transport
         self._what = what
         self._polls = 0
@@ -49,48 +51,83 @@ class _Waiter:
             self._start = self._warned = now
         timeout = self._transport.timeout
         if timeout is not None and now - self._start > timeout:
-            self._transport.broken = f"rank {self._transport.rank} {self._what} for {timeout} s"
-            raise CommunicationError(f"{self._transport.broken}: no answer within the timeout")
+            self._give_up(timeout)
         if now - self._warned > WATCHDOG_SECONDS:
             self._warned = now
-            logger.warning("rank %d %s, %.0f s so far", self._transport.rank, self._what, now - self._start)
+            logger.warning("rank %d %s, %.0f s so far", self._transport.rank, self._what(), now - self._start)
         if self._polls < _SPINS + _YIELDS:
             _give_way()
         else:
             time.sleep(_NAP_SECONDS)
 
+    def _give_up(self, timeout: float) -> None:
+        transport = self._transport
+        transport.broken = f"rank {transport.rank} {self._what()} for {timeout} s"
+        if os.environ.get(ON_TIMEOUT) == "abort":
+            logger.critical(
+                "%s: no answer within the timeout; aborting the job (%s=abort)", transport.broken, ON_TIMEOUT
+            )
+            transport.comm.Abort(1)
+        raise CommunicationError(f"{transport.broken}: no answer within the timeout")
+
+
+class _Incoming:
+    """A message being received, in one or more chunks of one stamp."""
+
+    def __init__(self, transport: MpiTransport, source: int) -> None:
+        self._transport = transport
+        self._source = source
+        self.parts: list[Buffer] = []
+        self.stamp = -1
+        self._request: Any = None
+        self.complete = False
+
+    def poll(self, room: Callable[[int, list[Buffer]], Buffer]) -> bool:
+        """Take in what has arrived, into `room(size, parts so far)`; True once the whole message is here."""
+        while not self.complete:
+            if self._request is None:
+                status = MPI.Status()
+                message = self._transport.comm.Improbe(self._source, MPI.ANY_TAG, status)
+                if message is None:
+                    return False
+                self.stamp = status.Get_tag()
+                self.parts.append(room(status.Get_count(MPI.BYTE), self.parts))
+                self._request = message.Irecv([self.parts[-1], MPI.BYTE])
+            if not self._request.Test():
+                return False
+            self._request = None
+            self.complete = self.parts[-1].size < self._transport.chunk
+        return True
+
+    def joined(self) -> Buffer:
+        """The message."""
+        return self.parts[0] if len(self.parts) == 1 else np.concatenate(self.parts)
+
 
 class _Pending:
-    """The next message from one source: matched by `poll`, received in one or more chunks."""
+    """The next message from one source, of the stamp that messages have now."""
 
     def __init__(self, transport: MpiTransport, source: int, into: Buffer | None) -> None:
         self._transport = transport
         self._source = source
         self._into = into
-        self._parts: list[Buffer] = []
-        self._request: Any = None
-        self._complete = False
+        self._stamp = transport.stamp
+        self.incoming = _Incoming(transport, source)
 
     def poll(self) -> bool:
         """Take in what has arrived; True once the whole message is here."""
-        while not self._complete:
-            if self._request is None:
-                status = MPI.Status()
-                message = self._transport.comm.Improbe(self._source, TAG, status)
-                if message is None:
-                    return False
-                self._parts.append(self._room(status.Get_count(MPI.BYTE)))
-                self._request = message.Irecv([self._parts[-1], MPI.BYTE])
-            if not self._request.Test():
-                return False
-            self._request = None
-            self._complete = self._parts[-1].size < self._transport.chunk
-        return True
+        try:
+            here = self.incoming.poll(self._room)
+        except MPI.Exception as error:
+            raise self._transport.lost(f"receiving from rank {self._source}", error) from error
+        if self.incoming.stamp not in (self._stamp, -1):
+            raise Interrupted(f"rank {self._source} is in another call")
+        return here
 
-    def _room(self, size: int) -> Buffer:
+    def _room(self, size: int, parts: list[Buffer]) -> Buffer:
         """Where the next chunk goes."""
         if self._into is not None:
-            have = sum(part.size for part in self._parts)
+            have = sum(part.size for part in parts)
             last = size < self._transport.chunk
             if have + size == self._into.size if last else have + size < self._into.size:
                 return self._into[have : have + size]
@@ -98,18 +135,17 @@ class _Pending:
 
     def wait(self) -> Buffer:
         queue = self._transport.expected[self._source]
-        waiter = _Waiter(self._transport, f"waits for a message of rank {self._source}")
-        while not self._complete:
+        waiter = _Waiter(self._transport, lambda: f"waits for a message of rank {self._source}")
+        while not self.incoming.complete:
             if not queue[0].poll():
                 waiter.pause()
-            elif queue[0]._complete:
+            elif queue[0].incoming.complete:
                 queue.popleft()
-        if len(self._parts) == 1:
-            return self._parts[0]
-        whole = sum(part.size for part in self._parts)
-        if self._into is not None and self._into.size == whole:  # the last chunk came where it belongs, so all did
-            return self._into
-        return np.concatenate(self._parts)
+        parts = self.incoming.parts
+        whole = sum(part.size for part in parts)
+        if len(parts) > 1 and self._into is not None and self._into.size == whole:
+            return self._into  # the last chunk came where it belongs, so all did
+        return self.incoming.joined()
 
 
 class MpiTransport(Transport):
@@ -118,7 +154,6 @@ class MpiTransport(Transport):
     Attributes:
         comm: the duplicate, so that no message of the user's is ever taken.
         chunk: longest message in bytes that goes in one piece.
-        broken: why the communicator cannot be used any more, after a timeout; else "".
     """
 
     def __init__(self, comm: MPI.Intracomm) -> None:
@@ -129,7 +164,6 @@ class MpiTransport(Transport):
         self._node = int(node.allreduce(self.rank, MPI.MIN))
         self.one_node = node.Get_size() == self.size
         node.Free()
-        self.broken = ""
         self.threads = MPI.Query_thread() >= MPI.THREAD_MULTIPLE
         self.expected: list[deque[_Pending]] = [deque() for _ in range(self.size)]
         self._sends: deque[tuple[Any, Buffer]] = deque()
@@ -148,7 +182,15 @@ class MpiTransport(Transport):
         self._check()
         for start in range(0, buffer.size + 1, self.chunk):  # a full chunk says that more follows, if only nothing
             piece = buffer[start : start + self.chunk]
-            self._sends.append((self.comm.Isend([piece, MPI.BYTE], destination, TAG), piece))
+            try:
+                self._sends.append((self.comm.Isend([piece, MPI.BYTE], destination, self.stamp), piece))
+            except MPI.Exception as error:
+                raise self.lost(f"sending to rank {destination}", error) from error
+
+    def lost(self, what: str, error: MPI.Exception) -> CommunicationError:
+        """What to raise when MPI says that a message cannot be sent or received."""
+        self.broken = f"rank {self.rank} failed in {what}: {error.Get_error_string()}"
+        return CommunicationError(self.broken)
 
     def _receive(self, source: int, into: Buffer | None) -> _Pending:
         self._check()
@@ -162,13 +204,59 @@ class MpiTransport(Transport):
                 queue.popleft()
 
     def flush(self) -> None:
-        waiter = _Waiter(self, "waits for its own sends to complete")
+        waiter = _Waiter(self, lambda: "waits for its own sends to complete")
         with doing("wait"):
             while self._sends:
-                if self._sends[0][0].Test():
+                try:
+                    sent = self._sends[0][0].Test()
+                except MPI.Exception as error:
+                    raise self.lost("sending", error) from error
+                if sent:
                     self._sends.popleft()
                 else:
                     waiter.pause()
+
+    def exchange(self, report: Buffer) -> list[Buffer | None]:
+        self._check()
+        self._report(report, REPORT)
+        channels: dict[int, _Incoming] = {}
+        for source, queue in enumerate(self.expected):  # a message may be half here
+            channels[source] = queue[0].incoming if queue else _Incoming(self, source)
+            queue.clear()
+        del channels[self.rank]
+        reports: list[Buffer | None] = [None] * self.size
+        waiter = _Waiter(self, lambda: f"waits for the report of rank {', '.join(map(str, channels))}")
+        while channels:
+            arrived = False
+            for source, incoming in list(channels.items()):
+                try:
+                    here = incoming.poll(lambda size, _: empty(size, np.uint8))
+                except MPI.Exception as error:
+                    raise self.lost(f"receiving from rank {source}", error) from error
+                if not here:
+                    continue
+                arrived = True
+                if incoming.stamp == FAREWELL:
+                    reports[source] = incoming.joined()
+                    return reports
+                if incoming.stamp == REPORT:
+                    reports[source] = incoming.joined()
+                    del channels[source]
+                else:
+                    channels[source] = _Incoming(self, source)
+            if not arrived:
+                waiter.pause()
+        self.flush()
+        return reports
+
+    def announce(self, report: Buffer) -> None:
+        with contextlib.suppress(MPI.Exception):
+            self._report(report, FAREWELL)
+
+    def _report(self, report: Buffer, stamp: int) -> None:
+        for peer in range(self.size):
+            if peer != self.rank:
+                self._sends.append((self.comm.Isend([report, MPI.BYTE], peer, stamp), report))
 
 
 def _free(comm: MPI.Comm, keyval: int, transport: MpiTransport) -> None:

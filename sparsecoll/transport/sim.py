@@ -21,7 +21,7 @@ from sparsecoll.formats import Buffer
 from sparsecoll.model import Costs, Network
 from sparsecoll.trace import listening
 from sparsecoll.traffic import Traffic
-from sparsecoll.transport.base import Transport
+from sparsecoll.transport.base import REPORT, Interrupted, Transport
 
 _STACK_BYTES = 1 << 20
 
@@ -38,6 +38,7 @@ class _Stopped(BaseException):
 class _Message:
     buffer: Buffer
     arrival: float
+    stamp: int
 
 
 @dataclass
@@ -99,15 +100,16 @@ class _World:
 
 
 class _Pending:
-    __slots__ = ("_into", "_source", "_transport")
+    __slots__ = ("_into", "_source", "_stamp", "_transport")
 
     def __init__(self, transport: SimTransport, source: int, into: Buffer | None) -> None:
         self._transport = transport
         self._source = source
         self._into = into
+        self._stamp = transport.stamp
 
     def wait(self) -> Buffer:
-        message = self._transport._take(self._source)
+        message = self._transport._take(self._source, self._stamp)
         if self._into is None or self._into.size != message.size:
             return message
         self._into[:] = message
@@ -125,6 +127,7 @@ class SimTransport(Transport):
         self._clock = 0.0
         self._left = 0.0  # when the last message sent has left its port
         self._inner = _Port()
+        self._reports: dict[int, Buffer] = {}  # that came in place of messages
         self.one_node = world.ranks_per_node >= world.size
 
     def now(self) -> float:
@@ -134,7 +137,7 @@ class SimTransport(Transport):
         network, port = self._way(destination)
         port.out = max(self._clock, port.out) + network.beta * buffer.size
         self._left = max(self._left, port.out)
-        self._world.deliver(self.rank, destination, _Message(buffer, port.out + network.alpha))
+        self._world.deliver(self.rank, destination, _Message(buffer, port.out + network.alpha, self.stamp))
 
     def _way(self, peer: int) -> tuple[Network, _Port]:
         world = self._world
@@ -148,13 +151,33 @@ class SimTransport(Transport):
     def _receive(self, source: int, into: Buffer | None) -> _Pending:
         return _Pending(self, source, into)
 
-    def _take(self, source: int) -> Buffer:
+    def _next(self, source: int) -> _Message:
         self._world.wait_for(self.rank, source)
         message = self._world.mail[source, self.rank].popleft()
         network, port = self._way(source)
         port.into = max(message.arrival, port.into + network.beta * message.buffer.size)
         self._clock = max(self._clock, port.into)
+        return message
+
+    def _take(self, source: int, stamp: int) -> Buffer:
+        message = self._next(source)
+        if message.stamp == REPORT:
+            self._reports[source] = message.buffer
+        if message.stamp != stamp:
+            raise Interrupted(f"rank {source} is in another call")
         return message.buffer
+
+    def exchange(self, report: Buffer) -> list[Buffer | None]:
+        others = [peer for peer in range(self.size) if peer != self.rank]
+        for peer in others:
+            self._world.deliver(self.rank, peer, _Message(report, self._clock, REPORT))
+        for peer in others:
+            while peer not in self._reports:
+                message = self._next(peer)
+                if message.stamp == REPORT:
+                    self._reports[peer] = message.buffer
+        reports, self._reports = self._reports, {}
+        return [reports.get(peer) for peer in range(self.size)]
 
     def flush(self) -> None:
         self._clock = max(self._clock, self._left)
@@ -295,6 +318,9 @@ class LocalTransport(Transport):
 
     def _receive(self, source: int, into: Buffer | None) -> Any:
         raise CommunicationError(f"receive: rank {source} does not exist on a communicator of one rank")
+
+    def exchange(self, report: Buffer) -> list[Buffer | None]:
+        return [None]
 
     def flush(self) -> None:
         pass

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from sparsecoll import api
-from sparsecoll.agreement import agree
+from sparsecoll.agreement import together
 from sparsecoll.algorithms import Algorithm, Reduction
 from sparsecoll.algorithms.dense import Dense
 from sparsecoll.residual import Residual
@@ -117,12 +117,13 @@ class Compressor(ABC):
 
     def _gather(self, transport: Transport, message: Array | Exception) -> list[Array]:
         """All ranks' messages of bytes, in rank order."""
-        error = message if isinstance(message, Exception) else None
-        agree(transport, {"compressor": self.describe(), "length": self.layout.length}, 0, error)
-        assert not isinstance(message, Exception)
-        with transport.phase("gather"):
-            blocks = allgatherv(transport, message)
-        transport.flush()
+        with together(transport) as conversation:
+            if isinstance(message, Exception):
+                raise message
+            conversation.agree({"compressor": self.describe(), "length": self.layout.length})
+            with transport.phase("gather"):
+                blocks = allgatherv(transport, message)
+            transport.flush()
         return blocks
 
 

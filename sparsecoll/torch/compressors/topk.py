@@ -6,6 +6,9 @@ import copy
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import torch
+
 from sparsecoll import select
 from sparsecoll.algorithms import Algorithm, Reduction, resolve
 from sparsecoll.formats import Format
@@ -25,7 +28,11 @@ class TopK(Feedback):
     2. They are summed by a sparse allreduce.
     3. residual = acc - what of it entered the sum.
 
-    Volume: the algorithm's (see docs/algorithms.md).
+    With `momentum`, momentum is corrected (Deep Gradient Compression, section 3.1): u = momentum * u + gradient takes
+    the gradient's place, and u is cleared where an entry contributed (factor masking, section 3.3). Without it a
+    gradient that waits in the residual gets its momentum late. Use it with an optimizer without momentum of its own.
+
+    Volume: the algorithm's (see docs/algorithms.md). Memory: the residual, and u with momentum.
 
     Args:
         density: k as a share of a bucket: a number, a Schedule, or a mapping from patterns of parameter names to
@@ -33,6 +40,8 @@ class TopK(Feedback):
         algo: a name of `sparsecoll.ALGORITHMS`, or an Algorithm object; each bucket gets a copy.
         selector: how entries are selected; None: the algorithm's own way (exactly, if it has none).
         format, value_dtype: as in `sparsecoll.allreduce`.
+        momentum: 0 for none.
+        clip: each parameter's gradient on a rank is clipped to a norm of this / sqrt(P) (section 3.2); None: not.
     """
 
     name = "topk"
@@ -42,10 +51,16 @@ class TopK(Feedback):
     selector: Selector | None = None
     format: str | Format = "auto"
     value_dtype: str | None = None
+    momentum: float = 0.0
+    clip: float | None = None
 
     def __post_init__(self) -> None:
         Densities.of(self.density)
         resolve(self.algo)
+        if not 0 <= self.momentum < 1:
+            raise ValueError(f"momentum: expected in [0, 1), got {self.momentum}")
+        if self.clip is not None and not self.clip > 0:
+            raise ValueError(f"clip: expected above 0, got {self.clip}")
 
     def bind(self, layout: Layout, transport: Transport, shared: Shared, timeout: float | None = None) -> None:
         super().bind(layout, transport, shared, timeout)
@@ -55,6 +70,21 @@ class TopK(Feedback):
             self._algorithm.selector = copy.deepcopy(self.selector)
         if self._densities.by_layer:
             self._selectors = [copy.deepcopy(self.selector or select.TopK()) for _ in layout.names]
+        if self.momentum:
+            self._velocity = np.zeros(layout.length, layout.dtype)
+
+    def compensate(self, gradient: Array) -> DenseVector:
+        if self.clip is not None:
+            most = self.clip / self.size**0.5
+            for view in self.layout.views(gradient):
+                norm = float(torch.linalg.vector_norm(view))
+                if norm > most:
+                    view.mul_(most / norm)
+        if not self.momentum:
+            return super().compensate(gradient)
+        np.multiply(self._velocity, self.momentum, out=self._velocity)
+        np.add(self._velocity, gradient, out=self._velocity)
+        return super().compensate(self._velocity)
 
     def compress(self, acc: Vector) -> Vector:
         if self._algorithm.takes_dense:
@@ -89,7 +119,14 @@ class TopK(Feedback):
 
     def update(self, gradient: Array, message: Any, reduced: Reduction) -> None:
         self.residual.update(reduced.contributed)
+        if self.momentum:
+            sent = reduced.contributed
+            self._velocity[slice(None) if isinstance(sent, DenseVector) else sent.indices] = 0
         write_mean(gradient, reduced.value, self.size)
+
+    def state(self) -> dict[str, dict[str, torch.Tensor]]:
+        own = {"velocity": self.layout.by_name(self._velocity)} if self.momentum else {}
+        return super().state() | own
 
     def extra_state(self) -> dict[str, Any]:
         layers = [selector.state_dict() for selector in self._selectors] if self._densities.by_layer else []
