@@ -13,8 +13,8 @@
 
 Every rank trains on its own share; the total batch is the same for every P. Rows that exist are not run again. The
 lines differ in nothing but the compressor; learning rates were chosen for "dense". Momentum is that of SGD, but for the
-lines at 1 %, which correct it (see sparsecoll.torch.compressors.TopK); "momentum outside" shows what that is good for. Data: perf/datasets.py. A run on
-virtual ranks is deterministic.
+lines at 1 %, which correct it (sparsecoll.torch.compressors.TopK); "momentum outside" shows what that is good for.
+Data: perf/datasets.py. A run on virtual ranks is deterministic.
 """
 
 from __future__ import annotations

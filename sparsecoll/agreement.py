@@ -22,18 +22,21 @@ from sparsecoll.transport.base import FIRST_STAMP, STAMPS, Interrupted, Transpor
 from sparsecoll.transport.collectives import allgather
 
 KEPT = 4096  # calls that are remembered as agreed
-PREPARING = 1000  # stamps for what is said before arguments are known
 KNOWN = {kind.__name__: kind for kind in (ValueError, TypeError, CommunicationError)}
 
 
 class Conversation:
     """One call on a transport; see `together`."""
 
-    def __init__(self, transport: Transport) -> None:
+    def __init__(self, transport: Transport, name: str) -> None:
         self._transport = transport
-        self.call: dict[str, Any] = {}
+        self.call: dict[str, Any] = {"call": name}
         transport.calls += 1
-        transport.stamp = FIRST_STAMP + transport.calls % PREPARING
+        self._stamp(zlib.crc32(name.encode()))
+
+    def _stamp(self, checksum: int) -> None:
+        mixed = (checksum ^ self._transport.calls * 2654435761) >> 3
+        self._transport.stamp = FIRST_STAMP + mixed % (STAMPS - FIRST_STAMP)
 
     def agree(self, call: dict[str, Any], entries: int | None = None, check: bool = True) -> list[int]:
         """Compare `call` (argument name -> JSON value) over the ranks, now and by all messages that follow.
@@ -51,8 +54,8 @@ class Conversation:
             CommunicationError: arguments differ.
         """
         transport = self._transport
-        self.call = call
-        checksum = zlib.crc32(json.dumps(call, sort_keys=True).encode()) if check else 0
+        self.call |= call
+        checksum = zlib.crc32(json.dumps(self.call, sort_keys=True).encode()) if check else 0
         counts: list[int] = []
         if entries is not None or (check and checksum not in transport.agreed):
             row = np.array([-1 if entries is None else entries, checksum], np.int64)
@@ -64,14 +67,16 @@ class Conversation:
                 transport.agreed.clear()
             transport.agreed.add(checksum)
             counts = rows[:, 0].tolist() if entries is not None else []
-        mixed = checksum ^ transport.calls * 2654435761
-        transport.stamp = FIRST_STAMP + PREPARING + mixed % (STAMPS - FIRST_STAMP - PREPARING)
+        self._stamp(checksum)
         return counts
 
 
 @contextlib.contextmanager
-def together(transport: Transport) -> Iterator[Conversation]:
+def together(transport: Transport, name: str) -> Iterator[Conversation]:
     """Whatever is raised inside on some rank is raised on all; collective.
+
+    Args:
+        name: of the call, for messages to users.
 
     A rank that has finished the call when another one fails in it raises in its next call.
 
@@ -80,7 +85,7 @@ def together(transport: Transport) -> Iterator[Conversation]:
         CommunicationError: ranks disagree on an argument, or a rank failed otherwise.
     """
     outer = transport.stamp
-    conversation = Conversation(transport)
+    conversation = Conversation(transport, name)
     try:
         yield conversation
     except Exception as error:
@@ -102,7 +107,7 @@ def _settle(transport: Transport, call: dict[str, Any], error: Exception) -> Exc
         report["broken"] = transport.broken
         transport.announce(_bytes(report))
         return error
-    transport.agreed.clear()
+    transport.forget()
     try:
         blocks = transport.exchange(_bytes(report))
     except CommunicationError as unanswered:  # the communicator is broken

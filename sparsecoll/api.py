@@ -32,6 +32,7 @@ def allreduce(
     op: str = "sum",
     timeout: float | None = None,
     check: bool = True,
+    nonfinite: str = "raise",
     return_reduction: bool = False,
 ) -> Any:
     """Sum a long sparse vector over all ranks; every rank receives the same bits. Collective.
@@ -55,6 +56,8 @@ def allreduce(
         timeout: seconds to wait for a peer; then CommunicationError, and the communicator is out of use. None: wait
             for ever, with a warning once a minute.
         check: compare the arguments over the ranks; False on all of them does without.
+        nonfinite: what if a value to be sent is NaN or infinite: "raise", on every rank, or "pass": sums are NaN or
+            infinite then, and algorithms that order sums by magnitude raise on NaN all the same.
         return_reduction: return the whole Reduction (value, contributed, traffic); its vectors are library vectors.
 
     Returns:
@@ -96,6 +99,7 @@ def allreduce(
         op=op,
         timeout=timeout,
         check=check,
+        nonfinite=nonfinite,
     )
     if isinstance(reduction.value, DenseVector):
         reduction.value = reduction.value.to_sparse()
@@ -119,6 +123,7 @@ def reduce(
     op: str = "sum",
     timeout: float | None = None,
     check: bool = True,
+    nonfinite: str = "raise",
     selected: bool = False,
 ) -> Reduction:
     """Select, agree, communicate: one allreduce between vectors, as the front door and the torch adapter use it.
@@ -132,7 +137,7 @@ def reduce(
     """
 
     def call() -> Reduction:
-        return _reduce(transport, prepare, k, density, format, value_dtype, op, timeout, check, selected)
+        return _reduce(transport, prepare, k, density, format, value_dtype, op, timeout, check, nonfinite, selected)
 
     return call() if transport.worker is None else transport.worker.in_order(call)  # type: ignore[no-any-return]
 
@@ -147,13 +152,14 @@ def _reduce(
     op: str,
     timeout: float | None,
     check: bool,
+    nonfinite: str,
     chosen: bool,
 ) -> Reduction:
     before, start = transport.traffic.copy(), transport.now()
     transport.timeout = timeout
     algorithm: Algorithm | None = None
     try:
-        with together(transport) as conversation:
+        with together(transport, "allreduce") as conversation:
             vector, algorithm = prepare()
             form = formats.resolve(format)
             wanted = _wanted(vector, algorithm, k, density)
@@ -166,10 +172,15 @@ def _reduce(
                 "value_dtype": value_dtype,
                 "op": op,
             }
-            conversation.call = call
+            conversation.call |= call
             _check_wire(vector.dtype, form, value_dtype, algorithm)
+            if nonfinite not in ("raise", "pass"):
+                raise ValueError(f"nonfinite: expected 'raise' or 'pass', got {nonfinite!r}")
             with transport.phase("select"), doing("select", vector.nnz):
                 selected = _selected(vector, algorithm, None if chosen else wanted, transport.size, form, value_dtype)
+            wrong = selected.first_not_finite() if nonfinite == "raise" else None
+            if wrong is not None:
+                raise ValueError(f"x: expected finite values, got NaN or infinity, the first at index {wrong}")
             entries = conversation.agree(call, selected.nnz if wanted is None else None, check)
             transport.format, transport.value_dtype = form, value_dtype
             reduction = algorithm(transport, selected, max(entries) if wanted is None else wanted)  # type: ignore[arg-type]

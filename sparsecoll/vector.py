@@ -198,6 +198,12 @@ class SparseVector:
         """Whether a value is NaN."""
         return self.extremes()[1] >= self.nan_key()
 
+    def first_not_finite(self) -> int | None:
+        """The index of the first NaN or infinity."""
+        if self.dtype.kind != "f" or self.extremes()[1] < self.nan_key() - 1:
+            return None
+        return int(self.indices[~np.isfinite(self.values)][0])
+
     def nan_key(self) -> int:
         """Magnitude keys at or above this one are NaN."""
         return int(kernels_of(self.values).nan_key(self.dtype))
@@ -439,6 +445,14 @@ class DenseVector:
     def to_dense(self) -> NDArray[Any]:
         """The values themselves."""
         return self.values
+
+    def first_not_finite(self) -> int | None:
+        """The index of the first NaN or infinity."""
+        with np.errstate(over="ignore", invalid="ignore"):
+            if self.dtype.kind != "f" or np.isfinite(self.values.sum()):  # one pass, no array
+                return None
+        wrong = np.flatnonzero(~np.isfinite(self.values))
+        return int(wrong[0]) if wrong.size else None
 
     def add_at(self, entries: SparseVector) -> None:
         """self += entries, in place."""

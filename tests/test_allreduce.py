@@ -164,13 +164,6 @@ def test_density_takes_at_least_one_and_k_defaults_to_the_algorithms_own():
     assert simulate(2, program).results == [(1, 4)] * 2
 
 
-def test_nan_and_infinity_pass_through_an_exact_sum():
-    x = SparseVector([1, 2], np.array([np.nan, np.inf]), 5)
-    for algo in ("allgather", "dense", "auto"):
-        values = simulate(2, lambda comm, algo=algo: sparsecoll.allreduce(comm, x, algo)).results[0].values
-        assert np.isnan(values[0]) and values[1] == np.inf
-
-
 def test_auto_moves_no_more_than_dense_when_vectors_are_full():
     n, P = 40_000, 8
 

@@ -80,7 +80,9 @@ class Algorithm(ABC):
         """Drop what is kept between calls: after a call that failed it may differ between ranks."""
         if self.selector is not None:
             self.selector.forget()
-        self.__dict__.update(replace(self).__dict__)
+        fresh = vars(replace(self))
+        vars(self).clear()
+        vars(self).update(fresh)
 
     def state_dict(self) -> dict[str, Any]:
         """What a later run needs to go on with the same bits; plain Python values."""

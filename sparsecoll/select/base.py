@@ -36,7 +36,9 @@ class Selector(ABC):
         for option in fields(self):
             if isinstance(getattr(self, option.name), Selector):
                 getattr(self, option.name).forget()
-        self.__dict__.update(replace(self).__dict__)
+        fresh = vars(replace(self))
+        vars(self).clear()
+        vars(self).update(fresh)
 
     def state_dict(self) -> dict[str, Any]:
         """What a later run needs to go on with the same choices; plain Python values."""

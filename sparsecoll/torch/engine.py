@@ -89,8 +89,8 @@ class Engine:
         }
 
         def check() -> None:
-            with together(self.transport) as conversation:
-                conversation.call = call
+            with together(self.transport, "parameters") as conversation:
+                conversation.call |= call
                 if error is not None:
                     raise error
                 conversation.agree(call)
@@ -237,7 +237,7 @@ class Engine:
         """Which parameters took part on any rank."""
         if self._failed:
             return used
-        with together(self.transport), self.transport.phase("agree"):
+        with together(self.transport, "end of step"), self.transport.phase("agree"):
             rows = allgather(self.transport, np.packbits(np.array(used, np.uint8)))
             self.transport.flush()
         return np.unpackbits(np.bitwise_or.reduce(rows, axis=0), count=len(used)).astype(bool).tolist()  # type: ignore[no-any-return]
@@ -249,7 +249,7 @@ class Engine:
         numbers = {name: i for i, name in enumerate(names)}
 
         def make() -> None:
-            with together(self.transport):
+            with together(self.transport, "buckets"):
                 bind()
 
         def bind() -> None:
@@ -284,7 +284,7 @@ class Engine:
         mine = [[backward, *seconds] for backward, seconds in self._profile[PROFILED]]
 
         def all_of_them() -> NDArray[Any]:
-            with together(self.transport):
+            with together(self.transport, "profile"):
                 return allgather(self.transport, np.median(np.array(mine), axis=0))
 
         table = self._in_order(all_of_them)
@@ -296,7 +296,7 @@ class Engine:
 
     def _compare(self) -> None:
         """Raise on every rank if parameters differ, naming the first that does."""
-        with together(self.transport), self.transport.phase("verify"):
+        with together(self.transport, "verify"), self.transport.phase("verify"):
             sums = np.array([zlib.crc32(raw_bytes(p)) for p in self.params.values()], np.uint32)
             rows = allgather(self.transport, sums)
             self.transport.flush()

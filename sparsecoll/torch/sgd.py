@@ -48,8 +48,8 @@ class SparseSGD(torch.optim.Optimizer):
         format, value_dtype, timeout: as in sparsecoll.allreduce.
 
     Raises:
-        ValueError, TypeError: an option is invalid; in `step`, on every rank, a gradient holds NaN. The gradients of
-            that step are in the residual then (NaN too): go back to a saved state.
+        ValueError, TypeError: an option is invalid; in `step`, on every rank, a gradient holds NaN or infinity. What
+            was finite in the gradients of that step is in the residual then, and training may go on.
         CommunicationError: ranks disagree, or a peer did not answer.
 
     Volume of a step: the algorithm's. Memory: the residual (n values; float32 for half-precision parameters) and, with
@@ -132,7 +132,7 @@ class SparseSGD(torch.optim.Optimizer):
                 if "residual" in state:
                     residual.copy_(state["residual"])
                 else:
-                    with together(self._transport):
+                    with together(self._transport, "parameters"):
                         broadcast_from_rank_0(self._transport, p)
                 state["residual"] = residual
             known = number < len(algorithms)
@@ -156,7 +156,11 @@ class SparseSGD(torch.optim.Optimizer):
         return loss
 
     def _reduce(self, flat: FlatVector, algorithm: Algorithm) -> Reduction:
-        return api.reduce(self._transport, lambda: (flat.residual.vector, algorithm), **self._options)
+        try:
+            return api.reduce(self._transport, lambda: (flat.residual.vector, algorithm), **self._options)
+        except Exception:
+            flat.residual.drop_not_finite()
+            raise
 
     @staticmethod
     def _compensate(flat: FlatVector, groups: dict[torch.Tensor, dict[str, Any]]) -> None:

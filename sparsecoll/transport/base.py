@@ -81,6 +81,11 @@ class Transport(ABC):
         self._phase: Counts | None = None
         self._whole = False
 
+    def forget(self) -> None:
+        """Drop what was found out together: after a call that failed some ranks may have it and others not."""
+        self.agreed.clear()
+        self.nodes = self.tuning = None
+
     @abstractmethod
     def now(self) -> float:
         """Seconds on this rank's clock (the simulator's clock is virtual)."""

@@ -79,9 +79,16 @@ class Compressor(ABC):
                 message = self.compress(self.compensate(gradient))
         except Exception as error:
             message = error
-        reduced = self.communicate(transport, message)
+        try:
+            reduced = self.communicate(transport, message)
+        except Exception:
+            self.recover()
+            raise
         with doing("dense", gradient.size):
             self.update(gradient, message, reduced)
+
+    def recover(self) -> None:  # noqa: B027 - most have nothing to mend
+        """After a step that failed: leave state with which the next one can be made."""
 
     def state(self) -> dict[str, dict[str, torch.Tensor]]:
         """Tensors by kind ("residual", ...) and parameter name; views, not copies."""
@@ -113,11 +120,13 @@ class Compressor(ABC):
                 raise message
             return message, algorithm
 
+        dense = isinstance(message, DenseVector)  # as in plain data parallelism, NaN reaches all ranks
+        options["nonfinite"] = "pass" if dense else "raise"
         return api.reduce(transport, prepare, timeout=self.timeout, selected=True, **options)
 
     def _gather(self, transport: Transport, message: Array | Exception) -> list[Array]:
         """All ranks' messages of bytes, in rank order."""
-        with together(transport) as conversation:
+        with together(transport, "compressor") as conversation:
             if isinstance(message, Exception):
                 raise message
             conversation.agree({"compressor": self.describe(), "length": self.layout.length})
@@ -137,6 +146,9 @@ class Feedback(Compressor):
 
     def compensate(self, gradient: Array) -> DenseVector:
         return self.residual.compensate(gradient)
+
+    def recover(self) -> None:
+        self.residual.drop_not_finite()
 
     def state(self) -> dict[str, dict[str, torch.Tensor]]:
         return {"residual": self.layout.by_name(self.residual.array)}

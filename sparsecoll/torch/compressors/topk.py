@@ -86,6 +86,11 @@ class TopK(Feedback):
         np.add(self._velocity, gradient, out=self._velocity)
         return super().compensate(self._velocity)
 
+    def recover(self) -> None:
+        super().recover()
+        if self.momentum:
+            self._velocity[~np.isfinite(self._velocity)] = 0
+
     def compress(self, acc: Vector) -> Vector:
         if self._algorithm.takes_dense:
             return acc

@@ -1,0 +1,239 @@
+"""What is raised on one rank is raised on all, whatever was under way, and the communicator stays usable."""
+
+import numpy as np
+import pytest
+from cases import case, oracle
+
+import sparsecoll
+from sparsecoll import ALGORITHMS, CommunicationError, SparseVector, simulate
+from sparsecoll.agreement import together
+from sparsecoll.algorithms import Auto, Hierarchical, resolve
+from sparsecoll.model import Tuning
+from sparsecoll.transport.collectives import allgather
+
+K = 60
+EXACT = [name for name, kind in ALGORITHMS.items() if kind.semantics == "exact_sum"]
+
+
+class Fault(Exception):
+    """Raised on purpose."""
+
+
+def algorithm(name):
+    """Without measurements of its own, whose messages would depend on the machine."""
+    return Auto(tuning=Tuning()) if name == "auto" else Hierarchical(inner="oktopk") if name == "hierarchical" else name
+
+
+def fail_at(transport, method, number):
+    """Let the transport's method raise when it is called for the number-th time."""
+    original, calls = getattr(transport, method), [0]
+
+    def failing(*arguments):
+        calls[0] += 1
+        if calls[0] == number:
+            raise Fault(f"{method} {number}")
+        return original(*arguments)
+
+    setattr(transport, method, failing)
+
+
+def mend(transport, method):
+    vars(transport).pop(method, None)
+
+
+@pytest.mark.parametrize("P", [2, 3, 5, 8])
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_a_rank_that_fails_between_messages_is_heard_by_all(name, P):
+    """At its first, second, ... send and receive, in a call that is new and in one that all have agreed on before."""
+
+    def program(comm, culprit, method, number, known):
+        x, algo = case("random", comm.rank, P), resolve(algorithm(name))
+        if known:
+            sparsecoll.allreduce(comm, x, algo, k=K)
+        if comm.rank == culprit:
+            fail_at(comm.transport, method, number)
+        text = None
+        try:
+            sparsecoll.allreduce(comm, x, algo, k=K)
+            if comm.rank == culprit and method in vars(comm.transport):
+                mend(comm.transport, method)  # it has fewer messages
+            sparsecoll.allreduce(comm, x, algo, k=K)  # who had finished hears of it here
+        except CommunicationError as error:
+            text = str(error)
+        mend(comm.transport, method)
+        y = sparsecoll.allreduce(comm, x, algo, k=K)
+        return text, y.to_dense()
+
+    inputs = [case("random", rank, P) for rank in range(P)]
+    expected = oracle(inputs, "oktopk" if name == "hierarchical" else name, K)
+    heard = 0
+    for culprit in (0, P - 1):
+        for method in ("send", "receive", "expect"):
+            for number in (1, 2, 4):
+                for known in (False, True):
+                    results = simulate(P, lambda comm, c=(culprit, method, number, known): program(comm, *c)).results
+                    texts = {text for text, _ in results}
+                    assert texts in ({None}, {f"rank {culprit} failed: Fault: {method} {number}"})
+                    heard += texts != {None}
+                    for _, y in results:
+                        np.testing.assert_array_equal(y, expected)
+    assert heard >= 8
+
+
+@pytest.mark.parametrize("P", [2, 3, 8])
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_truncated_and_overlong_messages_raise_on_all(name, P):
+    """Each message that a rank receives in turn is cut, emptied, or gets a tail."""
+    damages = {
+        "cut": lambda buffer: buffer[:-1],
+        "empty": lambda buffer: buffer[:0],
+        "tail": lambda buffer: np.concatenate([buffer, np.ones(9, np.uint8)]),
+    }
+
+    def program(comm, damage, number):
+        x, algo = case("random", comm.rank, P), resolve(algorithm(name))
+        transport, original, seen, hit = comm.transport, comm.transport._take, [0], [False]
+
+        def damaged(source, stamp):
+            buffer = original(source, stamp)
+            seen[0] += 1
+            if seen[0] == number and buffer.size:
+                hit[0] = True
+                return damages[damage](buffer)
+            return buffer
+
+        if comm.rank == P - 1:
+            transport._take = damaged
+        text = None
+        try:
+            sparsecoll.allreduce(comm, x, algo, k=K)
+            mend(transport, "_take")
+            sparsecoll.allreduce(comm, x, algo, k=K)
+        except (CommunicationError, ValueError) as error:
+            text = str(error)
+        mend(transport, "_take")
+        return text, hit[0], sparsecoll.allreduce(comm, x, algo, k=K).to_dense()
+
+    inputs = [case("random", rank, P) for rank in range(P)]
+    expected = oracle(inputs, "oktopk" if name == "hierarchical" else name, K)
+    for damage in damages:
+        for number in (1, 2, 3):
+            results = simulate(P, lambda comm, c=(damage, number): program(comm, *c)).results
+            texts = {text for text, _, _ in results}
+            assert len(texts) == 1
+            assert (texts != {None}) == any(hit for _, hit, _ in results), (damage, number, texts)
+            for _, _, y in results:
+                np.testing.assert_array_equal(y, expected)
+
+
+def test_ranks_in_different_calls_are_told_so():
+    """One is in an allreduce that all know, the others in another one that all know: nothing but stamps differs."""
+
+    def program(comm):
+        x, y = SparseVector([1], np.ones(1), 10), SparseVector([1], np.ones(1), 11)
+        for vector in (x, y):
+            sparsecoll.allreduce(comm, vector, "allgather", k=1)
+        with pytest.raises(CommunicationError) as caught:
+            sparsecoll.allreduce(comm, y if comm.rank == 1 else x, "allgather", k=1)
+        return str(caught.value), int(sparsecoll.allreduce(comm, x, "allgather", k=1).values[0])
+
+    text = "length: expected the same value on all ranks, got 10 on ranks 0, 2, 3, 11 on rank 1"
+    assert simulate(4, program).results == [(text, 4)] * 4
+
+
+def test_a_rank_that_left_a_call_out_is_told_so():
+    def program(comm):
+        x = SparseVector([1], np.ones(1), 10)
+        with pytest.raises(CommunicationError) as caught:
+            for step in range(3):
+                if (comm.rank, step) != (1, 1):
+                    with together(comm.transport, "other"):
+                        allgather(comm.transport, np.array([step]))
+            sparsecoll.allreduce(comm, x, "allgather", k=1)
+        return str(caught.value), int(sparsecoll.allreduce(comm, x, "allgather", k=1).values[0])
+
+    results = simulate(3, program).results
+    assert len(set(results)) == 1
+    assert results[0][0].startswith(
+        'call: expected the same value on all ranks, got "other" on ranks 0, 2, "allreduce"'
+    )
+    assert results[0][1] == 3
+
+
+def test_known_calls_cost_no_message_and_unchecked_ones_never_do():
+    def program(comm, check):
+        x = SparseVector([comm.rank], np.ones(1), 10)
+        counts = []
+        for _ in range(3):
+            reduction = sparsecoll.allreduce(comm, x, "allgather", k=1, check=check, return_reduction=True)
+            phases = reduction.traffic.phases
+            counts.append(phases["agree"].words_received if "agree" in phases else 0)
+        return counts
+
+    assert simulate(4, lambda comm: program(comm, True)).results == [[4 * 3, 0, 0]] * 4
+    assert simulate(4, lambda comm: program(comm, False)).results == [[0, 0, 0]] * 4
+
+
+def test_check_itself_is_compared():
+    def program(comm):
+        x = SparseVector([comm.rank], np.ones(1), 10)
+        with pytest.raises(CommunicationError):
+            sparsecoll.allreduce(comm, x, "allgather", k=1, check=comm.rank == 1)
+        return int(sparsecoll.allreduce(comm, x, "allgather", k=1).nnz)
+
+    assert simulate(3, program).results == [3] * 3
+
+
+def test_algorithms_forget_what_a_failed_call_may_have_left_different():
+    """Thresholds and boundaries are found anew on all ranks, so that all hold the same again."""
+
+    def program(comm):
+        x, algo = case("random", comm.rank, 4), resolve("oktopk")
+        sparsecoll.allreduce(comm, x, algo, k=K)
+        before = algo.state_dict()
+        if comm.rank == 2:
+            fail_at(comm.transport, "send", 2)
+        with pytest.raises(CommunicationError):
+            sparsecoll.allreduce(comm, x, algo, k=K)
+            sparsecoll.allreduce(comm, x, algo, k=K)
+        mend(comm.transport, "send")
+        assert algo.state_dict() == resolve("oktopk").state_dict() != before
+        sparsecoll.allreduce(comm, x, algo, k=K)
+        return algo.state_dict()["boundaries"]
+
+    results = simulate(4, program).results
+    assert results == [results[0]] * 4 and results[0]
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_values_that_are_not_finite_raise_on_all(name, value):
+    def program(comm):
+        values = np.array([1, value if comm.rank == 1 else 2, 3], np.float32)
+        for x, options in ((SparseVector([2, 4, 7], values, 9), {}), (np.concatenate([np.zeros(6), values]), {"k": 3})):
+            with pytest.raises(ValueError) as caught:
+                sparsecoll.allreduce(comm, x, algorithm(name), **options)
+        return str(caught.value)
+
+    results = simulate(3, program).results
+    assert len(set(results)) == 1 and results[0].startswith("rank 1: x: expected ")
+
+
+def test_values_that_are_not_finite_pass_if_asked():
+    x = SparseVector([1, 2], np.array([np.nan, np.inf]), 5)
+    for algo in EXACT:
+        values = simulate(
+            2, lambda comm, algo=algo: sparsecoll.allreduce(comm, x, algorithm(algo), nonfinite="pass").values
+        ).results[1]
+        assert np.isnan(values[0]) and values[1] == np.inf
+
+
+def test_sums_of_float16_do_not_overflow_on_the_way():
+    """40,000 + 40,000 - 40,000: formed in float32; what stays too large is infinite in the end only."""
+
+    def program(comm):
+        sign = -1 if comm.rank == 2 else 1
+        x = SparseVector([3], np.array([sign * 40_000], np.float16), 9)
+        return [float(sparsecoll.allreduce(comm, x, algorithm(a)).values[0]) for a in EXACT]
+
+    assert simulate(3, program).results == [[40_000.0] * len(EXACT)] * 3
