@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 VALUE_DTYPES = tuple(np.dtype(name) for name in ("float16", "float32", "float64", "int32", "int64"))
 
 
+SMALLEST = 5e-324  # the smallest magnitude above zero
+
+
 def accumulator(dtype: np.dtype[Any]) -> np.dtype[Any]:
     """The type in which values of `dtype` are summed: float32 for float16, else `dtype` itself."""
     return np.dtype(np.float32) if dtype == np.float16 else dtype
@@ -197,6 +200,10 @@ class SparseVector:
     def has_nan(self) -> bool:
         """Whether a value is NaN."""
         return self.extremes()[1] >= self.nan_key()
+
+    def nonzero(self) -> SparseVector:
+        """The entries that are not zero; the vector itself if all are."""
+        return self.at_least(SMALLEST, self.nnz) if self.nnz and self.extremes()[0] == 0 else self
 
     def first_not_finite(self) -> int | None:
         """The index of the first NaN or infinity."""

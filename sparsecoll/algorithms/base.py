@@ -106,7 +106,7 @@ def less(x: SparseVector, taken: list[SparseVector]) -> SparseVector:
         return x
     dtype = accumulator(x.dtype)
     rest = SparseVector.sum([x.astype(dtype), *(part.scaled(-1) for part in taken)], dtype)
-    return rest.at_least(5e-324)  # the smallest magnitude above zero
+    return rest.nonzero()
 
 
 def check_order(value: SparseVector) -> SparseVector:

@@ -37,6 +37,7 @@ class GTopk(Algorithm):
         with transport.phase("broadcast"):
             arriving = transport.rounded(partial if transport.rank else partial.astype(x.dtype))
             lost = partial.rounding_error(arriving)
+            arriving = arriving.nonzero()  # some formats do not send zeros
             if transport.rank == 0:
                 value, alive = arriving, arriving
                 message = transport.encode(value)

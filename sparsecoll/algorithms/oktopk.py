@@ -121,7 +121,7 @@ class OkTopk(Algorithm):
             chosen, sizes = self._select_global(transport, reduced, load, k)
         with transport.phase("gather"):
             final = transport.rounded(chosen.astype(x.dtype))
-            value = self._balance_and_allgatherv(transport, final, sizes)
+            value = self._balance_and_allgatherv(transport, final.nonzero(), sizes).astype(x.dtype)
         cuts = self._cuts(x, k, transport)
         self._edges = value.refined(self._boundaries, cuts) if cuts > 1 else []
         self._calls += 1

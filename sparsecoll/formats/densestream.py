@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from sparsecoll.errors import CommunicationError
 from sparsecoll.formats.base import HEADER, Buffer, Format, Plan, WireDtype, wire_dtype
 from sparsecoll.kernels import kernels_of
-from sparsecoll.vector import DenseVector, SparseVector
+from sparsecoll.vector import SMALLEST, DenseVector, SparseVector
 
 START = HEADER.size + 8
 
@@ -48,7 +48,7 @@ class DenseStream(Format):
         starts, lengths = self._blocks(x, self.gap(x.length, wire_dtype(x.dtype, value_dtype)))
         kernels = kernels_of(x.values)
         indices = kernels.block_indices(starts, lengths, np.arange(int(lengths.sum())))
-        return source.entries(indices.astype(x.indices.dtype)).at_least(5e-324)  # without the zeros that are true
+        return source.entries(indices.astype(x.indices.dtype)).at_least(SMALLEST)  # without the zeros that are true
 
     def encode_dense(
         self, source: DenseVector, threshold: float, value_dtype: str | None = None
@@ -57,7 +57,7 @@ class DenseStream(Format):
 
         `contributed` holds the values as they arrive.
         """
-        chosen = source.at_least(max(threshold, 5e-324))
+        chosen = source.at_least(max(threshold, SMALLEST))
         contributed = self.arriving(self.filled(chosen, source, value_dtype), value_dtype)
         return self.encode(contributed, value_dtype), contributed
 

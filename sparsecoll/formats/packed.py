@@ -61,7 +61,7 @@ class Packed(Format):
         table = buffer[middle + 2 : payload].view(np.uint16)
         coded = sum(int(part.sum()) for part in kernels.rice_sizes(table, nnz, block))
         self._check_size(buffer, payload + coded + kernels.RICE_PAD, nnz)
-        first = int(buffer[HEADER.size : START].view(np.uint64)[0])
+        first = int(buffer[HEADER.size : START].view(np.uint64)[0]) if nnz else 0
         fits = first < length or nnz == 0
         indices = kernels.rice_decode(table, buffer[payload:], block, first, nnz, length, index) if fits else None
         if indices is None:

@@ -6,11 +6,9 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
-from sparsecoll.vector import DenseVector, SparseVector
+from sparsecoll.vector import SMALLEST, DenseVector, SparseVector
 
 Vector = SparseVector | DenseVector
-
-SMALLEST = 5e-324  # the smallest magnitude above zero
 
 
 @dataclass

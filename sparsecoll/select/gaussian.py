@@ -6,9 +6,9 @@ import math
 from dataclasses import dataclass
 from statistics import NormalDist
 
-from sparsecoll.select.base import SMALLEST, Selector, Vector, check_k, checked
+from sparsecoll.select.base import Selector, Vector, check_k, checked
 from sparsecoll.select.survey import Survey
-from sparsecoll.vector import SparseVector
+from sparsecoll.vector import SMALLEST, SparseVector
 
 
 @dataclass

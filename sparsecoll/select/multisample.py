@@ -6,10 +6,10 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from sparsecoll.select.base import SMALLEST, Selector, Vector, check_k, checked
+from sparsecoll.select.base import Selector, Vector, check_k, checked
 from sparsecoll.select.randomk import mix
 from sparsecoll.select.survey import Survey
-from sparsecoll.vector import SparseVector
+from sparsecoll.vector import SMALLEST, SparseVector
 
 
 @dataclass

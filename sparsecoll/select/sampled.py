@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sparsecoll.kernels.sampling import stride_for
-from sparsecoll.select.base import SMALLEST, Selector, Vector, check_k, checked
-from sparsecoll.vector import SparseVector
+from sparsecoll.select.base import Selector, Vector, check_k, checked
+from sparsecoll.vector import SMALLEST, SparseVector
 
 
 @dataclass
