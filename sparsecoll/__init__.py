@@ -29,7 +29,7 @@ from sparsecoll.model import Costs, Network, Tuning
 from sparsecoll.progress import Request, iallreduce
 from sparsecoll.residual import Residual
 from sparsecoll.traffic import Traffic
-from sparsecoll.transport import DeadlockError, Simulation, simulate
+from sparsecoll.transport import DeadlockError, Simulation, shrink, simulate
 from sparsecoll.tune import tune
 from sparsecoll.vector import DenseVector, SparseVector
 
@@ -62,6 +62,7 @@ __all__ = [
     "formats",
     "iallreduce",
     "select",
+    "shrink",
     "simulate",
     "traffic",
     "tune",

@@ -157,38 +157,33 @@ def _reduce(
 ) -> Reduction:
     before, start = transport.traffic.copy(), transport.now()
     transport.timeout = timeout
-    algorithm: Algorithm | None = None
-    try:
-        with together(transport, "allreduce") as conversation:
-            vector, algorithm = prepare()
-            form = formats.resolve(format)
-            wanted = _wanted(vector, algorithm, k, density)
-            call = {
-                "length": vector.length,
-                "dtype": vector.dtype.name,
-                "k": wanted,
-                "algo": algorithm.describe(),
-                "format": repr(form),
-                "value_dtype": value_dtype,
-                "op": op,
-            }
-            conversation.call |= call
-            _check_wire(vector.dtype, form, value_dtype, algorithm)
-            if nonfinite not in ("raise", "pass"):
-                raise ValueError(f"nonfinite: expected 'raise' or 'pass', got {nonfinite!r}")
-            with transport.phase("select"), doing("select", vector.nnz):
-                selected = _selected(vector, algorithm, None if chosen else wanted, transport.size, form, value_dtype)
-            wrong = selected.first_not_finite() if nonfinite == "raise" else None
-            if wrong is not None:
-                raise ValueError(f"x: expected finite values, got NaN or infinity, the first at index {wrong}")
-            entries = conversation.agree(call, selected.nnz if wanted is None else None, check)
-            transport.format, transport.value_dtype = form, value_dtype
-            reduction = algorithm(transport, selected, max(entries) if wanted is None else wanted)  # type: ignore[arg-type]
-            transport.flush()
-    except Exception:
-        if algorithm is not None:
-            algorithm.forget()
-        raise
+    with together(transport, "allreduce") as conversation:
+        vector, algorithm = prepare()
+        algorithm.keep_up(transport.generation)
+        form = formats.resolve(format)
+        wanted = _wanted(vector, algorithm, k, density)
+        call = {
+            "length": vector.length,
+            "dtype": vector.dtype.name,
+            "k": wanted,
+            "algo": algorithm.describe(),
+            "format": repr(form),
+            "value_dtype": value_dtype,
+            "op": op,
+        }
+        conversation.call |= call
+        _check_wire(vector.dtype, form, value_dtype, algorithm)
+        if nonfinite not in ("raise", "pass"):
+            raise ValueError(f"nonfinite: expected 'raise' or 'pass', got {nonfinite!r}")
+        with transport.phase("select"), doing("select", vector.nnz):
+            selected = _selected(vector, algorithm, None if chosen else wanted, transport.size, form, value_dtype)
+        wrong = selected.first_not_finite() if nonfinite == "raise" else None
+        if wrong is not None:
+            raise ValueError(f"x: expected finite values, got NaN or infinity, the first at index {wrong}")
+        entries = conversation.agree(call, selected.nnz if wanted is None else None, check)
+        transport.format, transport.value_dtype = form, value_dtype
+        reduction = algorithm(transport, selected, max(entries) if wanted is None else wanted)  # type: ignore[arg-type]
+        transport.flush()
     transport.traffic.total.seconds += transport.now() - start
     reduction.traffic = transport.traffic.since(before)
     return reduction

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar
 
 from sparsecoll import select
@@ -58,6 +58,7 @@ class Algorithm(ABC):
 
     k: int | None = None
     selector: Selector | None = None
+    _generation: int | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.k is not None and self.k < 0:
@@ -76,8 +77,14 @@ class Algorithm(ABC):
         options = ", ".join(f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if f.init)
         return f"{self.name}({options})"
 
+    def keep_up(self, generation: int) -> None:
+        """Called before each use with `Transport.generation`: after a failure state may differ between ranks."""
+        if self._generation not in (None, generation):
+            self.forget()
+        self._generation = generation
+
     def forget(self) -> None:
-        """Drop what is kept between calls: after a call that failed it may differ between ranks."""
+        """Drop what is kept between calls."""
         if self.selector is not None:
             self.selector.forget()
         fresh = vars(replace(self))

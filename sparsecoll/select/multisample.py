@@ -38,9 +38,11 @@ class MSTopK(Selector):
             return checked(x.top(k))
         self._calls += 1
         survey = Survey(x, k + k // 2)
+        if not math.isfinite(survey.largest):
+            return checked(survey.at_least(math.inf))
         low, high = 0.0, 1.0
         t1, t2 = math.inf, SMALLEST
-        for _ in range(self.samplings if math.isfinite(survey.largest) else 0):
+        for _ in range(self.samplings):
             middle = (low + high) / 2
             t = max(survey.mean_magnitude + middle * (survey.largest - survey.mean_magnitude), SMALLEST)
             if survey.count(t) <= k:

@@ -1,5 +1,6 @@
 """The PyTorch adapter: SparseSGD in place of torch.optim.SGD, DistributedOptimizer around any optimizer, a DDP hook."""
 
+from sparsecoll.torch.checkpoint import load, save
 from sparsecoll.torch.compressors import COMPRESSORS, Compressor
 from sparsecoll.torch.ddp import HookState, comm_hook
 from sparsecoll.torch.engine import redistribute
@@ -19,5 +20,7 @@ __all__ = [
     "Timeline",
     "WarmUp",
     "comm_hook",
+    "load",
     "redistribute",
+    "save",
 ]

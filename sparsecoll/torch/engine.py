@@ -107,6 +107,25 @@ class Engine:
                 self._hooked.add(name)
         self._order = []
 
+    def move(self, transport: Transport, extra: Sequence[torch.Tensor]) -> None:
+        """Go on over another communicator; collective on it.
+
+        Args:
+            extra: tensors that get rank 0's values, as parameters do.
+        """
+        self._remember()
+        self.transport = transport
+
+        def share() -> None:
+            with together(transport, "move") as conversation:
+                tensors = [*self.params.values(), *extra]
+                conversation.agree({"tensors": [[list(t.shape), str(t.dtype)] for t in tensors]})
+                for tensor in tensors:
+                    broadcast_from_rank_0(transport, tensor)
+
+        self._in_order(share)
+        self._begin_step()
+
     def close(self) -> None:
         """Take the hooks off the parameters."""
         for handle in self._handles:

@@ -117,6 +117,22 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Seconds of this rank so far by kind of work (see `sparsecoll.trace`), and "exposed": waited for in `step`."""
         return self._engine.seconds
 
+    def move(self, comm: Any) -> None:
+        """Go on over another communicator, that of `sparsecoll.shrink` after a rank was lost, say; collective on it.
+
+        Residuals are kept; what the lost ranks held in theirs is gone with them. Parameters and the wrapped optimizer's
+        tensors become those of the new rank 0, since the step that failed may have been taken by some ranks only.
+        """
+        tensors = [
+            value
+            for group in self.param_groups
+            for p in group["params"]
+            for _, value in sorted(self.optimizer.state.get(p, {}).items())
+            if isinstance(value, torch.Tensor)
+        ]
+        self._engine.move(as_transport(comm), tensors)
+        self._synchronized = False
+
     def no_sync(self) -> AbstractContextManager[None]:
         """Gradients of back-propagations inside only accumulate."""
         return self._engine.no_sync()

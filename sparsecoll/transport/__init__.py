@@ -15,6 +15,7 @@ __all__ = [
     "Transport",
     "as_transport",
     "default_comm",
+    "shrink",
     "simulate",
 ]
 
@@ -40,6 +41,20 @@ def as_transport(comm: Any) -> Transport:
         "comm: expected an mpi4py intracommunicator or the comm of sparsecoll.simulate,"
         f" got {type(comm).__module__}.{type(comm).__qualname__}"
     )
+
+
+def shrink(comm: Any) -> Any:
+    """A communicator of the ranks of an mpi4py communicator that live, in the same order; collective among them.
+
+    For going on after a CommunicationError that says that a rank is lost. `comm` is of no use afterwards. Needs an MPI
+    with user-level failure mitigation: Open MPI started by `mpirun --with-ft ulfm`, for one.
+
+    Raises:
+        CommunicationError: this MPI cannot.
+    """
+    from sparsecoll.transport import mpi
+
+    return mpi.shrink(comm)
 
 
 def default_comm() -> Any:

@@ -57,6 +57,7 @@ class Transport(ABC):
         stamp: what messages are sent with, and expected to come with.
         calls: that were made on this transport.
         agreed: checksums of calls that all ranks have agreed on.
+        generation: how many calls have failed, on all ranks together.
         broken: why the communicator cannot be used any more (a peer did not answer, or is lost); else "".
     """
 
@@ -77,6 +78,7 @@ class Transport(ABC):
         self.stamp = FIRST_STAMP
         self.calls = 0
         self.agreed: set[int] = set()
+        self.generation = 0
         self.broken = ""
         self._phase: Counts | None = None
         self._whole = False
@@ -85,6 +87,7 @@ class Transport(ABC):
         """Drop what was found out together: after a call that failed some ranks may have it and others not."""
         self.agreed.clear()
         self.nodes = self.tuning = None
+        self.generation += 1
 
     @abstractmethod
     def now(self) -> float:

@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from mpi4py import MPI
@@ -289,6 +289,18 @@ def mpi_transport(comm: MPI.Intracomm) -> MpiTransport:
         comm.Set_attr(_key(), transport)
     assert isinstance(transport, MpiTransport)
     return transport
+
+
+def shrink(comm: MPI.Intracomm) -> MPI.Intracomm:
+    """See `sparsecoll.shrink`."""
+    transport = mpi_transport(comm)
+    transport.broken = transport.broken or "it was shrunk"
+    try:
+        for revoked in (transport.comm, comm):
+            revoked.Revoke()
+        return cast(MPI.Intracomm, comm.Shrink())
+    except (NotImplementedError, MPI.Exception) as error:
+        raise CommunicationError(f"shrink: this MPI cannot go on without lost ranks: {error}") from error
 
 
 def world() -> MPI.Intracomm:

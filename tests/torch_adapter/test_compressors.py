@@ -77,10 +77,12 @@ def normal(P, *shape, dtype=np.float32):
 @pytest.mark.parametrize("P", [1, 3, 4])
 @pytest.mark.parametrize("name", REPLICATED)
 def test_replicas_stay_the_same_bits_and_the_loss_falls(name, P):
+    compressor = COVAP(2) if name == "covap" else name  # a measured interval depends on what else the machine does
+
     def program(comm):
         model = net(seed=comm.rank, dtype=torch.float32)
         inner = torch.optim.SGD(model.parameters(), 0.1)
-        optimizer = DistributedOptimizer(inner, model.named_parameters(), comm, name, verify=7, **OPTIONS)
+        optimizer = DistributedOptimizer(inner, model.named_parameters(), comm, compressor, verify=7, **OPTIONS)
         data = batch(comm.rank, 0, torch.float32)
         first = loss_of(model, data).item()
         for _ in range(120):

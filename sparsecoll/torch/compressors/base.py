@@ -55,6 +55,7 @@ class Compressor(ABC):
         """Make room for a bucket's state. Collective: compressors may measure or agree here."""
         self.layout, self.shared, self.timeout = layout, shared, timeout
         self.size = transport.size
+        self._generation = transport.generation
 
     def compensate(self, gradient: Array) -> Any:
         """acc: the gradient with what earlier steps left."""
@@ -74,6 +75,9 @@ class Compressor(ABC):
 
     def mean(self, transport: Transport, gradient: Array) -> None:
         """Replace this rank's gradient by the (compressed) mean over the ranks. Collective."""
+        if self._generation != transport.generation:
+            self._generation = transport.generation
+            self.forget()
         try:
             with doing("select", gradient.size):
                 message = self.compress(self.compensate(gradient))
@@ -89,6 +93,9 @@ class Compressor(ABC):
 
     def recover(self) -> None:  # noqa: B027 - most have nothing to mend
         """After a step that failed: leave state with which the next one can be made."""
+
+    def forget(self) -> None:  # noqa: B027 - most keep nothing of the kind
+        """Drop what must be the same on all ranks and may not be: a call has failed since the last step."""
 
     def state(self) -> dict[str, dict[str, torch.Tensor]]:
         """Tensors by kind ("residual", ...) and parameter name; views, not copies."""

@@ -40,7 +40,12 @@ class RandomK(Feedback):
         self._densities = Densities.of(self.density)
         self._selector = select.RandomK(self.seed + layout.index)
 
+    def forget(self) -> None:
+        self._selector.forget()
+
     def compress(self, acc: Vector) -> SparseVector:
+        if acc.first_not_finite() is not None:  # it may not be drawn for long
+            raise ValueError("gradient: expected finite values, got NaN or infinity")
         return self._selector.select(acc, self._densities.k(self.layout.length, self.shared.step))
 
     def communicate(self, transport: Transport, message: SparseVector | Exception) -> Reduction:

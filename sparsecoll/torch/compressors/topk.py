@@ -91,9 +91,15 @@ class TopK(Feedback):
         if self.momentum:
             self._velocity[~np.isfinite(self._velocity)] = 0
 
+    def forget(self) -> None:
+        if self._densities.by_layer:
+            for selector in self._selectors:
+                selector.forget()
+
     def compress(self, acc: Vector) -> Vector:
         if self._algorithm.takes_dense:
             return acc
+        self._algorithm.keep_up(self._generation)
         if self._densities.by_layer:
             return self._layer_by_layer(acc)
         self._k = self._densities.k(self.layout.length, self.shared.step)

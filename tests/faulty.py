@@ -1,0 +1,137 @@
+"""Programs that test_faults.py runs under mpirun: something goes wrong with the last rank, and the others tell.
+
+Every line printed is one JSON object: rank, what was raised, seconds from the call to the exception.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+from mpi4py import MPI
+
+import sparsecoll
+from sparsecoll import SparseVector
+from sparsecoll.transport import mpi
+
+comm = MPI.COMM_WORLD
+LAST = comm.size - 1
+N, K = 100_000, 1000
+
+
+def vector():
+    rng = np.random.default_rng(comm.rank)
+    return SparseVector(np.sort(rng.choice(N, K, replace=False)), np.ones(K, np.float32), N)
+
+
+def call(**options):
+    return sparsecoll.allreduce(comm, vector(), "oktopk", k=K, **options)
+
+
+def tell(**row):
+    print(json.dumps({"rank": comm.rank, **row}), flush=True)
+
+
+@contextlib.contextmanager
+def told():
+    start = time.monotonic()
+    try:
+        yield
+    except sparsecoll.CommunicationError as error:
+        tell(error=str(error), seconds=time.monotonic() - start)
+    else:
+        tell(error=None, seconds=time.monotonic() - start)
+
+
+def die(what, leave=True):
+    """The last rank is killed, stopped or cut off in the middle of a call; the others have a timeout of a second."""
+    call()
+    if comm.rank == LAST:
+        transport = sparsecoll.transport.as_transport(comm)
+        send, sent = transport._send, []
+
+        def last_words(destination, buffer):
+            sent.append(destination)
+            if len(sent) == 3:
+                what()
+            send(destination, buffer)
+
+        transport._send = last_words
+    with told():
+        call(timeout=1)
+    if leave:
+        os._exit(0)  # MPI_Finalize would wait for the dead
+
+
+def late(seconds, timeout):
+    """The last rank comes late."""
+    call()
+    if comm.rank == LAST:
+        time.sleep(seconds)
+    with told():
+        call(timeout=timeout)
+    with told():
+        call(timeout=timeout)
+    sys.stdout.flush()
+    if timeout < seconds:
+        time.sleep(seconds)
+        os._exit(0)
+
+
+def watchdog():
+    """Without a timeout: who waits for whom is logged."""
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stdout)
+    mpi.WATCHDOG_SECONDS = 0.3
+    call()
+    if comm.rank == LAST:
+        time.sleep(2)
+    call()
+
+
+def shrunk():
+    """Where MPI can go on without the dead, so does the library."""
+    global comm
+    try:
+        die(by(signal.SIGKILL), leave=False)
+        comm = sparsecoll.shrink(comm)
+    except sparsecoll.CommunicationError as error:
+        tell(error=str(error))
+        os._exit(0)
+    tell(size=comm.size, sum=float(call().values.sum()), expected=float(sum_of_all()))
+    os._exit(0)
+
+
+def sum_of_all():
+    """What `call` must give: the K largest sums of ones."""
+    total = np.zeros(N, np.float32)
+    for indices in comm.allgather(vector().indices):
+        total[indices] += 1
+    return np.sort(total)[-K:].sum()
+
+
+def by(number):
+    return lambda: os.kill(os.getpid(), number)
+
+
+def cut():
+    """Take this host off the network (the test bed's: perf/testbed.py)."""
+    subprocess.run(["ip", "link", "set", "eth0", "down"], check=True)
+
+
+PROGRAMS = {
+    "killed": lambda: die(by(signal.SIGKILL)),
+    "stopped": lambda: die(by(signal.SIGSTOP)),
+    "cut": lambda: die(cut),
+    "late": lambda: late(1.5, 20),
+    "too late": lambda: late(4, 1),
+    "watchdog": watchdog,
+    "shrunk": shrunk,
+}
+
+if __name__ == "__main__":
+    PROGRAMS[sys.argv[1]]()

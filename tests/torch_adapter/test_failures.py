@@ -1,0 +1,148 @@
+"""Steps that fail: on all ranks, with state from which training goes on."""
+
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+from nets import batch, bits, loss_of, net, train
+
+import sparsecoll.torch
+from sparsecoll import simulate
+from sparsecoll.torch import COMPRESSORS, DistributedOptimizer, SparseSGD
+from sparsecoll.torch.compressors import DGC, OkTopk
+
+P = 3
+RAISING = [name for name in COMPRESSORS if name not in ("free", "none", "fp16", "covap")]  # those let NaN through
+
+
+def step(comm, model, optimizer, number, poison=None):
+    optimizer.zero_grad()
+    loss_of(model, batch(comm.rank, number)).backward()
+    if poison is not None:
+        next(iter(model.parameters())).grad[0, 0] = poison
+    optimizer.step()
+
+
+def residuals_are_finite(optimizer):
+    own = optimizer.state_dict()
+    tensors = own["sparsecoll"].get("tensors", {})
+    held = [t for entries in tensors.values() for t in entries.values()]
+    held += [s["residual"] for s in own.get("state", {}).values() if "residual" in s]
+    return all(bool(torch.isfinite(t).all()) for t in held)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", [*RAISING, "SparseSGD"])
+def test_training_goes_on_after_a_bad_gradient(name, value):
+    """One rank has a NaN in step 2: all raise, the step is not taken, residuals stay finite, steps 3 to 5 are made."""
+
+    def program(comm):
+        model = net()
+        if name == "SparseSGD":
+            optimizer = SparseSGD(model.parameters(), 0.1, comm, "oktopk", 0.05)
+        else:
+            inner = torch.optim.SGD(model.parameters(), 0.1)
+            options = {"overlap": False, "dense_below": 0}
+            optimizer = DistributedOptimizer(inner, model.named_parameters(), comm, name, **options)
+        train(comm, model, optimizer, range(2))
+        before = bits(model)
+        with pytest.raises(ValueError) as caught:
+            step(comm, model, optimizer, 2, value if comm.rank == 1 else None)
+        unchanged, finite = bits(model) == before, residuals_are_finite(optimizer)
+        train(comm, model, optimizer, range(3, 6))
+        return str(caught.value), unchanged, finite, bits(model), bits(model) != before
+
+    results = simulate(P, program).results
+    texts, unchanged, finite, after, moved = zip(*results, strict=True)
+    assert len(set(texts)) == 1 and texts[0].startswith("rank 1: ")
+    assert all(unchanged) and all(finite) and len(set(after)) == 1 and all(moved)
+    assert all(bool(torch.isfinite(p).all()) for p in net().parameters())
+
+
+@pytest.mark.parametrize("number", [1, 2, 4])
+@pytest.mark.parametrize("compressor", [OkTopk(0.1), DGC(0.1), "powersgd", "qsgd", "none"], ids=str)
+def test_a_rank_that_fails_between_messages_fails_the_step_on_all(compressor, number):
+    """Several buckets are under way; whoever was ahead leaves the step out with the others."""
+
+    def program(comm):
+        model = net()
+        inner = torch.optim.SGD(model.parameters(), 0.1)
+        optimizer = DistributedOptimizer(
+            inner, model.named_parameters(), comm, compressor, bucket_bytes=4000, dense_below=0
+        )
+        train(comm, model, optimizer, range(2))
+        transport, before, sent = comm.transport, bits(model), []
+        send = transport._send
+
+        def failing(destination, buffer):
+            sent.append(destination)
+            if len(sent) == number:
+                raise OSError("cable")
+            send(destination, buffer)
+
+        if comm.rank == 2:
+            transport._send = failing
+        with pytest.raises(sparsecoll.CommunicationError) as caught:
+            step(comm, model, optimizer, 2)
+        transport._send = send
+        unchanged = bits(model) == before
+        train(comm, model, optimizer, range(3, 6))
+        return str(caught.value), unchanged, bits(model)
+
+    results = simulate(P, program).results
+    assert {text for text, _, _ in results} == {"rank 2 failed: OSError: cable"}
+    assert all(unchanged for _, unchanged, _ in results) and len({after for _, _, after in results}) == 1
+
+
+def test_another_communicator_keeps_residuals_and_levels_parameters():
+    def program(comm):
+        model = net()
+        inner = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+        optimizer = DistributedOptimizer(inner, model.named_parameters(), comm, OkTopk(0.05), dense_below=0)
+        train(comm, model, optimizer, range(3))
+        before = optimizer.state_dict()["sparsecoll"]["tensors"]["residual"]
+        if comm.rank == 1:  # one rank has taken a step that the others have not
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.add_(1)
+                    inner.state[p]["momentum_buffer"].add_(1)
+        optimizer.move(comm)
+        after = optimizer.state_dict()["sparsecoll"]["tensors"]["residual"]
+        kept = all(torch.equal(before[name], after[name]) for name in before)
+        train(comm, model, optimizer, range(3, 6))
+        return kept, bits(model)
+
+    results = simulate(P, program).results
+    assert all(kept for kept, _ in results) and len({after for _, after in results}) == 1
+
+
+def test_a_checkpoint_is_the_old_or_the_new_one(tmp_path, monkeypatch):
+    path = tmp_path / "rank0.pt"
+    sparsecoll.torch.save({"step": 1, "w": torch.ones(3)}, path)
+
+    def half(state, file):
+        file.write(b"half")
+        raise OSError("disk full")
+
+    monkeypatch.setattr(torch, "save", half)
+    with pytest.raises(OSError, match="disk full"):
+        sparsecoll.torch.save({"step": 2}, path)
+    assert sparsecoll.torch.load(path)["step"] == 1
+    assert [file.name for file in tmp_path.iterdir()] == ["rank0.pt"]
+
+
+def test_a_kill_while_writing_leaves_the_old_checkpoint(tmp_path):
+    path = tmp_path / "rank0.pt"
+    sparsecoll.torch.save({"step": 1}, path)
+    program = (
+        "import os, signal, torch, sparsecoll.torch\n"
+        "def half(state, file):\n"
+        "    file.write(b'half'); file.flush(); os.kill(os.getpid(), signal.SIGKILL)\n"
+        "torch.save = half\n"
+        f"sparsecoll.torch.save({{'step': 2}}, {str(path)!r})\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], check=False, timeout=120)
+    assert done.returncode == -signal.SIGKILL
+    assert sparsecoll.torch.load(path) == {"step": 1}
