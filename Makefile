@@ -6,7 +6,7 @@ PIP_FLAGS := --quiet --disable-pip-version-check -c constraints.txt
 OPENMPI_FLAGS := --oversubscribe $(shell [ "$$(id -u)" = 0 ] && echo --allow-run-as-root)
 LIMIT := timeout --kill-after=10
 
-.PHONY: demo test test-serial test-mpich test-openmpi lint bench clean
+.PHONY: demo test test-serial test-mpich test-openmpi lint fuzz soak bench clean
 
 demo: $(MPICH)/demo.done
 	$(LIMIT) 900 $(MPICH)/bin/mpirun -n 4 $(MPICH)/bin/python examples/train.py
@@ -14,7 +14,7 @@ demo: $(MPICH)/demo.done
 test: test-serial test-mpich test-openmpi
 
 test-serial: $(MPICH)/test.done
-	$(LIMIT) 900 $(MPICH)/bin/python -m pytest -q
+	$(LIMIT) 900 $(MPICH)/bin/python -m pytest -q -n 2 --dist loadgroup
 
 test-mpich: $(MPICH)/test.done
 	$(LIMIT) 300 $(MPICH)/bin/mpirun -n 8 $(MPICH)/bin/python -m pytest -q --color=no --with-mpi
@@ -22,9 +22,19 @@ test-mpich: $(MPICH)/test.done
 test-openmpi: $(OPENMPI)/test.done
 	$(LIMIT) 300 $(OPENMPI)/bin/mpirun $(OPENMPI_FLAGS) -n 3 $(OPENMPI)/bin/python -m pytest -q --color=no --with-mpi
 	$(LIMIT) 300 $(OPENMPI)/bin/mpirun $(OPENMPI_FLAGS) -n 8 $(OPENMPI)/bin/python -m pytest -q --color=no --with-mpi
+	PATH=$(CURDIR)/$(OPENMPI)/bin:$$PATH $(LIMIT) 300 $(OPENMPI)/bin/python -m pytest -q tests/test_faults.py
 
 lint: $(MPICH)/dev.done
 	$(MPICH)/bin/ruff check . && $(MPICH)/bin/ruff format --check . && $(MPICH)/bin/mypy sparsecoll
+
+fuzz: $(MPICH)/test.done  # the long run of what the tests do in short
+	SPARSECOLL_FUZZ=20000 $(MPICH)/bin/python -m pytest -q -n 2 tests/test_fuzz.py
+	$(MPICH)/bin/python tests/hostile.py --count 1000000
+	SPARSECOLL_KERNELS=portable $(MPICH)/bin/python tests/hostile.py --count 1000000 --seed 1
+
+soak: $(MPICH)/test.done $(OPENMPI)/test.done
+	$(MPICH)/bin/mpirun -n 4 $(MPICH)/bin/python perf/soak.py
+	$(OPENMPI)/bin/mpirun $(OPENMPI_FLAGS) -n 4 $(OPENMPI)/bin/python perf/soak.py
 
 bench: $(MPICH)/demo.done  # figures of docs/, as root
 	$(MPICH)/bin/python perf/benchmarks.py

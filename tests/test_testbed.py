@@ -13,6 +13,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "perf"))
 
 import testbed
 
+pytestmark = pytest.mark.xdist_group("testbed")  # there is one
+
 PROGRAM = """
 import json, sys
 import numpy as np
@@ -70,6 +72,23 @@ def test_run_does_not_ignore_a_rate_when_hosts_are_up(hosts):
     command = [sys.executable, testbed.__file__, "run", "--rate", "10gbit", "--", "hostname"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2 and "expected none that is up with --rate" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_host_cut_off_in_mid_call_is_given_up(hosts):
+    """The others raise after their timeout; the next test starts with other hosts."""
+    program = Path(__file__).parent / "faulty.py"
+    try:
+        printed = testbed.run([sys.executable, str(program), "cut"], timeout=20, capture=True).stdout
+    except subprocess.TimeoutExpired as error:  # mpirun itself waits for the host
+        printed = error.stdout.decode()
+    except testbed.TestbedError as error:  # another MPI's mpirun
+        pytest.skip(str(error))
+    rows = [json.loads(text) for text in printed.replace("}{", "}\n{").splitlines() if text.startswith("{")]
+    survivors = {row["rank"]: row for row in rows if row["rank"] < 2}
+    assert set(survivors) == {0, 1}, printed
+    assert all("for 1 s: no answer within the timeout" in row["error"] for row in survivors.values())
+    assert all(row["seconds"] < 10 for row in survivors.values())
 
 
 @pytest.mark.slow

@@ -1,0 +1,19 @@
+"""A short run of hostile.py; `make fuzz` has the long one."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = Path(__file__).parent.parent / "hostile.py"
+
+
+@pytest.mark.parametrize("kernels", ["cpu", "portable", "reference"])
+def test_hostile_bytes_are_refused_without_damage(kernels, monkeypatch):
+    monkeypatch.setenv("SPARSECOLL_KERNELS", kernels)
+    count = 2000 if kernels == "reference" else 30_000
+    command = [sys.executable, str(PROGRAM), "--count", str(count)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.startswith(f"{count} buffers")
