@@ -30,8 +30,9 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 import torch
-from report import Row
+from report import Row, markdown
 from torch import nn
 
 from sparsecoll import bench, simulate
@@ -230,6 +231,73 @@ def save(row: Row, path: Path) -> None:
     path.write_text(f'{{\n "about": {json.dumps(bench.about())},\n "rows": [\n{texts}\n ]\n}}\n')
 
 
+def together(rows: list[Row], name: str, line: str, P: int) -> list[Row]:
+    """The rows of all seeds."""
+    return [row for row in rows if (row["task"], row["line"], row["P"]) == (name, line, P)]
+
+
+def table(rows: list[Row], name: str) -> str:
+    """Final quality: mean and deviation over seeds, the difference to dense, and the bytes of a run."""
+    shown = []
+    for P in sorted({row["P"] for row in rows if row["task"] == name}):
+        dense = together(rows, name, "dense", P)
+        for line in LINES:
+            found = together(rows, name, line, P)
+            if not found:
+                continue
+            last = np.array([row["curve"][-1] for row in found])
+            alike = {row["seed"]: row["curve"][-1][2] for row in dense}
+            gaps = [row["curve"][-1][2] - alike[row["seed"]] for row in found if row["seed"] in alike]
+            shown.append(
+                {
+                    "P": P,
+                    "": line,
+                    "seeds": len(found),
+                    "quality, %": f"{last[:, 2].mean():.2f} +- {last[:, 2].std():.2f}",
+                    "against dense": f"{np.mean(gaps):+.2f}" if gaps and line != "dense" else None,
+                    "MB received": last[:, 1].mean(),
+                    "times fewer": np.mean([row["curve"][-1][1] for row in dense]) / last[:, 1].mean(),
+                }
+            )
+    return markdown(shown)
+
+
+def draw(rows: list[Row], P: int) -> None:
+    """Curves against steps and against bytes, means over seeds."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(2, len(TASKS), figsize=(3.4 * len(TASKS), 6), layout="constrained", sharey="col")
+    for (upper, lower), name in zip(axes.T, TASKS, strict=True):
+        for line in LINES:
+            found = together(rows, name, line, P)
+            if found:
+                steps, received, reached = np.mean([row["curve"] for row in found], axis=0).T
+                upper.plot(steps, reached, label=line, linewidth=1.2)
+                lower.semilogx(received, reached, linewidth=1.2)
+        top = max((row["curve"][-1][2] for row in rows if row["task"] == name), default=100)
+        upper.set(title=name, xlabel="step", ylim=(top - (12 if name != "lstm" else 8), top + 1))
+        lower.set(xlabel="MB received by a rank")
+        for axis in (upper, lower):
+            axis.grid(alpha=0.3)
+    for row in axes:
+        row[0].set_ylabel("quality, %")
+    axes[0, 0].legend(fontsize=6)
+    figure.savefig(FIGURES / f"convergence_{P}.png", dpi=130)
+    plt.close(figure)
+
+
+def render() -> None:
+    """docs/convergence.md and its figures."""
+    rows = load()
+    for P in sorted({row["P"] for row in rows}):
+        draw(rows, P)
+    commits = ", ".join(sorted({row["commit"] for row in rows}))
+    PAGE.write_text(TEXT.read_text().format(commits=commits, **{name: table(rows, name) for name in TASKS}))
+
+
 def main() -> None:
     """Run what is missing, or write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -238,7 +306,11 @@ def main() -> None:
     parser.add_argument("--ranks", nargs="+", type=int, default=[4, 8], help="virtual ranks; not under mpirun")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
+    parser.add_argument("--render", action="store_true", help="only write the page")
     options = parser.parse_args()
+    if options.render:
+        render()
+        return
     comm = default_comm()
     if comm.size > 1:
         options.ranks = [comm.size]

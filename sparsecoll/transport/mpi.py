@@ -90,6 +90,8 @@ class _Incoming:
                 message = self._transport.comm.Improbe(self._source, MPI.ANY_TAG, status)
                 if message is None:
                     return False
+                if status.Get_tag() != self.stamp:  # a message that broke off is not continued
+                    self.parts.clear()
                 self.stamp = status.Get_tag()
                 self.parts.append(room(status.Get_count(MPI.BYTE), self.parts))
                 self._request = message.Irecv([self.parts[-1], MPI.BYTE])
@@ -180,12 +182,15 @@ class MpiTransport(Transport):
 
     def _send(self, destination: int, buffer: Buffer) -> None:
         self._check()
+        try:
+            self._post(destination, buffer, self.stamp)
+        except MPI.Exception as error:
+            raise self.lost(f"sending to rank {destination}", error) from error
+
+    def _post(self, destination: int, buffer: Buffer, stamp: int) -> None:
         for start in range(0, buffer.size + 1, self.chunk):  # a full chunk says that more follows, if only nothing
             piece = buffer[start : start + self.chunk]
-            try:
-                self._sends.append((self.comm.Isend([piece, MPI.BYTE], destination, self.stamp), piece))
-            except MPI.Exception as error:
-                raise self.lost(f"sending to rank {destination}", error) from error
+            self._sends.append((self.comm.Isend([piece, MPI.BYTE], destination, stamp), piece))
 
     def lost(self, what: str, error: MPI.Exception) -> CommunicationError:
         """What to raise when MPI says that a message cannot be sent or received."""
@@ -256,7 +261,7 @@ class MpiTransport(Transport):
     def _report(self, report: Buffer, stamp: int) -> None:
         for peer in range(self.size):
             if peer != self.rank:
-                self._sends.append((self.comm.Isend([report, MPI.BYTE], peer, stamp), report))
+                self._post(peer, report, stamp)
 
 
 def _free(comm: MPI.Comm, keyval: int, transport: MpiTransport) -> None:

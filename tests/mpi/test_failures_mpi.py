@@ -1,0 +1,116 @@
+"""Failures between messages, over MPI: heard by all, and the communicator stays usable."""
+
+import numpy as np
+import pytest
+from cases import case, oracle
+from test_agreement import EXACT, K, algorithm, fail_at, mend
+
+import sparsecoll
+from sparsecoll import ALGORITHMS, CommunicationError, SparseVector
+from sparsecoll.algorithms import resolve
+from sparsecoll.transport import as_transport
+
+pytestmark = pytest.mark.mpi
+
+
+@pytest.fixture(scope="module")
+def comm():
+    from mpi4py import MPI
+
+    return MPI.COMM_WORLD
+
+
+@pytest.mark.parametrize("chunk", [None, 64], ids=["whole", "chunks"])
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_a_rank_that_fails_between_messages_is_heard_by_all(comm, name, chunk):
+    """As on the simulator; with chunks a message may be half here when its sender fails."""
+    P, transport = comm.size, as_transport(comm)
+    before = transport.chunk
+    transport.chunk = chunk or before
+    expected = oracle([case("random", rank, P) for rank in range(P)], "oktopk" if name == "hierarchical" else name, K)
+    x = case("random", comm.rank, P)
+    try:
+        for turn, (method, number) in enumerate((m, n) for m in ("send", "expect") for n in (1, 2, 3)):
+            algo, culprit, text = resolve(algorithm(name)), turn % P, None
+            if comm.rank == culprit:
+                fail_at(transport, method, number)
+            try:
+                sparsecoll.allreduce(comm, x, algo, k=K, timeout=60)
+                if comm.rank == culprit:
+                    mend(transport, method)
+                sparsecoll.allreduce(comm, x, algo, k=K, timeout=60)  # who had finished hears of it here
+            except CommunicationError as error:
+                text = str(error)
+            mend(transport, method)
+            assert len(set(comm.allgather(text))) == 1
+            assert text in (None, f"rank {culprit} failed: Fault: {method} {number}")
+            y = sparsecoll.allreduce(comm, x, algo, k=K, timeout=60)
+            np.testing.assert_array_equal(y.to_dense(), expected)
+    finally:
+        transport.chunk = before
+
+
+def test_large_messages_that_nobody_takes_are_dropped(comm):
+    """Rendezvous sends: the receivers are in the report by then."""
+    n, culprit = 2_000_000, comm.size - 1
+    transport = as_transport(comm)
+    dense = np.full(n, 1.0, np.float32)
+    if comm.size == 1:
+        return
+    for _ in range(3):
+        if comm.rank == culprit:
+            fail_at(transport, "send", 2)
+        text = None
+        try:
+            sparsecoll.allreduce(comm, dense, "dense", timeout=60)
+            mend(transport, "send")
+            sparsecoll.allreduce(comm, dense, "dense", timeout=60)
+        except CommunicationError as error:
+            text = str(error)
+        mend(transport, "send")
+        assert set(comm.allgather(text)) == {f"rank {culprit} failed: Fault: send 2"}
+    y = sparsecoll.allreduce(comm, dense, "dense", timeout=60)
+    assert (y.values == comm.size).all()
+    assert not transport._sends and not any(transport.expected)
+
+
+@pytest.mark.parametrize("algo", EXACT)
+def test_calls_in_the_background_fail_and_go_on(comm, algo):
+    """A request in the middle fails on all ranks; those before and after it are right."""
+    xs = [SparseVector([i], np.array([np.nan if (i, comm.rank) == (2, 0) else 1.0]), 9) for i in range(5)]
+    requests = [sparsecoll.iallreduce(comm, x, algorithm(algo)) for x in xs]
+    for i, request in enumerate(requests):
+        if i == 2:
+            with pytest.raises(ValueError, match="rank 0: x: expected finite values"):
+                request.wait(60)
+        else:
+            assert request.wait(60).values.tolist() == [comm.size]
+
+
+def test_training_moves_to_another_communicator(comm):
+    torch = pytest.importorskip("torch")
+    from sparsecoll.torch import DistributedOptimizer
+
+    half = comm.Split(comm.rank % 2, comm.rank)
+    torch.manual_seed(comm.rank)
+    model = torch.nn.Linear(40, 50)
+    inner = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    optimizer = DistributedOptimizer(inner, model.named_parameters(), comm, "oktopk", dense_below=0)
+
+    def step():
+        optimizer.zero_grad()
+        model(torch.randn(8, 40)).square().mean().backward()
+        optimizer.step()
+
+    for _ in range(3):
+        step()
+    held = optimizer.state_dict()["sparsecoll"]["tensors"]["residual"]
+    optimizer.move(half)
+    now = optimizer.state_dict()["sparsecoll"]["tensors"]["residual"]
+    assert all(torch.equal(held[name], now[name]) for name in held)
+    for _ in range(3):
+        step()
+    optimizer.close()
+    bits = [p.detach().numpy().tobytes() for p in model.parameters()]
+    assert all(other == bits for other in half.allgather(bits))
+    half.Free()
