@@ -5,13 +5,15 @@ import subprocess
 import sys
 
 import pytest
-import torch
-from nets import batch, bits, loss_of, net, train
 
-import sparsecoll.torch
-from sparsecoll import simulate
-from sparsecoll.torch import COMPRESSORS, DistributedOptimizer, SparseSGD
-from sparsecoll.torch.compressors import DGC, OkTopk
+torch = pytest.importorskip("torch")
+
+from nets import batch, bits, loss_of, net, train  # noqa: E402
+
+import sparsecoll.torch  # noqa: E402
+from sparsecoll import simulate  # noqa: E402
+from sparsecoll.torch import COMPRESSORS, DistributedOptimizer, SparseSGD  # noqa: E402
+from sparsecoll.torch.compressors import DGC, OkTopk  # noqa: E402
 
 P = 3
 RAISING = [name for name in COMPRESSORS if name not in ("free", "none", "fp16", "covap")]  # those let NaN through
