@@ -5,6 +5,7 @@ float16 are formed in float32 (see `vector.accumulator`).
 """
 
 from sparsecoll.kernels.cpu.codecs import (
+    add_signs,
     bitmap_read,
     bitmap_write,
     block_heads,
@@ -62,6 +63,7 @@ __all__ = [
     "RICE_BLOCKS",
     "RICE_PAD",
     "accumulate",
+    "add_signs",
     "bitmap_read",
     "bitmap_write",
     "bits_and_mask",

@@ -251,3 +251,16 @@ def from_float16(stored: Array) -> Array:
     floats = out.view(np.float32)
     floats[whole:] = stored[whole:]
     return floats
+
+
+@_jit
+def _add_signs(out, bits, start, steps):  # type: ignore[no-untyped-def]
+    for i in range(out.size):
+        place = start + i
+        out[i] += steps[(bits[place >> 3] >> np.uint8(7 - (place & 7))) & np.uint8(1)]
+
+
+def add_signs(out: Array, bits: Array, start: int, scale: float) -> None:
+    if bits.size < -(-(start + out.size) // 8):
+        raise ValueError(f"bits: expected {start + out.size} of them, got {8 * bits.size}")
+    _add_signs(out, bits, start, np.array([-scale, scale], out.dtype))

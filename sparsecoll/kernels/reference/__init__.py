@@ -2,6 +2,7 @@
 
 from sparsecoll.kernels.reference.codecs import (
     NEAR,
+    add_signs,
     bitmap_read,
     bitmap_write,
     block_heads,
@@ -71,6 +72,7 @@ __all__ = [
     "Addend",
     "Array",
     "accumulate",
+    "add_signs",
     "bitmap_read",
     "bitmap_write",
     "bits_and_mask",

@@ -157,3 +157,9 @@ def dequantize(codes: Array, first: int, count: int, bits: int, bucket: int, sca
     with np.errstate(invalid="ignore"):
         values = level / levels * scales[_buckets(first, count, bucket)]
     return np.where(code >> np.uint8(bits - 1), -values, values).astype(np.float32)
+
+
+def add_signs(out: Array, bits: Array, start: int, scale: float) -> None:
+    """out[i] += scale where bit number start + i (the highest of a byte first) is set, else out[i] -= scale."""
+    held = np.unpackbits(bits[start // 8 : -(-(start + out.size) // 8)])[start % 8 :][: out.size]
+    out += np.array([-scale, scale], out.dtype)[held]

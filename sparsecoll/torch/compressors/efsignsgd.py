@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from sparsecoll.kernels import kernels_of
 from sparsecoll.torch.compressors.base import Array, Feedback
 from sparsecoll.transport import Transport
 from sparsecoll.vector import DenseVector
@@ -43,8 +44,6 @@ class EFSignSGD(Feedback):
     def _add(self, out: Array, message: Array, factor: float) -> None:
         """out += factor * what a message says."""
         count, edges = 4 * len(self.layout.names), self.layout.offsets
-        scales = message[:count].view(np.float32)
-        signs = np.unpackbits(message[count:], count=self.layout.length).view(np.int8)
+        scales, signs = message[:count].view(np.float32), message[count:]
         for scale, a, b in zip(scales.tolist(), edges[:-1], edges[1:], strict=True):
-            step = np.array([-scale * factor, scale * factor], out.dtype)
-            out[a:b] += step[signs[a:b]]
+            kernels_of(out).add_signs(out[a:b], signs, a, scale * factor)
