@@ -126,42 +126,58 @@ def _from_float16(stored, out):  # type: ignore[no-untyped-def]
         widen_block(stored, block, out)
 
 
+@nb.njit(inline="always")  # type: ignore[untyped-decorator]
+def _code(value, scale, levels, sign, number):  # type: ignore[no-untyped-def]
+    """The code of one value of a bucket with a finite scale above zero; `number` draws how it is rounded."""
+    exact = abs(value) / scale * levels
+    near = np.float32(np.rint(exact))
+    z = number * np.uint64(0x9E3779B97F4A7C15)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    drawn = np.float32(np.floor(exact + np.float32(np.int64(z >> np.uint64(40))) * np.float32(2**-24)))
+    level = min(near if abs(exact - near) < NEAR else drawn, levels)
+    return np.uint8(np.int32(level)) | (sign if np.signbit(value) else np.uint8(0))
+
+
 @_jit
 def _quantize(values, first, bits, bucket, seed, scales, out):  # type: ignore[no-untyped-def]
-    levels = np.float32((1 << (bits - 1)) - 1)
-    origin = first // bucket
-    for i in range(values.size):
-        x = abs(values[i])
-        b = np.int64((first + np.uint64(i)) // bucket - origin)
-        x = x if x < np.float32(np.inf) else np.float32(np.inf)
-        scales[b] = max(scales[b], x)
-    for i in range(values.size):
-        index = first + np.uint64(i)
-        scale = scales[np.int64(index // bucket - origin)]
-        level = levels
-        if scale < np.float32(np.inf):
-            exact = abs(values[i]) / scale * levels if scale > 0 else np.float32(0)
-            level = np.float32(np.rint(exact))
-            if not abs(exact - level) < NEAR:
-                z = (index + seed) * np.uint64(0x9E3779B97F4A7C15)
-                z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-                z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-                level = np.float32(np.floor(exact + np.float32(z >> np.uint64(40)) * np.float32(2**-24)))
-            level = min(level, levels)
-        code = np.uint8(level) | (np.uint8(np.signbit(values[i])) << (bits - 1))
-        place = i * bits
-        out[place >> 3] |= np.uint8(code << (place & 7))
+    levels, sign = np.float32((1 << (bits - 1)) - 1), np.uint8(1 << (bits - 1))
+    start = 0
+    for b in range(scales.size):
+        stop = min(np.int64((first // bucket + np.uint64(b) + np.uint64(1)) * bucket - first), values.size)
+        scale = np.float32(0)
+        for i in range(start, stop):
+            x = abs(values[i])
+            scale = max(scale, x if x < np.float32(np.inf) else np.float32(np.inf))
+        scales[b] = scale
+        if not 0 < scale < np.float32(np.inf):
+            level = np.uint8(0) if scale == 0 else np.uint8(levels)
+            for i in range(start, stop):
+                code = level | (sign if np.signbit(values[i]) else np.uint8(0))
+                out[(i * bits) >> 3] |= np.uint8(code << ((i * bits) & 7))
+        elif bits == 8:
+            for i in range(start, stop):
+                out[i] = _code(values[i], scale, levels, sign, first + seed + np.uint64(i))
+        else:
+            for i in range(start, stop):
+                code = _code(values[i], scale, levels, sign, first + seed + np.uint64(i))
+                out[(i * bits) >> 3] |= np.uint8(code << ((i * bits) & 7))
+        start = stop
 
 
 @_jit
 def _dequantize(codes, first, bits, bucket, scales, out):  # type: ignore[no-untyped-def]
     levels = np.float32((1 << (bits - 1)) - 1)
-    origin, low = first // bucket, (1 << (bits - 1)) - 1
-    for i in range(out.size):
-        code = np.int64(codes[(i * bits) >> 3]) >> ((i * bits) & 7)
-        scale = scales[np.int64((first + np.uint64(i)) // bucket - origin)]
-        value = np.float32(code & low) / levels * scale
-        out[i] = -value if (code >> (bits - 1)) & 1 else value
+    low, sign = (1 << (bits - 1)) - 1, bits - 1
+    start = 0
+    for b in range(scales.size):
+        stop = min(np.int64((first // bucket + np.uint64(b) + np.uint64(1)) * bucket - first), out.size)
+        scale = scales[b]
+        for i in range(start, stop):
+            code = codes[i] if bits == 8 else codes[(i * bits) >> 3] >> np.uint8((i * bits) & 7)
+            value = np.float32(np.int32(code & low)) / levels * scale
+            out[i] = -value if (code >> sign) & 1 else value
+        start = stop
 
 
 def quantize(values: Array, first: int, bits: int, bucket: int, seed: int, scales: Array, out: Array) -> None:
