@@ -72,11 +72,12 @@ class Conversation:
 
 
 @contextlib.contextmanager
-def together(transport: Transport, name: str) -> Iterator[Conversation]:
+def together(transport: Transport, name: str, timeout: float | None) -> Iterator[Conversation]:
     """Whatever is raised inside on some rank is raised on all; collective.
 
     Args:
         name: of the call, for messages to users.
+        timeout: seconds to wait for a message; see Transport.
 
     A rank that has finished the call when another one fails in it raises in its next call.
 
@@ -84,7 +85,8 @@ def together(transport: Transport, name: str) -> Iterator[Conversation]:
         ValueError, TypeError: raised on some rank; the text names the first such rank, on every rank.
         CommunicationError: ranks disagree on an argument, or a rank failed otherwise.
     """
-    outer = transport.stamp
+    outer = transport.stamp, transport.timeout
+    transport.timeout = timeout
     conversation = Conversation(transport, name)
     try:
         yield conversation
@@ -95,7 +97,7 @@ def together(transport: Transport, name: str) -> Iterator[Conversation]:
         agreed.on_all_ranks = True  # type: ignore[attr-defined]
         raise agreed from error
     finally:
-        transport.stamp = outer
+        transport.stamp, transport.timeout = outer
 
 
 def _settle(transport: Transport, call: dict[str, Any], error: Exception) -> Exception:

@@ -156,8 +156,7 @@ def _reduce(
     chosen: bool,
 ) -> Reduction:
     before, start = transport.traffic.copy(), transport.now()
-    transport.timeout = timeout
-    with together(transport, "allreduce") as conversation:
+    with together(transport, "allreduce", timeout) as conversation:
         vector, algorithm = prepare()
         algorithm.keep_up(transport.generation)
         form = formats.resolve(format)

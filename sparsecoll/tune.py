@@ -100,7 +100,7 @@ def _whole(transport: Transport, algorithm: Algorithm, n: int, k: int) -> float:
         x = vectors[turn % 3]
         allgather(transport, np.zeros(1, np.uint8))
         start = transport.now()
-        with together(transport, "tune") as conversation:
+        with together(transport, "tune", transport.timeout) as conversation:
             conversation.agree({"algo": algorithm.describe()})
             value = algorithm(transport, x, k).value
             transport.flush()

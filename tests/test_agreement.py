@@ -147,7 +147,7 @@ def test_a_rank_that_left_a_call_out_is_told_so():
         with pytest.raises(CommunicationError) as caught:
             for step in range(3):
                 if (comm.rank, step) != (1, 1):
-                    with together(comm.transport, "other"):
+                    with together(comm.transport, "other", None):
                         allgather(comm.transport, np.array([step]))
             sparsecoll.allreduce(comm, x, "allgather", k=1)
         return str(caught.value), int(sparsecoll.allreduce(comm, x, "allgather", k=1).values[0])

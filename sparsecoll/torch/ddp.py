@@ -66,7 +66,7 @@ class HookState:
         lengths = (0,) * index + (int(bucket.buffer().numel()),)
         compressor = resolve(self._compressor)
         layout = Layout(index, lengths, names, shapes, dtype)
-        with together(self.transport, "bind"):
+        with together(self.transport, "bind", self._timeout):
             compressor.bind(layout, self.transport, self._shared, self._timeout)
         restore(compressor, self._left)
         self._bound[index] = compressor

@@ -89,7 +89,7 @@ class Engine:
         }
 
         def check() -> None:
-            with together(self.transport, "parameters") as conversation:
+            with together(self.transport, "parameters", self._timeout) as conversation:
                 conversation.call |= call
                 if error is not None:
                     raise error
@@ -117,7 +117,7 @@ class Engine:
         self.transport = transport
 
         def share() -> None:
-            with together(transport, "move") as conversation:
+            with together(transport, "move", self._timeout) as conversation:
                 tensors = [*self.params.values(), *extra]
                 conversation.agree({"tensors": [[list(t.shape), str(t.dtype)] for t in tensors]})
                 for tensor in tensors:
@@ -256,7 +256,7 @@ class Engine:
         """Which parameters took part on any rank."""
         if self._failed:
             return used
-        with together(self.transport, "end of step"), self.transport.phase("agree"):
+        with together(self.transport, "end of step", self._timeout), self.transport.phase("agree"):
             rows = allgather(self.transport, np.packbits(np.array(used, np.uint8)))
             self.transport.flush()
         return np.unpackbits(np.bitwise_or.reduce(rows, axis=0), count=len(used)).astype(bool).tolist()  # type: ignore[no-any-return]
@@ -268,7 +268,7 @@ class Engine:
         numbers = {name: i for i, name in enumerate(names)}
 
         def make() -> None:
-            with together(self.transport, "buckets"):
+            with together(self.transport, "buckets", self._timeout):
                 bind()
 
         def bind() -> None:
@@ -303,7 +303,7 @@ class Engine:
         mine = [[backward, *seconds] for backward, seconds in self._profile[PROFILED]]
 
         def all_of_them() -> NDArray[Any]:
-            with together(self.transport, "profile"):
+            with together(self.transport, "profile", self._timeout):
                 return allgather(self.transport, np.median(np.array(mine), axis=0))
 
         table = self._in_order(all_of_them)
@@ -315,7 +315,7 @@ class Engine:
 
     def _compare(self) -> None:
         """Raise on every rank if parameters differ, naming the first that does."""
-        with together(self.transport, "verify"), self.transport.phase("verify"):
+        with together(self.transport, "verify", self._timeout), self.transport.phase("verify"):
             sums = np.array([zlib.crc32(raw_bytes(p)) for p in self.params.values()], np.uint32)
             rows = allgather(self.transport, sums)
             self.transport.flush()

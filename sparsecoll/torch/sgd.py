@@ -132,7 +132,7 @@ class SparseSGD(torch.optim.Optimizer):
                 if "residual" in state:
                     residual.copy_(state["residual"])
                 else:
-                    with together(self._transport, "parameters"):
+                    with together(self._transport, "parameters", self._options["timeout"]):
                         broadcast_from_rank_0(self._transport, p)
                 state["residual"] = residual
             known = number < len(algorithms)

@@ -133,7 +133,7 @@ class Compressor(ABC):
 
     def _gather(self, transport: Transport, message: Array | Exception) -> list[Array]:
         """All ranks' messages of bytes, in rank order."""
-        with together(transport, "compressor") as conversation:
+        with together(transport, "compressor", self.timeout) as conversation:
             if isinstance(message, Exception):
                 raise message
             conversation.agree({"compressor": self.describe(), "length": self.layout.length})
