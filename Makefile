@@ -14,7 +14,7 @@ demo: $(MPICH)/demo.done
 test: test-serial test-mpich test-openmpi
 
 test-serial: $(MPICH)/test.done
-	$(LIMIT) 900 $(MPICH)/bin/python -m pytest -q -n 2 --dist loadgroup
+	$(LIMIT) 900 $(MPICH)/bin/python -m pytest -q -n 2 --dist loadfile
 
 test-mpich: $(MPICH)/test.done
 	$(LIMIT) 300 $(MPICH)/bin/mpirun -n 8 $(MPICH)/bin/python -m pytest -q --color=no --with-mpi

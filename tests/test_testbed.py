@@ -13,8 +13,6 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "perf"))
 
 import testbed
 
-pytestmark = pytest.mark.xdist_group("testbed")  # there is one
-
 PROGRAM = """
 import json, sys
 import numpy as np
