@@ -26,7 +26,11 @@ KNOWN = {kind.__name__: kind for kind in (ValueError, TypeError, CommunicationEr
 
 
 class Conversation:
-    """One call on a transport; see `together`."""
+    """One call on a transport; see `together`.
+
+    Attributes:
+        call: what ranks compare, argument name -> JSON value. Filled in as soon as it is known: reports show it.
+    """
 
     def __init__(self, transport: Transport, name: str) -> None:
         self._transport = transport
@@ -38,8 +42,8 @@ class Conversation:
         mixed = (checksum ^ self._transport.calls * 2654435761) >> 3
         self._transport.stamp = FIRST_STAMP + mixed % (STAMPS - FIRST_STAMP)
 
-    def agree(self, call: dict[str, Any], entries: int | None = None, check: bool = True) -> list[int]:
-        """Compare `call` (argument name -> JSON value) over the ranks, now and by all messages that follow.
+    def agree(self, entries: int | None = None, check: bool = True) -> list[int]:
+        """Compare `call` over the ranks, now and by all messages that follow.
 
         Args:
             entries: a number to tell all ranks.
@@ -54,7 +58,6 @@ class Conversation:
             CommunicationError: arguments differ.
         """
         transport = self._transport
-        self.call |= call
         checksum = zlib.crc32(json.dumps(self.call, sort_keys=True).encode()) if check else 0
         counts: list[int] = []
         if entries is not None or (check and checksum not in transport.agreed):

@@ -161,7 +161,7 @@ def _reduce(
         algorithm.keep_up(transport.generation)
         form = formats.resolve(format)
         wanted = _wanted(vector, algorithm, k, density)
-        call = {
+        conversation.call |= {
             "length": vector.length,
             "dtype": vector.dtype.name,
             "k": wanted,
@@ -170,7 +170,6 @@ def _reduce(
             "value_dtype": value_dtype,
             "op": op,
         }
-        conversation.call |= call
         _check_wire(vector.dtype, form, value_dtype, algorithm)
         if nonfinite not in ("raise", "pass"):
             raise ValueError(f"nonfinite: expected 'raise' or 'pass', got {nonfinite!r}")
@@ -179,7 +178,7 @@ def _reduce(
         wrong = selected.first_not_finite() if nonfinite == "raise" else None
         if wrong is not None:
             raise ValueError(f"x: expected finite values, got NaN or infinity, the first at index {wrong}")
-        entries = conversation.agree(call, selected.nnz if wanted is None else None, check)
+        entries = conversation.agree(selected.nnz if wanted is None else None, check)
         transport.format, transport.value_dtype = form, value_dtype
         reduction = algorithm(transport, selected, max(entries) if wanted is None else wanted)  # type: ignore[arg-type]
         transport.flush()

@@ -101,7 +101,8 @@ def _whole(transport: Transport, algorithm: Algorithm, n: int, k: int) -> float:
         allgather(transport, np.zeros(1, np.uint8))
         start = transport.now()
         with together(transport, "tune", transport.timeout) as conversation:
-            conversation.agree({"algo": algorithm.describe()})
+            conversation.call["algo"] = algorithm.describe()
+            conversation.agree()
             value = algorithm(transport, x, k).value
             transport.flush()
         if isinstance(value, DenseVector):

@@ -93,7 +93,7 @@ class Engine:
                 conversation.call |= call
                 if error is not None:
                     raise error
-                conversation.agree(call)
+                conversation.agree()
                 for p in params.values():
                     broadcast_from_rank_0(self.transport, p)
 
@@ -113,13 +113,16 @@ class Engine:
         Args:
             extra: tensors that get rank 0's values, as parameters do.
         """
-        self._remember()
         self.transport = transport
+        self._remember()
+        if self._saved:  # of a state that was loaded, too
+            self._saved |= {"rank": transport.rank, "size": transport.size}
 
         def share() -> None:
             with together(transport, "move", self._timeout) as conversation:
                 tensors = [*self.params.values(), *extra]
-                conversation.agree({"tensors": [[list(t.shape), str(t.dtype)] for t in tensors]})
+                conversation.call["tensors"] = [[list(t.shape), str(t.dtype)] for t in tensors]
+                conversation.agree()
                 for tensor in tensors:
                     broadcast_from_rank_0(transport, tensor)
 

@@ -105,6 +105,7 @@ class Transport(ABC):
     def flush(self) -> None:
         """Wait until every send has left its buffer."""
 
+    @abstractmethod
     def exchange(self, report: Buffer) -> list[Buffer | None]:
         """Send a report to all ranks and drop what comes before theirs; they, in rank order (None: this rank's).
 
@@ -113,7 +114,6 @@ class Transport(ABC):
         Raises:
             CommunicationError: a rank did not report within the timeout; the transport is broken.
         """
-        raise NotImplementedError
 
     def announce(self, report: Buffer) -> None:  # noqa: B027 - nobody to tell
         """Send a report to all ranks and wait for nothing more: this transport is broken."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from sparsecoll.errors import CommunicationError
 from sparsecoll.formats import Buffer
 from sparsecoll.transport.base import PendingReceive, Transport
 
@@ -27,6 +28,11 @@ class GroupTransport(Transport):
 
     def _receive(self, source: int, into: Buffer | None) -> PendingReceive:
         return self.parent._receive(self.members[source], into)
+
+    def exchange(self, report: Buffer) -> list[Buffer | None]:
+        raise CommunicationError(
+            f"report: expected the whole communicator, got {self.size} of {self.parent.size} ranks"
+        )
 
     def flush(self) -> None:
         self.parent.flush()

@@ -166,6 +166,7 @@ class MpiTransport(Transport):
         self._node = int(node.allreduce(self.rank, MPI.MIN))
         self.one_node = node.Get_size() == self.size
         node.Free()
+        self._gone = False  # has said farewell
         self.threads = MPI.Query_thread() >= MPI.THREAD_MULTIPLE
         self.expected: list[deque[_Pending]] = [deque() for _ in range(self.size)]
         self._sends: deque[tuple[Any, Buffer]] = deque()
@@ -255,6 +256,9 @@ class MpiTransport(Transport):
         return reports
 
     def announce(self, report: Buffer) -> None:
+        if self._gone:
+            return
+        self._gone = True
         with contextlib.suppress(MPI.Exception):
             self._report(report, FAREWELL)
 

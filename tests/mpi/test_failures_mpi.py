@@ -105,7 +105,9 @@ def test_training_moves_to_another_communicator(comm):
         step()
     held = optimizer.state_dict()["sparsecoll"]["tensors"]["residual"]
     optimizer.move(half)
-    now = optimizer.state_dict()["sparsecoll"]["tensors"]["residual"]
+    moved = optimizer.state_dict()["sparsecoll"]
+    assert (moved["rank"], moved["size"]) == (half.rank, half.size)  # it can be saved and loaded there at once
+    now = moved["tensors"]["residual"]
     assert all(torch.equal(held[name], now[name]) for name in held)
     for _ in range(3):
         step()

@@ -134,9 +134,10 @@ class Compressor(ABC):
     def _gather(self, transport: Transport, message: Array | Exception) -> list[Array]:
         """All ranks' messages of bytes, in rank order."""
         with together(transport, "compressor", self.timeout) as conversation:
+            conversation.call |= {"compressor": self.describe(), "length": self.layout.length}
             if isinstance(message, Exception):
                 raise message
-            conversation.agree({"compressor": self.describe(), "length": self.layout.length})
+            conversation.agree()
             with transport.phase("gather"):
                 blocks = allgatherv(transport, message)
             transport.flush()
