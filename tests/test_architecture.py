@@ -25,7 +25,7 @@ HOMES = {
     "mpi4py": {"transport/mpi.py"},
     "numba": {f"kernels/cpu/{name}.py" for name in ("codecs", "lanes", "merge", "rice", "selection", "sums")},
     "llvmlite": {"kernels/cpu/lanes.py"},
-    "cupy": {"kernels/gpu.py"},
+    "cupy": {"kernels/gpu/device.py"},
     "torch": {str(p.relative_to(PACKAGE)) for p in (PACKAGE / "torch").rglob("*.py")},
 }
 FILES = sorted(p for p in PACKAGE.rglob("*.py") if p != PACKAGE / "__init__.py")

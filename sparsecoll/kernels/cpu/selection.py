@@ -17,10 +17,19 @@ from sparsecoll.kernels import reference
 from sparsecoll.kernels.cpu import lanes
 from sparsecoll.kernels.cpu.lanes import LANES, compress_block, magnitude_key
 from sparsecoll.kernels.memory import empty
-from sparsecoll.kernels.reference import MOMENT_LANES, ROUNDS, Addend, Array, bits_and_mask, index_dtype, magnitude_keys
+from sparsecoll.kernels.reference import (
+    MOMENT_LANES,
+    MOMENT_ROWS,
+    ROUNDS,
+    Addend,
+    Array,
+    bits_and_mask,
+    index_dtype,
+    magnitude_keys,
+)
 from sparsecoll.kernels.sampling import stride_for
 
-CHUNK = 2048  # items per chunk; a multiple of MOMENT_LANES and of lanes.LANES
+CHUNK = MOMENT_ROWS * MOMENT_LANES  # items per chunk: a line of moments; a multiple of lanes.LANES
 SMALL = 1 << 13  # below this many values topk looks at all of them
 SAMPLE = 1 << 17  # values sampled, at most, to bound the k-th magnitude from below
 
@@ -61,8 +70,9 @@ def _add(values, addend, scale, start, stop):  # type: ignore[no-untyped-def]
 
 
 @_jit
-def _add_moments(values, start, stop, sums):  # type: ignore[no-untyped-def]
-    """Into the rows of `sums`: x, x^2, |x| and the largest |x|, item i into column i % MOMENT_LANES."""
+def _line_of_moments(values, start, stop, sums, line):  # type: ignore[no-untyped-def]
+    """One line of reference.moments_of; `sums` is (4, MOMENT_LANES) to work in."""
+    sums[:] = 0
     x1, x2, absolute, largest = sums[0], sums[1], sums[2], sums[3]
     for row in range(start, stop, MOMENT_LANES):
         items = values[row : min(row + MOMENT_LANES, stop)]
@@ -75,6 +85,14 @@ def _add_moments(values, start, stop, sums):  # type: ignore[no-untyped-def]
         for j in range(items.size):
             x = abs(np.float64(items[j]))
             largest[j] = x if x > largest[j] else largest[j]
+    half = MOMENT_LANES // 2
+    while half:
+        for number in range(3):
+            lower, upper = sums[number, :half], sums[number, half : 2 * half]
+            for j in range(half):
+                lower[j] += upper[j]
+        half //= 2
+    line[0], line[1], line[2], line[3] = x1[0], x2[0], absolute[0], largest.max()
 
 
 @_jit
@@ -97,7 +115,9 @@ def _take(bits, mask, key, indices, addend, scale, first, start, stop, out_i, ou
 
 
 @_jit
-def _select(values, bits, mask, key, indices, addend, added, scale, sums, start, out_i, out_v, count, clear, wide):  # type: ignore[no-untyped-def]
+def _select(  # type: ignore[no-untyped-def]
+    values, bits, mask, key, indices, addend, added, scale, sums, lines, start, out_i, out_v, count, clear, wide
+):
     """From `start` on, until the end or until out is nearly full: (where it stopped, the count)."""
     while start < bits.size:
         stop = min(start + CHUNK, bits.size)
@@ -107,7 +127,7 @@ def _select(values, bits, mask, key, indices, addend, added, scale, sums, start,
         if addend is not None:
             _add(values, addend, scale, start if added is None else first, stop)
         if sums is not None:
-            _add_moments(values, start, stop, sums)
+            _line_of_moments(values, start, stop, sums, lines[start // CHUNK])
         count = _take(bits, mask, key, indices, added, scale, first, start, stop, out_i, out_v, count, clear)
         start = stop
     return start, count
@@ -216,10 +236,10 @@ def select_at_least(
     bits, mask = _lanes_of(values)
     if key > np.iinfo(mask.dtype).max:  # no value can reach it
         return reference.select_at_least(values, key, indices=indices, add=add, moments=moments)
-    sums = None if moments is None else np.zeros((4, MOMENT_LANES))
+    lines = None if moments is None else np.empty((-(-values.size // CHUNK), 4))
     addend, scale = (None, None) if add is None else (np.ascontiguousarray(add[0]), values.dtype.type(add[1]))
-    floats = bits if addend is None and sums is None else values
-    in_lanes = addend is not None and addend.dtype == values.dtype and values.dtype.kind == "f" and sums is None
+    floats = bits if addend is None and lines is None else values
+    in_lanes = addend is not None and addend.dtype == values.dtype and values.dtype.kind == "f" and lines is None
     added = addend.view(bits.dtype) if in_lanes and use_lanes else None  # type: ignore[union-attr]
     index = index_dtype(values.size) if indices is None else indices.dtype
 
@@ -228,15 +248,15 @@ def select_at_least(
             None if array is None else array[:stop] for array in (floats, bits, indices, addend, added)
         ]
         guess = expected * (stop - start) // max(values.size, 1)
-        return _select_range(*arrays, mask, mask.dtype.type(key), scale, sums, start, guess, index, clear)  # type: ignore[call-arg]
+        return _select_range(*arrays, mask, mask.dtype.type(key), scale, lines, start, guess, index, clear)  # type: ignore[call-arg]
 
-    if threads > 1 and sums is None and values.size >= SHARED:
+    if threads > 1 and lines is None and values.size >= SHARED:
         edges = [values.size * i // threads // CHUNK * CHUNK for i in range(threads)] + [values.size]
         out_i, out_v = _concatenated(list(_pool(threads).map(part, edges[:-1], edges[1:])))
     else:
         out_i, out_v = part(0, values.size)
-    if sums is not None:
-        moments[:] = reference.moments_of_lanes(sums)  # type: ignore[index]
+    if lines is not None:
+        moments[:] = reference.moments_of_lines(lines)  # type: ignore[index]
     return out_i, out_v.view(values.dtype)
 
 
@@ -249,7 +269,7 @@ def _select_range(
     mask: Any,
     key: Any,
     scale: Any,
-    sums: Any,
+    lines: Any,
     start: int,
     expected: int,
     index: Any,
@@ -260,9 +280,10 @@ def _select_range(
     capacity = min(size - start, expected + (expected >> 3)) + 2 * CHUNK
     out_i, out_v = empty(capacity, index), empty(capacity, bits.dtype)
     begin = start
+    sums = None if lines is None else np.empty((4, MOMENT_LANES))
     while True:
         state = (start, out_i, out_v, count, clear or None, use_lanes)
-        start, count = _select(floats, bits, mask, key, indices, addend, added, scale, sums, *state)
+        start, count = _select(floats, bits, mask, key, indices, addend, added, scale, sums, lines, *state)
         if start == size:
             return out_i[:count], out_v[:count]
         wanted = max(2 * count, int(1.1 * count * (size - begin) / max(start - begin, 1)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -18,9 +19,17 @@ _SIZE_BITS = 10  # of a table entry: unary bytes of the block; the parameter is 
 def rice_block(indices: Array) -> int:
     """The size of blocks, of RICE_BLOCKS, that codes a sample of the gaps shortest; the larger of two equal ones."""
     gaps, largest = _gaps(indices), RICE_BLOCKS[0]
-    runs = max(1, gaps.size // largest)
-    step = -(-runs // min(RICE_SAMPLES, -(-runs // 16)))
-    sample = [gaps[run * largest : (run + 1) * largest] for run in range(0, runs, step)]
+    return rice_shortest([gaps[run * largest : (run + 1) * largest] for run in rice_runs(gaps.size)])
+
+
+def rice_runs(count: int) -> range:
+    """Which runs of RICE_BLOCKS[0] of `count` gaps are the sample."""
+    runs = max(1, count // RICE_BLOCKS[0])
+    return range(0, runs, -(-runs // min(RICE_SAMPLES, -(-runs // 16))))
+
+
+def rice_shortest(sample: Sequence[Array]) -> int:
+    """The size of blocks that codes these runs of gaps shortest."""
     lengths = []
     for block in RICE_BLOCKS:
         parts = [run[i : i + block] for run in sample for i in range(0, run.size, block)]

@@ -18,7 +18,8 @@ Array = NDArray[Any]
 Addend = tuple[Array, float]  # (addend, scale): values += scale * addend, in the dtype of values
 
 ROUNDS = 6  # of the permutation behind random_indices
-MOMENT_LANES = 256  # sums over a vector are formed in so many columns, item i into column i % MOMENT_LANES
+MOMENT_LANES = 256  # sums over a vector are formed in so many columns, item i into column i % MOMENT_LANES,
+MOMENT_ROWS = 8  # in lines of so many rows
 
 _UNSIGNED: dict[int, Any] = {2: np.uint16, 4: np.uint32, 8: np.uint64}
 
@@ -85,21 +86,35 @@ def accumulate(values: Array, add: Addend) -> None:
 
 
 def moments_of(values: Array) -> Array:
-    """float64: sum of x, of x^2, of |x|, and the largest |x| (NaN passed over)."""
-    sums = np.zeros((4, MOMENT_LANES))
+    """float64: sum of x, of x^2, of |x|, and the largest |x| (NaN passed over). Their order of additions is fixed.
+
+    A line is MOMENT_ROWS rows of MOMENT_LANES items: its columns are added from the first row on, then by halves. The
+    sums of all lines are added in the same way.
+    """
+    lines, size = [], MOMENT_ROWS * MOMENT_LANES
     with np.errstate(over="ignore", invalid="ignore"):
-        for start in range(0, values.size, MOMENT_LANES):
-            row = values[start : start + MOMENT_LANES].astype(np.float64)
-            for line, terms in zip(sums, (row, row * row, np.abs(row)), strict=False):
-                line[: row.size] += terms
-            sums[3, : row.size] = np.fmax(sums[3, : row.size], np.abs(row))
-    return moments_of_lanes(sums)
+        for start in range(0, values.size, size):
+            x = values[start : start + size].astype(np.float64)
+            largest = np.fmax.reduce(np.abs(x), initial=0.0)
+            lines.append([_folded(x), _folded(x * x), _folded(np.abs(x)), largest])
+    return moments_of_lines(np.array(lines).reshape(-1, 4))
 
 
-def moments_of_lanes(sums: Array) -> Array:
-    """The columns of `moments_of` added from the first to the last."""
+def moments_of_lines(lines: Array) -> Array:
+    """The moments of a vector from those of its lines, (lines, 4)."""
     with np.errstate(over="ignore", invalid="ignore"):
-        return np.array([*(np.cumsum(line)[-1] for line in sums[:3]), sums[3].max()])
+        return np.array([*(_folded(column) for column in lines.T[:3]), lines[:, 3].max(initial=0.0)])
+
+
+def _folded(terms: Array) -> Any:
+    columns = np.zeros(MOMENT_LANES)
+    for start in range(0, terms.size, MOMENT_LANES):
+        row = terms[start : start + MOMENT_LANES]
+        columns[: row.size] += row
+    while columns.size > 1:
+        half = columns.size // 2
+        columns = columns[:half] + columns[half:]
+    return columns[0]
 
 
 def select_at_least(

@@ -1,0 +1,212 @@
+"""Selection in one pass: entries above a threshold, and the exact top k. The host reads nothing but sizes and keys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from sparsecoll.kernels.gpu import device
+from sparsecoll.kernels.gpu.device import launch, types, u32, u64
+from sparsecoll.kernels.reference import MOMENT_ROWS, ROUNDS, index_dtype
+from sparsecoll.kernels.sampling import stride_for
+
+Array = Any  # of CuPy
+Addend = tuple[Array, float]
+
+TILE = 4096  # items of a block of threads, as in selection.cu; lines of moments have half as many
+SEGMENT = 1 << 30  # items of a launch: its counts have 31 bits
+DIGIT = 11  # bits, as in selection.cu
+SMALL = 1 << 13  # below this many values topk looks at all of them
+SAMPLE = 1 << 17  # values sampled, at most, to bound the k-th magnitude from below
+
+assert TILE == 2 * MOMENT_ROWS * device.THREADS
+
+
+def _bits(values: Array) -> np.dtype[Any]:
+    return np.dtype(f"u{values.dtype.itemsize}")
+
+
+def _added(add: Addend | None) -> tuple[tuple[str, ...], Array | None, np.float64]:
+    """(macros, addend, scale)."""
+    if add is None:
+        return (), None, np.float64(0)
+    addend = add[0] if add[0].flags.c_contiguous else add[0].copy()
+    return (f"-DADD={device.code(addend.dtype)}",), addend, np.float64(add[1])
+
+
+def magnitude_keys(values: Array) -> Array:
+    if values.dtype.kind != "f":
+        return abs(values).view(_bits(values))
+    bits = values.view(_bits(values))
+    return bits & bits.dtype.type(np.iinfo(bits.dtype).max >> 1)
+
+
+def accumulate(values: Array, add: Addend) -> None:
+    macros, addend, scale = _added(add)
+    launch(
+        "selection", "accumulate", values.size, values, u64(values.size), addend, scale, macros=types(values) + macros
+    )
+
+
+def count_at_least(values: Array, key: int) -> int:
+    bits = _bits(values)
+    if key > np.iinfo(bits).max:
+        return 0
+    found = device.zeros(1, np.uint64)
+    launch("selection", "count", values.size, values, u64(values.size), bits.type(key), found, macros=types(values))
+    return int(found[0])
+
+
+def extremes(values: Array) -> tuple[int, int]:
+    if values.size == 0:
+        return 0, 0
+    low, high = _extremes(values, device.zeros(2, np.uint64)).get().tolist()
+    return low ^ ((1 << 64) - 1), high
+
+
+def _extremes(values: Array, found: Array) -> Array:
+    """Fill the first two items of `found`: all bits of the smallest key turned, the largest key."""
+    launch("selection", "extremes", values.size, values, u64(values.size), found, macros=types(values))
+    return found
+
+
+def moments_of(values: Array) -> np.ndarray[Any, Any]:
+    moments = np.zeros(4)
+    _take(values, np.iinfo(_bits(values)).max, moments=moments)
+    return moments
+
+
+def _take(
+    values: Array,
+    above: int,
+    ties: int = 0,
+    expected: int = 0,
+    indices: Array | None = None,
+    add: Addend | None = None,
+    moments: np.ndarray[Any, Any] | None = None,
+    clear: bool = False,
+) -> tuple[Array, Array]:
+    """The entries with a key > `above` (-1: all), and the first `ties` of those equal to it."""
+    index = index_dtype(values.size) if indices is None else indices.dtype
+    room = min(values.size, expected + (expected >> 3) + TILE)
+    out_i, out_v, have = device.empty(room, index), device.empty(room, values.dtype), 0
+    lines = None if moments is None else device.empty(8 * -(-values.size // TILE), np.float64)
+    for start in range(0, values.size, SEGMENT):
+        part = slice(start, start + SEGMENT)
+        segment = values[part]
+        own = None if indices is None else indices[part]
+        waiting, summed = None if add is None else (add[0][part], add[1]), lines
+        while True:
+            macros, addend, scale = _added(waiting)
+            tiles = -(-segment.size // TILE)
+            scratch = device.zeros(3 + tiles, np.uint64)
+            launch(
+                "selection",
+                "take",
+                segment.size,
+                *(segment, u64(segment.size), _bits(values).type(max(above, 0)), u32(above < 0), u64(ties)),
+                *(own, u64(start), addend, scale, u32(clear), out_i, out_v, u64(have), u64(room - have)),
+                *(None if summed is None else summed[8 * (start // TILE) :], scratch),
+                macros=(*types(values, index), *macros, f"-DMOMENTS={int(summed is not None)}"),
+                blocks=tiles,
+            )
+            count, tied = scratch[1:3].get().tolist()
+            if have + count <= room:
+                break
+            if clear:
+                _put_back(values, out_i[have:], out_v[have:])
+            room = min(have + count + (have + count) * (values.size - start - segment.size) // values.size + TILE,
+                       values.size)  # fmt: skip
+            out_i, out_v = _grown(out_i, have, room), _grown(out_v, have, room)
+            waiting = summed = None  # done
+        have, ties = have + count, ties - tied
+    if moments is not None:
+        folded = device.zeros(4, np.float64)
+        count = -(-values.size * 2 // TILE)
+        launch("selection", "fold_moments", count, lines, u64(count), folded,
+               macros=(*types(values), "-DMOMENTS=1"), blocks=1)  # fmt: skip
+        moments[:] = folded.get()
+    return out_i[:have], out_v[:have]
+
+
+def _put_back(values: Array, places: Array, taken: Array) -> None:
+    macros = types(values, places)
+    launch("selection", "put_back", taken.size, values, places, taken, u64(taken.size), macros=macros)
+
+
+def _grown(array: Array, count: int, room: int) -> Array:
+    larger = device.empty(room, array.dtype)
+    larger[:count] = array[:count]
+    return larger
+
+
+def select_at_least(
+    values: Array,
+    key: int,
+    expected: int = 0,
+    *,
+    indices: Array | None = None,
+    add: Addend | None = None,
+    moments: np.ndarray[Any, Any] | None = None,
+    clear: bool = False,
+) -> tuple[Array, Array]:
+    above = min(key - 1, int(np.iinfo(_bits(values)).max))
+    return _take(values, above, 0, expected, indices, add, moments, clear)
+
+
+def take_top(values: Array, key: int, ties: int, *, indices: Array | None = None) -> tuple[Array, Array]:
+    return _take(values, key, ties, values.size, indices)
+
+
+def lower_bound_key(values: Array, k: int, add: Addend | None = None) -> int:
+    if values.size <= SMALL or k > values.size // 2:
+        return 0
+    size = min(max(values.size >> 7, SMALL), SAMPLE)
+    stride = stride_for(values.size, size)
+    sample = values[::stride].copy()
+    if add is not None:
+        accumulate(sample, (add[0][::stride], add[1]))
+    expected = k * sample.size / values.size
+    rank = int(expected + 4 * np.sqrt(expected) + 4)
+    return 0 if rank >= sample.size else kth_key(sample, rank + 1)[0]
+
+
+def kth_key(values: Array, k: int) -> tuple[int, int]:
+    macros, count = types(values), u64(values.size)
+    state, bins = _extremes(values, device.zeros(5, np.uint64)), device.zeros(1 << DIGIT, np.uint64)
+    launch("selection", "kth_begin", 1, state, u64(k), macros=macros)
+    for _ in range(-(-8 * values.dtype.itemsize // DIGIT)):  # a round that finds it found does nothing
+        launch("selection", "kth_count", values.size, values, count, state, bins, macros=macros)
+        launch("selection", "kth_choose", 1, state, bins, macros=macros)
+    key, _, ties = state[2:5].get().tolist()
+    return key, ties
+
+
+def topk(
+    values: Array, k: int, *, indices: Array | None = None, add: Addend | None = None, clear: bool = False
+) -> tuple[Array, Array]:
+    if k == 0:
+        return select_at_least(values, 1 << 64, indices=indices, add=add)
+    bound, all_i, all_v = lower_bound_key(values, k, add), indices, values
+    if bound:
+        all_i, all_v = select_at_least(values, bound, k + (k >> 2), indices=indices, add=add)
+        if all_v.size < k:  # the sample misled: periodic data, say
+            all_i, all_v = indices, values
+    elif add is not None:
+        accumulate(values, add)
+    above, ties = (-1, 0) if k >= all_v.size else kth_key(all_v, k)
+    chosen = _take(all_v, above, ties, min(k, all_v.size), all_i)
+    if clear:
+        launch("selection", "clear", chosen[0].size, values, chosen[0], u64(chosen[0].size),
+               macros=types(values, chosen[0]))  # fmt: skip
+    return chosen
+
+
+def random_indices(length: int, count: int, key: int) -> Array:
+    out = device.empty(min(count, length), index_dtype(length))
+    half = max(1, (max(length - 1, 1).bit_length() + 1) // 2)
+    launch("selection", "permuted", out.size, u64(length), u32(half), u64(key), u32(ROUNDS), out, u64(out.size),
+           macros=types(indices=out))  # fmt: skip
+    out.sort()
+    return out

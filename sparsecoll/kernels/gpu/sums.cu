@@ -1,0 +1,64 @@
+// Sums of sparse vectors, and into dense ones. FROM is the type code of the values added, VALUE that of the sums.
+
+#ifndef FROM
+#define FROM 4
+#endif
+
+// dense[index] += sign * value; every index occurs once and is below n.
+extern "C" __global__ void scatter(BITS* dense, const INDEX* indices, const void* values, u64 count, int sign) {
+  EVERY(i, count) {
+    number own = FROM_BITS(dense[indices[i]]), value = ROUND(READ_AS(FROM, values, i));
+    dense[indices[i]] = (BITS)TO_BITS(sign > 0 ? own + value : own - value);
+  }
+}
+
+// The same into a window from `low` on, with a bit for every index that was held.
+extern "C" __global__ void scatter_window(BITS* window, u32* held, const INDEX* indices, u64 low, const void* values,
+                                          u64 count) {
+  EVERY(i, count) {
+    u64 place = (u64)indices[i] - low;
+    window[place] = (BITS)TO_BITS(FROM_BITS(window[place]) + ROUND(READ_AS(FROM, values, i)));
+    atomicOr(&held[place >> 5], 1u << (place & 31));
+  }
+}
+
+// Runs of equal indices in `sorted`; entry i is number order[i] of `values`. One thread adds each run from its first
+// entry on. runs: where each run begins. `dense` null: sums start at +0 and go to out; else they are added to
+// dense[index], unless the index is `length` or above.
+extern "C" __global__ void add_runs(const INDEX* sorted, const i64* order, const void* values, u64 count,
+                                    const i64* runs, u64 number_of_runs, BITS* dense, u64 length, BITS* out) {
+  EVERY(r, number_of_runs) {
+    u64 i = (u64)runs[r], stop = r + 1 < number_of_runs ? (u64)runs[r + 1] : count, index = sorted[i];
+    if (dense && index >= length) continue;
+    number sum = dense ? FROM_BITS(dense[index]) : 0;
+    for (; i < stop; i++) sum = ROUND(sum + ROUND(READ_AS(FROM, values, order[i])));
+    if (dense)
+      dense[index] = (BITS)TO_BITS(sum);
+    else
+      out[r] = (BITS)TO_BITS(sum);
+  }
+}
+
+// Into result[0]: ~(position of the first index that is not above its predecessor or is >= length), 0 if there is none.
+extern "C" __global__ void first_disorder(const INDEX* indices, u64 count, u64 length, u64* result) {
+  EVERY(i, count) {
+    INDEX here = indices[i];
+    if (here >= length || (i && indices[i - 1] >= here)) atomicMax(result, ~i);
+  }
+}
+
+// found[i] = 1 if the ascending `others` hold indices[i], else 0.
+extern "C" __global__ void membership(const INDEX* indices, u64 count, const INDEX* others, u64 size, u8* found) {
+  EVERY(i, count) {
+    INDEX wanted = indices[i];
+    u64 low = 0, high = size;
+    while (low < high) {
+      u64 middle = (low + high) >> 1;
+      if (others[middle] < wanted)
+        low = middle + 1;
+      else
+        high = middle;
+    }
+    found[i] = low < size && others[low] == wanted;
+  }
+}

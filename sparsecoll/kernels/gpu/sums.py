@@ -1,0 +1,127 @@
+"""Sums: of sparse vectors, into dense ones, and what two lists of indices share. No order is left to chance."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from sparsecoll.kernels.gpu import device
+from sparsecoll.kernels.gpu.device import launch, types, u64
+
+Array = Any  # of CuPy
+
+CROWDED = 32  # coordinates for each entry, at most, where a sum is formed in a dense window
+
+
+def _from(values: Array) -> str:
+    return f"-DFROM={device.code(values.dtype)}"
+
+
+def merge_sum(parts: Sequence[tuple[Array, Array]], dtype: np.dtype[np.generic]) -> tuple[Array, Array]:
+    entries = sum(i.size for i, _ in parts)
+    index = parts[0][0].dtype if parts else np.dtype(np.uint32)
+    if entries == 0:
+        return device.empty(0, index), device.empty(0, dtype)
+    ends = np.array([(int(i[0]), int(i[-1])) for i, _ in parts if i.size], np.uint64)
+    low, high = int(ends[:, 0].min()), int(ends[:, 1].max())
+    if high - low < CROWDED * entries:
+        return _in_window(parts, dtype, low, high - low + 1)
+    indices, values = (
+        _joined([i for i, _ in parts], index),
+        _joined([v.astype(dtype, copy=False) for _, v in parts], dtype),
+    )
+    order = indices.argsort(kind="stable")
+    ascending = indices[order]
+    runs = _runs(ascending)
+    out = device.empty(runs.size, dtype)
+    _add_runs(ascending, order, values, runs, None, out)
+    return ascending[runs], out
+
+
+def _joined(arrays: Sequence[Array], dtype: Any) -> Array:
+    return np.concatenate(arrays, out=device.empty(sum(a.size for a in arrays), dtype))  # type: ignore[call-overload]
+
+
+def _runs(ascending: Array) -> Array:
+    """Where runs of equal items begin."""
+    begins = device.empty(ascending.size, np.bool_)
+    begins[:1] = True
+    begins[1:] = ascending[1:] != ascending[:-1]
+    return np.flatnonzero(begins).astype(np.int64, copy=False)
+
+
+def _add_runs(
+    ascending: Array, order: Array, values: Array, runs: Array, dense: Array | None, out: Array | None
+) -> None:
+    target = out if dense is None else dense
+    launch(
+        *("sums", "add_runs", runs.size, ascending, order.astype(np.int64, copy=False), values, u64(ascending.size)),
+        *(runs, u64(runs.size), dense, u64(0 if dense is None else dense.size), out),
+        macros=(*types(target, ascending), _from(values)),
+    )
+
+
+def _in_window(parts: Sequence[tuple[Array, Array]], dtype: Any, low: int, span: int) -> tuple[Array, Array]:
+    window, held = device.zeros(span, dtype), device.zeros(-(-span // 32), np.uint32)
+    index = parts[0][0].dtype
+    for indices, values in parts:
+        launch(
+            *("sums", "scatter_window", indices.size, window, held, indices, u64(low), values, u64(indices.size)),
+            macros=(*types(window, indices), _from(values)),
+        )
+    ends = popcount_ends(held)
+    out = device.empty(int(ends[-1]), index)
+    launch("codecs", "bitmap_read", held.size, held, ends, u64(held.size), u64(low), out, macros=types(indices=out))
+    return out, window[(out - index.type(low)).astype(np.int64)]
+
+
+def popcount_ends(words: Array) -> Array:
+    """How many bits are set up to each uint32 word's end (int64)."""
+    counts = device.empty(words.size, np.int64)
+    launch("codecs", "popcounts", words.size, words, u64(words.size), counts)
+    return np.cumsum(counts)
+
+
+def scatter_add(dense: Array, indices: Array, values: Array) -> None:
+    _scatter(dense, indices, values, 1)
+
+
+def scatter_subtract(dense: Array, indices: Array, values: Array) -> None:
+    _scatter(dense, indices, values, -1)
+
+
+def _scatter(dense: Array, indices: Array, values: Array, sign: int) -> None:
+    launch("sums", "scatter", indices.size, dense, indices, values, u64(indices.size), np.int32(sign),
+           macros=(*types(dense, indices), _from(values)))  # fmt: skip
+
+
+def scatter_add_marked(dense: Array, indices: Array, values: Array) -> int:
+    order = indices.argsort(kind="stable")
+    ascending = indices[order]
+    _add_runs(ascending, order, values, _runs(ascending), dense, None)
+    return int(np.count_nonzero(ascending >= np.uint64(dense.size)))
+
+
+def intersect(a: Array, b: Array) -> Array:
+    return np.flatnonzero(_membership(a, b))
+
+
+def difference(a: Array, b: Array) -> Array:
+    return np.flatnonzero(_membership(a, b) == 0)
+
+
+def _membership(a: Array, b: Array) -> Array:
+    found = device.empty(a.size, np.uint8)
+    others = b.astype(a.dtype, copy=False)
+    launch("sums", "membership", a.size, a, u64(a.size), others, u64(b.size), found, macros=types(indices=a))
+    return found
+
+
+def first_disorder(indices: Array, length: int) -> int:
+    found = device.zeros(1, np.uint64)
+    launch("sums", "first_disorder", indices.size, indices, u64(indices.size), u64(length), found,
+           macros=types(indices=indices))  # fmt: skip
+    place = int(found[0])
+    return place ^ ((1 << 64) - 1) if place else -1

@@ -1,0 +1,433 @@
+"""A stand-in for CuPy where there is no GPU: its arrays are host memory that refuses to be used as such.
+
+`install()` makes it the module `cupy`. Kernels are compiled by the C++ compiler over cuda_on_host.h: they are run, not
+assumed. Arrays mix with NumPy's neither in functions nor in arithmetic, convert to them by `get` alone, begin with
+garbage, and are checked for writes beyond their ends after each launch. Functions have names that CuPy has, no others.
+
+With SPARSECOLL_PRETEND_DRIVER=libcuda.so.1 (pretend_driver.c) memory is the driver's: its addresses cannot be read by
+the host, as those of a GPU, and a CUDA-aware MPI copies from and to them through that driver.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import types
+import weakref
+from pathlib import Path
+
+import numpy as np
+
+HERE = Path(__file__).parent
+GUARD = 64  # bytes of known garbage on either side of an allocation
+FLAGS = ("-O1", "-std=c++17", "-shared", "-fPIC", "-ffp-contract=off", "-fno-strict-aliasing", "-w",
+         "-fsanitize=alignment,shift", "-fsanitize-undefined-trap-on-error")  # fmt: skip
+_FUNCTIONS = """
+abs add any all append arange argsort array asarray ascontiguousarray bitwise_and bitwise_or concatenate
+    copysign count_nonzero cumsum diff divide empty empty_like equal flatnonzero full full_like greater
+    greater_equal invert isfinite isinf isnan less less_equal logical_and logical_not logical_or maximum minimum
+    multiply nan_to_num negative not_equal packbits left_shift right_shift remainder floor_divide absolute rint
+    searchsorted sign sort sqrt subtract sum true_divide unpackbits where zeros zeros_like power square
+    bitwise_xor ones outer repeat argmax argmin max min stack nonzero shape ndim size result_type can_cast
+    may_share_memory take dot clip unique array_equal
+"""
+_OPERATORS = """
+    add sub mul floordiv truediv mod and or xor lshift rshift lt le gt ge eq ne neg invert abs radd rsub rmul rfloordiv
+    rtruediv rand ror rxor rlshift rrshift iadd isub imul iand ior ixor pow
+"""
+FUNCTIONS, OPERATORS = set(_FUNCTIONS.split()), set(_OPERATORS.split())
+METHODS = ("sum", "any", "all", "min", "max", "argmax", "argmin", "argsort", "cumsum", "ravel", "repeat", "nonzero")
+
+
+class _Memory:
+    """`size` bytes between guards: host memory, and its address on the device."""
+
+    def __init__(self, size: int) -> None:
+        whole = -(-size // 256) * 256 + 2 * GUARD
+        self.driver = _driver()
+        if self.driver is None:
+            self.raw = np.empty(whole, np.uint8)
+            self.address = self.raw.ctypes.data + GUARD
+        else:
+            self.address, alias = self.driver.allocate(whole)
+            self.raw = np.ctypeslib.as_array((ctypes.c_uint8 * whole).from_address(alias))
+            self.address += GUARD
+        self.raw[:] = 0xA5
+        self.size = size
+
+    def intact(self) -> bool:
+        return bool((self.raw[:GUARD] == 0xA5).all() and (self.raw[GUARD + self.size :] == 0xA5).all())
+
+    def __del__(self) -> None:
+        if self.driver is not None:
+            self.driver.free(self.address - GUARD)
+
+
+class _Driver:
+    """cuMemAlloc and its kin of a pretend driver, which also tells where its memory can be read."""
+
+    def __init__(self, path: str) -> None:
+        self.library = ctypes.CDLL(path, ctypes.RTLD_GLOBAL)
+        self.library.pretend_alias.restype = ctypes.c_void_p
+        self.library.pretend_alias.argtypes = [ctypes.c_uint64]
+        self.library.cuMemFree_v2.argtypes = [ctypes.c_uint64]
+
+    def allocate(self, size: int) -> tuple[int, int]:
+        address = ctypes.c_uint64()
+        assert self.library.cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(size)) == 0
+        return address.value, self.library.pretend_alias(address.value)
+
+    def free(self, address: int) -> None:
+        self.library.cuMemFree_v2(address)
+
+
+@functools.cache
+def _driver() -> _Driver | None:
+    path = os.environ.get("SPARSECOLL_PRETEND_DRIVER")
+    return _Driver(path) if path else None
+
+
+class _Pointer:
+    def __init__(self, ptr: int) -> None:
+        self.ptr = ptr
+
+
+def _plain(x):
+    """x for NumPy; NumPy's own arrays are refused."""
+    if isinstance(x, ndarray):
+        return x._host
+    if isinstance(x, np.ndarray) and x.ndim:
+        raise TypeError(f"Unsupported type {type(x)}")
+    if isinstance(x, (list, tuple)):
+        return type(x)(_plain(item) for item in x)
+    return x
+
+
+def _wrapped(x):
+    if isinstance(x, np.ndarray):
+        return ndarray._of(x)
+    if isinstance(x, np.generic):  # CuPy has no scalars of its own
+        return ndarray._of(np.asarray(x))
+    if isinstance(x, (list, tuple)):
+        return type(x)(_wrapped(item) for item in x)
+    return x
+
+
+def _call(function, args, kwargs):
+    out = kwargs.get("out")
+    if isinstance(out, tuple):
+        out = kwargs["out"] = out[0]
+    result = function(*_plain(list(args)), **{name: _plain(value) for name, value in kwargs.items()})
+    return out if out is not None else _wrapped(result)
+
+
+class ndarray:
+    """Device memory."""
+
+    __slots__ = ("__weakref__", "_host", "_memory")
+
+    @classmethod
+    def _of(cls, host, memory=None):
+        """An array over `host`; copied into device memory unless it is there."""
+        array = object.__new__(cls)
+        if memory is None:
+            memory = _memory_of(host)
+        if memory is None:
+            memory = _Memory(host.nbytes)
+            inside = memory.raw[GUARD : GUARD + host.nbytes].view(host.dtype).reshape(host.shape)
+            inside[...] = host
+            host = inside
+        array._host, array._memory = host, memory
+        _owners[memory.raw.ctypes.data] = memory
+        return array
+
+    def __array__(self, *_, **__):
+        raise TypeError("Implicit conversion to a NumPy array is not allowed. Please use `.get()`")
+
+    def __array_ufunc__(self, ufunc, method, *inputs, **kwargs):
+        if method != "__call__" or ufunc.__name__ not in FUNCTIONS:
+            return NotImplemented
+        return _call(ufunc, inputs, kwargs)
+
+    def __array_function__(self, function, _types, args, kwargs):
+        if function.__name__ not in FUNCTIONS:
+            return NotImplemented
+        kwargs.pop("like", None)
+        return _call(function, args, kwargs)
+
+    @property
+    def __cuda_array_interface__(self):
+        return {"shape": self.shape, "typestr": self.dtype.str, "data": (self.data.ptr, False), "version": 3,
+                "strides": None if self.flags.c_contiguous else self.strides}  # fmt: skip
+
+    @property
+    def data(self):
+        offset = self._host.ctypes.data - (self._memory.raw.ctypes.data + GUARD)
+        return _Pointer(self._memory.address + offset)
+
+    def get(self, stream=None, order="C", out=None, blocking=True):
+        assert self._memory.intact(), "a kernel wrote beyond the end of an array"
+        if out is None:
+            return self._host.copy()
+        if not out.flags.c_contiguous or out.dtype != self.dtype or out.shape != self.shape:
+            raise ValueError("out: another shape or dtype")
+        out[...] = self._host
+        return out
+
+    def set(self, host, stream=None):
+        if not isinstance(host, np.ndarray) or host.dtype != self.dtype or host.shape != self.shape:
+            raise ValueError("set: expected a NumPy array of the same shape and dtype")
+        self._host[...] = host
+
+    def astype(self, dtype, copy=True):
+        return self if not copy and np.dtype(dtype) == self.dtype else ndarray._of(self._host.astype(dtype))
+
+    def view(self, dtype):
+        return ndarray._of(self._host.view(dtype), self._memory)
+
+    def reshape(self, *shape):
+        return ndarray._of(self._host.reshape(*shape), self._memory)
+
+    def copy(self):
+        return ndarray._of(self._host.copy())
+
+    def sort(self):
+        self._host.sort()
+
+    def __getitem__(self, key):
+        return _wrapped_of(self._host[_plain(key)], self)
+
+    def __setitem__(self, key, value):
+        self._host[_plain(key)] = _plain(value)
+
+    def __iter__(self):
+        return (self[i] for i in range(len(self)))
+
+    def __len__(self):
+        return len(self._host)
+
+    def __dlpack__(self, **_):
+        raise BufferError("a pretend array has no DLPack capsule")
+
+
+def _wrapped_of(host, base):
+    if isinstance(host, np.generic):
+        return ndarray._of(np.asarray(host))
+    inside = np.shares_memory(host, base._host) if host.size else False
+    return ndarray._of(host, base._memory) if inside else ndarray._of(host.copy())
+
+
+_owners: weakref.WeakValueDictionary = weakref.WeakValueDictionary()  # memory by where the host finds it
+
+
+def _memory_of(host):
+    """The device memory that `host` lies in: what a NumPy function returned may be a view of it."""
+    base = host
+    while isinstance(base, np.ndarray) and base.base is not None and isinstance(base.base, np.ndarray):
+        base = base.base
+    memory = _owners.get(base.ctypes.data) if isinstance(base, np.ndarray) else None
+    return memory if memory is not None and memory.raw.size == base.nbytes else None
+
+
+def _forward(name):
+    def method(self, *args, **kwargs):
+        return _call(getattr(np.ndarray, name), (self, *args), kwargs)
+
+    return method
+
+
+for _name in METHODS:
+    setattr(ndarray, _name, _forward(_name))
+for _name in OPERATORS:
+
+    def _operator(self, *others, _special=f"__{_name}__", _inplace=_name[0] == "i" and _name != "invert"):
+        if any(isinstance(other, np.ndarray) and other.ndim for other in others):
+            raise TypeError(f"Unsupported type {np.ndarray}")
+        result = getattr(self._host, _special)(*(_plain(other) for other in others))
+        if result is NotImplemented:
+            return result
+        return self if _inplace else _wrapped(result)
+
+    setattr(ndarray, f"__{_name}__", _operator)
+for _name in ("int", "float", "bool", "index", "complex"):
+    setattr(ndarray, f"__{_name}__", lambda self, _special=f"__{_name}__": getattr(self._host, _special)())
+for _name in ["dtype", "shape", "size", "nbytes", "ndim", "itemsize", "flags", "strides", "T"]:
+    setattr(ndarray, _name, property(lambda self, _name=_name: getattr(self._host, _name)))
+ndarray.item = lambda self, *args: self._host.item(*args)
+ndarray.tolist = lambda self: self._host.tolist()
+ndarray.__hash__ = None
+ndarray.__module__ = "cupy"
+
+
+@functools.cache
+def _compiled(code: str, macros: tuple[str, ...]) -> tuple[ctypes.CDLL, dict[str, list[str]]]:
+    """(library, the types of each kernel's parameters)."""
+    run = functools.partial(subprocess.run, text=True, capture_output=True, check=True)
+    expanded = run(["g++", "-E", "-P", *macros, "-x", "c++", "-"], input=code).stdout
+    declared = re.findall(r'extern "C" __global__ void (\w+)\(([^)]*)\)', expanded)
+    parameters = {
+        name: [" ".join(p.replace("*", "* ").split()[:-1]) for p in text.split(",")] for name, text in declared
+    }
+    calls = []
+    for name, kinds in parameters.items():
+        given = ", ".join(f"*({kind}*)a[{i}]" for i, kind in enumerate(kinds))
+        calls.append(f"static void {name}_with(void** a) {{ {name}({given}); }}")
+        launch = f"{{ return host::launch({name}_with, a, g, b); }}"
+        calls.append(f'extern "C" int {name}_on_host(void** a, unsigned g, unsigned b) {launch}')
+    header = HERE / "cuda_on_host.h"
+    source = "\n".join([f'#include "{header}"', code, *calls])
+    key = hashlib.sha256("\0".join([source, header.read_text(), *macros, *FLAGS]).encode()).hexdigest()
+    folder = Path(tempfile.gettempdir()) / f"sparsecoll-kernels-{os.getuid()}"
+    folder.mkdir(exist_ok=True)
+    library = folder / f"{key[:32]}.so"
+    if not library.exists():
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            file = Path(scratch) / "kernels.so"
+            run(["g++", *FLAGS, *macros, "-x", "c++", "-", "-o", str(file)], input=source)
+            file.replace(library)
+    return ctypes.CDLL(str(library)), parameters
+
+
+class RawModule:
+    def __init__(self, code, options=(), **_):
+        self._code, self._macros = code, tuple(option for option in options if option.startswith("-D"))
+
+    def get_function(self, name):
+        library, parameters = _compiled(self._code, self._macros)
+        return _Function(getattr(library, f"{name}_on_host"), name, parameters[name])
+
+
+class _Function:
+    def __init__(self, function, name, parameters):
+        self._function, self._name, self._parameters = function, name, parameters
+
+    def __call__(self, grid, block, args, **_):
+        if len(args) != len(self._parameters):
+            raise TypeError(f"{self._name}: expected {len(self._parameters)} arguments, got {len(args)}")
+        held, arrays = [], []
+        for kind, arg in zip(self._parameters, args, strict=True):
+            if isinstance(arg, ndarray):
+                if "*" not in kind or not arg.flags.c_contiguous:
+                    raise TypeError(f"{self._name}: {kind} got an array, contiguous: {arg.flags.c_contiguous}")
+                held.append(ctypes.c_void_p(arg._host.ctypes.data))
+                arrays.append(arg)
+            elif "*" in kind:
+                if not isinstance(arg, np.uint64) or arg:
+                    raise TypeError(f"{self._name}: {kind} got {type(arg)}")
+                held.append(ctypes.c_void_p(0))
+            else:
+                sizes = {"u64": 8, "i64": 8, "double": 8, "u32": 4, "int": 4, "float": 4, "u16": 2, "u8": 1}
+                if not isinstance(arg, np.generic) or arg.dtype.itemsize != sizes.get(kind, arg.dtype.itemsize):
+                    raise TypeError(f"{self._name}: {kind} got {type(arg)}")
+                if (kind in ("double", "float")) != (arg.dtype.kind == "f"):
+                    raise TypeError(f"{self._name}: {kind} got {type(arg)}")
+                held.append((ctypes.c_uint8 * arg.dtype.itemsize).from_buffer_copy(arg.tobytes()))
+        pointers = (ctypes.c_void_p * len(held))(*(ctypes.addressof(h) for h in held))
+        status = self._function(pointers, grid[0], block[0])
+        assert status == 0, f"{self._name}: not all threads reach a barrier"
+        for array in arrays:
+            assert array._memory.intact(), f"{self._name} wrote beyond the end of an array"
+
+
+class Stream:
+    """Work is done when it is asked for, so there is nothing to wait for; the current one is kept by thread."""
+
+    def __init__(self, *_, **__):
+        self.ptr = id(self)
+
+    def __enter__(self):
+        _streams().append(self)
+        return self
+
+    def __exit__(self, *_):
+        _streams().pop()
+
+    def synchronize(self):
+        counts["synchronize"] = counts.get("synchronize", 0) + 1
+
+    def wait_event(self, event):
+        counts["wait_event"] = counts.get("wait_event", 0) + 1
+
+
+class Event:
+    done = True
+
+    def __init__(self, *_, **__):
+        pass
+
+    def record(self, stream=None):
+        pass
+
+    def synchronize(self):
+        pass
+
+
+counts: dict[str, int] = {}  # of calls that wait
+_null = Stream()
+_local = threading.local()
+
+
+def _streams():
+    if not hasattr(_local, "streams"):
+        _local.streams = [_null]
+    return _local.streams
+
+
+def empty(shape, dtype=float):
+    dtype = np.dtype(dtype)
+    memory = _Memory(int(np.prod(shape)) * dtype.itemsize)
+    return ndarray._of(memory.raw[GUARD : GUARD + memory.size].view(dtype).reshape(shape), memory)
+
+
+def zeros(shape, dtype=float):
+    array = empty(shape, dtype)
+    array._host[...] = 0
+    return array
+
+
+def asarray(x, dtype=None):
+    if isinstance(x, ndarray):
+        return x if dtype is None else x.astype(dtype, copy=False)
+    return ndarray._of(np.array(x, dtype))
+
+
+def asnumpy(x):
+    return x.get() if isinstance(x, ndarray) else np.asarray(x)
+
+
+def _named(name, *args, **kwargs):
+    return _call(getattr(np, name), args, kwargs)
+
+
+def install() -> types.ModuleType:
+    """Make this module `cupy`, unless CuPy with a GPU is there. Returns the one that is."""
+    if "cupy" in sys.modules:
+        return sys.modules["cupy"]
+    if shutil.which("g++") is None:
+        raise RuntimeError("the pretend CuPy needs g++")
+    module = types.ModuleType("cupy")
+    for name in FUNCTIONS:
+        setattr(module, name, functools.partial(_named, name))
+    module.empty, module.zeros, module.asarray, module.array, module.asnumpy = empty, zeros, asarray, asarray, asnumpy
+    module.arange = lambda *args, **kwargs: ndarray._of(np.arange(*args, **kwargs))
+    module.ndarray, module.RawModule, module.pretend = ndarray, RawModule, sys.modules[__name__]
+    for name in ("uint8", "uint16", "uint32", "uint64", "int32", "int64", "float16", "float32", "float64"):
+        setattr(module, name, getattr(np, name))
+    cuda = module.cuda = types.SimpleNamespace(
+        Stream=Stream,
+        ExternalStream=Stream,
+        Event=Event,
+        get_current_stream=lambda: _streams()[-1],
+        alloc_pinned_memory=lambda size: bytearray(size),
+    )
+    del cuda
+    sys.modules["cupy"] = module
+    return module

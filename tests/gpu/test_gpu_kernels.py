@@ -1,0 +1,350 @@
+"""GPU kernels equal the reference to the last bit. Without a GPU the CUDA sources run on the host, see pretend.py."""
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from sparsecoll.kernels import reference
+from sparsecoll.vector import VALUE_DTYPES, accumulator
+
+FEW = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+dtypes = st.sampled_from(VALUE_DTYPES)
+index_dtypes = st.sampled_from([np.uint32, np.uint64])
+seeds = st.integers(0, 2**32 - 1)
+sizes = st.sampled_from([0, 1, 2, 33, 300, 2049, 4096, 9001])
+SPECIAL = [0.0, -0.0, 1.0, -1.0, np.inf, -np.inf, np.nan, 1e-7, 65504.0]
+
+
+@pytest.fixture
+def gpu(cp):
+    from sparsecoll.kernels import gpu
+
+    return gpu
+
+
+@pytest.fixture(params=["forwards", "backwards"])
+def order(request, cp, monkeypatch):
+    """Threads of a block in either order: a barrier that is missing shows (only where the GPU is pretended)."""
+    if request.param == "backwards":
+        if not hasattr(cp, "pretend"):
+            pytest.skip("a GPU has its own order")
+        monkeypatch.setenv("SPARSECOLL_THREAD_ORDER", "1")
+
+
+def values(dtype, size, seed, special=True):
+    rng = np.random.default_rng(seed)
+    drawn = rng.standard_normal(size) ** 3 * 10.0 ** rng.integers(-3, 3)
+    kind = rng.integers(0, 3)
+    if kind == 0:
+        drawn = np.round(drawn)
+    if kind == 1 and special:
+        drawn = np.where(rng.random(size) < 0.3, rng.choice(SPECIAL, size), drawn)
+    if dtype.kind != "f":
+        drawn = np.nan_to_num(drawn, posinf=9, neginf=-9) * 7
+    with np.errstate(all="ignore"):
+        return drawn.astype(dtype)
+
+
+def indices(size, seed, dtype=np.uint32, top=None):
+    rng = np.random.default_rng(seed)
+    return np.unique(rng.integers(0, top or max(1, 3 * size), size, dtype=np.uint64)).astype(dtype)
+
+
+def same(mine, theirs):
+    """Bit for bit; NaN only as NaN, since processors differ in the NaN that arithmetic makes."""
+    mine = mine.get() if hasattr(mine, "get") else np.asarray(mine)
+    theirs = np.asarray(theirs)
+    assert mine.dtype == theirs.dtype and mine.shape == theirs.shape
+    if mine.dtype.kind == "f":
+        np.testing.assert_array_equal(np.isnan(mine), np.isnan(theirs))
+        mine, theirs = np.nan_to_num(mine, nan=1), np.nan_to_num(theirs, nan=1)
+    assert mine.tobytes() == theirs.tobytes()
+
+
+def all_same(mine, theirs):
+    for a, b in zip(mine, theirs, strict=True):
+        same(a, b)
+
+
+@pytest.mark.parametrize("dtype", VALUE_DTYPES, ids=str)
+@FEW
+@given(size=sizes, seed=seeds, data=st.data())
+def test_threshold_selection(cp, gpu, order, dtype, size, seed, data):
+    v = values(dtype, size, seed)
+    keys = reference.magnitude_keys(v)
+    key = int(data.draw(st.sampled_from([0, 1, *keys[:5].tolist(), int(keys.max(initial=0)) + 1, 1 << 64])))
+    own = data.draw(st.sampled_from([None, np.uint32, np.uint64]))
+    i = None if own is None else np.arange(3, size + 3).astype(own) * own(2)
+    on = None if i is None else cp.asarray(i)
+    all_same(gpu.select_at_least(cp.asarray(v), key, 3, indices=on), reference.select_at_least(v, key, indices=i))
+    assert gpu.count_at_least(cp.asarray(v), key) == reference.count_at_least(v, key)
+    assert gpu.extremes(cp.asarray(v)) == reference.extremes(v)
+    same(gpu.magnitude_keys(cp.asarray(v)), keys)
+    ties = data.draw(st.integers(0, size))
+    if key <= np.iinfo(keys.dtype).max:
+        all_same(gpu.take_top(cp.asarray(v), key, ties, indices=on), reference.take_top(v, key, ties, indices=i))
+
+
+@pytest.mark.parametrize("dtype", VALUE_DTYPES, ids=str)
+@FEW
+@given(size=sizes, seed=seeds, data=st.data())
+def test_fused_accumulation_moments_and_clearing(cp, gpu, order, dtype, size, seed, data):
+    v, g = values(dtype, size, seed), values(dtype, size, seed + 1)
+    if dtype.kind == "f":
+        with np.errstate(all="ignore"):
+            g = g.astype(data.draw(st.sampled_from(["float16", "float32", "float64"])))
+    scale = data.draw(st.sampled_from([1.0, 0.1, -3.0])) if dtype.kind == "f" else 1
+    add, clear = data.draw(st.booleans()), data.draw(st.booleans())
+    key, k = data.draw(st.sampled_from([1, 1 << 20, 1 << 64])), data.draw(st.integers(0, size))
+    expected = data.draw(st.sampled_from([0, size]))
+    for name, arguments, moments in (
+        ("select_at_least", (key, expected), True),
+        ("select_at_least", (key, expected), False),
+        ("topk", (k,), False),
+    ):
+        mine, theirs, sums = cp.asarray(v), v.copy(), (np.zeros(4), np.zeros(4))
+        extra = [{"moments": m} if moments else {} for m in sums]
+        found = getattr(gpu, name)(
+            mine, *arguments, add=(cp.asarray(g), scale) if add else None, clear=clear, **extra[0]
+        )
+        with np.errstate(all="ignore"):
+            wanted = getattr(reference, name)(
+                theirs, *arguments, add=(g, scale) if add else None, clear=clear, **extra[1]
+            )
+        all_same(found, wanted)
+        same(mine, theirs)
+        same(*sums)
+
+
+@pytest.mark.parametrize("dtype", VALUE_DTYPES, ids=str)
+@FEW
+@given(size=sizes, seed=seeds, share=st.floats(0, 1))
+def test_exact_top_k(cp, gpu, dtype, size, seed, share):
+    v = values(dtype, size, seed)
+    k = int(share * size)
+    all_same(gpu.topk(cp.asarray(v), k), reference.topk(v, k))
+    if k:
+        assert gpu.kth_key(cp.asarray(v), k) == reference.kth_key(v, k)
+
+
+def test_exact_top_k_of_many_by_candidates_and_when_the_sample_misleads(cp, gpu):
+    rng = np.random.default_rng(0)
+    v = rng.standard_normal(60_000).astype(np.float32)
+    for k in (1, 600, 20_000):
+        all_same(gpu.topk(cp.asarray(v), k), reference.topk(v, k))
+    stride = reference_stride(v.size)
+    v[:] = 1
+    v[::stride] = 100
+    for k in (100, 9000):
+        cleared, theirs = cp.asarray(v), v.copy()
+        all_same(gpu.topk(cleared, k, clear=True), reference.topk(theirs, k, clear=True))
+        same(cleared, theirs)
+
+
+def reference_stride(size):
+    from sparsecoll.kernels.sampling import stride_for
+
+    return stride_for(size, max(size >> 7, 1 << 13))
+
+
+def test_segments_follow_each_other(cp, gpu, monkeypatch):
+    """A vector longer than one launch can count: ties and places go on over its segments."""
+    monkeypatch.setattr(gpu.selection, "SEGMENT", 4096)
+    v = np.round(np.random.default_rng(1).standard_normal(13_000) * 2).astype(np.float32)
+    key = int(reference.key_of(2.0, v.dtype))
+    for ties in (0, 1, 700, 13_000):
+        all_same(gpu.take_top(cp.asarray(v), key, ties), reference.take_top(v, key, ties))
+    mine, theirs, sums = cp.asarray(v), v.copy(), (np.zeros(4), np.zeros(4))
+    found = gpu.select_at_least(mine, key, 5, add=(cp.asarray(v), 1.0), clear=True, moments=sums[0])
+    all_same(found, reference.select_at_least(theirs, key, add=(v, 1.0), clear=True, moments=sums[1]))
+    same(mine, theirs)
+    same(*sums)
+
+
+@FEW
+@given(dtype=dtypes, size=sizes, seed=seeds, scale=st.sampled_from([1.0, 0.3, -2.0]))
+def test_accumulation(cp, gpu, dtype, size, seed, scale):
+    v, g = values(dtype, size, seed), values(dtype, size, seed + 7)
+    mine, scale = cp.asarray(v), scale if dtype.kind == "f" else 2
+    gpu.accumulate(mine, (cp.asarray(g), scale))
+    reference.accumulate(v, (g, scale))
+    same(mine, v)
+
+
+@pytest.mark.parametrize("spread", [3, 1000])
+@FEW
+@given(dtype=dtypes, size=sizes, seed=seeds, parts=st.integers(1, 5), own=index_dtypes)
+def test_sum_of_sparse_vectors(cp, gpu, spread, dtype, size, seed, parts, own):
+    """In a dense window where they are crowded, by sorting where they are not."""
+    dtype = np.dtype(dtype)
+    rows = [indices(size // 3 + p, seed + p, own, max(1, spread * size)) for p in range(parts)]
+    given_parts = [(row, values(dtype, row.size, seed + row.size)) for row in rows]
+    on = [(cp.asarray(i), cp.asarray(v)) for i, v in given_parts]
+    with np.errstate(all="ignore"):
+        all_same(gpu.merge_sum(on, accumulator(dtype)), reference.merge_sum(given_parts, accumulator(dtype)))
+
+
+@FEW
+@given(dtype=dtypes, size=sizes, seed=seeds, own=index_dtypes)
+def test_scattering(cp, gpu, dtype, size, seed, own):
+    dense, i = values(np.dtype(dtype), 3 * size + 1, seed), indices(size, seed, own)
+    v = values(np.dtype(dtype), i.size, seed + 1)
+    for name in ("scatter_add", "scatter_subtract"):
+        mine, theirs = cp.asarray(dense), dense.copy()
+        getattr(gpu, name)(mine, cp.asarray(i), cp.asarray(v))
+        with np.errstate(all="ignore"):
+            getattr(reference, name)(theirs, i, v)
+        same(mine, theirs)
+    if dense.dtype == np.float16:  # NumPy adds pairs of halves in half, as we do
+        v = v.astype(np.float16)
+    many = np.random.default_rng(seed).integers(0, dense.size + 3, size).astype(own)
+    v = values(np.dtype(dtype), size, seed + 2)
+    mine, theirs = cp.asarray(dense), dense.copy()
+    assert gpu.scatter_add_marked(mine, cp.asarray(many), cp.asarray(v)) == reference.scatter_add_marked(
+        theirs, many, v
+    )
+    same(mine, theirs)
+
+
+@FEW
+@given(size=sizes, seed=seeds, own=index_dtypes)
+def test_what_lists_of_indices_share(cp, gpu, size, seed, own):
+    a, b = indices(size, seed, own), indices(size // 2, seed + 1, own, max(1, 3 * size))
+    for name in ("intersect", "difference"):
+        same(getattr(gpu, name)(cp.asarray(a), cp.asarray(b)), getattr(reference, name)(a, b))
+    assert gpu.first_disorder(cp.asarray(a), 3 * size + 1) == reference.first_disorder(a, 3 * size + 1) == -1
+    if a.size > 2:
+        a[a.size // 2] = a[a.size // 2 - 1]
+        assert gpu.first_disorder(cp.asarray(a), 3 * size) == reference.first_disorder(a, 3 * size)
+        assert gpu.first_disorder(cp.asarray(a), 1) == reference.first_disorder(a, 1)
+
+
+@FEW
+@given(length=st.sampled_from([1, 2, 1000, 2**32, 2**40 + 3]), count=st.integers(0, 700), key=st.integers(0, 2**63))
+def test_random_indices(cp, gpu, length, count, key):
+    same(gpu.random_indices(length, count, key), reference.random_indices(length, count, key))
+
+
+@FEW
+@given(size=sizes, seed=seeds, own=index_dtypes, gap=st.integers(0, 9), far=st.sampled_from([1, 3, 40]))
+def test_blocks(cp, gpu, size, seed, own, gap, far):
+    i = indices(size, seed, own, max(1, far * size))
+    v = values(np.dtype(np.float32), i.size, seed, special=False)
+    heads = reference.block_heads(i, gap)
+    same(gpu.block_heads(cp.asarray(i), gap), heads)
+    ends = i[np.append(heads[1:], i.size) - 1].astype(np.uint64) if i.size else i[:0].astype(np.uint64)
+    starts = i[heads].astype(np.uint64)
+    lengths = ends - starts + np.uint64(1)
+    out, mine = np.empty(int(lengths.sum()), np.float32), cp.empty(int(lengths.sum()), np.float32)
+    reference.block_write(i, v, gap, out)
+    gpu.block_write(cp.asarray(i), cp.asarray(v), gap, mine)
+    same(mine, out)
+    places = np.arange(0, out.size, 2)
+    on = (cp.asarray(starts), cp.asarray(lengths), cp.asarray(places))
+    same(gpu.block_indices(*on), reference.block_indices(starts, lengths, places))
+
+
+@FEW
+@given(size=sizes, seed=seeds, own=index_dtypes)
+def test_bitmaps(cp, gpu, size, seed, own):
+    i = indices(size, seed, own)
+    first = int(i[0]) if i.size else 0
+    words = np.empty(-(-(int(i[-1]) - first + 1) // 64) if i.size else 0, np.uint64)
+    reference.bitmap_write(i, first, words)
+    mine = cp.empty(words.size, np.uint64)
+    gpu.bitmap_write(cp.asarray(i), first, mine)
+    same(mine, words)
+    same(gpu.bitmap_read(mine, first, i.size, own), i)
+    assert gpu.bitmap_read(mine, first, i.size + 1, own) is None
+
+
+@FEW
+@given(size=sizes, seed=seeds, own=index_dtypes)
+def test_hashed_slots(cp, gpu, size, seed, own):
+    i, multipliers = indices(size, seed, own), (seed * 2**31 + 1, 2**63 + seed, 12345)
+    slots = reference.hash_slots(i, 2 * size + 1, multipliers)
+    same(gpu.hash_slots(cp.asarray(i), 2 * size + 1, multipliers), slots)
+    held, mine = np.empty(2 * size + 1, np.int64), cp.empty(2 * size + 1, np.int64)
+    reference.slots_write(slots, held)
+    gpu.slots_write(cp.asarray(slots), mine)
+    same(mine, held)
+
+
+def test_narrow_floats(cp, gpu):
+    rng = np.random.default_rng(3)
+    halves = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
+    finite = halves[~np.isnan(halves)].astype(np.float32)
+    between = (finite + np.float32(2**-12) * finite).astype(np.float32)  # half way, or nearly
+    wild = rng.integers(0, 2**32, 30_000, dtype=np.uint64).astype(np.uint32).view(np.float32)
+    for x in (finite, between, wild[~np.isnan(wild)], np.float32([np.inf, -np.inf, np.nan, 65519, 65520, -7e4, 2e-8])):
+        same(gpu.to_float16(cp.asarray(x)), reference.to_float16(x))
+        same(gpu.to_bfloat16(cp.asarray(x)), reference.to_bfloat16(x))
+    doubles = np.concatenate([between.astype(np.float64) * (1 + 1e-12), between.astype(np.float64)])
+    same(gpu.to_float16(cp.asarray(doubles)), reference.to_float16(doubles))
+    same(gpu.from_float16(cp.asarray(halves)), reference.from_float16(halves))
+    stored = np.arange(1 << 16, dtype=np.uint16)
+    same(gpu.from_bfloat16(cp.asarray(stored)), reference.from_bfloat16(stored))
+
+
+@FEW
+@given(
+    size=sizes,
+    seed=seeds,
+    bits=st.sampled_from([2, 4, 8]),
+    first=st.integers(0, 10**6),
+    bucket=st.sampled_from([8, 512]),
+)
+def test_quantised_values(cp, gpu, size, seed, bits, first, bucket):
+    v = values(np.dtype(np.float32), size, seed)
+    buckets = (first + size - 1) // bucket - first // bucket + 1 if size else 0
+    scales, codes = np.empty(buckets, np.float32), np.empty(-(-size * bits // 8), np.uint8)
+    mine = cp.empty(buckets, np.float32), cp.empty(codes.size, np.uint8)
+    reference.quantize(v, first, bits, bucket, seed, scales, codes)
+    gpu.quantize(cp.asarray(v), first, bits, bucket, seed, *mine)
+    all_same(mine, (scales, codes))
+    with np.errstate(all="ignore"):
+        wanted = reference.dequantize(codes, first, size, bits, bucket, scales)
+    same(gpu.dequantize(mine[1], first, size, bits, bucket, mine[0]), wanted)
+
+
+@FEW
+@given(dtype=st.sampled_from(["float32", "float64"]), size=sizes, seed=seeds, start=st.integers(0, 20))
+def test_signs(cp, gpu, dtype, size, seed, start):
+    out = values(np.dtype(dtype), size, seed)
+    bits = np.random.default_rng(seed).integers(0, 256, size // 8 + 6).astype(np.uint8)
+    mine = cp.asarray(out)
+    gpu.add_signs(mine, cp.asarray(bits), start, 0.1)
+    reference.add_signs(out, bits, start, 0.1)
+    same(mine, out)
+
+
+@FEW
+@given(size=sizes, seed=seeds, own=index_dtypes, far=st.sampled_from([1, 30, 50_000]), data=st.data())
+def test_rice_codes(cp, gpu, size, seed, own, far, data):
+    i = indices(size, seed, own, max(1, far * size))
+    on = cp.asarray(i)
+    block = reference.rice_block(i)
+    assert gpu.rice_block(on) == block
+    for block in reference.RICE_BLOCKS:
+        table = reference.rice_table(i, block)
+        same(gpu.rice_table(on, block), table)
+        all_same(gpu.rice_sizes(cp.asarray(table), i.size, block), reference.rice_sizes(table, i.size, block))
+        coded = sum(int(part.sum()) for part in reference.rice_sizes(table, i.size, block))
+        out, mine = np.empty(coded + reference.RICE_PAD, np.uint8), cp.empty(coded + reference.RICE_PAD, np.uint8)
+        reference.rice_encode(i, table, block, out)
+        gpu.rice_encode(on, cp.asarray(table), block, mine)
+        same(mine, out)
+        first, limit = int(i[0]) if i.size else 0, int(i[-1]) + 1 if i.size else 1
+        arguments = (block, first, i.size, limit, i.dtype)
+        same(gpu.rice_decode(cp.asarray(table), mine, *arguments), i)
+        if i.size:
+            assert gpu.rice_decode(cp.asarray(table), mine, block, first, i.size, limit - 1, i.dtype) is None
+            damaged = out.copy()
+            damaged[data.draw(st.integers(0, max(coded - 1, 0)))] ^= 1 << data.draw(st.integers(0, 7))
+            wanted = reference.rice_decode(table, damaged, *arguments)
+            found = gpu.rice_decode(cp.asarray(table), cp.asarray(damaged), *arguments)
+            assert (found is None) == (wanted is None)
+            if wanted is not None:
+                same(found, wanted)
