@@ -164,6 +164,7 @@ def _reduce(
         conversation.call |= {
             "length": vector.length,
             "dtype": vector.dtype.name,
+            "memory": "gpu" if vector.on_gpu else "host",
             "k": wanted,
             "algo": algorithm.describe(),
             "format": repr(form),

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sparsecoll.kernels import kernels_of
+from sparsecoll.kernels.memory import empty, on_gpu
 from sparsecoll.select import Selector
 from sparsecoll.vector import DenseVector, SparseVector
 
@@ -25,6 +26,7 @@ class Residual:
     Args:
         length: number of coordinates.
         dtype: of the array; float16 gradients want a float32 residual.
+        like: an array; the residual is on the GPU if that one is.
 
     >>> residual = Residual(4)
     >>> sent = residual.take(np.array([1, -4, 2, 3], dtype=np.float32), TopK(), 2)
@@ -32,8 +34,9 @@ class Residual:
     (array([1, 3], dtype=uint32), array([1., 0., 2., 0.], dtype=float32))
     """
 
-    def __init__(self, length: int, dtype: Any = np.float32) -> None:
-        self._acc = Compensated(np.zeros(length, dtype))
+    def __init__(self, length: int, dtype: Any = np.float32, like: Any = None) -> None:
+        self._acc = Compensated(np.zeros(length, dtype) if like is None else empty(length, dtype, like))
+        self._acc.values[:] = 0
 
     @property
     def vector(self) -> DenseVector:
@@ -126,6 +129,11 @@ class Compensated(DenseVector):
     def dtype(self) -> np.dtype[Any]:
         """dtype of the values."""
         return self._array.dtype
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the values are CuPy's."""
+        return on_gpu(self._array)
 
     def add_later(self, gradient: NDArray[Any], scale: float) -> None:
         """Let the next pass add scale * gradient."""

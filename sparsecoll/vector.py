@@ -1,4 +1,4 @@
-"""SparseVector and DenseVector: what algorithms compute with.
+"""SparseVector and DenseVector: what algorithms compute with. Their arrays are NumPy's or CuPy's.
 
 Both have `length` (coordinates), `nnz` (entries held), `dtype`, `top`, `at_least` and `to_dense`; an algorithm
 calls these methods and the transport, and never touches an array.
@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sparsecoll.kernels import kernels_of
-from sparsecoll.kernels.memory import empty
+from sparsecoll.kernels.memory import address, beside, contiguous, empty, on_gpu, to_host
 from sparsecoll.kernels.reference import Array, index_dtype
 from sparsecoll.trace import doing
 
@@ -58,12 +58,12 @@ class SparseVector:
 
     Args:
         indices: 1-D integers, strictly ascending, in [0, length). Stored as uint32 for length <= 2^32, else uint64.
-        values: 1-D, as many as indices; float16/32/64 or int32/64. Not copied.
+        values: 1-D, as many as indices; float16/32/64 or int32/64. Not copied. Both NumPy's or both CuPy's.
         length: number of coordinates, up to 2^63 - 1.
 
     Raises:
         ValueError: indices unsorted, duplicate, negative or out of range; sizes differ; length negative.
-        TypeError: a dtype that is not supported.
+        TypeError: a dtype that is not supported; one array on the GPU, the other not.
 
     >>> x = SparseVector([1, 4], np.array([2.0, -3.0], dtype=np.float32), 6)
     >>> x.nnz, x.density
@@ -80,8 +80,11 @@ class SparseVector:
 
     def __init__(self, indices: Any, values: Any, length: int) -> None:
         self.length = _checked_length(length)
-        self.values = np.asarray(values)
-        given = np.asarray(indices)
+        self.values = _array(values)
+        given = _array(indices)
+        if on_gpu(given) != on_gpu(self.values):
+            where = ["CuPy" if on_gpu(array) else "NumPy" for array in (given, self.values)]
+            raise TypeError(f"indices, values: expected both on the GPU or neither, got arrays of {' and '.join(where)}")
         if given.size == 0 and given.ndim == 1:
             given = given.astype(np.int64)
         if given.ndim != 1 or self.values.ndim != 1 or given.size != self.values.size:
@@ -96,8 +99,8 @@ class SparseVector:
             raise ValueError(f"indices: expected at least 0, got {int(given.min())}")
         if given.size and int(given.max()) >= self.length:
             raise ValueError(f"indices: expected below length {self.length}, got {int(given.max())}")
-        self.indices = np.ascontiguousarray(given, dtype=index_dtype(self.length))
-        self.values = np.ascontiguousarray(self.values)
+        self.indices = contiguous(given, index_dtype(self.length))
+        self.values = contiguous(self.values)
         place = kernels_of(self.values).first_disorder(self.indices, self.length)
         if place >= 0:
             before, here = int(self.indices[place - 1]), int(self.indices[place])
@@ -114,8 +117,10 @@ class SparseVector:
         return vector
 
     @classmethod
+
+    @classmethod
     def empty(cls, length: int, dtype: Any) -> SparseVector:
-        """A vector that holds nothing."""
+        """A vector that holds nothing, in host memory."""
         return cls.trusted(np.empty(0, index_dtype(length)), np.empty(0, dtype), length)
 
     @classmethod
@@ -129,8 +134,8 @@ class SparseVector:
         if len(parts) == 1:
             return parts[0]
         count, first = sum(p.nnz for p in parts), parts[0]
-        indices = np.concatenate([p.indices for p in parts], out=empty(count, first.indices.dtype))
-        values = np.concatenate([p.values for p in parts], out=empty(count, first.dtype))
+        indices = np.concatenate([p.indices for p in parts], out=empty(count, first.indices.dtype, first.indices))
+        values = np.concatenate([p.values for p in parts], out=empty(count, first.dtype, first.values))
         return cls.trusted(indices, values, first.length)
 
     @classmethod
@@ -161,10 +166,15 @@ class SparseVector:
         """dtype of the values."""
         return self.values.dtype
 
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the arrays are CuPy's."""
+        return on_gpu(self.values)
+
     def to_dense(self) -> NDArray[Any]:
         """A new array of `length` values."""
         with doing("dense", self.length):
-            dense = empty(self.length, self.dtype)
+            dense = empty(self.length, self.dtype, self.values)
             dense[:] = 0
             dense[self.indices] = self.values
         return dense
@@ -182,7 +192,8 @@ class SparseVector:
         """For each edge (0..length), how many entries have an index below it."""
         limit = int(np.iinfo(self.indices.dtype).max)
         edges = np.asarray(edges, dtype=np.uint64)
-        places = np.searchsorted(self.indices, np.minimum(edges, limit).astype(self.indices.dtype))
+        inside = beside(self.indices, np.minimum(edges, limit).astype(self.indices.dtype))
+        places = to_host(np.searchsorted(self.indices, inside))
         return np.where(edges > limit, self.nnz, places).astype(np.int64)
 
     def refined(self, edges: Sequence[int], cuts: int) -> list[int]:
@@ -283,13 +294,14 @@ class SparseVector:
 
     def membership(self, other: SparseVector) -> NDArray[np.uint8]:
         """One bit for each own entry: whether `other` holds its index too. See `members`."""
-        held = np.zeros(self.nnz, bool)
-        held[kernels_of(self.values).intersect(self.indices, other.indices)] = True
+        held = empty(self.nnz, np.uint8, self.indices)
+        held[:] = 0
+        held[kernels_of(self.values).intersect(self.indices, other.indices)] = 1
         return np.packbits(held)
 
     def members(self, bits: NDArray[np.uint8]) -> SparseVector:
         """The entries whose bit is set."""
-        return self.at(np.flatnonzero(np.unpackbits(bits, count=self.nnz)))
+        return self.at(np.flatnonzero(np.unpackbits(bits)[: self.nnz]))
 
     def without(self, other: SparseVector) -> SparseVector:
         """The own entries whose index `other` does not hold."""
@@ -340,7 +352,8 @@ class DenseVector:
     values: NDArray[Any]
 
     def __init__(self, values: Any) -> None:
-        self.values = np.ascontiguousarray(values) if np.ndim(values) == 1 else np.asarray(values)
+        array = _array(values)
+        self.values = contiguous(array) if array.ndim == 1 else array
         if self.values.ndim != 1:
             raise ValueError(f"dense vector: expected a 1-D array, got shape {self.values.shape}")
         check_value_dtype(self.values.dtype)
@@ -357,17 +370,22 @@ class DenseVector:
         """dtype of the values."""
         return self.values.dtype
 
-    @classmethod
-    def zeros(cls, length: int, dtype: Any) -> DenseVector:
-        """`length` zeros."""
-        values = empty(length, dtype)
-        values[:] = 0
-        return cls(values)
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the values are CuPy's."""
+        return on_gpu(self.values)
 
     @classmethod
-    def empty(cls, length: int, dtype: Any) -> DenseVector:
-        """`length` values that are whatever was there."""
-        return cls(empty(length, dtype))
+    def zeros(cls, length: int, dtype: Any, like: SparseVector | DenseVector) -> DenseVector:
+        """`length` zeros, where `like` is."""
+        zeros = cls.empty(length, dtype, like)
+        zeros.values[:] = 0
+        return zeros
+
+    @classmethod
+    def empty(cls, length: int, dtype: Any, like: SparseVector | DenseVector) -> DenseVector:
+        """`length` values that are whatever was there, where `like` is."""
+        return cls(empty(length, dtype, like.values))
 
     def chunk(self, start: int, stop: int) -> DenseVector:
         """Values start..stop-1 as a vector of their own, a view."""
@@ -379,13 +397,13 @@ class DenseVector:
 
     def plus(self, other: DenseVector, dtype: Any, here: bool) -> DenseVector:
         """self + other in `dtype`: in place if `here`, else as a new vector."""
-        out = self.values if here else empty(self.length, dtype)
+        out = self.values if here else empty(self.length, dtype, self.values)
         with doing("dense", self.length), np.errstate(over="ignore", invalid="ignore"):
             return DenseVector(np.add(self.values, other.values, out=out, dtype=dtype))
 
     def take(self, other: DenseVector) -> None:
         """Copy the values of `other`, unless they are these."""
-        if other.values.ctypes.data != self.values.ctypes.data:
+        if address(other.values) != address(self.values):
             with doing("dense", self.length):
                 self.values[:] = other.values
 
@@ -394,7 +412,7 @@ class DenseVector:
         with np.errstate(over="ignore", invalid="ignore"):
             difference = self.values - other.values.astype(self.dtype)
         if self.dtype.kind == "f":
-            np.nan_to_num(difference, copy=False, nan=0.0, posinf=np.inf, neginf=-np.inf)
+            difference[np.isnan(difference)] = 0
         return DenseVector(difference)
 
     def astype(self, dtype: Any) -> DenseVector:
@@ -447,7 +465,7 @@ class DenseVector:
 
     def to_entries(self) -> SparseVector:
         """All values as entries, zeros among them."""
-        return self.entries(np.arange(self.length, dtype=index_dtype(self.length)))
+        return self.entries(beside(self.values, np.arange(self.length, dtype=index_dtype(self.length))))
 
     def to_dense(self) -> NDArray[Any]:
         """The values themselves."""
@@ -475,6 +493,11 @@ class DenseVector:
 
     def __repr__(self) -> str:
         return f"DenseVector(length={self.length}, dtype={self.dtype})"
+
+
+def _array(given: Any) -> Any:
+    """A NumPy array of what was given, or CuPy's as it is."""
+    return given if on_gpu(given) else np.asarray(given)
 
 
 def _checked_length(length: Any) -> int:

@@ -42,7 +42,7 @@ class Dense(Algorithm):
                     transport.unpack(message, x.dtype, mine.length), accumulator(x.dtype), total is not mine
                 )
         with transport.phase("gather"):
-            value = DenseVector.empty(x.length, x.dtype)
+            value = DenseVector.empty(x.length, x.dtype, x)
             own = transport.pack(total.astype(x.dtype))
             for step in range(1, size):
                 transport.send((rank + step) % size, own)

@@ -81,7 +81,7 @@ class Hierarchical(Algorithm):
         dtype = accumulator(parts[0].dtype)
         if self.inside == "sparse":
             return SparseVector.sum(parts, dtype)
-        total = DenseVector.zeros(parts[0].length, dtype)
+        total = DenseVector.zeros(parts[0].length, dtype, parts[0])
         for part in parts:
             total.add_at(part)
         return total.to_sparse()

@@ -195,8 +195,7 @@ class OkTopk(Algorithm):
         """(the own entries of the global top k, how many each rank has)."""
         reuse = self._global
         estimate = reduced if self.exact or reuse.due else reduced.at_least(reuse.value or 0.0, reduced.nnz)
-        keys = reduced.keys()
-        row = [reduced.nnz, estimate.nnz, int(reduced.has_nan()), int(keys.max(initial=0)), load]
+        row = [reduced.nnz, estimate.nnz, int(reduced.has_nan()), reduced.extremes()[1], load]
         rows = allgather(transport, np.array(row, np.uint64)).tolist()
         held, estimated = [int(r[0]) for r in rows], [int(r[1]) for r in rows]
         self._check_nan([rank for rank, r in enumerate(rows) if r[2]])
@@ -207,7 +206,7 @@ class OkTopk(Algorithm):
         if not (self.exact or reuse.due) and reuse.accepts(sum(estimated), k):
             reuse.selected(sum(estimated), k)
             return estimate, estimated
-        return self._select_exactly(transport, reduced, keys, k, sum(held), max(int(r[3]) for r in rows))
+        return self._select_exactly(transport, reduced, k, sum(held), max(int(r[3]) for r in rows))
 
     @staticmethod
     def _check_nan(ranks: list[int]) -> None:
@@ -218,10 +217,10 @@ class OkTopk(Algorithm):
             )
 
     def _select_exactly(
-        self, transport: Transport, reduced: SparseVector, keys: Any, k: int, total: int, largest: int
+        self, transport: Transport, reduced: SparseVector, k: int, total: int, largest: int
     ) -> tuple[SparseVector, list[int]]:
         """Exactly k of the `total` entries; ties at the threshold go to lower indices."""
-        ascending = np.sort(keys)
+        ascending = np.sort(reduced.keys())
         [(key, _)] = quantiles(transport, ascending, [total - k], largest + 1, total)
         counts = reduced.count_reaching(key, ThresholdReuse.PROBE)
         rows = allgather(transport, np.array(counts)).tolist()

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from sparsecoll.kernels.memory import beside, to_host
 from sparsecoll.transport.base import Transport
 from sparsecoll.transport.collectives import sum_counts
 
@@ -63,7 +64,8 @@ def quantiles(
             return [bracket.nearest() for bracket in brackets]
         each = max(1, budget // len(spans))
         edges = sorted({e for low, high in spans for e in _inner_edges(low, high, each)})
-        below = np.searchsorted(items, np.array(edges, np.uint64).astype(items.dtype)).astype(counter)
+        own = beside(items, np.array(edges, np.uint64).astype(items.dtype))
+        below = to_host(np.searchsorted(items, own)).astype(counter)
         counts = sum_counts(transport, below).tolist()
         for bracket in brackets:
             _narrow(bracket, edges, counts)

@@ -18,6 +18,7 @@ from sparsecoll.formats.densestream import DenseStream
 from sparsecoll.formats.packed import Packed
 from sparsecoll.formats.quantized import Quantized
 from sparsecoll.formats.slots import Slots
+from sparsecoll.kernels.memory import address, to_host
 from sparsecoll.trace import doing
 from sparsecoll.vector import DenseVector, SparseVector
 
@@ -91,7 +92,7 @@ def decode(buffer: Buffer, length: int) -> SparseVector:
 
 def entries(buffer: Buffer) -> int:
     """How many entries a message holds, as its header says (unchecked)."""
-    return int(HEADER.unpack_from(buffer)[-1]) if buffer.size >= HEADER.size else 0
+    return int(HEADER.unpack_from(to_host(buffer[: HEADER.size]))[-1]) if buffer.size >= HEADER.size else 0
 
 
 def add_into(dense: DenseVector, buffers: Iterable[Buffer]) -> None:
@@ -117,4 +118,4 @@ def _of(buffer: Buffer) -> Format:
 
 def _aligned(buffer: Buffer) -> Buffer:
     """The buffer, copied if it does not begin at a multiple of 8 bytes."""
-    return buffer if buffer.ctypes.data % 8 == 0 else buffer.copy()
+    return buffer if address(buffer) % 8 == 0 else buffer.copy()

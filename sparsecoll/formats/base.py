@@ -1,6 +1,6 @@
 """What a wire format is, and the header that makes every message describe itself.
 
-A message is one buffer: 16 bytes of header, then the format's own bytes.
+A message is one buffer, where the vector is (host memory or a GPU): 16 bytes of header, then the format's own bytes.
 
     byte 0      format id          byte 2      index bytes (4 or 8)
     byte 1      value dtype id     byte 3      version of this layout
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from sparsecoll.errors import CommunicationError
 from sparsecoll.kernels import kernels_of
-from sparsecoll.kernels.memory import empty
+from sparsecoll.kernels.memory import beside, empty, to_host
 from sparsecoll.kernels.reference import index_dtype
 from sparsecoll.trace import doing
 from sparsecoll.vector import DenseVector, SparseVector, cut
@@ -142,8 +142,9 @@ class Format(ABC):
 
     def written(self, plan: Plan, x: SparseVector, wire: WireDtype) -> Buffer:
         """The message of a plan."""
-        buffer = empty(plan.size, np.uint8)
-        HEADER.pack_into(buffer, 0, self.id, wire.id, self.index_dtype(x.length).itemsize, VERSION, 0, x.nnz)
+        buffer = empty(plan.size, np.uint8, x.values)
+        header = HEADER.pack(self.id, wire.id, self.index_dtype(x.length).itemsize, VERSION, 0, x.nnz)
+        buffer[: HEADER.size] = beside(buffer, np.frombuffer(header, np.uint8))
         plan.write(buffer)
         return buffer
 
@@ -159,10 +160,11 @@ class Format(ABC):
         """(wire dtype, index dtype, nnz) from the header, checked; a byte holds at most `per_byte` entries."""
         if buffer.size < HEADER.size:
             raise CommunicationError(f"message: expected at least {HEADER.size} bytes, got {buffer.size}")
-        format_id, value_id, index_bytes, version, zero, nnz = HEADER.unpack_from(buffer)
+        header = to_host(buffer[: HEADER.size])
+        format_id, value_id, index_bytes, version, zero, nnz = HEADER.unpack_from(header)
         expected = self.index_dtype(length)
         if format_id != self.id or version != VERSION or zero or value_id not in _BY_ID:
-            raise CommunicationError(f"message: not a {self.name} message (header {bytes(buffer[:16]).hex()})")
+            raise CommunicationError(f"message: not a {self.name} message (header {header.tobytes().hex()})")
         if index_bytes != expected.itemsize or nnz > min(length, per_byte * buffer.size):
             raise CommunicationError(
                 f"message: {nnz} entries with {index_bytes}-byte indices do not fit length {length}"

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from sparsecoll.errors import CommunicationError
 from sparsecoll.formats.base import HEADER, Buffer, Format, Plan, WireDtype, wire_dtype
 from sparsecoll.kernels import kernels_of
+from sparsecoll.kernels.memory import beside, empty
 from sparsecoll.vector import SMALLEST, DenseVector, SparseVector
 
 START = HEADER.size + 8
@@ -47,7 +48,7 @@ class DenseStream(Format):
         """
         starts, lengths = self._blocks(x, self.gap(x.length, wire_dtype(x.dtype, value_dtype)))
         kernels = kernels_of(x.values)
-        indices = kernels.block_indices(starts, lengths, np.arange(int(lengths.sum())))
+        indices = kernels.block_indices(starts, lengths, beside(starts, np.arange(int(lengths.sum()))))
         return source.entries(indices.astype(x.indices.dtype)).at_least(SMALLEST)  # without the zeros that are true
 
     def encode_dense(
@@ -66,7 +67,8 @@ class DenseStream(Format):
         """(start, length) of each block."""
         heads = kernels_of(x.values).block_heads(x.indices, gap)
         starts = x.indices[heads].astype(np.uint64)
-        ends = x.indices[np.append(heads[1:], x.nnz) - 1].astype(np.uint64) if x.nnz else starts
+        lasts = np.concatenate([heads[1:] - 1, heads[:1] + x.nnz - 1])  # the first head is 0
+        ends = x.indices[lasts].astype(np.uint64)
         return starts, ends - starts + np.uint64(1)
 
     def plan(self, x: SparseVector, wire: WireDtype) -> Plan:
@@ -79,8 +81,8 @@ class DenseStream(Format):
             window = buffer[START:middle].view(wire.stored)
             kernels_of(x.values).block_write(x.indices, wire.pack(x.values), gap, window)
             ends = buffer[middle:].reshape(2, starts.size, width)
-            for row, places in zip(ends, (starts, lengths), strict=True):
-                row[:] = places.astype("<u8").view(np.uint8).reshape(-1, 8)[:, :width]
+            for row, places in enumerate((starts, lengths)):
+                ends[row] = places.view(np.uint8).reshape(-1, 8)[:, :width]
 
         return Plan(middle + 2 * width * starts.size, write)
 
@@ -106,9 +108,10 @@ class DenseStream(Format):
             raise CommunicationError(
                 f"message: {blocks} blocks of densestream cannot make a message of {buffer.size} bytes"
             )
-        wide = np.zeros((2, blocks, 8), np.uint8)
-        wide[:, :, :width] = buffer[middle:].reshape(2, blocks, width)
-        starts, lengths = wide.view("<u8")[:, :, 0]
+        wide = empty(16 * blocks, np.uint8, buffer)
+        wide[:] = 0
+        wide.reshape(2, blocks, 8)[:, :, :width] = buffer[middle:].reshape(2, blocks, width)
+        starts, lengths = wide.view(np.uint64)[:blocks], wide.view(np.uint64)[blocks:]
         values = wire.unpack(buffer[START:middle].view(wire.stored))
         ends = starts + lengths
         inside = bool((lengths <= values.size).all() and (lengths > 0).all() and (starts < length).all())

@@ -9,6 +9,7 @@ import numpy as np
 from sparsecoll.errors import CommunicationError
 from sparsecoll.formats.base import HEADER, Buffer, Format, Plan, WireDtype, first_index
 from sparsecoll.kernels import kernels_of
+from sparsecoll.kernels.memory import beside, empty
 from sparsecoll.vector import SparseVector
 
 START = HEADER.size + 24
@@ -60,8 +61,10 @@ class Quantized(Format):
 
         def write(buffer: Buffer) -> None:
             buffer[1] = 2  # whatever came in, float32 arrives
-            buffer[HEADER.size : START].view(np.uint64)[:] = first, count, self.bucket << 8 | self.bits
-            values = np.zeros(count, np.float32)
+            stated = np.array([first, count, self.bucket << 8 | self.bits], np.uint64)
+            buffer[HEADER.size : START] = beside(buffer, stated.view(np.uint8))
+            values = empty(count, np.float32, x.values)
+            values[:] = 0
             values[(x.indices - x.indices.dtype.type(first)).astype(np.int64)] = x.values
             scales = buffer[START:middle].view(np.float32)
             kernels_of(values).quantize(values, first, self.bits, self.bucket, self.seed, scales, buffer[middle:])

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from sparsecoll.errors import CommunicationError
 from sparsecoll.formats.base import HEADER, Buffer, Format, Plan, WireDtype, rounded
 from sparsecoll.kernels import kernels_of
+from sparsecoll.kernels.memory import empty
 from sparsecoll.vector import DenseVector, SparseVector
 
 START = HEADER.size + 8
@@ -50,7 +51,7 @@ class Slots(Format):
         """For each slot the position of the entry in it, or -1."""
         a, b, c = np.random.SeedSequence(self.seed).generate_state(3, np.uint64).tolist()
         kernels = kernels_of(x.values)
-        held = np.empty(2 * x.nnz if self.m is None else self.m, np.int64)
+        held = empty(2 * x.nnz if self.m is None else self.m, np.int64, x.indices)
         kernels.slots_write(kernels.hash_slots(x.indices, max(held.size, 1), (a, b, c)), held)
         return held
 

@@ -1,4 +1,4 @@
-"""Array kernels: one specification (`reference`), fast versions that equal it bit for bit (`cpu`).
+"""Array kernels: one specification (`reference`), fast versions that equal it bit for bit (`cpu`, `gpu`).
 
 `kernels_of(array)` returns the module that serves an array. Every module has the same functions with the same
 arguments; nothing outside this package knows which one runs. `SPARSECOLL_KERNELS=reference` forces the specification,
@@ -15,6 +15,8 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
+
+from sparsecoll.kernels.memory import on_gpu
 
 logger = logging.getLogger(__name__)
 
@@ -42,11 +44,15 @@ def _host_kernels() -> ModuleType:
 
 
 def kernels_of(array: Any) -> ModuleType:
-    """The kernel module for `array` (a NumPy array).
+    """The kernel module for `array` (NumPy's or CuPy's).
 
     Raises:
-        TypeError: the array lives where no kernels exist yet (a GPU).
+        TypeError: another library's array.
     """
     if isinstance(array, np.ndarray):
         return _host_kernels()
-    raise TypeError(f"array: expected a numpy.ndarray, got {type(array).__module__}.{type(array).__qualname__}")
+    if on_gpu(array):
+        from sparsecoll.kernels import gpu
+
+        return gpu
+    raise TypeError(f"array: expected a numpy.ndarray or a cupy.ndarray, got {type(array).__module__}.{type(array).__qualname__}")

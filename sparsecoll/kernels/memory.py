@@ -1,4 +1,4 @@
-"""Memory that is used again: arrays for results whose pages are already there.
+"""Memory: which arrays are a GPU's, and arrays for results whose pages are already there.
 
 The first touch of fresh pages costs about as much as the work of a selection or a merge. `empty` hands out memory of
 arrays that are gone; it goes back by itself when the last view of an array is dropped. At most RETAINED bytes wait for
@@ -66,8 +66,54 @@ def _sort_in(waiting: Any = _waiting, returned: Any = _returned, total: Any = _t
             del waiting[size]
 
 
-def empty(size: int, dtype: Any) -> NDArray[Any]:
-    """As numpy.empty(size, dtype) for one dimension."""
+def on_gpu(array: Any) -> bool:
+    """Whether an array is CuPy's."""
+    return type(array).__module__.partition(".")[0] == "cupy"
+
+
+def to_host(array: Any) -> NDArray[Any]:
+    """The array itself, or a copy of it if it is a GPU's (after the work on the current stream)."""
+    return array.get() if on_gpu(array) else array  # type: ignore[no-any-return]
+
+
+def beside(array: Any, host: NDArray[Any]) -> Any:
+    """`host` where `array` is: itself, or a copy on the GPU."""
+    return _gpu().to_device(host) if on_gpu(array) else host
+
+
+def from_dlpack(array: Any) -> Any:
+    """Another library's GPU array as CuPy's, of the same memory.
+
+    Raises:
+        TypeError: CuPy cannot be imported.
+    """
+    try:
+        return _gpu().from_dlpack(array)
+    except ImportError as error:
+        raise TypeError(f"a {type(array).__name__} on the GPU needs CuPy (pip install cupy-cuda13x): {error}") from error
+
+
+def contiguous(array: Any, dtype: Any = None) -> Any:
+    """The array itself, or a contiguous copy as `dtype`, where it is."""
+    array = array if dtype is None else array.astype(dtype, copy=False)
+    return array if array.flags.c_contiguous else array.copy()
+
+
+def address(array: Any) -> int:
+    """Where an array's memory begins."""
+    return int(array.data.ptr if on_gpu(array) else array.ctypes.data)
+
+
+def _gpu() -> Any:
+    from sparsecoll.kernels.gpu import device
+
+    return device
+
+
+def empty(size: int, dtype: Any, like: Any = None) -> NDArray[Any]:
+    """As numpy.empty(size, dtype) for one dimension; on the GPU if the array `like` is."""
+    if like is not None and on_gpu(like):
+        return _gpu().empty(size, dtype)  # type: ignore[no-any-return]
     dtype = np.dtype(dtype)
     needed = size * dtype.itemsize
     if needed < SMALLEST:

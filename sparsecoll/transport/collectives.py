@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from sparsecoll.errors import CommunicationError
 from sparsecoll.formats import Buffer
-from sparsecoll.kernels.memory import empty
+from sparsecoll.kernels.memory import beside, empty, to_host
 from sparsecoll.transport.base import PendingReceive, Transport
 
 
@@ -98,8 +98,8 @@ def joined(blocks: Sequence[Buffer]) -> Buffer:
     """One message of several buffers (at least one): their sizes, then each, padded to a multiple of 8 bytes."""
     sizes = np.array([block.size for block in blocks], np.int64)
     places = 8 * sizes.size + np.cumsum((sizes + 7) // 8 * 8)
-    message = empty(int(places[-1]), np.uint8)
-    message[: 8 * sizes.size] = sizes.view(np.uint8)
+    message = empty(int(places[-1]), np.uint8, blocks[0])
+    message[: 8 * sizes.size] = beside(message, sizes.view(np.uint8))
     start = 8 * sizes.size
     for block, place in zip(blocks, places, strict=True):
         message[start : start + block.size] = block
@@ -115,7 +115,7 @@ def separated(message: Buffer, count: int) -> list[Buffer]:
         CommunicationError: it is not one of `count` buffers.
     """
     start = 8 * count
-    sizes = message[:start].view(np.int64) if message.size >= start else np.array([-1])
+    sizes = to_host(message[:start]).view(np.int64) if message.size >= start else np.array([-1])
     padded = (sizes + 7) // 8 * 8
     if sizes.min() < 0 or sizes.max() > message.size or start + int(padded.sum()) != message.size:
         raise CommunicationError(f"message: {message.size} bytes do not hold {count} blocks")

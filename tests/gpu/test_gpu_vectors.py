@@ -1,0 +1,146 @@
+"""Vectors, formats, residuals and every algorithm on device arrays: the bits and the bytes are those of the host."""
+
+import numpy as np
+import pytest
+from cases import case, same_bits
+from test_gpu_kernels import same
+
+import sparsecoll
+from sparsecoll import ALGORITHMS, DenseVector, Residual, SparseVector, formats, simulate
+from sparsecoll.formats import FORMATS
+from sparsecoll.select import SELECTORS
+
+NAMES = ["random", "empty_ranks", "one_region", "ties"]
+LOSSLESS = [name for name, form in FORMATS.items() if not form.lossy]
+
+
+@pytest.fixture
+def lift(cp):
+    """Host vectors and arrays to the device."""
+
+    def lifted(x):
+        if isinstance(x, SparseVector):
+            return SparseVector(cp.asarray(x.indices), cp.asarray(x.values), x.length)
+        return DenseVector(cp.asarray(x.values)) if isinstance(x, DenseVector) else cp.asarray(x)
+
+    return lifted
+
+
+def lowered(x):
+    assert x.on_gpu
+    if isinstance(x, DenseVector):
+        return DenseVector(x.values.get())
+    return SparseVector.trusted(x.indices.get(), x.values.get(), x.length)
+
+
+def counted(comm):
+    total = sparsecoll.traffic(comm).total
+    return total.bytes_received, total.messages_received
+
+
+def run(P, program, inputs):
+    return simulate(P, lambda comm: program(comm, inputs)).results
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("P", [1, 3, 4])
+@pytest.mark.parametrize("algo", ALGORITHMS)
+def test_every_algorithm(lift, algo, P, name):
+    inputs = [case(name, rank, P) for rank in range(P)]
+    device = [lift(x) for x in inputs]
+
+    def program(comm, given):
+        reduction = sparsecoll.allreduce(comm, given[comm.rank], algo, return_reduction=True)
+        return reduction, *counted(comm)
+
+    for mine, theirs in zip(run(P, program, device), run(P, program, inputs), strict=True):
+        assert same_bits(lowered(mine[0].value), theirs[0].value)
+        assert same_bits(lowered(mine[0].contributed), theirs[0].contributed)
+        assert mine[1:] == theirs[1:]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float64", "int32", "int64"])
+@pytest.mark.parametrize("algo", ["oktopk", "densestream", "dense", "gtopk"])
+def test_dtypes(lift, algo, dtype):
+    inputs = [case("random", rank, 3, dtype) for rank in range(3)]
+    device = [lift(x) for x in inputs]
+    mine = simulate(3, lambda comm: sparsecoll.allreduce(comm, device[comm.rank], algo)).results
+    theirs = simulate(3, lambda comm: sparsecoll.allreduce(comm, inputs[comm.rank], algo)).results
+    assert all(same_bits(lowered(a), b) for a, b in zip(mine, theirs, strict=True))
+
+
+@pytest.mark.parametrize("value_dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("algo", ["oktopk", "allgather", "dense"])
+def test_narrow_values_on_the_wire(lift, algo, value_dtype):
+    rng = np.random.default_rng(0)
+    gradients = [rng.standard_normal(3000).astype(np.float32) for _ in range(3)]
+    device = [lift(g) for g in gradients]
+
+    def program(comm, given):
+        return sparsecoll.allreduce(
+            comm, given[comm.rank], algo, density=0.1, value_dtype=value_dtype, return_reduction=True
+        )
+
+    for mine, theirs in zip(run(3, program, device), run(3, program, gradients), strict=True):
+        assert same_bits(lowered(mine.value), theirs.value)
+        assert same_bits(lowered(mine.contributed), theirs.contributed)
+
+
+@pytest.mark.parametrize("value_dtype", [None, "float16"])
+@pytest.mark.parametrize("form", FORMATS)
+def test_every_format(cp, lift, form, value_dtype):
+    for name, length in (("random", 2003), ("one_region", 2003), ("all_empty", 2003), ("random", 2**33)):
+        x = case(name, 1, 4)
+        x = SparseVector(x.indices, x.values, length)
+        message = formats.encode(x, form, value_dtype)
+        mine = formats.encode(lift(x), form, value_dtype)
+        same(mine, message)
+        assert same_bits(lowered(formats.decode(mine, length)), formats.decode(message, length))
+        dense, on = DenseVector(np.ones(2003, np.float32)), DenseVector(cp.asarray(np.ones(2003, np.float32)))
+        if length == 2003:
+            formats.add_into(dense, [message, message])
+            formats.add_into(on, [mine, mine])
+            same(on.values, dense.values)
+        if mine.size > 20:
+            with pytest.raises(sparsecoll.CommunicationError):
+                formats.decode(mine[:-3], length)
+
+
+@pytest.mark.parametrize("name", SELECTORS)
+def test_every_selector_with_error_feedback(cp, lift, name):
+    rng = np.random.default_rng(4)
+    mine, theirs = SELECTORS[name](), SELECTORS[name]()
+    host, device = Residual(20_000), Residual(20_000, like=cp.empty(1, np.float32))
+    for _ in range(4):
+        gradient = rng.standard_normal(20_000).astype(np.float32) ** 3
+        a, b = device.take(cp.asarray(gradient), mine, 300, 0.5), host.take(gradient, theirs, 300, 0.5)
+        if name in ("topk", "reuse", "randomk"):  # the others sample, and a bound of a sample may be any
+            assert same_bits(lowered(a), b)
+            same(device.array, host.array)
+        total = device.array.copy()
+        total[a.indices] += a.values
+        assert abs(float(total.sum()) - float(host.array.sum() + b.values.sum())) < 1
+
+
+def test_vectors_say_where_they_are(cp):
+    i, v = np.array([1, 5], np.uint32), np.array([2.0, -3.0], np.float32)
+    x = SparseVector(cp.asarray(i), cp.asarray(v), 8)
+    assert x.on_gpu and x.indices.dtype == np.uint32
+    assert x.to_dense().get().tolist() == [0, 2, 0, 0, 0, -3, 0, 0]
+    with pytest.raises(TypeError, match="both on the GPU or neither, got arrays of NumPy and CuPy"):
+        SparseVector(i, cp.asarray(v), 8)
+    with pytest.raises(ValueError, match="unsorted"):
+        SparseVector(cp.asarray(i[::-1].copy()), cp.asarray(v), 8)
+    with pytest.raises(TypeError):
+        np.asarray(x.values)
+
+
+def test_ranks_must_agree_on_where_vectors_are(cp, lift):
+    inputs = [case("random", rank, 3) for rank in range(3)]
+    mixed = [inputs[0], lift(inputs[1]), inputs[2]]
+
+    def program(comm):
+        with pytest.raises(sparsecoll.CommunicationError, match="memory"):
+            sparsecoll.allreduce(comm, mixed[comm.rank], "oktopk")
+
+    simulate(3, program)
