@@ -164,7 +164,7 @@ def _reduce(
         conversation.call |= {
             "length": vector.length,
             "dtype": vector.dtype.name,
-            "memory": "gpu" if vector.on_gpu else "host",
+            "memory": ("gpu, direct" if transport.gpu_direct else "gpu, staged") if vector.on_gpu else "host",
             "k": wanted,
             "algo": algorithm.describe(),
             "format": repr(form),

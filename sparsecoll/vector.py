@@ -84,7 +84,9 @@ class SparseVector:
         given = _array(indices)
         if on_gpu(given) != on_gpu(self.values):
             where = ["CuPy" if on_gpu(array) else "NumPy" for array in (given, self.values)]
-            raise TypeError(f"indices, values: expected both on the GPU or neither, got arrays of {' and '.join(where)}")
+            raise TypeError(
+                f"indices, values: expected both on the GPU or neither, got arrays of {' and '.join(where)}"
+            )
         if given.size == 0 and given.ndim == 1:
             given = given.astype(np.int64)
         if given.ndim != 1 or self.values.ndim != 1 or given.size != self.values.size:
@@ -117,7 +119,6 @@ class SparseVector:
         return vector
 
     @classmethod
-
     @classmethod
     def empty(cls, length: int, dtype: Any) -> SparseVector:
         """A vector that holds nothing, in host memory."""

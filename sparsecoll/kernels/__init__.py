@@ -55,4 +55,6 @@ def kernels_of(array: Any) -> ModuleType:
         from sparsecoll.kernels import gpu
 
         return gpu
-    raise TypeError(f"array: expected a numpy.ndarray or a cupy.ndarray, got {type(array).__module__}.{type(array).__qualname__}")
+    raise TypeError(
+        f"array: expected a numpy.ndarray or a cupy.ndarray, got {type(array).__module__}.{type(array).__qualname__}"
+    )

@@ -90,7 +90,9 @@ def from_dlpack(array: Any) -> Any:
     try:
         return _gpu().from_dlpack(array)
     except ImportError as error:
-        raise TypeError(f"a {type(array).__name__} on the GPU needs CuPy (pip install cupy-cuda13x): {error}") from error
+        raise TypeError(
+            f"a {type(array).__name__} on the GPU needs CuPy (pip install cupy-cuda13x): {error}"
+        ) from error
 
 
 def contiguous(array: Any, dtype: Any = None) -> Any:

@@ -1,5 +1,7 @@
 """What every transport offers to the algorithms: bytes and vectors, point to point, counted.
 
+A message that was sent from GPU memory arrives in GPU memory.
+
 Messages between a pair of ranks arrive in the order in which they were sent (one FIFO channel per ordered pair), every
 receive names its source, and sends do not block. Hence no tags: the algorithm's own order tells messages apart.
 """
@@ -23,7 +25,7 @@ from sparsecoll.vector import DenseVector, SparseVector
 
 REPORT, FAREWELL = 0, 1  # the stamps of reports, see `sparsecoll.agreement`
 FIRST_STAMP = 2  # of messages
-STAMPS = 32767  # below it; every MPI has that many tags
+STAMPS = 16383  # below it: an MPI tag has one bit more, and every MPI has 32,767 tags
 
 
 class Interrupted(Exception):
@@ -53,6 +55,7 @@ class Transport(ABC):
         threads: whether calls may run in a thread of their own.
         virtual: whether time is modelled, and passes only where the model says so.
         one_node: whether all ranks are on one machine, the same on all of them.
+        gpu_direct: whether messages in GPU memory need no way through the host.
         format, value_dtype: how `send_vector` encodes; set by the caller of an algorithm.
         stamp: what messages are sent with, and expected to come with.
         calls: that were made on this transport.
@@ -64,6 +67,7 @@ class Transport(ABC):
     threads = False
     virtual = False
     one_node = False
+    gpu_direct = True
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank

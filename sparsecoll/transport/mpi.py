@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import os
 import threading
@@ -17,7 +18,7 @@ from mpi4py import MPI
 
 from sparsecoll.errors import CommunicationError
 from sparsecoll.formats import Buffer
-from sparsecoll.kernels.memory import empty
+from sparsecoll.kernels.memory import empty, on_gpu
 from sparsecoll.trace import doing
 from sparsecoll.transport.base import FAREWELL, REPORT, Interrupted, Transport
 
@@ -26,6 +27,7 @@ logger = logging.getLogger(__name__)
 CHUNK = 1 << 30  # bytes; a longer message goes in several, so that counts fit an int on every MPI
 WATCHDOG_SECONDS = 60.0
 ON_TIMEOUT = "SPARSECOLL_ON_TIMEOUT"  # environment variable: "raise" (the default) or "abort"
+GPU_DIRECT = "SPARSECOLL_GPU_DIRECT"  # environment variable: "1" or "0" say whether MPI takes device pointers
 _SPINS = 20  # polls before a waiting rank lets others have its core, should there be any
 _YIELDS = 2000  # polls that do so; after them it naps between polls
 _NAP_SECONDS = 50e-6
@@ -72,37 +74,73 @@ class _Waiter:
 
 
 class _Incoming:
-    """A message being received, in one or more chunks of one stamp."""
+    """A message being received, in one or more chunks of one stamp.
 
-    def __init__(self, transport: MpiTransport, source: int) -> None:
+    Args:
+        into: where to put it if it has this size and is where the message comes from (host or GPU).
+    """
+
+    def __init__(self, transport: MpiTransport, source: int, into: Buffer | None = None) -> None:
         self._transport = transport
         self._source = source
+        self._into = into
         self.parts: list[Buffer] = []
         self.stamp = -1
+        self._gpu = False
+        self._full = 0  # bytes of a chunk that says that more follows
         self._request: Any = None
         self.complete = False
 
-    def poll(self, room: Callable[[int, list[Buffer]], Buffer]) -> bool:
-        """Take in what has arrived, into `room(size, parts so far)`; True once the whole message is here."""
+    def poll(self, keep: bool = True) -> bool:
+        """Take in what has arrived; True once the whole message is here.
+
+        Args:
+            keep: else it is dropped, and need not come to where it was sent from.
+        """
         while not self.complete:
             if self._request is None:
                 status = MPI.Status()
                 message = self._transport.comm.Improbe(self._source, MPI.ANY_TAG, status)
                 if message is None:
                     return False
-                if status.Get_tag() != self.stamp:  # a message that broke off is not continued
+                tag = status.Get_tag()
+                if tag >> 1 != self.stamp:  # a message that broke off is not continued
                     self.parts.clear()
-                self.stamp = status.Get_tag()
-                self.parts.append(room(status.Get_count(MPI.BYTE), self.parts))
+                self.stamp, self._gpu, self._full = tag >> 1, tag & 1 == 1 and keep, self._transport.full(tag)
+                self.parts.append(self._room(status.Get_count(MPI.BYTE)))
                 self._request = message.Irecv([self.parts[-1], MPI.BYTE])
             if not self._request.Test():
                 return False
             self._request = None
-            self.complete = self.parts[-1].size < self._transport.chunk
+            self.complete = self.parts[-1].size < self._full
+            if self._gpu:
+                piece = self.parts.pop()
+                self.parts.append(self._transport.staging().arrived(piece, self._place(piece.size)))
         return True
+
+    def _place(self, size: int) -> Buffer | None:
+        """The part of `into` for the next chunk."""
+        if self._into is None or on_gpu(self._into) != self._gpu:
+            return None
+        have = sum(part.size for part in self.parts)
+        fits = have + size == self._into.size if size < self._full else have + size < self._into.size
+        return self._into[have : have + size] if fits else None
+
+    def _room(self, size: int) -> Buffer:
+        """Where MPI puts the next chunk."""
+        place = self._place(size)
+        if not self._gpu:
+            return empty(size, np.uint8) if place is None else place
+        staging = self._transport.staging()
+        if place is None or not staging.direct or size == 0:
+            return staging.room(size)  # type: ignore[no-any-return]
+        staging.ready()
+        return place
 
     def joined(self) -> Buffer:
         """The message."""
+        if len(self.parts) > 1 and self._into is not None and self._into.size == sum(part.size for part in self.parts):
+            return self._into if on_gpu(self._into) == self._gpu else np.concatenate(self.parts)
         return self.parts[0] if len(self.parts) == 1 else np.concatenate(self.parts)
 
 
@@ -112,28 +150,18 @@ class _Pending:
     def __init__(self, transport: MpiTransport, source: int, into: Buffer | None) -> None:
         self._transport = transport
         self._source = source
-        self._into = into
         self._stamp = transport.stamp
-        self.incoming = _Incoming(transport, source)
+        self.incoming = _Incoming(transport, source, into)
 
     def poll(self) -> bool:
         """Take in what has arrived; True once the whole message is here."""
         try:
-            here = self.incoming.poll(self._room)
+            here = self.incoming.poll()
         except MPI.Exception as error:
             raise self._transport.lost(f"receiving from rank {self._source}", error) from error
         if self.incoming.stamp not in (self._stamp, -1):
             raise Interrupted(f"rank {self._source} is in another call")
         return here
-
-    def _room(self, size: int, parts: list[Buffer]) -> Buffer:
-        """Where the next chunk goes."""
-        if self._into is not None:
-            have = sum(part.size for part in parts)
-            last = size < self._transport.chunk
-            if have + size == self._into.size if last else have + size < self._into.size:
-                return self._into[have : have + size]
-        return empty(size, np.uint8)
 
     def wait(self) -> Buffer:
         queue = self._transport.expected[self._source]
@@ -143,10 +171,6 @@ class _Pending:
                 waiter.pause()
             elif queue[0].incoming.complete:
                 queue.popleft()
-        parts = self.incoming.parts
-        whole = sum(part.size for part in parts)
-        if len(parts) > 1 and self._into is not None and self._into.size == whole:
-            return self._into  # the last chunk came where it belongs, so all did
         return self.incoming.joined()
 
 
@@ -167,6 +191,8 @@ class MpiTransport(Transport):
         self.one_node = node.Get_size() == self.size
         node.Free()
         self._gone = False  # has said farewell
+        self._direct: bool | None = None
+        self._staging: Any = None
         self.threads = MPI.Query_thread() >= MPI.THREAD_MULTIPLE
         self.expected: list[deque[_Pending]] = [deque() for _ in range(self.size)]
         self._sends: deque[tuple[Any, Buffer]] = deque()
@@ -189,9 +215,36 @@ class MpiTransport(Transport):
             raise self.lost(f"sending to rank {destination}", error) from error
 
     def _post(self, destination: int, buffer: Buffer, stamp: int) -> None:
-        for start in range(0, buffer.size + 1, self.chunk):  # a full chunk says that more follows, if only nothing
-            piece = buffer[start : start + self.chunk]
-            self._sends.append((self.comm.Isend([piece, MPI.BYTE], destination, stamp), piece))
+        if on_gpu(buffer):
+            pieces, tag = self.staging().sendable(buffer, self.chunk), 2 * stamp + 1
+        else:  # a full chunk says that more follows, if only nothing
+            starts = range(0, buffer.size + 1, self.chunk)
+            pieces, tag = (buffer[start : start + self.chunk] for start in starts), 2 * stamp
+        for piece in pieces:
+            self._sends.append((self.comm.Isend([piece, MPI.BYTE], destination, tag), piece))
+
+    def staging(self) -> Any:
+        """What moves messages from and to GPU memory."""
+        if self._staging is None:
+            from sparsecoll.transport.staging import Staging
+
+            self._staging = Staging(self.gpu_direct)
+        return self._staging
+
+    @property
+    def gpu_direct(self) -> bool:  # type: ignore[override]
+        """Whether this MPI takes device pointers, see `takes_device_pointers`."""
+        if self._direct is None:
+            self._direct = takes_device_pointers(self.comm)
+        return self._direct
+
+    def full(self, tag: int) -> int:
+        """Bytes of a chunk that says that more follows."""
+        if tag & 1 and not self.gpu_direct:
+            from sparsecoll.transport.staging import PIECE
+
+            return PIECE
+        return self.chunk
 
     def lost(self, what: str, error: MPI.Exception) -> CommunicationError:
         """What to raise when MPI says that a message cannot be sent or received."""
@@ -236,7 +289,7 @@ class MpiTransport(Transport):
             arrived = False
             for source, incoming in list(channels.items()):
                 try:
-                    here = incoming.poll(lambda size, _: empty(size, np.uint8))
+                    here = incoming.poll(keep=False)
                 except MPI.Exception as error:
                     raise self.lost(f"receiving from rank {source}", error) from error
                 if not here:
@@ -266,6 +319,32 @@ class MpiTransport(Transport):
         for peer in range(self.size):
             if peer != self.rank:
                 self._post(peer, report, stamp)
+
+
+def takes_device_pointers(comm: MPI.Intracomm) -> bool:
+    """Whether MPI says so; without a positive answer messages go through the host, since a wrong guess is a crash.
+
+    Asked are, in this order: the environment variable SPARSECOLL_GPU_DIRECT; `mpi_memory_alloc_kinds` in the
+    communicator's info (MPI 4.1); MPIX_Query_cuda_support (Open MPI, MPICH).
+
+    Raises:
+        ValueError: the environment variable is neither 0 nor 1.
+    """
+    wanted = os.environ.get(GPU_DIRECT)
+    if wanted is not None:
+        if wanted not in ("0", "1"):
+            raise ValueError(f"{GPU_DIRECT}: expected 0 or 1, got {wanted!r}")
+        return wanted == "1"
+    info = comm.Get_info()
+    kinds = info.Get("mpi_memory_alloc_kinds") or ""
+    info.Free()
+    if any(kind.strip().split(":")[0] == "cuda" for kind in kinds.split(",")):
+        return True
+    for library in (None, MPI.__file__):
+        query = getattr(ctypes.CDLL(library), "MPIX_Query_cuda_support", None)
+        if query is not None:
+            return bool(query())
+    return False
 
 
 def _free(comm: MPI.Comm, keyval: int, transport: MpiTransport) -> None:

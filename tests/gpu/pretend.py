@@ -246,6 +246,7 @@ def _forward(name):
 
 for _name in METHODS:
     setattr(ndarray, _name, _forward(_name))
+ndarray.argsort = lambda self: ndarray._of(self._host.argsort(kind="stable"))
 for _name in OPERATORS:
 
     def _operator(self, *others, _special=f"__{_name}__", _inplace=_name[0] == "i" and _name != "invert"):

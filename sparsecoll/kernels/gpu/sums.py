@@ -32,7 +32,7 @@ def merge_sum(parts: Sequence[tuple[Array, Array]], dtype: np.dtype[np.generic])
         _joined([i for i, _ in parts], index),
         _joined([v.astype(dtype, copy=False) for _, v in parts], dtype),
     )
-    order = indices.argsort(kind="stable")
+    order = indices.argsort()  # stable in CuPy
     ascending = indices[order]
     runs = _runs(ascending)
     out = device.empty(runs.size, dtype)
@@ -98,7 +98,7 @@ def _scatter(dense: Array, indices: Array, values: Array, sign: int) -> None:
 
 
 def scatter_add_marked(dense: Array, indices: Array, values: Array) -> int:
-    order = indices.argsort(kind="stable")
+    order = indices.argsort()  # stable in CuPy
     ascending = indices[order]
     _add_runs(ascending, order, values, _runs(ascending), dense, None)
     return int(np.count_nonzero(ascending >= np.uint64(dense.size)))
