@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar
 
 from sparsecoll import api
 from sparsecoll.errors import CommunicationError
+from sparsecoll.kernels.memory import as_now
 from sparsecoll.transport import Transport, as_transport
 
 T = TypeVar("T")
@@ -87,7 +88,7 @@ class Worker:
 
     def submit(self, call: Callable[[], T]) -> Future[T]:
         """Queue a call."""
-        return self._pool.submit(call)
+        return self._pool.submit(as_now(call))
 
     def in_order(self, call: Callable[[], T]) -> T:
         """Carry out a blocking call after those queued; at once if this is a part of one of them."""

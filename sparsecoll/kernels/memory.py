@@ -7,12 +7,16 @@ another use.
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections import deque
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+
+T = TypeVar("T")
 
 SMALLEST = 1 << 18  # bytes; below, malloc has warm memory itself
 RETAINED = 1 << 30
@@ -93,6 +97,11 @@ def from_dlpack(array: Any) -> Any:
         raise TypeError(
             f"a {type(array).__name__} on the GPU needs CuPy (pip install cupy-cuda13x): {error}"
         ) from error
+
+
+def as_now(call: Callable[[], T]) -> Callable[[], T]:
+    """The call, to be made in another thread: GPU work in it goes to the stream that is current in this one."""
+    return _gpu().as_now(call) if "cupy" in sys.modules else call  # type: ignore[no-any-return]
 
 
 def contiguous(array: Any, dtype: Any = None) -> Any:

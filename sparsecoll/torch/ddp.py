@@ -6,13 +6,13 @@ DDP reads the annotations of a hook as types: no `from __future__ import annotat
 from collections.abc import Iterable
 from typing import Any
 
-import numpy as np
 import torch
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
 from sparsecoll.agreement import together
 from sparsecoll.progress import in_background
 from sparsecoll.torch.compressors import COVAP, Compressor, Shared, resolve
+from sparsecoll.torch.device import device_of
 from sparsecoll.torch.engine import State, restore
 from sparsecoll.torch.layout import Layout, residual_dtype
 from sparsecoll.transport import as_transport, default_comm
@@ -65,7 +65,7 @@ class HookState:
         shapes = tuple(tuple(p.shape) for p in params)
         lengths = (0,) * index + (int(bucket.buffer().numel()),)
         compressor = resolve(self._compressor)
-        layout = Layout(index, lengths, names, shapes, dtype)
+        layout = Layout(index, lengths, names, shapes, dtype, device_of(bucket.buffer()))
         with together(self.transport, "bind", self._timeout):
             compressor.bind(layout, self.transport, self._shared, self._timeout)
         restore(compressor, self._left)
@@ -101,18 +101,23 @@ def comm_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[torc
 
     DDP wants a process group for its own start-up (gloo will do); gradients go through `state.comm`.
     """
-    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    where = bucket.buffer().device
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=[where] if where.type == "cuda" else None)
+
+    device = device_of(bucket.buffer())
+    mark = device.mark()
 
     def job() -> None:
         try:
-            buffer = bucket.buffer()
-            compressor = state.of(bucket)
-            flat = buffer.to(torch.from_numpy(np.empty(0, compressor.layout.dtype)).dtype)
-            compressor.mean(state.transport, flat.numpy())
-            state.finished(bucket)
-            if flat.data_ptr() != buffer.data_ptr():
-                buffer.copy_(flat)
-            future.set_result(buffer)
+            with device.after(mark):
+                buffer = bucket.buffer()
+                compressor = state.of(bucket)
+                flat = buffer.to(device.tensors(0, compressor.layout.dtype).dtype)
+                compressor.mean(state.transport, device.array(flat))
+                state.finished(bucket)
+                if flat.data_ptr() != buffer.data_ptr():
+                    buffer.copy_(flat)
+                future.set_result(buffer)
         except Exception as error:
             future.set_exception(error)  # type: ignore[arg-type]
 

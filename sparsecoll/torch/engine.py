@@ -20,6 +20,7 @@ from sparsecoll.agreement import together
 from sparsecoll.errors import CommunicationError
 from sparsecoll.progress import in_background
 from sparsecoll.torch.compressors import Compressor, Free, NoCompression, Shared, resolve
+from sparsecoll.torch.device import device_of
 from sparsecoll.torch.layout import Bucket, fuse, residual_dtype
 from sparsecoll.torch.timeline import Timeline
 from sparsecoll.transport import Transport
@@ -76,8 +77,7 @@ class Engine:
                 error = ValueError(f"named_parameters: expected every name once, got {name!r} again")
             try:
                 residual_dtype(p.dtype)
-                if p.device.type != "cpu":
-                    raise TypeError(f"named_parameters: expected CPU tensors, got {name!r} on {p.device}")
+                device_of(p)
             except TypeError as problem:
                 error = problem
         call = {
@@ -189,10 +189,11 @@ class Engine:
     def _send(self) -> None:
         """Give the next bucket to the progress thread. All ranks send bucket 0, then 1, ..."""
         bucket, compressor = self._buckets[len(self._sent)]
-        self._sent.append(in_background(self.transport, lambda: self._job(bucket, compressor)))
+        mark = bucket.layout.device.mark()
+        self._sent.append(in_background(self.transport, lambda: self._job(bucket, compressor, mark)))
 
-    def _job(self, bucket: Bucket, compressor: Compressor) -> float:
-        """Reduce one bucket; returns its seconds."""
+    def _job(self, bucket: Bucket, compressor: Compressor, mark: Any) -> float:
+        """Reduce one bucket, whose gradients are there at `mark`; returns its seconds."""
         if self._failed:
             return 0.0
         if torch.get_num_threads() != self._threads:
@@ -205,6 +206,7 @@ class Engine:
                 stack.enter_context(self.timeline.span(name, values=bucket.layout.length))
                 stack.enter_context(trace.listening(self.timeline))
             recorder = stack.enter_context(trace.listening(trace.Recorder()))
+            stack.enter_context(bucket.layout.device.after(mark))
             try:
                 compressor.mean(self.transport, bucket.flat)
             except Exception:
@@ -245,6 +247,8 @@ class Engine:
         if error is not None:
             self._begin_step()
             raise error
+        for bucket, _ in self._buckets:
+            bucket.layout.device.catch_up()
         for (name, place), is_used in zip(self._place.items(), anywhere, strict=True):
             if is_used:
                 self._buckets[place][0].give(name)
@@ -393,7 +397,7 @@ def restore(compressor: Compressor, tensors: State) -> None:
 
 def raw_bytes(p: torch.Tensor) -> memoryview:
     """A tensor's bits."""
-    return memoryview(p.detach().contiguous().view(-1).view(torch.uint8).numpy())
+    return memoryview(p.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy())
 
 
 @torch.no_grad()
@@ -402,7 +406,7 @@ def broadcast_from_rank_0(transport: Transport, p: torch.Tensor) -> None:
     if transport.size == 1 or p.numel() == 0:
         return
     with transport.phase("broadcast"):
-        raw = p.detach().contiguous().view(-1).view(torch.uint8)
+        raw = p.detach().contiguous().view(-1).view(torch.uint8).cpu()
         p.copy_(torch.from_numpy(broadcast(transport, raw.numpy())).view(p.dtype).view(p.shape))
 
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-Array = NDArray[Any]
+from sparsecoll.residual import Residual
+from sparsecoll.torch.device import HOST, Array, Host, device_of
 
 
 def residual_dtype(dtype: torch.dtype) -> Any:
@@ -30,6 +30,7 @@ class Layout:
         lengths: of all buckets.
         names, shapes: of the parameters in it, in order.
         dtype: of the flat vector, float32 or float64.
+        device: where it is.
     """
 
     index: int
@@ -37,6 +38,7 @@ class Layout:
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     dtype: np.dtype[Any]
+    device: Host = HOST
 
     @property
     def length(self) -> int:
@@ -48,9 +50,17 @@ class Layout:
         """Where each parameter begins, and the end."""
         return [0, *itertools.accumulate(int(np.prod(shape)) for shape in self.shapes)]
 
+    def zeros(self) -> Array:
+        """A flat vector of zeros."""
+        return self.device.zeros(self.length, self.dtype)
+
+    def residual(self) -> Residual:
+        """Error feedback for it."""
+        return Residual(self.length, self.dtype, self.device.zeros(0, self.dtype))
+
     def views(self, flat: Array) -> list[torch.Tensor]:
         """The parameters' parts of a flat vector, in their shapes; they share its memory."""
-        whole, edges = torch.from_numpy(flat), self.offsets
+        whole, edges = self.device.tensor(flat), self.offsets
         return [whole[a:b].view(shape) for a, b, shape in zip(edges[:-1], edges[1:], self.shapes, strict=True)]
 
     def by_name(self, flat: Array) -> dict[str, torch.Tensor]:
@@ -71,7 +81,7 @@ class Bucket:
         self.params = params
         self.layout = layout
         self.small = small
-        self.flat: Array = np.zeros(layout.length, layout.dtype)
+        self.flat: Array = layout.zeros()
         self.views = layout.by_name(self.flat)
 
     @torch.no_grad()
@@ -104,20 +114,20 @@ class Bucket:
 def fuse(
     params: dict[str, torch.Tensor], order: Sequence[str], bucket_bytes: int | None, dense_below: int
 ) -> list[Bucket]:
-    """Buckets of up to `bucket_bytes` (None: no limit) in the order given, one flat dtype each.
+    """Buckets of up to `bucket_bytes` (None: no limit) in the order given, one flat dtype and device each.
 
     A parameter larger than that has a bucket of its own. Parameters of fewer than `dense_below` values come last, in
     buckets of their own.
     """
-    groups: list[tuple[bool, Any, list[str]]] = []
-    sizes: dict[tuple[bool, Any], int] = {}
-    open_: dict[tuple[bool, Any], list[str]] = {}
+    groups: list[tuple[bool, Any, Host, list[str]]] = []
+    sizes: dict[tuple[bool, Any, Host], int] = {}
+    open_: dict[tuple[bool, Any, Host], list[str]] = {}
     for small in (False, True):
         for name in order:
             p = params[name]
             if (p.numel() < dense_below) != small:
                 continue
-            key = (small, residual_dtype(p.dtype))
+            key = (small, residual_dtype(p.dtype), device_of(p))
             size = p.numel() * key[1].itemsize
             if key not in open_ or (bucket_bytes is not None and sizes[key] + size > bucket_bytes):
                 open_[key] = []
@@ -127,8 +137,8 @@ def fuse(
             sizes[key] += size
     lengths = tuple(sum(params[name].numel() for name in names) for *_, names in groups)
     buckets = []
-    for index, (small, dtype, names) in enumerate(groups):
+    for index, (small, dtype, device, names) in enumerate(groups):
         shapes = tuple(tuple(params[name].shape) for name in names)
-        layout = Layout(index, lengths, tuple(names), shapes, dtype)
+        layout = Layout(index, lengths, tuple(names), shapes, dtype, device)
         buckets.append(Bucket({name: params[name] for name in names}, layout, small))
     return buckets

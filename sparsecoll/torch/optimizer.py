@@ -33,7 +33,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     `synchronize()`, clip, then `step()`. Clipping of each rank's own gradients: `overlap=False`, clip, then `step()`.
 
     Args:
-        optimizer: of CPU parameters, floating point. Half-precision gradients are reduced in float32.
+        optimizer: of floating-point parameters, on the CPU or (with CuPy) a CUDA device. Half-precision gradients are
+            reduced in float32.
         named_parameters: (name, parameter) of all of the optimizer's; every rank the same.
         comm: mpi4py communicator (or the comm of sparsecoll.simulate). None: MPI.COMM_WORLD, or one rank without MPI.
             Between back-propagation and `step` make no other calls on it.

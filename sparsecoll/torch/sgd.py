@@ -14,6 +14,7 @@ from sparsecoll.algorithms import Algorithm, resolve
 from sparsecoll.algorithms.base import Reduction
 from sparsecoll.errors import CommunicationError
 from sparsecoll.formats import Format
+from sparsecoll.torch.device import Host, device_of
 from sparsecoll.torch.engine import broadcast_from_rank_0
 from sparsecoll.torch.flat import FlatVector, Update
 from sparsecoll.torch.layout import residual_dtype
@@ -39,7 +40,8 @@ class SparseSGD(torch.optim.Optimizer):
     on all ranks. Works without mpirun, on one rank.
 
     Args:
-        params: parameters or groups, CPU tensors, floating point; every rank the same ones in the same order.
+        params: parameters or groups, floating point, on the CPU or (with CuPy) a CUDA device; every rank the same ones
+            in the same order.
         lr, momentum, dampening, weight_decay, nesterov, maximize: as in torch.optim.SGD.
         comm: mpi4py communicator (or the comm of sparsecoll.simulate). None: MPI.COMM_WORLD, or one rank without MPI.
         algo: a name of sparsecoll.ALGORITHMS or an Algorithm object.
@@ -116,16 +118,14 @@ class SparseSGD(torch.optim.Optimizer):
             self._lay_out()
 
     def _lay_out(self) -> None:
-        """Put all parameters into flat vectors, one per residual dtype; residuals that exist are kept."""
-        by_dtype: dict[Any, list[torch.Tensor]] = {}
+        """Put all parameters into flat vectors, one per residual dtype and device; residuals that exist are kept."""
+        by_kind: dict[tuple[Any, Host], list[torch.Tensor]] = {}
         for group in self.param_groups:
             for p in group["params"]:
-                if p.device.type != "cpu":
-                    raise TypeError(f"params: expected CPU tensors, got one on {p.device}")
-                by_dtype.setdefault(residual_dtype(p.dtype), []).append(p)
+                by_kind.setdefault((residual_dtype(p.dtype), device_of(p)), []).append(p)
         algorithms = [algorithm for _, algorithm in self._flats]
         self._flats = []
-        for number, (dtype, params) in enumerate(by_dtype.items()):
+        for number, ((dtype, _), params) in enumerate(by_kind.items()):
             flat = FlatVector(params, dtype)
             for p, residual in zip(params, flat.residuals, strict=True):
                 state = self.state[p]
@@ -148,11 +148,12 @@ class SparseSGD(torch.optim.Optimizer):
                 loss = closure()
         groups = {p: group for group in self.param_groups for p in group["params"]}
         for flat, algorithm in self._flats:
-            self._compensate(flat, groups)
-            reduction = self._reduce(flat, algorithm)
-            flat.residual.update(reduction.contributed)
-            for p, update in flat.updates(reduction.value):
-                self._apply(p, update, groups[p])
+            with flat.device.here():
+                self._compensate(flat, groups)
+                reduction = self._reduce(flat, algorithm)
+                flat.residual.update(reduction.contributed)
+                for p, update in flat.updates(reduction.value):
+                    self._apply(p, update, groups[p])
         return loss
 
     def _reduce(self, flat: FlatVector, algorithm: Algorithm) -> Reduction:

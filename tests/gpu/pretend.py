@@ -71,6 +71,17 @@ class _Memory:
             self.driver.free(self.address - GUARD)
 
 
+class _Borrowed:
+    """Another library's memory, as if it were the device's."""
+
+    def __init__(self, host) -> None:
+        self.raw = np.lib.stride_tricks.as_strided(host)
+        self.address, self.size, self.owner = host.ctypes.data, host.nbytes, host
+
+    def intact(self) -> bool:
+        return True
+
+
 class _Driver:
     """cuMemAlloc and its kin of a pretend driver, which also tells where its memory can be read."""
 
@@ -170,6 +181,8 @@ class ndarray:
 
     @property
     def data(self):
+        if isinstance(self._memory, _Borrowed):
+            return _Pointer(self._host.ctypes.data)
         offset = self._host.ctypes.data - (self._memory.raw.ctypes.data + GUARD)
         return _Pointer(self._memory.address + offset)
 
@@ -201,6 +214,9 @@ class ndarray:
 
     def sort(self):
         self._host.sort()
+
+    def fill(self, value):
+        self._host.fill(value)
 
     def __getitem__(self, key):
         return _wrapped_of(self._host[_plain(key)], self)
@@ -358,6 +374,19 @@ class Stream:
         counts["wait_event"] = counts.get("wait_event", 0) + 1
 
 
+class Device:
+    """There is one."""
+
+    def __init__(self, number=0):
+        self.id = number
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+
 class Event:
     done = True
 
@@ -400,6 +429,11 @@ def asarray(x, dtype=None):
     return ndarray._of(np.array(x, dtype))
 
 
+def borrowed(host):
+    """A NumPy array's memory as a device array."""
+    return ndarray._of(host, _Borrowed(host))
+
+
 def asnumpy(x):
     return x.get() if isinstance(x, ndarray) else np.asarray(x)
 
@@ -423,6 +457,7 @@ def install() -> types.ModuleType:
     for name in ("uint8", "uint16", "uint32", "uint64", "int32", "int64", "float16", "float32", "float64"):
         setattr(module, name, getattr(np, name))
     cuda = module.cuda = types.SimpleNamespace(
+        Device=Device,
         Stream=Stream,
         ExternalStream=Stream,
         Event=Event,

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Callable, Iterator
 from importlib import resources
-from typing import Any
+from typing import Any, TypeVar
 
 import cupy
 import numpy as np
+
+T = TypeVar("T")
 
 THREADS = 256  # of a block, as in common.cu
 BLOCKS = 4096  # of a launch whose threads walk through their items, at most
@@ -120,16 +124,19 @@ def synchronize() -> None:
     cupy.cuda.get_current_stream().synchronize()
 
 
-def stream() -> Any:
-    """A new stream, for `with`; it does not wait for the default stream."""
-    return cupy.cuda.Stream(non_blocking=True)
+def as_now(call: Callable[[], T]) -> Callable[[], T]:
+    """The call, to be made later in any thread: on the device and the stream that are current now."""
+    device, stream = cupy.cuda.Device(), cupy.cuda.get_current_stream()
+
+    def later() -> T:
+        with device, stream:
+            return call()
+
+    return later
 
 
-def current_stream() -> Any:
-    """The stream that work of this thread goes to."""
-    return cupy.cuda.get_current_stream()
-
-
-def external_stream(pointer: int) -> Any:
-    """Another library's stream, for `with`."""
-    return cupy.cuda.ExternalStream(pointer)
+@contextlib.contextmanager
+def using(index: int, pointer: int) -> Iterator[None]:
+    """Work inside goes to another library's stream of device number `index`."""
+    with cupy.cuda.Device(index), cupy.cuda.ExternalStream(pointer):
+        yield

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from sparsecoll.torch.compressors.base import Array
 from sparsecoll.torch.compressors.powersgd import LowRank, finite, orthogonalized
+from sparsecoll.torch.device import Array
 from sparsecoll.transport import Transport
 from sparsecoll.vector import DenseVector
 
@@ -49,7 +49,7 @@ class ACPSGD(LowRank):
             generator = torch.Generator().manual_seed(
                 (self.seed + self.shared.step + 1) * 1_000_003 + self.layout.index
             )
-            fixed = [torch.randn(*f.shape, generator=generator).to(f.dtype) for f in fixed]
+            fixed = [self._random(tuple(f.shape), generator) for f in fixed]
         fixed = [orthogonalized(f) for f in fixed]
         if self._odd:
             self.q = fixed

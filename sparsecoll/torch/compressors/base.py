@@ -9,21 +9,19 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from sparsecoll import api
 from sparsecoll.agreement import together
 from sparsecoll.algorithms import Algorithm, Reduction
 from sparsecoll.algorithms.dense import Dense
-from sparsecoll.residual import Residual
 from sparsecoll.select import Vector
+from sparsecoll.torch.device import Array, Host
 from sparsecoll.torch.layout import Layout
 from sparsecoll.trace import doing
 from sparsecoll.transport import Transport
 from sparsecoll.transport.collectives import allgatherv
 from sparsecoll.vector import DenseVector
 
-Array = NDArray[Any]
 DENSE = Dense()
 
 
@@ -150,7 +148,7 @@ class Feedback(Compressor):
 
     def bind(self, layout: Layout, transport: Transport, shared: Shared, timeout: float | None = None) -> None:
         super().bind(layout, transport, shared, timeout)
-        self.residual = Residual(layout.length, layout.dtype)
+        self.residual = layout.residual()
 
     def compensate(self, gradient: Array) -> DenseVector:
         return self.residual.compensate(gradient)
@@ -174,31 +172,32 @@ def write_mean(gradient: Array, value: Vector, size: int) -> None:
 class Pieces:
     """Arrays laid end to end in one message, and taken apart again."""
 
-    def __init__(self, shapes: list[tuple[int, ...]], dtype: Any) -> None:
+    def __init__(self, shapes: list[tuple[int, ...]], layout: Layout) -> None:
         self.shapes = shapes
         self.sizes = [int(np.prod(shape)) for shape in shapes]
-        self.dtype = dtype
+        self.layout = layout
 
     def join(self, parts: list[torch.Tensor]) -> Array:
         """One new array."""
-        whole = np.empty(sum(self.sizes), self.dtype)
+        whole = self.layout.device.zeros(sum(self.sizes), self.layout.dtype)
         for view, part in zip(self.split(whole), parts, strict=True):
             view.copy_(part)
         return whole
 
     def split(self, whole: Array) -> Iterator[torch.Tensor]:
         """The parts, which share memory with the whole."""
-        flat, start = torch.from_numpy(whole), 0
+        flat, start = self.layout.device.tensor(whole), 0
         for shape, size in zip(self.shapes, self.sizes, strict=True):
             yield flat[start : start + size].view(shape)
             start += size
 
 
-def measured(transport: Transport, call: Callable[[], object], repeat: int = 5) -> float:
-    """Median seconds of a local call on this rank."""
+def measured(transport: Transport, call: Callable[[], object], device: Host, repeat: int = 5) -> float:
+    """Median seconds of a local call on this rank, with the work that it queues."""
     times = []
     for _ in range(repeat):
         start = transport.now()
         call()
+        device.finish()
         times.append(transport.now() - start)
     return float(np.median(times))

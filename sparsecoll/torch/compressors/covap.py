@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 
 from sparsecoll.algorithms import Reduction
-from sparsecoll.residual import Residual
-from sparsecoll.torch.compressors.base import Array, Compressor, Shared
+from sparsecoll.torch.compressors.base import Feedback, Shared
+from sparsecoll.torch.device import Array
 from sparsecoll.torch.layout import Layout
 from sparsecoll.transport import Transport
 from sparsecoll.vector import DenseVector
 
 
 @dataclass
-class COVAP(Compressor):
+class COVAP(Feedback):
     """Every tensor (bucket) is sent in one of I steps, whole and dense; the others wait in the residual.
 
     1. I = ceil(CCR), the seconds of communication over those of back-propagation, measured in the first steps (section
@@ -61,7 +61,6 @@ class COVAP(Compressor):
 
     def bind(self, layout: Layout, transport: Transport, shared: Shared, timeout: float | None = None) -> None:
         super().bind(layout, transport, shared, timeout)
-        self.residual = Residual(layout.length, layout.dtype)
         if self.interval is not None:
             self._decide(self.interval)
         else:
@@ -83,15 +82,15 @@ class COVAP(Compressor):
         """What residuals are multiplied by in this step."""
         return float(min(self.start + self.shared.step // self.ascend_steps * self.ascend, 1.0))
 
-    def compensate(self, gradient: Array) -> Array:
+    def compensate(self, gradient: Array) -> DenseVector:
         if not self._decided and self.shared.ccr is not None:
             self._decide(max(1, math.ceil(self.shared.ccr)))
         acc = self.residual.array
         np.multiply(acc, self.coefficient, out=acc)
         np.add(acc, gradient, out=acc)
-        return acc
+        return self.residual.vector
 
-    def compress(self, acc: Array) -> list[tuple[int, int]]:
+    def compress(self, acc: DenseVector) -> list[tuple[int, int]]:
         step, interval = self.shared.step, self._interval
         return [edges for tensor, edges in enumerate(self._shards, self._first) if (tensor + step) % interval == 0]
 
@@ -107,9 +106,6 @@ class COVAP(Compressor):
             assert isinstance(reduction.value, DenseVector)
             np.multiply(reduction.value.values, 1 / self.size, out=gradient[a:b])
             self.residual.array[a:b] = 0
-
-    def state(self) -> dict[str, Any]:
-        return {"residual": self.layout.by_name(self.residual.array)}
 
     def extra_state(self) -> dict[str, Any]:
         return {"interval": self._interval if self._decided else 0}

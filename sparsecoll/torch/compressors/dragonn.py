@@ -10,10 +10,12 @@ import numpy as np
 from sparsecoll import select
 from sparsecoll.algorithms import Algorithm, Reduction
 from sparsecoll.formats import Format, Slots
+from sparsecoll.kernels.memory import beside
 from sparsecoll.select import Selector, Vector
 from sparsecoll.select.randomk import mix
-from sparsecoll.torch.compressors.base import DENSE, Array, Shared, measured, write_mean
+from sparsecoll.torch.compressors.base import DENSE, Shared, measured, write_mean
 from sparsecoll.torch.compressors.topk import TopK
+from sparsecoll.torch.device import Array
 from sparsecoll.torch.layout import Layout
 from sparsecoll.transport import Transport
 from sparsecoll.transport.collectives import allgather
@@ -57,7 +59,7 @@ class DRAGONN(TopK):
         """Equation (1), the same answer on every rank."""
         tuning, P = tuning_of(transport), transport.size
         d, k = self.layout.length, self._densities.k(self.layout.length, 1 << 60)
-        gradient = np.random.default_rng(0).standard_normal(d).astype(self.layout.dtype)
+        gradient = beside(self.residual.array, np.random.default_rng(0).standard_normal(d).astype(self.layout.dtype))
         vector, selector, form = DenseVector(gradient), select.SampledThreshold(), Slots(k, 0)
         chosen = form.arriving(selector.select(vector, k))
         message = form.encode(chosen)
@@ -67,9 +69,9 @@ class DRAGONN(TopK):
             for _ in range(P):
                 form.decode(message, d)
 
-        cost = float(allgather(transport, np.array([measured(transport, compress)])).max())
+        cost = float(allgather(transport, np.array([measured(transport, compress, self.layout.device)])).max())
         full = 2 * (P - 1) * (tuning.alpha + tuning.beta * gradient.nbytes / P)
-        return cost < full - (P - 1) * (tuning.alpha + tuning.beta * message.size)
+        return bool(cost < full - (P - 1) * (tuning.alpha + tuning.beta * message.size))
 
     def compress(self, acc: Vector) -> Vector:
         if not self.compressed:

@@ -8,7 +8,9 @@ from itertools import pairwise
 import numpy as np
 
 from sparsecoll.kernels import kernels_of
-from sparsecoll.torch.compressors.base import Array, Feedback
+from sparsecoll.kernels.memory import beside
+from sparsecoll.torch.compressors.base import Feedback
+from sparsecoll.torch.device import Array
 from sparsecoll.transport import Transport
 from sparsecoll.vector import DenseVector
 
@@ -26,8 +28,8 @@ class EFSignSGD(Feedback):
     def compress(self, acc: DenseVector) -> Array:
         values, edges = acc.values, self.layout.offsets
         sizes = np.maximum(np.diff(edges), 1)
-        sums = [np.abs(values[a:b]).sum(dtype=np.float64) for a, b in pairwise(edges)]
-        scales = (np.array(sums) / sizes).astype(np.float32)
+        sums = [np.abs(values[a:b]).sum(dtype=np.float64).reshape(1) for a, b in pairwise(edges)]
+        scales = (np.concatenate(sums) / beside(values, sizes)).astype(np.float32)
         if not np.isfinite(scales).all():
             raise ValueError("gradient: expected finite values, got NaN or infinity")
         return np.concatenate([scales.view(np.uint8), np.packbits(values >= 0)])

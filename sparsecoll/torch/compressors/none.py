@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from sparsecoll.algorithms import Reduction
-from sparsecoll.torch.compressors.base import Array, Compressor, write_mean
+from sparsecoll.torch.compressors.base import Compressor, write_mean
+from sparsecoll.torch.device import Array
 from sparsecoll.transport import Transport
 from sparsecoll.vector import DenseVector
 

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from sparsecoll.torch.compressors.base import Array, Feedback, Pieces, Shared
+from sparsecoll.torch.compressors.base import Feedback, Pieces, Shared
+from sparsecoll.torch.device import Array
 from sparsecoll.torch.layout import Layout
 from sparsecoll.transport import Transport
 from sparsecoll.vector import DenseVector
@@ -53,11 +54,15 @@ class LowRank(Feedback):
             else:
                 self._whole.append(place)
         rest: list[tuple[int, ...]] = [(math.prod(layout.shapes[place]),) for place in self._whole]
-        self._P, self._Q = Pieces(rows + rest, layout.dtype), Pieces(columns + rest, layout.dtype)
+        self._P, self._Q = Pieces(rows + rest, layout), Pieces(columns + rest, layout)
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + layout.index)
-        kind = torch.from_numpy(np.empty(0, layout.dtype)).dtype
-        self.p = [torch.randn(*shape, generator=generator).to(kind) for shape in rows]
-        self.q = [torch.randn(*shape, generator=generator).to(kind) for shape in columns]
+        self.p = [self._random(shape, generator) for shape in rows]
+        self.q = [self._random(shape, generator) for shape in columns]
+
+    def _random(self, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+        """A normal matrix where the bucket is, the same on every kind of device."""
+        device, dtype = self.layout.device, self.layout.dtype
+        return device.moved(torch.randn(*shape, generator=generator)).to(device.tensors(0, dtype).dtype)
 
     def _matrices(self, flat: Array) -> list[torch.Tensor]:
         views = self.layout.views(flat)
@@ -118,7 +123,7 @@ class PowerSGD(LowRank):
         means = [part.div_(self.size) for part in self._P.split(first.values)]
         count = len(self.p)
         self.p = [orthogonalized(part) for part in means[:count]]
-        columns = Pieces(self._Q.shapes[:count], self.layout.dtype)
+        columns = Pieces(self._Q.shapes[:count], self.layout)
         if count:
             parts = [M.T @ p for M, p in zip(self._matrices(self.residual.array), self.p, strict=True)]
             second = self._reduce(transport, DenseVector(columns.join(parts))).value

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from sparsecoll.kernels import kernels_of
+from sparsecoll.kernels.memory import contiguous, empty
 from sparsecoll.select.randomk import mix
-from sparsecoll.torch.compressors.base import Array, Feedback, Shared
+from sparsecoll.torch.compressors.base import Feedback, Shared
+from sparsecoll.torch.device import Array
 from sparsecoll.torch.layout import Layout
 from sparsecoll.transport import Transport
 from sparsecoll.vector import DenseVector
@@ -50,10 +52,10 @@ class QSGD(Feedback):
         return 4 * -(-self.layout.length // self.bucket)
 
     def compress(self, acc: DenseVector) -> Array:
-        values = np.ascontiguousarray(acc.values, np.float32)
+        values = contiguous(acc.values, np.float32)
         if not np.isfinite(values).all():
             raise ValueError("gradient: expected finite values, got NaN or infinity")
-        message = np.empty(self._scales + -(-values.size * self.bits // 8), np.uint8)
+        message = empty(self._scales + -(-values.size * self.bits // 8), np.uint8, values)
         scales, codes = message[: self._scales].view(np.float32), message[self._scales :]
         seed = mix(self.seed + self._rank, self.shared.step) >> 1
         kernels_of(values).quantize(values, 0, self.bits, self.bucket, seed, scales, codes)

@@ -8,7 +8,8 @@ from typing import Any
 from sparsecoll import select
 from sparsecoll.algorithms import Reduction
 from sparsecoll.select import Vector
-from sparsecoll.torch.compressors.base import Array, Feedback, Shared, write_mean
+from sparsecoll.torch.compressors.base import Feedback, Shared, write_mean
+from sparsecoll.torch.device import Array
 from sparsecoll.torch.layout import Layout
 from sparsecoll.torch.schedule import Densities, Density
 from sparsecoll.transport import Transport

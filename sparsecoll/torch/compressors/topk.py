@@ -13,7 +13,8 @@ from sparsecoll import select
 from sparsecoll.algorithms import Algorithm, Reduction, resolve
 from sparsecoll.formats import Format
 from sparsecoll.select import Selector, Vector
-from sparsecoll.torch.compressors.base import Array, Feedback, Shared, write_mean
+from sparsecoll.torch.compressors.base import Feedback, Shared, write_mean
+from sparsecoll.torch.device import Array
 from sparsecoll.torch.layout import Layout
 from sparsecoll.torch.schedule import Densities, Density
 from sparsecoll.transport import Transport
@@ -71,7 +72,7 @@ class TopK(Feedback):
         if self._densities.by_layer:
             self._selectors = [copy.deepcopy(self.selector or select.TopK()) for _ in layout.names]
         if self.momentum:
-            self._velocity = np.zeros(layout.length, layout.dtype)
+            self._velocity = layout.zeros()
 
     def compensate(self, gradient: Array) -> DenseVector:
         if self.clip is not None:
