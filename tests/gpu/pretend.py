@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import types
 import weakref
 from pathlib import Path
@@ -391,10 +392,10 @@ class Event:
     done = True
 
     def __init__(self, *_, **__):
-        pass
+        self.time = 0.0
 
     def record(self, stream=None):
-        pass
+        self.time = time.perf_counter()
 
     def synchronize(self):
         pass
@@ -456,14 +457,20 @@ def install() -> types.ModuleType:
     module.ndarray, module.RawModule, module.pretend = ndarray, RawModule, sys.modules[__name__]
     for name in ("uint8", "uint16", "uint32", "uint64", "int32", "int64", "float16", "float32", "float64"):
         setattr(module, name, getattr(np, name))
-    cuda = module.cuda = types.SimpleNamespace(
+    module.__version__ = np.__version__
+    module.cuda = types.SimpleNamespace(
         Device=Device,
         Stream=Stream,
         ExternalStream=Stream,
         Event=Event,
         get_current_stream=lambda: _streams()[-1],
         alloc_pinned_memory=lambda size: bytearray(size),
+        get_elapsed_time=lambda start, stop: 1e3 * (stop.time - start.time),
+        runtime=types.SimpleNamespace(
+            getDeviceProperties=lambda number: {"name": b"none, pretended"},
+            driverGetVersion=lambda: 0,
+            runtimeGetVersion=lambda: 0,
+        ),
     )
-    del cuda
     sys.modules["cupy"] = module
     return module

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from importlib import resources
+from pathlib import Path
 from typing import Any, TypeVar
 
 import cupy
@@ -21,7 +21,7 @@ CODES = {"float16": 2, "float32": 4, "float64": 8, "int32": 14, "int64": 18}  # 
 
 @functools.cache
 def _module(source: str, macros: tuple[str, ...]) -> Any:
-    folder = resources.files("sparsecoll.kernels.gpu")
+    folder = Path(__file__).parent
     code = "\n".join((folder / f"{name}.cu").read_text() for name in ("common", source))
     return cupy.RawModule(code=code, options=("--fmad=false", *macros))
 
