@@ -6,7 +6,7 @@ PIP_FLAGS := --quiet --disable-pip-version-check -c constraints.txt
 OPENMPI_FLAGS := --oversubscribe $(shell [ "$$(id -u)" = 0 ] && echo --allow-run-as-root)
 LIMIT := timeout --kill-after=10
 
-.PHONY: demo test test-serial test-mpich test-openmpi lint fuzz soak bench clean
+.PHONY: demo test test-serial test-mpich test-openmpi lint fuzz soak bench gpu clean
 
 demo: $(MPICH)/demo.done
 	$(LIMIT) 900 $(MPICH)/bin/mpirun -n 4 $(MPICH)/bin/python examples/train.py
@@ -35,6 +35,12 @@ fuzz: $(MPICH)/test.done  # the long run of what the tests do in short
 soak: $(MPICH)/test.done $(OPENMPI)/test.done
 	$(MPICH)/bin/mpirun -n 4 $(MPICH)/bin/python perf/soak.py
 	$(OPENMPI)/bin/mpirun $(OPENMPI_FLAGS) -n 4 $(OPENMPI)/bin/python perf/soak.py
+
+GPU_PYTHON ?= $(PYTHON)  # with cupy, mpi4py, numba, pytest, pytest-mpi, hypothesis and rich; nothing is fetched
+GPU_FLAGS ?=  # --cuda-mpi FOLDER for device pointers
+
+gpu:  # on a machine with a GPU: kernels, vectors, training and MPI on it, then the benchmarks
+	$(GPU_PYTHON) tests/gpu/run.py $(GPU_FLAGS)
 
 bench: $(MPICH)/demo.done  # figures of docs/, as root
 	$(MPICH)/bin/python perf/benchmarks.py

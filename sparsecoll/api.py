@@ -40,8 +40,9 @@ def allreduce(
     Args:
         comm: an mpi4py intracommunicator, or the comm that `sparsecoll.simulate` passes. The first call on it
             duplicates it.
-        x: SparseVector, (indices, values, length), or a dense 1-D NumPy array or torch CPU tensor of n values;
-            float16/32/64 or int32/64, the same dtype and length on all ranks. Never altered.
+        x: SparseVector, (indices, values, length), or a dense 1-D NumPy or CuPy array or torch tensor of n values;
+            float16/32/64 or int32/64, the same dtype and length on all ranks, and on the GPU on all of them or none.
+            Never altered.
         algo: a name of `sparsecoll.ALGORITHMS` (a fresh one), or an Algorithm object, which keeps thresholds and
             boundaries between calls. "dense", "allgather", "auto": the exact sum of what was selected; "oktopk": the
             top k of it.
@@ -61,7 +62,7 @@ def allreduce(
         return_reduction: return the whole Reduction (value, contributed, traffic); its vectors are library vectors.
 
     Returns:
-        The sum, of x's own kind; a SparseVector for dense x. float16 is summed in float32 and rounded once.
+        The sum, of x's own kind and where x is; a SparseVector for dense x. float16 is summed in float32 and rounded once.
 
     Raises:
         ValueError, TypeError: an argument is invalid on some rank; the same on every rank.

@@ -46,8 +46,8 @@ def cut(values: Array, dtype: np.dtype[Any]) -> Array:
         limit = np.finfo(dtype).max
         with np.errstate(over="ignore", invalid="ignore"):
             narrow = values.astype(dtype)
-        overflown = np.isinf(narrow) & np.isfinite(values)
-        if overflown.any():
+        overflown = np.flatnonzero(np.isinf(narrow) & np.isfinite(values))
+        if overflown.size:
             narrow[overflown] = np.copysign(limit, values[overflown]).astype(dtype)
         return narrow
     return values.astype(dtype)

@@ -1,6 +1,8 @@
 """Python blocks of the README and the docs run."""
 
+import importlib
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -15,9 +17,14 @@ BLOCKS = [
 
 
 @pytest.mark.parametrize("block", BLOCKS)
-def test_block_runs(block, capsys):
+def test_block_runs(block, capsys, monkeypatch):
     if "import torch" in block:
         pytest.importorskip("torch")
+    if "import cupy" in block:
+        if shutil.which("g++") is None:
+            pytest.skip("no g++ for a pretended GPU")
+        monkeypatch.syspath_prepend(ROOT / "tests/gpu")
+        importlib.import_module("pretend").device_library()
     exec(compile(block, "block", "exec"), {"__name__": "block"})
     for expected in re.findall(r"print\(.*#\s*(\(.*?\))", block):
         assert expected in capsys.readouterr().out

@@ -66,8 +66,8 @@ class Slots(Format):
         shapes = self._shapes(held.size, index, wire)
 
         def write(buffer: Buffer) -> None:
-            used = held >= 0
-            buffer[8:16].view(np.uint64)[0] = np.count_nonzero(used)
+            used = np.flatnonzero(held >= 0)
+            buffer[8:16].view(np.uint64)[0] = used.size
             buffer[HEADER.size : START].view(np.uint64)[0] = held.size
             stored = buffer[shapes[1]].view(wire.stored)
             stored[:] = 0

@@ -288,6 +288,7 @@ class Engine:
                 plain = bucket.small and not isinstance(self._compressor, Free)
                 compressor = NoCompression() if plain else resolve(self._compressor)
                 compressor.bind(bucket.layout, self.transport, self._shared, self._timeout)
+                bucket.layout.device.finish()  # jobs have a stream of their own
                 self._buckets.append((bucket, compressor))
             self.transport.flush()
 

@@ -189,6 +189,8 @@ class ndarray:
 
     def get(self, stream=None, order="C", out=None, blocking=True):
         assert self._memory.intact(), "a kernel wrote beyond the end of an array"
+        if blocking:
+            reads.append(self.nbytes)
         if out is None:
             return self._host.copy()
         if not out.flags.c_contiguous or out.dtype != self.dtype or out.shape != self.shape:
@@ -276,11 +278,15 @@ for _name in OPERATORS:
 
     setattr(ndarray, f"__{_name}__", _operator)
 for _name in ("int", "float", "bool", "index", "complex"):
-    setattr(ndarray, f"__{_name}__", lambda self, _special=f"__{_name}__": getattr(self._host, _special)())
+
+    def _scalar(self, _special=f"__{_name}__"):
+        reads.append(self.nbytes)
+        return getattr(self._host, _special)()
+
+    setattr(ndarray, f"__{_name}__", _scalar)
 for _name in ["dtype", "shape", "size", "nbytes", "ndim", "itemsize", "flags", "strides", "T"]:
     setattr(ndarray, _name, property(lambda self, _name=_name: getattr(self._host, _name)))
-ndarray.item = lambda self, *args: self._host.item(*args)
-ndarray.tolist = lambda self: self._host.tolist()
+ndarray.tolist = lambda self: self.get().tolist()
 ndarray.__hash__ = None
 ndarray.__module__ = "cupy"
 
@@ -387,6 +393,9 @@ class Device:
     def __exit__(self, *_):
         pass
 
+    def use(self):
+        pass
+
 
 class Event:
     done = True
@@ -402,6 +411,7 @@ class Event:
 
 
 counts: dict[str, int] = {}  # of calls that wait
+reads: list[int] = []  # bytes of each read by the host that waits
 _null = Stream()
 _local = threading.local()
 
@@ -443,10 +453,21 @@ def _named(name, *args, **kwargs):
     return _call(getattr(np, name), args, kwargs)
 
 
+def device_library() -> types.ModuleType:
+    """CuPy if it has a GPU, else what stands in for it."""
+    try:
+        import cupy
+
+        if hasattr(cupy, "pretend") or cupy.cuda.runtime.getDeviceCount():
+            return cupy
+    except Exception:  # not installed, or no driver
+        for name in [name for name in sys.modules if name.split(".")[0] in ("cupy", "cupy_backends")]:
+            del sys.modules[name]
+    return install()
+
+
 def install() -> types.ModuleType:
-    """Make this module `cupy`, unless CuPy with a GPU is there. Returns the one that is."""
-    if "cupy" in sys.modules:
-        return sys.modules["cupy"]
+    """Make this module `cupy`."""
     if shutil.which("g++") is None:
         raise RuntimeError("the pretend CuPy needs g++")
     module = types.ModuleType("cupy")
@@ -468,6 +489,7 @@ def install() -> types.ModuleType:
         get_elapsed_time=lambda start, stop: 1e3 * (stop.time - start.time),
         runtime=types.SimpleNamespace(
             getDeviceProperties=lambda number: {"name": b"none, pretended"},
+            getDeviceCount=lambda: 1,
             driverGetVersion=lambda: 0,
             runtimeGetVersion=lambda: 0,
         ),

@@ -131,7 +131,7 @@ def test_the_pretence_finds_broken_kernels(cp, damage, monkeypatch):
 def test_benchmark_runs(cp, tmp_path):
     """The script of `make gpu`, on a small vector."""
     code = (
-        "import sys; sys.path[:0] = ['tests/gpu', 'perf']; from conftest import device_library; device_library();"
+        "import sys; sys.path[:0] = ['tests/gpu', 'perf']; import pretend; pretend.device_library();"
         "import gpu; gpu.main(sys.argv[1:])"
     )
     arguments = ["--n", "20000", "--repeat", "1", "--densities", "0.01", "--json", str(tmp_path / "rows.json")]

@@ -1,5 +1,8 @@
 """Vectors, formats, residuals and every algorithm on device arrays: the bits and the bytes are those of the host."""
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 from cases import case, same_bits
@@ -144,3 +147,32 @@ def test_ranks_must_agree_on_where_vectors_are(cp, lift):
             sparsecoll.allreduce(comm, mixed[comm.rank], "oktopk")
 
     simulate(3, program)
+
+
+@pytest.mark.parametrize("algo", ["oktopk", "allgather", "densestream", "gtopk"])
+def test_the_host_reads_sizes_alone(cp, algo):
+    """What the host waits for in a step with error feedback does not grow with the vector."""
+    if not hasattr(cp, "pretend"):
+        pytest.skip("only a pretence counts")
+    largest = []
+    for n in (20_000, 80_000):
+        residuals = [Residual(n, like=cp.empty(1, np.float32)) for _ in range(2)]
+        gradients = [cp.asarray(np.random.default_rng(rank).standard_normal(n).astype(np.float32)) for rank in range(2)]
+
+        def program(comm, gradients=gradients, residuals=residuals):
+            acc = residuals[comm.rank].compensate(gradients[comm.rank])
+            reduction = sparsecoll.allreduce(comm, acc, algo, density=0.01, format="coo", return_reduction=True)
+            residuals[comm.rank].update(reduction.contributed)
+
+        cp.pretend.reads.clear()
+        cp.pretend.counts.clear()
+        simulate(2, program)
+        largest.append(max(cp.pretend.reads))
+        assert not cp.pretend.counts.get("synchronize")
+    assert largest[0] == largest[1] <= 256
+
+
+def test_without_cupy_the_error_says_so():
+    code = "import sys; sys.modules['cupy'] = None; from sparsecoll.kernels.memory import from_dlpack; from_dlpack(1)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert "on the GPU needs CuPy (pip install cupy-cuda13x)" in done.stderr
