@@ -62,7 +62,8 @@ def allreduce(
         return_reduction: return the whole Reduction (value, contributed, traffic); its vectors are library vectors.
 
     Returns:
-        The sum, of x's own kind and where x is; a SparseVector for dense x. float16 is summed in float32 and rounded once.
+        The sum, of x's own kind and where x is; a SparseVector for dense x. float16 is summed in float32 and rounded
+        once.
 
     Raises:
         ValueError, TypeError: an argument is invalid on some rank; the same on every rank.

@@ -173,14 +173,26 @@ def lower_bound_key(values: Array, k: int, add: Addend | None = None) -> int:
 
 
 def kth_key(values: Array, k: int) -> tuple[int, int]:
-    macros, count = types(values), u64(values.size)
-    state, bins = _extremes(values, device.zeros(5, np.uint64)), device.zeros(1 << DIGIT, np.uint64)
-    launch("selection", "kth_begin", 1, state, u64(k), macros=macros)
-    for _ in range(-(-8 * values.dtype.itemsize // DIGIT)):  # a round that finds it found does nothing
-        launch("selection", "kth_count", values.size, values, count, state, bins, macros=macros)
-        launch("selection", "kth_choose", 1, state, bins, macros=macros)
-    key, _, ties = state[2:5].get().tolist()
-    return key, ties
+    state = _extremes(values, device.zeros(5, np.uint64))
+    launch("selection", "kth_begin", 1, state, u64(k), macros=types(values))
+    return _narrowed(values, state, -(-8 * values.dtype.itemsize // DIGIT))
+
+
+def _certain_bound(values: Array, k: int) -> int:
+    """A key that at least k values reach, and not many more; one read."""
+    bits = 8 * values.dtype.itemsize - (values.dtype.kind == "f")
+    return _narrowed(values, device.to_device(np.array([0, 0, 0, bits, k], np.uint64)), 1)[0]
+
+
+def _narrowed(values: Array, state: Array, rounds: int) -> tuple[int, int]:
+    """(low end of the keys that the k-th largest is among, its rank among them) after so many digits."""
+    bins = device.zeros(1 << DIGIT, np.uint64)
+    for _ in range(rounds):  # one that finds it found does nothing
+        given = (values, u64(values.size), state, bins)
+        launch("selection", "kth_count", values.size, *given, macros=types(values))
+        launch("selection", "kth_choose", 1, state, bins, macros=types(values))
+    key, _, rank = state[2:5].get().tolist()
+    return key, rank
 
 
 def topk(
@@ -191,10 +203,10 @@ def topk(
     bound, all_i, all_v = lower_bound_key(values, k, add), indices, values
     if bound:
         all_i, all_v = select_at_least(values, bound, k + (k >> 2), indices=indices, add=add)
-        if all_v.size < k:  # the sample misled: periodic data, say
-            all_i, all_v = indices, values
     elif add is not None:
         accumulate(values, add)
+    if values.size > SMALL and k < values.size and (not bound or all_v.size < k):  # no sample, or it misled
+        all_i, all_v = select_at_least(values, _certain_bound(values, k), k + (k >> 2), indices=indices)
     above, ties = (-1, 0) if k >= all_v.size else kth_key(all_v, k)
     chosen = _take(all_v, above, ties, min(k, all_v.size), all_i)
     if clear:
