@@ -29,7 +29,8 @@ from sparsecoll.kernels.reference import (
 )
 from sparsecoll.kernels.sampling import stride_for
 
-CHUNK = MOMENT_ROWS * MOMENT_LANES  # items per chunk: a line of moments; a multiple of lanes.LANES
+CHUNK = 2048  # items per chunk; a multiple of MOMENT_LANES and of lanes.LANES
+LINE = MOMENT_ROWS * MOMENT_LANES  # items of a line of moments; a multiple of CHUNK
 SMALL = 1 << 13  # below this many values topk looks at all of them
 SAMPLE = 1 << 17  # values sampled, at most, to bound the k-th magnitude from below
 
@@ -70,9 +71,10 @@ def _add(values, addend, scale, start, stop):  # type: ignore[no-untyped-def]
 
 
 @_jit
-def _line_of_moments(values, start, stop, sums, line):  # type: ignore[no-untyped-def]
-    """One line of reference.moments_of; `sums` is (4, MOMENT_LANES) to work in."""
-    sums[:] = 0
+def _add_moments(values, start, stop, sums, lines):  # type: ignore[no-untyped-def]
+    """A chunk's part in reference.moments_of; `sums` (4, MOMENT_LANES) has the columns of the line under way."""
+    if start % LINE == 0:
+        sums[:] = 0
     x1, x2, absolute, largest = sums[0], sums[1], sums[2], sums[3]
     for row in range(start, stop, MOMENT_LANES):
         items = values[row : min(row + MOMENT_LANES, stop)]
@@ -85,6 +87,8 @@ def _line_of_moments(values, start, stop, sums, line):  # type: ignore[no-untype
         for j in range(items.size):
             x = abs(np.float64(items[j]))
             largest[j] = x if x > largest[j] else largest[j]
+    if stop % LINE and stop != values.size:
+        return
     half = MOMENT_LANES // 2
     while half:
         for number in range(3):
@@ -92,6 +96,7 @@ def _line_of_moments(values, start, stop, sums, line):  # type: ignore[no-untype
             for j in range(half):
                 lower[j] += upper[j]
         half //= 2
+    line = lines[start // LINE]
     line[0], line[1], line[2], line[3] = x1[0], x2[0], absolute[0], largest.max()
 
 
@@ -127,7 +132,7 @@ def _select(  # type: ignore[no-untyped-def]
         if addend is not None:
             _add(values, addend, scale, start if added is None else first, stop)
         if sums is not None:
-            _line_of_moments(values, start, stop, sums, lines[start // CHUNK])
+            _add_moments(values, start, stop, sums, lines)
         count = _take(bits, mask, key, indices, added, scale, first, start, stop, out_i, out_v, count, clear)
         start = stop
     return start, count
@@ -236,7 +241,7 @@ def select_at_least(
     bits, mask = _lanes_of(values)
     if key > np.iinfo(mask.dtype).max:  # no value can reach it
         return reference.select_at_least(values, key, indices=indices, add=add, moments=moments)
-    lines = None if moments is None else np.empty((-(-values.size // CHUNK), 4))
+    lines = None if moments is None else np.empty((-(-values.size // LINE), 4))
     addend, scale = (None, None) if add is None else (np.ascontiguousarray(add[0]), values.dtype.type(add[1]))
     floats = bits if addend is None and lines is None else values
     in_lanes = addend is not None and addend.dtype == values.dtype and values.dtype.kind == "f" and lines is None

@@ -8,7 +8,6 @@
 #define FLAG_OWN (1ull << 62)
 #define FLAG_ALL (2ull << 62)
 #define COUNTS ((1ull << 62) - 1)  // of a state: 31 bits of entries above the key, 31 bits of entries equal to it
-#define MOMENT_ROWS 8              // rows whose sums make one line of moments, see reference.moments_of
 
 #if ADD
 __device__ BITS with_addend(BITS x, const void* addend, u64 i, number scale) {
@@ -59,10 +58,10 @@ __device__ double block_tree(double x, int largest) {
   return column[0];
 }
 
-// One line: sum of x, of x^2, of |x|, the largest |x|. `first`: the item of row 0.
+// The tile's line: sum of x, of x^2, of |x|, the largest |x|. `first`: the item of row 0.
 __device__ void write_moments(const BITS* items, u64 first, u64 n, double* line) {
   double x1 = 0, x2 = 0, absolute = 0, largest = 0;
-  for (int r = 0; r < MOMENT_ROWS; r++)
+  for (int r = 0; r < ROWS; r++)
     if (first + (u64)r * THREADS + threadIdx.x < n) {
       double x = (double)FROM_BITS(items[r]), m = x < 0 ? -x : x;
       x1 += x;
@@ -120,9 +119,7 @@ extern "C" __global__ void take(BITS* values, u64 n, BITS above, u32 all, u64 ti
     if (lane == 0) counts[r * WARPS + warp] = __popc(overs) | __popc(sames) << 16;
   }
 #if MOMENTS
-  write_moments(items, start, n, moments + 8 * tile);
-  if (start + MOMENT_ROWS * THREADS < n)
-    write_moments(items + MOMENT_ROWS, start + MOMENT_ROWS * THREADS, n, moments + 8 * tile + 4);
+  write_moments(items, start, n, moments + 4 * tile);
 #endif
   __syncthreads();
   if (warp == 0) {  // counts of rows and warps become places in the tile

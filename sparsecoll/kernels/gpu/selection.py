@@ -14,13 +14,13 @@ from sparsecoll.kernels.sampling import stride_for
 Array = Any  # of CuPy
 Addend = tuple[Array, float]
 
-TILE = 4096  # items of a block of threads, as in selection.cu; lines of moments have half as many
+TILE = 4096  # items of a block of threads, as in selection.cu; a line of moments
 SEGMENT = 1 << 30  # items of a launch: its counts have 31 bits
 DIGIT = 11  # bits, as in selection.cu
 SMALL = 1 << 13  # below this many values topk looks at all of them
 SAMPLE = 1 << 17  # values sampled, at most, to bound the k-th magnitude from below
 
-assert TILE == 2 * MOMENT_ROWS * device.THREADS
+assert TILE == MOMENT_ROWS * device.THREADS
 
 
 def _bits(values: Array) -> np.dtype[Any]:
@@ -91,7 +91,7 @@ def _take(
     index = index_dtype(values.size) if indices is None else indices.dtype
     room = min(values.size, expected + (expected >> 3) + TILE)
     out_i, out_v, have = device.empty(room, index), device.empty(room, values.dtype), 0
-    lines = None if moments is None else device.empty(8 * -(-values.size // TILE), np.float64)
+    lines = None if moments is None else device.empty(4 * -(-values.size // TILE), np.float64)
     for start in range(0, values.size, SEGMENT):
         part = slice(start, start + SEGMENT)
         segment = values[part]
@@ -107,7 +107,7 @@ def _take(
                 segment.size,
                 *(segment, u64(segment.size), _bits(values).type(max(above, 0)), u32(above < 0), u64(ties)),
                 *(own, u64(start), addend, scale, u32(clear), out_i, out_v, u64(have), u64(room - have)),
-                *(None if summed is None else summed[8 * (start // TILE) :], scratch),
+                *(None if summed is None else summed[4 * (start // TILE) :], scratch),
                 macros=(*types(values, index), *macros, f"-DMOMENTS={int(summed is not None)}"),
                 blocks=tiles,
             )
@@ -123,7 +123,7 @@ def _take(
         have, ties = have + count, ties - tied
     if moments is not None:
         folded = device.zeros(4, np.float64)
-        count = -(-values.size * 2 // TILE)
+        count = -(-values.size // TILE)
         launch("selection", "fold_moments", count, lines, u64(count), folded,
                macros=(*types(values), "-DMOMENTS=1"), blocks=1)  # fmt: skip
         moments[:] = folded.get()

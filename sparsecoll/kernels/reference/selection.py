@@ -19,7 +19,7 @@ Addend = tuple[Array, float]  # (addend, scale): values += scale * addend, in th
 
 ROUNDS = 6  # of the permutation behind random_indices
 MOMENT_LANES = 256  # sums over a vector are formed in so many columns, item i into column i % MOMENT_LANES,
-MOMENT_ROWS = 8  # in lines of so many rows
+MOMENT_ROWS = 16  # in lines of so many rows
 
 _UNSIGNED: dict[int, Any] = {2: np.uint16, 4: np.uint32, 8: np.uint64}
 
