@@ -24,6 +24,8 @@ from sparsecoll.algorithms import (
     SparDL,
 )
 from sparsecoll.api import allreduce, traffic
+from sparsecoll.collectives import allgather, bcast, reduce, reduce_scatter
+from sparsecoll.convert import as_vector, like
 from sparsecoll.errors import CommunicationError
 from sparsecoll.model import Costs, Network, Tuning
 from sparsecoll.progress import Request, iallreduce
@@ -58,9 +60,15 @@ __all__ = [
     "Traffic",
     "Tuning",
     "__version__",
+    "allgather",
     "allreduce",
+    "as_vector",
+    "bcast",
     "formats",
     "iallreduce",
+    "like",
+    "reduce",
+    "reduce_scatter",
     "select",
     "shrink",
     "simulate",

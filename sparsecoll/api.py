@@ -91,7 +91,7 @@ def allreduce(
             raise TypeError(f"op: expected 'sum' for {vector.dtype}, got 'mean'")
         return vector, resolve(algo)
 
-    reduction = reduce(
+    reduction = allreduce_vectors(
         transport,
         prepare,
         k=k,
@@ -114,7 +114,7 @@ def allreduce(
     return back(reduction.value)
 
 
-def reduce(
+def allreduce_vectors(
     transport: Transport,
     prepare: Callable[[], tuple[Vector, Algorithm]],
     *,
@@ -162,48 +162,43 @@ def _reduce(
         vector, algorithm = prepare()
         algorithm.keep_up(transport.generation)
         form = formats.resolve(format)
-        wanted = _wanted(vector, algorithm, k, density)
+        chosen_k = wanted(vector, algorithm.k if k is None and density is None else k, density)
+        if chosen_k is None and isinstance(vector, DenseVector) and not algorithm.takes_dense:
+            raise ValueError(
+                f"k, density: expected one of them for a dense x with algo={algorithm.name!r}, got neither"
+            )
         conversation.call |= {
             "length": vector.length,
             "dtype": vector.dtype.name,
-            "memory": ("gpu, direct" if transport.gpu_direct else "gpu, staged") if vector.on_gpu else "host",
-            "k": wanted,
+            "memory": memory_of(vector, transport),
+            "k": chosen_k,
             "algo": algorithm.describe(),
             "format": repr(form),
             "value_dtype": value_dtype,
             "op": op,
         }
-        _check_wire(vector.dtype, form, value_dtype, algorithm)
-        if nonfinite not in ("raise", "pass"):
-            raise ValueError(f"nonfinite: expected 'raise' or 'pass', got {nonfinite!r}")
+        check_wire(vector.dtype, form, value_dtype, f"algo={algorithm.name!r}" if algorithm.sends_sums else None)
         with transport.phase("select"), doing("select", vector.nnz):
-            selected = _selected(vector, algorithm, None if chosen else wanted, transport.size, form, value_dtype)
-        wrong = selected.first_not_finite() if nonfinite == "raise" else None
-        if wrong is not None:
-            raise ValueError(f"x: expected finite values, got NaN or infinity, the first at index {wrong}")
-        entries = conversation.agree(selected.nnz if wanted is None else None, check)
+            selected = _selected(vector, algorithm, None if chosen else chosen_k, transport.size, form, value_dtype)
+        check_finite(selected, nonfinite)
+        entries = conversation.agree(selected.nnz if chosen_k is None else None, check)
         transport.format, transport.value_dtype = form, value_dtype
-        reduction = algorithm(transport, selected, max(entries) if wanted is None else wanted)  # type: ignore[arg-type]
+        reduction = algorithm(transport, selected, max(entries) if chosen_k is None else chosen_k)  # type: ignore[arg-type]
         transport.flush()
     transport.traffic.total.seconds += transport.now() - start
     reduction.traffic = transport.traffic.since(before)
     return reduction
 
 
-def _wanted(x: Vector, algorithm: Algorithm, k: int | None, density: float | None) -> int | None:
-    """The k of this call; None: all that each rank holds."""
+def wanted(x: Vector, k: int | None, density: float | None) -> int | None:
+    """The k of a call, checked; None: all that each rank holds."""
     if k is not None and density is not None:
         raise ValueError(f"k, density: expected one of them, got k={k} and density={density}")
     if density is not None:
         if not 0 < density <= 1:
             raise ValueError(f"density: expected in (0, 1], got {density}")
         return max(1, round(density * x.length))
-    k = algorithm.k if k is None else k
     if k is None:
-        if isinstance(x, DenseVector) and not algorithm.takes_dense:
-            raise ValueError(
-                f"k, density: expected one of them for a dense x with algo={algorithm.name!r}, got neither"
-            )
         return None
     if isinstance(k, bool) or not isinstance(k, (int, np.integer)):
         raise TypeError(f"k: expected an integer, got {type(k).__name__}")
@@ -212,11 +207,10 @@ def _wanted(x: Vector, algorithm: Algorithm, k: int | None, density: float | Non
     return int(k)
 
 
-def _check_wire(dtype: np.dtype[Any], format: Format, value_dtype: str | None, algorithm: Algorithm) -> None:
-    if format.lossy and algorithm.sends_sums:
-        raise ValueError(
-            f"format: expected one that loses nothing with algo={algorithm.name!r}, which sends sums, got {format!r}"
-        )
+def check_wire(dtype: np.dtype[Any], format: Format, value_dtype: str | None, sums: str | None) -> None:
+    """Raise unless values of `dtype` may travel so; `sums`: what sends partial sums, if anything does."""
+    if format.lossy and sums is not None:
+        raise ValueError(f"format: expected one that loses nothing with {sums}, which sends sums, got {format!r}")
     if value_dtype is None:
         return
     if value_dtype not in VALUE_DTYPES_ON_THE_WIRE:
@@ -225,12 +219,26 @@ def _check_wire(dtype: np.dtype[Any], format: Format, value_dtype: str | None, a
         raise ValueError(f"value_dtype: expected no wider than x and x of floats, got {value_dtype} for {dtype}")
 
 
+def check_finite(x: Vector, nonfinite: str) -> None:
+    """Raise if x holds NaN or infinity and `nonfinite` does not let it pass."""
+    if nonfinite not in ("raise", "pass"):
+        raise ValueError(f"nonfinite: expected 'raise' or 'pass', got {nonfinite!r}")
+    wrong = x.first_not_finite() if nonfinite == "raise" else None
+    if wrong is not None:
+        raise ValueError(f"x: expected finite values, got NaN or infinity, the first at index {wrong}")
+
+
+def memory_of(x: Vector, transport: Transport) -> str:
+    """Where a vector is and which way its messages go; the same on all ranks of a call."""
+    return ("gpu, direct" if transport.gpu_direct else "gpu, staged") if x.on_gpu else "host"
+
+
 def _selected(
-    x: Vector, algorithm: Algorithm, wanted: int | None, ranks: int, format: Format, value_dtype: str | None
+    x: Vector, algorithm: Algorithm, k: int | None, ranks: int, format: Format, value_dtype: str | None
 ) -> Vector:
     """What this rank puts into the reduction, as it will arrive."""
-    chosen = x if wanted is None else algorithm.select(x, wanted, ranks)
-    if wanted is None and isinstance(x, SparseVector) and algorithm.semantics != "exact_sum" and x.has_nan():
+    chosen = x if k is None else algorithm.select(x, k, ranks)
+    if k is None and isinstance(x, SparseVector) and algorithm.semantics != "exact_sum" and x.has_nan():
         raise ValueError("x: expected values that can be ordered by magnitude, got NaN")
     if isinstance(chosen, DenseVector):
         return formats.rounded(chosen, value_dtype)

@@ -1,20 +1,94 @@
-"""The caller's types to vectors and back. Besides `torch/` the only place that knows other libraries, by name."""
+"""The caller's types to vectors and back. Besides `torch/` the only place that knows other libraries, by name.
+
+A matrix or array of more dimensions is one long vector, row after row (C order). Values are not copied where the type
+allows it, and stay on the GPU if they are there.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from sparsecoll.kernels.memory import from_dlpack, on_gpu
+from sparsecoll.kernels.memory import beside, contiguous, from_dlpack, on_gpu
+from sparsecoll.kernels.reference import index_dtype
 from sparsecoll.select import Vector
 from sparsecoll.vector import DenseVector, SparseVector
 
 Back = Callable[[SparseVector], Any]
 
+KINDS = (
+    "a SparseVector, (indices, values, length), a SciPy sparse array or matrix, a pydata COO, a torch tensor (dense or"
+    " sparse_coo), or a dense NumPy, CuPy or DLPack array"
+)
 
-def _as_is(y: SparseVector) -> SparseVector:
+
+def as_vector(x: Any) -> Vector:
+    """x as a SparseVector (sparse kinds) or a DenseVector (dense kinds).
+
+    Takes (shapes of any number of dimensions; n-D is one vector in C order):
+
+    - SparseVector, DenseVector; (indices, values, length);
+    - SciPy: sparse arrays and matrices of any format; explicit zeros stay, duplicates are summed;
+    - pydata/sparse: COO and what has `to_coo`, with fill value 0;
+    - torch: dense tensors, and sparse_coo ones, hybrid too (a row that is held is held whole), on the CPU or CUDA;
+    - dense NumPy and CuPy arrays, and any array with `__dlpack__`.
+
+    float16/32/64 and int32/64.
+
+    Raises:
+        TypeError: another type, or a dtype that is not supported.
+        ValueError: invalid indices, or a fill value other than 0.
+
+    >>> as_vector(np.array([[0.0, 2.0], [0.0, 3.0]])).top(2).indices
+    array([1, 3], dtype=uint32)
+    """
+    return to_vector(x)[0]
+
+
+def like(x: Any, vector: SparseVector) -> Any:
+    """A vector as x's kind, in its shape: what `allreduce` does with the sum.
+
+    Dense kinds give the SparseVector as it is; `vector.to_dense().reshape(x.shape)` is the dense array.
+
+    Raises:
+        ValueError: x is of another length.
+    """
+    own, back = to_vector(x)
+    if own.length != vector.length:
+        raise ValueError(f"vector: expected length {own.length}, got {vector.length}")
+    return back(vector)
+
+
+def to_vector(x: Any) -> tuple[Vector, Back]:
+    """(`as_vector(x)`, how a result becomes x's kind again). Dense kinds come back as a SparseVector."""
+    if isinstance(x, (SparseVector, DenseVector)):
+        return x, as_is
+    if isinstance(x, tuple) and len(x) == 3:
+        return SparseVector(*x), _as_triple
+    if isinstance(x, np.ndarray) or on_gpu(x):
+        return DenseVector(_flat(x)), as_is
+    library = type(x).__module__.partition(".")[0]
+    if library == "scipy" and hasattr(x, "tocoo"):
+        return _from_scipy(x)
+    if library == "sparse" and (hasattr(x, "coords") or hasattr(x, "to_coo")):
+        return _from_pydata(x)
+    if library == "torch":
+        return _from_torch(x)
+    if hasattr(x, "__dlpack_device__"):
+        return DenseVector(_flat(np.from_dlpack(x) if x.__dlpack_device__()[0] == 1 else from_dlpack(x))), as_is
+    raise TypeError(f"x: expected {KINDS}, got {type(x).__module__}.{type(x).__qualname__}")
+
+
+def _flat(array: Any) -> Any:
+    return array if array.ndim == 1 else contiguous(array).reshape(-1)
+
+
+def as_is(y: SparseVector) -> SparseVector:
+    """The vector: what dense kinds and vectors get back."""
     return y
 
 
@@ -22,37 +96,114 @@ def _as_triple(y: SparseVector) -> tuple[Any, Any, int]:
     return y.indices, y.values, y.length
 
 
-def to_vector(x: Any) -> tuple[Vector, Back]:
-    """(x as a vector, how a result becomes x's kind again).
-
-    Takes a SparseVector, a DenseVector, (indices, values, length), a dense 1-D NumPy or CuPy array, a dense 1-D torch
-    tensor on the CPU or a CUDA device. Values are not copied, and stay where they are. Dense kinds come back as a
-    SparseVector.
-
-    Raises:
-        TypeError: another type, or a dtype that is not supported.
-        ValueError: not 1-D, or invalid indices.
-    """
-    if isinstance(x, (SparseVector, DenseVector)):
-        return x, _as_is
-    if isinstance(x, tuple) and len(x) == 3:
-        return SparseVector(*x), _as_triple
-    if isinstance(x, np.ndarray) or on_gpu(x):
-        return DenseVector(x), _as_is
-    if type(x).__module__.split(".")[0] == "torch":
-        return _from_torch(x), _as_is
-    raise TypeError(
-        "x: expected a SparseVector, (indices, values, length), a 1-D NumPy or CuPy array or a 1-D torch tensor,"
-        f" got {type(x).__module__}.{type(x).__qualname__}"
-    )
+def _flat_indices(coordinates: Any, shape: tuple[int, ...]) -> Any:
+    """Places in C order: `coordinates` has a row for each dimension."""
+    if math.prod(shape) >= 2**63:
+        raise ValueError(f"x: expected fewer than 2^63 places, got shape {shape}")
+    places = coordinates[0].astype(np.uint64)
+    for row, size in zip(coordinates[1:], shape[1:], strict=True):
+        places = places * np.uint64(size) + row.astype(np.uint64)
+    return places
 
 
-def _from_torch(x: Any) -> DenseVector:
-    kind = str(getattr(x, "layout", type(x).__name__))
-    if kind != "torch.strided" or x.device.type not in ("cpu", "cuda"):
-        raise TypeError(
-            f"x: expected a dense torch tensor on the CPU or CUDA, got {kind} on {getattr(x, 'device', '?')}"
-        )
-    if str(x.dtype) == "torch.bfloat16":
+def _coordinates(places: Any, shape: tuple[int, ...]) -> list[Any]:
+    """The inverse of `_flat_indices`, int64."""
+    rest, rows = places.astype(np.uint64), []
+    for size in reversed(shape[1:]):
+        rows.append((rest % np.uint64(size)).astype(np.int64))
+        rest = rest // np.uint64(size)
+    return [rest.astype(np.int64), *reversed(rows)]
+
+
+def _merged(places: Any, values: Any, length: int) -> SparseVector:
+    """A vector of entries in any order; those of one place are summed in the order given."""
+    places = contiguous(places, index_dtype(length))
+    if places.size and bool((places[1:] <= places[:-1]).any()):
+        order = np.argsort(places, kind="stable") if isinstance(places, np.ndarray) else places.argsort()
+        places, values = places[order], values[order]
+        first = np.concatenate([beside(places, np.ones(1, bool)), places[1:] != places[:-1]])
+        starts = np.flatnonzero(first)
+        if starts.size < places.size:
+            sums = DenseVector(values[:0]).empty(int(starts.size), values.dtype, DenseVector(values))
+            sums.values[:] = 0
+            run = (np.cumsum(first) - 1).astype(np.uint64)
+            sums.scatter_add(run, values)
+            places, values = places[starts], sums.values
+    return SparseVector(places, values, length)
+
+
+def _from_scipy(x: Any) -> tuple[SparseVector, Back]:
+    coo = x.tocoo()
+    coordinates = coo.coords if hasattr(coo, "coords") else (coo.row, coo.col)
+    vector = _merged(_flat_indices(coordinates, x.shape), coo.data, math.prod(x.shape))
+    return vector, partial(_to_scipy, type(coo), x.format, x.shape)
+
+
+def _to_scipy(coo: Any, format: str, shape: tuple[int, ...], y: SparseVector) -> Any:
+    made = coo((y.values, tuple(_coordinates(y.indices, shape))), shape=shape)
+    return made.asformat(format)
+
+
+def _from_pydata(x: Any) -> tuple[SparseVector, Back]:
+    coo = x if hasattr(x, "coords") else x.to_coo()
+    if coo.fill_value != 0:
+        raise ValueError(f"x: expected a fill value of 0, got {coo.fill_value}")
+    vector = _merged(_flat_indices(coo.coords, coo.shape), coo.data, math.prod(coo.shape))
+    return vector, partial(_to_pydata, type(coo), coo.shape)
+
+
+def _to_pydata(coo: Any, shape: tuple[int, ...], y: SparseVector) -> Any:
+    return coo(np.stack(_coordinates(y.indices, shape)), y.values, shape=shape, has_duplicates=False, sorted=True)
+
+
+def _torch_array(tensor: Any) -> Any:
+    """A tensor's memory as an array."""
+    if str(tensor.dtype) == "torch.bfloat16":
         raise TypeError("x: expected float16, float32, float64, int32 or int64, got torch.bfloat16: use x.float()")
-    return DenseVector(from_dlpack(x.detach()) if x.device.type == "cuda" else x.detach().numpy())
+    return from_dlpack(tensor.detach()) if tensor.device.type == "cuda" else tensor.detach().numpy()
+
+
+def _from_torch(x: Any) -> tuple[Vector, Back]:
+    layout = str(getattr(x, "layout", type(x).__name__))
+    if layout not in ("torch.strided", "torch.sparse_coo") or x.device.type not in ("cpu", "cuda"):
+        raise TypeError(
+            "x: expected a dense or sparse_coo torch tensor on the CPU or CUDA,"
+            f" got {layout} on {getattr(x, 'device', '?')}"
+        )
+    if layout == "torch.strided":
+        return DenseVector(_torch_array(x.contiguous().view(-1))), as_is
+    x = x.detach().coalesce()
+    held, values = _torch_array(x.indices()), x.values()
+    shape, width = tuple(x.shape), math.prod(x.shape[x.sparse_dim() :])
+    places = _flat_indices(held, shape[: x.sparse_dim()])
+    if x.dense_dim():
+        row = beside(places, np.arange(width, dtype=np.uint64))
+        places = (places[:, None] * np.uint64(width) + row[None, :]).reshape(-1)
+    vector = SparseVector(contiguous(places, index_dtype(math.prod(shape))), _torch_array(values.reshape(-1)),
+                          math.prod(shape))  # fmt: skip
+    return vector, partial(_to_torch, type(x), x.sparse_dim(), shape)
+
+
+def _to_torch(kind: Any, sparse_dim: int, shape: tuple[int, ...], y: SparseVector) -> Any:
+    import importlib
+
+    torch = importlib.import_module(kind.__module__.partition(".")[0])
+
+    def tensor(array: Any) -> Any:
+        return torch.from_dlpack(array) if on_gpu(array) else torch.from_numpy(array)
+
+    outer, width = shape[:sparse_dim], math.prod(shape[sparse_dim:])
+    if sparse_dim == len(shape):
+        rows = [tensor(row) for row in _coordinates(y.indices, shape)]
+        return torch.sparse_coo_tensor(torch.stack(rows), tensor(y.values), shape, is_coalesced=True)
+    flat = y.indices.astype(np.uint64)
+    row = tensor((flat // np.uint64(width)).astype(np.int64))
+    held, place = torch.unique_consecutive(row, return_inverse=True)
+    values = torch.zeros(len(held), width, dtype=tensor(y.values).dtype, device=row.device)
+    values[place, tensor((flat % np.uint64(width)).astype(np.int64))] = tensor(y.values)
+    coordinates = []
+    for size in reversed(outer[1:]):
+        coordinates.append(held % size)
+        held = held // size
+    index = torch.stack([held, *reversed(coordinates)])
+    return torch.sparse_coo_tensor(index, values.view(-1, *shape[sparse_dim:]), shape, is_coalesced=True)

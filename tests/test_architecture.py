@@ -17,7 +17,7 @@ LAYERS = [  # a module may import from its own layer's packages and from layers 
     {"formats", "select", "residual"},
     {"transport"},
     {"algorithms", "agreement", "tune"},
-    {"api", "convert", "progress"},
+    {"api", "collectives", "convert", "progress"},
     {"torch", "bench", "plot"},
     {"__main__"},
 ]

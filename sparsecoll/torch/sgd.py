@@ -158,7 +158,7 @@ class SparseSGD(torch.optim.Optimizer):
 
     def _reduce(self, flat: FlatVector, algorithm: Algorithm) -> Reduction:
         try:
-            return api.reduce(self._transport, lambda: (flat.residual.vector, algorithm), **self._options)
+            return api.allreduce_vectors(self._transport, lambda: (flat.residual.vector, algorithm), **self._options)
         except Exception:
             flat.residual.drop_not_finite()
             raise

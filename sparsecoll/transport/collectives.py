@@ -165,23 +165,27 @@ def sum_counts(transport: Transport, counts: NDArray[Any]) -> NDArray[Any]:
     return total[: counts.size]
 
 
-def broadcast(transport: Transport, array: NDArray[Any], root: int = 0) -> NDArray[Any]:
-    """Root's array (same shape and dtype on all ranks) on every rank, as a new array; binomial tree."""
+def spread(transport: Transport, message: Buffer, root: int = 0) -> Buffer:
+    """Root's message, of whatever size, on every rank; binomial tree. What others pass is ignored."""
     rank, size = transport.rank, transport.size
-    relative = (rank - root) % size
-    data = _raw(array)
-    distance = 1
+    relative, distance = (rank - root) % size, 1
     while distance < size:
         if relative & distance:
-            data = transport.receive((rank - distance) % size)
+            message = transport.receive((rank - distance) % size)
             break
         distance *= 2
     distance //= 2
     while distance:
         if relative + distance < size:
-            transport.send((rank + distance) % size, data)
+            transport.send((rank + distance) % size, message)
         distance //= 2
     transport.flush()
+    return message
+
+
+def broadcast(transport: Transport, array: NDArray[Any], root: int = 0) -> NDArray[Any]:
+    """Root's array (same shape and dtype on all ranks) on every rank, as a new array; binomial tree."""
+    data = spread(transport, _raw(array), root)
     if data.size != array.nbytes:
-        raise CommunicationError(f"broadcast on rank {rank}: expected {array.nbytes} bytes, got {data.size}")
+        raise CommunicationError(f"broadcast on rank {transport.rank}: expected {array.nbytes} bytes, got {data.size}")
     return data.view(array.dtype).reshape(array.shape).copy()

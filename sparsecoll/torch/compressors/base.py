@@ -127,7 +127,7 @@ class Compressor(ABC):
 
         dense = isinstance(message, DenseVector)  # as in plain data parallelism, NaN reaches all ranks
         options["nonfinite"] = "pass" if dense else "raise"
-        return api.reduce(transport, prepare, timeout=self.timeout, selected=True, **options)
+        return api.allreduce_vectors(transport, prepare, timeout=self.timeout, selected=True, **options)
 
     def _gather(self, transport: Transport, message: Array | Exception) -> list[Array]:
         """All ranks' messages of bytes, in rank order."""

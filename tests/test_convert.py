@@ -1,0 +1,156 @@
+"""The caller's types: into vectors, through an allreduce, and back as the same kind, shape and values."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import sparsecoll
+from sparsecoll import SparseVector, as_vector, like, simulate
+
+FEW = settings(max_examples=40, deadline=None)
+
+
+def matrix(seed, shape, dtype=np.float32):
+    rng = np.random.default_rng(seed)
+    return (rng.integers(-9, 9, shape) * (rng.random(shape) < 0.3)).astype(dtype)
+
+
+def round_trip(x, dense):
+    """x's kind holds `dense`: as a vector, back, and summed over 3 ranks."""
+    vector = as_vector(x)
+    np.testing.assert_array_equal(vector.to_dense(), dense.reshape(-1))
+    back = like(x, vector)
+    assert type(back) is type(x)
+    total = simulate(3, lambda comm: sparsecoll.allreduce(comm, x)).results[2]
+    assert type(total) is type(x)
+    return back, total
+
+
+@pytest.mark.parametrize("kind", ["array", "matrix"])
+@pytest.mark.parametrize("form", ["coo", "csr", "csc", "bsr", "lil", "dok", "dia"])
+@pytest.mark.parametrize("shape", [(7, 11), (1, 20), (20, 1), (3, 0)])
+def test_scipy_matrices(kind, form, shape):
+    sparse = pytest.importorskip("scipy.sparse")
+    dense = matrix(1, shape)
+    x = getattr(sparse, f"{form}_{kind}")(dense)
+    for result, factor in zip(round_trip(x, dense), (1, 3), strict=True):
+        assert result.shape == shape and result.format == form and result.dtype == np.float32
+        np.testing.assert_array_equal(result.toarray(), factor * dense)
+
+
+def test_scipy_arrays_of_one_dimension():
+    sparse = pytest.importorskip("scipy.sparse")
+    dense = matrix(2, 30)
+    x = sparse.coo_array(dense)
+    if x.ndim != 1:
+        pytest.skip("this SciPy has no arrays of one dimension")
+    for result, factor in zip(round_trip(x, dense), (1, 3), strict=True):
+        assert result.shape == (30,)
+        np.testing.assert_array_equal(result.toarray(), factor * dense)
+
+
+@FEW
+@given(seed=st.integers(0, 1000), size=st.integers(0, 60), dtype=st.sampled_from([np.float32, np.float64, np.int64]))
+def test_duplicates_are_summed_in_their_order(seed, size, dtype):
+    sparse = pytest.importorskip("scipy.sparse")
+    rng = np.random.default_rng(seed)
+    rows, columns = rng.integers(0, 4, size), rng.integers(0, 5, size)
+    values = (rng.integers(-9, 9, size) / 2).astype(dtype)
+    x = sparse.coo_matrix((values, (rows, columns)), shape=(4, 5))
+    vector = as_vector(x)
+    np.testing.assert_array_equal(vector.to_dense().reshape(4, 5), x.toarray())
+    assert vector.nnz == len(set(zip(rows.tolist(), columns.tolist(), strict=True)))
+
+
+def test_huge_matrices():
+    sparse = pytest.importorskip("scipy.sparse")
+    shape = (2**31, 2**20)
+    x = sparse.coo_array((np.ones(2), ([5, 2**31 - 1], [7, 2**20 - 1])), shape=shape)
+    vector = as_vector(x)
+    assert vector.length == 2**51 and vector.indices.tolist() == [5 * 2**20 + 7, 2**51 - 1]
+    back = like(x, vector)
+    assert back.shape == shape and [c.tolist() for c in back.coords] == [[5, 2**31 - 1], [7, 2**20 - 1]]
+    with pytest.raises(ValueError, match=r"fewer than 2\^63 places"):
+        as_vector(sparse.coo_array((np.ones(1), ([0], [0])), shape=(2**62, 2)))
+
+
+@pytest.mark.parametrize("shape", [(40,), (5, 8), (3, 4, 5)])
+def test_pydata(shape):
+    sparse = pytest.importorskip("sparse")
+    dense = matrix(3, shape)
+    for result, factor in zip(round_trip(sparse.COO.from_numpy(dense), dense), (1, 3), strict=True):
+        assert result.shape == shape
+        np.testing.assert_array_equal(result.todense(), factor * dense)
+    with pytest.raises(ValueError, match="expected a fill value of 0, got 1"):
+        as_vector(sparse.COO.from_numpy(dense + 1, fill_value=1.0))
+
+
+@pytest.mark.parametrize("shape", [(40,), (5, 8), (3, 4, 5)])
+def test_torch_sparse(shape):
+    torch = pytest.importorskip("torch")
+    dense = matrix(4, shape)
+    x = torch.from_numpy(dense).to_sparse()
+    for result, factor in zip(round_trip(x, dense), (1, 3), strict=True):
+        assert result.is_coalesced() and result.dtype == torch.float32
+        np.testing.assert_array_equal(result.to_dense().numpy(), factor * dense)
+
+
+@pytest.mark.parametrize("sparse_dim", [1, 2])
+def test_torch_hybrid_rows_of_an_embedding(sparse_dim):
+    torch = pytest.importorskip("torch")
+    dense = matrix(5, (6, 3, 4))
+    dense[[0, 2]] = 0
+    x = torch.from_numpy(dense).to_sparse(sparse_dim)
+    for result, factor in zip(round_trip(x, dense), (1, 3), strict=True):
+        assert result.sparse_dim() == sparse_dim and result.is_coalesced()
+        np.testing.assert_array_equal(result.to_dense().numpy(), factor * dense)
+    top = simulate(2, lambda comm: sparsecoll.allreduce(comm, x, k=3)).results[0]
+    assert top.sparse_dim() == sparse_dim and int((top.to_dense() != 0).sum()) <= 3
+
+
+def test_torch_tensors_that_were_never_coalesced():
+    torch = pytest.importorskip("torch")
+    x = torch.sparse_coo_tensor([[3, 1, 3]], [1.0, 2.0, 4.0], (5,))
+    assert as_vector(x).to_dense().tolist() == [0, 2, 0, 5, 0]
+    with pytest.raises(TypeError, match="bfloat16"):
+        as_vector(torch.zeros(3, dtype=torch.bfloat16))
+    with pytest.raises(TypeError, match=r"got torch\.sparse_csr on cpu"):
+        as_vector(torch.eye(3).to_sparse_csr())
+
+
+def test_dense_arrays_of_any_shape():
+    dense = matrix(6, (4, 3, 5))
+    assert as_vector(dense).length == 60
+    np.testing.assert_array_equal(as_vector(np.asfortranarray(dense)).to_dense(), dense.reshape(-1))
+    assert np.shares_memory(as_vector(dense).values, dense)
+    y = sparsecoll.simulate(2, lambda comm: sparsecoll.allreduce(comm, dense, "dense")).results[0]
+    assert isinstance(y, SparseVector)
+    np.testing.assert_array_equal(y.to_dense().reshape(dense.shape), 2 * dense)
+
+
+def test_any_library_by_dlpack():
+    class Exporting:
+        """An array of a library that we do not know."""
+
+        def __init__(self, array):
+            self.array = array
+
+        def __dlpack__(self, **options):
+            return self.array.__dlpack__(**options)
+
+        def __dlpack_device__(self):
+            return self.array.__dlpack_device__()
+
+    dense = matrix(7, (5, 2))
+    x = as_vector(Exporting(dense))
+    np.testing.assert_array_equal(x.to_dense(), dense.reshape(-1))
+    assert np.shares_memory(x.values, dense)
+
+
+def test_what_is_no_vector():
+    for wrong in ([1.0, 2.0], "text", None, {"indices": []}):
+        with pytest.raises(TypeError, match="x: expected a SparseVector"):
+            as_vector(wrong)
+    with pytest.raises(ValueError, match="expected length 3, got 4"):
+        like(np.zeros(3), SparseVector.empty(4, np.float64))
