@@ -18,13 +18,14 @@ LAYERS = [  # a module may import from its own layer's packages and from layers 
     {"transport"},
     {"algorithms", "agreement", "tune"},
     {"api", "collectives", "convert", "progress"},
-    {"torch", "bench", "plot"},
+    {"torch", "bench", "doctor", "plot"},
     {"__main__"},
 ]
 HOMES = {
     "mpi4py": {"transport/mpi.py"},
     "numba": {f"kernels/cpu/{name}.py" for name in ("codecs", "lanes", "merge", "rice", "selection", "sums")},
     "llvmlite": {"kernels/cpu/lanes.py"},
+    "rich": {"__main__.py"},
     "cupy": {"kernels/gpu/device.py"},
     "torch": {str(p.relative_to(PACKAGE)) for p in (PACKAGE / "torch").rglob("*.py")},
 }

@@ -101,7 +101,7 @@ def test_commands(tmp_path, capsys):
     drawn = capsys.readouterr().out.split()
     assert len(drawn) == 2 and all("<svg" in Path(name).read_text() for name in drawn)
     (tmp_path / "other.json").write_text("[]")
-    with pytest.raises(ValueError, match="expected the rows of a bench"):
+    with pytest.raises(SystemExit, match="expected the rows of a bench"):
         main(["plot", str(tmp_path / "other.json")])
     with pytest.raises(SystemExit):
         main(["bench", "--density", "much"])

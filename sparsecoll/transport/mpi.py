@@ -321,6 +321,19 @@ class MpiTransport(Transport):
                 self._post(peer, report, stamp)
 
 
+def about() -> dict[str, Any]:
+    """The MPI library, the version of the standard, the level of threads, whether counts may exceed an int."""
+    levels = ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")
+    given = {getattr(MPI, f"THREAD_{level}"): f"MPI_THREAD_{level}" for level in levels}
+    version = MPI.Get_version()
+    return {
+        "library": MPI.Get_library_version().splitlines()[0].strip("\0 "),
+        "version": ".".join(map(str, version)),
+        "threads": given[MPI.Query_thread()],
+        "large_counts": version >= (4, 0),
+    }
+
+
 def takes_device_pointers(comm: MPI.Intracomm) -> bool:
     """Whether MPI says so; without a positive answer messages go through the host, since a wrong guess is a crash.
 

