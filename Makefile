@@ -6,7 +6,7 @@ PIP_FLAGS := --quiet --disable-pip-version-check -c constraints.txt
 OPENMPI_FLAGS := --oversubscribe $(shell [ "$$(id -u)" = 0 ] && echo --allow-run-as-root)
 LIMIT := timeout --kill-after=10
 
-.PHONY: demo test test-serial test-mpich test-openmpi lint fuzz soak bench gpu clean
+.PHONY: demo test test-serial test-mpich test-openmpi lint fuzz soak bench docs gpu clean
 
 demo: $(MPICH)/demo.done
 	$(LIMIT) 900 $(MPICH)/bin/mpirun -n 4 $(MPICH)/bin/python examples/train.py
@@ -36,6 +36,9 @@ soak: $(MPICH)/test.done $(OPENMPI)/test.done
 	$(MPICH)/bin/mpirun -n 4 $(MPICH)/bin/python perf/soak.py
 	$(OPENMPI)/bin/mpirun $(OPENMPI_FLAGS) -n 4 $(OPENMPI)/bin/python perf/soak.py
 
+docs: $(MPICH)/docs.done  # the site, in build/site; nothing is fetched, and a warning is an error
+	$(MPICH)/bin/mkdocs build --strict --quiet
+
 GPU_PYTHON ?= $(PYTHON)  # with cupy, mpi4py, numba, pytest, pytest-mpi, hypothesis and rich; nothing is fetched
 GPU_FLAGS ?=  # --cuda-mpi FOLDER for device pointers
 
@@ -59,6 +62,10 @@ $(MPICH)/test.done: pyproject.toml constraints.txt | $(MPICH)/bin/python
 
 $(MPICH)/dev.done: pyproject.toml constraints.txt | $(MPICH)/bin/python
 	$(MPICH)/bin/python -m pip install $(PIP_FLAGS) -e '.[mpich,torch,examples,dev]'
+	touch $@
+
+$(MPICH)/docs.done: pyproject.toml constraints.txt | $(MPICH)/bin/python
+	$(MPICH)/bin/python -m pip install $(PIP_FLAGS) -e '.[mpich,torch,docs]'
 	touch $@
 
 $(OPENMPI)/test.done: pyproject.toml constraints.txt | $(OPENMPI)/bin/python

@@ -48,7 +48,7 @@ def reduce(
     Volume: 2k(P-1)/P words (the same supports) to k log2 P (disjoint ones) into each rank, then the sum into the root.
 
     Raises:
-        As `sparsecoll.allreduce`.
+        ValueError, TypeError, CommunicationError: as `sparsecoll.allreduce`.
 
     >>> def program(comm):
     ...     y = sparsecoll.reduce(comm, sparsecoll.SparseVector([comm.rank, 4], np.ones(2), 6), root=1)
@@ -100,7 +100,8 @@ def reduce_scatter(
     Volume: 2k(P-1)/P words (the same supports) to k log2 P (disjoint ones).
 
     Raises:
-        ValueError: boundaries are not P + 1 ascending coordinates from 0 to length. Else as `sparsecoll.allreduce`.
+        ValueError: boundaries are not P + 1 ascending coordinates from 0 to length.
+        ValueError, TypeError, CommunicationError: as `sparsecoll.allreduce`.
 
     >>> def program(comm):
     ...     return sparsecoll.reduce_scatter(comm, sparsecoll.SparseVector([0, 5], np.ones(2), 6)).indices.tolist()
@@ -144,7 +145,8 @@ def allgather(
     Volume: the entries of the others, 2k(P-1) words of COO.
 
     Raises:
-        TypeError: x is dense. Else as `sparsecoll.allreduce`.
+        ValueError: x is dense.
+        ValueError, TypeError, CommunicationError: as `sparsecoll.allreduce`.
 
     >>> def program(comm):
     ...     parts = sparsecoll.allgather(comm, sparsecoll.SparseVector([comm.rank], np.ones(1), 3))
@@ -191,7 +193,8 @@ def bcast(
     Volume: 2k words into each rank.
 
     Raises:
-        TypeError: the root's x is dense. Else as `sparsecoll.allreduce`.
+        ValueError: the root's x is dense.
+        ValueError, TypeError, CommunicationError: as `sparsecoll.allreduce`.
 
     >>> def program(comm):
     ...     x = sparsecoll.SparseVector([2], np.ones(1), 5) if comm.rank == 1 else None
