@@ -52,7 +52,7 @@ INVALID = {
     "format": (GOOD, {"format": "zip"}, "format: expected one of .*, got 'zip'"),
     "op": (GOOD, {"op": "max"}, "op: expected 'sum' or 'mean', got 'max'"),
     "value_dtype": (GOOD, {"value_dtype": "int8"}, "value_dtype: expected one of"),
-    "another length": (np.ones((2, 3)), {"k": 1}, r"length: expected the same value on all ranks, got"),
+    "2-D": (([[1]], np.ones((1, 1)), N), {}, r"indices, values: expected two 1-D arrays of one size, got shapes"),
     "NaN that top-k would order": (
         SparseVector([1, 2], np.array([np.nan, 1.0]), N),
         {"algo": "oktopk"},
