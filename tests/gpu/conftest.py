@@ -1,5 +1,9 @@
-"""The device of these tests: a GPU through CuPy where there is one, else a pretence (pretend.py)."""
+"""The device of these tests: a GPU through CuPy where there is one, else a pretence (pretend.py).
 
+SPARSECOLL_GPU_TESTS=all (run.py sets it) runs the tests that are left out in continuous integration, and more examples.
+"""
+
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -18,3 +22,13 @@ def cp():
     if hasattr(library, "pretend") and shutil.which("g++") is None:
         pytest.skip("no GPU, and no g++ for a pretence of one")
     return library
+
+
+@pytest.fixture(autouse=True)
+def few_ranks(request):
+    """A pretence is slow: with many ranks on few cores the tests run only where all are asked for."""
+    if request.node.get_closest_marker("mpi") and os.environ.get("SPARSECOLL_GPU_TESTS") != "all":
+        from mpi4py import MPI
+
+        if MPI.COMM_WORLD.size > 4:
+            pytest.skip("more than 4 ranks: SPARSECOLL_GPU_TESTS=all")

@@ -2,13 +2,15 @@
 // and at warp operations. ORDER (environment variable SPARSECOLL_THREAD_ORDER=1) runs threads from the last to the
 // first, so that a missing barrier shows. No model of speed, of memory ordering between blocks, or of divergence.
 #undef _FORTIFY_SOURCE
-#include <cmath>
-#include <csetjmp>
-#include <cstdint>
-#include <cstdlib>
-#include <cstring>
+#include <setjmp.h>
+#include <string.h>
 #include <ucontext.h>
-#include <vector>
+extern "C" {  // the standard library's headers would take longer to compile than the kernels
+char* getenv(const char*);
+void* malloc(unsigned long);
+float rintf(float);
+float floorf(float);
+}
 
 #define __global__
 #define __device__ static inline
@@ -21,12 +23,12 @@ static Place threadIdx, blockIdx, blockDim, gridDim;
 
 namespace host {
 static const unsigned STACK = 1 << 16;
-static std::vector<ucontext_t> contexts;
-struct Jump { jmp_buf place; };
-static std::vector<Jump> jumps;  // to change over without system calls, once a thread has begun
+static const unsigned MOST = 1024;  // threads of a block
+static ucontext_t contexts[MOST];
+static struct Jump { jmp_buf place; } jumps[MOST];  // to change over without system calls, once a thread has begun
 static jmp_buf home;
-static std::vector<char*> stacks;
-static std::vector<char> begun, finished;
+static char* stacks[MOST];
+static char begun[MOST], finished[MOST];
 static unsigned current, living, arrived, generation;
 static unsigned warp_arrived[32], warp_generation[32];
 static unsigned long long slots[1024];
@@ -74,8 +76,8 @@ static int launch(void (*kernel)(void**), void** args, unsigned grid, unsigned b
   bool backwards = order && *order == '1';
   entry = kernel, arguments = args;
   gridDim = {grid, 1, 1}, blockDim = {block, 1, 1};
-  contexts.resize(block), jumps.resize(block), begun.resize(block), finished.resize(block);
-  while (stacks.size() < block) stacks.push_back((char*)malloc(STACK));
+  for (unsigned t = 0; t < block; t++)
+    if (!stacks[t]) stacks[t] = (char*)malloc(STACK);
   for (volatile unsigned b = 0; b < grid; b = b + 1) {
     blockIdx = {b, 0, 0};
     living = block, arrived = 0;

@@ -70,7 +70,7 @@ def main() -> None:
     options = parser.parse_args()
     print(f"device: {device(options.pretend)}", flush=True)
     python, tests = [sys.executable, "-m", "pytest", "-q", "--color=no"], [str(HERE)]
-    plain = os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+    plain = os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}", "SPARSECOLL_GPU_TESTS": "all"}
     steps: list[tuple[str, list[str], dict[str, str]]] = [("kernels and vectors", [*python, *tests], plain)]
     sanitizer = shutil.which("compute-sanitizer")
     if sanitizer and not options.pretend:
