@@ -195,7 +195,9 @@ def _to_torch(kind: Any, sparse_dim: int, shape: tuple[int, ...], y: SparseVecto
     outer, width = shape[:sparse_dim], math.prod(shape[sparse_dim:])
     if sparse_dim == len(shape):
         rows = [tensor(row) for row in _coordinates(y.indices, shape)]
-        return torch.sparse_coo_tensor(torch.stack(rows), tensor(y.values), shape, is_coalesced=True)
+        return torch.sparse_coo_tensor(
+            torch.stack(rows), tensor(y.values), shape, is_coalesced=True, check_invariants=False
+        )
     flat = y.indices.astype(np.uint64)
     row = tensor((flat // np.uint64(width)).astype(np.int64))
     held, place = torch.unique_consecutive(row, return_inverse=True)
@@ -206,4 +208,6 @@ def _to_torch(kind: Any, sparse_dim: int, shape: tuple[int, ...], y: SparseVecto
         coordinates.append(held % size)
         held = held // size
     index = torch.stack([held, *reversed(coordinates)])
-    return torch.sparse_coo_tensor(index, values.view(-1, *shape[sparse_dim:]), shape, is_coalesced=True)
+    return torch.sparse_coo_tensor(
+        index, values.view(-1, *shape[sparse_dim:]), shape, is_coalesced=True, check_invariants=False
+    )

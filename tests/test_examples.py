@@ -68,3 +68,32 @@ def test_kernels_are_compiled_once_and_cached_on_disk():
         subprocess.check_output([sys.executable, "-c", code], text=True, env=environment).split() for _ in range(2)
     ]
     assert outputs[1][0] == "0" and int(outputs[1][1]) >= 1
+
+
+def printed(name, *arguments):
+    """What an example prints on one process."""
+    command = [sys.executable, TRAIN.parent / name, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=200, check=True).stdout
+
+
+def test_embedding_gradients():
+    first, second = printed("embedding.py").splitlines()
+    assert "rows of 50000 on all ranks" in first
+    assert float(second.split()[1]) > 1.2 * float(second.split()[4])
+
+
+def test_hook_of_ddp():
+    losses = [float(line.split()[-1]) for line in printed("ddp.py").splitlines()]
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_histogram_and_graph():
+    lines = printed("histogram.py").splitlines()
+    assert len(lines) == 4 and "800,000 events" in lines[0]
+    assert len({line.rpartition("; ")[2] for line in lines}) == 1
+
+
+def test_scaling_study():
+    rows = [line.split() for line in printed("scaling.py", "--ranks", "2", "8", "--n", "20000").splitlines()[1:]]
+    received = {(row[0], row[1]): float(row[2]) for row in rows}
+    assert received["oktopk", "8"] < received["allgather", "8"] < received["dense", "8"]
