@@ -44,3 +44,21 @@ def test_every_link_of_the_pages_leads_somewhere():
     for page in PAGES:
         for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
             assert target.startswith("http") or (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_every_public_name_is_in_the_reference():
+    import sparsecoll
+
+    pages = "\n".join((ROOT / "docs" / name).read_text() for name in ("api.md", "api_parts.md", "api_torch.md"))
+    listed = set(re.findall(r"^::: sparsecoll\.(\w+)$", pages, re.M))
+    listed |= {name.strip() for group in re.findall(r"members: \[([^\]]+)\]", pages) for name in group.split(",")}
+    modules = {"formats", "select"}
+    missing = {name for name in sparsecoll.__all__ if name not in listed | modules | {"__version__", "ALGORITHMS"}}
+    assert not missing
+    for name in sparsecoll.__all__:
+        assert name.startswith("__") or getattr(sparsecoll, name).__doc__, name
+
+
+def test_every_page_is_in_the_navigation():
+    nav = (ROOT / "mkdocs.yml").read_text()
+    assert all(f" {page.name}" in nav for page in (ROOT / "docs").glob("*.md"))
