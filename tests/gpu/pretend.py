@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import importlib.machinery
 import os
 import re
 import shutil
@@ -471,6 +472,7 @@ def install() -> types.ModuleType:
     if shutil.which("g++") is None:
         raise RuntimeError("the pretend CuPy needs g++")
     module = types.ModuleType("cupy")
+    module.__spec__ = importlib.machinery.ModuleSpec("cupy", None)
     for name in FUNCTIONS:
         setattr(module, name, functools.partial(_named, name))
     module.empty, module.zeros, module.asarray, module.array, module.asnumpy = empty, zeros, asarray, asarray, asnumpy

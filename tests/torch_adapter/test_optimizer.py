@@ -269,7 +269,7 @@ def test_bad_arguments():
     with pytest.raises(ValueError, match="bucket_bytes"):
         DistributedOptimizer(inner, model.named_parameters(), bucket_bytes=0)
     away = torch.nn.Parameter(torch.empty(3, device="meta"))
-    with pytest.raises(TypeError, match="expected CPU tensors"):
+    with pytest.raises(TypeError, match="expected tensors on the CPU or a CUDA device"):
         DistributedOptimizer(torch.optim.SGD([away], 0.1), [("away", away)])
 
 
