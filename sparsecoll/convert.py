@@ -124,10 +124,8 @@ def _merged(places: Any, values: Any, length: int) -> SparseVector:
         first = np.concatenate([beside(places, np.ones(1, bool)), places[1:] != places[:-1]])
         starts = np.flatnonzero(first)
         if starts.size < places.size:
-            sums = DenseVector(values[:0]).empty(int(starts.size), values.dtype, DenseVector(values))
-            sums.values[:] = 0
-            run = (np.cumsum(first) - 1).astype(np.uint64)
-            sums.scatter_add(run, values)
+            sums = DenseVector.zeros(int(starts.size), values.dtype, DenseVector(values))
+            sums.scatter_add((np.cumsum(first) - 1).astype(np.uint64), values)
             places, values = places[starts], sums.values
     return SparseVector(places, values, length)
 
@@ -179,8 +177,8 @@ def _from_torch(x: Any) -> tuple[Vector, Back]:
     if x.dense_dim():
         row = beside(places, np.arange(width, dtype=np.uint64))
         places = (places[:, None] * np.uint64(width) + row[None, :]).reshape(-1)
-    vector = SparseVector(contiguous(places, index_dtype(math.prod(shape))), _torch_array(values.reshape(-1)),
-                          math.prod(shape))  # fmt: skip
+    length = math.prod(shape)
+    vector = SparseVector(contiguous(places, index_dtype(length)), _torch_array(values.reshape(-1)), length)
     return vector, partial(_to_torch, type(x), x.sparse_dim(), shape)
 
 
