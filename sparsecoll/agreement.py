@@ -17,12 +17,12 @@ from typing import Any
 
 import numpy as np
 
-from sparsecoll.errors import CommunicationError
+from sparsecoll.errors import CommunicationError, NonFiniteError
 from sparsecoll.transport.base import FIRST_STAMP, STAMPS, Interrupted, Transport
 from sparsecoll.transport.collectives import allgather
 
 KEPT = 4096  # calls that are remembered as agreed
-KNOWN = {kind.__name__: kind for kind in (ValueError, TypeError, CommunicationError)}
+KNOWN = {kind.__name__: kind for kind in (ValueError, TypeError, CommunicationError, NonFiniteError)}
 
 
 class Conversation:

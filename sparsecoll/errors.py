@@ -6,3 +6,10 @@ class CommunicationError(RuntimeError):
 
     The text names the ranks, the argument and the values.
     """
+
+
+class NonFiniteError(ValueError):
+    """A gradient holds NaN or infinity on some rank.
+
+    The text names the parameter and the rank.
+    """

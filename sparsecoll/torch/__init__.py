@@ -3,10 +3,11 @@
 from sparsecoll.torch.checkpoint import load, save
 from sparsecoll.torch.compressors import COMPRESSORS, Compressor
 from sparsecoll.torch.ddp import HookState, comm_hook
-from sparsecoll.torch.engine import redistribute
 from sparsecoll.torch.optimizer import DistributedOptimizer
+from sparsecoll.torch.replicas import broadcast_model as broadcast
 from sparsecoll.torch.schedule import Constant, Schedule, WarmUp
 from sparsecoll.torch.sgd import SparseSGD
+from sparsecoll.torch.state import redistribute
 from sparsecoll.torch.timeline import Timeline
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "SparseSGD",
     "Timeline",
     "WarmUp",
+    "broadcast",
     "comm_hook",
     "load",
     "redistribute",

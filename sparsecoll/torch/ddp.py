@@ -3,121 +3,263 @@
 DDP reads the annotations of a hook as types: no `from __future__ import annotations` here.
 """
 
+import json
+import logging
+import weakref
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from sparsecoll.agreement import together
+from sparsecoll.errors import NonFiniteError
 from sparsecoll.progress import in_background
-from sparsecoll.torch.compressors import COVAP, Compressor, Shared, resolve
+from sparsecoll.torch.compressors import Compressor, Shared, resolve
 from sparsecoll.torch.device import device_of
-from sparsecoll.torch.engine import State, restore
-from sparsecoll.torch.layout import Layout, residual_dtype
-from sparsecoll.transport import as_transport, default_comm
+from sparsecoll.torch.layout import Bucket, Layout, residual_dtype
+from sparsecoll.torch.replicas import Named, communicator, in_order, named
+from sparsecoll.torch.state import Tensors, check, collect, encode_extra, restore
+from sparsecoll.transport.collectives import allgather
+
+logger = logging.getLogger(__name__)
 
 
 class HookState:
     """What `comm_hook` needs.
 
-    Residuals belong to parameters, not to buckets: nothing is lost when DDP makes its buckets anew.
+    Residuals belong to parameters, not to buckets: nothing is lost when DDP makes its buckets anew. They change when
+    the optimizer steps (any optimizer of torch that has these parameters); a back-propagation that fails leaves them as
+    they were, and so does `discard`, for a step that is to be skipped after it.
+
+    Every parameter is compressed, small ones too: DDP lays them into the same buckets.
 
     Args:
         comm: mpi4py communicator with the ranks of DDP's process group in the same order; None: MPI.COMM_WORLD.
-        compressor: a name of `sparsecoll.torch.COMPRESSORS` or a Compressor object.
-        named_parameters: the model's, for names in `state_dict`; without, they are numbered as they come.
-        timeout: see DistributedOptimizer.
+        compressor: a name of `sparsecoll.torch.COMPRESSORS` or a Compressor object; not one that needs to know all
+            buckets (COVAP).
+        named_parameters: the model, its DistributedDataParallel, or (name, parameter) pairs, for names in `state_dict`
+            and messages; without, parameters are numbered as they come.
+        timeout: seconds to wait for a peer; then CommunicationError. None: for ever.
+        grad_scaler: the torch.amp.GradScaler of the loop, if there is one: gradients are divided by its scale before
+            they meet a residual, and those that are not finite are passed on to all ranks, so that it skips the step.
+
+    Raises:
+        ValueError: the communicator and DDP's process group differ in size, or the compressor is not possible here.
     """
 
     def __init__(
         self,
         comm: Any = None,
         compressor: str | Compressor = "topk",
-        named_parameters: Iterable[tuple[str, torch.Tensor]] = (),
+        named_parameters: torch.nn.Module | Iterable[tuple[str, torch.Tensor]] = (),
         timeout: float | None = None,
+        grad_scaler: Any = None,
     ) -> None:
-        self.transport = as_transport(default_comm() if comm is None else comm)
+        self.transport = communicator(comm)
         self._compressor = resolve(compressor)
-        if isinstance(self._compressor, COVAP):
+        if self._compressor.profiles or self._compressor.name == "covap":
             raise ValueError("compressor: expected another than COVAP, which cuts buckets by the lengths of them all")
-        self._timeout = timeout
+        self._timeout, self._scaler = timeout, grad_scaler
         self._shared = Shared()
-        self._names = {id(p): name for name, p in named_parameters}
-        self._bound: dict[int, Compressor] = {}
-        self._left: State = {}  # of parameters whose bucket is gone
+        wrapped = isinstance(named_parameters, torch.nn.parallel.DistributedDataParallel)
+        self._group: Any = named_parameters.process_group if wrapped else None  # type: ignore[union-attr]
+        self._check_group()
+        self._params: Named = named(named_parameters.module if wrapped else named_parameters)  # type: ignore[union-attr]
+        self._names = {id(p): name for name, p in self._params.items()}
+        self._bound: dict[int, tuple[Bucket, Compressor]] = {}
+        self._left: Tensors = {}  # of parameters whose bucket is gone
+        self._extra: dict[tuple[str, ...], str] = {}  # saved state of buckets that are still to be made
+        self._failed = False  # a bucket of this back-propagation has
+        self._pending = self._warned = False
+        register_optimizer_step_post_hook(partial(_stepped, weakref.ref(self)))
+
+    def _check_group(self) -> None:
+        dist = torch.distributed
+        if self._group is None and not dist.is_initialized():
+            return
+        size = dist.get_world_size(self._group)
+        if size != self.transport.size:
+            raise ValueError(
+                f"comm: expected the {size} ranks of DDP's process group, got a communicator of {self.transport.size}:"
+                " gradients would not be averaged over all of them; start the job with mpirun"
+            )
 
     def _name(self, p: torch.Tensor) -> str:
-        return self._names.setdefault(id(p), str(len(self._names)))
+        name = self._names.setdefault(id(p), str(len(self._names)))
+        self._params[name] = p
+        return name
 
-    def of(self, bucket: GradBucket) -> Compressor:
-        """The compressor of a bucket, bound to the parameters that it has now; collective when they are new."""
+    def _of(self, bucket: GradBucket) -> tuple[Bucket, Compressor]:
+        """A bucket's memory and compressor, bound to the parameters that it has now; collective when they are new."""
         params = bucket.parameters()
         names = tuple(self._name(p) for p in params)
         index, dtype = bucket.index(), residual_dtype(bucket.buffer().dtype)
         old = self._bound.get(index)
-        if old is not None and old.layout.names == names:
+        if old is not None and old[0].layout.names == names:
             return old
-        for compressor in list(self._bound.values()):  # buckets are made anew, all of them
-            for kind, entries in compressor.state().items():
-                self._left.setdefault(kind, {}).update({name: t.clone() for name, t in entries.items()})
-        self._bound.pop(index, None)
+        self._check_group()
+        if self._bound:  # buckets are made anew, all of them
+            self._commit()
+            self._left = collect([compressor for _, compressor in self._bound.values()], self._left)
+            self._bound = {i: bound for i, bound in self._bound.items() if i < index}
         shapes = tuple(tuple(p.shape) for p in params)
         lengths = (0,) * index + (int(bucket.buffer().numel()),)
         compressor = resolve(self._compressor)
         layout = Layout(index, lengths, names, shapes, dtype, device_of(bucket.buffer()))
         with together(self.transport, "bind", self._timeout):
             compressor.bind(layout, self.transport, self._shared, self._timeout)
-        restore(compressor, self._left)
-        self._bound[index] = compressor
-        return compressor
+        self._left = restore([compressor], self._left)
+        if names in self._extra:
+            compressor.load_extra_state(json.loads(self._extra.pop(names)))
+        self._bound[index] = Bucket(dict(zip(names, params, strict=True)), layout, False), compressor
+        return self._bound[index]
+
+    def _scale(self, compressor: Compressor) -> float:
+        return float(self._scaler.get_scale()) if self._scaler is not None and compressor.keeps_gradient else 1.0
+
+    def _mean(self, grads: GradBucket) -> None:
+        """Replace a bucket's gradients by their mean; a job of the progress thread."""
+        if grads.index() == 0:
+            self._begin()
+        if self._failed:
+            return
+        bucket, compressor = self._of(grads)
+        whole, scale, values = bucket.whole(), self._scale(compressor), grads.buffer()
+        torch.mul(values, 1 / scale, out=whole.tensor) if scale != 1.0 else whole.tensor.copy_(values)
+        absent = {name for name, view in whole.views.items() if not view.any()} if compressor.keeps_gradient else set()
+        out = bucket.means(compressor.keeps_gradient)
+        compressor.mean(self.transport, whole.array, out)
+        assert bucket.mean is not None
+        if compressor.keeps_gradient:
+            self._leave_out(bucket, compressor, absent)
+        values.copy_(bucket.mean.tensor) if scale == 1.0 else torch.mul(bucket.mean.tensor, scale, out=values)
+
+    def _begin(self) -> None:
+        """The first bucket of a back-propagation."""
+        self._failed = False
+        if self._pending and not self._warned and self.transport.rank == 0:
+            self._warned = True
+            logger.warning(
+                "gradients were reduced twice without a step of the optimizer between; that adds them up. If a step was"
+                " skipped, call discard() of the HookState, and within no_sync() nothing is sent"
+            )
+
+    def _leave_out(self, bucket: Bucket, compressor: Compressor, absent: set[str]) -> None:
+        """Parameters without a gradient on any rank get none: DDP throws away what would arrive for unused ones."""
+        names = bucket.layout.names
+        with together(self.transport, "used", self._timeout), self.transport.phase("agree"):
+            mine = np.packbits(np.array([name not in absent for name in names], np.uint8))
+            used = np.unpackbits(np.bitwise_or.reduce(allgather(self.transport, mine), axis=0), count=len(names))
+            self.transport.flush()
+        unused = {name for name, is_used in zip(names, used.tolist(), strict=True) if not is_used}
+        if unused:
+            compressor.exclude(unused)
+            for name in unused:
+                assert bucket.mean is not None
+                bucket.layout.part(bucket.mean.tensor, name).zero_()
+
+    def _end(self) -> None:
+        """After the last bucket: all went well on all ranks, or nothing has happened on any."""
+        with together(self.transport, "end of back-propagation", self._timeout), self.transport.phase("agree"):
+            allgather(self.transport, np.zeros(1, np.uint8))
+            self.transport.flush()
+        for bucket, compressor in self._bound.values():
+            bucket.recycle(compressor.keep())
+            bucket.finish(compressor.keeps_gradient)
+        self._pending = True
+
+    def _drop(self) -> None:
+        self._failed = True
+        for bucket, compressor in self._bound.values():
+            compressor.drop()
+            bucket.reset()
+
+    def _commit(self) -> None:
+        """The optimizer has stepped."""
+        for bucket, compressor in self._bound.values():
+            bucket.recycle(compressor.commit())
+        self._shared.step += self._pending
+        self._pending = False
+
+    def discard(self) -> None:
+        """Give the step up after back-propagation: residuals are as they were before it. On all ranks alike."""
+        for bucket, compressor in self._bound.values():
+            bucket.recycle(compressor.rollback())
+        self._pending = False
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's residuals and other tensors by kind and parameter name, and the steps taken."""
-        tensors = {kind: dict(entries) for kind, entries in self._left.items()}
-        for compressor in self._bound.values():
-            for kind, entries in compressor.state().items():
-                tensors.setdefault(kind, {}).update({name: t.clone() for name, t in entries.items()})
-        return {"rank": self.transport.rank, "step": self._shared.step, "tensors": tensors}
+        """This rank's residuals and other tensors by kind and parameter name, as of the last step."""
+        compressors = [compressor for _, compressor in self._bound.values()]
+        extra = encode_extra(compressors)
+        return {
+            "rank": self.transport.rank,
+            "size": self.transport.size,
+            "compressor": self._compressor.describe(),
+            "replicated": sorted(self._compressor.replicated),
+            "step": self._shared.step,
+            "tensors": collect(compressors, self._left),
+            "buckets": [[list(c.layout.names), text] for c, text in zip(compressors, extra, strict=True)],
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what `state_dict` gave; thresholds and boundaries are found anew.
+        """Take back what `state_dict` gave; collective. Bit for bit if DDP makes the buckets that it had made then.
 
         Raises:
-            ValueError: the state was saved by another rank.
+            CommunicationError: the state was saved by another rank or at another number of ranks (see `redistribute`).
+            ValueError: it is of other parameters or another compressor.
         """
-        if state["rank"] != self.transport.rank:
-            raise ValueError(f"state_dict: expected that of rank {self.transport.rank}, got rank {state['rank']}'s")
-        self._bound, self._left, self._shared.step = {}, state["tensors"], state["step"]
 
-    def finished(self, bucket: GradBucket) -> None:
-        """Count steps."""
-        if bucket.is_last():
-            self._shared.step += 1
+        def call() -> None:
+            with together(self.transport, "load_state_dict", self._timeout) as conversation:
+                check(state, self.transport.rank, self.transport.size, self._params, self._compressor.describe())
+                conversation.call["steps"] = state["step"]
+                conversation.agree()
+
+        in_order(self.transport, call)
+        self._bound, self._pending = {}, False
+        self._left = {kind: dict(entries) for kind, entries in state["tensors"].items()}
+        self._extra = {tuple(names): text for names, text in state["buckets"]}
+        self._shared.step = state["step"]
+
+
+def _stepped(state: "weakref.ref[HookState]", optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """After any optimizer's step."""
+    alive = state()
+    if alive is not None and alive._pending and any(id(p) in alive._names for p in optimizer.param_groups[0]["params"]):
+        alive._commit()
 
 
 def comm_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """For `model.register_comm_hook(state, comm_hook)`: the mean of a bucket by a compressor, over MPI.
 
-    DDP wants a process group for its own start-up (gloo will do); gradients go through `state.comm`.
+    DDP wants a process group for its own start-up (gloo will do); gradients go through the state's communicator.
     """
     where = bucket.buffer().device
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=[where] if where.type == "cuda" else None)
-
     device = device_of(bucket.buffer())
     mark = device.mark()
 
     def job() -> None:
         try:
-            with device.after(mark):
-                buffer = bucket.buffer()
-                compressor = state.of(bucket)
-                flat = buffer.to(device.tensors(0, compressor.layout.dtype).dtype)
-                compressor.mean(state.transport, device.array(flat))
-                state.finished(bucket)
-                if flat.data_ptr() != buffer.data_ptr():
-                    buffer.copy_(flat)
-                future.set_result(buffer)
+            with device.after(mark), torch.no_grad():
+                try:
+                    state._mean(bucket)
+                    if bucket.is_last() and not state._failed:
+                        state._end()
+                except NonFiniteError:
+                    state._drop()
+                    if state._scaler is None:
+                        raise
+                except Exception:
+                    state._drop()
+                    raise
+                if state._failed:
+                    bucket.buffer().fill_(float("nan"))
+                future.set_result(bucket.buffer())
         except Exception as error:
             future.set_exception(error)  # type: ignore[arg-type]
 

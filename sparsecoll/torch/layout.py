@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from sparsecoll.residual import Residual
 from sparsecoll.torch.device import HOST, Array, Host, device_of
 
 
@@ -45,35 +46,73 @@ class Layout:
         """Values in the bucket."""
         return self.lengths[self.index]
 
-    @property
+    @functools.cached_property
     def offsets(self) -> list[int]:
         """Where each parameter begins, and the end."""
         return [0, *itertools.accumulate(int(np.prod(shape)) for shape in self.shapes)]
+
+    @functools.cached_property
+    def positions(self) -> dict[str, int]:
+        """The number of each parameter in the bucket."""
+        return {name: i for i, name in enumerate(self.names)}
 
     def zeros(self) -> Array:
         """A flat vector of zeros."""
         return self.device.zeros(self.length, self.dtype)
 
-    def residual(self) -> Residual:
-        """Error feedback for it."""
-        return Residual(self.length, self.dtype, self.device.zeros(0, self.dtype))
+    def name_at(self, index: int) -> str:
+        """The parameter that a coordinate of the bucket belongs to."""
+        return self.names[bisect_right(self.offsets, index) - 1]
 
     def views(self, flat: Array) -> list[torch.Tensor]:
         """The parameters' parts of a flat vector, in their shapes; they share its memory."""
-        whole, edges = self.device.tensor(flat), self.offsets
-        return [whole[a:b].view(shape) for a, b, shape in zip(edges[:-1], edges[1:], self.shapes, strict=True)]
+        return list(self.by_name(flat).values())
 
     def by_name(self, flat: Array) -> dict[str, torch.Tensor]:
         """`views` by name."""
-        return dict(zip(self.names, self.views(flat), strict=True))
+        return self.split(self.device.tensor(flat))
+
+    def split(self, whole: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The parameters' parts of a flat tensor, in their shapes, by name."""
+        edges = self.offsets
+        parts = zip(self.names, edges[:-1], edges[1:], self.shapes, strict=True)
+        return {name: whole[a:b].view(shape) for name, a, b, shape in parts}
+
+    def part(self, whole: torch.Tensor, name: str) -> torch.Tensor:
+        """One parameter's part of a flat tensor."""
+        i, edges = self.positions[name], self.offsets
+        return whole[edges[i] : edges[i + 1]].view(self.shapes[i])
+
+
+class Buffer:
+    """A flat vector, as an array and as a tensor over the same memory."""
+
+    def __init__(self, array: Array, layout: Layout) -> None:
+        self.array = array
+        self.tensor = layout.device.tensor(array)
+        self.views = layout.split(self.tensor)
+        self._users = self._count()
+
+    def _count(self) -> int:
+        return int(torch._C._storage_Use_Count(self.tensor.untyped_storage()._cdata))  # type: ignore[attr-defined]
+
+    @property
+    def lent(self) -> bool:
+        """Whether tensors that were given away (gradients) still use this memory."""
+        return self._count() > self._users
 
 
 class Bucket:
-    """Some parameters and the flat vector of their gradients.
+    """Some parameters and the memory for their gradients and means.
+
+    Memory goes in circles: a gradient is copied into a buffer, a compressor with error feedback makes that buffer its
+    residual and gives the old residual's memory back once the step is taken. Means become gradients without a copy, so
+    their buffer is free again when nobody holds those tensors any more.
 
     Attributes:
         params: name -> parameter.
-        flat: their gradients, end to end, in `layout.dtype`.
+        gradient: this rank's gradients, end to end, in `layout.dtype`.
+        mean: the means, after the reduction.
         small: whether these are the parameters that are too small to be compressed.
     """
 
@@ -81,34 +120,84 @@ class Bucket:
         self.params = params
         self.layout = layout
         self.small = small
-        self.flat: Array = layout.zeros()
-        self.views = layout.by_name(self.flat)
+        self._known: dict[int, Buffer] = {}
+        self._free: list[Buffer] = []
+        self.gradient: Buffer | None = None
+        self.mean: Buffer | None = None
+
+    def _buffer(self) -> Buffer:
+        """Memory that nobody uses."""
+        for position, buffer in enumerate(self._free):
+            if not buffer.lent:
+                return self._free.pop(position)
+        return self._wrapped(self.layout.zeros())
+
+    def _wrapped(self, array: Array) -> Buffer:
+        buffer = self._known.get(id(array))
+        if buffer is None:
+            buffer = self._known[id(array)] = Buffer(array, self.layout)
+        return buffer
+
+    def recycle(self, arrays: Iterable[Array]) -> None:
+        """Take back memory that a compressor does not need any more."""
+        self._free += [self._wrapped(array) for array in arrays]
+
+    def whole(self) -> Buffer:
+        """The gradient buffer."""
+        if self.gradient is None:
+            self.gradient = self._buffer()
+        return self.gradient
 
     @torch.no_grad()
-    def take(self, name: str) -> None:
-        """Bring a parameter's gradient into the flat vector: zeros if it has none."""
-        gradient, view = self.params[name].grad, self.views[name]
+    def take(self, name: str, scale: float = 1.0) -> None:
+        """Copy a parameter's gradient, divided by `scale`, into the gradient buffer: zeros if it has none."""
+        gradient, view = self.params[name].grad, self.whole().views[name]
         if gradient is None:
             view.zero_()
-        elif gradient.is_sparse:
-            view.copy_(gradient.to_dense())
-        elif gradient.data_ptr() != view.data_ptr() or gradient.dtype != view.dtype:
+            return
+        if gradient.is_sparse:
+            gradient = gradient.to_dense()
+        if scale == 1.0:
             view.copy_(gradient)
+        else:
+            torch.mul(gradient.to(view.dtype), 1 / scale, out=view)
+
+    def means(self, keeps_gradient: bool) -> Array:
+        """Memory for the means: the gradient's own unless a compressor keeps that."""
+        assert self.gradient is not None
+        self.mean = self._buffer() if keeps_gradient else self.gradient
+        return self.mean.array
+
+    def finish(self, keeps_gradient: bool) -> None:
+        """The reduction is accepted: the gradient buffer is the compressor's now, or the means' own."""
+        assert self.mean is not None
+        self.gradient = None
+        self._free.append(self.mean)  # free again when the gradients made of it are
+
+    def reset(self) -> None:
+        """The reduction is dropped: its buffers are free."""
+        held = {id(buffer): buffer for buffer in (self.gradient, self.mean) if buffer is not None}
+        self._free += [buffer for buffer in held.values() if buffer not in self._free]
+        self.gradient = self.mean = None
 
     @torch.no_grad()
-    def give(self, name: str) -> None:
-        """Let the flat vector's values be the parameter's gradient, in its own dtype, sparse if it was."""
-        p, view = self.params[name], self.views[name]
-        if p.grad is not None and p.grad.is_sparse:
+    def give(self, name: str, sparse: bool = False, scale: float = 1.0) -> None:
+        """Let the mean, times `scale`, be the parameter's gradient, in its own dtype and memory format."""
+        assert self.mean is not None
+        p = self.params[name]
+        view = self.layout.part(self.mean.tensor, name)
+        if scale != 1.0:
+            view.mul_(scale)
+        if sparse:
             rows = view.flatten(1).any(1).nonzero().view(1, -1)
             values = view[rows[0]].to(p.dtype)
             p.grad = torch.sparse_coo_tensor(rows, values, view.shape, is_coalesced=True, check_invariants=False)
-        elif p.dtype == view.dtype:
-            p.grad = view
-        elif p.grad is not None:
-            p.grad.copy_(view)
+        elif p.dtype == view.dtype and p.is_contiguous():
+            p.grad = view.data  # with a count of changes of its own, which views share
         else:
-            p.grad = view.to(p.dtype)
+            old = p.grad
+            fits = old is not None and not old.is_sparse and old.stride() == p.stride()
+            p.grad = (old if fits else torch.empty_like(p, requires_grad=False)).copy_(view)  # type: ignore[union-attr]
 
 
 def fuse(

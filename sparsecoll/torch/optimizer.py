@@ -2,61 +2,77 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import contextlib
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
-from sparsecoll.torch.compressors import Compressor
-from sparsecoll.torch.engine import Engine
+from sparsecoll.agreement import together
+from sparsecoll.torch.compressors import Compressor, resolve
+from sparsecoll.torch.engine import Engine, Options
+from sparsecoll.torch.replicas import Named, communicator, in_order, model_of, named
+from sparsecoll.torch.state import STATE
 from sparsecoll.torch.timeline import Timeline
 from sparsecoll.traffic import Traffic
-from sparsecoll.transport import as_transport, default_comm
-
-STATE = "sparsecoll"  # key of the library's own part of state_dict
+from sparsecoll.transport import as_transport
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
-    """Wraps an optimizer: before its step, gradients become their means over all ranks.
+    """Wraps an optimizer: gradients become their means over all ranks before it steps.
 
         optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
         optimizer = DistributedOptimizer(optimizer, model.named_parameters(), compressor="topk")
 
-    Gradients are fused into buckets in the order in which they come, and each bucket is compressed and reduced in the
-    progress thread while back-propagation goes on (wait-free back-propagation with tensor fusion); `step` waits for
-    what is not finished. In the first step the order is learned (rank 0's holds for all), so nothing overlaps yet.
-    Parameters are broadcast from rank 0 at the start. A parameter that took part on some ranks only has a zero
-    gradient on the others; one that took part on none keeps its gradient None, so that the optimizer skips it.
+    A training loop is written as for DistributedDataParallel: gradients are fused into buckets, each bucket is
+    compressed and reduced in a progress thread while back-propagation goes on, and when `backward()` returns, every
+    `p.grad` is the mean, the same bits on all ranks. Clipping, GradScaler, checks of the norm, skipped steps
+    (`zero_grad()` instead of `step()`) and closures therefore do what they do on one process with the global batch. The
+    buckets' order is learned in the first step, rank 0's for all, so nothing overlaps yet.
 
-    Gradient accumulation: all back-propagations of a step but the last inside `no_sync()`. Clipping of the means: call
-    `synchronize()`, clip, then `step()`. Clipping of each rank's own gradients: `overlap=False`, clip, then `step()`.
+    Parameters and buffers are broadcast from rank 0 at the start; buffers that a forward pass has changed (BatchNorm's
+    running statistics) become rank 0's at the end of each back-propagation. A parameter that took part on some ranks
+    only counts as zero on the others. One that took part on none keeps its gradient None, so that the optimizer skips
+    it, unless something of it had been waiting in the residuals and arrives now.
+
+    A step that fails or is skipped leaves the residuals as they were before it.
+
+    Gradient accumulation: all back-propagations of a step but the last inside `no_sync()`, which saves communication;
+    without it every back-propagation is reduced, with the same result. With `overlap=False` gradients stay each rank's
+    own until `step`, so that whatever is done to them before (local clipping, noise) is done before they are sent.
 
     Args:
         optimizer: of floating-point parameters, on the CPU or (with CuPy) a CUDA device. Half-precision gradients are
             reduced in float32.
-        named_parameters: (name, parameter) of all of the optimizer's; every rank the same.
+        named_parameters: `model.named_parameters()` or the model itself; or (name, parameter) pairs of at least the
+            optimizer's parameters, every rank the same ones. Of pairs in a list the model and so its buffers are not
+            known: see `sparsecoll.torch.broadcast`.
         comm: mpi4py communicator (or the comm of sparsecoll.simulate). None: MPI.COMM_WORLD, or one rank without MPI.
-            Between back-propagation and `step` make no other calls on it.
+            Optimizers may share it.
         compressor: a name of `sparsecoll.torch.COMPRESSORS`, or a Compressor object with options.
         bucket_bytes: of gradient in a bucket; None: the whole model in one bucket.
         dense_below: parameters of fewer values are not compressed.
         overlap: False reduces in `step`.
-        verify: every so many steps compare the bits of all parameters over the ranks (True: 100; 0: never).
-        timeout: seconds to wait for a peer; then CommunicationError. None: for ever, with a warning once a minute.
+        verify: every so many steps compare the bits of all parameters and buffers over the ranks (True: 100; 0: never).
+        timeout: seconds to wait for a peer; then CommunicationError. None: for ever, with a warning once a minute. In
+            the first reduction, in which kernels are compiled, at least 300.
         timeline: records what happens when.
 
     Raises:
-        ValueError, TypeError: an option or a parameter is invalid; on every rank.
-        CommunicationError: ranks disagree (parameters, compressor, options), or bits differ.
+        ValueError, TypeError: an option or a parameter is invalid on some rank; the same on every rank.
+        CommunicationError: ranks disagree (parameters, compressor, options), or bits differ; the same on every rank.
+        RuntimeError: `comm` is None, and a launcher has started several processes of which MPI knows nothing.
 
-    Memory: a flat copy of the gradients and the compressor's state (for error feedback as much again).
+    Memory: with error feedback three flat vectors of the gradients' size (residual, gradient, mean), else one; and what
+    else the compressor keeps.
     """
 
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        named_parameters: Iterable[tuple[str, torch.Tensor]],
+        named_parameters: torch.nn.Module | Iterable[tuple[str, torch.Tensor]],
         comm: Any = None,
         compressor: str | Compressor = "topk",
         *,
@@ -68,45 +84,62 @@ class DistributedOptimizer(torch.optim.Optimizer):
         timeline: Timeline | None = None,
     ) -> None:
         self.optimizer = optimizer
-        known = {id(p): name for name, p in named_parameters}
-        params: dict[str, torch.Tensor] = {}
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                if id(p) not in known:
-                    raise ValueError(
-                        "named_parameters: expected all of the optimizer's parameters,"
-                        f" one of shape {tuple(p.shape)} is missing"
-                    )
-                params[known[id(p)]] = p
-        if bucket_bytes is not None and bucket_bytes < 1:
-            raise ValueError(f"bucket_bytes: expected at least 1 or None, got {bucket_bytes}")
-        self._engine = Engine(
-            params,
-            as_transport(default_comm() if comm is None else comm),
-            compressor,
-            bucket_bytes=bucket_bytes,
-            dense_below=dense_below,
-            overlap=overlap,
-            verify=100 if verify is True else int(verify),
-            timeout=timeout,
-            timeline=timeline,
-        )
-        self._synchronized = False
+        super().__setstate__({})  # the hooks of a torch optimizer; groups and state are the wrapped optimizer's
+        transport = communicator(comm)
+        model = model_of(named_parameters)
+
+        def checked() -> tuple[Named, Compressor, Options]:
+            with together(transport, "DistributedOptimizer", None):
+                options = Options(
+                    bucket_bytes, dense_below, overlap, 100 if verify is True else verify, timeout, timeline
+                )
+                options.check()
+                return _of_optimizer(optimizer, named(named_parameters)), resolve(compressor), options
+
+        params, own, options = in_order(transport, checked)
+        self._engine = Engine(transport, own, optimizer, model, options)
+        self._engine.add(params)
 
     @property
-    def param_groups(self) -> Any:  # type: ignore[override]
+    def param_groups(self) -> Any:
         """The wrapped optimizer's."""
         return self.optimizer.param_groups
 
+    @param_groups.setter
+    def param_groups(self, groups: Any) -> None:
+        self.optimizer.param_groups = groups
+
     @property
-    def state(self) -> Any:  # type: ignore[override]
+    def state(self) -> Any:
         """The wrapped optimizer's."""
         return self.optimizer.state
 
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.optimizer.state = state
+
     @property
-    def defaults(self) -> Any:  # type: ignore[override]
+    def defaults(self) -> Any:
         """The wrapped optimizer's."""
         return self.optimizer.defaults
+
+    @defaults.setter
+    def defaults(self, defaults: Any) -> None:
+        self.optimizer.defaults = defaults
+
+    def __getattr__(self, name: str) -> Any:
+        """Whatever else the wrapped optimizer has, as the train() and eval() of schedule-free ones."""
+        if name == "optimizer":
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Read by GradScaler.step, which is how the scaler, and with it the scale of gradients, is found."""
+        scaler = sys._getframe(1).f_locals.get("self")
+        if isinstance(scaler, torch.amp.GradScaler):
+            self._engine.scaler = scaler
+        return False
 
     @property
     def traffic(self) -> Traffic:
@@ -115,52 +148,83 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Seconds of this rank so far by kind of work (see `sparsecoll.trace`), and "exposed": waited for in `step`."""
+        """Seconds of this rank so far by kind of work (see `sparsecoll.trace`), and "exposed": waited for."""
         return self._engine.seconds
 
     def move(self, comm: Any) -> None:
         """Go on over another communicator, that of `sparsecoll.shrink` after a rank was lost, say; collective on it.
 
-        Residuals are kept; what the lost ranks held in theirs is gone with them. Parameters and the wrapped optimizer's
-        tensors become those of the new rank 0, since the step that failed may have been taken by some ranks only.
+        Residuals are kept; what the lost ranks held in theirs is gone with them. Parameters, buffers and the wrapped
+        optimizer's state become those of the new rank 0, since the step that failed may have been taken by some only.
         """
-        tensors = [
-            value
-            for group in self.param_groups
-            for p in group["params"]
-            for _, value in sorted(self.optimizer.state.get(p, {}).items())
-            if isinstance(value, torch.Tensor)
-        ]
-        self._engine.move(as_transport(comm), tensors)
-        self._synchronized = False
+        self._engine.move(as_transport(comm))
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Gradients of back-propagations inside only accumulate."""
+        """Gradients of back-propagations inside only accumulate; nothing is sent."""
         return self._engine.no_sync()
 
+    @contextlib.contextmanager
+    def join(self) -> Iterator[None]:
+        """Let ranks have different numbers of batches; collective.
+
+            with optimizer.join():
+                for batch in loader: ...
+
+        A rank that leaves the block early takes part in the others' reductions with zeros, as in DDP's join; when all
+        have left, parameters, buffers and optimizer state are those of the rank that has taken the most steps. Means
+        divide by all ranks throughout.
+        """
+        yield
+        self._engine.join()
+
     def synchronize(self) -> None:
-        """Wait until gradients are the means; collective. `step` does it where it was not done."""
-        if not self._synchronized:
-            self._engine.synchronize()
-            self._synchronized = True
+        """Make gradients the means now; collective. With `overlap=False`, to work on the means before `step`.
+
+        Raises:
+            CommunicationError: the reduction failed on some rank; gradients and residuals are as they were.
+        """
+        self._engine.synchronize()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """One step on all ranks; collective. `closure` evaluates this rank's loss and gradients."""
+        """One step on all ranks; collective.
+
+        Args:
+            closure: evaluates this rank's loss and gradients. The wrapped optimizer gets the mean loss of all ranks, so
+                that line searches decide alike.
+
+        Returns:
+            What the wrapped optimizer returns.
+
+        Raises:
+            NonFiniteError: a gradient holds NaN or infinity on some rank and the compressor cannot pass that on; the
+                same on every rank. The step is not taken.
+            CommunicationError: a reduction failed, or an earlier step has failed on another rank.
+        """
         if closure is None:
-            self.synchronize()
-            self._synchronized = False
-            return self.optimizer.step()
+            self._engine.before_step()
+            return self._stepped(None)
 
         def evaluated() -> Any:
             with torch.enable_grad():
                 loss = closure()
-            self._engine.synchronize()
-            return loss
+            self._engine.before_step()
+            return self._engine.mean_loss(loss)
 
-        return self.optimizer.step(evaluated)
+        return self._stepped(evaluated)
+
+    def _stepped(self, closure: Callable[[], Any] | None) -> Any:
+        try:
+            result = self.optimizer.step() if closure is None else self.optimizer.step(closure)
+        except Exception as error:
+            if not getattr(error, "on_all_ranks", False):
+                self._engine.failed_step(error)
+            raise
+        self._engine.after_step()
+        return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As the wrapped optimizer's."""
+        """As the wrapped optimizer's. Between `backward()` and `step()` it gives the step up: residuals go back."""
+        self._engine.discard()
         self.optimizer.zero_grad(set_to_none)
 
     def add_param_group(
@@ -174,23 +238,28 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._engine.add({names.get(id(p), f"group{number}.{j}"): p for j, p in enumerate(added)})
 
     def state_dict(self) -> dict[str, Any]:
-        """The wrapped optimizer's state, and the compressor's by parameter name.
+        """The wrapped optimizer's state_dict, with the compressor's state by parameter name under "sparsecoll".
 
-        Residuals differ between ranks: save one file per rank. Safe for torch.load(weights_only=True).
+        Residuals differ between ranks: save one file per rank. Safe for torch.load(weights_only=True). A plain torch
+        optimizer loads it, too, and ignores the residuals.
         """
-        return {"optimizer": self.optimizer.state_dict(), STATE: self._engine.state_dict()}
+        return {**self.optimizer.state_dict(), STATE: self._engine.state_dict()}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on where a run on as many ranks stopped, with the same bits; collective.
+
+        A plain optimizer's state_dict is taken, too; residuals are empty then.
 
         Raises:
             CommunicationError: the state was saved by another rank or at another number of ranks (see `redistribute`).
+            ValueError, TypeError: it is of another model or compressor.
         """
-        self.optimizer.load_state_dict(state_dict["optimizer"])
-        self._engine.load_state_dict(state_dict[STATE])
+        own = state_dict.get(STATE)
+        inner = state_dict.get("optimizer") or {name: v for name, v in state_dict.items() if name != STATE}
+        self._engine.load_state_dict(own, lambda: self.optimizer.load_state_dict(inner))
 
     def close(self) -> None:
-        """Take the hooks off the parameters; they train on their own from then on."""
+        """Take the hooks off the parameters: from then on each rank's optimizer steps on its own gradients."""
         self._engine.close()
 
     def __repr__(self) -> str:
@@ -198,3 +267,20 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError("DistributedOptimizer cannot be pickled: save its state_dict()")
+
+
+def _of_optimizer(optimizer: torch.optim.Optimizer, params: Named) -> Named:
+    """All named parameters.
+
+    Raises:
+        ValueError: the optimizer has one that is not among them.
+    """
+    known = {id(p) for p in params.values()}
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if id(p) not in known:
+                raise ValueError(
+                    "named_parameters: expected all of the optimizer's parameters,"
+                    f" one of shape {tuple(p.shape)} is missing"
+                )
+    return params

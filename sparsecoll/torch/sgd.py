@@ -15,9 +15,9 @@ from sparsecoll.algorithms.base import Reduction
 from sparsecoll.errors import CommunicationError
 from sparsecoll.formats import Format
 from sparsecoll.torch.device import Host, device_of
-from sparsecoll.torch.engine import broadcast_from_rank_0
 from sparsecoll.torch.flat import FlatVector, Update
 from sparsecoll.torch.layout import residual_dtype
+from sparsecoll.torch.replicas import share
 from sparsecoll.traffic import Traffic
 from sparsecoll.transport import Transport, as_transport, default_comm
 
@@ -133,7 +133,7 @@ class SparseSGD(torch.optim.Optimizer):
                     residual.copy_(state["residual"])
                 else:
                     with together(self._transport, "parameters", self._options["timeout"]):
-                        broadcast_from_rank_0(self._transport, p)
+                        share(self._transport, [p])
                 state["residual"] = residual
             known = number < len(algorithms)
             fresh = self._algorithm if number == 0 else copy.deepcopy(self._algorithm)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from sparsecoll.torch.compressors.powersgd import LowRank, finite, orthogonalized
+from sparsecoll.torch.compressors.powersgd import LowRank, orthogonalized
 from sparsecoll.torch.device import Array
 from sparsecoll.transport import Transport
 from sparsecoll.vector import DenseVector
@@ -37,6 +37,10 @@ class ACPSGD(LowRank):
     reuse: bool = True
 
     @property
+    def keeps_gradient(self) -> bool:
+        return self.feedback
+
+    @property
     def _odd(self) -> bool:
         return self.shared.step % 2 == 0  # steps count from 1 in the paper
 
@@ -51,35 +55,25 @@ class ACPSGD(LowRank):
             )
             fixed = [self._random(tuple(f.shape), generator) for f in fixed]
         fixed = [orthogonalized(f) for f in fixed]
-        if self._odd:
-            self.q = fixed
-            parts = [M @ q for M, q in zip(matrices, self.q, strict=True)]
-        else:
-            self.p = fixed
-            parts = [M.T @ p for M, p in zip(matrices, self.p, strict=True)]
-        message = finite((self._P if self._odd else self._Q).join(parts + self._rest(values)))
-        if self.feedback:
-            for M, part, f in zip(matrices, parts, fixed, strict=True):
-                left, right = (part, f) if self._odd else (f, part)
-                M.addmm_(left, right.T, alpha=-1)
-        else:
-            self.residual.array.fill(0)
-        return DenseVector(message)
+        own = [(M if self._odd else M.T) @ f for M, f in zip(matrices, fixed, strict=True)]
+        self._fixed, self._own = fixed, own
+        return self.finite((self._P if self._odd else self._Q).join(own + self._rest(values)), acc)
 
     @torch.no_grad()
-    def communicate(self, transport: Transport, message: DenseVector | Exception) -> list[torch.Tensor]:
+    def communicate(self, transport: Transport, message: DenseVector) -> list[torch.Tensor]:
         value = self._reduce(transport, message).value
         assert isinstance(value, DenseVector)
         means = [part.div_(self.size) for part in (self._P if self._odd else self._Q).split(value.values)]
-        count = len(self.p)
-        if self._odd:
-            self.p = means[:count]
-        else:
-            self.q = means[:count]
+        count = len(self._fixed)
+        self._trial = (means[:count], self._fixed) if self._odd else (self._fixed, means[:count])
         return means[count:]
 
     @torch.no_grad()
-    def update(self, gradient: Array, message: Any, reduced: list[torch.Tensor]) -> None:
-        self._write_rest(gradient, reduced)
-        for M, p, q in zip(self._matrices(gradient), self.p, self.q, strict=True):
+    def update(self, out: Array, message: Any, reduced: list[torch.Tensor]) -> None:
+        if self.feedback:
+            for M, own, fixed in zip(self._matrices(self.acc.values), self._own, self._fixed, strict=True):
+                left, right = (own, fixed) if self._odd else (fixed, own)
+                M.addmm_(left, right.T, alpha=-1)
+        self._write_rest(out, reduced)
+        for M, p, q in zip(self._matrices(out), self.p, self.q, strict=True):
             torch.mm(p, q.T, out=M)

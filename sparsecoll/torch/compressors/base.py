@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
@@ -14,13 +14,16 @@ from sparsecoll import api
 from sparsecoll.agreement import together
 from sparsecoll.algorithms import Algorithm, Reduction
 from sparsecoll.algorithms.dense import Dense
+from sparsecoll.errors import NonFiniteError
+from sparsecoll.residual import Compensated
 from sparsecoll.select import Vector
+from sparsecoll.torch.compressors.versions import Versions
 from sparsecoll.torch.device import Array, Host
 from sparsecoll.torch.layout import Layout
 from sparsecoll.trace import doing
 from sparsecoll.transport import Transport
 from sparsecoll.transport.collectives import allgatherv
-from sparsecoll.vector import DenseVector
+from sparsecoll.vector import DenseVector, SparseVector
 
 DENSE = Dense()
 
@@ -42,18 +45,26 @@ class Shared:
 class Compressor(ABC):
     """Options of a method; a copy of it, bound to a bucket, does that bucket's work and holds its state.
 
-    `mean` is one step: compensate, compress, communicate, update. What a rank raises in the first two is raised on
-    every rank by the third.
+    `mean` is one reduction: compensate, compress, communicate, update. An exception in any of them is raised on every
+    rank. State (residuals, velocities, factors) is transactional: a reduction works on a trial version of it, which
+    `keep` accepts once every bucket of the model has been reduced on all ranks and `drop` forgets; `commit` makes it
+    the state of the next step once the optimizer has stepped, and `rollback` returns to the state before this step.
     """
 
     name: ClassVar[str]
     profiles: ClassVar[bool] = False  # whether `Shared.ccr` is to be measured
+    replicated: ClassVar[frozenset[str]] = frozenset()  # kinds of state that are the same on all ranks
 
     def bind(self, layout: Layout, transport: Transport, shared: Shared, timeout: float | None = None) -> None:
         """Make room for a bucket's state. Collective: compressors may measure or agree here."""
         self.layout, self.shared, self.timeout = layout, shared, timeout
         self.size = transport.size
         self._generation = transport.generation
+
+    @property
+    def keeps_gradient(self) -> bool:
+        """Whether the gradient's memory becomes state; then the mean needs memory of its own."""
+        return False
 
     def compensate(self, gradient: Array) -> Any:
         """acc: the gradient with what earlier steps left."""
@@ -65,38 +76,58 @@ class Compressor(ABC):
 
     @abstractmethod
     def communicate(self, transport: Transport, message: Any) -> Any:
-        """What came of it; the same on every rank. `message` may be an exception, to be raised on every rank."""
+        """Reduce `message` over all ranks; the result is the same on every rank."""
 
     @abstractmethod
-    def update(self, gradient: Array, message: Any, reduced: Any) -> None:
-        """gradient = the mean over the ranks; keep what did not contribute."""
+    def update(self, out: Array, message: Any, reduced: Any) -> None:
+        """out = the mean over the ranks; what did not contribute stays in the trial state."""
 
-    def mean(self, transport: Transport, gradient: Array) -> None:
-        """Replace this rank's gradient by the (compressed) mean over the ranks. Collective."""
+    def mean(self, transport: Transport, gradient: Array, out: Array) -> None:
+        """Write the (compressed) mean of all ranks' gradients to `out`. Collective.
+
+        Args:
+            gradient: this rank's; its memory becomes the trial residual if `keeps_gradient`.
+            out: memory of its own if `keeps_gradient`, else it may be `gradient`.
+
+        Raises:
+            NonFiniteError: a gradient holds NaN or infinity and the method cannot pass that on; on every rank.
+        """
         if self._generation != transport.generation:
             self._generation = transport.generation
             self.forget()
-        try:
+        with together(transport, f"bucket {self.layout.index}", self.timeout):
             with doing("select", gradient.size):
                 message = self.compress(self.compensate(gradient))
-        except Exception as error:
-            message = error
-        try:
             reduced = self.communicate(transport, message)
-        except Exception:
-            self.recover()
-            raise
-        with doing("dense", gradient.size):
-            self.update(gradient, message, reduced)
+            with doing("dense", gradient.size):
+                self.update(out, message, reduced)
 
-    def recover(self) -> None:  # noqa: B027 - most have nothing to mend
-        """After a step that failed: leave state with which the next one can be made."""
+    def keep(self) -> list[Array]:
+        """Accept the trial state; returns arrays of the bucket's length that are of no further use."""
+        return []
+
+    def drop(self) -> None:  # noqa: B027 - most have no state
+        """Forget the trial state: the reduction failed on some rank or is made again."""
+
+    def exclude(self, names: Collection[str]) -> None:  # noqa: B027 - most have no state
+        """Parameters that take no part in the reduction under way: their trial state is what it was."""
+
+    def commit(self) -> list[Array]:
+        """The optimizer has stepped; returns arrays as `keep` does."""
+        return []
+
+    def rollback(self, names: Collection[str] | None = None) -> list[Array]:
+        """Return to the state before this step, for all parameters or those named; returns arrays as `keep` does."""
+        return []
+
+    def rescale(self, factor: float) -> None:  # noqa: B027 - most have no state
+        """Multiply kept gradients by a factor: the unit of gradients has changed."""
 
     def forget(self) -> None:  # noqa: B027 - most keep nothing of the kind
         """Drop what must be the same on all ranks and may not be: a call has failed since the last step."""
 
     def state(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Tensors by kind ("residual", ...) and parameter name; views, not copies."""
+        """Tensors by kind ("residual", ...) and parameter name, as of the last step; views, not copies."""
         return {}
 
     def extra_state(self) -> dict[str, Any]:
@@ -111,30 +142,30 @@ class Compressor(ABC):
         options = ", ".join(f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if f.init)
         return f"{self.name}({options})"
 
-    def _reduce(
-        self,
-        transport: Transport,
-        message: Vector | Exception,
-        algorithm: Algorithm = DENSE,
-        **options: Any,
-    ) -> Reduction:
+    def check_finite(self, x: Vector) -> None:
+        """Raise if what is to be sent holds NaN or infinity.
+
+        Raises:
+            NonFiniteError: it does; the text names the parameter.
+        """
+        index = x.first_not_finite()
+        if index is not None:
+            name = self.layout.name_at(index)
+            raise NonFiniteError(f"gradient of {name!r}: expected finite values, got NaN or infinity")
+
+    def _reduce(self, transport: Transport, message: Vector, algorithm: Algorithm = DENSE, **options: Any) -> Reduction:
         """One allreduce of what was selected."""
+        options["nonfinite"] = "pass"  # dense sums pass NaN on, as plain data parallelism does; others have checked
+        if isinstance(message, SparseVector):
+            self.check_finite(message)
+        return api.allreduce_vectors(
+            transport, lambda: (message, algorithm), timeout=self.timeout, selected=True, **options
+        )
 
-        def prepare() -> tuple[Vector, Algorithm]:
-            if isinstance(message, Exception):
-                raise message
-            return message, algorithm
-
-        dense = isinstance(message, DenseVector)  # as in plain data parallelism, NaN reaches all ranks
-        options["nonfinite"] = "pass" if dense else "raise"
-        return api.allreduce_vectors(transport, prepare, timeout=self.timeout, selected=True, **options)
-
-    def _gather(self, transport: Transport, message: Array | Exception) -> list[Array]:
+    def _gather(self, transport: Transport, message: Array) -> list[Array]:
         """All ranks' messages of bytes, in rank order."""
         with together(transport, "compressor", self.timeout) as conversation:
             conversation.call |= {"compressor": self.describe(), "length": self.layout.length}
-            if isinstance(message, Exception):
-                raise message
             conversation.agree()
             with transport.phase("gather"):
                 blocks = allgatherv(transport, message)
@@ -144,29 +175,83 @@ class Compressor(ABC):
 
 @dataclass
 class Feedback(Compressor):
-    """With error feedback: acc = residual + gradient, residual = acc - contributed."""
+    """With error feedback: acc = residual + gradient, residual = acc - contributed.
+
+    acc is formed in the gradient's memory, so that the residual stays as it was until the step is known to be good.
+    """
+
+    @property
+    def keeps_gradient(self) -> bool:
+        return True
 
     def bind(self, layout: Layout, transport: Transport, shared: Shared, timeout: float | None = None) -> None:
         super().bind(layout, transport, shared, timeout)
-        self.residual = layout.residual()
+        self._residual = Versions(layout.zeros() if self.keeps_gradient else layout.device.zeros(0, layout.dtype))
+        self._versions = [self._residual]
 
-    def compensate(self, gradient: Array) -> DenseVector:
-        return self.residual.compensate(gradient)
+    def compensate(self, gradient: Array, scale: float = 1.0) -> DenseVector:
+        """acc = scale * residual + gradient, formed by whatever reads it first."""
+        if not self.keeps_gradient:
+            return DenseVector(gradient)
+        self.acc = Compensated(gradient)
+        self.acc.add_later(self._residual.current, scale)
+        self._residual.trial = gradient
+        return self.acc
 
-    def recover(self) -> None:
-        self.residual.drop_not_finite()
+    def contributed(self, sent: Vector) -> None:
+        """acc -= sent; what is left is the trial residual."""
+        if isinstance(sent, SparseVector):
+            self.acc.subtract_at(sent)
+        else:
+            np.subtract(self.acc.values, sent.values, out=self.acc.values)
+
+    def keep(self) -> list[Array]:
+        return self._residual.keep()
+
+    def drop(self) -> None:
+        for versions in self._versions:
+            versions.drop()
+
+    def exclude(self, names: Collection[str]) -> None:
+        for versions in self._versions:
+            versions.exclude(self._parts(names) or [])
+
+    def commit(self) -> list[Array]:
+        return self._residual.commit()
+
+    def rollback(self, names: Collection[str] | None = None) -> list[Array]:
+        return self._residual.rollback(self._parts(names))
+
+    def _parts(self, names: Collection[str] | None) -> list[slice] | None:
+        """Where these parameters are in the bucket."""
+        if names is None:
+            return None
+        edges = self.layout.offsets
+        return [slice(edges[i], edges[i + 1]) for i, name in enumerate(self.layout.names) if name in names]
+
+    def rescale(self, factor: float) -> None:
+        for versions in self._versions:
+            versions.scale(factor)
 
     def state(self) -> dict[str, dict[str, torch.Tensor]]:
-        return {"residual": self.layout.by_name(self.residual.array)}
+        return {"residual": self.layout.by_name(self._residual.base)} if self.keeps_gradient else {}
 
 
-def write_mean(gradient: Array, value: Vector, size: int) -> None:
-    """gradient = value / size."""
+def write_mean(out: Array, value: Vector, size: int) -> None:
+    """out = value / size."""
     if isinstance(value, DenseVector):
-        np.multiply(value.values, 1 / size, out=gradient, casting="same_kind")
+        np.divide(value.values, size, out=out, casting="same_kind")
         return
-    gradient.fill(0)
-    DenseVector(gradient).add_at(value.scaled(1 / size))
+    out.fill(0)
+    DenseVector(out).add_at(value.with_values(value.values / value.dtype.type(size)))
+
+
+def check_count(name: str, value: Any) -> None:
+    """Raise unless an option is an integer of at least 1."""
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise TypeError(f"{name}: expected an integer, got {value!r}")
+    if value < 1:
+        raise ValueError(f"{name}: expected at least 1, got {value}")
 
 
 class Pieces:

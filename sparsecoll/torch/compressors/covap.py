@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from sparsecoll.algorithms import Reduction
-from sparsecoll.torch.compressors.base import Feedback, Shared
+from sparsecoll.torch.compressors.base import Feedback, Shared, check_count
 from sparsecoll.torch.device import Array
 from sparsecoll.torch.layout import Layout
 from sparsecoll.transport import Transport
@@ -47,8 +47,8 @@ class COVAP(Feedback):
     _decided: bool = field(default=False, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if self.interval is not None and self.interval < 1:
-            raise ValueError(f"interval: expected at least 1, got {self.interval}")
+        if self.interval is not None:
+            check_count("interval", self.interval)
         if not 0 <= self.start <= 1 or self.ascend < 0 or self.ascend_steps < 1:
             raise ValueError(
                 "start, ascend, ascend_steps: expected in [0, 1], at least 0 and at least 1,"
@@ -82,30 +82,26 @@ class COVAP(Feedback):
         """What residuals are multiplied by in this step."""
         return float(min(self.start + self.shared.step // self.ascend_steps * self.ascend, 1.0))
 
-    def compensate(self, gradient: Array) -> DenseVector:
+    def compensate(self, gradient: Array, scale: float = 1.0) -> DenseVector:
         if not self._decided and self.shared.ccr is not None:
             self._decide(max(1, math.ceil(self.shared.ccr)))
-        acc = self.residual.array
-        np.multiply(acc, self.coefficient, out=acc)
-        np.add(acc, gradient, out=acc)
-        return self.residual.vector
+        return super().compensate(gradient, self.coefficient)
 
     def compress(self, acc: DenseVector) -> list[tuple[int, int]]:
+        self.check_finite(acc)  # it may wait here for long
         step, interval = self.shared.step, self._interval
         return [edges for tensor, edges in enumerate(self._shards, self._first) if (tensor + step) % interval == 0]
 
-    def communicate(self, transport: Transport, message: list[tuple[int, int]] | Exception) -> list[Reduction]:
-        if isinstance(message, Exception):
-            raise message
-        acc = self.residual.array
+    def communicate(self, transport: Transport, message: list[tuple[int, int]]) -> list[Reduction]:
+        acc = self.acc.values
         return [self._reduce(transport, DenseVector(acc[a:b])) for a, b in message]
 
-    def update(self, gradient: Array, message: list[tuple[int, int]], reduced: list[Reduction]) -> None:
-        gradient.fill(0)
+    def update(self, out: Array, message: list[tuple[int, int]], reduced: list[Reduction]) -> None:
+        out.fill(0)
         for (a, b), reduction in zip(message, reduced, strict=True):
             assert isinstance(reduction.value, DenseVector)
-            np.multiply(reduction.value.values, 1 / self.size, out=gradient[a:b])
-            self.residual.array[a:b] = 0
+            np.divide(reduction.value.values, self.size, out=out[a:b])
+            self.acc.values[a:b] = 0
 
     def extra_state(self) -> dict[str, Any]:
         return {"interval": self._interval if self._decided else 0}

@@ -52,14 +52,14 @@ class DRAGONN(TopK):
 
     def bind(self, layout: Layout, transport: Transport, shared: Shared, timeout: float | None = None) -> None:
         super().bind(layout, transport, shared, timeout)
-        self.compressed = not self.selective or self._pays(transport)
+        self.compressed = layout.length > 0 and (not self.selective or self._pays(transport, layout))
         self._slots = Slots(1, 0)
 
-    def _pays(self, transport: Transport) -> bool:
+    def _pays(self, transport: Transport, layout: Layout) -> bool:
         """Equation (1), the same answer on every rank."""
         tuning, P = tuning_of(transport), transport.size
         d, k = self.layout.length, self._densities.k(self.layout.length, 1 << 60)
-        gradient = beside(self.residual.array, np.random.default_rng(0).standard_normal(d).astype(self.layout.dtype))
+        gradient = beside(layout.zeros(), np.random.default_rng(0).standard_normal(d).astype(self.layout.dtype))
         vector, selector, form = DenseVector(gradient), select.SampledThreshold(), Slots(k, 0)
         chosen = form.arriving(selector.select(vector, k))
         message = form.encode(chosen)
@@ -80,7 +80,7 @@ class DRAGONN(TopK):
         self._slots = Slots(max(self._k, 1), mix(self.seed, self.shared.step))
         return chosen
 
-    def communicate(self, transport: Transport, message: Vector | Exception) -> Reduction:
+    def communicate(self, transport: Transport, message: Vector) -> Reduction:
         if not self.compressed:
             return self._reduce(transport, message, DENSE)
         return super().communicate(transport, message)
@@ -88,12 +88,12 @@ class DRAGONN(TopK):
     def _format(self) -> str | Format:
         return self._slots
 
-    def update(self, gradient: Array, message: Any, reduced: Reduction) -> None:
+    def update(self, out: Array, message: Any, reduced: Reduction) -> None:
         if self.compressed:
-            super().update(gradient, message, reduced)
+            super().update(out, message, reduced)
         else:
-            self.residual.array.fill(0)
-            write_mean(gradient, reduced.value, self.size)
+            write_mean(out, reduced.value, self.size)
+            self.acc.values.fill(0)
 
     def extra_state(self) -> dict[str, Any]:
         return super().extra_state() | {"compressed": self.compressed}

@@ -31,17 +31,17 @@ class EFSignSGD(Feedback):
         sums = [np.abs(values[a:b]).sum(dtype=np.float64).reshape(1) for a, b in pairwise(edges)]
         scales = (np.concatenate(sums) / beside(values, sizes)).astype(np.float32)
         if not np.isfinite(scales).all():
-            raise ValueError("gradient: expected finite values, got NaN or infinity")
+            self.check_finite(acc)
         return np.concatenate([scales.view(np.uint8), np.packbits(values >= 0)])
 
-    def communicate(self, transport: Transport, message: Array | Exception) -> list[Array]:
+    def communicate(self, transport: Transport, message: Array) -> list[Array]:
         return self._gather(transport, message)
 
-    def update(self, gradient: Array, message: Array, reduced: list[Array]) -> None:
-        self._add(self.residual.array, message, -1.0)
-        gradient.fill(0)
+    def update(self, out: Array, message: Array, reduced: list[Array]) -> None:
+        self._add(self.acc.values, message, -1.0)
+        out.fill(0)
         for block in reduced:
-            self._add(gradient, block, 1 / self.size)
+            self._add(out, block, 1 / self.size)
 
     def _add(self, out: Array, message: Array, factor: float) -> None:
         """out += factor * what a message says."""

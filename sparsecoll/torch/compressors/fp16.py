@@ -34,11 +34,11 @@ class FP16(Compressor):
             raise ValueError(f"value_dtype: expected float16 or bfloat16, got {self.value_dtype!r}")
 
     def compress(self, acc: Array) -> DenseVector:
-        np.multiply(acc, 1 / self.size, out=acc)
+        np.divide(acc, self.size, out=acc)
         return DenseVector(acc)
 
-    def communicate(self, transport: Transport, message: DenseVector | Exception) -> Reduction:
+    def communicate(self, transport: Transport, message: DenseVector) -> Reduction:
         return self._reduce(transport, message, value_dtype=self.value_dtype)
 
-    def update(self, gradient: Array, message: Any, reduced: Reduction) -> None:
-        write_mean(gradient, reduced.value, 1)
+    def update(self, out: Array, message: Any, reduced: Reduction) -> None:
+        write_mean(out, reduced.value, 1)

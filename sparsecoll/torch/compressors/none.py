@@ -21,11 +21,11 @@ class NoCompression(Compressor):
     def compress(self, acc: Array) -> DenseVector:
         return DenseVector(acc)
 
-    def communicate(self, transport: Transport, message: DenseVector | Exception) -> Reduction:
+    def communicate(self, transport: Transport, message: DenseVector) -> Reduction:
         return self._reduce(transport, message)
 
-    def update(self, gradient: Array, message: Any, reduced: Reduction) -> None:
-        write_mean(gradient, reduced.value, self.size)
+    def update(self, out: Array, message: Any, reduced: Reduction) -> None:
+        write_mean(out, reduced.value, self.size)
 
 
 @dataclass
@@ -43,5 +43,5 @@ class Free(Compressor):
     def communicate(self, transport: Transport, message: None) -> None:
         return None
 
-    def update(self, gradient: Array, message: None, reduced: None) -> None:
+    def update(self, out: Array, message: None, reduced: None) -> None:
         pass

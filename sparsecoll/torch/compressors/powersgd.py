@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from sparsecoll.torch.compressors.base import Feedback, Pieces, Shared
+from sparsecoll.torch.compressors.base import Feedback, Pieces, Shared, check_count
 from sparsecoll.torch.device import Array
 from sparsecoll.torch.layout import Layout
 from sparsecoll.transport import Transport
 from sparsecoll.vector import DenseVector
+
+Factors = tuple[list[torch.Tensor], list[torch.Tensor]]
 
 
 @dataclass
@@ -28,12 +31,13 @@ class LowRank(Feedback):
         seed: of the first factors; the same on all ranks.
     """
 
+    replicated = frozenset({"p", "q"})
+
     rank: int = 4
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise ValueError(f"rank: expected at least 1, got {self.rank}")
+        check_count("rank", self.rank)
 
     def bind(self, layout: Layout, transport: Transport, shared: Shared, timeout: float | None = None) -> None:
         super().bind(layout, transport, shared, timeout)
@@ -56,8 +60,39 @@ class LowRank(Feedback):
         rest: list[tuple[int, ...]] = [(math.prod(layout.shapes[place]),) for place in self._whole]
         self._P, self._Q = Pieces(rows + rest, layout), Pieces(columns + rest, layout)
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + layout.index)
-        self.p = [self._random(shape, generator) for shape in rows]
-        self.q = [self._random(shape, generator) for shape in columns]
+        first = (
+            [self._random(shape, generator) for shape in rows],
+            [self._random(shape, generator) for shape in columns],
+        )
+        self._base = self._factors = first  # as of the last step, as of the last reduction
+        self._trial: Factors | None = None
+
+    @property
+    def p(self) -> list[torch.Tensor]:
+        """Left factors, of the reduction under way if there is one."""
+        return (self._trial or self._factors)[0]
+
+    @property
+    def q(self) -> list[torch.Tensor]:
+        """Right factors, as `p`."""
+        return (self._trial or self._factors)[1]
+
+    def keep(self) -> list[Array]:
+        self._factors, self._trial = self._trial or self._factors, None
+        return super().keep()
+
+    def drop(self) -> None:
+        self._trial = None
+        super().drop()
+
+    def commit(self) -> list[Array]:
+        self._base = self._factors
+        return super().commit()
+
+    def rollback(self, names: Collection[str] | None = None) -> list[Array]:
+        if names is None:
+            self._factors = self._base
+        return super().rollback(names)
 
     def _random(self, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
         """A normal matrix where the bucket is, the same on every kind of device."""
@@ -72,23 +107,24 @@ class LowRank(Feedback):
         views = self.layout.views(flat)
         return [views[place].reshape(-1) for place in self._whole]
 
-    def _write_rest(self, gradient: Array, means: list[torch.Tensor]) -> None:
+    def _write_rest(self, out: Array, means: list[torch.Tensor]) -> None:
         """Parameters that are sent whole leave nothing behind."""
-        for view, kept, mean in zip(self._rest(gradient), self._rest(self.residual.array), means, strict=True):
+        for view, mean in zip(self._rest(out), means, strict=True):
             view.copy_(mean)
-            kept.zero_()
+        if self.keeps_gradient:
+            for kept in self._rest(self.acc.values):
+                kept.zero_()
 
     def state(self) -> dict[str, dict[str, torch.Tensor]]:
         names = [self.layout.names[place] for place in self._low]
-        factors = {"p": dict(zip(names, self.p, strict=True)), "q": dict(zip(names, self.q, strict=True))}
-        return super().state() | factors
+        p, q = self._base
+        return super().state() | {"p": dict(zip(names, p, strict=True)), "q": dict(zip(names, q, strict=True))}
 
-
-def finite(message: Array) -> Array:
-    """A message that was worked out from a whole gradient, unless that held what is not finite."""
-    if not np.isfinite(message).all():
-        raise ValueError("gradient: expected finite values, got NaN or infinity")
-    return message
+    def finite(self, message: Array, acc: DenseVector) -> DenseVector:
+        """A message that was worked out from the whole of acc, unless acc held what is not finite."""
+        if not np.isfinite(message).all():
+            self.check_finite(acc)
+        return DenseVector(message)
 
 
 def orthogonalized(matrix: torch.Tensor) -> torch.Tensor:
@@ -114,27 +150,29 @@ class PowerSGD(LowRank):
     def compress(self, acc: DenseVector) -> DenseVector:
         values = acc.values
         parts = [M @ q for M, q in zip(self._matrices(values), self.q, strict=True)]
-        return DenseVector(finite(self._P.join(parts + self._rest(values))))
+        return self.finite(self._P.join(parts + self._rest(values)), acc)
 
     @torch.no_grad()
-    def communicate(self, transport: Transport, message: DenseVector | Exception) -> list[torch.Tensor]:
+    def communicate(self, transport: Transport, message: DenseVector) -> list[torch.Tensor]:
         first = self._reduce(transport, message).value
         assert isinstance(first, DenseVector)
         means = [part.div_(self.size) for part in self._P.split(first.values)]
         count = len(self.p)
-        self.p = [orthogonalized(part) for part in means[:count]]
+        left = [orthogonalized(part) for part in means[:count]]
+        right: list[torch.Tensor] = []
         columns = Pieces(self._Q.shapes[:count], self.layout)
         if count:
-            parts = [M.T @ p for M, p in zip(self._matrices(self.residual.array), self.p, strict=True)]
+            parts = [M.T @ p for M, p in zip(self._matrices(self.acc.values), left, strict=True)]
             second = self._reduce(transport, DenseVector(columns.join(parts))).value
             assert isinstance(second, DenseVector)
-            self.q = [part.div_(self.size) for part in columns.split(second.values)]
+            right = [part.div_(self.size) for part in columns.split(second.values)]
+        self._trial = left, right
         return means[count:]
 
     @torch.no_grad()
-    def update(self, gradient: Array, message: Any, reduced: list[torch.Tensor]) -> None:
-        self._write_rest(gradient, reduced)
-        pairs = zip(self._matrices(gradient), self._matrices(self.residual.array), self.p, self.q, strict=True)
+    def update(self, out: Array, message: Any, reduced: list[torch.Tensor]) -> None:
+        self._write_rest(out, reduced)
+        pairs = zip(self._matrices(out), self._matrices(self.acc.values), self.p, self.q, strict=True)
         for M, kept, p, q in pairs:
             torch.mm(p, q.T, out=M)
             kept.sub_(M)

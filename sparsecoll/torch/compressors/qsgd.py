@@ -42,6 +42,10 @@ class QSGD(Feedback):
         if self.bucket < 8:
             raise ValueError(f"bucket: expected at least 8, got {self.bucket}")
 
+    @property
+    def keeps_gradient(self) -> bool:
+        return self.feedback
+
     def bind(self, layout: Layout, transport: Transport, shared: Shared, timeout: float | None = None) -> None:
         super().bind(layout, transport, shared, timeout)
         self._rank = transport.rank
@@ -52,27 +56,24 @@ class QSGD(Feedback):
         return 4 * -(-self.layout.length // self.bucket)
 
     def compress(self, acc: DenseVector) -> Array:
+        self.check_finite(acc)
         values = contiguous(acc.values, np.float32)
-        if not np.isfinite(values).all():
-            raise ValueError("gradient: expected finite values, got NaN or infinity")
         message = empty(self._scales + -(-values.size * self.bits // 8), np.uint8, values)
         scales, codes = message[: self._scales].view(np.float32), message[self._scales :]
         seed = mix(self.seed + self._rank, self.shared.step) >> 1
         kernels_of(values).quantize(values, 0, self.bits, self.bucket, seed, scales, codes)
         return message
 
-    def communicate(self, transport: Transport, message: Array | Exception) -> list[Array]:
+    def communicate(self, transport: Transport, message: Array) -> list[Array]:
         return self._gather(transport, message)
 
-    def update(self, gradient: Array, message: Array, reduced: list[Array]) -> None:
+    def update(self, out: Array, message: Array, reduced: list[Array]) -> None:
         if self.feedback:
-            self.residual.array[:] -= self._values(message)
-        else:
-            self.residual.array.fill(0)
-        gradient.fill(0)
+            self.contributed(DenseVector(self._values(message)))
+        out.fill(0)
         for block in reduced:
-            np.add(gradient, self._values(block), out=gradient)
-        np.multiply(gradient, 1 / self.size, out=gradient)
+            np.add(out, self._values(block), out=out)
+        np.divide(out, self.size, out=out)
 
     def _values(self, message: Array) -> Array:
         scales, codes = message[: self._scales].view(np.float32), message[self._scales :]

@@ -45,17 +45,16 @@ class RandomK(Feedback):
         self._selector.forget()
 
     def compress(self, acc: Vector) -> SparseVector:
-        if acc.first_not_finite() is not None:  # it may not be drawn for long
-            raise ValueError("gradient: expected finite values, got NaN or infinity")
+        self.check_finite(acc)  # it may not be drawn for long
         return self._selector.select(acc, self._densities.k(self.layout.length, self.shared.step))
 
-    def communicate(self, transport: Transport, message: SparseVector | Exception) -> Reduction:
-        return self._reduce(transport, message if isinstance(message, Exception) else DenseVector(message.values))
+    def communicate(self, transport: Transport, message: SparseVector) -> Reduction:
+        return self._reduce(transport, DenseVector(message.values))
 
-    def update(self, gradient: Array, message: SparseVector, reduced: Reduction) -> None:
-        self.residual.update(message)
+    def update(self, out: Array, message: SparseVector, reduced: Reduction) -> None:
+        self.contributed(message)
         assert isinstance(reduced.value, DenseVector)
-        write_mean(gradient, message.with_values(reduced.value.values), self.size)
+        write_mean(out, message.with_values(reduced.value.values), self.size)
 
     def extra_state(self) -> dict[str, Any]:
         return {"selector": self._selector.state_dict()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ from sparsecoll.algorithms import Algorithm, Reduction, resolve
 from sparsecoll.formats import Format
 from sparsecoll.select import Selector, Vector
 from sparsecoll.torch.compressors.base import Feedback, Shared, write_mean
+from sparsecoll.torch.compressors.versions import Versions
 from sparsecoll.torch.device import Array
 from sparsecoll.torch.layout import Layout
 from sparsecoll.torch.schedule import Densities, Density
@@ -72,25 +74,41 @@ class TopK(Feedback):
         if self._densities.by_layer:
             self._selectors = [copy.deepcopy(self.selector or select.TopK()) for _ in layout.names]
         if self.momentum:
-            self._velocity = layout.zeros()
+            self._velocity, self._spare = Versions(layout.zeros()), [layout.zeros()]
+            self._versions.append(self._velocity)
 
-    def compensate(self, gradient: Array) -> DenseVector:
+    def compensate(self, gradient: Array, scale: float = 1.0) -> DenseVector:
         if self.clip is not None:
             most = self.clip / self.size**0.5
             for view in self.layout.views(gradient):
                 norm = float(torch.linalg.vector_norm(view))
                 if norm > most:
                     view.mul_(most / norm)
-        if not self.momentum:
-            return super().compensate(gradient)
-        np.multiply(self._velocity, self.momentum, out=self._velocity)
-        np.add(self._velocity, gradient, out=self._velocity)
-        return super().compensate(self._velocity)
-
-    def recover(self) -> None:
-        super().recover()
         if self.momentum:
-            self._velocity[~np.isfinite(self._velocity)] = 0
+            if not self._spare:
+                self._spare.append(self.layout.zeros())
+            velocity = self._spare[0]
+            np.multiply(self._velocity.current, self.momentum, out=velocity)
+            np.add(velocity, gradient, out=velocity)
+            gradient[:] = velocity
+            self._velocity.trial = velocity
+        return super().compensate(gradient, scale)
+
+    def keep(self) -> list[Array]:
+        if self.momentum:
+            self._spare[:1] = []
+            self._spare += self._velocity.keep()
+        return super().keep()
+
+    def commit(self) -> list[Array]:
+        if self.momentum:
+            self._spare += self._velocity.commit()
+        return super().commit()
+
+    def rollback(self, names: Collection[str] | None = None) -> list[Array]:
+        if self.momentum:
+            self._spare += self._velocity.rollback(self._parts(names))
+        return super().rollback(names)
 
     def forget(self) -> None:
         if self._densities.by_layer:
@@ -118,10 +136,8 @@ class TopK(Feedback):
             parts.append(selector.select(DenseVector(values[a:b]), k).shifted(a, self.layout.length))
         return SparseVector.concatenate(parts)
 
-    def communicate(self, transport: Transport, message: Vector | Exception) -> Reduction:
-        options: dict[str, Any] = (
-            {} if self._algorithm.takes_dense or isinstance(message, Exception) else {"k": self._k}
-        )
+    def communicate(self, transport: Transport, message: Vector) -> Reduction:
+        options: dict[str, Any] = {} if self._algorithm.takes_dense else {"k": self._k}
         return self._reduce(
             transport, message, self._algorithm, format=self._format(), value_dtype=self.value_dtype, **options
         )
@@ -129,15 +145,16 @@ class TopK(Feedback):
     def _format(self) -> str | Format:
         return self.format
 
-    def update(self, gradient: Array, message: Any, reduced: Reduction) -> None:
-        self.residual.update(reduced.contributed)
+    def update(self, out: Array, message: Any, reduced: Reduction) -> None:
+        self.contributed(reduced.contributed)
         if self.momentum:
-            sent = reduced.contributed
-            self._velocity[slice(None) if isinstance(sent, DenseVector) else sent.indices] = 0
-        write_mean(gradient, reduced.value, self.size)
+            sent, velocity = reduced.contributed, self._velocity.trial
+            assert velocity is not None
+            velocity[slice(None) if isinstance(sent, DenseVector) else sent.indices] = 0
+        write_mean(out, reduced.value, self.size)
 
     def state(self) -> dict[str, dict[str, torch.Tensor]]:
-        own = {"velocity": self.layout.by_name(self._velocity)} if self.momentum else {}
+        own = {"velocity": self.layout.by_name(self._velocity.base)} if self.momentum else {}
         return super().state() | own
 
     def extra_state(self) -> dict[str, Any]:

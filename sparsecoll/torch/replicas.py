@@ -1,0 +1,248 @@
+"""What makes P processes one training: the launcher, the same parameters and buffers on all ranks, and the proof."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+import os
+import zlib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from sparsecoll.agreement import together
+from sparsecoll.errors import CommunicationError
+from sparsecoll.transport import Transport, as_transport, default_comm
+from sparsecoll.transport.collectives import allgather, broadcast, spread
+
+LAUNCHERS = {  # environment variable -> who sets it
+    "WORLD_SIZE": "torchrun",
+    "SLURM_NTASKS": "Slurm",
+    "OMPI_COMM_WORLD_SIZE": "Open MPI's mpirun",
+    "PMI_SIZE": "MPICH's mpirun",
+}
+MESSAGE_BYTES = 64 << 20  # of small tensors that are sent together
+Named = dict[str, torch.Tensor]
+
+
+def communicator(comm: Any) -> Transport:
+    """The transport of a communicator; None: MPI.COMM_WORLD, or one rank without MPI.
+
+    Raises:
+        RuntimeError: None, and a launcher has started several processes of which this MPI knows nothing: each of them
+            would train on its own.
+    """
+    if comm is not None:
+        return as_transport(comm)
+    transport = as_transport(default_comm())
+    if transport.size == 1:
+        for name, launcher in LAUNCHERS.items():
+            value = os.environ.get(name, "")
+            if value.isdigit() and int(value) > 1:
+                raise RuntimeError(
+                    f"comm: expected {value} ranks, since {launcher} has set {name}={value}, got MPI.COMM_WORLD with"
+                    " one: each process would train on its own. Start the job with the mpirun of mpi4py's MPI"
+                    " (`python -m sparsecoll doctor` tells), or pass comm=MPI.COMM_SELF if that is what you want"
+                )
+    return transport
+
+
+def in_order(transport: Transport, call: Any) -> Any:
+    """Carry out a collective call after those that the progress thread still has to do."""
+    return call() if transport.worker is None else transport.worker.in_order(call)
+
+
+# -- which tensors
+
+
+def model_of(given: Any) -> torch.nn.Module | None:
+    """The model whose parameters these are: a Module itself, or what its `parameters()` generators belong to."""
+    if isinstance(given, torch.nn.Module):
+        return given
+    if inspect.isgenerator(given) and given.gi_frame is not None:
+        owner = inspect.getgeneratorlocals(given).get("self")
+        return owner if isinstance(owner, torch.nn.Module) else None
+    return None
+
+
+def named(given: Any) -> Named:
+    """Name -> parameter, of a Module or of (name, parameter) pairs.
+
+    Raises:
+        TypeError: neither.
+        ValueError: a name comes twice.
+    """
+    pairs = given.named_parameters() if isinstance(given, torch.nn.Module) else given
+    result: Named = {}
+    for pair in pairs:
+        if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)):
+            raise TypeError(
+                "named_parameters: expected (name, parameter) pairs, as of model.named_parameters(), or the model,"
+                f" got {type(pair).__name__} in it"
+            )
+        name, p = pair
+        if name in result and result[name] is not p:
+            raise ValueError(f"named_parameters: expected every name once, got {name!r} again")
+        result[name] = p
+    return result
+
+
+class Buffers:
+    """A model's buffers (BatchNorm's running statistics, for one), and which of them have changed lately."""
+
+    def __init__(self, model: torch.nn.Module | None) -> None:
+        self.tensors: Named = {}
+        self._modules: list[list[str]] = []
+        if model is not None:
+            for prefix, module in model.named_modules():
+                own = {f"{prefix}.{name}".lstrip("."): b for name, b in module.named_buffers(recurse=False)}
+                own = {name: b for name, b in own.items() if not any(b is other for other in self.tensors.values())}
+                if own:
+                    self.tensors |= own
+                    self._modules.append(list(own))
+        self.mark()
+
+    @property
+    def modules(self) -> int:
+        """How many modules have buffers."""
+        return len(self._modules)
+
+    def _counts(self) -> list[int]:
+        return [sum(self.tensors[name]._version for name in names) for names in self._modules]
+
+    def mark(self) -> None:
+        """What is changed from now on is a change."""
+        self._marked = self._counts()
+
+    def changed(self) -> list[bool]:
+        """For each module with buffers, whether one of them was changed in place since `mark`.
+
+        A running mean is changed by the forward pass without a trace; the count of batches beside it leaves one.
+        """
+        return [now != then for now, then in zip(self._counts(), self._marked, strict=True)]
+
+    def of(self, modules: Iterable[bool]) -> list[torch.Tensor]:
+        """The buffers of the modules that are marked."""
+        return [self.tensors[name] for names, is_ in zip(self._modules, modules, strict=True) if is_ for name in names]
+
+
+def describe(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """What ranks compare of tensors: one entry each, so that a message names those that differ."""
+    return {
+        f"parameter {i}": f"{name!r}, {tuple(t.shape)}, {str(t.dtype).removeprefix('torch.')}"
+        for i, (name, t) in enumerate(tensors.items())
+    }
+
+
+# -- the same values everywhere
+
+
+@torch.no_grad()
+def share(transport: Transport, tensors: Iterable[torch.Tensor], root: int = 0) -> None:
+    """Root's values for all ranks, several tensors a message. Collective."""
+    if transport.size == 1:
+        return
+    groups: dict[tuple[torch.dtype, torch.device], list[list[torch.Tensor]]] = {}
+    for t in tensors:
+        if t.numel():
+            lists = groups.setdefault((t.dtype, t.device), [[]])
+            if sum(other.nbytes for other in lists[-1]) > MESSAGE_BYTES:
+                lists.append([])
+            lists[-1].append(t)
+    with transport.phase("broadcast"):
+        for group in (group for lists in groups.values() for group in lists):
+            raw = torch.cat([t.detach().contiguous().view(-1).view(torch.uint8) for t in group]).cpu()
+            sent, start = torch.from_numpy(broadcast(transport, raw.numpy(), root)), 0
+            for t in group:
+                t.copy_(sent[start : start + t.nbytes].view(t.dtype).view(t.shape))
+                start += t.nbytes
+
+
+def share_optimizer(transport: Transport, optimizer: torch.optim.Optimizer, root: int = 0) -> None:
+    """Root's state of an optimizer for all ranks: tensors, numbers, and the numbers in its groups. Collective."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    plain = (bool, int, float, str, type(None))
+    table = {
+        "groups": [{k: v for k, v in g.items() if isinstance(v, plain)} for g in optimizer.param_groups],
+        "state": [
+            {
+                key: {"tensor": [list(v.shape), str(v.dtype).removeprefix("torch.")]} if torch.is_tensor(v) else v
+                for key, v in optimizer.state.get(p, {}).items()
+                if torch.is_tensor(v) or isinstance(v, plain)
+            }
+            for p in params
+        ],
+    }
+    text = np.frombuffer(json.dumps(table).encode(), np.uint8)
+    roots = json.loads(bytes(spread(transport, text, root)))
+    for group, numbers in zip(optimizer.param_groups, roots["groups"], strict=True):
+        group.update(numbers)
+    tensors = []
+    for p, entries in zip(params, roots["state"], strict=True):
+        for key, value in sorted(entries.items()):
+            own = optimizer.state[p]
+            if not isinstance(value, dict):
+                own[key] = value
+                continue
+            shape, dtype = value["tensor"]
+            old = own.get(key)
+            if not torch.is_tensor(old) or list(old.shape) != shape:
+                like = p if shape else torch.empty((), device="cpu")
+                own[key] = torch.zeros(shape, dtype=getattr(torch, dtype), device=like.device)
+            tensors.append(own[key])
+    share(transport, tensors, root)
+
+
+@torch.no_grad()
+def broadcast_model(model: torch.nn.Module, comm: Any = None, root: int = 0) -> None:
+    """Give all ranks root's parameters and buffers of a model. Collective.
+
+    Args:
+        model: the same modules on every rank.
+        comm: an mpi4py communicator, or the comm of `sparsecoll.simulate`. None: MPI.COMM_WORLD.
+        root: the rank whose values count.
+
+    Raises:
+        CommunicationError: models differ in a name, shape or dtype; the same on every rank.
+    """
+    transport = communicator(comm)
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+    def call() -> None:
+        with together(transport, "broadcast", None) as conversation:
+            conversation.call |= {**describe(tensors), "root": int(root)}
+            conversation.agree()
+            share(transport, tensors.values(), root)
+
+    in_order(transport, call)
+
+
+def raw_bytes(t: torch.Tensor) -> memoryview:
+    """A tensor's bits."""
+    return memoryview(t.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy())
+
+
+def compare(transport: Transport, tensors: Named, step: int, timeout: float | None) -> None:
+    """Raise on every rank if bits differ, naming the first tensor that does. Collective."""
+    with together(transport, "verify", timeout), transport.phase("verify"):
+        sums = np.array([zlib.crc32(raw_bytes(t)) for t in tensors.values()], np.uint32)
+        rows = allgather(transport, sums)
+        transport.flush()
+    for name, column in zip(tensors, rows.T, strict=True):
+        if (column != column[0]).any():
+            others = [str(rank) for rank, value in enumerate(column.tolist()) if value != column[0]]
+            raise CommunicationError(
+                f"verify: expected the same bits on all ranks after step {step},"
+                f" got others than rank 0's in {name!r} on rank {', '.join(others)}"
+            )
+
+
+def mean_of(transport: Transport, value: float, timeout: float | None) -> float:
+    """The mean of one number over the ranks, the same bits on all of them. Collective."""
+    with together(transport, "mean", timeout):
+        numbers = allgather(transport, np.array([value], np.float64)).ravel().tolist()
+        transport.flush()
+    return math.fsum(numbers) / len(numbers) if all(map(math.isfinite, numbers)) else sum(numbers) / len(numbers)

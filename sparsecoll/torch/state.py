@@ -1,0 +1,110 @@
+"""Saved state: tensors by kind and parameter name, and what they belong to. One format for the whole adapter."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from sparsecoll.errors import CommunicationError
+from sparsecoll.torch.compressors import Compressor
+
+STATE = "sparsecoll"  # key of the library's own part of a state_dict
+Tensors = dict[str, dict[str, torch.Tensor]]
+
+
+def collect(compressors: Iterable[Compressor], parked: Tensors) -> Tensors:
+    """Copies of all tensors, and of those whose parameters are in no bucket now."""
+    tensors: Tensors = {kind: dict(entries) for kind, entries in parked.items()}
+    for compressor in compressors:
+        for kind, entries in compressor.state().items():
+            tensors.setdefault(kind, {}).update({name: t.detach().clone() for name, t in entries.items()})
+    return tensors
+
+
+def restore(compressors: Iterable[Compressor], tensors: Tensors) -> Tensors:
+    """Copy saved tensors into compressors; returns those that found no place."""
+    left = {kind: dict(entries) for kind, entries in tensors.items()}
+    for compressor in compressors:
+        for kind, entries in compressor.state().items():
+            for name, own in entries.items():
+                saved = left.get(kind, {}).pop(name, None)
+                if saved is not None:
+                    own.copy_(saved)
+    return {kind: entries for kind, entries in left.items() if entries}
+
+
+def check(state: Mapping[str, Any], rank: int, size: int, params: Mapping[str, torch.Tensor], method: str) -> None:
+    """Raise unless a saved state is this rank's, of these parameters and this compressor.
+
+    Raises:
+        CommunicationError: it is another rank's, or of another number of ranks.
+        ValueError: it is of other parameters or another compressor.
+    """
+    if (state["rank"], state["size"]) != (rank, size):
+        cure = (
+            "load the file that this rank saved"
+            if state["size"] == size
+            else "sparsecoll.torch.redistribute makes it of all ranks' files"
+        )
+        raise CommunicationError(
+            f"state_dict: expected the one of rank {rank} of {size}, got that of rank {state['rank']} of"
+            f" {state['size']}; {cure}"
+        )
+    saved = state.get("compressor", "")
+    if saved and saved.partition("(")[0] != method.partition("(")[0]:
+        raise ValueError(f"state_dict: expected the state of compressor {method}, got that of {saved}")
+    for kind, entries in state["tensors"].items():
+        for name, t in entries.items():
+            if name not in params:
+                raise ValueError(f"state_dict: expected names of parameters, got {name!r}")
+            expected = tuple(params[name].shape)
+            if kind not in state.get("replicated", ("p", "q")) and tuple(t.shape) != expected:
+                raise ValueError(f"state_dict: {kind} of {name!r}: expected shape {expected}, got {tuple(t.shape)}")
+
+
+def encode_extra(compressors: Iterable[Compressor]) -> list[str]:
+    """What else each bucket's compressor needs, as texts."""
+    return [json.dumps(compressor.extra_state()) for compressor in compressors]
+
+
+def redistribute(states: Sequence[Mapping[str, Any]], rank: int, size: int) -> dict[str, Any]:
+    """Make the state of one of `size` ranks from the states of all ranks of a run with another number of them.
+
+    A residual of rank i goes to the new rank i mod `size`, times size / old size: an update is the mean over the ranks,
+    so that what waits in all residuals still moves the parameters as far as it would have. Other tensors that belong to
+    a rank (velocities) are treated alike; what all ranks have in common is taken over; thresholds and boundaries are
+    found anew.
+
+    Args:
+        states: `state_dict()` of all ranks 0, 1, ... in order: of DistributedOptimizer, SparseSGD or HookState.
+        rank: of the new rank, 0 to size - 1.
+        size: the new number of ranks.
+
+    Returns:
+        What `load_state_dict` of the new rank takes.
+
+    Raises:
+        ValueError: states are missing or in another order.
+    """
+    own = [state.get(STATE, state) for state in states]
+    if not own or [part["rank"] for part in own] != list(range(own[0]["size"])):
+        raise ValueError(
+            f"states: expected those of ranks 0 to {own[0]['size'] - 1 if own else '...'},"
+            f" got {[part['rank'] for part in own]}"
+        )
+    replicated, scale = set(own[0].get("replicated", ("p", "q"))), size / len(own)
+    tensors: Tensors = {}
+    for kind, entries in own[0]["tensors"].items():
+        if kind in replicated:
+            tensors[kind] = {name: t.clone() for name, t in entries.items()}
+            continue
+        mine = [part["tensors"][kind] for part in own[rank::size]]
+        tensors[kind] = {
+            name: torch.stack([m[name] for m in mine]).sum(0).mul_(scale) if mine else torch.zeros_like(t)
+            for name, t in entries.items()
+        }
+    new = {**own[0], "rank": rank, "size": size, "tensors": tensors, "buckets": [], "ccr": None}
+    return {**states[0], STATE: new} if STATE in states[0] else new
