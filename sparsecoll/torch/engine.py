@@ -8,96 +8,38 @@ when the optimizer steps; until then it can be taken back.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from sparsecoll import trace
 from sparsecoll.agreement import together
-from sparsecoll.errors import CommunicationError, NonFiniteError
+from sparsecoll.errors import NonFiniteError
 from sparsecoll.progress import in_background
 from sparsecoll.torch.backward import at_end_of_backward
-from sparsecoll.torch.compressors import Compressor, Free, NoCompression, Shared, resolve
+from sparsecoll.torch.buckets import Buckets
+from sparsecoll.torch.compressors import Compressor
 from sparsecoll.torch.device import device_of
-from sparsecoll.torch.layout import Bucket, fuse, residual_dtype
+from sparsecoll.torch.layout import Bucket, residual_dtype
+from sparsecoll.torch.options import Options
+from sparsecoll.torch.profiler import Profiler
 from sparsecoll.torch.replicas import Buffers, Named, compare, describe, in_order, mean_of, share, share_optimizer
-from sparsecoll.torch.state import Tensors, check, collect, encode_extra, restore
-from sparsecoll.torch.timeline import Timeline
+from sparsecoll.torch.rounds import CHANGED, JOINED, NOTHING, SUSPECT, Round, Row
+from sparsecoll.torch.state import check
 from sparsecoll.transport import Transport
-from sparsecoll.transport.collectives import allgather, broadcast
+from sparsecoll.transport.collectives import allgather
 
 logger = logging.getLogger(__name__)
 
-PROFILED = slice(2, 7)  # steps of which back-propagation and communication are compared, if a compressor asks
 COMPILING = 300.0  # seconds: the least timeout of the first reduction, in which kernels may be compiled
-CHANGED, JOINED, SUSPECT = 1, 2, 4  # flags of a round
 OWNER = "_sparsecoll_engine"  # attribute of a parameter: a weak reference to the engine that has hooked it
-
-
-@dataclass
-class Round:
-    """What all ranks say at the end of a reduction.
-
-    Attributes:
-        steps: taken by each rank before this one.
-        flags: any rank's.
-        joined: how many ranks have run out of data.
-        used, sparse, trainable: by parameter, whether any rank has a gradient, a sparse one, wants one.
-        modules: which modules with buffers have changed them on any rank.
-    """
-
-    steps: list[int]
-    flags: int
-    joined: int
-    used: list[bool]
-    sparse: list[bool]
-    trainable: list[bool]
-    modules: list[bool]
-
-
-@dataclass(frozen=True)
-class Options:
-    """Of an Engine; see DistributedOptimizer."""
-
-    bucket_bytes: int | None = 25 << 20
-    dense_below: int = 1024
-    overlap: bool = True
-    verify: int = 0
-    timeout: float | None = None
-    timeline: Timeline | None = None
-
-    def check(self) -> None:
-        """Raise unless each option is what it should be.
-
-        Raises:
-            TypeError, ValueError: one is not.
-        """
-        for name, least in (("bucket_bytes", 1), ("dense_below", 0), ("verify", 0)):
-            value = getattr(self, name)
-            if name == "bucket_bytes" and value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{name}: expected an integer, got {value!r}")
-            if value < least:
-                raise ValueError(f"{name}: expected at least {least}, got {value}")
-        if not isinstance(self.overlap, bool):
-            raise TypeError(f"overlap: expected True or False, got {self.overlap!r}")
-        if self.timeout is not None and (isinstance(self.timeout, bool) or not isinstance(self.timeout, (int, float))):
-            raise TypeError(f"timeout: expected seconds or None, got {self.timeout!r}")
-        if self.timeout is not None and not self.timeout > 0:
-            raise ValueError(f"timeout: expected more than 0 seconds, or None to wait for ever, got {self.timeout}")
-        if self.timeline is not None and not isinstance(self.timeline, Timeline):
-            raise TypeError(f"timeline: expected a sparsecoll.torch.Timeline, got {self.timeline!r}")
 
 
 class Engine:
@@ -123,27 +65,20 @@ class Engine:
         self.params: Named = {}
         self.transport = transport
         self.scaler: Any = None
-        self._compressor = compressor
-        self._optimizer, self._model = optimizer, model
-        self._options = options
+        self.closed = False
+        self.seconds = dict.fromkeys((*trace.KINDS, "exposed"), 0.0)
+        self._compressor, self._optimizer, self._options = compressor, optimizer, options
+        self._known: set[int] = set()
         self._buffers = Buffers(model)
-        self._shared = Shared()
-        self._synchronizing = True
-        self._buckets: list[tuple[Bucket, Compressor]] = []
-        self._order: list[str] = []  # names by when their gradients came first; buckets are made in this order
-        self._saved: dict[str, Any] = {}  # state that waits for buckets to be made
-        self._parked: Tensors = {}  # state of parameters that are in no bucket
+        self._buckets = Buckets(compressor, options)
         self._handles: dict[str, Any] = {}
-        self._forward_hook: Any = None
-        self._profile: list[tuple[float, list[float]]] = []
-        self._forward_end = self._stepped = time.perf_counter()
-        self._scale = 1.0
+        self._profiler = Profiler(model) if compressor.profiles else None
         self._threads = torch.get_num_threads()
+        self._synchronizing = True
         self._early = options.overlap  # whether buckets are sent before back-propagation ends
         self._warmed = False  # whether a reduction has succeeded
         self._suspect = False  # whether this rank's parameters may differ from the others'
-        self.closed = False
-        self.seconds = dict.fromkeys((*trace.KINDS, "exposed"), 0.0)
+        self._scale = 1.0
         self._unusable: NonFiniteError | None = None  # what the next step raises: gradients that are not finite
         self._given: dict[str, tuple[torch.Tensor, int]] = {}  # means that are gradients now, and their versions
         self._end_reduction()
@@ -177,11 +112,12 @@ class Engine:
                 share(self.transport, tensors.values())
 
         in_order(self.transport, call)
-        self._remember()
+        self._buckets.clear()
+        self._end_reduction()
         self.params.update(new)
         self._known = {id(p) for p in self.params.values()}
         self._hook_all()
-        self._order = []
+        self._buckets.order = []
 
     def _added(self) -> Named:
         """Parameters that were added to the optimizer and are not known here yet."""
@@ -202,8 +138,6 @@ class Engine:
                 setattr(p, OWNER, weakref.ref(self))
                 hook = partial(_call_hook, weakref.ref(self), name)
                 self._handles[name] = p.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-        if self._model is not None and self._compressor.profiles and self._forward_hook is None:
-            self._forward_hook = self._model.register_forward_hook(partial(_note_forward, weakref.ref(self)))
 
     def close(self) -> None:
         """Take the hooks off the parameters; nothing is reduced any more."""
@@ -211,17 +145,16 @@ class Engine:
             handle.remove()
             if getattr(self.params[name], OWNER, lambda: None)() is self:
                 delattr(self.params[name], OWNER)
-        if self._forward_hook is not None:
-            self._forward_hook.remove()
+        if self._profiler is not None:
+            self._profiler.close()
         self._handles.clear()
         self.closed = True
 
     def move(self, transport: Transport) -> None:
         """Go on over another communicator, with rank 0's parameters, buffers and optimizer state; collective on it."""
         self.transport = transport
-        self._remember()
-        if self._saved:
-            self._saved |= {"rank": transport.rank, "size": transport.size}
+        self._buckets.clear()
+        self._end_reduction()
         tensors = {**self.params, **self._buffers.tensors}
 
         def call() -> None:
@@ -233,7 +166,6 @@ class Engine:
 
         in_order(transport, call)
         self._suspect = False
-        self._end_reduction()
         self.discard()
 
     @contextlib.contextmanager
@@ -250,11 +182,10 @@ class Engine:
     def _end_reduction(self) -> None:
         """Nothing of a reduction is under way."""
         self._taken: set[str] = set()
-        self._place = {name: i for i, (bucket, _) in enumerate(self._buckets) for name in bucket.params}
         self._waiting = [set(bucket.params) for bucket, _ in self._buckets]
         self._sent: list[Future[float]] = []
         self._failed: Exception | None = None
-        self._changed = False
+        self._changed = self._again = self._broken_off = False
         self._opened = False
         self._first: float | None = None  # when the first and the last gradient came
         self._last = 0.0
@@ -274,14 +205,16 @@ class Engine:
         if self._options.overlap:
             at_end_of_backward(self, self.synchronize)
         if not self._buckets:
-            if name not in self._order:
-                self._order.append(name)
+            if name not in self._buckets.order:
+                self._buckets.order.append(name)
             return
-        place = self._place.get(name)
+        place = self._buckets.place.get(name)
         if place is None or not self._early or self._profiling:
             return
+        if self._broken_off:
+            return
         if name in self._taken:  # once more in this back-propagation, or after one that was broken off
-            self._changed = True
+            self._changed = self._again = True
             return
         self._take(place, name)
         while len(self._sent) < len(self._buckets) and not self._waiting[len(self._sent)]:
@@ -302,8 +235,7 @@ class Engine:
                     " back-propagation, got a gradient that was changed in place after it had been reduced"
                 )
         if gone:
-            for bucket, compressor in self._buckets:
-                bucket.recycle(compressor.rollback(None if len(gone) == len(self._given) else gone))
+            self._buckets.rollback(None if len(gone) == len(self._given) else gone)
         for name in gone:
             del self._given[name]
         self._scale = float(self.scaler.get_scale()) if self.scaler is not None else 1.0
@@ -394,7 +326,7 @@ class Engine:
         if not self._opened:
             self._open()
         if not self._buckets:
-            self._fuse()
+            self._make_buckets()
         for place, (bucket, _) in enumerate(self._buckets):
             if place >= len(self._sent):
                 for name in bucket.params if bucket.gradient is None else list(self._waiting[place]):
@@ -405,8 +337,8 @@ class Engine:
             timeline.add("back-propagation", self._first, self._last)
         start = time.perf_counter()
         flags |= CHANGED * self._changed | SUSPECT * self._suspect
-        mine = self._row(flags)
-        end = in_background(self.transport, lambda: self._round(*mine))
+        row = Row.of(self._buckets.shared.step, flags, self.params, self._buffers.changed())
+        end = in_background(self.transport, lambda: self._round(row))
         seconds: list[Any] = []
         error: Exception | None = None
         futures: list[Future[Any]] = [*self._sent, end]
@@ -416,33 +348,32 @@ class Engine:
             except Exception as problem:
                 error = error or problem
         self.seconds["exposed"] += time.perf_counter() - start
-        outcome: Any = None if error is not None else seconds.pop()
-        changed = error is None and bool(outcome.flags & CHANGED)
-        stale = error is None and {n for n, t in zip(self.params, outcome.trainable, strict=True) if t} != set(
-            self._place
-        )
-        alone = error is None and outcome.joined == self.transport.size
-        if error is not None or changed or stale or alone:
+        outcome: Round = NOTHING if error is not None else seconds.pop()
+        if error is not None:
             self._drop()
-            if error is not None:
-                self._fail(error)
-                return outcome or Round([], 0, 0, [], [], [], [])
-            if stale:
-                self._rebucket(outcome.trainable)
-            if changed:
-                self._without_early()
-            return outcome if alone else None
+            self._fail(error)
+            return outcome
+        changed, stale = outcome.flags & CHANGED, outcome.trainable != set(self._buckets.place)
+        if changed or stale or outcome.joined == self.transport.size:
+            if self._again:
+                self._send_at_the_end()
+            self._drop()
+            if stale:  # parameters were frozen or unfrozen
+                self._buckets.clear()
+                self._make_buckets(outcome.trainable)
+            return None if changed or stale else outcome
         self._accept(outcome, seconds)
-        return outcome  # type: ignore[no-any-return]
+        return outcome
+
+    def _make_buckets(self, wanted: set[str] | None = None) -> None:
+        self._buckets.make(self.transport, self.params, self._patience, wanted)
+        self._waiting = [set(bucket.params) for bucket, _ in self._buckets]
 
     def _drop(self) -> None:
         """Leave everything as it was before the reduction."""
-        for bucket, compressor in self._buckets:
-            compressor.drop()
-            bucket.reset()
-        scale = self._scale
+        self._buckets.drop()
         self._end_reduction()
-        self._opened, self._scale = True, scale
+        self._opened = True
 
     def _fail(self, error: Exception) -> None:
         """Raise what failed; gradients that are not finite are passed on, for whoever looks at them before the step."""
@@ -450,46 +381,47 @@ class Engine:
         if not isinstance(error, NonFiniteError):
             raise error
         self._unusable, self._reduced, self._dirty = error, True, False
-        for name in self._place:
+        for name in self._buckets.place:
             p = self.params[name]
             p.grad = torch.full_like(p, float("nan"), requires_grad=False)
 
-    def _without_early(self) -> None:
-        if self._early and self.transport.rank == 0:
-            logger.warning(
-                "gradients came more than once in a back-propagation (reentrant checkpointing does so;"
-                " use_reentrant=False does not), so they are sent at its end from now on"
-            )
+    def _send_at_the_end(self) -> None:
+        """Send gradients when back-propagation has ended, from now on."""
         self._early = False
+        logger.warning(
+            "rank %d: gradients came more than once before a back-propagation ended (reentrant checkpointing does so;"
+            " use_reentrant=False does not): they are sent at its end from now on",
+            self.transport.rank,
+        )
 
     def _accept(self, outcome: Round, seconds: list[float]) -> None:
         """The reduction is good on all ranks: gradients become means."""
-        scales = []
-        for bucket, compressor in self._buckets:
-            bucket.recycle(compressor.keep())
-            bucket.finish(compressor.keeps_gradient)
-            bucket.layout.device.catch_up()
-            scales.append(self._scale_of(compressor))
-            if not self._warmed:
+        self._buckets.keep()
+        if not self._warmed:
+            for _, compressor in self._buckets:
                 compressor.timeout = self._options.timeout
         self._warmed = True
-        about = dict(zip(self.params, zip(outcome.used, outcome.sparse, strict=True), strict=True))
         self._given.clear()
-        for name, place in self._place.items():
-            bucket, (used, sparse) = self._buckets[place][0], about[name]
+        for name, place in self._buckets.place.items():
+            bucket, compressor = self._buckets[place]
             p = self.params[name]
-            if used or self._arrived(bucket, name):
-                bucket.give(name, sparse, scales[place])
+            if name in outcome.used or self._arrived(bucket, name):
+                bucket.give(name, name in outcome.sparse, self._scale_of(compressor))
                 assert p.grad is not None
                 self._given[name] = p.grad, p.grad._version
         if any(outcome.modules):
             tensors = self._buffers.of(outcome.modules)
             in_order(self.transport, lambda: self._share_buffers(tensors))
             self._buffers.mark()
-        if self._profiling:
-            self._measure(seconds)
+        if self._profiling and self._profiler is not None and self._profiler.note(self._last, seconds):
+            self._buckets.shared.ccr = self._profiler.ratio(self.transport, self._options.timeout)
         self._end_reduction()
         self._reduced, self._dirty, self._unusable = True, False, None
+
+    @property
+    def _profiling(self) -> bool:
+        """Whether this step is measured; then nothing overlaps, so that neither disturbs the other."""
+        return self._profiler is not None and self._buckets.shared.ccr is None
 
     def _arrived(self, bucket: Bucket, name: str) -> bool:
         """Whether residuals have brought a gradient for a parameter that took part on no rank."""
@@ -500,47 +432,14 @@ class Engine:
         with together(self.transport, "buffers", self._options.timeout):
             share(self.transport, tensors)
 
-    def _row(self, flags: int) -> tuple[NDArray[Any], NDArray[Any]]:
-        """This rank's part of a round."""
-        gradients = [p.grad for p in self.params.values()]
-        joined = bool(flags & JOINED)
-        bits = [
-            *(g is not None and not joined for g in gradients),
-            *(g is not None and g.is_sparse for g in gradients),
-            *(p.requires_grad for p in self.params.values()),
-            *(changed and not joined for changed in self._buffers.changed()),
-        ]
-        return np.array([self._shared.step, flags], np.int64), np.packbits(np.array(bits, np.uint8))
-
-    def _round(self, head: NDArray[Any], bits: NDArray[Any]) -> Round:
+    def _round(self, row: Row) -> Round:
         """Tell all ranks how it went here; whatever failed on one fails on all."""
         if getattr(self._failed, "on_all_ranks", False):
-            return Round([], 0, 0, [], [], [], [])  # known to all
+            return NOTHING  # all ranks know
         with together(self.transport, "end of reduction", self._patience), self.transport.phase("agree"):
             if self._failed is not None:
                 raise self._failed
-            row = np.concatenate([head.view(np.uint8), bits])
-            rows = allgather(self.transport, row)
-            self.transport.flush()
-            heads = np.ascontiguousarray(rows[:, : head.nbytes]).view(np.int64)
-            active = heads[(heads[:, 1] & JOINED) == 0]
-            if active.size and (active[:, 0] != active[0, 0]).any():
-                raise CommunicationError(
-                    "steps: expected every rank to take or skip the same ones, got"
-                    f" {heads[:, 0].tolist()} taken by ranks 0 to {len(heads) - 1}"
-                )
-        everywhere = np.bitwise_or.reduce(rows[:, head.nbytes :], axis=0)
-        n, modules = len(self.params), self._buffers.modules
-        flat = np.unpackbits(everywhere, count=3 * n + modules).astype(bool).tolist()
-        outcome = Round(
-            heads[:, 0].tolist(),
-            int(np.bitwise_or.reduce(heads[:, 1])),
-            int(((heads[:, 1] & JOINED) != 0).sum()),
-            flat[:n],
-            flat[n : 2 * n],
-            flat[2 * n : 3 * n],
-            flat[3 * n :],
-        )
+            outcome = row.exchange(self.transport, list(self.params))
         if outcome.flags & SUSPECT:
             self._compare()
             self._suspect = False
@@ -570,13 +469,13 @@ class Engine:
         if self.scaler is not None and self._scale == 1.0:  # found in this very step
             for _, compressor in self._buckets:
                 compressor.rescale(1 / float(self.scaler.get_scale()))
-        for bucket, compressor in self._buckets:
-            bucket.recycle(compressor.commit())
+        self._buckets.commit()
         self._given.clear()
-        self._reduced = self._dirty = False
-        self._stepped = time.perf_counter()
-        self._shared.step += 1
-        if self._options.verify and self._shared.step % self._options.verify == 0:
+        self._opened = self._reduced = self._dirty = False
+        if self._profiler is not None:
+            self._profiler.stepped()
+        self._buckets.shared.step += 1
+        if self._options.verify and self._buckets.shared.step % self._options.verify == 0:
             in_order(self.transport, self._compare)
 
     def failed_step(self, error: Exception) -> None:
@@ -587,9 +486,8 @@ class Engine:
     def discard(self) -> None:
         """Give this step up: gradients are about to be thrown away, and residuals are as they were before it."""
         if self._taken or self._sent:
-            self._changed = True  # of a back-propagation that was broken off: sent again with the next one
-        for bucket, compressor in self._buckets:
-            bucket.recycle(compressor.rollback())
+            self._changed = self._broken_off = True  # what was sent is sent again with the next back-propagation
+        self._buckets.rollback()
         self._given.clear()
         self._opened = self._reduced = self._dirty = False
         self._unusable = None
@@ -608,15 +506,14 @@ class Engine:
             return
         self.discard()
         while True:
-            for name in self._place:
+            for name in self._buckets.place:
                 self.params[name].grad = None
             outcome = self._attempt(JOINED)
             if outcome is None:
                 continue
             if outcome.joined == self.transport.size:
                 break
-            for bucket, compressor in self._buckets:
-                bucket.recycle(compressor.commit())
+            self._buckets.commit()
         self.discard()
         root = int(np.argmax(outcome.steps))
         tensors = [*self.params.values(), *self._buffers.tensors.values()]
@@ -627,108 +524,19 @@ class Engine:
                 share_optimizer(self.transport, self._optimizer, root)
 
         in_order(self.transport, follow)
-        self._shared.step = max(outcome.steps)
-
-    # -- buckets
-
-    def _fuse(self, wanted: list[bool] | None = None) -> None:
-        """Make the buckets, in the order in which rank 0's gradients came.
-
-        Args:
-            wanted: which parameters want gradients on any rank; None: asked for.
-        """
-        names = list(self.params)
-        numbers = {name: i for i, name in enumerate(names)}
-        known = [*self._order, *(name for name in reversed(names) if name not in set(self._order))]
-
-        def make() -> None:
-            with together(self.transport, "buckets", self._patience):
-                mine = np.array([p.requires_grad for p in self.params.values()], np.uint8)
-                on: Any = wanted or allgather(self.transport, mine).any(axis=0).tolist()
-                order = np.array([numbers[name] for name in known], np.int64)
-                if order.size:
-                    order = broadcast(self.transport, order)
-                self._order = [names[i] for i in order.tolist() if on[i]]
-                bind()
-                self.transport.flush()
-
-        def bind() -> None:
-            options = self._options
-            params = {name: self.params[name] for name in self._order}
-            for bucket in fuse(params, self._order, options.bucket_bytes, options.dense_below):
-                plain = bucket.small and not isinstance(self._compressor, Free)
-                compressor = NoCompression() if plain else resolve(self._compressor)
-                compressor.bind(bucket.layout, self.transport, self._shared, self._patience)
-                bucket.layout.device.finish()  # jobs have a stream of their own
-                self._buckets.append((bucket, compressor))
-
-        in_order(self.transport, make)
-        self._restore()
-        opened, failed, scale = self._opened, self._failed, self._scale
-        self._end_reduction()
-        self._opened, self._failed, self._scale = opened, failed, scale
-
-    def _rebucket(self, wanted: list[bool]) -> None:
-        """Parameters were frozen or unfrozen: other buckets; what they have left is kept by name."""
-        self._remember()
-        self._fuse(wanted)
-
-    # -- the profiler of COVAP (section III.B)
-
-    @property
-    def _profiling(self) -> bool:
-        """Whether this step is measured; then nothing overlaps, so that neither disturbs the other."""
-        return bool(self._compressor.profiles) and self._shared.ccr is None
-
-    def _measure(self, seconds: list[float]) -> None:
-        """After the last of the steps profiled: CCR. A reduction lasts as long as on the rank that came last.
-
-        Back-propagation begins when the model's forward pass ends; of a model that is not known it is taken to be two
-        thirds of the time since the last step.
-        """
-        start = (
-            self._forward_end if self._forward_hook is not None else self._stepped + (self._last - self._stepped) / 3
-        )
-        self._profile.append((max(self._last - start, 0.0), seconds))
-        if len(self._profile) < PROFILED.stop:
-            return
-        mine = [[backward, *seconds] for backward, seconds in self._profile[PROFILED]]
-
-        def all_of_them() -> NDArray[Any]:
-            with together(self.transport, "profile", self._options.timeout):
-                return allgather(self.transport, np.median(np.array(mine), axis=0))
-
-        table = in_order(self.transport, all_of_them)
-        compute = float(table[:, 0].mean())
-        self._shared.ccr = float(table[:, 1:].min(axis=0).sum()) / compute if compute > 0 else 1.0
-        self._profile.clear()
+        self._buckets.shared.step = max(outcome.steps)
 
     # -- checks and state
 
     def _compare(self) -> None:
         tensors = {**self.params, **self._buffers.tensors}
-        compare(self.transport, tensors, self._shared.step, self._options.timeout)
+        compare(self.transport, tensors, self._buckets.shared.step, self._options.timeout)
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors by kind and parameter name as of the last step, other state by bucket, and what they belong to."""
         if self._sent or self._taken:
-            raise RuntimeError(
-                "state_dict: expected a call outside of back-propagation, got one while gradients are sent"
-            )
-        if not self._buckets and self._saved:
-            return dict(self._saved)
-        compressors = [compressor for _, compressor in self._buckets]
-        return {
-            "rank": self.transport.rank,
-            "size": self.transport.size,
-            "compressor": self._compressor.describe(),
-            "replicated": sorted(self._compressor.replicated),
-            "step": self._shared.step,
-            "ccr": self._shared.ccr,
-            "order": list(self._order),
-            "tensors": collect(compressors, self._parked),
-            "buckets": encode_extra(compressors),
-        }
+            raise RuntimeError("state_dict: expected a call after back-propagation, got one while gradients are sent")
+        return self._buckets.state_dict(self.transport)
 
     def load_state_dict(self, state: Mapping[str, Any] | None, load: Callable[[], None]) -> None:
         """Go on from there; buckets are made as they were. Collective: what is raised on one rank is raised on all.
@@ -747,37 +555,13 @@ class Engine:
                 load()
 
         in_order(self.transport, call)
-        self._buckets, self._parked, self._given = [], {}, {}
+        self._buckets.load(state or {"tensors": {}}, self.params)
+        self._given = {}
         self._end_reduction()
         self.discard()
         self._suspect = False
-        if state is None:
-            self._saved, self._order = {}, []
-            return
-        self._order = [name for name in state["order"] if name in self.params]
-        self._shared.step, self._shared.ccr = state["step"], state["ccr"]
-        self._saved = dict(state)
-        if self._order:
-            self._fuse([name in set(self._order) for name in self.params])
-
-    def _remember(self) -> None:
-        """Buckets are about to be made anew: keep what belongs to parameters."""
-        if self._buckets:
-            for _, compressor in self._buckets:
-                compressor.commit()
-            self._sent, self._taken = [], set()
-            self._saved = {**self.state_dict(), "buckets": []}
-            self._buckets = []
-            self._end_reduction()
-
-    def _restore(self) -> None:
-        """Put saved state into new buckets."""
-        saved, self._saved = self._saved, {}
-        compressors = [compressor for _, compressor in self._buckets]
-        self._parked = restore(compressors, saved.get("tensors", {}))
-        if len(saved.get("buckets", ())) == len(compressors) and saved.get("compressor") == self._compressor.describe():
-            for compressor, text in zip(compressors, saved["buckets"], strict=True):
-                compressor.load_extra_state(json.loads(text))
+        if self._buckets.order:
+            self._make_buckets(set(self._buckets.order))
 
 
 def _same(grad: torch.Tensor | None, given: torch.Tensor) -> bool:
@@ -789,9 +573,3 @@ def _call_hook(engine: weakref.ref[Engine], name: str, p: torch.Tensor) -> None:
     alive = engine()
     if alive is not None:
         alive._hook(name, p)
-
-
-def _note_forward(engine: weakref.ref[Engine], *_: Any) -> None:
-    alive = engine()
-    if alive is not None:
-        alive._forward_end = time.perf_counter()

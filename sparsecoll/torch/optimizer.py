@@ -12,7 +12,8 @@ import torch
 
 from sparsecoll.agreement import together
 from sparsecoll.torch.compressors import Compressor, resolve
-from sparsecoll.torch.engine import Engine, Options
+from sparsecoll.torch.engine import Engine
+from sparsecoll.torch.options import Options
 from sparsecoll.torch.replicas import Named, communicator, in_order, model_of, named
 from sparsecoll.torch.state import STATE
 from sparsecoll.torch.timeline import Timeline

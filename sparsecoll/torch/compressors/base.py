@@ -246,14 +246,6 @@ def write_mean(out: Array, value: Vector, size: int) -> None:
     DenseVector(out).add_at(value.with_values(value.values / value.dtype.type(size)))
 
 
-def check_count(name: str, value: Any) -> None:
-    """Raise unless an option is an integer of at least 1."""
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        raise TypeError(f"{name}: expected an integer, got {value!r}")
-    if value < 1:
-        raise ValueError(f"{name}: expected at least 1, got {value}")
-
-
 class Pieces:
     """Arrays laid end to end in one message, and taken apart again."""
 

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 
 from sparsecoll.algorithms import Reduction
-from sparsecoll.torch.compressors.base import Feedback, Shared, check_count
+from sparsecoll.torch.compressors.base import Feedback, Shared
 from sparsecoll.torch.device import Array
 from sparsecoll.torch.layout import Layout
+from sparsecoll.torch.options import check_integer
 from sparsecoll.transport import Transport
 from sparsecoll.vector import DenseVector
 
@@ -48,7 +49,7 @@ class COVAP(Feedback):
 
     def __post_init__(self) -> None:
         if self.interval is not None:
-            check_count("interval", self.interval)
+            check_integer("interval", self.interval, 1)
         if not 0 <= self.start <= 1 or self.ascend < 0 or self.ascend_steps < 1:
             raise ValueError(
                 "start, ascend, ascend_steps: expected in [0, 1], at least 0 and at least 1,"

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from sparsecoll.torch.compressors.base import Feedback, Pieces, Shared, check_count
+from sparsecoll.torch.compressors.base import Feedback, Pieces, Shared
 from sparsecoll.torch.device import Array
 from sparsecoll.torch.layout import Layout
+from sparsecoll.torch.options import check_integer
 from sparsecoll.transport import Transport
 from sparsecoll.vector import DenseVector
 
@@ -37,7 +38,7 @@ class LowRank(Feedback):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_count("rank", self.rank)
+        check_integer("rank", self.rank, 1)
 
     def bind(self, layout: Layout, transport: Transport, shared: Shared, timeout: float | None = None) -> None:
         super().bind(layout, transport, shared, timeout)

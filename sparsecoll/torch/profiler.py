@@ -1,0 +1,64 @@
+"""COVAP's profiler (section III.B): seconds of communication over seconds of back-propagation."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from sparsecoll.agreement import together
+from sparsecoll.torch.replicas import in_order
+from sparsecoll.transport import Transport
+from sparsecoll.transport.collectives import allgather
+
+STEPS = slice(2, 7)  # those that count, after the first ones, in which kernels are compiled
+
+
+class Profiler:
+    """Compares back-propagation and communication over some steps in which they do not overlap.
+
+    Back-propagation begins when the model's forward pass ends. Of a model that is not known it is taken to be two
+    thirds of the time from the optimizer's last step to the last gradient.
+    """
+
+    def __init__(self, model: torch.nn.Module | None) -> None:
+        self._begin: float | None = None
+        self._stepped = time.perf_counter()
+        self._rows: list[list[float]] = []
+        self._handle = None if model is None else model.register_forward_hook(partial(_forward, weakref.ref(self)))
+
+    def stepped(self) -> None:
+        """The optimizer has stepped."""
+        self._begin, self._stepped = None, time.perf_counter()
+
+    def note(self, end: float, seconds: list[float]) -> bool:
+        """A step's last gradient came at `end`, and its buckets took these seconds; whether that was the last one."""
+        begin = self._stepped + (end - self._stepped) / 3 if self._begin is None else self._begin
+        self._rows.append([max(end - begin, 0.0), *seconds])
+        return len(self._rows) >= STEPS.stop
+
+    def ratio(self, transport: Transport, timeout: float | None) -> float:
+        """The ratio, the same on all ranks; collective. A reduction is timed by the rank that came to it last."""
+
+        def table() -> Any:
+            with together(transport, "profile", timeout):
+                return allgather(transport, np.median(np.array(self._rows[STEPS]), axis=0))
+
+        rows = in_order(transport, table)
+        compute = float(rows[:, 0].mean())
+        return float(rows[:, 1:].min(axis=0).sum()) / compute if compute > 0 else 1.0
+
+    def close(self) -> None:
+        """Take the hook off the model."""
+        if self._handle is not None:
+            self._handle.remove()
+
+
+def _forward(profiler: weakref.ref[Profiler], *_: Any) -> None:
+    alive = profiler()
+    if alive is not None:
+        alive._begin = time.perf_counter()

@@ -1,0 +1,101 @@
+"""What ranks tell each other at the end of a reduction, in one message each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from sparsecoll.errors import CommunicationError
+from sparsecoll.transport import Transport
+from sparsecoll.transport.collectives import allgather
+
+CHANGED = 1  # a gradient has changed after it was sent: the reduction has to be made again
+JOINED = 2  # this rank has run out of data
+SUSPECT = 4  # this rank's parameters may differ from the others'
+
+
+@dataclass
+class Round:
+    """What all ranks have said; the same on every rank.
+
+    Attributes:
+        steps: taken by each rank before this one.
+        flags: any rank's.
+        joined: how many ranks have run out of data.
+        used, sparse, trainable: parameters of which any rank has a gradient, a sparse one, or that want one.
+        modules: by module with buffers, whether any rank has changed them.
+    """
+
+    steps: list[int]
+    flags: int
+    joined: int
+    used: set[str]
+    sparse: set[str]
+    trainable: set[str]
+    modules: list[bool]
+
+
+NOTHING = Round([], 0, 0, set(), set(), set(), [])
+
+
+@dataclass(frozen=True)
+class Row:
+    """One rank's part of a round."""
+
+    steps: int
+    flags: int
+    used: list[bool]
+    sparse: list[bool]
+    trainable: list[bool]
+    modules: list[bool]
+
+    @classmethod
+    def of(cls, steps: int, flags: int, params: Mapping[str, torch.Tensor], modules: Sequence[bool]) -> Row:
+        """Of these parameters and their gradients as they are now."""
+        here, gradients = not flags & JOINED, [p.grad for p in params.values()]
+        return cls(
+            steps,
+            flags,
+            [here and g is not None for g in gradients],
+            [g is not None and g.is_sparse for g in gradients],
+            [p.requires_grad for p in params.values()],
+            [here and changed for changed in modules],
+        )
+
+    def exchange(self, transport: Transport, names: Sequence[str]) -> Round:
+        """All ranks' rows as one. Collective; inside of `together`.
+
+        Raises:
+            CommunicationError: ranks have taken other numbers of steps.
+        """
+        head = np.array([self.steps, self.flags], np.int64)
+        bits = np.array([*self.used, *self.sparse, *self.trainable, *self.modules], np.uint8)
+        rows = allgather(transport, np.concatenate([head.view(np.uint8), np.packbits(bits)]))
+        transport.flush()
+        heads = np.ascontiguousarray(rows[:, : head.nbytes]).view(np.int64)
+        steps, flags = heads[:, 0].tolist(), heads[:, 1]
+        active = [taken for taken, flag in zip(steps, flags.tolist(), strict=True) if not flag & JOINED]
+        if len(set(active)) > 1:
+            raise CommunicationError(
+                f"steps: expected every rank to take or skip the same ones, got {_counted(steps)}: whether to skip a"
+                " step has to be decided alike, by the mean gradients or by a value that was summed over the ranks"
+            )
+        anywhere = np.unpackbits(np.bitwise_or.reduce(rows[:, head.nbytes :], axis=0), count=bits.size).astype(bool)
+        used, sparse, trainable, modules = np.split(anywhere, np.arange(1, 4) * len(names))
+
+        def named(marks: NDArray[Any]) -> set[str]:
+            return {names[i] for i in np.flatnonzero(marks).tolist()}
+
+        joined = int(((flags & JOINED) != 0).sum())
+        flag = int(np.bitwise_or.reduce(flags))
+        return Round(steps, flag, joined, named(used), named(sparse), named(trainable), modules.tolist())
+
+
+def _counted(steps: list[int]) -> str:
+    shown = ", ".join(f"{taken} by rank {rank}" for rank, taken in enumerate(steps[:8]))
+    return shown + (", ..." if len(steps) > 8 else " taken")
