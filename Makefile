@@ -7,7 +7,7 @@ OPENMPI_FLAGS := --oversubscribe $(shell [ "$$(id -u)" = 0 ] && echo --allow-run
 # Limits guard against hangs only: each is several times what a slow machine with two cores takes.
 LIMIT := timeout --kill-after=10
 
-.PHONY: demo test test-serial test-mpich test-openmpi lint fuzz soak bench docs gpu clean
+.PHONY: demo test test-serial test-mpich test-openmpi test-pythons lint fuzz soak bench docs gpu clean
 
 demo: $(MPICH)/demo.done
 	$(LIMIT) 12000 $(MPICH)/bin/mpirun -n 4 $(MPICH)/bin/python examples/train.py
@@ -24,6 +24,9 @@ test-openmpi: $(OPENMPI)/test.done
 	$(LIMIT) 1200 $(OPENMPI)/bin/mpirun $(OPENMPI_FLAGS) -n 3 $(OPENMPI)/bin/python -m pytest -q --color=no --with-mpi
 	$(LIMIT) 1200 $(OPENMPI)/bin/mpirun $(OPENMPI_FLAGS) -n 5 $(OPENMPI)/bin/python -m pytest -q --color=no --with-mpi
 	PATH=$(CURDIR)/$(OPENMPI)/bin:$$PATH $(LIMIT) 1200 $(OPENMPI)/bin/python -m pytest -q tests/test_faults.py
+
+test-pythons:  # the contract on the oldest and the newest Python, without MPI and torch; skips those not installed
+	.ci/pythons 3.10 3.13
 
 lint: $(MPICH)/dev.done
 	$(MPICH)/bin/ruff check . && $(MPICH)/bin/ruff format --check . && $(MPICH)/bin/mypy sparsecoll

@@ -119,7 +119,6 @@ class SparseVector:
         return vector
 
     @classmethod
-    @classmethod
     def empty(cls, length: int, dtype: Any) -> SparseVector:
         """A vector that holds nothing, in host memory."""
         return cls.trusted(np.empty(0, index_dtype(length)), np.empty(0, dtype), length)

@@ -1,6 +1,7 @@
 """Imports go one way, and heavy packages are imported only in their home."""
 
 import ast
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -69,3 +70,27 @@ def test_no_printing_and_no_pickle_in_the_library():
         calls = {n.func.id for n in ast.walk(tree) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)}
         assert "print" not in calls, path
         assert "pickle" not in set(imported(path)), path
+
+
+def test_no_decorator_is_applied_twice():
+    """Chained class methods work until Python 3.12 and fail from 3.13 on."""
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                decorators = [ast.unparse(decorator) for decorator in node.decorator_list]
+                assert len(decorators) == len(set(decorators)), f"{path.name}: {node.name}"
+
+
+def test_pytest_collects_everything_where_mpi4py_finds_no_library(tmp_path):
+    """An mpi4py that raises RuntimeError, as the one of PyPI does without libmpi."""
+    fake = tmp_path / "mpi4py"
+    fake.mkdir()
+    (fake / "__init__.py").write_text("")
+    (fake / "MPI.py").write_text("raise RuntimeError('cannot load MPI library')")
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "tests", "sparsecoll/transport"]
+    done = subprocess.run(
+        command, env=os.environ | {"PYTHONPATH": path}, cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout[-2000:]
+    assert "test_contract.py" in done.stdout and "sim.py::" in done.stdout
