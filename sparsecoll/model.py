@@ -6,10 +6,13 @@ Volumes are words (4 bytes) received by a rank, own part excluded, for COO with 
 from __future__ import annotations
 
 import bisect
+import functools
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
+from types import MappingProxyType
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,14 @@ class Costs:
         if kind == "merge" and self.window:
             seconds = min(seconds, amount * self.crowded + span * self.window)
         return self.call + seconds
+
+    def tuning(self, network: Network) -> Tuning:
+        """What `sparsecoll.tune` would measure on this network with these costs.
+
+        Further messages, which the simulator takes for free, cost a hundredth here: 2P of them are no good idea.
+        """
+        code = self.encode + self.decode
+        return Tuning(network.alpha, network.alpha / 100, network.beta, self.call, self.merge, code, 3 * self.dense)
 
 
 def dense_words(n: int, P: int) -> float:
@@ -174,6 +185,11 @@ class Tuning:
             raise ValueError(f"{path}: expected the numbers {names} ({error})") from None
 
 
+# What `auto` assumes until a call is worth measuring for; magnitudes matter, digits do not.
+IN_ONE_NODE = Tuning(20e-6, 5e-6, 3e-10, 20e-6, 6e-9, 6e-9, 6e-10)
+BETWEEN_NODES = Tuning(50e-6, 5e-6, 1e-9, 20e-6, 6e-9, 6e-9, 6e-10)  # 10 Gb/s
+
+
 @dataclass(frozen=True)
 class Coding:
     """Seconds to encode and to decode, per entry and per coordinate spanned, where packed takes PACKED an entry."""
@@ -267,7 +283,8 @@ def _overlapped(network: float, work: float, stages: int) -> float:
     return max(network, work) + min(network, work) / stages
 
 
-def exact_seconds(shape: Shape, t: Tuning) -> dict[str, float]:
+@functools.lru_cache(maxsize=256)
+def exact_seconds(shape: Shape, t: Tuning) -> Mapping[str, float]:
     """Predicted seconds of the ways to an exact sum, by name: those that `auto` chooses among."""
     P, n, k = shape.P, shape.n, shape.k
     seconds = {
@@ -277,7 +294,8 @@ def exact_seconds(shape: Shape, t: Tuning) -> dict[str, float]:
         "dynamic": _split(shape, t, k * shape.skew) + _gathered(shape, t),
         "halving": _halving(shape, t) + _gathered(shape, t),
     }
-    return {name: t.corrected(name, _agreement(shape, t) + value) + FRONT * t.call for name, value in seconds.items()}
+    agreed = {name: _agreement(shape, t) + value for name, value in seconds.items()}
+    return MappingProxyType({name: t.corrected(name, value) + FRONT * t.call for name, value in agreed.items()})
 
 
 def _agreement(shape: Shape, t: Tuning) -> float:

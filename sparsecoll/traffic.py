@@ -41,24 +41,27 @@ class Counts:
 class Traffic:
     """Counters of one rank on one communicator since it was first used (or since `reset`).
 
-    `total` holds everything; `phases` the same split by phase name ("agree", "select", "split", ...). Traffic outside
-    a phase is in `total` alone. `seconds` of `total` is the time inside collective calls.
+    `total` holds everything that calls send and receive; `phases` the same split by phase name ("agree", "select",
+    "split", ...). Traffic outside a phase is in `total` alone. `seconds` of `total` is the time inside collective
+    calls. `set_up` is what happens once in the life of a communicator, such as measuring it: it is part of neither.
     """
 
     total: Counts = field(default_factory=Counts)
     phases: dict[str, Counts] = field(default_factory=dict)
+    set_up: Counts = field(default_factory=Counts)
 
     def reset(self) -> None:
         """Set every counter to zero."""
-        self.total = Counts()
+        self.total, self.set_up = Counts(), Counts()
         self.phases.clear()
 
     def copy(self) -> Traffic:
         """The same counters, detached."""
-        return Traffic(self.total.copy(), {name: counts.copy() for name, counts in self.phases.items()})
+        phases = {name: counts.copy() for name, counts in self.phases.items()}
+        return Traffic(self.total.copy(), phases, self.set_up.copy())
 
     def since(self, earlier: Traffic) -> Traffic:
-        """What came since `earlier`, a copy taken before."""
+        """What calls moved since `earlier`, a copy taken before; without `set_up`."""
         nothing = Counts()
         phases = {name: counts - earlier.phases.get(name, nothing) for name, counts in self.phases.items()}
         moved = {n: c for n, c in phases.items() if c != nothing}
@@ -91,10 +94,13 @@ class Traffic:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain numbers, for JSON."""
-        return {"total": asdict(self.total), "phases": {n: asdict(c) for n, c in self.phases.items()}}
+        phases = {n: asdict(c) for n, c in self.phases.items()}
+        return {"total": asdict(self.total), "phases": phases, "set_up": asdict(self.set_up)}
 
     def __str__(self) -> str:
         rows = [*self.phases.items(), ("total", self.total)]
+        if self.set_up.messages_sent or self.set_up.messages_received:
+            rows.append(("set-up", self.set_up))
         lines = [f"{'phase':<12}{'sent':>14}{'received':>14}{'messages':>10}{'seconds':>12}"]
         for name, c in rows:
             lines.append(

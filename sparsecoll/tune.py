@@ -1,13 +1,16 @@
-"""Measure a communicator once: what a message, a byte and an entry cost, and how far that is from whole calls.
+"""Measure a communicator: what a message, a byte and an entry cost, and how far that is from whole calls.
 
-`auto` decides by these.
+`auto` decides by these. `tune` measures thoroughly, when it is called; `tuning_of` takes what is known, or measures
+briefly, once for all communicators of the same processes.
 """
 
 from __future__ import annotations
 
+import functools
 import os
+import zlib
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -22,11 +25,29 @@ from sparsecoll.transport.collectives import allgather
 from sparsecoll.vector import DenseVector, SparseVector
 
 FILE = "SPARSECOLL_TUNING"
-SMALL, LARGE = 8, 1 << 20  # bytes of the messages timed
-BURST = 16
-WARM, REPEATS = 3, 9  # a connection takes some messages to come up to speed
-ENTRIES = 1 << 15  # of the vectors whose coding and merging is timed
-VALUES = 1 << 21  # of the dense vector
+SMALL, BURST = 8, 16  # bytes of the messages that time waiting, and how many are sent at once
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How thoroughly to measure.
+
+    Args:
+        warm, repeats: turns that are not timed, and that are; a connection takes some messages to come up to speed.
+        large: bytes of the messages that time the link.
+        entries: of the vectors whose coding and merging is timed.
+        values: of the dense vector.
+    """
+
+    warm: int
+    repeats: int
+    large: int
+    entries: int
+    values: int
+
+
+THOROUGH = Effort(warm=3, repeats=9, large=1 << 20, entries=1 << 15, values=1 << 21)
+BRIEF = Effort(warm=1, repeats=3, large=1 << 18, entries=1 << 13, values=1 << 18)  # some 1 MB sent, some 20 ms
 CALLS = [(18, 18), (18, 4), (22, 4), (24, 4)]  # whole calls: log2 of n * P and of n / k
 DENSE = CALLS[1:3]  # those of the dense sum, whose time depends on n above all
 LENGTH = 1 << 14  # n is at least this
@@ -40,38 +61,88 @@ def tune(comm: Any) -> Tuning:
     it is the waiting for one that was put aside which costs. Times are lower quartiles (what is above is noise), then
     the largest over the ranks. Then each of `auto`'s choices is called with from 1 to 2^20 / P entries a rank: what a
     prediction from the figures misses, waiting and sharing of cores above all, they show. It takes some 2 s on 4 ranks
-    with 1 Gb/s. On the simulator, where nothing is missed, there are no such calls, and computation is free and
-    measures as zero, unless `simulate` was given costs.
+    with 1 Gb/s and sends some 300 MB a rank. On the simulator, where nothing is missed, there are no such calls, and
+    computation costs what `simulate` was given for it, or nothing.
+
+    Counted as `Traffic.set_up`. The result is not kept: save it, or pass it to `Auto(tuning=...)`.
     """
     transport = as_transport(comm)
-    with transport.phase("tune", whole=True):
-        tuning = _figures(transport)
+    with transport.set_up():
+        tuning = _figures(transport, THOROUGH)
         if transport.size > 1 and not transport.virtual:
             tuning = replace(tuning, calls=_calls(transport, tuning))
         transport.flush()
     return tuning
 
 
-def _figures(transport: Transport) -> Tuning:
-    one = _uniform(ENTRIES, 100 * ENTRIES).part(0, 1)
+def given_tuning(transport: Transport) -> Tuning | None:
+    """The costs that nobody has to measure here: those in the file that SPARSECOLL_TUNING names, or the simulator's.
+
+    Raises:
+        ValueError: there is no such file, or it holds something else.
+    """
+    path = os.environ.get(FILE)
+    if not path:
+        return transport.modelled()
+    try:
+        return _loaded(path, os.stat(path).st_mtime_ns)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{FILE}: expected a file that `sparsecoll tune --save` wrote ({error})") from error
+
+
+@functools.lru_cache(maxsize=4)
+def _loaded(path: str, changed: int) -> Tuning:
+    return Tuning.load(path)
+
+
+def tuning_of(transport: Transport) -> Tuning:
+    """What is given (see `given_tuning`), else what was measured before on this communicator, or is now, briefly.
+
+    Collective, if nothing is given, in the first call on a communicator and in the first one after a call that failed.
+
+    A measurement serves all communicators of the same processes in the same order, and survives calls that fail; that
+    all ranks still have the same one is agreed on with one message of 4 bytes from each.
+
+    Volume: at most 4 MB a communicator, counted as `Traffic.set_up`.
+    """
+    given = given_tuning(transport)
+    if given is not None:
+        return given
+    if transport.tuning is None:
+        with transport.set_up():
+            held = transport.measured
+            mark = 0 if held is None else zlib.crc32(repr(held).encode()) | 1
+            marks = allgather(transport, np.array([mark], np.uint32))
+            if held is None or (marks != mark).any():
+                held = _figures(transport, BRIEF)
+                transport.flush()
+        transport.tuning = transport.measured = held
+    return transport.tuning
+
+
+def _figures(transport: Transport, effort: Effort) -> Tuning:
+    one = _uniform(effort.entries, 100 * effort.entries).part(0, 1)
 
     def little() -> None:
         formats.decode(formats.encode(one), one.length)
         SparseVector.sum([one, one], one.dtype)
 
-    calls = _quartile(transport, little)
     times = [
-        _ring(transport, SMALL, work=little),
-        _ring(transport, SMALL),
-        _ring(transport, SMALL, BURST),
-        _ring(transport, LARGE),
-        calls,
-        *_kernels(transport),
+        _ring(transport, effort, SMALL, work=little),
+        _ring(transport, effort, SMALL),
+        _ring(transport, effort, SMALL, BURST),
+        _ring(transport, effort, effort.large),
+        _quartile(transport, effort, little),
+        *_kernels(transport, effort),
     ]
     worked, small, burst, large, call, merge, code, dense = allgather(transport, np.array(times)).max(axis=0).tolist()
     alpha = max(worked - call, small) if transport.size > 1 else 0.0
-    overhead, beta = max(burst - small, 0.0) / (BURST - 1), max(large - small, 0.0) / (LARGE - SMALL)
-    return Tuning(alpha, overhead, beta, call / 3, merge / ENTRIES, code / ENTRIES, dense / VALUES)
+    overhead, beta = max(burst - small, 0.0) / (BURST - 1), max(large - small, 0.0) / (effort.large - SMALL)
+    measured = Tuning(alpha, overhead, beta, call / 3)
+    modelled = transport.modelled()
+    if modelled is not None:  # no clock runs while kernels do
+        return replace(measured, call=modelled.call, merge=modelled.merge, code=modelled.code, dense=modelled.dense)
+    return replace(measured, merge=merge / effort.entries, code=code / effort.entries, dense=dense / effort.values)
 
 
 def _calls(transport: Transport, tuning: Tuning) -> dict[str, list[tuple[float, float]]]:
@@ -85,7 +156,7 @@ def _calls(transport: Transport, tuning: Tuning) -> dict[str, list[tuple[float, 
             n = max((1 << length) // transport.size, LENGTH)
             k = max(n >> share, 1)
             shape = model.Shape(n, k, transport.size, 4, n, one_node=transport.one_node)
-            predicted = model.exact_seconds(shape, tuning) | {"oktopk": model.oktopk_seconds(shape, tuning)}
+            predicted = dict(model.exact_seconds(shape, tuning)) | {"oktopk": model.oktopk_seconds(shape, tuning)}
             inside = predicted[name] - model.FRONT * tuning.call
             found[name].append((inside, _whole(transport, make(), n, k)))
     transport.format, transport.value_dtype = before
@@ -115,29 +186,20 @@ def _whole(transport: Transport, algorithm: Algorithm, n: int, k: int) -> float:
     return float(np.median(times))
 
 
-def tuning_of(transport: Transport) -> Tuning:
-    """What was measured on this transport before, or is in the file that SPARSECOLL_TUNING names, or is measured now.
-
-    Collective in the first call, which is why the file must be there on all ranks or on none.
-    """
-    if transport.tuning is None:
-        path = os.environ.get(FILE)
-        transport.tuning = Tuning.load(path) if path else tune(transport)
-    return transport.tuning
-
-
-def _quartile(transport: Transport, call: Callable[[], object]) -> float:
-    for _ in range(WARM):
+def _quartile(transport: Transport, effort: Effort, call: Callable[[], object]) -> float:
+    for _ in range(effort.warm):
         call()
     times = []
-    for _ in range(REPEATS):
+    for _ in range(effort.repeats):
         start = transport.now()
         call()
         times.append(transport.now() - start)
     return float(np.percentile(times, 25))
 
 
-def _ring(transport: Transport, size: int, count: int = 1, work: Callable[[], object] | None = None) -> float:
+def _ring(
+    transport: Transport, effort: Effort, size: int, count: int = 1, work: Callable[[], object] | None = None
+) -> float:
     rank, ranks = transport.rank, transport.size
 
     def turn() -> None:
@@ -148,12 +210,14 @@ def _ring(transport: Transport, size: int, count: int = 1, work: Callable[[], ob
         for _ in range(count):
             transport.receive((rank - 1) % ranks)
 
-    return _quartile(transport, turn) if ranks > 1 else 0.0
+    return _quartile(transport, effort, turn) if ranks > 1 else 0.0
 
 
-def _kernels(transport: Transport) -> list[float]:
-    """Seconds to merge and to code ENTRIES entries, and to handle VALUES dense values."""
-    x, wide = _uniform(ENTRIES, 100 * ENTRIES), _uniform(VALUES // 16, VALUES)
+def _kernels(transport: Transport, effort: Effort) -> list[float]:
+    """Seconds to merge and to code entries, and to handle dense values; nothing is done where time is a model's."""
+    if transport.virtual:
+        return [0.0] * 3
+    x, wide = _uniform(effort.entries, 100 * effort.entries), _uniform(effort.values // 16, effort.values)
     form = formats.FORMATS["packed"]
     halves = [x.at(np.arange(start, x.nnz, 2)) for start in (0, 1)]
 
@@ -162,9 +226,9 @@ def _kernels(transport: Transport) -> list[float]:
         return total.plus(total, total.dtype, here=True).to_sparse()
 
     return [
-        _quartile(transport, lambda: SparseVector.sum(halves, x.dtype)),
-        _quartile(transport, lambda: formats.decode(form.encode(x), x.length)),
-        _quartile(transport, dense),
+        _quartile(transport, effort, lambda: SparseVector.sum(halves, x.dtype)),
+        _quartile(transport, effort, lambda: formats.decode(form.encode(x), x.length)),
+        _quartile(transport, effort, dense),
     ]
 
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 VALUE_DTYPES = tuple(np.dtype(name) for name in ("float16", "float32", "float64", "int32", "int64"))
 
 
+MULTIPLIERS = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9)  # of `hash_slots`; odd, otherwise arbitrary
 SMALLEST = 5e-324  # the smallest magnitude above zero
 
 
@@ -291,6 +292,10 @@ class SparseVector:
     def intersect(self, other: SparseVector) -> SparseVector:
         """The own entries whose index `other` holds too."""
         return self.at(kernels_of(self.values).intersect(self.indices, other.indices))
+
+    def hash_slots(self, slots: int) -> NDArray[np.int64]:
+        """A pseudo-random slot in [0, slots) for each index; the same index has the same one everywhere."""
+        return kernels_of(self.values).hash_slots(self.indices, slots, MULTIPLIERS)  # type: ignore[no-any-return]
 
     def membership(self, other: SparseVector) -> NDArray[np.uint8]:
         """One bit for each own entry: whether `other` holds its index too. See `members`."""

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
-from itertools import pairwise
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sparsecoll import formats, model
+from sparsecoll.algorithms import overlap
 from sparsecoll.algorithms.allgather import Allgather
 from sparsecoll.algorithms.base import Algorithm, Reduction, check_order
 from sparsecoll.algorithms.choices import EXACT
@@ -15,32 +15,40 @@ from sparsecoll.algorithms.oktopk import OkTopk
 from sparsecoll.formats import FORMATS
 from sparsecoll.model import Shape, Tuning
 from sparsecoll.transport.base import Transport
-from sparsecoll.tune import tuning_of
+from sparsecoll.tune import given_tuning, tuning_of
 from sparsecoll.vector import SparseVector
 
 WANTED = ("exact_sum", "top_k_of_sum")
 STATELESS = {name: make() for name, make in EXACT.items() if name != "allgather"}
-NEWS = 0.02  # how much larger or smaller a sum must be than the last one learned from to be learned from,
-SIGMAS = 4  # and how many times the square root of its entries, which is chance
-FINE, KEPT = 32, 64  # predictions are for k rounded to one of so many steps per factor of e; so many are kept
+WORTH_MEASURING = 2e-3  # seconds of a predicted call; a hundred of them take as long as measuring may
+WORTH_LOOKING = 10  # times what it costs to look how supports overlap
+FINE = 32  # k is rounded to one of so many steps per factor of e
+KEPT = 4096  # choices that an object keeps
+
+Class = tuple[int, int, int, int]  # n, k rounded, P, bytes of a value on the wire
 
 
 @dataclass
 class Auto(Algorithm):
-    """Chooses before every call, by `model`, among the algorithms with the semantics wanted, and the format with them.
+    """Chooses, by `model`, among the algorithms with the semantics wanted, and the format with them.
 
-    1. Once a communicator: measure alpha, beta and the kernels (`sparsecoll.tune`), or take a saved measurement.
-    2. Predict dense, allgather, recursive doubling, split and dynamic gather (`sparcml`), and recursive halving
+    1. Predict dense, allgather, recursive doubling, split and dynamic gather (`sparcml`), and recursive halving
        (`densestream` with even regions); for "top_k_of_sum" also `oktopk`, whose competitors' sums are cut afterwards.
+       A call that takes less than 2 ms by the usual costs of a machine or of a network is decided by those; the first
+       longer one measures the communicator, briefly (`tune.tuning_of`).
+    2. Where the call is predicted to take ten times as long as looking, look at a sample of the indices how much
+       supports overlap and how unevenly entries lie (`overlap.estimate`), and predict again. Otherwise supports are
+       taken to be uniform.
     3. Call the fastest. If the caller left the format open, messages take the one with the least time to code and send.
 
-    Sizes of sums are predicted as if supports were uniform; an object learns from each result how much supports
-    overlap and how unevenly entries lie. All ranks know the same numbers, so all choose alike. Dense is among the
-    choices: where sparse cannot win it is not used.
+    The same input gives the same bits in every repetition on a communicator: a choice depends on n, k, P, the bytes of
+    a value, on the indices, and on costs that are settled before the first choice that needs them. An object keeps the
+    choice of the first call of each (n, k to 3 %, P, bytes of a value), until a call fails. All ranks know the same
+    numbers, so all choose alike.
 
     Args:
         want: "exact_sum", or "top_k_of_sum" for Topk(sum of Topk).
-        tuning: what to predict with; None: measured on the first call, or the file that SPARSECOLL_TUNING names.
+        tuning: what to predict with; None: the file that SPARSECOLL_TUNING names, or as above.
     """
 
     name = "auto"
@@ -48,13 +56,9 @@ class Auto(Algorithm):
 
     want: str = "exact_sum"
     tuning: Tuning | None = None
-    _reach: float = field(default=1.0, init=False, repr=False)  # as a share of n
-    _skew: float = field(default=1.0, init=False, repr=False)
     _oktopk: OkTopk = field(default_factory=OkTopk, init=False, repr=False)
     _allgather: Allgather = field(default_factory=Allgather, init=False, repr=False)
-    _predicted: dict[Shape, dict[str, float]] = field(default_factory=dict, init=False, repr=False)
-    _tuning: Tuning | None = field(default=None, init=False, repr=False)  # that they were predicted with
-    _learned: int = field(default=0, init=False, repr=False)  # entries of the sum that was learned from last
+    _chosen: dict[Class, str] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -62,46 +66,51 @@ class Auto(Algorithm):
             raise ValueError(f"want: expected one of {', '.join(WANTED)}, got {self.want!r}")
         vars(self)["semantics"] = self.want
 
-    def predictions(self, n: int, k: int, transport: Transport, tuning: Tuning, value_bytes: int) -> dict[str, float]:
+    def predictions(self, shape: Shape, tuning: Tuning) -> dict[str, float]:
         """Seconds by name."""
-        k = min(max(1, round(math.exp(round(math.log(k) * FINE) / FINE))), n) if k else 0
-        shape = Shape(n, k, transport.size, value_bytes, max(self._reach * n, k), self._skew, transport.one_node)
-        if tuning is not self._tuning or len(self._predicted) > KEPT:
-            self._predicted.clear()
-            self._tuning = tuning
-        if shape not in self._predicted:
-            seconds = self._predicted[shape] = model.exact_seconds(shape, tuning)
-            if self.want == "top_k_of_sum":
-                seconds["oktopk"] = model.oktopk_seconds(shape, tuning)
-        return self._predicted[shape]
+        seconds = dict(model.exact_seconds(shape, tuning))
+        if self.want == "top_k_of_sum":
+            seconds["oktopk"] = model.oktopk_seconds(shape, tuning)
+        return seconds
+
+    def costs(self, transport: Transport, shape: Shape) -> Tuning:
+        """What to predict a call of this shape with."""
+        given = self.tuning or given_tuning(transport)
+        if given is not None:
+            return given
+        usual = model.IN_ONE_NODE if transport.one_node else model.BETWEEN_NODES
+        if shape.P == 1 or min(self.predictions(shape, usual).values()) < WORTH_MEASURING:
+            return usual
+        return tuning_of(transport)
+
+    def _choose(self, transport: Transport, x: SparseVector, shape: Shape, tuning: Tuning) -> str:
+        seconds = self.predictions(shape, tuning)
+        if shape.P > 1 and min(seconds.values()) > WORTH_LOOKING * overlap.seconds(shape.P, tuning):
+            reach, skew = overlap.estimate(transport, x, shape.k)
+            seconds = self.predictions(replace(shape, reach=max(reach, shape.k), skew=skew), tuning)
+        return min(seconds, key=lambda name: seconds[name])
 
     def __call__(self, transport: Transport, x: SparseVector, k: int) -> Reduction:
-        tuning = self.tuning or tuning_of(transport)
+        n, P = x.length, transport.size
         width = formats.wire_dtype(x.dtype, transport.value_dtype).stored.itemsize
-        seconds = self.predictions(x.length, k, transport, tuning, width)
-        chosen = min(seconds, key=lambda name: seconds[name])
+        about = min(max(1, round(math.exp(round(math.log(k) * FINE) / FINE))), n) if k else 0
+        shape = Shape(n, about, P, width, n, one_node=transport.one_node)
+        tuning = self.costs(transport, shape)
+        chosen = self._chosen.get((n, about, P, width)) or self._choose(transport, x, shape, tuning)
+        if len(self._chosen) < KEPT:
+            self._chosen[n, about, P, width] = chosen
         if transport.format is FORMATS["auto"]:
             transport.format = formats.Auto(beta=tuning.beta) if tuning.code else formats.Auto()
         reduction = self._algorithm(chosen)(transport, x, k)
-        if chosen == "oktopk":
-            return reduction
-        return self._finished(reduction, x, k, transport.size)
+        return reduction if chosen == "oktopk" or self.want == "exact_sum" else self._cut(reduction, k)
 
     def _algorithm(self, name: str) -> Algorithm:
         return {"oktopk": self._oktopk, "allgather": self._allgather}.get(name) or STATELESS[name]
 
-    def _finished(self, reduction: Reduction, x: SparseVector, k: int, P: int) -> Reduction:
-        """Learn from the sum; cut it to its top k if that is wanted."""
+    @staticmethod
+    def _cut(reduction: Reduction, k: int) -> Reduction:
+        """The top k of an exact sum."""
         value = reduction.value if isinstance(reduction.value, SparseVector) else reduction.value.to_sparse()
-        chance = NEWS * value.nnz + SIGMAS * math.sqrt(value.nnz)
-        if value.nnz and k and P > 1 and (not self._learned or abs(value.nnz - self._learned) > chance):
-            self._learned = value.nnz
-            self._reach = model.reach(x.length, k, P, value.nnz) / x.length
-            edges = [x.length * j // P for j in range(P + 1)]
-            fullest = max(b - a for a, b in pairwise(value.count_below(edges).tolist()))
-            self._skew = fullest * P / value.nnz
-        if self.want == "exact_sum":
-            return reduction
         top = check_order(value).top(k)
 
         def contributed() -> SparseVector:
@@ -111,10 +120,10 @@ class Auto(Algorithm):
         return Reduction(top, contributed)
 
     def state_dict(self) -> dict[str, Any]:
-        own = {"reach": self._reach, "skew": self._skew, "learned": self._learned}
-        return super().state_dict() | own | {"oktopk": self._oktopk.state_dict()}
+        chosen = [[*key, name] for key, name in self._chosen.items()]
+        return super().state_dict() | {"chosen": chosen, "oktopk": self._oktopk.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        self._reach, self._skew, self._learned = state["reach"], state["skew"], state["learned"]
+        self._chosen = {(n, k, P, width): name for n, k, P, width, name in state["chosen"]}
         self._oktopk.load_state_dict(state["oktopk"])

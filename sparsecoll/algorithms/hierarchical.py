@@ -11,7 +11,7 @@ from sparsecoll.formats import FORMATS
 from sparsecoll.select import Vector
 from sparsecoll.transport.base import Transport
 from sparsecoll.transport.collectives import joined, node_members, separated
-from sparsecoll.transport.group import GroupTransport
+from sparsecoll.transport.group import group
 from sparsecoll.vector import DenseVector, SparseVector, accumulator
 
 
@@ -66,8 +66,8 @@ class Hierarchical(Algorithm):
             parts = [x, *(formats.decode(transport.receive(rank), x.length) for rank in mine[1:])]
             total = self._sum(parts)
             entering = transport.rounded(total)
-        group = GroupTransport(transport, [members[0] for members in nodes])
-        reduction = self._between(group, entering, k)
+        leaders = group(transport, [members[0] for members in nodes])
+        reduction = self._between(leaders, entering, k)
         value, contributed = (self._sparse(v) for v in (reduction.value, reduction.contributed))
         with transport.phase("inside"):
             message = FORMATS["coo"].encode(value.astype(x.dtype))

@@ -68,6 +68,7 @@ class Transport(ABC):
     virtual = False
     one_node = False
     gpu_direct = True
+    measured: Tuning | None  # the last measurement; whether other ranks have the same one is to be asked
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
@@ -77,7 +78,9 @@ class Transport(ABC):
         self.format: Format = FORMATS["auto"]
         self.value_dtype: str | None = None
         self.nodes: list[list[int]] | None = None  # see collectives.node_members
-        self.tuning: Tuning | None = None  # see tune.tuning_of
+        self.tuning: Tuning | None = None  # what all ranks know, see tune.tuning_of
+        self.measured = None
+        self.groups: dict[tuple[int, ...], Transport] = {}  # see group.group
         self.worker: Any = None  # see progress.Worker: once there is one, all calls go through it
         self.stamp = FIRST_STAMP
         self.calls = 0
@@ -85,13 +88,19 @@ class Transport(ABC):
         self.generation = 0
         self.broken = ""
         self._phase: Counts | None = None
-        self._whole = False
+        self._apart = False
 
     def forget(self) -> None:
         """Drop what was found out together: after a call that failed some ranks may have it and others not."""
         self.agreed.clear()
         self.nodes = self.tuning = None
+        for group in self.groups.values():
+            group.forget()
         self.generation += 1
+
+    def modelled(self) -> Tuning | None:
+        """The costs of this transport where they are a model's and need no measuring."""
+        return None
 
     @abstractmethod
     def now(self) -> float:
@@ -182,25 +191,35 @@ class Transport(ABC):
         return formats.rounded(x, self.value_dtype)
 
     @contextlib.contextmanager
-    def phase(self, name: str, whole: bool = False) -> Iterator[None]:
-        """Count what happens inside under `name`.
-
-        Args:
-            whole: with what happens in phases inside; else those count for themselves alone.
-        """
-        if self._whole:
+    def phase(self, name: str) -> Iterator[None]:
+        """Count what happens inside under `name`; what happens in a phase inside counts for that one alone."""
+        if self._apart:
             yield
             return
         outer, start = self._phase, self.now()
-        self._phase, self._whole = self.traffic.phases.setdefault(name, Counts()), whole
+        self._phase = self.traffic.phases.setdefault(name, Counts())
         mine = self._phase
         try:
             yield
         finally:
             mine.seconds += self.now() - start
-            self._phase, self._whole = outer, False
+            self._phase = outer
+
+    @contextlib.contextmanager
+    def set_up(self) -> Iterator[None]:
+        """Count what happens inside as `Traffic.set_up`, in no phase and no total."""
+        outer, start = self._apart, self.now()
+        self._apart = True
+        try:
+            yield
+        finally:
+            self._apart = outer
+            if not outer:
+                self.traffic.set_up.seconds += self.now() - start
 
     def _counters(self) -> tuple[Counts, ...]:
+        if self._apart:
+            return (self.traffic.set_up,)
         return (self.traffic.total,) if self._phase is None else (self.traffic.total, self._phase)
 
     def _count_received(self, buffer: Buffer) -> None:

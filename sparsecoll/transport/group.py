@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 from sparsecoll.errors import CommunicationError
 from sparsecoll.formats import Buffer
+from sparsecoll.model import Tuning
 from sparsecoll.transport.base import PendingReceive, Transport
 
 
@@ -17,8 +21,22 @@ class GroupTransport(Transport):
         super().__init__(members.index(parent.rank), len(members))
         self.parent = parent
         self.members = members
-        self.traffic, self.timeout, self.virtual = parent.traffic, parent.timeout, parent.virtual
+        self.virtual = parent.virtual
+
+    def follow(self) -> None:
+        """Take over what the parent's call is made with."""
+        parent = self.parent
+        self.traffic, self.timeout = parent.traffic, parent.timeout
         self.format, self.value_dtype, self.one_node = parent.format, parent.value_dtype, parent.one_node
+        self.generation = parent.generation
+
+    @contextlib.contextmanager
+    def set_up(self) -> Iterator[None]:
+        with self.parent.set_up(), super().set_up():
+            yield
+
+    def modelled(self) -> Tuning | None:
+        return self.parent.modelled()
 
     def now(self) -> float:
         return self.parent.now()
@@ -42,3 +60,11 @@ class GroupTransport(Transport):
 
     def node(self) -> int:
         return self.parent.node()
+
+
+def group(parent: Transport, members: list[int]) -> GroupTransport:
+    """The transport of these ranks of `parent`, for the call that is under way; made once: it keeps its costs."""
+    made = parent.groups.setdefault(tuple(members), GroupTransport(parent, members))
+    assert isinstance(made, GroupTransport)
+    made.follow()
+    return made

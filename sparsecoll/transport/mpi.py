@@ -8,6 +8,7 @@ import logging
 import os
 import threading
 import time
+import zlib
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -19,6 +20,7 @@ from mpi4py import MPI
 from sparsecoll.errors import CommunicationError
 from sparsecoll.formats import Buffer
 from sparsecoll.kernels.memory import empty, on_gpu
+from sparsecoll.model import Tuning
 from sparsecoll.trace import doing
 from sparsecoll.transport.base import FAREWELL, REPORT, Interrupted, Transport
 
@@ -194,8 +196,28 @@ class MpiTransport(Transport):
         self._direct: bool | None = None
         self._staging: Any = None
         self.threads = MPI.Query_thread() >= MPI.THREAD_MULTIPLE
+        self._processes: int | None = None
         self.expected: list[deque[_Pending]] = [deque() for _ in range(self.size)]
         self._sends: deque[tuple[Any, Buffer]] = deque()
+
+    @property
+    def measured(self) -> Tuning | None:  # type: ignore[override]
+        """What was measured last on this or any other communicator of the same processes in the same order."""
+        return _measured.get(self._of_processes())
+
+    @measured.setter
+    def measured(self, tuning: Tuning | None) -> None:
+        if tuning is not None:
+            _measured[self._of_processes()] = tuning
+
+    def _of_processes(self) -> int:
+        if self._processes is None:
+            group, everybody = self.comm.Get_group(), MPI.COMM_WORLD.Get_group()
+            ranks = np.array(MPI.Group.Translate_ranks(group, None, everybody))
+            self._processes = zlib.crc32(ranks.tobytes())
+            group.Free()
+            everybody.Free()
+        return self._processes
 
     def now(self) -> float:
         return time.perf_counter()
@@ -369,6 +391,7 @@ def _free(comm: MPI.Comm, keyval: int, transport: MpiTransport) -> None:
         transport.comm.Free()
 
 
+_measured: dict[int, Tuning] = {}  # by a checksum of the processes; only what all of them have in common is used
 _keyval_lock = threading.Lock()
 _keyval: list[int] = []
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from sparsecoll.errors import CommunicationError
 from sparsecoll.formats import Buffer
-from sparsecoll.model import Costs, Network
+from sparsecoll.model import Costs, Network, Tuning
 from sparsecoll.trace import listening
 from sparsecoll.traffic import Traffic
 from sparsecoll.transport.base import REPORT, Interrupted, Transport
@@ -121,9 +121,10 @@ class SimTransport(Transport):
 
     virtual = True
 
-    def __init__(self, world: _World, rank: int) -> None:
+    def __init__(self, world: _World, rank: int, costs: Costs | None = None) -> None:
         super().__init__(rank, world.size)
         self._world = world
+        self._costs = costs or Costs()
         self._clock = 0.0
         self._left = 0.0  # when the last message sent has left its port
         self._inner = _Port()
@@ -132,6 +133,9 @@ class SimTransport(Transport):
 
     def now(self) -> float:
         return self._clock
+
+    def modelled(self) -> Tuning:
+        return self._costs.tuning(self._world.inside if self.one_node else self._world.network)
 
     def _send(self, destination: int, buffer: Buffer) -> None:
         network, port = self._way(destination)
@@ -267,7 +271,7 @@ def simulate(
     if ranks_per_node < 1:
         raise ValueError(f"ranks_per_node: expected at least 1, got {ranks_per_node}")
     world = _World(P, network or Network(), ranks_per_node, inside or Network(1e-6, 1e-10))
-    transports = [SimTransport(world, rank) for rank in range(P)]
+    transports = [SimTransport(world, rank, costs) for rank in range(P)]
     results: list[Any] = [None] * P
 
     def program(rank: int) -> None:

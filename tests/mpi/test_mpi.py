@@ -88,6 +88,28 @@ def test_auto_measures_the_communicator_and_all_ranks_agree(comm):
     own.Free()
 
 
+def test_auto_measures_once_for_all_communicators_of_the_same_processes(comm):
+    """Not for a short call, at most 4 MB, not again after a failed call, and in no total."""
+    x = SparseVector(np.arange(0, 2_000_000, 5), np.ones(400_000, np.float32), 2_000_000)
+    measured = []
+    with pytest.raises(ValueError, match="finite"):
+        sparsecoll.allreduce(comm, SparseVector([1], np.array([np.nan]), 9))
+    for make in (comm.Dup, comm.Dup, lambda: comm.Split(0, comm.rank)):
+        own = make()
+        traffic = sparsecoll.traffic(own)
+        sparsecoll.allreduce(own, SparseVector([own.rank], np.ones(1), 100))
+        before = traffic.set_up.bytes_sent
+        sparsecoll.allreduce(own, x)
+        measured.append(traffic.set_up.bytes_sent - before)
+        with pytest.raises(ValueError, match="finite"):
+            sparsecoll.allreduce(own, SparseVector([1], np.array([np.nan]), 9))
+        sparsecoll.allreduce(own, x)
+        assert traffic.set_up.bytes_sent < 4e6
+        assert traffic.bytes_received == sum(c.bytes_received for c in traffic.phases.values())
+        own.Free()
+    assert measured[1] < 4096 and measured[2] < 4096 and (comm.size == 1 or measured[0] > 0)
+
+
 def test_messages_longer_than_a_chunk_arrive_whole(comm):
     transport = as_transport(comm)
     x = SparseVector(np.arange(comm.rank, 5000, 7), np.full(len(range(comm.rank, 5000, 7)), 0.5, np.float32), 5000)

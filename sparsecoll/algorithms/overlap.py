@@ -1,0 +1,71 @@
+"""How much the ranks' supports overlap and how unevenly entries lie, estimated from a sample before a sum is formed."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sparsecoll import model
+from sparsecoll.kernels.memory import to_host
+from sparsecoll.model import Tuning
+from sparsecoll.transport.base import Transport
+from sparsecoll.transport.collectives import sum_counts
+from sparsecoll.vector import SparseVector
+
+SLOTS = 256  # of a level; distinct coordinates are counted to some 5 %
+FULLEST = 0.8  # share of its slots that a level may fill to be read
+REGIONS = 64  # at most so many even regions are compared
+LARGEST = 1 << 28  # finest sampling: the hash has 32 bits
+
+
+def levels(P: int) -> int:
+    """How many sampling rates: each samples a quarter of the one before; the last suits disjoint supports."""
+    return 1 + math.ceil(math.log(max(P / 2, 1), 4))
+
+
+def seconds(P: int, tuning: Tuning) -> float:
+    """What `estimate` costs."""
+    items = levels(P) * SLOTS + min(P, REGIONS)
+    return (2 * model.rounds(P) + 2) * tuning.alpha + 3 * 4 * items * tuning.beta
+
+
+def estimate(transport: Transport, x: SparseVector, k: int) -> tuple[float, float]:
+    """(reach, skew), see `model.Shape`: the same on every rank, and a function of the ranks' indices alone. Collective.
+
+    Each rank hashes its indices to slots, at several sampling rates, and marks the slots that are hit. The sum of the
+    marks over the ranks tells which slots somebody hit, and that how many distinct coordinates there are (linear
+    counting, Whang and others, 1990).
+
+    Volume: 3(256 levels + 64) words in 2 log2 P + 2 messages; levels grow with log4 P.
+    """
+    n, P, count = x.length, transport.size, levels(transport.size)
+    every = max(2 * k // SLOTS, 1)  # one coordinate in so many is looked at on the first level
+    while count > 1 and every << 2 * (count - 1) > LARGEST:
+        count -= 1
+    finest = every << 2 * (count - 1)
+    hashes = to_host(x.hash_slots(1 << 32))
+    hashes = hashes[hashes % finest < 4 ** (count - 1)]
+    rest, slots = hashes % finest, _mixed(hashes.astype(np.uint32)) % np.uint32(SLOTS)
+    marks = np.zeros((count, SLOTS), np.int32)
+    for level in range(count):
+        marks[level, slots[rest < 4 ** (count - 1 - level)]] = 1
+    regions = min(P, REGIONS)
+    held = np.diff(x.count_below([n * j // regions for j in range(regions + 1)]))
+    shift = max((P * k).bit_length() - 31, 0)
+    with transport.phase("overlap"):
+        total = sum_counts(transport, np.concatenate([marks.reshape(-1), (held >> shift).astype(np.int32)]))
+    hit = np.count_nonzero(total[: marks.size].reshape(marks.shape), axis=1).tolist()
+    level = next((j for j, slots in enumerate(hit) if slots <= FULLEST * SLOTS), count - 1)
+    distinct = -SLOTS * math.log1p(-min(hit[level], SLOTS - 1) / SLOTS) * (every << 2 * level)
+    sums = total[marks.size :]
+    skew = float(sums.max() * regions / sums.sum()) if sums.sum() else 1.0
+    return model.reach(n, k, P, round(distinct)), skew
+
+
+def _mixed(hashes: NDArray[np.uint32]) -> NDArray[np.uint32]:
+    """The finaliser of MurmurHash3: multiplication alone spreads neighbours more evenly than chance."""
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
+        hashes = (hashes ^ (hashes >> np.uint32(shift))) * np.uint32(factor)
+    return hashes
