@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 import tempfile
@@ -57,19 +58,19 @@ class Gloo:
         torch.distributed.init_process_group("gloo", f"file://{where}/store", rank=comm.rank, world_size=comm.size)
         self._torch = torch
 
-    def dense(self, vector: np.ndarray) -> tuple[int, int, int, int]:
+    def dense(self, vector: np.ndarray) -> tuple[float, float, float, int]:
         """all_reduce in place (so the vector is copied first, as MPI_Allreduce writes elsewhere too)."""
         tensor = self._torch.from_numpy(vector.copy())
         self._torch.distributed.all_reduce(tensor)
-        return 0, 0, 0, tensor.numel()
+        return math.nan, math.nan, math.nan, tensor.numel()
 
-    def sparse(self, entries: Any) -> tuple[int, int, int, int]:
+    def sparse(self, entries: Any) -> tuple[float, float, float, int]:
         """all_reduce of a sparse_coo tensor that holds the entries."""
         indices = self._torch.from_numpy(entries.indices.astype(np.int64))[None]
         values = self._torch.from_numpy(entries.values.copy())
         tensor = self._torch.sparse_coo_tensor(indices, values, (entries.length,), is_coalesced=True)
         self._torch.distributed.all_reduce(tensor)
-        return 0, 0, 0, int(tensor._nnz())
+        return math.nan, math.nan, math.nan, int(tensor._nnz())
 
 
 def inputs(options: argparse.Namespace, comm: Any) -> Iterator[tuple[str, bench.Gradients]]:
@@ -125,9 +126,11 @@ def main() -> None:
         row["x dense"] = dense / row["seconds"]
         found.append(row)
         if comm.rank == 0:
+            counted = row["bytes_received"]
+            volume = "" if counted is None else f" {counted / 1e6:>8.2f} MB in"
             sys.stdout.write(
                 f"{row['data']:<14}{row['n']:>12,}{row['density']:>7.3g} {row['name']:<24}{row['seconds']:>8.3f} s"
-                f" {row['x dense']:>7.2f} x {row['bytes_received'] / 1e6:>8.2f} MB in\n"
+                f" {row['x dense']:>7.2f} x{volume}\n"
             )
             sys.stdout.flush()
             if options.json:

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import math
 import os
 import platform
 import subprocess
 import sys
+import types
+import typing
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from importlib import metadata
@@ -32,7 +35,7 @@ from sparsecoll.transport.collectives import allgather
 from sparsecoll.vector import SparseVector
 
 Row = dict[str, Any]
-Run = Callable[[Any], tuple[int, int, int, int]]
+Run = Callable[[Any], tuple[float, float, float, int]]
 STEP = 4099  # by how many coordinates the entries move from one call to the next
 GROWTH, PERIOD = 1.01, 64  # and by what factor they grow, for so many calls; then they shrink for as many
 MPI_ALLREDUCE = "MPI_Allreduce"
@@ -42,7 +45,7 @@ def algorithm(text: str) -> Algorithm:
     """An algorithm from `name` or `name:option=value,option=value`; `selector=` takes a selector's name.
 
     Raises:
-        ValueError: no such algorithm, option or selector.
+        ValueError: no such algorithm, option or selector, or an option of another type.
 
     >>> algorithm("sparcml:variant=dynamic").describe()
     "sparcml(k=None, selector=None, variant='dynamic', bits=None, seed=0, network=Network(alpha=5e-05, beta=8e-09))"
@@ -61,8 +64,20 @@ def algorithm(text: str) -> Algorithm:
                 raise ValueError(f"selector: expected one of {', '.join(SELECTORS)}, got {value!r}")
             options[option] = SELECTORS[value]()
         else:
-            options[option] = _literal(value)
+            options[option] = _typed(name, option, _literal(value))
     return ALGORITHMS[name](**options)
+
+
+def _typed(name: str, option: str, value: Any) -> Any:
+    """An option's value, if it is of the type that the algorithm declares."""
+    declared = typing.get_type_hints(ALGORITHMS[name])[option]
+    types_ = typing.get_args(declared) if isinstance(declared, types.UnionType) else (declared,)
+    if float in types_ and type(value) is int:
+        return float(value)
+    if type(value) not in types_:
+        names = " or ".join("None" if t is types.NoneType else t.__name__ for t in types_)
+        raise ValueError(f"{name}:{option}: expected {names}, got {value!r}")
+    return value
 
 
 def _literal(text: str) -> Any:
@@ -121,10 +136,20 @@ class Entries:
 
 
 def from_file(path: str | Path, rank: int) -> Gradients:
-    """The vector in a .npy file; `{rank}` in its name stands for the rank."""
-    base = np.load(str(path).format(rank=rank))
-    if base.ndim != 1 or base.dtype.kind != "f":
-        raise ValueError(f"{path}: expected a 1-D array of floats, got {base.dtype} of shape {base.shape}")
+    """The vector in a .npy file; `{rank}` in its name stands for the rank.
+
+    Raises:
+        OSError, ValueError: no such file; not a 1-D array of floats.
+    """
+    name = str(path).replace("{rank}", str(rank))
+    try:
+        base = np.load(name)
+    except (ValueError, EOFError) as error:
+        raise ValueError(f"{name}: expected a .npy file with a 1-D array of floats ({error})") from None
+    if not isinstance(base, np.ndarray):
+        raise ValueError(f"{name}: expected a .npy file with a 1-D array of floats, got an archive")
+    if base.ndim != 1 or base.dtype.kind != "f" or base.size == 0:
+        raise ValueError(f"{name}: expected a 1-D array of floats, got {base.dtype} of shape {base.shape}")
     return Gradients(base)
 
 
@@ -156,12 +181,14 @@ def measure(
         call: what to time. `MPI_Allreduce` as algo is the MPI library's own dense sum of the same vectors.
         vectors: returns the vector of the next call.
         repeat, warm: calls timed, and before them not timed.
-        run: does the call instead, for peers; returns (bytes sent, bytes received, messages, entries).
+        run: does the call instead, for peers; returns (bytes sent, bytes received, messages, entries), where NaN
+            stands for what was not counted.
         about: put into the row.
 
     Returns:
         seconds (median, least and most of the slowest rank's), seconds by kind of work (median, mean over the ranks;
-        "other" is what no kind covers), bytes and messages of the last call on the busiest rank, entries of the
+        "other" is what no kind covers), bytes and messages of the last call on the busiest rank (None if they were
+        not counted: MPI_Allreduce), entries of the
         result, and the most memory in bytes that a rank came to need beyond what it held before (which is little if
         calls before left buffers behind: measure memory in a fresh process).
     """
@@ -190,10 +217,9 @@ def measure(
     row |= {"format": str(call.format), "value_dtype": call.value_dtype or vector.dtype.name}
     row |= {"seconds": float(np.median(slowest)), "least": float(slowest.min()), "most": float(slowest.max())}
     row |= dict(zip((*trace.KINDS, "other"), spent.tolist(), strict=True))
-    most = table[:, repeat + len(trace.KINDS) + 1 :].max(axis=0)
-    return row | dict(
-        zip(("bytes_sent", "bytes_received", "messages", "entries", "memory"), map(int, most.tolist()), strict=True)
-    )
+    most = table[:, repeat + len(trace.KINDS) + 1 :].max(axis=0).tolist()
+    counted = [None if math.isnan(count) else int(count) for count in most]
+    return row | dict(zip(("bytes_sent", "bytes_received", "messages", "entries", "memory"), counted, strict=True))
 
 
 def compare(
@@ -225,17 +251,17 @@ def _runner(comm: Any, call: Call) -> Run:
     if call.algo == MPI_ALLREDUCE:
         out: list[NDArray[Any]] = []
 
-        def dense(vector: NDArray[Any]) -> tuple[int, int, int, int]:
+        def dense(vector: NDArray[Any]) -> tuple[float, float, float, int]:
             if not out:
                 out.append(np.empty_like(vector))
             comm.Allreduce(vector, out[0])
-            return 0, 0, 0, vector.size  # not counted by us
+            return math.nan, math.nan, math.nan, vector.size
 
         return dense
     chosen, counters = algorithm(call.algo), api.traffic(comm)
     whole = chosen.takes_dense  # then nothing is selected
 
-    def sparse(vector: NDArray[Any] | SparseVector) -> tuple[int, int, int, int]:
+    def sparse(vector: NDArray[Any] | SparseVector) -> tuple[float, float, float, int]:
         before = counters.copy()
         value = api.allreduce(
             comm,

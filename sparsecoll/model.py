@@ -179,6 +179,9 @@ class Tuning:
         try:
             saved = json.loads(Path(path).read_text())
             calls = {name: [(float(a), float(b)) for a, b in rows] for name, rows in saved.pop("calls", {}).items()}
+            missing = {f.name for f in fields(cls)} - {"calls"} - set(saved)
+            if missing:
+                raise ValueError(f"missing: {', '.join(sorted(missing))}")
             return cls(**{name: float(value) for name, value in saved.items()}, calls=calls)
         except (TypeError, AttributeError, ValueError) as error:
             names = ", ".join(f.name for f in fields(cls))

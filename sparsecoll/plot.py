@@ -26,7 +26,10 @@ def rows_of(path: str | Path) -> list[Row]:
     Raises:
         ValueError: the file holds something else.
     """
-    content = json.loads(Path(path).read_text())
+    try:
+        content = json.loads(Path(path).read_text())
+    except ValueError as error:  # of JSON or of UTF-8
+        raise ValueError(f"{path}: expected the JSON rows of a bench ({error})") from None
     rows = content.get("rows") if isinstance(content, dict) else None
     if not isinstance(rows, list) or not rows or not all(isinstance(r, dict) and "algo" in r for r in rows):
         raise ValueError(f"{path}: expected the rows of a bench, got something else")
@@ -70,7 +73,7 @@ def stacked(rows: Sequence[Row], path: str | Path, title: str = "") -> None:
     axes.invert_yaxis()
     axes.set_xlabel("milliseconds")
     axes.set_title(title, fontsize="medium", loc="left")
-    axes.legend(fontsize="small", ncols=len(PARTS), loc="upper center", bbox_to_anchor=(0.4, -0.12), frameon=False)
+    figure.legend(fontsize="small", ncols=len(PARTS), loc="outside lower center", frameon=False)
     figure.savefig(path)
 
 
@@ -78,27 +81,40 @@ def lines(rows: Sequence[Row], x: str, y: str, path: str | Path, title: str = ""
     """A line for each label: column y times `scale` against column x, both logarithmic."""
     figure, axes = _axes()
     styles = cycle(STYLES)
-    flat = {}
     for name in dict.fromkeys(map(label, rows)):
         points = sorted((r[x], scale * r[y]) for r in rows if label(r) == name and r.get(y))
         if not points:
             continue
         marker, dash = next(styles)
-        if len(points) == 1 and x == "density":  # dense: the same at every density
-            flat[name] = points[0][1]
+        dense = all(r["density"] == 1.0 for r in rows if label(r) == name)
+        if dense and x == "density":  # the same at every density
             axes.axhline(points[0][1], color="black", linestyle=dash, linewidth=1, label=name)
-        else:
-            axes.plot(*zip(*points, strict=True), marker=marker, linestyle=dash, label=name, linewidth=1, markersize=4)
+            continue
+        colour = {"color": "black"} if dense else {}
+        axes.plot(
+            *zip(*points, strict=True), marker=marker, linestyle=dash, label=name, linewidth=1, markersize=4, **colour
+        )
     axes.set_xscale("log", base=2 if x == "P" else 10)
     axes.set_yscale("log")
-    if x == "P":
-        ticks = sorted({r["P"] for r in rows})
-        axes.set_xticks(ticks, [str(t) for t in ticks])
+    _number_ticks(axes.yaxis)
+    ticks = sorted({r[x] for r in rows} - ({1.0} if x == "density" else set()))
+    axes.set_xticks(ticks, [f"{t:g}" for t in ticks])
+    axes.set_xticks([], minor=True)
     axes.set_xlabel({"P": "ranks", "density": "density k / n"}.get(x, x))
     axes.set_ylabel(AXES.get(y, y))
     axes.set_title(title, fontsize="medium", loc="left")
     axes.legend(fontsize="x-small", loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
     figure.savefig(path)
+
+
+def _number_ticks(axis: Any) -> None:
+    """Ticks of a logarithmic axis at 1, 2 and 5 times powers of ten, as plain numbers."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    low, high = axis.get_view_interval()
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 1000 * low else (1,), numticks=12))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
+    axis.set_minor_formatter(NullFormatter())
 
 
 AXES = {"seconds": "milliseconds", "bytes_received": "MB received by the busiest rank"}
@@ -123,7 +139,11 @@ def figures(rows: Sequence[Row], folder: str | Path, stem: str) -> list[Path]:
         if len({row["density"] for row in some if row["density"] != 1.0}) > 1:
             made.append(Path(folder, f"{stem}_density_n{n}_P{P}.svg"))
             lines(some, "density", "seconds", made[-1], f"n = {n:,}, {P} ranks", SCALES["seconds"])
-    for (n, density), some in group(("n", "density")).items():
+    for (n, density), chosen in group(("n", "density")).items():
+        dense = [row for row in rows if row["n"] == n and row["density"] == 1.0]
+        if density == 1.0 and any(row["n"] == n and row["density"] != 1.0 for row in rows):
+            continue  # they are a line in the figures of the other densities
+        some = chosen if density == 1.0 else [*dense, *chosen]
         if len({row["P"] for row in some}) > 1:
             for y, what in (("seconds", "time"), ("bytes_received", "volume")):
                 made.append(Path(folder, f"{stem}_{what}_n{n}_d{density:g}.svg"))

@@ -20,6 +20,7 @@ LAYERS = [  # a module may import from its own layer's packages and from layers 
     {"algorithms", "agreement", "tune"},
     {"api", "collectives", "convert", "progress"},
     {"torch", "bench", "doctor", "plot"},
+    {"report"},
     {"__main__"},
 ]
 HOMES = {

@@ -24,9 +24,13 @@ def test_algorithms_by_text():
         ("oktopk:tua=4", "expected oktopk:OPTION=VALUE with one of .*tau.*, got 'tua=4'"),
         ("oktopk:tau", "got 'tau'"),
         ("dense:selector=all", "selector: expected one of topk, .*, got 'all'"),
+        ("oktopk:tau=abc", "oktopk:tau: expected int, got 'abc'"),
+        ("sparcml:bits=few", "sparcml:bits: expected int or None, got 'few'"),
+        ("oktopk:exact=1", "oktopk:exact: expected bool, got 1"),
     ):
         with pytest.raises(ValueError, match=message):
             bench.algorithm(text)
+    assert bench.algorithm("oktopk:balance_factor=2").balance_factor == 2.0
 
 
 def test_every_call_gets_another_vector():
@@ -47,6 +51,12 @@ def test_from_file(tmp_path):
     np.save(tmp_path / "g_3.npy", np.arange(5))
     with pytest.raises(ValueError, match="expected a 1-D array of floats, got int64"):
         bench.from_file(tmp_path / "g_{rank}.npy", 3)
+    (tmp_path / "g_4.npy").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"g_4\.npy: expected a \.npy file"):
+        bench.from_file(tmp_path / "g_{rank}.npy", 4)
+    np.savez(tmp_path / "g.npz", np.ones(3))
+    with pytest.raises(ValueError, match=r"g\.npz: expected a \.npy file .* got an archive"):
+        bench.from_file(tmp_path / "g.npz", 0)
 
 
 def test_a_row_is_the_same_on_all_ranks_and_its_parts_add_up():
@@ -93,6 +103,7 @@ def test_commands(tmp_path, capsys):
     main(["bench", *algos, *options, "--json", str(path)])
     shown = capsys.readouterr().out.splitlines()
     content = json.loads(path.read_text())
+    assert content["rows"][0]["bytes_received"] is None and shown[1].split()[8] == "-"  # not counted is not zero
     assert (
         len(shown) == 1 + 1 + 4 + 4 + 2 == 1 + len(content["rows"])
     )  # dense ones once, MPI_Allreduce in its own dtype
@@ -100,20 +111,60 @@ def test_commands(tmp_path, capsys):
     main(["plot", str(path), "--out", str(tmp_path / "figures")])
     drawn = capsys.readouterr().out.split()
     assert len(drawn) == 2 and all("<svg" in Path(name).read_text() for name in drawn)
-    (tmp_path / "other.json").write_text("[]")
-    with pytest.raises(SystemExit, match="expected the rows of a bench"):
-        main(["plot", str(tmp_path / "other.json")])
+    for content, message in (("[]", "expected the rows of a bench"), ("{nonsense", "expected the JSON rows")):
+        (tmp_path / "other.json").write_text(content)
+        with pytest.raises(SystemExit):
+            main(["plot", str(tmp_path / "other.json")])
+        told = capsys.readouterr().err
+        assert told.startswith(f"sparsecoll: {tmp_path / 'other.json'}: {message}") and told.count("\n") == 1
+
+
+def test_gradient_from_a_file(tmp_path, capsys):
+    np.save(tmp_path / "g0.npy", np.random.default_rng(0).standard_normal(3000).astype(np.float32))
+    options = ["--algo", "allgather", "dense", "--density", "0.1", "--repeat", "1"]
+    main(["bench", "--gradient", str(tmp_path / "g{rank}.npy"), *options])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:3] for line in lines[1:]] == [["allgather", "1", "3,000"], ["dense", "1", "3,000"]]
+
+
+def test_rows_are_saved_as_they_come(tmp_path, monkeypatch):
+    path = tmp_path / "rows.json"
+    measured = bench.measure
+
+    def breaks(comm, call, vectors, repeat):
+        if path.exists():
+            raise OSError("the machine goes down")
+        return measured(comm, call, vectors, repeat)
+
+    monkeypatch.setattr(bench, "measure", breaks)
     with pytest.raises(SystemExit):
-        main(["bench", "--density", "much"])
+        main(["bench", "--algo", "allgather", "oktopk", "--n", "2000", "--repeat", "1", "--json", str(path)])
+    assert [row["algo"] for row in json.loads(path.read_text())["rows"]] == ["allgather"]
 
 
-def test_lines_against_ranks(tmp_path):
+def test_dense_is_a_line_in_the_figures_of_the_sparse_ones(tmp_path, monkeypatch):
     plot = pytest.importorskip("sparsecoll.plot")
-    pytest.importorskip("matplotlib")
+    pyplot = pytest.importorskip("matplotlib.pyplot")
     rows = [
-        {"algo": algo, "n": 9, "density": 0.1, "P": P, "seconds": P * 0.1, "bytes_received": 10 * P}
-        for algo in ("a", "b")
+        {"algo": algo, "n": 9, "density": density, "P": P, "seconds": P * 0.01, "bytes_received": 10 * P}
+        for algo, density in (("a", 0.1), ("b", 0.1), ("dense", 1.0))
         for P in (2, 4)
     ]
     made = plot.figures(rows, tmp_path, "r")
     assert sorted(path.name for path in made) == ["r_time_n9_d0.1.svg", "r_volume_n9_d0.1.svg"]
+    axes = pyplot.figure(pyplot.get_fignums()[-2]).axes[0]
+    assert [line.get_label() for line in axes.lines] == ["dense", "a", "b"]
+    axes.figure.canvas.draw()
+    assert all(float(tick.get_text().replace(",", "")) > 0 for tick in axes.get_yticklabels())  # 20, not 2 x 10^1
+
+
+def test_the_legend_is_not_over_the_label_of_the_axis(tmp_path):
+    plot = pytest.importorskip("sparsecoll.plot")
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    for count in (1, 12):
+        rows = [{"algo": f"a{i}", "density": 0.1, **dict.fromkeys(plot.PARTS, 1e-3)} for i in range(count)]
+        plot.stacked(rows, tmp_path / "phases.svg", "title")
+        figure = pyplot.figure(pyplot.get_fignums()[-1])
+        figure.canvas.draw()
+        label = figure.axes[0].xaxis.label.get_window_extent()
+        assert not figure.legends[0].get_window_extent().overlaps(label)

@@ -1,7 +1,7 @@
 """`sparsecoll doctor` and `simulate`, the script, and errors as one line."""
 
+import contextlib
 import json
-import os
 import re
 import subprocess
 import sys
@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from sparsecoll import doctor, simulate
+from sparsecoll import Tuning, doctor, simulate
 from sparsecoll.__main__ import main
+from sparsecoll.transport import LocalTransport
 
 ROOT = Path(__file__).parent.parent
 
@@ -32,6 +33,55 @@ def test_doctor_says_what_is_wrong(monkeypatch, capsys):
         main(["doctor"])
     assert ended.value.code == 1
     assert "broken" in capsys.readouterr().out
+
+
+def found(subject, monkeypatch, **environment):
+    """The row of doctor's variables or ranks, on one rank."""
+    for name in ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "WORLD_SIZE", "SLURM_NTASKS"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, str(value))
+    rows = [*doctor._variables(), doctor._ranks(LocalTransport())]
+    return next(row for row in rows if row.subject == subject)
+
+
+def test_doctor_finds_the_launcher_of_another_mpi(monkeypatch):
+    assert found("ranks", monkeypatch).state == doctor.GOOD
+    for variable, advice in (("PMI_SIZE", "another MPI"), ("WORLD_SIZE", "torchrun")):
+        row = found("ranks", monkeypatch, **{variable: 3})
+        assert row.state == doctor.BAD and f"{variable} is 3" in row.found and advice in row.advice
+    row = found("ranks", monkeypatch, SLURM_NTASKS=16)
+    assert row.state == doctor.WORSE and "srun" in row.advice
+    assert found("ranks", monkeypatch, SLURM_NTASKS=16, PMI_SIZE=1).state == doctor.GOOD
+
+
+def test_doctor_reads_the_variables(monkeypatch, tmp_path):
+    (tmp_path / "empty.json").write_text("{}")
+    Tuning().save(tmp_path / "good.json")
+    for name, good, bad in (
+        ("SPARSECOLL_TUNING", tmp_path / "good.json", tmp_path / "no.json"),
+        ("SPARSECOLL_TUNING", tmp_path / "good.json", tmp_path / "empty.json"),
+        ("SPARSECOLL_ON_TIMEOUT", "abort", "abrt"),
+        ("SPARSECOLL_THREADS", 2, 0),
+    ):
+        assert found(name, monkeypatch, **{name: good}).state == doctor.GOOD
+        row = found(name, monkeypatch, **{name: bad})
+        assert row.state == doctor.BAD and row.advice
+        monkeypatch.delenv(name)
+
+
+def test_doctor_shows_the_line_that_says_most():
+    rule = "-" * 70
+    assert doctor.telling_line(f"{rule}\nThere are not enough slots\nfor you\n{rule}\n") == "There are not enough slots"
+    assert doctor.telling_line("Traceback\n  File\nRuntimeError: no libmpi\nbye\n") == "RuntimeError: no libmpi"
+
+
+def test_doctor_cuts_no_folder(capsys, monkeypatch):
+    long = "/".join(["folder"] * 60)
+    monkeypatch.setattr(doctor, "examine", lambda comm: [doctor.Finding("cache", long)])
+    main(["doctor"])
+    shown = "".join(capsys.readouterr().out.split())
+    assert long in shown.replace("good", "")
 
 
 def test_self_test_on_many_ranks():
@@ -62,16 +112,69 @@ def test_simulate_counts_and_models(tmp_path, capsys):
     assert len(lines) == 5 and "1.00" in lines[1]
 
 
-def test_errors_are_one_line():
-    command = [sys.executable, "-m", "sparsecoll"]
-    for arguments, expected in (
-        (["bench", "--algo", "bst"], "sparsecoll: algo: expected one of auto, "),
-        (["simulate", "--alpha", "-1"], "sparsecoll: Network: expected alpha >= 0"),
-        (["plot", "no.json"], "sparsecoll: [Errno 2]"),
-    ):
-        environment = os.environ | {"PYTHONPATH": str(ROOT)}
-        done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=120, env=environment)
-        assert done.returncode == 1 and done.stderr.startswith(expected) and done.stderr.count("\n") == 1
+@pytest.mark.parametrize(
+    "arguments, expected",
+    [
+        ("bench --algo bst", "argument --algo: expected one of auto, "),
+        ("bench --algo oktopk:tau=abc", "argument --algo: oktopk:tau: expected int, got 'abc'"),
+        ("bench --n abc", "argument --n: expected a whole number of at least 1, such as 8 or 24e6, got 'abc'"),
+        ("bench --n -5", "argument --n: expected a whole number"),
+        ("bench --n 1e400", "argument --n: expected a whole number"),
+        ("bench --repeat 0", "argument --repeat: expected a whole number"),
+        ("bench --density 2", "argument --density: expected a number above 0 and up to 1, such as 0.01, got '2'"),
+        ("bench --json no/folder.json", "no/folder.json: expected a file in an existing folder, got no folder 'no'"),
+        ("bench --gradient no.npy --repeat 1", "[Errno 2] No such file or directory: 'no.npy'"),
+        ("tune --save no/folder.json", "no/folder.json: expected a file in an existing folder"),
+        ("simulate --alpha -1", "Network: expected alpha >= 0"),
+        ("simulate --algo MPI_Allreduce", "--algo: MPI_Allreduce is MPI's own and cannot be simulated"),
+        ("plot no.json", "[Errno 2]"),
+        ("benhc", "argument COMMAND: invalid choice: 'benhc'"),
+    ],
+)
+def test_errors_are_one_line(arguments, expected, capsys, monkeypatch):
+    monkeypatch.setattr("sparsecoll.__main__._warn_of_one_rank", lambda comm: None)
+    with pytest.raises(SystemExit) as ended:
+        main(arguments.split())
+    told = capsys.readouterr()
+    assert ended.value.code in (1, 2) and told.out == ""
+    assert told.err.startswith(f"sparsecoll: {expected}") and told.err.count("\n") == 1
+
+
+def test_plot_without_matplotlib(capsys, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(SystemExit):
+        main(["plot", "rows.json"])
+    assert capsys.readouterr().err == (
+        "sparsecoll: plot needs matplotlib, which is not installed: pip install matplotlib\n"
+    )
+
+
+def test_one_process_of_a_job_prints(capsys, monkeypatch):
+    monkeypatch.setenv("PMI_SIZE", "3")
+    monkeypatch.setenv("PMI_RANK", "1")
+    small = ["--ranks", "2", "--n", "1000", "--algo", "allgather", "--repeat", "1"]
+    for arguments in (["--version"], ["--help"], ["bench", "--n", "abc"], ["simulate", *small], ["plot", "no.json"]):
+        with contextlib.suppress(SystemExit):
+            main(arguments)
+        assert capsys.readouterr() == ("", "")
+
+
+def test_bench_on_one_rank_says_so(capsys, monkeypatch):
+    monkeypatch.setattr("sparsecoll.__main__.default_comm", LocalTransport)
+    small = ["bench", "--n", "1000", "--algo", "MPI_Allreduce", "allgather", "--density", "0.1", "--repeat", "1"]
+    main(small)
+    told = capsys.readouterr()
+    assert "note: 1 rank communicates with nobody" in told.err and "MPI_Allreduce is left out" in told.err
+    assert len(told.out.splitlines()) == 2
+    monkeypatch.setenv("PMI_SIZE", "3")
+    main(small)
+    assert "this job has 1 rank, but PMI_SIZE=3" in capsys.readouterr().err
+
+
+def test_tune_has_heads(capsys):
+    main(["tune"])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["figure", "nanoseconds", "for"] and lines[1].endswith("a message that is waited for")
 
 
 def test_script_is_installed():

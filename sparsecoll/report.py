@@ -1,0 +1,77 @@
+"""The rows of `bench` and `simulate` as they come: a line of a table each, and a JSON file that is whole after each."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from sparsecoll.bench import MPI_ALLREDUCE, Row, about
+
+SHOWN = ("select", "encode", "decode", "merge", "dense", "wait", "other")
+DENSE = (MPI_ALLREDUCE, "dense")
+
+
+class Report:
+    """Shows and saves rows.
+
+    Args:
+        algos: names that the rows will have, for the width of their column.
+        path: the JSON file; None saves nothing.
+    """
+
+    def __init__(self, algos: Sequence[str], path: Path | None = None) -> None:
+        self._path = path
+        self._rows: list[Row] = []
+        self._dense: dict[tuple[int, int], float] = {}  # seconds of the dense sum, by P and n
+        self._width = max(map(len, algos), default=0) + 2
+
+    def add(self, row: Row) -> None:
+        """Show a row, and save it with those before."""
+        if not self._rows:
+            sys.stdout.write(self._heads() + "\n")
+        self._rows.append(row)
+        if row["algo"] in DENSE:
+            self._dense.setdefault((row["P"], row["n"]), row["seconds"])
+        sys.stdout.write(self._line(row) + "\n")
+        sys.stdout.flush()
+        if self._path:
+            save(self._path, {"about": about(), "rows": self._rows})
+
+    def _heads(self) -> str:
+        what = f"{'algo':<{self._width}}{'P':>5}{'n':>13}{'density':>9}{'format':>12}"
+        return what + f"{'values':>10}{'ms':>10}{'x dense':>9}{'MB in':>9}" + "".join(f"{kind:>8}" for kind in SHOWN)
+
+    def _line(self, row: Row) -> str:
+        dense, received = self._dense.get((row["P"], row["n"])), row["bytes_received"]
+        ratio = "-" if dense is None else f"{dense / row['seconds']:.2f}" if row["seconds"] else "inf"
+        moved = "-" if received is None else f"{received / 1e6:.2f}" if received >= 1e6 else f"{received / 1e6:.3g}"
+        what = f"{row['algo']:<{self._width}}{row['P']:>5}{row['n']:>13,}{row['density']:>9.4g}{row['format']:>12}"
+        numbers = f"{row['value_dtype']:>10}{row['seconds'] * 1e3:>10.2f}{ratio:>9}{moved:>9}"
+        return what + numbers + "".join(f"{row[kind] * 1e3:>8.1f}" for kind in SHOWN)
+
+
+def save(path: Path, content: dict[str, Any]) -> None:
+    """Write a JSON file in one go: whoever reads it sees the old content or the new one."""
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps(content, indent=1) + "\n")
+    os.replace(part, path)
+
+
+def check_writable(path: Path | None) -> None:
+    """Find out before hours of measuring whether a file can be written.
+
+    Raises:
+        ValueError: its folder is missing or not writable, or it is no regular file.
+    """
+    if path is None:
+        return
+    if not path.parent.is_dir():
+        raise ValueError(f"{path}: expected a file in an existing folder, got no folder {str(path.parent)!r}")
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path}: expected a file, got a folder or device")
+    if not os.access(path.parent, os.W_OK):
+        raise ValueError(f"{path}: expected a folder that can be written to, got {str(path.parent)!r}")
