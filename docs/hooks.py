@@ -1,7 +1,16 @@
-"""Hooks of the site: files of the repository that are not on it are named, not linked."""
+"""Hooks of the site: its footer names the version; files of the repository that are not on it are named, not linked."""
 
 import re
+from pathlib import Path
 from typing import Any
+
+VERSION = Path(__file__).parent.parent / "sparsecoll" / "_version.py"
+
+
+def on_config(config: Any, **_: Any) -> None:
+    """The version, without importing the package."""
+    version = re.findall(r'__version__ = "(.+)"', VERSION.read_text())[0]
+    config.copyright = f"sparsecoll {version}, Apache-2.0"
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:

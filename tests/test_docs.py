@@ -46,6 +46,20 @@ def test_every_link_of_the_pages_leads_somewhere():
             assert target.startswith("http") or (page.parent / target).exists(), f"{page.name}: {target}"
 
 
+def test_every_table_has_heads():
+    for page in PAGES:
+        assert not re.findall(r"^(?:\| *)+\|\n\|[-|:]+$", page.read_text(), re.M), page.name
+
+
+def test_grouped_parameters_have_an_entry_each_on_the_site(monkeypatch):
+    pytest.importorskip("griffe")
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    ungrouped = importlib.import_module("examples_in_docstrings")._ungrouped
+    text = ["Sum.", "", "Args:", "    a, b: as there,", "        and more.", "    c: alone.", "", "Not: x, y: a list."]
+    entries = ["    a: as there,", "        and more.", "    b: as there,", "        and more.", "    c: alone."]
+    assert ungrouped(text) == [*text[:3], *entries, *text[6:]]
+
+
 def test_every_public_name_is_in_the_reference():
     import sparsecoll
 

@@ -22,6 +22,7 @@ def test_demo_runs_without_mpirun(tmp_path):
     arguments = ["--epochs", "1", "--seeds", "1", "--density", "0.05", "--out", str(tmp_path)]
     run = subprocess.run([sys.executable, TRAIN, *arguments], capture_output=True, text=True, timeout=200)
     assert run.returncode == 0, run.stderr
+    assert run.stdout.startswith("Training on 1 rank, 1 epochs, 1 seed: with dense sums") and "About" in run.stdout
     assert "accuracy difference" in run.stdout
     rows = json.loads((tmp_path / "train.json").read_text())["rows"]
     assert [row["algo"] for row in rows] == ["dense", "oktopk"]

@@ -38,7 +38,7 @@ class DRAGONN(TopK):
     Volume: 2k(P-1) words where compressed, else 2n(P-1)/P.
 
     Args:
-        threshold: how the paper's given threshold is found.
+        selector: how the threshold, which the paper takes as given, is found.
         selective: False compresses all buckets.
         seed: of the hashes; the same on all ranks.
     """
