@@ -277,13 +277,9 @@ def _check_root(transport: Transport, root: int) -> None:
 
 def _part(transport: Transport, given: SparseVector, edges: Sequence[int]) -> SparseVector:
     """This rank's region of the sum, in the accumulator's dtype."""
-
-    def merge(region: int, own: SparseVector, arrived: SparseVector) -> SparseVector:
-        return SparseVector.sum([own, arrived.astype(own.dtype)], own.dtype)
-
     with transport.phase("split"):
-        parts = SparseVector.sum([given], accumulator(given.dtype)).split(edges)
-        return halved(transport, parts, merge, transport.rounded)
+        whole = SparseVector.sum([given], accumulator(given.dtype))
+        return halved(transport, whole, edges, transport.rounded, pairs=True)
 
 
 def _sum(

@@ -113,9 +113,13 @@ def densestream_words(k: int, P: int) -> tuple[float, float]:
     return 4 * k * (P - 1) / P, 2 * k * ((math.log2(P) / 2 + 1) * P - 1)
 
 
-def spardl_words(k: int, P: int) -> float:
-    """4k(P-1)/P: P - 1 blocks of k/P entries in each of the two steps (derived in docs/algorithms.md)."""
-    return 4 * k * (P - 1) / P
+def spardl_words(k: int, P: int, teams: int = 1) -> float:
+    """Two steps of T - 1 blocks of k/T entries, T = P/d, and log2 d or d - 1 blocks between d teams, which divides P.
+
+    4k(P-1)/P for one team. Derived in docs/algorithms.md.
+    """
+    width, between = P // teams, teams - 1 if teams & (teams - 1) else rounds(teams)
+    return 2 * k / width * (2 * (width - 1) + between)
 
 
 def sparcml_seconds(n: int, k: int, P: int, network: Network) -> dict[str, float]:
@@ -372,9 +376,8 @@ def _halving(shape: Shape, t: Tuning) -> float:
         regions = min(2 ** (step + 1), P) - 2**step
         share = regions / P
         held = shape.entries(summed) * share * min(shape.skew, 1 / share)
-        sent = shape.message(t, held / regions, 1 / P)
-        seconds += t.alpha + t.beta * regions * sent.bytes + regions * (sent.encode + sent.decode)
-        seconds += shape.merging(t, 2 * held, share) + (regions - 1) * t.call
+        sent = shape.message(t, held, share)
+        seconds += t.alpha + t.beta * sent.bytes + sent.encode + sent.decode + shape.merging(t, 2 * held, share)
         summed *= 2
     return seconds
 

@@ -20,13 +20,15 @@ class DenseStream(Algorithm):
     """Exact sum: Algorithm 2 of the paper, lines 14-20, for any P.
 
     1. Balanced split: P regions with similar numbers of entries (section III.B.1).
-    2. Scatter-reduce: recursive halving; each rank receives the partial sums of its region (section III.B.2).
+    2. Scatter-reduce: recursive halving; each rank receives the partial sums of its region (section III.B.2). In pairs
+       where P is a power of two, as published; by offsets for other P (see `halving`).
     3. Allgatherv of the summed regions, recursive doubling (Bruck's for any P).
 
     Messages are DenseStream blocks, unless a format other than "auto" is asked for (`formats.Auto()` for the smallest).
 
     Volume: between 2 * 2k(P-1)/P and 2k[(log2(P)/2 + 1)P - 1] words of COO (equation (6); k entries are 2k words),
-    plus the boundaries; 2 ceil(log2 P) messages (the paper: 2 log2 P). Memory: the entries.
+    plus 3P words for the boundaries. Messages: 2 ceil(log2 P), as in the paper, and at most 2 ceil(log2 P) for
+    averaged boundaries ("even" needs none). Memory: the entries.
 
     Args:
         repartition: "average" is the paper's; it needs similar supports on all ranks. "histogram" cuts at quantiles of
@@ -52,14 +54,11 @@ class DenseStream(Algorithm):
             lost.append(part.rounding_error(arriving))
             return arriving
 
-        def merge(region: int, own: SparseVector, arrived: SparseVector) -> SparseVector:
-            return SparseVector.sum([own, arrived], own.dtype)
-
         with transport.phase("repartition"):
             edges = partition.boundaries(transport, x, self.repartition)
         with transport.phase("split"):
-            parts = SparseVector.sum([x], accumulator(x.dtype)).split(edges)
-            total = reduce_scatter(transport, parts, merge, leave, form)
+            whole = SparseVector.sum([x], accumulator(x.dtype))
+            total = reduce_scatter(transport, whole, edges, leave, format=form, pairs=True)
         with transport.phase("gather"):
             mine = transport.rounded(total.astype(x.dtype))
             lost.append(total.rounding_error(mine))

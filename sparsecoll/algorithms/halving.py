@@ -1,14 +1,17 @@
-"""Reduce-scatter of sparse regions in ceil(log2 P) messages for any P: recursive halving by offsets.
+"""Reduce-scatter of a sparse vector's regions in ceil(log2 P) messages for any P.
 
 Rank r holds a partial sum of every region, region r + o under offset o (mod P). In the step of distance d = 2^t, from
 the largest below P down to 1, it sends the regions of offsets d .. 2d-1 to rank r + d, to which they have offsets
-0 .. d-1, and takes in those of rank r - d. For P = 2^m these are the messages of recursive halving (Rabenseifner 2004);
-for any P a rank sends and receives P - 1 regions in all. (Bruck's allgather run backwards; SparDL, section III.B.)
+0 .. d-1, and takes in those of rank r - d. A rank sends and receives P - 1 regions in all. (Bruck's allgather run
+backwards; SparDL, section III.B.) Where P is a power of two, `pairs` has ranks r and r XOR d exchange instead:
+recursive halving as in Rabenseifner 2004, with the same number of regions in each step.
+
+The regions of one message follow each other, so they travel as one vector; as two where they go around the end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 
 from sparsecoll import formats
 from sparsecoll.formats import Format
@@ -16,33 +19,66 @@ from sparsecoll.transport.base import Transport
 from sparsecoll.transport.collectives import joined, separated
 from sparsecoll.vector import SparseVector
 
-Merge = Callable[[int, SparseVector, SparseVector], SparseVector]  # (region, own partial, arrived) -> partial
-Leave = Callable[[SparseVector], SparseVector]  # a partial -> what of it arrives
+Merge = Callable[[list[SparseVector]], SparseVector]  # own partial sums and those that arrived -> their sum
+Leave = Callable[[SparseVector], SparseVector]  # partial sums -> what of them arrives
+Regions = tuple[int, int]  # (first, how many), counted around the end
+
+
+def summed(parts: list[SparseVector]) -> SparseVector:
+    """The exact sum, in the dtype of the first part."""
+    return SparseVector.sum(parts, parts[0].dtype)
 
 
 def reduce_scatter(
-    transport: Transport, regions: list[SparseVector], merge: Merge, leave: Leave, format: Format | None = None
+    transport: Transport,
+    x: SparseVector,
+    edges: Sequence[int],
+    leave: Leave,
+    merge: Merge = summed,
+    format: Format | None = None,
+    pairs: bool = False,
 ) -> SparseVector:
-    """The own region (number `rank`) over all ranks.
+    """The own region (number `rank`) of the sum over all ranks.
 
     Args:
-        regions: this rank's P parts.
-        merge: called as regions arrive, in the order of the steps.
-        leave: called on each partial sum before it is sent: rounds it as the wire does, and takes note of the loss.
+        x: this rank's entries, in the dtype to sum in.
+        edges: P + 1 boundaries of the regions.
+        leave: called on partial sums before they are sent: rounds them as the wire does, and takes note of the loss.
+        merge: called in every step on the regions that this rank keeps and what arrived of them.
         format: of the messages; None: the transport's.
+        pairs: recursive halving in pairs, where P is a power of two.
     """
-    rank, size = transport.rank, transport.size
-    held = {offset: regions[(rank + offset) % size] for offset in range(size)}
-    distance = 1 << max((size - 1).bit_length() - 1, 0)
     form = format or transport.format
+    for to, source, sent, kept, arriving in _schedule(transport.rank, transport.size, pairs):
+        blocks = [form.encode(leave(part), transport.value_dtype) for part in _stretches(x, edges, sent)]
+        transport.send(to, blocks[0] if len(blocks) == 1 else joined(blocks))
+        own = SparseVector.concatenate(_stretches(x, edges, kept))
+        message = transport.receive(source)
+        count = len(_around(arriving, transport.size))
+        arrived = [message] if count == 1 else separated(message, count)
+        x = merge([own, *(formats.decode(block, x.length) for block in arrived)])
+    return x
+
+
+def _schedule(rank: int, size: int, pairs: bool) -> Iterator[tuple[int, int, Regions, Regions, Regions]]:
+    """For each step (destination, source, regions sent, regions kept, regions that arrive)."""
+    distance = 1 << max((size - 1).bit_length() - 1, 0)
     while distance and size > 1:
-        leaving = [leave(held.pop(offset)) for offset in range(distance, min(2 * distance, size)) if offset in held]
-        if leaving:
-            message = joined([form.encode(part, transport.value_dtype) for part in leaving])
-            transport.send((rank + distance) % size, message)
-            blocks = separated(transport.receive((rank - distance) % size), len(leaving))
-            for offset, block in enumerate(blocks):
-                arrived = formats.decode(block, regions[0].length)
-                held[offset] = merge((rank + offset) % size, held[offset], arrived)
+        if pairs and size & (size - 1) == 0:
+            partner, own = rank ^ distance, (rank & -distance, distance)
+            yield partner, partner, (partner & -distance, distance), own, own
+        else:
+            count, to = min(2 * distance, size) - distance, (rank + distance) % size
+            yield to, (rank - distance) % size, (to, count), (rank, distance), (rank, count)
         distance //= 2
-    return held[0]
+
+
+def _around(regions: Regions, size: int) -> list[tuple[int, int]]:
+    """(first, one past the last) of the one or two stretches that the regions make, in the order of the index space."""
+    first, stop = regions[0], sum(regions)
+    return [(first, stop)] if stop <= size else [(0, stop - size), (first, size)]
+
+
+def _stretches(x: SparseVector, edges: Sequence[int], regions: Regions) -> list[SparseVector]:
+    """The entries in the regions, in ascending order."""
+    return [x.split([edges[a], edges[b]])[0] for a, b in _around(regions, len(edges) - 1)]

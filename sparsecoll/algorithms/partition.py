@@ -25,18 +25,24 @@ def boundaries(transport: Transport, x: SparseVector, how: str) -> list[int]:
     even = [length * j // size for j in range(size + 1)]
     if how == "even" or size == 1:
         return even
-    held = allgather(transport, np.array([x.nnz]))[:, 0].tolist()
-    if not any(held):
-        return even
     if how == "average":
-        cuts = [int(x.indices[x.nnz * j // size]) if x.nnz else 0 for j in range(1, size)]
-        ranks_with_entries = sum(count > 0 for count in held)
-        total = sum_counts(transport, np.array(cuts, np.int64) // ranks_with_entries)
-        return [0, *total.tolist(), length]
-    total = sum(held)
+        return _averaged(transport, x) or even
+    total = sum(allgather(transport, np.array([x.nnz]))[:, 0].tolist())
+    if not total:
+        return even
     targets = [total * j // size for j in range(1, size)]
     slack = total // (100 * size) if size > 3 else 0  # for P <= 3 Ok-Topk's bound leaves nothing to waste
     return [0, *(edge for edge, _ in quantiles(transport, x.indices, targets, length, total, slack)), length]
+
+
+def _averaged(transport: Transport, x: SparseVector) -> list[int]:
+    """The mean of the cuts of all ranks that hold entries, by one sum; nothing if none does."""
+    size, length = transport.size, x.length
+    cuts = [int(x.indices[x.nnz * j // size]) if x.nnz else 0 for j in range(1, size)]
+    spare = max(length.bit_length() + size.bit_length() - 63, 0)  # bits by which a sum might not fit
+    row = np.array([int(x.nnz > 0), *(cut >> spare for cut in cuts)], np.int64)
+    holders, *total = sum_counts(transport, row).tolist()
+    return [0, *((cut << spare) // holders for cut in total), length] if holders else []
 
 
 def owners(transport: Transport, x: SparseVector, edges: list[int]) -> list[int]:

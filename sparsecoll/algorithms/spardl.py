@@ -2,32 +2,49 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 
 from sparsecoll import formats
 from sparsecoll.algorithms.base import Algorithm, Reduction, check_order, less
-from sparsecoll.algorithms.halving import reduce_scatter
+from sparsecoll.algorithms.halving import reduce_scatter, summed
 from sparsecoll.select import Vector, topk
 from sparsecoll.transport.base import Transport
 from sparsecoll.transport.collectives import allgatherv
+from sparsecoll.transport.group import GroupTransport
 from sparsecoll.vector import DenseVector, SparseVector, accumulator
+
+Part = Callable[
+    [SparseVector, bool], SparseVector
+]  # (partial sums, whether this rank notes what they lose) -> the rest
 
 
 @dataclass
 class SparDL(Algorithm):
-    """Approximate top k of the sum: every block of the vector yields its k/P largest, cut again after every merge.
+    """Approximate top k of the sum: every block of the vector yields its largest, cut again after every merge.
 
-    1. Select the k/P largest of each of P blocks of equal width (`select`; shares differ by one where P does not divide
-       k, as widths do).
-    2. Spar-Reduce-Scatter: ceil(log2 P) messages with distances P/2, ..., 1; after each merge a block is cut to its
-       k/P largest again, so that messages do not grow.
-    3. Global residual collection: what a merge cuts stays with the rank that merges, so `contributed` may be negative
-       at indices that this rank did not hold.
-    4. Spar-All-Gather of the blocks (Bruck).
+    The P ranks form d teams of T = P/d. The vector has T blocks of equal width, one for each rank of a team.
 
-    Volume: 2k(P-1)/P words each for steps 2 and 4: 4k(P-1)/P in all, exactly where blocks are full; 2 ceil(log2 P)
-    messages, any P. Memory: the entries. With a `selector` entries beyond a block's share are cut before step 2.
+    1. Select the k/T largest of each block (`select`; shares differ by one where T does not divide k, as widths do).
+    2. Spar-Reduce-Scatter in each team: ceil(log2 T) messages with distances T/2, ..., 1; after each merge a block is
+       cut to its k/T largest again, so that messages do not grow.
+    3. Spar-All-Gather: the d ranks that hold the same block in different teams exchange and sum it, and cut it to its
+       k/T largest after every merge: recursive doubling (R-SAG) where d is a power of two, else one gather of all d
+       blocks (B-SAG with whole blocks).
+    4. Allgather of the T blocks in each team (Bruck).
+    5. Global residual collection: what a merge cuts stays with the rank that merges (with the first of those that
+       merge the same), so `contributed` may be negative at indices that this rank did not hold.
+
+    Volume: 2k(P - d)/P words each for steps 2 and 4, and 2kd/P for each of the log2 d merges of step 3 (for each of
+    the other d - 1 teams where d is no power of two), exactly where blocks are full; one team: 4k(P-1)/P. Messages:
+    2 ceil(log2 T) + ceil(log2 d). Any P. Memory: the entries. With a `selector` entries beyond a block's share are cut
+    before step 2.
+
+    Args:
+        teams: more teams take fewer messages and, from four on, more words. Ranks form the largest number of equal
+            teams that is not above it: one where P is prime.
 
     Raises:
         ValueError: on every rank, if NaN (which has no order) arises in a sum.
@@ -36,52 +53,90 @@ class SparDL(Algorithm):
     name = "spardl"
     semantics = "approximate_top_k"
 
+    teams: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.teams < 1:
+            raise ValueError(f"teams: expected at least 1, got {self.teams}")
+
     def select(self, x: Vector, k: int, ranks: int = 1) -> SparseVector:
-        """The top k/P of each block."""
+        """The top k/T of each block."""
         if self.selector is not None:
             return self.selector.select(x, k)
-        edges, parts = self._edges(x.length, ranks), []
-        for block in range(ranks):
-            start, stop = edges[block], edges[block + 1]
+        blocks, parts = self._blocks(ranks), []
+        edges, shares = self._edges(x.length, blocks), self._edges(k, blocks)
+        for (start, stop), (below, share) in zip(pairwise(edges), pairwise(shares), strict=True):
             if isinstance(x, DenseVector):
-                part = topk(x.chunk(start, stop), self._share(k, block, ranks)).shifted(start, x.length)
+                part = topk(x.chunk(start, stop), share - below).shifted(start, x.length)
             else:
-                part = topk(x.split([start, stop])[0], self._share(k, block, ranks))
+                part = topk(x.split([start, stop])[0], share - below)
             parts.append(part)
         return SparseVector.concatenate(parts)
 
-    @staticmethod
-    def _edges(length: int, ranks: int) -> list[int]:
-        return [length * j // ranks for j in range(ranks + 1)]
+    def _blocks(self, ranks: int) -> int:
+        """Blocks of the vector, and ranks of a team."""
+        return ranks // max(count for count in range(1, min(self.teams, ranks) + 1) if ranks % count == 0)
 
     @staticmethod
-    def _share(k: int, block: int, ranks: int) -> int:
-        return k * (block + 1) // ranks - k * block // ranks
+    def _edges(length: int, blocks: int) -> list[int]:
+        return [length * j // blocks for j in range(blocks + 1)]
 
     def __call__(self, transport: Transport, x: SparseVector, k: int) -> Reduction:
-        size = transport.size
+        width = self._blocks(transport.size)
+        first, place = transport.rank // width * width, transport.rank % width
+        team = GroupTransport(transport, list(range(first, first + width)))
+        peers = GroupTransport(transport, list(range(place, transport.size, width)))
+        edges = self._edges(x.length, width)
         lost: list[SparseVector] = []
 
-        def cut(region: int, part: SparseVector) -> SparseVector:
-            kept = part.top(self._share(k, region, size))
-            lost.append(part.without(kept) if kept.nnz < part.nnz else part.part(0, 0))
+        def cut(part: SparseVector, own: bool = True) -> SparseVector:
+            kept = self._largest(part, edges, k)
+            if own and kept.nnz < part.nnz:
+                lost.append(part.without(kept))
             return kept
 
-        def leave(part: SparseVector) -> SparseVector:
+        def leave(part: SparseVector, own: bool = True) -> SparseVector:
             arriving = transport.rounded(part)
-            lost.append(part.rounding_error(arriving))
+            if own:
+                lost.append(part.rounding_error(arriving))
             return arriving
 
-        def merge(region: int, own: SparseVector, arrived: SparseVector) -> SparseVector:
-            return cut(region, SparseVector.sum([own, arrived], own.dtype))
-
-        with transport.phase("split"):
-            whole = SparseVector.sum([x], accumulator(x.dtype))
-            parts = [cut(block, part) for block, part in enumerate(whole.split(self._edges(x.length, size)))]
-            total = reduce_scatter(transport, parts, merge, leave)
-        with transport.phase("gather"):
-            mine = transport.rounded(total.astype(x.dtype))
-            lost.append(total.rounding_error(mine))
-            blocks = allgatherv(transport, transport.encode(mine))
+        with team.phase("split"):
+            whole = cut(SparseVector.sum([x], accumulator(x.dtype)))
+            block = reduce_scatter(team, whole, edges, leave, lambda parts: cut(summed(parts)))
+        with peers.phase("teams"):
+            block = self._across(peers, block, leave, cut)
+        with team.phase("gather"):
+            mine = transport.rounded(block.astype(x.dtype))
+            if peers.rank == 0:
+                lost.append(block.rounding_error(mine))
+            blocks = allgatherv(team, team.encode(mine))
             value = SparseVector.concatenate([formats.decode(block, x.length) for block in blocks])
         return Reduction(check_order(value.astype(x.dtype)), partial(less, x, lost))
+
+    def _largest(self, part: SparseVector, edges: list[int], k: int) -> SparseVector:
+        """The k/T largest entries of each block; the part itself if no block has more."""
+        places, shares = part.count_below(edges).tolist(), self._edges(k, len(edges) - 1)
+        held = [(start, stop, b - a) for (start, stop), (a, b) in zip(pairwise(places), pairwise(shares), strict=True)]
+        if all(stop - start <= share for start, stop, share in held):
+            return part
+        return SparseVector.concatenate([part.part(start, stop).top(share) for start, stop, share in held])
+
+    @staticmethod
+    def _across(peers: Transport, block: SparseVector, leave: Part, cut: Part) -> SparseVector:
+        """The block over all teams, the same bits in each. Of ranks that do the same the first notes what is lost."""
+        if peers.size & (peers.size - 1):
+            sent = leave(block, True).nonzero()
+            blocks = [formats.decode(part, block.length) for part in allgatherv(peers, peers.encode(sent))]
+            return cut(SparseVector.sum(blocks, block.dtype), peers.rank == 0)
+        distance = 1
+        while distance < peers.size:
+            partner = peers.rank ^ distance
+            sent = leave(block, peers.rank % distance == 0).nonzero()  # some formats do not send zeros
+            peers.send_vector(partner, sent)
+            theirs = formats.decode(peers.receive(partner), block.length)
+            pair = [sent, theirs] if peers.rank < partner else [theirs, sent]
+            distance *= 2
+            block = cut(SparseVector.sum(pair, block.dtype), peers.rank % distance == 0)
+        return block
