@@ -230,6 +230,14 @@ def pieces(size: float, one_node: bool) -> int:
     return 1 if one_node else int(min(max(size // PIECE, 1), MOST_PIECES))
 
 
+SHORT = 1 << 15  # bytes of a chunk below which the dense sum goes in few messages rather than in many at once
+
+
+def short(size: float, P: int) -> bool:
+    """Whether a dense vector of `size` bytes is summed in 2 ceil(log2 P) messages."""
+    return P > 3 and size < SHORT * P
+
+
 @dataclass(frozen=True)
 class Message:
     """So many entries over so many coordinates in some format: bytes, and seconds to encode and to decode them."""
@@ -296,7 +304,7 @@ def exact_seconds(shape: Shape, t: Tuning) -> Mapping[str, float]:
     P, n, k = shape.P, shape.n, shape.k
     seconds = {
         "allgather": _allgather(shape, t),
-        "dense": 2 * _burst(shape, t) + 2 * t.beta * n * shape.value_bytes * (P - 1) / P + n * t.dense,
+        "dense": 2 * _dense_waits(shape, t) + 2 * t.beta * n * shape.value_bytes * (P - 1) / P + n * t.dense,
         "recursive_double": _doubling(shape, t),
         "dynamic": _split(shape, t, k * shape.skew) + _gathered(shape, t),
         "halving": _halving(shape, t) + _gathered(shape, t),
@@ -312,6 +320,10 @@ def _agreement(shape: Shape, t: Tuning) -> float:
 def _burst(shape: Shape, t: Tuning) -> float:
     """P - 1 messages at once."""
     return t.alpha + max(shape.P - 2, 0) * t.overhead if shape.P > 1 else 0.0
+
+
+def _dense_waits(shape: Shape, t: Tuning) -> float:
+    return rounds(shape.P) * t.alpha if short(shape.n * shape.value_bytes, shape.P) else _burst(shape, t)
 
 
 def _allgather(shape: Shape, t: Tuning) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 
+from sparsecoll import model
 from sparsecoll.algorithms.base import Algorithm, Reduction
 from sparsecoll.select import Vector
 from sparsecoll.transport.base import Transport
@@ -19,7 +20,10 @@ class Dense(Algorithm):
        in the cyclic order j, j - 1, j - 2, ...
     2. Every rank sends its summed chunk to every other.
 
-    Volume: 2n(P-1)/P words of float32 (Ok-Topk, Table 1, Dense), 2(P-1) messages. Memory: 2n values.
+    Vectors whose chunks are shorter than 32 KiB take the same two steps in ceil(log2 P) messages each: recursive
+    halving by offsets (see `halving`), which adds in the order of its steps, and Bruck's allgather.
+
+    Volume: 2n(P-1)/P words of float32 (Ok-Topk, Table 1, Dense); 2(P-1) messages, or 2 ceil(log2 P). Memory: 2n values.
     """
 
     name = "dense"
@@ -27,44 +31,104 @@ class Dense(Algorithm):
     takes_dense = True
 
     def __call__(self, transport: Transport, x: Vector, k: int) -> Reduction:
-        rank, size = transport.rank, transport.size
+        size = transport.size
         local = x if isinstance(x, DenseVector) else DenseVector(x.to_dense())
         edges = [x.length * j // size for j in range(size + 1)]
-        mine = local.chunk(edges[rank], edges[rank + 1])
-        with transport.phase("split"):
-            for step in range(1, size):
-                to = (rank + step) % size
-                transport.send(to, transport.pack(local.chunk(edges[to], edges[to + 1])))
-            total = mine
-            for step in range(1, size):
-                message = transport.receive((rank - step) % size)
-                total = total.plus(
-                    transport.unpack(message, x.dtype, mine.length), accumulator(x.dtype), total is not mine
-                )
-        with transport.phase("gather"):
-            value = DenseVector.empty(x.length, x.dtype, x)
-            own = transport.pack(total.astype(x.dtype))
-            for step in range(1, size):
-                transport.send((rank + step) % size, own)
-            arriving = {rank: own}
-            places = [value.chunk(a, b) for a, b in pairwise(edges)]
-            for step in range(1, size):
-                source = (rank - step) % size
-                arriving[source] = transport.receive(source, transport.place(places[source]))
-            for source, message in arriving.items():
-                places[source].take(transport.unpack(message, x.dtype, places[source].length))
-        if total.dtype == x.dtype and not transport.rounds(x.dtype):
-            return Reduction(value, x)
-        return Reduction(value, lambda: self._contributed(x, local, total.minus(places[rank]), edges[rank]))
+        if model.short(x.length * x.dtype.itemsize, size):
+            return _by_halving(transport, x, local, edges)
+        return _pairwise(transport, x, local, edges)
 
-    @staticmethod
-    def _contributed(x: Vector, local: DenseVector, lost: DenseVector, start: int) -> SparseVector | DenseVector:
-        """x less what rounding on the wire took from this rank's chunk of the sum."""
-        error = lost.to_sparse().shifted(start, x.length)
-        if not error.nnz:
-            return x
-        if isinstance(x, SparseVector):
-            return SparseVector.sum([x, error.scaled(-1)], error.dtype)
-        rest = DenseVector(local.values.astype(error.dtype))
-        rest.subtract_at(error)
-        return rest
+
+def _pairwise(transport: Transport, x: Vector, local: DenseVector, edges: list[int]) -> Reduction:
+    rank, size = transport.rank, transport.size
+    mine = local.chunk(edges[rank], edges[rank + 1])
+    with transport.phase("split"):
+        for step in range(1, size):
+            to = (rank + step) % size
+            transport.send(to, transport.pack(local.chunk(edges[to], edges[to + 1])))
+        total = mine
+        for step in range(1, size):
+            message = transport.receive((rank - step) % size)
+            arrived = transport.unpack(message, x.dtype, mine.length)
+            total = total.plus(arrived, accumulator(x.dtype), total is not mine)
+    with transport.phase("gather"):
+        value = DenseVector.empty(x.length, x.dtype, x)
+        own = transport.pack(total.astype(x.dtype))
+        for step in range(1, size):
+            transport.send((rank + step) % size, own)
+        arriving = {rank: own}
+        places = [value.chunk(a, b) for a, b in pairwise(edges)]
+        for step in range(1, size):
+            source = (rank - step) % size
+            arriving[source] = transport.receive(source, transport.place(places[source]))
+        for source, message in arriving.items():
+            places[source].take(transport.unpack(message, x.dtype, places[source].length))
+    if total.dtype == x.dtype and not transport.rounds(x.dtype):
+        return Reduction(value, x)
+    return Reduction(
+        value, lambda: _less(x, local, total.minus(places[rank]).to_sparse().shifted(edges[rank], x.length))
+    )
+
+
+def _by_halving(transport: Transport, x: Vector, local: DenseVector, edges: list[int]) -> Reduction:
+    """The same two steps on a copy that begins with the own chunk, so that what a message carries is one stretch."""
+    rank, size, own = transport.rank, transport.size, edges[transport.rank]
+    starts = [edge - own for edge in edges[rank:]] + [x.length - own + edge for edge in edges[1 : rank + 1]]
+    held = _rotated(local.astype(accumulator(x.dtype)), own)
+    lost = DenseVector.zeros(x.length, held.dtype, held) if transport.rounds(x.dtype) or held.dtype != x.dtype else None
+    with transport.phase("split"):
+        distance = 1 << ((size - 1).bit_length() - 1)
+        while distance:
+            leaving = held.chunk(starts[distance], starts[min(2 * distance, size)])
+            message = transport.pack(leaving)
+            transport.send((rank + distance) % size, message)
+            if lost is not None:
+                error = leaving.minus(transport.unpack(message, held.dtype, leaving.length))
+                lost.chunk(starts[distance], starts[min(2 * distance, size)]).take(error)
+            kept = held.chunk(0, starts[min(distance, size - distance)])
+            arrived = transport.unpack(transport.receive((rank - distance) % size), held.dtype, kept.length)
+            kept.plus(arrived, held.dtype, here=True)
+            distance //= 2
+    total = held.chunk(0, starts[1])
+    with transport.phase("gather"):
+        gathered = _gathered(transport, total.astype(x.dtype), starts)
+    value = _rotated(gathered, x.length - own)
+    if lost is None:
+        return Reduction(value, x)
+    lost.chunk(0, starts[1]).take(total.minus(gathered.chunk(0, starts[1])))
+    whole = _rotated(lost, x.length - own)
+    return Reduction(value, lambda: _less(x, local, whole.to_sparse()))
+
+
+def _gathered(transport: Transport, mine: DenseVector, starts: list[int]) -> DenseVector:
+    """All ranks' chunks, the own one first (Bruck); `starts`: where each begins there."""
+    rank, size = transport.rank, transport.size
+    gathered, have = DenseVector.empty(starts[-1], mine.dtype, mine), 1
+    gathered.chunk(0, starts[1]).take(transport.unpack(transport.pack(mine), mine.dtype, mine.length))
+    while have < size:
+        count = min(have, size - have)
+        transport.send((rank - have) % size, transport.pack(gathered.chunk(0, starts[count])))
+        place = gathered.chunk(starts[have], starts[have + count])
+        message = transport.receive((rank + have) % size, transport.place(place))
+        place.take(transport.unpack(message, mine.dtype, place.length))
+        have += count
+    return gathered
+
+
+def _rotated(x: DenseVector, first: int) -> DenseVector:
+    """A copy that begins with the value at `first`."""
+    rotated = DenseVector.empty(x.length, x.dtype, x)
+    rotated.chunk(0, x.length - first).take(x.chunk(first, x.length))
+    rotated.chunk(x.length - first, x.length).take(x.chunk(0, first))
+    return rotated
+
+
+def _less(x: Vector, local: DenseVector, error: SparseVector) -> SparseVector | DenseVector:
+    """x less what rounding on the wire took from sums on this rank."""
+    if not error.nnz:
+        return x
+    if isinstance(x, SparseVector):
+        return SparseVector.sum([x, error.scaled(-1)], error.dtype)
+    rest = DenseVector(local.values.astype(error.dtype))
+    rest.subtract_at(error)
+    return rest
