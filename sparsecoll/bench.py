@@ -48,7 +48,7 @@ def algorithm(text: str) -> Algorithm:
         ValueError: no such algorithm, option or selector, or an option of another type.
 
     >>> algorithm("sparcml:variant=dynamic").describe()
-    "sparcml(k=None, selector=None, variant='dynamic', bits=None, seed=0, network=Network(alpha=5e-05, beta=8e-09))"
+    "sparcml(k=None, selector=None, variant='dynamic', bits=None, seed=0, network=None)"
     """
     name, _, rest = text.partition(":")
     if name not in ALGORITHMS:

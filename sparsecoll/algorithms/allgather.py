@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import zlib
 from collections import deque
 from dataclasses import dataclass, field
 
 from sparsecoll import formats, model
-from sparsecoll.algorithms.base import Algorithm, Reduction, summed
+from sparsecoll.algorithms.base import Algorithm, Reduction, summed, within
 from sparsecoll.formats import Buffer
 from sparsecoll.transport.base import PendingReceive, Transport
 from sparsecoll.transport.collectives import allgatherv, pipeline
@@ -46,14 +45,11 @@ class Allgather(Algorithm):
             value = summed([formats.decode(block, x.length) for block in blocks], x)
         return Reduction(value, x)
 
-    def describe(self) -> str:
-        """With a checksum of the edges: ranks that would cut differently must not go on."""
-        return super().describe() + (f" edges {zlib.crc32(str(self._edges).encode()):x}" if self._edges else "")
-
     def _in_pieces(self, transport: Transport, x: SparseVector, stages: int) -> SparseVector:
         rank, size = transport.rank, transport.size
         fits = len(self._edges) == stages + 1 and self._edges[-1] == x.length
-        parts = x.split(self._edges if fits else [x.length * j // stages for j in range(stages + 1)])
+        edges = self._edges if fits else [x.length * j // stages for j in range(stages + 1)]
+        parts = x.split(edges)
         own: deque[Buffer] = deque()
         sums: list[SparseVector] = []
 
@@ -65,8 +61,9 @@ class Allgather(Algorithm):
 
         def finish(arrived: list[Buffer]) -> None:
             blocks = [own.popleft(), *arrived]  # of rank, rank - 1, ...
-            in_order = [blocks[(rank - source) % size] for source in range(size)]
-            sums.append(summed([formats.decode(block, x.length) for block in in_order], x))
+            low, high = edges[len(sums)], edges[len(sums) + 1]
+            arriving = [formats.decode(blocks[(rank - source) % size], x.length) for source in range(size)]
+            sums.append(summed([within(part, low, high, source) for source, part in enumerate(arriving)], x))
 
         with transport.phase("gather"):
             pipeline(transport, stages, begin, finish)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar
 
 from sparsecoll import select
+from sparsecoll.errors import CommunicationError
 from sparsecoll.select import Selector, Vector
 from sparsecoll.traffic import Traffic
 from sparsecoll.transport.base import Transport
@@ -114,6 +115,20 @@ def less(x: SparseVector, taken: list[SparseVector]) -> SparseVector:
     dtype = accumulator(x.dtype)
     rest = SparseVector.sum([x.astype(dtype), *(part.scaled(-1) for part in taken)], dtype)
     return rest.nonzero()
+
+
+def within(part: SparseVector, low: int, high: int, source: int) -> SparseVector:
+    """What `source` sent for the coordinates from low to below high, unless it holds others: then CommunicationError.
+
+    Boundaries that an object has learned are not compared in every call, which would cost messages; entries that do not
+    belong where they arrive show that ranks keep different ones.
+    """
+    if part.nnz and not low <= int(part.indices[0]) <= int(part.indices[-1]) < high:
+        raise CommunicationError(
+            f"boundaries: expected entries from {low} to below {high} of rank {source}, got {int(part.indices[0])} to"
+            f" {int(part.indices[-1])}; use an algorithm object on all ranks alike, for one vector on one communicator"
+        )
+    return part
 
 
 def check_order(value: SparseVector) -> SparseVector:

@@ -13,7 +13,7 @@ import numpy as np
 
 from sparsecoll import formats, model
 from sparsecoll.algorithms import partition
-from sparsecoll.algorithms.base import Algorithm, Reduction
+from sparsecoll.algorithms.base import Algorithm, Reduction, within
 from sparsecoll.algorithms.quantiles import quantiles
 from sparsecoll.formats import Buffer
 from sparsecoll.select import ThresholdReuse, Vector
@@ -21,6 +21,7 @@ from sparsecoll.transport.base import PendingReceive, Transport
 from sparsecoll.transport.collectives import allgather, allgatherv, pipeline
 from sparsecoll.vector import SparseVector, accumulator
 
+FAR = 2.0  # a k that many times larger or smaller than the last one is another problem, of which nothing is known
 OVERLOAD = 1.5  # a region with this many times its share makes the next call repartition
 
 
@@ -41,8 +42,9 @@ class OkTopk(Algorithm):
     Volume: at most 6k(P-1)/P words of COO (equation (3)) + O(P), usually 4k(P-1)/P, thresholds and boundaries included:
     those are found by counting (`quantiles`), never by gathering. With a reused threshold k stands for the number
     selected, which `tolerance` bounds; a call whose entries have moved away from reused boundaries may exceed the
-    bound, and the next one repartitions. Messages: P - 1, up to P - 1 more when balancing, and O(log P) for the gather
-    and for each round of counting. Memory: the entries.
+    bound, and the next one repartitions. Where k changes by less than a factor of 2, as the largest nnz does from call
+    to call, thresholds are moved to where about k entries are expected, and boundaries stay. Messages: P - 1, up to
+    P - 1 more when balancing, and O(log P) for the gather and for each round of counting. Memory: the entries.
 
     Args:
         tau: calls between two repartitions.
@@ -103,11 +105,17 @@ class OkTopk(Algorithm):
         return self._local.select(x, k, self.exact)
 
     def _keep_state_for(self, length: int, k: int) -> None:
-        if self._key != (length, k):
-            self._key = (length, k)
-            self._calls, self._boundaries, self._owners, self._overloaded = 0, [], [], False
-            self._local.forget()
-            self._global.forget()
+        """Let thresholds follow a k that changes a little; forget everything for another length or a distant k."""
+        before, self._key = self._key, (length, k)
+        if self._key == before:
+            return
+        if length == before[0] and before[1] <= FAR * k and 0 < k <= FAR * before[1]:
+            for reuse in (self._local, self._global):
+                reuse.aim(k / before[1])
+            return
+        self._calls, self._boundaries, self._owners, self._overloaded = 0, [], [], False
+        for reuse in (self._local, self._global):
+            reuse.forget()
 
     def __call__(self, transport: Transport, x: SparseVector, k: int) -> Reduction:
         self._keep_state_for(x.length, k)
@@ -148,7 +156,8 @@ class OkTopk(Algorithm):
         """(sum of the own region over all ranks in the accumulator dtype, entries that went into it). Equation (1)."""
         rank, size = transport.rank, transport.size
         cuts = self._cuts(x, k, transport)
-        parts = x.split(self._cut_regions(cuts))
+        edges = self._cut_regions(cuts)
+        parts = x.split(edges)
         region_of = {owner: region for region, owner in enumerate(self._owners)}
         steps = range(1, size)
         buckets = [steps[i : i + self.bucket] for i in range(0, len(steps), self.bucket)]
@@ -167,8 +176,12 @@ class OkTopk(Algorithm):
 
         def finish(arrived: list[Buffer]) -> None:
             nonlocal load, finished
-            cut, finished = stages[finished][0], finished + 1
-            entries = [formats.decode(buffer, x.length) for buffer in arrived]
+            (cut, bucket), finished = stages[finished], finished + 1
+            low, high = edges[first + cut], edges[first + cut + 1]
+            entries = [
+                within(formats.decode(buffer, x.length), low, high, (rank - step) % size)
+                for step, buffer in zip(bucket, arrived, strict=True)
+            ]
             load += sum(part.nnz for part in entries)
             reduced[cut] = SparseVector.sum([reduced[cut], *entries], reduced[cut].dtype)
 

@@ -14,6 +14,7 @@ from sparsecoll.formats.packed import Packed
 from sparsecoll.model import CODING
 from sparsecoll.vector import SparseVector
 
+FEW = 32  # entries of a message up to which only the cheapest formats are planned: the others save a few bytes at most
 SAMPLES, STRETCH = 8, 128  # how many stretches of so many entries tell whether DenseStream is worth planning
 
 
@@ -25,7 +26,8 @@ class Auto(Format):
         choose: names of the formats to choose from; all of them by default.
         beta: seconds per byte of the link (8e-9 for 1 Gb/s). The format with the least time to code and to send is
             taken, which is COO where coding is slower than sending. None: the smallest message (a long one is no
-            DenseStream where a sample of it says that it will not be the smallest).
+            DenseStream where a sample of it says that it will not be the smallest; one of up to 32 entries is coo or
+            packed).
     """
 
     id = 0
@@ -43,8 +45,9 @@ class Auto(Format):
     def _best(self, x: SparseVector, wire: WireDtype) -> tuple[Format, Plan]:
         best: tuple[Format, Plan] | None = None
         least = 0.0
+        few = [name for name in ("coo", "packed") if name in self.choose] if x.nnz <= FEW else []
         for form in self.choices:
-            if form.name not in self.choose or (best and self._hopeless(form, x, wire, best[1].size)):
+            if form.name not in (few or self.choose) or (best and self._hopeless(form, x, wire, best[1].size)):
                 continue
             plan = form.plan(x, wire)
             cost = self._cost(form, plan.size, x)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -28,7 +28,8 @@ class Quantized(Format):
 
     Args:
         bits: 8, 4 or 2.
-        seed: of the rounding. Value i of any message is rounded by (seed, i).
+        seed: of the rounding. Value i of any message is rounded by (seed, i). The receiver need not know it, so
+            ranks may have different ones.
         bucket: values that share a scale.
     """
 
@@ -37,7 +38,7 @@ class Quantized(Format):
     lossy = True
 
     bits: int = 8
-    seed: int = 0
+    seed: int = field(default=0, repr=False)  # not among the arguments that ranks compare
     bucket: int = 512
 
     def __post_init__(self) -> None:

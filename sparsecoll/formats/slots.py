@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +29,7 @@ class Slots(Format):
 
     Args:
         m: slots; None: twice the entries of each message.
-        seed: of the hash function; the receiver need not know it.
+        seed: of the hash function. The receiver need not know it, so ranks may have different ones.
     """
 
     id = 6
@@ -37,7 +37,7 @@ class Slots(Format):
     lossy = True
 
     m: int | None = None
-    seed: int = 0
+    seed: int = field(default=0, repr=False)  # not among the arguments that ranks compare
 
     def __post_init__(self) -> None:
         if self.m is not None and not 0 < self.m < 2**32:

@@ -60,6 +60,11 @@ class ThresholdReuse(Selector):
         self.value *= math.exp(error + self.drift)
         self.age += 1
 
+    def aim(self, ratio: float) -> None:
+        """Expect `ratio` times as many entries from here on: k has changed by that."""
+        if self.value is not None:
+            self.value *= ratio ** (-1 / self.slope)
+
     def forget(self) -> None:
         """Make the next call exact."""
         self.value, self.drift, self.age = None, 0.0, 0

@@ -198,6 +198,7 @@ class MpiTransport(Transport):
         self.threads = MPI.Query_thread() >= MPI.THREAD_MULTIPLE
         self._processes: int | None = None
         self.expected: list[deque[_Pending]] = [deque() for _ in range(self.size)]
+        self._awaited: set[int] = set()  # the sources of which something may be expected
         self._sends: deque[tuple[Any, Buffer]] = deque()
 
     @property
@@ -277,12 +278,16 @@ class MpiTransport(Transport):
         self._check()
         pending = _Pending(self, source, into)
         self.expected[source].append(pending)
+        self._awaited.add(source)
         return pending
 
     def progress(self) -> None:
-        for queue in self.expected:
+        for source in list(self._awaited):
+            queue = self.expected[source]
             while queue and queue[0].poll():
                 queue.popleft()
+            if not queue:
+                self._awaited.discard(source)
 
     def flush(self) -> None:
         waiter = _Waiter(self, lambda: "waits for its own sends to complete")

@@ -5,7 +5,7 @@ import pytest
 from cases import SUPPORTS, support
 
 import sparsecoll
-from sparsecoll import OkTopk, SparseVector, simulate
+from sparsecoll import OkTopk, SparseVector, model, simulate
 
 LENGTH = 400_000
 
@@ -301,3 +301,40 @@ def test_packed_messages_of_one_percent_take_2_6_k_words_where_coo_takes_4k(P, n
 @pytest.mark.slow
 def test_packed_messages_on_64_ranks():
     check_packed("same", P=64, k=80_000)
+
+
+@pytest.mark.parametrize("P", [5, 8])
+def test_a_k_that_varies_a_little_searches_no_more_than_a_constant_one(P):
+    """Without k it is the largest nnz, which changes from call to call with embeddings; so it does with a schedule."""
+
+    def program(comm, given):
+        algorithm, rows = OkTopk(), []
+        for step in range(8):
+            rng = np.random.default_rng([comm.rank, step])
+            places = np.sort(rng.choice(100_000, int(rng.integers(950, 1050)), replace=False))
+            x = SparseVector(places, rng.standard_normal(places.size).astype(np.float32), 100_000)
+            k = 1000 + 11 * step if given else None
+            y = sparsecoll.allreduce(comm, x, algorithm, k=k, return_reduction=True)
+            phases = y.traffic.phases
+            searching = phases["threshold"].messages_sent + ("repartition" in phases)
+            rows.append((searching, y.value.nnz, y.value.indices.tobytes()))
+        return rows
+
+    sizes = model.rounds(P)
+    for given in (False, True):
+        results = simulate(P, lambda comm, g=given: program(comm, g)).results
+        assert all([row[1:] for row in rows] == [row[1:] for row in results[0]] for rows in results)
+        assert results[0][0][0] > 2 * sizes
+        assert [searching for searching, _, _ in results[0][1:]] == [sizes] * 7
+        assert all(0.85 * 1000 < nnz < 1.2 * 1050 for _, nnz, _ in results[0])
+
+
+@pytest.mark.parametrize("k", [100, 5000])
+def test_a_distant_k_is_another_problem(k):
+    def program(comm):
+        algorithm, x = OkTopk(), changing(comm.rank, 0, 20_000)
+        sparsecoll.allreduce(comm, x, algorithm, k=1000)
+        phases = sparsecoll.allreduce(comm, x, algorithm, k=k, return_reduction=True).traffic.phases
+        return "repartition" in phases
+
+    assert simulate(3, program).results == [True] * 3

@@ -5,7 +5,7 @@ import pytest
 from cases import support
 
 import sparsecoll
-from sparsecoll import Allgather, Costs, Network, OkTopk, SparseVector, model, simulate
+from sparsecoll import Allgather, Costs, Network, OkTopk, SparseVector, formats, model, simulate
 
 N, K = 5000, 400
 PIECE = 100  # bytes
@@ -95,3 +95,41 @@ def test_costs_take_virtual_time():
 
     assert simulate(2, program, costs=Costs(merge=0.5, call=1.0)).results == [3.0, 3.0]
     assert simulate(2, program).results == [0.0, 0.0]
+
+
+def test_learned_boundaries_cost_no_message_and_foreign_ones_raise_on_every_rank(monkeypatch):
+    """They change with every sum; to compare them would take a round of messages in every call."""
+    monkeypatch.setattr(model, "PIECE", PIECE)
+
+    def program(comm, make, spoil):
+        algorithm, agreed = make(), []
+        for step in range(4):
+            rng = np.random.default_rng([comm.rank, step])
+            places = np.sort(rng.choice(N, K, replace=False))
+            x = SparseVector(places, rng.standard_normal(K).astype(np.float32), N)
+            if spoil and step == 3 and comm.rank == 1:
+                algorithm._edges = [0, *(edge // 2 for edge in algorithm._edges[1:-1]), N]
+                algorithm._boundaries = algorithm._edges[:: max(len(algorithm._edges) // 4, 1)]
+            try:
+                y = sparsecoll.allreduce(comm, x, algorithm, k=K, return_reduction=True)
+            except sparsecoll.CommunicationError as error:
+                return str(error)
+            agreed.append(y.traffic.phases["agree"].messages_sent if "agree" in y.traffic.phases else 0)
+        return agreed
+
+    for make in (Allgather, OkTopk):
+        assert simulate(4, lambda comm, m=make: program(comm, m, False)).results == [[2, 0, 0, 0]] * 4
+        texts = set(simulate(4, lambda comm, m=make: program(comm, m, True)).results)
+        assert len(texts) == 1 and "boundaries: expected entries from" in texts.pop()
+
+
+def test_a_new_seed_of_a_lossy_format_costs_no_message():
+    def program(comm):
+        x, agreed = SparseVector([comm.rank, 9], np.ones(2, np.float32), 10), []
+        for step in range(3):
+            for format in (formats.Slots(8, seed=step), formats.Quantized(8, seed=step)):
+                traffic = sparsecoll.allreduce(comm, x, "allgather", k=2, format=format, return_reduction=True).traffic
+                agreed.append(traffic.phases["agree"].messages_sent if "agree" in traffic.phases else 0)
+        return agreed
+
+    assert simulate(3, program).results == [[2, 2, 0, 0, 0, 0]] * 3

@@ -87,6 +87,22 @@ def test_auto_takes_the_smallest_one(best, x):
     assert FORMATS["auto"].size(x) == sizes[best]
 
 
+def test_auto_plans_two_formats_for_a_message_of_few_entries(monkeypatch):
+    planned = []
+    for name in LOSSLESS:
+        kind, plan = type(FORMATS[name]), type(FORMATS[name]).plan
+        if name != "auto":
+            monkeypatch.setattr(kind, "plan", lambda *a, n=name, p=plan: planned.append(n) or p(*a))
+    for x in (SparseVector([], np.ones(0, np.float32), 9), runs(32), runs(*[1] * 32)):
+        size = min(FORMATS[name].size(x) for name in ("coo", "packed"))
+        planned.clear()
+        assert formats.encode(x).size == size and set(planned) == {"coo", "packed"}
+        assert formats.Auto(choose=("bitmap",)).size(x) == FORMATS["bitmap"].size(x)
+    planned.clear()
+    formats.encode(runs(33))
+    assert len(set(planned)) == 5
+
+
 def test_auto_on_a_fast_link_does_not_pay_for_coding():
     x = SparseVector(np.arange(0, 10**6, 100), np.ones(10**4, np.float32), 10**6)
     for beta, best in ((8e-9, "packed"), (1e-11, "coo")):  # 1 Gb/s; 800 Gb/s

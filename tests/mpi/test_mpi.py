@@ -192,3 +192,30 @@ def test_intercommunicators_and_other_objects_are_refused(comm):
 
     with pytest.raises(TypeError, match="comm: expected an mpi4py intracommunicator"):
         sparsecoll.allreduce(MPI.COMM_NULL, SparseVector([0], np.ones(1), 4))
+
+
+def test_progress_visits_only_the_ranks_that_something_is_expected_of(comm):
+    """A call of P ranks makes P / 8 of them: looking at all P each time would be quadratic work."""
+    transport, visited = as_transport(comm), []
+
+    class Queues(list):
+        def __getitem__(self, source):
+            visited.append(source)
+            return super().__getitem__(source)
+
+        def __iter__(self):
+            visited.append("all")
+            return super().__iter__()
+
+    sparsecoll.allreduce(comm, case("random", comm.rank, comm.size), "oktopk")
+    transport.progress()
+    transport.expected = Queues(transport.expected)
+    transport.progress()
+    assert visited == []
+    pending = transport.expect(comm.rank)
+    visited.clear()
+    transport.progress()
+    assert set(visited) == {comm.rank}
+    transport.send(comm.rank, np.ones(1, np.uint8))
+    assert pending.wait().size == 1
+    transport.flush()
