@@ -9,10 +9,13 @@ from sparsecoll import formats
 from sparsecoll.algorithms import partition
 from sparsecoll.algorithms.base import Algorithm, Reduction, less
 from sparsecoll.algorithms.halving import reduce_scatter
-from sparsecoll.formats import FORMATS
+from sparsecoll.formats import FORMATS, Format
+from sparsecoll.select import Vector
 from sparsecoll.transport.base import Transport
 from sparsecoll.transport.collectives import allgatherv
-from sparsecoll.vector import SparseVector, accumulator
+from sparsecoll.vector import DenseVector, SparseVector, accumulator
+
+BLOCKS = formats.DenseStream()
 
 
 @dataclass
@@ -33,20 +36,28 @@ class DenseStream(Algorithm):
     Args:
         repartition: "average" is the paper's; it needs similar supports on all ranks. "histogram" cuts at quantiles of
             all ranks' entries together; right for every distribution. "even" cuts into equal widths.
+        fill: of a dense x send, beside the k entries, the true values that stand between them inside DenseStream
+            blocks: zeros would take the same bytes there (end of section IV.B). They are part of what contributed.
     """
 
     name = "densestream"
     semantics = "exact_sum"
 
     repartition: str = "average"
+    fill: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.repartition not in partition.HOW:
             raise ValueError(f"repartition: expected one of {', '.join(partition.HOW)}, got {self.repartition!r}")
 
+    def select(self, x: Vector, k: int, ranks: int = 1) -> SparseVector:
+        """The k entries, and with `fill` what lies inside their blocks."""
+        chosen = super().select(x, k, ranks)
+        return BLOCKS.filled(chosen, x) if self.fill and isinstance(x, DenseVector) else chosen
+
     def __call__(self, transport: Transport, x: SparseVector, k: int) -> Reduction:
-        form = FORMATS["densestream"] if transport.format is FORMATS["auto"] else transport.format
+        form: Format = BLOCKS if transport.format is FORMATS["auto"] else transport.format
         lost: list[SparseVector] = []
 
         def leave(part: SparseVector) -> SparseVector:

@@ -26,8 +26,9 @@ class DenseStream(Format):
     """Dense blocks: where each begins, how long it is, and all its values (section III.A of the paper).
 
     A block begins and ends with an entry held and has at most floor(2 * ceil(log2(N) / 8) / K) zeros in a row between
-    (K: bytes of a value): more would cost more than a new block's start and length. Explicit zeros come back as entries
-    not held.
+    (K: bytes of a value): more would cost more than a new block's start and length. (The paper prints the ceiling,
+    which differs below N = 2^24 for float32: two zeros, 8 bytes, where a new block costs 6.) Explicit zeros come back
+    as entries not held.
 
     Size: 24 + 2 * ceil(log2(N) / 8) * blocks + K * (entries and zeros in blocks); for the blocks between the bounds of
     equation (3).
@@ -44,23 +45,12 @@ class DenseStream(Format):
     def filled(self, x: SparseVector, source: DenseVector, value_dtype: str | None = None) -> SparseVector:
         """x with the zeros inside its blocks replaced by the true values of `source`, which cost no bytes more.
 
-        The paper's remark at the end of section IV.B. All entries of the result count as contributed.
+        The paper's remark at the end of section IV.B; `sparsecoll.DenseStream(fill=True)` selects so.
         """
         starts, lengths = self._blocks(x, self.gap(x.length, wire_dtype(x.dtype, value_dtype)))
         kernels = kernels_of(x.values)
         indices = kernels.block_indices(starts, lengths, beside(starts, np.arange(int(lengths.sum()))))
         return source.entries(indices.astype(x.indices.dtype)).at_least(SMALLEST)  # without the zeros that are true
-
-    def encode_dense(
-        self, source: DenseVector, threshold: float, value_dtype: str | None = None
-    ) -> tuple[Buffer, SparseVector]:
-        """(message, contributed) straight from a dense vector: values >= threshold, and those between inside blocks.
-
-        `contributed` holds the values as they arrive.
-        """
-        chosen = source.at_least(max(threshold, SMALLEST))
-        contributed = self.arriving(self.filled(chosen, source, value_dtype), value_dtype)
-        return self.encode(contributed, value_dtype), contributed
 
     @staticmethod
     def _blocks(x: SparseVector, gap: int) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
