@@ -7,14 +7,16 @@ from typing import Any
 
 from sparsecoll.kernels.sampling import stride_for
 from sparsecoll.select.base import Selector, Vector, check_k, checked
-from sparsecoll.vector import SMALLEST, SparseVector
+from sparsecoll.select.randomk import mix
+from sparsecoll.vector import SMALLEST, DenseVector, SparseVector
 
 
 @dataclass
 class SampledThreshold(Selector):
     """Everything above the sample's own top-k threshold; exact selection where that misses k by too much.
 
-    1. Sample every (1/share)-th value, from an offset that moves with each call; t = its k * share-th magnitude.
+    1. Sample every (1/share)-th value, from an offset that moves with each call, or `random` ones (the paper's; they
+       cost a pass over memory and cache misses); t = the k * share-th magnitude of the sample.
     2. Take all entries >= t.
     3. More than (1 + tolerance) k: the exact top k of those (the paper's hierarchical selection). Fewer than
        k / (1 + tolerance): the exact top k of x.
@@ -22,12 +24,16 @@ class SampledThreshold(Selector):
     Args:
         share: of the values to sample, in (0, 1]; at least 1,024 are.
         tolerance: how far the number selected may be from k.
+        random: sample coordinates at random.
+        seed: of the random coordinates.
     """
 
     name = "dgc"
 
     share: float = 0.01
     tolerance: float = 0.25
+    random: bool = False
+    seed: int = 0
     _calls: int = field(default=0, init=False, repr=False)
 
     LEAST = 1024
@@ -42,8 +48,7 @@ class SampledThreshold(Selector):
         check_k(k)
         if x.nnz <= k or k == 0:
             return checked(x.top(k))
-        stride = stride_for(x.nnz, max(self.LEAST, round(self.share * x.nnz)))
-        sample = x.sample(stride, self._calls % stride)
+        sample = self._sample(x)
         self._calls += 1
         among = max(1, round(k / x.nnz * sample.nnz))
         chosen = x.at_least(max(sample.kth_magnitude(among), SMALLEST), k)
@@ -52,6 +57,13 @@ class SampledThreshold(Selector):
         elif chosen.nnz * (1 + self.tolerance) < k:
             chosen = checked(x.top(k))
         return checked(chosen)
+
+    def _sample(self, x: Vector) -> SparseVector:
+        size = min(max(self.LEAST, round(self.share * x.nnz)), x.nnz)
+        if self.random:
+            return DenseVector(x.values).random(size, mix(self.seed, self._calls))
+        stride = stride_for(x.nnz, size)
+        return x.sample(stride, self._calls % stride)
 
     def state_dict(self) -> dict[str, Any]:
         return {"calls": self._calls}

@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+from cases import same_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -248,3 +249,14 @@ def test_distances_of_samples_are_prime_to_widths(length):
         assert all(math.gcd(stride, width) == 1 for width in (2, 64, 4096)) and (
             stride < 17 or (stride % 3 and stride % 5)
         )
+
+
+def test_a_random_sample_finds_about_k_of_a_periodic_vector_and_goes_on_from_its_state():
+    x = np.tile(np.arange(1, 5001, dtype=np.float32), 20)
+    first = select.SampledThreshold(random=True, tolerance=0.5)
+    sizes = [first.select(DenseVector(x), 2000).nnz for _ in range(3)]
+    assert all(2000 / 1.5 <= size <= 2000 * 1.5 for size in sizes) and len(set(sizes)) > 1
+    second = select.SampledThreshold(random=True, tolerance=0.5)
+    second.load_state_dict(first.state_dict())
+    sparse = SparseVector.from_dense(x)
+    assert same_bits(first.select(DenseVector(x), 2000), second.select(sparse, 2000))

@@ -14,6 +14,7 @@ from nets import batch, bits, loss_of, net, train  # noqa: E402
 import sparsecoll  # noqa: E402
 from sparsecoll import Network, simulate  # noqa: E402
 from sparsecoll.errors import CommunicationError  # noqa: E402
+from sparsecoll.formats import Slots  # noqa: E402
 from sparsecoll.torch import COMPRESSORS, DistributedOptimizer, WarmUp, redistribute  # noqa: E402
 from sparsecoll.torch.compressors import (  # noqa: E402
     ACPSGD,
@@ -44,6 +45,8 @@ CONSERVING = {name: resolve(name) for name in REPLICATED if name not in ("fp16",
     "topk over gtopk": TopK(0.05, algo="gtopk"),
     "oktopk object": TopK(0.05, algo=sparsecoll.OkTopk(tau=2, tau_prime=2)),
     "dragonn, all compressed": DRAGONN(0.05, selective=False),
+    "dragonn, float16 on the wire": DRAGONN(0.05, selective=False, value_dtype="float16"),
+    "dgc, random sample": DGC(0.1, momentum=0.0, selector=sparsecoll.select.SampledThreshold(random=True)),
 }
 
 
@@ -451,6 +454,130 @@ def test_dragonn_compresses_by_equation_1():
             assert own.compressed is expected
             kept = np.count_nonzero(results[0])
             assert kept <= 3 * 400 if expected else kept == gradients[0].size
+
+
+def test_dragonn_adds_messages_slot_by_slot_and_compares_nothing(monkeypatch):
+    """One pass over all messages: none is decoded, sorted or merged. The seeds change every step, and no message is
+    sent because of that."""
+    decoded = []
+    monkeypatch.setattr(Slots, "decode", lambda *_: decoded.append(1))
+    gradients = normal(5, 2000)
+    gradients[2][:] = 0  # a rank that selects nothing
+
+    def program(comm):
+        shared, own = Shared(), DRAGONN(0.05, selective=False, momentum=0.5)
+        own.bind(Layout(0, (2000,), ("p",), ((2000,),), np.dtype(np.float32)), comm.transport, shared)
+        rows = []
+        for _ in range(4):
+            before = comm.transport.traffic.total.messages_sent
+            mean = step(own, comm.transport, gradients[comm.rank].copy())
+            shared.step += 1
+            rows.append((mean, comm.transport.traffic.total.messages_sent - before))
+        return rows
+
+    results = simulate(5, program).results
+    assert decoded == []
+    for rows in results:
+        assert [messages for _, messages in rows] == [6, 3, 3, 3]
+        assert all((a == b).all() for (a, _), (b, _) in zip(rows, results[0], strict=True))
+        assert all(100 < np.count_nonzero(mean) <= 400 for mean, _ in rows)
+
+
+def test_dragonn_profiles_as_many_messages_for_any_number_of_ranks(monkeypatch):
+    counts = {}
+    for P in (2, 8):
+        added, add = [], Slots.add_into
+        with monkeypatch.context() as patch:
+            patch.setattr(Slots, "add_into", lambda *a, added=added, add=add: (added.append(1), add(*a)))
+            one(DRAGONN({"*": 0.01}), normal(P, 300), steps=0)
+        counts[P] = len(added) / P
+    assert counts[2] == counts[8] <= 8
+
+
+def test_dragonn_takes_empty_buckets_and_gathers_only():
+    for results, own in one(DRAGONN(0.5), [np.zeros(0, np.float32)] * 3, shapes=((0,),)):
+        assert results[0].size == 0 and not own.compressed
+    with pytest.raises(ValueError, match="algo: expected 'allgather'"):
+        DRAGONN(algo="oktopk")
+
+
+@pytest.mark.parametrize("algo", ["allgather", "oktopk", "spardl", "densestream", "gtopk"])
+@pytest.mark.parametrize("value_dtype", [None, "float16"])
+def test_momentum_is_cleared_only_where_this_rank_sent(algo, value_dtype):
+    """A rank that sums holds what it cut and rounded of others' sums in its share; that is no reason to forget."""
+
+    def program(comm):
+        own = TopK(0.01, algo=algo, momentum=0.9, value_dtype=value_dtype)
+        own.bind(Layout(0, (20_000,), ("p",), ((20_000,),), np.dtype(np.float32)), comm.transport, Shared())
+        sent, compress = [], own.compress
+        own.compress = lambda acc: sent.append(compress(acc)) or sent[-1]
+        gradient = np.random.default_rng(comm.rank).standard_normal(20_000).astype(np.float32)
+        step(own, comm.transport, gradient)
+        cleared = np.flatnonzero(own.state()["velocity"]["p"].numpy() == 0)
+        return cleared.size, np.isin(cleared, sent[0].indices).all()
+
+    for count, all_sent in simulate(8, program).results:
+        assert count > 0 and all_sent
+
+
+def test_nesterov_momentum_is_corrected_as_in_dgc():
+    """u = m (u + g), v = v + u + g; both are cleared where v is sent."""
+    g = [np.array([2, 1, 0, 0], np.float32)] * 2
+    results, _ = one(DGC(0.25, momentum=0.5, nesterov=True), g, steps=3)[0]
+    # step 1: u = (1, .5), v = (3, 1.5): coordinate 0 is sent. Step 2: u = (1, .75), v = (3, 3.25): coordinate 1 is.
+    # Step 3: u = (1.5, .5), v = (3 + 3.5, 1.5): coordinate 0 is.
+    np.testing.assert_array_equal(results[0], [3, 0, 0, 0])
+    np.testing.assert_array_equal(results[1], [0, 3.25, 0, 0])
+    np.testing.assert_array_equal(results[2], [6.5, 0, 0, 0])
+    with pytest.raises(ValueError, match="nesterov"):
+        DGC(momentum=0, nesterov=True)
+
+
+def test_dgc_clips_by_the_norm_of_the_bucket():
+    g = [np.array([3, 4, 0, 12], np.float32)] * 4
+    results, _ = one(DGC(1.0, momentum=0, clip=6.5, clip_by="bucket"), g, shapes=((2,), (2,)))[0]
+    np.testing.assert_allclose(results[0], np.array([3, 4, 0, 12]) / 13 * 3.25, rtol=1e-6)
+    with pytest.raises(ValueError, match="clip_by: expected 'parameter' or 'bucket'"):
+        DGC(clip_by="model")
+
+
+def test_qsgd_rounds_every_rank_bucket_and_step_by_numbers_of_its_own():
+    def program(comm, seed):
+        shared, rows = Shared(), []
+        lengths = (512, 512)
+        owns = [QSGD(2, seed=seed) for _ in lengths]
+        for index, own in enumerate(owns):
+            own.bind(Layout(index, lengths, ("p",), ((512,),), np.dtype(np.float32)), comm.transport, shared)
+        for _ in range(2):
+            rows += [
+                own.compress(own.compensate(np.full(512, 0.5, np.float32) + (np.arange(512) == 0))) for own in owns
+            ]
+            shared.step += 1
+        return [row.tobytes() for row in rows]
+
+    codes = [row for seed in (0, 1) for rows in simulate(3, lambda c, s=seed: program(c, s)).results for row in rows]
+    assert len(set(codes)) == len(codes) == 2 * 3 * 2 * 2
+
+
+@pytest.mark.parametrize(
+    "name", ["none", "topk", "fp16", "acpsgd", "powersgd", "covap", "qsgd", "efsignsgd", "dragonn"]
+)
+def test_the_mean_of_ones_is_one(name):
+    """Means divide: 49 times 1/49 is less than 1."""
+    options = {"density": 1.0} if name in ("topk", "dragonn") else {}
+    compressor = type(resolve(name))(**options)
+    results, _ = one(compressor, [np.ones(16, np.float32)] * 49)[0]
+    arrived = results[0][results[0] != 0]  # dragonn's slots collide
+    np.testing.assert_array_equal(arrived, 1)
+    assert arrived.size == 16 or (name == "dragonn" and arrived.size)
+
+
+def test_densestream_fills_its_blocks_with_true_values():
+    g = normal(3, 4000)
+    results, _ = one(COMPRESSORS["densestream"](0.3), g)[0]
+    kept = np.count_nonzero(results[0])
+    bare, _ = one(COMPRESSORS["densestream"](0.3, algo="densestream"), g)[0]
+    assert kept > 1.05 * np.count_nonzero(bare[0])
 
 
 def test_fp16_does_not_overflow_where_gradients_do_not():

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from sparsecoll import algorithms
 from sparsecoll.algorithms import Algorithm
 from sparsecoll.formats import Format
 from sparsecoll.torch.compressors.topk import TopK
@@ -13,10 +14,11 @@ from sparsecoll.torch.compressors.topk import TopK
 class DenseStream(TopK):
     """The exact sum of all ranks' top k by balanced split, recursive halving and allgatherv, in DenseStream blocks.
 
-    `format="auto"` sends fewer bytes. Volume: equation (6) of the paper.
+    Zeros inside blocks carry true values, which take the same bytes (`fill`, the end of section IV.B); not with a
+    selector or a density by layer. `format="auto"` sends fewer bytes. Volume: equation (6) of the paper.
     """
 
     name = "densestream"
 
-    algo: str | Algorithm = "densestream"
+    algo: str | Algorithm = field(default_factory=lambda: algorithms.DenseStream(fill=True))
     format: str | Format = "densestream"

@@ -18,8 +18,10 @@ class DGC(TopK):
     2. u = momentum * u + gradient; v = v + u (momentum correction, Algorithm 4).
     3. Send about the k largest entries of v; set v and u to zero there (momentum factor masking, section 3.3).
 
-    The momentum is in here: use it with an optimizer without one. Warm-up of the density (section 3.4):
-    `density=WarmUp(0.001, steps)`. The paper uses density 0.001.
+    The momentum is in here: use it with an optimizer without one. Where the paper does otherwise there is an option:
+    `clip_by="bucket"` with `DistributedOptimizer(bucket_bytes=None)` clips by the norm of the whole gradient,
+    `nesterov=True` corrects Nesterov momentum, `selector=select.SampledThreshold(random=True)` samples at random, and
+    `density=WarmUp(0.001, steps)` warms up to the density of 0.001 (section 3.4).
     """
 
     name = "dgc"

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from sparsecoll import select
-from sparsecoll.algorithms import Algorithm, Reduction
-from sparsecoll.formats import Format, Slots
+from sparsecoll import formats, select
+from sparsecoll.algorithms import Algorithm, Allgather, Reduction, resolve
+from sparsecoll.formats import Slots
 from sparsecoll.kernels.memory import beside
 from sparsecoll.select import Selector, Vector
 from sparsecoll.select.randomk import mix
@@ -20,27 +20,35 @@ from sparsecoll.torch.layout import Layout
 from sparsecoll.transport import Transport
 from sparsecoll.transport.collectives import allgather
 from sparsecoll.tune import tuning_of
-from sparsecoll.vector import DenseVector
+from sparsecoll.vector import DenseVector, SparseVector
 
 
 @dataclass
 class DRAGONN(TopK):
     """About k entries above a threshold, written to k slots by a hash of their index; allgather; sparse decoding.
 
-    Entries that lose their slot wait in the residual. Efficiency-aware tensor selection (equation (1)): a bucket of d
-    values is compressed only if T_comp(d) < T_full(d) - T_spr(d), with the compression time measured on its own data
+    1. Select, and write to slots (Algorithm 1). Entries that lose their slot wait in the residual.
+    2. Every rank's slots go to all (Bruck).
+    3. Sparse decoding (Algorithm 2, section 4.3): all messages are added to one dense gradient, slot by slot, in rank
+       order; nothing is sorted, and no message becomes a vector of its own.
+
+    Efficiency-aware tensor selection (equation (1)): a bucket of d values is compressed only if
+    T_comp(d) < T_full(d) - T_spr(d), with the seconds to compress and to decode one message measured on its own data
     type and length when it is bound, and alpha and beta of the communicator measured too:
 
         T_full(d) = 2(P-1)(alpha + beta d A / P),  T_spr(d) = (P-1)(alpha + beta gamma d A)
 
     where A is bytes a value and gamma the share that travels (an index and a value for each of k slots).
 
+    The paper's error feedback is momentum correction: `momentum=0.9` and an optimizer without momentum.
+
     Volume: 2k(P-1) words where compressed, else 2n(P-1)/P.
 
     Args:
+        algo: "allgather" or an Allgather: slots can be gathered, not summed.
         selector: how the threshold, which the paper takes as given, is found.
         selective: False compresses all buckets.
-        seed: of the hashes; the same on all ranks.
+        seed: of the hashes.
     """
 
     name = "dragonn"
@@ -50,50 +58,63 @@ class DRAGONN(TopK):
     selective: bool = True
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(resolve(self.algo), Allgather):
+            raise ValueError(f"algo: expected 'allgather', since slots cannot be summed, got {self.algo!r}")
+
     def bind(self, layout: Layout, transport: Transport, shared: Shared, timeout: float | None = None) -> None:
         super().bind(layout, transport, shared, timeout)
         self.compressed = layout.length > 0 and (not self.selective or self._pays(transport, layout))
-        self._slots = Slots(1, 0)
 
     def _pays(self, transport: Transport, layout: Layout) -> bool:
         """Equation (1), the same answer on every rank."""
         tuning, P = tuning_of(transport), transport.size
-        d, k = self.layout.length, self._densities.k(self.layout.length, 1 << 60)
-        gradient = beside(layout.zeros(), np.random.default_rng(0).standard_normal(d).astype(self.layout.dtype))
-        vector, selector, form = DenseVector(gradient), select.SampledThreshold(), Slots(k, 0)
-        chosen = form.arriving(selector.select(vector, k))
-        message = form.encode(chosen)
-
-        def compress() -> None:
-            form.encode(form.arriving(selector.select(vector, k)))
-            for _ in range(P):
-                form.decode(message, d)
-
-        cost = float(allgather(transport, np.array([measured(transport, compress, self.layout.device)])).max())
+        gradient = beside(layout.zeros(), np.random.default_rng(0).standard_normal(layout.length).astype(layout.dtype))
+        vector, out, selector = DenseVector(gradient), DenseVector(layout.zeros()), select.SampledThreshold()
+        k = self._entries(layout)
+        form = Slots(k)
+        message = form.encode(form.arriving(selector.select(vector, k)))
+        encode = measured(transport, lambda: form.encode(form.arriving(selector.select(vector, k))), layout.device)
+        decode = measured(transport, lambda: formats.add_into(out, [message]), layout.device)
+        cost = float(allgather(transport, np.array([encode + P * decode])).max())
         full = 2 * (P - 1) * (tuning.alpha + tuning.beta * gradient.nbytes / P)
         return bool(cost < full - (P - 1) * (tuning.alpha + tuning.beta * message.size))
+
+    def _entries(self, layout: Layout) -> int:
+        """k after all warming up."""
+        step, edges = 1 << 60, layout.offsets
+        if not self._densities.by_layer:
+            return self._densities.k(layout.length, step)
+        parts = zip(layout.names, edges[:-1], edges[1:], strict=True)
+        return max(sum(self._densities.k(b - a, step, name) for name, a, b in parts), 1)
 
     def compress(self, acc: Vector) -> Vector:
         if not self.compressed:
             return acc
         chosen = super().compress(acc)
+        assert isinstance(chosen, SparseVector)
+        self.check_finite(chosen)
         self._slots = Slots(max(self._k, 1), mix(self.seed, self.shared.step))
-        return chosen
+        return self._slots.arriving(chosen, self.value_dtype)
 
-    def communicate(self, transport: Transport, message: Vector) -> Reduction:
+    def communicate(self, transport: Transport, message: Vector) -> Any:
         if not self.compressed:
             return self._reduce(transport, message, DENSE)
-        return super().communicate(transport, message)
+        assert isinstance(message, SparseVector)
+        return self._gather(transport, self._slots.encode(message, self.value_dtype))
 
-    def _format(self) -> str | Format:
-        return self._slots
-
-    def update(self, out: Array, message: Any, reduced: Reduction) -> None:
-        if self.compressed:
-            super().update(out, message, reduced)
-        else:
+    def update(self, out: Array, message: Vector, reduced: Any) -> None:
+        if not self.compressed:
+            assert isinstance(reduced, Reduction)
             write_mean(out, reduced.value, self.size)
             self.acc.values.fill(0)
+            return
+        self.contributed(message)
+        self._mask(message, message)
+        out.fill(0)
+        formats.add_into(DenseVector(out), reduced)
+        np.divide(out, self.size, out=out)
 
     def extra_state(self) -> dict[str, Any]:
         return super().extra_state() | {"compressed": self.compressed}

@@ -41,7 +41,8 @@ class EFSignSGD(Feedback):
         self._add(self.acc.values, message, -1.0)
         out.fill(0)
         for block in reduced:
-            self._add(out, block, 1 / self.size)
+            self._add(out, block, 1.0)
+        np.divide(out, self.size, out=out)
 
     def _add(self, out: Array, message: Array, factor: float) -> None:
         """out += factor * what a message says."""

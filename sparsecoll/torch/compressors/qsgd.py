@@ -26,7 +26,7 @@ class QSGD(Feedback):
     Args:
         bits: 8, 4 or 2.
         feedback: keep what rounding took and add it to the next gradient. The paper does not; at 2 bits it helps.
-        seed: each rank rounds by (seed, rank, step).
+        seed: each rank rounds each of its buckets by random numbers of their own, from (seed, rank, bucket, step).
     """
 
     name = "qsgd"
@@ -60,7 +60,7 @@ class QSGD(Feedback):
         values = contiguous(acc.values, np.float32)
         message = empty(self._scales + -(-values.size * self.bits // 8), np.uint8, values)
         scales, codes = message[: self._scales].view(np.float32), message[self._scales :]
-        seed = mix(self.seed + self._rank, self.shared.step) >> 1
+        seed = mix(mix(mix(self.seed, self._rank), self.layout.index), self.shared.step) >> 1
         kernels_of(values).quantize(values, 0, self.bits, self.bucket, seed, scales, codes)
         return message
 

@@ -32,8 +32,9 @@ class TopK(Feedback):
     3. residual = acc - what of it entered the sum.
 
     With `momentum`, momentum is corrected (Deep Gradient Compression, section 3.1): u = momentum * u + gradient takes
-    the gradient's place, and u is cleared where an entry contributed (factor masking, section 3.3). Without it a
-    gradient that waits in the residual gets its momentum late. Use it with an optimizer without momentum of its own.
+    the gradient's place, and u is cleared where an entry that this rank sent entered the sum (factor masking, section
+    3.3). Without it a gradient that waits in the residual gets its momentum late. Use it with an optimizer without
+    momentum of its own.
 
     Volume: the algorithm's (see docs/algorithms.md). Memory: the residual, and u with momentum.
 
@@ -44,7 +45,10 @@ class TopK(Feedback):
         selector: how entries are selected; None: the algorithm's own way (exactly, if it has none).
         format, value_dtype: as in `sparsecoll.allreduce`.
         momentum: 0 for none.
-        clip: each parameter's gradient on a rank is clipped to a norm of this / sqrt(P) (section 3.2); None: not.
+        nesterov: u = momentum * (u + gradient), and u + gradient takes the gradient's place.
+        clip: gradients on a rank are clipped to a norm of this / sqrt(P) (section 3.2); None: not.
+        clip_by: whose norm that is: "parameter", each by itself, or "bucket", all parameters of a bucket together,
+            which with `bucket_bytes=None` is the whole gradient, as published.
     """
 
     name = "topk"
@@ -55,15 +59,21 @@ class TopK(Feedback):
     format: str | Format = "auto"
     value_dtype: str | None = None
     momentum: float = 0.0
+    nesterov: bool = False
     clip: float | None = None
+    clip_by: str = "parameter"
 
     def __post_init__(self) -> None:
         Densities.of(self.density)
         resolve(self.algo)
         if not 0 <= self.momentum < 1:
             raise ValueError(f"momentum: expected in [0, 1), got {self.momentum}")
+        if self.nesterov and not self.momentum:
+            raise ValueError("nesterov: expected False without momentum, got True")
         if self.clip is not None and not self.clip > 0:
             raise ValueError(f"clip: expected above 0, got {self.clip}")
+        if self.clip_by not in ("parameter", "bucket"):
+            raise ValueError(f"clip_by: expected 'parameter' or 'bucket', got {self.clip_by!r}")
 
     def bind(self, layout: Layout, transport: Transport, shared: Shared, timeout: float | None = None) -> None:
         super().bind(layout, transport, shared, timeout)
@@ -79,20 +89,32 @@ class TopK(Feedback):
 
     def compensate(self, gradient: Array, scale: float = 1.0) -> DenseVector:
         if self.clip is not None:
-            most = self.clip / self.size**0.5
-            for view in self.layout.views(gradient):
-                norm = float(torch.linalg.vector_norm(view))
-                if norm > most:
-                    view.mul_(most / norm)
+            self._clip(gradient, self.clip / self.size**0.5)
         if self.momentum:
-            if not self._spare:
-                self._spare.append(self.layout.zeros())
-            velocity = self._spare[0]
+            self._correct_momentum(gradient)
+        return super().compensate(gradient, scale)
+
+    def _clip(self, gradient: Array, most: float) -> None:
+        whole = [self.layout.device.tensor(gradient)]
+        for part in whole if self.clip_by == "bucket" else self.layout.views(gradient):
+            norm = float(torch.linalg.vector_norm(part))
+            if norm > most:
+                part.mul_(most / norm)
+
+    def _correct_momentum(self, gradient: Array) -> None:
+        """Put what momentum makes of the gradient in its place."""
+        if not self._spare:
+            self._spare.append(self.layout.zeros())
+        velocity = self._spare[0]
+        if self.nesterov:
+            np.add(self._velocity.current, gradient, out=velocity)
+            np.multiply(velocity, self.momentum, out=velocity)
+            np.add(gradient, velocity, out=gradient)
+        else:
             np.multiply(self._velocity.current, self.momentum, out=velocity)
             np.add(velocity, gradient, out=velocity)
             gradient[:] = velocity
-            self._velocity.trial = velocity
-        return super().compensate(gradient, scale)
+        self._velocity.trial = velocity
 
     def keep(self) -> list[Array]:
         if self.momentum:
@@ -147,11 +169,21 @@ class TopK(Feedback):
 
     def update(self, out: Array, message: Any, reduced: Reduction) -> None:
         self.contributed(reduced.contributed)
-        if self.momentum:
-            sent, velocity = reduced.contributed, self._velocity.trial
-            assert velocity is not None
-            velocity[slice(None) if isinstance(sent, DenseVector) else sent.indices] = 0
+        self._mask(message, reduced.contributed)
         write_mean(out, reduced.value, self.size)
+
+    def _mask(self, sent: Vector, contributed: Vector) -> None:
+        """Clear u at the entries of `sent` that entered the sum; the share of a rank that sums holds others too."""
+        if not self.momentum:
+            return
+        velocity = self._velocity.trial
+        assert velocity is not None
+        if isinstance(sent, DenseVector):
+            velocity.fill(0)
+        elif isinstance(contributed, SparseVector):
+            velocity[sent.intersect(contributed).indices] = 0
+        else:
+            velocity[sent.indices] = 0
 
     def state(self) -> dict[str, dict[str, torch.Tensor]]:
         own = {"velocity": self.layout.by_name(self._velocity.base)} if self.momentum else {}
