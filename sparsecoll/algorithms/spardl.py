@@ -13,7 +13,7 @@ from sparsecoll.algorithms.halving import reduce_scatter, summed
 from sparsecoll.select import Vector, topk
 from sparsecoll.transport.base import Transport
 from sparsecoll.transport.collectives import allgatherv
-from sparsecoll.transport.group import GroupTransport
+from sparsecoll.transport.group import group
 from sparsecoll.vector import DenseVector, SparseVector, accumulator
 
 Part = Callable[
@@ -85,8 +85,8 @@ class SparDL(Algorithm):
     def __call__(self, transport: Transport, x: SparseVector, k: int) -> Reduction:
         width = self._blocks(transport.size)
         first, place = transport.rank // width * width, transport.rank % width
-        team = GroupTransport(transport, list(range(first, first + width)))
-        peers = GroupTransport(transport, list(range(place, transport.size, width)))
+        team = group(transport, list(range(first, first + width)))
+        peers = group(transport, list(range(place, transport.size, width)))
         edges = self._edges(x.length, width)
         lost: list[SparseVector] = []
 
