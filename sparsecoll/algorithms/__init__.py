@@ -12,6 +12,7 @@ from sparsecoll.algorithms.dense import Dense
 from sparsecoll.algorithms.densestream import DenseStream
 from sparsecoll.algorithms.gtopk import GTopk
 from sparsecoll.algorithms.hierarchical import Hierarchical
+from sparsecoll.algorithms.hitopk import HiTopK
 from sparsecoll.algorithms.oktopk import OkTopk
 from sparsecoll.algorithms.sparcml import SparCML
 from sparsecoll.algorithms.spardl import SparDL
@@ -36,6 +37,7 @@ __all__ = [
     "Dense",
     "DenseStream",
     "GTopk",
+    "HiTopK",
     "Hierarchical",
     "OkTopk",
     "Reduction",

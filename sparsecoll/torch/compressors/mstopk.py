@@ -12,7 +12,11 @@ from sparsecoll.torch.compressors.topk import TopK
 
 @dataclass
 class MSTopK(TopK):
-    """The k entries between two thresholds found by multiple sampling."""
+    """The k entries between two thresholds found by multiple sampling.
+
+    `algo=sparsecoll.HiTopK()` is the paper's exchange, HiTopKComm: gradients are summed inside a node, entries are
+    selected from chunks of that sum, and only those travel between nodes.
+    """
 
     name = "mstopk"
 

@@ -178,12 +178,12 @@ class TopK(Feedback):
             return
         velocity = self._velocity.trial
         assert velocity is not None
-        if isinstance(sent, DenseVector):
-            velocity.fill(0)
-        elif isinstance(contributed, SparseVector):
-            velocity[sent.intersect(contributed).indices] = 0
+        if isinstance(contributed, DenseVector):
+            velocity[contributed.values != 0] = 0
+        elif isinstance(sent, DenseVector):
+            velocity[contributed.indices] = 0
         else:
-            velocity[sent.indices] = 0
+            velocity[sent.intersect(contributed).indices] = 0
 
     def state(self) -> dict[str, dict[str, torch.Tensor]]:
         own = {"velocity": self.layout.by_name(self._velocity.base)} if self.momentum else {}
