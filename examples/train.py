@@ -128,10 +128,10 @@ def train(comm, algo: str, args: argparse.Namespace, seed: int) -> dict:
 def plan(args: argparse.Namespace, P: int) -> str:
     """What the program is going to do, and about how long it takes."""
     seconds = SECONDS_AN_EPOCH * args.seeds * args.epochs
-    took = f"{seconds:.0f} seconds" if seconds < 90 else f"{seconds / 60:.0f} minutes"
+    about = f"About {seconds:.0f} seconds" if seconds < 90 else f"About {seconds / 60:.0f} minutes"
     return (
         f"Training on {P} rank{'s' * (P > 1)}, {args.epochs} epochs, {args.seeds} seed{'s' * (args.seeds > 1)}: with"
-        f" dense sums of the gradient, then with {args.algo} at density {args.density:g}. About {took} on two idle cores."
+        f" dense sums of the gradient, then with {args.algo} at density {args.density:g}. {about} on two cores."
     )
 
 

@@ -46,6 +46,17 @@ def test_every_link_of_the_pages_leads_somewhere():
             assert target.startswith("http") or (page.parent / target).exists(), f"{page.name}: {target}"
 
 
+def test_readme_has_no_link_that_is_dead_on_a_package_index():
+    targets = re.findall(r"\]\(([^)]+)\)", (ROOT / "README.md").read_text())
+    assert all(target.startswith("https://") for target in targets), targets
+
+
+def test_files_that_the_pages_name_exist():
+    for page in [ROOT / "CONTRIBUTING.md", *PAGES]:
+        for name in re.findall(r"`((?:docs|examples|perf|tests)/[\w./]+\.\w+)`", page.read_text()):
+            assert "NAME" in name or (ROOT / name).exists(), f"{page.name}: {name}"
+
+
 def test_every_table_has_heads():
     for page in PAGES:
         assert not re.findall(r"^(?:\| *)+\|\n\|[-|:]+$", page.read_text(), re.M), page.name
