@@ -53,7 +53,7 @@ def test_readme_has_no_link_that_is_dead_on_a_package_index():
 
 def test_files_that_the_pages_name_exist():
     for page in [ROOT / "CONTRIBUTING.md", *PAGES]:
-        for name in re.findall(r"`((?:docs|examples|perf|tests)/[\w./]+\.\w+)`", page.read_text()):
+        for name in re.findall(r"`((?:docs|examples|tests)/[\w./]+\.\w+)`", page.read_text()):
             assert "NAME" in name or (ROOT / name).exists(), f"{page.name}: {name}"
 
 
