@@ -45,7 +45,8 @@ def reduce(
     Returns:
         On the root the sum, of x's own kind (see `sparsecoll.as_vector`); None elsewhere.
 
-    Volume: 2k(P-1)/P words (the same supports) to k log2 P (disjoint ones) into each rank, then the sum into the root.
+    Volume: into each rank 2k(P-1)/P words (identical supports) to k log2 P (disjoint ones) if entries are spread evenly
+    over the P parts, at most 2k(P-1) if they are not; then the sum into the root.
 
     Raises:
         ValueError, TypeError, CommunicationError: as `sparsecoll.allreduce`.
@@ -97,7 +98,8 @@ def reduce_scatter(
     Returns:
         This rank's part, of x's own kind; its coordinates and length are those of the whole.
 
-    Volume: 2k(P-1)/P words (the same supports) to k log2 P (disjoint ones).
+    Volume: 2k(P-1)/P words (identical supports) to k log2 P (disjoint ones) if entries are spread evenly over the
+    parts, at most 2k(P-1) if they are not.
 
     Raises:
         ValueError: boundaries are not P + 1 ascending coordinates from 0 to length.
