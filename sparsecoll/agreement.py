@@ -1,27 +1,37 @@
 """Calls in which all ranks raise the same error or none does, and the arguments of which all ranks compare.
 
-Every message carries a stamp (MPI's tag) of the call that it belongs to: the call's number on the communicator and a
-checksum of its arguments. So a rank that is in another call is noticed at no cost by whoever hears of it first. That
-rank, like one in which something was raised, reports to all others what it is in and what happened, and reads on each
-channel up to the other's report, which drops what was under way. Whoever waits for a message and finds a report does
-the same. Then all ranks have all reports and all channels are empty: the communicator stays usable.
+Every message carries a stamp (MPI's tag) of the call that it belongs to: the call's number on the communicator, modulo
+PHASES, and the number of its arguments among those that all ranks have agreed on. Arguments get that number when they
+are first compared, so that two different ones never have the same, and a rank that is in another call is noticed at no
+cost by whoever hears of it first. That rank, like one in which something was raised, reports to all others what it is
+in and what happened, and reads on each channel up to the other's report, which drops what was under way. Whoever waits
+for a message and finds a report does the same. Then all ranks have all reports and all channels are empty: the
+communicator stays usable.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import zlib
 from collections.abc import Iterator
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
 
 from sparsecoll.errors import CommunicationError, NonFiniteError
+from sparsecoll.transport import usable
 from sparsecoll.transport.base import FIRST_STAMP, STAMPS, Interrupted, Transport
-from sparsecoll.transport.collectives import allgather
+from sparsecoll.transport.collectives import allgather, node_members
 
-KEPT = 4096  # calls that are remembered as agreed
+PHASES = 4  # messages of calls that follow each other never have the same stamp
+NUMBERS = (STAMPS - FIRST_STAMP) // PHASES  # stamps of a phase: NAMES for calls before their arguments are agreed on,
+NAMES = 509  # a prime that gives each name in use a stamp of its own
+KEPT = NUMBERS - 2 * NAMES  # calls that are remembered as agreed
+SETTLE_SECONDS = 300.0  # a rank that failed waits so long for the others, if it has no timeout: they may be done
+VALUE_SHOWN, VALUES_SHOWN, ARGUMENTS_SHOWN = 120, 4, 3  # characters; values of an argument, arguments in an error
 KNOWN = {kind.__name__: kind for kind in (ValueError, TypeError, CommunicationError, NonFiniteError)}
 
 
@@ -36,11 +46,11 @@ class Conversation:
         self._transport = transport
         self.call: dict[str, Any] = {"call": name}
         transport.calls += 1
-        self._stamp(zlib.crc32(name.encode()))
+        self._name = number_of_name(name)
+        self._stamp(self._name)
 
-    def _stamp(self, checksum: int) -> None:
-        mixed = (checksum ^ self._transport.calls * 2654435761) >> 3
-        self._transport.stamp = FIRST_STAMP + mixed % (STAMPS - FIRST_STAMP)
+    def _stamp(self, number: int) -> None:
+        self._transport.stamp = FIRST_STAMP + self._transport.calls % PHASES * NUMBERS + number
 
     def agree(self, entries: int | None = None, check: bool = True) -> list[int]:
         """Compare `call` over the ranks, now and by all messages that follow.
@@ -58,7 +68,8 @@ class Conversation:
             CommunicationError: arguments differ.
         """
         transport = self._transport
-        checksum = zlib.crc32(json.dumps(self.call, sort_keys=True).encode()) if check else 0
+        text = json.dumps(self.call, sort_keys=True).encode()
+        checksum = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little", signed=True) if check else 0
         counts: list[int] = []
         if entries is not None or (check and checksum not in transport.agreed):
             row = np.array([-1 if entries is None else entries, checksum], np.int64)
@@ -66,12 +77,21 @@ class Conversation:
                 rows = allgather(transport, row)
             if (rows[:, 1] != checksum).any() or (rows[:, 0] < 0).any() != (entries is None):
                 raise Interrupted("ranks disagree")
-            if len(transport.agreed) >= KEPT:
-                transport.agreed.clear()
-            transport.agreed.add(checksum)
             counts = rows[:, 0].tolist() if entries is not None else []
-        self._stamp(checksum)
+        self._stamp(self._number(checksum) if check else NAMES + self._name)
         return counts
+
+    def _number(self, checksum: int) -> int:
+        """Of arguments that all ranks have agreed on; all give the same numbers, since all agree in the same order."""
+        agreed = self._transport.agreed
+        if checksum not in agreed and len(agreed) >= KEPT:
+            agreed.clear()
+        return agreed.setdefault(checksum, 2 * NAMES + len(agreed))
+
+
+def number_of_name(name: str) -> int:
+    """What stands for a call until its arguments are agreed on."""
+    return zlib.crc32(name.encode()) % NAMES
 
 
 @contextlib.contextmanager
@@ -80,18 +100,25 @@ def together(transport: Transport, name: str, timeout: float | None) -> Iterator
 
     Args:
         name: of the call, for messages to users.
-        timeout: seconds to wait for a message; see Transport.
+        timeout: seconds to wait for a message, above 0; see Transport.
 
-    A rank that has finished the call when another one fails in it raises in its next call.
+    A rank that has finished the call when another one fails in it raises in its next call. The one that failed waits
+    for that, without a timeout SETTLE_SECONDS at most; what it waits with is logged after a second.
 
     Raises:
         ValueError, TypeError: raised on some rank; the text names the first such rank, on every rank.
         CommunicationError: ranks disagree on an argument, or a rank failed otherwise.
     """
     outer = transport.stamp, transport.timeout
-    transport.timeout = timeout
+    transport.timeout = timeout if usable(timeout) else None
     conversation = Conversation(transport, name)
     try:
+        if not usable(timeout):
+            kind = ValueError if isinstance(timeout, (int, float)) else TypeError
+            raise kind(f"timeout: expected seconds above 0, or None to wait for ever, got {timeout!r}")
+        if transport.nodes is None:
+            with transport.set_up():
+                node_members(transport)
         yield conversation
     except Exception as error:
         if getattr(error, "on_all_ranks", False):
@@ -113,12 +140,14 @@ def _settle(transport: Transport, call: dict[str, Any], error: Exception) -> Exc
         transport.announce(_bytes(report))
         return error
     transport.forget()
+    transport.timeout = transport.timeout or SETTLE_SECONDS
     try:
-        blocks = transport.exchange(_bytes(report))
+        blocks = transport.exchange(_bytes(report), None if report["error"] is None else error)
     except CommunicationError as unanswered:  # the communicator is broken
         if report["error"] is None:
             return unanswered
-        return CommunicationError(f"rank {transport.rank}: {report['error']['text']}; then {unanswered}")
+        own = f"rank {transport.rank} failed: {report['error']['type']}: {report['error']['text']}"
+        return CommunicationError(f"{own}; then {unanswered}")
     reports = [json.loads(bytes(block)) for block in blocks if block is not None]
     for other in reports:
         if other.get("broken"):
@@ -148,16 +177,36 @@ def _raised_error(reports: list[dict[str, Any]]) -> Exception:
 
 
 def _differences(calls: list[dict[str, Any]]) -> list[str]:
-    """One text per argument that differs: which value on which ranks."""
+    """One text per argument that differs: which value on which ranks. At most a screen of them."""
     texts = []
     for name in dict.fromkeys(name for call in calls for name in call):
         holders: dict[str, list[int]] = {}
         for rank, call in enumerate(calls):
-            holders.setdefault(json.dumps(call[name]) if name in call else "nothing", []).append(rank)
+            holders.setdefault(repr(call[name]) if name in call else "nothing", []).append(rank)
         if len(holders) > 1:
-            values = ", ".join(f"{value} on rank{_ranks(ranks)}" for value, ranks in holders.items())
-            texts.append(f"{name}: expected the same value on all ranks, got {values}")
-    return texts
+            shown = list(holders.items())[:VALUES_SHOWN]
+            values = [f"{_short(value)} on rank{_ranks(ranks)}" for value, ranks in _told_apart(shown)]
+            more = len(holders) - len(shown)
+            values += [f"and {more} other values"] if more else []
+            texts.append(f"{name}: expected the same value on all ranks, got {', '.join(values)}")
+    more = len(texts) - ARGUMENTS_SHOWN
+    return texts[:ARGUMENTS_SHOWN] + ([f"and {more} more arguments"] if more > 0 else [])
+
+
+def _told_apart(holders: list[tuple[str, list[int]]]) -> list[tuple[str, list[int]]]:
+    """Long values from where they differ on."""
+    texts = [text for text, _ in holders]
+    if max(map(len, texts)) <= VALUE_SHOWN:
+        return holders
+    start = next(i for i, letters in enumerate(zip_longest(*texts)) if len(set(letters)) > 1)
+    skipped = start - VALUE_SHOWN // 3
+    if skipped <= 0:
+        return holders
+    return [(f"...{text[skipped:]}", ranks) for text, ranks in holders]
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= VALUE_SHOWN else text[: VALUE_SHOWN - 3] + "..."
 
 
 def _ranks(ranks: list[int]) -> str:

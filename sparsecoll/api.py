@@ -79,7 +79,7 @@ def allreduce(
     >>> sparsecoll.simulate(2, program).results[0]
     array([1., 1., 0., 0., 0., 4., 0., 0.])
     """
-    transport = as_transport(comm)
+    transport = as_transport(comm, timeout)
     back: convert.Back | None = None
 
     def prepare() -> tuple[Vector, Algorithm]:

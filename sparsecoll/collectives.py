@@ -156,7 +156,7 @@ def allgather(
     >>> sparsecoll.simulate(3, program).results[2]
     [0, 1, 2]
     """
-    transport = as_transport(comm)
+    transport = as_transport(comm, timeout)
     options = _Options(None, None, format, value_dtype, check, "pass")
 
     def call() -> list[Any]:
@@ -204,7 +204,7 @@ def bcast(
     >>> sparsecoll.simulate(3, program).results
     [2, 2, 2]
     """
-    transport = as_transport(comm)
+    transport = as_transport(comm, timeout)
     options = _Options(None, None, format, value_dtype, check, "pass")
 
     def call() -> Any:
@@ -294,7 +294,7 @@ def _sum(
     timeout: float | None,
 ) -> Any:
     """A collective that sums: what it has in common with the others."""
-    transport = as_transport(comm)
+    transport = as_transport(comm, timeout)
 
     def run() -> Any:
         with together(transport, name, timeout) as conversation:

@@ -56,7 +56,7 @@ def iallreduce(comm: Any, x: Any, *arguments: Any, **options: Any) -> Request[An
     >>> sparsecoll.simulate(4, program).results[0]
     [4, 4, 4]
     """
-    transport = as_transport(comm)
+    transport = as_transport(comm, options.get("timeout"))
 
     def call() -> Any:
         return api.allreduce(transport, x, *arguments, **options)

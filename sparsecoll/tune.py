@@ -21,7 +21,7 @@ from sparsecoll.algorithms.base import Algorithm
 from sparsecoll.algorithms.choices import EXACT, TOP_K_OF_SUM
 from sparsecoll.model import Tuning
 from sparsecoll.transport import Transport, as_transport
-from sparsecoll.transport.collectives import allgather
+from sparsecoll.transport.collectives import allgather, node_members
 from sparsecoll.vector import DenseVector, SparseVector
 
 FILE = "SPARSECOLL_TUNING"
@@ -68,6 +68,7 @@ def tune(comm: Any) -> Tuning:
     """
     transport = as_transport(comm)
     with transport.set_up():
+        node_members(transport)
         tuning = _figures(transport, THOROUGH)
         if transport.size > 1 and not transport.virtual:
             tuning = replace(tuning, calls=_calls(transport, tuning))

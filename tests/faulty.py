@@ -11,12 +11,13 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 from mpi4py import MPI
 
 import sparsecoll
-from sparsecoll import SparseVector
+from sparsecoll import SparseVector, agreement
 from sparsecoll.transport import mpi
 
 comm = MPI.COMM_WORLD
@@ -93,6 +94,46 @@ def watchdog():
     call()
 
 
+def alone():
+    """The last rank fails when the others have finished the call, and they make no other one."""
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stdout)
+    agreement.SETTLE_SECONDS = 3
+    call()
+    if comm.rank == LAST:
+
+        def no_room(parts, x):
+            raise MemoryError("no room")
+
+        sys.modules[sparsecoll.Allgather.__module__].summed = no_room
+    with told():
+        sparsecoll.allreduce(comm, vector(), "allgather")
+    comm.Barrier()
+    os._exit(0)
+
+
+def cold():
+    """The last rank comes too late to the first call on a communicator."""
+    own, x = comm.Dup(), vector()
+    if comm.rank == LAST:
+        time.sleep(4)
+    for _ in range(2):
+        with told():
+            sparsecoll.allreduce(own, x, timeout=1)
+    time.sleep(0 if comm.rank == LAST else 8)  # who ends takes the others along
+    os._exit(0)
+
+
+def threads():
+    """Communicators of one's own in four threads at once, after a first call on each."""
+    own = [comm.Dup() for _ in range(4)]
+    for each in own:
+        sparsecoll.traffic(each)
+    with ThreadPoolExecutor(4) as pool:
+        sums = list(pool.map(lambda c: float(sparsecoll.allreduce(c, vector(), "allgather").values.sum()), own))
+    tell(sums=sums)
+    sys.stdout.flush()
+
+
 def shrunk():
     """Where MPI can go on without the dead, so does the library."""
     global comm
@@ -130,6 +171,9 @@ PROGRAMS = {
     "late": lambda: late(1.5, 20),
     "too late": lambda: late(4, 1),
     "watchdog": watchdog,
+    "alone": alone,
+    "cold": cold,
+    "threads": threads,
     "shrunk": shrunk,
 }
 

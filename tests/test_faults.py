@@ -73,6 +73,28 @@ def test_a_rank_that_is_too_late_is_told_that_the_others_have_gone():
         assert rows[rank][1]["error"].startswith("communicator is out of use since rank")
 
 
+def test_a_rank_that_fails_alone_says_so_and_does_not_wait_for_ever():
+    rows, text, _ = run("alone")
+    assert rows[0][0]["error"] is None and rows[1][0]["error"] is None, text
+    assert rows[2][0]["error"].startswith("rank 2 failed: MemoryError: no room; then rank 2 waits for the report of")
+    assert "Traceback" in text and "MemoryError: no room" in text
+
+
+def test_the_timeout_covers_the_first_call_on_a_communicator():
+    rows, text, _ = run("cold")
+    for rank in (0, 1):
+        assert "for all ranks to make their first call on it" in rows[rank][0]["error"], text
+        assert rows[rank][0]["seconds"] < 3.5 and rows[rank][1]["seconds"] < 1
+        assert "go on with a new one" in rows[rank][1]["error"]
+    assert rows[2][0]["error"] and rows[2][0]["seconds"] < 10
+
+
+def test_communicators_in_threads():
+    rows, text, status = run("threads")
+    assert status == 0 and [len(rows[rank]) for rank in rows] == [1, 1, 1], text
+    assert all(row["sums"] == [3000.0] * 4 for rank in rows for row in rows[rank])
+
+
 def test_the_job_aborts_with_a_message_where_that_is_wanted():
     rows, text, status = run("stopped", env={"SPARSECOLL_ON_TIMEOUT": "abort"})
     assert status != 0 and not rows[0] and not rows[1]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
+
+import numpy as np
 
 from sparsecoll.transport.base import Transport
 from sparsecoll.transport.sim import DeadlockError, LocalTransport, SimComm, Simulation, simulate
@@ -17,17 +20,22 @@ __all__ = [
     "default_comm",
     "shrink",
     "simulate",
+    "usable",
 ]
 
 
-def as_transport(comm: Any) -> Transport:
+def as_transport(comm: Any, timeout: Any = None) -> Transport:
     """The transport of a communicator: mpi4py's, a virtual rank's, or a Transport itself.
 
     For an mpi4py communicator the first call is collective: it duplicates the communicator, keeps the duplicate on it
     as an attribute and frees it with it.
 
+    Args:
+        timeout: seconds that the first call may wait for other ranks; None, or what is no timeout: for ever.
+
     Raises:
         TypeError: not an intracommunicator.
+        CommunicationError: not all ranks made their first call within the timeout.
     """
     if isinstance(comm, Transport):
         return comm
@@ -36,11 +44,17 @@ def as_transport(comm: Any) -> Transport:
     if any(base.__module__.startswith("mpi4py") for base in type(comm).__mro__):
         from sparsecoll.transport.mpi import mpi_transport
 
-        return mpi_transport(comm)
+        return mpi_transport(comm, timeout if usable(timeout) else None)
     raise TypeError(
         "comm: expected an mpi4py intracommunicator or the comm of sparsecoll.simulate,"
         f" got {type(comm).__module__}.{type(comm).__qualname__}"
     )
+
+
+def usable(timeout: Any) -> bool:
+    """Whether a timeout is one: seconds above 0, or None."""
+    number = isinstance(timeout, (int, float, np.integer, np.floating)) and not isinstance(timeout, bool)
+    return timeout is None or bool(number and timeout > 0 and math.isfinite(timeout))
 
 
 def shrink(comm: Any) -> Any:

@@ -59,7 +59,8 @@ class Transport(ABC):
         format, value_dtype: how `send_vector` encodes; set by the caller of an algorithm.
         stamp: what messages are sent with, and expected to come with.
         calls: that were made on this transport.
-        agreed: checksums of calls that all ranks have agreed on.
+        agreed: checksums of calls that all ranks have agreed on, and the number of each.
+        nodes: the ranks on each node, see collectives.node_members; None: not known yet.
         generation: how many calls have failed, on all ranks together.
         broken: why the communicator cannot be used any more (a peer did not answer, or is lost); else "".
     """
@@ -84,7 +85,7 @@ class Transport(ABC):
         self.worker: Any = None  # see progress.Worker: once there is one, all calls go through it
         self.stamp = FIRST_STAMP
         self.calls = 0
-        self.agreed: set[int] = set()
+        self.agreed: dict[int, int] = {}
         self.generation = 0
         self.broken = ""
         self._phase: Counts | None = None
@@ -119,10 +120,13 @@ class Transport(ABC):
         """Wait until every send has left its buffer."""
 
     @abstractmethod
-    def exchange(self, report: Buffer) -> list[Buffer | None]:
+    def exchange(self, report: Buffer, error: Exception | None = None) -> list[Buffer | None]:
         """Send a report to all ranks and drop what comes before theirs; they, in rank order (None: this rank's).
 
         All ranks must do the same. Where one has said farewell instead, not all reports are there. Not counted.
+
+        Args:
+            error: what was raised here, if anything was: logged, if others do not report within a second.
 
         Raises:
             CommunicationError: a rank did not report within the timeout; the transport is broken.
@@ -134,6 +138,10 @@ class Transport(ABC):
     def node(self) -> int:
         """A number that the ranks on one machine share."""
         return self.rank
+
+    def located(self) -> list[list[int]] | None:
+        """The ranks on each node, ascending, where that is known without a message."""
+        return None
 
     def send(self, destination: int, buffer: Buffer) -> None:
         """Send bytes without blocking. The buffer belongs to the transport from here on: do not change it."""

@@ -45,6 +45,8 @@ def allgather(transport: Transport, row: NDArray[Any]) -> NDArray[Any]:
 def node_members(transport: Transport) -> list[list[int]]:
     """The ranks on each node, ascending; nodes in the order of their first rank. Collective in the first call."""
     if transport.nodes is None:
+        transport.nodes = transport.located()
+    if transport.nodes is None:
         members: dict[int, list[int]] = {}
         for rank, node in enumerate(allgather(transport, np.array([transport.node()]))[:, 0].tolist()):
             members.setdefault(node, []).append(rank)

@@ -47,7 +47,7 @@ class GroupTransport(Transport):
     def _receive(self, source: int, into: Buffer | None) -> PendingReceive:
         return self.parent._receive(self.members[source], into)
 
-    def exchange(self, report: Buffer) -> list[Buffer | None]:
+    def exchange(self, report: Buffer, error: Exception | None = None) -> list[Buffer | None]:
         raise CommunicationError(
             f"report: expected the whole communicator, got {self.size} of {self.parent.size} ranks"
         )

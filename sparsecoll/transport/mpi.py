@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import logging
 import os
 import threading
@@ -11,7 +12,9 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -28,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 CHUNK = 1 << 30  # bytes; a longer message goes in several, so that counts fit an int on every MPI
 WATCHDOG_SECONDS = 60.0
+PATIENCE = 1.0  # seconds before a rank that waits with an exception says so
 ON_TIMEOUT = "SPARSECOLL_ON_TIMEOUT"  # environment variable: "raise" (the default) or "abort"
 GPU_DIRECT = "SPARSECOLL_GPU_DIRECT"  # environment variable: "1" or "0" say whether MPI takes device pointers
 _SPINS = 20  # polls before a waiting rank lets others have its core, should there be any
@@ -37,11 +41,16 @@ _give_way = getattr(os, "sched_yield", partial(time.sleep, 0))  # sleep(0) takes
 
 
 class _Waiter:
-    """Polling with patience: spin, then nap; raise after the timeout, warn once a minute."""
+    """Polling with patience: spin, then nap; raise after the timeout, warn once a minute.
 
-    def __init__(self, transport: MpiTransport, what: Callable[[], str]) -> None:
+    Args:
+        error: what was raised on this rank: the first warning comes after PATIENCE seconds, and shows it.
+    """
+
+    def __init__(self, transport: MpiTransport, what: Callable[[], str], error: Exception | None = None) -> None:
         self._transport = transport
         self._what = what
+        self._error = error
         self._polls = 0
         self._start = 0.0
         self._warned = 0.0
@@ -56,9 +65,11 @@ class _Waiter:
         timeout = self._transport.timeout
         if timeout is not None and now - self._start > timeout:
             self._give_up(timeout)
-        if now - self._warned > WATCHDOG_SECONDS:
+        if now - self._warned > (WATCHDOG_SECONDS if self._error is None else PATIENCE):
             self._warned = now
-            logger.warning("rank %d %s, %.0f s so far", self._transport.rank, self._what(), now - self._start)
+            since = now - self._start
+            logger.warning("rank %d %s, %.0f s so far", self._transport.rank, self._what(), since, exc_info=self._error)
+            self._error = None
         if self._polls < _SPINS + _YIELDS:
             _give_way()
         else:
@@ -67,11 +78,7 @@ class _Waiter:
     def _give_up(self, timeout: float) -> None:
         transport = self._transport
         transport.broken = f"rank {transport.rank} {self._what()} for {timeout} s"
-        if os.environ.get(ON_TIMEOUT) == "abort":
-            logger.critical(
-                "%s: no answer within the timeout; aborting the job (%s=abort)", transport.broken, ON_TIMEOUT
-            )
-            transport.comm.Abort(1)
+        _give_up_job(transport.comm, transport.broken)
         raise CommunicationError(f"{transport.broken}: no answer within the timeout")
 
 
@@ -188,10 +195,6 @@ class MpiTransport(Transport):
         super().__init__(comm.Get_rank(), comm.Get_size())
         self.comm = comm
         self.chunk = CHUNK
-        node = comm.Split_type(MPI.COMM_TYPE_SHARED)
-        self._node = int(node.allreduce(self.rank, MPI.MIN))
-        self.one_node = node.Get_size() == self.size
-        node.Free()
         self._gone = False  # has said farewell
         self._direct: bool | None = None
         self._staging: Any = None
@@ -223,12 +226,19 @@ class MpiTransport(Transport):
     def now(self) -> float:
         return time.perf_counter()
 
+    @property
+    def one_node(self) -> bool:  # type: ignore[override]
+        """Whether all ranks are on one machine; known from the first call on, see collectives.node_members."""
+        return self.nodes is not None and len(self.nodes) == 1
+
     def node(self) -> int:
-        return self._node
+        return _machine()
 
     def _check(self) -> None:
         if self.broken:
-            raise CommunicationError(f"communicator is out of use since {self.broken}")
+            raise CommunicationError(
+                f"communicator is out of use since {self.broken}; go on with a new one, such as comm.Dup()"
+            )
 
     def _send(self, destination: int, buffer: Buffer) -> None:
         self._check()
@@ -302,7 +312,7 @@ class MpiTransport(Transport):
                 else:
                     waiter.pause()
 
-    def exchange(self, report: Buffer) -> list[Buffer | None]:
+    def exchange(self, report: Buffer, error: Exception | None = None) -> list[Buffer | None]:
         self._check()
         self._report(report, REPORT)
         channels: dict[int, _Incoming] = {}
@@ -311,7 +321,7 @@ class MpiTransport(Transport):
             queue.clear()
         del channels[self.rank]
         reports: list[Buffer | None] = [None] * self.size
-        waiter = _Waiter(self, lambda: f"waits for the report of rank {', '.join(map(str, channels))}")
+        waiter = _Waiter(self, lambda: f"waits for the report of rank {', '.join(map(str, channels))}", error)
         while channels:
             arrived = False
             for source, incoming in list(channels.items()):
@@ -346,6 +356,15 @@ class MpiTransport(Transport):
         for peer in range(self.size):
             if peer != self.rank:
                 self._post(peer, report, stamp)
+
+
+@functools.cache
+def _machine() -> int:
+    """A number for this machine: a checksum of the name that MPI gives it and of the kernel's boot."""
+    name = MPI.Get_processor_name()
+    with contextlib.suppress(OSError):
+        name += Path("/proc/sys/kernel/random/boot_id").read_text()
+    return zlib.crc32(name.encode())
 
 
 def about() -> dict[str, Any]:
@@ -387,7 +406,9 @@ def takes_device_pointers(comm: MPI.Intracomm) -> bool:
     return False
 
 
-def _free(comm: MPI.Comm, keyval: int, transport: MpiTransport) -> None:
+def _free(comm: MPI.Comm, keyval: int, transport: MpiTransport | _Abandoned) -> None:
+    if isinstance(transport, _Abandoned):
+        return
     if transport.worker is not None:
         transport.worker.close()
     if (
@@ -408,16 +429,67 @@ def _key() -> int:
         return _keyval[0]
 
 
-def mpi_transport(comm: MPI.Intracomm) -> MpiTransport:
-    """The transport cached on `comm`; the first call duplicates it, which is collective."""
-    if not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL:
-        raise TypeError(f"comm: expected an mpi4py intracommunicator, got {comm!r}")
+@dataclass
+class _Abandoned:
+    """In place of a transport: ranks did not come to make the duplicate. The request is kept, since it is not done."""
+
+    broken: str
+    request: Any
+
+
+def mpi_transport(comm: MPI.Intracomm, timeout: float | None = None) -> MpiTransport:
+    """The transport cached on `comm`; the first call duplicates it, which is collective.
+
+    Args:
+        timeout: seconds to wait for the other ranks to make their first call.
+
+    Raises:
+        TypeError: not an intracommunicator.
+        CommunicationError: they did not within the timeout, now or earlier.
+    """
+    if comm == MPI.COMM_NULL:
+        raise TypeError("comm: expected an mpi4py intracommunicator, got MPI.COMM_NULL (or one that was freed)")
+    if not isinstance(comm, MPI.Intracomm):
+        raise TypeError(f"comm: expected an mpi4py intracommunicator, got {type(comm).__name__}")
     transport: Any = comm.Get_attr(_key())
     if transport is None:
-        transport = MpiTransport(comm.Dup())
+        transport = _duplicated(comm, timeout)
         comm.Set_attr(_key(), transport)
+    if isinstance(transport, _Abandoned):
+        raise CommunicationError(
+            f"communicator is out of use since {transport.broken}; go on with a new one, once all ranks have come"
+        )
     assert isinstance(transport, MpiTransport)
     return transport
+
+
+def _duplicated(comm: MPI.Intracomm, timeout: float | None) -> MpiTransport | _Abandoned:
+    """MPI's duplication knows no timeout: first two barriers, so that who enters it knows that all others do.
+
+    Who passes the first one knows that all have come, and who passes the second that nobody had given up by then.
+    """
+    start = warned = time.monotonic()
+    rank, polls = comm.Get_rank(), 0
+    for _ in range(2):
+        request = comm.Ibarrier()
+        while not request.Test():
+            now, polls = time.monotonic(), polls + 1
+            what = f"rank {rank} waited {now - start:.1f} s for all ranks to make their first call on it"
+            if timeout is not None and now - start > timeout:
+                _give_up_job(comm, what)
+                return _Abandoned(what, request)
+            if now - warned > WATCHDOG_SECONDS:
+                warned = now
+                logger.warning("communicator of %d ranks: %s", comm.Get_size(), what)
+            if polls > _SPINS:
+                time.sleep(_NAP_SECONDS)
+    return MpiTransport(comm.Dup())
+
+
+def _give_up_job(comm: MPI.Intracomm, why: str) -> None:
+    if os.environ.get(ON_TIMEOUT) == "abort":
+        logger.critical("%s: no answer within the timeout; aborting the job (%s=abort)", why, ON_TIMEOUT)
+        comm.Abort(1)
 
 
 def shrink(comm: MPI.Intracomm) -> MPI.Intracomm:

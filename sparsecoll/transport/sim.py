@@ -152,6 +152,10 @@ class SimTransport(Transport):
     def node(self) -> int:
         return self.rank // self._world.ranks_per_node
 
+    def located(self) -> list[list[int]]:
+        size, width = self.size, self._world.ranks_per_node
+        return [list(range(start, min(start + width, size))) for start in range(0, size, width)]
+
     def _receive(self, source: int, into: Buffer | None) -> _Pending:
         return _Pending(self, source, into)
 
@@ -171,7 +175,7 @@ class SimTransport(Transport):
             raise Interrupted(f"rank {source} is in another call")
         return message.buffer
 
-    def exchange(self, report: Buffer) -> list[Buffer | None]:
+    def exchange(self, report: Buffer, error: Exception | None = None) -> list[Buffer | None]:
         others = [peer for peer in range(self.size) if peer != self.rank]
         for peer in others:
             self._world.deliver(self.rank, peer, _Message(report, self._clock, REPORT))
@@ -312,6 +316,9 @@ class LocalTransport(Transport):
     def __init__(self) -> None:
         super().__init__(0, 1)
 
+    def located(self) -> list[list[int]]:
+        return [[0]]
+
     def now(self) -> float:
         import time
 
@@ -323,7 +330,7 @@ class LocalTransport(Transport):
     def _receive(self, source: int, into: Buffer | None) -> Any:
         raise CommunicationError(f"receive: rank {source} does not exist on a communicator of one rank")
 
-    def exchange(self, report: Buffer) -> list[Buffer | None]:
+    def exchange(self, report: Buffer, error: Exception | None = None) -> list[Buffer | None]:
         return [None]
 
     def flush(self) -> None:
