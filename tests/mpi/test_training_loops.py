@@ -1,0 +1,42 @@
+"""The loops that users write, over MPI with its progress thread, compared with one process on the global batch."""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from loops import FIND, HOOK, LOOPS, ONE, RAISES, SAME, WAYS, Run, alike, close, start_process_group  # noqa: E402
+
+pytestmark = pytest.mark.mpi
+
+
+@pytest.fixture(scope="module")
+def comm():
+    from mpi4py import MPI
+
+    torch.set_num_threads(1)
+    start_process_group(MPI.COMM_WORLD)
+    yield MPI.COMM_WORLD
+    torch.distributed.destroy_process_group()
+
+
+RIGHT = [(way, name) for name, loop in LOOPS.items() for way in WAYS if loop.cells.get(way, SAME).startswith(SAME)]
+
+
+@pytest.mark.parametrize(("way", "name"), RIGHT)
+def test_a_loop_does_what_one_process_does(comm, way, name):
+    loop = LOOPS[name]
+    alone = Run(ONE, comm, loop.model, loop.inner)
+    loop.body(alone)
+    options = {"find_unused_parameters": True} if loop.cells.get(way) == FIND else {}
+    run = Run(way, comm, loop.model, loop.inner, **options)
+    loop.body(run)
+    run.close()
+    assert alike(comm, run.values())
+    close(run.values(), alone.values(), loop.rtol)
+
+
+@pytest.mark.parametrize("name", [name for name, loop in LOOPS.items() if loop.cells.get(HOOK) == RAISES])
+def test_ddp_raises(comm, name):
+    loop = LOOPS[name]
+    with pytest.raises(RuntimeError, match=r"in-place|prior iteration|marked (as )?ready"):
+        loop.body(Run(HOOK, comm, loop.model, loop.inner))
