@@ -27,7 +27,7 @@ from sparsecoll.algorithms import (
 from sparsecoll.api import allreduce, traffic
 from sparsecoll.collectives import allgather, bcast, reduce, reduce_scatter
 from sparsecoll.convert import as_vector, like
-from sparsecoll.errors import CommunicationError
+from sparsecoll.errors import CommunicationError, NonFiniteError
 from sparsecoll.model import Costs, Network, Tuning
 from sparsecoll.progress import Request, iallreduce
 from sparsecoll.residual import Residual
@@ -51,6 +51,7 @@ __all__ = [
     "HiTopK",
     "Hierarchical",
     "Network",
+    "NonFiniteError",
     "OkTopk",
     "Reduction",
     "Request",
