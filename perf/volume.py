@@ -68,6 +68,11 @@ ALGORITHMS: dict[str, tuple[Callable[[], Algorithm], str, Callable[[int, int, in
     ),
     "gtopk": (sparsecoll.GTopk, "4k log P, half in", lambda n, k, P: words(model.gtopk_words(k, P) / 2)),
     "spardl": (sparsecoll.SparDL, "4k(P-1)/P", lambda n, k, P: words(model.spardl_words(k, P))),
+    "spardl, 4 teams": (
+        partial(sparsecoll.SparDL, teams=4),
+        "2k(2(T-1) + 2)/T, T = P/4",
+        lambda n, k, P: words(model.spardl_words(k, P, 4)),
+    ),
     "oktopk": (OkTopk, "2k(P-1)/P to 6k(P-1)/P", lambda n, k, P: words(*model.oktopk_words(k, P))),
 }
 
