@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import json
 import math
-import os
 import zlib
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -15,15 +14,9 @@ import torch
 
 from sparsecoll.agreement import together
 from sparsecoll.errors import CommunicationError
-from sparsecoll.transport import Transport, as_transport, default_comm
+from sparsecoll.transport import Transport, as_transport, default_comm, launcher
 from sparsecoll.transport.collectives import allgather, broadcast, spread
 
-LAUNCHERS = {  # environment variable -> who sets it
-    "WORLD_SIZE": "torchrun",
-    "SLURM_NTASKS": "Slurm",
-    "OMPI_COMM_WORLD_SIZE": "Open MPI's mpirun",
-    "PMI_SIZE": "MPICH's mpirun",
-}
 MESSAGE_BYTES = 64 << 20  # of small tensors that are sent together
 Named = dict[str, torch.Tensor]
 
@@ -38,15 +31,13 @@ def communicator(comm: Any) -> Transport:
     if comm is not None:
         return as_transport(comm)
     transport = as_transport(default_comm())
-    if transport.size == 1:
-        for name, launcher in LAUNCHERS.items():
-            value = os.environ.get(name, "")
-            if value.isdigit() and int(value) > 1:
-                raise RuntimeError(
-                    f"comm: expected {value} ranks, since {launcher} has set {name}={value}, got MPI.COMM_WORLD with"
-                    " one: each process would train on its own. Start the job with the mpirun of mpi4py's MPI"
-                    " (`python -m sparsecoll doctor` tells), or pass comm=MPI.COMM_SELF if that is what you want"
-                )
+    variable, processes = launcher.processes()
+    if transport.size == 1 and processes > 1:
+        raise RuntimeError(
+            f"comm: expected {processes} ranks, as {variable} says, got MPI.COMM_WORLD with one: each process would"
+            " train on its own. Start the job with the mpirun of mpi4py's MPI (`python -m sparsecoll doctor` tells), or"
+            " pass comm=MPI.COMM_SELF if that is what you want"
+        )
     return transport
 
 
