@@ -13,6 +13,7 @@ import torch
 from sparsecoll import select
 from sparsecoll.algorithms import Algorithm, Reduction, resolve
 from sparsecoll.formats import Format
+from sparsecoll.kernels import kernels_of
 from sparsecoll.select import Selector, Vector
 from sparsecoll.torch.compressors.base import Feedback, Shared, write_mean
 from sparsecoll.torch.compressors.versions import Versions
@@ -111,9 +112,8 @@ class TopK(Feedback):
             np.multiply(velocity, self.momentum, out=velocity)
             np.add(gradient, velocity, out=gradient)
         else:
-            np.multiply(self._velocity.current, self.momentum, out=velocity)
-            np.add(velocity, gradient, out=velocity)
-            gradient[:] = velocity
+            kernels_of(gradient).accumulate(gradient, (self._velocity.current, self.momentum))
+            velocity[:] = gradient
         self._velocity.trial = velocity
 
     def keep(self) -> list[Array]:
