@@ -28,7 +28,7 @@ def allreduce(
     k: int | None = None,
     density: float | None = None,
     format: str | Format = "auto",
-    value_dtype: str | None = None,
+    value_dtype: Any = None,
     op: str = "sum",
     timeout: float | None = None,
     check: bool = True,
@@ -80,16 +80,19 @@ def allreduce(
     array([1., 1., 0., 0., 0., 4., 0., 0.])
     """
     transport = as_transport(comm, timeout)
-    back: convert.Back | None = None
+    back: convert.Back = convert.as_is
+    given: Vector = SparseVector.empty(0, np.float32)
+    about: dict[str, Any] = {}
 
     def prepare() -> tuple[Vector, Algorithm]:
-        nonlocal back
+        nonlocal back, given
         if op not in ("sum", "mean"):
             raise ValueError(f"op: expected 'sum' or 'mean', got {op!r}")
-        vector, back = convert.to_vector(x)
-        if op == "mean" and vector.dtype.kind != "f":
-            raise TypeError(f"op: expected 'sum' for {vector.dtype}, got 'mean'")
-        return vector, resolve(algo)
+        given, back = convert.to_vector(x)
+        about.update(convert.shape_of(x))
+        if op == "mean" and given.dtype.kind != "f":
+            raise TypeError(f"op: expected 'sum' for {given.dtype}, got 'mean'")
+        return given, resolve(algo)
 
     reduction = allreduce_vectors(
         transport,
@@ -102,16 +105,21 @@ def allreduce(
         timeout=timeout,
         check=check,
         nonfinite=nonfinite,
+        about=about,
     )
-    if isinstance(reduction.value, DenseVector):
-        reduction.value = reduction.value.to_sparse()
-    if op == "mean":
-        reduction.value = reduction.value.scaled(1 / transport.size)
-    assert back is not None
-    if return_reduction:
-        _ = reduction.contributed  # now: the caller may change x afterwards
-        return reduction
-    return back(reduction.value)
+    value = _for_the_caller(reduction.value, given, op, transport.size)
+    if not return_reduction:
+        return back(value)
+    share = _for_the_caller(reduction.contributed, given, op, transport.size)
+    returned = Reduction(value, share)
+    returned.traffic = reduction.traffic
+    return returned
+
+
+def _for_the_caller(y: Vector, given: Vector, op: str, ranks: int) -> SparseVector:
+    """A result as the caller gets it: sparse, divided for a mean, in memory that no array of the caller's has."""
+    sparse = y if isinstance(y, SparseVector) else y.to_sparse()
+    return (sparse.divided(ranks) if op == "mean" else sparse).apart_from(given)
 
 
 def allreduce_vectors(
@@ -121,25 +129,30 @@ def allreduce_vectors(
     k: int | None = None,
     density: float | None = None,
     format: str | Format = "auto",
-    value_dtype: str | None = None,
+    value_dtype: Any = None,
     op: str = "sum",
     timeout: float | None = None,
     check: bool = True,
     nonfinite: str = "raise",
     selected: bool = False,
+    about: dict[str, Any] | None = None,
 ) -> Reduction:
     """Select, agree, communicate: one allreduce between vectors, as the front door and the torch adapter use it.
 
     Args:
         prepare: returns this rank's vector and the algorithm. Whatever it raises is raised on every rank.
         selected: the vector is what this rank sends, of k entries or so; none of it is left out.
+        about: further arguments that ranks compare, filled in by `prepare`.
 
     Returns:
         The algorithm's Reduction; its value may be a DenseVector.
     """
 
     def call() -> Reduction:
-        return _reduce(transport, prepare, k, density, format, value_dtype, op, timeout, check, nonfinite, selected)
+        extra = {} if about is None else about
+        return _reduce(
+            transport, prepare, k, density, format, value_dtype, op, timeout, check, nonfinite, selected, extra
+        )
 
     return call() if transport.worker is None else transport.worker.in_order(call)  # type: ignore[no-any-return]
 
@@ -150,18 +163,19 @@ def _reduce(
     k: int | None,
     density: float | None,
     format: str | Format,
-    value_dtype: str | None,
+    value_dtype: Any,
     op: str,
     timeout: float | None,
     check: bool,
     nonfinite: str,
     chosen: bool,
+    about: dict[str, Any],
 ) -> Reduction:
     before, start = transport.traffic.copy(), transport.now()
     with together(transport, "allreduce", timeout) as conversation:
         vector, algorithm = prepare()
         algorithm.keep_up(transport.generation)
-        form = formats.resolve(format)
+        form, narrow = formats.resolve(format), wire_name(value_dtype)
         chosen_k = wanted(vector, algorithm.k if k is None and density is None else k, density)
         if chosen_k is None and isinstance(vector, DenseVector) and not algorithm.takes_dense:
             raise ValueError(
@@ -171,19 +185,22 @@ def _reduce(
             "length": vector.length,
             "dtype": vector.dtype.name,
             "memory": memory_of(vector, transport),
+            "x": "dense" if isinstance(vector, DenseVector) and chosen_k is None else "sparse",
             "k": chosen_k,
             "algo": algorithm.describe(),
             "format": repr(form),
-            "value_dtype": value_dtype,
+            "value_dtype": narrow,
             "op": op,
+            **about,
         }
-        check_wire(vector.dtype, form, value_dtype, f"algo={algorithm.name!r}" if algorithm.sends_sums else None)
+        check_wire(vector.dtype, form, narrow, f"algo={algorithm.name!r}" if algorithm.sends_sums else None)
         with transport.phase("select"), doing("select", vector.nnz):
-            selected = _selected(vector, algorithm, None if chosen else chosen_k, transport.size, form, value_dtype)
+            selected = _selected(vector, algorithm, None if chosen else chosen_k, transport.size, form, narrow)
         check_finite(selected, nonfinite)
-        entries = conversation.agree(selected.nnz if chosen_k is None else None, check)
-        transport.format, transport.value_dtype = form, value_dtype
-        reduction = algorithm(transport, selected, max(entries) if chosen_k is None else chosen_k)  # type: ignore[arg-type]
+        counted = chosen_k is None and not algorithm.takes_dense  # which has no use for k
+        entries = conversation.agree(selected.nnz if counted else None, check)
+        transport.format, transport.value_dtype = form, narrow
+        reduction = algorithm(transport, selected, max(entries) if counted else chosen_k or 0)  # type: ignore[arg-type]
         transport.flush()
     transport.traffic.total.seconds += transport.now() - start
     reduction.traffic = transport.traffic.since(before)
@@ -195,6 +212,8 @@ def wanted(x: Vector, k: int | None, density: float | None) -> int | None:
     if k is not None and density is not None:
         raise ValueError(f"k, density: expected one of them, got k={k} and density={density}")
     if density is not None:
+        if isinstance(density, bool) or not isinstance(density, (int, float, np.integer, np.floating)):
+            raise TypeError(f"density: expected a number in (0, 1], got {density!r}")
         if not 0 < density <= 1:
             raise ValueError(f"density: expected in (0, 1], got {density}")
         return max(1, round(density * x.length))
@@ -205,6 +224,16 @@ def wanted(x: Vector, k: int | None, density: float | None) -> int | None:
     if k < 0:
         raise ValueError(f"k: expected at least 0, got {k}")
     return int(k)
+
+
+def wire_name(value_dtype: Any) -> str | None:
+    """The name of a dtype for the wire that was given as a name, a NumPy type or a dtype."""
+    if value_dtype is None or isinstance(value_dtype, str):
+        return value_dtype
+    try:
+        return str(np.dtype(value_dtype).name)
+    except TypeError:
+        raise TypeError(f"value_dtype: expected a name or a NumPy dtype, got {value_dtype!r}") from None
 
 
 def check_wire(dtype: np.dtype[Any], format: Format, value_dtype: str | None, sums: str | None) -> None:

@@ -12,6 +12,7 @@ from sparsecoll import api, convert, formats
 from sparsecoll.agreement import Conversation, together
 from sparsecoll.algorithms.halving import reduce_scatter as halved
 from sparsecoll.formats import Format
+from sparsecoll.select import topk
 from sparsecoll.transport import Transport, as_transport
 from sparsecoll.transport.collectives import allgatherv, broadcast, spread
 from sparsecoll.vector import VALUE_DTYPES, DenseVector, SparseVector, accumulator
@@ -27,7 +28,7 @@ def reduce(
     k: int | None = None,
     density: float | None = None,
     format: str | Format = "auto",
-    value_dtype: str | None = None,
+    value_dtype: Any = None,
     timeout: float | None = None,
     check: bool = True,
     nonfinite: str = "raise",
@@ -82,7 +83,7 @@ def reduce_scatter(
     k: int | None = None,
     density: float | None = None,
     format: str | Format = "auto",
-    value_dtype: str | None = None,
+    value_dtype: Any = None,
     timeout: float | None = None,
     check: bool = True,
     nonfinite: str = "raise",
@@ -129,7 +130,7 @@ def allgather(
     x: Any,
     *,
     format: str | Format = "auto",
-    value_dtype: str | None = None,
+    value_dtype: Any = None,
     timeout: float | None = None,
     check: bool = True,
 ) -> list[Any]:
@@ -176,7 +177,7 @@ def bcast(
     root: int = 0,
     *,
     format: str | Format = "auto",
-    value_dtype: str | None = None,
+    value_dtype: Any = None,
     timeout: float | None = None,
     check: bool = True,
 ) -> Any:
@@ -209,14 +210,17 @@ def bcast(
 
     def call() -> Any:
         with together(transport, "bcast", timeout) as conversation:
-            conversation.call |= {"root": root, "format": repr(options.form), "value_dtype": value_dtype}
-            _check_root(transport, root)
+            conversation.call |= {
+                "root": _checked_root(transport, root),
+                "format": repr(options.form),
+                "value_dtype": options.narrow,
+            }
             given: SparseVector = SparseVector.empty(0, np.float64)
             back: convert.Back = convert.as_is
             if transport.rank == root:
                 given, back = options.vector(x, sums=False)
             conversation.agree(check=check)
-            transport.format, transport.value_dtype = options.form, value_dtype
+            transport.format, transport.value_dtype = options.form, options.narrow
             with transport.phase("broadcast"):
                 about = np.array([given.length, VALUE_DTYPES.index(given.dtype)], np.int64)
                 length, dtype = broadcast(transport, about, root).tolist()
@@ -233,7 +237,7 @@ class _Options:
     k: int | None
     density: float | None
     format: str | Format
-    value_dtype: str | None
+    value_dtype: Any
     check: bool
     nonfinite: str
 
@@ -241,14 +245,20 @@ class _Options:
     def form(self) -> Format:
         return formats.resolve(self.format)
 
+    @property
+    def narrow(self) -> str | None:
+        """The dtype of values on the wire, by its name."""
+        return api.wire_name(self.value_dtype)
+
     def vector(self, x: Any, sums: bool) -> tuple[SparseVector, convert.Back]:
         """x as the entries to send, checked."""
         vector, back = convert.to_vector(x)
-        api.check_wire(vector.dtype, self.form, self.value_dtype, "partial sums" if sums else None)
+        api.check_wire(vector.dtype, self.form, self.narrow, "partial sums" if sums else None)
         k = api.wanted(vector, self.k, self.density)
         if k is None and isinstance(vector, DenseVector):
-            raise ValueError("x: expected a sparse one, or k or density, got a dense one and neither")
-        given = vector if k is None else vector.top(k)
+            expected = "a sparse one, or k or density" if sums else "a sparse one, such as SparseVector.from_dense(x)"
+            raise ValueError(f"x: expected {expected}, got a dense one{' and neither' if sums else ''}")
+        given = vector if k is None else topk(vector, k)
         assert isinstance(given, SparseVector)
         api.check_finite(given, self.nonfinite)
         return given, back
@@ -260,21 +270,23 @@ class _Options:
         given, back = self.vector(x, sums)
         conversation.call |= {
             "length": given.length,
+            **convert.shape_of(x),
             "dtype": given.dtype.name,
             "memory": api.memory_of(given, transport),
             "k": api.wanted(given, self.k, self.density),
             "format": repr(self.form),
-            "value_dtype": self.value_dtype,
+            "value_dtype": self.narrow,
             **call,
         }
         conversation.agree(check=self.check)
-        transport.format, transport.value_dtype = self.form, self.value_dtype
-        return self.form.arriving(given, self.value_dtype), back
+        transport.format, transport.value_dtype = self.form, self.narrow
+        return self.form.arriving(given, self.narrow), back
 
 
-def _check_root(transport: Transport, root: int) -> None:
-    if isinstance(root, bool) or not isinstance(root, int) or not 0 <= root < transport.size:
+def _checked_root(transport: Transport, root: Any) -> int:
+    if isinstance(root, bool) or not isinstance(root, (int, np.integer)) or not 0 <= root < transport.size:
         raise ValueError(f"root: expected a rank from 0 to {transport.size - 1}, got {root!r}")
+    return int(root)
 
 
 def _part(transport: Transport, given: SparseVector, edges: Sequence[int]) -> SparseVector:
@@ -299,7 +311,7 @@ def _sum(
     def run() -> Any:
         with together(transport, name, timeout) as conversation:
             if "root" in call:
-                _check_root(transport, call["root"])
+                call["root"] = _checked_root(transport, call["root"])
             given, back = options.prepare(transport, conversation, x, call, sums=True)
             result = body(transport, given)
             transport.flush()

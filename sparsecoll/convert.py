@@ -63,8 +63,16 @@ def like(x: Any, vector: SparseVector) -> Any:
     return back(vector)
 
 
+def shape_of(x: Any) -> dict[str, list[int]]:
+    """The shape of a matrix or an array of more dimensions, for ranks to compare; {} for what is a vector anyway."""
+    shape = [int(size) for size in getattr(x, "shape", ())]
+    return {"shape": shape} if len(shape) > 1 else {}
+
+
 def to_vector(x: Any) -> tuple[Vector, Back]:
     """(`as_vector(x)`, how a result becomes x's kind again). Dense kinds come back as a SparseVector."""
+    if isinstance(x, np.ma.MaskedArray):
+        raise TypeError("x: expected an array without a mask, got a masked one: use x.filled(0)")
     if isinstance(x, (SparseVector, DenseVector)):
         return x, as_is
     if isinstance(x, tuple) and len(x) == 3:
@@ -84,6 +92,8 @@ def to_vector(x: Any) -> tuple[Vector, Back]:
 
 
 def _flat(array: Any) -> Any:
+    if isinstance(array, np.matrix):
+        array = np.asarray(array)
     return array if array.ndim == 1 else contiguous(array).reshape(-1)
 
 

@@ -38,6 +38,9 @@ class Residual:
         self._acc = Compensated(np.zeros(length, dtype) if like is None else empty(length, dtype, like))
         self._acc.values[:] = 0
 
+    def __repr__(self) -> str:
+        return f"Residual(length={self._acc.length}, dtype={self._acc.dtype})"
+
     @property
     def vector(self) -> DenseVector:
         """The residual (or, between `compensate` and `update`, acc)."""

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sparsecoll.kernels import kernels_of
-from sparsecoll.kernels.memory import address, beside, contiguous, empty, on_gpu, to_host
+from sparsecoll.kernels.memory import address, beside, contiguous, empty, on_gpu, overlap, to_host
 from sparsecoll.kernels.reference import Array, index_dtype
 from sparsecoll.trace import doing
 
@@ -36,7 +36,9 @@ def accumulator(dtype: np.dtype[Any]) -> np.dtype[Any]:
 def check_value_dtype(dtype: np.dtype[Any]) -> None:
     """Raise TypeError unless `dtype` is one of VALUE_DTYPES."""
     if dtype not in VALUE_DTYPES:
-        raise TypeError(f"values: expected dtype {', '.join(map(str, VALUE_DTYPES))}, got {dtype}")
+        native = dtype.newbyteorder("=")
+        cure = f" of the other byte order: use x.astype(np.{native})" if native in VALUE_DTYPES else ""
+        raise TypeError(f"values: expected dtype {', '.join(map(str, VALUE_DTYPES))}, got {dtype}{cure}")
 
 
 def cut(values: Array, dtype: np.dtype[Any]) -> Array:
@@ -109,7 +111,8 @@ class SparseVector:
             before, here = int(self.indices[place - 1]), int(self.indices[place])
             what = "duplicate" if before == here else "unsorted"
             raise ValueError(
-                f"indices: expected strictly ascending, got {what}: {before} at position {place - 1}, then {here}"
+                f"indices: expected strictly ascending, got {what}: {before} at position {place - 1}, then {here};"
+                " order = np.argsort(indices) sorts both arrays, and a SciPy coo_array also sums duplicates"
             )
 
     @classmethod
@@ -332,6 +335,16 @@ class SparseVector:
         """factor * self, in its own dtype."""
         return self.with_values(np.multiply(self.values, factor).astype(self.dtype, copy=False))
 
+    def divided(self, divisor: int) -> SparseVector:
+        """self / divisor, in its own dtype, rounded once."""
+        return self.with_values(np.divide(self.values, divisor).astype(self.dtype, copy=False))
+
+    def apart_from(self, other: SparseVector | DenseVector) -> SparseVector:
+        """The same entries in arrays that share no memory with those of `other`."""
+        theirs = [array for array in (getattr(other, "indices", None), other.values) if array is not None]
+        own = [a.copy() if any(overlap(a, b) for b in theirs) else a for a in (self.indices, self.values)]
+        return SparseVector.trusted(own[0], own[1], self.length)
+
     def shifted(self, offset: int, length: int) -> SparseVector:
         """The same entries, `offset` further on, in a vector of `length` coordinates."""
         dtype = index_dtype(length)
@@ -340,6 +353,14 @@ class SparseVector:
     def astype(self, dtype: Any) -> SparseVector:
         """The same entries with values of `dtype` (finite overflow is cut to the largest finite value)."""
         return self.with_values(cut(self.values, np.dtype(dtype)))
+
+    __array_ufunc__ = None
+
+    def __array_function__(self, function: Any, *_: Any) -> Any:
+        raise TypeError(f"SparseVector: expected an array for {function.__name__}: use .to_dense() or .values")
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
+        raise TypeError("SparseVector: expected .to_dense() where NumPy is to take it as an array, or .values")
 
     def __repr__(self) -> str:
         return f"SparseVector(length={self.length}, nnz={self.nnz}, density={self.density:.3g}, dtype={self.dtype})"
@@ -502,6 +523,8 @@ class DenseVector:
 
 def _array(given: Any) -> Any:
     """A NumPy array of what was given, or CuPy's as it is."""
+    if isinstance(given, np.ma.MaskedArray):
+        raise TypeError("array: expected one without a mask, got a masked one: use .filled(0) or .compressed()")
     return given if on_gpu(given) else np.asarray(given)
 
 

@@ -83,6 +83,11 @@ TYPES = {
     "dtype": (([1], np.ones(1, complex), N), {}, "values: expected dtype float16, .* got complex128"),
     "indices": (([1.5], np.ones(1), N), {}, "indices: expected integers, got float64"),
     "length": (([1], np.ones(1), 5.0), {}, "length: expected an integer, got float"),
+    "density": (GOOD, {"density": "a"}, r"density: expected a number in \(0, 1\], got 'a'"),
+    "class": (GOOD, {"algo": OkTopk}, r"algo: expected a name or an Algorithm object, got the class: use OkTopk\(\)"),
+    "byte order": (np.ones(N, ">f4"), {"k": 1}, r"got >f4 of the other byte order: use x.astype\(np.float32\)"),
+    "mask": (np.ma.masked_array(np.ones(N), np.arange(N) > 1), {"k": 1}, r"got a masked one: use x.filled\(0\)"),
+    "value_dtype": (GOOD, {"value_dtype": 3}, "value_dtype: expected a name or a NumPy dtype, got 3"),
     "mean of integers": (
         SparseVector([1], np.ones(1, int), N),
         {"op": "mean"},
@@ -109,6 +114,8 @@ DISAGREEING = {
     "format": lambda r: (GOOD, {"format": "coo" if r == 1 else "auto"}),
     "value_dtype": lambda r: (GOOD, {"value_dtype": "float16" if r == 1 else None}),
     "op": lambda r: (GOOD, {"op": "mean" if r == 1 else "sum"}),
+    "shape": lambda r: (np.eye(5, 10) if r == 1 else np.eye(10, 5), {"k": 3}),
+    "x of other kind": lambda r: (GOOD.to_dense() if r == 1 else GOOD, {"algo": "dense"}),
 }
 
 
@@ -152,6 +159,78 @@ def test_mean_divides_by_the_number_of_ranks():
         return sparsecoll.allreduce(comm, x, op="mean").to_dense()[:3].tolist()
 
     assert simulate(3, program).results == [[3.0, 2.0, 2.0]] * 3
+
+
+def test_a_mean_is_rounded_once():
+    x = SparseVector([0], np.array([1.0]), 9)
+    assert (
+        simulate(49, lambda comm: sparsecoll.allreduce(comm, x, "allgather", op="mean").values[0]).results == [1.0] * 49
+    )
+
+
+@pytest.mark.parametrize("algo", ALGORITHMS)
+@pytest.mark.parametrize("P", [1, 3])
+def test_contributed_sums_up_to_the_result_and_no_result_is_the_callers_array(algo, P):
+    def program(comm):
+        x = SparseVector([1, 3 + comm.rank], np.array([1.0, 4.0], np.float32), 20)
+        kept = [x.indices.copy(), x.values.copy()]
+        y = sparsecoll.allreduce(comm, x, algo, k=20, op="mean", return_reduction=True)
+        z = sparsecoll.allreduce(comm, (x.indices, x.values, 20), algo, k=20)
+        value, share = y.value.to_dense(), y.contributed.to_dense()
+        for array in (y.value.indices, y.value.values, y.contributed.indices, y.contributed.values, *z[:2]):
+            array[...] = 7
+        assert (kept[0] == x.indices).all() and (kept[1] == x.values).all()
+        return value, share
+
+    results = simulate(P, program).results
+    for value, _ in results:
+        np.testing.assert_allclose(value, np.sum([share for _, share in results], axis=0), rtol=1e-6)
+        assert value[1] == 1.0
+
+
+def test_kinds_of_numbers_and_arrays_that_numpy_users_have():
+    def program(comm):
+        narrow = [sparsecoll.allreduce(comm, GOOD, value_dtype=d) for d in (np.float16, np.dtype("float16"), "float16")]
+        matrix = sparsecoll.allreduce(comm, np.matrix([[1.0, 0], [0, 2]]), k=2)
+        reduced = sparsecoll.reduce(comm, GOOD, root=np.int64(1))
+        dense = sparsecoll.reduce(comm, GOOD.to_dense(), k=5)
+        sent = sparsecoll.bcast(comm, GOOD, root=np.int32(1)).nnz
+        return [y.values.tolist() for y in narrow], matrix.to_dense().tolist(), reduced, dense, sent
+
+    (narrow, matrix, nothing, dense, sent), (_, _, reduced, _, _) = simulate(2, program).results
+    assert narrow == [[2.0, -4.0]] * 3 and matrix == [2.0, 0, 0, 4.0] and nothing is None and sent == 2
+    assert reduced.values.tolist() == [2.0, -4.0] and dense.nnz == 2
+
+
+def test_numpy_functions_say_what_to_pass():
+    for function in (np.asarray, np.sum, np.sort):
+        with pytest.raises(TypeError, match=r"to_dense\(\)"):
+            function(GOOD)
+    reduction = sparsecoll.allreduce(sparsecoll.transport.LocalTransport(), GOOD, return_reduction=True)
+    assert repr(reduction).startswith("Reduction(value=SparseVector(length=50, nnz=2")
+    assert repr(sparsecoll.Residual(3)) == "Residual(length=3, dtype=float32)"
+
+
+def test_dense_sums_and_calls_with_k_compare_nothing_by_messages_when_known():
+    def program(comm):
+        rows = []
+        for x, options in ((np.ones(40), {"algo": "dense"}), (GOOD, {"k": 2, "algo": "allgather"})):
+            phases = [sparsecoll.allreduce(comm, x, return_reduction=True, **options).traffic.phases for _ in range(2)]
+            rows.append(["agree" in phase for phase in phases])
+        return rows
+
+    assert simulate(3, program).results == [[[True, False]] * 2] * 3
+
+
+def test_results_of_virtual_ranks_share_no_memory():
+    def program(comm):
+        got = [*sparsecoll.allgather(comm, GOOD), sparsecoll.bcast(comm, GOOD), sparsecoll.allreduce(comm, GOOD)]
+        for y in got:
+            y.values[:] = comm.rank
+        return got
+
+    results = simulate(3, program).results
+    assert all((y.values == rank).all() for rank, got in enumerate(results) for y in got)
 
 
 def test_density_takes_at_least_one_and_k_defaults_to_the_algorithms_own():

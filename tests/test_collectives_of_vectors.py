@@ -104,7 +104,7 @@ def test_errors_are_the_same_on_all_ranks():
     cases = [
         (lambda comm: sparsecoll.reduce(comm, x, root=3), "root: expected a rank from 0 to 2, got 3"),
         (lambda comm: sparsecoll.reduce(comm, x, root=comm.rank), "root: expected the same value on all ranks"),
-        (lambda comm: sparsecoll.allgather(comm, dense), "expected a sparse one, or k or density, got a dense one"),
+        (lambda comm: sparsecoll.allgather(comm, dense), "expected a sparse one, such as SparseVector.from_dense"),
         (lambda comm: sparsecoll.reduce(comm, x, format="slots"), "expected one that loses nothing with partial sums"),
         (lambda comm: sparsecoll.bcast(comm, "no" if comm.rank == 0 else None), "x: expected a SparseVector"),
         (lambda comm: sparsecoll.reduce(comm, x.with_values(x.values * np.nan)), "expected finite values"),

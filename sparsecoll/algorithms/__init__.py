@@ -56,6 +56,8 @@ def resolve(algo: str | Algorithm) -> Algorithm:
     """
     if isinstance(algo, Algorithm):
         return algo
+    if isinstance(algo, type) and issubclass(algo, Algorithm):
+        raise TypeError(f"algo: expected a name or an Algorithm object, got the class: use {algo.__name__}()")
     if not isinstance(algo, str):
         raise TypeError(f"algo: expected a name or an Algorithm object, got {type(algo).__name__}")
     if algo not in ALGORITHMS:

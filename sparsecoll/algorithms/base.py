@@ -34,6 +34,9 @@ class Reduction:
         self.traffic = Traffic()
         self._contributed = contributed
 
+    def __repr__(self) -> str:
+        return f"Reduction(value={self.value!r}, received {self.traffic.bytes_received:,} bytes)"
+
     @property
     def contributed(self) -> Vector:
         """See the class."""

@@ -32,15 +32,15 @@ class Hierarchical(Algorithm):
     entries of a node.
 
     Args:
-        inner: name or object of the algorithm between nodes.
+        inner: name or object of the algorithm between nodes; the default forms the exact sum, as "oktopk" does not.
         inside: "sparse" merges the node's entries; "dense" adds them into a vector of n values first, which is faster
             where the ranks of a node together hold a large part of it, and drops sums that are zero.
     """
 
     name = "hierarchical"
-    semantics = "top_k_of_sum"  # of the default inner algorithm; an object has that of its own
+    semantics = "exact_sum"  # of the default inner algorithm; an object has that of its own
 
-    inner: str | Algorithm = "oktopk"
+    inner: str | Algorithm = "auto"
     inside: str = "sparse"
 
     def __post_init__(self) -> None:

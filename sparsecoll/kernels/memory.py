@@ -115,6 +115,20 @@ def address(array: Any) -> int:
     return int(array.data.ptr if on_gpu(array) else array.ctypes.data)
 
 
+def overlap(a: Any, b: Any) -> bool:
+    """Whether two arrays may share memory: the stretches from their first byte to their last one do."""
+    if not a.size or not b.size or on_gpu(a) != on_gpu(b):
+        return False
+    (start, stop), (first, beyond) = (_stretch(array) for array in (a, b))
+    return start < beyond and first < stop
+
+
+def _stretch(array: Any) -> tuple[int, int]:
+    steps = [step * (size - 1) for step, size in zip(array.strides, array.shape, strict=True)]
+    low = address(array) + sum(min(step, 0) for step in steps)
+    return low, address(array) + sum(max(step, 0) for step in steps) + array.itemsize
+
+
 def _gpu() -> Any:
     from sparsecoll.kernels.gpu import device
 

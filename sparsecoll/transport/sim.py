@@ -141,7 +141,7 @@ class SimTransport(Transport):
         network, port = self._way(destination)
         port.out = max(self._clock, port.out) + network.beta * buffer.size
         self._left = max(self._left, port.out)
-        self._world.deliver(self.rank, destination, _Message(buffer, port.out + network.alpha, self.stamp))
+        self._world.deliver(self.rank, destination, _Message(buffer.copy(), port.out + network.alpha, self.stamp))
 
     def _way(self, peer: int) -> tuple[Network, _Port]:
         world = self._world
