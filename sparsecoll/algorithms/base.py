@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar
 
 from sparsecoll import select
-from sparsecoll.errors import CommunicationError
+from sparsecoll.errors import CommunicationError, NonFiniteError
 from sparsecoll.select import Selector, Vector
 from sparsecoll.traffic import Traffic
 from sparsecoll.transport.base import Transport
@@ -135,7 +135,9 @@ def within(part: SparseVector, low: int, high: int, source: int) -> SparseVector
 
 
 def check_order(value: SparseVector) -> SparseVector:
-    """The result, unless it holds a NaN: then ValueError. Every rank has the same result, so all raise or none."""
+    """The result, unless it holds a NaN: then NonFiniteError. Every rank has the same result, so all raise or none."""
     if value.has_nan():
-        raise ValueError("x: expected sums that can be ordered by magnitude, got NaN (inf - inf, or NaN in an input)")
+        raise NonFiniteError(
+            "x: expected sums that can be ordered by magnitude, got NaN (inf - inf, or NaN in an input)"
+        )
     return value

@@ -15,6 +15,7 @@ from sparsecoll import formats, model
 from sparsecoll.algorithms import partition
 from sparsecoll.algorithms.base import Algorithm, Reduction, within
 from sparsecoll.algorithms.quantiles import quantiles
+from sparsecoll.errors import NonFiniteError
 from sparsecoll.formats import Buffer
 from sparsecoll.select import ThresholdReuse, Vector
 from sparsecoll.transport.base import PendingReceive, Transport
@@ -224,7 +225,7 @@ class OkTopk(Algorithm):
     @staticmethod
     def _check_nan(ranks: list[int]) -> None:
         if ranks:
-            raise ValueError(
+            raise NonFiniteError(
                 f"x: expected sums that can be ordered by magnitude, got NaN in the regions of ranks {ranks}"
                 " (inf - inf, or NaN in an input)"
             )

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
+from sparsecoll.errors import NonFiniteError
 from sparsecoll.vector import SMALLEST, DenseVector, SparseVector
 
 Vector = SparseVector | DenseVector
@@ -26,7 +27,7 @@ class Selector(ABC):
         """About k entries of x, never zeros.
 
         Raises:
-            ValueError: a NaN among the values taken (NaN has no order).
+            NonFiniteError: a NaN among the values taken (NaN has no order).
         """
 
     def forget(self) -> None:
@@ -58,14 +59,14 @@ def check_k(k: int) -> None:
 
 
 def check_order(x: SparseVector) -> SparseVector:
-    """x, unless it holds a NaN: then ValueError."""
+    """x, unless it holds a NaN: then NonFiniteError."""
     if x.has_nan():
-        raise ValueError("x: expected values that can be ordered by magnitude, got NaN among the selected entries")
+        raise NonFiniteError("x: expected values that can be ordered by magnitude, got NaN among the selected entries")
     return x
 
 
 def checked(x: SparseVector) -> SparseVector:
-    """x without explicit zeros, itself if there are none; ValueError if it holds a NaN."""
+    """x without explicit zeros, itself if there are none; NonFiniteError if it holds a NaN."""
     lowest, highest = x.extremes()
     if x.nnz and highest >= x.nan_key():
         return check_order(x)

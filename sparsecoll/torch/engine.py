@@ -238,7 +238,9 @@ class Engine:
             self._buckets.rollback(None if len(gone) == len(self._given) else gone)
         for name in gone:
             del self._given[name]
-        self._scale = float(self.scaler.get_scale()) if self.scaler is not None else 1.0
+        if first:
+            self._unscaled = False
+        self._scale = 1.0 if self.scaler is None or self._unscaled else float(self.scaler.get_scale())
 
     def _scale_of(self, compressor: Compressor) -> float:
         """What gradients are divided by before they meet a residual, which outlives the scale."""
@@ -462,11 +464,30 @@ class Engine:
             self.discard()
             raise error
 
+    def before_scalers_step(self, scaler: Any, found: dict[torch.device, torch.Tensor], unscaled: bool) -> None:
+        """A torch.amp.GradScaler is about to look for gradients that are not finite. Collective unless they are means.
+
+        Args:
+            scaler: which divides gradients by its scale.
+            found: by device, whether it has found such gradients on this rank: on some rank, afterwards.
+            unscaled: whether it has divided them already.
+        """
+        self.scaler = scaler
+        if self.closed or (self._reduced and not self._dirty):
+            return
+        if not unscaled:
+            self.synchronize()
+            return
+        self._unscaled, self._scale = True, 1.0
+        local = float(sum(value.item() for value in found.values()))
+        anywhere = in_order(self.transport, lambda: mean_of(self.transport, local, self._patience))
+        found[torch.device("cpu")] = torch.tensor(float(anywhere > 0))
+
     def after_step(self) -> None:
         """The optimizer has stepped: what the reductions since the last step have kept is the state of the next one."""
         if self.closed:
             return
-        if self.scaler is not None and self._scale == 1.0:  # found in this very step
+        if self.scaler is not None and self._scale == 1.0 and not self._unscaled:  # found in this very step
             for _, compressor in self._buckets:
                 compressor.rescale(1 / float(self.scaler.get_scale()))
         self._buckets.commit()
@@ -489,7 +510,7 @@ class Engine:
             self._changed = self._broken_off = True  # what was sent is sent again with the next back-propagation
         self._buckets.rollback()
         self._given.clear()
-        self._opened = self._reduced = self._dirty = False
+        self._opened = self._reduced = self._dirty = self._unscaled = False
         self._unusable = None
 
     def mean_loss(self, loss: Any) -> Any:

@@ -139,7 +139,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Read by GradScaler.step, which is how the scaler, and with it the scale of gradients, is found."""
         scaler = sys._getframe(1).f_locals.get("self")
         if isinstance(scaler, torch.amp.GradScaler):
-            self._engine.scaler = scaler
+            own = scaler._per_optimizer_states[id(self)]
+            unscaled = own["stage"] is torch.amp.grad_scaler.OptState.UNSCALED
+            self._engine.before_scalers_step(scaler, own["found_inf_per_device"], unscaled)
         return False
 
     @property

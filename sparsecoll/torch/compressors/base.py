@@ -97,10 +97,18 @@ class Compressor(ABC):
             self.forget()
         with together(transport, f"bucket {self.layout.index}", self.timeout):
             with doing("select", gradient.size):
-                message = self.compress(self.compensate(gradient))
+                message = self._compressed(self.compensate(gradient))
             reduced = self.communicate(transport, message)
             with doing("dense", gradient.size):
                 self.update(out, message, reduced)
+
+    def _compressed(self, acc: Any) -> Any:
+        try:
+            return self.compress(acc)
+        except NonFiniteError:
+            if isinstance(acc, (DenseVector, SparseVector)):
+                self.check_finite(acc)  # names the parameter
+            raise
 
     def keep(self) -> list[Array]:
         """Accept the trial state; returns arrays of the bucket's length that are of no further use."""

@@ -1,0 +1,143 @@
+"""Mixed precision: GradScaler with and without overflows, and autocast, over MPI."""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from loops import HOOK, LOCAL, ONE, OVERLAP, WAYS, Run, alike, bits, close, net, start_process_group  # noqa: E402
+
+from sparsecoll.torch.compressors import TopK  # noqa: E402
+
+pytestmark = pytest.mark.mpi
+TOPK = TopK(0.1, algo="allgather")
+
+
+@pytest.fixture(scope="module")
+def comm():
+    from mpi4py import MPI
+
+    torch.set_num_threads(1)
+    start_process_group(MPI.COMM_WORLD)
+    yield MPI.COMM_WORLD
+    torch.distributed.destroy_process_group()
+
+
+def single():
+    return net().float()
+
+
+def sgd(params):
+    return torch.optim.SGD(params, 0.05)
+
+
+def scaled(
+    way, comm, steps, overflow=lambda step, rank: False, clip=None, compressor="none", enabled=True, parts=1, mean=True
+):
+    """Train with a GradScaler; returns the run, and the scales of all steps."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2, enabled=enabled)
+    run = Run(way, comm, single, sgd, compressor, torch.float32, scaler if enabled else None)
+    scales = []
+    for step in range(steps):
+        run.optimizer.zero_grad()
+        for part in range(parts):
+            loss = run.loss(step, part)
+            if any(overflow(step, rank) for rank in run.ranks):
+                loss = loss * float("inf")
+            scaler.scale(loss).backward()
+        if clip is not None:
+            if mean:
+                run.mean()
+            scaler.unscale_(run.optimizer)
+            torch.nn.utils.clip_grad_norm_(run.params, clip)
+        scaler.step(run.optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    run.close()
+    return run, scales
+
+
+OVERFLOWS = {
+    "nowhere": lambda last: lambda step, rank: False,
+    "on one rank": lambda last: lambda step, rank: step in (0, 3, 4) and rank == last,
+    "on all ranks": lambda last: lambda step, rank: step in (0, 3),
+}
+
+
+@pytest.mark.parametrize("compressor", ["none", "topk"])
+@pytest.mark.parametrize(
+    ("overflow", "clip"), [("nowhere", None), ("on one rank", None), ("on one rank", 0.2), ("on all ranks", 0.2)]
+)
+@pytest.mark.parametrize("way", WAYS)
+def test_an_overflow_skips_the_step_on_all_ranks(comm, way, overflow, clip, compressor):
+    where = OVERFLOWS[overflow](comm.size - 1)
+    alone, scales = scaled(ONE, comm, 7, where, clip)
+    run, own = scaled(way, comm, 7, where, clip, TOPK if compressor == "topk" else "none")
+    assert own == scales
+    assert alike(comm, run.values())
+    if compressor == "none":
+        close(run.values(), alone.values(), 1e-5)
+
+
+@pytest.mark.parametrize("clip", [None, 0.2])
+@pytest.mark.parametrize("way", WAYS)
+def test_residuals_do_not_know_of_the_scale(comm, way, clip):
+    """Scales are powers of two and grow meanwhile, so that not a bit may differ."""
+    plain, _ = scaled(way, comm, 7, clip=clip, compressor=TOPK, enabled=False, parts=2)
+    run, scales = scaled(way, comm, 7, clip=clip, compressor=TOPK, parts=2)
+    assert scales[-1] > scales[0]
+    close(run.values(), plain.values(), 1e-6)
+    for (name, t), (_, expected) in zip(residuals(run), residuals(plain), strict=True):
+        torch.testing.assert_close(t, expected, rtol=1e-4, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("compressor", ["none", "topk"])
+def test_unscaling_each_ranks_gradients_before_they_are_sent(comm, compressor):
+    """overlap=False: all ranks skip together, and residuals do not know of the scale."""
+    compressor = TOPK if compressor == "topk" else "none"
+    where = OVERFLOWS["on one rank"](comm.size - 1)
+    alone, scales = scaled(ONE, comm, 7, where, 1e6)
+    run, own = scaled(LOCAL, comm, 7, where, 1e6, compressor, mean=False)
+    assert own == scales and alike(comm, run.values())
+    if compressor == "none":
+        close(run.values(), alone.values(), 1e-5)
+        return
+    plain, _ = scaled(LOCAL, comm, 7, clip=0.2, compressor=compressor, enabled=False, mean=False)
+    run, _ = scaled(LOCAL, comm, 7, clip=0.2, compressor=compressor, mean=False)
+    close(run.values(), plain.values(), 1e-6)
+    for (name, t), (_, expected) in zip(residuals(run), residuals(plain), strict=True):
+        torch.testing.assert_close(t, expected, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def residuals(run):
+    state = run.state.state_dict() if run.way == HOOK else run.optimizer.state_dict()["sparsecoll"]
+    return sorted(state["tensors"]["residual"].items())
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_autocast(comm, way):
+    def train(way):
+        run = Run(way, comm, single, sgd, "none", torch.float32)
+        for step in range(4):
+            run.optimizer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = run.loss(step)
+            loss.backward()
+            run.optimizer.step()
+        run.close()
+        return run.values()
+
+    values = train(way)
+    assert alike(comm, values)
+    close(values, train(ONE), 2e-3)  # sums of bfloat16 products, in another order
+
+
+@pytest.mark.parametrize("way", [OVERLAP, LOCAL])
+def test_a_model_in_half_precision(comm, way):
+    run = Run(way, comm, lambda: net().bfloat16(), sgd, TOPK, torch.bfloat16)
+    for step in range(4):
+        run.optimizer.zero_grad()
+        run.loss(step).backward()
+        torch.nn.utils.clip_grad_norm_(run.params, 1.0)
+        run.optimizer.step()
+    run.close()
+    assert alike(comm, run.values()) and bits(run.values())
