@@ -5,9 +5,6 @@ mpirun -n 4 python examples/ddp.py
 
 from __future__ import annotations
 
-import os
-import socket
-
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
@@ -17,14 +14,7 @@ from sparsecoll.transport import default_comm
 
 def main() -> None:
     comm = default_comm()
-    host, port = "127.0.0.1", 0
-    if comm.rank == 0:
-        with socket.socket() as free:
-            free.bind(("", 0))
-            host, port = socket.gethostname() if "SLURM_JOB_ID" in os.environ else host, free.getsockname()[1]
-    host, port = comm.bcast((host, port)) if comm.size > 1 else (host, port)
-    torch.distributed.init_process_group("gloo", f"tcp://{host}:{port}", rank=comm.rank, world_size=comm.size)
-
+    sparsecoll.torch.init_process_group(comm)
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(50, 400), torch.nn.ReLU(), torch.nn.Linear(400, 5))
     model = DistributedDataParallel(model)

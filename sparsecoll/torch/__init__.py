@@ -4,6 +4,7 @@ from sparsecoll.torch.checkpoint import load, save
 from sparsecoll.torch.compressors import COMPRESSORS, Compressor
 from sparsecoll.torch.ddp import HookState, comm_hook
 from sparsecoll.torch.optimizer import DistributedOptimizer
+from sparsecoll.torch.process_group import init_process_group
 from sparsecoll.torch.replicas import broadcast_model as broadcast
 from sparsecoll.torch.schedule import Constant, Schedule, WarmUp
 from sparsecoll.torch.sgd import SparseSGD
@@ -22,6 +23,7 @@ __all__ = [
     "WarmUp",
     "broadcast",
     "comm_hook",
+    "init_process_group",
     "load",
     "redistribute",
     "save",

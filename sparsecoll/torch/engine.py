@@ -27,6 +27,7 @@ from sparsecoll.torch.backward import at_end_of_backward
 from sparsecoll.torch.buckets import Buckets
 from sparsecoll.torch.compressors import Compressor
 from sparsecoll.torch.device import device_of
+from sparsecoll.torch.guards import fingerprint, refuse_ddp, warn_if_equal
 from sparsecoll.torch.layout import Bucket, residual_dtype
 from sparsecoll.torch.options import Options
 from sparsecoll.torch.profiler import Profiler
@@ -73,6 +74,7 @@ class Engine:
         self._buckets = Buckets(compressor, options)
         self._handles: dict[str, Any] = {}
         self._profiler = Profiler(model) if compressor.profiles else None
+        self._guard = None if model is None else model.register_forward_pre_hook(refuse_ddp)
         self._threads = torch.get_num_threads()
         self._synchronizing = True
         self._early = options.overlap  # whether buckets are sent before back-propagation ends
@@ -147,6 +149,8 @@ class Engine:
                 delattr(self.params[name], OWNER)
         if self._profiler is not None:
             self._profiler.close()
+        if self._guard is not None:
+            self._guard.remove()
         self._handles.clear()
         self.closed = True
 
@@ -340,7 +344,8 @@ class Engine:
         start = time.perf_counter()
         flags |= CHANGED * self._changed | SUSPECT * self._suspect
         row = Row.of(self._buckets.shared.step, flags, self.params, self._buffers.changed())
-        end = in_background(self.transport, lambda: self._round(row))
+        digest = None if self._warmed or self.transport.size == 1 else fingerprint(self.params.values())
+        end = in_background(self.transport, lambda: self._round(row, digest))
         seconds: list[Any] = []
         error: Exception | None = None
         futures: list[Future[Any]] = [*self._sent, end]
@@ -402,6 +407,8 @@ class Engine:
         if not self._warmed:
             for _, compressor in self._buckets:
                 compressor.timeout = self._options.timeout
+            if self._guard is not None:
+                self._guard.remove()
         self._warmed = True
         self._given.clear()
         for name, place in self._buckets.place.items():
@@ -434,14 +441,20 @@ class Engine:
         with together(self.transport, "buffers", self._options.timeout):
             share(self.transport, tensors)
 
-    def _round(self, row: Row) -> Round:
-        """Tell all ranks how it went here; whatever failed on one fails on all."""
+    def _round(self, row: Row, digest: int | None) -> Round:
+        """Tell all ranks how it went here; whatever failed on one fails on all.
+
+        Args:
+            digest: of this rank's own gradients, in the first reduction.
+        """
         if getattr(self._failed, "on_all_ranks", False):
             return NOTHING  # all ranks know
         with together(self.transport, "end of reduction", self._patience), self.transport.phase("agree"):
             if self._failed is not None:
                 raise self._failed
             outcome = row.exchange(self.transport, list(self.params))
+            if digest is not None:
+                warn_if_equal(self.transport, digest)
         if outcome.flags & SUSPECT:
             self._compare()
             self._suspect = False

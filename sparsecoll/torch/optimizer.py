@@ -13,6 +13,7 @@ import torch
 from sparsecoll.agreement import together
 from sparsecoll.torch.compressors import Compressor, resolve
 from sparsecoll.torch.engine import Engine
+from sparsecoll.torch.guards import refuse_wrapped
 from sparsecoll.torch.options import Options
 from sparsecoll.torch.replicas import Named, communicator, in_order, model_of, named
 from sparsecoll.torch.state import STATE
@@ -95,6 +96,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                     bucket_bytes, dense_below, overlap, 100 if verify is True else verify, timeout, timeline
                 )
                 options.check()
+                refuse_wrapped(model)
                 return _of_optimizer(optimizer, named(named_parameters)), resolve(compressor), options
 
         params, own, options = in_order(transport, checked)
@@ -246,20 +248,38 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Residuals differ between ranks: save one file per rank. Safe for torch.load(weights_only=True). A plain torch
         optimizer loads it, too, and ignores the residuals.
         """
-        return {**self.optimizer.state_dict(), STATE: self._engine.state_dict()}
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
+        state = {**self.optimizer.state_dict(), STATE: self._engine.state_dict()}
+        for after in self._optimizer_state_dict_post_hooks.values():
+            state = _replaced(state, after(self, state))
+        return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on where a run on as many ranks stopped, with the same bits; collective.
 
-        A plain optimizer's state_dict is taken, too; residuals are empty then.
+        A plain optimizer's state_dict is taken, too; residuals are empty then. A framework that gives rank 0's to all
+        ranks is helped by a hook that puts this rank's own part in (`register_load_state_dict_pre_hook`).
 
         Raises:
             CommunicationError: the state was saved by another rank or at another number of ranks (see `redistribute`).
             ValueError, TypeError: it is of another model or compressor.
         """
+        transport = self._engine.transport
+
+        def hooked() -> dict[str, Any]:
+            state = dict(state_dict)
+            with together(transport, "hooks of load_state_dict", None):
+                for before in self._optimizer_load_state_dict_pre_hooks.values():
+                    state = _replaced(state, before(self, state))
+            return state
+
+        state_dict = in_order(transport, hooked)
         own = state_dict.get(STATE)
         inner = state_dict.get("optimizer") or {name: v for name, v in state_dict.items() if name != STATE}
         self._engine.load_state_dict(own, lambda: self.optimizer.load_state_dict(inner))
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
 
     def close(self) -> None:
         """Take the hooks off the parameters: from then on each rank's optimizer steps on its own gradients."""
@@ -270,6 +290,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError("DistributedOptimizer cannot be pickled: save its state_dict()")
+
+
+def _replaced(state: dict[str, Any], result: Any) -> dict[str, Any]:
+    """What a hook has made of a state: what it returned, or the state that it may have changed in place."""
+    return state if result is None else result  # type: ignore[no-any-return]
 
 
 def _of_optimizer(optimizer: torch.optim.Optimizer, params: Named) -> Named:

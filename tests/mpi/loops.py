@@ -6,7 +6,6 @@ docs/torch.md shows.
 """
 
 import contextlib
-import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -162,18 +161,6 @@ def alike(comm, values):
 def close(values, expected, rtol=1e-9):
     for name, t in expected.items():
         torch.testing.assert_close(values[name], t, rtol=rtol, atol=rtol, msg=lambda text, n=name: f"{n}: {text}")
-
-
-def start_process_group(comm):
-    port = None
-    if comm.rank == 0:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-    port = comm.bcast(port)
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=comm.rank, world_size=comm.size
-    )
 
 
 # -- gradients are looked at and changed before the step

@@ -1,14 +1,12 @@
 """DistributedOptimizer and DDP's hook over MPI: as on virtual ranks, with overlap and without, side by side."""
 
-import socket
-
 import pytest
 
 torch = pytest.importorskip("torch")
 
 import sparsecoll  # noqa: E402
 from sparsecoll import simulate  # noqa: E402
-from sparsecoll.torch import COMPRESSORS, DistributedOptimizer, HookState, comm_hook  # noqa: E402
+from sparsecoll.torch import COMPRESSORS, DistributedOptimizer, HookState, comm_hook, init_process_group  # noqa: E402
 from sparsecoll.torch.compressors import COVAP, DRAGONN, TopK  # noqa: E402
 
 pytestmark = pytest.mark.mpi
@@ -84,19 +82,11 @@ def test_two_models_on_sub_communicators():
 
 @pytest.fixture(scope="module")
 def process_group():
-    import torch.distributed as dist
     from mpi4py import MPI
 
-    comm = MPI.COMM_WORLD
-    port = None
-    if comm.rank == 0:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-    port = comm.bcast(port)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=comm.rank, world_size=comm.size)
-    yield comm
-    dist.destroy_process_group()
+    init_process_group(MPI.COMM_WORLD)
+    yield MPI.COMM_WORLD
+    torch.distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize("name", ["none", "fp16", "topk", "oktopk", "dgc", "powersgd", "acpsgd"])

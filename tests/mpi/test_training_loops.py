@@ -4,7 +4,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from loops import FIND, HOOK, LOOPS, ONE, RAISES, SAME, WAYS, Run, alike, close, start_process_group  # noqa: E402
+from loops import FIND, HOOK, LOOPS, ONE, RAISES, SAME, WAYS, Run, alike, close  # noqa: E402
+
+from sparsecoll.torch import init_process_group  # noqa: E402
 
 pytestmark = pytest.mark.mpi
 
@@ -14,7 +16,7 @@ def comm():
     from mpi4py import MPI
 
     torch.set_num_threads(1)
-    start_process_group(MPI.COMM_WORLD)
+    init_process_group(MPI.COMM_WORLD)
     yield MPI.COMM_WORLD
     torch.distributed.destroy_process_group()
 

@@ -1,0 +1,83 @@
+"""torch.distributed's process group over the ranks of a communicator, for frameworks that learn the ranks from it."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from sparsecoll.agreement import together
+from sparsecoll.torch.replicas import communicator, in_order
+from sparsecoll.transport import SimComm, Transport
+from sparsecoll.transport.collectives import node_members, spread
+
+
+def init_process_group(comm: Any = None, backend: str = "gloo", **options: Any) -> None:
+    """Make torch.distributed's default process group of the ranks of a communicator. Collective.
+
+    Accelerate, the Transformers Trainer and Lightning learn from this group, and from the environment variables that
+    torchrun would set (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT; they are set here,
+    too), how many ranks there are, so that each rank trains on its own part of the data. DistributedDataParallel needs
+    the group for its start. Call it before the first object of a framework is made.
+
+    A group that exists already is kept if it has as many ranks in the same order.
+
+    Args:
+        comm: an mpi4py communicator. None: MPI.COMM_WORLD, or one rank without MPI.
+        backend: of torch.distributed. "gloo" takes tensors on the CPU and on CUDA devices.
+        **options: of `torch.distributed.init_process_group`, such as `timeout`.
+
+    Raises:
+        RuntimeError: there is another process group already, or `comm` is None and a launcher has started several
+            processes of which MPI knows nothing; on every rank.
+        TypeError: virtual ranks of `sparsecoll.simulate`: they share one process.
+    """
+    if isinstance(comm, SimComm):
+        raise TypeError("comm: expected an mpi4py communicator, got virtual ranks, which share one process")
+    transport = communicator(comm)
+    known = in_order(transport, lambda: _meet(transport))
+    if known is None:
+        return
+    store, environment = known
+    os.environ.update(environment)
+    dist.init_process_group(backend, store=store, rank=transport.rank, world_size=transport.size, **options)
+
+
+def _meet(transport: Transport) -> tuple[Any, dict[str, str]] | None:
+    """A store that all ranks have joined, and the environment variables; None if there is a group already."""
+    rank, size = transport.rank, transport.size
+    with together(transport, "init_process_group", None) as conversation:
+        exists = dist.is_initialized()
+        if exists and (dist.get_rank(), dist.get_world_size()) != (rank, size):
+            raise RuntimeError(
+                f"torch.distributed: expected no process group yet, or rank {rank} of {size},"
+                f" got rank {dist.get_rank()} of {dist.get_world_size()}"
+            )
+        conversation.call["exists"] = exists
+        conversation.agree()
+        if exists:
+            return None
+        nodes = node_members(transport)
+        address, store = b"", None
+        if rank == 0:
+            host = "127.0.0.1" if len(nodes) == 1 else socket.gethostname()
+            store = TCPStore(host, 0, size, is_master=True, wait_for_workers=False)
+            address = json.dumps([host, store.port]).encode()
+        host, port = json.loads(bytes(spread(transport, np.frombuffer(address, np.uint8))))
+        transport.flush()
+        if store is None:
+            store = TCPStore(host, port, size, is_master=False)
+    mine = next(members for members in nodes if rank in members)
+    return store, {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_RANK": str(mine.index(rank)),
+        "LOCAL_WORLD_SIZE": str(len(mine)),
+        "MASTER_ADDR": host,
+        "MASTER_PORT": str(port),
+    }

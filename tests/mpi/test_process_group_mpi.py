@@ -1,0 +1,50 @@
+"""init_process_group: torch.distributed's group has the ranks of the communicator, and frameworks are told."""
+
+import os
+
+import pytest
+
+torch = pytest.importorskip("torch")
+import torch.distributed as dist  # noqa: E402
+
+from sparsecoll import CommunicationError, simulate  # noqa: E402
+from sparsecoll.torch import init_process_group  # noqa: E402
+
+pytestmark = pytest.mark.mpi
+TOLD = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@pytest.fixture
+def comm(monkeypatch):
+    from mpi4py import MPI
+
+    for name in TOLD:
+        monkeypatch.setenv(name, "")  # what was there before comes back
+    yield MPI.COMM_WORLD
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def test_a_group_of_the_communicators_ranks(comm):
+    turned = comm.Split(0, -comm.rank)
+    init_process_group(turned)
+    assert (dist.get_rank(), dist.get_world_size()) == (turned.rank, comm.size)
+    sums = torch.tensor([turned.rank, 1])
+    dist.all_reduce(sums)
+    assert sums.tolist() == [comm.size * (comm.size - 1) // 2, comm.size]
+    rank, size, local, here, _, port = (os.environ[name] for name in TOLD)
+    assert (int(rank), int(size)) == (turned.rank, comm.size)
+    assert int(local) < int(here) <= comm.size and int(port) > 0
+    init_process_group(turned)  # nothing new
+    if comm.size > 1:
+        with pytest.raises((RuntimeError, CommunicationError), match="expected no process group yet"):
+            init_process_group(comm)
+    turned.Free()
+
+
+def test_virtual_ranks_are_refused():
+    def program(comm):
+        with pytest.raises(TypeError, match="virtual ranks"):
+            init_process_group(comm)
+
+    simulate(2, program)

@@ -1,0 +1,110 @@
+"""Mistakes that would go unnoticed: the same samples on all ranks, gradients that DDP reduces, too."""
+
+import logging
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from nets import batch, bits, loss_of, net, train  # noqa: E402
+from torch.nn.parallel import DistributedDataParallel  # noqa: E402
+
+from sparsecoll import CommunicationError, simulate  # noqa: E402
+from sparsecoll.torch import DistributedOptimizer, init_process_group  # noqa: E402
+from sparsecoll.torch.compressors import TopK  # noqa: E402
+
+P = 3
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize(("data", "warnings"), [("same", 1), ("one other", 0), ("zero", 0)])
+def test_the_same_samples_on_all_ranks_are_told_once(caplog, data, warnings, overlap):
+    def program(comm):
+        model = net()
+        optimizer = DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), 0.1), model, comm, "none", overlap=overlap, bucket_bytes=4000
+        )
+        for step in range(3):
+            optimizer.zero_grad()
+            loss = loss_of(model, batch(comm.rank == P - 1 and data == "one other", step))
+            (loss * (data != "zero")).backward()
+            optimizer.step()
+
+    with caplog.at_level(logging.WARNING, "sparsecoll"):
+        simulate(P, program)
+    assert len([r for r in caplog.records if "the same bits on all 3 ranks" in r.getMessage()]) == warnings
+
+
+@pytest.fixture
+def group_of_one():
+    init_process_group()
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_a_model_that_ddp_wraps_is_refused(group_of_one):
+    model = net()
+    wrapped = DistributedDataParallel(model)
+    inner = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.raises(TypeError, match=r"got a DistributedDataParallel.*comm_hook"):
+        DistributedOptimizer(inner, wrapped.named_parameters())
+    optimizer = DistributedOptimizer(inner, model.named_parameters())
+    with pytest.raises(RuntimeError, match=r"inside of a DistributedDataParallel.*comm_hook"):
+        wrapped(batch(0, 0)[0])
+    loss_of(model, batch(0, 0)).backward()
+    optimizer.step()
+    assert not model._forward_pre_hooks  # costs nothing from now on
+    optimizer = DistributedOptimizer(inner, model.named_parameters())
+    optimizer.close()
+    loss_of(wrapped, batch(0, 0)).backward()
+
+
+def test_hooks_of_the_state_let_all_ranks_load_rank_0s(tmp_path):
+    """What a framework does that knows nothing of residuals: rank 0 saves, all load it."""
+    files = [tmp_path / f"{name}.pt" for name in ("all", *range(P))]
+
+    def program(comm):
+        def made():
+            model = net()
+            inner = torch.optim.SGD(model.parameters(), 0.1, momentum=0.5)
+            return model, DistributedOptimizer(inner, model, comm, TopK(0.05, algo="allgather"), dense_below=0)
+
+        model, optimizer = made()
+        seen = []
+        optimizer.register_state_dict_pre_hook(lambda _: seen.append("before"))
+        optimizer.register_state_dict_post_hook(lambda _, state: {**state, "note": "after"})
+        train(comm, model, optimizer, range(3))
+        state = optimizer.state_dict()
+        assert seen == ["before"] and state.pop("note") == "after"
+        torch.save(state["sparsecoll"], files[1 + comm.rank])
+        if comm.rank == 0:
+            torch.save({"model": model.state_dict(), "optimizer": state}, files[0])
+        train(comm, model, optimizer, range(3, 6))
+
+        again, other = made()
+        saved = torch.load(files[0])
+        again.load_state_dict(saved["model"])
+        with pytest.raises(CommunicationError, match="load the file that this rank saved"):
+            other.load_state_dict(saved["optimizer"])
+        own = torch.load(files[1 + comm.rank])
+        other.register_load_state_dict_pre_hook(lambda _, state: {**state, "sparsecoll": own})
+        other.register_load_state_dict_post_hook(lambda _: seen.append("loaded"))
+        other.load_state_dict(saved["optimizer"])
+        assert seen == ["before", "loaded"] and saved["optimizer"]["sparsecoll"]["rank"] == 0
+        train(comm, again, other, range(3, 6))
+        return bits(model), bits(again)
+
+    for uninterrupted, resumed in simulate(P, program).results:
+        assert uninterrupted == resumed
+
+
+def test_a_hook_that_fails_on_one_rank_fails_on_all():
+    def program(comm):
+        model = net()
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model, comm)
+        if comm.rank == 1:
+            optimizer.register_load_state_dict_pre_hook(lambda *_: {}["residuals"])
+        with pytest.raises(CommunicationError, match="rank 1 failed: KeyError: 'residuals'"):
+            optimizer.load_state_dict(optimizer.state_dict())
+
+    simulate(P, program)
