@@ -10,7 +10,7 @@ import numpy as np
 
 from sparsecoll.agreement import together
 from sparsecoll.torch.compressors import Compressor, Free, NoCompression, Shared, resolve
-from sparsecoll.torch.layout import Bucket, fuse
+from sparsecoll.torch.layout import Bucket, fuse, takes_part
 from sparsecoll.torch.options import Options
 from sparsecoll.torch.replicas import Named, in_order
 from sparsecoll.torch.state import Tensors, collect, encode_extra, restore
@@ -59,7 +59,7 @@ class Buckets:
 
         def call() -> None:
             with together(transport, "buckets", timeout):
-                mine = [p.requires_grad if wanted is None else name in wanted for name, p in params.items()]
+                mine = [takes_part(p) if wanted is None else name in wanted for name, p in params.items()]
                 on: Any = allgather(transport, np.array(mine, np.uint8)).any(axis=0) if wanted is None else mine
                 order = np.array([numbers[name] for name in known], np.int64)
                 if order.size:

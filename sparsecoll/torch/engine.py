@@ -238,13 +238,17 @@ class Engine:
                     f"gradient of {name!r}: expected step() or zero_grad() of the optimizer before the next"
                     " back-propagation, got a gradient that was changed in place after it had been reduced"
                 )
+        self._take_back(gone)
+        if first:
+            self._unscaled = False
+        self._scale = 1.0 if self.scaler is None or self._unscaled else float(self.scaler.get_scale())
+
+    def _take_back(self, gone: set[str]) -> None:
+        """Gradients of these parameters were thrown away after they had been reduced: residuals are as before."""
         if gone:
             self._buckets.rollback(None if len(gone) == len(self._given) else gone)
         for name in gone:
             del self._given[name]
-        if first:
-            self._unscaled = False
-        self._scale = 1.0 if self.scaler is None or self._unscaled else float(self.scaler.get_scale())
 
     def _scale_of(self, compressor: Compressor) -> float:
         """What gradients are divided by before they meet a residual, which outlives the scale."""
@@ -462,20 +466,23 @@ class Engine:
 
     # -- the optimizer's step
 
+    def ensure_means(self) -> None:
+        """Make gradients the means. Collective where they are not yet."""
+        if not self.closed and (self._dirty or not self._reduced):
+            self.synchronize()
+
     def before_step(self) -> None:
         """Make sure that gradients are the means. Collective where they are not.
 
         Raises:
             NonFiniteError: a gradient holds NaN or infinity on some rank; on every rank.
         """
-        if self.closed:
-            return
-        if self._dirty or not self._reduced:
-            self.synchronize()
+        self.ensure_means()
         if self._unusable is not None:
             error = self._unusable
             self.discard()
             raise error
+        self._take_back({name for name in self._given if self.params[name].grad is None})
 
     def before_scalers_step(self, scaler: Any, found: dict[torch.device, torch.Tensor], unscaled: bool) -> None:
         """A torch.amp.GradScaler is about to look for gradients that are not finite. Collective unless they are means.

@@ -22,6 +22,11 @@ def residual_dtype(dtype: torch.dtype) -> Any:
     return np.dtype(np.float64 if dtype == torch.float64 else np.float32)
 
 
+def takes_part(p: torch.Tensor) -> bool:
+    """Whether a parameter wants a gradient, or has one still: optimizers step on that of a frozen parameter, too."""
+    return p.requires_grad or p.grad is not None
+
+
 @dataclass(frozen=True)
 class Layout:
     """What a compressor knows of its bucket; the same on every rank.

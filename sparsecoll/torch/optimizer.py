@@ -183,12 +183,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._engine.join()
 
     def synchronize(self) -> None:
-        """Make gradients the means now; collective. With `overlap=False`, to work on the means before `step`.
+        """Make gradients the means now, unless they are; collective. To work on the means before `step` where
+        `overlap=False` or `no_sync()` have left gradients local.
 
         Raises:
             CommunicationError: the reduction failed on some rank; gradients and residuals are as they were.
         """
-        self._engine.synchronize()
+        self._engine.ensure_means()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """One step on all ranks; collective.

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from sparsecoll.errors import CommunicationError
+from sparsecoll.torch.layout import takes_part
 from sparsecoll.transport import Transport
 from sparsecoll.transport.collectives import allgather
 
@@ -27,7 +28,7 @@ class Round:
         steps: taken by each rank before this one.
         flags: any rank's.
         joined: how many ranks have run out of data.
-        used, sparse, trainable: parameters of which any rank has a gradient, a sparse one, or that want one.
+        used, sparse, trainable: parameters of which any rank has a gradient, a sparse one, and that take part.
         modules: by module with buffers, whether any rank has changed them.
     """
 
@@ -63,7 +64,7 @@ class Row:
             flags,
             [here and g is not None for g in gradients],
             [g is not None and g.is_sparse for g in gradients],
-            [p.requires_grad for p in params.values()],
+            [takes_part(p) for p in params.values()],
             [here and changed for changed in modules],
         )
 

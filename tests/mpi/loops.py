@@ -574,6 +574,27 @@ def gradual_unfreezing(run):
         run.optimizer.step()
 
 
+@loop("frozen between `backward()` and `step()`")
+def frozen_before_the_step(run):
+    for step in range(4):
+        run.optimizer.zero_grad()
+        run.module[2].requires_grad_(True)
+        run.loss(step).backward()
+        run.module[2].requires_grad_(step == 2)
+        run.optimizer.step()
+
+
+@loop("`synchronize()` twice, and a change between")
+def synchronized_twice(run):
+    for step in range(4):
+        run.optimizer.zero_grad()
+        run.loss(step).backward()
+        run.synchronize()
+        torch.nn.utils.clip_grad_norm_(run.params, 0.3)
+        run.synchronize()
+        run.optimizer.step()
+
+
 @loop("frozen, and weight decay", model=partly_frozen)
 def frozen_and_weight_decay(run):
     for step in range(4):
@@ -780,3 +801,53 @@ def groups_changed(run):
         run.optimizer.zero_grad()
         run.loss(step).backward()
         run.optimizer.step()
+
+
+# -- what compression may do
+
+
+def plain_sgd(params):
+    return torch.optim.SGD(params, 0.1)
+
+
+class Ledger:
+    """Gradient mass: what ranks gave since the last step, with what waited, is what the step takes and what waits now.
+
+    The loop tells when gradients are thrown away (`zero`) and when a step is taken (`settle`).
+    """
+
+    def __init__(self, run):
+        self.run, self.steps = run, 0
+        self.named = dict(run.module.named_parameters())
+        for name, p in self.named.items():
+            p.register_hook(lambda g, name=name: self._gave(name, g))
+        self.zero()
+        self.waited = self._residuals()
+
+    def zero(self):
+        self.given = {name: torch.zeros_like(p) for name, p in self.named.items()}
+
+    def _gave(self, name, g):
+        self.given[name] += g.detach().to_dense() if g.is_sparse else g.detach()
+
+    def _residuals(self):
+        if self.run.way == HOOK:
+            kept = self.run.state.state_dict()["tensors"].get("residual", {})
+            kept = {name.removeprefix("net."): t for name, t in kept.items()}
+        else:
+            kept = self.run.optimizer.state_dict()["sparsecoll"]["tensors"].get("residual", {})
+        return {name: kept.get(name, torch.zeros_like(p)).clone() for name, p in self.named.items()}
+
+    def _total(self, tensors):
+        flat = torch.cat([tensors[name].reshape(-1).double() for name in self.named]).numpy()
+        return torch.from_numpy(self.run.comm.allreduce(flat))
+
+    def _taken(self):
+        return {n: torch.zeros_like(p) if p.grad is None else p.grad.detach().to_dense() for n, p in self.named.items()}
+
+    def settle(self):
+        """After a step: compare. Gradients that are not thrown away are given to the next one again."""
+        taken, waits = self._taken(), self._residuals()
+        before = self._total(self.given) + self._total(self.waited)
+        torch.testing.assert_close(self._total(taken) + self._total(waits), before, rtol=1e-9, atol=1e-9)
+        self.given, self.waited, self.steps = taken, waits, self.steps + 1
