@@ -149,7 +149,7 @@ def lines(model_name: str, options: argparse.Namespace, comm: Any) -> Iterator[t
 
     def sparse(algo: str) -> Step:
         model = made()
-        optimizer = SparseSGD(model.parameters(), LR, comm, algo, 0.01, momentum=MOMENTUM)
+        optimizer = SparseSGD(model.parameters(), LR, MOMENTUM, comm=comm, algo=algo, density=0.01)
         return Step(model, model, optimizer, options.batch, comm.rank)
 
     def ddp(register: Callable[[Any, Any], None], **settings: Any) -> Step:

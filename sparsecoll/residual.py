@@ -85,11 +85,6 @@ class Residual:
             self._acc.settle(chosen)
         return chosen
 
-    def drop_not_finite(self) -> None:
-        """Zero in place of NaN and infinity, which a bad gradient left."""
-        array = self.array
-        array[~np.isfinite(array)] = 0
-
     def restore(self, taken: SparseVector, contributed: SparseVector | None = None) -> None:
         """Put back what of `taken` did not contribute: all of it if nothing did."""
         self._acc.add_at(taken)

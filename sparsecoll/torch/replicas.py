@@ -6,7 +6,7 @@ import inspect
 import json
 import math
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -128,6 +128,21 @@ def describe(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     }
 
 
+def refuse_sharded(params: Iterable[torch.Tensor]) -> None:
+    """Raise for parameters of which each rank holds a part only.
+
+    Raises:
+        TypeError: one is a DTensor or ShardedTensor, or FSDP's flat parameter.
+    """
+    for p in params:
+        kinds = {base.__name__ for base in type(p).__mro__}
+        if kinds & {"DTensor", "ShardedTensor"} or getattr(p, "_is_flat_param", False):
+            raise TypeError(
+                f"params: expected whole tensors on every rank, got a {type(p).__name__} as FSDP and tensor parallelism"
+                " make: sharded models are not supported; replicate the model instead (no fully_shard)"
+            )
+
+
 # -- the same values everywhere
 
 
@@ -237,3 +252,30 @@ def mean_of(transport: Transport, value: float, timeout: float | None) -> float:
         numbers = allgather(transport, np.array([value], np.float64)).ravel().tolist()
         transport.flush()
     return math.fsum(numbers) / len(numbers) if all(map(math.isfinite, numbers)) else sum(numbers) / len(numbers)
+
+
+def mean_loss(transport: Transport, closure: Callable[[], Any], timeout: float | None) -> Any:
+    """Evaluate a closure on every rank; the mean of the losses, of the loss's own type. Collective.
+
+    Raises:
+        CommunicationError, ValueError, TypeError: a closure has raised on some rank; on every rank.
+    """
+    loss: Any = None
+    problem: Exception | None = None
+    try:
+        with torch.enable_grad():
+            loss = closure()
+        value = 0.0 if loss is None else float(loss.detach() if torch.is_tensor(loss) else loss)
+    except Exception as error:
+        problem = error
+
+    def call() -> float:
+        with together(transport, "closure", timeout):
+            if problem is not None:
+                raise problem
+            return mean_of(transport, value, timeout)
+
+    mean = in_order(transport, call)
+    if loss is None:
+        return None
+    return torch.full_like(loss.detach(), mean) if torch.is_tensor(loss) else mean

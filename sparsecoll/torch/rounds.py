@@ -30,6 +30,7 @@ class Round:
         joined: how many ranks have run out of data.
         used, sparse, trainable: parameters of which any rank has a gradient, a sparse one, and that take part.
         modules: by module with buffers, whether any rank has changed them.
+        alike: whether all ranks that have data have said the same `checksum`.
     """
 
     steps: list[int]
@@ -39,6 +40,7 @@ class Round:
     sparse: set[str]
     trainable: set[str]
     modules: list[bool]
+    alike: bool = True
 
 
 NOTHING = Round([], 0, 0, set(), set(), set(), [])
@@ -54,6 +56,7 @@ class Row:
     sparse: list[bool]
     trainable: list[bool]
     modules: list[bool]
+    checksum: int = 0
 
     @classmethod
     def of(cls, steps: int, flags: int, params: Mapping[str, torch.Tensor], modules: Sequence[bool]) -> Row:
@@ -74,14 +77,14 @@ class Row:
         Raises:
             CommunicationError: ranks have taken other numbers of steps.
         """
-        head = np.array([self.steps, self.flags], np.int64)
+        head = np.array([self.steps, self.flags, self.checksum], np.int64)
         bits = np.array([*self.used, *self.sparse, *self.trainable, *self.modules], np.uint8)
         rows = allgather(transport, np.concatenate([head.view(np.uint8), np.packbits(bits)]))
         transport.flush()
         heads = np.ascontiguousarray(rows[:, : head.nbytes]).view(np.int64)
         steps, flags = heads[:, 0].tolist(), heads[:, 1]
-        active = [taken for taken, flag in zip(steps, flags.tolist(), strict=True) if not flag & JOINED]
-        if len(set(active)) > 1:
+        active = heads[(flags & JOINED) == 0]
+        if len(set(active[:, 0].tolist())) > 1:
             raise CommunicationError(
                 f"steps: expected every rank to take or skip the same ones, got {_counted(steps)}: whether to skip a"
                 " step has to be decided alike, by the mean gradients or by a value that was summed over the ranks"
@@ -94,7 +97,8 @@ class Row:
 
         joined = int(((flags & JOINED) != 0).sum())
         flag = int(np.bitwise_or.reduce(flags))
-        return Round(steps, flag, joined, named(used), named(sparse), named(trainable), modules.tolist())
+        alike = len(set(active[:, 2].tolist())) < 2
+        return Round(steps, flag, joined, named(used), named(sparse), named(trainable), modules.tolist(), alike)
 
 
 def _counted(steps: list[int]) -> str:

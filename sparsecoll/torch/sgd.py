@@ -2,98 +2,131 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterable
+import contextlib
+import json
+import logging
+import sys
+import zlib
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
-from sparsecoll import api
 from sparsecoll.agreement import together
-from sparsecoll.algorithms import Algorithm, resolve
-from sparsecoll.algorithms.base import Reduction
-from sparsecoll.errors import CommunicationError
+from sparsecoll.algorithms import Algorithm
+from sparsecoll.errors import NonFiniteError
 from sparsecoll.formats import Format
-from sparsecoll.torch.device import Host, device_of
-from sparsecoll.torch.flat import FlatVector, Update
-from sparsecoll.torch.layout import residual_dtype
-from sparsecoll.torch.replicas import share
+from sparsecoll.torch.engine import COMPILING
+from sparsecoll.torch.flat import Update
+from sparsecoll.torch.flats import Flats, Sums, names_of
+from sparsecoll.torch.gradients import Scaling, Watch
+from sparsecoll.torch.options import check_integer, check_timeout
+from sparsecoll.torch.replicas import (
+    Buffers,
+    Named,
+    communicator,
+    compare,
+    describe,
+    in_order,
+    mean_loss,
+    model_of,
+    refuse_sharded,
+    share,
+    share_optimizer,
+)
+from sparsecoll.torch.rounds import JOINED, SUSPECT, Round, Row
+from sparsecoll.torch.sgd_options import Choice, check_group, common
+from sparsecoll.torch.state import STATE
 from sparsecoll.traffic import Traffic
-from sparsecoll.transport import Transport, as_transport, default_comm
+from sparsecoll.transport import as_transport
+from sparsecoll.transport.collectives import allgather
 
-STATE = "sparsecoll"  # key of the library's own part of state_dict
+logger = logging.getLogger(__name__)
 
 
 class SparseSGD(torch.optim.Optimizer):
     """Drop-in for torch.optim.SGD in data-parallel training: Ok-Topk SGD (Li and Hoefler 2022, Algorithm 2).
 
-    Each step, on every rank, with learning rate a and P ranks:
+        optimizer = SparseSGD(model.parameters(), lr=0.1, momentum=0.9, density=0.01)
 
-        acc = residual + a * gradient                      (line 4)
-        u, contributed = sparse allreduce of acc           (line 5)
-        residual = acc - contributed                       (line 6)
-        w = w - u / P                                      (line 7)
+    Each `step`, on every rank, with learning rate a, momentum m, velocity v and P ranks:
 
-    Weight decay and momentum act on the reduced update u / P, so they are the same on all ranks and are never
-    compressed; with density=1 or algo="dense" the steps are those of torch.optim.SGD on the mean gradient, under a
-    learning-rate schedule too. Parameters are broadcast from rank 0 when they are first seen, and stay the same bits
-    on all ranks. Works without mpirun, on one rank.
+        1. acc = residual + a * gradient                    (line 4; with momentum: residual + gradient)
+        2. u, contributed = sparse allreduce of acc         (line 5)
+        3. residual = acc - contributed                     (line 6)
+        4. w = w - u / P                                    (line 7; with momentum: v = m v + u / P, w = w - a v)
+
+    So without momentum what waits in the residual keeps the learning rate at which it was computed, as in the paper.
+    With momentum it gets that of the step in which it acts, as do all gradients in torch's velocity. With density=1 or
+    algo="dense" the steps are therefore those of torch.optim.SGD on the mean gradient under every schedule, one that
+    passes through 0 too. Weight decay and momentum act on what all ranks have in common and are never compressed.
+
+    A step is taken on all ranks or on none: whatever fails on one rank is raised on all, and changes nothing; the next
+    step may be made. Parameters and (if the model is known) buffers are broadcast from rank 0 at the start; buffers
+    that a forward pass has changed (BatchNorm's running statistics) become rank 0's in `step`. A parameter without a
+    gradient on some ranks counts as zero there. One without a gradient on any rank is left alone, as in torch, unless
+    something of it had been waiting in the residuals and arrives now; what waits for a frozen one, or for one whose
+    learning rate is 0, goes on waiting.
+
+    Gradients are each rank's own until `step`, so accumulating them needs no `no_sync`, and `zero_grad` in place of
+    `step` skips a step; all ranks must take equally many (see `join`). Clipping before `step` clips each rank's own
+    gradients, which is not what it does on one process with the global batch: rank 0 logs a warning.
+    DistributedOptimizer clips the mean. With a torch.amp.GradScaler all ranks skip a step in which one of them has an
+    overflow.
 
     Args:
-        params: parameters or groups, floating point, on the CPU or (with CuPy) a CUDA device; every rank the same ones
-            in the same order.
-        lr, momentum, dampening, weight_decay, nesterov, maximize: as in torch.optim.SGD.
+        params: parameters or groups of them, as in torch; those that want gradients floating point, on the CPU or (with
+            CuPy) a CUDA device; every rank the same ones in the same order.
+        lr, momentum, dampening, weight_decay, nesterov, maximize: as in torch.optim.SGD, every rank the same.
+        foreach, fused: accepted, and without effect: the step has its own kernels.
+        differentiable: not supported.
         comm: mpi4py communicator (or the comm of sparsecoll.simulate). None: MPI.COMM_WORLD, or one rank without MPI.
-        algo: a name of sparsecoll.ALGORITHMS or an Algorithm object.
+            Optimizers may share it.
+        algo: a name of sparsecoll.ALGORITHMS or an Algorithm object, which is copied.
         density: share of all parameters that each rank selects, in (0, 1]. Ignored by algo="dense", which sends all.
         k: their number, instead of density.
-        format, value_dtype, timeout: as in sparsecoll.allreduce.
+        format, value_dtype: as in sparsecoll.allreduce.
+        model: whose buffers are kept the same and whose names are used; needed where `params` is not
+            `model.parameters()` itself.
+        verify: every so many steps compare the bits of all parameters and buffers over the ranks (True: 100; 0: never).
+        timeout: seconds to wait for a peer; then CommunicationError. None: for ever, with a warning once a minute. In
+            the first step, in which kernels are compiled, at least 300.
 
     Raises:
-        ValueError, TypeError: an option is invalid; in `step`, on every rank, a gradient holds NaN or infinity. What
-            was finite in the gradients of that step is in the residual then, and training may go on.
-        CommunicationError: ranks disagree, or a peer did not answer.
+        ValueError, TypeError: an option or a parameter is invalid on some rank; the same on every rank.
+        CommunicationError: ranks disagree on parameters or options; the same on every rank.
+        RuntimeError: `comm` is None, and a launcher has started several processes of which MPI knows nothing.
 
-    Volume of a step: the algorithm's. Memory: the residual (n values; float32 for half-precision parameters) and, with
-    momentum, the buffers. Gradients of ranks where a parameter took no part count as zero.
+    Volume of a step: the algorithm's, and one message of a few bits for each parameter, to all ranks. Memory: the
+    residual twice (n values each; float32 for half-precision parameters) and, with momentum, the buffers.
     """
 
     def __init__(
         self,
-        params: Iterable[Any],
-        lr: float,
+        params: Any,
+        lr: float | torch.Tensor = 1e-3,
+        momentum: float = 0,
+        dampening: float = 0,
+        weight_decay: float | torch.Tensor = 0,
+        nesterov: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        fused: bool | None = None,
+        differentiable: bool = False,
         comm: Any = None,
         algo: str | Algorithm = "oktopk",
         density: float = 0.01,
-        momentum: float = 0.0,
-        nesterov: bool = False,
-        weight_decay: float = 0.0,
-        *,
-        dampening: float = 0.0,
-        maximize: bool = False,
         k: int | None = None,
         format: str | Format = "auto",
         value_dtype: str | None = None,
+        model: torch.nn.Module | None = None,
+        verify: bool | int = 0,
         timeout: float | None = None,
     ) -> None:
-        for name, value in (("lr", lr), ("momentum", momentum), ("weight_decay", weight_decay)):
-            if not value >= 0:
-                raise ValueError(f"{name}: expected at least 0, got {value}")
-        if nesterov and (momentum <= 0 or dampening != 0):
-            raise ValueError(f"nesterov: expected momentum > 0 and dampening 0, got {momentum} and {dampening}")
-        if not 0 < density <= 1:
-            raise ValueError(f"density: expected in (0, 1], got {density}")
-        self._algorithm = resolve(algo)
-        self._transport: Transport = as_transport(default_comm() if comm is None else comm)
-        chosen = {} if self._algorithm.takes_dense else {"density": density} if k is None else {"k": k}
-        self._options: dict[str, Any] = {
-            **chosen,
-            "format": format,
-            "value_dtype": value_dtype,
-            "timeout": timeout,
-        }
-        self._flats: list[tuple[FlatVector, Algorithm]] = []
-        self._built = False
+        if hasattr(momentum, "rank"):
+            raise TypeError("momentum: expected a number, got a communicator: pass it by name, comm=...")
         defaults = {
             "lr": lr,
             "momentum": momentum,
@@ -101,141 +134,367 @@ class SparseSGD(torch.optim.Optimizer):
             "weight_decay": weight_decay,
             "nesterov": nesterov,
             "maximize": maximize,
+            "foreach": foreach,
+            "differentiable": differentiable,
+            "fused": fused,
         }
-        super().__init__(params, defaults)
+        self._transport = communicator(comm)
+        self._timeout, self._verify = timeout, 100 * verify if isinstance(verify, bool) else verify
+        self._steps = 0
+        self._built = self._warmed = self._suspect = False
+        self._scaler: torch.amp.GradScaler | None = None
+        self._watch = Watch() if self._transport.rank == 0 and self._transport.size > 1 else None
+        self._model = model_of(params) if model is None else model
+
+        def build() -> Choice:
+            with together(self._transport, "SparseSGD", None):
+                choice = Choice.of(algo, density, k, format, value_dtype)
+                check_integer("verify", self._verify, 0)
+                check_timeout(timeout)
+                if self._model is not None and not isinstance(self._model, torch.nn.Module):
+                    raise TypeError(f"model: expected a torch.nn.Module or None, got {type(self._model).__name__}")
+                super(SparseSGD, self).__init__(params, defaults)
+                for group in self.param_groups:
+                    check_group(group, choice)
+            return choice
+
+        self._choice: Choice = in_order(self._transport, build)
+        self._flats = Flats(self._choice.algorithm, self._choice.options)
         self._built = True
-        self._lay_out()
+        self._buffers = Buffers(self._model)
+        self._introduce()
 
     @property
     def traffic(self) -> Traffic:
         """Bytes, messages and seconds of this rank so far, per phase; live."""
         return self._transport.traffic
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in torch; collective once training has begun, since the new parameters are broadcast."""
-        super().add_param_group(param_group)
-        if self._built:
-            self._lay_out()
+    @property
+    def _patience(self) -> float | None:
+        """The timeout of a call: longer while kernels may still be compiled."""
+        timeout = self._timeout
+        return timeout if self._warmed or timeout is None else max(timeout, COMPILING)
 
-    def _lay_out(self) -> None:
-        """Put all parameters into flat vectors, one per residual dtype and device; residuals that exist are kept."""
-        by_kind: dict[tuple[Any, Host], list[torch.Tensor]] = {}
-        for group in self.param_groups:
-            for p in group["params"]:
-                by_kind.setdefault((residual_dtype(p.dtype), device_of(p)), []).append(p)
-        algorithms = [algorithm for _, algorithm in self._flats]
-        self._flats = []
-        for number, ((dtype, _), params) in enumerate(by_kind.items()):
-            flat = FlatVector(params, dtype)
-            for p, residual in zip(params, flat.residuals, strict=True):
-                state = self.state[p]
-                if "residual" in state:
-                    residual.copy_(state["residual"])
-                else:
-                    with together(self._transport, "parameters", self._options["timeout"]):
-                        share(self._transport, [p])
-                state["residual"] = residual
-            known = number < len(algorithms)
-            fresh = self._algorithm if number == 0 else copy.deepcopy(self._algorithm)
-            self._flats.append((flat, algorithms[number] if known else fresh))
+    # -- parameters
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in torch; collective, since the new parameters are broadcast from rank 0."""
+        if not self._built:
+            super().add_param_group(param_group)
+            return
+        count = len(self.param_groups)
+
+        def add() -> None:
+            with together(self._transport, "add_param_group", self._timeout):
+                super(SparseSGD, self).add_param_group(param_group)
+                check_group(self.param_groups[-1], self._choice)
+
+        try:
+            in_order(self._transport, add)
+        except Exception:
+            del self.param_groups[count:]
+            raise
+        self._introduce()
+
+    def _introduce(self) -> None:
+        """Name the parameters that the groups have now, and broadcast those that are new from rank 0. Collective."""
+        names = names_of(self.param_groups, self._model)
+        new = {name: p for p, name in names.items() if p not in self._flats.names}
+        if not self._flats.names:
+            new = {**self._everything(names), **new}
+
+        def call() -> None:
+            with together(self._transport, "parameters", self._patience) as conversation:
+                refuse_sharded(new.values())
+                conversation.call |= {**describe(new), **common(self.param_groups), "verify": self._verify}
+                conversation.agree()
+                share(self._transport, new.values())
+
+        in_order(self._transport, call)
+        self._flats.rename(names)
+        self._buffers.mark()
+
+    def _look_for_new(self) -> None:
+        """Parameters may have been put into groups, or taken out, by others."""
+        ids = dict.fromkeys(id(p) for group in self.param_groups for p in group["params"])
+        if list(ids) != [id(p) for p in self._flats.names]:
+            self._introduce()
+
+    def _everything(self, names: Mapping[torch.Tensor, str]) -> Named:
+        """All parameters and buffers that are kept the same on all ranks."""
+        model = {} if self._model is None else dict(self._model.named_parameters())
+        return {**model, **{name: p for p, name in names.items()}, **self._buffers.tensors}
+
+    # -- a step
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Read by GradScaler.step, which is how the scaler is found: all ranks' scalers must skip the same steps."""
+        scaler = sys._getframe(1).f_locals.get("self")
+        self._scaler = scaler if isinstance(scaler, torch.amp.GradScaler) else None
+        return self._scaler is not None
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """One step on all ranks; collective. `closure` evaluates this rank's loss again and returns it."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        groups = {p: group for group in self.param_groups for p in group["params"]}
-        for flat, algorithm in self._flats:
-            with flat.device.here():
-                self._compensate(flat, groups)
-                reduction = self._reduce(flat, algorithm)
-                flat.residual.update(reduction.contributed)
-                for p, update in flat.updates(reduction.value):
-                    self._apply(p, update, groups[p])
+        """One step on all ranks; collective.
+
+        Args:
+            closure: evaluates this rank's loss and gradients again and returns the loss.
+
+        Returns:
+            The mean over the ranks of what the closures return.
+
+        Raises:
+            NonFiniteError: a gradient holds NaN or infinity on some rank; the text names it; the same on every rank.
+            CommunicationError: the reduction failed, a closure has raised on some rank, or learning rates, steps or
+                (with `verify`) bits differ; the same on every rank.
+        """
+        loss = None if closure is None else mean_loss(self._transport, closure, self._patience)
+        scaler, self._scaler = self._scaler, None
+        scaling = None if scaler is None else Scaling(self, scaler)
+        if self._watch is not None:
+            self._watch.look(self._flats.names)
+        try:
+            self._look_for_new()
+            outcome, sums = self._reduced(0, scaling)
+        except Exception as error:
+            if scaling is None:
+                raise
+            if not isinstance(error, NonFiniteError):
+                scaling.fail()
+                raise
+            scaling.settle(True)
+            return loss
+        if scaling is not None:
+            scaling.settle(False)
+        self._update(outcome, sums)
         return loss
 
-    def _reduce(self, flat: FlatVector, algorithm: Algorithm) -> Reduction:
-        try:
-            return api.allreduce_vectors(self._transport, lambda: (flat.residual.vector, algorithm), **self._options)
-        except Exception:
-            flat.residual.drop_not_finite()
-            raise
+    def _reduced(self, flags: int, scaling: Scaling | None = None) -> tuple[Round, Sums]:
+        """Sum acc over the ranks, without consequences yet; all ranks are known to have succeeded."""
+        while True:
+            problem = self._accumulate(scaling)
+            sums = self._flats.sums(self._transport, problem, self._patience)
+            outcome = self._round(flags, problem)
+            if not outcome.trainable:
+                return outcome, []
+            if outcome.trainable == self._flats.laid:
+                return outcome, sums
+            self._flats.lay_out(outcome.trainable)
 
-    @staticmethod
-    def _compensate(flat: FlatVector, groups: dict[torch.Tensor, dict[str, Any]]) -> None:
-        """acc = residual + lr * gradient, in the residual's memory."""
-        for p, residual in zip(flat.params, flat.residuals, strict=True):
-            if p.grad is not None:
-                sign = -1 if groups[p]["maximize"] else 1
-                gradient = p.grad.to_dense() if p.grad.is_sparse else p.grad
-                residual.add_(gradient, alpha=sign * float(groups[p]["lr"]))
+    def _accumulate(self, scaling: Scaling | None) -> Exception | None:
+        """Form acc; returns what all ranks are to raise."""
+        if scaling is not None and scaling.found:
+            return NonFiniteError("gradients: expected finite values, got NaN or infinity in a scaled gradient")
+        try:
+            if self._watch is not None:
+                self._watch.over(self._flats.names)
+            self._flats.accumulate(self.param_groups, 1.0 if scaling is None else scaling.scale)
+        except Exception as error:
+            return error
+        return None
+
+    def _round(self, flags: int, problem: Exception | None) -> Round:
+        """Hear whether all went well on all ranks, and what they have in their gradients. Collective."""
+        flags |= SUSPECT * self._suspect
+        here = not flags & JOINED
+        live = {
+            p: bool(group["lr"] != 0 or group["momentum"] != 0) for group in self.param_groups for p in group["params"]
+        }
+        used = [here and p.grad is not None for p in self._flats.names]
+        row = Row(
+            self._steps,
+            flags,
+            used,
+            [False] * len(used),
+            [here and (p.requires_grad or p.grad is not None) and live[p] for p in self._flats.names],
+            [here and changed for changed in self._buffers.changed()],
+            zlib.crc32(json.dumps(common(self.param_groups)).encode()),
+        )
+
+        def call() -> Round:
+            with together(self._transport, "end of step", self._patience), self._transport.phase("agree"):
+                if problem is not None:
+                    raise problem
+                return row.exchange(self._transport, list(self._flats.names.values()))
+
+        outcome: Round = in_order(self._transport, call)
+        if not outcome.alike:
+            in_order(self._transport, self._disagree)
+        if outcome.flags & SUSPECT:
+            in_order(self._transport, self._compare)
+            self._suspect = False
+        return outcome
+
+    def _disagree(self) -> None:
+        """Raise what says which option differs between ranks."""
+        with together(self._transport, "step", self._patience) as conversation:
+            conversation.call |= common(self.param_groups)
+            conversation.agree()
+
+    def _update(self, outcome: Round, sums: Sums) -> None:
+        """All ranks have the same sums: let parameters, residuals and buffers follow."""
+        self._share_buffers(outcome)
+        self._flats.commit(sums, self.param_groups)
+        self._steps += 1
+        self._warmed = True
+        groups = {p: group for group in self.param_groups for p in group["params"]}
+        try:
+            for flat, value in sums:
+                with flat.device.here():
+                    for p, update in flat.updates(value):
+                        if self._flats.names[p] in outcome.used or update:
+                            self._apply(p, update, groups[p])
+        except Exception as error:
+            self._suspect = True
+            logger.error("rank %d: the step failed: %s", self._transport.rank, error)
+            raise
+        if self._verify and self._steps % self._verify == 0:
+            in_order(self._transport, self._compare)
 
     def _apply(self, p: torch.Tensor, update: Update, group: dict[str, Any]) -> None:
-        """torch.optim.SGD's step on the reduced update, which is in units of the learning rate already."""
-        lr, momentum, share = float(group["lr"]), group["momentum"], 1 / self._transport.size
-        if momentum == 0:
-            if group["weight_decay"]:
-                p.mul_(1 - lr * group["weight_decay"])
+        """torch.optim.SGD's step on the mean gradient."""
+        lr, momentum, decay = float(group["lr"]), float(group["momentum"]), float(group["weight_decay"])
+        share = (-1 if group["maximize"] else 1) / self._transport.size
+        if momentum == 0:  # the update is in units of the learning rate
+            if decay:
+                p.mul_(1 - lr * decay)
             update.add_to(p, -share)
             return
         state = self.state[p]
-        buffer = state.get("momentum_buffer")
-        damp = 1.0 if buffer is None else 1 - group["dampening"]
+        buffer, damp = state.get("momentum_buffer"), 1 - float(group["dampening"])
         if buffer is None:
-            buffer = state["momentum_buffer"] = torch.zeros_like(p)
-        elif state["momentum_lr"] not in (0.0, lr):
-            buffer.mul_(lr / state["momentum_lr"])  # buffers hold lr * velocity: follow the schedule
-        state["momentum_lr"] = lr
-        decay = lr * group["weight_decay"]
+            buffer, damp = torch.zeros_like(p), 1.0
+            state["momentum_buffer"] = buffer
         buffer.mul_(momentum)
         update.add_to(buffer, damp * share)
         if decay:
             buffer.add_(p, alpha=damp * decay)
-        if group["nesterov"]:
-            if decay:
-                p.mul_(1 - decay)
-            update.add_to(p, -share)
-            p.sub_(buffer, alpha=momentum)
-        else:
-            p.sub_(buffer)
+        if not group["nesterov"]:
+            p.sub_(buffer, alpha=lr)
+            return
+        if decay:
+            p.mul_(1 - lr * decay)
+        update.add_to(p, -lr * share)
+        p.sub_(buffer, alpha=lr * momentum)
+
+    # -- the same on all ranks
+
+    def _share_buffers(self, outcome: Round) -> None:
+        """Buffers that a forward pass has changed on any rank become rank 0's, or those of a rank that has data."""
+
+        def call() -> None:
+            with together(self._transport, "buffers", self._patience):
+                share(self._transport, self._buffers.of(outcome.modules), int(np.argmax(outcome.steps)))
+                self._transport.flush()
+
+        if any(outcome.modules):
+            in_order(self._transport, call)
+            self._buffers.mark()
+
+    def _compare(self) -> None:
+        compare(self._transport, self._everything(self._flats.names), self._steps, self._timeout)
+
+    @contextlib.contextmanager
+    def join(self) -> Iterator[None]:
+        """Let ranks have different numbers of batches; collective.
+
+            with optimizer.join():
+                for batch in loader: ...
+
+        A rank that leaves the block early takes part in the others' steps with what waits in its residual, and without
+        gradients, as in DDP's join; when all have left, parameters, buffers and optimizer state are those of the rank
+        that has taken the most steps. Means divide by all ranks throughout.
+        """
+        yield
+        while True:
+            for p in self._flats.names:
+                p.grad = None
+            try:
+                outcome, sums = self._reduced(JOINED)
+            except NonFiniteError:  # those who have data skip the step
+                continue
+            if outcome.joined == self._transport.size:
+                break
+            self._share_buffers(outcome)
+            self._flats.commit(sums, self.param_groups)
+        self._follow("join", int(np.argmax(outcome.steps)))
+
+    def move(self, comm: Any) -> None:
+        """Go on over another communicator, that of `sparsecoll.shrink` after a rank was lost, say; collective on it.
+
+        Residuals are kept; what the lost ranks held in theirs is gone with them. Parameters, buffers and momentum
+        become those of the new rank 0, since the step that failed may have been taken by some only.
+        """
+        self._transport = as_transport(comm)
+        self._flats.release()
+        self._follow("move", 0)
+
+    def _follow(self, name: str, root: int) -> None:
+        """Root's parameters, buffers and state for all ranks. Collective."""
+        tensors = self._everything(self._flats.names)
+
+        def call() -> None:
+            with together(self._transport, name, self._patience) as conversation:
+                conversation.call |= describe(tensors)
+                conversation.agree()
+                steps = allgather(self._transport, np.array([self._steps], np.int64))
+                share(self._transport, tensors.values(), root)
+                share_optimizer(self._transport, self, root)
+                self._steps = int(steps[root, 0])
+
+        in_order(self._transport, call)
+        self._buffers.mark()
+        self._suspect = False
+
+    # -- state
 
     def state_dict(self) -> dict[str, Any]:
-        """As in torch, with each parameter's residual, and the algorithms' thresholds and boundaries.
+        """As of torch.optim.SGD, with residuals by parameter name and the algorithm's state under "sparsecoll".
 
-        Differs between ranks (residuals are local): save one file per rank. Safe for torch.load(weights_only=True).
+        Residuals differ between ranks: save one file per rank. Safe for torch.load(weights_only=True). A plain
+        torch.optim.SGD loads it, too, and ignores the residuals.
         """
         state: dict[str, Any] = super().state_dict()
         state[STATE] = {
             "rank": self._transport.rank,
             "size": self._transport.size,
-            "algorithms": [algorithm.state_dict() for _, algorithm in self._flats],
+            "step": self._steps,
+            **self._flats.state(),
         }
         return state
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on where a run on as many ranks stopped, with the same bits.
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on where a run on as many ranks stopped, with the same bits; collective.
+
+        The state_dict of a plain torch.optim.SGD is taken, too; residuals are empty then.
 
         Raises:
-            CommunicationError: the state was saved by another rank or at another number of ranks.
+            CommunicationError: the state was saved by another rank or at another number of ranks (see `redistribute`);
+                the same on every rank.
+            ValueError, TypeError: it is of another model or optimizer; the same on every rank.
         """
-        own = state_dict[STATE]
-        here = (self._transport.rank, self._transport.size)
-        if (own["rank"], own["size"]) != here:
-            raise CommunicationError(
-                f"state_dict: expected the one of rank {here[0]} of {here[1]},"
-                f" got that of rank {own['rank']} of {own['size']}"
-            )
         plain = {name: value for name, value in state_dict.items() if name != STATE}
-        residuals = {number: entry["residual"] for number, entry in plain["state"].items()}
-        super().load_state_dict(plain)
-        ordered = [p for group in self.param_groups for p in group["params"]]
-        for (
-            number,
-            saved,
-        ) in residuals.items():  # torch has cast them to the parameter's dtype: take the saved bits
-            self.state[ordered[number]]["residual"] = saved
-        self._lay_out()
-        for (_, algorithm), saved in zip(self._flats, own["algorithms"], strict=True):
-            algorithm.load_state_dict(saved)
+
+        def call() -> dict[str, Any]:
+            with together(self._transport, "load_state_dict", self._patience) as conversation:
+                own = self._flats.checked(state_dict, self._transport.rank, self._transport.size)
+                conversation.call |= {"steps": own["step"], "residuals": STATE in state_dict}
+                conversation.agree()
+                super(SparseSGD, self).load_state_dict(plain)
+                allgather(self._transport, np.zeros(1, np.uint8))
+                self._transport.flush()
+            return own
+
+        own = in_order(self._transport, call)
+        self._flats.load(own)
+        self._steps, self._suspect = own["step"], False
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:
+            for name, value in self.defaults.items():
+                group.setdefault(name, value)
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError("SparseSGD cannot be pickled or copied: save its state_dict()")

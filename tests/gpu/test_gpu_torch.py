@@ -98,7 +98,7 @@ def test_every_compressor(place, name, monkeypatch):
 @pytest.mark.parametrize("algo", ["oktopk", "dense", "allgather"])
 def test_sparse_sgd(place, algo, monkeypatch):
     def make(comm, model):
-        return SparseSGD(model.parameters(), 0.1, comm, algo, density=0.1, momentum=0.9, weight_decay=1e-3)
+        return SparseSGD(model.parameters(), 0.1, 0.9, weight_decay=1e-3, comm=comm, algo=algo, density=0.1)
 
     mine = simulate(2, lambda comm: train(comm, place, make)).results
     if place == "cpu":

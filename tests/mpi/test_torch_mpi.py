@@ -1,49 +1,170 @@
-"""SparseSGD over MPI: the same parameters, bit for bit, as on virtual ranks."""
+"""SparseSGD over MPI, where other optimizers' threads send beside it: as on virtual ranks, and as on one process."""
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
 import sparsecoll  # noqa: E402
-from sparsecoll import OkTopk, simulate  # noqa: E402
-from sparsecoll.torch import SparseSGD  # noqa: E402
+from sparsecoll import CommunicationError, OkTopk, simulate  # noqa: E402
+from sparsecoll.errors import NonFiniteError  # noqa: E402
+from sparsecoll.torch import DistributedOptimizer, SparseSGD  # noqa: E402
 from sparsecoll.transport import as_transport  # noqa: E402
 from sparsecoll.transport.collectives import node_members  # noqa: E402
 
 pytestmark = pytest.mark.mpi
 
 
-@pytest.mark.parametrize("algo", sparsecoll.ALGORITHMS)
-def test_training_equals_the_simulator_and_replicas_agree(algo):
+@pytest.fixture(scope="module")
+def comm():
     from mpi4py import MPI
 
+    torch.set_num_threads(1)  # holds for the calling thread, and virtual ranks are threads
+    return MPI.COMM_WORLD
+
+
+def net(seed=0):
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(torch.nn.Linear(20, 40), torch.nn.BatchNorm1d(40), torch.nn.Linear(40, 5)).double()
+
+
+def data(rank, step):
+    generator = torch.Generator().manual_seed(1000 * rank + step)
+    return torch.randn(8, 20, generator=generator).double()
+
+
+def bits(model):
+    return (
+        torch.cat([t.detach().reshape(-1).double() for t in (*model.parameters(), *model.buffers())]).numpy().tobytes()
+    )
+
+
+@pytest.mark.parametrize("algo", sparsecoll.ALGORITHMS)
+def test_training_equals_the_simulator_and_replicas_agree(comm, algo):
     def program(comm):
-        torch.set_num_threads(1)  # holds for the calling thread, and virtual ranks are threads
-        torch.manual_seed(comm.rank)
-        model = torch.nn.Sequential(torch.nn.Linear(20, 40), torch.nn.ReLU(), torch.nn.Linear(40, 5))
+        torch.set_num_threads(1)
+        model = net(comm.rank)
         made = {"oktopk": OkTopk(tau=4, tau_prime=3), "auto": sparsecoll.Auto(tuning=sparsecoll.Tuning())}
         chosen = made.get(algo, algo)
-        optimizer = SparseSGD(model.parameters(), 0.1, comm, chosen, 0.05, momentum=0.9)
-        generator = torch.Generator().manual_seed(comm.rank)
-        for _ in range(10):
-            x = torch.randn(8, 20, generator=generator)
+        optimizer = SparseSGD(model.parameters(), 0.1, 0.9, comm=comm, algo=chosen, density=0.05)
+        for step in range(10):
             optimizer.zero_grad()
-            model(x).square().mean().backward()
+            model(data(comm.rank, step)).square().mean().backward()
             optimizer.step()
-        return torch.cat([p.detach().view(-1) for p in model.parameters()]).numpy().tobytes()
+        return bits(model)
 
-    comm = MPI.COMM_WORLD
     mine = program(comm)
     assert set(comm.allgather(mine)) == {mine}
     on_node = 1 if algo != "hierarchical" else len(node_members(as_transport(comm))[0])  # one machine, or equal ones
     assert simulate(comm.size, program, ranks_per_node=on_node).results[comm.rank] == mine
 
 
-def test_comm_none_is_the_world():
-    from mpi4py import MPI
-
+def test_comm_none_is_the_world(comm):
     weight = torch.nn.Parameter(torch.zeros(4))
     optimizer = SparseSGD([weight], 1.0, algo="dense")
-    weight.grad = torch.full((4,), float(MPI.COMM_WORLD.rank))
+    weight.grad = torch.full((4,), float(comm.rank))
     optimizer.step()
-    assert weight.detach().tolist() == [-(MPI.COMM_WORLD.size - 1) / 2] * 4
+    assert weight.detach().tolist() == [-(comm.size - 1) / 2] * 4
+
+
+def halves(seed):
+    torch.manual_seed(seed)
+    return torch.nn.Linear(20, 40).double(), torch.nn.Linear(40, 5).double()
+
+
+@pytest.mark.parametrize("other", ["SparseSGD", "DistributedOptimizer"])
+def test_a_whole_loop_beside_another_optimizer_is_that_of_one_process(comm, other):
+    """Schedules, a GradScaler with an overflow on one rank, unfreezing, a new group, a layer used on one rank only."""
+
+    def run(make, make_other, ranks):
+        first, second = halves(0 if len(ranks) > 1 else ranks[0])
+        third = torch.nn.Linear(20, 20).double()
+        torch.nn.init.eye_(third.weight)
+        first.bias.requires_grad_(False)
+        mine = make(first.parameters(), 0.1, 0.9, weight_decay=0.01)
+        others = make_other(torch.optim.AdamW(second.parameters(), 0.01), second)
+        schedule = torch.optim.lr_scheduler.LambdaLR(mine, lambda step: (0, 1, 0.3, 0.5)[step % 4])
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
+        for step in range(10):
+            if step == 4:
+                first.bias.requires_grad_(True)
+            if step == 6:
+                mine.add_param_group({"params": third.parameters(), "lr": 0.02})
+                schedule = torch.optim.lr_scheduler.LambdaLR(mine, lambda step: 1 / (1 + step))
+            mine.zero_grad()
+            others.zero_grad()
+            loss = 0
+            for r in ranks:
+                x = third(data(r, step)) if step > 6 and r == 0 else data(r, step)
+                loss = loss + second(first(x).tanh()).square().mean() / len(ranks)
+            scaler.scale(loss).backward()
+            if step == 3 and ranks[-1] == comm.size - 1:
+                first.weight.grad[0, 0] = float("inf")
+            scaler.step(others)
+            scaler.step(mine)
+            scaler.update()
+            schedule.step()
+        return [*first.parameters(), *second.parameters(), *third.parameters(), torch.tensor(scaler.get_scale())]
+
+    def make(*arguments, **options):
+        return SparseSGD(*arguments, comm=comm, algo="dense", **options)
+
+    def make_other(inner, model):
+        if other == "SparseSGD":
+            return SparseSGD(model.parameters(), 0.05, comm=comm, algo="dense")
+        return DistributedOptimizer(inner, model, comm, "none", bucket_bytes=100)
+
+    def plain_other(inner, model):
+        return inner if other == "DistributedOptimizer" else torch.optim.SGD(model.parameters(), 0.05)
+
+    mine = run(make, make_other, [comm.rank])
+    expected = run(torch.optim.SGD, plain_other, list(range(comm.size)))
+    for a, b in zip(mine, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-7, atol=1e-9)
+
+
+def test_errors_are_raised_on_all_ranks_and_training_goes_on(comm):
+    last = comm.size - 1
+    model = net(comm.rank)
+    with pytest.raises(ValueError, match=f"rank {last}: density: expected in"):
+        SparseSGD(model.parameters(), comm=comm, density=3 if comm.rank == last else 0.1, timeout=60)
+    with pytest.raises(TypeError, match=f"rank {last}: timeout: expected seconds"):
+        SparseSGD(model.parameters(), comm=comm, timeout="5" if comm.rank == last else 60)
+    optimizer = SparseSGD(model.parameters(), 0.1, 0.9, comm=comm, density=0.1, timeout=60, verify=1)
+    for step in range(5):
+        optimizer.zero_grad()
+        model(data(comm.rank, step)).square().mean().backward()
+        if step % 2 == 0:
+            optimizer.step()
+            continue
+        before = [p.detach().clone() for p in model.parameters()]
+        if comm.rank == last:
+            model[2].bias.grad[0] = float("nan")
+        with pytest.raises(NonFiniteError, match=rf"^rank {last}: gradient of '2\.bias': expected finite values"):
+            optimizer.step()
+        assert all(map(torch.equal, before, model.parameters()))
+    state = optimizer.state_dict()
+    if comm.size > 1:
+        with pytest.raises(CommunicationError, match=r"rank 1: .*expected the one of rank 1"):
+            optimizer.load_state_dict(comm.bcast(state))
+    optimizer.load_state_dict(state)
+    assert len(set(comm.allgather(bits(model)))) == 1
+
+
+def test_join_and_another_communicator(comm):
+    model = net(comm.rank)
+    optimizer = SparseSGD(model.parameters(), 0.1, 0.9, comm=comm, density=0.1, timeout=60)
+
+    def go(steps):
+        for step in steps:
+            optimizer.zero_grad()
+            model(data(comm.rank, step)).square().mean().backward()
+            optimizer.step()
+
+    with optimizer.join():
+        go(range(2 + 2 * comm.rank))
+    assert len(set(comm.allgather(bits(model)))) == 1
+    half = comm.Split(comm.rank % 2, comm.rank)
+    optimizer.move(half)
+    go(range(3))
+    assert len(set(half.allgather(bits(model)))) == 1
+    half.Free()

@@ -43,7 +43,7 @@ def test_training_goes_on_after_a_bad_gradient(name, value):
     def program(comm):
         model = net()
         if name == "SparseSGD":
-            optimizer = SparseSGD(model.parameters(), 0.1, comm, "oktopk", 0.05)
+            optimizer = SparseSGD(model.parameters(), 0.1, comm=comm, density=0.05)
         else:
             inner = torch.optim.SGD(model.parameters(), 0.1)
             options = {"overlap": False, "dense_below": 0}
