@@ -4,8 +4,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from loops import HOOK, LOCAL, ONE, OVERLAP, WAYS, Run, alike, bits, close, net, start_process_group  # noqa: E402
+from loops import HOOK, LOCAL, ONE, OVERLAP, WAYS, Run, alike, bits, close, net  # noqa: E402
 
+from sparsecoll.torch import init_process_group  # noqa: E402
 from sparsecoll.torch.compressors import TopK  # noqa: E402
 
 pytestmark = pytest.mark.mpi
@@ -17,7 +18,7 @@ def comm():
     from mpi4py import MPI
 
     torch.set_num_threads(1)
-    start_process_group(MPI.COMM_WORLD)
+    init_process_group(MPI.COMM_WORLD)
     yield MPI.COMM_WORLD
     torch.distributed.destroy_process_group()
 
