@@ -83,7 +83,10 @@ class FlatVector:
 
     def subtract(self, contributed: SparseVector | DenseVector) -> None:
         """acc -= contributed."""
-        self._acc.whole.update(contributed)
+        if contributed is self.acc:  # all of it
+            self._acc.whole.array.fill(0)
+        else:
+            self._acc.whole.update(contributed)
 
     def commit(self) -> None:
         """What is left of acc is the residual; the old residual's memory is free for the next acc."""

@@ -122,33 +122,31 @@ class Flats:
         def prepare() -> tuple[Vector, Algorithm]:
             if problem is not None:
                 raise problem
-            if vector.algorithm.selector is not None:  # one that may pass NaN by
-                bad = vector.not_finite()
-                if bad is not None:
-                    raise self._not_finite(bad)
+            if vector.algorithm.selector is not None and vector.not_finite() is not None:  # which may pass NaN by
+                raise NonFiniteError("gradients: expected finite values, got NaN or infinity")
             return vector.acc, vector.algorithm
 
         with vector.device.here():
             try:
                 reduction = api.allreduce_vectors(transport, prepare, timeout=timeout, **self._options)
-            except ValueError as error:
-                if not isinstance(error, NonFiniteError):
-                    self._blame(vector, transport, timeout)
+            except ValueError:
+                self._blame(vector, transport, problem, timeout)
                 raise
             vector.subtract(reduction.contributed)
         return reduction.value
 
-    def _not_finite(self, p: torch.Tensor) -> NonFiniteError:
-        return NonFiniteError(f"gradient of {self.names[p]!r}: expected finite values, got NaN or infinity")
-
-    def _blame(self, vector: FlatVector, transport: Transport, timeout: float | None) -> None:
+    def _blame(
+        self, vector: FlatVector, transport: Transport, problem: Exception | None, timeout: float | None
+    ) -> None:
         """A reduction has failed by its values: raise on all ranks what names the parameter, if one is to blame."""
-        bad = vector.not_finite()
+        bad = vector.not_finite() if problem is None else None
+        if bad is not None:
+            problem = NonFiniteError(f"gradient of {self.names[bad]!r}: expected finite values, got NaN or infinity")
 
         def call() -> None:
             with together(transport, "gradients", timeout):
-                if bad is not None:
-                    raise self._not_finite(bad)
+                if problem is not None:
+                    raise problem
                 allgather(transport, np.zeros(1, np.uint8))
                 transport.flush()
 

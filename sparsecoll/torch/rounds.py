@@ -48,7 +48,11 @@ NOTHING = Round([], 0, 0, set(), set(), set(), [])
 
 @dataclass(frozen=True)
 class Row:
-    """One rank's part of a round."""
+    """One rank's part of a round.
+
+    Attributes:
+        checksum: of whatever else all ranks should have alike.
+    """
 
     steps: int
     flags: int

@@ -21,6 +21,7 @@ from sparsecoll.torch.engine import COMPILING
 from sparsecoll.torch.flat import Update
 from sparsecoll.torch.flats import Flats, Sums, names_of
 from sparsecoll.torch.gradients import Scaling, Watch
+from sparsecoll.torch.guards import fingerprint, warn_if_equal
 from sparsecoll.torch.options import check_integer, check_timeout
 from sparsecoll.torch.replicas import (
     Buffers,
@@ -153,6 +154,11 @@ class SparseSGD(torch.optim.Optimizer):
                 check_timeout(timeout)
                 if self._model is not None and not isinstance(self._model, torch.nn.Module):
                     raise TypeError(f"model: expected a torch.nn.Module or None, got {type(self._model).__name__}")
+                if isinstance(self._model, torch.nn.parallel.DistributedDataParallel):
+                    raise TypeError(
+                        "params: expected those of a plain model, got a DistributedDataParallel's, which averages"
+                        " gradients itself, uncompressed: leave the model as it is"
+                    )
                 super(SparseSGD, self).__init__(params, defaults)
                 for group in self.param_groups:
                     check_group(group, choice)
@@ -316,7 +322,10 @@ class SparseSGD(torch.optim.Optimizer):
             with together(self._transport, "end of step", self._patience), self._transport.phase("agree"):
                 if problem is not None:
                     raise problem
-                return row.exchange(self._transport, list(self._flats.names.values()))
+                outcome = row.exchange(self._transport, list(self._flats.names.values()))
+                if self._transport.size > 1 and not max(outcome.steps) and outcome.trainable == self._flats.laid:
+                    warn_if_equal(self._transport, fingerprint(self._flats.names))
+                return outcome
 
         outcome: Round = in_order(self._transport, call)
         if not outcome.alike:

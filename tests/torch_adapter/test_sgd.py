@@ -351,7 +351,7 @@ def test_learning_rates_that_differ_are_an_error_on_all_ranks():
         train(comm, model, optimizer, range(2))
         before = bits(model)
         optimizer.param_groups[0]["lr"] = 0.01 if comm.rank == 1 else 0.1
-        with pytest.raises(CommunicationError, match=r'param_groups.*"lr": 0.01.* on rank 1'):
+        with pytest.raises(CommunicationError, match=r"param_groups.*'lr': 0.01.* on rank 1"):
             train(comm, model, optimizer, range(2, 3))
         assert bits(model) == before
         optimizer.param_groups[0]["lr"] = 0.1
@@ -405,6 +405,9 @@ def test_arguments_that_are_accepted():
     SparseSGD(net().named_parameters(), 0.1)
     with pytest.raises(TypeError, match="got a communicator: pass it by name, comm="):
         simulate(1, lambda comm: SparseSGD(net().parameters(), 0.1, comm))
+    parallel = torch.nn.parallel.DistributedDataParallel
+    with pytest.raises(TypeError, match="rank 0: params: expected those of a plain model"):
+        SparseSGD(net().parameters(), model=parallel.__new__(parallel))
     with pytest.raises(TypeError, match="cannot be pickled or copied"):
         copy.deepcopy(SparseSGD(net().parameters()))
 
@@ -637,6 +640,22 @@ def test_clipping_each_ranks_gradients_is_warned_of_once(caplog):
         assert not caplog.records
         simulate(P, lambda comm: program(comm, clip=True))
     assert len(caplog.records) == 1 and "changed between backward() and step()" in caplog.text
+
+
+def test_ranks_that_train_on_the_same_samples_are_warned(caplog):
+    def program(comm, same):
+        model = net()
+        optimizer = SparseSGD(model.parameters(), 0.1, comm=comm)
+        for step in range(3):
+            optimizer.zero_grad()
+            loss_of(model, batch(0 if same else comm.rank, step)).backward()
+            optimizer.step()
+
+    with caplog.at_level(logging.WARNING, "sparsecoll"):
+        simulate(P, partial(program, same=False))
+        assert not caplog.records
+        simulate(P, partial(program, same=True))
+    assert len(caplog.records) == 1 and "train on the same samples" in caplog.text
 
 
 def test_skipped_steps_hooks_and_groups():
