@@ -24,7 +24,7 @@ from sparsecoll import Algorithm, DenseStream, OkTopk, SparCML, SparseVector, mo
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 
-SEARCH = ("agree", "repartition", "threshold", "tune", "nodes")  # phases that move counts, not entries
+SEARCH = ("agree", "repartition", "threshold", "overlap", "nodes", "pattern")  # phases that move counts or bits
 
 
 def support(name: str, rank: int, n: int, k: int) -> np.ndarray:

@@ -302,9 +302,10 @@ def _overlapped(network: float, work: float, stages: int) -> float:
 def exact_seconds(shape: Shape, t: Tuning) -> Mapping[str, float]:
     """Predicted seconds of the ways to an exact sum, by name: those that `auto` chooses among."""
     P, n, k = shape.P, shape.n, shape.k
+    pattern = 2 * rounds(P) * t.alpha + t.beta * n / 4 * (P - 1) / P  # a bit a coordinate, for sparse vectors
     seconds = {
         "allgather": _allgather(shape, t),
-        "dense": 2 * _dense_waits(shape, t) + 2 * t.beta * n * shape.value_bytes * (P - 1) / P + n * t.dense,
+        "dense": 2 * _dense_waits(shape, t) + 2 * t.beta * n * shape.value_bytes * (P - 1) / P + n * t.dense + pattern,
         "recursive_double": _doubling(shape, t),
         "dynamic": _split(shape, t, k * shape.skew) + _gathered(shape, t),
         "halving": _halving(shape, t) + _gathered(shape, t),

@@ -216,9 +216,17 @@ class SparseVector:
         """Whether a value is NaN."""
         return self.extremes()[1] >= self.nan_key()
 
+    def has_zeros(self) -> bool:
+        """Whether an entry held is zero."""
+        return self.nnz > 0 and self.extremes()[0] == 0
+
     def nonzero(self) -> SparseVector:
         """The entries that are not zero; the vector itself if all are."""
-        return self.at_least(SMALLEST, self.nnz) if self.nnz and self.extremes()[0] == 0 else self
+        return self.at_least(SMALLEST, self.nnz) if self.has_zeros() else self
+
+    def bits(self) -> NDArray[np.uint8]:
+        """One bit for each coordinate, in host memory: whether it is held. See `DenseVector.marked`."""
+        return to_host(np.packbits(_marks([self])))
 
     def first_not_finite(self) -> int | None:
         """The index of the first NaN or infinity."""
@@ -489,6 +497,15 @@ class DenseVector:
         """The values at ascending unique indices (of `index_dtype(length)`), as a sparse vector."""
         return SparseVector.trusted(indices, self.values[indices], self.length)
 
+    def marked(self, bits: NDArray[np.uint8]) -> SparseVector:
+        """The values whose bit is set, zeros among them."""
+        held = np.flatnonzero(np.unpackbits(beside(self.values, bits))[: self.length])
+        return self.entries(held.astype(index_dtype(self.length)))
+
+    def held_by(self, parts: Sequence[SparseVector]) -> SparseVector:
+        """The values at the indices that some part holds, zeros among them."""
+        return self.entries(np.flatnonzero(_marks(parts)).astype(index_dtype(self.length)))
+
     def to_entries(self) -> SparseVector:
         """All values as entries, zeros among them."""
         return self.entries(beside(self.values, np.arange(self.length, dtype=index_dtype(self.length))))
@@ -526,6 +543,15 @@ def _array(given: Any) -> Any:
     if isinstance(given, np.ma.MaskedArray):
         raise TypeError("array: expected one without a mask, got a masked one: use .filled(0) or .compressed()")
     return given if on_gpu(given) else np.asarray(given)
+
+
+def _marks(parts: Sequence[SparseVector]) -> NDArray[np.uint8]:
+    """1 for each coordinate that some part holds."""
+    marks = empty(parts[0].length, np.uint8, parts[0].values)
+    marks[:] = 0
+    for part in parts:
+        marks[part.indices] = 1
+    return marks
 
 
 def _checked_length(length: Any) -> int:

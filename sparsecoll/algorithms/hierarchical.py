@@ -34,7 +34,7 @@ class Hierarchical(Algorithm):
     Args:
         inner: name or object of the algorithm between nodes; the default forms the exact sum, as "oktopk" does not.
         inside: "sparse" merges the node's entries; "dense" adds them into a vector of n values first, which is faster
-            where the ranks of a node together hold a large part of it, and drops sums that are zero.
+            where the ranks of a node together hold a large part of it.
     """
 
     name = "hierarchical"
@@ -84,7 +84,7 @@ class Hierarchical(Algorithm):
         total = DenseVector.zeros(parts[0].length, dtype, parts[0])
         for part in parts:
             total.add_at(part)
-        return total.to_sparse()
+        return total.held_by(parts)
 
     @staticmethod
     def _sparse(vector: Any) -> SparseVector:

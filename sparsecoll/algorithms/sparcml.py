@@ -98,7 +98,7 @@ class SparCML(Algorithm):
             rounded = transport.rounded(part)
             if mine:
                 lost.append(part.rounding_error(rounded))
-            return rounded.nonzero()  # some formats do not send zeros: then no rank may hold them
+            return rounded
 
         with transport.phase("exchange"):
             if rank >= core:

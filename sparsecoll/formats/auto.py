@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -43,11 +44,19 @@ class Auto(Format):
             raise ValueError(f"choose: expected some of {', '.join(names)}, got {self.choose}")
 
     def _best(self, x: SparseVector, wire: WireDtype) -> tuple[Format, Plan]:
+        few = [name for name in ("coo", "packed") if name in self.choose] if x.nnz <= FEW else []
+        names = few or self.choose
+        form, plan = self._best_of([other for other in self.choices if other.name in names], x, wire)
+        if form.fitting(x, wire) is form:
+            return form, plan
+        able = [other for other in self.choices if other.name in names and other.fitting(x, wire) is other]
+        return self._best_of(able or [form.fitting(x, wire)], x, wire)
+
+    def _best_of(self, choices: Sequence[Format], x: SparseVector, wire: WireDtype) -> tuple[Format, Plan]:
         best: tuple[Format, Plan] | None = None
         least = 0.0
-        few = [name for name in ("coo", "packed") if name in self.choose] if x.nnz <= FEW else []
-        for form in self.choices:
-            if form.name not in (few or self.choose) or (best and self._hopeless(form, x, wire, best[1].size)):
+        for form in choices:
+            if best and self._hopeless(form, x, wire, best[1].size):
                 continue
             plan = form.plan(x, wire)
             cost = self._cost(form, plan.size, x)

@@ -129,7 +129,8 @@ class Format(ABC):
 
     def size(self, x: SparseVector, value_dtype: str | None = None) -> int:
         """Exactly the bytes that `encode` returns."""
-        return self.plan(x, wire_dtype(x.dtype, value_dtype)).size
+        wire = wire_dtype(x.dtype, value_dtype)
+        return self.fitting(x, wire).plan(x, wire).size
 
     def encode(self, x: SparseVector, value_dtype: str | None = None) -> Buffer:
         """A new buffer that holds x."""
@@ -138,7 +139,12 @@ class Format(ABC):
             return self._encoded(x, wire)
 
     def _encoded(self, x: SparseVector, wire: WireDtype) -> Buffer:
-        return self.written(self.plan(x, wire), x, wire)
+        form = self.fitting(x, wire)
+        return form.written(form.plan(x, wire), x, wire)
+
+    def fitting(self, x: SparseVector, wire: WireDtype) -> Format:
+        """The format that x travels in: another one, if x holds explicit zeros and this one cannot carry them."""
+        return self
 
     def written(self, plan: Plan, x: SparseVector, wire: WireDtype) -> Buffer:
         """The message of a plan."""
@@ -177,6 +183,11 @@ class Format(ABC):
             raise CommunicationError(
                 f"message: expected {expected} bytes for {nnz} entries in {self.name}, got {buffer.size}"
             )
+
+
+def holds_zeros(x: SparseVector, wire: WireDtype) -> bool:
+    """Whether an entry is zero, or becomes zero on the wire."""
+    return rounded(x, wire.name).has_zeros()
 
 
 def first_index(x: SparseVector) -> int:

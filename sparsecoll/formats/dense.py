@@ -7,20 +7,24 @@ from dataclasses import dataclass
 import numpy as np
 
 from sparsecoll.errors import CommunicationError
-from sparsecoll.formats.base import HEADER, Buffer, Format, Plan, WireDtype, first_index
+from sparsecoll.formats.base import HEADER, Buffer, Format, Plan, WireDtype, first_index, holds_zeros
+from sparsecoll.formats.bitmap import Bitmap
 from sparsecoll.kernels import kernels_of
 from sparsecoll.vector import SparseVector
 
 
 @dataclass(frozen=True)
 class Dense(Format):
-    """Header, first index (8 bytes), then last - first + 1 values. Explicit zeros come back as entries not held.
+    """Header, first index (8 bytes), then last - first + 1 values. What holds explicit zeros travels as a bitmap.
 
     Size: 16 + 8 + (last - first + 1) * value bytes; 24 when nothing is held.
     """
 
     id = 2
     name = "dense"
+
+    def fitting(self, x: SparseVector, wire: WireDtype) -> Format:
+        return Bitmap() if holds_zeros(x, wire) else self
 
     def plan(self, x: SparseVector, wire: WireDtype) -> Plan:
         def write(buffer: Buffer) -> None:

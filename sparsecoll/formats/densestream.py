@@ -8,7 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sparsecoll.errors import CommunicationError
-from sparsecoll.formats.base import HEADER, Buffer, Format, Plan, WireDtype, wire_dtype
+from sparsecoll.formats.base import HEADER, Buffer, Format, Plan, WireDtype, holds_zeros, wire_dtype
+from sparsecoll.formats.packed import Packed
 from sparsecoll.kernels import kernels_of
 from sparsecoll.kernels.memory import beside, empty
 from sparsecoll.vector import SMALLEST, DenseVector, SparseVector
@@ -27,8 +28,8 @@ class DenseStream(Format):
 
     A block begins and ends with an entry held and has at most floor(2 * ceil(log2(N) / 8) / K) zeros in a row between
     (K: bytes of a value): more would cost more than a new block's start and length. (The paper prints the ceiling,
-    which differs below N = 2^24 for float32: two zeros, 8 bytes, where a new block costs 6.) Explicit zeros come back
-    as entries not held.
+    which differs below N = 2^24 for float32: two zeros, 8 bytes, where a new block costs 6.) What holds
+    explicit zeros travels packed.
 
     Size: 24 + 2 * ceil(log2(N) / 8) * blocks + K * (entries and zeros in blocks); for the blocks between the bounds of
     equation (3).
@@ -60,6 +61,9 @@ class DenseStream(Format):
         lasts = np.concatenate([heads[1:] - 1, heads[:1] + x.nnz - 1])  # the first head is 0
         ends = x.indices[lasts].astype(np.uint64)
         return starts, ends - starts + np.uint64(1)
+
+    def fitting(self, x: SparseVector, wire: WireDtype) -> Format:
+        return Packed() if holds_zeros(x, wire) else self
 
     def plan(self, x: SparseVector, wire: WireDtype) -> Plan:
         gap, width = self.gap(x.length, wire), place_bytes(x.length)

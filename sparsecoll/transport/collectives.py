@@ -128,8 +128,11 @@ def separated(message: Buffer, count: int) -> list[Buffer]:
     return blocks
 
 
-def sum_counts(transport: Transport, counts: NDArray[Any]) -> NDArray[Any]:
+def sum_counts(transport: Transport, counts: NDArray[Any], combine: np.ufunc = np.add) -> NDArray[Any]:
     """Element-wise sum, in their own dtype, of integer arrays over the ranks (so the order does not matter).
+
+    Args:
+        combine: what to do instead of adding, such as `np.bitwise_or`; the order must not matter.
 
     Recursive halving, then recursive doubling (Rabenseifner) among the largest power of two of ranks; each other rank
     hands its array to a partner first and gets the sum back. At most 3m items received in 2 log2 P + 2 messages.
@@ -143,14 +146,15 @@ def sum_counts(transport: Transport, counts: NDArray[Any]) -> NDArray[Any]:
         transport.send(rank - core, _raw(total))
         return transport.receive(rank - core).view(counts.dtype)[: counts.size]
     if rank + core < size:
-        total += transport.receive(rank + core).view(counts.dtype)
+        combine(total, transport.receive(rank + core).view(counts.dtype), out=total)
     low, high = 0, core  # the chunks that this rank still sums
     distance = core // 2
     while distance:
         middle = (low + high) // 2
         keep, give = ((low, middle), (middle, high)) if rank & distance == 0 else ((middle, high), (low, middle))
         transport.send(rank ^ distance, _raw(total[give[0] * chunk : give[1] * chunk].copy()))
-        total[keep[0] * chunk : keep[1] * chunk] += transport.receive(rank ^ distance).view(counts.dtype)
+        kept = total[keep[0] * chunk : keep[1] * chunk]
+        combine(kept, transport.receive(rank ^ distance).view(counts.dtype), out=kept)
         low, high = keep
         distance //= 2
     distance = 1

@@ -62,6 +62,40 @@ def test_every_format_gives_the_same_result(algo, format):
     check(5, algo, "random", format=format)
 
 
+EXACT = [name for name, kind in ALGORITHMS.items() if kind.semantics == "exact_sum"]
+LOSSLESS = [name for name, form in sparsecoll.formats.FORMATS.items() if not form.lossy]
+
+
+@pytest.mark.parametrize("P", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("format", LOSSLESS)
+def test_an_exact_sum_holds_every_index_that_some_rank_holds(format, P):
+    """Explicit zeros of both signs, sums that cancel, and values that become zero on the wire."""
+    algos = [*EXACT, sparsecoll.SparCML(variant="recursive_double"), sparsecoll.SparCML(variant="dynamic")]
+    algos += [sparsecoll.Hierarchical(inside="dense"), sparsecoll.DenseStream(repartition="even")]
+
+    def program(comm):
+        places = np.array([3, 7, 8, 9, 11 + comm.rank, 60])
+        values = np.array([1 - 2 * (comm.rank % 2) if comm.rank < P - P % 2 else 0, 0, -0.0, 1e-9, 2, 0], np.float32)
+        x, found = SparseVector(places, values, 64), []
+        options = {"format": format, "value_dtype": "float16"}
+        for algo in algos:
+            y = sparsecoll.allreduce(comm, x, algo, return_reduction=True, **options)
+            found.append(y.value.indices.tolist())
+        reduced = sparsecoll.reduce(comm, x, P - 1, **options)
+        part = sparsecoll.reduce_scatter(comm, x, **options)
+        gathered = [y.indices.tolist() for y in sparsecoll.allgather(comm, x, **options)]
+        sent = sparsecoll.bcast(comm, x, **options)
+        return found, reduced and reduced.indices.tolist(), part.indices.tolist(), gathered, sent.indices.tolist()
+
+    union = [3, 7, 8, 9, *range(11, 11 + P), 60]
+    results = simulate(P, program, ranks_per_node=2).results
+    own = [[3, 7, 8, 9, 11 + rank, 60] for rank in range(P)]
+    for found, reduced, _, gathered, sent in results:
+        assert found == [union] * len(algos)
+        assert reduced in (None, union) and gathered == own and sent == own[0]
+    assert results[-1][1] == union and [i for _, _, part, _, _ in results for i in part] == union
+
+
 @pytest.mark.parametrize("value_dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("algo", ALGORITHMS)
 def test_rounding_on_the_wire_is_part_of_what_did_not_contribute(algo, value_dtype):

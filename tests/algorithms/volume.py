@@ -8,7 +8,7 @@ from cases import support
 import sparsecoll
 from sparsecoll import SparseVector, simulate
 
-OVERHEAD = ("agree", "repartition")  # phases that move counts, not entries
+OVERHEAD = ("agree", "repartition", "pattern")  # phases that move counts or bits, not entries
 HEADER_WORDS = 12  # 16 bytes of header, 16 of sizes and up to 14 of padding, for each region or block sent
 COUNTED = {"format": "coo", "return_reduction": True}
 
