@@ -20,6 +20,11 @@ BLOCKS = [
 def test_block_runs(block, capsys, monkeypatch):
     if "import torch" in block:
         pytest.importorskip("torch")
+    if "from mpi4py import MPI" in block:
+        try:
+            importlib.import_module("mpi4py.MPI")
+        except (ImportError, RuntimeError):
+            pytest.skip("no MPI library")
     if "import cupy" in block:
         if shutil.which("g++") is None:
             pytest.skip("no g++ for a pretended GPU")
