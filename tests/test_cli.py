@@ -18,13 +18,15 @@ ROOT = Path(__file__).parent.parent
 
 
 def test_doctor_finds_this_machine_well(tmp_path, capsys):
+    try:
+        importlib.import_module("mpi4py.MPI")
+    except (ImportError, RuntimeError):
+        pytest.skip("no MPI library, which doctor would find fault with")
     main(["doctor", "--json", str(tmp_path / "findings.json")])
     assert "sparsecoll doctor" in capsys.readouterr().out
     findings = {f["subject"]: f for f in json.loads((tmp_path / "findings.json").read_text())["findings"]}
     assert {"sparsecoll", "Python", "numpy", "ranks", "cores", "kernels", "self-test"} <= set(findings)
-    with contextlib.suppress(ImportError, RuntimeError):  # without an MPI library it must find fault
-        importlib.import_module("mpi4py.MPI")
-        assert all(f["state"] != doctor.BAD for f in findings.values())
+    assert all(f["state"] != doctor.BAD for f in findings.values())
     assert all(f["advice"] for f in findings.values() if f["state"] != doctor.GOOD)
 
 
