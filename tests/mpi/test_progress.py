@@ -61,6 +61,7 @@ def test_errors_come_at_wait_on_every_rank_and_later_calls_work(comm):
 def test_wait_with_a_timeout(comm):
     if comm.size == 1:
         pytest.skip("a call of one rank waits for nobody")
+    sparsecoll.traffic(comm)  # the first call on a communicator waits for all ranks
     if comm.rank == 0:
         for _ in range(1, comm.size):
             comm.recv()  # the others have waited in vain
