@@ -226,7 +226,11 @@ class SparseVector:
 
     def bits(self) -> NDArray[np.uint8]:
         """One bit for each coordinate, in host memory: whether it is held. See `DenseVector.marked`."""
-        return to_host(np.packbits(_marks([self])))
+        if self.on_gpu:
+            return to_host(np.packbits(_marks([self])))
+        bits = np.zeros(-(-self.length // 8), np.uint8)
+        np.bitwise_or.at(bits, self.indices >> 3, np.uint8(128) >> (self.indices & 7).astype(np.uint8))
+        return bits
 
     def first_not_finite(self) -> int | None:
         """The index of the first NaN or infinity."""
@@ -499,8 +503,11 @@ class DenseVector:
 
     def marked(self, bits: NDArray[np.uint8]) -> SparseVector:
         """The values whose bit is set, zeros among them."""
-        held = np.flatnonzero(np.unpackbits(beside(self.values, bits))[: self.length])
-        return self.entries(held.astype(index_dtype(self.length)))
+        set_bytes = np.flatnonzero(bits)  # few: unpack these alone
+        marks = np.unpackbits(bits[set_bytes]).reshape(-1, 8)
+        rows, columns = np.nonzero(marks)
+        held = set_bytes[rows] * 8 + columns
+        return self.entries(beside(self.values, held.astype(index_dtype(self.length))))
 
     def held_by(self, parts: Sequence[SparseVector]) -> SparseVector:
         """The values at the indices that some part holds, zeros among them."""
