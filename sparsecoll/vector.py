@@ -504,9 +504,12 @@ class DenseVector:
     def marked(self, bits: NDArray[np.uint8]) -> SparseVector:
         """The values whose bit is set, zeros among them."""
         set_bytes = np.flatnonzero(bits)  # few: unpack these alone
-        marks = np.unpackbits(bits[set_bytes]).reshape(-1, 8)
-        rows, columns = np.nonzero(marks)
-        held = set_bytes[rows] * 8 + columns
+        inside = np.flatnonzero(np.unpackbits(bits[set_bytes]))
+        held = set_bytes[inside >> 3]
+        held *= 8
+        inside &= 7
+        held += inside
+        del set_bytes, inside
         return self.entries(beside(self.values, held.astype(index_dtype(self.length))))
 
     def held_by(self, parts: Sequence[SparseVector]) -> SparseVector:
