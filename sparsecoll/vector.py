@@ -226,11 +226,7 @@ class SparseVector:
 
     def bits(self) -> NDArray[np.uint8]:
         """One bit for each coordinate, in host memory: whether it is held. See `DenseVector.marked`."""
-        if self.on_gpu:
-            return to_host(np.packbits(_marks([self])))
-        bits = np.zeros(-(-self.length // 8), np.uint8)
-        np.bitwise_or.at(bits, self.indices >> 3, np.uint8(128) >> (self.indices & 7).astype(np.uint8))
-        return bits
+        return _bits([self])
 
     def first_not_finite(self) -> int | None:
         """The index of the first NaN or infinity."""
@@ -514,7 +510,7 @@ class DenseVector:
 
     def held_by(self, parts: Sequence[SparseVector]) -> SparseVector:
         """The values at the indices that some part holds, zeros among them."""
-        return self.entries(np.flatnonzero(_marks(parts)).astype(index_dtype(self.length)))
+        return self.marked(_bits(parts))
 
     def to_entries(self) -> SparseVector:
         """All values as entries, zeros among them."""
@@ -555,13 +551,18 @@ def _array(given: Any) -> Any:
     return given if on_gpu(given) else np.asarray(given)
 
 
-def _marks(parts: Sequence[SparseVector]) -> NDArray[np.uint8]:
-    """1 for each coordinate that some part holds."""
-    marks = empty(parts[0].length, np.uint8, parts[0].values)
-    marks[:] = 0
+def _bits(parts: Sequence[SparseVector]) -> NDArray[np.uint8]:
+    """One bit for each coordinate, in host memory: whether some part holds it."""
+    if parts[0].on_gpu:
+        marks = empty(parts[0].length, np.uint8, parts[0].values)
+        marks[:] = 0
+        for part in parts:
+            marks[part.indices] = 1
+        return to_host(np.packbits(marks))
+    bits = np.zeros(-(-parts[0].length // 8), np.uint8)  # without a byte for each coordinate
     for part in parts:
-        marks[part.indices] = 1
-    return marks
+        np.bitwise_or.at(bits, part.indices >> 3, np.uint8(128) >> (part.indices & 7).astype(np.uint8))
+    return bits
 
 
 def _checked_length(length: Any) -> int:

@@ -73,8 +73,10 @@ class Hierarchical(Algorithm):
             message = FORMATS["coo"].encode(value.astype(x.dtype))
             for rank, part in zip(mine[1:], parts[1:], strict=True):
                 transport.send(rank, joined([message, part.membership(contributed)]))
-        shares = total.intersect(contributed)
-        share = less(x.intersect(contributed), [shares, contributed.scaled(-1)])
+
+        def share() -> SparseVector | DenseVector:
+            return less(x.intersect(contributed), [total.intersect(contributed), contributed.scaled(-1)])
+
         return Reduction(value.astype(x.dtype), share)
 
     def _sum(self, parts: list[SparseVector]) -> SparseVector:
