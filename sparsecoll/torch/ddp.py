@@ -217,7 +217,7 @@ class HookState:
             with together(self.transport, "load_state_dict", self._timeout) as conversation:
                 check(state, self.transport.rank, self.transport.size, self._params, self._compressor.describe())
                 conversation.call["steps"] = state["step"]
-                conversation.agree()
+                conversation.agree(entries=0)
 
         in_order(self.transport, call)
         self._bound, self._pending = {}, False
@@ -257,7 +257,7 @@ def comm_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[torc
                 except Exception:
                     state._drop()
                     raise
-                if state._failed:
+                if state._failed and state._scaler is not None:  # else backward() has raised, and the memory is in use
                     bucket.buffer().fill_(float("nan"))
                 future.set_result(bucket.buffer())
         except Exception as error:

@@ -35,7 +35,7 @@ from sparsecoll.torch.replicas import Buffers, Named, compare, describe, in_orde
 from sparsecoll.torch.rounds import CHANGED, JOINED, NOTHING, SUSPECT, Round, Row
 from sparsecoll.torch.state import check
 from sparsecoll.transport import Transport
-from sparsecoll.transport.collectives import allgather
+from sparsecoll.transport.collectives import allgather, broadcast
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +85,7 @@ class Engine:
         self._given: dict[str, tuple[torch.Tensor, int]] = {}  # means that are gradients now, and their versions
         self._end_reduction()
         self.discard()
+        transport.sharers.append(weakref.ref(self))
 
     # -- parameters
 
@@ -110,7 +111,7 @@ class Engine:
                     "overlap": self._options.overlap,
                     "verify": self._options.verify,
                 }
-                conversation.agree()
+                conversation.agree(entries=0)
                 share(self.transport, tensors.values())
 
         in_order(self.transport, call)
@@ -167,9 +168,12 @@ class Engine:
                 conversation.agree()
                 share(transport, tensors.values())
                 share_optimizer(transport, self._optimizer)
+                steps = np.array([self._buckets.shared.step], np.int64)
+                self._buckets.shared.step = int(broadcast(transport, steps)[0])
 
         in_order(transport, call)
         self._suspect = False
+        transport.sharers.append(weakref.ref(self))
         self.discard()
 
     @contextlib.contextmanager
@@ -201,19 +205,22 @@ class Engine:
         if name in self._given:
             gradient, version = self._given[name]
             self._given[name] = gradient, version + 1
+            if not _same(self.params[name].grad, gradient):
+                self._take_back({name})
         self._dirty = True
         if not self._synchronizing:
             return
         self._last = time.perf_counter()
         self._first = self._last if self._first is None else self._first
         if self._options.overlap:
-            at_end_of_backward(self, self.synchronize)
+            self._asked = True
+            at_end_of_backward(self.transport, partial(_synchronize_all, self.transport))
         if not self._buckets:
             if name not in self._buckets.order:
                 self._buckets.order.append(name)
             return
         place = self._buckets.place.get(name)
-        if place is None or not self._early or self._profiling:
+        if place is None or not self._early or self._profiling or len(_sharing(self.transport)) > 1:
             return
         if self._broken_off:
             return
@@ -231,7 +238,7 @@ class Engine:
             first: the parameter to whose gradient has been added already.
         """
         self._opened = True
-        gone = {name for name, (gradient, _) in self._given.items() if not _same(self.params[name].grad, gradient)}
+        gone = self._gone()
         for name, (gradient, version) in self._given.items():
             if name not in gone and gradient._version > version + (name == first):
                 self._failed = RuntimeError(
@@ -242,6 +249,10 @@ class Engine:
         if first:
             self._unscaled = False
         self._scale = 1.0 if self.scaler is None or self._unscaled else float(self.scaler.get_scale())
+
+    def _gone(self) -> set[str]:
+        """Parameters whose gradients were replaced after they had been reduced."""
+        return {name for name, (gradient, _) in self._given.items() if not _same(self.params[name].grad, gradient)}
 
     def _take_back(self, gone: set[str]) -> None:
         """Gradients of these parameters were thrown away after they had been reduced: residuals are as before."""
@@ -322,6 +333,7 @@ class Engine:
             CommunicationError, RuntimeError: the reduction failed on some rank; gradients are as they were. A gradient
                 that is not finite raises later, in `before_step`: until then all gradients are NaN.
         """
+        self._asked = False
         if self.closed:
             return
         added = self._added()
@@ -333,7 +345,9 @@ class Engine:
 
     def _attempt(self, flags: int) -> Round | None:
         """One reduction of all buckets; None if it has to be made again."""
-        if not self._opened:
+        if self._opened:
+            self._take_back(self._gone())
+        else:
             self._open()
         if not self._buckets:
             self._make_buckets()
@@ -512,7 +526,7 @@ class Engine:
                 compressor.rescale(1 / float(self.scaler.get_scale()))
         self._buckets.commit()
         self._given.clear()
-        self._opened = self._reduced = self._dirty = False
+        self._opened = self._reduced = self._dirty = self._unscaled = False
         if self._profiler is not None:
             self._profiler.stepped()
         self._buckets.shared.step += 1
@@ -530,7 +544,7 @@ class Engine:
             self._changed = self._broken_off = True  # what was sent is sent again with the next back-propagation
         self._buckets.rollback()
         self._given.clear()
-        self._opened = self._reduced = self._dirty = self._unscaled = False
+        self._opened = self._reduced = self._dirty = self._unscaled = self._asked = False
         self._unusable = None
 
     def mean_loss(self, loss: Any) -> Any:
@@ -575,7 +589,7 @@ class Engine:
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors by kind and parameter name as of the last step, other state by bucket, and what they belong to."""
-        if self._sent or self._taken:
+        if (self._sent or self._taken) and not self._broken_off:
             raise RuntimeError("state_dict: expected a call after back-propagation, got one while gradients are sent")
         return self._buckets.state_dict(self.transport)
 
@@ -594,6 +608,8 @@ class Engine:
                 conversation.call["steps"] = 0 if state is None else state["step"]
                 conversation.agree()
                 load()
+                allgather(self.transport, np.zeros(1, np.uint8))  # nobody leaves before all have loaded
+                self.transport.flush()
 
         in_order(self.transport, call)
         self._buckets.load(state or {"tensors": {}}, self.params)
@@ -608,6 +624,19 @@ class Engine:
 def _same(grad: torch.Tensor | None, given: torch.Tensor) -> bool:
     """Whether a gradient is the one that was given, or (with create_graph) a sum that it is a part of."""
     return grad is given or (grad is not None and grad.grad_fn is not None)
+
+
+def _sharing(transport: Transport) -> list[Engine]:
+    """The engines that use a transport, in the same order on all ranks."""
+    engines = [reference() for reference in transport.sharers]
+    return [engine for engine in engines if engine is not None and not engine.closed and engine.transport is transport]
+
+
+def _synchronize_all(transport: Transport) -> None:
+    """At the end of a back-propagation: of all engines that it has met, whichever it has met first on this rank."""
+    for engine in _sharing(transport):
+        if engine._asked:
+            engine.synchronize()
 
 
 def _call_hook(engine: weakref.ref[Engine], name: str, p: torch.Tensor) -> None:

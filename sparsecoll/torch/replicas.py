@@ -220,7 +220,7 @@ def broadcast_model(model: torch.nn.Module, comm: Any = None, root: int = 0) -> 
     def call() -> None:
         with together(transport, "broadcast", None) as conversation:
             conversation.call |= {**describe(tensors), "root": int(root)}
-            conversation.agree()
+            conversation.agree(entries=0)
             share(transport, tensors.values(), root)
 
     in_order(transport, call)

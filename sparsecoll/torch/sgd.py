@@ -213,7 +213,7 @@ class SparseSGD(torch.optim.Optimizer):
             with together(self._transport, "parameters", self._patience) as conversation:
                 refuse_sharded(new.values())
                 conversation.call |= {**describe(new), **common(self.param_groups), "verify": self._verify}
-                conversation.agree()
+                conversation.agree(entries=0)
                 share(self._transport, new.values())
 
         in_order(self._transport, call)

@@ -82,6 +82,7 @@ class Transport(ABC):
         self.tuning: Tuning | None = None  # what all ranks know, see tune.tuning_of
         self.measured = None
         self.groups: dict[tuple[int, ...], Transport] = {}  # see group.group
+        self.sharers: list[Any] = []  # weak references to what makes calls of its own accord, in order of creation
         self.worker: Any = None  # see progress.Worker: once there is one, all calls go through it
         self.stamp = FIRST_STAMP
         self.calls = 0

@@ -97,7 +97,9 @@ class Run:
         self.model = self.module = model()
         self.state = None
         if way == HOOK:
-            self.model = torch.nn.parallel.DistributedDataParallel(Through(self.module), bucket_cap_mb=0.002, **options)
+            self.model = torch.nn.parallel.DistributedDataParallel(
+                Through(self.module), **{"bucket_cap_mb": 0.002, **options}
+            )
             self.state = HookState(comm, compressor, self.model, timeout=TIMEOUT, grad_scaler=scaler)
             self.model.register_comm_hook(self.state, comm_hook)
         self.inner = self.optimizer = inner(self.module.parameters())

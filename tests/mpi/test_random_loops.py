@@ -15,7 +15,7 @@ from loops import LOCAL, ONE, OVERLAP, Ledger, Raise, Run, alike, close, net, pl
 from sparsecoll.torch.compressors import COVAP, QSGD, EFSignSGD, OkTopk, PowerSGD, RandomK, TopK  # noqa: E402
 
 pytestmark = pytest.mark.mpi
-COUNT = int(os.environ.get("SPARSECOLL_LOOPS", "40"))
+COUNT = int(os.environ.get("SPARSECOLL_LOOPS", "120"))
 COMPRESSORS = [
     TopK(0.1, algo="allgather"),
     OkTopk(0.1),
@@ -43,10 +43,15 @@ ACTIONS = {  # name -> weight
     "closure": 2,
 }
 
+BEGINNINGS = ("backward", "backward under no_sync", "synchronize", "raise on all", "clip", "edit")
+
 
 def program(seed, edits):
-    """A list of actions. A mean that was changed in place is stepped on or thrown away next, as the engine demands."""
-    draw, actions, edited = random.Random(seed), [], False
+    """A list of actions. A mean that was changed in place is stepped on or thrown away next, as the engine demands.
+
+    Nor is a step given up in the middle of which layers were frozen: what it has reduced is kept when buckets change.
+    """
+    draw, actions, edited, begun = random.Random(seed), [], False, False
     for _ in range(draw.randrange(5, 16)):
         (action,) = draw.choices(list(ACTIONS), ACTIONS.values())
         if action in ("clip", "edit"):
@@ -56,6 +61,9 @@ def program(seed, edits):
         elif edited:
             action, edited = draw.choice(["step", "zero_grad", "model.zero_grad"]), False
         actions.append(action)
+        if action in ("freeze", "unfreeze") and begun:
+            actions.append("step")
+        begun = actions[-1] not in ("step", "zero_grad", "zero_grad in place") and (begun or action in BEGINNINGS)
     return [*actions, "zero_grad", "backward", "step"]
 
 

@@ -1,0 +1,295 @@
+"""What goes wrong around a training loop, over MPI: heard by all ranks, or undone; and wrappers that come and go."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from loops import HOOK, LOCAL, ONE, OPTIONS, OVERLAP, Run, alike, close, draw, net, plain_sgd, sgd  # noqa: E402
+
+import sparsecoll  # noqa: E402
+import sparsecoll.torch  # noqa: E402
+from sparsecoll.torch import DistributedOptimizer, init_process_group  # noqa: E402
+from sparsecoll.torch.compressors import TopK  # noqa: E402
+
+pytestmark = pytest.mark.mpi
+TOPK = TopK(0.1, algo="allgather")
+
+
+@pytest.fixture(scope="module")
+def comm():
+    from mpi4py import MPI
+
+    torch.set_num_threads(1)
+    init_process_group(MPI.COMM_WORLD)
+    yield MPI.COMM_WORLD
+    torch.distributed.destroy_process_group()
+
+
+def train(run, steps):
+    for step in steps:
+        run.optimizer.zero_grad()
+        run.loss(step).backward()
+        run.optimizer.step()
+    return run
+
+
+class Fails(torch.optim.SGD):
+    bad = False
+
+    def step(self, closure=None):
+        if self.bad:
+            raise MemoryError("step")
+        return super().step(closure)
+
+
+def test_the_wrapped_optimizer_raises_on_one_rank(comm):
+    """All ranks hear of it in the next reduction: their parameters differ, and `move` brings them together again."""
+    run = train(Run(OVERLAP, comm, net, lambda params: Fails(params, 0.1), TOPK), range(2))
+    Fails.bad = comm.rank == comm.size - 1
+    failed = False
+    try:
+        train(run, [2])
+    except MemoryError:
+        failed = True
+    Fails.bad = False
+    assert failed == (comm.rank == comm.size - 1)
+    if comm.size > 1:
+        with pytest.raises(sparsecoll.CommunicationError, match=r"verify|steps"):
+            train(run, [3])
+    run.optimizer.move(comm)
+    train(run, range(4, 6))
+    assert alike(comm, run.values())
+    run.close()
+
+
+def test_the_wrapped_optimizer_raises_on_all_ranks(comm):
+    run = train(Run(OVERLAP, comm, net, lambda params: Fails(params, 0.1)), range(2))
+    Fails.bad = True
+    with pytest.raises(MemoryError):
+        train(run, [2])
+    Fails.bad = False
+    train(run, range(2, 5))
+    alone = train(Run(ONE, comm, net, lambda params: Fails(params, 0.1)), range(5))
+    assert alike(comm, run.values())
+    close(run.values(), alone.values())
+    run.close()
+
+
+@pytest.mark.parametrize("way", [OVERLAP, LOCAL])
+def test_uneven_inputs_with_join(comm, way):
+    """Rank r has 2 + r batches; the sums are divided by all ranks throughout. Another epoch follows."""
+    run = Run(way, comm, net, sgd)
+    alone = Run(ONE, comm, net, sgd)
+    for epoch in range(2):
+        with run.optimizer.join():
+            train(run, range(10 * epoch, 10 * epoch + 2 + comm.rank))
+        for step in range(1 + comm.size):
+            alone.ranks = [rank for rank in range(comm.size) if step < 2 + rank]
+            alone.optimizer.zero_grad()
+            (alone.loss(10 * epoch + step) * (len(alone.ranks) / comm.size)).backward()
+            alone.optimizer.step()
+        assert alike(comm, run.values())
+    close(run.values(), alone.values())
+    run.close()
+
+
+def test_a_wrapper_that_replaces_another(comm):
+    """A notebook's cell is run again: the old one's hooks do nothing any more."""
+    run = train(Run(OVERLAP, comm, net, sgd, TOPK), range(3))
+    alone = Run(ONE, comm, net, sgd)
+    alone.module.load_state_dict(run.module.state_dict())
+    run.inner = sgd(run.params)
+    run.optimizer = DistributedOptimizer(run.inner, run.module, comm, "none", **OPTIONS)
+    train(run, range(3, 6))
+    train(alone, range(3, 6))
+    assert alike(comm, run.values())
+    close(run.values(), alone.values())
+    run.close()
+
+
+def test_a_closed_wrapper_steps_on_its_own(comm):
+    run = train(Run(OVERLAP, comm, net, plain_sgd), range(2))
+    own = net()
+    own.load_state_dict(run.module.state_dict())
+    run.close()
+    messages = run.optimizer.traffic.messages_sent
+    train(run, [2])
+    assert run.optimizer.traffic.messages_sent == messages
+    x, y = draw(comm.rank, 2)
+    torch.nn.functional.mse_loss(own(x), y).backward()
+    plain_sgd(own.parameters()).step()
+    for p, q in zip(run.params, own.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+class Modes(torch.optim.SGD):
+    """As schedule-free optimizers have them."""
+
+    mode = ""
+
+    def train(self):
+        self.mode = "train"
+
+    def eval(self):
+        self.mode = "eval"
+
+
+def test_hooks_groups_and_attributes_of_the_wrapped(comm):
+    run = Run(OVERLAP, comm, net, lambda params: Modes(params, 0.1))
+    calls = []
+    handles = [
+        run.optimizer.register_step_pre_hook(lambda *_: calls.append("pre")),
+        run.optimizer.register_step_post_hook(lambda *_: calls.append("post")),
+    ]
+    run.optimizer.train()
+    assert run.inner.mode == "train" and run.optimizer.mode == "train"
+    train(run, range(2))
+    assert calls == ["pre", "post"] * 2
+    for handle in handles:
+        handle.remove()
+    groups = [{**run.optimizer.param_groups[0], "lr": 0.5}]
+    run.optimizer.param_groups = groups
+    assert run.inner.param_groups is groups
+    train(run, [2])
+    assert calls == ["pre", "post"] * 2 and isinstance(run.optimizer, torch.optim.Optimizer)
+    run.close()
+
+
+def test_buffers_of_batchnorm_and_frozen_parameters(comm):
+    def model():
+        return torch.nn.Sequential(
+            torch.nn.Linear(6, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1).requires_grad_(False)
+        ).double()
+
+    run = Run(OVERLAP, comm, model, lambda params: sgd([p for p in params if p.requires_grad]), TOPK, verify=1)
+    assert alike(comm, run.values())
+    train(run, range(4))
+    assert alike(comm, run.values())
+    x, _ = draw(0, 99)
+    run.model.eval()
+    assert alike(comm, {"out": run.model(x).detach()})
+    run.model.train()
+    if comm.size > 1:
+        if comm.rank == 1:
+            run.module[1].running_mean.data[3] += 1.0
+        run.optimizer.zero_grad()
+        run.module.eval()
+        run.loss(5).backward()
+        with pytest.raises(sparsecoll.CommunicationError, match=r"'1\.running_mean' on rank 1"):
+            run.optimizer.step()
+    run.close()
+
+
+def test_the_loop_of_the_dcgan_tutorial(comm):
+    """netD steps on two back-propagations, netG on one that goes through netD, whose gradients are thrown away."""
+
+    def gan(way):
+        torch.manual_seed(0 if way == ONE else comm.rank)
+        nets = [net(), torch.nn.Sequential(torch.nn.Linear(1, 12), torch.nn.Tanh(), torch.nn.Linear(12, 1)).double()]
+        ranks = range(comm.size) if way == ONE else [comm.rank]
+        g, d = nets
+        inner = [torch.optim.Adam(m.parameters(), 0.01, betas=(0.5, 0.999)) for m in nets]
+        if way != ONE:
+            inner = [DistributedOptimizer(o, m, comm, "none", **OPTIONS) for o, m in zip(inner, nets, strict=True)]
+        optimizer_g, optimizer_d = inner
+
+        def loss(out, label):
+            return torch.nn.functional.binary_cross_entropy_with_logits(out, torch.full_like(out, label))
+
+        for step in range(5):
+            data = [draw(rank, step) for rank in ranks]
+            d.zero_grad()
+            sum(loss(d(y), 1.0) for _, y in data).div(len(data)).backward()
+            fake = [g(x) for x, _ in data]
+            sum(loss(d(f.detach()), 0.0) for f in fake).div(len(data)).backward()
+            optimizer_d.step()
+            g.zero_grad()
+            sum(loss(d(f), 1.0) for f in fake).div(len(data)).backward()
+            optimizer_g.step()
+        if way != ONE:
+            for optimizer in inner:
+                optimizer.close()
+        return {f"{i}.{name}": p.detach() for i, m in enumerate(nets) for name, p in m.named_parameters()}
+
+    values = gan(OVERLAP)
+    assert alike(comm, values)
+    close(values, gan(ONE))
+
+
+def test_clipping_each_ranks_gradient(comm):
+    """overlap=False without synchronize(): what is done to gradients before step() is done before they are sent."""
+    run = Run(LOCAL, comm, net, plain_sgd)
+    expected = net()
+    expected.load_state_dict(run.module.state_dict())
+    run.loss(0).backward()
+    torch.nn.utils.clip_grad_norm_(run.params, 0.05)
+    run.optimizer.step()
+    run.close()
+    clipped = []
+    for rank in range(comm.size):
+        expected.zero_grad()
+        x, y = draw(rank, 0)
+        torch.nn.functional.mse_loss(expected(x), y).backward()
+        torch.nn.utils.clip_grad_norm_(expected.parameters(), 0.05)
+        clipped.append([p.grad for p in expected.parameters()])
+    for p, q, *grads in zip(run.params, expected.parameters(), *clipped, strict=True):
+        torch.testing.assert_close(p.detach(), q.detach() - 0.1 * sum(grads) / comm.size)
+
+
+def test_ranks_that_skip_differently_are_told(comm):
+    """A rank that skips a step by its own loss: all hear of it, and none hangs."""
+    if comm.size == 1:
+        return
+    run = train(Run(LOCAL, comm, net, sgd, TOPK), range(2))
+    with pytest.raises(sparsecoll.CommunicationError, match="steps: expected every rank to take or skip the same ones"):
+        for step in range(2, 6):
+            run.optimizer.zero_grad()
+            run.loss(step).backward()
+            run.optimizer.synchronize()
+            if step == 3 and comm.rank == 1:
+                run.optimizer.zero_grad()
+                continue
+            run.optimizer.step()
+    run.close()
+
+
+def test_nan_in_the_ddp_hook(comm):
+    run = train(Run(HOOK, comm, net, plain_sgd, TOPK), range(2))
+    for step in range(2, 20, 2):  # while buckets of the one that failed are still in the queue
+        loss = run.loss(step)
+        with pytest.raises(Exception, match=rf"rank {comm.size - 1}: gradient of '"):
+            (loss * float("nan") if comm.rank == comm.size - 1 else loss).backward()
+        run.model.zero_grad()
+        train(run, [step + 1])
+    assert alike(comm, run.values())
+
+
+LAUNCHED = """
+import sys, torch, sparsecoll.torch as st
+model = torch.nn.Linear(3, 3)
+inner = torch.optim.SGD(model.parameters(), 0.1)
+try:
+    {"DistributedOptimizer": lambda: st.DistributedOptimizer(inner, model), "HookState": lambda: st.HookState(),
+     "broadcast": lambda: st.broadcast(model)}[sys.argv[1]]()
+except RuntimeError as error:
+    print("refused:", error)
+"""
+
+
+@pytest.mark.parametrize("what", ["DistributedOptimizer", "HookState", "broadcast"])
+@pytest.mark.parametrize("launcher", ["WORLD_SIZE", "SLURM_NTASKS"])
+def test_a_launcher_that_mpi_does_not_know_is_refused(comm, what, launcher):
+    """torchrun and srun without MPI: every process would train on its own."""
+    if comm.rank == 0 and (what == "DistributedOptimizer" or launcher == "WORLD_SIZE"):
+        hidden = ("PMI", "MPI", "OMPI", "PMIX", "HYDRA", "HYDI", "WORLD_SIZE", "RANK", "LOCAL_", "SLURM", "PRTE")
+        env = {name: value for name, value in os.environ.items() if not name.startswith(hidden)}
+        env |= {launcher: "3", "RANK": "1", "LOCAL_RANK": "1"}
+        done = subprocess.run(
+            [sys.executable, "-c", LAUNCHED, what], env=env, capture_output=True, text=True, timeout=200, check=True
+        )
+        assert f"refused: comm: expected 3 ranks, as {launcher} says" in done.stdout, done.stdout + done.stderr
+    comm.Barrier()
