@@ -14,7 +14,7 @@ import torch
 
 from sparsecoll.agreement import together
 from sparsecoll.errors import CommunicationError
-from sparsecoll.transport import Transport, as_transport, default_comm, launcher
+from sparsecoll.transport import LocalTransport, Transport, as_transport, default_comm, launcher
 from sparsecoll.transport.collectives import allgather, broadcast, spread
 
 MESSAGE_BYTES = 64 << 20  # of small tensors that are sent together
@@ -25,19 +25,19 @@ def communicator(comm: Any) -> Transport:
     """The transport of a communicator; None: MPI.COMM_WORLD, or one rank without MPI.
 
     Raises:
-        RuntimeError: None, and a launcher has started several processes of which this MPI knows nothing: each of them
-            would train on its own.
+        RuntimeError: it is MPI.COMM_WORLD with one rank, and a launcher has started several processes of which this MPI
+            knows nothing: each of them would train on its own.
     """
-    if comm is not None:
-        return as_transport(comm)
-    transport = as_transport(default_comm())
+    transport = as_transport(default_comm() if comm is None else comm)
     variable, processes = launcher.processes()
     if transport.size == 1 and processes > 1:
-        raise RuntimeError(
-            f"comm: expected {processes} ranks, as {variable} says, got MPI.COMM_WORLD with one: each process would"
-            " train on its own. Start the job with the mpirun of mpi4py's MPI (`python -m sparsecoll doctor` tells), or"
-            " pass comm=MPI.COMM_SELF if that is what you want"
-        )
+        world = default_comm()
+        if comm is None or isinstance(transport, LocalTransport) or comm == world:
+            raise RuntimeError(
+                f"comm: expected {processes} ranks, as {variable} says, got MPI.COMM_WORLD with one: each process would"
+                " train on its own. Start the job with the mpirun of mpi4py's MPI (`python -m sparsecoll doctor`"
+                " tells), or pass comm=MPI.COMM_SELF if that is what you want"
+            )
     return transport
 
 

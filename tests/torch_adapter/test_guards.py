@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 from sparsecoll import CommunicationError, simulate  # noqa: E402
 from sparsecoll.torch import DistributedOptimizer, init_process_group  # noqa: E402
 from sparsecoll.torch.compressors import TopK  # noqa: E402
+from sparsecoll.transport import default_comm, launcher  # noqa: E402
 
 P = 3
 
@@ -108,3 +109,27 @@ def test_a_hook_that_fails_on_one_rank_fails_on_all():
             optimizer.load_state_dict(optimizer.state_dict())
 
     simulate(P, program)
+
+
+@pytest.mark.parametrize("given", ["None", "default_comm()", "MPI.COMM_WORLD"])
+def test_a_launcher_that_mpi_does_not_know_is_refused(monkeypatch, given):
+    """As under torchrun: two processes, each with a world of one rank."""
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError):
+        MPI = None
+        if given == "MPI.COMM_WORLD":
+            pytest.skip("no MPI library")
+    for size, rank in launcher.VARIABLES:
+        monkeypatch.delenv(size, raising=False)
+        monkeypatch.delenv(rank, raising=False)
+    comm = eval(given, {"MPI": MPI, "default_comm": default_comm})
+    inner = torch.optim.SGD(net().parameters(), 0.1)
+    DistributedOptimizer(inner, [(f"p{i}", p) for i, p in enumerate(inner.param_groups[0]["params"])], comm).close()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for make in (lambda: DistributedOptimizer(inner, [], comm), lambda: init_process_group(comm)):
+        with pytest.raises(RuntimeError, match=r"expected 2 ranks, as WORLD_SIZE says, got MPI\.COMM_WORLD"):
+            make()
+    if MPI is not None:
+        model = net()
+        DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model, MPI.COMM_SELF).close()
