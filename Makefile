@@ -9,7 +9,7 @@ LIMIT := timeout --kill-after=10
 
 SEEDS ?= 1
 
-.PHONY: demo test test-serial test-mpich test-openmpi test-pythons lint fuzz soak bench docs serve gpu clean
+.PHONY: demo test test-serial test-mpich test-openmpi test-pythons frameworks lint fuzz soak bench docs serve gpu clean
 
 demo: $(MPICH)/demo.done  # SEEDS=3 make demo: the means of README's table
 	$(LIMIT) 3000 $(MPICH)/bin/mpirun -n 4 $(MPICH)/bin/python examples/train.py --seeds $(SEEDS)
@@ -29,6 +29,10 @@ test-openmpi: $(OPENMPI)/test.done
 
 test-pythons:  # the contract on the oldest and the newest Python, without MPI and torch; skips those not installed
 	.ci/pythons 3.10 3.13
+
+frameworks: $(MPICH)/frameworks.done  # the examples for Trainer, Accelerate and Lightning; not part of make test
+	$(LIMIT) 900 $(MPICH)/bin/mpirun -n 3 $(MPICH)/bin/python -m pytest -q --color=no --with-mpi tests/mpi/test_frameworks.py
+	$(LIMIT) 900 $(MPICH)/bin/python -m pytest -q tests/test_docs.py tests/test_examples.py -k "frameworks"
 
 lint: $(MPICH)/dev.done
 	$(MPICH)/bin/ruff check . && $(MPICH)/bin/ruff format --check . && $(MPICH)/bin/mypy sparsecoll
@@ -71,6 +75,10 @@ $(MPICH)/demo.done: pyproject.toml constraints.txt | $(MPICH)/bin/python
 
 $(MPICH)/test.done: pyproject.toml constraints.txt | $(MPICH)/bin/python
 	$(MPICH)/bin/python -m pip install $(PIP_FLAGS) -e '.[mpich,torch,examples,test]'
+	touch $@
+
+$(MPICH)/frameworks.done: pyproject.toml constraints.txt | $(MPICH)/bin/python
+	$(MPICH)/bin/python -m pip install $(PIP_FLAGS) -e '.[mpich,torch,examples,test,frameworks]'
 	touch $@
 
 $(MPICH)/dev.done: pyproject.toml constraints.txt | $(MPICH)/bin/python

@@ -18,8 +18,9 @@ BLOCKS = [
 
 @pytest.mark.parametrize("block", BLOCKS)
 def test_block_runs(block, capsys, monkeypatch):
-    if "import torch" in block:
-        pytest.importorskip("torch")
+    for package in ("torch", "transformers", "lightning"):
+        if re.search(rf"^\s*(import|from) (\w+\.)?{package}\b", block, re.M):
+            pytest.importorskip(package)
     if "from mpi4py import MPI" in block:
         try:
             importlib.import_module("mpi4py.MPI")
@@ -33,6 +34,14 @@ def test_block_runs(block, capsys, monkeypatch):
     exec(compile(block, "block", "exec"), {"__name__": "block"})
     for expected in re.findall(r"print\(.*#\s*(\(.*?\))", block):
         assert expected in capsys.readouterr().out
+
+
+def test_classes_of_the_frameworks_page_are_those_of_the_examples():
+    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "frameworks.md").read_text(), re.S | re.M)
+    examples = "\n".join(path.read_text() for path in (ROOT / "examples").glob("*.py"))
+    parts = [part for block in blocks for part in re.split(r"\n\n\n", block)[1:]]
+    shown = [part.strip() for part in parts if not part.startswith("def main")]
+    assert len(shown) == 5 and all(part in examples for part in shown)
 
 
 def test_quickstart_runs_on_virtual_ranks(capsys):

@@ -98,3 +98,20 @@ def test_scaling_study():
     rows = [line.split() for line in printed("scaling.py", "--ranks", "2", "8", "--n", "20000").splitlines()[1:]]
     received = {(row[0], row[1]): float(row[2]) for row in rows}
     assert received["oktopk", "8"] < received["allgather", "8"] < received["dense", "8"]
+
+
+@pytest.mark.parametrize(
+    ("package", "name", "options"),
+    [
+        ("transformers", "hf_trainer.py", ["--steps", "3"]),
+        ("accelerate", "accelerate_loop.py", []),
+        ("lightning", "lightning_module.py", ["--steps", "100"]),
+    ],
+)
+def test_frameworks_on_one_process(package, name, options, tmp_path):
+    """On several: tests/mpi/test_frameworks.py."""
+    pytest.importorskip(package)
+    text = printed(name, *options, "--out", tmp_path).splitlines()[-1]
+    if name != "hf_trainer.py":
+        assert float(text.split(" %")[0].split()[-1]) > 80
+    assert "on 1 ranks" in text

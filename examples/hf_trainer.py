@@ -1,0 +1,138 @@
+"""The Transformers Trainer with compressed gradients: a small GPT-2 learns to count, from one of three numbers.
+
+    mpirun -n 4 python -m mpi4py examples/hf_trainer.py
+    mpirun -n 4 python -m mpi4py examples/hf_trainer.py --steps 90 --resume
+
+Sharding, clipping, accumulation, evaluation and checkpoints are the Trainer's own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from pathlib import Path
+
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_utils import get_last_checkpoint
+
+import sparsecoll.torch
+from sparsecoll.transport import default_comm
+
+
+class SparseTrainer(Trainer):
+    """A Trainer whose gradients DistributedOptimizer reduces, in place of DistributedDataParallel.
+
+    Rank 0 saves the checkpoint; each other rank adds a file with its residuals.
+    """
+
+    def __init__(self, *args, comm, compressor="topk", **kwargs):
+        super().__init__(*args, **kwargs)
+        self.comm, self.compressor, self.resumed_from = comm, compressor, None
+        self.add_callback(SaveResiduals(comm))
+        if self.accelerator.num_processes != comm.size:
+            raise RuntimeError(f"Trainer: expected {comm.size} processes, got {self.accelerator.num_processes}")
+
+    def create_optimizer(self, model=None):
+        if self.optimizer is None:
+            inner, names = super().create_optimizer(model), self.model.named_parameters()
+            distributed = sparsecoll.torch.DistributedOptimizer(inner, names, self.comm, self.compressor)
+            distributed.register_load_state_dict_pre_hook(self.own_residuals)
+            self.model.no_sync = lambda: distributed.no_sync()  # gradients that accumulate are sent once
+            self.accelerator.prepare_model = functools.partial(self.accelerator.prepare_model, evaluation_mode=True)
+            self.optimizer = distributed
+        return self.optimizer
+
+    def train(self, resume_from_checkpoint=None, **kwargs):
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = get_last_checkpoint(self.args.output_dir)
+        self.resumed_from = resume_from_checkpoint
+        return super().train(resume_from_checkpoint, **kwargs)
+
+    def own_residuals(self, _, state):
+        """Called before a state is loaded: the Trainer gives rank 0's to all ranks."""
+        if self.resumed_from and state["sparsecoll"]["rank"] != self.comm.rank:
+            path = Path(self.resumed_from, f"sparsecoll-{self.comm.rank}.pt")
+            return {**state, "sparsecoll": sparsecoll.torch.load(path)}
+        return state
+
+
+class SaveResiduals(TrainerCallback):
+    """Each rank but 0, whose residuals are in the checkpoint's optimizer.pt, saves its own beside it."""
+
+    def __init__(self, comm):
+        self.comm = comm
+
+    def on_save(self, args, state, control, optimizer=None, **kwargs):
+        if self.comm.rank > 0:
+            folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
+            folder.mkdir(parents=True, exist_ok=True)
+            path = folder / f"sparsecoll-{self.comm.rank}.pt"
+            sparsecoll.torch.save(optimizer.state_dict()["sparsecoll"], path)
+
+
+def counting(count: int, seed: int, length: int = 12, vocabulary: int = 40) -> list[dict[str, torch.Tensor]]:
+    """Sequences that count up from a random number by 1, 2 or 3, modulo the vocabulary."""
+    generator = torch.Generator().manual_seed(seed)
+    start = torch.randint(vocabulary, (count, 1), generator=generator)
+    rows = (start + torch.randint(1, 4, (count, 1), generator=generator) * torch.arange(length)) % vocabulary
+    return [{"input_ids": row, "labels": row} for row in rows]
+
+
+def trainer(comm, compressor="topk", folder="hf-results", **options) -> SparseTrainer:
+    """A Trainer of a small GPT-2; `options` are those of TrainingArguments."""
+    torch.set_num_threads(1)  # mpirun, unlike torchrun, leaves every rank all cores
+    sparsecoll.torch.init_process_group(comm)  # before anything of Transformers looks for other processes
+    config = GPT2Config(n_layer=2, n_head=2, n_embd=48, n_positions=12, vocab_size=40, bos_token_id=0, eos_token_id=0)
+    torch.manual_seed(42)
+    model = GPT2LMHeadModel(config)
+    model.loss_type = "ForCausalLM"  # else the Trainer counts a token too many in each sequence
+    defaults = {
+        "use_cpu": not torch.cuda.is_available(),  # else Accelerate takes each rank for the only one
+        "per_device_train_batch_size": 8,
+        "per_device_eval_batch_size": 8,
+        "learning_rate": 3e-3,
+        "lr_scheduler_type": "constant",
+        "seed": 42 + comm.rank,  # dropout differs between ranks
+        "data_seed": 42,  # the order of the samples does not
+        "save_strategy": "no",
+        "logging_steps": 10,
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
+    return SparseTrainer(
+        model=model,
+        args=TrainingArguments(str(folder), **{**defaults, **options}),
+        train_dataset=counting(2000, seed=0),
+        eval_dataset=counting(100, seed=1),
+        comm=comm,
+        compressor=compressor,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--compressor", default="topk")
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--accumulate", type=int, default=1, help="back-propagations per step (%(default)s)")
+    parser.add_argument("--out", default="hf-results", help="folder for checkpoints (%(default)s)")
+    parser.add_argument("--resume", action="store_true", help="from the last checkpoint there")
+    args = parser.parse_args()
+    comm = default_comm()
+    run = trainer(
+        comm,
+        args.compressor,
+        args.out,
+        max_steps=args.steps,
+        gradient_accumulation_steps=args.accumulate,
+        save_strategy="steps",
+        save_steps=30,
+    )
+    run.train(resume_from_checkpoint=args.resume or None)
+    loss = run.evaluate()["eval_loss"]
+    if comm.rank == 0:
+        print(f"evaluation loss {loss:.3f} on {comm.size} ranks")
+
+
+if __name__ == "__main__":
+    main()
