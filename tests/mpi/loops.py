@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from sparsecoll.torch import DistributedOptimizer, HookState, comm_hook
+from sparsecoll.torch import DistributedOptimizer, HookState, SparseSGD, comm_hook
 
 ONE = "one process"
-OVERLAP, LOCAL, HOOK = "DistributedOptimizer", "overlap=False", "DDP hook"
+OVERLAP, LOCAL, HOOK, SPARSE = "DistributedOptimizer", "overlap=False", "DDP hook", "SparseSGD"
 WAYS = (OVERLAP, LOCAL, HOOK)
 SAME = "same"
 AFTER = "same, after `synchronize()`"
@@ -22,6 +22,8 @@ FIND = "same, with `find_unused_parameters=True`"
 RAISES = "no: DDP raises"
 WAITS = "no: DDP waits for the rank"
 TIMEOUT = 60.0
+OWN = "no: gradients are each rank's own"
+NONE = "not SGD"
 OPTIONS = {"bucket_bytes": 2000, "dense_below": 40, "timeout": TIMEOUT}  # several buckets, some of small parameters
 
 
@@ -55,15 +57,24 @@ class Loop:
     inner: Callable = sgd
     cells: dict = field(default_factory=dict)
     rtol: float = 1e-9
-    group: str = ""
+
+    def cell(self, way):
+        """What is expected of a way in."""
+        if way == SPARSE and way not in self.cells:
+            one = self.inner([torch.nn.Parameter(torch.zeros(1)) for _ in range(3)])
+            if type(one) is not torch.optim.SGD:
+                return NONE
+            if self.cells.get(LOCAL) == AFTER:
+                return OWN
+        return self.cells.get(way, SAME)
 
 
 LOOPS: dict[str, Loop] = {}
 
 
 def loop(title, model=net, inner=sgd, rtol=1e-9, **cells):
-    """Enter a loop into LOOPS; cells: overlap=, local=, hook= where something else than SAME is expected."""
-    ways = {"overlap": OVERLAP, "local": LOCAL, "hook": HOOK}
+    """Enter a loop into LOOPS; cells: overlap=, local=, hook=, sparse= where something else than SAME is expected."""
+    ways = {"overlap": OVERLAP, "local": LOCAL, "hook": HOOK, "sparse": SPARSE}
 
     def enter(body):
         LOOPS[body.__name__] = Loop(title, body, model, inner, {ways[k]: v for k, v in cells.items()}, rtol)
@@ -103,6 +114,11 @@ class Run:
             self.state = HookState(comm, compressor, self.model, timeout=TIMEOUT, grad_scaler=scaler)
             self.model.register_comm_hook(self.state, comm_hook)
         self.inner = self.optimizer = inner(self.module.parameters())
+        if way == SPARSE:
+            own = {name: self.inner.defaults[name] for name in ("lr", "momentum", "weight_decay")}
+            groups = [{"params": group["params"]} for group in self.inner.param_groups]
+            options = {"comm": comm, "algo": "dense", "model": self.module, "timeout": TIMEOUT, **options}
+            self.inner = self.optimizer = SparseSGD(groups, **own, **options)
         if way in (OVERLAP, LOCAL):
             options = {**OPTIONS, "overlap": way == OVERLAP, **options}
             self.optimizer = DistributedOptimizer(self.inner, self.module, comm, compressor, **options)
@@ -124,7 +140,7 @@ class Run:
         return total / len(self.ranks)
 
     def no_sync(self):
-        if self.way == ONE:
+        if self.way in (ONE, SPARSE):
             return contextlib.nullcontext()
         return self.model.no_sync() if self.way == HOOK else self.optimizer.no_sync()
 
@@ -586,7 +602,7 @@ def frozen_before_the_step(run):
         run.optimizer.step()
 
 
-@loop("`synchronize()` twice, and a change between")
+@loop("`synchronize()` twice, and a change between", sparse=OWN)
 def synchronized_twice(run):
     for step in range(4):
         run.optimizer.zero_grad()

@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from loops import HOOK, LOCAL, ONE, OPTIONS, OVERLAP, Run, alike, close, draw, net, plain_sgd, sgd  # noqa: E402
+from loops import HOOK, LOCAL, ONE, OPTIONS, OVERLAP, SPARSE, Run, alike, close, draw, net, plain_sgd, sgd  # noqa: E402
 
 import sparsecoll  # noqa: E402
 import sparsecoll.torch  # noqa: E402
@@ -79,7 +79,7 @@ def test_the_wrapped_optimizer_raises_on_all_ranks(comm):
     run.close()
 
 
-@pytest.mark.parametrize("way", [OVERLAP, LOCAL])
+@pytest.mark.parametrize("way", [OVERLAP, LOCAL, SPARSE])
 def test_uneven_inputs_with_join(comm, way):
     """Rank r has 2 + r batches; the sums are divided by all ranks throughout. Another epoch follows."""
     run = Run(way, comm, net, sgd)

@@ -4,7 +4,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from loops import FIND, HOOK, LOOPS, ONE, RAISES, SAME, WAYS, Run, alike, close  # noqa: E402
+from loops import FIND, HOOK, LOOPS, ONE, RAISES, SAME, SPARSE, WAYS, Run, alike, close  # noqa: E402
 
 from sparsecoll.torch import init_process_group  # noqa: E402
 
@@ -21,7 +21,7 @@ def comm():
     torch.distributed.destroy_process_group()
 
 
-RIGHT = [(way, name) for name, loop in LOOPS.items() for way in WAYS if loop.cells.get(way, SAME).startswith(SAME)]
+RIGHT = [(way, name) for name, loop in LOOPS.items() for way in (*WAYS, SPARSE) if loop.cell(way).startswith(SAME)]
 
 
 @pytest.mark.parametrize(("way", "name"), RIGHT)
@@ -29,7 +29,7 @@ def test_a_loop_does_what_one_process_does(comm, way, name):
     loop = LOOPS[name]
     alone = Run(ONE, comm, loop.model, loop.inner)
     loop.body(alone)
-    options = {"find_unused_parameters": True} if loop.cells.get(way) == FIND else {}
+    options = {"find_unused_parameters": True} if loop.cell(way) == FIND else {}
     run = Run(way, comm, loop.model, loop.inner, **options)
     loop.body(run)
     run.close()
@@ -37,7 +37,7 @@ def test_a_loop_does_what_one_process_does(comm, way, name):
     close(run.values(), alone.values(), loop.rtol)
 
 
-@pytest.mark.parametrize("name", [name for name, loop in LOOPS.items() if loop.cells.get(HOOK) == RAISES])
+@pytest.mark.parametrize("name", [name for name, loop in LOOPS.items() if loop.cell(HOOK) == RAISES])
 def test_ddp_raises(comm, name):
     loop = LOOPS[name]
     with pytest.raises(RuntimeError, match=r"in-place|prior iteration|marked (as )?ready"):

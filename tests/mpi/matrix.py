@@ -1,0 +1,35 @@
+"""Writes the table of training loops in docs/torch.md from what the tests expect: `python tests/mpi/matrix.py`."""
+
+import sys
+from pathlib import Path
+
+from loops import HOOK, LOCAL, LOOPS, OVERLAP, SAME, SPARSE
+
+PAGE = Path(__file__).parents[2] / "docs" / "torch.md"
+BEGIN, END = "<!-- loops: begin (tests/mpi/matrix.py) -->", "<!-- loops: end -->"
+WAYS = (OVERLAP, LOCAL, HOOK, SPARSE)
+ELSEWHERE = [  # rows whose tests have a file of their own
+    ("`GradScaler`, an overflow on one rank", {HOOK: "same, with `grad_scaler=`"}),
+    ("`autocast` to bfloat16", {}),
+    ("ranks with different numbers of batches: `with optimizer.join():`", {HOOK: "DDP's own `join()`"}),
+]
+
+
+def table():
+    """The rows, as Markdown."""
+    rows = [(loop.title, [loop.cell(way) for way in WAYS]) for loop in LOOPS.values()]
+    rows += [(title, [cells.get(way, SAME) for way in WAYS]) for title, cells in ELSEWHERE]
+    heads = ["`DistributedOptimizer`", "with `overlap=False`", "DDP hook", "`SparseSGD`"]
+    lines = [["loop", *heads], ["---"] * 5, *([title, *cells] for title, cells in rows)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def page(text):
+    """The page with the table of today."""
+    before, rest = text.split(BEGIN)
+    return f"{before}{BEGIN}\n\n{table()}\n\n{END}{rest.split(END)[1]}"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(PAGE.read_text()))
+    sys.exit(0)
