@@ -3,7 +3,9 @@
 import sys
 from pathlib import Path
 
-from loops import HOOK, LOCAL, LOOPS, OVERLAP, SAME, SPARSE
+from loop import SAME
+from loops import LOOPS
+from runs import HOOK, LOCAL, OVERLAP, SPARSE
 
 PAGE = Path(__file__).parents[2] / "docs" / "torch.md"
 BEGIN, END = "<!-- loops: begin (tests/mpi/matrix.py) -->", "<!-- loops: end -->"

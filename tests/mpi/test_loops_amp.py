@@ -4,7 +4,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from loops import HOOK, LOCAL, ONE, OVERLAP, SPARSE, WAYS, Run, alike, bits, close, net  # noqa: E402
+from runs import HOOK, LOCAL, ONE, OVERLAP, SPARSE, WAYS, Run, alike, bits, close, net  # noqa: E402
 
 from sparsecoll.torch import init_process_group  # noqa: E402
 from sparsecoll.torch.compressors import TopK  # noqa: E402

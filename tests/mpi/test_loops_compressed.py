@@ -4,20 +4,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from loops import (  # noqa: E402
-    HOOK,
-    LOCAL,
-    OVERLAP,
-    TIMEOUT,
-    Ledger,
-    Run,
-    Words,
-    alike,
-    bits,
-    net,
-    plain_sgd,
-    two_heads,
-)
+from loops_of_backward import two_heads  # noqa: E402
+from loops_of_models import Words  # noqa: E402
+from runs import HOOK, LOCAL, OVERLAP, TIMEOUT, Ledger, Run, alike, bits, net, plain_sgd  # noqa: E402
 
 import sparsecoll  # noqa: E402
 from sparsecoll.torch import COMPRESSORS, DistributedOptimizer, init_process_group  # noqa: E402

@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from loops import HOOK, LOCAL, ONE, OPTIONS, OVERLAP, SPARSE, Run, alike, close, draw, net, plain_sgd, sgd  # noqa: E402
+from runs import HOOK, LOCAL, ONE, OPTIONS, OVERLAP, SPARSE, Run, alike, close, draw, net, plain_sgd, sgd  # noqa: E402
 
 import sparsecoll  # noqa: E402
 import sparsecoll.torch  # noqa: E402

@@ -6,7 +6,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from loops import HOOK, LOCAL, OPTIONS, OVERLAP, Raise, Run, alike, bits, draw, net, plain_sgd, sgd  # noqa: E402
+from loops_of_steps import Raise  # noqa: E402
+from runs import HOOK, LOCAL, OPTIONS, OVERLAP, Run, alike, bits, draw, net, plain_sgd, sgd  # noqa: E402
 
 from sparsecoll.torch import DistributedOptimizer, HookState, init_process_group, redistribute  # noqa: E402
 from sparsecoll.torch.compressors import OkTopk, TopK  # noqa: E402

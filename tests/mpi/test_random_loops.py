@@ -10,7 +10,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from loops import LOCAL, ONE, OVERLAP, Ledger, Raise, Run, alike, close, net, plain_sgd, sgd  # noqa: E402
+from loops_of_steps import Raise  # noqa: E402
+from runs import LOCAL, ONE, OVERLAP, Ledger, Run, alike, close, net, plain_sgd, sgd  # noqa: E402
 
 from sparsecoll.torch.compressors import COVAP, QSGD, EFSignSGD, OkTopk, PowerSGD, RandomK, TopK  # noqa: E402
 

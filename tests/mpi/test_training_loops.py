@@ -4,7 +4,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from loops import FIND, HOOK, LOOPS, ONE, RAISES, SAME, SPARSE, WAYS, Run, alike, close  # noqa: E402
+from loop import FIND, RAISES, SAME  # noqa: E402
+from loops import LOOPS  # noqa: E402
+from runs import HOOK, ONE, SPARSE, WAYS, Run, alike, close  # noqa: E402
 
 from sparsecoll.torch import init_process_group  # noqa: E402
 
