@@ -25,7 +25,7 @@ import numpy as np
 from report import Row
 
 from sparsecoll import DenseVector, bench
-from sparsecoll.bench import MPI_ALLREDUCE, Call
+from sparsecoll.cli.bench import MPI_ALLREDUCE, Call
 from sparsecoll.transport import default_comm
 
 DATA = Path(__file__).parent / "data"

@@ -20,7 +20,7 @@ import testbed
 from report import Row, markdown
 from rich.console import Console
 
-from sparsecoll.plot import rows_of
+from sparsecoll.cli.plot import rows_of
 
 ROOT = Path(__file__).parent.parent
 RESULTS, PAGE = ROOT / "perf" / "results", ROOT / "docs" / "benchmarks.md"

@@ -20,9 +20,11 @@ from typing import Any
 import numpy as np
 from report import Row
 
-from sparsecoll import bench, formats, model
+from sparsecoll import formats
+from sparsecoll.algorithms.auto import costmodel
+from sparsecoll.algorithms.auto.tune import tuning_of
+from sparsecoll.cli import bench
 from sparsecoll.transport import as_transport, default_comm
-from sparsecoll.tune import tuning_of
 
 CHOICES = {
     "dense": "dense",
@@ -54,8 +56,8 @@ def points(comm: Any, lengths: list[int], densities: list[float], repeat: int) -
         for density in densities:
             k = max(1, round(n * density))
             entries = bench.Entries(n, k, transport.rank)
-            predicted = model.exact_seconds(
-                model.Shape(n, k, transport.size, 4, n, one_node=transport.one_node), tuning
+            predicted = costmodel.exact_seconds(
+                costmodel.Shape(n, k, transport.size, 4, n, one_node=transport.one_node), tuning
             )
             calls: list[tuple[bench.Call, Any]] = [(bench.Call(text, None, form), entries) for text in CHOICES.values()]
             calls += [(bench.Call("auto", None), entries), (bench.Call(bench.MPI_ALLREDUCE, None), Dense(entries))]

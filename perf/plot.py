@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from sparsecoll import plot
+from sparsecoll.cli import plot
 
 ROOT = Path(__file__).parent.parent
 

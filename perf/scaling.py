@@ -26,7 +26,9 @@ from report import Row
 from rich.console import Console
 
 import sparsecoll
-from sparsecoll import Costs, DenseVector, Network, SparseVector, bench, formats, model
+from sparsecoll import Costs, DenseVector, Network, SparseVector, formats
+from sparsecoll.algorithms.primitives import estimates, pipeline
+from sparsecoll.cli import bench
 
 MODELS = {"BERT": (133_547_324, 0.01), "VGG-16": (14_728_266, 0.02), "LSTM": (27_569_568, 0.02)}  # Ok-Topk, Table 2
 NETWORKS = {"1 Gb/s": Network(50e-6, 8e-9), "10 Gb/s": Network(20e-6, 8e-10), "100 Gb/s": Network(2e-6, 8e-11)}
@@ -130,12 +132,12 @@ def simulated(
         search = sum(moved.phases[p].words_received for p in ("agree", "repartition", "threshold") if p in moved.phases)
         return start, transport.now(), moved.words_received, search, moved.messages_sent
 
-    whole_piece = model.PIECE
-    model.PIECE = max(model.PIECE // scale, 1) if P <= MOST_IN_PIECES else 1 << 60
+    whole_piece = pipeline.PIECE
+    pipeline.PIECE = max(pipeline.PIECE // scale, 1) if P <= MOST_IN_PIECES else 1 << 60
     try:
         results = sparsecoll.simulate(P, program, slow, costs=scaled(costs, scale)).results
     finally:
-        model.PIECE = whole_piece
+        pipeline.PIECE = whole_piece
     seconds = max(r[1] for r in results) - max(r[0] for r in results)
     selecting = 0.0 if algo == "dense" else costs.select * n
     return {
@@ -150,10 +152,10 @@ def simulated(
 
 def scale_of(kind: str, n: int, density: float, P: int, work: float) -> int:
     """By what to divide n: see the top of this file."""
-    k, total = n * density, model.fill_in(n, int(n * density), P)
+    k, total = n * density, estimates.fill_in(n, int(n * density), P)
     shortest = {"Dense": n / P, "TopkA": k, "gTopk": k}.get(kind, k / P)
     handled = P * {"Dense": 2 * n, "TopkA": k * P, "TopkDSA": total, "exact sum": total}.get(kind, k)
-    return max(1, int(min(shortest, model.PIECE / 5) / LEAST), int(np.ceil(handled / work)))
+    return max(1, int(min(shortest, pipeline.PIECE / 5) / LEAST), int(np.ceil(handled / work)))
 
 
 def rows(options: argparse.Namespace, costs: Costs, known: set[tuple[Any, ...]]) -> Iterator[Row]:

@@ -31,7 +31,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
 import sparsecoll.torch
-from sparsecoll import bench
+from sparsecoll.cli import bench
 from sparsecoll.torch import DistributedOptimizer, SparseSGD
 from sparsecoll.torch.compressors import COVAP, DGC, QSGD, Compressor, OkTopk, TopK
 from sparsecoll.transport import as_transport, default_comm

@@ -15,12 +15,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import formulas
 import numpy as np
 import report
 from report import Row
 
 import sparsecoll
-from sparsecoll import Algorithm, DenseStream, OkTopk, SparCML, SparseVector, model, select
+from sparsecoll import Algorithm, DenseStream, OkTopk, SparCML, SparseVector, select
+from sparsecoll.algorithms.primitives import estimates
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 
@@ -49,31 +51,31 @@ def words(low: float, high: float | None = None) -> str:
 
 
 ALGORITHMS: dict[str, tuple[Callable[[], Algorithm], str, Callable[[int, int, int], str]]] = {
-    "dense": (sparsecoll.Dense, "2n(P-1)/P", lambda n, k, P: words(model.dense_words(n, P))),
-    "allgather": (sparsecoll.Allgather, "2k(P-1)", lambda n, k, P: words(model.allgather_words(k, P))),
+    "dense": (sparsecoll.Dense, "2n(P-1)/P", lambda n, k, P: words(formulas.dense_words(n, P))),
+    "allgather": (sparsecoll.Allgather, "2k(P-1)", lambda n, k, P: words(formulas.allgather_words(k, P))),
     "sparcml, recursive_double": (
         partial(SparCML, variant="recursive_double"),
         "2k log P to 2k(P-1)",
-        lambda n, k, P: words(2 * k * model.rounds(P), 2 * k * (P - 1)),
+        lambda n, k, P: words(2 * k * estimates.rounds(P), 2 * k * (P - 1)),
     ),
     "sparcml, dynamic": (
         partial(SparCML, variant="dynamic"),
         "4k(P-1)/P to (2k+n)(P-1)/P",
-        lambda n, k, P: words(*model.sparcml_words(n, k, P)),
+        lambda n, k, P: words(*formulas.sparcml_words(n, k, P)),
     ),
     "densestream": (
         partial(DenseStream, repartition="average"),
         "4k(P-1)/P to 2k((log2(P)/2+1)P-1)",
-        lambda n, k, P: words(*model.densestream_words(k, P)),
+        lambda n, k, P: words(*formulas.densestream_words(k, P)),
     ),
-    "gtopk": (sparsecoll.GTopk, "4k log P, half in", lambda n, k, P: words(model.gtopk_words(k, P) / 2)),
-    "spardl": (sparsecoll.SparDL, "4k(P-1)/P", lambda n, k, P: words(model.spardl_words(k, P))),
+    "gtopk": (sparsecoll.GTopk, "4k log P, half in", lambda n, k, P: words(formulas.gtopk_words(k, P) / 2)),
+    "spardl": (sparsecoll.SparDL, "4k(P-1)/P", lambda n, k, P: words(formulas.spardl_words(k, P))),
     "spardl, 4 teams": (
         partial(sparsecoll.SparDL, teams=4),
         "2k(2(T-1) + 2)/T, T = P/4",
-        lambda n, k, P: words(model.spardl_words(k, P, 4)),
+        lambda n, k, P: words(formulas.spardl_words(k, P, 4)),
     ),
-    "oktopk": (OkTopk, "2k(P-1)/P to 6k(P-1)/P", lambda n, k, P: words(*model.oktopk_words(k, P))),
+    "oktopk": (OkTopk, "2k(P-1)/P to 6k(P-1)/P", lambda n, k, P: words(*formulas.oktopk_words(k, P))),
 }
 
 
@@ -131,7 +133,7 @@ def fill_in(options: argparse.Namespace) -> Iterator[Row]:
             for worker, x in enumerate(chosen, start=1):
                 held[x.indices] = True
                 if worker in (4, 16, 64):
-                    uniform = model.fill_in(n, round(k_share * n), worker) / n
+                    uniform = estimates.fill_in(n, round(k_share * n), worker) / n
                     row[f"P = {worker}"] = f"{held.mean():.1%} (uniform: {uniform:.1%})"
             yield row
         with torch.no_grad():

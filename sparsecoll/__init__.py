@@ -24,16 +24,16 @@ from sparsecoll.algorithms import (
     SparCML,
     SparDL,
 )
-from sparsecoll.api import allreduce, traffic
+from sparsecoll.algorithms.auto.tune import tune
+from sparsecoll.api import allreduce, iallreduce, traffic
 from sparsecoll.collectives import allgather, bcast, reduce, reduce_scatter
 from sparsecoll.convert import as_vector, like
 from sparsecoll.errors import CommunicationError, NonFiniteError
-from sparsecoll.model import Costs, Network, Tuning
-from sparsecoll.progress import Request, iallreduce
 from sparsecoll.residual import Residual
-from sparsecoll.traffic import Traffic
+from sparsecoll.telemetry.traffic import Traffic
 from sparsecoll.transport import DeadlockError, Simulation, shrink, simulate
-from sparsecoll.tune import tune
+from sparsecoll.transport.network import Costs, Network, Tuning
+from sparsecoll.transport.progress import Request
 from sparsecoll.vector import DenseVector, SparseVector
 
 __all__ = [

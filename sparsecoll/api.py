@@ -8,13 +8,14 @@ from typing import Any
 import numpy as np
 
 from sparsecoll import convert, formats
-from sparsecoll.agreement import together
 from sparsecoll.algorithms import Algorithm, Reduction, resolve
 from sparsecoll.formats import Format
 from sparsecoll.select import Vector
-from sparsecoll.trace import doing
-from sparsecoll.traffic import Traffic
+from sparsecoll.telemetry.trace import doing
+from sparsecoll.telemetry.traffic import Traffic
 from sparsecoll.transport import Transport, as_transport
+from sparsecoll.transport.call import together
+from sparsecoll.transport.progress import Request, in_background
 from sparsecoll.vector import DenseVector, SparseVector
 
 VALUE_DTYPES_ON_THE_WIRE = ("float16", "bfloat16", "float32")
@@ -205,6 +206,30 @@ def _reduce(
     transport.traffic.total.seconds += transport.now() - start
     reduction.traffic = transport.traffic.since(before)
     return reduction
+
+
+def iallreduce(comm: Any, x: Any, *arguments: Any, **options: Any) -> Request[Any]:
+    """`allreduce` in the background. Collective: every rank makes the same calls on a communicator in the same order.
+
+    Takes what `allreduce` takes and returns a Request at once. Calls on one communicator, blocking ones too, are
+    carried out one after the other by one thread, in the order in which they were made; those on different
+    communicators side by side. Leave x and the algorithm object alone until `wait` returns.
+
+    Needs MPI_THREAD_MULTIPLE (mpi4py asks for it). With less, and on the simulator, the call is carried out before
+    iallreduce returns.
+
+    >>> def program(comm):
+    ...     requests = [iallreduce(comm, sparsecoll.SparseVector([i], np.ones(1), 5)) for i in range(3)]
+    ...     return [int(request.wait().values[0]) for request in requests]
+    >>> sparsecoll.simulate(4, program).results[0]
+    [4, 4, 4]
+    """
+    transport = as_transport(comm, options.get("timeout"))
+
+    def call() -> Any:
+        return allreduce(transport, x, *arguments, **options)
+
+    return Request(in_background(transport, call))
 
 
 def wanted(x: Vector, k: int | None, density: float | None) -> int | None:

@@ -9,11 +9,11 @@ from typing import Any, TypeVar
 import numpy as np
 
 from sparsecoll import api, convert, formats
-from sparsecoll.agreement import Conversation, together
-from sparsecoll.algorithms.halving import reduce_scatter as halved
+from sparsecoll.algorithms.primitives.halving import reduce_scatter as halved
 from sparsecoll.formats import Format
 from sparsecoll.select import topk
 from sparsecoll.transport import Transport, as_transport
+from sparsecoll.transport.call import Conversation, together
 from sparsecoll.transport.collectives import allgatherv, broadcast, spread
 from sparsecoll.vector import VALUE_DTYPES, DenseVector, SparseVector, accumulator
 

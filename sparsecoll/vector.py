@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from sparsecoll.kernels import kernels_of
 from sparsecoll.kernels.memory import address, beside, contiguous, empty, on_gpu, overlap, to_host
 from sparsecoll.kernels.reference import Array, index_dtype
-from sparsecoll.trace import doing
+from sparsecoll.telemetry.trace import doing
 
 if TYPE_CHECKING:
     from typing_extensions import Self

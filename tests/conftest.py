@@ -8,7 +8,12 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-collect_ignore = ["faulty.py", "hostile.py", "gpu/run.py"]  # programs without examples; the first one needs MPI
+sys.path.append(str(Path(__file__).parent.parent / "perf"))  # for the papers' formulas
+collect_ignore = [
+    "fault_programs.py",
+    "corrupt_messages.py",
+    "gpu/run.py",
+]  # programs, not tests
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # Numba gives files of its cache numbers, which two processes may both take
     folder = Path(__file__).parent.parent / ".pytest_cache" / "numba" / os.environ["PYTEST_XDIST_WORKER"]

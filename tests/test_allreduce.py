@@ -1,10 +1,11 @@
 """The front door: types, options, and the same clear error on every rank."""
 
+import formulas
 import numpy as np
 import pytest
 
 import sparsecoll
-from sparsecoll import ALGORITHMS, CommunicationError, OkTopk, SparseVector, model, simulate
+from sparsecoll import ALGORITHMS, CommunicationError, OkTopk, SparseVector, simulate
 
 N = 50
 GOOD = SparseVector([1, 4], np.array([1.0, -2.0]), N)
@@ -252,7 +253,7 @@ def test_auto_moves_no_more_than_dense_when_vectors_are_full():
         phases = run.results[0].traffic.phases
         return sum(c.words_received for name, c in phases.items() if name not in ("agree", "tune")), set(phases)
 
-    assert traffic(n)[0] <= 1.01 * model.dense_words(n, P)
+    assert traffic(n)[0] <= 1.01 * formulas.dense_words(n, P)
     assert "split" not in traffic(10)[1]
 
 

@@ -30,7 +30,7 @@ def test_block_runs(block, capsys, monkeypatch):
         if shutil.which("g++") is None:
             pytest.skip("no g++ for a pretended GPU")
         monkeypatch.syspath_prepend(ROOT / "tests/gpu")
-        importlib.import_module("pretend").device_library()
+        importlib.import_module("fake_cupy").device_library()
     exec(compile(block, "block", "exec"), {"__name__": "block"})
     for expected in re.findall(r"print\(.*#\s*(\(.*?\))", block):
         assert expected in capsys.readouterr().out

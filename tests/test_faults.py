@@ -1,4 +1,4 @@
-"""Ranks that are killed, stopped or late, under a real mpirun (see faulty.py). Not for timing: bounds are generous."""
+"""Ranks that are killed, stopped or late, under a real mpirun (see fault_programs.py). Bounds are generous."""
 
 import json
 import os
@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("mpi4py")
 MPIRUN = Path(sys.executable).parent / "mpirun"
-PROGRAM = Path(__file__).parent / "faulty.py"
+PROGRAM = Path(__file__).parent / "fault_programs.py"
 
 if not MPIRUN.exists() and shutil.which("mpirun") is None:
     pytest.skip("no mpirun", allow_module_level=True)

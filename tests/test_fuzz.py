@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import sparsecoll
 from sparsecoll import ALGORITHMS, SparseVector, formats, simulate
 from sparsecoll.algorithms import Auto, Hierarchical, resolve
-from sparsecoll.model import Tuning
+from sparsecoll.transport.network import Tuning
 
 CASES = int(os.environ.get("SPARSECOLL_FUZZ", "200"))
 FUZZ = settings(max_examples=CASES, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)

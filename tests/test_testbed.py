@@ -75,7 +75,7 @@ def test_run_does_not_ignore_a_rate_when_hosts_are_up(hosts):
 @pytest.mark.slow
 def test_a_host_cut_off_in_mid_call_is_given_up(hosts):
     """The others raise after their timeout; the next test starts with other hosts."""
-    program = Path(__file__).parent / "faulty.py"
+    program = Path(__file__).parent / "fault_programs.py"
     try:
         printed = testbed.run([sys.executable, str(program), "cut"], timeout=20, capture=True).stdout
     except subprocess.TimeoutExpired as error:  # mpirun itself waits for the host

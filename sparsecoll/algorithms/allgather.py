@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from sparsecoll import formats, model
+from sparsecoll import formats
 from sparsecoll.algorithms.base import Algorithm, Reduction, summed, within
+from sparsecoll.algorithms.primitives import pipeline
 from sparsecoll.formats import Buffer
 from sparsecoll.transport.base import PendingReceive, Transport
-from sparsecoll.transport.collectives import allgatherv, pipeline
+from sparsecoll.transport.collectives import allgatherv
 from sparsecoll.vector import SparseVector
 
 
@@ -34,7 +35,7 @@ class Allgather(Algorithm):
     _edges: list[int] = field(default_factory=list, init=False, repr=False)
 
     def __call__(self, transport: Transport, x: SparseVector, k: int) -> Reduction:
-        stages = model.pieces(k * (x.dtype.itemsize + 1), transport.one_node)
+        stages = pipeline.pieces(k * (x.dtype.itemsize + 1), transport.one_node)
         if stages > 1 and transport.size > 1:
             value = self._in_pieces(transport, x, stages)
             self._edges = value.refined([0, x.length], stages)
@@ -66,5 +67,5 @@ class Allgather(Algorithm):
             sums.append(summed([within(part, low, high, source) for source, part in enumerate(arriving)], x))
 
         with transport.phase("gather"):
-            pipeline(transport, stages, begin, finish)
+            pipeline.run(transport, stages, begin, finish)
             return SparseVector.concatenate(sums)

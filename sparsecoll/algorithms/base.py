@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from sparsecoll import select
 from sparsecoll.errors import CommunicationError, NonFiniteError
 from sparsecoll.select import Selector, Vector
-from sparsecoll.traffic import Traffic
+from sparsecoll.telemetry.traffic import Traffic
 from sparsecoll.transport.base import Transport
 from sparsecoll.vector import SparseVector, accumulator
 

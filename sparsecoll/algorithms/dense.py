@@ -7,12 +7,18 @@ from itertools import pairwise
 
 import numpy as np
 
-from sparsecoll import model
 from sparsecoll.algorithms.base import Algorithm, Reduction
 from sparsecoll.select import Vector
 from sparsecoll.transport.base import Transport
 from sparsecoll.transport.collectives import sum_counts
 from sparsecoll.vector import DenseVector, SparseVector, accumulator
+
+SHORT = 1 << 15  # bytes of a chunk below which the dense sum goes in few messages rather than in many at once
+
+
+def is_short(size: float, P: int) -> bool:
+    """Whether a dense vector of `size` bytes is summed in 2 ceil(log2 P) messages."""
+    return P > 3 and size < SHORT * P
 
 
 @dataclass
@@ -40,7 +46,7 @@ class Dense(Algorithm):
         size = transport.size
         local = x if isinstance(x, DenseVector) else DenseVector(x.to_dense())
         edges = [x.length * j // size for j in range(size + 1)]
-        short = model.short(x.length * x.dtype.itemsize, size)
+        short = is_short(x.length * x.dtype.itemsize, size)
         reduction = (_by_halving if short else _pairwise)(transport, x, local, edges)
         if isinstance(x, SparseVector):
             with transport.phase("pattern"):

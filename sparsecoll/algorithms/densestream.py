@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from functools import partial
 
 from sparsecoll import formats
-from sparsecoll.algorithms import partition
 from sparsecoll.algorithms.base import Algorithm, Reduction, less
-from sparsecoll.algorithms.halving import reduce_scatter
+from sparsecoll.algorithms.primitives import partition
+from sparsecoll.algorithms.primitives.halving import reduce_scatter
 from sparsecoll.formats import FORMATS, Format
 from sparsecoll.select import Vector
 from sparsecoll.transport.base import Transport

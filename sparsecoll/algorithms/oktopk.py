@@ -11,15 +11,15 @@ from typing import Any
 
 import numpy as np
 
-from sparsecoll import formats, model
-from sparsecoll.algorithms import partition
+from sparsecoll import formats
 from sparsecoll.algorithms.base import Algorithm, Reduction, within
-from sparsecoll.algorithms.quantiles import quantiles
+from sparsecoll.algorithms.primitives import partition, pipeline
+from sparsecoll.algorithms.primitives.quantiles import quantiles
 from sparsecoll.errors import NonFiniteError
 from sparsecoll.formats import Buffer
 from sparsecoll.select import ThresholdReuse, Vector
 from sparsecoll.transport.base import PendingReceive, Transport
-from sparsecoll.transport.collectives import allgather, allgatherv, pipeline
+from sparsecoll.transport.collectives import allgather, allgatherv
 from sparsecoll.vector import SparseVector, accumulator
 
 FAR = 2.0  # a k that many times larger or smaller than the last one is another problem, of which nothing is known
@@ -186,13 +186,13 @@ class OkTopk(Algorithm):
             load += sum(part.nnz for part in entries)
             reduced[cut] = SparseVector.sum([reduced[cut], *entries], reduced[cut].dtype)
 
-        pipeline(transport, len(stages), begin, finish)
+        pipeline.run(transport, len(stages), begin, finish)
         return SparseVector.concatenate(reduced), load
 
     @staticmethod
     def _cuts(x: SparseVector, k: int, transport: Transport) -> int:
         """Pieces of each region's messages."""
-        return model.pieces(k * (x.dtype.itemsize + 1) / transport.size, transport.one_node)
+        return pipeline.pieces(k * (x.dtype.itemsize + 1) / transport.size, transport.one_node)
 
     def _cut_regions(self, cuts: int) -> list[int]:
         """The boundaries, with each region cut where the last result had equal numbers of entries."""
@@ -258,7 +258,7 @@ class OkTopk(Algorithm):
         if max(sizes) * transport.size > self.balance_factor * sum(sizes):
             mine = self._balance(transport, mine, [sizes[owner] for owner in order], order)
             sizes = [sum(sizes) * (j + 1) // len(sizes) - sum(sizes) * j // len(sizes) for j in range(len(sizes))]
-        cuts = model.pieces(max(sizes) * (mine.dtype.itemsize + 1), transport.one_node)
+        cuts = pipeline.pieces(max(sizes) * (mine.dtype.itemsize + 1), transport.one_node)
         if cuts > 1 and transport.size > 1:
             return self._gather_in_pieces(transport, mine, cuts)
         blocks = allgatherv(transport, transport.encode(mine))
@@ -282,7 +282,7 @@ class OkTopk(Algorithm):
             for step, block in enumerate(blocks, start=1):
                 arrived((rank - step) % size, block)
 
-        pipeline(transport, cuts, begin, finish)
+        pipeline.run(transport, cuts, begin, finish)
         return SparseVector.concatenate([part for owner in self._owners for part in parts[owner]])
 
     @staticmethod

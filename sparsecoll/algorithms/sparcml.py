@@ -6,13 +6,14 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from sparsecoll import formats, model
-from sparsecoll.algorithms import partition
+from sparsecoll import formats
 from sparsecoll.algorithms.base import Algorithm, Reduction, less
+from sparsecoll.algorithms.primitives import partition
+from sparsecoll.algorithms.primitives.estimates import fill_in, rounds
 from sparsecoll.formats import FORMATS, Auto, Buffer, Format, Quantized
-from sparsecoll.model import Network
 from sparsecoll.transport.base import Transport
 from sparsecoll.transport.collectives import allgatherv
+from sparsecoll.transport.network import Network
 from sparsecoll.vector import SparseVector, accumulator
 
 VARIANTS = ("auto", "recursive_double", "split_allgather", "dynamic")
@@ -78,7 +79,7 @@ class SparCML(Algorithm):
     def _fastest(self, transport: Transport, n: int, k: int) -> str:
         measured = transport.tuning
         known = Network(measured.alpha, measured.beta) if measured is not None else Network()
-        times = model.sparcml_seconds(n, k, transport.size, self.network or known)
+        times = sparcml_seconds(n, k, transport.size, self.network or known)
         return min(times, key=lambda variant: times[variant])
 
     @staticmethod
@@ -181,3 +182,15 @@ class SparCML(Algorithm):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         self._calls = state["calls"]
+
+
+def sparcml_seconds(n: int, k: int, P: int, network: Network) -> dict[str, float]:
+    """Seconds of each variant of `sparcml` at uniform fill-in, COO with float32: alpha per message, beta per byte."""
+    log, share = rounds(P), (P - 1) / P
+    doubling = sum(fill_in(n, k, 2**t) for t in range(log))
+    split = (P - 1 + log) * network.alpha + network.beta * 8 * k * share
+    return {
+        "recursive_double": log * network.alpha + network.beta * 8 * doubling,
+        "split_allgather": split + network.beta * 8 * fill_in(n, k, P) * share,
+        "dynamic": split + network.beta * min(8 * fill_in(n, k, P), 4 * n) * share,
+    }

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 from sparsecoll import formats
 from sparsecoll.algorithms.base import Algorithm, Reduction, check_order, less
-from sparsecoll.algorithms.halving import reduce_scatter, summed
+from sparsecoll.algorithms.primitives.halving import reduce_scatter, summed
 from sparsecoll.select import Vector, topk
 from sparsecoll.transport.base import Transport
 from sparsecoll.transport.collectives import allgatherv

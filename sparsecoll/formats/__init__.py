@@ -19,7 +19,7 @@ from sparsecoll.formats.packed import Packed
 from sparsecoll.formats.quantized import Quantized
 from sparsecoll.formats.slots import Slots
 from sparsecoll.kernels.memory import address, to_host
-from sparsecoll.trace import doing
+from sparsecoll.telemetry.trace import doing
 from sparsecoll.vector import DenseVector, SparseVector
 
 FORMATS: dict[str, Format] = {

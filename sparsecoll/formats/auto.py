@@ -9,10 +9,10 @@ from typing import ClassVar
 from sparsecoll.formats.base import Buffer, Format, Plan, WireDtype
 from sparsecoll.formats.bitmap import Bitmap
 from sparsecoll.formats.coo import Coo
+from sparsecoll.formats.costs import CODING
 from sparsecoll.formats.dense import Dense
 from sparsecoll.formats.densestream import DenseStream
 from sparsecoll.formats.packed import Packed
-from sparsecoll.model import CODING
 from sparsecoll.vector import SparseVector
 
 FEW = 32  # entries of a message up to which only the cheapest formats are planned: the others save a few bytes at most

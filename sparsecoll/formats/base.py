@@ -22,7 +22,7 @@ from sparsecoll.errors import CommunicationError
 from sparsecoll.kernels import kernels_of
 from sparsecoll.kernels.memory import beside, empty, to_host
 from sparsecoll.kernels.reference import index_dtype
-from sparsecoll.trace import doing
+from sparsecoll.telemetry.trace import doing
 from sparsecoll.vector import DenseVector, SparseVector, cut
 
 Buffer = NDArray[np.uint8]

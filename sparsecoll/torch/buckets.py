@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from sparsecoll.agreement import together
 from sparsecoll.torch.compressors import Compressor, Free, NoCompression, Shared, resolve
 from sparsecoll.torch.layout import Bucket, fuse, takes_part
 from sparsecoll.torch.options import Options
 from sparsecoll.torch.replicas import Named, in_order
 from sparsecoll.torch.state import Tensors, collect, encode_extra, restore
 from sparsecoll.transport import Transport
+from sparsecoll.transport.call import together
 from sparsecoll.transport.collectives import allgather, broadcast
 
 

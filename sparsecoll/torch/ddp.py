@@ -15,15 +15,15 @@ import torch
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from sparsecoll.agreement import together
 from sparsecoll.errors import NonFiniteError
-from sparsecoll.progress import in_background
 from sparsecoll.torch.compressors import Compressor, Shared, resolve
 from sparsecoll.torch.device import device_of
 from sparsecoll.torch.layout import Bucket, Layout, residual_dtype
 from sparsecoll.torch.replicas import Named, communicator, in_order, named
 from sparsecoll.torch.state import Tensors, check, collect, encode_extra, restore
+from sparsecoll.transport.call import together
 from sparsecoll.transport.collectives import allgather
+from sparsecoll.transport.progress import in_background
 
 logger = logging.getLogger(__name__)
 

@@ -19,10 +19,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from sparsecoll import trace
-from sparsecoll.agreement import together
 from sparsecoll.errors import NonFiniteError
-from sparsecoll.progress import in_background
+from sparsecoll.telemetry import trace
 from sparsecoll.torch.backward import at_end_of_backward
 from sparsecoll.torch.buckets import Buckets
 from sparsecoll.torch.compressors import Compressor
@@ -35,7 +33,9 @@ from sparsecoll.torch.replicas import Buffers, Named, compare, describe, in_orde
 from sparsecoll.torch.rounds import CHANGED, JOINED, NOTHING, SUSPECT, Round, Row
 from sparsecoll.torch.state import check
 from sparsecoll.transport import Transport
+from sparsecoll.transport.call import together
 from sparsecoll.transport.collectives import allgather, broadcast
+from sparsecoll.transport.progress import in_background
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class Engine:
 
     Attributes:
         params: all named parameters; those that want gradients are in buckets.
-        seconds: of this rank by kind of work (see `sparsecoll.trace`), and "exposed": waited for in `synchronize`.
+        seconds: of this rank by kind of work (see `telemetry.trace`), and "exposed": waited for in `synchronize`.
         scaler: the torch.amp.GradScaler whose scale gradients have, if any.
     """
 

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 
 from sparsecoll import api
-from sparsecoll.agreement import together
 from sparsecoll.algorithms import Algorithm
 from sparsecoll.errors import NonFiniteError
 from sparsecoll.select import Vector
@@ -20,6 +19,7 @@ from sparsecoll.torch.layout import residual_dtype
 from sparsecoll.torch.replicas import in_order
 from sparsecoll.torch.state import STATE, check
 from sparsecoll.transport import Transport
+from sparsecoll.transport.call import together
 from sparsecoll.transport.collectives import allgather
 
 Sums = list[tuple[FlatVector, Vector]]

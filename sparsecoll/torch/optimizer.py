@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from sparsecoll.agreement import together
+from sparsecoll.telemetry.traffic import Traffic
 from sparsecoll.torch.compressors import Compressor, resolve
 from sparsecoll.torch.engine import Engine
 from sparsecoll.torch.guards import refuse_wrapped
@@ -18,8 +18,8 @@ from sparsecoll.torch.options import Options
 from sparsecoll.torch.replicas import Named, communicator, in_order, model_of, named
 from sparsecoll.torch.state import STATE
 from sparsecoll.torch.timeline import Timeline
-from sparsecoll.traffic import Traffic
 from sparsecoll.transport import as_transport
+from sparsecoll.transport.call import together
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -153,7 +153,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Seconds of this rank so far by kind of work (see `sparsecoll.trace`), and "exposed": waited for."""
+        """Seconds of this rank so far by kind of work (see `telemetry.trace`), and "exposed": waited for."""
         return self._engine.seconds
 
     def move(self, comm: Any) -> None:

@@ -11,9 +11,9 @@ import numpy as np
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from sparsecoll.agreement import together
 from sparsecoll.torch.replicas import communicator, in_order
 from sparsecoll.transport import SimComm, Transport
+from sparsecoll.transport.call import together
 from sparsecoll.transport.collectives import node_members, spread
 
 

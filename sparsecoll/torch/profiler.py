@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from sparsecoll.agreement import together
 from sparsecoll.torch.replicas import in_order
 from sparsecoll.transport import Transport
+from sparsecoll.transport.call import together
 from sparsecoll.transport.collectives import allgather
 
 STEPS = slice(2, 7)  # those that count, after the first ones, in which kernels are compiled

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from sparsecoll.agreement import together
 from sparsecoll.errors import CommunicationError
 from sparsecoll.transport import LocalTransport, Transport, as_transport, default_comm, launcher
+from sparsecoll.transport.call import together
 from sparsecoll.transport.collectives import allgather, broadcast, spread
 
 MESSAGE_BYTES = 64 << 20  # of small tensors that are sent together

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from sparsecoll.agreement import together
 from sparsecoll.algorithms import Algorithm
 from sparsecoll.errors import NonFiniteError
 from sparsecoll.formats import Format
+from sparsecoll.telemetry.traffic import Traffic
 from sparsecoll.torch.engine import COMPILING
 from sparsecoll.torch.flat import Update
 from sparsecoll.torch.flats import Flats, Sums, names_of
@@ -39,8 +39,8 @@ from sparsecoll.torch.replicas import (
 from sparsecoll.torch.rounds import JOINED, SUSPECT, Round, Row
 from sparsecoll.torch.sgd_options import Choice, check_group, common
 from sparsecoll.torch.state import STATE
-from sparsecoll.traffic import Traffic
 from sparsecoll.transport import as_transport
+from sparsecoll.transport.call import together
 from sparsecoll.transport.collectives import allgather
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ class Timeline:
     """Records spans of time; give one to DistributedOptimizer as `timeline`.
 
     Rows of the trace: "back-propagation" on the thread that trains; on the thread that communicates one span a bucket
-    with the kinds of work of `sparsecoll.trace` inside. Memory: some 200 bytes a span, until `save` or `clear`.
+    with the kinds of work of `telemetry.trace` inside. Memory: some 200 bytes a span, until `save` or `clear`.
 
     Args:
         rank: the process number of the trace.
@@ -39,7 +39,7 @@ class Timeline:
         self._events.append((name, start, end, threading.get_ident(), about))
 
     def work(self, kind: str, amount: int, span: int = 0) -> contextlib.AbstractContextManager[None]:
-        """A listener's part, see `sparsecoll.trace`."""
+        """A listener's part, see `telemetry.trace`."""
         return self.span(kind, amount=amount)
 
     def clear(self) -> None:

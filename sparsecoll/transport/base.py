@@ -18,12 +18,12 @@ import numpy as np
 from sparsecoll import formats
 from sparsecoll.errors import CommunicationError
 from sparsecoll.formats import FORMATS, Buffer, Format
-from sparsecoll.model import Tuning
-from sparsecoll.trace import doing
-from sparsecoll.traffic import Counts, Traffic
+from sparsecoll.telemetry.trace import doing
+from sparsecoll.telemetry.traffic import Counts, Traffic
+from sparsecoll.transport.network import Tuning
 from sparsecoll.vector import DenseVector, SparseVector
 
-REPORT, FAREWELL = 0, 1  # the stamps of reports, see `sparsecoll.agreement`
+REPORT, FAREWELL = 0, 1  # the stamps of reports, see `sparsecoll.transport.call`
 FIRST_STAMP = 2  # of messages
 STAMPS = 16383  # below it: an MPI tag has one bit more, and every MPI has 32,767 tags
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ from numpy.typing import NDArray
 from sparsecoll.errors import CommunicationError
 from sparsecoll.formats import Buffer
 from sparsecoll.kernels.memory import beside, empty, to_host
-from sparsecoll.transport.base import PendingReceive, Transport
+from sparsecoll.transport.base import Transport
 
 
 def _raw(array: NDArray[Any]) -> Buffer:
@@ -68,32 +67,6 @@ def allgatherv(transport: Transport, block: Buffer) -> list[Buffer]:
         transport.send((rank - have) % size, joined(blocks[:count]))
         blocks += separated(transport.receive((rank + have) % size), count)
     return blocks[size - rank :] + blocks[: size - rank]
-
-
-AHEAD = 2  # stages in flight beside the one that is worked on
-
-
-def pipeline(
-    transport: Transport,
-    stages: int,
-    begin: Callable[[int], list[PendingReceive]],
-    finish: Callable[[list[Buffer]], None],
-) -> None:
-    """Work on what has arrived while more is on its way.
-
-    Args:
-        begin: sends the messages of a stage, and returns the receives to wait for.
-        finish: called with the messages received, stage by stage, up to AHEAD stages later.
-    """
-    travelling: deque[list[PendingReceive]] = deque()
-    for stage in range(stages):
-        travelling.append(begin(stage))
-        transport.progress()
-        if len(travelling) > AHEAD:
-            finish([pending.wait() for pending in travelling.popleft()])
-    for pending_receives in travelling:
-        finish([pending.wait() for pending in pending_receives])
-        transport.progress()
 
 
 def joined(blocks: Sequence[Buffer]) -> Buffer:

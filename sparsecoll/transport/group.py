@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 from sparsecoll.errors import CommunicationError
 from sparsecoll.formats import Buffer
-from sparsecoll.model import Tuning
 from sparsecoll.transport.base import PendingReceive, Transport
+from sparsecoll.transport.network import Tuning
 
 
 class GroupTransport(Transport):

@@ -23,9 +23,9 @@ from mpi4py import MPI
 from sparsecoll.errors import CommunicationError
 from sparsecoll.formats import Buffer
 from sparsecoll.kernels.memory import empty, on_gpu
-from sparsecoll.model import Tuning
-from sparsecoll.trace import doing
+from sparsecoll.telemetry.trace import doing
 from sparsecoll.transport.base import FAREWELL, REPORT, Interrupted, Transport
+from sparsecoll.transport.network import Tuning
 
 logger = logging.getLogger(__name__)
 

@@ -18,10 +18,10 @@ from typing import Any
 
 from sparsecoll.errors import CommunicationError
 from sparsecoll.formats import Buffer
-from sparsecoll.model import Costs, Network, Tuning
-from sparsecoll.trace import listening
-from sparsecoll.traffic import Traffic
+from sparsecoll.telemetry.trace import listening
+from sparsecoll.telemetry.traffic import Traffic
 from sparsecoll.transport.base import REPORT, Interrupted, Transport
+from sparsecoll.transport.network import Costs, Network, Tuning
 
 _STACK_BYTES = 1 << 20
 

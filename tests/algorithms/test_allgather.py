@@ -1,11 +1,13 @@
 """Allgather and dense: their volume and messages are exactly the formulas."""
 
+import formulas
 import numpy as np
 import pytest
 from cases import SUPPORTS
 from volume import HEADER_WORDS, measure
 
-from sparsecoll import Allgather, Dense, allreduce, model, simulate
+from sparsecoll import Allgather, Dense, allreduce, simulate
+from sparsecoll.algorithms.primitives import estimates
 
 
 @pytest.mark.parametrize("P", [2, 3, 5, 8, 16, 33])
@@ -13,17 +15,17 @@ from sparsecoll import Allgather, Dense, allreduce, model, simulate
 def test_allgather(name, P):
     k = 2000
     volume = measure(Allgather, name, P, k)
-    assert volume.received <= model.allgather_words(k, P) + HEADER_WORDS * P
-    assert volume.messages == model.rounds(P)
+    assert volume.received <= formulas.allgather_words(k, P) + HEADER_WORDS * P
+    assert volume.messages == estimates.rounds(P)
     if name in ("random", "same", "one_region"):
-        assert volume.received >= model.allgather_words(k, P)
+        assert volume.received >= formulas.allgather_words(k, P)
 
 
 @pytest.mark.parametrize("P", [2, 3, 5, 8, 16])
 def test_dense(P):
     n = 8192 * P
     volume = measure(Dense, "random", P, 100, n)
-    assert volume.received == volume.sent == model.dense_words(n, P)
+    assert volume.received == volume.sent == formulas.dense_words(n, P)
     assert volume.messages == 2 * (P - 1)
 
 
@@ -31,8 +33,8 @@ def test_dense(P):
 @pytest.mark.parametrize("n", [10, 30_000])
 def test_short_dense_vectors_take_2_log_P_messages_and_no_more_words(n, P):
     volume = measure(Dense, "random", P, 5, n)
-    assert abs(volume.received - model.dense_words(n, P)) <= 2 * min(P, n)
-    assert volume.messages == 2 * model.rounds(P)
+    assert abs(volume.received - formulas.dense_words(n, P)) <= 2 * min(P, n)
+    assert volume.messages == 2 * estimates.rounds(P)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "int64"])

@@ -9,16 +9,17 @@ import pytest
 from cases import same_bits, support
 
 import sparsecoll
-from sparsecoll import Allgather, Auto, Dense, DenseStream, Network, SparCML, SparseVector, Tuning, model, simulate
-from sparsecoll.__main__ import main
-from sparsecoll.algorithms import overlap
-from sparsecoll.algorithms.auto import WORTH_LOOKING
-from sparsecoll.model import Costs
-from sparsecoll.traffic import Counts
+from sparsecoll import Allgather, Auto, Dense, DenseStream, Network, SparCML, SparseVector, Tuning, simulate
+from sparsecoll.algorithms.auto import costmodel, overlap
+from sparsecoll.algorithms.auto.auto import WORTH_LOOKING
+from sparsecoll.algorithms.auto.tune import tuning_of
+from sparsecoll.algorithms.primitives import estimates
+from sparsecoll.cli.main import main
+from sparsecoll.telemetry.traffic import Counts
 from sparsecoll.transport.collectives import allgather
-from sparsecoll.tune import tuning_of
+from sparsecoll.transport.network import Costs
 
-tune = importlib.import_module("sparsecoll.tune")
+tune = importlib.import_module("sparsecoll.algorithms.auto.tune")
 
 CHOICES = {
     "dense": Dense,
@@ -186,7 +187,9 @@ def test_the_sample_tells_overlap_and_skew(k, P):
         assert all(estimate == results[0][0] for estimate, _ in results)
         union = np.unique(np.concatenate([places for _, places in results])).size
         reach, skew = results[0][0]
-        assert model.fill_in(int(reach), k, P) == pytest.approx(union, rel=0.25) or union > model.fill_in(n, k, P)
+        assert estimates.fill_in(int(reach), k, P) == pytest.approx(union, rel=0.25) or union > estimates.fill_in(
+            n, k, P
+        )
         assert (skew > P / 2) == (name == "one_region") or P == 2
 
 
@@ -247,8 +250,8 @@ def test_an_object_keeps_its_choices_and_saves_them():
 def test_reach_inverts_fill_in():
     for n, k, P in ((10**6, 1000, 8), (10**6, 200_000, 4), (5000, 100, 64)):
         for support_size in (k, 2 * k, n):
-            total = model.fill_in(support_size, k, P)
-            assert model.reach(n, k, P, round(total)) == pytest.approx(support_size, rel=0.1)
+            total = estimates.fill_in(support_size, k, P)
+            assert costmodel.reach(n, k, P, round(total)) == pytest.approx(support_size, rel=0.1)
 
 
 def test_bad_option():

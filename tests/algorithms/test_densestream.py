@@ -1,12 +1,14 @@
 """DenseStream allreduce: equation (6), 2 ceil(log2 P) messages for any P, blocks on the wire, balanced split."""
 
+import formulas
 import numpy as np
 import pytest
 from cases import SUPPORTS
 from volume import HEADER_WORDS, measure
 
 import sparsecoll
-from sparsecoll import DenseStream, SparseVector, formats, model, simulate
+from sparsecoll import DenseStream, SparseVector, formats, simulate
+from sparsecoll.algorithms.primitives import estimates
 
 
 @pytest.mark.parametrize("P", [2, 3, 4, 5, 7, 8, 16, 33, 64])
@@ -14,8 +16,8 @@ from sparsecoll import DenseStream, SparseVector, formats, model, simulate
 def test_volume_and_rounds(name, P):
     k = 2000
     volume = measure(DenseStream, name, P, k)
-    lower, upper = model.densestream_words(k, P)
-    assert volume.messages == 2 * model.rounds(P)
+    lower, upper = formulas.densestream_words(k, P)
+    assert volume.messages == 2 * estimates.rounds(P)
     assert volume.received <= upper + 2 * HEADER_WORDS * P
     if name in ("random", "same", "skewed"):
         assert volume.received >= 0.9 * lower

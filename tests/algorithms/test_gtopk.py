@@ -1,12 +1,14 @@
 """gTopk: 4k log P words through the root, one message an edge, exactly k entries, and no mass lost in the tree."""
 
+import formulas
 import numpy as np
 import pytest
 from cases import SUPPORTS
 from volume import HEADER_WORDS, measure
 
 import sparsecoll
-from sparsecoll import GTopk, SparseVector, model, simulate
+from sparsecoll import GTopk, SparseVector, simulate
+from sparsecoll.algorithms.primitives import estimates
 
 
 @pytest.mark.parametrize("P", [2, 3, 5, 8, 16, 33])
@@ -15,13 +17,13 @@ def test_volume(name, P):
     """2k log2 P words into the root and as many out of it; bits for the cut add k/32 a level."""
     k = 2000
     volume = measure(GTopk, name, P, k)
-    allowance = model.rounds(P) * (k / 32 + HEADER_WORDS)
-    assert volume.received <= model.gtopk_words(k, P) / 2 + allowance
-    assert volume.sent <= model.gtopk_words(k, P) / 2 + allowance
-    assert volume.received + volume.sent <= model.gtopk_words(k, P) + 2 * allowance
+    allowance = estimates.rounds(P) * (k / 32 + HEADER_WORDS)
+    assert volume.received <= formulas.gtopk_words(k, P) / 2 + allowance
+    assert volume.sent <= formulas.gtopk_words(k, P) / 2 + allowance
+    assert volume.received + volume.sent <= formulas.gtopk_words(k, P) + 2 * allowance
     assert volume.nnz <= k
     if name == "random":
-        assert volume.nnz == k and volume.received >= 2 * k * model.rounds(P)
+        assert volume.nnz == k and volume.received >= 2 * k * estimates.rounds(P)
 
 
 @pytest.mark.parametrize("P", [2, 3, 6, 7, 12, 16])
@@ -32,7 +34,7 @@ def test_one_message_an_edge_and_direction(P):
         return sum(c.messages_sent for name, c in y.traffic.phases.items() if name in ("reduce", "broadcast"))
 
     sent = simulate(P, program).results
-    assert sum(sent) == 2 * (P - 1) and max(sent) <= model.rounds(P)
+    assert sum(sent) == 2 * (P - 1) and max(sent) <= estimates.rounds(P)
 
 
 def test_values_are_four_bytes():

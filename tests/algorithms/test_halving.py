@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from sparsecoll import DenseStream, SparseVector, allreduce, simulate
-from sparsecoll.algorithms.halving import reduce_scatter
+from sparsecoll.algorithms.primitives.halving import reduce_scatter
 from sparsecoll.formats import FORMATS
 
 N = 3000

@@ -5,7 +5,8 @@ import pytest
 from cases import case, oracle_top, same_bits
 
 import sparsecoll
-from sparsecoll import HiTopK, SparseVector, model, simulate
+from sparsecoll import HiTopK, SparseVector, simulate
+from sparsecoll.algorithms.primitives import estimates
 
 SHAPES = [(1, 1), (3, 1), (5, 2), (6, 3), (7, 3), (7, 7), (12, 4)]  # (P, ranks a node)
 
@@ -78,7 +79,7 @@ def test_words_and_messages_between_nodes_are_those_of_the_paper(P, on_node):
 
     for between, inside in simulate(P, program, ranks_per_node=on_node).results:
         assert between.bytes_received == (nodes - 1) * (8 * k // on_node + 24)
-        assert between.messages_sent == model.rounds(nodes)
+        assert between.messages_sent == estimates.rounds(nodes)
         summed = 4 * n * (on_node - 1) / on_node + 8 * k * nodes * (on_node - 1) / on_node
         assert inside <= summed + 100 * on_node
         assert inside >= 4 * n * (on_node - 1) / on_node

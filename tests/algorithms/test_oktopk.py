@@ -5,7 +5,8 @@ import pytest
 from cases import SUPPORTS, support
 
 import sparsecoll
-from sparsecoll import OkTopk, SparseVector, model, simulate
+from sparsecoll import OkTopk, SparseVector, simulate
+from sparsecoll.algorithms.primitives import estimates
 
 LENGTH = 400_000
 
@@ -320,7 +321,7 @@ def test_a_k_that_varies_a_little_searches_no_more_than_a_constant_one(P):
             rows.append((searching, y.value.nnz, y.value.indices.tobytes()))
         return rows
 
-    sizes = model.rounds(P)
+    sizes = estimates.rounds(P)
     for given in (False, True):
         results = simulate(P, lambda comm, g=given: program(comm, g)).results
         assert all([row[1:] for row in rows] == [row[1:] for row in results[0]] for rows in results)

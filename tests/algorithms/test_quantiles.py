@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparsecoll import simulate
-from sparsecoll.algorithms.quantiles import quantiles
+from sparsecoll.algorithms.primitives.quantiles import quantiles
 
 
 @settings(max_examples=60, deadline=None)

@@ -1,12 +1,15 @@
 """SparCML: three schedules, their volume and messages, the switch to dense streams, quantised streams."""
 
+import formulas
 import numpy as np
 import pytest
 from cases import DISTRIBUTIONS, RANKS, SUPPORTS, case, oracle, same_bits
 from volume import HEADER_WORDS, measure
 
 import sparsecoll
-from sparsecoll import Network, SparCML, SparseVector, Tuning, model, simulate
+from sparsecoll import Network, SparCML, SparseVector, Tuning, simulate
+from sparsecoll.algorithms import sparcml
+from sparsecoll.algorithms.primitives import estimates
 
 VARIANTS = ["recursive_double", "split_allgather", "dynamic"]
 
@@ -49,21 +52,23 @@ def test_volume_of_split_and_gather(name, P):
         volume = measure(lambda v=variant: SparCML(variant=v), name, P, k, n)
         headers = 2 * HEADER_WORDS * P
         if variant == "dynamic":
-            assert volume.received <= model.sparcml_words(n, P * k, P)[1] + headers  # a region can get all P*k entries
+            assert (
+                volume.received <= formulas.sparcml_words(n, P * k, P)[1] + headers
+            )  # a region can get all P*k entries
         assert volume.received <= 2 * k * (P - 1) + 2 * volume.nnz + headers
-        assert volume.messages == P - 1 + model.rounds(P)
+        assert volume.messages == P - 1 + estimates.rounds(P)
     if name == "same":
         spread = measure(lambda: SparCML(variant="split_allgather"), name, P, k, n)
-        assert spread.received >= 0.9 * model.sparcml_words(n, k, P)[0]
+        assert spread.received >= 0.9 * formulas.sparcml_words(n, k, P)[0]
 
 
 @pytest.mark.parametrize("P", [2, 4, 8, 16, 64])
 def test_volume_of_recursive_doubling(P):
     k = 2000
-    for name, words in (("same", 2 * k * model.rounds(P)), ("disjoint", 2 * k * (P - 1))):
+    for name, words in (("same", 2 * k * estimates.rounds(P)), ("disjoint", 2 * k * (P - 1))):
         volume = measure(lambda: SparCML(variant="recursive_double"), name, P, k)
-        assert words * 0.99 <= volume.received <= words + HEADER_WORDS * model.rounds(P)
-        assert volume.messages == model.rounds(P)
+        assert words * 0.99 <= volume.received <= words + HEADER_WORDS * estimates.rounds(P)
+        assert volume.messages == estimates.rounds(P)
 
 
 def test_streams_go_dense_past_the_break_even():
@@ -123,7 +128,7 @@ def test_auto_follows_the_model():
     """Few entries: few messages win. Many: split and gather. Filled in: dense streams."""
     network = Network(alpha=1e-6)
     sizes = {"few": 500, "many": 40_000, "full": 300_000}
-    times = {name: model.sparcml_seconds(10**6, k, 16, network) for name, k in sizes.items()}
+    times = {name: sparcml.sparcml_seconds(10**6, k, 16, network) for name, k in sizes.items()}
     best = {name: min(seconds, key=seconds.get) for name, seconds in times.items()}
     assert best == {"few": "recursive_double", "many": "split_allgather", "full": "dynamic"}
     for k, phase in ((3, "exchange"), (4000, "split")):

@@ -1,12 +1,14 @@
 """SparDL: exactly 4k(P-1)/P words and 2 ceil(log2 P) messages for any P, other sums with teams, and nothing lost."""
 
+import formulas
 import numpy as np
 import pytest
 from cases import SUPPORTS, case, oracle_top, same_bits
 from volume import HEADER_WORDS, measure
 
 import sparsecoll
-from sparsecoll import SparDL, SparseVector, model, select, simulate
+from sparsecoll import SparDL, SparseVector, select, simulate
+from sparsecoll.algorithms.primitives import estimates
 
 
 @pytest.mark.parametrize("P", [2, 3, 4, 5, 6, 7, 8, 12, 16, 33, 64])
@@ -14,11 +16,11 @@ from sparsecoll import SparDL, SparseVector, model, select, simulate
 def test_volume_and_rounds(name, P):
     k = 3000
     volume = measure(SparDL, name, P, k)
-    assert volume.received <= model.spardl_words(k, P) + 4 * P + 2 * HEADER_WORDS * P
-    assert volume.messages == 2 * model.rounds(P)
+    assert volume.received <= formulas.spardl_words(k, P) + 4 * P + 2 * HEADER_WORDS * P
+    assert volume.messages == 2 * estimates.rounds(P)
     assert volume.nnz <= k
     if name in ("random", "same"):  # nearly full blocks: nearly the formula
-        assert volume.received >= 0.8 * model.spardl_words(k, P)
+        assert volume.received >= 0.8 * formulas.spardl_words(k, P)
 
 
 @pytest.mark.parametrize("P", [4, 6, 7])
@@ -33,7 +35,9 @@ def test_full_blocks_meet_the_formula(P):
 
     for words, nnz in simulate(P, program).results:
         assert nnz == k
-        assert model.spardl_words(k, P) - 4 * P <= words <= model.spardl_words(k, P) + 4 * P + 2 * HEADER_WORDS * P
+        assert (
+            formulas.spardl_words(k, P) - 4 * P <= words <= formulas.spardl_words(k, P) + 4 * P + 2 * HEADER_WORDS * P
+        )
 
 
 @pytest.mark.parametrize("P", [3, 8])
@@ -135,9 +139,9 @@ def test_teams_take_the_words_and_messages_of_the_formula(P, teams, d):
         phases = [y.traffic.phases[p] for p in ("split", "teams", "gather") if p in y.traffic.phases]
         return sum(p.words_received for p in phases), sum(p.messages_sent for p in phases)
 
-    formula = model.spardl_words(k, P, d)
+    formula = formulas.spardl_words(k, P, d)
     for words, messages in simulate(P, program).results:
-        assert messages == 2 * model.rounds(T) + model.rounds(d)
+        assert messages == 2 * estimates.rounds(T) + estimates.rounds(d)
         assert formula - 4 * P <= words <= formula + 4 * P + 2 * HEADER_WORDS * P
 
 

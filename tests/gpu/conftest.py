@@ -1,4 +1,4 @@
-"""The device of these tests: a GPU through CuPy where there is one, else a pretence (pretend.py).
+"""The device of these tests: a GPU through CuPy where there is one, else a pretence (fake_cupy.py).
 
 SPARSECOLL_GPU_TESTS=all (run.py sets it) runs the tests that are left out in continuous integration, and more examples.
 """
@@ -12,13 +12,13 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import pretend
+import fake_cupy
 
 
 @pytest.fixture(scope="session")
 def cp():
     """CuPy, or what stands in for it."""
-    library = pretend.device_library()
+    library = fake_cupy.device_library()
     if hasattr(library, "pretend") and shutil.which("g++") is None:
         pytest.skip("no GPU, and no g++ for a pretence of one")
     return library

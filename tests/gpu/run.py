@@ -52,7 +52,7 @@ def cuda_mpi(folder: Path) -> dict[str, str]:
 def pretended_driver(folder: str) -> dict[str, str]:
     """Build the pretended driver; the environment in which it is found."""
     library = Path(folder) / "libcuda.so.1"
-    command = ["gcc", "-shared", "-fPIC", "-w", "-Wl,-soname,libcuda.so.1", "-o", library, HERE / "pretend_driver.c"]
+    command = ["gcc", "-shared", "-fPIC", "-w", "-Wl,-soname,libcuda.so.1", "-o", library, HERE / "fake_driver.c"]
     subprocess.run(command, check=True)
     return {"SPARSECOLL_PRETEND_DRIVER": str(library), "OMPI_MCA_btl_smcuda_use_cuda_ipc": "0"}
 

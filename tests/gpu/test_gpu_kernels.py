@@ -1,4 +1,4 @@
-"""GPU kernels equal the reference to the last bit. Without a GPU the CUDA sources run on the host, see pretend.py."""
+"""GPU kernels equal the reference to the last bit. Without a GPU the CUDA sources run on the host, see fake_cupy.py."""
 
 import os
 

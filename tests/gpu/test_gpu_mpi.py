@@ -1,6 +1,6 @@
 """Device arrays over MPI: direct where MPI takes device pointers, else through pinned memory.
 
-A pretended GPU whose memory is the host's (pretend.py) has no device pointers, so there the way leads through pinned
+A pretended GPU whose memory is the host's (fake_cupy.py) has no device pointers, so there the way leads through pinned
 memory. With SPARSECOLL_PRETEND_DRIVER, or on a GPU, a CUDA-aware MPI gets device pointers.
 """
 

@@ -76,7 +76,7 @@ def test_sources_compile_by_nvcc(source, dtype, tmp_path):
 
 def test_the_pretence_has_no_functions_that_cupy_lacks(cp):
     """Compared with a CuPy that is installed, if only for its names."""
-    pretend = pytest.importorskip("pretend")
+    pretend = pytest.importorskip("fake_cupy")
     code = "import cupy; print('\\n'.join(dir(cupy)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     if done.returncode:
@@ -131,7 +131,7 @@ def test_the_pretence_finds_broken_kernels(cp, damage, monkeypatch):
 def test_benchmark_runs(cp, tmp_path):
     """The script of `make gpu`, on a small vector."""
     code = (
-        "import sys; sys.path[:0] = ['tests/gpu', 'perf']; import pretend; pretend.device_library();"
+        "import sys; sys.path[:0] = ['tests/gpu', 'perf']; import fake_cupy; fake_cupy.device_library();"
         "import gpu; gpu.main(sys.argv[1:])"
     )
     arguments = ["--n", "20000", "--repeat", "1", "--densities", "0.01", "--json", str(tmp_path / "rows.json")]

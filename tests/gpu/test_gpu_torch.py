@@ -153,8 +153,8 @@ def test_overlap_over_mpi(place):
 def test_background_calls_use_the_callers_stream(cp):
     from mpi4py import MPI
 
-    from sparsecoll.progress import in_background
     from sparsecoll.transport import as_transport
+    from sparsecoll.transport.progress import in_background
 
     stream = cp.cuda.Stream(non_blocking=True)
     with stream:

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sparsecoll.__main__ import main
+from sparsecoll.cli.main import main
 
 pytestmark = pytest.mark.mpi
 ALGOS = ["--algo", "MPI_Allreduce", "allgather", "--density", "0.1", "--repeat", "1"]

@@ -11,17 +11,17 @@ import numpy as np
 import torch
 
 from sparsecoll import api
-from sparsecoll.agreement import together
 from sparsecoll.algorithms import Algorithm, Reduction
 from sparsecoll.algorithms.dense import Dense
 from sparsecoll.errors import NonFiniteError
 from sparsecoll.residual import Compensated
 from sparsecoll.select import Vector
+from sparsecoll.telemetry.trace import doing
 from sparsecoll.torch.compressors.versions import Versions
 from sparsecoll.torch.device import Array, Host
 from sparsecoll.torch.layout import Layout
-from sparsecoll.trace import doing
 from sparsecoll.transport import Transport
+from sparsecoll.transport.call import together
 from sparsecoll.transport.collectives import allgatherv
 from sparsecoll.vector import DenseVector, SparseVector
 

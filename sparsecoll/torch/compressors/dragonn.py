@@ -9,6 +9,7 @@ import numpy as np
 
 from sparsecoll import formats, select
 from sparsecoll.algorithms import Algorithm, Allgather, Reduction, resolve
+from sparsecoll.algorithms.auto.tune import tuning_of
 from sparsecoll.formats import Slots
 from sparsecoll.kernels.memory import beside
 from sparsecoll.select import Selector, Vector
@@ -19,7 +20,6 @@ from sparsecoll.torch.device import Array
 from sparsecoll.torch.layout import Layout
 from sparsecoll.transport import Transport
 from sparsecoll.transport.collectives import allgather
-from sparsecoll.tune import tuning_of
 from sparsecoll.vector import DenseVector, SparseVector
 
 

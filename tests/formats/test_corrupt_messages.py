@@ -1,4 +1,4 @@
-"""A short run of hostile.py; `make fuzz` has the long one."""
+"""A short run of corrupt_messages.py; `make fuzz` has the long one."""
 
 import subprocess
 import sys
@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-PROGRAM = Path(__file__).parent.parent / "hostile.py"
+PROGRAM = Path(__file__).parent.parent / "corrupt_messages.py"
 
 
 @pytest.mark.parametrize("kernels", ["cpu", "portable", "reference"])
-def test_hostile_bytes_are_refused_without_damage(kernels, monkeypatch):
+def test_corrupt_bytes_are_refused_without_damage(kernels, monkeypatch):
     monkeypatch.setenv("SPARSECOLL_KERNELS", kernels)
     count = 2000 if kernels == "reference" else 30_000
     command = [sys.executable, str(PROGRAM), "--count", str(count)]

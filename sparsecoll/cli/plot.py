@@ -11,7 +11,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-from sparsecoll.trace import KINDS
+from sparsecoll.telemetry.trace import KINDS
 
 Row = dict[str, Any]
 PARTS = (*KINDS, "other")

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sparsecoll.bench import MPI_ALLREDUCE, Row, about
+from sparsecoll.cli.bench import MPI_ALLREDUCE, Row, about
 
 SHOWN = ("select", "encode", "decode", "merge", "dense", "wait", "other")
 DENSE = (MPI_ALLREDUCE, "dense")

@@ -7,11 +7,12 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from sparsecoll import model
+from sparsecoll.algorithms.auto import costmodel
+from sparsecoll.algorithms.primitives import estimates
 from sparsecoll.kernels.memory import to_host
-from sparsecoll.model import Tuning
 from sparsecoll.transport.base import Transport
 from sparsecoll.transport.collectives import sum_counts
+from sparsecoll.transport.network import Tuning
 from sparsecoll.vector import SparseVector
 
 SLOTS = 256  # of a level; distinct coordinates are counted to some 5 %
@@ -28,11 +29,12 @@ def levels(P: int) -> int:
 def seconds(P: int, tuning: Tuning) -> float:
     """What `estimate` costs."""
     items = levels(P) * SLOTS + min(P, REGIONS)
-    return (2 * model.rounds(P) + 2) * tuning.alpha + 3 * 4 * items * tuning.beta
+    return (2 * estimates.rounds(P) + 2) * tuning.alpha + 3 * 4 * items * tuning.beta
 
 
 def estimate(transport: Transport, x: SparseVector, k: int) -> tuple[float, float]:
-    """(reach, skew), see `model.Shape`: the same on every rank, and a function of the ranks' indices alone. Collective.
+    """(reach, skew), see `costmodel.Shape`: the same on every rank, and a function of the
+    ranks' indices alone. Collective.
 
     Each rank hashes its indices to slots, at several sampling rates, and marks the slots that are hit. The sum of the
     marks over the ranks tells which slots somebody hit, and that how many distinct coordinates there are (linear
@@ -61,7 +63,7 @@ def estimate(transport: Transport, x: SparseVector, k: int) -> tuple[float, floa
     distinct = -SLOTS * math.log1p(-min(hit[level], SLOTS - 1) / SLOTS) * (every << 2 * level)
     sums = total[marks.size :]
     skew = float(sums.max() * regions / sums.sum()) if sums.sum() else 1.0
-    return model.reach(n, k, P, round(distinct)), skew
+    return costmodel.reach(n, k, P, round(distinct)), skew
 
 
 def _mixed(hashes: NDArray[np.uint32]) -> NDArray[np.uint32]:

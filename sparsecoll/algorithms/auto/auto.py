@@ -6,16 +6,18 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from sparsecoll import formats, model
-from sparsecoll.algorithms import overlap
+from sparsecoll import formats
 from sparsecoll.algorithms.allgather import Allgather
+from sparsecoll.algorithms.auto import costmodel, overlap
+from sparsecoll.algorithms.auto.choices import EXACT
+from sparsecoll.algorithms.auto.costmodel import Shape
+from sparsecoll.algorithms.auto.tune import given_tuning, tuning_of
 from sparsecoll.algorithms.base import Algorithm, Reduction, check_order
-from sparsecoll.algorithms.choices import EXACT
 from sparsecoll.algorithms.oktopk import OkTopk
 from sparsecoll.formats import FORMATS
-from sparsecoll.model import Shape, Tuning
+from sparsecoll.transport import network
 from sparsecoll.transport.base import Transport
-from sparsecoll.tune import given_tuning, tuning_of
+from sparsecoll.transport.network import Tuning
 from sparsecoll.vector import SparseVector
 
 WANTED = ("exact_sum", "top_k_of_sum")
@@ -68,9 +70,9 @@ class Auto(Algorithm):
 
     def predictions(self, shape: Shape, tuning: Tuning) -> dict[str, float]:
         """Seconds by name."""
-        seconds = dict(model.exact_seconds(shape, tuning))
+        seconds = dict(costmodel.exact_seconds(shape, tuning))
         if self.want == "top_k_of_sum":
-            seconds["oktopk"] = model.oktopk_seconds(shape, tuning)
+            seconds["oktopk"] = costmodel.oktopk_seconds(shape, tuning)
         return seconds
 
     def costs(self, transport: Transport, shape: Shape) -> Tuning:
@@ -78,7 +80,7 @@ class Auto(Algorithm):
         given = self.tuning or given_tuning(transport)
         if given is not None:
             return given
-        usual = model.IN_ONE_NODE if transport.one_node else model.BETWEEN_NODES
+        usual = network.IN_ONE_NODE if transport.one_node else network.BETWEEN_NODES
         if shape.P == 1 or min(self.predictions(shape, usual).values()) < WORTH_MEASURING:
             return usual
         return tuning_of(transport)

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from sparsecoll import Tuning, doctor, simulate
-from sparsecoll.__main__ import main
+from sparsecoll import Tuning, simulate
+from sparsecoll.cli import doctor
+from sparsecoll.cli.main import main
 from sparsecoll.transport import LocalTransport
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 
 
 def test_doctor_finds_this_machine_well(tmp_path, capsys):
@@ -137,7 +138,7 @@ def test_simulate_counts_and_models(tmp_path, capsys):
     ],
 )
 def test_errors_are_one_line(arguments, expected, capsys, monkeypatch):
-    monkeypatch.setattr("sparsecoll.__main__._warn_of_one_rank", lambda comm: None)
+    monkeypatch.setattr("sparsecoll.cli.main._warn_of_one_rank", lambda comm: None)
     with pytest.raises(SystemExit) as ended:
         main(arguments.split())
     told = capsys.readouterr()
@@ -165,7 +166,7 @@ def test_one_process_of_a_job_prints(capsys, monkeypatch):
 
 
 def test_bench_on_one_rank_says_so(capsys, monkeypatch):
-    monkeypatch.setattr("sparsecoll.__main__.default_comm", LocalTransport)
+    monkeypatch.setattr("sparsecoll.cli.main.default_comm", LocalTransport)
     small = ["bench", "--n", "1000", "--algo", "MPI_Allreduce", "allgather", "--density", "0.1", "--repeat", "1"]
     main(small)
     told = capsys.readouterr()

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from sparsecoll.algorithms.quantiles import quantiles
+from sparsecoll.algorithms.primitives.quantiles import quantiles
 from sparsecoll.transport.base import Transport
 from sparsecoll.transport.collectives import allgather, sum_counts
 from sparsecoll.vector import SparseVector

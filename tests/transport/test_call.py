@@ -9,11 +9,11 @@ from cases import case, oracle
 
 import sparsecoll
 from sparsecoll import ALGORITHMS, CommunicationError, SparseVector, simulate
-from sparsecoll.agreement import KEPT, NUMBERS, number_of_name, together
 from sparsecoll.algorithms import Auto, Hierarchical, resolve
-from sparsecoll.model import Tuning
 from sparsecoll.transport.base import FIRST_STAMP, STAMPS
+from sparsecoll.transport.call import KEPT, NUMBERS, number_of_name, together
 from sparsecoll.transport.collectives import allgather
+from sparsecoll.transport.network import Tuning
 
 K = 60
 EXACT = [name for name, kind in ALGORITHMS.items() if kind.semantics == "exact_sum" and name != "hierarchical"]

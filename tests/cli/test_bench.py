@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from sparsecoll import Costs, Network, SparseVector, bench, simulate
-from sparsecoll.__main__ import main
-from sparsecoll.bench import Call
+from sparsecoll.cli.bench import Call
+from sparsecoll.cli.main import main
 
 
 def test_algorithms_by_text():
@@ -143,7 +143,7 @@ def test_rows_are_saved_as_they_come(tmp_path, monkeypatch):
 
 
 def test_dense_is_a_line_in_the_figures_of_the_sparse_ones(tmp_path, monkeypatch):
-    plot = pytest.importorskip("sparsecoll.plot")
+    plot = pytest.importorskip("sparsecoll.cli.plot")
     pyplot = pytest.importorskip("matplotlib.pyplot")
     rows = [
         {"algo": algo, "n": 9, "density": density, "P": P, "seconds": P * 0.01, "bytes_received": 10 * P}
@@ -159,7 +159,7 @@ def test_dense_is_a_line_in_the_figures_of_the_sparse_ones(tmp_path, monkeypatch
 
 
 def test_the_legend_is_not_over_the_label_of_the_axis(tmp_path):
-    plot = pytest.importorskip("sparsecoll.plot")
+    plot = pytest.importorskip("sparsecoll.cli.plot")
     pyplot = pytest.importorskip("matplotlib.pyplot")
     for count in (1, 12):
         rows = [{"algo": f"a{i}", "density": 0.1, **dict.fromkeys(plot.PARTS, 1e-3)} for i in range(count)]

@@ -20,9 +20,9 @@ import numpy as np
 from sparsecoll import api
 from sparsecoll._version import __version__
 from sparsecoll.kernels import kernels_of
-from sparsecoll.model import Tuning
 from sparsecoll.transport import as_transport, launcher, simulate
 from sparsecoll.transport.collectives import node_members
+from sparsecoll.transport.network import Tuning
 from sparsecoll.vector import SparseVector
 
 GOOD, WORSE, BAD = "good", "could be better", "broken"
@@ -240,7 +240,7 @@ def telling_line(output: str) -> str:
 
 
 _PROGRAM = (
-    "from sparsecoll.doctor import self_test; from sparsecoll.transport import default_comm; import sys;"
+    "from sparsecoll.cli.doctor import self_test; from sparsecoll.transport import default_comm; import sys;"
     "comm = default_comm(); found = self_test(comm); assert comm.size == 2, f'{comm.size} ranks';"
     "sys.stdout.write(found.found + chr(10))"
 )

@@ -25,11 +25,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sparsecoll import api, trace
+from sparsecoll import api
 from sparsecoll._version import __version__
 from sparsecoll.algorithms import ALGORITHMS, Algorithm
 from sparsecoll.formats import Format
 from sparsecoll.select import SELECTORS
+from sparsecoll.telemetry import trace
 from sparsecoll.transport import Transport, as_transport
 from sparsecoll.transport.collectives import allgather
 from sparsecoll.vector import SparseVector

@@ -1,10 +1,10 @@
 // A pretend libcuda.so.1, for an MPI that was built with CUDA, on a machine without a GPU.
 //
 // Device memory is mapped twice: at the address handed out nobody may read or write (a touch is a segmentation fault, as on
-// a GPU), and at a second one, which only the copies here and tests/gpu/pretend.py (by pretend_alias) use. Streams and
+// a GPU), and at a second one, which only the copies here and tests/gpu/fake_cupy.py (by pretend_alias) use. Streams and
 // events are done at once. There is no CUDA IPC: set OMPI_MCA_btl_smcuda_use_cuda_ipc=0.
 //
-//     gcc -shared -fPIC -Wl,-soname,libcuda.so.1 -o libcuda.so.1 pretend_driver.c
+//     gcc -shared -fPIC -Wl,-soname,libcuda.so.1 -o libcuda.so.1 fake_driver.c
 #define _GNU_SOURCE
 #include <pthread.h>
 #include <stdint.h>

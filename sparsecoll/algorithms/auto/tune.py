@@ -15,13 +15,14 @@ from typing import Any
 
 import numpy as np
 
-from sparsecoll import formats, model
-from sparsecoll.agreement import together
+from sparsecoll import formats
+from sparsecoll.algorithms.auto import costmodel
+from sparsecoll.algorithms.auto.choices import EXACT, TOP_K_OF_SUM
 from sparsecoll.algorithms.base import Algorithm
-from sparsecoll.algorithms.choices import EXACT, TOP_K_OF_SUM
-from sparsecoll.model import Tuning
 from sparsecoll.transport import Transport, as_transport
+from sparsecoll.transport.call import together
 from sparsecoll.transport.collectives import allgather, node_members
+from sparsecoll.transport.network import Tuning
 from sparsecoll.vector import DenseVector, SparseVector
 
 FILE = "SPARSECOLL_TUNING"
@@ -156,9 +157,11 @@ def _calls(transport: Transport, tuning: Tuning) -> dict[str, list[tuple[float, 
         for length, share in DENSE if name == "dense" else CALLS:
             n = max((1 << length) // transport.size, LENGTH)
             k = max(n >> share, 1)
-            shape = model.Shape(n, k, transport.size, 4, n, one_node=transport.one_node)
-            predicted = dict(model.exact_seconds(shape, tuning)) | {"oktopk": model.oktopk_seconds(shape, tuning)}
-            inside = predicted[name] - model.FRONT * tuning.call
+            shape = costmodel.Shape(n, k, transport.size, 4, n, one_node=transport.one_node)
+            predicted = dict(costmodel.exact_seconds(shape, tuning)) | {
+                "oktopk": costmodel.oktopk_seconds(shape, tuning)
+            }
+            inside = predicted[name] - costmodel.FRONT * tuning.call
             found[name].append((inside, _whole(transport, make(), n, k)))
     transport.format, transport.value_dtype = before
     return {name: sorted(calls) for name, calls in found.items()}

@@ -1,6 +1,6 @@
 """Hostile bytes: every decoder gets damaged, spliced and random messages. An error or a valid vector, nothing else.
 
-    python tests/hostile.py --count 1000000
+    python tests/corrupt_messages.py --count 1000000
 
 Memory is limited to 2 GiB more than at the start: a message of some hundred bytes must not ask for it.
 """

@@ -4,7 +4,7 @@
 assumed. Arrays mix with NumPy's neither in functions nor in arithmetic, convert to them by `get` alone, begin with
 garbage, and are checked for writes beyond their ends after each launch. Functions have names that CuPy has, no others.
 
-With SPARSECOLL_PRETEND_DRIVER=libcuda.so.1 (pretend_driver.c) memory is the driver's: its addresses cannot be read by
+With SPARSECOLL_PRETEND_DRIVER=libcuda.so.1 (fake_driver.c) memory is the driver's: its addresses cannot be read by
 the host, as those of a GPU, and a CUDA-aware MPI copies from and to them through that driver.
 """
 

@@ -6,12 +6,11 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
-from sparsecoll import api
 from sparsecoll.errors import CommunicationError
 from sparsecoll.kernels.memory import as_now
-from sparsecoll.transport import Transport, as_transport
+from sparsecoll.transport.base import Transport
 
 T = TypeVar("T")
 
@@ -38,30 +37,6 @@ class Request(Generic[T]):
     def test(self) -> bool:
         """Whether the call has finished, well or badly."""
         return self._future.done()
-
-
-def iallreduce(comm: Any, x: Any, *arguments: Any, **options: Any) -> Request[Any]:
-    """`allreduce` in the background. Collective: every rank makes the same calls on a communicator in the same order.
-
-    Takes what `allreduce` takes and returns a Request at once. Calls on one communicator, blocking ones too, are
-    carried out one after the other by one thread, in the order in which they were made; those on different
-    communicators side by side. Leave x and the algorithm object alone until `wait` returns.
-
-    Needs MPI_THREAD_MULTIPLE (mpi4py asks for it). With less, and on the simulator, the call is carried out before
-    iallreduce returns.
-
-    >>> def program(comm):
-    ...     requests = [iallreduce(comm, sparsecoll.SparseVector([i], np.ones(1), 5)) for i in range(3)]
-    ...     return [int(request.wait().values[0]) for request in requests]
-    >>> sparsecoll.simulate(4, program).results[0]
-    [4, 4, 4]
-    """
-    transport = as_transport(comm, options.get("timeout"))
-
-    def call() -> Any:
-        return api.allreduce(transport, x, *arguments, **options)
-
-    return Request(in_background(transport, call))
 
 
 def in_background(transport: Transport, call: Callable[[], T]) -> Future[T]:

@@ -1,0 +1,49 @@
+"""Each algorithm's closed-form volume, with the paper and equation.
+
+Volumes are words (4 bytes) received by a rank, own part excluded, for COO with float32 values and 32-bit indices.
+"""
+
+from __future__ import annotations
+
+import math
+
+from sparsecoll.algorithms.primitives.estimates import rounds
+
+
+def dense_words(n: int, P: int) -> float:
+    """2n(P-1)/P: reduce-scatter and allgather (Ok-Topk, Table 1, Dense)."""
+    return 2 * n * (P - 1) / P
+
+
+def allgather_words(k: int, P: int) -> float:
+    """2k(P-1): every rank receives every other rank's k entries (Ok-Topk, Table 1, TopkA)."""
+    return 2 * k * (P - 1)
+
+
+def oktopk_words(k: int, P: int) -> tuple[float, float]:
+    """(lower, upper) = (2k(P-1)/P, 6k(P-1)/P) (Ok-Topk, Theorem 3.1 and equation (3))."""
+    return 2 * k * (P - 1) / P, 6 * k * (P - 1) / P
+
+
+def gtopk_words(k: int, P: int) -> float:
+    """4k log2 P (Ok-Topk, Table 1, gTopk): 2k a level into and out of the root."""
+    return 4 * k * rounds(P)
+
+
+def sparcml_words(n: int, k: int, P: int) -> tuple[float, float]:
+    """(lower, upper) of split and dynamic gather: (4k(P-1)/P, (2k + n)(P-1)/P) (Ok-Topk, Table 1, TopkDSA)."""
+    return min(4 * k, 2 * k + n) * (P - 1) / P, (2 * k + n) * (P - 1) / P
+
+
+def densestream_words(k: int, P: int) -> tuple[float, float]:
+    """(lower, upper) of equation (6) of DenseStream, in words of COO (2 an entry): 2 * 2k(P-1)/P and more."""
+    return 4 * k * (P - 1) / P, 2 * k * ((math.log2(P) / 2 + 1) * P - 1)
+
+
+def spardl_words(k: int, P: int, teams: int = 1) -> float:
+    """Two steps of T - 1 blocks of k/T entries, T = P/d, and log2 d or d - 1 blocks between d teams, which divides P.
+
+    4k(P-1)/P for one team. Derived in docs/algorithms.md.
+    """
+    width, between = P // teams, teams - 1 if teams & (teams - 1) else rounds(teams)
+    return 2 * k / width * (2 * (width - 1) + between)

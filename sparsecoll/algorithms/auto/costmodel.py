@@ -1,0 +1,188 @@
+"""Predicted seconds of each algorithm on a network that was measured."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from sparsecoll.algorithms.dense import is_short
+from sparsecoll.algorithms.primitives.estimates import fill_in, rounds
+from sparsecoll.algorithms.primitives.pipeline import pieces
+from sparsecoll.formats.costs import CODING, PACKED
+from sparsecoll.transport.network import Tuning
+
+MERGE = 5.5e-9  # an entry at 1 % density; a crowded sum takes CROWDED an entry and WINDOW a coordinate
+CROWDED, WINDOW = 1.35e-9, 0.14e-9
+FRONT = 1.6  # calls that the front door takes: arguments and counters
+COPY = 1.0e-9  # an entry copied into the whole
+
+
+@dataclass(frozen=True)
+class Message:
+    """So many entries over so many coordinates in some format: bytes, and seconds to encode and to decode them."""
+
+    bytes: float
+    encode: float
+    decode: float
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a prediction is made for: n coordinates, k entries a rank, P ranks, bytes of a value on the wire.
+
+    Args:
+        reach: coordinates among which the supports look uniform: n if they are, k if all ranks have the same ones.
+        skew: entries of the fullest of P even regions over their mean.
+        one_node: whether all ranks are on one machine.
+    """
+
+    n: int
+    k: int
+    P: int
+    value_bytes: int
+    reach: float
+    skew: float = 1.0
+    one_node: bool = False
+
+    def entries(self, ranks: float) -> float:
+        """Expected entries of the sum of that many ranks."""
+        return fill_in(max(int(self.reach), 1), self.k, ranks)
+
+    def message(self, t: Tuning, entries: float, share: float = 1.0, sparse: bool = False) -> Message:
+        """Entries over a share of the coordinates in the format with the least time (`sparse`: COO or packed)."""
+        width, speed = self.value_bytes, t.code / PACKED
+        span = self.n * share
+        if entries < 1 or span < 1:
+            return Message(32.0, t.call, t.call)
+        density = min(entries / span, 1.0)
+        bits = 1.0 if density > 0.6 else -1.02 * (math.log2(density) + (1 - density) / density * math.log2(1 - density))
+        sizes = {"packed": entries * (width + bits / 8), "coo": entries * (width + (4 if self.n <= 2**32 else 8))}
+        if not sparse:
+            sizes |= {"bitmap": entries * width + span / 8, "dense": span * width}
+        found: list[Message] = []
+        for name, size in sizes.items():
+            c = CODING[name]
+            encode = t.call + speed * (c.encode * entries + c.encode_span * span)
+            decode = t.call + speed * (c.decode * entries + c.decode_span * span)
+            found.append(Message(32 + size, encode, decode))
+        return min(found, key=lambda m: t.beta * m.bytes + m.encode + m.decode)
+
+    def merging(self, t: Tuning, entries: float, share: float = 1.0) -> float:
+        """Seconds to sum sparse vectors that hold so many entries together, over a share of the coordinates."""
+        return t.call + t.merge / MERGE * min(MERGE * entries, CROWDED * entries + WINDOW * self.n * share)
+
+
+def _overlapped(network: float, work: float, stages: int) -> float:
+    """Seconds for both, which go on at the same time but for the first and the last of the stages."""
+    return max(network, work) + min(network, work) / stages
+
+
+@functools.lru_cache(maxsize=256)
+def exact_seconds(shape: Shape, t: Tuning) -> Mapping[str, float]:
+    """Predicted seconds of the ways to an exact sum, by name: those that `auto` chooses among."""
+    P, n, k = shape.P, shape.n, shape.k
+    pattern = 2 * rounds(P) * t.alpha + t.beta * n / 4 * (P - 1) / P  # a bit a coordinate, for sparse vectors
+    seconds = {
+        "allgather": _allgather(shape, t),
+        "dense": 2 * _dense_waits(shape, t) + 2 * t.beta * n * shape.value_bytes * (P - 1) / P + n * t.dense + pattern,
+        "recursive_double": _doubling(shape, t),
+        "dynamic": _split(shape, t, k * shape.skew) + _gathered(shape, t),
+        "halving": _halving(shape, t) + _gathered(shape, t),
+    }
+    agreed = {name: _agreement(shape, t) + value for name, value in seconds.items()}
+    return MappingProxyType({name: t.corrected(name, value) + FRONT * t.call for name, value in agreed.items()})
+
+
+def _agreement(shape: Shape, t: Tuning) -> float:
+    return rounds(shape.P) * t.alpha + 2 * t.call
+
+
+def _burst(shape: Shape, t: Tuning) -> float:
+    """P - 1 messages at once."""
+    return t.alpha + max(shape.P - 2, 0) * t.overhead if shape.P > 1 else 0.0
+
+
+def _dense_waits(shape: Shape, t: Tuning) -> float:
+    return rounds(shape.P) * t.alpha if is_short(shape.n * shape.value_bytes, shape.P) else _burst(shape, t)
+
+
+def _allgather(shape: Shape, t: Tuning) -> float:
+    P, k = shape.P, shape.k
+    own = shape.message(t, k)
+    stages = pieces(k * (shape.value_bytes + 1), shape.one_node)
+    work = own.encode + P * own.decode + shape.merging(t, P * k) + (stages - 1) * (P + 2) * t.call
+    return rounds(P) * t.alpha + _overlapped(t.beta * (P - 1) * own.bytes, work, stages)
+
+
+def _split(shape: Shape, t: Tuning, entries: float) -> float:
+    """Everybody's part of a region that `entries` fall into goes to its owner, who sums them."""
+    P, share = shape.P, 1 / shape.P
+    part = shape.message(t, entries / P, share)
+    work = P * part.encode + (P - 1) * part.decode + shape.merging(t, entries, share)
+    return _burst(shape, t) + t.beta * (P - 1) * part.bytes + work
+
+
+def _gathered(shape: Shape, t: Tuning) -> float:
+    """The summed regions go to everybody."""
+    P, total = shape.P, shape.entries(shape.P)
+    part = shape.message(t, total / P, 1 / P)
+    fullest = min(shape.skew * part.bytes, shape.message(t, shape.n / P, 1 / P).bytes)
+    return rounds(P) * t.alpha + t.beta * (P - 1) * fullest + part.encode + P * part.decode + COPY * total * _speed(t)
+
+
+def _speed(t: Tuning) -> float:
+    return t.code / PACKED
+
+
+def oktopk_seconds(shape: Shape, t: Tuning) -> float:
+    """Predicted seconds of `oktopk` between its searches: split and reduce, sizes, gather."""
+    P, k = shape.P, shape.k
+    own, part = shape.message(t, k), shape.message(t, k / P, 1 / P)
+    split = P * part.encode + (P - 1) * part.decode + shape.merging(t, k, 1 / P)
+    gather = part.encode + P * part.decode + COPY * k * _speed(t)
+    moved = t.beta * own.bytes * (P - 1) / P
+    waits = _agreement(shape, t) + _burst(shape, t) + 2 * rounds(P) * t.alpha
+    stages = pieces(k * (shape.value_bytes + 1) / P, shape.one_node)
+    calls = (stages - 1) * 2 * P * t.call
+    seconds = waits + _overlapped(moved, split + calls, stages) + _overlapped(moved, gather + calls, stages)
+    return t.corrected("oktopk", seconds) + FRONT * t.call
+
+
+def _doubling(shape: Shape, t: Tuning) -> float:
+    core = 1 << (shape.P.bit_length() - 1)
+    seconds = 0.0
+    if core < shape.P:
+        first, last = (shape.message(t, shape.entries(ranks), sparse=True) for ranks in (1, shape.P))
+        ends = t.beta * (first.bytes + last.bytes) + first.encode + first.decode + last.encode + last.decode
+        seconds += 2 * t.alpha + ends + shape.merging(t, 2 * shape.k)
+    for step in range(core.bit_length() - 1):
+        held = shape.entries(2**step * shape.P / core)
+        sent = shape.message(t, held, sparse=True)
+        seconds += t.alpha + t.beta * sent.bytes + sent.encode + sent.decode + shape.merging(t, 2 * held)
+    return seconds
+
+
+def _halving(shape: Shape, t: Tuning) -> float:
+    P, seconds, summed = shape.P, 0.0, 1
+    for step in reversed(range(rounds(P))):
+        regions = min(2 ** (step + 1), P) - 2**step
+        share = regions / P
+        held = shape.entries(summed) * share * min(shape.skew, 1 / share)
+        sent = shape.message(t, held, share)
+        seconds += t.alpha + t.beta * sent.bytes + sent.encode + sent.decode + shape.merging(t, 2 * held, share)
+        summed *= 2
+    return seconds
+
+
+def reach(n: int, k: int, P: int, total: int) -> float:
+    """The number of coordinates at which uniform supports of k on each of P ranks would fill in to `total` entries."""
+    low, high = float(max(k, 1)), float(max(n, k, 1))
+    if total >= fill_in(int(high), k, P):
+        return high
+    for _ in range(25):  # bisection of the logarithm
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if fill_in(int(middle), k, P) < total else (low, middle)
+    return high

@@ -1,0 +1,332 @@
+"""`sparsecoll COMMAND` or `python -m sparsecoll COMMAND`; under mpirun where a command uses a communicator."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import Progress
+from rich.table import Table
+
+from sparsecoll._version import __version__
+from sparsecoll.algorithms.auto.tune import FILE, tune
+from sparsecoll.cli import bench
+from sparsecoll.cli.report import Report, check_writable, save
+from sparsecoll.errors import CommunicationError
+from sparsecoll.formats import FORMATS
+from sparsecoll.transport import Transport, as_transport, default_comm, launcher, simulate
+from sparsecoll.transport.call import together
+from sparsecoll.transport.network import Network, Tuning
+
+T = TypeVar("T")
+ALGOS = [bench.MPI_ALLREDUCE, "auto", "allgather", "sparcml:variant=dynamic", "densestream", "oktopk"]
+NETWORKS = {
+    "1gbit": Network(50e-6, 8e-9),
+    "10gbit": Network(20e-6, 0.8e-9),
+    "25gbit": Network(10e-6, 0.32e-9),
+    "100gbit": Network(3e-6, 0.08e-9),
+}
+COLOURS = {"good": "green", "could be better": "yellow", "broken": "red"}
+LOG_WIDTH = 160  # columns of a table that goes to a file
+FIGURES = {  # what `tune` prints beside the numbers of a Tuning
+    "alpha": "a message that is waited for",
+    "overhead": "a further message meanwhile",
+    "beta": "a byte, while every rank sends",
+    "call": "encoding, decoding or summing, however few the entries",
+    "merge": "an entry that goes into a sparse sum",
+    "code": "an entry encoded and decoded",
+    "dense": "a value of a dense vector, added and made sparse again",
+}
+
+
+def _doctor(options: argparse.Namespace) -> None:
+    """Look at this machine, its MPI and this installation, try a sum on two ranks, and say what could be better."""
+    from sparsecoll.cli import doctor
+
+    comm = default_comm()
+    _check_writable(comm, options.json)
+    findings = doctor.examine(comm)
+    if not findings or not _writes(comm):
+        return
+    if options.json:
+        save(options.json, {"findings": [asdict(finding) for finding in findings]})
+    table = Table(title="sparsecoll doctor", title_justify="left", box=None)
+    for head in ("", "found", "state", "what to do"):
+        table.add_column(head, overflow="fold")
+    for finding in findings:
+        state = f"[{COLOURS[finding.state]}]{finding.state}[/]"
+        table.add_row(finding.subject, escape(finding.found), state, escape(finding.advice))
+    Console(width=None if sys.stdout.isatty() else LOG_WIDTH).print(table)
+    if any(finding.state == doctor.BAD for finding in findings):
+        sys.exit(1)
+
+
+def _tune(options: argparse.Namespace) -> None:
+    """Measure the communicator of all ranks and save what `auto` decides by."""
+    comm = default_comm()
+    _warn_of_one_rank(comm)
+    _check_writable(comm, options.json, options.save)
+    tuning = tune(comm)
+    if _writes(comm):
+        if options.json:
+            save(options.json, {"about": bench.about(), "tuning": asdict(tuning)})
+        sys.stdout.write("\n".join(_tuning_lines(tuning)) + "\n")
+        if options.save:
+            tuning.save(options.save)
+            sys.stdout.write(f"saved; {FILE}={options.save} makes algo='auto' use it\n")
+
+
+def _tuning_lines(tuning: Tuning) -> Iterable[str]:
+    figures = asdict(tuning)
+    calls = figures.pop("calls")
+    yield f"{'figure':<10}{'nanoseconds':>14}  for"
+    for name, seconds in figures.items():
+        yield f"{name:<10}{seconds * 1e9:>14.3f}  {FIGURES.get(name, '')}"
+    if calls:
+        yield f"\n{'algorithm':<16}  whole calls of growing size: measured ms (measured / predicted by the figures)"
+    for name, rows in calls.items():
+        yield f"{name:<16}  " + ", ".join(f"{took * 1e3:.3f} ({took / predicted:.2f})" for predicted, took in rows)
+
+
+def _bench(options: argparse.Namespace) -> None:
+    """Time allreduces on the communicator of all ranks, from a dense vector on each to the sparse sum on every one."""
+    comm = default_comm()
+    _warn_of_one_rank(comm)
+    _check_writable(comm, options.json)
+    if bench.MPI_ALLREDUCE in options.algo and not hasattr(comm, "Allreduce"):
+        _note(f"{bench.MPI_ALLREDUCE} is left out: mpi4py finds no MPI library")
+        options.algo = [algo for algo in options.algo if algo != bench.MPI_ALLREDUCE]
+    calls = list(bench.calls(options.algo, options.density, options.format, options.value_dtype))
+
+    def rows() -> Iterable[bench.Row]:
+        for n in [None] if options.gradient else options.n:
+            vectors = _everywhere(comm, partial(_vectors, options.gradient, n, comm.rank), lambda given: given.n)
+            for call in calls:
+                yield bench.measure(comm, call, vectors, options.repeat)
+
+    report = Report([call.algo for call in calls], options.json) if _writes(comm) else None
+    lengths = 1 if options.gradient else len(options.n)
+    for row in _with_progress(rows(), len(calls) * lengths, report is not None):
+        _everywhere(comm, partial(report.add, row) if report else _nothing)
+
+
+def _vectors(gradient: str | None, n: int | None, rank: int) -> bench.Gradients:
+    return bench.heavy_tailed(n, rank) if n else bench.from_file(gradient or "", rank)
+
+
+def _simulate(options: argparse.Namespace) -> None:
+    """Run allreduces on virtual ranks with a modelled network: exact bytes and messages, modelled seconds.
+
+    What computation costs is not modelled: seconds are those of the network.
+    """
+    if launcher.rank() != 0:
+        return  # one process does it all
+    check_writable(options.json)
+    if bench.MPI_ALLREDUCE in options.algo:
+        raise ValueError(f"--algo: {bench.MPI_ALLREDUCE} is MPI's own and cannot be simulated; take dense")
+    network = NETWORKS[options.network]
+    network = Network(
+        network.alpha if options.alpha is None else options.alpha,
+        network.beta if options.beta is None else options.beta,
+    )
+    calls = list(bench.calls(options.algo, options.density, options.format, options.value_dtype))
+
+    def measured(ranks: int, n: int, call: bench.Call) -> bench.Row:
+        def program(comm: Any) -> bench.Row:
+            return bench.measure(comm, call, bench.heavy_tailed(n, comm.rank), options.repeat, warm=1)
+
+        rows: list[bench.Row] = simulate(ranks, program, network, ranks_per_node=options.ranks_per_node).results
+        return rows[0]
+
+    todo = [(ranks, n, call) for ranks in options.ranks for n in options.n for call in calls]
+    report = Report([call.algo for call in calls], options.json)
+    for row in _with_progress((measured(*one) for one in todo), len(todo), True):
+        report.add(row)
+
+
+def _plot(options: argparse.Namespace) -> None:
+    """Draw figures from the rows that `bench --json` saved: phases, time against density, time and volume against P."""
+    from sparsecoll.cli import plot
+
+    if launcher.rank() != 0:
+        return
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("plot needs matplotlib, which is not installed: pip install matplotlib")
+    for path in options.rows:
+        for figure in plot.figures(plot.rows_of(path), options.out, path.stem):
+            sys.stdout.write(f"{figure}\n")
+
+
+def _with_progress(rows: Iterable[bench.Row], total: int, shown: bool) -> Iterable[bench.Row]:
+    """The rows, with a progress bar if somebody looks on but does not see the rows because they go to a file."""
+    console = Console(stderr=True, quiet=not shown)
+    wanted = shown and console.is_terminal and not sys.stdout.isatty()
+    with Progress(console=console, transient=True, disable=not wanted) as progress:
+        yield from progress.track(rows, total=total, description="measuring")
+
+
+def _everywhere(comm: Any, work: Callable[[], T], length: Callable[[T], int] | None = None) -> T:
+    """work() on every rank; what is raised on one is raised on all, so that none waits for the others.
+
+    Args:
+        length: of the result; it must be the same on all ranks.
+    """
+    transport: Transport = as_transport(comm)
+    if transport.size == 1:
+        return work()
+    with together(transport, "command", None) as call:
+        result = work()
+        if length:
+            call.call["length"] = length(result)
+        call.agree(entries=0)
+    return result
+
+
+def _nothing() -> None:
+    pass
+
+
+def _check_writable(comm: Any, *paths: Path | None) -> None:
+    """Find out before measuring whether the process that writes can; collective."""
+
+    def check() -> None:
+        for path in paths:
+            check_writable(path)
+
+    _everywhere(comm, check if _writes(comm) else _nothing)
+
+
+def _writes(comm: Any) -> bool:
+    """Whether this is the process of the job that prints: rank 0, of processes that were launched together."""
+    return comm.rank == 0 and (comm.size > 1 or launcher.rank() == 0)
+
+
+def _warn_of_one_rank(comm: Any) -> None:
+    if comm.size > 1:
+        return
+    variable, processes = launcher.processes()
+    if processes > 1:
+        _note(
+            f"this job has 1 rank, but {variable}={processes}: the launcher is not that of the MPI that mpi4py loads,"
+            " or not used at all; `sparsecoll doctor` says more"
+        )
+    else:
+        _note("1 rank communicates with nobody; start it with mpirun -n P")
+
+
+def _note(text: str) -> None:
+    if launcher.rank() == 0:
+        sys.stderr.write(f"sparsecoll: note: {text}\n")
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says things once a job, and errors in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        _end(f"{message} (see {self.prog} --help)", 2)
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        if launcher.rank() == 0:
+            super()._print_message(message, file)
+
+
+def _end(text: str, status: int, everywhere: bool = True) -> NoReturn:
+    """End with one line, which all ranks would print alike if `everywhere`."""
+    if launcher.rank() == 0 or not everywhere:
+        sys.stderr.write(f"sparsecoll: {text}\n")
+    sys.exit(status)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="sparsecoll", description=__doc__)
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def add(name: str, run: Callable[[argparse.Namespace], None], more: str | None = "") -> argparse.ArgumentParser:
+        text = (run.__doc__ or "").split("\n")[0]
+        command = commands.add_parser(name, help=text, description=f"{run.__doc__} {more or ''}")
+        command.set_defaults(run=run)
+        return command
+
+    def add_calls(command: argparse.ArgumentParser, algos: list[str], length: int, densities: list[float]) -> None:
+        command.add_argument("--algo", nargs="+", type=_algo, default=algos, metavar="NAME[:OPTION=VALUE,...]")
+        command.add_argument("--n", nargs="+", type=_count, default=[length], help="lengths of the vectors")
+        command.add_argument("--density", nargs="+", type=_density, default=densities, help="k / n")
+        command.add_argument("--format", nargs="+", choices=FORMATS, default=["auto"])
+        command.add_argument("--value-dtype", nargs="+", choices=("float16", "bfloat16", "float32"), default=[None])
+        command.add_argument("--json", type=Path, metavar="FILE", help="save the rows, each as it comes")
+
+    command = add("doctor", _doctor)
+    command.add_argument("--json", type=Path, metavar="FILE", help="save the findings")
+
+    command = add("tune", _tune)
+    command.add_argument("--save", type=Path, metavar="FILE", help="write the measurement for SPARSECOLL_TUNING")
+    command.add_argument("--json", type=Path, metavar="FILE", help="save it with what it was measured on")
+
+    command = add("bench", _bench, bench.__doc__)
+    add_calls(command, ALGOS, 4_000_000, [0.001, 0.01, 0.1])
+    command.add_argument("--gradient", metavar="FILE", help="a .npy file in place of --n; {rank} stands for the rank")
+    command.add_argument("--repeat", type=_count, default=7, help="timed calls a row (default: 7)")
+
+    command = add("simulate", _simulate)
+    add_calls(command, ["dense", *ALGOS[2:]], 100_000, [0.01])
+    command.add_argument("--ranks", nargs="+", type=_count, default=[4, 16, 64], help="numbers of virtual ranks")
+    command.add_argument("--ranks-per-node", type=_count, default=1)
+    command.add_argument("--network", choices=NETWORKS, default="1gbit")
+    command.add_argument("--alpha", type=float, help="seconds a message, instead of the network's")
+    command.add_argument("--beta", type=float, help="seconds a byte, instead of the network's")
+    command.add_argument("--repeat", type=_count, default=3, help="calls a row (default: 3)")
+
+    command = add("plot", _plot)
+    command.add_argument("rows", nargs="+", type=Path, metavar="FILE", help="JSON files of bench and simulate")
+    command.add_argument(
+        "--out", type=Path, default=Path("figures"), help="folder for the SVG files (default: figures)"
+    )
+    return parser
+
+
+def _count(text: str) -> int:
+    try:
+        number = float(text)
+        whole = int(number)
+    except (ValueError, OverflowError):
+        whole, number = 0, 1.0
+    if whole != number or whole < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, such as 8 or 24e6, got {text!r}")
+    return whole
+
+
+def _density(text: str) -> float:
+    try:
+        density = float(text)
+    except ValueError:
+        density = 0.0
+    if not 0 < density <= 1:
+        raise argparse.ArgumentTypeError(f"expected a number above 0 and up to 1, such as 0.01, got {text!r}")
+    return density
+
+
+def _algo(text: str) -> str:
+    try:
+        if text != bench.MPI_ALLREDUCE:
+            bench.algorithm(text)
+    except (ValueError, TypeError) as error:
+        raise argparse.ArgumentTypeError(str(error).removeprefix("algo: ")) from None
+    return text
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Parse and run a command; errors end the program with one line that says what was expected."""
+    options = _parser().parse_args(arguments)
+    try:
+        options.run(options)
+    except (ValueError, TypeError, OSError, OverflowError, MemoryError, CommunicationError) as error:
+        _end(str(error), 1, getattr(error, "on_all_ranks", False))

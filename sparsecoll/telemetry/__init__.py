@@ -1,0 +1,1 @@
+"""What is counted and timed."""
