@@ -6,7 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sparsecoll import Costs, Network, SparseVector, bench, simulate
+from sparsecoll import Costs, Network, SparseVector, simulate
+from sparsecoll.cli import bench
 from sparsecoll.cli.bench import Call
 from sparsecoll.cli.main import main
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from cases import case, oracle
-from test_agreement import EXACT, K, algorithm, fail_at, mend
+from failing import EXACT, K, algorithm, fail_at, mend
 
 import sparsecoll
 from sparsecoll import ALGORITHMS, CommunicationError, SparseVector

@@ -6,43 +6,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 from cases import case, oracle
+from failing import EXACT, K, algorithm, fail_at, mend
 
 import sparsecoll
 from sparsecoll import ALGORITHMS, CommunicationError, SparseVector, simulate
-from sparsecoll.algorithms import Auto, Hierarchical, resolve
+from sparsecoll.algorithms import resolve
 from sparsecoll.transport.base import FIRST_STAMP, STAMPS
 from sparsecoll.transport.call import KEPT, NUMBERS, number_of_name, together
 from sparsecoll.transport.collectives import allgather
-from sparsecoll.transport.network import Tuning
-
-K = 60
-EXACT = [name for name, kind in ALGORITHMS.items() if kind.semantics == "exact_sum" and name != "hierarchical"]
-
-
-class Fault(Exception):
-    """Raised on purpose."""
-
-
-def algorithm(name):
-    """Without measurements of its own, whose messages would depend on the machine."""
-    return Auto(tuning=Tuning()) if name == "auto" else Hierarchical(inner="oktopk") if name == "hierarchical" else name
-
-
-def fail_at(transport, method, number):
-    """Let the transport's method raise when it is called for the number-th time."""
-    original, calls = getattr(transport, method), [0]
-
-    def failing(*arguments):
-        calls[0] += 1
-        if calls[0] == number:
-            raise Fault(f"{method} {number}")
-        return original(*arguments)
-
-    setattr(transport, method, failing)
-
-
-def mend(transport, method):
-    vars(transport).pop(method, None)
 
 
 @pytest.mark.parametrize("P", [2, 3, 5, 8])
