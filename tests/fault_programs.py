@@ -17,7 +17,8 @@ import numpy as np
 from mpi4py import MPI
 
 import sparsecoll
-from sparsecoll import SparseVector, agreement
+from sparsecoll import SparseVector
+from sparsecoll.transport import call as agreement
 from sparsecoll.transport import mpi
 
 comm = MPI.COMM_WORLD
