@@ -3,8 +3,8 @@
     python perf/scaling.py --json perf/results/scaling.json
 
 Every virtual rank selects from nothing (selection is charged by its cost), holds k uniform entries and takes part in
-one steady call (the second one of the object). Messages cost alpha + beta * bytes, work what `costs` says: seconds an
-entry, measured on this machine's core by `sparsecoll.tune` and np.sum, one core a rank.
+one steady call (the second one of the object). Messages cost alpha + beta * bytes, work what `costs.py`
+measures on this machine's core, one core a rank.
 
 A vector s times shorter, on a network and a processor s times slower, takes the same time, but for the headers of 16 to
 50 bytes a message, which weigh s times as much. So that 1024 ranks fit in memory and minutes, n is divided by a `scale`
@@ -16,17 +16,17 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import costs
 import numpy as np
 from report import Row
 from rich.console import Console
 
 import sparsecoll
-from sparsecoll import Costs, DenseVector, Network, SparseVector, formats
+from sparsecoll import Costs, DenseVector, Network, formats
 from sparsecoll.algorithms.primitives import estimates, pipeline
 from sparsecoll.cli import bench
 
@@ -46,47 +46,6 @@ OURS = {  # (algorithm, value dtype)
 }
 LEAST = 300  # entries of a message
 MOST_IN_PIECES = 64  # ranks; with more, messages go whole (pieces would be millions of messages)
-
-
-def measured_costs() -> Costs:
-    """Seconds per value or entry on one core of this machine."""
-    rng = np.random.default_rng(0)
-    n, k = 1 << 24, 1 << 18
-    dense = rng.standard_normal(n, dtype=np.float32)
-    x = SparseVector(np.sort(rng.choice(100 * k, k, replace=False)), dense[:k], 100 * k)
-    parts = [x.at(np.arange(start, k, 4)) for start in range(4)]
-    packed = formats.FORMATS["packed"]
-    message = packed.encode(x)
-    threshold = DenseVector(dense).top(n // 100).kth_magnitude(n // 100)
-
-    def seconds(call: Any) -> float:
-        call()
-        times = []
-        for _ in range(9):
-            start = time.perf_counter()
-            call()
-            times.append(time.perf_counter() - start)
-        return float(np.median(times))
-
-    return Costs(
-        select=seconds(lambda: DenseVector(dense).at_least(threshold, n // 100)) / n,
-        encode=seconds(lambda: packed.encode(x)) / k,
-        decode=seconds(lambda: formats.decode(message, x.length)) / k,
-        merge=seconds(lambda: SparseVector.sum(parts, x.dtype)) / k,
-        **crowded_costs(seconds),
-        dense=seconds(lambda: np.add(dense, dense, out=dense)) / n,
-        call=10e-6,
-    )
-
-
-def crowded_costs(seconds: Callable[[Any], float]) -> dict[str, float]:
-    """A sum over n coordinates: seconds an entry and a coordinate, from two that differ in their entries."""
-    n, times = 1 << 24, []
-    for density in (0.02, 0.1):
-        parts = [bench.Entries(n, int(n * density), rank, count=1)() for rank in range(4)]
-        times.append(seconds(lambda parts=parts: SparseVector.sum(parts, parts[0].dtype)))
-    entry = (times[1] - times[0]) / (4 * 0.08 * n)
-    return {"crowded": entry, "window": max(times[0] - entry * 4 * 0.02 * n, 0.0) / n}
 
 
 def scaled(costs: Costs, scale: float) -> Costs:
@@ -183,17 +142,17 @@ def main() -> None:
     parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS))
     parser.add_argument("--most", type=int, default=256, help="ranks; with more, the first network only")
     parser.add_argument("--work", type=float, default=1e8, help="entries that all ranks of a run may handle together")
-    parser.add_argument("--costs", type=Path, help="JSON of costs measured before, in place of measuring them")
+    parser.add_argument("--costs", type=Path, help="what perf/costs.py --json wrote, in place of measuring")
     parser.add_argument("--json", type=Path, help="save the rows")
     parser.add_argument("--resume", action="store_true", help="keep the rows that are in that file, run the others")
     options = parser.parse_args()
-    costs = Costs(**json.loads(options.costs.read_text())) if options.costs else measured_costs()
+    charged = Costs(**json.loads(options.costs.read_text())["costs"]) if options.costs else costs.of_this_machine()
     console, found = Console(), []
-    console.print(costs)
+    console.print(charged)
     if options.resume:
         found = json.loads(options.json.read_text())["rows"]
     known = {(row["model"], row["P"], row["network"], row["algo"]) for row in found}
-    for row in rows(options, costs, known):
+    for row in rows(options, charged, known):
         found.append(row)
         sys.stdout.write(
             f"{row['model']:<8}{row['P']:>5} {row['network']:<9}{row['algo']:<24}{row['seconds'] * 1e3:>10.1f} ms"
@@ -202,7 +161,7 @@ def main() -> None:
         )
         sys.stdout.flush()
         if options.json:
-            about = bench.about() | {"costs": vars(costs)}
+            about = bench.about() | {"costs": vars(charged)}
             options.json.write_text(json.dumps({"about": about, "rows": found}, indent=1) + "\n")
 
 

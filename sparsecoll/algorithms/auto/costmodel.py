@@ -14,10 +14,11 @@ from sparsecoll.algorithms.primitives.pipeline import pieces
 from sparsecoll.formats.costs import CODING, PACKED
 from sparsecoll.transport.network import Tuning
 
+# Seconds on a core with AVX-512, as perf/costs.py measures them; magnitudes matter, digits do not.
 MERGE = 5.5e-9  # an entry at 1 % density; a crowded sum takes CROWDED an entry and WINDOW a coordinate
 CROWDED, WINDOW = 1.35e-9, 0.14e-9
-FRONT = 1.6  # calls that the front door takes: arguments and counters
-COPY = 1.0e-9  # an entry copied into the whole
+FRONT = 4  # calls that arguments and counters take
+COPY = 0.25e-9  # an entry copied into the whole
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,155 @@
+"""The constants by which `auto` and the formats decide, measured on one core of this machine.
+
+    python perf/costs.py                                  # beside those that are built in
+    python perf/costs.py --json perf/results/costs.json   # also for perf/scaling.py --costs
+
+Every figure is seconds per entry, or per coordinate that the entries span; the latter follow from two densities. What
+is built in was measured on a core with AVX-512. `auto` scales it by what it measures on a communicator (`Tuning.code`,
+`Tuning.merge`), so that ratios matter, not digits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import sparsecoll
+from sparsecoll import Costs, DenseVector, SparseVector, Tuning, formats
+from sparsecoll.algorithms.auto import costmodel
+from sparsecoll.cli import bench
+from sparsecoll.formats.costs import CODING, PACKED
+from sparsecoll.transport import LocalTransport
+
+REPEATS = 9
+ENTRIES = 1 << 18
+SPARSE, CROWDED = 0.01, (0.02, 0.1)  # densities
+BY_SPAN = ("dense", "bitmap")  # formats whose time depends on the coordinates that are spanned
+VALUES = 1 << 24  # of a dense vector
+CALL = 10e-6  # of a piece of work, however small
+
+
+def seconds(call: Callable[[], Any]) -> float:
+    """The median of some calls, after one that compiles."""
+    call()
+    times = []
+    for _ in range(REPEATS):
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return float(np.median(times))
+
+
+def uniform(entries: int, density: float, seed: int = 0) -> SparseVector:
+    """About so many entries with indices that are uniform."""
+    return bench.Entries(int(entries / density), entries, seed, count=1)()
+
+
+def fitted(rows: list[tuple[int, int, float]]) -> tuple[float, float]:
+    """Seconds an entry and a coordinate, from two rows of (entries, coordinates, seconds)."""
+    (k, n, low), (k2, n2, high) = rows
+    entry, coordinate = np.linalg.solve([[k, n], [k2, n2]], [low, high])
+    return max(float(entry), 0.0), max(float(coordinate), 0.0)
+
+
+def coding() -> dict[str, float]:
+    """Of every format: encoding and decoding, an entry and, where it matters, a coordinate."""
+    found: dict[str, float] = {}
+    for name in CODING:
+        form, rows = formats.FORMATS[name], []
+        for density in (SPARSE, 0.25):
+            x = uniform(ENTRIES, density)
+            message = form.encode(x)
+            encode = seconds(lambda form=form, x=x: form.encode(x))
+            decode = seconds(lambda x=x, message=message: formats.decode(message, x.length))
+            rows.append((x.nnz, x.length, encode, decode))
+        for i, way in enumerate(("encode", "decode"), start=2):
+            if name in BY_SPAN:
+                found[f"{name}: {way}"], found[f"{name}: {way}_span"] = fitted([(r[0], r[1], r[i]) for r in rows])
+            else:
+                found[f"{name}: {way}"] = rows[0][i] / rows[0][0]
+    return found
+
+
+def merging() -> dict[str, float]:
+    """Sums of four vectors: an entry at 1 %; where they crowd, an entry and a coordinate."""
+    parts = [uniform(ENTRIES, SPARSE, rank) for rank in range(4)]
+    entries = sum(part.nnz for part in parts)
+    found = {"MERGE": seconds(lambda: SparseVector.sum(parts, parts[0].dtype)) / entries}
+    rows = []
+    for density in CROWDED:
+        parts = [uniform(int(density * VALUES), density, rank) for rank in range(4)]
+        took = seconds(lambda parts=parts: SparseVector.sum(parts, parts[0].dtype))
+        rows.append((sum(part.nnz for part in parts), VALUES, took))
+    found["CROWDED"], found["WINDOW"] = fitted(rows)
+    return found
+
+
+def handling() -> dict[str, float]:
+    """Copying an entry into a whole; how many pieces of work the arguments and counters of an allreduce take."""
+    parts = uniform(ENTRIES, SPARSE).split([int(ENTRIES / SPARSE) * j // 8 for j in range(9)])
+    copy = seconds(lambda: SparseVector.concatenate(parts)) / ENTRIES
+    one = uniform(8, SPARSE)
+
+    def little() -> None:
+        formats.decode(formats.encode(one), one.length)
+        SparseVector.sum([one, one], one.dtype)
+
+    call, transport = seconds(little) / 3, LocalTransport()
+    whole = seconds(lambda: sparsecoll.allreduce(transport, one, "allgather"))
+    shape = costmodel.Shape(one.length, one.nnz, 1, 4, one.length)
+    inside = costmodel.exact_seconds(shape, Tuning(call=call))["allgather"] - costmodel.FRONT * call
+    return {"COPY": copy, "FRONT": (whole - inside) / call}
+
+
+def of_this_machine() -> Costs:
+    """What the simulator charges for computation, as it takes here."""
+    return charged(coding() | merging())
+
+
+def charged(found: dict[str, float]) -> Costs:
+    """The simulator's costs from the constants."""
+    dense = np.random.default_rng(0).standard_normal(VALUES, dtype=np.float32)
+    k = VALUES // 100
+    threshold = DenseVector(dense).top(k).kth_magnitude(k)
+    return Costs(
+        select=seconds(lambda: DenseVector(dense).at_least(threshold, k)) / VALUES,
+        encode=found["packed: encode"],
+        decode=found["packed: decode"],
+        merge=found["MERGE"],
+        crowded=found["CROWDED"],
+        window=found["WINDOW"],
+        dense=seconds(lambda: np.add(dense, dense, out=dense)) / VALUES,
+        call=CALL,
+    )
+
+
+def built_in() -> dict[str, float]:
+    """The constants of the package by the same names."""
+    known = {f"{name}: {way}": value for name, each in CODING.items() for way, value in vars(each).items()}
+    known |= {name: getattr(costmodel, name) for name in ("MERGE", "CROWDED", "WINDOW", "COPY", "FRONT")}
+    return known | {"PACKED": PACKED}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="save them, with what perf/scaling.py needs")
+    options = parser.parse_args()
+    found = coding() | merging() | handling()
+    found["PACKED"] = found["packed: encode"] + found["packed: decode"]
+    known = built_in()
+    print(f"{'constant':26} {'here':>10} {'built in':>10}")
+    for name, value in found.items():
+        print(f"{name:26} {value:10.3g} {known[name]:10.3g}")
+    if options.json:
+        rows = {"about": bench.about(), "constants": found, "costs": vars(charged(found))}
+        options.json.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
