@@ -36,8 +36,8 @@ class Auto(Algorithm):
 
     1. Predict dense, allgather, recursive doubling, split and dynamic gather (`sparcml`), and recursive halving
        (`densestream` with even regions); for "top_k_of_sum" also `oktopk`, whose competitors' sums are cut afterwards.
-       A call that takes less than 2 ms by the usual costs of a machine or of a network is decided by those; the first
-       longer one measures the communicator, briefly (`tune.tuning_of`).
+       A call that takes less than 2 ms by the usual costs of a machine or of 1 Gb/s Ethernet is decided by those; the
+       first longer one measures the communicator, briefly (`tune.tuning_of`).
     2. Where the call is predicted to take ten times as long as looking, look at a sample of the indices how much
        supports overlap and how unevenly entries lie (`overlap.estimate`), and predict again. Otherwise supports are
        taken to be uniform.
