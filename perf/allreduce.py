@@ -97,7 +97,7 @@ def rows(options: argparse.Namespace, comm: Any) -> Iterator[Row]:
         for density in options.density:
             if gloo and vectors.n < options.gloo_most:
                 x = vectors()
-                chosen = DenseVector(x).top(round(density * x.size))
+                chosen = DenseVector(x).topk(round(density * x.size))
                 yield timed("gloo, sparse", Call("gloo", density), lambda chosen=chosen: chosen, run=gloo.sparse)
             for name, (algo, form) in PUBLISHED.items():
                 yield timed(name, Call(algo, density, form))

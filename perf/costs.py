@@ -116,9 +116,9 @@ def charged(found: dict[str, float]) -> Costs:
     """The simulator's costs from the constants."""
     dense = np.random.default_rng(0).standard_normal(VALUES, dtype=np.float32)
     k = VALUES // 100
-    threshold = DenseVector(dense).top(k).kth_magnitude(k)
+    threshold = DenseVector(dense).topk(k).kth_magnitude(k)
     return Costs(
-        select=seconds(lambda: DenseVector(dense).at_least(threshold, k)) / VALUES,
+        select=seconds(lambda: DenseVector(dense).threshold(threshold, k)) / VALUES,
         encode=found["packed: encode"],
         decode=found["packed: decode"],
         merge=found["MERGE"],

@@ -85,13 +85,13 @@ def selection(options: argparse.Namespace) -> Iterator[Row]:
     for density in options.densities:
         k = max(1, round(density * x.size))
         vector, residual = DenseVector(x), Residual(x.size, like=x)
-        t = vector.top(k).kth_magnitude(k)
+        t = vector.topk(k).kth_magnitude(k)
 
         def reset(residual: Residual = residual) -> None:
             residual.array[:] = x
 
-        threshold = milliseconds(partial(vector.at_least, t, k), options.repeat)
-        topk = milliseconds(partial(vector.top, k), options.repeat)
+        threshold = milliseconds(partial(vector.threshold, t, k), options.repeat)
+        topk = milliseconds(partial(vector.topk, k), options.repeat)
         reuse = select.ThresholdReuse(10**9)
         fused = milliseconds(partial(residual.take, x, reuse, k), options.repeat, reset)
         fused_topk = milliseconds(partial(residual.take, x, select.TopK(), k), options.repeat, reset)
@@ -105,7 +105,7 @@ def selection(options: argparse.Namespace) -> Iterator[Row]:
 
 def select_and_encode(vector: DenseVector, threshold: float, k: int, form: str) -> Any:
     """The message of what reaches a threshold."""
-    return formats.encode(vector.at_least(threshold, k), form)
+    return formats.encode(vector.threshold(threshold, k), form)
 
 
 def encoding(options: argparse.Namespace) -> Iterator[Row]:
@@ -115,7 +115,7 @@ def encoding(options: argparse.Namespace) -> Iterator[Row]:
     for density in options.densities:
         k = max(1, round(density * x.size))
         vector = DenseVector(x)
-        t = vector.top(k).kth_magnitude(k)
+        t = vector.topk(k).kth_magnitude(k)
         for form in ("coo", "slots", "packed", "densestream", "bitmap"):
             encode = partial(select_and_encode, vector, t, k, form)
             message = encode()
@@ -136,7 +136,7 @@ def decoding(options: argparse.Namespace) -> Iterator[Row]:
     DRAGONN's Figure 5b: decoding should cost the same per entry whatever P is.
     """
     n = options.n // 4
-    parts = [DenseVector(gradient(n, seed)).top(max(1, n // 100)) for seed in range(max(RANKS))]
+    parts = [DenseVector(gradient(n, seed)).topk(max(1, n // 100)) for seed in range(max(RANKS))]
     messages = [formats.encode(part, "slots") for part in parts]
     dense = DenseVector.zeros(n, np.float32, parts[0])
     for P in RANKS:

@@ -66,8 +66,8 @@ def threshold(options: argparse.Namespace) -> Iterator[Row]:
     for name, x in arrays(options.sizes):
         for density in DENSITIES:
             k = round(density * x.size)
-            t = DenseVector(x).top(k).kth_magnitude(k)
-            ours = partial(DenseVector(x).at_least, t, k)
+            t = DenseVector(x).topk(k).kth_magnitude(k)
+            ours = partial(DenseVector(x).threshold, t, k)
             base, mine = medians([partial(np.sum, x), ours], options.repeat)
             yield {"data": name, "density": density, "ms": mine * 1e3, "np.sum ms": base * 1e3, "x np.sum": mine / base}
 

@@ -120,7 +120,7 @@ def allreduce(
 def _for_the_caller(y: Vector, given: Vector, op: str, ranks: int) -> SparseVector:
     """A result as the caller gets it: sparse, divided for a mean, in memory that no array of the caller's has."""
     sparse = y if isinstance(y, SparseVector) else y.to_sparse()
-    return (sparse.divided(ranks) if op == "mean" else sparse).apart_from(given)
+    return (sparse.divide(ranks) if op == "mean" else sparse).copy_if_overlapping(given)
 
 
 def allreduce_vectors(

@@ -15,7 +15,7 @@ from sparsecoll.select import topk
 from sparsecoll.transport import Transport, as_transport
 from sparsecoll.transport.call import Conversation, together
 from sparsecoll.transport.collectives import allgatherv, broadcast, spread
-from sparsecoll.vector import VALUE_DTYPES, DenseVector, SparseVector, accumulator
+from sparsecoll.vector import VALUE_DTYPES, DenseVector, SparseVector, accumulator_dtype
 
 T = TypeVar("T")
 
@@ -292,7 +292,7 @@ def _checked_root(transport: Transport, root: Any) -> int:
 def _part(transport: Transport, given: SparseVector, edges: Sequence[int]) -> SparseVector:
     """This rank's region of the sum, in the accumulator's dtype."""
     with transport.phase("split"):
-        whole = SparseVector.sum([given], accumulator(given.dtype))
+        whole = SparseVector.sum([given], accumulator_dtype(given.dtype))
         return halved(transport, whole, edges, transport.rounded, pairs=True)
 
 

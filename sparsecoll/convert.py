@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from sparsecoll.kernels.memory import beside, contiguous, from_dlpack, on_gpu
+from sparsecoll.kernels.memory import asarray_like, contiguous, from_dlpack, on_gpu
 from sparsecoll.kernels.reference import index_dtype
 from sparsecoll.select import Vector
 from sparsecoll.vector import DenseVector, SparseVector
@@ -43,7 +43,7 @@ def as_vector(x: Any) -> Vector:
         TypeError: another type, or a dtype that is not supported.
         ValueError: invalid indices, or a fill value other than 0.
 
-    >>> as_vector(np.array([[0.0, 2.0], [0.0, 3.0]])).top(2).indices
+    >>> as_vector(np.array([[0.0, 2.0], [0.0, 3.0]])).topk(2).indices
     array([1, 3], dtype=uint32)
     """
     return to_vector(x)[0]
@@ -131,7 +131,7 @@ def _merged(places: Any, values: Any, length: int) -> SparseVector:
     if places.size and bool((places[1:] <= places[:-1]).any()):
         order = np.argsort(places, kind="stable") if isinstance(places, np.ndarray) else places.argsort()
         places, values = places[order], values[order]
-        first = np.concatenate([beside(places, np.ones(1, bool)), places[1:] != places[:-1]])
+        first = np.concatenate([asarray_like(np.ones(1, bool), places), places[1:] != places[:-1]])
         starts = np.flatnonzero(first)
         if starts.size < places.size:
             sums = DenseVector.zeros(int(starts.size), values.dtype, DenseVector(values))
@@ -185,7 +185,7 @@ def _from_torch(x: Any) -> tuple[Vector, Back]:
     shape, width = tuple(x.shape), math.prod(x.shape[x.sparse_dim() :])
     places = _flat_indices(held, shape[: x.sparse_dim()])
     if x.dense_dim():
-        row = beside(places, np.arange(width, dtype=np.uint64))
+        row = asarray_like(np.arange(width, dtype=np.uint64), places)
         places = (places[:, None] * np.uint64(width) + row[None, :]).reshape(-1)
     length = math.prod(shape)
     vector = SparseVector(contiguous(places, index_dtype(length)), _torch_array(values.reshape(-1)), length)

@@ -168,11 +168,11 @@ class Compensated(DenseVector):
         self._out = chosen if self.taking else None
         return chosen
 
-    def top(self, k: int) -> SparseVector:
+    def topk(self, k: int) -> SparseVector:
         """The k largest magnitudes, ties by lower index."""
         return self._keep(kernels_of(self._array).topk(self._array, min(k, self.length), **self._pass()))
 
-    def at_least(self, threshold: float, expected: int = 0) -> SparseVector:
+    def threshold(self, threshold: float, expected: int = 0) -> SparseVector:
         """Entries with a magnitude >= threshold (NaN counts as above all)."""
         kernels = kernels_of(self._array)
         key = kernels.key_of(threshold, self.dtype)
@@ -184,12 +184,14 @@ class Compensated(DenseVector):
             return super().sample(stride, offset)
         part = Compensated(self._array[offset::stride].copy())
         part.add_later(self._waiting[0][offset::stride], self._waiting[1])
-        return DenseVector(part.values).to_entries()
+        return DenseVector(part.values).to_sparse(keep_zeros=True)
 
-    def survey(self, reach: int) -> tuple[NDArray[np.float64], SparseVector, float]:
+    def magnitude_stats(self, expected_nnz: int) -> tuple[NDArray[np.float64], SparseVector, float]:
         """As in DenseVector, in the pass that adds and clears."""
         kernels = kernels_of(self._array)
         self._put_back()
-        key, moments = kernels.lower_bound_key(self._array, reach, self._waiting), np.empty(4)
-        entries = kernels.select_at_least(self._array, key, reach + (reach >> 2), moments=moments, **self._pass())
+        key, moments = kernels.lower_bound_key(self._array, expected_nnz, self._waiting), np.empty(4)
+        entries = kernels.select_at_least(
+            self._array, key, expected_nnz + (expected_nnz >> 2), moments=moments, **self._pass()
+        )
         return moments, self._keep(entries), float(kernels.magnitude_of(key, self.dtype))

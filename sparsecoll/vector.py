@@ -1,6 +1,6 @@
 """SparseVector and DenseVector: what algorithms compute with. Their arrays are NumPy's or CuPy's.
 
-Both have `length` (coordinates), `nnz` (entries held), `dtype`, `top`, `at_least` and `to_dense`; an algorithm
+Both have `length` (coordinates), `nnz` (entries held), `dtype`, `topk`, `threshold` and `to_dense`; an algorithm
 calls these methods and the transport, and never touches an array.
 """
 
@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sparsecoll.kernels import kernels_of
-from sparsecoll.kernels.memory import address, beside, contiguous, empty, on_gpu, overlap, to_host
+from sparsecoll.kernels.memory import asarray_like, contiguous, data_ptr, empty, may_share_memory, on_gpu, to_host
 from sparsecoll.kernels.reference import Array, index_dtype
 from sparsecoll.telemetry.trace import doing
 
@@ -28,7 +28,7 @@ MULTIPLIERS = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9)  # of
 SMALLEST = 5e-324  # the smallest magnitude above zero
 
 
-def accumulator(dtype: np.dtype[Any]) -> np.dtype[Any]:
+def accumulator_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
     """The type in which values of `dtype` are summed: float32 for float16, else `dtype` itself."""
     return np.dtype(np.float32) if dtype == np.float16 else dtype
 
@@ -41,7 +41,7 @@ def check_value_dtype(dtype: np.dtype[Any]) -> None:
         raise TypeError(f"values: expected dtype {', '.join(map(str, VALUE_DTYPES))}, got {dtype}{cure}")
 
 
-def cut(values: Array, dtype: np.dtype[Any]) -> Array:
+def saturating_cast(values: Array, dtype: np.dtype[Any]) -> Array:
     """`values` as `dtype`; finite values beyond its range become its largest finite value, not infinity."""
     if values.dtype == dtype:
         return values
@@ -106,7 +106,7 @@ class SparseVector:
             raise ValueError(f"indices: expected below length {self.length}, got {int(given.max())}")
         self.indices = contiguous(given, index_dtype(self.length))
         self.values = contiguous(self.values)
-        place = kernels_of(self.values).first_disorder(self.indices, self.length)
+        place = kernels_of(self.values).first_unsorted(self.indices, self.length)
         if place >= 0:
             before, here = int(self.indices[place - 1]), int(self.indices[place])
             what = "duplicate" if before == here else "unsorted"
@@ -116,7 +116,7 @@ class SparseVector:
             )
 
     @classmethod
-    def trusted(cls, indices: NDArray[Any], values: NDArray[Any], length: int) -> Self:
+    def from_sorted_unchecked(cls, indices: NDArray[Any], values: NDArray[Any], length: int) -> Self:
         """A vector from arrays known to be right (ascending, unique, in range, of the index dtype); nothing checked."""
         vector = object.__new__(cls)
         vector.indices, vector.values, vector.length = indices, values, length
@@ -125,7 +125,7 @@ class SparseVector:
     @classmethod
     def empty(cls, length: int, dtype: Any) -> SparseVector:
         """A vector that holds nothing, in host memory."""
-        return cls.trusted(np.empty(0, index_dtype(length)), np.empty(0, dtype), length)
+        return cls.from_sorted_unchecked(np.empty(0, index_dtype(length)), np.empty(0, dtype), length)
 
     @classmethod
     def from_dense(cls, array: Any) -> SparseVector:
@@ -140,7 +140,7 @@ class SparseVector:
         count, first = sum(p.nnz for p in parts), parts[0]
         indices = np.concatenate([p.indices for p in parts], out=empty(count, first.indices.dtype, first.indices))
         values = np.concatenate([p.values for p in parts], out=empty(count, first.dtype, first.values))
-        return cls.trusted(indices, values, first.length)
+        return cls.from_sorted_unchecked(indices, values, first.length)
 
     @classmethod
     def sum(cls, parts: Sequence[SparseVector], dtype: np.dtype[Any]) -> SparseVector:
@@ -148,7 +148,9 @@ class SparseVector:
         kernels = kernels_of(parts[0].values)
         with doing("merge", sum(p.nnz for p in parts), max(p.span for p in parts)):
             indices, values = kernels.merge_sum([(p.indices, p.values) for p in parts], dtype)
-        return cls.trusted(indices.astype(index_dtype(parts[0].length), copy=False), values, parts[0].length)
+        return cls.from_sorted_unchecked(
+            indices.astype(index_dtype(parts[0].length), copy=False), values, parts[0].length
+        )
 
     @property
     def nnz(self) -> int:
@@ -185,52 +187,55 @@ class SparseVector:
 
     def split(self, boundaries: Sequence[int]) -> list[SparseVector]:
         """The entries between consecutive boundaries, as views; indices and length stay those of the whole vector."""
-        places = self.count_below(boundaries)
-        return [SparseVector.trusted(self.indices[a:b], self.values[a:b], self.length) for a, b in pairwise(places)]
+        places = self.searchsorted(boundaries)
+        return [
+            SparseVector.from_sorted_unchecked(self.indices[a:b], self.values[a:b], self.length)
+            for a, b in pairwise(places)
+        ]
 
-    def part(self, start: int, stop: int) -> SparseVector:
+    def slice_entries(self, start: int, stop: int) -> SparseVector:
         """Entries number start..stop-1 in index order, as views."""
-        return SparseVector.trusted(self.indices[start:stop], self.values[start:stop], self.length)
+        return SparseVector.from_sorted_unchecked(self.indices[start:stop], self.values[start:stop], self.length)
 
-    def count_below(self, edges: Any) -> NDArray[np.int64]:
+    def searchsorted(self, edges: Any) -> NDArray[np.int64]:
         """For each edge (0..length), how many entries have an index below it."""
         limit = int(np.iinfo(self.indices.dtype).max)
         edges = np.asarray(edges, dtype=np.uint64)
-        inside = beside(self.indices, np.minimum(edges, limit).astype(self.indices.dtype))
+        inside = asarray_like(np.minimum(edges, limit).astype(self.indices.dtype), self.indices)
         places = to_host(np.searchsorted(self.indices, inside))
         return np.where(edges > limit, self.nnz, places).astype(np.int64)
 
-    def refined(self, edges: Sequence[int], cuts: int) -> list[int]:
+    def subdivide(self, edges: Sequence[int], cuts: int) -> list[int]:
         """The regions between edges, each cut into `cuts` with equal numbers of the own entries: edges again."""
         finer: list[int] = []
-        for (low, _), (first, beyond) in zip(pairwise(edges), pairwise(self.count_below(edges).tolist()), strict=True):
+        for (low, _), (first, beyond) in zip(pairwise(edges), pairwise(self.searchsorted(edges).tolist()), strict=True):
             places = [first + (beyond - first) * cut // cuts for cut in range(1, cuts)]
             finer += [low, *(self.indices[places].tolist() if first < beyond else [low] * (cuts - 1))]
         return [*finer, edges[-1]]
 
-    def keys(self) -> NDArray[Any]:
+    def magnitude_keys(self) -> NDArray[Any]:
         """Magnitude keys of the values (see kernels.reference), unsigned."""
         return kernels_of(self.values).magnitude_keys(self.values)  # type: ignore[no-any-return]
 
     def has_nan(self) -> bool:
         """Whether a value is NaN."""
-        return self.extremes()[1] >= self.nan_key()
+        return self.key_range()[1] >= self.nan_key()
 
     def has_zeros(self) -> bool:
         """Whether an entry held is zero."""
-        return self.nnz > 0 and self.extremes()[0] == 0
+        return self.nnz > 0 and self.key_range()[0] == 0
 
-    def nonzero(self) -> SparseVector:
+    def drop_zeros(self) -> SparseVector:
         """The entries that are not zero; the vector itself if all are."""
-        return self.at_least(SMALLEST, self.nnz) if self.has_zeros() else self
+        return self.threshold(SMALLEST, self.nnz) if self.has_zeros() else self
 
-    def bits(self) -> NDArray[np.uint8]:
-        """One bit for each coordinate, in host memory: whether it is held. See `DenseVector.marked`."""
+    def mask(self) -> NDArray[np.uint8]:
+        """One bit for each coordinate, in host memory: whether it is held. See `DenseVector.select_mask`."""
         return _bits([self])
 
     def first_not_finite(self) -> int | None:
         """The index of the first NaN or infinity."""
-        if self.dtype.kind != "f" or self.extremes()[1] < self.nan_key() - 1:
+        if self.dtype.kind != "f" or self.key_range()[1] < self.nan_key() - 1:
             return None
         return int(self.indices[~np.isfinite(self.values)][0])
 
@@ -238,24 +243,24 @@ class SparseVector:
         """Magnitude keys at or above this one are NaN."""
         return int(kernels_of(self.values).nan_key(self.dtype))
 
-    def at(self, positions: NDArray[np.int64]) -> SparseVector:
+    def take(self, positions: NDArray[np.int64]) -> SparseVector:
         """The entries at ascending positions."""
-        return SparseVector.trusted(self.indices[positions], self.values[positions], self.length)
+        return SparseVector.from_sorted_unchecked(self.indices[positions], self.values[positions], self.length)
 
     def _of(self, entries: tuple[NDArray[Any], NDArray[Any]]) -> SparseVector:
-        return SparseVector.trusted(*entries, self.length)
+        return SparseVector.from_sorted_unchecked(*entries, self.length)
 
-    def top(self, k: int) -> SparseVector:
+    def topk(self, k: int) -> SparseVector:
         """The k largest magnitudes, ties by lower index; the vector itself if it holds no more than k."""
         if k >= self.nnz:
             return self
         return self._of(kernels_of(self.values).topk(self.values, k, indices=self.indices))
 
-    def top_key(self, key: int, ties: int) -> SparseVector:
+    def topk_by_key(self, key: int, ties: int) -> SparseVector:
         """Entries whose magnitude key is above `key`, and the first `ties` of those equal to it."""
-        return self._of(kernels_of(self.values).take_top(self.values, key, ties, indices=self.indices))
+        return self._of(kernels_of(self.values).topk_by_key(self.values, key, ties, indices=self.indices))
 
-    def at_least(self, threshold: float, expected: int = 0) -> SparseVector:
+    def threshold(self, threshold: float, expected: int = 0) -> SparseVector:
         """Entries with a magnitude >= threshold (NaN counts as above all)."""
         kernels = kernels_of(self.values)
         key = kernels.key_of(threshold, self.dtype)
@@ -266,101 +271,101 @@ class SparseVector:
         kernels = kernels_of(self.values)
         return int(kernels.count_at_least(self.values, kernels.key_of(threshold, self.dtype)))
 
-    def extremes(self) -> tuple[int, int]:
+    def key_range(self) -> tuple[int, int]:
         """(smallest, largest) magnitude key of the values; (0, 0) if nothing is held."""
-        return kernels_of(self.values).extremes(self.values)  # type: ignore[no-any-return]
+        return kernels_of(self.values).key_range(self.values)  # type: ignore[no-any-return]
 
     def sample(self, stride: int, offset: int) -> SparseVector:
         """Every stride-th value held, from position `offset` on, copied (numbered, not at its index)."""
-        return DenseVector(self.values[offset::stride].copy()).to_entries()
+        return DenseVector(self.values[offset::stride].copy()).to_sparse(keep_zeros=True)
 
-    def survey(self, reach: int) -> tuple[NDArray[np.float64], SparseVector, float]:
-        """(sums of x, x^2, |x| and the largest |x|; the entries; the magnitude that all of them reach: 0)."""
+    def magnitude_stats(self, expected_nnz: int) -> tuple[NDArray[np.float64], SparseVector, float]:
+        """(sums of x, x^2, |x| and the largest |x|; the entries; a bound below all of them: 0)."""
         return kernels_of(self.values).moments_of(self.values), self, 0.0
 
-    def random(self, k: int, key: int) -> SparseVector:
+    def random_entries(self, k: int, key: int) -> SparseVector:
         """The entries held among k random coordinates that depend on `key` and the length alone."""
         chosen = kernels_of(self.values).random_indices(self.length, k, key)
-        return self.intersect(SparseVector.trusted(chosen, chosen, self.length))
+        return self.intersect(SparseVector.from_sorted_unchecked(chosen, chosen, self.length))
 
     def kth_magnitude(self, k: int) -> float:
         """The k-th largest magnitude, 1 <= k <= nnz."""
         kernels = kernels_of(self.values)
         return float(kernels.magnitude_of(kernels.kth_key(self.values, k)[0], self.dtype))
 
-    def magnitude(self, key: int) -> float:
+    def magnitude_of(self, key: int) -> float:
         """The magnitude that a key of these values stands for."""
         return float(kernels_of(self.values).magnitude_of(key, self.dtype))
 
-    def count_reaching(self, key: int, factor: float) -> tuple[int, int, int]:
+    def count_around_key(self, key: int, factor: float) -> tuple[int, int, int]:
         """How many entries have a key above `key`, equal to it, and a magnitude of at least `factor` times its own."""
         kernels = kernels_of(self.values)
         above = kernels.count_at_least(self.values, key + 1)
-        probe = kernels.key_of(self.magnitude(key) * factor, self.dtype)
+        probe = kernels.key_of(self.magnitude_of(key) * factor, self.dtype)
         equal = kernels.count_at_least(self.values, key) - above
         return above, equal, kernels.count_at_least(self.values, probe)
 
     def intersect(self, other: SparseVector) -> SparseVector:
         """The own entries whose index `other` holds too."""
-        return self.at(kernels_of(self.values).intersect(self.indices, other.indices))
+        return self.take(kernels_of(self.values).intersect(self.indices, other.indices))
 
     def hash_slots(self, slots: int) -> NDArray[np.int64]:
         """A pseudo-random slot in [0, slots) for each index; the same index has the same one everywhere."""
         return kernels_of(self.values).hash_slots(self.indices, slots, MULTIPLIERS)  # type: ignore[no-any-return]
 
-    def membership(self, other: SparseVector) -> NDArray[np.uint8]:
-        """One bit for each own entry: whether `other` holds its index too. See `members`."""
+    def mask_of(self, other: SparseVector) -> NDArray[np.uint8]:
+        """One bit for each own entry: whether `other` holds its index too. See `select_mask`."""
         held = empty(self.nnz, np.uint8, self.indices)
         held[:] = 0
         held[kernels_of(self.values).intersect(self.indices, other.indices)] = 1
         return np.packbits(held)
 
-    def members(self, bits: NDArray[np.uint8]) -> SparseVector:
+    def select_mask(self, bits: NDArray[np.uint8]) -> SparseVector:
         """The entries whose bit is set."""
-        return self.at(np.flatnonzero(np.unpackbits(bits)[: self.nnz]))
+        return self.take(np.flatnonzero(np.unpackbits(bits)[: self.nnz]))
 
-    def without(self, other: SparseVector) -> SparseVector:
+    def difference(self, other: SparseVector) -> SparseVector:
         """The own entries whose index `other` does not hold."""
-        return self.at(kernels_of(self.values).difference(self.indices, other.indices))
+        return self.take(kernels_of(self.values).difference(self.indices, other.indices))
 
-    def joined(self, other: SparseVector) -> SparseVector:
+    def union_disjoint(self, other: SparseVector) -> SparseVector:
         """The entries of both, which share no index and have one dtype."""
-        return SparseVector.sum([self, other], accumulator(self.dtype)).astype(self.dtype) if other.nnz else self
+        return SparseVector.sum([self, other], accumulator_dtype(self.dtype)).astype(self.dtype) if other.nnz else self
 
     def with_values(self, values: NDArray[Any]) -> Self:
         """Other values at the same indices."""
-        return self.trusted(self.indices, values, self.length)
+        return self.from_sorted_unchecked(self.indices, values, self.length)
 
     def rounding_error(self, rounded: SparseVector) -> SparseVector:
         """self - rounded where they differ; `rounded` holds the same indices. Infinities and NaN have no error."""
         if rounded.values is self.values:
-            return self.part(0, 0)
-        error = DenseVector(self.values).minus(DenseVector(rounded.values)).values
+            return self.slice_entries(0, 0)
+        error = DenseVector(self.values).subtract(DenseVector(rounded.values)).values
         places = np.flatnonzero(error)
-        return SparseVector.trusted(self.indices[places], error[places], self.length)
+        return SparseVector.from_sorted_unchecked(self.indices[places], error[places], self.length)
 
-    def scaled(self, factor: float) -> SparseVector:
+    def multiply(self, factor: float) -> SparseVector:
         """factor * self, in its own dtype."""
         return self.with_values(np.multiply(self.values, factor).astype(self.dtype, copy=False))
 
-    def divided(self, divisor: int) -> SparseVector:
+    def divide(self, divisor: int) -> SparseVector:
         """self / divisor, in its own dtype, rounded once."""
         return self.with_values(np.divide(self.values, divisor).astype(self.dtype, copy=False))
 
-    def apart_from(self, other: SparseVector | DenseVector) -> SparseVector:
+    def copy_if_overlapping(self, other: SparseVector | DenseVector) -> SparseVector:
         """The same entries in arrays that share no memory with those of `other`."""
         theirs = [array for array in (getattr(other, "indices", None), other.values) if array is not None]
-        own = [a.copy() if any(overlap(a, b) for b in theirs) else a for a in (self.indices, self.values)]
-        return SparseVector.trusted(own[0], own[1], self.length)
+        own = [a.copy() if any(may_share_memory(a, b) for b in theirs) else a for a in (self.indices, self.values)]
+        return SparseVector.from_sorted_unchecked(own[0], own[1], self.length)
 
     def shifted(self, offset: int, length: int) -> SparseVector:
         """The same entries, `offset` further on, in a vector of `length` coordinates."""
         dtype = index_dtype(length)
-        return SparseVector.trusted(self.indices.astype(dtype) + dtype.type(offset), self.values, length)
+        return SparseVector.from_sorted_unchecked(self.indices.astype(dtype) + dtype.type(offset), self.values, length)
 
     def astype(self, dtype: Any) -> SparseVector:
         """The same entries with values of `dtype` (finite overflow is cut to the largest finite value)."""
-        return self.with_values(cut(self.values, np.dtype(dtype)))
+        return self.with_values(saturating_cast(self.values, np.dtype(dtype)))
 
     __array_ufunc__ = None
 
@@ -377,7 +382,7 @@ class SparseVector:
 class DenseVector:
     """All `length` values of a vector, with the methods that SparseVector has. `values` is not copied.
 
-    >>> DenseVector(np.array([0.5, -2.0, 1.0])).top(2).indices
+    >>> DenseVector(np.array([0.5, -2.0, 1.0])).topk(2).indices
     array([1, 2], dtype=uint32)
     """
 
@@ -421,7 +426,7 @@ class DenseVector:
         """`length` values that are whatever was there, where `like` is."""
         return cls(empty(length, dtype, like.values))
 
-    def chunk(self, start: int, stop: int) -> DenseVector:
+    def slice(self, start: int, stop: int) -> DenseVector:
         """Values start..stop-1 as a vector of their own, a view."""
         return DenseVector(self.values[start:stop])
 
@@ -429,19 +434,19 @@ class DenseVector:
         """A vector of other values."""
         return type(self)(values)
 
-    def plus(self, other: DenseVector, dtype: Any, here: bool) -> DenseVector:
-        """self + other in `dtype`: in place if `here`, else as a new vector."""
-        out = self.values if here else empty(self.length, dtype, self.values)
+    def add(self, other: DenseVector, dtype: Any, in_place: bool) -> DenseVector:
+        """self + other in `dtype`: in place if `in_place`, else as a new vector."""
+        out = self.values if in_place else empty(self.length, dtype, self.values)
         with doing("dense", self.length), np.errstate(over="ignore", invalid="ignore"):
             return DenseVector(np.add(self.values, other.values, out=out, dtype=dtype))
 
-    def take(self, other: DenseVector) -> None:
+    def copy_from(self, other: DenseVector) -> None:
         """Copy the values of `other`, unless they are these."""
-        if address(other.values) != address(self.values):
+        if data_ptr(other.values) != data_ptr(self.values):
             with doing("dense", self.length):
                 self.values[:] = other.values
 
-    def minus(self, other: DenseVector) -> DenseVector:
+    def subtract(self, other: DenseVector) -> DenseVector:
         """self - other in self's dtype; zero where both are the same infinity or either is NaN."""
         with np.errstate(over="ignore", invalid="ignore"):
             difference = self.values - other.values.astype(self.dtype)
@@ -451,16 +456,16 @@ class DenseVector:
 
     def astype(self, dtype: Any) -> DenseVector:
         """The same values as `dtype` (finite overflow is cut to the largest finite value)."""
-        return DenseVector(cut(self.values, np.dtype(dtype)))
+        return DenseVector(saturating_cast(self.values, np.dtype(dtype)))
 
     def _of(self, entries: tuple[NDArray[Any], NDArray[Any]]) -> SparseVector:
-        return SparseVector.trusted(*entries, self.length)
+        return SparseVector.from_sorted_unchecked(*entries, self.length)
 
-    def top(self, k: int) -> SparseVector:
+    def topk(self, k: int) -> SparseVector:
         """The k largest magnitudes, ties by lower index."""
         return self._of(kernels_of(self.values).topk(self.values, min(k, self.length)))
 
-    def at_least(self, threshold: float, expected: int = 0) -> SparseVector:
+    def threshold(self, threshold: float, expected: int = 0) -> SparseVector:
         """Entries with a magnitude >= threshold (NaN counts as above all)."""
         kernels = kernels_of(self.values)
         return self._of(kernels.select_at_least(self.values, kernels.key_of(threshold, self.dtype), expected))
@@ -472,32 +477,34 @@ class DenseVector:
 
     def sample(self, stride: int, offset: int) -> SparseVector:
         """Every stride-th value, from index `offset` on, copied (numbered, not at its index)."""
-        return DenseVector(self.values[offset::stride].copy()).to_entries()
+        return DenseVector(self.values[offset::stride].copy()).to_sparse(keep_zeros=True)
 
-    def survey(self, reach: int) -> tuple[NDArray[np.float64], SparseVector, float]:
+    def magnitude_stats(self, expected_nnz: int) -> tuple[NDArray[np.float64], SparseVector, float]:
         """(sums of x, x^2, |x| and the largest |x|; entries above a bound; the bound).
 
-        At least `reach` entries are likely to be above the bound, and not many more.
+        At least `expected_nnz` entries are likely to be above the bound, and not many more.
         """
         kernels = kernels_of(self.values)
-        key, moments = kernels.lower_bound_key(self.values, reach), np.empty(4)
-        entries = kernels.select_at_least(self.values, key, reach + (reach >> 2), moments=moments)
+        key, moments = kernels.lower_bound_key(self.values, expected_nnz), np.empty(4)
+        entries = kernels.select_at_least(self.values, key, expected_nnz + (expected_nnz >> 2), moments=moments)
         return moments, self._of(entries), float(kernels.magnitude_of(key, self.dtype))
 
-    def random(self, k: int, key: int) -> SparseVector:
+    def random_entries(self, k: int, key: int) -> SparseVector:
         """The values at k random coordinates that depend on `key` and the length alone."""
-        return self.entries(kernels_of(self.values).random_indices(self.length, k, key))
+        return self.take(kernels_of(self.values).random_indices(self.length, k, key))
 
-    def to_sparse(self) -> SparseVector:
-        """The nonzero entries (NaN among them)."""
+    def to_sparse(self, keep_zeros: bool = False) -> SparseVector:
+        """The nonzero entries (NaN among them), or all values, zeros among them."""
+        if keep_zeros:
+            return self.take(asarray_like(np.arange(self.length, dtype=index_dtype(self.length)), self.values))
         with doing("dense", self.length):
             return self._of(kernels_of(self.values).select_at_least(self.values, 1))
 
-    def entries(self, indices: NDArray[Any]) -> SparseVector:
+    def take(self, indices: NDArray[Any]) -> SparseVector:
         """The values at ascending unique indices (of `index_dtype(length)`), as a sparse vector."""
-        return SparseVector.trusted(indices, self.values[indices], self.length)
+        return SparseVector.from_sorted_unchecked(indices, self.values[indices], self.length)
 
-    def marked(self, bits: NDArray[np.uint8]) -> SparseVector:
+    def select_mask(self, bits: NDArray[np.uint8]) -> SparseVector:
         """The values whose bit is set, zeros among them."""
         set_bytes = np.flatnonzero(bits)  # few: unpack these alone
         inside = np.flatnonzero(np.unpackbits(bits[set_bytes]))
@@ -506,15 +513,11 @@ class DenseVector:
         inside &= 7
         held += inside
         del set_bytes, inside
-        return self.entries(beside(self.values, held.astype(index_dtype(self.length))))
+        return self.take(asarray_like(held.astype(index_dtype(self.length)), self.values))
 
-    def held_by(self, parts: Sequence[SparseVector]) -> SparseVector:
+    def select_union(self, parts: Sequence[SparseVector]) -> SparseVector:
         """The values at the indices that some part holds, zeros among them."""
-        return self.marked(_bits(parts))
-
-    def to_entries(self) -> SparseVector:
-        """All values as entries, zeros among them."""
-        return self.entries(beside(self.values, np.arange(self.length, dtype=index_dtype(self.length))))
+        return self.select_mask(_bits(parts))
 
     def to_dense(self) -> NDArray[Any]:
         """The values themselves."""

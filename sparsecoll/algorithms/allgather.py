@@ -38,7 +38,7 @@ class Allgather(Algorithm):
         stages = pipeline.pieces(k * (x.dtype.itemsize + 1), transport.one_node)
         if stages > 1 and transport.size > 1:
             value = self._in_pieces(transport, x, stages)
-            self._edges = value.refined([0, x.length], stages)
+            self._edges = value.subdivide([0, x.length], stages)
             return Reduction(value, x)
         with transport.phase("gather"):
             blocks = allgatherv(transport, transport.encode(x))

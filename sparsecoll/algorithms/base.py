@@ -12,7 +12,7 @@ from sparsecoll.errors import CommunicationError, NonFiniteError
 from sparsecoll.select import Selector, Vector
 from sparsecoll.telemetry.traffic import Traffic
 from sparsecoll.transport.base import Transport
-from sparsecoll.vector import SparseVector, accumulator
+from sparsecoll.vector import SparseVector, accumulator_dtype
 
 
 class Reduction:
@@ -107,7 +107,7 @@ class Algorithm(ABC):
 
 def summed(parts: list[SparseVector], x: SparseVector) -> SparseVector:
     """Sum of decoded parts in x's accumulator dtype, cut to x's dtype."""
-    return SparseVector.sum(parts, accumulator(x.dtype)).astype(x.dtype)
+    return SparseVector.sum(parts, accumulator_dtype(x.dtype)).astype(x.dtype)
 
 
 def less(x: SparseVector, taken: list[SparseVector]) -> SparseVector:
@@ -115,9 +115,9 @@ def less(x: SparseVector, taken: list[SparseVector]) -> SparseVector:
     taken = [part for part in taken if part.nnz]
     if not taken:
         return x
-    dtype = accumulator(x.dtype)
-    rest = SparseVector.sum([x.astype(dtype), *(part.scaled(-1) for part in taken)], dtype)
-    return rest.nonzero()
+    dtype = accumulator_dtype(x.dtype)
+    rest = SparseVector.sum([x.astype(dtype), *(part.multiply(-1) for part in taken)], dtype)
+    return rest.drop_zeros()
 
 
 def within(part: SparseVector, low: int, high: int, source: int) -> SparseVector:

@@ -11,7 +11,7 @@ from sparsecoll.algorithms.base import Algorithm, Reduction
 from sparsecoll.select import Vector
 from sparsecoll.transport.base import Transport
 from sparsecoll.transport.collectives import sum_counts
-from sparsecoll.vector import DenseVector, SparseVector, accumulator
+from sparsecoll.vector import DenseVector, SparseVector, accumulator_dtype
 
 SHORT = 1 << 15  # bytes of a chunk below which the dense sum goes in few messages rather than in many at once
 
@@ -50,40 +50,40 @@ class Dense(Algorithm):
         reduction = (_by_halving if short else _pairwise)(transport, x, local, edges)
         if isinstance(x, SparseVector):
             with transport.phase("pattern"):
-                bits = sum_counts(transport, x.bits(), np.bitwise_or)
+                bits = sum_counts(transport, x.mask(), np.bitwise_or)
             assert isinstance(reduction.value, DenseVector)
-            reduction.value = reduction.value.marked(bits)
+            reduction.value = reduction.value.select_mask(bits)
         return reduction
 
 
 def _pairwise(transport: Transport, x: Vector, local: DenseVector, edges: list[int]) -> Reduction:
     rank, size = transport.rank, transport.size
-    mine = local.chunk(edges[rank], edges[rank + 1])
+    mine = local.slice(edges[rank], edges[rank + 1])
     with transport.phase("split"):
         for step in range(1, size):
             to = (rank + step) % size
-            transport.send(to, transport.pack(local.chunk(edges[to], edges[to + 1])))
+            transport.send(to, transport.pack(local.slice(edges[to], edges[to + 1])))
         total = mine
         for step in range(1, size):
             message = transport.receive((rank - step) % size)
             arrived = transport.unpack(message, x.dtype, mine.length)
-            total = total.plus(arrived, accumulator(x.dtype), total is not mine)
+            total = total.add(arrived, accumulator_dtype(x.dtype), total is not mine)
     with transport.phase("gather"):
         value = DenseVector.empty(x.length, x.dtype, x)
         own = transport.pack(total.astype(x.dtype))
         for step in range(1, size):
             transport.send((rank + step) % size, own)
         arriving = {rank: own}
-        places = [value.chunk(a, b) for a, b in pairwise(edges)]
+        places = [value.slice(a, b) for a, b in pairwise(edges)]
         for step in range(1, size):
             source = (rank - step) % size
             arriving[source] = transport.receive(source, transport.place(places[source]))
         for source, message in arriving.items():
-            places[source].take(transport.unpack(message, x.dtype, places[source].length))
+            places[source].copy_from(transport.unpack(message, x.dtype, places[source].length))
     if total.dtype == x.dtype and not transport.rounds(x.dtype):
         return Reduction(value, x)
     return Reduction(
-        value, lambda: _less(x, local, total.minus(places[rank]).to_sparse().shifted(edges[rank], x.length))
+        value, lambda: _less(x, local, total.subtract(places[rank]).to_sparse().shifted(edges[rank], x.length))
     )
 
 
@@ -91,28 +91,28 @@ def _by_halving(transport: Transport, x: Vector, local: DenseVector, edges: list
     """The same two steps on a copy that begins with the own chunk, so that what a message carries is one stretch."""
     rank, size, own = transport.rank, transport.size, edges[transport.rank]
     starts = [edge - own for edge in edges[rank:]] + [x.length - own + edge for edge in edges[1 : rank + 1]]
-    held = _rotated(local.astype(accumulator(x.dtype)), own)
+    held = _rotated(local.astype(accumulator_dtype(x.dtype)), own)
     lost = DenseVector.zeros(x.length, held.dtype, held) if transport.rounds(x.dtype) or held.dtype != x.dtype else None
     with transport.phase("split"):
         distance = 1 << ((size - 1).bit_length() - 1)
         while distance:
-            leaving = held.chunk(starts[distance], starts[min(2 * distance, size)])
+            leaving = held.slice(starts[distance], starts[min(2 * distance, size)])
             message = transport.pack(leaving)
             transport.send((rank + distance) % size, message)
             if lost is not None:
-                error = leaving.minus(transport.unpack(message, held.dtype, leaving.length))
-                lost.chunk(starts[distance], starts[min(2 * distance, size)]).take(error)
-            kept = held.chunk(0, starts[min(distance, size - distance)])
+                error = leaving.subtract(transport.unpack(message, held.dtype, leaving.length))
+                lost.slice(starts[distance], starts[min(2 * distance, size)]).copy_from(error)
+            kept = held.slice(0, starts[min(distance, size - distance)])
             arrived = transport.unpack(transport.receive((rank - distance) % size), held.dtype, kept.length)
-            kept.plus(arrived, held.dtype, here=True)
+            kept.add(arrived, held.dtype, in_place=True)
             distance //= 2
-    total = held.chunk(0, starts[1])
+    total = held.slice(0, starts[1])
     with transport.phase("gather"):
         gathered = _gathered(transport, total.astype(x.dtype), starts)
     value = _rotated(gathered, x.length - own)
     if lost is None:
         return Reduction(value, x)
-    lost.chunk(0, starts[1]).take(total.minus(gathered.chunk(0, starts[1])))
+    lost.slice(0, starts[1]).copy_from(total.subtract(gathered.slice(0, starts[1])))
     whole = _rotated(lost, x.length - own)
     return Reduction(value, lambda: _less(x, local, whole.to_sparse()))
 
@@ -121,13 +121,13 @@ def _gathered(transport: Transport, mine: DenseVector, starts: list[int]) -> Den
     """All ranks' chunks, the own one first (Bruck); `starts`: where each begins there."""
     rank, size = transport.rank, transport.size
     gathered, have = DenseVector.empty(starts[-1], mine.dtype, mine), 1
-    gathered.chunk(0, starts[1]).take(transport.unpack(transport.pack(mine), mine.dtype, mine.length))
+    gathered.slice(0, starts[1]).copy_from(transport.unpack(transport.pack(mine), mine.dtype, mine.length))
     while have < size:
         count = min(have, size - have)
-        transport.send((rank - have) % size, transport.pack(gathered.chunk(0, starts[count])))
-        place = gathered.chunk(starts[have], starts[have + count])
+        transport.send((rank - have) % size, transport.pack(gathered.slice(0, starts[count])))
+        place = gathered.slice(starts[have], starts[have + count])
         message = transport.receive((rank + have) % size, transport.place(place))
-        place.take(transport.unpack(message, mine.dtype, place.length))
+        place.copy_from(transport.unpack(message, mine.dtype, place.length))
         have += count
     return gathered
 
@@ -135,8 +135,8 @@ def _gathered(transport: Transport, mine: DenseVector, starts: list[int]) -> Den
 def _rotated(x: DenseVector, first: int) -> DenseVector:
     """A copy that begins with the value at `first`."""
     rotated = DenseVector.empty(x.length, x.dtype, x)
-    rotated.chunk(0, x.length - first).take(x.chunk(first, x.length))
-    rotated.chunk(x.length - first, x.length).take(x.chunk(0, first))
+    rotated.slice(0, x.length - first).copy_from(x.slice(first, x.length))
+    rotated.slice(x.length - first, x.length).copy_from(x.slice(0, first))
     return rotated
 
 
@@ -145,7 +145,7 @@ def _less(x: Vector, local: DenseVector, error: SparseVector) -> SparseVector | 
     if not error.nnz:
         return x
     if isinstance(x, SparseVector):
-        return SparseVector.sum([x, error.scaled(-1)], error.dtype)
+        return SparseVector.sum([x, error.multiply(-1)], error.dtype)
     rest = DenseVector(local.values.astype(error.dtype))
     rest.subtract_at(error)
     return rest

@@ -13,7 +13,7 @@ from sparsecoll.formats import FORMATS, Format
 from sparsecoll.select import Vector
 from sparsecoll.transport.base import Transport
 from sparsecoll.transport.collectives import allgatherv
-from sparsecoll.vector import DenseVector, SparseVector, accumulator
+from sparsecoll.vector import DenseVector, SparseVector, accumulator_dtype
 
 BLOCKS = formats.DenseStream()
 
@@ -68,7 +68,7 @@ class DenseStream(Algorithm):
         with transport.phase("repartition"):
             edges = partition.boundaries(transport, x, self.repartition)
         with transport.phase("split"):
-            whole = SparseVector.sum([x], accumulator(x.dtype))
+            whole = SparseVector.sum([x], accumulator_dtype(x.dtype))
             total = reduce_scatter(transport, whole, edges, leave, format=form, pairs=True)
         with transport.phase("gather"):
             mine = transport.rounded(total.astype(x.dtype))

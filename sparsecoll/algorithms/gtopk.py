@@ -8,7 +8,7 @@ from sparsecoll import formats
 from sparsecoll.algorithms.base import Algorithm, Reduction, check_order, less
 from sparsecoll.transport.base import Transport
 from sparsecoll.transport.collectives import joined, separated
-from sparsecoll.vector import SparseVector, accumulator
+from sparsecoll.vector import SparseVector, accumulator_dtype
 
 
 @dataclass
@@ -33,11 +33,11 @@ class GTopk(Algorithm):
 
     def __call__(self, transport: Transport, x: SparseVector, k: int) -> Reduction:
         with transport.phase("reduce"):
-            partial, merges = self._reduce(transport, x.top(k), k)
+            partial, merges = self._reduce(transport, x.topk(k), k)
         with transport.phase("broadcast"):
             arriving = transport.rounded(partial if transport.rank else partial.astype(x.dtype))
             lost = partial.rounding_error(arriving)
-            arriving = arriving.nonzero()  # some formats do not send zeros
+            arriving = arriving.drop_zeros()  # some formats do not send zeros
             if transport.rank == 0:
                 value, alive = arriving, arriving
                 message = transport.encode(value)
@@ -46,10 +46,10 @@ class GTopk(Algorithm):
                 transport.send(parent, transport.encode(arriving))
                 message, bits = separated(transport.receive(parent), 2)
                 value = formats.decode(message, x.length).astype(x.dtype)
-                alive = arriving.members(bits)
+                alive = arriving.select_mask(bits)
             lost = lost.intersect(alive)
             for child, before, theirs in reversed(merges):
-                transport.send(child, joined([message, theirs.membership(alive)]))
+                transport.send(child, joined([message, theirs.mask_of(alive)]))
                 alive = before.intersect(alive)
         return Reduction(check_order(value), lambda: less(x.intersect(alive), [lost]))
 
@@ -58,13 +58,13 @@ class GTopk(Algorithm):
         transport: Transport, x: SparseVector, k: int
     ) -> tuple[SparseVector, list[tuple[int, SparseVector, SparseVector]]]:
         """(this rank's partial sum; for each merge: the child, the own partial before, the child's)."""
-        partial = SparseVector.sum([x], accumulator(x.dtype))
+        partial = SparseVector.sum([x], accumulator_dtype(x.dtype))
         merges, distance = [], 1
         while distance < transport.size and not transport.rank & distance:
             child = transport.rank + distance
             if child < transport.size:
                 theirs = formats.decode(transport.receive(child), x.length)
                 merges.append((child, partial, theirs))
-                partial = SparseVector.sum([partial, theirs], partial.dtype).top(k)
+                partial = SparseVector.sum([partial, theirs], partial.dtype).topk(k)
             distance *= 2
         return partial, merges

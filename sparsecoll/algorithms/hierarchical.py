@@ -12,7 +12,7 @@ from sparsecoll.select import Vector
 from sparsecoll.transport.base import Transport
 from sparsecoll.transport.collectives import joined, node_members, separated
 from sparsecoll.transport.group import group
-from sparsecoll.vector import DenseVector, SparseVector, accumulator
+from sparsecoll.vector import DenseVector, SparseVector, accumulator_dtype
 
 
 @dataclass
@@ -72,21 +72,21 @@ class Hierarchical(Algorithm):
         with transport.phase("inside"):
             message = FORMATS["coo"].encode(value.astype(x.dtype))
             for rank, part in zip(mine[1:], parts[1:], strict=True):
-                transport.send(rank, joined([message, part.membership(contributed)]))
+                transport.send(rank, joined([message, part.mask_of(contributed)]))
 
         def share() -> SparseVector | DenseVector:
-            return less(x.intersect(contributed), [total.intersect(contributed), contributed.scaled(-1)])
+            return less(x.intersect(contributed), [total.intersect(contributed), contributed.multiply(-1)])
 
         return Reduction(value.astype(x.dtype), share)
 
     def _sum(self, parts: list[SparseVector]) -> SparseVector:
-        dtype = accumulator(parts[0].dtype)
+        dtype = accumulator_dtype(parts[0].dtype)
         if self.inside == "sparse":
             return SparseVector.sum(parts, dtype)
         total = DenseVector.zeros(parts[0].length, dtype, parts[0])
         for part in parts:
             total.add_at(part)
-        return total.held_by(parts)
+        return total.select_union(parts)
 
     @staticmethod
     def _sparse(vector: Any) -> SparseVector:
@@ -98,7 +98,7 @@ class Hierarchical(Algorithm):
         with transport.phase("inside"):
             transport.send(first, FORMATS["coo"].encode(x, transport.value_dtype))
             message, bits = separated(transport.receive(first), 2)
-        return Reduction(formats.decode(message, x.length), x.members(bits))
+        return Reduction(formats.decode(message, x.length), x.select_mask(bits))
 
     def forget(self) -> None:
         self._between.forget()

@@ -11,7 +11,7 @@ from sparsecoll.select import Vector, topk
 from sparsecoll.transport.base import Transport
 from sparsecoll.transport.collectives import allgatherv, node_members
 from sparsecoll.transport.group import group
-from sparsecoll.vector import DenseVector, SparseVector, accumulator
+from sparsecoll.vector import DenseVector, SparseVector, accumulator_dtype
 
 
 @dataclass
@@ -81,7 +81,7 @@ class HiTopK(Algorithm):
             return None
         own = parts[owners.index(rank)]
         arrived = [own if peer == rank else formats.decode(transport.receive(peer), own.length) for peer in mine]
-        return SparseVector.sum(arrived, accumulator(own.dtype))
+        return SparseVector.sum(arrived, accumulator_dtype(own.dtype))
 
     @staticmethod
     def _between(
@@ -90,13 +90,13 @@ class HiTopK(Algorithm):
         """The sum over nodes of what each selected, the same bits on all owners; notes what does not enter it."""
         with owners.phase("between"):
             sent = owners.rounded(chosen)
-            lost += [chunk.without(chosen), chosen.rounding_error(sent)]
+            lost += [chunk.difference(chosen), chosen.rounding_error(sent)]
             blocks = allgatherv(owners, owners.encode(sent))
             total = SparseVector.sum([formats.decode(block, x.length) for block in blocks], chunk.dtype)
         value = total.astype(x.dtype)
         if owners.rank == 0:
             lost.append(total.rounding_error(value.astype(total.dtype)))
-        return value.nonzero()
+        return value.drop_zeros()
 
     @staticmethod
     def _gather(
@@ -120,7 +120,7 @@ class HiTopK(Algorithm):
     def _contributed(x: Vector, local: SparseVector, lost: list[SparseVector]) -> Vector:
         if isinstance(x, SparseVector):
             return less(local, lost)
-        rest = DenseVector(x.values.astype(accumulator(x.dtype)))
+        rest = DenseVector(x.values.astype(accumulator_dtype(x.dtype)))
         for part in lost:
             rest.subtract_at(part)
         return rest

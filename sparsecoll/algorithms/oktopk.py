@@ -20,7 +20,7 @@ from sparsecoll.formats import Buffer
 from sparsecoll.select import ThresholdReuse, Vector
 from sparsecoll.transport.base import PendingReceive, Transport
 from sparsecoll.transport.collectives import allgather, allgatherv
-from sparsecoll.vector import SparseVector, accumulator
+from sparsecoll.vector import SparseVector, accumulator_dtype
 
 FAR = 2.0  # a k that many times larger or smaller than the last one is another problem, of which nothing is known
 OVERLOAD = 1.5  # a region with this many times its share makes the next call repartition
@@ -130,15 +130,15 @@ class OkTopk(Algorithm):
             chosen, sizes = self._select_global(transport, reduced, load, k)
         with transport.phase("gather"):
             final = transport.rounded(chosen.astype(x.dtype))
-            value = self._balance_and_allgatherv(transport, final.nonzero(), sizes).astype(x.dtype)
+            value = self._balance_and_allgatherv(transport, final.drop_zeros(), sizes).astype(x.dtype)
         cuts = self._cuts(x, k, transport)
-        self._edges = value.refined(self._boundaries, cuts) if cuts > 1 else []
+        self._edges = value.subdivide(self._boundaries, cuts) if cuts > 1 else []
         self._calls += 1
 
         def contributed() -> SparseVector:
             lost = chosen.rounding_error(final)  # the owner keeps what rounding took from the sums
             share = x.intersect(value)
-            return SparseVector.sum([share, lost.scaled(-1)], reduced.dtype) if lost.nnz else share
+            return SparseVector.sum([share, lost.multiply(-1)], reduced.dtype) if lost.nnz else share
 
         return Reduction(value, contributed)
 
@@ -164,7 +164,7 @@ class OkTopk(Algorithm):
         buckets = [steps[i : i + self.bucket] for i in range(0, len(steps), self.bucket)]
         stages = [(cut, bucket) for cut in range(cuts) for bucket in buckets]
         first = region_of[rank] * cuts
-        reduced = [SparseVector.sum([part], accumulator(x.dtype)) for part in parts[first : first + cuts]]
+        reduced = [SparseVector.sum([part], accumulator_dtype(x.dtype)) for part in parts[first : first + cuts]]
         load = sum(part.nnz for part in reduced)
         finished = 0
 
@@ -208,8 +208,8 @@ class OkTopk(Algorithm):
     ) -> tuple[SparseVector, list[int]]:
         """(the own entries of the global top k, how many each rank has)."""
         reuse = self._global
-        estimate = reduced if self.exact or reuse.due else reduced.at_least(reuse.value or 0.0, reduced.nnz)
-        row = [reduced.nnz, estimate.nnz, int(reduced.has_nan()), reduced.extremes()[1], load]
+        estimate = reduced if self.exact or reuse.due else reduced.threshold(reuse.value or 0.0, reduced.nnz)
+        row = [reduced.nnz, estimate.nnz, int(reduced.has_nan()), reduced.key_range()[1], load]
         rows = allgather(transport, np.array(row, np.uint64)).tolist()
         held, estimated = [int(r[0]) for r in rows], [int(r[1]) for r in rows]
         self._check_nan([rank for rank, r in enumerate(rows) if r[2]])
@@ -234,9 +234,9 @@ class OkTopk(Algorithm):
         self, transport: Transport, reduced: SparseVector, k: int, total: int, largest: int
     ) -> tuple[SparseVector, list[int]]:
         """Exactly k of the `total` entries; ties at the threshold go to lower indices."""
-        ascending = np.sort(reduced.keys())
+        ascending = np.sort(reduced.magnitude_keys())
         [(key, _)] = quantiles(transport, ascending, [total - k], largest + 1, total)
-        counts = reduced.count_reaching(key, ThresholdReuse.PROBE)
+        counts = reduced.count_around_key(key, ThresholdReuse.PROBE)
         rows = allgather(transport, np.array(counts)).tolist()
         ties_left = k - sum(above for above, _, _ in rows)
         sizes, quota = [0] * transport.size, 0
@@ -247,8 +247,8 @@ class OkTopk(Algorithm):
             sizes[owner] = above + ties
             if owner == transport.rank:
                 quota = ties
-        self._global.found(reduced.magnitude(key), sum(a + e for a, e, _ in rows), sum(p for _, _, p in rows))
-        return reduced.top_key(key, quota), sizes
+        self._global.found(reduced.magnitude_of(key), sum(a + e for a, e, _ in rows), sum(p for _, _, p in rows))
+        return reduced.topk_by_key(key, quota), sizes
 
     # 5. balance and allgatherv
 
@@ -272,7 +272,7 @@ class OkTopk(Algorithm):
             parts[source].append(formats.decode(block, mine.length))
 
         def begin(cut: int) -> list[PendingReceive]:
-            message = transport.encode(mine.part(mine.nnz * cut // cuts, mine.nnz * (cut + 1) // cuts))
+            message = transport.encode(mine.slice_entries(mine.nnz * cut // cuts, mine.nnz * (cut + 1) // cuts))
             for step in range(1, size):
                 transport.send((rank + step) % size, message)
             arrived(rank, message)
@@ -296,14 +296,14 @@ class OkTopk(Algorithm):
             to = (place + step) % size
             start, stop = max(have[place], want[to]), min(have[place + 1], want[to + 1])
             if start < stop and to != place:
-                transport.send_vector(order[to], mine.part(start - have[place], stop - have[place]))
+                transport.send_vector(order[to], mine.slice_entries(start - have[place], stop - have[place]))
         for source in range(size):
             start, stop = max(have[source], want[place]), min(have[source + 1], want[place + 1])
             if start < stop and source == place:
-                kept.append(mine.part(start - have[place], stop - have[place]))
+                kept.append(mine.slice_entries(start - have[place], stop - have[place]))
             elif start < stop:
                 kept.append(formats.decode(transport.receive(order[source]), mine.length))
-        return SparseVector.concatenate(kept or [mine.part(0, 0)])
+        return SparseVector.concatenate(kept or [mine.slice_entries(0, 0)])
 
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {

@@ -14,7 +14,7 @@ from sparsecoll.formats import FORMATS, Auto, Buffer, Format, Quantized
 from sparsecoll.transport.base import Transport
 from sparsecoll.transport.collectives import allgatherv
 from sparsecoll.transport.network import Network
-from sparsecoll.vector import SparseVector, accumulator
+from sparsecoll.vector import SparseVector, accumulator_dtype
 
 VARIANTS = ("auto", "recursive_double", "split_allgather", "dynamic")
 
@@ -106,7 +106,7 @@ class SparCML(Algorithm):
                 transport.send(rank - core, form.encode(x, dtype))
                 value = formats.decode(transport.receive(rank - core), x.length).astype(x.dtype)
                 return Reduction(value, x)
-            total = SparseVector.sum([x], accumulator(x.dtype))
+            total = SparseVector.sum([x], accumulator_dtype(x.dtype))
             if rank + core < size:
                 extra = formats.decode(transport.receive(rank + core), x.length)
                 total = SparseVector.sum([total, extra], total.dtype)
@@ -142,7 +142,7 @@ class SparCML(Algorithm):
             for step in range(1, size):  # in the order of arrival
                 source = (rank - step) % size
                 parts[source] = formats.decode(transport.receive(source), x.length)
-            total = SparseVector.sum([parts[source] for source in range(size)], accumulator(x.dtype))
+            total = SparseVector.sum([parts[source] for source in range(size)], accumulator_dtype(x.dtype))
         with transport.phase("gather"):
             message = self._encoded(transport, total.astype(x.dtype), sparse, dynamic, quantized)
             mine = formats.decode(message, x.length)
@@ -150,8 +150,8 @@ class SparCML(Algorithm):
             value = SparseVector.concatenate([formats.decode(block, x.length).astype(x.dtype) for block in blocks])
 
         def contributed() -> SparseVector:
-            lost = SparseVector.sum([total, mine.astype(total.dtype).scaled(-1)], total.dtype)
-            return less(x, [lost.nonzero()])
+            lost = SparseVector.sum([total, mine.astype(total.dtype).multiply(-1)], total.dtype)
+            return less(x, [lost.drop_zeros()])
 
         return Reduction(value, contributed)
 

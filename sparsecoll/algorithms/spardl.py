@@ -14,7 +14,7 @@ from sparsecoll.select import Vector, topk
 from sparsecoll.transport.base import Transport
 from sparsecoll.transport.collectives import allgatherv
 from sparsecoll.transport.group import group
-from sparsecoll.vector import DenseVector, SparseVector, accumulator
+from sparsecoll.vector import DenseVector, SparseVector, accumulator_dtype
 
 Part = Callable[
     [SparseVector, bool], SparseVector
@@ -68,7 +68,7 @@ class SparDL(Algorithm):
         edges, shares = self._edges(x.length, blocks), self._edges(k, blocks)
         for (start, stop), (below, share) in zip(pairwise(edges), pairwise(shares), strict=True):
             if isinstance(x, DenseVector):
-                part = topk(x.chunk(start, stop), share - below).shifted(start, x.length)
+                part = topk(x.slice(start, stop), share - below).shifted(start, x.length)
             else:
                 part = topk(x.split([start, stop])[0], share - below)
             parts.append(part)
@@ -93,7 +93,7 @@ class SparDL(Algorithm):
         def cut(part: SparseVector, own: bool = True) -> SparseVector:
             kept = self._largest(part, edges, k)
             if own and kept.nnz < part.nnz:
-                lost.append(part.without(kept))
+                lost.append(part.difference(kept))
             return kept
 
         def leave(part: SparseVector, own: bool = True) -> SparseVector:
@@ -103,7 +103,7 @@ class SparDL(Algorithm):
             return arriving
 
         with team.phase("split"):
-            whole = cut(SparseVector.sum([x], accumulator(x.dtype)))
+            whole = cut(SparseVector.sum([x], accumulator_dtype(x.dtype)))
             block = reduce_scatter(team, whole, edges, leave, lambda parts: cut(summed(parts)))
         with peers.phase("teams"):
             block = self._across(peers, block, leave, cut)
@@ -117,23 +117,23 @@ class SparDL(Algorithm):
 
     def _largest(self, part: SparseVector, edges: list[int], k: int) -> SparseVector:
         """The k/T largest entries of each block; the part itself if no block has more."""
-        places, shares = part.count_below(edges).tolist(), self._edges(k, len(edges) - 1)
+        places, shares = part.searchsorted(edges).tolist(), self._edges(k, len(edges) - 1)
         held = [(start, stop, b - a) for (start, stop), (a, b) in zip(pairwise(places), pairwise(shares), strict=True)]
         if all(stop - start <= share for start, stop, share in held):
             return part
-        return SparseVector.concatenate([part.part(start, stop).top(share) for start, stop, share in held])
+        return SparseVector.concatenate([part.slice_entries(start, stop).topk(share) for start, stop, share in held])
 
     @staticmethod
     def _across(peers: Transport, block: SparseVector, leave: Part, cut: Part) -> SparseVector:
         """The block over all teams, the same bits in each. Of ranks that do the same the first notes what is lost."""
         if peers.size & (peers.size - 1):
-            sent = leave(block, True).nonzero()
+            sent = leave(block, True).drop_zeros()
             blocks = [formats.decode(part, block.length) for part in allgatherv(peers, peers.encode(sent))]
             return cut(SparseVector.sum(blocks, block.dtype), peers.rank == 0)
         distance = 1
         while distance < peers.size:
             partner = peers.rank ^ distance
-            sent = leave(block, peers.rank % distance == 0).nonzero()  # some formats do not send zeros
+            sent = leave(block, peers.rank % distance == 0).drop_zeros()  # some formats do not send zeros
             peers.send_vector(partner, sent)
             theirs = formats.decode(peers.receive(partner), block.length)
             pair = [sent, theirs] if peers.rank < partner else [theirs, sent]

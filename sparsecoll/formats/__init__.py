@@ -18,7 +18,7 @@ from sparsecoll.formats.densestream import DenseStream
 from sparsecoll.formats.packed import Packed
 from sparsecoll.formats.quantized import Quantized
 from sparsecoll.formats.slots import Slots
-from sparsecoll.kernels.memory import address, to_host
+from sparsecoll.kernels.memory import data_ptr, to_host
 from sparsecoll.telemetry.trace import doing
 from sparsecoll.vector import DenseVector, SparseVector
 
@@ -118,4 +118,4 @@ def _of(buffer: Buffer) -> Format:
 
 def _aligned(buffer: Buffer) -> Buffer:
     """The buffer, copied if it does not begin at a multiple of 8 bytes."""
-    return buffer if address(buffer) % 8 == 0 else buffer.copy()
+    return buffer if data_ptr(buffer) % 8 == 0 else buffer.copy()

@@ -78,7 +78,7 @@ class Auto(Format):
         if not isinstance(form, DenseStream) or x.nnz <= 2 * SAMPLES * STRETCH:
             return False
         starts = [(x.nnz - STRETCH) * i // (SAMPLES - 1) for i in range(SAMPLES)]
-        sample = SparseVector.concatenate([x.part(a, a + STRETCH) for a in starts])
+        sample = SparseVector.concatenate([x.slice_entries(a, a + STRETCH) for a in starts])
         return form.plan(sample, wire).size * x.nnz > 1.1 * best * SAMPLES * STRETCH
 
     def plan(self, x: SparseVector, wire: WireDtype) -> Plan:

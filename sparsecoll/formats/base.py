@@ -20,10 +20,10 @@ from numpy.typing import NDArray
 
 from sparsecoll.errors import CommunicationError
 from sparsecoll.kernels import kernels_of
-from sparsecoll.kernels.memory import beside, empty, to_host
+from sparsecoll.kernels.memory import asarray_like, empty, to_host
 from sparsecoll.kernels.reference import index_dtype
 from sparsecoll.telemetry.trace import doing
-from sparsecoll.vector import DenseVector, SparseVector, cut
+from sparsecoll.vector import DenseVector, SparseVector, saturating_cast
 
 Buffer = NDArray[np.uint8]
 
@@ -47,8 +47,8 @@ class WireDtype:
         if self.name == "float16":
             return kernels.to_float16(values)  # type: ignore[no-any-return]
         if self.name == "bfloat16":
-            return kernels.to_bfloat16(cut(values, np.dtype(np.float32)))  # type: ignore[no-any-return]
-        return cut(values, self.stored)
+            return kernels.to_bfloat16(saturating_cast(values, np.dtype(np.float32)))  # type: ignore[no-any-return]
+        return saturating_cast(values, self.stored)
 
     def unpack(self, stored: NDArray[Any]) -> NDArray[Any]:
         """The values again: float32 for bfloat16, else a view."""
@@ -150,7 +150,7 @@ class Format(ABC):
         """The message of a plan."""
         buffer = empty(plan.size, np.uint8, x.values)
         header = HEADER.pack(self.id, wire.id, self.index_dtype(x.length).itemsize, VERSION, 0, x.nnz)
-        buffer[: HEADER.size] = beside(buffer, np.frombuffer(header, np.uint8))
+        buffer[: HEADER.size] = asarray_like(np.frombuffer(header, np.uint8), buffer)
         plan.write(buffer)
         return buffer
 

@@ -45,4 +45,4 @@ class Bitmap(Format):
         indices = kernels_of(buffer).bitmap_read(words, first, nnz, index)
         if indices is None or (nnz and int(indices[-1]) >= length):
             raise CommunicationError(f"message: the bitmap does not hold {nnz} entries below {length}")
-        return SparseVector.trusted(indices, wire.unpack(buffer[middle:].view(wire.stored)), length)
+        return SparseVector.from_sorted_unchecked(indices, wire.unpack(buffer[middle:].view(wire.stored)), length)

@@ -41,6 +41,6 @@ class Coo(Format):
         else:
             middle = first + nnz * wire.stored.itemsize
             stored, indices = buffer[first:middle].view(wire.stored), buffer[middle:].view(index)
-        if kernels_of(buffer).first_disorder(indices, length) >= 0:
+        if kernels_of(buffer).first_unsorted(indices, length) >= 0:
             raise CommunicationError(f"message: coo indices are not strictly ascending below {length}")
-        return SparseVector.trusted(indices, wire.unpack(stored), length)
+        return SparseVector.from_sorted_unchecked(indices, wire.unpack(stored), length)

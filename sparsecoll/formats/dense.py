@@ -47,4 +47,4 @@ class Dense(Format):
         places, held = kernels_of(values).select_at_least(values, 1, nnz)
         if places.size > nnz:
             raise CommunicationError(f"message: {places.size} nonzeros where the header says {nnz}")
-        return SparseVector.trusted(places.astype(index, copy=False) + index.type(first), held, length)
+        return SparseVector.from_sorted_unchecked(places.astype(index, copy=False) + index.type(first), held, length)

@@ -11,7 +11,7 @@ from sparsecoll.errors import CommunicationError
 from sparsecoll.formats.base import HEADER, Buffer, Format, Plan, WireDtype, holds_zeros, wire_dtype
 from sparsecoll.formats.packed import Packed
 from sparsecoll.kernels import kernels_of
-from sparsecoll.kernels.memory import beside, empty
+from sparsecoll.kernels.memory import asarray_like, empty
 from sparsecoll.vector import SMALLEST, DenseVector, SparseVector
 
 START = HEADER.size + 8
@@ -50,8 +50,8 @@ class DenseStream(Format):
         """
         starts, lengths = self._blocks(x, self.gap(x.length, wire_dtype(x.dtype, value_dtype)))
         kernels = kernels_of(x.values)
-        indices = kernels.block_indices(starts, lengths, beside(starts, np.arange(int(lengths.sum()))))
-        return source.entries(indices.astype(x.indices.dtype)).at_least(SMALLEST)  # without the zeros that are true
+        indices = kernels.block_indices(starts, lengths, asarray_like(np.arange(int(lengths.sum())), starts))
+        return source.take(indices.astype(x.indices.dtype)).threshold(SMALLEST)  # without the zeros that are true
 
     @staticmethod
     def _blocks(x: SparseVector, gap: int) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
@@ -88,7 +88,7 @@ class DenseStream(Format):
         if places.size > nnz:
             raise CommunicationError(f"message: {places.size} nonzeros where the header says {nnz}")
         indices = kernels.block_indices(starts, lengths, places)
-        return SparseVector.trusted(indices.astype(index), held, length)
+        return SparseVector.from_sorted_unchecked(indices.astype(index), held, length)
 
     @staticmethod
     def _read_blocks(

@@ -66,4 +66,4 @@ class Packed(Format):
         indices = kernels.rice_decode(table, buffer[payload:], block, first, nnz, length, index) if fits else None
         if indices is None:
             raise CommunicationError(f"message: packed indices are damaged or not below {length}")
-        return SparseVector.trusted(indices, wire.unpack(buffer[START:middle].view(wire.stored)), length)
+        return SparseVector.from_sorted_unchecked(indices, wire.unpack(buffer[START:middle].view(wire.stored)), length)

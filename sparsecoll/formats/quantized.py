@@ -9,7 +9,7 @@ import numpy as np
 from sparsecoll.errors import CommunicationError
 from sparsecoll.formats.base import HEADER, Buffer, Format, Plan, WireDtype, first_index
 from sparsecoll.kernels import kernels_of
-from sparsecoll.kernels.memory import beside, empty
+from sparsecoll.kernels.memory import asarray_like, empty
 from sparsecoll.vector import SparseVector
 
 START = HEADER.size + 24
@@ -63,7 +63,7 @@ class Quantized(Format):
         def write(buffer: Buffer) -> None:
             buffer[1] = 2  # whatever came in, float32 arrives
             stated = np.array([first, count, self.bucket << 8 | self.bits], np.uint64)
-            buffer[HEADER.size : START] = beside(buffer, stated.view(np.uint8))
+            buffer[HEADER.size : START] = asarray_like(stated.view(np.uint8), buffer)
             values = empty(count, np.float32, x.values)
             values[:] = 0
             values[(x.indices - x.indices.dtype.type(first)).astype(np.int64)] = x.values
@@ -88,4 +88,4 @@ class Quantized(Format):
         places, held = kernels.select_at_least(values, 1, nnz)
         if places.size > nnz:
             raise CommunicationError(f"message: {places.size} nonzeros where the header says {nnz}")
-        return SparseVector.trusted(places.astype(index, copy=False) + index.type(first), held, length)
+        return SparseVector.from_sorted_unchecked(places.astype(index, copy=False) + index.type(first), held, length)

@@ -58,7 +58,7 @@ class Slots(Format):
     def arriving(self, x: SparseVector, value_dtype: str | None = None) -> SparseVector:
         """The entries that no later one overwrites, rounded as they travel."""
         held = self._entries(x)
-        return rounded(x.at(np.sort(held[held >= 0])), value_dtype)
+        return rounded(x.take(np.sort(held[held >= 0])), value_dtype)
 
     def plan(self, x: SparseVector, wire: WireDtype) -> Plan:
         held = self._entries(x)
@@ -104,9 +104,9 @@ class Slots(Format):
         indices, values, nnz = self._read(buffer, length)
         order = np.argsort(indices)[:nnz]
         ascending = indices[order].astype(super().index_dtype(length))
-        if kernels_of(buffer).first_disorder(ascending, length) >= 0:
+        if kernels_of(buffer).first_unsorted(ascending, length) >= 0:
             raise CommunicationError("message: two slots hold the same index")
-        return SparseVector.trusted(ascending, values[order], length)
+        return SparseVector.from_sorted_unchecked(ascending, values[order], length)
 
     def add_into(self, dense: DenseVector, buffer: Buffer) -> None:
         """Sparse decoding (section 4.3): slot by slot, in any order; nothing is sorted."""

@@ -80,9 +80,9 @@ def to_host(array: Any) -> NDArray[Any]:
     return array.get() if on_gpu(array) else array  # type: ignore[no-any-return]
 
 
-def beside(array: Any, host: NDArray[Any]) -> Any:
-    """`host` where `array` is: itself, or a copy on the GPU."""
-    return _gpu().to_device(host) if on_gpu(array) else host
+def asarray_like(host: NDArray[Any], like: Any) -> Any:
+    """`host` where `like` is: itself, or a copy on the GPU."""
+    return _gpu().to_device(host) if on_gpu(like) else host
 
 
 def from_dlpack(array: Any) -> Any:
@@ -99,9 +99,9 @@ def from_dlpack(array: Any) -> Any:
         ) from error
 
 
-def as_now(call: Callable[[], T]) -> Callable[[], T]:
+def bind_current_stream(call: Callable[[], T]) -> Callable[[], T]:
     """The call, to be made in another thread: GPU work in it goes to the stream that is current in this one."""
-    return _gpu().as_now(call) if "cupy" in sys.modules else call  # type: ignore[no-any-return]
+    return _gpu().bind_current_stream(call) if "cupy" in sys.modules else call  # type: ignore[no-any-return]
 
 
 def contiguous(array: Any, dtype: Any = None) -> Any:
@@ -110,12 +110,12 @@ def contiguous(array: Any, dtype: Any = None) -> Any:
     return array if array.flags.c_contiguous else array.copy()
 
 
-def address(array: Any) -> int:
+def data_ptr(array: Any) -> int:
     """Where an array's memory begins."""
     return int(array.data.ptr if on_gpu(array) else array.ctypes.data)
 
 
-def overlap(a: Any, b: Any) -> bool:
+def may_share_memory(a: Any, b: Any) -> bool:
     """Whether two arrays may share memory: the stretches from their first byte to their last one do."""
     if not a.size or not b.size or on_gpu(a) != on_gpu(b):
         return False
@@ -125,8 +125,8 @@ def overlap(a: Any, b: Any) -> bool:
 
 def _stretch(array: Any) -> tuple[int, int]:
     steps = [step * (size - 1) for step, size in zip(array.strides, array.shape, strict=True)]
-    low = address(array) + sum(min(step, 0) for step in steps)
-    return low, address(array) + sum(max(step, 0) for step in steps) + array.itemsize
+    low = data_ptr(array) + sum(min(step, 0) for step in steps)
+    return low, data_ptr(array) + sum(max(step, 0) for step in steps) + array.itemsize
 
 
 def _gpu() -> Any:

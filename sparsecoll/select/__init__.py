@@ -7,13 +7,13 @@
 from __future__ import annotations
 
 from sparsecoll.select.base import Selector, Vector
-from sparsecoll.select.exact import TopK, threshold, topk
+from sparsecoll.select.dgc import SampledThreshold
 from sparsecoll.select.gaussian import GaussianK
 from sparsecoll.select.hashed import Hashed
-from sparsecoll.select.multisample import MSTopK
+from sparsecoll.select.mstopk import MSTopK
 from sparsecoll.select.randomk import RandomK
 from sparsecoll.select.reuse import ThresholdReuse
-from sparsecoll.select.sampled import SampledThreshold
+from sparsecoll.select.topk import TopK, threshold, topk
 
 SELECTORS: dict[str, type[Selector]] = {
     "topk": TopK,

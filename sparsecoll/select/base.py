@@ -16,8 +16,8 @@ Vector = SparseVector | DenseVector
 class Selector(ABC):
     """A way to choose about k entries of a vector. A dataclass of its options; state is in fields with init=False.
 
-    Only what a vector offers is used (`top`, `at_least`, `sample`, `survey`, `entries`), so that any selector runs in
-    the same pass over memory in which `Residual.take` forms residual + gradient and clears what is taken.
+    A selector calls the methods of vectors only (`topk`, `threshold`, `sample`, `magnitude_stats`, `take`), so that it
+    runs in the pass over memory in which `Residual.take` adds the gradient to the residual and clears the selection.
     """
 
     name: ClassVar[str]
@@ -67,7 +67,7 @@ def check_order(x: SparseVector) -> SparseVector:
 
 def checked(x: SparseVector) -> SparseVector:
     """x without explicit zeros, itself if there are none; NonFiniteError if it holds a NaN."""
-    lowest, highest = x.extremes()
+    lowest, highest = x.key_range()
     if x.nnz and highest >= x.nan_key():
         return check_order(x)
-    return x if lowest > 0 or x.nnz == 0 else x.at_least(SMALLEST, x.nnz)
+    return x if lowest > 0 or x.nnz == 0 else x.threshold(SMALLEST, x.nnz)

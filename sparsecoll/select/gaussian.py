@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import NormalDist
 
 from sparsecoll.select.base import Selector, Vector, check_k, checked
-from sparsecoll.select.survey import Survey
+from sparsecoll.select.stats import MagnitudeStats
 from sparsecoll.vector import SMALLEST, SparseVector
 
 
@@ -29,16 +29,16 @@ class GaussianK(Selector):
     def select(self, x: Vector, k: int) -> SparseVector:
         check_k(k)
         if x.nnz <= k or k == 0:
-            return checked(x.top(k))
-        survey = Survey(x, 2 * k)
+            return checked(x.topk(k))
+        stats = MagnitudeStats(x, 2 * k)
         tail = NormalDist().inv_cdf(1 - k / x.nnz / 2)
-        t = survey.mean + tail * survey.deviation
+        t = stats.mean + tail * stats.deviation
         for _ in range(self.adjustments if math.isfinite(t) else 0):
-            count = survey.count(t)
+            count = stats.count(t)
             if 3 * count < 2 * k:
                 t *= 0.5
             elif 3 * count > 4 * k:
                 t *= 1.5
             else:
                 break
-        return checked(survey.at_least(max(t, SMALLEST) if math.isfinite(t) else math.inf))
+        return checked(stats.threshold(max(t, SMALLEST) if math.isfinite(t) else math.inf))

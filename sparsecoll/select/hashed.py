@@ -7,8 +7,8 @@ from typing import Any
 
 from sparsecoll.formats import Slots
 from sparsecoll.select.base import Selector, Vector
+from sparsecoll.select.dgc import SampledThreshold
 from sparsecoll.select.randomk import mix
-from sparsecoll.select.sampled import SampledThreshold
 from sparsecoll.vector import SparseVector
 
 

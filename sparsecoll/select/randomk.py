@@ -40,7 +40,7 @@ class RandomK(Selector):
         check_k(k)
         key = mix(self.seed, self._calls)
         self._calls += 1
-        return check_order(x.random(k, key))
+        return check_order(x.random_entries(k, key))
 
     def state_dict(self) -> dict[str, Any]:
         return {"calls": self._calls}

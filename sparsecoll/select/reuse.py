@@ -76,16 +76,16 @@ class ThresholdReuse(Selector):
 
     def _select(self, x: Vector, k: int, exact: bool) -> SparseVector:
         if x.nnz <= k or k == 0:
-            return checked(x.top(k))
+            return checked(x.topk(k))
         if not (exact or self.due):
             assert self.value is not None
-            chosen = x.at_least(self.value, k)
+            chosen = x.threshold(self.value, k)
             if self.accepts(chosen.nnz, k):
                 self.selected(chosen.nnz, k)
                 return chosen
-        chosen = checked(x.top(k))
+        chosen = checked(x.topk(k))
         if chosen.nnz:
-            lowest = chosen.magnitude(chosen.extremes()[0])
+            lowest = chosen.magnitude_of(chosen.key_range()[0])
             self.found(lowest, chosen.nnz, chosen.count_at_least(lowest * self.PROBE))
         return chosen
 

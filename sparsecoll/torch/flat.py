@@ -99,7 +99,7 @@ class FlatVector:
             for p, a, b in zip(self.params, self.offsets[:-1], self.offsets[1:], strict=True):
                 yield p, Update(None, flat[a:b])
             return
-        places = value.count_below(self.offsets)
+        places = value.searchsorted(self.offsets)
         for p, offset, a, b in zip(self.params, self.offsets, places[:-1], places[1:], strict=False):
             inside = value.indices[a:b].astype(np.int64) - offset
             yield p, Update(self.device.tensor(inside), self.device.tensor(value.values[a:b]))

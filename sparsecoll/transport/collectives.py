@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from sparsecoll.errors import CommunicationError
 from sparsecoll.formats import Buffer
-from sparsecoll.kernels.memory import beside, empty, to_host
+from sparsecoll.kernels.memory import asarray_like, empty, to_host
 from sparsecoll.transport.base import Transport
 
 
@@ -74,7 +74,7 @@ def joined(blocks: Sequence[Buffer]) -> Buffer:
     sizes = np.array([block.size for block in blocks], np.int64)
     places = 8 * sizes.size + np.cumsum((sizes + 7) // 8 * 8)
     message = empty(int(places[-1]), np.uint8, blocks[0])
-    message[: 8 * sizes.size] = beside(message, sizes.view(np.uint8))
+    message[: 8 * sizes.size] = asarray_like(sizes.view(np.uint8), message)
     start = 8 * sizes.size
     for block, place in zip(blocks, places, strict=True):
         message[start : start + block.size] = block

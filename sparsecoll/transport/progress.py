@@ -9,7 +9,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Generic, TypeVar
 
 from sparsecoll.errors import CommunicationError
-from sparsecoll.kernels.memory import as_now
+from sparsecoll.kernels.memory import bind_current_stream
 from sparsecoll.transport.base import Transport
 
 T = TypeVar("T")
@@ -63,7 +63,7 @@ class Worker:
 
     def submit(self, call: Callable[[], T]) -> Future[T]:
         """Queue a call."""
-        return self._pool.submit(as_now(call))
+        return self._pool.submit(bind_current_stream(call))
 
     def in_order(self, call: Callable[[], T]) -> T:
         """Carry out a blocking call after those queued; at once if this is a part of one of them."""

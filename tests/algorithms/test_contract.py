@@ -25,7 +25,7 @@ def check(P, algo, name, dtype="float32", k=None, **options):
     assert all(same_bits(values[0], v) for v in values[1:])
     used = max(x.nnz for x in inputs) if k is None else k
     if k is not None and algo != "spardl":  # which selects from blocks of the whole
-        inputs = [x.top(k) for x in inputs]
+        inputs = [x.topk(k) for x in inputs]
     expected = oracle(inputs, algo, used)
     np.testing.assert_array_equal(values[0].to_dense(), expected)
     entered = np.sum([r.contributed.to_dense() for r in reductions], axis=0)
@@ -116,7 +116,7 @@ def test_rounding_on_the_wire_is_part_of_what_did_not_contribute(algo, value_dty
     assert all(same_bits(reductions[0].value, r.value) for r in reductions)
     entered = np.sum([r.contributed.to_dense().astype(np.float64) for r in reductions], axis=0)
     np.testing.assert_array_equal(entered, reductions[0].value.to_dense())
-    assert any((r.contributed.to_dense() != values(i).top(60).to_dense()).any() for i, r in enumerate(reductions))
+    assert any((r.contributed.to_dense() != values(i).topk(60).to_dense()).any() for i, r in enumerate(reductions))
 
 
 @pytest.mark.parametrize("P", [1, 2, 3, 8])

@@ -62,7 +62,7 @@ def test_zeros_inside_blocks_carry_their_true_values_at_no_cost():
     dense = rng.standard_normal(20_000).astype(np.float32)
     dense[::7] = 0
     source = DenseVector(dense)
-    chosen = source.at_least(1.0)
+    chosen = source.threshold(1.0)
     filled = FORM.filled(chosen, source)
     assert filled.nnz > chosen.nnz and FORM.size(filled) == FORM.size(chosen)
     assert (dense[filled.indices] == filled.values).all() and (filled.values != 0).all()

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sparsecoll.kernels import reference
-from sparsecoll.vector import VALUE_DTYPES, accumulator
+from sparsecoll.vector import VALUE_DTYPES, accumulator_dtype
 
 EXAMPLES = 40 if os.environ.get("SPARSECOLL_GPU_TESTS") == "all" else 4
 FEW = settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -85,11 +85,11 @@ def test_threshold_selection(cp, gpu, order, dtype, size, seed, data):
     on = None if i is None else cp.asarray(i)
     all_same(gpu.select_at_least(cp.asarray(v), key, 3, indices=on), reference.select_at_least(v, key, indices=i))
     assert gpu.count_at_least(cp.asarray(v), key) == reference.count_at_least(v, key)
-    assert gpu.extremes(cp.asarray(v)) == reference.extremes(v)
+    assert gpu.key_range(cp.asarray(v)) == reference.key_range(v)
     same(gpu.magnitude_keys(cp.asarray(v)), keys)
     ties = data.draw(st.integers(0, size))
     if key <= np.iinfo(keys.dtype).max:
-        all_same(gpu.take_top(cp.asarray(v), key, ties, indices=on), reference.take_top(v, key, ties, indices=i))
+        all_same(gpu.topk_by_key(cp.asarray(v), key, ties, indices=on), reference.topk_by_key(v, key, ties, indices=i))
 
 
 @pytest.mark.parametrize("dtype", VALUE_DTYPES, ids=str)
@@ -160,7 +160,7 @@ def test_segments_follow_each_other(cp, gpu, monkeypatch):
     v = np.round(np.random.default_rng(1).standard_normal(13_000) * 2).astype(np.float32)
     key = int(reference.key_of(2.0, v.dtype))
     for ties in (0, 1, 700, 13_000):
-        all_same(gpu.take_top(cp.asarray(v), key, ties), reference.take_top(v, key, ties))
+        all_same(gpu.topk_by_key(cp.asarray(v), key, ties), reference.topk_by_key(v, key, ties))
     mine, theirs, sums = cp.asarray(v), v.copy(), (np.zeros(4), np.zeros(4))
     found = gpu.select_at_least(mine, key, 5, add=(cp.asarray(v), 1.0), clear=True, moments=sums[0])
     all_same(found, reference.select_at_least(theirs, key, add=(v, 1.0), clear=True, moments=sums[1]))
@@ -188,7 +188,9 @@ def test_sum_of_sparse_vectors(cp, gpu, spread, dtype, size, seed, parts, own):
     given_parts = [(row, values(dtype, row.size, seed + row.size)) for row in rows]
     on = [(cp.asarray(i), cp.asarray(v)) for i, v in given_parts]
     with np.errstate(all="ignore"):
-        all_same(gpu.merge_sum(on, accumulator(dtype)), reference.merge_sum(given_parts, accumulator(dtype)))
+        all_same(
+            gpu.merge_sum(on, accumulator_dtype(dtype)), reference.merge_sum(given_parts, accumulator_dtype(dtype))
+        )
 
 
 @FEW
@@ -219,11 +221,11 @@ def test_what_lists_of_indices_share(cp, gpu, size, seed, own):
     a, b = indices(size, seed, own), indices(size // 2, seed + 1, own, max(1, 3 * size))
     for name in ("intersect", "difference"):
         same(getattr(gpu, name)(cp.asarray(a), cp.asarray(b)), getattr(reference, name)(a, b))
-    assert gpu.first_disorder(cp.asarray(a), 3 * size + 1) == reference.first_disorder(a, 3 * size + 1) == -1
+    assert gpu.first_unsorted(cp.asarray(a), 3 * size + 1) == reference.first_unsorted(a, 3 * size + 1) == -1
     if a.size > 2:
         a[a.size // 2] = a[a.size // 2 - 1]
-        assert gpu.first_disorder(cp.asarray(a), 3 * size) == reference.first_disorder(a, 3 * size)
-        assert gpu.first_disorder(cp.asarray(a), 1) == reference.first_disorder(a, 1)
+        assert gpu.first_unsorted(cp.asarray(a), 3 * size) == reference.first_unsorted(a, 3 * size)
+        assert gpu.first_unsorted(cp.asarray(a), 1) == reference.first_unsorted(a, 1)
 
 
 @FEW

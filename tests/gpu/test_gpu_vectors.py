@@ -33,7 +33,7 @@ def lowered(x):
     assert x.on_gpu
     if isinstance(x, DenseVector):
         return DenseVector(x.values.get())
-    return SparseVector.trusted(x.indices.get(), x.values.get(), x.length)
+    return SparseVector.from_sorted_unchecked(x.indices.get(), x.values.get(), x.length)
 
 
 def counted(comm):

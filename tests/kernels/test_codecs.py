@@ -68,7 +68,7 @@ def test_damaged_rice_gives_none_or_ascending_indices_below_the_limit(indices, d
     assert (mine is None) == (theirs is None)
     if mine is not None:
         assert mine.tolist() == theirs.tolist()
-        assert cpu.first_disorder(mine, limit) == -1
+        assert cpu.first_unsorted(mine, limit) == -1
 
 
 def test_rice_parameter_that_would_overflow_64_bits_is_refused():

@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sparsecoll.kernels import cpu, reference
-from sparsecoll.vector import VALUE_DTYPES, accumulator
+from sparsecoll.vector import VALUE_DTYPES, accumulator_dtype
 
 FEW = settings(max_examples=60, deadline=None)
 
@@ -71,10 +71,10 @@ def test_threshold_selection(dtype, size, seed, data):
     v.flags.writeable = False
     same_entries(cpu.select_at_least(v, key, 3, indices=i), reference.select_at_least(v, key, indices=i))
     assert cpu.count_at_least(v, key) == reference.count_at_least(v, key)
-    assert cpu.extremes(v) == reference.extremes(v)
+    assert cpu.key_range(v) == reference.key_range(v)
     ties = data.draw(st.integers(0, size))
     if key < 1 << 64 and key <= np.iinfo(keys.dtype).max:
-        same_entries(cpu.take_top(v, key, ties, indices=i), reference.take_top(v, key, ties, indices=i))
+        same_entries(cpu.topk_by_key(v, key, ties, indices=i), reference.topk_by_key(v, key, ties, indices=i))
 
 
 @EVEN_SO
@@ -130,7 +130,7 @@ def test_exact_top_k_survives_a_sample_that_misleads():
 def test_random_indices(length, count, key):
     mine = cpu.random_indices(length, count, key)
     equal(mine, reference.random_indices(length, count, key))
-    assert mine.size == min(count, length) and cpu.first_disorder(mine, length) == -1
+    assert mine.size == min(count, length) and cpu.first_unsorted(mine, length) == -1
 
 
 def test_output_grows_when_the_guess_was_short():
@@ -174,7 +174,9 @@ def test_merge_sum(dtype, shapes, index_dtype, seed):
         v = np.nan_to_num(values(dtype, i.size, s), nan=1) if dtype.kind == "f" else values(dtype, i.size, s)
         parts.append((i, v))
     for a, b in zip(
-        cpu.merge_sum(parts, accumulator(dtype)), reference.merge_sum(parts, accumulator(dtype)), strict=True
+        cpu.merge_sum(parts, accumulator_dtype(dtype)),
+        reference.merge_sum(parts, accumulator_dtype(dtype)),
+        strict=True,
     ):
         np.testing.assert_array_equal(a, b)
         if not np.isnan(np.asarray(b, np.float64)).any():
@@ -203,7 +205,7 @@ def test_intersect_and_disorder(size, seed, other, dtype):
     shuffled = np.random.default_rng(seed).permutation(a)
     for array in (a, b, shuffled, np.repeat(a, 2)):
         for length in (0, 1, int(a.max(initial=0)), int(a.max(initial=0)) + 1, 2**63 - 1):
-            assert cpu.first_disorder(array, length) == reference.first_disorder(array, length)
+            assert cpu.first_unsorted(array, length) == reference.first_unsorted(array, length)
 
 
 @EVEN_SO

@@ -70,7 +70,7 @@ def test_residual_conserves():
 def test_vector_views_and_counts():
     x = SparseVector([1, 4, 2**32 - 1], np.array([1.0, 2, 3]), 2**32)
     assert x.indices.dtype == np.uint32
-    assert x.count_below([0, 2, 2**32 - 1, 2**32]).tolist() == [0, 1, 2, 3]
+    assert x.searchsorted([0, 2, 2**32 - 1, 2**32]).tolist() == [0, 1, 2, 3]
     assert [p.nnz for p in x.split([0, 2, 2, 2**32])] == [1, 0, 2]
     assert np.shares_memory(x.split([0, 5])[0].values, x.values)
     assert SparseVector([], np.empty(0), 0).density == 0.0

@@ -13,7 +13,7 @@ from sparsecoll import DenseVector, Residual, SparseVector, select
 from sparsecoll.kernels import kernels_of
 from sparsecoll.kernels.sampling import stride_for
 from sparsecoll.select import SELECTORS, GaussianK, Hashed, MSTopK, RandomK, SampledThreshold, TopK
-from sparsecoll.select.survey import Survey
+from sparsecoll.select.stats import MagnitudeStats
 
 ALL = sorted(SELECTORS)
 
@@ -117,9 +117,9 @@ def test_a_selector_that_raises_takes_nothing(name):
 def test_what_did_not_contribute_goes_back():
     residual, gradient = Residual(1000), heavy(1000)
     taken = residual.take(gradient, TopK(), 100)
-    residual.restore(taken, taken.part(10, 60))
-    np.testing.assert_array_equal(residual.array + taken.part(10, 60).to_dense(), gradient)
-    residual.restore(taken.part(10, 60))
+    residual.restore(taken, taken.slice_entries(10, 60))
+    np.testing.assert_array_equal(residual.array + taken.slice_entries(10, 60).to_dense(), gradient)
+    residual.restore(taken.slice_entries(10, 60))
     np.testing.assert_array_equal(residual.array, gradient)
 
 
@@ -190,13 +190,13 @@ def test_hashed_changes_its_losers():
 
 def test_survey_counts_on_both_sides_of_its_bound():
     x = heavy(50_000)
-    survey = Survey(DenseVector(x), 500)
-    assert 0 < survey._bound <= largest(x, 500)
-    for t in (survey._bound * 2, survey._bound, survey._bound / 2, largest(x, 30_000)):
-        assert survey.count(t) == np.count_nonzero(np.abs(x) >= t) == survey.at_least(t).nnz
-    np.testing.assert_allclose(survey.mean, x.mean(dtype=np.float64), atol=1e-9)
-    np.testing.assert_allclose(survey.deviation, x.std(dtype=np.float64), rtol=1e-6)
-    np.testing.assert_allclose([survey.mean_magnitude, survey.largest], [np.abs(x).mean(dtype=float), np.abs(x).max()])
+    stats = MagnitudeStats(DenseVector(x), 500)
+    assert 0 < stats._bound <= largest(x, 500)
+    for t in (stats._bound * 2, stats._bound, stats._bound / 2, largest(x, 30_000)):
+        assert stats.count(t) == np.count_nonzero(np.abs(x) >= t) == stats.threshold(t).nnz
+    np.testing.assert_allclose(stats.mean, x.mean(dtype=np.float64), atol=1e-9)
+    np.testing.assert_allclose(stats.deviation, x.std(dtype=np.float64), rtol=1e-6)
+    np.testing.assert_allclose([stats.mean_magnitude, stats.largest], [np.abs(x).mean(dtype=float), np.abs(x).max()])
 
 
 def test_algorithms_take_a_selector():

@@ -113,7 +113,7 @@ class Auto(Algorithm):
     def _cut(reduction: Reduction, k: int) -> Reduction:
         """The top k of an exact sum."""
         value = reduction.value if isinstance(reduction.value, SparseVector) else reduction.value.to_sparse()
-        top = check_order(value).top(k)
+        top = check_order(value).topk(k)
 
         def contributed() -> SparseVector:
             share = reduction.contributed

@@ -54,7 +54,7 @@ def estimate(transport: Transport, x: SparseVector, k: int) -> tuple[float, floa
     for level in range(count):
         marks[level, slots[rest < 4 ** (count - 1 - level)]] = 1
     regions = min(P, REGIONS)
-    held = np.diff(x.count_below([n * j // regions for j in range(regions + 1)]))
+    held = np.diff(x.searchsorted([n * j // regions for j in range(regions + 1)]))
     shift = max((P * k).bit_length() - 31, 0)
     with transport.phase("overlap"):
         total = sum_counts(transport, np.concatenate([marks.reshape(-1), (held >> shift).astype(np.int32)]))

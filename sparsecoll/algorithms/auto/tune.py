@@ -123,7 +123,7 @@ def tuning_of(transport: Transport) -> Tuning:
 
 
 def _figures(transport: Transport, effort: Effort) -> Tuning:
-    one = _uniform(effort.entries, 100 * effort.entries).part(0, 1)
+    one = _uniform(effort.entries, 100 * effort.entries).slice_entries(0, 1)
 
     def little() -> None:
         formats.decode(formats.encode(one), one.length)
@@ -223,11 +223,11 @@ def _kernels(transport: Transport, effort: Effort) -> list[float]:
         return [0.0] * 3
     x, wide = _uniform(effort.entries, 100 * effort.entries), _uniform(effort.values // 16, effort.values)
     form = formats.FORMATS["packed"]
-    halves = [x.at(np.arange(start, x.nnz, 2)) for start in (0, 1)]
+    halves = [x.take(np.arange(start, x.nnz, 2)) for start in (0, 1)]
 
     def dense() -> SparseVector:
         total = DenseVector(wide.to_dense())
-        return total.plus(total, total.dtype, here=True).to_sparse()
+        return total.add(total, total.dtype, in_place=True).to_sparse()
 
     return [
         _quartile(transport, effort, lambda: SparseVector.sum(halves, x.dtype)),

@@ -47,7 +47,7 @@ def _averaged(transport: Transport, x: SparseVector) -> list[int]:
 
 def owners(transport: Transport, x: SparseVector, edges: list[int]) -> list[int]:
     """A rank for each region: each asks for the one that it holds most of; whoever holds more goes first."""
-    holds = np.array([b - a for a, b in pairwise(x.count_below(edges).tolist())])
+    holds = np.array([b - a for a, b in pairwise(x.searchsorted(edges).tolist())])
     wish = int(holds.argmax())
     wishes = allgather(transport, np.array([wish, holds[wish]])).tolist()
     owner = [-1] * transport.size

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sparsecoll.kernels.memory import beside, to_host
+from sparsecoll.kernels.memory import asarray_like, to_host
 from sparsecoll.transport.base import Transport
 from sparsecoll.transport.collectives import sum_counts
 
@@ -64,7 +64,7 @@ def quantiles(
             return [bracket.nearest() for bracket in brackets]
         each = max(1, budget // len(spans))
         edges = sorted({e for low, high in spans for e in _inner_edges(low, high, each)})
-        own = beside(items, np.array(edges, np.uint64).astype(items.dtype))
+        own = asarray_like(np.array(edges, np.uint64).astype(items.dtype), items)
         below = to_host(np.searchsorted(items, own)).astype(counter)
         counts = sum_counts(transport, below).tolist()
         for bracket in brackets:

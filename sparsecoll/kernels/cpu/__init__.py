@@ -1,7 +1,7 @@
 """CPU kernels in Numba: nogil, cached on disk, one thread. Each equals its namesake in `reference` bit for bit.
 
 Floats are handled as bit patterns wherever only their order matters, so float16 needs no arithmetic here; sums of
-float16 are formed in float32 (see `vector.accumulator`).
+float16 are formed in float32 (see `vector.accumulator_dtype`).
 """
 
 from sparsecoll.kernels.cpu.codecs import (
@@ -31,17 +31,17 @@ from sparsecoll.kernels.cpu.rice import (
 from sparsecoll.kernels.cpu.selection import (
     accumulate,
     count_at_least,
-    extremes,
+    key_range,
     kth_key,
     lower_bound_key,
     random_indices,
     select_at_least,
-    take_top,
     topk,
+    topk_by_key,
 )
 from sparsecoll.kernels.cpu.sums import (
     difference,
-    first_disorder,
+    first_unsorted,
     intersect,
     scatter_add,
     scatter_subtract,
@@ -73,14 +73,14 @@ __all__ = [
     "count_at_least",
     "dequantize",
     "difference",
-    "extremes",
-    "first_disorder",
+    "first_unsorted",
     "from_bfloat16",
     "from_float16",
     "hash_slots",
     "index_dtype",
     "intersect",
     "key_of",
+    "key_range",
     "kth_key",
     "lower_bound_key",
     "magnitude_keys",
@@ -100,8 +100,8 @@ __all__ = [
     "scatter_subtract",
     "select_at_least",
     "slots_write",
-    "take_top",
     "to_bfloat16",
     "to_float16",
     "topk",
+    "topk_by_key",
 ]

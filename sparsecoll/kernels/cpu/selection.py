@@ -200,7 +200,7 @@ def count_at_least(values: Array, key: int) -> int:
     return 0 if key > np.iinfo(mask.dtype).max else int(_count(bits, mask, mask.dtype.type(key)))
 
 
-def extremes(values: Array) -> tuple[int, int]:
+def key_range(values: Array) -> tuple[int, int]:
     if values.size == 0:
         return 0, 0
     lowest, highest = _extremes(*_lanes_of(values))
@@ -323,14 +323,14 @@ def _cut_at_ties(values: Array, key: int, ties: int) -> tuple[Any, int]:
     return typed, int(_first_surplus_tie(bits, mask, typed, ties))
 
 
-def take_top(values: Array, key: int, ties: int, *, indices: Array | None = None) -> Any:
+def topk_by_key(values: Array, key: int, ties: int, *, indices: Array | None = None) -> Any:
     index = index_dtype(values.size) if indices is None else indices.dtype
     room = values.size + LANES
     out = empty(room, index), empty(room, values.dtype)
-    return _take_top_into(*out, values, indices, *_cut_at_ties(values, key, ties))
+    return _topk_by_key_into(*out, values, indices, *_cut_at_ties(values, key, ties))
 
 
-def _take_top_into(out_i: Array, out_v: Array, values: Array, indices: Array | None, key: Any, edge: int) -> Any:
+def _topk_by_key_into(out_i: Array, out_v: Array, values: Array, indices: Array | None, key: Any, edge: int) -> Any:
     """`out` may be the arrays that hold `indices` and `values`: what is written was read before."""
     bits, mask = _lanes_of(values)
     out_bits = _lanes_of(out_v)[0]
@@ -382,4 +382,4 @@ def topk(
     typed, edge = _cut_at_ties(found_v, *kth_key(found_v, k))
     if clear:
         _put_back(_lanes_of(values)[0], found_i, *_lanes_of(found_v), typed, edge)
-    return _take_top_into(found_i, found_v, found_v, found_i, typed, edge)  # type: ignore[no-any-return]
+    return _topk_by_key_into(found_i, found_v, found_v, found_i, typed, edge)  # type: ignore[no-any-return]

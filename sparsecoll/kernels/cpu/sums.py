@@ -86,7 +86,7 @@ def _common_crowded(a, b, wanted, marks, out):  # type: ignore[no-untyped-def]
 
 
 @_jit
-def _first_disorder(indices, length):  # type: ignore[no-untyped-def]
+def _first_unsorted(indices, length):  # type: ignore[no-untyped-def]
     if indices.size == 0:
         return -1
     bad = indices[0] >= length
@@ -130,5 +130,5 @@ def difference(a: Array, b: Array) -> Array:
     return _positions(a, b, 0)
 
 
-def first_disorder(indices: Array, length: int) -> int:
-    return int(_first_disorder(indices, np.uint64(length)))
+def first_unsorted(indices: Array, length: int) -> int:
+    return int(_first_unsorted(indices, np.uint64(length)))

@@ -130,7 +130,7 @@ def synchronize() -> None:
     cupy.cuda.get_current_stream().synchronize()
 
 
-def as_now(call: Callable[[], T]) -> Callable[[], T]:
+def bind_current_stream(call: Callable[[], T]) -> Callable[[], T]:
     """The call, to be made later in any thread: on the device and the stream that are current now."""
     device, stream = cupy.cuda.Device(), cupy.cuda.get_current_stream()
 

@@ -195,7 +195,7 @@ extern "C" __global__ void count(const BITS* values, u64 n, BITS least, u64* res
 }
 
 // Into result[0], result[1]: ~0 - smallest key, largest key. Zero before.
-extern "C" __global__ void extremes(const BITS* values, u64 n, u64* result) {
+extern "C" __global__ void key_range(const BITS* values, u64 n, u64* result) {
   u64 low = ~0ull, high = 0;
   EVERY(i, n) {
     u64 key = key_of(values[i]);
@@ -213,7 +213,7 @@ extern "C" __global__ void extremes(const BITS* values, u64 n, u64* result) {
   }
 }
 
-// The k-th largest key by digits of DIGIT bits. state: 0 ~smallest key, 1 largest key (as `extremes` leaves them),
+// The k-th largest key by digits of DIGIT bits. state: 0 ~smallest key, 1 largest key (as `key_range` leaves them),
 // 2 low end of the range that holds it, 3 bits of the range's width, 4 its rank in the range.
 #define DIGIT 11
 #define BINS (1 << DIGIT)

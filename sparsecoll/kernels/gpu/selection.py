@@ -58,7 +58,7 @@ def count_at_least(values: Array, key: int) -> int:
     return int(found[0])
 
 
-def extremes(values: Array) -> tuple[int, int]:
+def key_range(values: Array) -> tuple[int, int]:
     if values.size == 0:
         return 0, 0
     low, high = _extremes(values, device.zeros(2, np.uint64)).get().tolist()
@@ -67,7 +67,7 @@ def extremes(values: Array) -> tuple[int, int]:
 
 def _extremes(values: Array, found: Array) -> Array:
     """Fill the first two items of `found`: all bits of the smallest key turned, the largest key."""
-    launch("selection", "extremes", values.size, values, u64(values.size), found, macros=types(values))
+    launch("selection", "key_range", values.size, values, u64(values.size), found, macros=types(values))
     return found
 
 
@@ -155,7 +155,7 @@ def select_at_least(
     return _take(values, above, 0, expected, indices, add, moments, clear)
 
 
-def take_top(values: Array, key: int, ties: int, *, indices: Array | None = None) -> tuple[Array, Array]:
+def topk_by_key(values: Array, key: int, ties: int, *, indices: Array | None = None) -> tuple[Array, Array]:
     return _take(values, key, ties, values.size, indices)
 
 

@@ -40,7 +40,7 @@ extern "C" __global__ void add_runs(const INDEX* sorted, const i64* order, const
 }
 
 // Into result[0]: ~(position of the first index that is not above its predecessor or is >= length), 0 if there is none.
-extern "C" __global__ void first_disorder(const INDEX* indices, u64 count, u64 length, u64* result) {
+extern "C" __global__ void first_unsorted(const INDEX* indices, u64 count, u64 length, u64* result) {
   EVERY(i, count) {
     INDEX here = indices[i];
     if (here >= length || (i && indices[i - 1] >= here)) atomicMax(result, ~i);

@@ -119,9 +119,9 @@ def _membership(a: Array, b: Array) -> Array:
     return found
 
 
-def first_disorder(indices: Array, length: int) -> int:
+def first_unsorted(indices: Array, length: int) -> int:
     found = device.zeros(1, np.uint64)
-    launch("sums", "first_disorder", indices.size, indices, u64(indices.size), u64(length), found,
+    launch("sums", "first_unsorted", indices.size, indices, u64(indices.size), u64(length), found,
            macros=types(indices=indices))  # fmt: skip
     place = int(found[0])
     return place ^ ((1 << 64) - 1) if place else -1

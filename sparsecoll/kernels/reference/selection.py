@@ -73,7 +73,7 @@ def count_at_least(values: Array, key: int) -> int:
     return int(np.count_nonzero(magnitude_keys(values) >= key))
 
 
-def extremes(values: Array) -> tuple[int, int]:
+def key_range(values: Array) -> tuple[int, int]:
     """(smallest key, largest key); (0, 0) for no values."""
     keys = magnitude_keys(values)
     return (int(keys.min()), int(keys.max())) if keys.size else (0, 0)
@@ -188,7 +188,7 @@ def kth_key(values: Array, k: int) -> tuple[int, int]:
     return key, k - int(np.count_nonzero(ordered > key))
 
 
-def take_top(values: Array, key: int, ties: int, *, indices: Array | None = None) -> tuple[Array, Array]:
+def topk_by_key(values: Array, key: int, ties: int, *, indices: Array | None = None) -> tuple[Array, Array]:
     """All entries above `key` and the first `ties` entries equal to it, as `select_at_least` returns them."""
     keys = magnitude_keys(values)
     chosen = keys > key

@@ -45,7 +45,7 @@ def difference(a: Array, b: Array) -> Array:
     return np.flatnonzero(~np.isin(a, b, assume_unique=True))
 
 
-def first_disorder(indices: Array, length: int) -> int:
+def first_unsorted(indices: Array, length: int) -> int:
     """Position of the first index that is not above its predecessor or is >= length; -1 if there is none."""
     if indices.size == 0:
         return -1

@@ -11,7 +11,7 @@ from sparsecoll import formats, select
 from sparsecoll.algorithms import Algorithm, Allgather, Reduction, resolve
 from sparsecoll.algorithms.auto.tune import tuning_of
 from sparsecoll.formats import Slots
-from sparsecoll.kernels.memory import beside
+from sparsecoll.kernels.memory import asarray_like
 from sparsecoll.select import Selector, Vector
 from sparsecoll.select.randomk import mix
 from sparsecoll.torch.compressors.base import DENSE, Shared, measured, write_mean
@@ -70,7 +70,9 @@ class DRAGONN(TopK):
     def _pays(self, transport: Transport, layout: Layout) -> bool:
         """Equation (1), the same answer on every rank."""
         tuning, P = tuning_of(transport), transport.size
-        gradient = beside(layout.zeros(), np.random.default_rng(0).standard_normal(layout.length).astype(layout.dtype))
+        gradient = asarray_like(
+            np.random.default_rng(0).standard_normal(layout.length).astype(layout.dtype), layout.zeros()
+        )
         vector, out, selector = DenseVector(gradient), DenseVector(layout.zeros()), select.SampledThreshold()
         k = self._entries(layout)
         form = Slots(k)

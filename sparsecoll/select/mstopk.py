@@ -8,7 +8,7 @@ from typing import Any
 
 from sparsecoll.select.base import Selector, Vector, check_k, checked
 from sparsecoll.select.randomk import mix
-from sparsecoll.select.survey import Survey
+from sparsecoll.select.stats import MagnitudeStats
 from sparsecoll.vector import SMALLEST, SparseVector
 
 
@@ -35,26 +35,26 @@ class MSTopK(Selector):
     def select(self, x: Vector, k: int) -> SparseVector:
         check_k(k)
         if x.nnz <= k or k == 0:
-            return checked(x.top(k))
+            return checked(x.topk(k))
         self._calls += 1
-        survey = Survey(x, k + k // 2)
-        if not math.isfinite(survey.largest):
-            return checked(survey.at_least(math.inf))
+        stats = MagnitudeStats(x, k + k // 2)
+        if not math.isfinite(stats.largest):
+            return checked(stats.threshold(math.inf))
         low, high = 0.0, 1.0
         t1, t2 = math.inf, SMALLEST
         for _ in range(self.samplings):
             middle = (low + high) / 2
-            t = max(survey.mean_magnitude + middle * (survey.largest - survey.mean_magnitude), SMALLEST)
-            if survey.count(t) <= k:
+            t = max(stats.mean_magnitude + middle * (stats.largest - stats.mean_magnitude), SMALLEST)
+            if stats.count(t) <= k:
                 high, t1 = middle, t
             else:
                 low, t2 = middle, t
-        reach = checked(survey.at_least(t2))
-        sure = reach.at_least(t1, k) if math.isfinite(t1) else reach.part(0, 0)
-        between = reach.without(sure)
+        reach = checked(stats.threshold(t2))
+        sure = reach.threshold(t1, k) if math.isfinite(t1) else reach.slice_entries(0, 0)
+        between = reach.difference(sure)
         missing = min(k - sure.nnz, between.nnz)
         start = mix(self.seed, self._calls) % (between.nnz - missing + 1)
-        return sure.joined(between.part(start, start + missing))
+        return sure.union_disjoint(between.slice_entries(start, start + missing))
 
     def state_dict(self) -> dict[str, Any]:
         return {"calls": self._calls}

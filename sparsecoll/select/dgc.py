@@ -47,21 +47,21 @@ class SampledThreshold(Selector):
     def select(self, x: Vector, k: int) -> SparseVector:
         check_k(k)
         if x.nnz <= k or k == 0:
-            return checked(x.top(k))
+            return checked(x.topk(k))
         sample = self._sample(x)
         self._calls += 1
         among = max(1, round(k / x.nnz * sample.nnz))
-        chosen = x.at_least(max(sample.kth_magnitude(among), SMALLEST), k)
+        chosen = x.threshold(max(sample.kth_magnitude(among), SMALLEST), k)
         if chosen.nnz > k * (1 + self.tolerance):
-            chosen = chosen.top(k)
+            chosen = chosen.topk(k)
         elif chosen.nnz * (1 + self.tolerance) < k:
-            chosen = checked(x.top(k))
+            chosen = checked(x.topk(k))
         return checked(chosen)
 
     def _sample(self, x: Vector) -> SparseVector:
         size = min(max(self.LEAST, round(self.share * x.nnz)), x.nnz)
         if self.random:
-            return DenseVector(x.values).random(size, mix(self.seed, self._calls))
+            return DenseVector(x.values).random_entries(size, mix(self.seed, self._calls))
         stride = stride_for(x.nnz, size)
         return x.sample(stride, self._calls % stride)
 

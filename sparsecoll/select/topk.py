@@ -23,7 +23,7 @@ def topk(x: Any, k: int) -> SparseVector:
     array([1, 3], dtype=uint32)
     """
     check_k(k)
-    return checked(as_vector(x).top(k))
+    return checked(as_vector(x).topk(k))
 
 
 def threshold(x: Any, t: float) -> SparseVector:
@@ -37,7 +37,7 @@ def threshold(x: Any, t: float) -> SparseVector:
     """
     if not t >= 0:
         raise ValueError(f"t: expected at least 0, got {t}")
-    return checked(as_vector(x).at_least(t))
+    return checked(as_vector(x).threshold(t))
 
 
 @dataclass

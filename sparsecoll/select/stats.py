@@ -1,0 +1,39 @@
+"""Moments of a vector and the entries among which a threshold is likely to lie, from one pass over memory."""
+
+from __future__ import annotations
+
+import math
+
+from sparsecoll.select.base import Vector
+from sparsecoll.vector import SparseVector
+
+
+class MagnitudeStats:
+    """Moments of x, and counts of its entries above a threshold.
+
+    The constructor makes one pass over x, which also keeps the entries above a bound. The bound is estimated on a
+    sample so that about `expected_nnz` entries exceed it. A threshold above the bound is counted and selected among the
+    entries kept; one below the bound costs another pass over x.
+
+    Attributes:
+        mean, deviation: of the values. mean_magnitude, largest: of the magnitudes. NaN if a value is NaN.
+    """
+
+    def __init__(self, x: Vector, expected_nnz: int) -> None:
+        (total, squares, magnitudes, self.largest), self._kept, self._bound = x.magnitude_stats(
+            min(expected_nnz, x.nnz)
+        )
+        self._x = x
+        self.mean = total / x.nnz
+        self.mean_magnitude = magnitudes / x.nnz
+        self.deviation = math.sqrt(max(squares / x.nnz - self.mean**2, 0.0)) if math.isfinite(squares) else math.nan
+        if math.isnan(magnitudes):
+            self.largest = math.nan
+
+    def count(self, t: float) -> int:
+        """Entries with a magnitude >= t."""
+        return (self._kept if t >= self._bound else self._x).count_at_least(t)
+
+    def threshold(self, t: float) -> SparseVector:
+        """The entries with a magnitude >= t."""
+        return self._kept.threshold(t) if t >= self._bound else self._x.threshold(t)
