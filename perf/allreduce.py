@@ -24,7 +24,8 @@ from typing import Any
 import numpy as np
 from report import Row
 
-from sparsecoll import DenseVector, bench
+from sparsecoll import DenseVector
+from sparsecoll.cli import bench
 from sparsecoll.cli.bench import MPI_ALLREDUCE, Call
 from sparsecoll.transport import default_comm
 

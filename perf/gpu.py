@@ -19,7 +19,8 @@ import numpy as np
 import report
 from report import Row
 
-from sparsecoll import DenseVector, Residual, SparseVector, bench, formats, select
+from sparsecoll import DenseVector, Residual, SparseVector, formats, select
+from sparsecoll.cli import bench
 
 DENSITIES = (0.001, 0.01, 0.1)
 RANKS = (2, 4, 8, 16, 32)

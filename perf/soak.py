@@ -23,8 +23,9 @@ from typing import Any
 import numpy as np
 
 import sparsecoll
-from sparsecoll import ALGORITHMS, CommunicationError, SparseVector, bench
+from sparsecoll import ALGORITHMS, CommunicationError, SparseVector
 from sparsecoll.algorithms import OkTopk, resolve
+from sparsecoll.cli import bench
 from sparsecoll.transport import as_transport, default_comm
 
 SMALL, LARGE = (2003, 40), (1_000_000, 10_000)  # n, k
