@@ -142,7 +142,7 @@ def lines(model_name: str, options: argparse.Namespace, comm: Any) -> Iterator[t
 
     def compressed(compressor: str | Compressor, settings: dict[str, Any]) -> Step:
         model = made()
-        momentum = 0.0 if isinstance(compressor, DGC) else MOMENTUM
+        momentum = 0.0 if getattr(compressor, "momentum", 0.0) else MOMENTUM
         inner = torch.optim.SGD(model.parameters(), LR, momentum=momentum)
         optimizer = DistributedOptimizer(inner, model.named_parameters(), comm, compressor, **settings)
         return Step(model, model, optimizer, options.batch, comm.rank)

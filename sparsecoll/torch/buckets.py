@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from sparsecoll.torch.compressors import Compressor, Free, NoCompression, Shared, resolve
+from sparsecoll.torch.compressors import Compressor, NoCompression, StepContext, resolve
 from sparsecoll.torch.layout import Bucket, fuse, takes_part
 from sparsecoll.torch.options import Options
 from sparsecoll.torch.replicas import Named, in_order
-from sparsecoll.torch.state import Tensors, collect, encode_extra, restore
+from sparsecoll.torch.state import Tensors, collect, encode_extra, restore, today
 from sparsecoll.transport import Transport
 from sparsecoll.transport.call import together
 from sparsecoll.transport.collectives import allgather, broadcast
@@ -34,7 +34,7 @@ class Buckets:
         self._parked: Tensors = {}  # state of parameters that are in no bucket
         self.order: list[str] = []
         self.place: dict[str, int] = {}
-        self.shared = Shared()
+        self.context = StepContext()
 
     def __len__(self) -> int:
         return len(self._pairs)
@@ -74,10 +74,10 @@ class Buckets:
 
     def _bind(self, transport: Transport, params: Named, timeout: float | None) -> None:
         for bucket in fuse(params, self.order, self._options.bucket_bytes, self._options.dense_below):
-            plain = bucket.small and not isinstance(self._compressor, Free)
+            plain = bucket.small and self._compressor.communicates
             compressor = NoCompression() if plain else resolve(self._compressor)
-            compressor.bind(bucket.layout, transport, self.shared, timeout)
-            bucket.layout.device.finish()  # jobs have a stream of their own
+            compressor.bind(bucket.layout, transport, self.context, timeout)
+            bucket.layout.device.synchronize()  # jobs have a stream of their own
             self._pairs.append((bucket, compressor))
 
     def clear(self) -> None:
@@ -91,7 +91,7 @@ class Buckets:
         saved, self._saved = self._saved, {}
         compressors = [compressor for _, compressor in self]
         self._parked = restore(compressors, saved.get("tensors", {}))
-        fits = saved.get("compressor") == self._compressor.describe()
+        fits = today(saved.get("compressor", "")) == self._compressor.describe()
         if fits and len(saved.get("buckets", ())) == len(compressors):
             for compressor, text in zip(compressors, saved["buckets"], strict=True):
                 compressor.load_extra_state(json.loads(text))
@@ -103,7 +103,7 @@ class Buckets:
         for bucket, compressor in self:
             bucket.recycle(compressor.keep())
             bucket.finish(compressor.keeps_gradient)
-            bucket.layout.device.catch_up()
+            bucket.layout.device.wait_stream()
 
     def drop(self) -> None:
         """The reduction is given up: everything is as it was before."""
@@ -135,9 +135,9 @@ class Buckets:
             "rank": transport.rank,
             "size": transport.size,
             "compressor": self._compressor.describe(),
-            "replicated": sorted(self._compressor.replicated),
-            "step": self.shared.step,
-            "ccr": self.shared.ccr,
+            "replicated": sorted(self._compressor.replicated_state),
+            "step": self.context.step,
+            "ccr": self.context.ccr,
             "order": list(self.order),
             "tensors": self._tensors(),
             "buckets": extra if self._pairs else list(self._saved.get("buckets", ())),
@@ -148,4 +148,4 @@ class Buckets:
         self._pairs, self.place, self._parked = [], {}, {}
         self._saved = dict(state)
         self.order = [name for name in state.get("order", ()) if name in params]
-        self.shared.step, self.shared.ccr = state.get("step", 0), state.get("ccr")
+        self.context.step, self.context.ccr = state.get("step", 0), state.get("ccr")

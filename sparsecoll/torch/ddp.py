@@ -16,7 +16,7 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from sparsecoll.errors import NonFiniteError
-from sparsecoll.torch.compressors import Compressor, Shared, resolve
+from sparsecoll.torch.compressors import Compressor, StepContext, resolve
 from sparsecoll.torch.device import device_of
 from sparsecoll.torch.layout import Bucket, Layout, residual_dtype
 from sparsecoll.torch.replicas import Named, communicator, in_order, named
@@ -61,10 +61,13 @@ class HookState:
     ) -> None:
         self.transport = communicator(comm)
         self._compressor = resolve(compressor)
-        if self._compressor.profiles or self._compressor.name == "covap":
-            raise ValueError("compressor: expected another than COVAP, which cuts buckets by the lengths of them all")
+        if self._compressor.needs_all_buckets:
+            raise ValueError(
+                f"compressor: expected one that works bucket by bucket, as DDP does, got {self._compressor.name!r},"
+                " which needs the lengths of all buckets"
+            )
         self._timeout, self._scaler = timeout, grad_scaler
-        self._shared = Shared()
+        self._context = StepContext()
         wrapped = isinstance(named_parameters, torch.nn.parallel.DistributedDataParallel)
         self._group: Any = named_parameters.process_group if wrapped else None  # type: ignore[union-attr]
         self._check_group()
@@ -111,7 +114,7 @@ class HookState:
         compressor = resolve(self._compressor)
         layout = Layout(index, lengths, names, shapes, dtype, device_of(bucket.buffer()))
         with together(self.transport, "bind", self._timeout):
-            compressor.bind(layout, self.transport, self._shared, self._timeout)
+            compressor.bind(layout, self.transport, self._context, self._timeout)
         self._left = restore([compressor], self._left)
         if names in self._extra:
             compressor.load_extra_state(json.loads(self._extra.pop(names)))
@@ -132,7 +135,7 @@ class HookState:
         torch.mul(values, 1 / scale, out=whole.tensor) if scale != 1.0 else whole.tensor.copy_(values)
         absent = {name for name, view in whole.views.items() if not view.any()} if compressor.keeps_gradient else set()
         out = bucket.means(compressor.keeps_gradient)
-        compressor.mean(self.transport, whole.array, out)
+        compressor.allreduce_mean(self.transport, whole.array, out)
         assert bucket.mean is not None
         if compressor.keeps_gradient:
             self._leave_out(bucket, compressor, absent)
@@ -182,7 +185,7 @@ class HookState:
         """The optimizer has stepped."""
         for bucket, compressor in self._bound.values():
             bucket.recycle(compressor.commit())
-        self._shared.step += self._pending
+        self._context.step += self._pending
         self._pending = False
 
     def discard(self) -> None:
@@ -199,8 +202,8 @@ class HookState:
             "rank": self.transport.rank,
             "size": self.transport.size,
             "compressor": self._compressor.describe(),
-            "replicated": sorted(self._compressor.replicated),
-            "step": self._shared.step,
+            "replicated": sorted(self._compressor.replicated_state),
+            "step": self._context.step,
             "tensors": collect(compressors, self._left),
             "buckets": [[list(c.layout.names), text] for c, text in zip(compressors, extra, strict=True)],
         }
@@ -223,7 +226,7 @@ class HookState:
         self._bound, self._pending = {}, False
         self._left = {kind: dict(entries) for kind, entries in state["tensors"].items()}
         self._extra = {tuple(names): text for names, text in state["buckets"]}
-        self._shared.step = state["step"]
+        self._context.step = state["step"]
 
 
 def _stepped(state: "weakref.ref[HookState]", optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -241,11 +244,11 @@ def comm_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[torc
     where = bucket.buffer().device
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=[where] if where.type == "cuda" else None)
     device = device_of(bucket.buffer())
-    mark = device.mark()
+    mark = device.record_event()
 
     def job() -> None:
         try:
-            with device.after(mark), torch.no_grad():
+            with device.stream_context(mark), torch.no_grad():
                 try:
                     state._mean(bucket)
                     if bucket.is_last() and not state._failed:

@@ -1,4 +1,4 @@
-"""Where tensors live: arrays over their memory, and the order of work. All that the adapter knows of CUDA is here."""
+"""Devices: arrays over the memory of tensors, and CUDA streams. All that the adapter knows of CUDA is here."""
 
 from __future__ import annotations
 
@@ -16,55 +16,56 @@ from sparsecoll.kernels.memory import from_dlpack
 Array = NDArray[Any]  # or CuPy's
 
 
-class Host:
-    """CPU tensors and NumPy arrays over their memory. Work is done when it is asked for."""
+class CpuDevice:
+    """CPU tensors, and NumPy arrays over their memory. There are no streams: work is done when it is called."""
 
     def array(self, tensor: torch.Tensor) -> Array:
-        """A contiguous tensor's memory."""
+        """An array over the memory of a contiguous tensor."""
         return tensor.detach().numpy()
 
     def tensor(self, array: Array) -> torch.Tensor:
-        """An array's memory."""
+        """A tensor over the memory of an array."""
         return torch.from_numpy(array)
 
-    def tensors(self, size: int, dtype: Any) -> torch.Tensor:
-        """A tensor of `size` zeros of a NumPy dtype."""
+    def zeros_tensor(self, size: int, dtype: Any) -> torch.Tensor:
+        """A 1-D tensor of `size` zeros; `dtype` is a NumPy dtype."""
         return torch.zeros(size, dtype=torch.from_numpy(np.empty(0, dtype)).dtype)
 
     def zeros(self, size: int, dtype: Any) -> Array:
-        """An array of `size` zeros."""
-        return self.array(self.tensors(size, dtype))
+        """A 1-D array of `size` zeros."""
+        return self.array(self.zeros_tensor(size, dtype))
 
-    def moved(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A CPU tensor, here."""
+    def to(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Copy a CPU tensor to this device; on the CPU the tensor itself."""
         return tensor
 
-    def here(self) -> contextlib.AbstractContextManager[Any]:
-        """Work inside follows what the caller has queued."""
+    def stream_context(self, event: Any = None) -> contextlib.AbstractContextManager[Any]:
+        """Context manager that chooses the stream of the work inside.
+
+        Args:
+            event: of `record_event`: the work runs on the compression stream once the event has occurred, concurrently
+                with what the caller launches meanwhile. None: it runs on the caller's current stream.
+        """
         return contextlib.nullcontext()
 
-    def mark(self) -> Any:
-        """What the caller has queued so far."""
+    def record_event(self) -> Any:
+        """An event that occurs when all work launched so far on the caller's current stream is done."""
         return None
 
-    def after(self, mark: Any) -> contextlib.AbstractContextManager[Any]:
-        """Work inside follows a mark, beside what the caller queues meanwhile."""
-        return contextlib.nullcontext()
+    def wait_stream(self) -> None:
+        """Make the caller's current stream wait for the compression stream."""
 
-    def catch_up(self) -> None:
-        """What the caller queues from now on follows the work of `after`."""
-
-    def finish(self) -> None:
-        """Wait for the work queued here."""
+    def synchronize(self) -> None:
+        """Block until all work on the caller's current stream is done."""
 
 
-class Cuda(Host):
+class CudaDevice(CpuDevice):
     """Tensors of one CUDA device, and CuPy arrays over their memory. Compression has a stream of its own."""
 
     def __init__(self, index: int) -> None:
         self._device = torch.device("cuda", index)
         self._stream: Any = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        self.array(torch.zeros(0, device=self._device))  # now: CuPy may be missing
+        self.array(torch.zeros(0, device=self._device))  # raises now where CuPy is missing
 
     def array(self, tensor: torch.Tensor) -> Array:
         return from_dlpack(tensor.detach())  # type: ignore[no-any-return]
@@ -72,53 +73,52 @@ class Cuda(Host):
     def tensor(self, array: Array) -> torch.Tensor:
         return torch.from_dlpack(array)  # type: ignore[no-any-return, attr-defined]
 
-    def tensors(self, size: int, dtype: Any) -> torch.Tensor:
-        return super().tensors(size, dtype).to(self._device)
+    def zeros_tensor(self, size: int, dtype: Any) -> torch.Tensor:
+        return super().zeros_tensor(size, dtype).to(self._device)
 
-    def moved(self, tensor: torch.Tensor) -> torch.Tensor:
+    def to(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self._device)
 
     @contextlib.contextmanager
-    def here(self) -> Iterator[None]:
+    def stream_context(self, event: Any = None) -> Iterator[None]:
         from sparsecoll.kernels.gpu import device
 
-        with device.using(self._device.index, torch.cuda.current_stream(self._device).cuda_stream):
+        with contextlib.ExitStack() as stack:
+            if event is not None:
+                self._stream.wait_event(event)
+                stack.enter_context(torch.cuda.stream(self._stream))
+            stream = torch.cuda.current_stream(self._device)
+            stack.enter_context(device.using(self._device.index, stream.cuda_stream))
             yield
 
-    def mark(self) -> Any:
+    def record_event(self) -> Any:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
         return event
 
-    @contextlib.contextmanager
-    def after(self, mark: Any) -> Iterator[None]:
-        self._stream.wait_event(mark)
-        with torch.cuda.stream(self._stream), self.here():
-            yield
-
-    def catch_up(self) -> None:
+    def wait_stream(self) -> None:
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
-    def finish(self) -> None:
+    def synchronize(self) -> None:
         torch.cuda.current_stream(self._device).synchronize()
 
 
-HOST = Host()
+CPU = CpuDevice()
 
 
 @functools.cache
-def _cuda(index: int) -> Cuda:
-    return Cuda(index)
+def _cuda(index: int) -> CudaDevice:
+    return CudaDevice(index)
 
 
-def device_of(tensor: torch.Tensor) -> Host:
-    """Where a tensor is.
+def device_of(tensor: torch.Tensor) -> CpuDevice:
+    """The device that holds a tensor.
 
     Raises:
-        TypeError: neither on the CPU nor on a CUDA device, or there without CuPy.
+        TypeError: the tensor is neither on the CPU nor on a CUDA device, or it is on one and CuPy is missing.
     """
     if tensor.device.type == "cpu":
-        return HOST
+        return CPU
     if tensor.device.type == "cuda":
         return _cuda(tensor.device.index)
     raise TypeError(f"params: expected tensors on the CPU or a CUDA device, got one on {tensor.device}")

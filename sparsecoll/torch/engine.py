@@ -73,7 +73,7 @@ class Engine:
         self._buffers = Buffers(model)
         self._buckets = Buckets(compressor, options)
         self._handles: dict[str, Any] = {}
-        self._profiler = Profiler(model) if compressor.profiles else None
+        self._profiler = Profiler(model) if compressor.wants_profile else None
         self._guard = None if model is None else model.register_forward_pre_hook(refuse_ddp)
         self._threads = torch.get_num_threads()
         self._synchronizing = True
@@ -168,8 +168,8 @@ class Engine:
                 conversation.agree()
                 share(transport, tensors.values())
                 share_optimizer(transport, self._optimizer)
-                steps = np.array([self._buckets.shared.step], np.int64)
-                self._buckets.shared.step = int(broadcast(transport, steps)[0])
+                steps = np.array([self._buckets.context.step], np.int64)
+                self._buckets.context.step = int(broadcast(transport, steps)[0])
 
         in_order(transport, call)
         self._suspect = False
@@ -274,7 +274,7 @@ class Engine:
     def _send(self) -> None:
         """Give the next bucket to the progress thread. All ranks send bucket 0, then 1, ..."""
         bucket, compressor = self._buckets[len(self._sent)]
-        mark = bucket.layout.device.mark()
+        mark = bucket.layout.device.record_event()
         self._sent.append(in_background(self.transport, lambda: self._job(bucket, compressor, mark)))
 
     def _job(self, bucket: Bucket, compressor: Compressor, mark: Any) -> float:
@@ -291,11 +291,11 @@ class Engine:
                 stack.enter_context(timeline.span(name, values=bucket.layout.length))
                 stack.enter_context(trace.listening(timeline))
             recorder = stack.enter_context(trace.listening(trace.Recorder()))
-            stack.enter_context(bucket.layout.device.after(mark))
+            stack.enter_context(bucket.layout.device.stream_context(mark))
             try:
                 assert bucket.gradient is not None
                 out = bucket.means(compressor.keeps_gradient)
-                compressor.mean(self.transport, bucket.gradient.array, out)
+                compressor.allreduce_mean(self.transport, bucket.gradient.array, out)
                 if bucket.small and self._compressor.keeps_gradient and not np.isfinite(out).all():
                     self._refuse(bucket)
             except Exception as error:
@@ -361,7 +361,7 @@ class Engine:
             timeline.add("back-propagation", self._first, self._last)
         start = time.perf_counter()
         flags |= CHANGED * self._changed | SUSPECT * self._suspect
-        row = Row.of(self._buckets.shared.step, flags, self.params, self._buffers.changed())
+        row = Row.of(self._buckets.context.step, flags, self.params, self._buffers.changed())
         digest = None if self._warmed or self.transport.size == 1 else fingerprint(self.params.values())
         end = in_background(self.transport, lambda: self._round(row, digest))
         seconds: list[Any] = []
@@ -441,14 +441,14 @@ class Engine:
             in_order(self.transport, lambda: self._share_buffers(tensors))
             self._buffers.mark()
         if self._profiling and self._profiler is not None and self._profiler.note(self._last, seconds):
-            self._buckets.shared.ccr = self._profiler.ratio(self.transport, self._options.timeout)
+            self._buckets.context.ccr = self._profiler.ratio(self.transport, self._options.timeout)
         self._end_reduction()
         self._reduced, self._dirty, self._unusable = True, False, None
 
     @property
     def _profiling(self) -> bool:
         """Whether this step is measured; then nothing overlaps, so that neither disturbs the other."""
-        return self._profiler is not None and self._buckets.shared.ccr is None
+        return self._profiler is not None and self._buckets.context.ccr is None
 
     def _arrived(self, bucket: Bucket, name: str) -> bool:
         """Whether residuals have brought a gradient for a parameter that took part on no rank."""
@@ -529,8 +529,8 @@ class Engine:
         self._opened = self._reduced = self._dirty = self._unscaled = False
         if self._profiler is not None:
             self._profiler.stepped()
-        self._buckets.shared.step += 1
-        if self._options.verify and self._buckets.shared.step % self._options.verify == 0:
+        self._buckets.context.step += 1
+        if self._options.verify and self._buckets.context.step % self._options.verify == 0:
             in_order(self.transport, self._compare)
 
     def failed_step(self, error: Exception) -> None:
@@ -579,13 +579,13 @@ class Engine:
                 share_optimizer(self.transport, self._optimizer, root)
 
         in_order(self.transport, follow)
-        self._buckets.shared.step = max(outcome.steps)
+        self._buckets.context.step = max(outcome.steps)
 
     # -- checks and state
 
     def _compare(self) -> None:
         tensors = {**self.params, **self._buffers.tensors}
-        compare(self.transport, tensors, self._buckets.shared.step, self._options.timeout)
+        compare(self.transport, tensors, self._buckets.context.step, self._options.timeout)
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors by kind and parameter name as of the last step, other state by bucket, and what they belong to."""

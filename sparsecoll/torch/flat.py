@@ -38,7 +38,7 @@ class FlatVector:
         self.algorithm = algorithm
         self.offsets = [0, *itertools.accumulate(p.numel() for p in params)]
         self.device = device_of(params[0])
-        with self.device.here():
+        with self.device.stream_context():
             self._residual, self._acc = self._memory(dtype), self._memory(dtype)
 
     def _memory(self, dtype: Any) -> Memory:

@@ -13,7 +13,7 @@ from sparsecoll import api
 from sparsecoll.algorithms import Algorithm
 from sparsecoll.errors import NonFiniteError
 from sparsecoll.select import Vector
-from sparsecoll.torch.device import Host, device_of
+from sparsecoll.torch.device import CpuDevice, device_of
 from sparsecoll.torch.flat import FlatVector
 from sparsecoll.torch.layout import residual_dtype
 from sparsecoll.torch.replicas import in_order
@@ -71,7 +71,7 @@ class Flats:
     def lay_out(self, wanted: set[str]) -> None:
         """Make vectors of these parameters; residuals are kept."""
         held, self._parked = self.residuals, {}
-        by_kind: dict[tuple[Any, Host], list[torch.Tensor]] = {}
+        by_kind: dict[tuple[Any, CpuDevice], list[torch.Tensor]] = {}
         for p, name in self.names.items():
             if name in wanted and p.numel():
                 by_kind.setdefault((residual_dtype(p.dtype), device_of(p)), []).append(p)
@@ -102,7 +102,7 @@ class Flats:
                     a = lr if rated else 1 / lr if lr else 1.0
                 weights[p] = a, (lr if rated else 1.0) / scale
         for vector in self._vectors:
-            with vector.device.here():
+            with vector.device.stream_context():
                 vector.accumulate(weights)
 
     def sums(self, transport: Transport, problem: Exception | None, timeout: float | None) -> Sums:
@@ -126,7 +126,7 @@ class Flats:
                 raise NonFiniteError("gradients: expected finite values, got NaN or infinity")
             return vector.acc, vector.algorithm
 
-        with vector.device.here():
+        with vector.device.stream_context():
             try:
                 reduction = api.allreduce_vectors(transport, prepare, timeout=timeout, **self._options)
             except ValueError:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from sparsecoll.torch.device import HOST, Array, Host, device_of
+from sparsecoll.torch.device import CPU, Array, CpuDevice, device_of
 
 
 def residual_dtype(dtype: torch.dtype) -> Any:
@@ -44,7 +44,7 @@ class Layout:
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     dtype: np.dtype[Any]
-    device: Host = HOST
+    device: CpuDevice = CPU
 
     @property
     def length(self) -> int:
@@ -213,9 +213,9 @@ def fuse(
     A parameter larger than that has a bucket of its own. Parameters of fewer than `dense_below` values come last, in
     buckets of their own.
     """
-    groups: list[tuple[bool, Any, Host, list[str]]] = []
-    sizes: dict[tuple[bool, Any, Host], int] = {}
-    open_: dict[tuple[bool, Any, Host], list[str]] = {}
+    groups: list[tuple[bool, Any, CpuDevice, list[str]]] = []
+    sizes: dict[tuple[bool, Any, CpuDevice], int] = {}
+    open_: dict[tuple[bool, Any, CpuDevice], list[str]] = {}
     for small in (False, True):
         for name in order:
             p = params[name]

@@ -350,7 +350,7 @@ class SparseSGD(torch.optim.Optimizer):
         groups = {p: group for group in self.param_groups for p in group["params"]}
         try:
             for flat, value in sums:
-                with flat.device.here():
+                with flat.device.stream_context():
                     for p, update in flat.updates(value):
                         if self._flats.names[p] in outcome.used or update:
                             self._apply(p, update, groups[p])

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from sparsecoll.errors import CommunicationError
-from sparsecoll.torch.compressors import Compressor
+from sparsecoll.torch.compressors import COMPRESSORS, Compressor
 
 STATE = "sparsecoll"  # key of the library's own part of a state_dict
 Tensors = dict[str, dict[str, torch.Tensor]]
@@ -53,7 +53,7 @@ def check(state: Mapping[str, Any], rank: int, size: int, params: Mapping[str, t
             f"state_dict: expected the one of rank {rank} of {size}, got that of rank {state['rank']} of"
             f" {state['size']}; {cure}"
         )
-    saved = state.get("compressor", "")
+    saved = today(state.get("compressor", ""))
     if saved and saved.partition("(")[0] != method.partition("(")[0]:
         raise ValueError(f"state_dict: expected the state of compressor {method}, got that of {saved}")
     for kind, entries in state["tensors"].items():
@@ -63,6 +63,12 @@ def check(state: Mapping[str, Any], rank: int, size: int, params: Mapping[str, t
             expected = tuple(params[name].shape)
             if kind not in state.get("replicated", ("p", "q")) and tuple(t.shape) != expected:
                 raise ValueError(f"state_dict: {kind} of {name!r}: expected shape {expected}, got {tuple(t.shape)}")
+
+
+def today(description: str) -> str:
+    """A saved `Compressor.describe()` as it reads today: presets were classes with names of their own."""
+    name, bracket, options = description.partition("(")
+    return f"{COMPRESSORS[name]().name}{bracket}{options}" if name in COMPRESSORS else description
 
 
 def encode_extra(compressors: Iterable[Compressor]) -> list[str]:

@@ -16,9 +16,9 @@ OPTIONS = {"covap": {"interval": 2}, "dragonn": {"selective": False, "density": 
 
 
 def pretended(pretend):
-    """A device of which all work must be asked for between `after` and `catch_up`, or `here`."""
+    """A device of which all work must be launched inside of `stream_context`."""
 
-    class Pretended(devices.Host):
+    class Pretended(devices.CpuDevice):
         inside = 0
 
         def array(self, tensor):
@@ -29,18 +29,13 @@ def pretended(pretend):
             return torch.from_numpy(array._host)
 
         @contextlib.contextmanager
-        def here(self):
+        def stream_context(self, event=None):
+            assert event in (None, "event")
             self.inside += 1
             yield
 
-        @contextlib.contextmanager
-        def after(self, mark):
-            assert mark == "mark"
-            self.inside += 1
-            yield
-
-        def mark(self):
-            return "mark"
+        def record_event(self):
+            return "event"
 
     return Pretended()
 
@@ -52,7 +47,7 @@ def place(cp, monkeypatch):
         if not torch.cuda.is_available():
             pytest.skip("CuPy sees a GPU, torch does not")
         return "cuda"
-    monkeypatch.setattr(devices, "HOST", pretended(cp.pretend))
+    monkeypatch.setattr(devices, "CPU", pretended(cp.pretend))
     return "cpu"
 
 
@@ -84,11 +79,11 @@ def wrapped(name):
 
 @pytest.mark.parametrize("name", COMPRESSORS)
 def test_every_compressor(place, name, monkeypatch):
-    used = devices.HOST
+    used = devices.CPU
     mine = simulate(2, lambda comm: train(comm, place, wrapped(name))).results
     if place == "cpu":
         assert used.inside
-        monkeypatch.setattr(devices, "HOST", devices.Host())
+        monkeypatch.setattr(devices, "CPU", devices.CpuDevice())
     theirs = simulate(2, lambda comm: train(comm, "cpu", wrapped(name))).results
     for a, b, other in zip(mine[0][0], theirs[0][0], mine[1][0], strict=True):
         assert name == "free" or a.tobytes() == other.tobytes()
@@ -102,7 +97,7 @@ def test_sparse_sgd(place, algo, monkeypatch):
 
     mine = simulate(2, lambda comm: train(comm, place, make)).results
     if place == "cpu":
-        monkeypatch.setattr(devices, "HOST", devices.Host())
+        monkeypatch.setattr(devices, "CPU", devices.CpuDevice())
     theirs = simulate(2, lambda comm: train(comm, "cpu", make)).results
     for a, b, other in zip(mine[0][0], theirs[0][0], mine[1][0], strict=True):
         assert a.tobytes() == other.tobytes()

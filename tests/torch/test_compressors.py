@@ -27,7 +27,7 @@ from sparsecoll.torch.compressors import (  # noqa: E402
     OkTopk,
     PowerSGD,
     RandomK,
-    Shared,
+    StepContext,
     TopK,
     resolve,
 )
@@ -44,6 +44,7 @@ CONSERVING = {name: resolve(name) for name in REPLICATED if name not in ("fp16",
     "topk over spardl": TopK(0.05, algo="spardl"),
     "topk over gtopk": TopK(0.05, algo="gtopk"),
     "oktopk object": TopK(0.05, algo=sparsecoll.OkTopk(tau=2, tau_prime=2)),
+    "an algorithm": sparsecoll.SparDL(),
     "dragonn, all compressed": DRAGONN(0.05, selective=False),
     "dragonn, float16 on the wire": DRAGONN(0.05, selective=False, value_dtype="float16"),
     "dgc, random sample": DGC(0.1, momentum=0.0, selector=sparsecoll.select.SampledThreshold(random=True)),
@@ -53,7 +54,7 @@ CONSERVING = {name: resolve(name) for name in REPLICATED if name not in ("fp16",
 def step(own, transport, gradient):
     """The mean of a step that is taken."""
     out = np.empty_like(gradient) if own.keeps_gradient else gradient
-    own.mean(transport, gradient, out)
+    own.allreduce_mean(transport, gradient, out)
     own.keep()
     own.commit()
     return out
@@ -67,11 +68,11 @@ def one(compressor, gradients, steps=1, shapes=None, **world):
         own = resolve(compressor)
         names = tuple(f"p{i}" for i in range(len(shapes)))
         flat = gradients[comm.rank].reshape(-1)
-        own.bind(Layout(0, (flat.size,), names, shapes, flat.dtype), comm.transport, Shared())
+        own.bind(Layout(0, (flat.size,), names, shapes, flat.dtype), comm.transport, StepContext())
         results = []
         for _ in range(steps):
             results.append(step(own, comm.transport, flat.copy()))
-            own.shared.step += 1
+            own.context.step += 1
         return results, own
 
     return simulate(len(gradients), program, **world).results
@@ -247,8 +248,19 @@ def test_bad_options_are_refused(make, name):
 
 
 def test_a_compressor_is_a_name_or_an_object():
-    with pytest.raises(TypeError, match="expected a name or a Compressor"):
+    with pytest.raises(TypeError, match="expected a name, a Compressor"):
         resolve(3)
+
+
+def test_an_algorithm_is_top_k_over_it():
+    algorithm = sparsecoll.OkTopk(tau=5)
+    compressor = resolve(algorithm)
+    assert compressor.describe() == TopK(algo=algorithm).describe() and compressor.algo is not algorithm
+
+
+def test_presets_are_top_k_with_other_defaults():
+    for name in ("oktopk", "densestream", "dgc", "gaussiank", "mstopk"):
+        assert isinstance(resolve(name), TopK) and COMPRESSORS[name](0.5, momentum=0.25).momentum == 0.25
 
 
 # -- each one's own rule
@@ -288,7 +300,7 @@ def test_randomk_takes_the_same_coordinates_everywhere_and_sends_no_index():
 
     def program(comm):
         own = RandomK(0.1)
-        own.bind(Layout(0, (n,), ("p",), ((n,),), np.dtype(np.float32)), comm.transport, Shared())
+        own.bind(Layout(0, (n,), ("p",), ((n,),), np.dtype(np.float32)), comm.transport, StepContext())
         gradient = np.full(n, comm.rank + 1, np.float32)
         before = comm.transport.traffic.copy()
         gradient = step(own, comm.transport, gradient)
@@ -314,7 +326,7 @@ def test_efsignsgd_sends_a_bit_a_value_and_the_mean_magnitude():
 
     def program(comm):
         own = EFSignSGD()
-        own.bind(Layout(0, (1000,), ("a", "b"), ((300,), (700,)), np.dtype(np.float32)), comm.transport, Shared())
+        own.bind(Layout(0, (1000,), ("a", "b"), ((300,), (700,)), np.dtype(np.float32)), comm.transport, StepContext())
         gradient = g[comm.rank].copy()
         before = comm.transport.traffic.copy()
         gradient = step(own, comm.transport, gradient)
@@ -380,11 +392,11 @@ def test_low_rank_volume_and_what_is_sent_whole():
 
         def program(comm, kind=kind):
             own = kind(rank=4)
-            own.bind(Layout(0, (64 * 49,), ("w", "b"), shapes, np.dtype(np.float32)), comm.transport, Shared())
+            own.bind(Layout(0, (64 * 49,), ("w", "b"), shapes, np.dtype(np.float32)), comm.transport, StepContext())
             before = comm.transport.traffic.copy()
             for _ in range(2):
                 gradient = step(own, comm.transport, normal(P, 64 * 49)[comm.rank])
-                own.shared.step += 1
+                own.context.step += 1
             phases = comm.transport.traffic.since(before).phases
             mean_bias = sum(x[64 * 48 :] for x in normal(P, 64 * 49)) / P
             np.testing.assert_allclose(gradient[64 * 48 :], mean_bias, rtol=1e-5, atol=1e-6)
@@ -400,7 +412,7 @@ def test_covap_sends_each_tensor_once_in_i_steps():
     """Buckets of 10, 10 and 40: the last counts as three tensors at I = 3 (four by the median)."""
 
     def program(comm):
-        shared, owns, sent = Shared(), [], []
+        shared, owns, sent = StepContext(), [], []
         lengths = (10, 10, 40)
         for index, length in enumerate(lengths):
             own = COVAP(3, start=1.0)
@@ -424,9 +436,9 @@ def test_covap_sends_each_tensor_once_in_i_steps():
 
 def test_covap_coefficient_ascends_to_one():
     own = COVAP(2, start=0.5, ascend_steps=10, ascend=0.2)
-    own.shared = Shared()
+    own.context = StepContext()
     found = []
-    for own.shared.step in (0, 9, 10, 20, 30, 1000):
+    for own.context.step in (0, 9, 10, 20, 30, 1000):
         found.append(own.coefficient)
     assert found == pytest.approx([0.5, 0.5, 0.7, 0.9, 1.0, 1.0])
 
@@ -465,7 +477,7 @@ def test_dragonn_adds_messages_slot_by_slot_and_compares_nothing(monkeypatch):
     gradients[2][:] = 0  # a rank that selects nothing
 
     def program(comm):
-        shared, own = Shared(), DRAGONN(0.05, selective=False, momentum=0.5)
+        shared, own = StepContext(), DRAGONN(0.05, selective=False, momentum=0.5)
         own.bind(Layout(0, (2000,), ("p",), ((2000,),), np.dtype(np.float32)), comm.transport, shared)
         rows = []
         for _ in range(4):
@@ -508,7 +520,7 @@ def test_momentum_is_cleared_only_where_this_rank_sent(algo, value_dtype):
 
     def program(comm):
         own = TopK(0.01, algo=algo, momentum=0.9, value_dtype=value_dtype)
-        own.bind(Layout(0, (20_000,), ("p",), ((20_000,),), np.dtype(np.float32)), comm.transport, Shared())
+        own.bind(Layout(0, (20_000,), ("p",), ((20_000,),), np.dtype(np.float32)), comm.transport, StepContext())
         sent, compress = [], own.compress
         own.compress = lambda acc: sent.append(compress(acc)) or sent[-1]
         gradient = np.random.default_rng(comm.rank).standard_normal(20_000).astype(np.float32)
@@ -543,7 +555,7 @@ def test_dgc_clips_by_the_norm_of_the_bucket():
 
 def test_qsgd_rounds_every_rank_bucket_and_step_by_numbers_of_its_own():
     def program(comm, seed):
-        shared, rows = Shared(), []
+        shared, rows = StepContext(), []
         lengths = (512, 512)
         owns = [QSGD(2, seed=seed) for _ in lengths]
         for index, own in enumerate(owns):

@@ -1,33 +1,31 @@
-"""Compressors. Add one: a file with a Compressor dataclass, a line in COMPRESSORS, a test.
+"""Compressors. To add one: a file with a Compressor dataclass (or a preset of TopK), a line in COMPRESSORS, a test.
 
-The contract tests (same bits on all ranks, mass conserved where it is promised, resume bit for bit) run over the
-registry.
+The contract tests (same bits on all ranks, gradient mass conserved where that is promised, resume bit for bit) run over
+the registry.
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
+from sparsecoll.algorithms import Algorithm
 from sparsecoll.torch.compressors.acpsgd import ACPSGD
-from sparsecoll.torch.compressors.base import Compressor, Feedback, Shared
+from sparsecoll.torch.compressors.base import Compressor, ErrorFeedback, StepContext
 from sparsecoll.torch.compressors.covap import COVAP
-from sparsecoll.torch.compressors.densestream import DenseStream
-from sparsecoll.torch.compressors.dgc import DGC
 from sparsecoll.torch.compressors.dragonn import DRAGONN
 from sparsecoll.torch.compressors.efsignsgd import EFSignSGD
 from sparsecoll.torch.compressors.fp16 import FP16
-from sparsecoll.torch.compressors.gaussiank import GaussianK
-from sparsecoll.torch.compressors.mstopk import MSTopK
-from sparsecoll.torch.compressors.none import Free, NoCompression
-from sparsecoll.torch.compressors.oktopk import OkTopk
+from sparsecoll.torch.compressors.none import NoCommunication, NoCompression
 from sparsecoll.torch.compressors.powersgd import PowerSGD
+from sparsecoll.torch.compressors.presets import DGC, DenseStream, GaussianK, MSTopK, OkTopk
 from sparsecoll.torch.compressors.qsgd import QSGD
 from sparsecoll.torch.compressors.randomk import RandomK
 from sparsecoll.torch.compressors.topk import TopK
 
-COMPRESSORS: dict[str, type[Compressor]] = {
+COMPRESSORS: dict[str, Callable[..., Compressor]] = {
     "none": NoCompression,
-    "free": Free,
+    "free": NoCommunication,
     "fp16": FP16,
     "topk": TopK,
     "oktopk": OkTopk,
@@ -43,6 +41,7 @@ COMPRESSORS: dict[str, type[Compressor]] = {
     "acpsgd": ACPSGD,
     "covap": COVAP,
 }
+Free = NoCommunication  # its earlier name
 
 __all__ = [
     "ACPSGD",
@@ -55,31 +54,41 @@ __all__ = [
     "Compressor",
     "DenseStream",
     "EFSignSGD",
-    "Feedback",
+    "ErrorFeedback",
     "Free",
     "GaussianK",
     "MSTopK",
+    "NoCommunication",
     "NoCompression",
     "OkTopk",
     "PowerSGD",
     "RandomK",
-    "Shared",
+    "StepContext",
     "TopK",
     "resolve",
 ]
 
 
-def resolve(compressor: str | Compressor) -> Compressor:
-    """A default compressor for a name; a copy of an object.
+def resolve(compressor: str | Compressor | Algorithm) -> Compressor:
+    """Make a compressor of what a user passes as `compressor=`.
+
+    Args:
+        compressor: a name of `COMPRESSORS`, which gives that compressor with its defaults; a Compressor, which is
+            copied; or an Algorithm, which gives `TopK(algo=compressor)`.
 
     Raises:
-        ValueError: an unknown name.
-        TypeError: neither a name nor a Compressor.
+        ValueError: the name is unknown.
+        TypeError: it is none of these.
     """
+    if isinstance(compressor, Algorithm):
+        return TopK(algo=copy.deepcopy(compressor))
     if isinstance(compressor, Compressor):
         return copy.deepcopy(compressor)
     if not isinstance(compressor, str):
-        raise TypeError(f"compressor: expected a name or a Compressor object, got {type(compressor).__name__}")
+        raise TypeError(
+            "compressor: expected a name, a Compressor object or a sparsecoll.Algorithm object,"
+            f" got {type(compressor).__name__}"
+        )
     if compressor not in COMPRESSORS:
         raise ValueError(f"compressor: expected one of {', '.join(COMPRESSORS)}, got {compressor!r}")
     return COMPRESSORS[compressor]()

@@ -42,7 +42,7 @@ class ACPSGD(LowRank):
 
     @property
     def _odd(self) -> bool:
-        return self.shared.step % 2 == 0  # steps count from 1 in the paper
+        return self.context.step % 2 == 0  # steps count from 1 in the paper
 
     @torch.no_grad()
     def compress(self, acc: DenseVector) -> DenseVector:
@@ -51,7 +51,7 @@ class ACPSGD(LowRank):
         fixed = self.q if self._odd else self.p
         if not self.reuse:
             generator = torch.Generator().manual_seed(
-                (self.seed + self.shared.step + 1) * 1_000_003 + self.layout.index
+                (self.seed + self.context.step + 1) * 1_000_003 + self.layout.index
             )
             fixed = [self._random(tuple(f.shape), generator) for f in fixed]
         fixed = [orthogonalized(f) for f in fixed]

@@ -18,7 +18,7 @@ from sparsecoll.residual import Compensated
 from sparsecoll.select import Vector
 from sparsecoll.telemetry.trace import doing
 from sparsecoll.torch.compressors.versions import Versions
-from sparsecoll.torch.device import Array, Host
+from sparsecoll.torch.device import Array, CpuDevice
 from sparsecoll.torch.layout import Layout
 from sparsecoll.transport import Transport
 from sparsecoll.transport.call import together
@@ -29,7 +29,7 @@ DENSE = Dense()
 
 
 @dataclass
-class Shared:
+class StepContext:
     """What all buckets of a model have in common; the same on every rank.
 
     Attributes:
@@ -52,18 +52,24 @@ class Compressor(ABC):
     """
 
     name: ClassVar[str]
-    profiles: ClassVar[bool] = False  # whether `Shared.ccr` is to be measured
-    replicated: ClassVar[frozenset[str]] = frozenset()  # kinds of state that are the same on all ranks
+    communicates: ClassVar[bool] = True  # whether gradients are averaged at all
+    needs_all_buckets: ClassVar[bool] = False  # whether `bind` depends on the lengths of the buckets after this one
+    replicated_state: ClassVar[frozenset[str]] = frozenset()  # kinds of state that are the same on all ranks
 
-    def bind(self, layout: Layout, transport: Transport, shared: Shared, timeout: float | None = None) -> None:
+    def bind(self, layout: Layout, transport: Transport, context: StepContext, timeout: float | None = None) -> None:
         """Make room for a bucket's state. Collective: compressors may measure or agree here."""
-        self.layout, self.shared, self.timeout = layout, shared, timeout
+        self.layout, self.context, self.timeout = layout, context, timeout
         self.size = transport.size
         self._generation = transport.generation
 
     @property
     def keeps_gradient(self) -> bool:
         """Whether the gradient's memory becomes state; then the mean needs memory of its own."""
+        return False
+
+    @property
+    def wants_profile(self) -> bool:
+        """Whether `StepContext.ccr` is to be measured in the first steps."""
         return False
 
     def compensate(self, gradient: Array) -> Any:
@@ -82,7 +88,7 @@ class Compressor(ABC):
     def update(self, out: Array, message: Any, reduced: Any) -> None:
         """out = the mean over the ranks; what did not contribute stays in the trial state."""
 
-    def mean(self, transport: Transport, gradient: Array, out: Array) -> None:
+    def allreduce_mean(self, transport: Transport, gradient: Array, out: Array) -> None:
         """Write the (compressed) mean of all ranks' gradients to `out`. Collective.
 
         Args:
@@ -182,7 +188,7 @@ class Compressor(ABC):
 
 
 @dataclass
-class Feedback(Compressor):
+class ErrorFeedback(Compressor):
     """With error feedback: acc = residual + gradient, residual = acc - contributed.
 
     acc is formed in the gradient's memory, so that the residual stays as it was until the step is known to be good.
@@ -192,8 +198,8 @@ class Feedback(Compressor):
     def keeps_gradient(self) -> bool:
         return True
 
-    def bind(self, layout: Layout, transport: Transport, shared: Shared, timeout: float | None = None) -> None:
-        super().bind(layout, transport, shared, timeout)
+    def bind(self, layout: Layout, transport: Transport, context: StepContext, timeout: float | None = None) -> None:
+        super().bind(layout, transport, context, timeout)
         self._residual = Versions(layout.zeros() if self.keeps_gradient else layout.device.zeros(0, layout.dtype))
         self._versions = [self._residual]
 
@@ -254,7 +260,7 @@ def write_mean(out: Array, value: Vector, size: int) -> None:
     DenseVector(out).add_at(value.with_values(value.values / value.dtype.type(size)))
 
 
-class Pieces:
+class FlatPacker:
     """Arrays laid end to end in one message, and taken apart again."""
 
     def __init__(self, shapes: list[tuple[int, ...]], layout: Layout) -> None:
@@ -277,12 +283,12 @@ class Pieces:
             start += size
 
 
-def measured(transport: Transport, call: Callable[[], object], device: Host, repeat: int = 5) -> float:
+def measured(transport: Transport, call: Callable[[], object], device: CpuDevice, repeat: int = 5) -> float:
     """Median seconds of a local call on this rank, with the work that it queues."""
     times = []
     for _ in range(repeat):
         start = transport.now()
         call()
-        device.finish()
+        device.synchronize()
         times.append(transport.now() - start)
     return float(np.median(times))

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from sparsecoll.algorithms import Reduction
-from sparsecoll.torch.compressors.base import Feedback, Shared
+from sparsecoll.torch.compressors.base import ErrorFeedback, StepContext
 from sparsecoll.torch.device import Array
 from sparsecoll.torch.layout import Layout
 from sparsecoll.torch.options import check_integer
@@ -19,7 +19,7 @@ from sparsecoll.vector import DenseVector
 
 
 @dataclass
-class COVAP(Feedback):
+class COVAP(ErrorFeedback):
     """Every tensor (bucket) is sent in one of I steps, whole and dense; the others wait in the residual.
 
     1. I = ceil(CCR), the seconds of communication over those of back-propagation, measured in the first steps (section
@@ -39,6 +39,7 @@ class COVAP(Feedback):
     """
 
     name = "covap"
+    needs_all_buckets = True
 
     interval: int | None = None
     start: float = 0.8
@@ -57,11 +58,11 @@ class COVAP(Feedback):
             )
 
     @property
-    def profiles(self) -> bool:  # type: ignore[override]
+    def wants_profile(self) -> bool:
         return self.interval is None
 
-    def bind(self, layout: Layout, transport: Transport, shared: Shared, timeout: float | None = None) -> None:
-        super().bind(layout, transport, shared, timeout)
+    def bind(self, layout: Layout, transport: Transport, context: StepContext, timeout: float | None = None) -> None:
+        super().bind(layout, transport, context, timeout)
         if self.interval is not None:
             self._decide(self.interval)
         else:
@@ -81,16 +82,16 @@ class COVAP(Feedback):
     @property
     def coefficient(self) -> float:
         """What residuals are multiplied by in this step."""
-        return float(min(self.start + self.shared.step // self.ascend_steps * self.ascend, 1.0))
+        return float(min(self.start + self.context.step // self.ascend_steps * self.ascend, 1.0))
 
     def compensate(self, gradient: Array, scale: float = 1.0) -> DenseVector:
-        if not self._decided and self.shared.ccr is not None:
-            self._decide(max(1, math.ceil(self.shared.ccr)))
+        if not self._decided and self.context.ccr is not None:
+            self._decide(max(1, math.ceil(self.context.ccr)))
         return super().compensate(gradient, self.coefficient)
 
     def compress(self, acc: DenseVector) -> list[tuple[int, int]]:
         self.check_finite(acc)  # it may wait here for long
-        step, interval = self.shared.step, self._interval
+        step, interval = self.context.step, self._interval
         return [edges for tensor, edges in enumerate(self._shards, self._first) if (tensor + step) % interval == 0]
 
     def communicate(self, transport: Transport, message: list[tuple[int, int]]) -> list[Reduction]:

@@ -14,7 +14,7 @@ from sparsecoll.formats import Slots
 from sparsecoll.kernels.memory import asarray_like
 from sparsecoll.select import Selector, Vector
 from sparsecoll.select.randomk import mix
-from sparsecoll.torch.compressors.base import DENSE, Shared, measured, write_mean
+from sparsecoll.torch.compressors.base import DENSE, StepContext, measured, write_mean
 from sparsecoll.torch.compressors.topk import TopK
 from sparsecoll.torch.device import Array
 from sparsecoll.torch.layout import Layout
@@ -63,8 +63,8 @@ class DRAGONN(TopK):
         if not isinstance(resolve(self.algo), Allgather):
             raise ValueError(f"algo: expected 'allgather', since slots cannot be summed, got {self.algo!r}")
 
-    def bind(self, layout: Layout, transport: Transport, shared: Shared, timeout: float | None = None) -> None:
-        super().bind(layout, transport, shared, timeout)
+    def bind(self, layout: Layout, transport: Transport, context: StepContext, timeout: float | None = None) -> None:
+        super().bind(layout, transport, context, timeout)
         self.compressed = layout.length > 0 and (not self.selective or self._pays(transport, layout))
 
     def _pays(self, transport: Transport, layout: Layout) -> bool:
@@ -97,7 +97,7 @@ class DRAGONN(TopK):
         chosen = super().compress(acc)
         assert isinstance(chosen, SparseVector)
         self.check_finite(chosen)
-        self._slots = Slots(max(self._k, 1), mix(self.seed, self.shared.step))
+        self._slots = Slots(max(self._k, 1), mix(self.seed, self.context.step))
         return self._slots.arriving(chosen, self.value_dtype)
 
     def communicate(self, transport: Transport, message: Vector) -> Any:

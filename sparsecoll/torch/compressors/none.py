@@ -29,13 +29,14 @@ class NoCompression(Compressor):
 
 
 @dataclass
-class Free(Compressor):
+class NoCommunication(Compressor):
     """No communication: every rank goes on with its own gradient, and replicas drift apart.
 
     Only to measure: what is left of a step's time if communication were free is the headroom of all others.
     """
 
     name = "free"
+    communicates = False
 
     def compress(self, acc: Array) -> None:
         return None

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from sparsecoll.torch.compressors.base import Feedback, Pieces, Shared
+from sparsecoll.torch.compressors.base import ErrorFeedback, FlatPacker, StepContext
 from sparsecoll.torch.device import Array
 from sparsecoll.torch.layout import Layout
 from sparsecoll.torch.options import check_integer
@@ -21,7 +21,7 @@ Factors = tuple[list[torch.Tensor], list[torch.Tensor]]
 
 
 @dataclass
-class LowRank(Feedback):
+class LowRank(ErrorFeedback):
     """What PowerSGD and ACP-SGD share: which parameters are matrices, their factors, and the rest, which is sent whole.
 
     A parameter of shape (a, b, c, ...) is a matrix of a rows. It is compressed if its two factors of rank r together
@@ -32,7 +32,7 @@ class LowRank(Feedback):
         seed: of the first factors; the same on all ranks.
     """
 
-    replicated = frozenset({"p", "q"})
+    replicated_state = frozenset({"p", "q"})
 
     rank: int = 4
     seed: int = 0
@@ -40,8 +40,8 @@ class LowRank(Feedback):
     def __post_init__(self) -> None:
         check_integer("rank", self.rank, 1)
 
-    def bind(self, layout: Layout, transport: Transport, shared: Shared, timeout: float | None = None) -> None:
-        super().bind(layout, transport, shared, timeout)
+    def bind(self, layout: Layout, transport: Transport, context: StepContext, timeout: float | None = None) -> None:
+        super().bind(layout, transport, context, timeout)
         self._low: list[int] = []
         self._whole: list[int] = []
         rows: list[tuple[int, ...]] = []
@@ -59,7 +59,7 @@ class LowRank(Feedback):
             else:
                 self._whole.append(place)
         rest: list[tuple[int, ...]] = [(math.prod(layout.shapes[place]),) for place in self._whole]
-        self._P, self._Q = Pieces(rows + rest, layout), Pieces(columns + rest, layout)
+        self._P, self._Q = FlatPacker(rows + rest, layout), FlatPacker(columns + rest, layout)
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + layout.index)
         first = (
             [self._random(shape, generator) for shape in rows],
@@ -98,7 +98,7 @@ class LowRank(Feedback):
     def _random(self, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
         """A normal matrix where the bucket is, the same on every kind of device."""
         device, dtype = self.layout.device, self.layout.dtype
-        return device.moved(torch.randn(*shape, generator=generator)).to(device.tensors(0, dtype).dtype)
+        return device.to(torch.randn(*shape, generator=generator)).to(device.zeros_tensor(0, dtype).dtype)
 
     def _matrices(self, flat: Array) -> list[torch.Tensor]:
         views = self.layout.views(flat)
@@ -161,7 +161,7 @@ class PowerSGD(LowRank):
         count = len(self.p)
         left = [orthogonalized(part) for part in means[:count]]
         right: list[torch.Tensor] = []
-        columns = Pieces(self._Q.shapes[:count], self.layout)
+        columns = FlatPacker(self._Q.shapes[:count], self.layout)
         if count:
             parts = [M.T @ p for M, p in zip(self._matrices(self.acc.values), left, strict=True)]
             second = self._reduce(transport, DenseVector(columns.join(parts))).value

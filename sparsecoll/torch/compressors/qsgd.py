@@ -9,7 +9,7 @@ import numpy as np
 from sparsecoll.kernels import kernels_of
 from sparsecoll.kernels.memory import contiguous, empty
 from sparsecoll.select.randomk import mix
-from sparsecoll.torch.compressors.base import Feedback, Shared
+from sparsecoll.torch.compressors.base import ErrorFeedback, StepContext
 from sparsecoll.torch.device import Array
 from sparsecoll.torch.layout import Layout
 from sparsecoll.transport import Transport
@@ -17,7 +17,7 @@ from sparsecoll.vector import DenseVector
 
 
 @dataclass
-class QSGD(Feedback):
+class QSGD(ErrorFeedback):
     """Each value of `bits` bits: a sign and a level of 2^(bits-1) - 1, rounded at random, right on average.
 
     Buckets of `bucket` values share a scale, their largest magnitude (the paper's practical variant, section 4).
@@ -46,8 +46,8 @@ class QSGD(Feedback):
     def keeps_gradient(self) -> bool:
         return self.feedback
 
-    def bind(self, layout: Layout, transport: Transport, shared: Shared, timeout: float | None = None) -> None:
-        super().bind(layout, transport, shared, timeout)
+    def bind(self, layout: Layout, transport: Transport, context: StepContext, timeout: float | None = None) -> None:
+        super().bind(layout, transport, context, timeout)
         self._rank = transport.rank
 
     @property
@@ -60,7 +60,7 @@ class QSGD(Feedback):
         values = contiguous(acc.values, np.float32)
         message = empty(self._scales + -(-values.size * self.bits // 8), np.uint8, values)
         scales, codes = message[: self._scales].view(np.float32), message[self._scales :]
-        seed = mix(mix(mix(self.seed, self._rank), self.layout.index), self.shared.step) >> 1
+        seed = mix(mix(mix(self.seed, self._rank), self.layout.index), self.context.step) >> 1
         kernels_of(values).quantize(values, 0, self.bits, self.bucket, seed, scales, codes)
         return message
 

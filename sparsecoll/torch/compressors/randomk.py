@@ -8,7 +8,7 @@ from typing import Any
 from sparsecoll import select
 from sparsecoll.algorithms import Reduction
 from sparsecoll.select import Vector
-from sparsecoll.torch.compressors.base import Feedback, Shared, write_mean
+from sparsecoll.torch.compressors.base import ErrorFeedback, StepContext, write_mean
 from sparsecoll.torch.device import Array
 from sparsecoll.torch.layout import Layout
 from sparsecoll.torch.schedule import Densities, Density
@@ -17,7 +17,7 @@ from sparsecoll.vector import DenseVector, SparseVector
 
 
 @dataclass
-class RandomK(Feedback):
+class RandomK(ErrorFeedback):
     """k coordinates from a seed that all ranks share, with error feedback (Stich, Cordonnier, Jaggi, NeurIPS 2018).
 
     The generators of NumPy and torch are not touched. Volume: 2k(P-1)/P words: values alone, by the dense allreduce.
@@ -36,8 +36,8 @@ class RandomK(Feedback):
         if Densities.of(self.density).by_layer:
             raise ValueError("density: expected a number or a Schedule, got a mapping")
 
-    def bind(self, layout: Layout, transport: Transport, shared: Shared, timeout: float | None = None) -> None:
-        super().bind(layout, transport, shared, timeout)
+    def bind(self, layout: Layout, transport: Transport, context: StepContext, timeout: float | None = None) -> None:
+        super().bind(layout, transport, context, timeout)
         self._densities = Densities.of(self.density)
         self._selector = select.RandomK(self.seed + layout.index)
 
@@ -46,7 +46,7 @@ class RandomK(Feedback):
 
     def compress(self, acc: Vector) -> SparseVector:
         self.check_finite(acc)  # it may not be drawn for long
-        return self._selector.select(acc, self._densities.k(self.layout.length, self.shared.step))
+        return self._selector.select(acc, self._densities.k(self.layout.length, self.context.step))
 
     def communicate(self, transport: Transport, message: SparseVector) -> Reduction:
         return self._reduce(transport, DenseVector(message.values))

@@ -15,7 +15,7 @@ from sparsecoll.algorithms import Algorithm, Reduction, resolve
 from sparsecoll.formats import Format
 from sparsecoll.kernels import kernels_of
 from sparsecoll.select import Selector, Vector
-from sparsecoll.torch.compressors.base import Feedback, Shared, write_mean
+from sparsecoll.torch.compressors.base import ErrorFeedback, StepContext, write_mean
 from sparsecoll.torch.compressors.versions import Versions
 from sparsecoll.torch.device import Array
 from sparsecoll.torch.layout import Layout
@@ -25,7 +25,7 @@ from sparsecoll.vector import DenseVector, SparseVector
 
 
 @dataclass
-class TopK(Feedback):
+class TopK(ErrorFeedback):
     """Each rank sends about the k largest entries of residual + gradient (Stich, Cordonnier, Jaggi, NeurIPS 2018).
 
     1. acc = residual + gradient, and k of its entries are selected, in one pass over memory.
@@ -76,8 +76,8 @@ class TopK(Feedback):
         if self.clip_by not in ("parameter", "bucket"):
             raise ValueError(f"clip_by: expected 'parameter' or 'bucket', got {self.clip_by!r}")
 
-    def bind(self, layout: Layout, transport: Transport, shared: Shared, timeout: float | None = None) -> None:
-        super().bind(layout, transport, shared, timeout)
+    def bind(self, layout: Layout, transport: Transport, context: StepContext, timeout: float | None = None) -> None:
+        super().bind(layout, transport, context, timeout)
         self._densities = Densities.of(self.density)
         self._algorithm = copy.deepcopy(resolve(self.algo))
         if self.selector is not None:
@@ -143,7 +143,7 @@ class TopK(Feedback):
         self._algorithm.keep_up(self._generation)
         if self._densities.by_layer:
             return self._layer_by_layer(acc)
-        self._k = self._densities.k(self.layout.length, self.shared.step)
+        self._k = self._densities.k(self.layout.length, self.context.step)
         return self._algorithm.select(acc, self._k, self.size)
 
     def _layer_by_layer(self, acc: Vector) -> SparseVector:
@@ -153,7 +153,7 @@ class TopK(Feedback):
         self._k = 0
         layers = zip(self.layout.names, self._selectors, edges[:-1], edges[1:], strict=True)
         for name, selector, a, b in layers:
-            k = self._densities.k(b - a, self.shared.step, name)
+            k = self._densities.k(b - a, self.context.step, name)
             self._k += k
             parts.append(selector.select(DenseVector(values[a:b]), k).shifted(a, self.layout.length))
         return SparseVector.concatenate(parts)

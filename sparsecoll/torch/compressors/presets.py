@@ -1,0 +1,97 @@
+"""Published top-k methods as presets of `TopK`: each is a function that returns a TopK with other defaults."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sparsecoll import algorithms, select
+from sparsecoll.torch.compressors.topk import TopK
+from sparsecoll.torch.schedule import Density
+
+
+def OkTopk(density: Density = 0.01, **options: Any) -> TopK:
+    """Ok-Topk (Li and Hoefler, PPoPP 2022): the top k of the sum of the top k of all ranks.
+
+    Volume: 2k(P-1)/P to 6k(P-1)/P words.
+
+    Args:
+        density: as in `TopK`.
+        **options: of `TopK`. `algo=sparsecoll.OkTopk(...)` sets the options of the allreduce.
+
+    Returns:
+        TopK with `algo="oktopk"`.
+    """
+    return TopK(density, **{"algo": "oktopk", **options})
+
+
+def DenseStream(density: Density = 0.01, **options: Any) -> TopK:
+    """DenseStream (Algorithm 2 of the paper: TopkDSA with DenseStream blocks): the exact sum of the top k of all ranks.
+
+    Zeros inside blocks carry true values, which take the same bytes (`fill`, the end of section IV.B); not with a
+    selector or a density by layer. `format="auto"` sends fewer bytes. Volume: equation (6) of the paper.
+
+    Args:
+        density: as in `TopK`.
+        **options: of `TopK`.
+
+    Returns:
+        TopK with `algo=sparsecoll.DenseStream(fill=True)` and `format="densestream"`.
+    """
+    return TopK(density, **{"algo": algorithms.DenseStream(fill=True), "format": "densestream", **options})
+
+
+def DGC(density: Density = 0.01, **options: Any) -> TopK:
+    """Deep Gradient Compression (Lin, Han, Mao, Wang, Dally, ICLR 2018).
+
+    Top-k by a sampled threshold, with momentum correction, factor masking, local clipping and warm-up:
+
+    1. Clip each parameter's gradient to a norm of `clip` / sqrt(P) (section 3.2).
+    2. u = momentum * u + gradient; v = v + u (momentum correction, Algorithm 4).
+    3. Send about the k largest entries of v; set v and u to zero there (momentum factor masking, section 3.3).
+
+    The momentum is part of the compressor: use an optimizer without one. To follow the paper where the defaults do not,
+    use `clip_by="bucket"` with `DistributedOptimizer(bucket_bytes=None)` (clip by the norm of the whole gradient),
+    `nesterov=True` (Nesterov momentum), `selector=select.SampledThreshold(random=True)` (a random sample), and
+    `density=WarmUp(0.001, steps)` (warm up to the density of 0.001, section 3.4).
+
+    Args:
+        density: as in `TopK`.
+        **options: of `TopK`.
+
+    Returns:
+        TopK with `algo="allgather"`, `selector=select.SampledThreshold()` and `momentum=0.9`.
+    """
+    defaults = {"algo": "allgather", "selector": select.SampledThreshold(), "momentum": 0.9}
+    return TopK(density, **{**defaults, **options})
+
+
+def GaussianK(density: Density = 0.01, **options: Any) -> TopK:
+    """Gaussian-k (Shi, Chu, Cheung, See, "Understanding Top-k Sparsification in Distributed Deep Learning", 2019).
+
+    Selects about k entries above a threshold that is derived from mean and deviation; their number differs by rank.
+
+    Args:
+        density: as in `TopK`.
+        **options: of `TopK`.
+
+    Returns:
+        TopK with `algo="allgather"` and `selector=select.GaussianK()`.
+    """
+    return TopK(density, **{"algo": "allgather", "selector": select.GaussianK(), **options})
+
+
+def MSTopK(density: Density = 0.01, **options: Any) -> TopK:
+    """MSTopK (Shi and others, "Towards Scalable Distributed Training ... on Public Cloud Clusters", MLSys 2021).
+
+    Selects the k entries between two thresholds found by multiple sampling. `algo=sparsecoll.HiTopK()` is the exchange
+    of the paper, HiTopKComm: gradients are summed inside a node, entries are selected from chunks of that sum, and only
+    those travel between nodes.
+
+    Args:
+        density: as in `TopK`.
+        **options: of `TopK`.
+
+    Returns:
+        TopK with `algo="allgather"` and `selector=select.MSTopK()`.
+    """
+    return TopK(density, **{"algo": "allgather", "selector": select.MSTopK(), **options})
