@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 
 from sparsecoll.kernels import kernels_of
-from sparsecoll.kernels.memory import beside
+from sparsecoll.kernels.memory import asarray_like
 from sparsecoll.torch.compressors.base import ErrorFeedback
 from sparsecoll.torch.device import Array
 from sparsecoll.transport import Transport
@@ -29,7 +29,7 @@ class EFSignSGD(ErrorFeedback):
         values, edges = acc.values, self.layout.offsets
         sizes = np.maximum(np.diff(edges), 1)
         sums = [np.abs(values[a:b]).sum(dtype=np.float64).reshape(1) for a, b in pairwise(edges)]
-        scales = (np.concatenate(sums) / beside(values, sizes)).astype(np.float32)
+        scales = (np.concatenate(sums) / asarray_like(sizes, values)).astype(np.float32)
         if not np.isfinite(scales).all():
             self.check_finite(acc)
         return np.concatenate([scales.view(np.uint8), np.packbits(values >= 0)])
