@@ -19,19 +19,19 @@ from sparsecoll.transport import default_comm
 
 
 def prepare(comm, accelerator, model, optimizer, *others, compressor="topk"):
-    """accelerator.prepare(model, optimizer, ...) with DistributedOptimizer in place of DistributedDataParallel."""
+    """accelerator.prepare(model, optimizer, ...) with DistributedOptimizer instead of DistributedDataParallel."""
     if accelerator.num_processes != comm.size:
         raise RuntimeError(f"Accelerator: expected {comm.size} processes, got {accelerator.num_processes}")
     distributed = sparsecoll.torch.DistributedOptimizer(optimizer, model.named_parameters(), comm, compressor)
     model = accelerator.prepare_model(model, evaluation_mode=True)  # not wrapped in DistributedDataParallel
-    model.no_sync = lambda: distributed.no_sync()  # gradients that accumulate are sent once
+    model.no_sync = lambda: distributed.no_sync()  # accumulated gradients are sent once
     optimizer, *others = accelerator.prepare(distributed, *others)
     keep_residuals(comm, accelerator, distributed)
     return model, optimizer, *others
 
 
 def keep_residuals(comm, accelerator, optimizer):
-    """Rank 0's residuals are in the state that Accelerate saves; each other rank keeps its own beside it."""
+    """Save and load the residuals of ranks 1, 2, ... beside Accelerate's own state, which holds those of rank 0."""
     folders = []
 
     def file(folder):

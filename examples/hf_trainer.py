@@ -21,7 +21,7 @@ from sparsecoll.transport import default_comm
 
 
 class SparseTrainer(Trainer):
-    """A Trainer whose gradients DistributedOptimizer reduces, in place of DistributedDataParallel.
+    """A Trainer in which DistributedOptimizer reduces the gradients instead of DistributedDataParallel.
 
     Rank 0 saves the checkpoint; each other rank adds a file with its residuals.
     """
@@ -38,7 +38,7 @@ class SparseTrainer(Trainer):
             inner, names = super().create_optimizer(model), self.model.named_parameters()
             distributed = sparsecoll.torch.DistributedOptimizer(inner, names, self.comm, self.compressor)
             distributed.register_load_state_dict_pre_hook(self.own_residuals)
-            self.model.no_sync = lambda: distributed.no_sync()  # gradients that accumulate are sent once
+            self.model.no_sync = lambda: distributed.no_sync()  # accumulated gradients are sent once
             self.accelerator.prepare_model = functools.partial(self.accelerator.prepare_model, evaluation_mode=True)
             self.optimizer = distributed
         return self.optimizer
@@ -50,7 +50,7 @@ class SparseTrainer(Trainer):
         return super().train(resume_from_checkpoint, **kwargs)
 
     def own_residuals(self, _, state):
-        """Called before a state is loaded: the Trainer gives rank 0's to all ranks."""
+        """Return this rank's state: the Trainer, which calls this before it loads one, passes rank 0's to all ranks."""
         if self.resumed_from and state["sparsecoll"]["rank"] != self.comm.rank:
             path = Path(self.resumed_from, f"sparsecoll-{self.comm.rank}.pt")
             return {**state, "sparsecoll": sparsecoll.torch.load(path)}
@@ -58,7 +58,7 @@ class SparseTrainer(Trainer):
 
 
 class SaveResiduals(TrainerCallback):
-    """Each rank but 0, whose residuals are in the checkpoint's optimizer.pt, saves its own beside it."""
+    """Saves the residuals of ranks 1, 2, ... as files beside optimizer.pt, which holds those of rank 0."""
 
     def __init__(self, comm):
         self.comm = comm

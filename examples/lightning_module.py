@@ -22,13 +22,13 @@ from sparsecoll.transport import default_comm
 
 
 class SparseStrategy(DDPStrategy):
-    """DDP's processes and sharding, without DistributedDataParallel: the DistributedOptimizer reduces gradients."""
+    """DDP's processes and sharding without DistributedDataParallel: DistributedOptimizer reduces the gradients."""
 
     def configure_ddp(self):
-        """Leave the model as it is."""
+        """Do not wrap the model."""
 
     def block_backward_sync(self):
-        """Called for all but the last back-propagation of a step: gradients that accumulate are sent once."""
+        """Return a context for all but the last back-propagation of a step: accumulated gradients are sent once."""
         return self.optimizers[0].no_sync()
 
 
