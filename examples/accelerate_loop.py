@@ -1,4 +1,4 @@
-"""A training loop with Accelerate and compressed gradients: a small net learns which of three numbers is largest.
+"""Train with Accelerate and compressed gradients: a small net learns which of three numbers is the largest.
 
 mpirun -n 4 python -m mpi4py examples/accelerate_loop.py
 mpirun -n 4 python -m mpi4py examples/accelerate_loop.py --epochs 2 --resume-at 1
@@ -52,17 +52,17 @@ def keep_residuals(comm, accelerator, optimizer):
 
 
 def samples(count: int, seed: int) -> TensorDataset:
-    """Vectors of 20 numbers, and which of their first three is largest."""
+    """Return vectors of 20 numbers, labelled with the index of the largest of the first three."""
     x = torch.randn(count, 20, generator=torch.Generator().manual_seed(seed))
     return TensorDataset(x, x[:, :3].argmax(1))
 
 
 def accelerated(comm, accumulate: int = 1, mixed_precision: str = "no") -> Accelerator:
-    """An Accelerator that knows the ranks of a communicator."""
+    """Return an Accelerator whose processes are the ranks of the communicator."""
     torch.set_num_threads(1)  # mpirun, unlike torchrun, leaves every rank all cores
-    sparsecoll.torch.init_process_group(comm)  # before Accelerate looks for other processes
+    sparsecoll.torch.init_process_group(comm)  # before Accelerate reads the number of processes
     return Accelerator(
-        cpu=not torch.cuda.is_available(),  # else Accelerate takes each rank for the only one
+        cpu=not torch.cuda.is_available(),  # otherwise Accelerate believes that each rank is the only one
         gradient_accumulation_steps=accumulate,
         mixed_precision=mixed_precision,
         dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, data_seed=42),  # one order for all ranks
@@ -70,7 +70,7 @@ def accelerated(comm, accumulate: int = 1, mixed_precision: str = "no") -> Accel
 
 
 def train(comm, accelerator, compressor="topk", epochs=2, clip=1.0, folder=None, resume_at=0):
-    """(model, accuracy) after so many epochs; saved in `folder` after each, and begun from there if `resume_at`."""
+    """Return (model, accuracy). Save the state in `folder` after each epoch; resume from there after epoch `resume_at`."""
     set_seed(42, device_specific=True)  # initial weights come from rank 0, dropout differs between ranks
     model = torch.nn.Sequential(
         torch.nn.Linear(20, 100), torch.nn.ReLU(), torch.nn.Dropout(0.1), torch.nn.Linear(100, 3)
@@ -97,7 +97,7 @@ def train(comm, accelerator, compressor="topk", epochs=2, clip=1.0, folder=None,
 
 
 def evaluate(accelerator, model, loader) -> float:
-    """Share of right answers, over all ranks' parts of the data."""
+    """Return the accuracy over the data of all ranks."""
     model.eval()
     right = count = 0
     with torch.no_grad():
@@ -113,7 +113,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument("--accumulate", type=int, default=1, help="back-propagations per step (%(default)s)")
     parser.add_argument("--out", default="accelerate-results", help="folder for the state (%(default)s)")
-    parser.add_argument("--resume-at", type=int, default=0, help="this many epochs are done already (%(default)s)")
+    parser.add_argument("--resume-at", type=int, default=0, help="number of epochs done before (%(default)s)")
     args = parser.parse_args()
     comm = default_comm()
     accelerator = accelerated(comm, args.accumulate)

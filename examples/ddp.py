@@ -1,4 +1,4 @@
-"""DistributedDataParallel with a compressor as its hook, under mpirun; gloo is there for DDP's own start-up.
+"""Use a compressor as the communication hook of DistributedDataParallel, under mpirun (DDP's own start-up uses gloo).
 
 mpirun -n 4 python examples/ddp.py
 """

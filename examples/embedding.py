@@ -1,4 +1,4 @@
-"""Embedding gradients, row by row: summed as sparse tensors, and as part of a training with sparse updates.
+"""Sum the gradients of an embedding as sparse tensors, then train with sparse updates of its rows.
 
 python examples/embedding.py
 mpirun -n 4 python examples/embedding.py
@@ -24,12 +24,12 @@ def main() -> None:
 
     def loss() -> torch.Tensor:
         texts = torch.randint(0, 500, (64, 9), generator=generator)
-        labels = ((texts % 2).float().mean(1) > 0.5).long()  # odd words speak for 1
+        labels = ((texts % 2).float().mean(1) > 0.5).long()  # label 1: most words are odd
         return torch.nn.functional.cross_entropy(head(embedding(texts).mean(1)), labels)
 
     loss().backward()
     gradient = embedding.weight.grad.coalesce()
-    total = sparsecoll.allreduce(comm, gradient, "allgather")  # a sparse_coo tensor goes in, one comes out
+    total = sparsecoll.allreduce(comm, gradient, "allgather")  # takes and returns a sparse_coo tensor
     here, everywhere = gradient.indices().shape[1], total.indices().shape[1]
     received = sparsecoll.traffic(comm).bytes_received
     if comm.rank == 0:

@@ -1,4 +1,4 @@
-"""The Transformers Trainer with compressed gradients: a small GPT-2 learns to count, from one of three numbers.
+"""Use the Transformers Trainer with compressed gradients: a small GPT-2 learns to count by 1, 2 or 3.
 
     mpirun -n 4 python -m mpi4py examples/hf_trainer.py
     mpirun -n 4 python -m mpi4py examples/hf_trainer.py --steps 90 --resume
@@ -72,7 +72,7 @@ class SaveResiduals(TrainerCallback):
 
 
 def counting(count: int, seed: int, length: int = 12, vocabulary: int = 40) -> list[dict[str, torch.Tensor]]:
-    """Sequences that count up from a random number by 1, 2 or 3, modulo the vocabulary."""
+    """Return sequences that count up from a random number by 1, 2 or 3, modulo the size of the vocabulary."""
     generator = torch.Generator().manual_seed(seed)
     start = torch.randint(vocabulary, (count, 1), generator=generator)
     rows = (start + torch.randint(1, 4, (count, 1), generator=generator) * torch.arange(length)) % vocabulary
@@ -80,21 +80,21 @@ def counting(count: int, seed: int, length: int = 12, vocabulary: int = 40) -> l
 
 
 def trainer(comm, compressor="topk", folder="hf-results", **options) -> SparseTrainer:
-    """A Trainer of a small GPT-2; `options` are those of TrainingArguments."""
+    """Return a Trainer of a small GPT-2; `options` are those of TrainingArguments."""
     torch.set_num_threads(1)  # mpirun, unlike torchrun, leaves every rank all cores
-    sparsecoll.torch.init_process_group(comm)  # before anything of Transformers looks for other processes
+    sparsecoll.torch.init_process_group(comm)  # before Transformers reads the number of processes
     config = GPT2Config(n_layer=2, n_head=2, n_embd=48, n_positions=12, vocab_size=40, bos_token_id=0, eos_token_id=0)
     torch.manual_seed(42)
     model = GPT2LMHeadModel(config)
-    model.loss_type = "ForCausalLM"  # else the Trainer counts a token too many in each sequence
+    model.loss_type = "ForCausalLM"  # otherwise the Trainer counts one token too many per sequence
     defaults = {
-        "use_cpu": not torch.cuda.is_available(),  # else Accelerate takes each rank for the only one
+        "use_cpu": not torch.cuda.is_available(),  # otherwise Accelerate believes that each rank is the only one
         "per_device_train_batch_size": 8,
         "per_device_eval_batch_size": 8,
         "learning_rate": 3e-3,
         "lr_scheduler_type": "constant",
         "seed": 42 + comm.rank,  # dropout differs between ranks
-        "data_seed": 42,  # the order of the samples does not
+        "data_seed": 42,  # the order of samples does not
         "save_strategy": "no",
         "logging_steps": 10,
         "report_to": "none",
@@ -116,7 +116,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--accumulate", type=int, default=1, help="back-propagations per step (%(default)s)")
     parser.add_argument("--out", default="hf-results", help="folder for checkpoints (%(default)s)")
-    parser.add_argument("--resume", action="store_true", help="from the last checkpoint there")
+    parser.add_argument("--resume", action="store_true", help="resume from the last checkpoint in that folder")
     args = parser.parse_args()
     comm = default_comm()
     run = trainer(

@@ -1,4 +1,4 @@
-"""Sparse sums in plain NumPy: a histogram of a huge key space, and the degrees of a graph whose edges are spread.
+"""Sum sparse NumPy data: a histogram over a huge key space, and node degrees of a graph distributed over the ranks.
 
 python examples/histogram.py
 mpirun -n 4 python examples/histogram.py
@@ -11,19 +11,19 @@ import numpy as np
 import sparsecoll
 from sparsecoll.transport import LocalTransport, default_comm
 
-KEYS = 2**40  # more than anybody could hold densely
+KEYS = 2**40  # too many for a dense histogram
 
 
 def program(comm) -> str:
-    """What one rank does."""
+    """Run on one rank and return a line of text."""
     rng = np.random.default_rng(comm.rank)
 
-    # 1. How often does every 40-bit key occur? Every rank counts its own events; rank 0 gets the sum.
+    # 1. How often does each 40-bit key occur? Every rank counts its own events; rank 0 receives the sum.
     events = (rng.zipf(1.3, 200_000) % KEYS).astype(np.uint64) * np.uint64(0x9E3779B1) % np.uint64(KEYS)
     keys, counts = np.unique(events, return_counts=True)
     histogram = sparsecoll.reduce(comm, sparsecoll.SparseVector(keys, counts, KEYS), root=0)
 
-    # 2. Degrees of a graph of a million nodes: every rank has some edges, and keeps the degrees of its own nodes.
+    # 2. Degrees in a graph of a million nodes: every rank has some edges and receives the degrees of its own nodes.
     nodes = 1_000_000
     edges = (nodes * rng.random((50_000, 2)) ** 3).astype(np.int64)
     ends, degrees = np.unique(edges, return_counts=True)

@@ -1,4 +1,4 @@
-"""A LightningModule with compressed gradients: a small net learns which of three numbers is largest.
+"""Train a LightningModule with compressed gradients: a small net learns which of three numbers is the largest.
 
     mpirun -n 4 python -m mpi4py examples/lightning_module.py
     mpirun -n 4 python -m mpi4py examples/lightning_module.py --steps 300 --resume lightning-results/last.ckpt
@@ -45,7 +45,7 @@ class Classifier(lightning.LightningModule):
         return sparsecoll.torch.DistributedOptimizer(optimizer, self.named_parameters(), self.comm, self.compressor)
 
     def on_train_start(self):
-        torch.manual_seed(42 + self.global_rank)  # from now on: dropout differs between ranks
+        torch.manual_seed(42 + self.global_rank)  # from here on, dropout differs between ranks
 
     def training_step(self, batch, index):
         x, y = batch
@@ -58,31 +58,31 @@ class Classifier(lightning.LightningModule):
         self.log("accuracy", (self.net(x).argmax(1) == y).float().mean(), sync_dist=True)
 
     def on_save_checkpoint(self, checkpoint):
-        """Called on every rank; rank 0's state is written. Each rank keeps its own residuals beside it."""
+        """Save this rank's residuals. Lightning calls this on every rank, but writes only rank 0's checkpoint."""
         self.folder.mkdir(parents=True, exist_ok=True)
         own = checkpoint["optimizer_states"][0]["sparsecoll"]
         sparsecoll.torch.save(own, self.folder / f"sparsecoll-{checkpoint['global_step']}-{self.comm.rank}.pt")
 
     def on_load_checkpoint(self, checkpoint):
-        """Called on every rank with what rank 0 had saved."""
+        """Load this rank's residuals into the checkpoint, which Lightning reads from rank 0's file on every rank."""
         path = self.folder / f"sparsecoll-{checkpoint['global_step']}-{self.comm.rank}.pt"
         checkpoint["optimizer_states"][0]["sparsecoll"] = sparsecoll.torch.load(path)
 
 
 def samples(count: int, seed: int) -> TensorDataset:
-    """Vectors of 20 numbers, and which of their first three is largest."""
+    """Return vectors of 20 numbers, labelled with the index of the largest of the first three."""
     x = torch.randn(count, 20, generator=torch.Generator().manual_seed(seed))
     return TensorDataset(x, x[:, :3].argmax(1))
 
 
 def fit(comm, compressor="topk", folder="lightning-results", resume=None, batch=8, **options):
-    """(trainer, module) after training; `options` are those of Trainer."""
+    """Train and return (trainer, module); `options` are those of Trainer."""
     torch.set_num_threads(1)  # mpirun, unlike torchrun, leaves every rank all cores
-    lightning.seed_everything(42)  # the same on all ranks: samples are shuffled with it, then dealt out
+    lightning.seed_everything(42)  # the same on all ranks: it shuffles the samples before they are distributed
     module = Classifier(comm, compressor, folder)
     defaults = {
         "accelerator": "auto",
-        "devices": comm.size,  # of each node; with more nodes also num_nodes=
+        "devices": comm.size,  # ranks per node; with several nodes also pass num_nodes=
         "strategy": SparseStrategy(),
         "gradient_clip_val": 1.0,
         "default_root_dir": str(folder),
@@ -103,7 +103,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--accumulate", type=int, default=1, help="back-propagations per step (%(default)s)")
     parser.add_argument("--out", default="lightning-results", help="folder for checkpoints (%(default)s)")
-    parser.add_argument("--resume", help="a checkpoint in that folder")
+    parser.add_argument("--resume", help="checkpoint from which to resume")
     args = parser.parse_args()
     comm = default_comm()
     options = {"max_steps": args.steps, "accumulate_grad_batches": args.accumulate}

@@ -1,4 +1,4 @@
-"""Sum sparse vectors over all ranks: alone on virtual ranks, or under mpirun on real ones.
+"""Sum sparse vectors over all ranks: virtual ranks in one process, or the ranks of mpirun.
 
 python examples/quickstart.py
 mpirun -n 4 python examples/quickstart.py
@@ -13,7 +13,7 @@ from sparsecoll.transport import LocalTransport, default_comm
 
 
 def program(comm) -> str:
-    """What one rank does."""
+    """Run on one rank and return a line of text."""
     gradient = np.random.default_rng(comm.rank).standard_normal(1_000_000).astype(np.float32) ** 3
 
     exact = sparsecoll.allreduce(comm, gradient, algo="allgather", density=0.01)
@@ -22,7 +22,7 @@ def program(comm) -> str:
     counted = sparsecoll.allreduce(comm, (np.array([comm.rank, 10]), np.array([1.0, 1.0]), 20))
     indices, values, _ = counted
     return (
-        f"rank {comm.rank} of {comm.size}: sum of everybody's top 1 % has {exact.nnz:,} entries;"
+        f"rank {comm.rank} of {comm.size}: the sum of all ranks' top 1 % has {exact.nnz:,} entries;"
         f" its top 1 % {top.value.nnz:,}, for {top.traffic.bytes_received:,} bytes"
         f" instead of {8 * gradient.size * (comm.size - 1) // comm.size:,};"
         f" entry 10 counts {values[indices == 10][0]:.0f} ranks"

@@ -1,4 +1,4 @@
-"""A scaling study without a cluster: exact bytes and modelled seconds of several algorithms on more and more ranks.
+"""Study scaling without a cluster: exact bytes and modelled seconds of several algorithms for growing P.
 
 python examples/scaling.py
 python examples/scaling.py --ranks 4 16 64 256 --n 1000000 --density 0.01
@@ -16,7 +16,7 @@ ALGORITHMS = ("dense", "allgather", "sparcml", "gtopk", "oktopk")
 
 
 def program(comm, n: int, k: int, algo: str) -> int:
-    """One rank's call; ranks share half of their support."""
+    """Run one rank's call and return the bytes it received; ranks have half of their support in common."""
     shared, own = np.random.default_rng(0), np.random.default_rng(1 + comm.rank)
     places = np.unique(np.concatenate([shared.choice(n, k // 2, replace=False), own.choice(n, k - k // 2)]))
     x = sparsecoll.SparseVector(places, own.standard_normal(places.size).astype(np.float32), n)

@@ -1,4 +1,4 @@
-"""torch_before.py on all ranks of an mpirun: two lines more, (1) and (2). Every rank draws batches of its own.
+"""torch_before.py on all ranks of an mpirun: (1) and (2) are the two new lines. Every rank draws its own batches.
 
 mpirun -n 4 python examples/torch_after.py
 """

@@ -1,4 +1,4 @@
-"""A plain PyTorch script on one process: a small net on 5,000 MNIST digits. torch_after.py has it distributed.
+"""A plain PyTorch script on one process: a small net on 5,000 MNIST digits. torch_after.py distributes it.
 
 python examples/torch_before.py
 """

