@@ -70,7 +70,7 @@ def accelerated(comm, accumulate: int = 1, mixed_precision: str = "no") -> Accel
 
 
 def train(comm, accelerator, compressor="topk", epochs=2, clip=1.0, folder=None, resume_at=0):
-    """Return (model, accuracy). Save the state in `folder` after each epoch; resume from there after epoch `resume_at`."""
+    """Train and return (model, accuracy). Save the state in `folder` after each epoch; resume at epoch `resume_at`."""
     set_seed(42, device_specific=True)  # initial weights come from rank 0, dropout differs between ranks
     model = torch.nn.Sequential(
         torch.nn.Linear(20, 100), torch.nn.ReLU(), torch.nn.Dropout(0.1), torch.nn.Linear(100, 3)
