@@ -62,7 +62,7 @@ def arrays(sizes: list[int]) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def threshold(options: argparse.Namespace) -> Iterator[Row]:
-    """Entries above a known threshold, as a vector (select.threshold), against np.sum of the array."""
+    """Selection of the entries above a known threshold (select.threshold), compared with np.sum of the array."""
     for name, x in arrays(options.sizes):
         for density in DENSITIES:
             k = round(density * x.size)
@@ -73,7 +73,7 @@ def threshold(options: argparse.Namespace) -> Iterator[Row]:
 
 
 def topk(options: argparse.Namespace) -> Iterator[Row]:
-    """Exact top-k (select.topk) against np.sum, np.argpartition(-|x|) and torch.topk(|x|)."""
+    """Exact top-k (select.topk), compared with np.sum, np.argpartition(-|x|) and torch.topk(|x|)."""
     for name, x in arrays(options.sizes):
         tensor = torch.from_numpy(x)
         for density in DENSITIES:
@@ -91,7 +91,7 @@ def topk(options: argparse.Namespace) -> Iterator[Row]:
 
 
 def fused(options: argparse.Namespace) -> Iterator[Row]:
-    """Residual.take (add the gradient, select, clear what was taken) against np.add(a, b, out=a)."""
+    """Residual.take (add the gradient, select, clear the selected entries), compared with np.add(a, b, out=a)."""
     makers = {
         "threshold (reused)": partial(select.ThresholdReuse, 10**9),
         "exact top-k": select.TopK,
@@ -125,7 +125,7 @@ def entropy(n: int, k: int) -> float:
 
 
 def packed(options: argparse.Namespace) -> Iterator[Row]:
-    """Bits per index of the format packed and the speed of its index kernels."""
+    """The format packed: bits per index, and the speed of its index kernels."""
 
     def vectors() -> Iterator[tuple[str, SparseVector]]:
         for density in DENSITIES:
@@ -167,7 +167,7 @@ def packed(options: argparse.Namespace) -> Iterator[Row]:
 
 
 def merge(options: argparse.Namespace) -> Iterator[Row]:
-    """SparseVector.sum of P sorted vectors with 4 M entries in all, uniform positions of 24 M."""
+    """SparseVector.sum of P sorted vectors with 4 M entries in total at uniform indices below 24 M."""
     for P in (4, 16, 64):
         rng, n, each = np.random.default_rng(0), 24_000_000, 4_000_000 // P
         places = [np.sort(rng.choice(n, each, replace=False)) for _ in range(P)]
@@ -188,7 +188,7 @@ def merge(options: argparse.Namespace) -> Iterator[Row]:
 
 
 def table1(options: argparse.Namespace) -> Iterator[Row]:
-    """DenseStream's Table I: size against key-value (COO) on real gradients; float32, 1.0 = 8 bytes an entry."""
+    """DenseStream's Table I: size relative to key-value (COO) on real gradients; float32, 1.0 = 8 bytes per entry."""
     for name, x in arrays([]):
         for density in DENSITIES:
             chosen = select.topk(x, round(density * x.size))
@@ -276,7 +276,8 @@ def main() -> None:
     report.add_options(parser, SECTIONS)
     torch.set_num_threads(1)
     about = machine()
-    heading = ["# Kernels: measured", f"`python perf/kernels.py`, one thread, {', '.join(map(str, about.values()))}"]
+    versions = ", ".join(f"{name} {version}" for name, version in about.items() if name != "cpu")
+    heading = ["# Kernels: measured", f"Made by `python perf/kernels.py`: one thread, {about['cpu']}; {versions}."]
     report.run(SECTIONS, parser.parse_args(), heading, {"machine": about})
 
 

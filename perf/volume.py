@@ -80,7 +80,7 @@ ALGORITHMS: dict[str, tuple[Callable[[], Algorithm], str, Callable[[int, int, in
 
 
 def table1(options: argparse.Namespace) -> Iterator[Row]:
-    """The papers' Table 1, measured: words received by the busiest rank, without / for search and agreement."""
+    """The papers' Table 1, counted: words received by the busiest rank + words for search and agreement."""
     n, k = options.n, round(options.density * options.n)
     for algo, (make, form, value) in ALGORITHMS.items():
         for P in options.ranks:
@@ -106,7 +106,7 @@ def table1(options: argparse.Namespace) -> Iterator[Row]:
 def fill_in(options: argparse.Namespace) -> Iterator[Row]:
     """Density of the sum against P (Ok-Topk, section 5.2) on gradients of the model that examples/train.py trains.
 
-    P workers with error feedback on their own shares of the digits select 1 % each; after 5 and after 40 steps.
+    Each of P workers with error feedback selects 1 % on its own share of the digits; after 5 and after 40 steps.
     """
     import torch
     import train
@@ -143,9 +143,9 @@ def fill_in(options: argparse.Namespace) -> Iterator[Row]:
 
 
 def figure7(options: argparse.Namespace) -> Iterator[Row]:
-    """Ok-Topk's Figure 7: space repartition and balancing on and off, modelled ms of a steady step (10 Gb/s, 20 us).
+    """Ok-Topk's Figure 7: space repartition and balancing on and off, modelled ms of a steady-state call (10 Gb/s, 20 us).
 
-    Skewed supports, k = 1 % of n. A gain is the time without over the time with.
+    Skewed supports, k = 1 % of n. A gain is the time without it divided by the time with it.
     """
     n, network = options.n, sparsecoll.Network(20e-6, 8e-10)
     k = round(0.01 * n)
@@ -185,7 +185,7 @@ def main() -> None:
     report.add_options(parser, SECTIONS)
     options = parser.parse_args()
     k = round(options.density * options.n)
-    heading = ["# Volume: counted", f"`python perf/volume.py`; n = {options.n:,}, k = {k:,} (table1), COO, float32."]
+    heading = ["# Volume: counted", f"Made by `python perf/volume.py`: n = {options.n:,}, k = {k:,} (table1), COO, float32."]
     about = {"version": sparsecoll.__version__, "n": options.n, "density": options.density}
     report.run(SECTIONS, options, heading, about)
 
