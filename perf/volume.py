@@ -143,7 +143,7 @@ def fill_in(options: argparse.Namespace) -> Iterator[Row]:
 
 
 def figure7(options: argparse.Namespace) -> Iterator[Row]:
-    """Ok-Topk's Figure 7: space repartition and balancing on and off, modelled ms of a steady-state call (10 Gb/s, 20 us).
+    """Ok-Topk's Figure 7: repartition and balancing on and off, modelled ms per steady-state call (10 Gb/s, 20 us).
 
     Skewed supports, k = 1 % of n. A gain is the time without it divided by the time with it.
     """
@@ -185,7 +185,10 @@ def main() -> None:
     report.add_options(parser, SECTIONS)
     options = parser.parse_args()
     k = round(options.density * options.n)
-    heading = ["# Volume: counted", f"Made by `python perf/volume.py`: n = {options.n:,}, k = {k:,} (table1), COO, float32."]
+    heading = [
+        "# Volume: counted",
+        f"Made by `python perf/volume.py`: n = {options.n:,}, k = {k:,} (table1), COO, float32.",
+    ]
     about = {"version": sparsecoll.__version__, "n": options.n, "density": options.density}
     report.run(SECTIONS, options, heading, about)
 
