@@ -125,6 +125,4 @@ class Tuning:
 
 # What `auto` assumes until a call is worth measuring for; magnitudes matter, digits do not.
 IN_ONE_NODE = Tuning(20e-6, 5e-6, 3e-10, 20e-6, 6e-9, 6e-9, 6e-10)
-BETWEEN_NODES = Tuning(
-    50e-6, 5e-6, 8e-9, 20e-6, 6e-9, 6e-9, 6e-10
-)  # 1 Gb/s: calls that are short there are not worth measuring
+BETWEEN_NODES = Tuning(50e-6, 5e-6, 8e-9, 20e-6, 6e-9, 6e-9, 6e-10)  # 1 Gb/s: what is short there is not measured
