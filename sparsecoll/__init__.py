@@ -25,13 +25,11 @@ from sparsecoll.algorithms import (
     SparDL,
 )
 from sparsecoll.algorithms.auto.tune import tune
-from sparsecoll.api import allreduce, iallreduce, traffic
-from sparsecoll.collectives import allgather, bcast, reduce, reduce_scatter
-from sparsecoll.convert import as_vector, like
+from sparsecoll.collectives import allgather, allreduce, as_vector, bcast, iallreduce, like, reduce, reduce_scatter
 from sparsecoll.errors import CommunicationError, NonFiniteError
 from sparsecoll.residual import Residual
 from sparsecoll.telemetry.traffic import Traffic
-from sparsecoll.transport import DeadlockError, Simulation, shrink, simulate
+from sparsecoll.transport import DeadlockError, Simulation, shrink, simulate, traffic
 from sparsecoll.transport.network import Costs, Network, Tuning
 from sparsecoll.transport.progress import Request
 from sparsecoll.vector import DenseVector, SparseVector

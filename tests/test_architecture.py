@@ -21,8 +21,6 @@ LAYERS = [  # one room a floor; a module may import from its own room and from t
     "residual",
     "transport",
     "algorithms",
-    "convert",
-    "api",
     "collectives",
     "torch",
     "cli",

@@ -25,13 +25,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sparsecoll import api
 from sparsecoll._version import __version__
 from sparsecoll.algorithms import ALGORITHMS, Algorithm
+from sparsecoll.collectives import allreduce
 from sparsecoll.formats import Format
 from sparsecoll.select import SELECTORS
 from sparsecoll.telemetry import trace
-from sparsecoll.transport import Transport, as_transport
+from sparsecoll.transport import Transport, as_transport, traffic
 from sparsecoll.transport.collectives import allgather
 from sparsecoll.vector import SparseVector
 
@@ -259,12 +259,12 @@ def _runner(comm: Any, call: Call) -> Run:
             return math.nan, math.nan, math.nan, vector.size
 
         return dense
-    chosen, counters = algorithm(call.algo), api.traffic(comm)
+    chosen, counters = algorithm(call.algo), traffic(comm)
     whole = chosen.takes_dense  # then nothing is selected
 
     def sparse(vector: NDArray[Any] | SparseVector) -> tuple[float, float, float, int]:
         before = counters.copy()
-        value = api.allreduce(
+        value = allreduce(
             comm,
             vector,
             chosen,

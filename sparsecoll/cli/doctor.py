@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from sparsecoll import api
 from sparsecoll._version import __version__
+from sparsecoll.collectives import allreduce
 from sparsecoll.kernels import kernels_of
 from sparsecoll.transport import as_transport, launcher, simulate
 from sparsecoll.transport.collectives import node_members
@@ -193,7 +193,7 @@ def self_test(comm: Any) -> Finding:
     x = SparseVector([transport.rank, P + 1], np.array([1.0, 2.0], np.float32), P + 2)
     expected = [1.0] * P + [0.0, 2.0 * P]
     for algo in ("dense", "allgather", "oktopk"):
-        y = api.allreduce(comm, x, algo, k=P + 2, timeout=SELF_TEST_SECONDS).to_dense().tolist()
+        y = allreduce(comm, x, algo, k=P + 2, timeout=SELF_TEST_SECONDS).to_dense().tolist()
         if y != expected:
             return Finding("self-test", f"{algo} on {P} ranks gave {y}, not {expected}", BAD, "please report this")
     return Finding("self-test", f"sums on {P} ranks are right")

@@ -23,7 +23,7 @@ from sparsecoll.cli.report import Report, check_writable, save
 from sparsecoll.errors import CommunicationError
 from sparsecoll.formats import FORMATS
 from sparsecoll.transport import Transport, as_transport, default_comm, launcher, simulate
-from sparsecoll.transport.call import together
+from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.transport.network import Network, Tuning
 
 T = TypeVar("T")
@@ -182,10 +182,10 @@ def _everywhere(comm: Any, work: Callable[[], T], length: Callable[[T], int] | N
     transport: Transport = as_transport(comm)
     if transport.size == 1:
         return work()
-    with together(transport, "command", None) as call:
+    with CollectiveCall(transport, "command") as call:
         result = work()
         if length:
-            call.call["length"] = length(result)
+            call.signature["length"] = length(result)
         call.agree(entries=0)
     return result
 

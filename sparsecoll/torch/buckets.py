@@ -11,10 +11,10 @@ import numpy as np
 from sparsecoll.torch.compressors import Compressor, NoCompression, StepContext, resolve
 from sparsecoll.torch.layout import Bucket, fuse, takes_part
 from sparsecoll.torch.options import Options
-from sparsecoll.torch.replicas import Named, in_order
+from sparsecoll.torch.replicas import Named
 from sparsecoll.torch.state import Tensors, collect, encode_extra, restore, today
 from sparsecoll.transport import Transport
-from sparsecoll.transport.call import together
+from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.transport.collectives import allgather, broadcast
 
 
@@ -58,7 +58,7 @@ class Buckets:
         known = [*self.order, *(name for name in reversed(names) if name not in set(self.order))]
 
         def call() -> None:
-            with together(transport, "buckets", timeout):
+            with CollectiveCall(transport, "buckets", timeout):
                 mine = [takes_part(p) if wanted is None else name in wanted for name, p in params.items()]
                 on: Any = allgather(transport, np.array(mine, np.uint8)).any(axis=0) if wanted is None else mine
                 order = np.array([numbers[name] for name in known], np.int64)
@@ -68,7 +68,7 @@ class Buckets:
                 self._bind(transport, {name: params[name] for name in self.order}, timeout)
                 transport.flush()
 
-        in_order(transport, call)
+        transport.in_order(call)
         self.place = {name: i for i, (bucket, _) in enumerate(self) for name in bucket.params}
         self._restore()
 

@@ -19,9 +19,9 @@ from sparsecoll.errors import NonFiniteError
 from sparsecoll.torch.compressors import Compressor, StepContext, resolve
 from sparsecoll.torch.device import device_of
 from sparsecoll.torch.layout import Bucket, Layout, residual_dtype
-from sparsecoll.torch.replicas import Named, communicator, in_order, named
+from sparsecoll.torch.replicas import Named, communicator, named
 from sparsecoll.torch.state import Tensors, check, collect, encode_extra, restore
-from sparsecoll.transport.call import together
+from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.transport.collectives import allgather
 from sparsecoll.transport.progress import in_background
 
@@ -113,7 +113,7 @@ class HookState:
         lengths = (0,) * index + (int(bucket.buffer().numel()),)
         compressor = resolve(self._compressor)
         layout = Layout(index, lengths, names, shapes, dtype, device_of(bucket.buffer()))
-        with together(self.transport, "bind", self._timeout):
+        with CollectiveCall(self.transport, "bind", self._timeout):
             compressor.bind(layout, self.transport, self._context, self._timeout)
         self._left = restore([compressor], self._left)
         if names in self._extra:
@@ -154,7 +154,7 @@ class HookState:
     def _leave_out(self, bucket: Bucket, compressor: Compressor, absent: set[str]) -> None:
         """Parameters without a gradient on any rank get none: DDP throws away what would arrive for unused ones."""
         names = bucket.layout.names
-        with together(self.transport, "used", self._timeout), self.transport.phase("agree"):
+        with CollectiveCall(self.transport, "used", self._timeout), self.transport.phase("agree"):
             mine = np.packbits(np.array([name not in absent for name in names], np.uint8))
             used = np.unpackbits(np.bitwise_or.reduce(allgather(self.transport, mine), axis=0), count=len(names))
             self.transport.flush()
@@ -167,7 +167,7 @@ class HookState:
 
     def _end(self) -> None:
         """After the last bucket: all went well on all ranks, or nothing has happened on any."""
-        with together(self.transport, "end of back-propagation", self._timeout), self.transport.phase("agree"):
+        with CollectiveCall(self.transport, "end of back-propagation", self._timeout), self.transport.phase("agree"):
             allgather(self.transport, np.zeros(1, np.uint8))
             self.transport.flush()
         for bucket, compressor in self._bound.values():
@@ -217,12 +217,12 @@ class HookState:
         """
 
         def call() -> None:
-            with together(self.transport, "load_state_dict", self._timeout) as conversation:
+            with CollectiveCall(self.transport, "load_state_dict", self._timeout) as call:
                 check(state, self.transport.rank, self.transport.size, self._params, self._compressor.describe())
-                conversation.call["steps"] = state["step"]
-                conversation.agree(entries=0)
+                call.signature["steps"] = state["step"]
+                call.agree(entries=0)
 
-        in_order(self.transport, call)
+        self.transport.in_order(call)
         self._bound, self._pending = {}, False
         self._left = {kind: dict(entries) for kind, entries in state["tensors"].items()}
         self._extra = {tuple(names): text for names, text in state["buckets"]}

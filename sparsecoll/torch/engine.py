@@ -29,11 +29,11 @@ from sparsecoll.torch.guards import fingerprint, refuse_ddp, warn_if_equal
 from sparsecoll.torch.layout import Bucket, residual_dtype
 from sparsecoll.torch.options import Options
 from sparsecoll.torch.profiler import Profiler
-from sparsecoll.torch.replicas import Buffers, Named, compare, describe, in_order, mean_of, share, share_optimizer
+from sparsecoll.torch.replicas import Buffers, Named, compare, describe, mean_of, share, share_optimizer
 from sparsecoll.torch.rounds import CHANGED, JOINED, NOTHING, SUSPECT, Round, Row
 from sparsecoll.torch.state import check
 from sparsecoll.transport import Transport
-from sparsecoll.transport.call import together
+from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.transport.collectives import allgather, broadcast
 from sparsecoll.transport.progress import in_background
 
@@ -95,7 +95,7 @@ class Engine:
         tensors = {**new, **(self._buffers.tensors if not self.params else {})}
 
         def call() -> None:
-            with together(self.transport, "parameters", self._patience) as conversation:
+            with CollectiveCall(self.transport, "parameters", self._patience) as call:
                 taken = set(params) - set(new)
                 if taken:
                     raise ValueError(f"named_parameters: expected every name once, got {min(taken)!r} again")
@@ -103,7 +103,7 @@ class Engine:
                     if p.requires_grad:
                         residual_dtype(p.dtype)
                         device_of(p)
-                conversation.call |= {
+                call.signature |= {
                     **describe(tensors),
                     "compressor": self._compressor.describe(),
                     "bucket_bytes": self._options.bucket_bytes,
@@ -111,10 +111,10 @@ class Engine:
                     "overlap": self._options.overlap,
                     "verify": self._options.verify,
                 }
-                conversation.agree(entries=0)
+                call.agree(entries=0)
                 share(self.transport, tensors.values())
 
-        in_order(self.transport, call)
+        self.transport.in_order(call)
         self._buckets.clear()
         self._end_reduction()
         self.params.update(new)
@@ -163,15 +163,15 @@ class Engine:
         tensors = {**self.params, **self._buffers.tensors}
 
         def call() -> None:
-            with together(transport, "move", self._options.timeout) as conversation:
-                conversation.call |= describe(tensors)
-                conversation.agree()
+            with CollectiveCall(transport, "move", self._options.timeout) as call:
+                call.signature |= describe(tensors)
+                call.agree()
                 share(transport, tensors.values())
                 share_optimizer(transport, self._optimizer)
                 steps = np.array([self._buckets.context.step], np.int64)
                 self._buckets.context.step = int(broadcast(transport, steps)[0])
 
-        in_order(transport, call)
+        transport.in_order(call)
         self._suspect = False
         transport.sharers.append(weakref.ref(self))
         self.discard()
@@ -311,7 +311,7 @@ class Engine:
             assert bucket.mean is not None
             if not torch.isfinite(bucket.layout.part(bucket.mean.tensor, name)).all():
                 local = p.grad is not None and not torch.isfinite(p.grad).all()
-                with together(self.transport, "gradients", self._patience):
+                with CollectiveCall(self.transport, "gradients", self._patience):
                     if local or self.transport.size == 1:
                         raise NonFiniteError(f"gradient of {name!r}: expected finite values, got NaN or infinity")
                     rows = allgather(self.transport, np.zeros(1, np.uint8))  # whoever has it raises
@@ -438,7 +438,7 @@ class Engine:
                 self._given[name] = p.grad, p.grad._version
         if any(outcome.modules):
             tensors = self._buffers.of(outcome.modules)
-            in_order(self.transport, lambda: self._share_buffers(tensors))
+            self.transport.in_order(lambda: self._share_buffers(tensors))
             self._buffers.mark()
         if self._profiling and self._profiler is not None and self._profiler.note(self._last, seconds):
             self._buckets.context.ccr = self._profiler.ratio(self.transport, self._options.timeout)
@@ -456,7 +456,7 @@ class Engine:
         return self.params[name].requires_grad and bool(bucket.layout.part(bucket.mean.tensor, name).any())
 
     def _share_buffers(self, tensors: list[torch.Tensor]) -> None:
-        with together(self.transport, "buffers", self._options.timeout):
+        with CollectiveCall(self.transport, "buffers", self._options.timeout):
             share(self.transport, tensors)
 
     def _round(self, row: Row, digest: int | None) -> Round:
@@ -467,7 +467,7 @@ class Engine:
         """
         if getattr(self._failed, "on_all_ranks", False):
             return NOTHING  # all ranks know
-        with together(self.transport, "end of reduction", self._patience), self.transport.phase("agree"):
+        with CollectiveCall(self.transport, "end of reduction", self._patience), self.transport.phase("agree"):
             if self._failed is not None:
                 raise self._failed
             outcome = row.exchange(self.transport, list(self.params))
@@ -514,7 +514,7 @@ class Engine:
             return
         self._unscaled, self._scale = True, 1.0
         local = float(sum(value.item() for value in found.values()))
-        anywhere = in_order(self.transport, lambda: mean_of(self.transport, local, self._patience))
+        anywhere = self.transport.in_order(lambda: mean_of(self.transport, local, self._patience))
         found[torch.device("cpu")] = torch.tensor(float(anywhere > 0))
 
     def after_step(self) -> None:
@@ -531,7 +531,7 @@ class Engine:
             self._profiler.stepped()
         self._buckets.context.step += 1
         if self._options.verify and self._buckets.context.step % self._options.verify == 0:
-            in_order(self.transport, self._compare)
+            self.transport.in_order(self._compare)
 
     def failed_step(self, error: Exception) -> None:
         """The optimizer has raised on this rank: tell the others, who may have stepped, in their next reduction."""
@@ -552,7 +552,7 @@ class Engine:
         if loss is None or self.closed:
             return loss
         value = float(loss.detach() if torch.is_tensor(loss) else loss)
-        mean = in_order(self.transport, lambda: mean_of(self.transport, value, self._options.timeout))
+        mean = self.transport.in_order(lambda: mean_of(self.transport, value, self._options.timeout))
         return torch.full_like(loss.detach(), mean) if torch.is_tensor(loss) else mean
 
     def join(self) -> None:
@@ -574,11 +574,11 @@ class Engine:
         tensors = [*self.params.values(), *self._buffers.tensors.values()]
 
         def follow() -> None:
-            with together(self.transport, "join", self._options.timeout):
+            with CollectiveCall(self.transport, "join", self._options.timeout):
                 share(self.transport, tensors, root)
                 share_optimizer(self.transport, self._optimizer, root)
 
-        in_order(self.transport, follow)
+        self.transport.in_order(follow)
         self._buckets.context.step = max(outcome.steps)
 
     # -- checks and state
@@ -602,16 +602,16 @@ class Engine:
         """
 
         def call() -> None:
-            with together(self.transport, "load_state_dict", self._patience) as conversation:
+            with CollectiveCall(self.transport, "load_state_dict", self._patience) as call:
                 if state is not None:
                     check(state, self.transport.rank, self.transport.size, self.params, self._compressor.describe())
-                conversation.call["steps"] = 0 if state is None else state["step"]
-                conversation.agree()
+                call.signature["steps"] = 0 if state is None else state["step"]
+                call.agree()
                 load()
                 allgather(self.transport, np.zeros(1, np.uint8))  # nobody leaves before all have loaded
                 self.transport.flush()
 
-        in_order(self.transport, call)
+        self.transport.in_order(call)
         self._buckets.load(state or {"tensors": {}}, self.params)
         self._given = {}
         self._end_reduction()

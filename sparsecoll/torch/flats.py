@@ -9,17 +9,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from sparsecoll import api
-from sparsecoll.algorithms import Algorithm
+from sparsecoll.algorithms import Algorithm, Reduction
+from sparsecoll.collectives.allreduce import allreduce_vectors
+from sparsecoll.collectives.options import CallOptions
 from sparsecoll.errors import NonFiniteError
 from sparsecoll.select import Vector
 from sparsecoll.torch.device import CpuDevice, device_of
 from sparsecoll.torch.flat import FlatVector
 from sparsecoll.torch.layout import residual_dtype
-from sparsecoll.torch.replicas import in_order
 from sparsecoll.torch.state import STATE, check
 from sparsecoll.transport import Transport
-from sparsecoll.transport.call import together
+from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.transport.collectives import allgather
 
 Sums = list[tuple[FlatVector, Vector]]
@@ -119,16 +119,18 @@ class Flats:
     def _sum(
         self, vector: FlatVector, transport: Transport, problem: Exception | None, timeout: float | None
     ) -> Vector:
-        def prepare() -> tuple[Vector, Algorithm]:
-            if problem is not None:
-                raise problem
-            if vector.algorithm.selector is not None and vector.not_finite() is not None:  # which may pass NaN by
-                raise NonFiniteError("gradients: expected finite values, got NaN or infinity")
-            return vector.acc, vector.algorithm
+        def reduced() -> Reduction:
+            with CollectiveCall(transport, "gradients", timeout):
+                if problem is not None:
+                    raise problem
+                if vector.algorithm.selector is not None and vector.not_finite() is not None:  # which may pass NaN by
+                    raise NonFiniteError("gradients: expected finite values, got NaN or infinity")
+                options = CallOptions(timeout=timeout, **self._options)
+                return allreduce_vectors(transport, vector.acc, vector.algorithm, options)
 
         with vector.device.stream_context():
             try:
-                reduction = api.allreduce_vectors(transport, prepare, timeout=timeout, **self._options)
+                reduction = transport.in_order(reduced)
             except ValueError:
                 self._blame(vector, transport, problem, timeout)
                 raise
@@ -144,13 +146,13 @@ class Flats:
             problem = NonFiniteError(f"gradient of {self.names[bad]!r}: expected finite values, got NaN or infinity")
 
         def call() -> None:
-            with together(transport, "gradients", timeout):
+            with CollectiveCall(transport, "gradients", timeout):
                 if problem is not None:
                     raise problem
                 allgather(transport, np.zeros(1, np.uint8))
                 transport.flush()
 
-        in_order(transport, call)
+        transport.in_order(call)
 
     def commit(self, sums: Sums, groups: Iterable[Group]) -> None:
         """The step is good: what is left of acc is the residual."""

@@ -53,7 +53,7 @@ def fingerprint(params: Iterable[torch.Tensor]) -> int:
 
 
 def warn_if_equal(transport: Transport, digest: int) -> None:
-    """Warn, on rank 0, if all ranks have the same gradients. Collective; inside of `together`."""
+    """Warn, on rank 0, if all ranks have the same gradients. Collective; inside of a CollectiveCall."""
     digests = allgather(transport, np.array([digest], np.int64))
     if digest and (digests == digest).all() and transport.rank == 0:
         logger.warning(

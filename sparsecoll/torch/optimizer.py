@@ -15,11 +15,11 @@ from sparsecoll.torch.compressors import Compressor, resolve
 from sparsecoll.torch.engine import Engine
 from sparsecoll.torch.guards import refuse_wrapped
 from sparsecoll.torch.options import Options
-from sparsecoll.torch.replicas import Named, communicator, in_order, model_of, named
+from sparsecoll.torch.replicas import Named, communicator, model_of, named
 from sparsecoll.torch.state import STATE
 from sparsecoll.torch.timeline import Timeline
 from sparsecoll.transport import as_transport
-from sparsecoll.transport.call import together
+from sparsecoll.transport.call import CollectiveCall
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -91,7 +91,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         model = model_of(named_parameters)
 
         def checked() -> tuple[Named, Compressor, Options]:
-            with together(transport, "DistributedOptimizer", None):
+            with CollectiveCall(transport, "DistributedOptimizer"):
                 options = Options(
                     bucket_bytes, dense_below, overlap, 100 if verify is True else verify, timeout, timeline
                 )
@@ -99,7 +99,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 refuse_wrapped(model)
                 return _of_optimizer(optimizer, named(named_parameters)), resolve(compressor), options
 
-        params, own, options = in_order(transport, checked)
+        params, own, options = transport.in_order(checked)
         self._engine = Engine(transport, own, optimizer, model, options)
         self._engine.add(params)
 
@@ -270,12 +270,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         def hooked() -> dict[str, Any]:
             state = dict(state_dict)
-            with together(transport, "hooks of load_state_dict", None):
+            with CollectiveCall(transport, "hooks of load_state_dict"):
                 for before in self._optimizer_load_state_dict_pre_hooks.values():
                     state = _replaced(state, before(self, state))
             return state
 
-        state_dict = in_order(transport, hooked)
+        state_dict = transport.in_order(hooked)
         own = state_dict.get(STATE)
         inner = state_dict.get("optimizer") or {name: v for name, v in state_dict.items() if name != STATE}
         self._engine.load_state_dict(own, lambda: self.optimizer.load_state_dict(inner))

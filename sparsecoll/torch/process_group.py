@@ -11,9 +11,9 @@ import numpy as np
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from sparsecoll.torch.replicas import communicator, in_order
+from sparsecoll.torch.replicas import communicator
 from sparsecoll.transport import SimComm, Transport
-from sparsecoll.transport.call import together
+from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.transport.collectives import node_members, spread
 
 
@@ -40,7 +40,7 @@ def init_process_group(comm: Any = None, backend: str = "gloo", **options: Any) 
     if isinstance(comm, SimComm):
         raise TypeError("comm: expected an mpi4py communicator, got virtual ranks, which share one process")
     transport = communicator(comm)
-    known = in_order(transport, lambda: _meet(transport))
+    known = transport.in_order(lambda: _meet(transport))
     if known is None:
         return
     store, environment = known
@@ -51,15 +51,15 @@ def init_process_group(comm: Any = None, backend: str = "gloo", **options: Any) 
 def _meet(transport: Transport) -> tuple[Any, dict[str, str]] | None:
     """A store that all ranks have joined, and the environment variables; None if there is a group already."""
     rank, size = transport.rank, transport.size
-    with together(transport, "init_process_group", None) as conversation:
+    with CollectiveCall(transport, "init_process_group") as call:
         exists = dist.is_initialized()
         if exists and (dist.get_rank(), dist.get_world_size()) != (rank, size):
             raise RuntimeError(
                 f"torch.distributed: expected no process group yet, or rank {rank} of {size},"
                 f" got rank {dist.get_rank()} of {dist.get_world_size()}"
             )
-        conversation.call["exists"] = exists
-        conversation.agree(entries=rank)  # a message in every call: what one rank finds wrong, all hear
+        call.signature["exists"] = exists
+        call.agree(entries=rank)  # a message in every call: what one rank finds wrong, all hear
         if exists:
             return None
         nodes = node_members(transport)

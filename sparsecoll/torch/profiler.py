@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from sparsecoll.torch.replicas import in_order
 from sparsecoll.transport import Transport
-from sparsecoll.transport.call import together
+from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.transport.collectives import allgather
 
 STEPS = slice(2, 7)  # those that count, after the first ones, in which kernels are compiled
@@ -45,10 +44,10 @@ class Profiler:
         """The ratio, the same on all ranks; collective. A reduction is timed by the rank that came to it last."""
 
         def table() -> Any:
-            with together(transport, "profile", timeout):
+            with CollectiveCall(transport, "profile", timeout):
                 return allgather(transport, np.median(np.array(self._rows[STEPS]), axis=0))
 
-        rows = in_order(transport, table)
+        rows = transport.in_order(table)
         compute = float(rows[:, 0].mean())
         return float(rows[:, 1:].min(axis=0).sum()) / compute if compute > 0 else 1.0
 

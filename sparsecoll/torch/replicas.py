@@ -14,7 +14,7 @@ import torch
 
 from sparsecoll.errors import CommunicationError
 from sparsecoll.transport import LocalTransport, Transport, as_transport, default_comm, launcher
-from sparsecoll.transport.call import together
+from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.transport.collectives import allgather, broadcast, spread
 
 MESSAGE_BYTES = 64 << 20  # of small tensors that are sent together
@@ -39,11 +39,6 @@ def communicator(comm: Any) -> Transport:
                 " tells), or pass comm=MPI.COMM_SELF if that is what you want"
             )
     return transport
-
-
-def in_order(transport: Transport, call: Any) -> Any:
-    """Carry out a collective call after those that the progress thread still has to do."""
-    return call() if transport.worker is None else transport.worker.in_order(call)
 
 
 # -- which tensors
@@ -218,12 +213,12 @@ def broadcast_model(model: torch.nn.Module, comm: Any = None, root: int = 0) -> 
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
     def call() -> None:
-        with together(transport, "broadcast", None) as conversation:
-            conversation.call |= {**describe(tensors), "root": int(root)}
-            conversation.agree(entries=0)
+        with CollectiveCall(transport, "broadcast") as call:
+            call.signature |= {**describe(tensors), "root": int(root)}
+            call.agree(entries=0)
             share(transport, tensors.values(), root)
 
-    in_order(transport, call)
+    transport.in_order(call)
 
 
 def raw_bytes(t: torch.Tensor) -> memoryview:
@@ -233,7 +228,7 @@ def raw_bytes(t: torch.Tensor) -> memoryview:
 
 def compare(transport: Transport, tensors: Named, step: int, timeout: float | None) -> None:
     """Raise on every rank if bits differ, naming the first tensor that does. Collective."""
-    with together(transport, "verify", timeout), transport.phase("verify"):
+    with CollectiveCall(transport, "verify", timeout), transport.phase("verify"):
         sums = np.array([zlib.crc32(raw_bytes(t)) for t in tensors.values()], np.uint32)
         rows = allgather(transport, sums)
         transport.flush()
@@ -248,7 +243,7 @@ def compare(transport: Transport, tensors: Named, step: int, timeout: float | No
 
 def mean_of(transport: Transport, value: float, timeout: float | None) -> float:
     """The mean of one number over the ranks, the same bits on all of them. Collective."""
-    with together(transport, "mean", timeout):
+    with CollectiveCall(transport, "mean", timeout):
         numbers = allgather(transport, np.array([value], np.float64)).ravel().tolist()
         transport.flush()
     return math.fsum(numbers) / len(numbers) if all(map(math.isfinite, numbers)) else sum(numbers) / len(numbers)
@@ -270,12 +265,12 @@ def mean_loss(transport: Transport, closure: Callable[[], Any], timeout: float |
         problem = error
 
     def call() -> float:
-        with together(transport, "closure", timeout):
+        with CollectiveCall(transport, "closure", timeout):
             if problem is not None:
                 raise problem
             return mean_of(transport, value, timeout)
 
-    mean = in_order(transport, call)
+    mean = transport.in_order(call)
     if loss is None:
         return None
     return torch.full_like(loss.detach(), mean) if torch.is_tensor(loss) else mean

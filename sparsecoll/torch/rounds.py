@@ -76,7 +76,7 @@ class Row:
         )
 
     def exchange(self, transport: Transport, names: Sequence[str]) -> Round:
-        """All ranks' rows as one. Collective; inside of `together`.
+        """All ranks' rows as one. Collective; inside of a CollectiveCall.
 
         Raises:
             CommunicationError: ranks have taken other numbers of steps.

@@ -29,7 +29,6 @@ from sparsecoll.torch.replicas import (
     communicator,
     compare,
     describe,
-    in_order,
     mean_loss,
     model_of,
     refuse_sharded,
@@ -40,7 +39,7 @@ from sparsecoll.torch.rounds import JOINED, SUSPECT, Round, Row
 from sparsecoll.torch.sgd_options import Choice, check_group, common
 from sparsecoll.torch.state import STATE
 from sparsecoll.transport import as_transport
-from sparsecoll.transport.call import together
+from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.transport.collectives import allgather
 
 logger = logging.getLogger(__name__)
@@ -148,7 +147,7 @@ class SparseSGD(torch.optim.Optimizer):
         self._model = model_of(params) if model is None else model
 
         def build() -> Choice:
-            with together(self._transport, "SparseSGD", None):
+            with CollectiveCall(self._transport, "SparseSGD"):
                 choice = Choice.of(algo, density, k, format, value_dtype)
                 check_integer("verify", self._verify, 0)
                 check_timeout(timeout)
@@ -164,7 +163,7 @@ class SparseSGD(torch.optim.Optimizer):
                     check_group(group, choice)
             return choice
 
-        self._choice: Choice = in_order(self._transport, build)
+        self._choice: Choice = self._transport.in_order(build)
         self._flats = Flats(self._choice.algorithm, self._choice.options)
         self._built = True
         self._buffers = Buffers(self._model)
@@ -191,12 +190,12 @@ class SparseSGD(torch.optim.Optimizer):
         count = len(self.param_groups)
 
         def add() -> None:
-            with together(self._transport, "add_param_group", self._timeout):
+            with CollectiveCall(self._transport, "add_param_group", self._timeout):
                 super(SparseSGD, self).add_param_group(param_group)
                 check_group(self.param_groups[-1], self._choice)
 
         try:
-            in_order(self._transport, add)
+            self._transport.in_order(add)
         except Exception:
             del self.param_groups[count:]
             raise
@@ -210,13 +209,13 @@ class SparseSGD(torch.optim.Optimizer):
             new = {**self._everything(names), **new}
 
         def call() -> None:
-            with together(self._transport, "parameters", self._patience) as conversation:
+            with CollectiveCall(self._transport, "parameters", self._patience) as call:
                 refuse_sharded(new.values())
-                conversation.call |= {**describe(new), **common(self.param_groups), "verify": self._verify}
-                conversation.agree(entries=0)
+                call.signature |= {**describe(new), **common(self.param_groups), "verify": self._verify}
+                call.agree(entries=0)
                 share(self._transport, new.values())
 
-        in_order(self._transport, call)
+        self._transport.in_order(call)
         self._flats.rename(names)
         self._buffers.mark()
 
@@ -319,7 +318,7 @@ class SparseSGD(torch.optim.Optimizer):
         )
 
         def call() -> Round:
-            with together(self._transport, "end of step", self._patience), self._transport.phase("agree"):
+            with CollectiveCall(self._transport, "end of step", self._patience), self._transport.phase("agree"):
                 if problem is not None:
                     raise problem
                 outcome = row.exchange(self._transport, list(self._flats.names.values()))
@@ -327,19 +326,19 @@ class SparseSGD(torch.optim.Optimizer):
                     warn_if_equal(self._transport, fingerprint(self._flats.names))
                 return outcome
 
-        outcome: Round = in_order(self._transport, call)
+        outcome: Round = self._transport.in_order(call)
         if not outcome.alike:
-            in_order(self._transport, self._disagree)
+            self._transport.in_order(self._disagree)
         if outcome.flags & SUSPECT:
-            in_order(self._transport, self._compare)
+            self._transport.in_order(self._compare)
             self._suspect = False
         return outcome
 
     def _disagree(self) -> None:
         """Raise what says which option differs between ranks."""
-        with together(self._transport, "step", self._patience) as conversation:
-            conversation.call |= common(self.param_groups)
-            conversation.agree()
+        with CollectiveCall(self._transport, "step", self._patience) as call:
+            call.signature |= common(self.param_groups)
+            call.agree()
 
     def _update(self, outcome: Round, sums: Sums) -> None:
         """All ranks have the same sums: let parameters, residuals and buffers follow."""
@@ -359,7 +358,7 @@ class SparseSGD(torch.optim.Optimizer):
             logger.error("rank %d: the step failed: %s", self._transport.rank, error)
             raise
         if self._verify and self._steps % self._verify == 0:
-            in_order(self._transport, self._compare)
+            self._transport.in_order(self._compare)
 
     def _apply(self, p: torch.Tensor, update: Update, group: dict[str, Any]) -> None:
         """torch.optim.SGD's step on the mean gradient."""
@@ -393,12 +392,12 @@ class SparseSGD(torch.optim.Optimizer):
         """Buffers that a forward pass has changed on any rank become rank 0's, or those of a rank that has data."""
 
         def call() -> None:
-            with together(self._transport, "buffers", self._patience):
+            with CollectiveCall(self._transport, "buffers", self._patience):
                 share(self._transport, self._buffers.of(outcome.modules), int(np.argmax(outcome.steps)))
                 self._transport.flush()
 
         if any(outcome.modules):
-            in_order(self._transport, call)
+            self._transport.in_order(call)
             self._buffers.mark()
 
     def _compare(self) -> None:
@@ -444,15 +443,15 @@ class SparseSGD(torch.optim.Optimizer):
         tensors = self._everything(self._flats.names)
 
         def call() -> None:
-            with together(self._transport, name, self._patience) as conversation:
-                conversation.call |= describe(tensors)
-                conversation.agree()
+            with CollectiveCall(self._transport, name, self._patience) as call:
+                call.signature |= describe(tensors)
+                call.agree()
                 steps = allgather(self._transport, np.array([self._steps], np.int64))
                 share(self._transport, tensors.values(), root)
                 share_optimizer(self._transport, self, root)
                 self._steps = int(steps[root, 0])
 
-        in_order(self._transport, call)
+        self._transport.in_order(call)
         self._buffers.mark()
         self._suspect = False
 
@@ -486,16 +485,16 @@ class SparseSGD(torch.optim.Optimizer):
         plain = {name: value for name, value in state_dict.items() if name != STATE}
 
         def call() -> dict[str, Any]:
-            with together(self._transport, "load_state_dict", self._patience) as conversation:
+            with CollectiveCall(self._transport, "load_state_dict", self._patience) as call:
                 own = self._flats.checked(state_dict, self._transport.rank, self._transport.size)
-                conversation.call |= {"steps": own["step"], "residuals": STATE in state_dict}
-                conversation.agree()
+                call.signature |= {"steps": own["step"], "residuals": STATE in state_dict}
+                call.agree()
                 super(SparseSGD, self).load_state_dict(plain)
                 allgather(self._transport, np.zeros(1, np.uint8))
                 self._transport.flush()
             return own
 
-        own = in_order(self._transport, call)
+        own = self._transport.in_order(call)
         self._flats.load(own)
         self._steps, self._suspect = own["step"], False
 

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from sparsecoll import api, formats
+from sparsecoll import formats
 from sparsecoll.algorithms import Algorithm, resolve
+from sparsecoll.collectives.options import CallOptions
 from sparsecoll.formats import Format
 from sparsecoll.torch.device import device_of
 from sparsecoll.torch.layout import residual_dtype
@@ -51,7 +52,7 @@ class Choice:
         """Raise unless this parameter's gradients can be summed so."""
         device_of(p)
         sums = f"algo={self.algorithm.name!r}" if self.algorithm.sends_sums else None
-        api.check_wire(residual_dtype(p.dtype), self.options["format"], self.options["value_dtype"], sums)
+        CallOptions(**self.options).check_dtype(residual_dtype(p.dtype), sums)
 
 
 def check_group(group: Mapping[str, Any], choice: Choice) -> None:

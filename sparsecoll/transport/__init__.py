@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from sparsecoll.telemetry.traffic import Traffic
 from sparsecoll.transport.base import Transport
 from sparsecoll.transport.sim import DeadlockError, LocalTransport, SimComm, Simulation, simulate
 
@@ -20,6 +21,7 @@ __all__ = [
     "default_comm",
     "shrink",
     "simulate",
+    "traffic",
     "usable",
 ]
 
@@ -55,6 +57,14 @@ def usable(timeout: Any) -> bool:
     """Whether a timeout is one: seconds above 0, or None."""
     number = isinstance(timeout, (int, float, np.integer, np.floating)) and not isinstance(timeout, bool)
     return timeout is None or bool(number and timeout > 0 and math.isfinite(timeout))
+
+
+def traffic(comm: Any) -> Traffic:
+    """The counters of this rank on `comm`, live; `.reset()` sets them to zero, `print` shows a table.
+
+    The first call on an mpi4py communicator is collective (it duplicates it).
+    """
+    return as_transport(comm).traffic
 
 
 def shrink(comm: Any) -> Any:

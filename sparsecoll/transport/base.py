@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -22,6 +22,8 @@ from sparsecoll.telemetry.trace import doing
 from sparsecoll.telemetry.traffic import Counts, Traffic
 from sparsecoll.transport.network import Tuning
 from sparsecoll.vector import DenseVector, SparseVector
+
+T = TypeVar("T")
 
 REPORT, FAREWELL = 0, 1  # the stamps of reports, see `sparsecoll.transport.call`
 FIRST_STAMP = 2  # of messages
@@ -99,6 +101,13 @@ class Transport(ABC):
         for group in self.groups.values():
             group.forget()
         self.generation += 1
+
+    def in_order(self, function: Callable[[], T]) -> T:
+        """Carry out a blocking call after the nonblocking ones that were made before it.
+
+        Called by the progress thread itself, as a part of one of its calls, it is carried out at once.
+        """
+        return function() if self.worker is None else self.worker.in_order(function)  # type: ignore[no-any-return]
 
     def modelled(self) -> Tuning | None:
         """The costs of this transport where they are a model's and need no measuring."""

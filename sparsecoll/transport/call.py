@@ -11,12 +11,11 @@ communicator stays usable.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import zlib
-from collections.abc import Iterator
 from itertools import zip_longest
+from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -35,25 +34,67 @@ VALUE_SHOWN, VALUES_SHOWN, ARGUMENTS_SHOWN = 120, 4, 3  # characters; values of 
 KNOWN = {kind.__name__: kind for kind in (ValueError, TypeError, CommunicationError, NonFiniteError)}
 
 
-class Conversation:
-    """One call on a transport; see `together`.
+class CollectiveCall:
+    """One collective call on a transport: whatever is raised inside on some rank is raised on all ranks.
+
+    A rank that has finished the call when another one fails in it raises in its next call. The one that failed waits
+    for that, without a timeout SETTLE_SECONDS at most; what it waits with is logged after a second. A call may stand
+    inside another one.
+
+    Args:
+        transport: the communicator.
+        name: of the call, for messages to users.
+        timeout: seconds to wait for a message, above 0; None: for ever.
 
     Attributes:
-        call: what ranks compare, argument name -> JSON value. Filled in as soon as it is known: reports show it.
+        signature: what ranks compare, argument name -> JSON value. Filled in as soon as it is known: reports show it.
+
+    Raises:
+        ValueError, TypeError: raised on some rank; the text names the first such rank, on every rank.
+        CommunicationError: ranks disagree on an argument, or a rank failed otherwise.
     """
 
-    def __init__(self, transport: Transport, name: str) -> None:
-        self._transport = transport
-        self.call: dict[str, Any] = {"call": name}
-        transport.calls += 1
-        self._name = number_of_name(name)
-        self._stamp(self._name)
+    def __init__(self, transport: Transport, name: str, timeout: float | None = None) -> None:
+        self.transport = transport
+        self.signature: dict[str, Any] = {"call": name}
+        self._number_of_name = number_of_name(name)
+        self._timeout = timeout
 
-    def _stamp(self, number: int) -> None:
-        self._transport.stamp = FIRST_STAMP + self._transport.calls % PHASES * NUMBERS + number
+    def __enter__(self) -> CollectiveCall:
+        transport = self.transport
+        self._outer = transport.stamp, transport.timeout
+        transport.timeout = self._timeout if usable(self._timeout) else None
+        transport.calls += 1
+        self._set_stamp(self._number_of_name)
+        try:
+            if not usable(self._timeout):
+                kind = ValueError if isinstance(self._timeout, (int, float)) else TypeError
+                raise kind(f"timeout: expected seconds above 0, or None to wait for ever, got {self._timeout!r}")
+            if transport.nodes is None:
+                with transport.set_up():
+                    node_members(transport)
+        except BaseException as error:
+            self.__exit__(type(error), error, error.__traceback__)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        transport = self.transport
+        try:
+            if isinstance(error, Exception) and not getattr(error, "on_all_ranks", False):
+                agreed = _settle(transport, self.signature, error)
+                agreed.on_all_ranks = True  # type: ignore[attr-defined]
+                raise agreed from error
+        finally:
+            transport.stamp, transport.timeout = self._outer
+
+    def _set_stamp(self, number: int) -> None:
+        self.transport.stamp = FIRST_STAMP + self.transport.calls % PHASES * NUMBERS + number
 
     def agree(self, entries: int | None = None, check: bool = True) -> list[int]:
-        """Compare `call` over the ranks, now and by all messages that follow.
+        """Compare `signature` over the ranks, now and by all messages that follow.
 
         Args:
             entries: a number to tell all ranks.
@@ -67,8 +108,8 @@ class Conversation:
         Raises:
             CommunicationError: arguments differ.
         """
-        transport = self._transport
-        text = json.dumps(self.call, sort_keys=True).encode()
+        transport = self.transport
+        text = json.dumps(self.signature, sort_keys=True).encode()
         checksum = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little", signed=True) if check else 0
         counts: list[int] = []
         if entries is not None or (check and checksum not in transport.agreed):
@@ -78,12 +119,12 @@ class Conversation:
             if (rows[:, 1] != checksum).any() or (rows[:, 0] < 0).any() != (entries is None):
                 raise Interrupted("ranks disagree")
             counts = rows[:, 0].tolist() if entries is not None else []
-        self._stamp(self._number(checksum) if check else NAMES + self._name)
+        self._set_stamp(self._number_of(checksum) if check else NAMES + self._number_of_name)
         return counts
 
-    def _number(self, checksum: int) -> int:
+    def _number_of(self, checksum: int) -> int:
         """Of arguments that all ranks have agreed on; all give the same numbers, since all agree in the same order."""
-        agreed = self._transport.agreed
+        agreed = self.transport.agreed
         if checksum not in agreed and len(agreed) >= KEPT:
             agreed.clear()
         return agreed.setdefault(checksum, 2 * NAMES + len(agreed))
@@ -92,42 +133,6 @@ class Conversation:
 def number_of_name(name: str) -> int:
     """What stands for a call until its arguments are agreed on."""
     return zlib.crc32(name.encode()) % NAMES
-
-
-@contextlib.contextmanager
-def together(transport: Transport, name: str, timeout: float | None) -> Iterator[Conversation]:
-    """Whatever is raised inside on some rank is raised on all; collective.
-
-    Args:
-        name: of the call, for messages to users.
-        timeout: seconds to wait for a message, above 0; see Transport.
-
-    A rank that has finished the call when another one fails in it raises in its next call. The one that failed waits
-    for that, without a timeout SETTLE_SECONDS at most; what it waits with is logged after a second.
-
-    Raises:
-        ValueError, TypeError: raised on some rank; the text names the first such rank, on every rank.
-        CommunicationError: ranks disagree on an argument, or a rank failed otherwise.
-    """
-    outer = transport.stamp, transport.timeout
-    transport.timeout = timeout if usable(timeout) else None
-    conversation = Conversation(transport, name)
-    try:
-        if not usable(timeout):
-            kind = ValueError if isinstance(timeout, (int, float)) else TypeError
-            raise kind(f"timeout: expected seconds above 0, or None to wait for ever, got {timeout!r}")
-        if transport.nodes is None:
-            with transport.set_up():
-                node_members(transport)
-        yield conversation
-    except Exception as error:
-        if getattr(error, "on_all_ranks", False):
-            raise
-        agreed = _settle(transport, conversation.call, error)
-        agreed.on_all_ranks = True  # type: ignore[attr-defined]
-        raise agreed from error
-    finally:
-        transport.stamp, transport.timeout = outer
 
 
 def _settle(transport: Transport, call: dict[str, Any], error: Exception) -> Exception:

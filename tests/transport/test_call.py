@@ -12,7 +12,7 @@ import sparsecoll
 from sparsecoll import ALGORITHMS, CommunicationError, SparseVector, simulate
 from sparsecoll.algorithms import resolve
 from sparsecoll.transport.base import FIRST_STAMP, STAMPS
-from sparsecoll.transport.call import KEPT, NUMBERS, number_of_name, together
+from sparsecoll.transport.call import KEPT, NUMBERS, CollectiveCall, number_of_name
 from sparsecoll.transport.collectives import allgather
 
 
@@ -122,9 +122,9 @@ def test_different_arguments_never_have_the_same_stamp():
     def program(comm):
         transport, stamps = comm.transport, []
         for turn in range(3 * KEPT):
-            with together(transport, "allreduce", None) as conversation:
-                conversation.call["k"] = turn % KEPT
-                conversation.agree()
+            with CollectiveCall(transport, "allreduce") as call:
+                call.signature["k"] = turn % KEPT
+                call.agree()
                 stamps.append(transport.stamp)
         return stamps, len(transport.agreed)
 
@@ -156,7 +156,7 @@ def test_two_calls_that_are_known_are_told_apart_in_every_call():
 
 def test_names_of_calls_have_numbers_of_their_own():
     source = "".join(path.read_text() for path in Path(sparsecoll.__file__).parent.rglob("*.py"))
-    names = {*re.findall(r'together\([\w.]+, "([^"]+)"', source), "reduce", "reduce_scatter"}
+    names = {*re.findall(r'CollectiveCall\([\w.]+, "([^"]+)"', source)}
     assert len(names) > 8 and len({number_of_name(name) for name in names}) == len(names)
 
 
@@ -193,7 +193,7 @@ def test_a_rank_that_left_a_call_out_is_told_so():
         with pytest.raises(CommunicationError) as caught:
             for step in range(3):
                 if (comm.rank, step) != (1, 1):
-                    with together(comm.transport, "other", None):
+                    with CollectiveCall(comm.transport, "other"):
                         allgather(comm.transport, np.array([step]))
             sparsecoll.allreduce(comm, x, "allgather", k=1)
         return str(caught.value), int(sparsecoll.allreduce(comm, x, "allgather", k=1).values[0])

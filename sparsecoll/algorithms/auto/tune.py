@@ -20,7 +20,7 @@ from sparsecoll.algorithms.auto import costmodel
 from sparsecoll.algorithms.auto.choices import EXACT, TOP_K_OF_SUM
 from sparsecoll.algorithms.base import Algorithm
 from sparsecoll.transport import Transport, as_transport
-from sparsecoll.transport.call import together
+from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.transport.collectives import allgather, node_members
 from sparsecoll.transport.network import Tuning
 from sparsecoll.vector import DenseVector, SparseVector
@@ -175,9 +175,9 @@ def _whole(transport: Transport, algorithm: Algorithm, n: int, k: int) -> float:
         x = vectors[turn % 3]
         allgather(transport, np.zeros(1, np.uint8))
         start = transport.now()
-        with together(transport, "tune", transport.timeout) as conversation:
-            conversation.call["algo"] = algorithm.describe()
-            conversation.agree()
+        with CollectiveCall(transport, "tune", transport.timeout) as call:
+            call.signature["algo"] = algorithm.describe()
+            call.agree()
             value = algorithm(transport, x, k).value
             transport.flush()
         if isinstance(value, DenseVector):

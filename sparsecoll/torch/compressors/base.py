@@ -10,9 +10,10 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from sparsecoll import api
 from sparsecoll.algorithms import Algorithm, Reduction
 from sparsecoll.algorithms.dense import Dense
+from sparsecoll.collectives.allreduce import allreduce_vectors
+from sparsecoll.collectives.options import CallOptions
 from sparsecoll.errors import NonFiniteError
 from sparsecoll.residual import Compensated
 from sparsecoll.select import Vector
@@ -21,7 +22,7 @@ from sparsecoll.torch.compressors.versions import Versions
 from sparsecoll.torch.device import Array, CpuDevice
 from sparsecoll.torch.layout import Layout
 from sparsecoll.transport import Transport
-from sparsecoll.transport.call import together
+from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.transport.collectives import allgatherv
 from sparsecoll.vector import DenseVector, SparseVector
 
@@ -101,7 +102,7 @@ class Compressor(ABC):
         if self._generation != transport.generation:
             self._generation = transport.generation
             self.forget()
-        with together(transport, f"bucket {self.layout.index}", self.timeout):
+        with CollectiveCall(transport, f"bucket {self.layout.index}", self.timeout):
             with doing("select", gradient.size):
                 message = self._compressed(self.compensate(gradient))
             reduced = self.communicate(transport, message)
@@ -169,18 +170,17 @@ class Compressor(ABC):
 
     def _reduce(self, transport: Transport, message: Vector, algorithm: Algorithm = DENSE, **options: Any) -> Reduction:
         """One allreduce of what was selected."""
-        options["nonfinite"] = "pass"  # dense sums pass NaN on, as plain data parallelism does; others have checked
         if isinstance(message, SparseVector):
             self.check_finite(message)
-        return api.allreduce_vectors(
-            transport, lambda: (message, algorithm), timeout=self.timeout, selected=True, **options
-        )
+        # dense sums pass NaN on, as plain data parallelism does; others have been checked
+        given = CallOptions(timeout=self.timeout, nonfinite="pass", **options)
+        return allreduce_vectors(transport, message, algorithm, given, preselected=True)
 
     def _gather(self, transport: Transport, message: Array) -> list[Array]:
         """All ranks' messages of bytes, in rank order."""
-        with together(transport, "compressor", self.timeout) as conversation:
-            conversation.call |= {"compressor": self.describe(), "length": self.layout.length}
-            conversation.agree()
+        with CollectiveCall(transport, "compressor", self.timeout) as call:
+            call.signature |= {"compressor": self.describe(), "length": self.layout.length}
+            call.agree()
             with transport.phase("gather"):
                 blocks = allgatherv(transport, message)
             transport.flush()

@@ -1,0 +1,153 @@
+"""The options that collectives share: how they are checked, and what of them the ranks compare."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from sparsecoll import formats
+from sparsecoll.collectives import convert
+from sparsecoll.formats import Format
+from sparsecoll.select import Vector, topk
+from sparsecoll.transport import Transport
+from sparsecoll.transport.call import CollectiveCall
+from sparsecoll.vector import DenseVector, SparseVector
+
+VALUE_DTYPES_ON_THE_WIRE = ("float16", "bfloat16", "float32")
+
+
+@dataclass(frozen=True)
+class CallOptions:
+    """The options of one collective call, as its caller gave them; `sparsecoll.allreduce` documents them.
+
+    They are checked when they are used, inside the CollectiveCall, so that an error is raised on every rank. A new
+    option is a field here and an argument of the functions that take it.
+    """
+
+    k: int | None = None
+    density: float | None = None
+    format: str | Format = "auto"
+    value_dtype: Any = None
+    op: str = "sum"
+    timeout: float | None = None
+    check: bool = True
+    nonfinite: str = "raise"
+
+    @property
+    def wire_format(self) -> Format:
+        """`format` as an object."""
+        return formats.resolve(self.format)
+
+    @property
+    def wire_dtype(self) -> str | None:
+        """`value_dtype`, given as a name, a NumPy type or a dtype, by its name."""
+        if self.value_dtype is None or isinstance(self.value_dtype, str):
+            return self.value_dtype
+        try:
+            return str(np.dtype(self.value_dtype).name)
+        except TypeError:
+            raise TypeError(f"value_dtype: expected a name or a NumPy dtype, got {self.value_dtype!r}") from None
+
+    def signature(self) -> dict[str, Any]:
+        """What all ranks must have alike; `k` and `density` are compared as the number that they resolve to."""
+        return {"format": repr(self.wire_format), "value_dtype": self.wire_dtype, "op": self.op}
+
+    def resolve_k(self, length: int, default: int | None = None) -> int | None:
+        """The number of entries that each rank selects from a vector; None: all that it holds.
+
+        Args:
+            length: coordinates of the vector, of which `density` is a share.
+            default: k if the caller gave neither `k` nor `density`.
+        """
+        k, density = self.k, self.density
+        if k is not None and density is not None:
+            raise ValueError(f"k, density: expected one of them, got k={k} and density={density}")
+        if density is not None:
+            if isinstance(density, bool) or not isinstance(density, (int, float, np.integer, np.floating)):
+                raise TypeError(f"density: expected a number in (0, 1], got {density!r}")
+            if not 0 < density <= 1:
+                raise ValueError(f"density: expected in (0, 1], got {density}")
+            return max(1, round(density * length))
+        k = default if k is None else k
+        if k is None:
+            return None
+        if isinstance(k, bool) or not isinstance(k, (int, np.integer)):
+            raise TypeError(f"k: expected an integer, got {type(k).__name__}")
+        if k < 0:
+            raise ValueError(f"k: expected at least 0, got {k}")
+        return int(k)
+
+    def check_dtype(self, dtype: np.dtype[Any], sums: str | None = None) -> None:
+        """Raise unless values of this dtype can be combined by `op` and travel in `format` as `value_dtype`.
+
+        Args:
+            dtype: of the caller's values.
+            sums: what sends partial sums, for the message to the user; None: only the ranks' own entries are sent.
+        """
+        if self.op not in ("sum", "mean"):
+            raise ValueError(f"op: expected 'sum' or 'mean', got {self.op!r}")
+        if self.op == "mean" and dtype.kind != "f":
+            raise TypeError(f"op: expected 'sum' for {dtype}, got 'mean'")
+        form, narrow = self.wire_format, self.wire_dtype
+        if form.lossy and sums is not None:
+            raise ValueError(f"format: expected one that loses nothing with {sums}, which sends sums, got {form!r}")
+        if narrow is None:
+            return
+        if narrow not in VALUE_DTYPES_ON_THE_WIRE:
+            raise ValueError(f"value_dtype: expected one of {', '.join(VALUE_DTYPES_ON_THE_WIRE)}, got {narrow!r}")
+        if dtype.kind != "f" or np.dtype(formats.WIRE_DTYPES[narrow].stored).itemsize > dtype.itemsize:
+            raise ValueError(f"value_dtype: expected no wider than x and x of floats, got {narrow} for {dtype}")
+
+    def check_finite(self, x: Vector) -> None:
+        """Raise if x holds NaN or infinity, unless `nonfinite` lets it pass."""
+        if self.nonfinite not in ("raise", "pass"):
+            raise ValueError(f"nonfinite: expected 'raise' or 'pass', got {self.nonfinite!r}")
+        index = x.first_not_finite() if self.nonfinite == "raise" else None
+        if index is not None:
+            raise ValueError(f"x: expected finite values, got NaN or infinity, the first at index {index}")
+
+    def to_entries(self, x: Any, sums: bool) -> tuple[SparseVector, convert.Back]:
+        """x as the entries that this rank sends, and how a result becomes x's kind again.
+
+        Args:
+            x: what the caller gave, of any kind that `convert.to_vector` takes.
+            sums: whether the collective sends partial sums and selects the top k of x first.
+        """
+        vector, back = convert.to_vector(x)
+        self.check_dtype(vector.dtype, "partial sums" if sums else None)
+        k = self.resolve_k(vector.length)
+        if k is None and isinstance(vector, DenseVector):
+            expected = "a sparse one, or k or density" if sums else "a sparse one, such as SparseVector.from_dense(x)"
+            raise ValueError(f"x: expected {expected}, got a dense one{' and neither' if sums else ''}")
+        entries = vector if k is None else topk(vector, k)
+        assert isinstance(entries, SparseVector)
+        self.check_finite(entries)
+        return entries, back
+
+    def agree(self, call: CollectiveCall, x: Any, sums: bool) -> tuple[SparseVector, convert.Back]:
+        """`to_entries`, as they arrive at a peer, once all ranks have agreed on the arguments of the call."""
+        entries, back = self.to_entries(x, sums)
+        call.signature |= {
+            **convert.shape_of(x),
+            **signature_of(entries, call.transport),
+            **self.signature(),
+            "k": self.resolve_k(entries.length),
+        }
+        call.agree(check=self.check)
+        call.transport.format, call.transport.value_dtype = self.wire_format, self.wire_dtype
+        return self.wire_format.arriving(entries, self.wire_dtype), back
+
+
+def signature_of(x: Vector, transport: Transport) -> dict[str, Any]:
+    """What the vectors of all ranks must have alike: length, dtype, and where messages come from."""
+    memory = ("gpu, direct" if transport.gpu_direct else "gpu, staged") if x.on_gpu else "host"
+    return {"length": x.length, "dtype": x.dtype.name, "memory": memory}
+
+
+def check_root(root: Any, transport: Transport) -> int:
+    """`root` as an int, if it is a rank of the communicator."""
+    if isinstance(root, bool) or not isinstance(root, (int, np.integer)) or not 0 <= root < transport.size:
+        raise ValueError(f"root: expected a rank from 0 to {transport.size - 1}, got {root!r}")
+    return int(root)
