@@ -1,4 +1,4 @@
-"""A registry of training loops as users write them, and of what is expected of each in each way in.
+"""A registry of training loops as users write them, and of what is expected of each kind of optimizer.
 
 A loop sees a Run: on a rank it stands for that rank, in one process for all of them. `@loop` enters it into LOOPS; what
 is expected is SAME (the default; the same parameters as one process), or another text, which docs/torch.md shows.
@@ -15,7 +15,7 @@ AFTER = "same, after `synchronize()`"
 FIND = "same, with `find_unused_parameters=True`"
 RAISES = "no: DDP raises"
 WAITS = "no: DDP waits for the rank"
-OWN = "no: gradients are each rank's own"
+OWN = "no: gradients are local to each rank"
 NONE = "not SGD"
 
 
@@ -29,7 +29,7 @@ class Loop:
     rtol: float = 1e-9
 
     def cell(self, way):
-        """What is expected of a way in."""
+        """What is expected of one kind of optimizer."""
         if way == SPARSE and way not in self.cells:
             one = self.inner([torch.nn.Parameter(torch.zeros(1)) for _ in range(3)])
             if type(one) is not torch.optim.SGD:

@@ -28,7 +28,7 @@ def accumulation_without_no_sync(run):
         run.optimizer.step()
 
 
-@loop("the last back-propagation in `no_sync()`", hook="no: DDP leaves them local")
+@loop("only the last back-propagation in `no_sync()`", hook="no: DDP leaves them local")
 def no_sync_last(run):
     for step in range(4):
         run.optimizer.zero_grad()
@@ -47,7 +47,7 @@ def no_sync_always(run):
         run.optimizer.step()
 
 
-@loop("`no_sync()` around the one in the middle")
+@loop("the second of three back-propagations in `no_sync()`")
 def no_sync_in_the_middle(run):
     for step in range(4):
         run.optimizer.zero_grad()
@@ -58,7 +58,7 @@ def no_sync_in_the_middle(run):
         run.optimizer.step()
 
 
-@loop("`retain_graph=True` and a second `backward()` of the same graph", hook="no: DDP reduces the first only")
+@loop("`retain_graph=True` and a second `backward()` of the same graph", hook="no: DDP reduces only the first")
 def retained_graph(run):
     for step in range(4):
         run.optimizer.zero_grad()
@@ -181,7 +181,11 @@ def partly_frozen():
     return model
 
 
-@loop("frozen from the start, unfrozen later, frozen again", model=partly_frozen, hook="no: DDP does not see it")
+@loop(
+    "parameters frozen from the start, unfrozen later, frozen again",
+    model=partly_frozen,
+    hook="no: DDP does not notice it",
+)
 def gradual_unfreezing(run):
     for step in range(9):
         if step in (3, 6):
@@ -194,7 +198,7 @@ def gradual_unfreezing(run):
         run.optimizer.step()
 
 
-@loop("frozen between `backward()` and `step()`")
+@loop("parameters frozen between `backward()` and `step()`")
 def frozen_before_the_step(run):
     for step in range(4):
         run.optimizer.zero_grad()
@@ -204,7 +208,7 @@ def frozen_before_the_step(run):
         run.optimizer.step()
 
 
-@loop("`synchronize()` twice, and a change between", sparse=OWN)
+@loop("`synchronize()` twice, with clipping in between", sparse=OWN)
 def synchronized_twice(run):
     for step in range(4):
         run.optimizer.zero_grad()
@@ -215,7 +219,7 @@ def synchronized_twice(run):
         run.optimizer.step()
 
 
-@loop("frozen, and weight decay", model=partly_frozen)
+@loop("frozen parameters, with weight decay", model=partly_frozen)
 def frozen_and_weight_decay(run):
     for step in range(4):
         run.optimizer.zero_grad()
@@ -272,12 +276,12 @@ def layers_in_turn(run):
     turns(run, lambda step, rank: "ab"[step % 2])
 
 
-@loop("a layer that one rank only uses", model=two_heads, hook=FIND)
+@loop("a layer that only one rank uses", model=two_heads, hook=FIND)
 def layer_of_one_rank(run):
     turns(run, lambda step, rank: "b" if rank == run.last and step % 3 else "a")
 
 
-@loop("another layer on each rank in each step", model=two_heads, hook=FIND)
+@loop("a different layer on each rank in each step", model=two_heads, hook=FIND)
 def layers_drawn_by_rank(run):
     turns(run, lambda step, rank: "ab"[(step * 5 + rank * 3) // 2 % 2])
 

@@ -84,7 +84,7 @@ def zero_grad_at_the_end(run):
             run.optimizer.zero_grad()
 
 
-@loop("mean of the gradients over all ranks read after `backward()`", local=AFTER)
+@loop("a learning rate set by the norm of the mean gradient after `backward()`", local=AFTER)
 def read_the_mean(run):
     for step in range(3):
         run.optimizer.zero_grad()
@@ -121,7 +121,7 @@ def skip_after_backward(run):
         run.optimizer.step()
 
 
-@loop("skip after `synchronize()` by the norm of the mean")
+@loop("skip after `synchronize()`, decided by the norm of the mean")
 def skip_after_synchronize(run):
     for step in range(6):
         run.loss(step).backward()
@@ -158,7 +158,7 @@ def forward_raises(run):
         run.optimizer.step()
 
 
-@loop("an exception in `forward` on one rank, caught: `step()` all the same", hook=WAITS)
+@loop("an exception in `forward` on one rank, caught, then `step()`", hook=WAITS)
 def forward_raises_on_one_rank(run):
     for step in range(5):
         run.optimizer.zero_grad()
