@@ -1,8 +1,8 @@
-"""Timing allreduces on a communicator, in the manner of the OSU micro-benchmarks: from dense vector to sparse sum.
+"""Times allreduces on a communicator, from the dense vector to the sparse sum, as the OSU micro-benchmarks do.
 
-Before each timed call the ranks meet; a call's time is that of the slowest rank; a row has the median of the calls.
-Every call gets another vector (the entries have moved, and grown or shrunk), so that reused thresholds and boundaries
-have to adapt as they would in training.
+A barrier precedes each timed call; the time of a call is that of the slowest rank, and a row has the median over the
+calls. Every call gets a different vector (entries have moved, and grown or shrunk), so that reused thresholds and
+boundaries have to adapt as they would in training.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from sparsecoll.vector import SparseVector
 
 Row = dict[str, Any]
 Run = Callable[[Any], tuple[float, float, float, int]]
-STEP = 4099  # by how many coordinates the entries move from one call to the next
-GROWTH, PERIOD = 1.01, 64  # and by what factor they grow, for so many calls; then they shrink for as many
+STEP = 4099  # coordinates by which the entries move from one call to the next
+GROWTH, PERIOD = 1.01, 64  # factor per call by which values grow for PERIOD calls, then shrink for as many
 MPI_ALLREDUCE = "MPI_Allreduce"
 
 
 def algorithm(text: str) -> Algorithm:
-    """An algorithm from `name` or `name:option=value,option=value`; `selector=` takes a selector's name.
+    """Return an algorithm from `name` or `name:option=value,option=value`; `selector=` takes a selector's name.
 
     Raises:
-        ValueError: no such algorithm, option or selector, or an option of another type.
+        ValueError: There is no such algorithm, option or selector, or the value has the wrong type.
 
     >>> algorithm("sparcml:variant=dynamic").describe()
     "sparcml(k=None, selector=None, variant='dynamic', bits=None, seed=0, network=None)"
@@ -70,7 +70,7 @@ def algorithm(text: str) -> Algorithm:
 
 
 def _typed(name: str, option: str, value: Any) -> Any:
-    """An option's value, if it is of the type that the algorithm declares."""
+    """Return an option's value if it has the type that the algorithm declares."""
     declared = typing.get_type_hints(ALGORITHMS[name])[option]
     types_ = typing.get_args(declared) if isinstance(declared, types.UnionType) else (declared,)
     if float in types_ and type(value) is int:
@@ -89,11 +89,11 @@ def _literal(text: str) -> Any:
 
 
 class Gradients:
-    """One rank's vectors, another one for every call, made from one array without copying it.
+    """Dense vectors of one rank, a different one for every call, as views of one array.
 
     Args:
-        base: the values; n of them are one vector.
-        n: length of a vector, at most base.size.
+        base: the values; n consecutive ones are a vector.
+        n: length of a vector, at most base.size (the default).
     """
 
     def __init__(self, base: NDArray[Any], n: int | None = None) -> None:
@@ -102,7 +102,7 @@ class Gradients:
         self._calls = 0
 
     def __call__(self) -> NDArray[Any]:
-        """The next vector; the one before is overwritten."""
+        """Return the next vector; the previous one is overwritten."""
         room = self.base.size - self.n
         start = STEP * self._calls % (room + 1)
         self._calls += 1
@@ -112,14 +112,14 @@ class Gradients:
 
 
 def heavy_tailed(n: int, rank: int, spare: int = 1 << 18) -> Gradients:
-    """Cubes of normal values, independent on every rank; every coordinate is as likely to be large as any other."""
+    """Return cubes of normal values, independent on every rank; all coordinates are equally likely to be large."""
     x = np.random.default_rng([7, rank]).standard_normal(n + spare, dtype=np.float32)
     x *= np.abs(x) ** 2
     return Gradients(x, n)
 
 
 class Entries:
-    """One rank's sparse vectors of at most k, and nearly k, uniform ones of n coordinates; another one every call."""
+    """Sparse vectors of one rank with nearly k (at most k) uniform indices below n, a different one for every call."""
 
     def __init__(self, n: int, k: int, rank: int, count: int = 3) -> None:
         rng = np.random.default_rng([8, rank])
@@ -131,16 +131,17 @@ class Entries:
         self._calls = 0
 
     def __call__(self) -> SparseVector:
-        """The next vector."""
+        """Return the next vector."""
         self._calls += 1
         return self._vectors[self._calls % len(self._vectors)]
 
 
 def from_file(path: str | Path, rank: int) -> Gradients:
-    """The vector in a .npy file; `{rank}` in its name stands for the rank.
+    """Return the vector in a .npy file; `{rank}` in the name stands for the rank.
 
     Raises:
-        OSError, ValueError: no such file; not a 1-D array of floats.
+        OSError: The file cannot be read.
+        ValueError: The file does not contain a 1-D array of floats.
     """
     name = str(path).replace("{rank}", str(rank))
     try:
@@ -156,9 +157,9 @@ def from_file(path: str | Path, rank: int) -> Gradients:
 
 @dataclass(frozen=True)
 class Call:
-    """What is timed: an algorithm on a density, a wire format and a dtype of values on the wire.
+    """What is timed: an algorithm at a density, with a wire format and a dtype of the values on the wire.
 
-    Sparse vectors take part with all their entries: their density is None.
+    The density is None for sparse vectors, all of whose entries are sent.
     """
 
     algo: str
@@ -176,22 +177,23 @@ def measure(
     run: Run | None = None,
     **about: Any,
 ) -> Row:
-    """One row, the same on every rank; collective.
+    """Measure one row, the same on every rank; collective.
 
     Args:
-        call: what to time. `MPI_Allreduce` as algo is the MPI library's own dense sum of the same vectors.
-        vectors: returns the vector of the next call.
-        repeat, warm: calls timed, and before them not timed.
-        run: does the call instead, for peers; returns (bytes sent, bytes received, messages, entries), where NaN
-            stands for what was not counted.
-        about: put into the row.
+        comm: communicator, or a virtual rank of the simulator.
+        call: what to time. The algorithm `MPI_Allreduce` is the MPI library's own dense sum of the same vectors.
+        vectors: function that returns the vector of the next call.
+        repeat: number of timed calls.
+        warm: number of calls before them that are not timed.
+        run: function that makes the call instead, to time other libraries; it returns (bytes sent, bytes received,
+            messages, entries), with NaN for what was not counted.
+        about: further columns of the row.
 
     Returns:
-        seconds (median, least and most of the slowest rank's), seconds by kind of work (median, mean over the ranks;
-        "other" is what no kind covers), bytes and messages of the last call on the busiest rank (None if they were
-        not counted: MPI_Allreduce), entries of the
-        result, and the most memory in bytes that a rank came to need beyond what it held before (which is little if
-        calls before left buffers behind: measure memory in a fresh process).
+        The row: seconds (median, least and most over the calls, of the slowest rank), seconds by kind of work (median
+        over the calls, mean over the ranks; "other" is the rest), bytes and messages of the last call on the busiest
+        rank (None if not counted, as for MPI_Allreduce), entries of the result, and the peak memory in bytes of a rank
+        beyond what it held before (too low if earlier calls left buffers behind: measure it in a fresh process).
     """
     transport = as_transport(comm)
     _forget_peak()
@@ -226,9 +228,10 @@ def measure(
 def compare(
     comm: Any, choices: Sequence[tuple[Call, Callable[[], Any]]], repeat: int = 7, warm: int = 2
 ) -> list[float]:
-    """Median seconds of several calls, each with what returns its next vector; collective.
+    """Return the median seconds of several calls, each given with a function that returns its next vector; collective.
 
-    They take turns in random order, each twice in a row, and the second time counts: so all meet their own caches.
+    The calls are interleaved in random order. Each is made twice in a row and the second one is timed, so that every
+    call finds its own data in the caches.
     """
     transport = as_transport(comm)
     runs = [(_runner(comm, call), vectors) for call, vectors in choices]
@@ -248,7 +251,7 @@ def compare(
 
 
 def _runner(comm: Any, call: Call) -> Run:
-    """Does the call once on a vector; returns bytes sent and received, messages sent and entries of the result."""
+    """Return a function that makes the call and returns bytes sent and received, messages sent, and entries."""
     if call.algo == MPI_ALLREDUCE:
         out: list[NDArray[Any]] = []
 
@@ -279,19 +282,19 @@ def _runner(comm: Any, call: Call) -> Run:
 
 
 def _meet(transport: Transport) -> None:
-    """A barrier."""
+    """Wait until all ranks are here (a barrier)."""
     allgather(transport, np.zeros(1, np.uint8))
     transport.flush()
 
 
 def _forget_peak() -> None:
-    """Let VmHWM start again (Linux)."""
+    """Reset VmHWM, the peak of resident memory (Linux)."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
 
 
 def _resident(which: str) -> int:
-    """VmRSS or VmHWM of this process in bytes; 0 where the system does not tell."""
+    """Return VmRSS or VmHWM of this process in bytes; 0 if the system does not report it."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:
@@ -302,7 +305,7 @@ def _resident(which: str) -> int:
 def calls(
     algos: Sequence[str], densities: Sequence[float], formats: Sequence[str], value_dtypes: Sequence[str | None]
 ) -> Iterator[Call]:
-    """Every combination; the dense ones once."""
+    """Yield every combination; dense algorithms once."""
     for algo in algos:
         dense = algo == MPI_ALLREDUCE or algorithm(algo).takes_dense
         for density in [1.0] if dense else densities:
@@ -312,7 +315,7 @@ def calls(
 
 
 def about() -> Row:
-    """Machine, versions and commit, for the head of a file of rows."""
+    """Return machine, versions and commit, for the head of a file of rows."""
     versions = {"python": platform.python_version(), "sparsecoll": __version__}
     for name in ("numpy", "numba", "mpi4py", "torch"):
         try:
@@ -333,6 +336,6 @@ def _processor() -> str:
 
 
 def _commit() -> str:
-    """Of the checkout that this package is in; empty if it is none."""
+    """Return the commit of the checkout that this package is in; empty if it is not in one."""
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()

@@ -1,4 +1,4 @@
-"""What this machine, its MPI and this installation are like, and what to do about it: `python -m sparsecoll doctor`."""
+"""Checks the machine, its MPI and the installation, and suggests improvements: `sparsecoll doctor`."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ class Finding:
     """One line of the report.
 
     Attributes:
-        subject: what was looked at.
-        found: what is there.
+        subject: what was checked.
+        found: what was found.
         state: GOOD, WORSE or BAD.
-        advice: what to do; empty if all is well.
+        advice: what to do; empty if the state is GOOD.
     """
 
     subject: str
@@ -47,7 +47,7 @@ class Finding:
 
 
 def examine(comm: Any) -> list[Finding]:
-    """All findings, on rank 0; [] elsewhere. Collective."""
+    """Return all findings on rank 0 and [] on other ranks; collective."""
     found = [*_versions(), *_mpi(comm), *_processor(comm), *_gpu(comm), *_variables()]
     found.append(self_test(comm) if as_transport(comm).size > 1 else _launched_self_test())
     return found if as_transport(comm).rank == 0 else []
@@ -81,16 +81,16 @@ def _mpi(comm: Any) -> Iterator[Finding]:
     yield Finding("MPI", f"{facts['library']} (MPI {facts['version']})")
     threads = facts["threads"] == "MPI_THREAD_MULTIPLE"
     advice = (
-        "" if threads else "communication does not overlap with back-propagation; leave mpi4py.rc.thread_level alone"
+        "" if threads else "communication does not overlap with back-propagation; do not change mpi4py.rc.thread_level"
     )
     yield Finding("threads", facts["threads"], GOOD if threads else WORSE, advice)
-    chunks = "; messages above 1 GiB go in pieces" if not facts["large_counts"] else ""
+    chunks = "; messages above 1 GiB are sent in chunks" if not facts["large_counts"] else ""
     yield Finding("large counts", ("yes" if facts["large_counts"] else "no") + chunks)
     yield _ranks(comm)
 
 
 def _ranks(comm: Any) -> Finding:
-    """How many ranks there are, and whether the launcher meant more."""
+    """Report the number of ranks, and whether the launcher started more processes than that."""
     transport = as_transport(comm)
     nodes = node_members(transport)
     on = f"{transport.size} on {len(nodes)} node{'s' * (len(nodes) > 1)}"
@@ -105,8 +105,8 @@ def _ranks(comm: Any) -> Finding:
     if variable == "WORLD_SIZE":
         return Finding("ranks", found, BAD, "torchrun starts no MPI ranks: start the program with mpirun or srun")
     advice = (
-        f"each of the {processes} processes is a job of its own: this launcher belongs to another MPI than mpi4py loads"
-        " (see the row MPI); start it with that MPI's mpirun"
+        f"each of the {processes} processes is a separate job: this launcher belongs to another MPI than the one that"
+        " mpi4py loads (see the row MPI); start it with that MPI's mpirun"
     )
     return Finding("ranks", found, BAD, advice)
 
@@ -116,7 +116,7 @@ def _processor(comm: Any) -> Iterator[Finding]:
     transport = as_transport(comm)
     here = max(len(members) for members in node_members(transport))
     crowded = here > (os.cpu_count() or 1)
-    advice = "ranks share cores; messages wait for turns: fewer ranks a node" if crowded else ""
+    advice = "ranks share cores and wait for each other: start fewer ranks per node" if crowded else ""
     yield Finding(
         "cores", f"{cores} for this rank; ranks on the fullest node: {here}", WORSE if crowded else GOOD, advice
     )
@@ -130,9 +130,7 @@ def _processor(comm: Any) -> Iterator[Finding]:
     chosen = os.environ.get("NUMBA_CACHE_DIR")
     folder = Path(chosen) if chosen else Path(kernels.__file__ or ".").parent
     writable = os.access(folder, os.W_OK)
-    advice = (
-        "" if writable else "kernels are compiled in every process: set NUMBA_CACHE_DIR to a folder you can write to"
-    )
+    advice = "" if writable else "kernels are compiled in every process: set NUMBA_CACHE_DIR to a writable folder"
     yield Finding("Numba cache", str(folder), GOOD if writable else WORSE, advice)
 
 
@@ -148,14 +146,14 @@ def _gpu(comm: Any) -> Iterator[Finding]:
         return
     yield Finding("GPU", ", ".join(found))
     direct = as_transport(comm).gpu_direct
-    advice = "" if direct else "messages go through pinned host memory; a CUDA-aware MPI needs no detour (docs/gpu.md)"
+    advice = "" if direct else "messages go through pinned host memory; a CUDA-aware MPI avoids that (docs/gpu.md)"
     yield Finding("GPU buffers", "direct" if direct else "staged", GOOD if direct else WORSE, advice)
 
 
 def _variables() -> Iterator[Finding]:
     for name in sorted(name for name in os.environ if name.startswith("SPARSECOLL_")):
         if name not in VARIABLES:
-            yield Finding(name, os.environ[name], WORSE, f"no such variable; there are {', '.join(VARIABLES)}")
+            yield Finding(name, os.environ[name], WORSE, f"unknown variable; known ones are {', '.join(VARIABLES)}")
             continue
         fault = VARIABLES[name](os.environ[name])
         yield Finding(name, os.environ[name], BAD if fault else GOOD, fault)
@@ -173,7 +171,7 @@ def _tuning(value: str) -> str:
     try:
         Tuning.load(value)
     except (OSError, ValueError) as error:
-        return f"make it with `sparsecoll tune --save FILE`, for all ranks to read: {error}"
+        return f"create it with `sparsecoll tune --save FILE` where all ranks can read it: {error}"
     return ""
 
 
@@ -187,7 +185,7 @@ VARIABLES: dict[str, Callable[[str], str]] = {  # what is wrong with a value; ""
 
 
 def self_test(comm: Any) -> Finding:
-    """Sums of every algorithm, compared with what they must be. Collective; the same on every rank."""
+    """Compare the sums of several algorithms with the expected ones; collective, the same on every rank."""
     transport = as_transport(comm)
     P = transport.size
     x = SparseVector([transport.rank, P + 1], np.array([1.0, 2.0], np.float32), P + 2)
@@ -200,7 +198,7 @@ def self_test(comm: Any) -> Finding:
 
 
 def _launched_self_test() -> Finding:
-    """The same on two ranks of their own, where this is one rank that mpirun did not start."""
+    """Run the self-test on two ranks of a new mpirun, if this process was not started by mpirun itself."""
     simulated: Finding = simulate(2, self_test).results[0]
     if simulated.state != GOOD:
         return simulated
@@ -209,7 +207,7 @@ def _launched_self_test() -> Finding:
     mpirun = str(own) if own.exists() else shutil.which("mpirun")
     if launched or mpirun is None:
         advice = "see the row ranks" if launcher.processes()[1] > 1 else "start doctor with mpirun -n 2"
-        return Finding("self-test", "right on two virtual ranks; no second MPI rank to try", WORSE, advice)
+        return Finding("self-test", "right on two virtual ranks; there is no second MPI rank", WORSE, advice)
     command = [mpirun, "-n", "2", sys.executable, "-c", _PROGRAM]
     roots = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     more = {"PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe"}
@@ -223,7 +221,7 @@ def _launched_self_test() -> Finding:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return Finding("self-test", f"two ranks of {mpirun} gave no answer in {SELF_TEST_SECONDS} s", BAD,
+        return Finding("self-test", f"two ranks of {mpirun} did not answer within {SELF_TEST_SECONDS} s", BAD,
                        "does `mpirun -n 2 hostname` end? Is it the mpirun of the MPI that mpi4py loads?")  # fmt: skip
     if done.returncode or "right" not in done.stdout:
         text = telling_line(f"{done.stderr}\n{done.stdout}") or f"exit status {done.returncode}"
@@ -233,7 +231,7 @@ def _launched_self_test() -> Finding:
 
 
 def telling_line(output: str) -> str:
-    """The line of a program's output that says most: the last that names an exception, else the first with words."""
+    """Return the most informative line of an output: the last that names an exception, else the first with words."""
     lines = [line.strip() for line in output.splitlines() if re.search(r"[A-Za-z]{2}", line)]
     named = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
     return (named[-1:] or lines[:1] or [""])[0]

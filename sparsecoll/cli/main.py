@@ -1,4 +1,4 @@
-"""`sparsecoll COMMAND` or `python -m sparsecoll COMMAND`; under mpirun where a command uses a communicator."""
+"""The command line, `sparsecoll COMMAND` or `python -m sparsecoll COMMAND`; use mpirun for several ranks."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ NETWORKS = {
 COLOURS = {"good": "green", "could be better": "yellow", "broken": "red"}
 LOG_WIDTH = 160  # columns of a table that goes to a file
 FIGURES = {  # what `tune` prints beside the numbers of a Tuning
-    "alpha": "a message that is waited for",
-    "overhead": "a further message meanwhile",
-    "beta": "a byte, while every rank sends",
-    "call": "encoding, decoding or summing, however few the entries",
-    "merge": "an entry that goes into a sparse sum",
-    "code": "an entry encoded and decoded",
-    "dense": "a value of a dense vector, added and made sparse again",
+    "alpha": "message, from send to receive",
+    "overhead": "further message in flight at the same time",
+    "beta": "byte, while every rank sends",
+    "call": "call of a kernel that encodes, decodes or sums",
+    "merge": "input entry of a sparse sum",
+    "code": "entry encoded and decoded",
+    "dense": "value of a dense vector, added and converted to sparse",
 }
 
 
 def _doctor(options: argparse.Namespace) -> None:
-    """Look at this machine, its MPI and this installation, try a sum on two ranks, and say what could be better."""
+    """Check this machine, its MPI and this installation, try a sum on two ranks, and suggest improvements."""
     from sparsecoll.cli import doctor
 
     comm = default_comm()
@@ -70,7 +70,7 @@ def _doctor(options: argparse.Namespace) -> None:
 
 
 def _tune(options: argparse.Namespace) -> None:
-    """Measure the communicator of all ranks and save what `auto` decides by."""
+    """Measure the costs by which algo='auto' decides, on all ranks."""
     comm = default_comm()
     _warn_of_one_rank(comm)
     _check_writable(comm, options.json, options.save)
@@ -87,22 +87,22 @@ def _tune(options: argparse.Namespace) -> None:
 def _tuning_lines(tuning: Tuning) -> Iterable[str]:
     figures = asdict(tuning)
     calls = figures.pop("calls")
-    yield f"{'figure':<10}{'nanoseconds':>14}  for"
+    yield f"{'figure':<10}{'nanoseconds':>14}  per"
     for name, seconds in figures.items():
         yield f"{name:<10}{seconds * 1e9:>14.3f}  {FIGURES.get(name, '')}"
     if calls:
-        yield f"\n{'algorithm':<16}  whole calls of growing size: measured ms (measured / predicted by the figures)"
+        yield f"\n{'algorithm':<16}  whole calls of growing size: measured ms (measured / predicted from the figures)"
     for name, rows in calls.items():
         yield f"{name:<16}  " + ", ".join(f"{took * 1e3:.3f} ({took / predicted:.2f})" for predicted, took in rows)
 
 
 def _bench(options: argparse.Namespace) -> None:
-    """Time allreduces on the communicator of all ranks, from a dense vector on each to the sparse sum on every one."""
+    """Time allreduces on all ranks, from a dense vector on each rank to the sparse sum on every rank."""
     comm = default_comm()
     _warn_of_one_rank(comm)
     _check_writable(comm, options.json)
     if bench.MPI_ALLREDUCE in options.algo and not hasattr(comm, "Allreduce"):
-        _note(f"{bench.MPI_ALLREDUCE} is left out: mpi4py finds no MPI library")
+        _note(f"{bench.MPI_ALLREDUCE} is left out because mpi4py finds no MPI library")
         options.algo = [algo for algo in options.algo if algo != bench.MPI_ALLREDUCE]
     calls = list(bench.calls(options.algo, options.density, options.format, options.value_dtype))
 
@@ -125,13 +125,13 @@ def _vectors(gradient: str | None, n: int | None, rank: int) -> bench.Gradients:
 def _simulate(options: argparse.Namespace) -> None:
     """Run allreduces on virtual ranks with a modelled network: exact bytes and messages, modelled seconds.
 
-    What computation costs is not modelled: seconds are those of the network.
+    The cost of computation is not modelled: seconds are those of the network.
     """
     if launcher.rank() != 0:
         return  # one process does it all
     check_writable(options.json)
     if bench.MPI_ALLREDUCE in options.algo:
-        raise ValueError(f"--algo: {bench.MPI_ALLREDUCE} is MPI's own and cannot be simulated; take dense")
+        raise ValueError(f"--algo: {bench.MPI_ALLREDUCE} is MPI's own and cannot be simulated; use dense")
     network = NETWORKS[options.network]
     network = Network(
         network.alpha if options.alpha is None else options.alpha,
@@ -166,7 +166,7 @@ def _plot(options: argparse.Namespace) -> None:
 
 
 def _with_progress(rows: Iterable[bench.Row], total: int, shown: bool) -> Iterable[bench.Row]:
-    """The rows, with a progress bar if somebody looks on but does not see the rows because they go to a file."""
+    """Yield the rows; show a progress bar if stderr is a terminal while the rows go to a file."""
     console = Console(stderr=True, quiet=not shown)
     wanted = shown and console.is_terminal and not sys.stdout.isatty()
     with Progress(console=console, transient=True, disable=not wanted) as progress:
@@ -174,10 +174,11 @@ def _with_progress(rows: Iterable[bench.Row], total: int, shown: bool) -> Iterab
 
 
 def _everywhere(comm: Any, work: Callable[[], T], length: Callable[[T], int] | None = None) -> T:
-    """work() on every rank; what is raised on one is raised on all, so that none waits for the others.
+    """Call work() on every rank; an exception on one rank is raised on all, so that no rank waits for another.
 
     Args:
-        length: of the result; it must be the same on all ranks.
+        work: what this rank does.
+        length: function of the result whose value must be the same on all ranks.
     """
     transport: Transport = as_transport(comm)
     if transport.size == 1:
@@ -195,7 +196,7 @@ def _nothing() -> None:
 
 
 def _check_writable(comm: Any, *paths: Path | None) -> None:
-    """Find out before measuring whether the process that writes can; collective."""
+    """Check before measuring that the files can be written; collective."""
 
     def check() -> None:
         for path in paths:
@@ -205,7 +206,7 @@ def _check_writable(comm: Any, *paths: Path | None) -> None:
 
 
 def _writes(comm: Any) -> bool:
-    """Whether this is the process of the job that prints: rank 0, of processes that were launched together."""
+    """Whether this process prints and writes files: rank 0 of the processes that were launched together."""
     return comm.rank == 0 and (comm.size > 1 or launcher.rank() == 0)
 
 
@@ -216,10 +217,10 @@ def _warn_of_one_rank(comm: Any) -> None:
     if processes > 1:
         _note(
             f"this job has 1 rank, but {variable}={processes}: the launcher is not that of the MPI that mpi4py loads,"
-            " or not used at all; `sparsecoll doctor` says more"
+            " or not used at all; see `sparsecoll doctor`"
         )
     else:
-        _note("1 rank communicates with nobody; start it with mpirun -n P")
+        _note("there is only 1 rank, so nothing is communicated; start it with mpirun -n P")
 
 
 def _note(text: str) -> None:
@@ -228,7 +229,7 @@ def _note(text: str) -> None:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says things once a job, and errors in one line."""
+    """Prints help and errors once per job, and an error as one line."""
 
     def error(self, message: str) -> NoReturn:
         _end(f"{message} (see {self.prog} --help)", 2)
@@ -239,7 +240,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _end(text: str, status: int, everywhere: bool = True) -> NoReturn:
-    """End with one line, which all ranks would print alike if `everywhere`."""
+    """Exit with one line on stderr; if `everywhere`, all ranks have this error and only one prints it."""
     if launcher.rank() == 0 or not everywhere:
         sys.stderr.write(f"sparsecoll: {text}\n")
     sys.exit(status)
@@ -257,33 +258,40 @@ def _parser() -> argparse.ArgumentParser:
         return command
 
     def add_calls(command: argparse.ArgumentParser, algos: list[str], length: int, densities: list[float]) -> None:
-        command.add_argument("--algo", nargs="+", type=_algo, default=algos, metavar="NAME[:OPTION=VALUE,...]")
-        command.add_argument("--n", nargs="+", type=_count, default=[length], help="lengths of the vectors")
-        command.add_argument("--density", nargs="+", type=_density, default=densities, help="k / n")
-        command.add_argument("--format", nargs="+", choices=FORMATS, default=["auto"])
-        command.add_argument("--value-dtype", nargs="+", choices=("float16", "bfloat16", "float32"), default=[None])
-        command.add_argument("--json", type=Path, metavar="FILE", help="save the rows, each as it comes")
+        usual, share = ", ".join(algos), " ".join(map(str, densities))
+        command.add_argument("--algo", nargs="+", type=_algo, default=algos, metavar="NAME[:OPTION=VALUE,...]",
+                             help=f"algorithms, with options (default: {usual})")  # fmt: skip
+        command.add_argument("--n", nargs="+", type=_count, default=[length],
+                             help=f"lengths of the vectors (default: {length:,})")  # fmt: skip
+        command.add_argument("--density", nargs="+", type=_density, default=densities,
+                             help=f"k / n (default: {share})")  # fmt: skip
+        command.add_argument(
+            "--format", nargs="+", choices=FORMATS, default=["auto"], help="wire formats (default: auto)"
+        )
+        command.add_argument("--value-dtype", nargs="+", choices=("float16", "bfloat16", "float32"), default=[None],
+                             help="dtypes of values on the wire (default: that of the vector)")  # fmt: skip
+        command.add_argument("--json", type=Path, metavar="FILE", help="save each row as soon as it is measured")
 
     command = add("doctor", _doctor)
     command.add_argument("--json", type=Path, metavar="FILE", help="save the findings")
 
     command = add("tune", _tune)
     command.add_argument("--save", type=Path, metavar="FILE", help="write the measurement for SPARSECOLL_TUNING")
-    command.add_argument("--json", type=Path, metavar="FILE", help="save it with what it was measured on")
+    command.add_argument("--json", type=Path, metavar="FILE", help="save it together with machine and versions")
 
-    command = add("bench", _bench, bench.__doc__)
+    command = add("bench", _bench, (bench.__doc__ or "").partition("\n\n")[2])
     add_calls(command, ALGOS, 4_000_000, [0.001, 0.01, 0.1])
-    command.add_argument("--gradient", metavar="FILE", help="a .npy file in place of --n; {rank} stands for the rank")
-    command.add_argument("--repeat", type=_count, default=7, help="timed calls a row (default: 7)")
+    command.add_argument("--gradient", metavar="FILE", help="a .npy file instead of --n; {rank} stands for the rank")
+    command.add_argument("--repeat", type=_count, default=7, help="timed calls per row (default: 7)")
 
     command = add("simulate", _simulate)
     add_calls(command, ["dense", *ALGOS[2:]], 100_000, [0.01])
     command.add_argument("--ranks", nargs="+", type=_count, default=[4, 16, 64], help="numbers of virtual ranks")
-    command.add_argument("--ranks-per-node", type=_count, default=1)
-    command.add_argument("--network", choices=NETWORKS, default="1gbit")
-    command.add_argument("--alpha", type=float, help="seconds a message, instead of the network's")
-    command.add_argument("--beta", type=float, help="seconds a byte, instead of the network's")
-    command.add_argument("--repeat", type=_count, default=3, help="calls a row (default: 3)")
+    command.add_argument("--ranks-per-node", type=_count, default=1, help="virtual ranks per node (default: 1)")
+    command.add_argument("--network", choices=NETWORKS, default="1gbit", help="modelled network (default: 1gbit)")
+    command.add_argument("--alpha", type=float, help="seconds per message, instead of the network's")
+    command.add_argument("--beta", type=float, help="seconds per byte, instead of the network's")
+    command.add_argument("--repeat", type=_count, default=3, help="calls per row (default: 3)")
 
     command = add("plot", _plot)
     command.add_argument("rows", nargs="+", type=Path, metavar="FILE", help="JSON files of bench and simulate")
@@ -324,7 +332,7 @@ def _algo(text: str) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Parse and run a command; errors end the program with one line that says what was expected."""
+    """Parse the arguments and run the command; an error ends the program with one line that says what was expected."""
     options = _parser().parse_args(arguments)
     try:
         options.run(options)

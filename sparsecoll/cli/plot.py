@@ -1,6 +1,6 @@
-"""Figures from rows of `bench`: stacked phases, time against density, time and volume against P. Legible in print.
+"""Draws figures from rows of `bench`: stacked phases, time against density, time and volume against P.
 
-Needs matplotlib. Lines differ by marker and dash, bars by hatch, so that nothing depends on colour.
+Needs matplotlib. Lines differ by marker and dash and bars by hatch, so that figures are legible in black and white.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ WIDTH = 7.0  # inches; a text column
 
 
 def rows_of(path: str | Path) -> list[Row]:
-    """The rows in a file that `bench --json` wrote.
+    """Return the rows in a file that `bench --json` wrote.
 
     Raises:
-        ValueError: the file holds something else.
+        ValueError: The file contains something else.
     """
     try:
         content = json.loads(Path(path).read_text())
@@ -37,7 +37,7 @@ def rows_of(path: str | Path) -> list[Row]:
 
 
 def label(row: Row) -> str:
-    """The row's name; else algorithm, and format and dtype where they are not the usual ones."""
+    """Return the row's name, or its algorithm with format and dtype if these are not the defaults."""
     if "name" in row:
         return str(row["name"])
     extra = [row["format"]] if row.get("format", "auto") != "auto" else []

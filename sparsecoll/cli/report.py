@@ -1,4 +1,4 @@
-"""The rows of `bench` and `simulate` as they come: a line of a table each, and a JSON file that is whole after each."""
+"""Prints each row of `bench` and `simulate` as a line of a table, and saves all rows so far as a JSON file."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ DENSE = (MPI_ALLREDUCE, "dense")
 
 
 class Report:
-    """Shows and saves rows.
+    """Prints and saves rows.
 
     Args:
-        algos: names that the rows will have, for the width of their column.
+        algos: names of the algorithms in the rows, for the width of their column.
         path: the JSON file; None saves nothing.
     """
 
@@ -30,7 +30,7 @@ class Report:
         self._width = max(map(len, algos), default=0) + 2
 
     def add(self, row: Row) -> None:
-        """Show a row, and save it with those before."""
+        """Print a row, and save it together with the earlier ones."""
         if not self._rows:
             sys.stdout.write(self._heads() + "\n")
         self._rows.append(row)
@@ -55,17 +55,17 @@ class Report:
 
 
 def save(path: Path, content: dict[str, Any]) -> None:
-    """Write a JSON file in one go: whoever reads it sees the old content or the new one."""
+    """Write a JSON file atomically: a reader sees the old content or the new one."""
     part = path.with_name(path.name + ".part")
     part.write_text(json.dumps(content, indent=1) + "\n")
     os.replace(part, path)
 
 
 def check_writable(path: Path | None) -> None:
-    """Find out before hours of measuring whether a file can be written.
+    """Check before hours of measuring that a file can be written.
 
     Raises:
-        ValueError: its folder is missing or not writable, or it is no regular file.
+        ValueError: Its folder is missing or not writable, or it is not a regular file.
     """
     if path is None:
         return
@@ -74,4 +74,4 @@ def check_writable(path: Path | None) -> None:
     if path.exists() and not path.is_file():
         raise ValueError(f"{path}: expected a file, got a folder or device")
     if not os.access(path.parent, os.W_OK):
-        raise ValueError(f"{path}: expected a folder that can be written to, got {str(path.parent)!r}")
+        raise ValueError(f"{path}: expected a writable folder, got {str(path.parent)!r}")
