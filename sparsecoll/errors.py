@@ -1,15 +1,15 @@
-"""Exceptions of the library's own."""
+"""Exceptions that only this library raises."""
 
 
 class CommunicationError(RuntimeError):
-    """Ranks disagree on an argument, a peer did not answer within `timeout`, or a message is damaged.
+    """Ranks pass different arguments, a peer does not answer within `timeout`, or a message is invalid.
 
-    The text names the ranks, the argument and the values.
+    The message names the ranks, the argument and the values.
     """
 
 
 class NonFiniteError(ValueError):
-    """A gradient holds NaN or infinity on some rank.
+    """A gradient contains NaN or infinity on some rank.
 
-    The text names the parameter and the rank.
+    The message names the parameter and the rank.
     """

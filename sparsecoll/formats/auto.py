@@ -1,4 +1,4 @@
-"""Auto: each message in the format that arrives first, from exact sizes known before encoding."""
+"""Auto: encodes each message in the smallest or fastest format, by exact sizes computed before encoding."""
 
 from __future__ import annotations
 
@@ -15,20 +15,25 @@ from sparsecoll.formats.densestream import DenseStream
 from sparsecoll.formats.packed import Packed
 from sparsecoll.vector import SparseVector
 
-FEW = 32  # entries of a message up to which only the cheapest formats are planned: the others save a few bytes at most
-SAMPLES, STRETCH = 8, 128  # how many stretches of so many entries tell whether DenseStream is worth planning
+FEW = 32  # messages of up to so many entries are coo or packed: other formats would save a few bytes at most
+SAMPLES, STRETCH = 8, 128  # number and length of the runs of entries by whose size DenseStream is judged
 
 
 @dataclass(frozen=True)
 class Auto(Format):
-    """Chooses; it has no bytes of its own (id 0 never travels), so it decodes nothing.
+    """Chooses a format for each message. It has no messages of its own: the header names the format chosen.
+
+    Messages of up to 32 entries are coo or packed. DenseStream is considered for a long message only if a sample of
+    the entries suggests that it may be the smallest.
 
     Args:
-        choose: names of the formats to choose from; all of them by default.
-        beta: seconds per byte of the link (8e-9 for 1 Gb/s). The format with the least time to code and to send is
-            taken, which is COO where coding is slower than sending. None: the smallest message (a long one is no
-            DenseStream where a sample of it says that it will not be the smallest; one of up to 32 entries is coo or
-            packed).
+        beta: seconds per byte of the link (8e-9 for 1 Gb/s). The format with the least time to encode, send and decode
+            is taken, which is coo if encoding is slower than sending. None, the default, takes the smallest message.
+        choose: names of the formats to choose from, of "coo", "dense", "bitmap", "packed" and "densestream" (default:
+            all).
+
+    Raises:
+        ValueError: `choose` is empty or contains another name.
     """
 
     id = 0
@@ -74,7 +79,7 @@ class Auto(Format):
 
     @staticmethod
     def _hopeless(form: Format, x: SparseVector, wire: WireDtype, best: int) -> bool:
-        """Whether a sample says that DenseStream, whose plan is the slowest, will be 10 % above the best so far."""
+        """Whether a sample predicts DenseStream, whose plan is the slowest, to be 10 % larger than the best so far."""
         if not isinstance(form, DenseStream) or x.nnz <= 2 * SAMPLES * STRETCH:
             return False
         starts = [(x.nnz - STRETCH) * i // (SAMPLES - 1) for i in range(SAMPLES)]

@@ -1,1 +1,1 @@
-"""What is counted and timed."""
+"""Counters of messages, and times by kind of work."""

@@ -1,12 +1,11 @@
-"""What a rank is doing and for how long: kinds of work, told to whoever listens on this thread.
+"""Spans of work by kind, reported to the listeners of the current thread.
 
-The library marks its own work (`doing`); nothing is recorded unless a listener is set, and then marking costs a
-fraction of a microsecond. Listeners: `Recorder`, which keeps times, and the simulator, which lets work take time on the
-virtual clock.
+The library marks its own work with `doing`. Without a listener nothing is recorded, and a mark costs a fraction of a
+microsecond. There are two listeners: `Recorder` adds up seconds, and the simulator advances its virtual clock.
 
-Kinds and the amounts told with them: "select" (values looked at), "encode" and "decode" (entries), "merge" (entries,
-and coordinates from the first to the last), "dense" (values of dense vectors read or written), "wait" (nothing: for
-messages to arrive or to leave).
+The kinds, and the amounts reported with them, are "select" (values read), "encode" and "decode" (entries), "merge"
+(entries, and coordinates from the first to the last), "dense" (values of dense vectors read or written), and "wait"
+(for messages to arrive or to be sent; no amount).
 """
 
 from __future__ import annotations
@@ -22,15 +21,15 @@ KINDS = ("select", "encode", "decode", "merge", "dense", "wait")
 
 
 class Listener(Protocol):
-    """Gets every piece of work of its thread."""
+    """Receives every span of work of its thread."""
 
     def work(self, kind: str, amount: int, span: int) -> AbstractContextManager[object]:
-        """Surrounds the work."""
+        """Return the context manager in which a span of work runs."""
         ...
 
 
 class _OfThread(threading.local):
-    listeners: tuple[Listener, ...] = ()  # the one that began last is the first
+    listeners: tuple[Listener, ...] = ()  # the most recent one first
 
 
 _of_thread = _OfThread()
@@ -38,7 +37,13 @@ _nothing = contextlib.nullcontext()
 
 
 def doing(kind: str, amount: int = 0, span: int = 0) -> AbstractContextManager[object]:
-    """Surround work of this kind with what this returns."""
+    """Mark a span of work: `with doing("merge", entries, coordinates): ...`.
+
+    Args:
+        kind: one of KINDS.
+        amount: how much work it is, in the unit of the kind.
+        span: for "merge", the number of coordinates from the first index to the last.
+    """
     listeners = _of_thread.listeners
     if not listeners:
         return _nothing
@@ -58,7 +63,7 @@ L = TypeVar("L", bound=Listener)
 
 @contextlib.contextmanager
 def listening(listener: L) -> Iterator[L]:
-    """Let a listener have this thread's work inside, beside those that already do.
+    """Context manager: report the work of this thread to `listener`, too.
 
     >>> with listening(Recorder()) as recorder:
     ...     y = sparsecoll.SparseVector.from_dense(np.ones(5))
@@ -74,20 +79,25 @@ def listening(listener: L) -> Iterator[L]:
 
 
 class Recorder:
-    """Seconds by kind of work. Time inside inner work counts for the inner kind alone, so that kinds add up.
+    """Adds up seconds by kind of work.
+
+    The time of a nested span counts only for the inner kind, so that the sum over the kinds is the total.
+
+    Args:
+        now: clock, in seconds.
 
     Attributes:
-        seconds: by kind.
+        seconds: dict from kind to seconds.
     """
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
         self.seconds = dict.fromkeys(KINDS, 0.0)
         self._now = now
-        self._inner = [0.0]  # seconds of work inside each piece that is going on
+        self._inner = [0.0]  # seconds of nested work in each open span
 
     @contextlib.contextmanager
     def work(self, kind: str, amount: int, span: int = 0) -> Iterator[None]:
-        """Surround work, see `doing`."""
+        """Time a span of work, see `doing`."""
         self._inner.append(0.0)
         start = self._now()
         try:

@@ -1,4 +1,4 @@
-"""What was sent, received and how long it took, in total and per phase. A word is 4 bytes."""
+"""Counters of bytes, messages and seconds, in total and by phase."""
 
 from __future__ import annotations
 
@@ -10,7 +10,15 @@ WORD = 4
 
 @dataclass
 class Counts:
-    """Exact counts of one rank: bytes of payload with the messages' own headers, not MPI's or TCP's."""
+    """Exact counts of one rank. Bytes include the library's message headers, but not those of MPI or TCP.
+
+    Attributes:
+        bytes_sent: bytes.
+        bytes_received: bytes.
+        messages_sent: number of messages.
+        messages_received: number of messages.
+        seconds: time, in seconds.
+    """
 
     bytes_sent: int = 0
     bytes_received: int = 0
@@ -20,7 +28,7 @@ class Counts:
 
     @property
     def words_received(self) -> float:
-        """bytes_received / 4: the volume of the papers."""
+        """bytes_received / 4: the volume as papers count it, in words of 4 bytes."""
         return self.bytes_received / WORD
 
     def __sub__(self, other: Counts) -> Counts:
@@ -33,17 +41,21 @@ class Counts:
         )
 
     def copy(self) -> Counts:
-        """The same counts, detached."""
+        """Return a copy, which does not change with later calls."""
         return replace(self)
 
 
 @dataclass
 class Traffic:
-    """Counters of one rank on one communicator since it was first used (or since `reset`).
+    """Counters of one rank on one communicator since its first use or the last `reset`; see `sparsecoll.traffic`.
 
-    `total` holds everything that calls send and receive; `phases` the same split by phase name ("agree", "select",
-    "split", ...). Traffic outside a phase is in `total` alone. `seconds` of `total` is the time inside collective
-    calls. `set_up` is what happens once in the life of a communicator, such as measuring it: it is part of neither.
+    `print(traffic)` shows a table by phase.
+
+    Attributes:
+        total: Counts of all calls; its `seconds` is the time inside collective calls.
+        phases: dict from phase name ("agree", "select", "split", ...) to Counts. Messages outside a phase are counted
+            in `total` only.
+        set_up: Counts of what happens once per communicator, such as measuring it; not part of `total` or `phases`.
     """
 
     total: Counts = field(default_factory=Counts)
@@ -56,12 +68,16 @@ class Traffic:
         self.phases.clear()
 
     def copy(self) -> Traffic:
-        """The same counters, detached."""
+        """Return a copy, which does not change with later calls."""
         phases = {name: counts.copy() for name, counts in self.phases.items()}
         return Traffic(self.total.copy(), phases, self.set_up.copy())
 
     def since(self, earlier: Traffic) -> Traffic:
-        """What calls moved since `earlier`, a copy taken before; without `set_up`."""
+        """Return the counts since `earlier`, a copy taken before; without `set_up`.
+
+        Args:
+            earlier: result of an earlier `copy()`.
+        """
         nothing = Counts()
         phases = {name: counts - earlier.phases.get(name, nothing) for name, counts in self.phases.items()}
         moved = {n: c for n, c in phases.items() if c != nothing}
@@ -69,31 +85,31 @@ class Traffic:
 
     @property
     def bytes_sent(self) -> int:
-        """Total bytes sent."""
+        """Total number of bytes sent."""
         return self.total.bytes_sent
 
     @property
     def bytes_received(self) -> int:
-        """Total bytes received."""
+        """Total number of bytes received."""
         return self.total.bytes_received
 
     @property
     def words_received(self) -> float:
-        """Total words (4 bytes) received."""
+        """Total number of words (4 bytes each) received."""
         return self.total.words_received
 
     @property
     def messages_sent(self) -> int:
-        """Total messages sent."""
+        """Total number of messages sent."""
         return self.total.messages_sent
 
     @property
     def seconds(self) -> float:
-        """Seconds inside collective calls."""
+        """Time inside collective calls, in seconds."""
         return self.total.seconds
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain numbers, for JSON."""
+        """Return nested dicts of plain numbers, for JSON."""
         phases = {n: asdict(c) for n, c in self.phases.items()}
         return {"total": asdict(self.total), "phases": phases, "set_up": asdict(self.set_up)}
 

@@ -1,4 +1,4 @@
-"""Checkpoint files that a crash cannot spoil."""
+"""Checkpoint files that stay complete if the process is killed while it writes."""
 
 from __future__ import annotations
 
@@ -11,10 +11,17 @@ import torch
 
 
 def save(state: Any, path: str | os.PathLike[str]) -> None:
-    """torch.save, atomically: the file has the old content or the new one, whenever this process is killed.
+    """Call torch.save atomically: the file has the old content or the new one, whenever the process is killed.
 
-    Residuals differ from rank to rank: every rank saves a file of its own, and it is a checkpoint of the job when all
-    have. Written beside the file first, which takes as much room again.
+    Residuals differ between ranks, so every rank saves its own file, and the checkpoint of the job is complete when all
+    have. The state is first written to a temporary file in the same folder, which needs the space twice.
+
+    Args:
+        state: a `state_dict()`, or anything else that torch.save takes.
+        path: name of the file.
+
+    Raises:
+        OSError: The file cannot be written; the old one is unchanged.
     """
     path = Path(path)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
@@ -35,5 +42,9 @@ def save(state: Any, path: str | os.PathLike[str]) -> None:
 
 
 def load(path: str | os.PathLike[str]) -> Any:
-    """What `save` wrote; tensors, numbers, texts and containers of them, and no code."""
+    """Load what `save` wrote, with `weights_only=True`: tensors, numbers, strings and containers of them, but no code.
+
+    Args:
+        path: name of the file.
+    """
     return torch.load(path, weights_only=True)

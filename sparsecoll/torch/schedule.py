@@ -1,4 +1,4 @@
-"""Density schedules: which share of a vector to send, by step and by layer."""
+"""Density schedules: which fraction of a vector to send, by step and by layer."""
 
 from __future__ import annotations
 
@@ -9,11 +9,18 @@ from fnmatch import fnmatchcase
 
 
 class Schedule(ABC):
-    """A density by step (from 0 on)."""
+    """A density that depends on the step. Derive from this class and define `at` for a schedule of your own."""
 
     @abstractmethod
     def at(self, step: int) -> float:
-        """The density, in (0, 1]."""
+        """Return the density of a step.
+
+        Args:
+            step: number of optimizer steps before this one (0 in the first step).
+
+        Returns:
+            Fraction of the entries to send, in (0, 1].
+        """
 
 
 def _check(density: float) -> float:
@@ -24,7 +31,14 @@ def _check(density: float) -> float:
 
 @dataclass(frozen=True)
 class Constant(Schedule):
-    """The same density at every step."""
+    """The same density at every step.
+
+    Args:
+        density: fraction of the entries to send, in (0, 1].
+
+    Raises:
+        ValueError: The density is outside (0, 1].
+    """
 
     density: float
 
@@ -37,9 +51,18 @@ class Constant(Schedule):
 
 @dataclass(frozen=True)
 class WarmUp(Schedule):
-    """From `start` to `density` in `stages` equal factors over `steps` steps, then constant.
+    """Falls from `start` to `density` by equal factors in `stages` stages, then stays constant.
 
-    Deep Gradient Compression (Lin and others, ICLR 2018, section 3.4) begins with 25 % and takes 4 epochs to 0.1 %.
+    Deep Gradient Compression (Lin and others, ICLR 2018, section 3.4) starts at 25 % and reaches 0.1 % after 4 epochs.
+
+    Args:
+        density: final density, in (0, 1].
+        steps: number of optimizer steps until it is reached.
+        start: density of the first step, in (0, 1] (default: 0.25).
+        stages: number of times that the density changes (default: 4).
+
+    Raises:
+        ValueError: A density is outside (0, 1], or `steps` or `stages` is below 1.
 
     >>> [round(WarmUp(0.001, steps=8).at(step), 4) for step in (0, 2, 4, 6, 8)]
     [0.25, 0.0629, 0.0158, 0.004, 0.001]
@@ -66,20 +89,24 @@ Density = float | Schedule | Mapping[str, "float | Schedule"]
 
 @dataclass(frozen=True)
 class Densities:
-    """What a `density` argument says: one schedule for all, or the first that matches for each layer.
+    """A parsed `density` argument: one schedule for everything, or for each layer that of the first matching pattern.
 
     Args:
-        rules: (pattern of names as in fnmatch, schedule); the pattern None is for whole buckets.
+        rules: pairs of a pattern of parameter names (as in fnmatch) and a schedule; the pattern None stands for whole
+            buckets.
     """
 
     rules: tuple[tuple[str | None, Schedule], ...]
 
     @classmethod
     def of(cls, density: Density) -> Densities:
-        """Read the argument.
+        """Parse the argument.
+
+        Args:
+            density: a fraction in (0, 1], a Schedule, or a mapping from patterns of parameter names to either.
 
         Raises:
-            ValueError: a density outside (0, 1]; an empty mapping.
+            ValueError: A density is outside (0, 1], or the mapping is empty.
         """
         if isinstance(density, Mapping):
             if not density:
@@ -89,14 +116,19 @@ class Densities:
 
     @property
     def by_layer(self) -> bool:
-        """Whether layers have densities of their own."""
+        """Whether densities are given by layer."""
         return self.rules[0][0] is not None
 
     def k(self, length: int, step: int, name: str | None = None) -> int:
-        """Entries to select of a bucket, or of the layer of this name; at least one.
+        """Return the number of entries to select, at least one.
+
+        Args:
+            length: number of values in the bucket or layer.
+            step: number of optimizer steps before this one.
+            name: name of the layer; None for a bucket.
 
         Raises:
-            ValueError: no pattern matches the name.
+            ValueError: No pattern matches the name.
         """
         for pattern, schedule in self.rules:
             if pattern is None or (name is not None and fnmatchcase(name, pattern)):

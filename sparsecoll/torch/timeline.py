@@ -1,4 +1,4 @@
-"""What each thread did when: a trace for chrome://tracing or ui.perfetto.dev."""
+"""Timeline: traces of training steps for chrome://tracing or ui.perfetto.dev."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from typing import Any
 
 
 class Timeline:
-    """Records spans of time; give one to DistributedOptimizer as `timeline`.
+    """Records spans of time; pass one to DistributedOptimizer as `timeline`.
 
-    Rows of the trace: "back-propagation" on the thread that trains; on the thread that communicates one span a bucket
-    with the kinds of work of `telemetry.trace` inside. Memory: some 200 bytes a span, until `save` or `clear`.
+    The trace has a row per thread: "back-propagation" on the training thread, and on the progress thread one span per
+    bucket, with nested spans by kind of work (select, encode, decode, merge, dense, wait). A span takes some 200 bytes
+    of memory until `clear`.
 
     Args:
-        rank: the process number of the trace.
+        rank: process number in the trace (default: 0).
     """
 
     def __init__(self, rank: int = 0) -> None:
@@ -27,7 +28,12 @@ class Timeline:
 
     @contextlib.contextmanager
     def span(self, name: str, **about: Any) -> Iterator[None]:
-        """Record what happens inside."""
+        """Context manager: record the enclosed code as a span of this thread.
+
+        Args:
+            name: name of the span.
+            about: further values, shown with the span.
+        """
         start = time.perf_counter()
         try:
             yield
@@ -35,19 +41,30 @@ class Timeline:
             self.add(name, start, time.perf_counter(), **about)
 
     def add(self, name: str, start: float, end: float, **about: Any) -> None:
-        """Record a span of this thread, by time.perf_counter."""
+        """Record a span of this thread that is over.
+
+        Args:
+            name: name of the span.
+            start: its beginning, in seconds of time.perf_counter.
+            end: its end, in seconds of time.perf_counter.
+            about: further values, shown with the span.
+        """
         self._events.append((name, start, end, threading.get_ident(), about))
 
     def work(self, kind: str, amount: int, span: int = 0) -> contextlib.AbstractContextManager[None]:
-        """A listener's part, see `telemetry.trace`."""
+        """Record a span of work by kind, as a listener of `telemetry.trace`."""
         return self.span(kind, amount=amount)
 
     def clear(self) -> None:
-        """Forget all spans."""
+        """Delete all spans."""
         self._events.clear()
 
     def save(self, path: str | Path) -> None:
-        """Write Chrome's JSON, microseconds since the first span."""
+        """Write Chrome's JSON format, with times in microseconds since the first span.
+
+        Args:
+            path: name of the file.
+        """
         first = min((start for _, start, *_ in self._events), default=0.0)
         numbers: dict[int, int] = {}
         events: list[dict[str, Any]] = []
