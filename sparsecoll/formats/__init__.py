@@ -1,7 +1,6 @@
-"""Wire formats. Add one: a file with a Format, a line in FORMATS; the round-trip tests run over the registry.
+"""Wire formats. To add one, write a file with a Format and a line in FORMATS; the round-trip tests run over FORMATS.
 
-`encode` writes one message, `decode` reads any message, whatever format its header names; `add_into` adds messages to a
-dense vector.
+`encode` writes a message, `decode` reads a message of any format, and `add_into` adds messages to a dense vector.
 """
 
 from __future__ import annotations
@@ -60,10 +59,14 @@ __all__ = [
 
 
 def resolve(format: str | Format) -> Format:
-    """The format of that name, or the object itself.
+    """Return the format of that name, or the object itself.
+
+    Args:
+        format: a key of FORMATS, or a Format.
 
     Raises:
-        ValueError, TypeError: no format has the name, or neither name nor Format.
+        ValueError: No format has the name.
+        TypeError: `format` is neither a name nor a Format.
     """
     if isinstance(format, Format):
         return format
@@ -75,15 +78,28 @@ def resolve(format: str | Format) -> Format:
 
 
 def encode(x: SparseVector, format: str | Format = "auto", value_dtype: str | None = None) -> Buffer:
-    """x as one self-describing message (uint8). Values are rounded to `value_dtype` if given."""
+    """Return x as one self-describing message.
+
+    Args:
+        x: the vector to send.
+        format: name or Format.
+        value_dtype: name of the dtype to which values are rounded; None for their own.
+
+    Returns:
+        uint8 array, in the memory of x (host or GPU).
+    """
     return resolve(format).encode(x, value_dtype)
 
 
 def decode(buffer: Buffer, length: int) -> SparseVector:
-    """The vector in a message, for a vector of `length` coordinates.
+    """Return the vector in a message.
+
+    Args:
+        buffer: the message, uint8, in any format.
+        length: length of the vector.
 
     Raises:
-        CommunicationError: truncated, corrupted, or made for another length.
+        CommunicationError: The message is truncated, corrupted, or for a vector of another length.
     """
     form = _of(buffer)
     with doing("decode", entries(buffer)):
@@ -91,17 +107,21 @@ def decode(buffer: Buffer, length: int) -> SparseVector:
 
 
 def entries(buffer: Buffer) -> int:
-    """How many entries a message holds, as its header says (unchecked)."""
+    """Return the number of entries in a message according to its header, which is not validated."""
     return int(HEADER.unpack_from(to_host(buffer[: HEADER.size]))[-1]) if buffer.size >= HEADER.size else 0
 
 
 def add_into(dense: DenseVector, buffers: Iterable[Buffer]) -> None:
-    """dense += the vectors of all messages, in their order, in place (DRAGONN's sparse decoding, section 4.3).
+    """Add the vectors of all messages to `dense`, in their order and in place (DRAGONN, section 4.3).
 
-    Cost: per entry received; no message becomes a dense vector of its own.
+    The cost is per entry received; no message is expanded to a dense vector.
+
+    Args:
+        dense: the sum, changed in place.
+        buffers: messages, uint8, in any format.
 
     Raises:
-        CommunicationError: as `decode`; the messages before are added by then.
+        CommunicationError: A message is invalid; the messages before it have been added.
     """
     for buffer in buffers:
         form = _of(buffer)
@@ -117,5 +137,5 @@ def _of(buffer: Buffer) -> Format:
 
 
 def _aligned(buffer: Buffer) -> Buffer:
-    """The buffer, copied if it does not begin at a multiple of 8 bytes."""
+    """Return the buffer, or a copy if it is not aligned to 8 bytes."""
     return buffer if data_ptr(buffer) % 8 == 0 else buffer.copy()

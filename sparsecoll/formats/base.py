@@ -1,6 +1,6 @@
-"""What a wire format is, and the header that makes every message describe itself.
+"""The interface of wire formats, and the header by which every message describes itself.
 
-A message is one buffer, where the vector is (host memory or a GPU): 16 bytes of header, then the format's own bytes.
+A message is one buffer, in the memory of the vector (host or GPU): a header of 16 bytes, then the format's own bytes.
 
     byte 0      format id          byte 2      index bytes (4 or 8)
     byte 1      value dtype id     byte 3      version of this layout
@@ -33,14 +33,20 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class WireDtype:
-    """How values travel: `stored` is the dtype of the bytes; bfloat16 is kept as the upper half of a float32."""
+    """The dtype of values on the wire.
+
+    Attributes:
+        id: number in the header of a message.
+        name: "float16", "float32", "float64", "int32", "int64" or "bfloat16".
+        stored: NumPy dtype of the stored bytes; uint16, the upper half of a float32, for bfloat16.
+    """
 
     id: int
     name: str
     stored: np.dtype[Any]
 
     def pack(self, values: NDArray[Any]) -> NDArray[Any]:
-        """Values as they travel. Rounds to nearest even; finite overflow is cut to the largest finite value."""
+        """Convert values for the wire: rounds to nearest even; finite values saturate at the largest finite value."""
         if values.dtype == self.stored and self.name != "bfloat16":
             return values
         kernels = kernels_of(values)
@@ -51,20 +57,20 @@ class WireDtype:
         return saturating_cast(values, self.stored)
 
     def unpack(self, stored: NDArray[Any]) -> NDArray[Any]:
-        """The values again: float32 for bfloat16, else a view."""
+        """Convert stored values back: to float32 for bfloat16, otherwise a view."""
         if self.name != "bfloat16":
             return stored
         return kernels_of(stored).from_bfloat16(stored)  # type: ignore[no-any-return]
 
     def unpack_as(self, stored: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
-        """The values again, as `dtype`; a view where nothing changes."""
+        """Convert stored values back to `dtype`; a view if nothing changes."""
         arrived = self.unpack(stored)
         if self.name == "float16" and dtype == np.float32:
             return kernels_of(arrived).from_float16(arrived)  # type: ignore[no-any-return]
         return arrived.astype(dtype, copy=False)
 
     def rounded(self, values: NDArray[Any]) -> NDArray[Any]:
-        """The values that arrive, in their own dtype."""
+        """Return the values as a receiver gets them, in their own dtype."""
         return self.unpack_as(self.pack(values), values.dtype)
 
 
@@ -76,7 +82,12 @@ _BY_ID = {wire.id: wire for wire in WIRE_DTYPES.values()}
 
 
 def wire_dtype(x_dtype: np.dtype[Any], value_dtype: str | None) -> WireDtype:
-    """The wire dtype of values of `x_dtype` when `value_dtype` was asked for (None: as they are)."""
+    """Return the dtype on the wire.
+
+    Args:
+        x_dtype: dtype of the values.
+        value_dtype: name of the dtype that the caller asked for; None for the values' own.
+    """
     return WIRE_DTYPES[value_dtype or x_dtype.name]
 
 
@@ -84,7 +95,12 @@ V = TypeVar("V", bound="SparseVector | DenseVector")
 
 
 def rounded(x: V, value_dtype: str | None) -> V:
-    """x with its values rounded as they will travel, in x's own dtype; x itself if nothing changes."""
+    """Return x with its values rounded as on the wire, in x's own dtype; x itself if nothing changes.
+
+    Args:
+        x: a SparseVector or DenseVector.
+        value_dtype: name of the dtype on the wire; None for x's own.
+    """
     wire = wire_dtype(x.dtype, value_dtype)
     if wire.name == x.dtype.name:
         return x
@@ -93,7 +109,12 @@ def rounded(x: V, value_dtype: str | None) -> V:
 
 @dataclass(frozen=True)
 class Plan:
-    """A message about to be written: its exact size, and what fills a buffer of that size after the header."""
+    """A message about to be written.
+
+    Attributes:
+        size: its exact size in bytes, header included.
+        write: function that fills a buffer of this size after the header.
+    """
 
     size: int
     write: Callable[[Buffer], None]
@@ -101,10 +122,12 @@ class Plan:
 
 @dataclass(frozen=True)
 class Format(ABC):
-    """One wire format: plan, decode. A frozen dataclass of its options; `id` stands in the header.
+    """A wire format: derive a frozen dataclass of its options, and define `plan` and `decode`.
 
     Attributes:
-        lossy: whether entries may be missing on arrival (`arriving` tells which come through).
+        id: number in the header of a message; 1 to 255.
+        name: key in FORMATS.
+        lossy: whether entries may be missing on arrival.
     """
 
     id: ClassVar[int]
@@ -113,27 +136,41 @@ class Format(ABC):
 
     @abstractmethod
     def plan(self, x: SparseVector, wire: WireDtype) -> Plan:
-        """What the message would be; writing is left to `Plan.write`."""
+        """Return the plan of a message: its exact size, and how to write it.
+
+        Args:
+            x: the vector to send.
+            wire: dtype of its values on the wire.
+        """
 
     @abstractmethod
     def decode(self, buffer: Buffer, length: int) -> SparseVector:
-        """The vector again, as views into `buffer` where possible.
+        """Return the vector in a message, as views into `buffer` where possible.
+
+        Args:
+            buffer: the message, uint8.
+            length: length of the vector.
 
         Raises:
-            CommunicationError: the buffer is not a whole valid message for a vector of this length.
+            CommunicationError: The buffer is not a complete, valid message for a vector of this length.
         """
 
     def index_dtype(self, length: int) -> np.dtype[Any]:
-        """dtype of the indices in a message, as its header states."""
+        """Return the dtype of the indices in a message for a vector of this length."""
         return index_dtype(length)
 
     def size(self, x: SparseVector, value_dtype: str | None = None) -> int:
-        """Exactly the bytes that `encode` returns."""
+        """Return the exact number of bytes that `encode` returns."""
         wire = wire_dtype(x.dtype, value_dtype)
         return self.fitting(x, wire).plan(x, wire).size
 
     def encode(self, x: SparseVector, value_dtype: str | None = None) -> Buffer:
-        """A new buffer that holds x."""
+        """Return x as a new message, uint8.
+
+        Args:
+            x: the vector to send.
+            value_dtype: name of the dtype on the wire; None for x's own.
+        """
         wire = wire_dtype(x.dtype, value_dtype)
         with doing("encode", x.nnz):
             return self._encoded(x, wire)
@@ -143,11 +180,11 @@ class Format(ABC):
         return form.written(form.plan(x, wire), x, wire)
 
     def fitting(self, x: SparseVector, wire: WireDtype) -> Format:
-        """The format that x travels in: another one, if x holds explicit zeros and this one cannot carry them."""
+        """Return the format to use for x: another one if x has explicit zeros and this one cannot represent them."""
         return self
 
     def written(self, plan: Plan, x: SparseVector, wire: WireDtype) -> Buffer:
-        """The message of a plan."""
+        """Return the message of a plan."""
         buffer = empty(plan.size, np.uint8, x.values)
         header = HEADER.pack(self.id, wire.id, self.index_dtype(x.length).itemsize, VERSION, 0, x.nnz)
         buffer[: HEADER.size] = asarray_like(np.frombuffer(header, np.uint8), buffer)
@@ -155,15 +192,15 @@ class Format(ABC):
         return buffer
 
     def arriving(self, x: SparseVector, value_dtype: str | None = None) -> SparseVector:
-        """What a receiver of `encode(x)` gets, in x's own dtype; x itself if nothing changes."""
+        """Return what a receiver of `encode(x)` gets, in x's own dtype; x itself if nothing changes."""
         return rounded(x, value_dtype)
 
     def add_into(self, dense: DenseVector, buffer: Buffer) -> None:
-        """dense += the vector in a message, in place."""
+        """Add the vector in a message to `dense`, in place."""
         dense.add_at(self.decode(buffer, dense.length))
 
     def _opened(self, buffer: Buffer, length: int, per_byte: int = 1) -> tuple[WireDtype, np.dtype[Any], int]:
-        """(wire dtype, index dtype, nnz) from the header, checked; a byte holds at most `per_byte` entries."""
+        """Return (wire dtype, index dtype, nnz) from the header, validated for at most `per_byte` entries per byte."""
         if buffer.size < HEADER.size:
             raise CommunicationError(f"message: expected at least {HEADER.size} bytes, got {buffer.size}")
         header = to_host(buffer[: HEADER.size])
@@ -186,10 +223,10 @@ class Format(ABC):
 
 
 def holds_zeros(x: SparseVector, wire: WireDtype) -> bool:
-    """Whether an entry is zero, or becomes zero on the wire."""
+    """Whether an entry is zero or is rounded to zero on the wire."""
     return rounded(x, wire.name).has_zeros()
 
 
 def first_index(x: SparseVector) -> int:
-    """The first index held; 0 if there is none."""
+    """Return the first index; 0 if there is no entry."""
     return int(x.indices[0]) if x.nnz else 0

@@ -14,9 +14,9 @@ from sparsecoll.vector import SparseVector
 
 @dataclass(frozen=True)
 class Bitmap(Format):
-    """Header, first index (8 bytes), 64-bit words whose bit i stands for first + i, then the values held.
+    """Header, first index (8 bytes), 64-bit words in which bit i stands for index first + i, then the values.
 
-    Size: 24 + 8 * ceil((last - first + 1) / 64) + nnz * value bytes.
+    Size in bytes: 24 + 8 * ceil((last - first + 1) / 64) + nnz * value bytes.
     """
 
     id = 3

@@ -12,9 +12,9 @@ from sparsecoll.vector import SparseVector
 
 @dataclass(frozen=True)
 class Coo(Format):
-    """Header, then the block of the wider item (so that both stay aligned), then the other.
+    """Indices and values. After the header comes the array with the wider items, so that both stay aligned.
 
-    Size: 16 + nnz * (index bytes + value bytes).
+    Size in bytes: 16 + nnz * (index bytes + value bytes).
     """
 
     id = 1

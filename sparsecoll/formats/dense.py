@@ -1,4 +1,4 @@
-"""Dense: every value from the first index held to the last, zeros between. Smallest where a region has filled in."""
+"""Dense: all values from the first index to the last. The smallest format for a region that is full."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from sparsecoll.vector import SparseVector
 
 @dataclass(frozen=True)
 class Dense(Format):
-    """Header, first index (8 bytes), then last - first + 1 values. What holds explicit zeros travels as a bitmap.
+    """Header, first index (8 bytes), then last - first + 1 values. A vector with explicit zeros is sent as a bitmap.
 
-    Size: 16 + 8 + (last - first + 1) * value bytes; 24 when nothing is held.
+    Size in bytes: 24 + (last - first + 1) * value bytes; 24 without entries.
     """
 
     id = 2

@@ -24,15 +24,15 @@ def place_bytes(length: int) -> int:
 
 @dataclass(frozen=True)
 class DenseStream(Format):
-    """Dense blocks: where each begins, how long it is, and all its values (section III.A of the paper).
+    """Dense blocks: the start and the length of each, and all its values (section III.A of the paper).
 
-    A block begins and ends with an entry held and has at most floor(2 * ceil(log2(N) / 8) / K) zeros in a row between
-    (K: bytes of a value): more would cost more than a new block's start and length. (The paper prints the ceiling,
-    which differs below N = 2^24 for float32: two zeros, 8 bytes, where a new block costs 6.) What holds
-    explicit zeros travels packed.
+    A block begins and ends with an entry and has at most floor(2 * ceil(log2(N) / 8) / K) zeros in a row between, where
+    K is the bytes of a value and N the length: more would cost more than the start and length of a new block. (The
+    paper prints the ceiling, which differs below N = 2^24 for float32: two zeros take 8 bytes, a new block takes 6.) A
+    vector with explicit zeros is sent as packed.
 
-    Size: 24 + 2 * ceil(log2(N) / 8) * blocks + K * (entries and zeros in blocks); for the blocks between the bounds of
-    equation (3).
+    Size in bytes: 24 + 2 * ceil(log2(N) / 8) * blocks + K * (entries and zeros in blocks); equation (3) bounds the
+    number of blocks.
     """
 
     id = 5
@@ -40,13 +40,18 @@ class DenseStream(Format):
 
     @staticmethod
     def gap(length: int, wire: WireDtype) -> int:
-        """The most zeros in a row inside a block."""
+        """Return the largest number of consecutive zeros inside a block."""
         return 2 * place_bytes(length) // wire.stored.itemsize
 
     def filled(self, x: SparseVector, source: DenseVector, value_dtype: str | None = None) -> SparseVector:
-        """x with the zeros inside its blocks replaced by the true values of `source`, which cost no bytes more.
+        """Return x with the zeros inside its blocks replaced by the values of `source`, at no additional bytes.
 
-        The paper's remark at the end of section IV.B; `sparsecoll.DenseStream(fill=True)` selects so.
+        This is the remark at the end of the paper's section IV.B; `sparsecoll.DenseStream(fill=True)` uses it.
+
+        Args:
+            x: the entries selected.
+            source: the vector from which they were selected.
+            value_dtype: name of the dtype on the wire; None for x's own.
         """
         starts, lengths = self._blocks(x, self.gap(x.length, wire_dtype(x.dtype, value_dtype)))
         kernels = kernels_of(x.values)
@@ -55,7 +60,7 @@ class DenseStream(Format):
 
     @staticmethod
     def _blocks(x: SparseVector, gap: int) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
-        """(start, length) of each block."""
+        """Return the starts and the lengths of all blocks."""
         heads = kernels_of(x.values).block_heads(x.indices, gap)
         starts = x.indices[heads].astype(np.uint64)
         lasts = np.concatenate([heads[1:] - 1, heads[:1] + x.nnz - 1])  # the first head is 0

@@ -1,4 +1,4 @@
-"""Packed: the gaps between indices, Rice-coded at close to their entropy, and the values beside them."""
+"""Packed: the gaps between indices, Rice-coded at close to their entropy, and the values."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ START = HEADER.size + 8
 
 @dataclass(frozen=True)
 class Packed(Format):
-    """Header, first index (8 bytes), values, block size, table, payload, 8 zero bytes. Lossless for indices.
+    """Header, first index (8 bytes), values, block size, table, coded gaps, 8 zero bytes. Indices are lossless.
 
-    Every block of 1,024, 256 or 128 gaps (the size that codes a sample of the message shortest) has a Rice parameter of
-    its own, which follows the local density. The table has 16 bits for each block: the parameter and the bytes of its
-    quotients, so that blocks can be found without decoding the ones before, by several threads or on a GPU.
+    Every block of 1,024, 256 or 128 gaps (the size that codes a sample of the message shortest) has its own Rice
+    parameter, which follows the local density. The table has 16 bits per block, the parameter and the bytes of the
+    quotients, so that several threads or a GPU can decode blocks in parallel.
 
-    Size: 34 + nnz * value bytes + 2 * blocks + the coded gaps: 1.006 to 1.02 times the entropy log2(C(n, nnz)) of
-    uniform positions at densities of 0.1 to 10 %, and less where indices cluster.
+    Size in bytes: 34 + nnz * value bytes + 2 * blocks + the coded gaps. These take 1.006 to 1.02 times the entropy
+    log2(C(n, nnz)) of uniform indices at densities of 0.1 to 10 %, and less if indices cluster.
 
     Source: Rice, "Some Practical Universal Noiseless Coding Techniques", JPL 79-22, 1979.
     """

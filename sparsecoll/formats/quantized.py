@@ -17,20 +17,23 @@ START = HEADER.size + 24
 
 @dataclass(frozen=True)
 class Quantized(Format):
-    """Header, first index, values in the window, seed; a float32 scale a bucket; a sign and a level in `bits` a value.
+    """Values quantized to a few bits. Header, first index, span, seed, a float32 scale per bucket, `bits` per value.
 
-    A bucket is the values whose index // `bucket` is the same; its scale is their largest magnitude. A value v becomes
-    sign(v) * scale * level / L with L = 2^(bits-1) - 1 levels above zero, and level = |v| * L / scale rounded up or
-    down at random so that it is right on average. Values that are levels already stay as they are: coding twice is
-    coding once. Values rounded to zero are not held on arrival.
+    A bucket consists of the values with the same index // `bucket`; its scale is their largest magnitude. A value v
+    becomes sign(v) * scale * level / L, with L = 2^(bits-1) - 1 levels above zero and level = |v| * L / scale, rounded
+    up or down at random so that the result is unbiased. Values that are levels do not change, so that encoding twice
+    gives the same as encoding once. Values rounded to zero are missing on arrival.
 
-    Size: 40 + 4 * buckets + ceil(span * bits / 8). float32 and float64 only; they arrive as float32.
+    Size in bytes: 40 + 4 * buckets + ceil(span * bits / 8). For float32 and float64, which arrive as float32.
 
     Args:
-        bits: 8, 4 or 2.
-        seed: of the rounding. Value i of any message is rounded by (seed, i). The receiver need not know it, so
+        bits: bits per value, sign included: 8 (the default), 4 or 2.
+        seed: seed of the rounding; value i of any message is rounded by (seed, i). The receiver does not need it, so
             ranks may have different ones.
-        bucket: values that share a scale.
+        bucket: number of values that share a scale (default: 512).
+
+    Raises:
+        ValueError: `bits` or `bucket` is out of range.
     """
 
     id = 7
@@ -51,7 +54,7 @@ class Quantized(Format):
         return (first + count - 1) // self.bucket - first // self.bucket + 1 if count else 0
 
     def arriving(self, x: SparseVector, value_dtype: str | None = None) -> SparseVector:
-        """The values as they are after quantisation, without those that became zero."""
+        """Return the quantized values, without those that became zero."""
         return self.decode(self.encode(x), x.length).astype(x.dtype)
 
     def plan(self, x: SparseVector, wire: WireDtype) -> Plan:

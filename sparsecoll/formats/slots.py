@@ -18,18 +18,21 @@ START = HEADER.size + 8
 
 @dataclass(frozen=True)
 class Slots(Format):
-    """m slots, allocated in advance; each entry is written to the slot its index hashes to (Algorithm 1 of the paper).
+    """m slots, allocated in advance; each entry is written to the slot to which its index hashes (Algorithm 1).
 
-    An entry that meets an occupied slot overwrites it. The overwritten one does not travel: `arriving` tells which do,
-    and the others have to stay in the residual. Where n entries meet m slots, the i-th of them (in index order)
-    arrives with probability ((m - 1) / m)^(n - i) (Lemma A.5). Whoever sends repeatedly should change the seed, so
-    that other entries collide.
+    An entry that hashes to an occupied slot overwrites it, and the overwritten entry is not sent: it has to stay in the
+    residual. The i-th of n entries (in index order) arrives with probability ((m - 1) / m)^(n - i) (Lemma A.5). Change
+    the seed from message to message, so that other entries collide.
 
-    Size: 24 + m * (index bytes + value bytes), whatever is held. Unused slots carry the largest index.
+    Size in bytes: 24 + m * (index bytes + value bytes), whatever the number of entries. Unused slots contain the
+    largest index.
 
     Args:
-        m: slots; None: twice the entries of each message.
-        seed: of the hash function. The receiver need not know it, so ranks may have different ones.
+        m: number of slots; None, the default, for twice the number of entries of each message.
+        seed: seed of the hash function. The receiver does not need it, so ranks may have different ones.
+
+    Raises:
+        ValueError: `m` is not in (0, 2^32).
     """
 
     id = 6
@@ -44,11 +47,11 @@ class Slots(Format):
             raise ValueError(f"m: expected in (0, 2^32), got {self.m}")
 
     def index_dtype(self, length: int) -> np.dtype[np.generic]:
-        """uint32 below 2^32: the largest index marks an unused slot, so it may not be a coordinate."""
+        """Return uint32 if length < 2^32, because the largest index, which marks unused slots, must not be in use."""
         return np.dtype(np.uint32 if length < 2**32 else np.uint64)
 
     def _entries(self, x: SparseVector) -> NDArray[np.int64]:
-        """For each slot the position of the entry in it, or -1."""
+        """Return the number of the entry in each slot, or -1."""
         a, b, c = np.random.SeedSequence(self.seed).generate_state(3, np.uint64).tolist()
         kernels = kernels_of(x.values)
         held = empty(2 * x.nnz if self.m is None else self.m, np.int64, x.indices)
@@ -56,7 +59,7 @@ class Slots(Format):
         return held
 
     def arriving(self, x: SparseVector, value_dtype: str | None = None) -> SparseVector:
-        """The entries that no later one overwrites, rounded as they travel."""
+        """Return the entries that no later one overwrites, rounded as on the wire."""
         held = self._entries(x)
         return rounded(x.take(np.sort(held[held >= 0])), value_dtype)
 

@@ -1,4 +1,4 @@
-"""What messages and computation cost: a network by the alpha-beta model, the simulator's kernels, what was measured."""
+"""Costs of messages and computation: the alpha-beta model, the simulator's kernels, and measured costs."""
 
 from __future__ import annotations
 
@@ -11,11 +11,16 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Network:
-    """A message of m bytes costs alpha + beta * m seconds; a rank sends and receives one message at a time.
+    """The alpha-beta model: a message of m bytes takes alpha + beta * m seconds.
+
+    A rank sends one message at a time and receives one at a time.
 
     Args:
-        alpha: seconds per message.
-        beta: seconds per byte (8e-9 for 1 Gb/s).
+        alpha: latency, in seconds per message (default: 50e-6).
+        beta: inverse bandwidth, in seconds per byte (default: 8e-9, which is 1 Gb/s).
+
+    Raises:
+        ValueError: One of them is negative.
     """
 
     alpha: float = 50e-6
@@ -28,14 +33,18 @@ class Network:
 
 @dataclass(frozen=True)
 class Costs:
-    """What computation costs on the simulator: seconds per amount of each kind of work (see `trace`), and per piece.
+    """Costs of computation on the simulator, in seconds; by default computation takes no time.
 
     Args:
-        select: value looked at.
-        encode, decode, merge: entry.
-        crowded, window: entry and coordinate, where a sum costs less so (many entries in few coordinates).
-        dense: value of a dense vector.
-        call: piece of work, however small.
+        select: seconds per value read by a selection.
+        encode: seconds per entry encoded.
+        decode: seconds per entry decoded.
+        merge: seconds per input entry of a sparse sum.
+        crowded: seconds per input entry in the alternative model of a sum, for many entries in few coordinates; the
+            cheaper of the two models is used.
+        window: seconds per coordinate in that model; 0 switches it off.
+        dense: seconds per value of a dense vector.
+        call: seconds per kernel call, however small.
     """
 
     select: float = 0.0
@@ -48,7 +57,13 @@ class Costs:
     call: float = 0.0
 
     def seconds(self, kind: str, amount: int, span: int = 0) -> float:
-        """Of one piece of work on so many items, spread over so many coordinates."""
+        """Return the seconds of one span of work.
+
+        Args:
+            kind: kind of work, see `sparsecoll.trace`.
+            amount: number of values or entries.
+            span: number of coordinates from the first index to the last.
+        """
         if kind == "wait":
             return 0.0
         seconds = amount * float(getattr(self, kind))
@@ -57,9 +72,10 @@ class Costs:
         return self.call + seconds
 
     def tuning(self, network: Network) -> Tuning:
-        """What `sparsecoll.tune` would measure on this network with these costs.
+        """Return what `sparsecoll.tune` would measure on this network with these costs.
 
-        Further messages, which the simulator takes for free, cost a hundredth here: 2P of them are no good idea.
+        Further messages in flight are free on the simulator. Here they cost alpha / 100, so that `auto` avoids
+        sending 2P of them.
         """
         code = self.encode + self.decode
         return Tuning(network.alpha, network.alpha / 100, network.beta, self.call, self.merge, code, 3 * self.dense)
@@ -67,17 +83,21 @@ class Costs:
 
 @dataclass(frozen=True)
 class Tuning:
-    """What `sparsecoll.tune` measures on a communicator: seconds per ...
+    """Costs on a communicator, as `sparsecoll.tune` measures them; `algo="auto"` decides by these.
 
     Args:
-        alpha: message that is waited for.
-        overhead: further message sent and received meanwhile.
-        beta: byte, while every rank sends.
-        call: encoding, decoding or summing, however few the entries.
-        merge: entry that goes into a sum of sparse vectors, at 1 % density.
-        code: entry encoded and decoded in the format packed.
-        dense: value of a dense vector that is made from a sparse one, added to, and made sparse again.
-        calls: for each algorithm whole calls of growing size, each as (seconds by the figures above, seconds measured).
+        alpha: seconds from sending a message to having received it.
+        overhead: seconds per further message in flight at the same time.
+        beta: seconds per byte, while every rank sends.
+        call: seconds per call of a kernel that encodes, decodes or sums, however few the entries.
+        merge: seconds per input entry of a sum of sparse vectors, at a density of 1 %.
+        code: seconds per entry to encode and decode it in the format packed.
+        dense: seconds per value of a dense vector: filled from a sparse one, added, and converted to sparse again.
+        calls: dict from algorithm to whole calls of growing size, each as (predicted seconds, measured seconds);
+            predictions are corrected by these.
+
+    See Also:
+        `sparsecoll.tune`, `sparsecoll.Auto`.
     """
 
     alpha: float = 50e-6
@@ -90,7 +110,7 @@ class Tuning:
     calls: dict[str, list[tuple[float, float]]] = field(default_factory=dict, hash=False)
 
     def corrected(self, name: str, seconds: float) -> float:
-        """A prediction, times measured over predicted of the calls of about that length (log-linear between two)."""
+        """Return predicted seconds, scaled by measured / predicted of calls of about that length (log-linear)."""
         calls = self.calls.get(name)
         if not calls:
             return seconds
@@ -101,15 +121,23 @@ class Tuning:
         return seconds * math.exp((1 - share) * math.log(low / lower) + share * math.log(high / upper))
 
     def save(self, path: str | Path) -> None:
-        """Write them as JSON."""
+        """Write the costs as JSON.
+
+        Args:
+            path: name of the file, for SPARSECOLL_TUNING or `load`.
+        """
         Path(path).write_text(json.dumps(asdict(self), indent=1) + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> Tuning:
         """Read what `save` wrote.
 
+        Args:
+            path: name of the file.
+
         Raises:
-            OSError, ValueError: no such file; not these numbers.
+            OSError: The file cannot be read.
+            ValueError: The file does not contain these numbers.
         """
         try:
             saved = json.loads(Path(path).read_text())

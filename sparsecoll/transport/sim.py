@@ -27,7 +27,7 @@ _STACK_BYTES = 1 << 20
 
 
 class DeadlockError(RuntimeError):
-    """Every virtual rank waits for a message that nobody will send; the text names who waits for whom."""
+    """Every virtual rank waits for a message that no rank will send; the message says which rank waits for which."""
 
 
 class _Stopped(BaseException):
@@ -232,12 +232,12 @@ class SimComm:
 
 @dataclass
 class Simulation:
-    """What `simulate` returns; lists are in rank order.
+    """The result of `simulate`; lists are in rank order.
 
     Attributes:
-        results: what fn returned on each rank.
-        traffic: each rank's counters.
-        seconds: the virtual clock of the rank that ended last.
+        results: list of what `fn` returned on each rank.
+        traffic: list of each rank's counters (`sparsecoll.Traffic`).
+        seconds: modelled time until the last rank ended, in seconds.
     """
 
     results: list[Any]
@@ -253,19 +253,27 @@ def simulate(
     inside: Network | None = None,
     costs: Costs | None = None,
 ) -> Simulation:
-    """Run fn(comm) on P virtual ranks in this process; no MPI needed.
+    """Run fn(comm) on P virtual ranks in this process, without MPI.
+
+    The library's code, its results and the bytes that it counts are the same as over MPI; time is modelled.
 
     Args:
         P: number of virtual ranks, at least 1 (1024 are fine).
-        fn: the program of one rank; `comm` goes into `sparsecoll.allreduce`, `sparsecoll.traffic`, ...
-        network: seconds per message and per byte between nodes; default 50 us and 1 Gb/s.
-        ranks_per_node: ranks 0 .. r-1 are on the first node, and so on; they share its port.
-        inside: the network inside a node; default 1 us and 10 GB/s.
-        costs: seconds that computation takes; default none.
+        fn: function that each rank calls with its communicator, which has `rank` and `size` and is accepted by
+            `sparsecoll.allreduce`, `sparsecoll.traffic` and the others.
+        network: alpha-beta model of the network between nodes (default: 50 us and 1 Gb/s).
+        ranks_per_node: number of ranks that share a node and its network port (default: 1); ranks 0, 1, ... are on the
+            first node.
+        inside: alpha-beta model of the messages inside a node (default: 1 us and 10 GB/s).
+        costs: costs of computation; None, the default, for none.
+
+    Returns:
+        Simulation, with results and counters of every rank and the modelled seconds.
 
     Raises:
-        DeadlockError: all ranks wait; the text says who waits for whom.
-        Exception: whatever fn raised first on some rank (the other ranks are stopped).
+        DeadlockError: All ranks wait; the message says which rank waits for which.
+        ValueError: `P` or `ranks_per_node` is below 1.
+        Exception: The first exception that `fn` raised on some rank; the other ranks are stopped.
 
     >>> simulate(3, lambda comm: comm.rank).results
     [0, 1, 2]
