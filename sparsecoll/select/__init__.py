@@ -1,7 +1,8 @@
-"""Local selection: which entries of a vector a rank sends. Add one: a file with a Selector, a line in SELECTORS.
+"""Local selection: which entries of a vector a rank sends.
 
 `topk` and `threshold` are plain functions; a Selector is an object that may keep state between calls. With
-`Residual.take` each of them runs in the pass that adds the gradient to the residual.
+`Residual.take`, each of them runs in the pass that adds the gradient to the residual. To add a selector, write a file
+with a Selector and a line in SELECTORS.
 """
 
 from __future__ import annotations

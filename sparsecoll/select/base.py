@@ -1,4 +1,4 @@
-"""What a selector is, and what all of them share."""
+"""The interface of selectors, and helpers that they share."""
 
 from __future__ import annotations
 
@@ -14,24 +14,29 @@ Vector = SparseVector | DenseVector
 
 @dataclass
 class Selector(ABC):
-    """A way to choose about k entries of a vector. A dataclass of its options; state is in fields with init=False.
+    """A method of choosing about k entries of a vector: derive a dataclass of its options, and define `select`.
 
-    A selector calls the methods of vectors only (`topk`, `threshold`, `sample`, `magnitude_stats`, `take`), so that it
-    runs in the pass over memory in which `Residual.take` adds the gradient to the residual and clears the selection.
+    State is in fields with init=False. A selector only calls methods of vectors (`topk`, `threshold`, `sample`,
+    `magnitude_stats`, `take`), so that `Residual.take` can add the gradient, select and clear in one pass over memory.
     """
 
     name: ClassVar[str]
 
     @abstractmethod
     def select(self, x: Vector, k: int) -> SparseVector:
-        """About k entries of x, never zeros.
+        """Select about k entries of x, never zeros.
+
+        Args:
+            x: SparseVector or DenseVector.
+            k: number of entries, at least 0.
 
         Raises:
-            NonFiniteError: a NaN among the values taken (NaN has no order).
+            ValueError: `k` is negative.
+            NonFiniteError: There is a NaN among the selected values (NaN has no order).
         """
 
     def forget(self) -> None:
-        """Drop what is kept between calls."""
+        """Discard the state kept between calls."""
         for option in fields(self):
             if isinstance(getattr(self, option.name), Selector):
                 getattr(self, option.name).forget()
@@ -40,15 +45,15 @@ class Selector(ABC):
         vars(self).update(fresh)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a later run needs to go on with the same choices; plain Python values."""
+        """Return the state that a later run needs to make the same choices, as plain Python values."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027 - a selector without state keeps this
-        """Take back what `state_dict` gave."""
+        """Restore what `state_dict` returned."""
 
 
 def as_vector(x: Any) -> Vector:
-    """A vector as it is, an array as a DenseVector."""
+    """Return a vector as it is, and an array as a DenseVector."""
     return x if isinstance(x, (SparseVector, DenseVector)) else DenseVector(x)
 
 
@@ -59,14 +64,14 @@ def check_k(k: int) -> None:
 
 
 def check_order(x: SparseVector) -> SparseVector:
-    """x, unless it holds a NaN: then NonFiniteError."""
+    """Return x; raise NonFiniteError if it contains a NaN."""
     if x.has_nan():
         raise NonFiniteError("x: expected values that can be ordered by magnitude, got NaN among the selected entries")
     return x
 
 
 def checked(x: SparseVector) -> SparseVector:
-    """x without explicit zeros, itself if there are none; NonFiniteError if it holds a NaN."""
+    """Return x without explicit zeros (x itself if it has none); raise NonFiniteError if it contains a NaN."""
     lowest, highest = x.key_range()
     if x.nnz and highest >= x.nan_key():
         return check_order(x)

@@ -13,19 +13,23 @@ from sparsecoll.vector import SMALLEST, DenseVector, SparseVector
 
 @dataclass
 class SampledThreshold(Selector):
-    """Everything above the sample's own top-k threshold; exact selection where that misses k by too much.
+    """Select all entries above the top-k threshold of a sample, with an exact selection if their number is far from k.
 
-    1. Sample every (1/share)-th value, from an offset that moves with each call, or `random` ones (the paper's; they
-       cost a pass over memory and cache misses); t = the k * share-th magnitude of the sample.
-    2. Take all entries >= t.
-    3. More than (1 + tolerance) k: the exact top k of those (the paper's hierarchical selection). Fewer than
-       k / (1 + tolerance): the exact top k of x.
+    1. Sample every (1/share)-th value, from an offset that changes with each call, or `random` ones; t is the
+       magnitude of rank k * share in the sample.
+    2. Take all entries of magnitude >= t.
+    3. If these are more than (1 + tolerance) k, take the exact top k of them (the paper's hierarchical selection). If
+       they are fewer than k / (1 + tolerance), take the exact top k of x.
 
     Args:
-        share: of the values to sample, in (0, 1]; at least 1,024 are.
-        tolerance: how far the number selected may be from k.
-        random: sample coordinates at random.
-        seed: of the random coordinates.
+        share: fraction of the values to sample, in (0, 1] (default: 0.01); at least 1,024 values are sampled.
+        tolerance: relative deviation of the number selected from k that is accepted (default: 0.25).
+        random: sample random coordinates, as the paper does, which costs a pass over memory with cache misses
+            (default: False).
+        seed: seed of the random coordinates (default: 0).
+
+    Raises:
+        ValueError: `share` or `tolerance` is out of range.
     """
 
     name = "dgc"

@@ -13,13 +13,17 @@ from sparsecoll.vector import SMALLEST, SparseVector
 
 @dataclass
 class GaussianK(Selector):
-    """Everything above the threshold that would select k of normally distributed values, adjusted (Algorithm 1).
+    """Select all entries above the threshold that would select k of normally distributed values (Algorithm 1).
 
-    1. t = the magnitude that k of n values of a normal distribution with x's mean and deviation exceed (both tails).
-    2. Up to `adjustments` times: t/2 if fewer than 2k/3 entries reach t, 3t/2 if more than 4k/3 do.
-    3. Take all entries >= t.
+    1. t is the magnitude that k of n values of a normal distribution with x's mean and deviation exceed (both tails).
+    2. Up to `adjustments` times, t is halved if fewer than 2k/3 entries reach it, and multiplied by 3/2 if more than
+       4k/3 do.
+    3. Take all entries of magnitude >= t.
 
-    The number selected differs from k, and from rank to rank; for values that are far from normal by much.
+    The number selected differs from k and between ranks, by much if values are far from normal.
+
+    Args:
+        adjustments: largest number of times that the threshold is adjusted (default: 4).
     """
 
     name = "gaussian"

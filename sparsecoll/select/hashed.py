@@ -14,15 +14,17 @@ from sparsecoll.vector import SparseVector
 
 @dataclass
 class Hashed(Selector):
-    """Entries above a threshold that find a slot of their own: the others wait in the residual.
+    """Select the entries above a threshold that get a slot by hashing; the others stay in the residual.
 
-    1. `threshold` chooses about k entries (the paper takes a threshold as given; by default DGC's sampled one).
+    1. `threshold` chooses about k entries (the paper assumes that a threshold is given).
     2. Each is written to one of m slots by a hash of its index; later entries overwrite earlier ones.
-    3. What the slots hold then is selected. Every call hashes anew, so that no entry is starved.
+    3. The entries that are left in the slots are selected. Every call uses another hash function, so that every entry
+       is selected eventually.
 
     Args:
-        m: slots; None: k.
-        seed: of the hash functions.
+        m: number of slots; None, the default, for k.
+        seed: seed of the hash functions (default: 0).
+        threshold: the selector of step 1 (default: SampledThreshold()).
     """
 
     name = "hashed"

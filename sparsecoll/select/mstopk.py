@@ -14,16 +14,16 @@ from sparsecoll.vector import SMALLEST, SparseVector
 
 @dataclass
 class MSTopK(Selector):
-    """k entries by a bisection of the threshold that stops after a fixed number of samplings (Algorithm 1).
+    """Select k entries by bisection of the threshold in a fixed number of steps (Algorithm 1).
 
-    1. The threshold lies between the mean magnitude and the largest; each of `samplings` steps halves the interval by
-       counting how many entries reach its middle. t1: the lowest threshold tried with at most k entries (k1 of them);
-       t2: the highest one with more.
-    2. Take the k1 entries >= t1, and k - k1 in a row of those in [t2, t1), from a random one on.
+    1. The threshold lies between the mean magnitude and the largest one. Each of `samplings` steps halves the interval
+       by counting the entries that reach its middle. t1 is the lowest threshold tried that at most k entries reach (k1
+       of them), t2 the highest one that more entries reach.
+    2. Take the k1 entries of magnitude >= t1, and k - k1 consecutive ones of those in [t2, t1), from a random one on.
 
     Args:
-        samplings: thresholds tried.
-        seed: of the random start.
+        samplings: number of thresholds tried (default: 30).
+        seed: seed of the random start (default: 0).
     """
 
     name = "mstopk"

@@ -1,4 +1,4 @@
-"""Random-k: the same random coordinates on every rank, so that no index need travel."""
+"""Random-k: the same random coordinates on every rank, so that indices need not be sent."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _MASK = 2**64 - 1
 
 
 def mix(seed: int, step: int) -> int:
-    """64 mixed bits of a seed and a step (Steele, Lea, Flood, "Fast Splittable Pseudorandom Number Generators")."""
+    """Hash a seed and a step to 64 bits (Steele, Lea, Flood, "Fast Splittable Pseudorandom Number Generators")."""
     z = (seed * 0x9E3779B97F4A7C15 + step * 0xD1B54A32D192ED03 + 0x9E3779B97F4A7C15) & _MASK
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
@@ -21,14 +21,14 @@ def mix(seed: int, step: int) -> int:
 
 @dataclass
 class RandomK(Selector):
-    """k coordinates, uniform and without repetition, from (seed, call): every rank with the same seed takes the same.
+    """Select k random coordinates, uniformly and without repetition; the same on every rank with the same seed.
 
-    All values there are kept, zeros among them, so that the vectors of all ranks have the same indices: allreduce
-    their values with algo="dense", and no index is sent. The choice does not depend on NumPy's generators, nor touch
-    them.
+    All values at these coordinates are kept, also zeros, so that the vectors of all ranks have the same indices. Sum
+    their values with algo="dense", and no index is sent. The choice depends on the seed and the number of the call
+    only; NumPy's generators are not used.
 
     Args:
-        seed: the same on all ranks.
+        seed: must be the same on all ranks (default: 0).
     """
 
     name = "randomk"

@@ -1,4 +1,4 @@
-"""A threshold that is carried over between calls (Ok-Topk, section 3.1.3)."""
+"""A threshold that is reused in later calls (Ok-Topk, section 3.1.3)."""
 
 from __future__ import annotations
 
@@ -12,12 +12,20 @@ from sparsecoll.vector import SparseVector
 
 @dataclass
 class ThresholdReuse(Selector):
-    """A top-k threshold, found exactly every `period` calls and carried over between them (Ok-Topk, section 3.1.3).
+    """Select by a top-k threshold that is found exactly every `period` calls and reused between (Ok-Topk, 3.1.3).
 
-    Between exact calls the threshold follows the number it selected: with count ~ threshold^-slope locally,
-    log(threshold) += error / slope + drift, where error = log(count / k) and `drift` integrates the error, so that a
-    threshold that changes at a steady rate is followed without lag. A count that leaves [k/(1+tolerance),
-    k(1+tolerance)] is not used: the call is made exact instead, and `drift` learns from what was expected.
+    Between exact calls a controller adjusts the threshold by the number of entries that it selected: with count ~
+    threshold^-slope locally, log(threshold) += error / slope + drift, where error = log(count / k) and `drift`
+    integrates the error, so that a threshold that changes at a steady rate is followed without lag. If the count leaves
+    [k/(1+tolerance), k(1+tolerance)], it is not used: the call finds the exact threshold instead, and `drift` is
+    corrected by the difference.
+
+    Args:
+        period: number of calls from one exact threshold to the next (default: 32).
+        tolerance: relative deviation of the number selected from k that is accepted (default: 0.1).
+
+    Attributes:
+        value: the threshold; None before the first call.
     """
 
     name = "reuse"
@@ -31,19 +39,19 @@ class ThresholdReuse(Selector):
 
     PROBE = 1.1  # the slope is measured between the threshold and PROBE times it
     INTEGRAL = 0.5  # how much of an error counts as drift
-    JUMP = 0.1  # and of how large an error at most: more than that is not drift
+    JUMP = 0.1  # the largest error that counts as drift
 
     @property
     def due(self) -> bool:
-        """Whether this call has to find the threshold exactly."""
+        """Whether the next call has to find the exact threshold."""
         return self.value is None or self.age >= self.period
 
     def accepts(self, count: int, k: int) -> bool:
-        """Whether a count is near enough to k to be used."""
+        """Whether a count is within the tolerance of k."""
         return k <= count * (1 + self.tolerance) and count <= k * (1 + self.tolerance)
 
     def found(self, value: float, count: int, count_above_probe: int) -> None:
-        """Take an exact threshold: `count` entries reach it, `count_above_probe` reach PROBE times it."""
+        """Store an exact threshold that `count` entries reach; `count_above_probe` entries reach PROBE times it."""
         usable = math.isfinite(value) and value > 0
         if usable and self.value is not None:  # how far it is from what was expected
             self.drift += self.INTEGRAL * min(max(math.log(value / self.value), -self.JUMP), self.JUMP)
@@ -53,7 +61,7 @@ class ThresholdReuse(Selector):
         self.age = 1
 
     def selected(self, count: int, k: int) -> None:
-        """Learn from a reused threshold that selected `count` entries."""
+        """Adjust the threshold after it has selected `count` entries."""
         assert self.value is not None
         error = math.log(count / k) / self.slope
         self.drift += self.INTEGRAL * error
@@ -61,7 +69,7 @@ class ThresholdReuse(Selector):
         self.age += 1
 
     def aim(self, ratio: float) -> None:
-        """Expect `ratio` times as many entries from here on: k has changed by that."""
+        """Adjust the threshold to a k that is `ratio` times as large."""
         if self.value is not None:
             self.value *= ratio ** (-1 / self.slope)
 
@@ -70,7 +78,7 @@ class ThresholdReuse(Selector):
         self.value, self.drift, self.age = None, 0.0, 0
 
     def select(self, x: Vector, k: int, exact: bool = False) -> SparseVector:
-        """About k entries of x (at most (1 + tolerance) k); exactly k, where x has them, if `exact` or due."""
+        """Select about k entries of x (at most (1 + tolerance) k); exactly k, if x has as many, if `exact` or due."""
         check_k(k)
         return checked(self._select(x, k, exact))
 
@@ -90,10 +98,10 @@ class ThresholdReuse(Selector):
         return chosen
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers that `load_state_dict` takes."""
+        """Return the state as plain numbers."""
         return {"value": self.value, "slope": self.slope, "drift": self.drift, "age": self.age}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where a saved run stopped."""
+        """Restore what `state_dict` returned."""
         self.value, self.slope = state["value"], state["slope"]
         self.drift, self.age = state["drift"], state["age"]

@@ -1,4 +1,4 @@
-"""Moments of a vector and the entries among which a threshold is likely to lie, from one pass over memory."""
+"""Moments of a vector, and the entries among which a threshold is likely to lie, from one pass over memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ class MagnitudeStats:
     entries kept; one below the bound costs another pass over x.
 
     Attributes:
-        mean, deviation: of the values. mean_magnitude, largest: of the magnitudes. NaN if a value is NaN.
+        mean: mean of the values; NaN if a value is NaN, as are the others.
+        deviation: standard deviation of the values.
+        mean_magnitude: mean of the magnitudes.
+        largest: largest magnitude.
     """
 
     def __init__(self, x: Vector, expected_nnz: int) -> None:
@@ -31,9 +34,9 @@ class MagnitudeStats:
             self.largest = math.nan
 
     def count(self, t: float) -> int:
-        """Entries with a magnitude >= t."""
+        """Return the number of entries of magnitude >= t."""
         return (self._kept if t >= self._bound else self._x).count_at_least(t)
 
     def threshold(self, t: float) -> SparseVector:
-        """The entries with a magnitude >= t."""
+        """Return the entries of magnitude >= t."""
         return self._kept.threshold(t) if t >= self._bound else self._x.threshold(t)

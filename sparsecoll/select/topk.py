@@ -1,4 +1,4 @@
-"""The exact top k, and everything above a given threshold."""
+"""Selection of the exact top k, and of all entries above a given threshold."""
 
 from __future__ import annotations
 
@@ -10,14 +10,18 @@ from sparsecoll.vector import SparseVector
 
 
 def topk(x: Any, k: int) -> SparseVector:
-    """The k entries of largest magnitude, ties by lower index; zeros are never taken.
+    """Select the k entries of largest magnitude; ties go to the lower index, and zeros are never selected.
 
     Args:
-        x: 1-D NumPy array (n values) or a vector.
-        k: at least 0; more than n takes every nonzero.
+        x: 1-D NumPy or CuPy array, SparseVector or DenseVector.
+        k: number of entries, at least 0; if it is larger than the number of nonzeros, all of these are selected.
+
+    Returns:
+        SparseVector.
 
     Raises:
-        ValueError: k negative, or a NaN among the values taken (NaN has no order).
+        ValueError: `k` is negative.
+        NonFiniteError: There is a NaN among the selected values (NaN has no order).
 
     >>> topk(np.array([1.0, -3.0, 2.0, 3.0]), 2).indices
     array([1, 3], dtype=uint32)
@@ -27,10 +31,18 @@ def topk(x: Any, k: int) -> SparseVector:
 
 
 def threshold(x: Any, t: float) -> SparseVector:
-    """All entries with magnitude >= t; t = 0 takes the nonzeros.
+    """Select all entries of magnitude >= t; t = 0 selects the nonzeros.
+
+    Args:
+        x: 1-D NumPy or CuPy array, SparseVector or DenseVector.
+        t: threshold, at least 0.
+
+    Returns:
+        SparseVector.
 
     Raises:
-        ValueError: t negative or NaN, or a NaN among the values taken.
+        ValueError: `t` is negative or NaN.
+        NonFiniteError: There is a NaN among the selected values.
 
     >>> threshold(np.array([1.0, -3.0, 2.0]), 2.0).values
     array([-3.,  2.])
@@ -42,7 +54,10 @@ def threshold(x: Any, t: float) -> SparseVector:
 
 @dataclass
 class TopK(Selector):
-    """Exactly the k largest magnitudes (or all nonzeros, where there are fewer), ties by lower index. One pass."""
+    """Select exactly the k entries of largest magnitude (or all nonzeros, if fewer), in one pass over x.
+
+    Ties go to the lower index.
+    """
 
     name = "topk"
 

@@ -60,7 +60,7 @@ class Costs:
         """Return the seconds of one span of work.
 
         Args:
-            kind: kind of work, see `sparsecoll.trace`.
+            kind: kind of work, see `sparsecoll.telemetry.trace`.
             amount: number of values or entries.
             span: number of coordinates from the first index to the last.
         """
