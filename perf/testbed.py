@@ -3,9 +3,10 @@
 Each host is a network namespace with one virtual Ethernet link to a bridge; a token bucket on both ends of the link
 limits what it sends and what it receives. MPICH starts one process (or more) a host and is told to use TCP between
 all of them, so that every message crosses the links although the processes share a machine. Processors and memory
-are shared: computation is slower than on hosts of their own. There is no added delay.
+are shared: computation is slower than on hosts of their own. Each host has a name of its own, so that programs that ask
+for it find ranks on different nodes. There is no added delay.
 
-Needs Linux, root, iproute2 (ip, tc) and MPICH. From the command line:
+Needs Linux, root, iproute2 (ip, tc), util-linux (unshare) and MPICH. From the command line:
 
     python perf/testbed.py up --hosts 4 --rate 1gbit
     python perf/testbed.py run -- python perf/allreduce.py
@@ -36,9 +37,9 @@ BRIDGE = "sparsecoll"
 MOST_HOSTS = 200
 LAUNCHER = """#!/bin/sh
 while [ "${{1#-}}" != "$1" ]; do shift; done
-host=${{1##*.}}
+host={bridge}-${{1##*.}}
 shift
-exec ip netns exec {bridge}-$host sh -c "$*"
+exec ip netns exec $host unshare --uts sh -c 'echo "$0" > /proc/sys/kernel/hostname; eval "$1"' $host "$*"
 """
 
 
@@ -71,7 +72,7 @@ def missing() -> str:
         return f"Linux (this is {sys.platform})"
     if os.geteuid() != 0:
         return "root (to make network namespaces)"
-    for program, package in (("ip", "iproute2"), ("tc", "iproute2")):
+    for program, package in (("ip", "iproute2"), ("tc", "iproute2"), ("unshare", "util-linux")):
         if shutil.which(program) is None:
             return f"{program} (Debian's package {package})"
     done = subprocess.run(["ip", "netns", "add", f"{BRIDGE}-probe"], capture_output=True, text=True, check=False)

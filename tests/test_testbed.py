@@ -72,6 +72,13 @@ def test_run_does_not_ignore_a_rate_when_hosts_are_up(hosts):
     assert done.returncode == 2 and "expected none that is up with --rate" in done.stderr
 
 
+def test_hosts_have_names_of_their_own(hosts):
+    """MPI programs ask for them to find the ranks of their node."""
+    with testbed.Testbed(2):
+        names = testbed.run(["hostname"], timeout=60, capture=True).stdout.split()
+    assert sorted(names) == ["sparsecoll-1", "sparsecoll-2"]
+
+
 @pytest.mark.slow
 def test_a_host_cut_off_in_mid_call_is_given_up(hosts):
     """The others raise after their timeout; the next test starts with other hosts."""
