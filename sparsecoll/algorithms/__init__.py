@@ -1,6 +1,6 @@
-"""Algorithms. Add one: a file with an Algorithm dataclass, a line in ALGORITHMS, a test of the same name.
+"""Algorithms. To add one, write a file with an Algorithm dataclass, a line in ALGORITHMS, and a test of the same name.
 
-The contract tests (any P, any distribution, same bits, conservation, simulator = MPI) run over the registry.
+The contract tests (any P, any distribution, same bits, conservation, simulator = MPI) run over ALGORITHMS.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ __all__ = [
 
 
 def resolve(algo: str | Algorithm) -> Algorithm:
-    """A fresh default algorithm for a name; an object as it is, with its state.
+    """Return a new algorithm with default options for a name, and an object as it is, with its state.
 
     Raises:
-        ValueError: an unknown name.
-        TypeError: neither a name nor an Algorithm.
+        ValueError: No algorithm has the name.
+        TypeError: `algo` is neither a name nor an Algorithm.
     """
     if isinstance(algo, Algorithm):
         return algo

@@ -18,14 +18,13 @@ from sparsecoll.vector import SparseVector
 class Allgather(Algorithm):
     """Exact sum of the given vectors, added in rank order.
 
-    1. Allgather the encoded vectors (Bruck: recursive doubling for any P). Long ones go in pieces of the index space,
-       each from every rank to every other, so that one piece is summed while the next ones travel. An object cuts
-       where the last sum had equal numbers of entries.
-    2. Sum them in one pass over all parts.
+    1. Allgather the encoded vectors (Bruck: recursive doubling for any P). Between nodes, vectors of 512 KiB and more
+       are sent in chunks of the index space, from every rank to every other, so that one chunk is summed while the next
+       ones travel. An object divides the index space so that the chunks of the last sum had equal numbers of entries.
+    2. Sum all vectors in one pass.
 
-    Volume: 2k(P-1) words with COO (Ok-Topk, Table 1), ceil(log2 P) messages; P - 1 a piece between machines
-    from 512 KiB on.
-    Memory: the entries, never P*n.
+    Volume: 2k(P-1) words with COO (Ok-Topk, Table 1) in ceil(log2 P) messages, or P - 1 messages per chunk. Memory: the
+    entries, never P*n.
     """
 
     name = "allgather"

@@ -1,4 +1,4 @@
-"""What an algorithm is: options, a local `select`, and `__call__(transport, x, k)` that communicates."""
+"""The interface of algorithms: options, a local `select`, and a `__call__` that communicates."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from sparsecoll.vector import SparseVector, accumulator_dtype
 
 
 class Reduction:
-    """The result of one allreduce.
+    """The result of an allreduce with `return_reduction=True`.
 
     Attributes:
-        value: the same bits on every rank.
+        value: the result, with the same bits on every rank.
         contributed: this rank's share of `value`: its entries that entered the result, with the values that entered.
-            Summed over the ranks it is `value` (up to the rounding of sums), so residual = acc - contributed
-            conserves gradient mass. Worked out when it is first asked for.
-        traffic: what this rank sent and received in this call; filled in by the front door.
+            The sum over the ranks is `value` (up to rounding), so that residual = acc - contributed loses nothing.
+            Computed from the caller's x when it is first read.
+        traffic: Traffic of this rank in this call.
 
     Args:
-        contributed: the share, or what returns it.
+        value: the result.
+        contributed: this rank's share, or a function that returns it.
     """
 
     def __init__(self, value: Vector, contributed: Vector | Callable[[], Vector]) -> None:
@@ -39,7 +40,7 @@ class Reduction:
 
     @property
     def contributed(self) -> Vector:
-        """See the class."""
+        """This rank's share of `value`; computed when it is first read."""
         if callable(self._contributed):
             self._contributed = self._contributed()
         return self._contributed
@@ -47,12 +48,18 @@ class Reduction:
 
 @dataclass
 class Algorithm(ABC):
-    """A sparse allreduce. Subclasses are dataclasses of their options; state is in fields with init=False.
+    """A sparse allreduce algorithm: derive a dataclass of its options, and define `__call__`.
+
+    State is in fields with init=False. An object keeps its state between calls, so use one object per sequence of
+    vectors.
 
     Args:
-        k: entries to select when the caller names neither k nor density.
-        selector: how each rank selects its entries (see `sparsecoll.select`); None: the algorithm's own way, which is
-            exact top-k unless it says otherwise. It keeps its state between calls: one object for one vector.
+        k: number of entries to select if the call has neither `k` nor `density`.
+        selector: the selector (see `sparsecoll.select`) by which each rank selects its entries; None, the default, for
+            the algorithm's own selection, which is exact top-k unless its documentation says otherwise.
+
+    Raises:
+        ValueError: `k` is negative, or another option is out of range.
     """
 
     name: ClassVar[str]
@@ -69,7 +76,13 @@ class Algorithm(ABC):
             raise ValueError(f"k: expected at least 0, got {self.k}")
 
     def select(self, x: Vector, k: int, ranks: int = 1) -> SparseVector:
-        """This rank's k entries of x to send, on a communicator of `ranks`. Local; may keep state between calls."""
+        """Select this rank's entries to send; local, may use state of earlier calls.
+
+        Args:
+            x: SparseVector or DenseVector.
+            k: number of entries.
+            ranks: number of ranks of the communicator.
+        """
         return select.topk(x, k) if self.selector is None else self.selector.select(x, k)
 
     @abstractmethod
@@ -77,7 +90,7 @@ class Algorithm(ABC):
         """Reduce x over the ranks. `k`: the k of the call, the same on every rank."""
 
     def describe(self) -> str:
-        """Name and options, the same on all ranks that mean the same."""
+        """Return name and options as a string, by which ranks compare their algorithms."""
         options = ", ".join(f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if f.init)
         return f"{self.name}({options})"
 
@@ -96,17 +109,17 @@ class Algorithm(ABC):
         vars(self).update(fresh)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a later run needs to go on with the same bits; plain Python values."""
+        """Return the state that a later run needs to continue with the same bits, as plain Python values."""
         return {} if self.selector is None else {"selector": self.selector.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
+        """Restore what `state_dict` returned."""
         if self.selector is not None:
             self.selector.load_state_dict(state["selector"])
 
 
 def summed(parts: list[SparseVector], x: SparseVector) -> SparseVector:
-    """Sum of decoded parts in x's accumulator dtype, cut to x's dtype."""
+    """Return the sum of decoded vectors, formed in x's accumulator dtype and converted to x's dtype."""
     return SparseVector.sum(parts, accumulator_dtype(x.dtype)).astype(x.dtype)
 
 

@@ -1,4 +1,4 @@
-"""Dense: the sum of all n values, as MPI_Allreduce would form it, in a fixed order on any transport."""
+"""Dense: the sum of all n values, as MPI_Allreduce forms it, in a fixed order on any transport."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sparsecoll.transport.base import Transport
 from sparsecoll.transport.collectives import sum_counts
 from sparsecoll.vector import DenseVector, SparseVector, accumulator_dtype
 
-SHORT = 1 << 15  # bytes of a chunk below which the dense sum goes in few messages rather than in many at once
+SHORT = 1 << 15  # bytes of a chunk below which few messages are better than many at once
 
 
 def is_short(size: float, P: int) -> bool:
@@ -23,19 +23,24 @@ def is_short(size: float, P: int) -> bool:
 
 @dataclass
 class Dense(Algorithm):
-    """Exact sum.
+    """Exact sum of all n values.
 
-    1. Reduce-scatter: rank j receives everybody's chunk j (pairwise, destinations rotated) and adds them as they come,
-       in the cyclic order j, j - 1, j - 2, ...
-    2. Every rank sends its summed chunk to every other.
+    1. Reduce-scatter: rank j receives chunk j of every rank (pairwise, destinations rotated) and adds the chunks as
+       they arrive, in the cyclic order j, j - 1, j - 2, ...
+    2. Every rank sends its summed chunk to every other rank.
 
-    Vectors whose chunks are shorter than 32 KiB take the same two steps in ceil(log2 P) messages each: recursive
-    halving by offsets (see `halving`), which adds in the order of its steps, and Bruck's allgather.
+    Vectors whose chunks are shorter than 32 KiB take ceil(log2 P) messages in each of the two steps: recursive halving
+    by offsets (see `halving`), which adds in the order of its steps, and Bruck's allgather.
 
-    Of sparse vectors the ranks also combine one bit a coordinate: the result holds what some rank holds, zeros too.
+    For sparse vectors the ranks also combine one bit per coordinate, so that the result has all indices that some rank
+    has, also those of zeros.
 
-    Volume: 2n(P-1)/P words of float32 (Ok-Topk, Table 1, Dense); 2(P-1) messages, or 2 ceil(log2 P). For sparse vectors
-    n/16 words and 2 log2 P messages more (3n/32 and 2 log2 P + 2 where P is no power of two). Memory: 2n values.
+    Volume: 2n(P-1)/P words of float32 (Ok-Topk, Table 1, Dense) in 2(P-1) or 2 ceil(log2 P) messages. Sparse vectors
+    take another n/16 words and 2 log2 P messages (3n/32 and 2 log2 P + 2 if P is not a power of two). Memory: 2n
+    values.
+
+    See Also:
+        `sparsecoll.allreduce`.
     """
 
     name = "dense"

@@ -22,22 +22,27 @@ BLOCKS = formats.DenseStream()
 class DenseStream(Algorithm):
     """Exact sum: Algorithm 2 of the paper, lines 14-20, for any P.
 
-    1. Balanced split: P regions with similar numbers of entries (section III.B.1).
-    2. Scatter-reduce: recursive halving; each rank receives the partial sums of its region (section III.B.2). In pairs
-       where P is a power of two, as published; by offsets for other P (see `halving`).
-    3. Allgatherv of the summed regions, recursive doubling (Bruck's for any P).
+    1. Balanced split into P regions with similar numbers of entries (section III.B.1).
+    2. Reduce-scatter by recursive halving: each rank receives the partial sums of its region (section III.B.2). Ranks
+       exchange in pairs if P is a power of two, as published, and by offsets for other P (see `halving`).
+    3. Allgatherv of the summed regions by recursive doubling (Bruck's for any P).
 
-    Messages are DenseStream blocks, unless a format other than "auto" is asked for (`formats.Auto()` for the smallest).
+    Messages are DenseStream blocks unless the call asks for another format than "auto" (`formats.Auto()` for the
+    smallest).
 
-    Volume: between 2 * 2k(P-1)/P and 2k[(log2(P)/2 + 1)P - 1] words of COO (equation (6); k entries are 2k words),
-    plus 3P words for the boundaries. Messages: 2 ceil(log2 P), as in the paper, and at most 2 ceil(log2 P) for
-    averaged boundaries ("even" needs none). Memory: the entries.
+    Volume: between 2 * 2k(P-1)/P and 2k[(log2(P)/2 + 1)P - 1] words of COO (equation (6); k entries are 2k words), plus
+    3P words for the boundaries. Messages: 2 ceil(log2 P), as in the paper, and at most 2 ceil(log2 P) for averaged
+    boundaries ("even" needs none). Memory: the entries.
 
     Args:
-        repartition: "average" is the paper's; it needs similar supports on all ranks. "histogram" cuts at quantiles of
-            all ranks' entries together; right for every distribution. "even" cuts into equal widths.
-        fill: of a dense x send, beside the k entries, the true values that stand between them inside DenseStream
-            blocks: zeros would take the same bytes there (end of section IV.B). They are part of what contributed.
+        repartition: how the boundaries of the regions are found. "average" (the default, as published) averages the
+            quantiles of each rank, which requires similar supports. "histogram" uses quantiles of the entries of all
+            ranks together, which balances any distribution. "even" makes regions of equal width.
+        fill: for a dense x, send true values instead of the zeros inside DenseStream blocks, which takes no more bytes
+            (end of section IV.B); they count as contributed (default: False).
+
+    Raises:
+        ValueError: `repartition` is none of these.
     """
 
     name = "densestream"
@@ -52,7 +57,7 @@ class DenseStream(Algorithm):
             raise ValueError(f"repartition: expected one of {', '.join(partition.HOW)}, got {self.repartition!r}")
 
     def select(self, x: Vector, k: int, ranks: int = 1) -> SparseVector:
-        """The k entries, and with `fill` what lies inside their blocks."""
+        """Select the k entries, and with `fill` also the values inside their blocks."""
         chosen = super().select(x, k, ranks)
         return BLOCKS.filled(chosen, x) if self.fill and isinstance(x, DenseVector) else chosen
 

@@ -15,17 +15,17 @@ from sparsecoll.vector import SparseVector, accumulator_dtype
 class GTopk(Algorithm):
     """Approximate top k of the sum: partial sums are cut to their k largest at every level of a tree. Any P.
 
-    1. Reduction tree (binomial, root 0): a rank merges the partial sum of rank + 2^t into its own and keeps the top k.
-    2. Broadcast tree: the root's k entries go back along the same edges, and with them one bit for each entry that came
-       up that edge: whether it is part of the result, or was cut on the way.
-    3. contributed = the own entries that were cut nowhere. An index can be in the result without this rank's share of
-       it, so the result's indices alone would lose mass.
+    1. Reduction tree (binomial, root 0): a rank adds the partial sum of rank + 2^t to its own and keeps the top k.
+    2. Broadcast tree: the root's k entries go back along the same edges, with one bit for each entry that went up that
+       edge: whether it is part of the result or was truncated on the way.
+    3. contributed = the own entries that were not truncated on any level. An index can be in the result without this
+       rank's contribution, so that the indices of the result alone would lose mass.
 
-    Volume: at most 4k log2 P words through the root (2k a level, in and out), 2 ceil(log2 P) messages, one an edge and
-    direction (Ok-Topk, Table 1, gTopk); k/32 words for the bits. Memory: k entries a level.
+    Volume: the root receives and sends at most 2k log2 P words each, in ceil(log2 P) messages each (Ok-Topk, Table 1,
+    gTopk); the bits take k/32 words. Memory: k entries per level.
 
     Raises:
-        ValueError: on every rank, if NaN (which has no order) arises in a sum.
+        ValueError: On every rank, if a sum is NaN, which has no order.
     """
 
     name = "gtopk"

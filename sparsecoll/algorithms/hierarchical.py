@@ -1,4 +1,4 @@
-"""Hierarchical: any algorithm between nodes, one rank a node; inside a node vectors meet at that rank."""
+"""Hierarchical: any algorithm between nodes, with one rank per node; inside a node vectors are summed at that rank."""
 
 from __future__ import annotations
 
@@ -17,24 +17,27 @@ from sparsecoll.vector import DenseVector, SparseVector, accumulator_dtype
 
 @dataclass
 class Hierarchical(Algorithm):
-    """What `inner` computes, with bytes between nodes that do not grow with the ranks per node.
+    """The result of `inner`, with bytes between nodes that do not grow with the number of ranks per node.
 
-    1. Inside: every rank sends its entries to the first rank of its node (through the machine's memory; COO, since
-       coding costs more than sending there), which sums them in rank order.
+    1. Inside: every rank sends its entries to the first rank of its node (through shared memory, as COO, since encoding
+       costs more than sending there), which sums them in rank order.
     2. Between: the first ranks run `inner` on the sums of their nodes.
-    3. Inside: the result goes to every rank of the node, and with it one bit for each entry it sent: whether that
-       contributed. What rounding or cutting took from the node's sum stays with the first rank.
+    3. Inside: the result goes to every rank of the node, with one bit for each entry that it sent: whether it
+       contributed. What rounding or truncation took from the node's sum stays with the first rank.
 
-    Nodes are found by MPI_Comm_split_type(MPI_COMM_TYPE_SHARED) (`simulate` takes `ranks_per_node`).
+    Nodes are found by MPI_Comm_split_type(MPI_COMM_TYPE_SHARED); on the simulator by `ranks_per_node`.
 
-    Volume between nodes: inner's, with P the number of nodes and as k the entries of a node's sum (at most k times the
-    ranks of the node). Inside: 2k words into the first rank for each other one, and the result back. Memory: the
-    entries of a node.
+    Volume between nodes: that of `inner`, where P is the number of nodes and k the number of entries of a node's sum
+    (at most k times the ranks of the node). Inside: 2k words from each other rank to the first one, and the result
+    back. Memory: the entries of a node.
 
     Args:
-        inner: name or object of the algorithm between nodes; the default forms the exact sum, as "oktopk" does not.
-        inside: "sparse" merges the node's entries; "dense" adds them into a vector of n values first, which is faster
-            where the ranks of a node together hold a large part of it.
+        inner: name or object of the algorithm between nodes (default: "auto", the exact sum).
+        inside: "sparse" (the default) merges the node's entries; "dense" adds them in a vector of n values, which is
+            faster if the ranks of a node together have entries at a large part of the coordinates.
+
+    Raises:
+        ValueError: `inside` is neither of these, or `inner` is an unknown name.
     """
 
     name = "hierarchical"
@@ -53,7 +56,7 @@ class Hierarchical(Algorithm):
         vars(self).update(semantics=self._between.semantics, sends_sums=True)
 
     def select(self, x: Vector, k: int, ranks: int = 1) -> SparseVector:
-        """As `inner` selects."""
+        """Select as `inner` does."""
         return super().select(x, k) if self.selector is not None else self._between.select(x, k, ranks)
 
     def __call__(self, transport: Transport, x: SparseVector, k: int) -> Reduction:
@@ -94,7 +97,7 @@ class Hierarchical(Algorithm):
 
     @staticmethod
     def _follow(transport: Transport, x: SparseVector, first: int) -> Reduction:
-        """A rank that is not the first one of its node."""
+        """Run a rank that is not the first one of its node."""
         with transport.phase("inside"):
             transport.send(first, FORMATS["coo"].encode(x, transport.value_dtype))
             message, bits = separated(transport.receive(first), 2)

@@ -20,25 +20,27 @@ class HiTopK(Algorithm):
 
     The smallest node has m ranks; the vector has m chunks of equal width, one for each of the first m ranks of a node.
 
-    1. Inside a node: reduce-scatter of the chunks, nothing left out.
+    1. Inside a node: reduce-scatter of the chunks, with all entries.
     2. The owner of a chunk selects its k/m largest entries (with the `selector`, if there is one; shares differ by one
-       where m does not divide k).
-    3. Between nodes: allgather of the selected entries among the owners of the same chunk (Bruck), who sum them.
+       if m does not divide k).
+    3. Between nodes: allgather of the selected entries among the owners of the same chunk (Bruck), which sum them.
     4. Inside a node: allgather of the summed chunks.
 
-    `ALGORITHMS` has algorithms that select on every rank and then sum; this one is passed as an object:
-    `algo=sparsecoll.HiTopK()`, or `sparsecoll.torch.compressors.MSTopK(algo=sparsecoll.HiTopK())`, which selects as the
-    paper does. x may be dense or sparse.
+    The algorithms in `ALGORITHMS` select on every rank and then sum; this one is passed as an object,
+    `algo=sparsecoll.HiTopK()` or, with the paper's selection, `sparsecoll.torch.compressors.MSTopK(
+    algo=sparsecoll.HiTopK())`. x may be dense or sparse.
 
-    What the owner left out of the node's sum stays with it, so `contributed` may be negative at indices that this rank
-    did not hold. A sum of N nodes has at most Nk entries. With one rank a node this is `allgather`. Messages inside a
-    node travel in the format that is smallest, as they are; between nodes in the format asked for.
+    What the owner does not select from the node's sum stays with it, so that `contributed` may be negative at indices
+    that this rank did not have. A sum over N nodes has at most Nk entries. With one rank per node this is `allgather`.
+    Messages inside a node are in the smallest format, without rounding; between nodes they are in the format that the
+    call asks for.
 
-    Volume for N nodes: 2(k/m)(N-1) words between nodes into each rank, in ceil(log2 N) messages; inside, n(m-1)/m
-    words of a dense x and then the result. Any P, nodes of different sizes too. Memory: the entries of a node's chunk.
+    Volume for N nodes: each rank receives 2(k/m)(N-1) words from other nodes in ceil(log2 N) messages; inside the node,
+    n(m-1)/m words of a dense x, then the result. Any P, also nodes of different sizes. Memory: the entries of a node's
+    chunk.
 
     Raises:
-        ValueError: on every rank, if NaN (which has no order) arises in a sum.
+        ValueError: On every rank, if a sum is NaN, which has no order.
     """
 
     name = "hitopk"

@@ -28,40 +28,43 @@ OVERLOAD = 1.5  # a region with this many times its share makes the next call re
 
 @dataclass
 class OkTopk(Algorithm):
-    """Topk(sum of Topk): Algorithm 1 of the paper, for any P.
+    """Top k of the sum of the ranks' top k: Algorithm 1 of the paper, for any P.
 
-    1. Every tau' calls find the local threshold exactly, else reuse it (lines 2-4; `select`).
-    2. Every tau calls cut the index space into P regions with equal numbers of entries (lines 5-7).
-    3. Split and reduce: each region's owner receives and sums it (line 8; destinations rotated, in buckets).
-    4. Every tau' calls find the global threshold exactly, else reuse it (lines 9-12).
-    5. Balance, if the largest part is over `balance_factor` times the mean, and allgatherv (line 13).
-    6. contributed = own entries whose index is in the result (line 14).
+    1. Find the local threshold exactly every tau' calls, and reuse it in between (lines 2-4; `select`).
+    2. Every tau calls, divide the index space into P regions with equal numbers of entries (lines 5-7).
+    3. Split and reduce: the owner of each region receives and sums it (line 8; destinations rotated, in buckets).
+    4. Find the global threshold exactly every tau' calls, and reuse it in between (lines 9-12).
+    5. Balance the selected entries if the largest part is above `balance_factor` times the mean, then allgatherv
+       (line 13).
+    6. contributed = the own entries whose index is in the result (line 14).
 
-    Approximate: entries outside every rank's local top k are not seen (they belong to the residual). Sums are added in
-    the cyclic rank order owner, owner-1, owner-2, ... of each region's owner.
+    Approximate: entries outside every rank's local top k are not considered (they belong to the residual). Each region
+    is summed in the cyclic rank order owner, owner - 1, owner - 2, ...
 
-    Volume: at most 6k(P-1)/P words of COO (equation (3)) + O(P), usually 4k(P-1)/P, thresholds and boundaries included:
-    those are found by counting (`quantiles`), never by gathering. With a reused threshold k stands for the number
-    selected, which `tolerance` bounds; a call whose entries have moved away from reused boundaries may exceed the
-    bound, and the next one repartitions. Where k changes by less than a factor of 2, as the largest nnz does from call
-    to call, thresholds are moved to where about k entries are expected, and boundaries stay. Messages: P - 1, up to
-    P - 1 more when balancing, and O(log P) for the gather and for each round of counting. Memory: the entries.
+    Volume: at most 6k(P-1)/P words of COO (equation (3)) + O(P), usually 4k(P-1)/P. This includes thresholds and
+    boundaries, which are found by counting (`quantiles`), never by gathering. With a reused threshold k stands for the
+    number selected, which `tolerance` bounds; a call whose entries have moved away from the reused boundaries may
+    exceed the bound, and the next one repartitions. If k changes by less than a factor of 2, as the largest nnz does
+    from call to call, thresholds are adjusted to select about k entries, and boundaries stay. Messages: P - 1, up to
+    P - 1 more with balancing, and O(log P) for the gather and for each round of counting. Memory: the entries.
 
     Args:
-        tau: calls between two repartitions.
-        tau_prime: calls between two exact thresholds.
-        bucket: messages of one stage of split and reduce; sums overlap the messages of the stages that follow. Messages
-            from 512 KiB on go in pieces between machines, a stage or more each.
-        balance_factor: largest part over mean part above which the result is balanced before the allgatherv.
-        repartition: "histogram" cuts at quantiles of all ranks' entries together and gives each rank the region that
-            it holds most of; right for every distribution. "average" is the paper's averaging of each rank's own
-            boundaries; it needs similar supports on all ranks. "even" cuts into equal widths.
-        exact: always select exactly k, locally and globally.
-        tolerance: how far (as a ratio - 1) the number selected by a reused threshold may be from k before the
-            call finds the threshold exactly after all.
+        tau: number of calls from one repartition to the next (default: 64).
+        tau_prime: number of calls from one exact threshold to the next (default: 32).
+        bucket: number of messages in one stage of split and reduce (default: 8); sums overlap with the messages of the
+            following stages. Between nodes, messages of 512 KiB and more are sent in chunks, one or more stages each.
+        balance_factor: ratio of the largest to the mean part above which the result is balanced before the allgatherv
+            (default: 4).
+        repartition: how the regions are found. "histogram" (the default) uses quantiles of the entries of all ranks
+            together, which balances any distribution, and gives each rank the region of which it holds most.
+            "average", as published, averages the quantiles of each rank, which requires similar supports. "even" makes
+            regions of equal width.
+        exact: always select exactly k entries, locally and globally (default: False).
+        tolerance: relative deviation of the number selected by a reused threshold from k, above which the call finds
+            the exact threshold (default: 0.1).
 
     Raises:
-        ValueError: on every rank, if NaN (which has no order) arises in a sum.
+        ValueError: An option is out of range; or, on every rank, a sum is NaN, which has no order.
     """
 
     name = "oktopk"

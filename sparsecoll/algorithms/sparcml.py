@@ -23,31 +23,36 @@ VARIANTS = ("auto", "recursive_double", "split_allgather", "dynamic")
 class SparCML(Algorithm):
     """Exact sum, with three schedules for any P (section 5.3 of the paper).
 
-    "recursive_double" (SSAR_Recursive_double): in step t, ranks 2^t apart exchange their partial sums. Ranks beyond the
-    largest power of two hand their vector to a partner first and get the result from it.
+    "recursive_double" (SSAR_Recursive_double): in step t, ranks at a distance of 2^t exchange their partial sums. Ranks
+    beyond the largest power of two send their vector to another rank first and receive the result from it.
 
-    "split_allgather" (SSAR_Split_allgather): each rank sends every other rank its part of that rank's region (equal
-    widths, P - 1 messages); the summed regions are gathered, as sparse streams.
+    "split_allgather" (SSAR_Split_allgather): each rank sends to every other rank the entries in that rank's region
+    (equal widths, P - 1 messages); the summed regions are gathered as sparse streams.
 
-    "dynamic" (DSAR_Split_allgather): as split_allgather, but each region's stream goes dense as soon as that is smaller
-    (its fill has passed the break-even). The dense stream may be quantised to `bits` bits a value, rounded
-    stochastically; what that loses is no part of `contributed`.
+    "dynamic" (DSAR_Split_allgather): as split_allgather, but a region is sent densely as soon as that is smaller. Dense
+    regions may be quantized to `bits` bits per value with stochastic rounding; the rounding error is not part of
+    `contributed`.
 
-    "auto": the variant with the least time in the alpha-beta model, at the fill-in that uniform supports would have.
+    "auto": the variant with the shortest time in the alpha-beta model, at the fill-in of uniform supports.
 
-    The static variants never send dense windows or bitmaps; messages are otherwise in the format asked for.
+    "recursive_double" and "split_allgather" never send dense windows or bitmaps; otherwise messages are in the format
+    that the call asks for.
 
-    Volume in words of COO, K = entries of the sum: recursive_double between 2k log2 P and 2k(P-1);
+    Volume in words of COO, where K is the number of entries of the sum: recursive_double between 2k log2 P and 2k(P-1);
     split_allgather 2k(P-1)/P + 2K(P-1)/P, between 4k(P-1)/P and 2k(P-1)(1 + 1/P); dynamic at most (2k + n)(P-1)/P
-    (Ok-Topk, Table 1, TopkDSA). Messages: log2 P (and 2 where P is no power of two), or P - 1 + log2 P.
-    Memory: the entries.
+    (Ok-Topk, Table 1, TopkDSA). Messages: log2 P (plus 2 if P is not a power of two), or P - 1 + log2 P. Memory: the
+    entries.
 
     Args:
-        variant: one of VARIANTS.
-        bits: 8, 4 or 2: quantise dense streams of "dynamic"; float32 and float64 only.
-        seed: of the stochastic rounding; a new one is derived for each call.
-        network: what "auto" assumes of the network. None: what was measured on this communicator, by `auto` or a tuning
-            it was given, else 50 us a message and 1 Gb/s.
+        variant: "auto" (the default), "recursive_double", "split_allgather" or "dynamic".
+        bits: bits per value of quantized dense regions, 8, 4 or 2, for variant="dynamic" with float32 or float64
+            values; None, the default, for no quantization.
+        seed: seed of the stochastic rounding (default: 0); each call derives its own from it.
+        network: the alpha and beta by which "auto" chooses; None, the default, for those measured on the communicator
+            or given to `auto`, and otherwise 50 us and 1 Gb/s.
+
+    Raises:
+        ValueError: An option is out of range, or `bits` is used with another variant.
     """
 
     name = "sparcml"

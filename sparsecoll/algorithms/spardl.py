@@ -23,31 +23,31 @@ Part = Callable[
 
 @dataclass
 class SparDL(Algorithm):
-    """Approximate top k of the sum: every block of the vector yields its largest, cut again after every merge.
+    """Approximate top k of the sum: the largest entries of every block, truncated again after every merge.
 
     The P ranks form d teams of T = P/d. The vector has T blocks of equal width, one for each rank of a team.
 
-    1. Select the k/T largest of each block (`select`; shares differ by one where T does not divide k, as widths do).
+    1. Select the k/T largest entries of each block (`select`; shares differ by one if T does not divide k).
     2. Spar-Reduce-Scatter in each team: ceil(log2 T) messages with distances T/2, ..., 1; after each merge a block is
-       cut to its k/T largest again, so that messages do not grow.
-    3. Spar-All-Gather: the d ranks that hold the same block in different teams exchange and sum it, and cut it to its
-       k/T largest after every merge: recursive doubling (R-SAG) where d is a power of two, else one gather of all d
-       blocks (B-SAG with whole blocks).
+       truncated to its k/T largest entries, so that messages do not grow.
+    3. Spar-All-Gather: the d ranks that hold the same block in different teams exchange and sum it, and truncate it to
+       its k/T largest entries after every merge, by recursive doubling (R-SAG) if d is a power of two, otherwise by one
+       allgather of all d blocks (B-SAG with whole blocks).
     4. Allgather of the T blocks in each team (Bruck).
-    5. Global residual collection: what a merge cuts stays with the rank that merges (with the first of those that
-       merge the same), so `contributed` may be negative at indices that this rank did not hold.
+    5. Global residual collection: what a merge truncates stays with the rank that merges (with the first of those that
+       merge the same), so that `contributed` may be negative at indices that this rank did not have.
 
-    Volume: 2k(P - d)/P words each for steps 2 and 4, and 2kd/P for each of the log2 d merges of step 3 (for each of
-    the other d - 1 teams where d is no power of two), exactly where blocks are full; one team: 4k(P-1)/P. Messages:
-    2 ceil(log2 T) + ceil(log2 d). Any P. Memory: the entries. With a `selector` entries beyond a block's share are cut
-    before step 2.
+    Volume: 2k(P - d)/P words each for steps 2 and 4, and 2kd/P for each of the log2 d merges of step 3 (for each of the
+    other d - 1 teams if d is not a power of two), exactly if blocks are full. One team takes 4k(P-1)/P. Messages:
+    2 ceil(log2 T) + ceil(log2 d). Any P. Memory: the entries. With a `selector`, entries beyond a block's share are
+    truncated before step 2.
 
     Args:
-        teams: more teams take fewer messages and, from four on, more words. Ranks form the largest number of equal
-            teams that is not above it: one where P is prime.
+        teams: upper bound of d, the largest divisor of P that is not above it (default: 1; d is 1 if P is prime). More
+            teams take fewer messages and, from four on, more words.
 
     Raises:
-        ValueError: on every rank, if NaN (which has no order) arises in a sum.
+        ValueError: `teams` is below 1; or, on every rank, a sum is NaN, which has no order.
     """
 
     name = "spardl"

@@ -68,13 +68,19 @@ def traffic(comm: Any) -> Traffic:
 
 
 def shrink(comm: Any) -> Any:
-    """A communicator of the ranks of an mpi4py communicator that live, in the same order; collective among them.
+    """Return a communicator of the surviving ranks, in the same order; collective among them.
 
-    For going on after a CommunicationError that says that a rank is lost. `comm` is of no use afterwards. Needs an MPI
-    with user-level failure mitigation: Open MPI started by `mpirun --with-ft ulfm`, for one.
+    Use it to continue after a CommunicationError that reports a lost rank. It needs an MPI with user-level failure
+    mitigation (ULFM), such as Open MPI started with `mpirun --with-ft ulfm`.
+
+    Args:
+        comm: mpi4py intracommunicator, which cannot be used afterwards.
+
+    Returns:
+        mpi4py intracommunicator.
 
     Raises:
-        CommunicationError: this MPI cannot.
+        CommunicationError: This MPI does not support it.
     """
     from sparsecoll.transport import mpi
 
@@ -82,7 +88,7 @@ def shrink(comm: Any) -> Any:
 
 
 def default_comm() -> Any:
-    """MPI.COMM_WORLD where mpi4py finds an MPI library, else a communicator of one rank."""
+    """Return MPI.COMM_WORLD if mpi4py finds an MPI library, otherwise a communicator of one rank."""
     try:
         from sparsecoll.transport.mpi import world
     except (ImportError, RuntimeError):

@@ -32,25 +32,33 @@ Class = tuple[int, int, int, int]  # n, k rounded, P, bytes of a value on the wi
 
 @dataclass
 class Auto(Algorithm):
-    """Chooses, by `model`, among the algorithms with the semantics wanted, and the format with them.
+    """Runs the algorithm that a cost model predicts to be the fastest, with the fastest format.
 
     1. Predict dense, allgather, recursive doubling, split and dynamic gather (`sparcml`), and recursive halving
-       (`densestream` with even regions); for "top_k_of_sum" also `oktopk`, whose competitors' sums are cut afterwards.
-       A call that takes less than 2 ms by the usual costs of a machine or of 1 Gb/s Ethernet is decided by those; the
-       first longer one measures the communicator, briefly (`tune.tuning_of`).
-    2. Where the call is predicted to take ten times as long as looking, look at a sample of the indices how much
-       supports overlap and how unevenly entries lie (`overlap.estimate`), and predict again. Otherwise supports are
-       taken to be uniform.
-    3. Call the fastest. If the caller left the format open, messages take the one with the least time to code and send.
+       (`densestream` with even regions); for "top_k_of_sum" also `oktopk`, while the sums of the others are truncated
+       to k entries. A call that takes less than 2 ms by the usual costs of a single machine or of 1 Gb/s Ethernet is
+       decided by those; the first longer one measures the communicator briefly (`tune.tuning_of`).
+    2. If the call is predicted to take at least ten times as long as sampling the supports, sample the indices to find
+       out how much supports overlap and how unevenly entries are distributed (`overlap.estimate`), and predict again.
+       Otherwise assume uniform supports.
+    3. Run the fastest. If the caller did not set the format, messages use the one that takes the least time to encode
+       and send.
 
     The same input gives the same bits in every repetition on a communicator: a choice depends on n, k, P, the bytes of
-    a value, on the indices, and on costs that are settled before the first choice that needs them. An object keeps the
-    choice of the first call of each (n, k to 3 %, P, bytes of a value), until a call fails. All ranks know the same
-    numbers, so all choose alike.
+    a value, the indices, and costs that are fixed before the first choice that uses them. An object keeps the choice of
+    the first call of each class (n, k to within 3 %, P, bytes of a value) until a call fails. All ranks have the same
+    numbers, so all make the same choice.
 
     Args:
-        want: "exact_sum", or "top_k_of_sum" for Topk(sum of Topk).
-        tuning: what to predict with; None: the file that SPARSECOLL_TUNING names, or as above.
+        want: "exact_sum" (the default), or "top_k_of_sum" for the top k of the sum of the ranks' top k.
+        tuning: the costs to predict with, from `sparsecoll.tune`; None, the default, for the file that
+            SPARSECOLL_TUNING names, or for those of step 1.
+
+    Raises:
+        ValueError: `want` is neither of these; or the file of SPARSECOLL_TUNING cannot be read.
+
+    See Also:
+        `sparsecoll.tune`.
     """
 
     name = "auto"
@@ -69,14 +77,14 @@ class Auto(Algorithm):
         vars(self)["semantics"] = self.want
 
     def predictions(self, shape: Shape, tuning: Tuning) -> dict[str, float]:
-        """Seconds by name."""
+        """Return predicted seconds by name of the choice."""
         seconds = dict(costmodel.exact_seconds(shape, tuning))
         if self.want == "top_k_of_sum":
             seconds["oktopk"] = costmodel.oktopk_seconds(shape, tuning)
         return seconds
 
     def costs(self, transport: Transport, shape: Shape) -> Tuning:
-        """What to predict a call of this shape with."""
+        """Return the costs with which a call of this shape is predicted."""
         given = self.tuning or given_tuning(transport)
         if given is not None:
             return given

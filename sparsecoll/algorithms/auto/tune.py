@@ -1,7 +1,7 @@
-"""Measure a communicator: what a message, a byte and an entry cost, and how far that is from whole calls.
+"""Measures the costs of a communicator by which `auto` decides: of a message, a byte, an entry, and of whole calls.
 
-`auto` decides by these. `tune` measures thoroughly, when it is called; `tuning_of` takes what is known, or measures
-briefly, once for all communicators of the same processes.
+`tune` measures thoroughly. `tuning_of` uses costs that are known, or measures briefly, once for all communicators of
+the same processes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from sparsecoll.transport.network import Tuning
 from sparsecoll.vector import DenseVector, SparseVector
 
 FILE = "SPARSECOLL_TUNING"
-SMALL, BURST = 8, 16  # bytes of the messages that time waiting, and how many are sent at once
+SMALL, BURST = 8, 16  # bytes of the messages that measure latency, and how many are in flight at once
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,11 @@ class Effort:
     """How thoroughly to measure.
 
     Args:
-        warm, repeats: turns that are not timed, and that are; a connection takes some messages to come up to speed.
-        large: bytes of the messages that time the link.
-        entries: of the vectors whose coding and merging is timed.
-        values: of the dense vector.
+        warm: number of rounds before the timed ones; a connection reaches its speed only after some messages.
+        repeats: number of timed rounds.
+        large: bytes of the messages that measure bandwidth.
+        entries: number of entries of the vectors that are encoded and merged.
+        values: number of values of the dense vector.
     """
 
     warm: int
@@ -56,16 +57,27 @@ FEW, MANY, LONG = 2, 15, 0.15  # calls repeat MANY times, or until they took LON
 
 
 def tune(comm: Any) -> Tuning:
-    """Measure alpha, beta, the speed of the kernels and whole calls; collective, the same result on every rank.
+    """Measure alpha, beta, the speed of the kernels and whole calls; collective.
 
-    Messages go round a ring, all ranks at once, each after a little work, as in an allreduce: where ranks share cores
-    it is the waiting for one that was put aside which costs. Times are lower quartiles (what is above is noise), then
-    the largest over the ranks. Then each of `auto`'s choices is called with from 1 to 2^20 / P entries a rank: what a
-    prediction from the figures misses, waiting and sharing of cores above all, they show. It takes some 2 s on 4 ranks
-    with 1 Gb/s and sends some 300 MB a rank. On the simulator, where nothing is missed, there are no such calls, and
-    computation costs what `simulate` was given for it, or nothing.
+    First, messages go round a ring, from all ranks at once, each after a little work, as in an allreduce. Times are
+    lower quartiles (longer times are noise), then the largest over the ranks. Then each choice of `auto` is called with 1 to
+    2^20 / P entries per rank, which shows what predictions from single costs miss, above all waiting and shared cores.
+    The simulator needs no such calls; its computation has the costs given to `simulate`.
 
-    Counted as `Traffic.set_up`. The result is not kept: save it, or pass it to `Auto(tuning=...)`.
+    Volume: some 300 MB per rank, counted as `Traffic.set_up`; some 2 s on 4 ranks with 1 Gb/s.
+
+    Args:
+        comm: mpi4py intracommunicator, or a virtual rank of `sparsecoll.simulate`.
+
+    Returns:
+        Tuning, the same on every rank. It is not used by itself: save it for SPARSECOLL_TUNING (`Tuning.save`), or pass
+        it to `sparsecoll.Auto(tuning=...)`.
+
+    Raises:
+        CommunicationError: On every rank, if one of them fails.
+
+    See Also:
+        `sparsecoll tune --save FILE` on the command line.
     """
     transport = as_transport(comm)
     with transport.set_up():
@@ -78,10 +90,10 @@ def tune(comm: Any) -> Tuning:
 
 
 def given_tuning(transport: Transport) -> Tuning | None:
-    """The costs that nobody has to measure here: those in the file that SPARSECOLL_TUNING names, or the simulator's.
+    """Return the costs that need no measurement: those in the file of SPARSECOLL_TUNING, or the simulator's.
 
     Raises:
-        ValueError: there is no such file, or it holds something else.
+        ValueError: The file does not exist or contains something else.
     """
     path = os.environ.get(FILE)
     if not path:
@@ -98,14 +110,14 @@ def _loaded(path: str, changed: int) -> Tuning:
 
 
 def tuning_of(transport: Transport) -> Tuning:
-    """What is given (see `given_tuning`), else what was measured before on this communicator, or is now, briefly.
+    """Return the given costs (see `given_tuning`), or those measured on this communicator, before or now.
 
-    Collective, if nothing is given, in the first call on a communicator and in the first one after a call that failed.
+    If no costs are given, the first call on a communicator and the first one after a failure are collective.
 
-    A measurement serves all communicators of the same processes in the same order, and survives calls that fail; that
-    all ranks still have the same one is agreed on with one message of 4 bytes from each.
+    A measurement serves all communicators of the same processes in the same order, and survives calls that fail; ranks
+    check with a message of 4 bytes from each that all still have the same one.
 
-    Volume: at most 4 MB a communicator, counted as `Traffic.set_up`.
+    Volume: at most 4 MB per communicator, counted as `Traffic.set_up`.
     """
     given = given_tuning(transport)
     if given is not None:
