@@ -60,8 +60,9 @@ def tune(comm: Any) -> Tuning:
     """Measure alpha, beta, the speed of the kernels and whole calls; collective.
 
     First, messages go round a ring, from all ranks at once, each after a little work, as in an allreduce. Times are
-    lower quartiles (longer times are noise), then the largest over the ranks. Then each choice of `auto` is called with 1 to
-    2^20 / P entries per rank, which shows what predictions from single costs miss, above all waiting and shared cores.
+    lower quartiles (longer times are noise), then the largest over the ranks. Then each choice of `auto` is called with
+    1 to 2^20 / P entries per rank, which shows what predictions from single costs miss, above all waiting and shared
+    cores.
     The simulator needs no such calls; its computation has the costs given to `simulate`.
 
     Volume: some 300 MB per rank, counted as `Traffic.set_up`; some 2 s on 4 ranks with 1 Gb/s.
