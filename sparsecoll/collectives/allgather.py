@@ -21,22 +21,31 @@ def allgather(
     timeout: float | None = None,
     check: bool = True,
 ) -> list[Any]:
-    """Every rank's sparse vector on every rank. Collective.
+    """Gather every rank's sparse vector on every rank. Collective.
 
-    Bruck's algorithm: ceil(log2 P) messages.
+    Bruck's algorithm takes ceil(log2 P) messages.
 
     Args:
-        x: as in `sparsecoll.allreduce`, sparse; of one length and dtype on all ranks.
-        format, value_dtype, timeout, check: as there.
+        comm: mpi4py intracommunicator, or a virtual rank of `sparsecoll.simulate`.
+        x: sparse vector or matrix as in `sparsecoll.allreduce`, with the same length and dtype on all ranks.
+        format: wire format, a name or a Format (default: "auto").
+        value_dtype: dtype of the values on the wire, "float16", "bfloat16" or "float32"; None, the default, for that of
+            x.
+        timeout: seconds to wait for a message before CommunicationError is raised; None, the default, for no limit.
+        check: compare the arguments of all ranks (default: True).
 
     Returns:
-        P vectors of x's own kind, in rank order; values are as they travelled, on this rank too.
-
-    Volume: the entries of the others, 2k(P-1) words of COO.
+        List of P vectors of the same type as x, in rank order. All are rounded as on the wire, this rank's own too.
 
     Raises:
-        ValueError: x is dense.
-        ValueError, TypeError, CommunicationError: as `sparsecoll.allreduce`.
+        ValueError: On every rank, if an argument is invalid on some rank, or x is dense.
+        TypeError: On every rank, if an argument has a wrong type on some rank.
+        CommunicationError: As in `sparsecoll.allreduce`.
+
+    Volume: the entries of the other ranks, 2k(P-1) words of COO.
+
+    See Also:
+        `sparsecoll.bcast`, `sparsecoll.allreduce`.
 
     >>> def program(comm):
     ...     parts = sparsecoll.allgather(comm, sparsecoll.SparseVector([comm.rank], np.ones(1), 3))

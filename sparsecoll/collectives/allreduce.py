@@ -31,43 +31,54 @@ def allreduce(
     nonfinite: str = "raise",
     return_reduction: bool = False,
 ) -> Any:
-    """Sum a long sparse vector over all ranks; every rank receives the same bits. Collective.
+    """Sum a sparse vector over all ranks; every rank receives the same bits. Collective.
 
     Args:
-        comm: an mpi4py intracommunicator, or the comm that `sparsecoll.simulate` passes. The first call on it
-            duplicates it.
-        x: SparseVector, (indices, values, length), or a dense 1-D NumPy or CuPy array or torch tensor of n values;
-            float16/32/64 or int32/64, the same dtype and length on all ranks, and on the GPU on all of them or none.
-            Never altered.
-        algo: a name of `sparsecoll.ALGORITHMS` (a fresh one), or an Algorithm object, which keeps thresholds and
-            boundaries between calls. "dense", "allgather", "auto": the exact sum of what was selected; "oktopk": the
-            top k of it.
-        k: entries that each rank selects (and, for "oktopk", entries of the result). Defaults to the algorithm's own k,
-            else to the largest nnz over the ranks; needed for dense x, except with algo="dense".
-        density: k as a share of n, in (0, 1]; at least one entry.
-        format: wire format, a name of `sparsecoll.formats.FORMATS` or a Format object with options; "auto" takes the
-            smallest for each message. Entries that a lossy one ("slots") drops are not part of what contributed.
-        value_dtype: "float16" or "bfloat16" halves the values on the wire; "float32" does for float64. Rounding is
-            part of what did not contribute.
-        op: "sum" or "mean" (floats only).
-        timeout: seconds to wait for a peer; then CommunicationError, and the communicator is out of use. None: wait
-            for ever, with a warning once a minute.
-        check: compare the arguments over the ranks; False on all of them does without.
-        nonfinite: what if a value to be sent is NaN or infinite: "raise", on every rank, or "pass": sums are NaN or
-            infinite then, and algorithms that order sums by magnitude raise on NaN all the same.
-        return_reduction: return the whole Reduction (value, contributed, traffic); its vectors are library vectors.
+        comm: mpi4py intracommunicator, or the communicator that `sparsecoll.simulate` passes to its function. The first
+            call duplicates it.
+        x: SparseVector, tuple (indices, values, length), SciPy or pydata sparse matrix, torch tensor (dense or
+            sparse_coo), or dense NumPy, CuPy or DLPack array of any shape (see `sparsecoll.as_vector`). The dtype is
+            float16, float32, float64, int32 or int64. Dtype, length and shape must be the same on all ranks, and x must
+            be on the GPU on all ranks or on none. It is not altered.
+        algo: name in `sparsecoll.ALGORITHMS`, which creates a new algorithm object, or an Algorithm object, which keeps
+            thresholds and boundaries between calls. "auto" (the default), "dense", "allgather", "sparcml",
+            "densestream" and "hierarchical" form the exact sum of the selected entries, "oktopk" the top k of it,
+            "gtopk" and "spardl" approximate that.
+        k: number of entries that each rank selects, and for "oktopk" also of the result. None, the default, stands for
+            the algorithm's own k, or else the largest nnz of all ranks. A dense x requires `k` or `density`, except
+            with algo="dense".
+        density: k as a fraction of the length, in (0, 1], instead of `k`; at least one entry is selected.
+        format: wire format: name in `sparsecoll.formats.FORMATS`, or a Format object. "auto", the default, uses the
+            smallest format for each message. Entries that a lossy format drops do not count as contributed.
+        value_dtype: dtype of the values on the wire, "float16", "bfloat16" or "float32", not wider than that of x;
+            None, the default, for the dtype of x. The rounding error does not count as contributed.
+        op: "sum" (the default), or "mean" for floating-point x.
+        timeout: seconds to wait for a message. A rank that has waited longer raises CommunicationError, and the
+            communicator cannot be used afterwards. None, the default, waits without limit and logs a warning once a
+            minute.
+        check: compare the arguments of all ranks (default: True). False must be passed on all ranks.
+        nonfinite: "raise" (the default) raises on every rank if a value to be sent is NaN or infinite; with "pass",
+            sums become NaN or infinite, and only algorithms that order sums by magnitude raise on NaN.
+        return_reduction: return a Reduction with value, contributed and traffic, whose vectors are SparseVectors
+            (default: False).
 
     Returns:
-        The sum, of x's own kind and where x is; a SparseVector for dense x. float16 is summed in float32 and rounded
-        once.
+        The sum (or mean), of the same type as x and in the same memory; a SparseVector if x is dense. float16 values
+        are summed in float32 and rounded once.
 
     Raises:
-        ValueError, TypeError: an argument is invalid on some rank; the same on every rank.
-        CommunicationError: ranks disagree on an argument, or one failed in the call (whoever had finished it by then
-            raises in its next call); the same on every rank. The communicator stays usable. A peer did not answer.
+        ValueError: On every rank, if an argument is invalid on some rank, or a value is not finite.
+        TypeError: On every rank, if an argument has a wrong type on some rank.
+        CommunicationError: On every rank, if ranks pass different arguments or one of them fails during the call (a
+            rank that has already returned raises in its next call); the communicator stays usable. Also if a rank does
+            not answer within `timeout`.
 
-    Volume: the algorithm's (see its class), plus 4(P-1) words in calls whose arguments are new on this communicator,
-    and in those without k: later ones are compared by the stamps of messages.
+    Volume: that of the algorithm (see its class), plus 4(P-1) words in calls whose arguments are new on the
+    communicator and in calls without `k` and `density`. Later calls are compared by the tags of their messages.
+
+    See Also:
+        `sparsecoll.iallreduce`, `sparsecoll.reduce`, `sparsecoll.reduce_scatter`, `sparsecoll.allgather`,
+        `sparsecoll.Residual`.
 
     >>> def program(comm):
     ...     x = sparsecoll.SparseVector([comm.rank, 5], np.array([1.0, 2.0]), 8)

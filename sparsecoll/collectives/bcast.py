@@ -26,23 +26,32 @@ def bcast(
     timeout: float | None = None,
     check: bool = True,
 ) -> Any:
-    """One rank's sparse vector on all ranks. Collective.
+    """Send one rank's sparse vector to all ranks. Collective.
 
-    A binomial tree: ceil(log2 P) messages one after the other.
+    A binomial tree takes ceil(log2 P) successive messages.
 
     Args:
-        x: on the root as in `sparsecoll.allreduce`, sparse; ignored elsewhere.
-        root: the rank that has it.
-        format, value_dtype, timeout, check: as there.
+        comm: mpi4py intracommunicator, or a virtual rank of `sparsecoll.simulate`.
+        x: on the root, a sparse vector or matrix as in `sparsecoll.allreduce`; ignored on the other ranks.
+        root: rank that has the vector (default: 0).
+        format: wire format, a name or a Format (default: "auto").
+        value_dtype: dtype of the values on the wire, "float16", "bfloat16" or "float32"; None, the default, for that of
+            x.
+        timeout: seconds to wait for a message before CommunicationError is raised; None, the default, for no limit.
+        check: compare the arguments of all ranks (default: True).
 
     Returns:
-        The vector, with values as they travelled: of x's kind on the root, a SparseVector elsewhere.
-
-    Volume: 2k words into each rank.
+        The vector, rounded as on the wire: of the same type as x on the root, a SparseVector on the other ranks.
 
     Raises:
-        ValueError: the root's x is dense.
-        ValueError, TypeError, CommunicationError: as `sparsecoll.allreduce`.
+        ValueError: On every rank, if an argument is invalid on some rank, or the root's x is dense.
+        TypeError: On every rank, if an argument has a wrong type on some rank.
+        CommunicationError: As in `sparsecoll.allreduce`.
+
+    Volume: each rank receives 2k words.
+
+    See Also:
+        `sparsecoll.allgather`.
 
     >>> def program(comm):
     ...     x = sparsecoll.SparseVector([2], np.ones(1), 5) if comm.rank == 1 else None

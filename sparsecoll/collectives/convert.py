@@ -1,7 +1,7 @@
-"""The caller's types to vectors and back. Besides `torch/` the only place that knows other libraries, by name.
+"""Conversion of callers' types to vectors and back: apart from `torch/`, the only module that knows other libraries.
 
-A matrix or array of more dimensions is one long vector, row after row (C order). Values are not copied where the type
-allows it, and stay on the GPU if they are there.
+An n-dimensional array or matrix is one long vector in C order. Values are not copied if the type allows it, and they
+stay on the GPU if they are there.
 """
 
 from __future__ import annotations
@@ -27,21 +27,28 @@ KINDS = (
 
 
 def as_vector(x: Any) -> Vector:
-    """x as a SparseVector (sparse kinds) or a DenseVector (dense kinds).
+    """Convert x to a vector, as the collectives do with their argument.
 
-    Takes (shapes of any number of dimensions; n-D is one vector in C order):
+    Args:
+        x: one of the following, with values of float16, float32, float64, int32 or int64. An n-dimensional x becomes
+            one vector in C order.
 
-    - SparseVector, DenseVector; (indices, values, length);
-    - SciPy: sparse arrays and matrices of any format; explicit zeros stay, duplicates are summed;
-    - pydata/sparse: COO and what has `to_coo`, with fill value 0;
-    - torch: dense tensors, and sparse_coo ones, hybrid too (a row that is held is held whole), on the CPU or CUDA;
-    - dense NumPy and CuPy arrays, and any array with `__dlpack__`.
+            - SparseVector, DenseVector, or a tuple (indices, values, length);
+            - SciPy sparse array or matrix of any format: explicit zeros stay, duplicates are summed;
+            - pydata/sparse COO, or an object with `to_coo`, with fill value 0;
+            - torch tensor, dense or sparse_coo (of a hybrid tensor, all values of each stored row are entries), on the
+              CPU or CUDA;
+            - dense NumPy or CuPy array, or any array with `__dlpack__`.
 
-    float16/32/64 and int32/64.
+    Returns:
+        SparseVector for a sparse x, DenseVector for a dense one.
 
     Raises:
-        TypeError: another type, or a dtype that is not supported.
-        ValueError: invalid indices, or a fill value other than 0.
+        TypeError: x has another type, or its dtype is not supported.
+        ValueError: Its indices are invalid, or its fill value is not 0.
+
+    See Also:
+        `sparsecoll.like`, which converts back.
 
     >>> as_vector(np.array([[0.0, 2.0], [0.0, 3.0]])).topk(2).indices
     array([1, 3], dtype=uint32)
@@ -50,12 +57,21 @@ def as_vector(x: Any) -> Vector:
 
 
 def like(x: Any, vector: SparseVector) -> Any:
-    """A vector as x's kind, in its shape: what `allreduce` does with the sum.
+    """Convert a vector to the type and shape of x, as the collectives do with their result.
 
-    Dense kinds give the SparseVector as it is; `vector.to_dense().reshape(x.shape)` is the dense array.
+    Args:
+        x: any type that `sparsecoll.as_vector` takes.
+        vector: SparseVector of the same length.
+
+    Returns:
+        An object of the type of x; for a dense x the SparseVector itself, from which
+        `vector.to_dense().reshape(x.shape)` makes the dense array.
 
     Raises:
-        ValueError: x is of another length.
+        ValueError: x has another length.
+
+    See Also:
+        `sparsecoll.as_vector`.
     """
     own, back = to_vector(x)
     if own.length != vector.length:
@@ -64,13 +80,13 @@ def like(x: Any, vector: SparseVector) -> Any:
 
 
 def shape_of(x: Any) -> dict[str, list[int]]:
-    """The shape of a matrix or an array of more dimensions, for ranks to compare; {} for what is a vector anyway."""
+    """Return the shape of an array of two and more dimensions, which ranks compare; {} for a vector."""
     shape = [int(size) for size in getattr(x, "shape", ())]
     return {"shape": shape} if len(shape) > 1 else {}
 
 
 def to_vector(x: Any) -> tuple[Vector, Back]:
-    """(`as_vector(x)`, how a result becomes x's kind again). Dense kinds come back as a SparseVector."""
+    """Return `as_vector(x)`, and a function that converts a result to x's type (a SparseVector for a dense x)."""
     if isinstance(x, np.ma.MaskedArray):
         raise TypeError("x: expected an array without a mask, got a masked one: use x.filled(0)")
     if isinstance(x, (SparseVector, DenseVector)):
@@ -98,7 +114,7 @@ def _flat(array: Any) -> Any:
 
 
 def as_is(y: SparseVector) -> SparseVector:
-    """The vector: what dense kinds and vectors get back."""
+    """Return the vector, which is the result for dense types and vectors."""
     return y
 
 
@@ -107,7 +123,7 @@ def _as_triple(y: SparseVector) -> tuple[Any, Any, int]:
 
 
 def _flat_indices(coordinates: Any, shape: tuple[int, ...]) -> Any:
-    """Places in C order: `coordinates` has a row for each dimension."""
+    """Return flat indices in C order; `coordinates` has a row for each dimension."""
     if math.prod(shape) >= 2**63:
         raise ValueError(f"x: expected fewer than 2^63 places, got shape {shape}")
     places = coordinates[0].astype(np.uint64)
@@ -117,7 +133,7 @@ def _flat_indices(coordinates: Any, shape: tuple[int, ...]) -> Any:
 
 
 def _coordinates(places: Any, shape: tuple[int, ...]) -> list[Any]:
-    """The inverse of `_flat_indices`, int64."""
+    """Invert `_flat_indices`; int64."""
     rest, rows = places.astype(np.uint64), []
     for size in reversed(shape[1:]):
         rows.append((rest % np.uint64(size)).astype(np.int64))
@@ -126,7 +142,7 @@ def _coordinates(places: Any, shape: tuple[int, ...]) -> list[Any]:
 
 
 def _merged(places: Any, values: Any, length: int) -> SparseVector:
-    """A vector of entries in any order; those of one place are summed in the order given."""
+    """Return a vector of entries given in any order; those with the same index are summed in the order given."""
     places = contiguous(places, index_dtype(length))
     if places.size and bool((places[1:] <= places[:-1]).any()):
         order = np.argsort(places, kind="stable") if isinstance(places, np.ndarray) else places.argsort()
@@ -165,7 +181,7 @@ def _to_pydata(coo: Any, shape: tuple[int, ...], y: SparseVector) -> Any:
 
 
 def _torch_array(tensor: Any) -> Any:
-    """A tensor's memory as an array."""
+    """Return an array that shares the memory of a tensor."""
     if str(tensor.dtype) == "torch.bfloat16":
         raise TypeError("x: expected float16, float32, float64, int32 or int64, got torch.bfloat16: use x.float()")
     return from_dlpack(tensor.detach()) if tensor.device.type == "cuda" else tensor.detach().numpy()

@@ -10,14 +10,23 @@ from sparsecoll.transport.progress import Request, in_background
 
 
 def iallreduce(comm: Any, x: Any, *arguments: Any, **options: Any) -> Request[Any]:
-    """`allreduce` in the background. Collective: every rank makes the same calls on a communicator in the same order.
+    """Start an `allreduce` in the background and return a Request. Collective.
 
-    Takes what `allreduce` takes and returns a Request at once. Calls on one communicator, blocking ones too, are
-    carried out one after the other by one thread, in the order in which they were made; those on different
-    communicators side by side. Leave x and the algorithm object alone until `wait` returns.
+    Every rank must make the same calls on a communicator in the same order. One thread per communicator executes them,
+    and blocking calls, in that order; calls on different communicators run concurrently. Do not change x or the
+    algorithm object until `wait` returns.
 
-    Needs MPI_THREAD_MULTIPLE (mpi4py asks for it). With less, and on the simulator, the call is carried out before
-    iallreduce returns.
+    This needs MPI_THREAD_MULTIPLE, which mpi4py requests by default. At a lower thread level, and on the simulator, the
+    call is complete when iallreduce returns.
+
+    Args:
+        comm: as in `sparsecoll.allreduce`.
+        x: as in `sparsecoll.allreduce`.
+        arguments: further positional arguments of `sparsecoll.allreduce`.
+        options: keyword arguments of `sparsecoll.allreduce`.
+
+    Returns:
+        Request, whose `wait()` returns what `allreduce` returns or raises what it raises.
 
     >>> def program(comm):
     ...     requests = [iallreduce(comm, sparsecoll.SparseVector([i], np.ones(1), 5)) for i in range(3)]

@@ -1,4 +1,4 @@
-"""The options that collectives share: how they are checked, and what of them the ranks compare."""
+"""The options that collectives share: how they are validated, and what the ranks compare."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ VALUE_DTYPES_ON_THE_WIRE = ("float16", "bfloat16", "float32")
 
 @dataclass(frozen=True)
 class CallOptions:
-    """The options of one collective call, as its caller gave them; `sparsecoll.allreduce` documents them.
+    """The options of a collective call as its caller gave them; see `sparsecoll.allreduce` for their meaning.
 
-    They are checked when they are used, inside the CollectiveCall, so that an error is raised on every rank. A new
-    option is a field here and an argument of the functions that take it.
+    They are validated when they are used, inside the CollectiveCall, so that an error is raised on every rank. To add
+    an option, add a field here and an argument to the functions that take it.
     """
 
     k: int | None = None
@@ -42,7 +42,7 @@ class CallOptions:
 
     @property
     def wire_dtype(self) -> str | None:
-        """`value_dtype`, given as a name, a NumPy type or a dtype, by its name."""
+        """The name of `value_dtype`, which may be a name, a NumPy type or a dtype."""
         if self.value_dtype is None or isinstance(self.value_dtype, str):
             return self.value_dtype
         try:
@@ -51,14 +51,14 @@ class CallOptions:
             raise TypeError(f"value_dtype: expected a name or a NumPy dtype, got {self.value_dtype!r}") from None
 
     def signature(self) -> dict[str, Any]:
-        """What all ranks must have alike; `k` and `density` are compared as the number that they resolve to."""
+        """Return what must be the same on all ranks, except `k` and `density`, which are compared as a number."""
         return {"format": repr(self.wire_format), "value_dtype": self.wire_dtype, "op": self.op}
 
     def resolve_k(self, length: int, default: int | None = None) -> int | None:
-        """The number of entries that each rank selects from a vector; None: all that it holds.
+        """Return the number of entries that each rank selects from a vector; None for all entries.
 
         Args:
-            length: coordinates of the vector, of which `density` is a share.
+            length: length of the vector, of which `density` is a fraction.
             default: k if the caller gave neither `k` nor `density`.
         """
         k, density = self.k, self.density
@@ -80,11 +80,11 @@ class CallOptions:
         return int(k)
 
     def check_dtype(self, dtype: np.dtype[Any], sums: str | None = None) -> None:
-        """Raise unless values of this dtype can be combined by `op` and travel in `format` as `value_dtype`.
+        """Raise unless values of this dtype can be combined by `op` and sent in `format` as `value_dtype`.
 
         Args:
-            dtype: of the caller's values.
-            sums: what sends partial sums, for the message to the user; None: only the ranks' own entries are sent.
+            dtype: dtype of the caller's values.
+            sums: what sends partial sums, for the error message; None if only the ranks' own entries are sent.
         """
         if self.op not in ("sum", "mean"):
             raise ValueError(f"op: expected 'sum' or 'mean', got {self.op!r}")
@@ -101,7 +101,7 @@ class CallOptions:
             raise ValueError(f"value_dtype: expected no wider than x and x of floats, got {narrow} for {dtype}")
 
     def check_finite(self, x: Vector) -> None:
-        """Raise if x holds NaN or infinity, unless `nonfinite` lets it pass."""
+        """Raise if x contains NaN or infinity, unless `nonfinite` is "pass"."""
         if self.nonfinite not in ("raise", "pass"):
             raise ValueError(f"nonfinite: expected 'raise' or 'pass', got {self.nonfinite!r}")
         index = x.first_not_finite() if self.nonfinite == "raise" else None
@@ -109,11 +109,11 @@ class CallOptions:
             raise ValueError(f"x: expected finite values, got NaN or infinity, the first at index {index}")
 
     def to_entries(self, x: Any, sums: bool) -> tuple[SparseVector, convert.Back]:
-        """x as the entries that this rank sends, and how a result becomes x's kind again.
+        """Return the entries that this rank sends, and a function that converts a result to the type of x.
 
         Args:
-            x: what the caller gave, of any kind that `convert.to_vector` takes.
-            sums: whether the collective sends partial sums and selects the top k of x first.
+            x: the caller's argument, of any type that `convert.to_vector` takes.
+            sums: whether the collective sends partial sums and first selects the top k of x.
         """
         vector, back = convert.to_vector(x)
         self.check_dtype(vector.dtype, "partial sums" if sums else None)
@@ -127,7 +127,7 @@ class CallOptions:
         return entries, back
 
     def agree(self, call: CollectiveCall, x: Any, sums: bool) -> tuple[SparseVector, convert.Back]:
-        """`to_entries`, as they arrive at a peer, once all ranks have agreed on the arguments of the call."""
+        """Agree on the arguments of the call, and return `to_entries` with the entries rounded as on the wire."""
         entries, back = self.to_entries(x, sums)
         call.signature |= {
             **convert.shape_of(x),
@@ -141,13 +141,13 @@ class CallOptions:
 
 
 def signature_of(x: Vector, transport: Transport) -> dict[str, Any]:
-    """What the vectors of all ranks must have alike: length, dtype, and where messages come from."""
+    """Return what must be the same for the vectors of all ranks: length, dtype, and the memory of messages."""
     memory = ("gpu, direct" if transport.gpu_direct else "gpu, staged") if x.on_gpu else "host"
     return {"length": x.length, "dtype": x.dtype.name, "memory": memory}
 
 
 def check_root(root: Any, transport: Transport) -> int:
-    """`root` as an int, if it is a rank of the communicator."""
+    """Return `root` as an int; raise ValueError unless it is a rank of the communicator."""
     if isinstance(root, bool) or not isinstance(root, (int, np.integer)) or not 0 <= root < transport.size:
         raise ValueError(f"root: expected a rank from 0 to {transport.size - 1}, got {root!r}")
     return int(root)

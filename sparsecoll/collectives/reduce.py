@@ -28,22 +28,35 @@ def reduce(
 ) -> Any:
     """Sum sparse vectors on one rank. Collective.
 
-    1. Reduce-scatter by recursive halving: rank j gets the sum of the j-th of P equal parts of the coordinates.
-    2. Everybody's part goes to the root.
+    1. Reduce-scatter by recursive halving: rank j receives the sum of the j-th of P equal parts of the coordinates.
+    2. Every rank sends its part to the root.
 
     Args:
-        x, k, density, format, value_dtype, timeout, check, nonfinite: as in `sparsecoll.allreduce`; dense x needs k or
-            density. `format` must lose nothing.
-        root: the rank that receives the sum.
+        comm: mpi4py intracommunicator, or a virtual rank of `sparsecoll.simulate`.
+        x: vector or array as in `sparsecoll.allreduce`; a dense x requires `k` or `density`.
+        root: rank that receives the sum (default: 0).
+        k: number of entries that each rank selects; None, the default, for all entries of x.
+        density: k as a fraction of the length, in (0, 1], instead of `k`.
+        format: wire format, a name or a lossless Format (default: "auto").
+        value_dtype: dtype of the values on the wire, "float16", "bfloat16" or "float32"; None, the default, for that of
+            x.
+        timeout: seconds to wait for a message before CommunicationError is raised; None, the default, for no limit.
+        check: compare the arguments of all ranks (default: True).
+        nonfinite: "raise" (the default) or "pass" values that are NaN or infinite.
 
     Returns:
-        On the root the sum, of x's own kind (see `sparsecoll.as_vector`); None elsewhere.
-
-    Volume: into each rank 2k(P-1)/P words (identical supports) to k log2 P (disjoint ones) if entries are spread evenly
-    over the P parts, at most 2k(P-1) if they are not; then the sum into the root.
+        On the root, the sum, of the same type as x (a SparseVector if x is dense); None on the other ranks.
 
     Raises:
-        ValueError, TypeError, CommunicationError: as `sparsecoll.allreduce`.
+        ValueError: On every rank, if an argument is invalid on some rank, or a value is not finite.
+        TypeError: On every rank, if an argument has a wrong type on some rank.
+        CommunicationError: As in `sparsecoll.allreduce`.
+
+    Volume: each rank receives 2k(P-1)/P words (identical supports) to k log2 P words (disjoint supports) if entries are
+    distributed evenly over the P parts, and at most 2k(P-1) if not; then the root receives the sum.
+
+    See Also:
+        `sparsecoll.allreduce`, `sparsecoll.reduce_scatter`.
 
     >>> def program(comm):
     ...     y = sparsecoll.reduce(comm, sparsecoll.SparseVector([comm.rank, 4], np.ones(2), 6), root=1)

@@ -1,4 +1,4 @@
-"""Reduce-scatter: the sum of sparse vectors, a region of the coordinates on each rank."""
+"""Reduce-scatter: the sum of sparse vectors, one region of the coordinates on each rank."""
 
 from __future__ import annotations
 
@@ -26,23 +26,39 @@ def reduce_scatter(
     check: bool = True,
     nonfinite: str = "raise",
 ) -> Any:
-    """Sum sparse vectors; rank j receives the sum between boundaries[j] and boundaries[j + 1]. Collective.
+    """Sum sparse vectors; rank j receives the sum from boundaries[j] up to boundaries[j + 1]. Collective.
 
-    Recursive halving (for any P): ceil(log2 P) messages.
+    The algorithm is recursive halving for any P, in ceil(log2 P) messages.
 
     Args:
-        x, k, density, format, value_dtype, timeout, check, nonfinite: as in `sparsecoll.reduce`.
-        boundaries: P + 1 ascending coordinates from 0 to length, the same on all ranks; None: P equal parts.
+        comm: mpi4py intracommunicator, or a virtual rank of `sparsecoll.simulate`.
+        x: vector or array as in `sparsecoll.allreduce`; a dense x requires `k` or `density`.
+        boundaries: P + 1 ascending indices from 0 to the length, the same on all ranks; None, the default, for P equal
+            parts.
+        k: number of entries that each rank selects; None, the default, for all entries of x.
+        density: k as a fraction of the length, in (0, 1], instead of `k`.
+        format: wire format, a name or a lossless Format (default: "auto").
+        value_dtype: dtype of the values on the wire, "float16", "bfloat16" or "float32"; None, the default, for that of
+            x.
+        timeout: seconds to wait for a message before CommunicationError is raised; None, the default, for no limit.
+        check: compare the arguments of all ranks (default: True).
+        nonfinite: "raise" (the default) or "pass" values that are NaN or infinite.
 
     Returns:
-        This rank's part, of x's own kind; its coordinates and length are those of the whole.
-
-    Volume: 2k(P-1)/P words (identical supports) to k log2 P (disjoint ones) if entries are spread evenly over the
-    parts, at most 2k(P-1) if they are not.
+        This rank's part, of the same type as x (a SparseVector if x is dense), with the indices and the length of the
+        whole vector.
 
     Raises:
-        ValueError: boundaries are not P + 1 ascending coordinates from 0 to length.
-        ValueError, TypeError, CommunicationError: as `sparsecoll.allreduce`.
+        ValueError: On every rank, if an argument is invalid on some rank, a value is not finite, or `boundaries` are
+            not P + 1 ascending indices from 0 to the length.
+        TypeError: On every rank, if an argument has a wrong type on some rank.
+        CommunicationError: As in `sparsecoll.allreduce`.
+
+    Volume: 2k(P-1)/P words (identical supports) to k log2 P words (disjoint supports) if entries are distributed evenly
+    over the parts, at most 2k(P-1) if not.
+
+    See Also:
+        `sparsecoll.reduce`, `sparsecoll.allreduce`.
 
     >>> def program(comm):
     ...     return sparsecoll.reduce_scatter(comm, sparsecoll.SparseVector([0, 5], np.ones(2), 6)).indices.tolist()
@@ -69,7 +85,7 @@ def _reduce_scatter(transport: Transport, x: Any, edges: list[int] | None, optio
 
 
 def sum_of_region(transport: Transport, entries: SparseVector, edges: Sequence[int]) -> SparseVector:
-    """The sum over all ranks between edges[rank] and edges[rank + 1], in the dtype that `entries` are summed in."""
+    """Return the sum over all ranks from edges[rank] up to edges[rank + 1], in the accumulator dtype."""
     with transport.phase("split"):
         whole = SparseVector.sum([entries], accumulator_dtype(entries.dtype))
         return halving.reduce_scatter(transport, whole, edges, transport.rounded, pairs=True)

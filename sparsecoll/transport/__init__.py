@@ -60,9 +60,15 @@ def usable(timeout: Any) -> bool:
 
 
 def traffic(comm: Any) -> Traffic:
-    """The counters of this rank on `comm`, live; `.reset()` sets them to zero, `print` shows a table.
+    """Return the counters of this rank on `comm`, which later calls update.
 
-    The first call on an mpi4py communicator is collective (it duplicates it).
+    The first use of an mpi4py communicator is collective, because it duplicates the communicator.
+
+    Args:
+        comm: mpi4py intracommunicator, or a virtual rank of `sparsecoll.simulate`.
+
+    Returns:
+        Traffic: `print` shows a table by phase, `reset()` sets all counters to zero.
     """
     return as_transport(comm).traffic
 

@@ -1,4 +1,4 @@
-"""Nonblocking calls: a thread a communicator that carries them out in order."""
+"""Nonblocking calls: one worker thread per communicator executes calls in FIFO order."""
 
 from __future__ import annotations
 
@@ -16,16 +16,20 @@ T = TypeVar("T")
 
 
 class Request(Generic[T]):
-    """A call under way; `wait` for its result, or `test` whether it is there."""
+    """A nonblocking call in progress, as `sparsecoll.iallreduce` returns it."""
 
     def __init__(self, future: Future[T]) -> None:
         self._future = future
 
     def wait(self, timeout: float | None = None) -> T:
-        """The result, or whatever the call raised.
+        """Wait for the call to finish; return its result or raise its exception.
+
+        Args:
+            timeout: seconds to wait; None, the default, for no limit.
 
         Raises:
-            CommunicationError: not finished within `timeout` seconds; the call goes on, and `wait` may be called again.
+            CommunicationError: The call has not finished within `timeout`. It continues, and `wait` may be called
+                again.
         """
         try:
             return self._future.result(timeout)
@@ -35,12 +39,12 @@ class Request(Generic[T]):
             raise CommunicationError(f"request: expected to finish within {timeout} s, is still under way") from error
 
     def test(self) -> bool:
-        """Whether the call has finished, well or badly."""
+        """Return whether the call has finished, with a result or an exception."""
         return self._future.done()
 
 
 def in_background(transport: Transport, call: Callable[[], T]) -> Future[T]:
-    """Carry out a call on this transport after all calls before it."""
+    """Execute a call on this transport after all earlier ones, and return its future."""
     if not transport.threads:
         future: Future[T] = Future()
         try:
@@ -55,20 +59,20 @@ def in_background(transport: Transport, call: Callable[[], T]) -> Future[T]:
 
 
 class Worker:
-    """One thread that carries out calls in order."""
+    """One thread that executes calls in FIFO order."""
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="sparsecoll-progress")
         self._thread = self._pool.submit(threading.get_ident).result()
 
     def submit(self, call: Callable[[], T]) -> Future[T]:
-        """Queue a call."""
+        """Queue a call and return its future."""
         return self._pool.submit(bind_current_stream(call))
 
     def in_order(self, call: Callable[[], T]) -> T:
-        """Carry out a blocking call after those queued; at once if this is a part of one of them."""
+        """Execute a blocking call after the queued ones; immediately if it is made within one of them."""
         return call() if threading.get_ident() == self._thread else self.submit(call).result()
 
     def close(self) -> None:
-        """End the thread, after what is queued."""
+        """Execute the queued calls, then end the thread."""
         self._pool.shutdown()
