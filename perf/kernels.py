@@ -27,6 +27,7 @@ from report import Row
 import sparsecoll
 from sparsecoll import DenseVector, Residual, SparseVector, formats, select
 from sparsecoll.kernels import kernels_of, memory
+from sparsecoll.kernels.reference.rice import RICE_PAD
 
 DATA = Path(__file__).parent / "data"
 DENSITIES = (0.001, 0.01, 0.05, 0.1)
@@ -141,7 +142,7 @@ def packed(options: argparse.Namespace) -> Iterator[Row]:
         block = kernels.rice_block(x.indices)
         table = kernels.rice_table(x.indices, block)
         coded = sum(int(part.sum()) for part in kernels.rice_sizes(table, x.nnz, block))
-        out = np.empty(coded + kernels.RICE_PAD, np.uint8)
+        out = np.empty(coded + RICE_PAD, np.uint8)
 
         def encode(x: SparseVector = x, kernels: Any = kernels, out: np.ndarray = out) -> None:
             block = kernels.rice_block(x.indices)

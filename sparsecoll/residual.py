@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sparsecoll.kernels import kernels_of
+from sparsecoll.kernels.keys import key_of, magnitude_of
 from sparsecoll.kernels.memory import empty, on_gpu
 from sparsecoll.select import Selector
 from sparsecoll.vector import DenseVector, SparseVector
@@ -175,7 +176,7 @@ class Compensated(DenseVector):
     def threshold(self, threshold: float, expected: int = 0) -> SparseVector:
         """Entries with a magnitude >= threshold (NaN counts as above all)."""
         kernels = kernels_of(self._array)
-        key = kernels.key_of(threshold, self.dtype)
+        key = key_of(threshold, self.dtype)
         return self._keep(kernels.select_at_least(self._array, key, expected, **self._pass()))
 
     def sample(self, stride: int, offset: int) -> SparseVector:
@@ -194,4 +195,4 @@ class Compensated(DenseVector):
         entries = kernels.select_at_least(
             self._array, key, expected_nnz + (expected_nnz >> 2), moments=moments, **self._pass()
         )
-        return moments, self._keep(entries), float(kernels.magnitude_of(key, self.dtype))
+        return moments, self._keep(entries), float(magnitude_of(key, self.dtype))

@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sparsecoll.kernels import kernels_of
+from sparsecoll.kernels.keys import Array, index_dtype, key_of, magnitude_of, nan_key
 from sparsecoll.kernels.memory import asarray_like, contiguous, data_ptr, empty, may_share_memory, on_gpu, to_host
-from sparsecoll.kernels.reference import Array, index_dtype
 from sparsecoll.telemetry.trace import doing
 
 if TYPE_CHECKING:
@@ -241,7 +241,7 @@ class SparseVector:
 
     def nan_key(self) -> int:
         """Magnitude keys at or above this one are NaN."""
-        return int(kernels_of(self.values).nan_key(self.dtype))
+        return int(nan_key(self.dtype))
 
     def take(self, positions: NDArray[np.int64]) -> SparseVector:
         """The entries at ascending positions."""
@@ -263,13 +263,13 @@ class SparseVector:
     def threshold(self, threshold: float, expected: int = 0) -> SparseVector:
         """Entries with a magnitude >= threshold (NaN counts as above all)."""
         kernels = kernels_of(self.values)
-        key = kernels.key_of(threshold, self.dtype)
+        key = key_of(threshold, self.dtype)
         return self._of(kernels.select_at_least(self.values, key, expected or self.nnz, indices=self.indices))
 
     def count_at_least(self, threshold: float) -> int:
         """How many entries have a magnitude >= threshold."""
         kernels = kernels_of(self.values)
-        return int(kernels.count_at_least(self.values, kernels.key_of(threshold, self.dtype)))
+        return int(kernels.count_at_least(self.values, key_of(threshold, self.dtype)))
 
     def key_range(self) -> tuple[int, int]:
         """(smallest, largest) magnitude key of the values; (0, 0) if nothing is held."""
@@ -291,17 +291,17 @@ class SparseVector:
     def kth_magnitude(self, k: int) -> float:
         """The k-th largest magnitude, 1 <= k <= nnz."""
         kernels = kernels_of(self.values)
-        return float(kernels.magnitude_of(kernels.kth_key(self.values, k)[0], self.dtype))
+        return float(magnitude_of(kernels.kth_key(self.values, k)[0], self.dtype))
 
     def magnitude_of(self, key: int) -> float:
         """The magnitude that a key of these values stands for."""
-        return float(kernels_of(self.values).magnitude_of(key, self.dtype))
+        return float(magnitude_of(key, self.dtype))
 
     def count_around_key(self, key: int, factor: float) -> tuple[int, int, int]:
         """How many entries have a key above `key`, equal to it, and a magnitude of at least `factor` times its own."""
         kernels = kernels_of(self.values)
         above = kernels.count_at_least(self.values, key + 1)
-        probe = kernels.key_of(self.magnitude_of(key) * factor, self.dtype)
+        probe = key_of(self.magnitude_of(key) * factor, self.dtype)
         equal = kernels.count_at_least(self.values, key) - above
         return above, equal, kernels.count_at_least(self.values, probe)
 
@@ -468,12 +468,12 @@ class DenseVector:
     def threshold(self, threshold: float, expected: int = 0) -> SparseVector:
         """Entries with a magnitude >= threshold (NaN counts as above all)."""
         kernels = kernels_of(self.values)
-        return self._of(kernels.select_at_least(self.values, kernels.key_of(threshold, self.dtype), expected))
+        return self._of(kernels.select_at_least(self.values, key_of(threshold, self.dtype), expected))
 
     def count_at_least(self, threshold: float) -> int:
         """How many values have a magnitude >= threshold."""
         kernels = kernels_of(self.values)
-        return int(kernels.count_at_least(self.values, kernels.key_of(threshold, self.dtype)))
+        return int(kernels.count_at_least(self.values, key_of(threshold, self.dtype)))
 
     def sample(self, stride: int, offset: int) -> SparseVector:
         """Every stride-th value, from index `offset` on, copied (numbered, not at its index)."""
@@ -487,7 +487,7 @@ class DenseVector:
         kernels = kernels_of(self.values)
         key, moments = kernels.lower_bound_key(self.values, expected_nnz), np.empty(4)
         entries = kernels.select_at_least(self.values, key, expected_nnz + (expected_nnz >> 2), moments=moments)
-        return moments, self._of(entries), float(kernels.magnitude_of(key, self.dtype))
+        return moments, self._of(entries), float(magnitude_of(key, self.dtype))
 
     def random_entries(self, k: int, key: int) -> SparseVector:
         """The values at k random coordinates that depend on `key` and the length alone."""

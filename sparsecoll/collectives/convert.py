@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from sparsecoll.kernels.keys import index_dtype
 from sparsecoll.kernels.memory import asarray_like, contiguous, from_dlpack, on_gpu
-from sparsecoll.kernels.reference import index_dtype
 from sparsecoll.select import Vector
 from sparsecoll.vector import DenseVector, SparseVector
 

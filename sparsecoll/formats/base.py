@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 
 from sparsecoll.errors import CommunicationError
 from sparsecoll.kernels import kernels_of
+from sparsecoll.kernels.keys import index_dtype
 from sparsecoll.kernels.memory import asarray_like, empty, to_host
-from sparsecoll.kernels.reference import index_dtype
 from sparsecoll.telemetry.trace import doing
 from sparsecoll.vector import DenseVector, SparseVector, saturating_cast
 

@@ -9,6 +9,7 @@ import numpy as np
 from sparsecoll.errors import CommunicationError
 from sparsecoll.formats.base import HEADER, Buffer, Format, Plan, WireDtype, first_index
 from sparsecoll.kernels import kernels_of
+from sparsecoll.kernels.reference.rice import RICE_BLOCKS, RICE_PAD
 from sparsecoll.vector import SparseVector
 
 START = HEADER.size + 8
@@ -46,21 +47,21 @@ class Packed(Format):
             buffer[middle + 2 : payload].view(np.uint16)[:] = table
             kernels.rice_encode(x.indices, table, block, buffer[payload:])
 
-        return Plan(payload + coded + kernels.RICE_PAD, write)
+        return Plan(payload + coded + RICE_PAD, write)
 
     def decode(self, buffer: Buffer, length: int) -> SparseVector:
         wire, index, nnz = self._opened(buffer, length)
         kernels = kernels_of(buffer)
         middle = START + nnz * wire.stored.itemsize
         block = int(buffer[middle : middle + 2].view(np.uint16)[0]) if buffer.size >= middle + 2 else 0
-        if block not in kernels.RICE_BLOCKS:
+        if block not in RICE_BLOCKS:
             raise CommunicationError(f"message: packed with blocks of {block} in {buffer.size} bytes for {nnz} entries")
         payload = middle + 2 + 2 * -(-nnz // block)
-        if buffer.size < payload + kernels.RICE_PAD:
+        if buffer.size < payload + RICE_PAD:
             raise CommunicationError(f"message: {buffer.size} bytes are too few for {nnz} entries in packed")
         table = buffer[middle + 2 : payload].view(np.uint16)
         coded = sum(int(part.sum()) for part in kernels.rice_sizes(table, nnz, block))
-        self._check_size(buffer, payload + coded + kernels.RICE_PAD, nnz)
+        self._check_size(buffer, payload + coded + RICE_PAD, nnz)
         first = int(buffer[HEADER.size : START].view(np.uint64)[0]) if nnz else 0
         fits = first < length or nnz == 0
         indices = kernels.rice_decode(table, buffer[payload:], block, first, nnz, length, index) if fits else None

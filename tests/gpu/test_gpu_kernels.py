@@ -8,6 +8,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sparsecoll.kernels import reference
+from sparsecoll.kernels.keys import key_of
+from sparsecoll.kernels.reference.rice import RICE_BLOCKS, RICE_PAD
 from sparsecoll.vector import VALUE_DTYPES, accumulator_dtype
 
 EXAMPLES = 40 if os.environ.get("SPARSECOLL_GPU_TESTS") == "all" else 4
@@ -158,7 +160,7 @@ def test_segments_follow_each_other(cp, gpu, monkeypatch):
     """A vector longer than one launch can count: ties and places go on over its segments."""
     monkeypatch.setattr(gpu.selection, "SEGMENT", 4096)
     v = np.round(np.random.default_rng(1).standard_normal(13_000) * 2).astype(np.float32)
-    key = int(reference.key_of(2.0, v.dtype))
+    key = int(key_of(2.0, v.dtype))
     for ties in (0, 1, 700, 13_000):
         all_same(gpu.topk_by_key(cp.asarray(v), key, ties), reference.topk_by_key(v, key, ties))
     mine, theirs, sums = cp.asarray(v), v.copy(), (np.zeros(4), np.zeros(4))
@@ -334,12 +336,12 @@ def test_rice_codes(cp, gpu, size, seed, own, far, data):
     on = cp.asarray(i)
     block = reference.rice_block(i)
     assert gpu.rice_block(on) == block
-    for block in reference.RICE_BLOCKS:
+    for block in RICE_BLOCKS:
         table = reference.rice_table(i, block)
         same(gpu.rice_table(on, block), table)
         all_same(gpu.rice_sizes(cp.asarray(table), i.size, block), reference.rice_sizes(table, i.size, block))
         coded = sum(int(part.sum()) for part in reference.rice_sizes(table, i.size, block))
-        out, mine = np.empty(coded + reference.RICE_PAD, np.uint8), cp.empty(coded + reference.RICE_PAD, np.uint8)
+        out, mine = np.empty(coded + RICE_PAD, np.uint8), cp.empty(coded + RICE_PAD, np.uint8)
         reference.rice_encode(i, table, block, out)
         gpu.rice_encode(on, cp.asarray(table), block, mine)
         same(mine, out)

@@ -101,6 +101,7 @@ def test_the_pretence_finds_broken_kernels(cp, damage, monkeypatch):
     if not hasattr(cp, "pretend"):
         pytest.skip("a GPU may get away with it")
     from sparsecoll.kernels import reference
+    from sparsecoll.kernels.keys import key_of
 
     code = _code("selection")
     line = {
@@ -110,7 +111,7 @@ def test_the_pretence_finds_broken_kernels(cp, damage, monkeypatch):
     }[damage]
     assert line[0] in code
     values = np.random.default_rng(0).standard_normal(5000).astype(np.float32)
-    expected = reference.select_at_least(values, reference.key_of(0.0, values.dtype))
+    expected = reference.select_at_least(values, key_of(0.0, values.dtype))
     right = []
     for order in "01":
         monkeypatch.setenv("SPARSECOLL_THREAD_ORDER", order)

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparsecoll.kernels import cpu, reference
+from sparsecoll.kernels.reference.rice import RICE_BLOCKS, RICE_PAD
 
 FEW = settings(max_examples=60, deadline=None)
 BOTH = (cpu, reference)
@@ -34,14 +35,14 @@ def positions(draw, largest=2**62):
 
 def payload_of(kernels, indices, block=1024):
     table = kernels.rice_table(indices, block)
-    size = int(np.add(*kernels.rice_sizes(table, indices.size, block)).sum()) + kernels.RICE_PAD
+    size = int(np.add(*kernels.rice_sizes(table, indices.size, block)).sum()) + RICE_PAD
     out = np.full(size, 77, np.uint8)
     kernels.rice_encode(indices, table, block, out)
     return table, out
 
 
 @FEW
-@given(positions(), st.sampled_from(reference.RICE_BLOCKS))
+@given(positions(), st.sampled_from(RICE_BLOCKS))
 def test_rice(indices, block):
     assert cpu.rice_block(indices) == reference.rice_block(indices)
     (table, payload), (own_table, own_payload) = (payload_of(kernels, indices, block) for kernels in (reference, cpu))

@@ -6,6 +6,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sparsecoll.kernels import cpu, reference
+from sparsecoll.kernels.keys import key_of, magnitude_of
 from sparsecoll.vector import VALUE_DTYPES, accumulator_dtype
 
 FEW = settings(max_examples=60, deadline=None)
@@ -136,7 +137,7 @@ def test_random_indices(length, count, key):
 def test_output_grows_when_the_guess_was_short():
     v = np.arange(1, 300_001, dtype=np.float32)
     v[:200_000] *= -1e-9
-    for key in (1, reference.key_of(1.0, v.dtype)):
+    for key in (1, key_of(1.0, v.dtype)):
         mine = v.copy()
         same_entries(cpu.select_at_least(mine, key, 0, add=(v, 1.0), clear=True), reference.select_at_least(2 * v, key))
     assert np.count_nonzero(mine) == 200_000
@@ -147,7 +148,7 @@ def test_several_threads_give_the_same_bits(dtype, monkeypatch):
     monkeypatch.setattr(cpu.selection, "threads", 3)
     rng = np.random.default_rng(0)
     v, g = ((rng.standard_normal(2_500_001) ** 3 * 20).astype(dtype) for _ in range(2))
-    for name, argument in (("select_at_least", reference.key_of(60, v.dtype)), ("topk", 5000)):
+    for name, argument in (("select_at_least", key_of(60, v.dtype)), ("topk", 5000)):
         mine, theirs = v.copy(), v.copy()
         same_entries(
             getattr(cpu, name)(mine, argument, add=(g, 2), clear=True),
@@ -213,10 +214,10 @@ def test_intersect_and_disorder(size, seed, other, dtype):
 def test_key_of_is_the_smallest_key_that_reaches_the_threshold(dtype, threshold):
     if dtype.kind != "f":
         threshold = threshold % 1e6
-    key = reference.key_of(threshold, dtype)
-    assert reference.magnitude_of(key, dtype) >= threshold
+    key = key_of(threshold, dtype)
+    assert magnitude_of(key, dtype) >= threshold
     if key:
-        assert reference.magnitude_of(key - 1, dtype) < threshold
+        assert magnitude_of(key - 1, dtype) < threshold
 
 
 def test_choice_of_kernels(monkeypatch):

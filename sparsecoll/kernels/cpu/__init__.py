@@ -1,107 +1,15 @@
-"""CPU kernels in Numba: nogil, cached on disk, one thread. Each equals its namesake in `reference` bit for bit.
+"""CPU kernels in Numba: they release the GIL, are cached on disk and run on one thread. Each equals its namesake in
+`reference` bit for bit.
 
 Floats are handled as bit patterns wherever only their order matters, so float16 needs no arithmetic here; sums of
 float16 are formed in float32 (see `vector.accumulator_dtype`).
 """
 
-from sparsecoll.kernels.cpu.codecs import (
-    add_signs,
-    bitmap_read,
-    bitmap_write,
-    block_heads,
-    block_indices,
-    block_write,
-    dequantize,
-    from_bfloat16,
-    from_float16,
-    hash_slots,
-    quantize,
-    scatter_add_marked,
-    slots_write,
-    to_bfloat16,
-    to_float16,
-)
-from sparsecoll.kernels.cpu.merge import merge_sum
-from sparsecoll.kernels.cpu.rice import (
-    rice_block,
-    rice_decode,
-    rice_encode,
-    rice_table,
-)
-from sparsecoll.kernels.cpu.selection import (
-    accumulate,
-    count_at_least,
-    key_range,
-    kth_key,
-    lower_bound_key,
-    random_indices,
-    select_at_least,
-    topk,
-    topk_by_key,
-)
-from sparsecoll.kernels.cpu.sums import (
-    difference,
-    first_unsorted,
-    intersect,
-    scatter_add,
-    scatter_subtract,
-)
-from sparsecoll.kernels.reference import (
-    RICE_BLOCKS,
-    RICE_PAD,
-    bits_and_mask,
-    index_dtype,
-    key_of,
-    magnitude_keys,
-    magnitude_of,
-    moments_of,
-    nan_key,
-    rice_sizes,
-)
-
-__all__ = [
-    "RICE_BLOCKS",
-    "RICE_PAD",
-    "accumulate",
-    "add_signs",
-    "bitmap_read",
-    "bitmap_write",
-    "bits_and_mask",
-    "block_heads",
-    "block_indices",
-    "block_write",
-    "count_at_least",
-    "dequantize",
-    "difference",
-    "first_unsorted",
-    "from_bfloat16",
-    "from_float16",
-    "hash_slots",
-    "index_dtype",
-    "intersect",
-    "key_of",
-    "key_range",
-    "kth_key",
-    "lower_bound_key",
-    "magnitude_keys",
-    "magnitude_of",
-    "merge_sum",
-    "moments_of",
-    "nan_key",
-    "quantize",
-    "random_indices",
-    "rice_block",
-    "rice_decode",
-    "rice_encode",
-    "rice_sizes",
-    "rice_table",
-    "scatter_add",
-    "scatter_add_marked",
-    "scatter_subtract",
-    "select_at_least",
-    "slots_write",
-    "to_bfloat16",
-    "to_float16",
-    "topk",
-    "topk_by_key",
-]
+from sparsecoll.kernels.cpu.codecs import *
+from sparsecoll.kernels.cpu.merge import *
+from sparsecoll.kernels.cpu.rice import *
+from sparsecoll.kernels.cpu.selection import *
+from sparsecoll.kernels.cpu.sums import *
+from sparsecoll.kernels.reference.rice import rice_sizes as rice_sizes  # fast enough in NumPy
+from sparsecoll.kernels.reference.selection import magnitude_keys as magnitude_keys
+from sparsecoll.kernels.reference.selection import moments_of as moments_of

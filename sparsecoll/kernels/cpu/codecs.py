@@ -11,8 +11,9 @@ from numba.cpython.unsafe import numbers
 from sparsecoll.kernels import reference
 from sparsecoll.kernels.cpu import lanes
 from sparsecoll.kernels.cpu.lanes import LANES, narrow_block, widen_block
+from sparsecoll.kernels.keys import Array
 from sparsecoll.kernels.memory import empty
-from sparsecoll.kernels.reference import NEAR, Array
+from sparsecoll.kernels.reference.codecs import NEAR
 
 trailing_zeros: Any = numbers.trailing_zeros
 _jit: Any = nb.njit(nogil=True, cache=True)

@@ -19,8 +19,8 @@ from sparsecoll.kernels.cpu import selection
 from sparsecoll.kernels.cpu.codecs import from_float16
 from sparsecoll.kernels.cpu.lanes import LANES, array_at, emit_block
 from sparsecoll.kernels.cpu.sums import end
+from sparsecoll.kernels.keys import Array
 from sparsecoll.kernels.memory import empty
-from sparsecoll.kernels.reference import Array
 
 WINDOW = 1 << 15  # indices summed at a time: 128 KiB of float32
 GROUPS = WINDOW // LANES

@@ -8,10 +8,10 @@ import numba as nb
 import numpy as np
 from numba.cpython.unsafe import numbers
 
-from sparsecoll.kernels import reference
 from sparsecoll.kernels.cpu.lanes import load64, store64
+from sparsecoll.kernels.keys import Array
 from sparsecoll.kernels.memory import empty
-from sparsecoll.kernels.reference import RICE_BLOCKS, RICE_LARGEST, RICE_SAMPLES, Array
+from sparsecoll.kernels.reference.rice import RICE_BLOCKS, RICE_LARGEST, RICE_PAD, RICE_SAMPLES
 
 FOUR = 14  # largest parameter with which four remainders and seven bits left over fit 64 bits
 PLAIN = 40  # up to this parameter a block's sums cannot overflow 64 bits
@@ -219,7 +219,7 @@ def rice_table(indices: Array, block: int) -> Array:
 
 
 def rice_encode(indices: Array, table: Array, block: int, out: Array) -> None:
-    out[-reference.RICE_PAD :] = 0
+    out[-RICE_PAD:] = 0
     _rice_encode(indices, table, block, np.empty(block, np.uint64), out)
 
 

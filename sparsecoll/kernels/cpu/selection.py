@@ -16,16 +16,15 @@ import numpy as np
 from sparsecoll.kernels import reference
 from sparsecoll.kernels.cpu import lanes
 from sparsecoll.kernels.cpu.lanes import LANES, compress_block, magnitude_key
+from sparsecoll.kernels.keys import Addend, Array, bits_and_mask, index_dtype
 from sparsecoll.kernels.memory import empty
-from sparsecoll.kernels.reference import (
+from sparsecoll.kernels.reference.selection import (
     MOMENT_LANES,
     MOMENT_ROWS,
     ROUNDS,
-    Addend,
-    Array,
-    bits_and_mask,
-    index_dtype,
     magnitude_keys,
+    moments_of,
+    moments_of_lines,
 )
 from sparsecoll.kernels.sampling import stride_for
 
@@ -236,7 +235,7 @@ def select_at_least(
         if add is not None:
             accumulate(values, add)
         if moments is not None:
-            moments[:] = reference.moments_of(values)
+            moments[:] = moments_of(values)
         add = moments = None
     bits, mask = _lanes_of(values)
     if key > np.iinfo(mask.dtype).max:  # no value can reach it
@@ -261,7 +260,7 @@ def select_at_least(
     else:
         out_i, out_v = part(0, values.size)
     if lines is not None:
-        moments[:] = reference.moments_of_lines(lines)  # type: ignore[index]
+        moments[:] = moments_of_lines(lines)  # type: ignore[index]
     return out_i, out_v.view(values.dtype)
 
 

@@ -8,8 +8,8 @@ import numba as nb
 import numpy as np
 
 from sparsecoll.kernels import reference
+from sparsecoll.kernels.keys import Array
 from sparsecoll.kernels.memory import empty
-from sparsecoll.kernels.reference import Array
 
 WINDOW = 1 << 14  # indices looked up at a time: 16 KiB of marks stay in the first-level cache
 CROWD = 64  # entries a window from which on marks are faster than comparing

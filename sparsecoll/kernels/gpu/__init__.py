@@ -1,91 +1,9 @@
 """GPU kernels: CUDA C (the .cu files) through CuPy, on the current stream. Each equals its namesake in `reference` bit
-for bit, but for the bits inside a NaN that arithmetic makes. Arrays are CuPy's and contiguous; no sum is formed by
-atomics.
+for bit, except for the bits inside a NaN that arithmetic makes. Arrays are CuPy's and contiguous; no sum is formed by
+atomic operations.
 """
 
-from sparsecoll.kernels.gpu.codecs import (
-    add_signs,
-    bitmap_read,
-    bitmap_write,
-    block_heads,
-    block_indices,
-    block_write,
-    dequantize,
-    from_bfloat16,
-    from_float16,
-    hash_slots,
-    quantize,
-    slots_write,
-    to_bfloat16,
-    to_float16,
-)
-from sparsecoll.kernels.gpu.rice import rice_block, rice_decode, rice_encode, rice_sizes, rice_table
-from sparsecoll.kernels.gpu.selection import (
-    accumulate,
-    count_at_least,
-    key_range,
-    kth_key,
-    lower_bound_key,
-    magnitude_keys,
-    moments_of,
-    random_indices,
-    select_at_least,
-    topk,
-    topk_by_key,
-)
-from sparsecoll.kernels.gpu.sums import (
-    difference,
-    first_unsorted,
-    intersect,
-    merge_sum,
-    scatter_add,
-    scatter_add_marked,
-    scatter_subtract,
-)
-from sparsecoll.kernels.reference import RICE_BLOCKS, RICE_PAD, index_dtype, key_of, magnitude_of, nan_key
-
-__all__ = [
-    "RICE_BLOCKS",
-    "RICE_PAD",
-    "accumulate",
-    "add_signs",
-    "bitmap_read",
-    "bitmap_write",
-    "block_heads",
-    "block_indices",
-    "block_write",
-    "count_at_least",
-    "dequantize",
-    "difference",
-    "first_unsorted",
-    "from_bfloat16",
-    "from_float16",
-    "hash_slots",
-    "index_dtype",
-    "intersect",
-    "key_of",
-    "key_range",
-    "kth_key",
-    "lower_bound_key",
-    "magnitude_keys",
-    "magnitude_of",
-    "merge_sum",
-    "moments_of",
-    "nan_key",
-    "quantize",
-    "random_indices",
-    "rice_block",
-    "rice_decode",
-    "rice_encode",
-    "rice_sizes",
-    "rice_table",
-    "scatter_add",
-    "scatter_add_marked",
-    "scatter_subtract",
-    "select_at_least",
-    "slots_write",
-    "to_bfloat16",
-    "to_float16",
-    "topk",
-    "topk_by_key",
-]
+from sparsecoll.kernels.gpu.codecs import *
+from sparsecoll.kernels.gpu.rice import *
+from sparsecoll.kernels.gpu.selection import *
+from sparsecoll.kernels.gpu.sums import *

@@ -6,10 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from sparsecoll.kernels import reference
 from sparsecoll.kernels.gpu import device
 from sparsecoll.kernels.gpu.device import launch, types, u32, u64
-from sparsecoll.kernels.reference import RICE_BLOCKS, rice_runs
+from sparsecoll.kernels.reference.rice import RICE_BLOCKS, rice_runs, rice_shortest
 
 Array = Any  # of CuPy
 
@@ -25,7 +24,7 @@ def rice_block(indices: Array) -> int:
     found = indices[device.to_device(np.stack([before, places]))].get().astype(np.uint64)
     gaps = found[1] - found[0] - (places > 0).astype(np.uint64)
     cuts = np.cumsum([min(largest, indices.size - run * largest) for run in runs])[:-1]
-    return reference.rice_shortest(np.split(gaps, cuts))
+    return rice_shortest(np.split(gaps, cuts))
 
 
 def rice_table(indices: Array, block: int) -> Array:

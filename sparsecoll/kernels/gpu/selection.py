@@ -8,7 +8,8 @@ import numpy as np
 
 from sparsecoll.kernels.gpu import device
 from sparsecoll.kernels.gpu.device import launch, types, u32, u64
-from sparsecoll.kernels.reference import MOMENT_ROWS, ROUNDS, index_dtype
+from sparsecoll.kernels.keys import index_dtype
+from sparsecoll.kernels.reference.selection import MOMENT_ROWS, ROUNDS
 from sparsecoll.kernels.sampling import stride_for
 
 Array = Any  # of CuPy

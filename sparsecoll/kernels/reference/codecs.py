@@ -6,7 +6,25 @@ from typing import Any
 
 import numpy as np
 
-from sparsecoll.kernels.reference.selection import Array
+from sparsecoll.kernels.keys import Array
+
+__all__ = [
+    "add_signs",
+    "bitmap_read",
+    "bitmap_write",
+    "block_heads",
+    "block_indices",
+    "block_write",
+    "dequantize",
+    "from_bfloat16",
+    "from_float16",
+    "hash_slots",
+    "quantize",
+    "scatter_add_marked",
+    "slots_write",
+    "to_bfloat16",
+    "to_float16",
+]
 
 
 def block_heads(indices: Array, gap: int) -> Array:

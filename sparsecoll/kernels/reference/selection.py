@@ -1,10 +1,7 @@
-"""Keys of magnitude, and selection by them.
+"""Selection by magnitude keys (see kernels/keys.py).
 
-Words used here:
-    key         an unsigned integer that orders values by magnitude: for floats the bit pattern without its sign (so
-                0 < subnormal < ... < inf < NaN), for integers the absolute value. Comparing keys is comparing |x|.
-    position    a place in an array (int64); index: a coordinate of the long sparse vector (uint32 or uint64).
-All selections break ties by (larger magnitude, then lower position).
+A position is an offset in an array (int64); an index is a coordinate of the long sparse vector (uint32 or uint64).
+Selections break ties by larger magnitude, then by lower position.
 """
 
 from __future__ import annotations
@@ -12,29 +9,26 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-Array = NDArray[Any]
-Addend = tuple[Array, float]  # (addend, scale): values += scale * addend, in the dtype of values
+from sparsecoll.kernels.keys import Addend, Array, bits_and_mask, index_dtype
+
+__all__ = [
+    "accumulate",
+    "count_at_least",
+    "key_range",
+    "kth_key",
+    "lower_bound_key",
+    "magnitude_keys",
+    "moments_of",
+    "random_indices",
+    "select_at_least",
+    "topk",
+    "topk_by_key",
+]
 
 ROUNDS = 6  # of the permutation behind random_indices
 MOMENT_LANES = 256  # sums over a vector are formed in so many columns, item i into column i % MOMENT_LANES,
 MOMENT_ROWS = 16  # in lines of so many rows
-
-_UNSIGNED: dict[int, Any] = {2: np.uint16, 4: np.uint32, 8: np.uint64}
-
-
-def index_dtype(length: int) -> np.dtype[np.generic]:
-    """uint32 for lengths up to 2^32 (the largest index then fits), uint64 above."""
-    return np.dtype(np.uint32 if length <= 2**32 else np.uint64)
-
-
-def bits_and_mask(values: Array) -> tuple[Array, int]:
-    """(unsigned array, mask) with key = bits & mask. A view for floats, |x| for integers."""
-    unsigned: Any = _UNSIGNED[values.dtype.itemsize]
-    if values.dtype.kind == "f":
-        return values.view(unsigned), int(np.iinfo(unsigned).max >> 1)
-    return np.abs(values).view(unsigned), int(np.iinfo(unsigned).max)
 
 
 def magnitude_keys(values: Array) -> Array:
@@ -42,30 +36,6 @@ def magnitude_keys(values: Array) -> Array:
     bits, mask = bits_and_mask(values)
     keys: Array = bits & bits.dtype.type(mask)
     return keys
-
-
-def key_of(threshold: float, dtype: np.dtype[np.generic]) -> int:
-    """The smallest key whose magnitude is >= threshold, in `dtype`."""
-    if dtype.kind != "f":
-        return int(np.ceil(threshold))
-    with np.errstate(over="ignore"):
-        cast = np.asarray(threshold, dtype=np.float64).astype(dtype)
-    if float(cast) < threshold:
-        cast = np.nextafter(cast, np.asarray(np.inf, dtype))
-    return int(magnitude_keys(np.atleast_1d(cast))[0])
-
-
-def magnitude_of(key: int, dtype: np.dtype[np.generic]) -> float:
-    """The magnitude that a key stands for."""
-    unsigned = np.asarray([key], dtype=_UNSIGNED[dtype.itemsize])
-    return float(unsigned.view(dtype)[0]) if dtype.kind == "f" else float(key)
-
-
-def nan_key(dtype: np.dtype[np.generic]) -> int:
-    """Keys at or above this one are NaN (for integers: no key is)."""
-    if dtype.kind != "f":
-        return 1 << (8 * dtype.itemsize)
-    return int(magnitude_keys(np.asarray([np.inf], dtype=dtype))[0]) + 1
 
 
 def count_at_least(values: Array, key: int) -> int:

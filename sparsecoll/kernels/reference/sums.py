@@ -6,7 +6,16 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from sparsecoll.kernels.reference.selection import Array
+from sparsecoll.kernels.keys import Array
+
+__all__ = [
+    "difference",
+    "first_unsorted",
+    "intersect",
+    "merge_sum",
+    "scatter_add",
+    "scatter_subtract",
+]
 
 
 def merge_sum(parts: Sequence[tuple[Array, Array]], dtype: np.dtype[np.generic]) -> tuple[Array, Array]:
