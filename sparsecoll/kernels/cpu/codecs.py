@@ -6,16 +6,14 @@ from typing import Any
 
 import numba as nb
 import numpy as np
-from numba.cpython.unsafe import numbers
 
 from sparsecoll.kernels import reference
 from sparsecoll.kernels.cpu import lanes
-from sparsecoll.kernels.cpu.lanes import LANES, narrow_block, widen_block
+from sparsecoll.kernels.cpu.lanes import LANES, narrow_block, trailing_zeros, widen_block
 from sparsecoll.kernels.keys import Array
 from sparsecoll.kernels.memory import empty
 from sparsecoll.kernels.reference.codecs import NEAR
 
-trailing_zeros: Any = numbers.trailing_zeros
 _jit: Any = nb.njit(nogil=True, cache=True)
 
 

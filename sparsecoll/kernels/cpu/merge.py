@@ -12,12 +12,11 @@ from typing import Any
 
 import numba as nb
 import numpy as np
-from numba.cpython.unsafe import numbers
 
 from sparsecoll.kernels import reference
 from sparsecoll.kernels.cpu import selection
 from sparsecoll.kernels.cpu.codecs import from_float16
-from sparsecoll.kernels.cpu.lanes import LANES, array_at, emit_block
+from sparsecoll.kernels.cpu.lanes import LANES, array_at, emit_block, trailing_zeros
 from sparsecoll.kernels.cpu.sums import end
 from sparsecoll.kernels.keys import Array
 from sparsecoll.kernels.memory import empty
@@ -26,7 +25,6 @@ WINDOW = 1 << 15  # indices summed at a time: 128 KiB of float32
 GROUPS = WINDOW // LANES
 CROWD = 512  # entries a window from which on lanes are faster than marks
 
-trailing_zeros: Any = numbers.trailing_zeros
 _jit: Any = nb.njit(nogil=True, cache=True)
 
 

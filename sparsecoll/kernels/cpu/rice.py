@@ -6,9 +6,8 @@ from typing import Any
 
 import numba as nb
 import numpy as np
-from numba.cpython.unsafe import numbers
 
-from sparsecoll.kernels.cpu.lanes import load64, store64
+from sparsecoll.kernels.cpu.lanes import load64, store64, trailing_zeros
 from sparsecoll.kernels.keys import Array
 from sparsecoll.kernels.memory import empty
 from sparsecoll.kernels.reference.rice import RICE_BLOCKS, RICE_LARGEST, RICE_PAD, RICE_SAMPLES
@@ -16,7 +15,6 @@ from sparsecoll.kernels.reference.rice import RICE_BLOCKS, RICE_LARGEST, RICE_PA
 FOUR = 14  # largest parameter with which four remainders and seven bits left over fit 64 bits
 PLAIN = 40  # up to this parameter a block's sums cannot overflow 64 bits
 
-trailing_zeros: Any = numbers.trailing_zeros
 _jit: Any = nb.njit(nogil=True, cache=True)
 
 

@@ -1,0 +1,304 @@
+"""Operations that Numba's vectoriser cannot produce, built from LLVM instructions.
+
+This is the only module that uses internals of Numba and of llvmlite, which may change with any release. lanes.py takes
+the portable code in its place where an internal is missing, and pyproject.toml bounds the versions to those tested.
+
+`llvm.experimental.vector.compress` is one AVX-512 instruction that packs the chosen lanes of a register together. The
+form with a register as its target, followed by a plain store, is used because the form that stores to memory is slow on
+AMD processors.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import llvmlite.binding as llvm
+import numba as nb
+import numpy as np
+from llvmlite import ir
+from numba.core import cgutils as _cgutils
+from numba.core import types
+from numba.cpython.unsafe import numbers as _numbers
+from numba.extending import intrinsic as _intrinsic
+
+intrinsic: Any = _intrinsic
+cgutils: Any = _cgutils
+trailing_zeros: Any = _numbers.trailing_zeros
+LANES = 16
+I32 = ir.IntType(32)
+I64 = ir.IntType(64)
+
+
+def _host_compresses() -> bool:
+    """Whether this processor has the instruction and this LLVM (20 or later) a name for it."""
+    return llvm.llvm_version_info[0] >= 20 and bool(llvm.get_host_cpu_features().get("avx512f", False))
+
+
+AVAILABLE = _host_compresses()
+
+
+def _splat(builder: Any, value: Any) -> Any:
+    vector = ir.VectorType(value.type, LANES)
+    one = builder.insert_element(ir.Constant(vector, ir.Undefined), value, ir.Constant(I32, 0))
+    zeros = ir.Constant(ir.VectorType(I32, LANES), [0] * LANES)
+    return builder.shuffle_vector(one, ir.Constant(vector, ir.Undefined), zeros)
+
+
+def _data(context: Any, builder: Any, array_type: Any, array: Any) -> Any:
+    return cgutils.create_struct_proxy(array_type)(context, builder, array).data
+
+
+def _load(builder: Any, data: Any, place: Any) -> Any:
+    vector = ir.VectorType(data.type.pointee, LANES)
+    loaded = builder.load(builder.bitcast(builder.gep(data, [place]), vector.as_pointer()))
+    loaded.align = 1
+    return loaded
+
+
+def _store(builder: Any, value: Any, data: Any, place: Any) -> None:
+    stored = builder.store(value, builder.bitcast(builder.gep(data, [place]), value.type.as_pointer()))
+    stored.align = 1
+
+
+def _call(builder: Any, name: str, result: Any, arguments: list[Any]) -> Any:
+    signature = ir.FunctionType(result, [a.type for a in arguments])
+    return builder.call(cgutils.get_or_insert_function(builder.module, signature, name), arguments)
+
+
+def _half(builder: Any, value: Any, number: int) -> Any:
+    lanes = ir.Constant(ir.VectorType(I32, LANES // 2), list(range(number * LANES // 2, (number + 1) * LANES // 2)))
+    return builder.shuffle_vector(value, ir.Constant(value.type, ir.Undefined), lanes)
+
+
+def _compress_store(builder: Any, value: Any, chosen: Any, data: Any, place: Any) -> None:
+    """Pack the chosen lanes together and write them from `place` on. One register is 512 bits."""
+    width = value.type.element.width
+    if width == 64 and value.type.count == LANES:
+        low = _half(builder, chosen, 0)
+        _compress_store(builder, _half(builder, value, 0), low, data, place)
+        place = builder.add(place, _popcount(builder, low, place.type))
+        _compress_store(builder, _half(builder, value, 1), _half(builder, chosen, 1), data, place)
+        return
+    wide = builder.zext(value, ir.VectorType(I32, LANES)) if width < 32 else value
+    name = f"llvm.experimental.vector.compress.v{wide.type.count}i{wide.type.element.width}"
+    packed = _call(builder, name, wide.type, [wide, chosen, ir.Constant(wide.type, ir.Undefined)])
+    _store(builder, builder.trunc(packed, value.type) if width < 32 else packed, data, place)
+
+
+def _popcount(builder: Any, chosen: Any, result: Any) -> Any:
+    width = ir.IntType(chosen.type.count)
+    return builder.zext(_call(builder, f"llvm.ctpop.i{width.width}", width, [builder.bitcast(chosen, width)]), result)
+
+
+def _magnitude(builder: Any, signed: bool, value: Any, mask: Any) -> Any:
+    """Float bits without the sign; |x| of a signed integer."""
+    if not signed:
+        return builder.and_(value, mask)
+    zero = ir.Constant(value.type, None)
+    return builder.select(builder.icmp_signed("<", value, zero), builder.sub(zero, value), value)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def magnitude_key(context: Any, value: Any, mask: Any) -> Any:
+    """The magnitude key of one value (an unsigned bit pattern of a float, or a signed integer)."""
+    unsigned = types.Integer.from_bitwidth(value.bitwidth, signed=False)
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return _magnitude(builder, value.signed, *arguments)
+
+    return unsigned(value, mask), generate
+
+
+def _accumulated(builder: Any, values: Any, addend: Any, scale: Any) -> Any:
+    """values + scale * addend of float bit patterns; the product is rounded before the sum."""
+    float_type = {32: ir.FloatType(), 64: ir.DoubleType()}[values.type.element.width]
+    floats = ir.VectorType(float_type, LANES)
+    product = builder.fmul(_splat(builder, scale), builder.bitcast(addend, floats))
+    return builder.bitcast(builder.fadd(builder.bitcast(values, floats), product), values.type)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def compress_block(
+    context: Any,
+    bits: Any,
+    start: Any,
+    mask: Any,
+    key: Any,
+    indices: Any,
+    addend: Any,
+    scale: Any,
+    out_i: Any,
+    out_v: Any,
+    count: Any,
+    clear: Any,
+) -> Any:
+    """Append those of the LANES items from `start` on whose key is >= `key` to out_i and out_v; return the new count.
+
+    `indices` gives their indices; None: their positions. Unless `addend` (bit patterns) is None, scale * addend is
+    added to the items first. Unless `clear` is None, the items taken are zero in `bits` afterwards. All arrays are
+    contiguous. Writes up to LANES items beyond the count.
+    """
+    signature = types.int64(bits, types.int64, mask, key, indices, addend, scale, out_i, out_v, types.int64, clear)
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        a_bits, start, mask, key, a_indices, a_addend, scale, a_i, a_v, count, _ = arguments
+        if not AVAILABLE:
+            return count
+        source = _data(context, builder, bits, a_bits)
+        values = _load(builder, source, start)
+        if not isinstance(addend, types.NoneType):
+            added = _load(builder, _data(context, builder, addend, a_addend), start)
+            values = _accumulated(builder, values, added, scale)
+        chosen = builder.icmp_unsigned(
+            ">=", _magnitude(builder, bits.dtype.signed, values, _splat(builder, mask)), _splat(builder, key)
+        )
+        target = _data(context, builder, out_i, a_i)
+        if isinstance(indices, types.NoneType):
+            element = target.type.pointee
+            first = builder.trunc(start, element) if element.width < 64 else start
+            lane = ir.Constant(ir.VectorType(element, LANES), list(range(LANES)))
+            places = builder.add(_splat(builder, first), lane)
+        else:
+            places = _load(builder, _data(context, builder, indices, a_indices), start)
+        _compress_store(builder, places, chosen, target, count)
+        _compress_store(builder, values, chosen, _data(context, builder, out_v, a_v), count)
+        if not isinstance(clear, types.NoneType):
+            _store(builder, builder.select(chosen, ir.Constant(values.type, None), values), source, start)
+        elif not isinstance(addend, types.NoneType):
+            _store(builder, values, source, start)
+        return builder.add(count, _popcount(builder, chosen, count.type))
+
+    return signature, generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def emit_block(context: Any, bits: Any, start: Any, base: Any, out_i: Any, out_v: Any, count: Any) -> Any:
+    """Append those of the LANES floats (bit patterns) from `start` on that are not -0, and reset them to -0.
+
+    out_i gets base + position, out_v the bit patterns; returns the new count. Writes up to LANES items beyond it.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        a_bits, start, base, a_i, a_v, count = arguments
+        if not AVAILABLE:
+            return count
+        source = _data(context, builder, bits, a_bits)
+        values = _load(builder, source, start)
+        width = values.type.element.width
+        blank = ir.Constant(values.type, [1 << (width - 1)] * LANES)
+        chosen = builder.icmp_unsigned("!=", values, blank)
+        target = _data(context, builder, out_i, a_i)
+        element = target.type.pointee
+        first = builder.add(base, start)
+        first = builder.trunc(first, element) if element.width < 64 else first
+        lane = ir.Constant(ir.VectorType(element, LANES), list(range(LANES)))
+        _compress_store(builder, builder.add(_splat(builder, first), lane), chosen, target, count)
+        _compress_store(builder, values, chosen, _data(context, builder, out_v, a_v), count)
+        _store(builder, blank, source, start)
+        return builder.add(count, _popcount(builder, chosen, count.type))
+
+    return types.int64(bits, types.int64, types.uint64, out_i, out_v, types.int64), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _pointer(context: Any, address: Any, like: Any) -> Any:
+    pointer: Any = types.CPointer(like.dtype)  # type: ignore[no-untyped-call]
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], context.get_value_type(pointer))
+
+    return pointer(types.intp, like), generate
+
+
+@nb.njit(inline="always")  # type: ignore[untyped-decorator]
+def array_at(address, size, like):  # type: ignore[no-untyped-def]
+    """The array of `size` items of the dtype of `like` at an address."""
+    return nb.carray(_pointer(address, like), (size,))
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def load64(context: Any, data: Any, place: Any) -> Any:
+    """The eight bytes from `place` on of a contiguous uint8 array as a little-endian uint64; any alignment."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        pointer = builder.gep(_data(context, builder, data, arguments[0]), [arguments[1]])
+        loaded = builder.load(builder.bitcast(pointer, I64.as_pointer()))
+        loaded.align = 1
+        return loaded
+
+    return types.uint64(data, types.int64), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def store64(context: Any, data: Any, place: Any, word: Any) -> Any:
+    """Write a uint64 over the eight bytes from `place` on of a contiguous uint8 array, little-endian; any alignment."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        pointer = builder.gep(_data(context, builder, data, arguments[0]), [arguments[1]])
+        stored = builder.store(arguments[2], builder.bitcast(pointer, I64.as_pointer()))
+        stored.align = 1
+        return context.get_dummy_value()
+
+    return types.none(data, types.int64, types.uint64), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def narrow_block(context: Any, bits: Any, start: Any, out: Any) -> Any:
+    """LANES float32 (bit patterns) to float16 (bit patterns), finite ones cut to the largest finite value."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        if AVAILABLE:
+            floats = ir.VectorType(ir.FloatType(), LANES)
+            word = _load(builder, _data(context, builder, bits, arguments[0]), arguments[1])
+            x = builder.bitcast(word, floats)
+            infinity = ir.Constant(word.type, [0x7F800000] * LANES)
+            magnitude = builder.and_(word, ir.Constant(word.type, [0x7FFFFFFF] * LANES))
+            finite = builder.icmp_unsigned("<", magnitude, infinity)
+            for sign, side in ((1.0, ">"), (-1.0, "<")):
+                limit = ir.Constant(floats, [sign * 65504.0] * LANES)
+                beyond = builder.and_(finite, builder.fcmp_ordered(side, x, limit))
+                x = builder.select(beyond, limit, x)
+            half = builder.fptrunc(x, ir.VectorType(ir.HalfType(), LANES))
+            target = _data(context, builder, out, arguments[2])
+            _store(builder, builder.bitcast(half, ir.VectorType(ir.IntType(16), LANES)), target, arguments[1])
+        return context.get_dummy_value()
+
+    return types.none(bits, types.int64, out), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def widen_block(context: Any, bits: Any, start: Any, out: Any) -> Any:
+    """LANES float16 (bit patterns) to float32 (bit patterns)."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        if AVAILABLE:
+            word = _load(builder, _data(context, builder, bits, arguments[0]), arguments[1])
+            half = builder.bitcast(word, ir.VectorType(ir.HalfType(), LANES))
+            wide = builder.fpext(half, ir.VectorType(ir.FloatType(), LANES))
+            target = _data(context, builder, out, arguments[2])
+            _store(builder, builder.bitcast(wide, ir.VectorType(I32, LANES)), target, arguments[1])
+        return context.get_dummy_value()
+
+    return types.none(bits, types.int64, out), generate
+
+
+@nb.njit(cache=True)  # type: ignore[untyped-decorator]
+def _probe(words, wide):  # type: ignore[no-untyped-def]
+    """Uses each of the above once."""
+    indices, blank, key = np.empty(2 * LANES, np.uint32), np.full(LANES, np.uint32(1 << 31)), np.uint32(1)
+    count = 0
+    if wide:
+        args = indices, words, count
+        count = compress_block(words[:LANES], 0, np.uint32(2**31 - 1), key, None, None, None, *args, None)
+        count += emit_block(blank, 0, np.uint64(0), *args)
+        half = np.empty(LANES, np.uint16)
+        narrow_block(blank, 0, half)
+        widen_block(half, 0, blank)
+    raw = words.view(np.uint8)
+    store64(raw, 0, load64(raw, 0) + np.uint64(magnitude_key(words[0], key)))
+    return count + array_at(words.ctypes.data, 1, words)[0] + trailing_zeros(np.uint64(8))
+
+
+def probe() -> None:
+    """Raise whatever Numba or LLVM raises if an operation of this module cannot be compiled any more."""
+    _probe(np.ones(4 * LANES, np.uint32), AVAILABLE)
