@@ -1,4 +1,4 @@
-"""The scripts of docs/loops.md on the ranks of an mpirun."""
+"""The scripts of docs/loops.md, and the DDP hook of docs/torch.md, on the ranks of an mpirun."""
 
 import logging
 import re
@@ -28,3 +28,20 @@ def test_ranks_train_one_model_on_samples_of_their_own(block, caplog, capsys):
         assert len(list(names["folder"].glob("optimizer-*.pt"))) == comm.size
         assert ("right" in capsys.readouterr().out) == (comm.rank == 0)
     names["optimizer"].close()
+
+
+def test_hook_of_the_page_on_training_averages_gradients():
+    from mpi4py import MPI
+
+    (block,) = re.findall(r"^```python\n([^`]*comm_hook[^`]*)^```", (PAGE.parent / "torch.md").read_text(), re.S | re.M)
+    names = {"__name__": "block"}
+    exec(compile(block, "block", "exec"), names)
+    model = names["parallel"](torch.nn.Linear(4, 3), MPI.COMM_WORLD)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        model(torch.full((2, 4), 1.0 + MPI.COMM_WORLD.rank + step)).pow(2).sum().backward()
+        optimizer.step()
+    bits = torch.cat([p.detach().view(-1) for p in model.parameters()]).numpy().tobytes()
+    assert MPI.COMM_WORLD.allgather(bits) == [bits] * MPI.COMM_WORLD.size
+    torch.distributed.destroy_process_group()
