@@ -54,7 +54,7 @@ def examine(comm: Any) -> list[Finding]:
 
 
 def _versions() -> Iterator[Finding]:
-    yield Finding("sparsecoll", f"{__version__}, {Path(__file__).parent}")
+    yield Finding("sparsecoll", f"{__version__}, {Path(__file__).parents[1]}")
     yield Finding("Python", f"{platform.python_version()}, {sys.executable}")
     for name, need in (("numpy", ""), ("numba", "kernels are slow without it"), ("mpi4py", "only one rank without it")):
         try:

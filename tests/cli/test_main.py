@@ -27,6 +27,7 @@ def test_doctor_finds_this_machine_well(tmp_path, capsys):
     assert "sparsecoll doctor" in capsys.readouterr().out
     findings = {f["subject"]: f for f in json.loads((tmp_path / "findings.json").read_text())["findings"]}
     assert {"sparsecoll", "Python", "numpy", "ranks", "cores", "kernels", "self-test"} <= set(findings)
+    assert Path(findings["sparsecoll"]["found"].split(", ")[1]).name == "sparsecoll"
     assert all(f["state"] != doctor.BAD for f in findings.values())
     assert all(f["advice"] for f in findings.values() if f["state"] != doctor.GOOD)
 
