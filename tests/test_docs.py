@@ -85,6 +85,23 @@ def test_grouped_parameters_have_an_entry_each_on_the_site(monkeypatch):
     assert ungrouped(text) == [*text[:3], *entries, *text[6:]]
 
 
+def test_pages_name_the_inner_algorithm_that_hierarchical_has_by_default():
+    import sparsecoll
+
+    default = sparsecoll.Hierarchical().inner
+    for page in ("README.md", "docs/choosing.md", "docs/clusters.md"):
+        (named,) = re.findall(
+            r"[bB]y default (?:it forms the exact sum\s+\()?`(?:inner=)?\"(\w+)\"", (ROOT / page).read_text()
+        )
+        assert named == default, page
+
+
+def test_no_page_chooses_a_port_that_another_job_may_have():
+    assert not [
+        page.name for page in PAGES if re.search(r"tcp://|MASTER_PORT=|127\.0\.0\.1:(?!8000\b)\d", page.read_text())
+    ]
+
+
 def test_every_public_name_is_in_the_reference():
     import sparsecoll
 
