@@ -26,9 +26,10 @@ from report import Row
 from rich.console import Console
 
 import sparsecoll
-from sparsecoll import Costs, DenseVector, Network, formats
+from sparsecoll import Costs, DenseVector, Network
 from sparsecoll.algorithms.primitives import estimates, pipeline
 from sparsecoll.cli import bench
+from sparsecoll.transport.channel import Channel
 
 MODELS = {"BERT": (133_547_324, 0.01), "VGG-16": (14_728_266, 0.02), "LSTM": (27_569_568, 0.02)}  # Ok-Topk, Table 2
 NETWORKS = {"1 Gb/s": Network(50e-6, 8e-9), "10 Gb/s": Network(20e-6, 8e-10), "100 Gb/s": Network(2e-6, 8e-11)}
@@ -78,9 +79,8 @@ def simulated(
         def call() -> sparsecoll.Traffic:
             before = transport.traffic.copy()
             if dense is not None:  # as a gradient is: already dense
-                algorithm(transport, dense, k)
+                algorithm(Channel(transport, short), dense, k)
             else:
-                transport.format = formats.resolve(form)
                 sparsecoll.allreduce(comm, x, algorithm, k=k, format=form, value_dtype=value_dtype)
             return transport.traffic.since(before)
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass, field
+from itertools import pairwise
 
-from sparsecoll import formats
 from sparsecoll.algorithms.base import Algorithm, Reduction, summed, within
 from sparsecoll.algorithms.primitives import pipeline
-from sparsecoll.formats import Buffer
-from sparsecoll.transport.base import PendingReceive, Transport
-from sparsecoll.transport.collectives import allgatherv
+from sparsecoll.transport.channel import Channel
 from sparsecoll.vector import SparseVector
 
 
@@ -33,38 +30,22 @@ class Allgather(Algorithm):
 
     _edges: list[int] = field(default_factory=list, init=False, repr=False)
 
-    def __call__(self, transport: Transport, x: SparseVector, k: int) -> Reduction:
-        stages = pipeline.pieces(k * (x.dtype.itemsize + 1), transport.one_node)
-        if stages > 1 and transport.size > 1:
-            value = self._in_pieces(transport, x, stages)
+    def __call__(self, channel: Channel, x: SparseVector, k: int) -> Reduction:
+        stages = pipeline.pieces(k * (x.dtype.itemsize + 1), channel.transport.one_node)
+        if stages > 1 and channel.size > 1:
+            value = self._in_pieces(channel, x, stages)
             self._edges = value.subdivide([0, x.length], stages)
             return Reduction(value, x)
-        with transport.phase("gather"):
-            blocks = allgatherv(transport, transport.encode(x))
-        with transport.phase("merge"):
-            value = summed([formats.decode(block, x.length) for block in blocks], x)
-        return Reduction(value, x)
+        with channel.phase("gather"):
+            parts = channel.allgather(x)
+        with channel.phase("merge"):
+            return Reduction(summed(parts, x), x)
 
-    def _in_pieces(self, transport: Transport, x: SparseVector, stages: int) -> SparseVector:
-        rank, size = transport.rank, transport.size
+    def _in_pieces(self, channel: Channel, x: SparseVector, stages: int) -> SparseVector:
         fits = len(self._edges) == stages + 1 and self._edges[-1] == x.length
         edges = self._edges if fits else [x.length * j // stages for j in range(stages + 1)]
-        parts = x.split(edges)
-        own: deque[Buffer] = deque()
-        sums: list[SparseVector] = []
-
-        def begin(stage: int) -> list[PendingReceive]:
-            own.append(transport.encode(parts[stage]))
-            for step in range(1, size):
-                transport.send((rank + step) % size, own[-1])
-            return [transport.expect((rank - step) % size) for step in range(1, size)]
-
-        def finish(arrived: list[Buffer]) -> None:
-            blocks = [own.popleft(), *arrived]  # of rank, rank - 1, ...
-            low, high = edges[len(sums)], edges[len(sums) + 1]
-            arriving = [formats.decode(blocks[(rank - source) % size], x.length) for source in range(size)]
-            sums.append(summed([within(part, low, high, source) for source, part in enumerate(arriving)], x))
-
-        with transport.phase("gather"):
-            pipeline.run(transport, stages, begin, finish)
+        with channel.phase("gather"):
+            sums = []
+            for (low, high), parts in zip(pairwise(edges), pipeline.allgather(channel, x.split(edges)), strict=True):
+                sums.append(summed([within(part, low, high, source) for source, part in enumerate(parts)], x))
             return SparseVector.concatenate(sums)

@@ -1,4 +1,4 @@
-"""The interface of algorithms: options, a local `select`, and a `__call__` that communicates."""
+"""What an algorithm is: options, a local `select`, and `__call__(channel, x, k)` that communicates."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar
 
+import numpy as np
+
 from sparsecoll import select
 from sparsecoll.errors import CommunicationError, NonFiniteError
 from sparsecoll.select import Selector, Vector
 from sparsecoll.telemetry.traffic import Traffic
-from sparsecoll.transport.base import Transport
-from sparsecoll.vector import SparseVector, accumulator_dtype
+from sparsecoll.transport.channel import Channel
+from sparsecoll.vector import DenseVector, SparseVector, accumulator_dtype
 
 
 class Reduction:
@@ -86,8 +88,14 @@ class Algorithm(ABC):
         return select.topk(x, k) if self.selector is None else self.selector.select(x, k)
 
     @abstractmethod
-    def __call__(self, transport: Transport, x: SparseVector, k: int) -> Reduction:
-        """Reduce x over the ranks. `k`: the k of the call, the same on every rank."""
+    def __call__(self, channel: Channel, x: SparseVector, k: int) -> Reduction:
+        """Reduce x over the ranks.
+
+        Args:
+            channel: sends and receives vectors, in the format and value dtype of the call.
+            x: this rank's entries, with the values that arrive at a peer.
+            k: of the call, the same on every rank.
+        """
 
     def describe(self) -> str:
         """Return name and options as a string, by which ranks compare their algorithms."""
@@ -123,14 +131,51 @@ def summed(parts: list[SparseVector], x: SparseVector) -> SparseVector:
     return SparseVector.sum(parts, accumulator_dtype(x.dtype)).astype(x.dtype)
 
 
-def less(x: SparseVector, taken: list[SparseVector]) -> SparseVector:
-    """x minus what was `taken` from sums on this rank (by rounding or cutting), without the zeros that leaves."""
-    taken = [part for part in taken if part.nnz]
-    if not taken:
-        return x
-    dtype = accumulator_dtype(x.dtype)
-    rest = SparseVector.sum([x.astype(dtype), *(part.multiply(-1) for part in taken)], dtype)
-    return rest.drop_zeros()
+class Loss:
+    """What rounding and cutting took from partial sums on this rank, which is no part of what this rank contributed."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._parts: list[SparseVector] = []
+
+    def add(self, part: SparseVector) -> None:
+        """Note what was taken from a sum."""
+        if part.nnz:
+            self._parts.append(part)
+
+    def round(self, part: SparseVector, dtype: np.dtype[Any] | None = None, own: bool = True) -> SparseVector:
+        """A partial sum as it arrives at a peer.
+
+        Args:
+            dtype: that it is converted to first; None: none.
+            own: whether this rank notes the rounding error; of ranks that hold the same sum one does.
+        """
+        rounded = self._channel.round(part if dtype is None else part.astype(dtype))
+        if own:
+            self.add(part.rounding_error(rounded))
+        return rounded
+
+    def cut(self, part: SparseVector, kept: SparseVector, own: bool = True) -> SparseVector:
+        """`kept`, a part of `part`; the rest is noted."""
+        if own and kept.nnz < part.nnz:
+            self.add(part.difference(kept))
+        return kept
+
+    def restrict_to(self, entries: SparseVector) -> None:
+        """Keep only what was taken at the indices of `entries`."""
+        self._parts = [part.intersect(entries) for part in self._parts]
+
+    def subtract_from(self, x: Vector) -> Vector:
+        """x without what was taken; if x is sparse, without the zeros that this leaves."""
+        parts, dtype = [part for part in self._parts if part.nnz], accumulator_dtype(x.dtype)
+        if not parts:
+            return x
+        if isinstance(x, SparseVector):
+            return SparseVector.sum([x.astype(dtype), *(part.multiply(-1) for part in parts)], dtype).drop_zeros()
+        rest = DenseVector(x.values.astype(dtype))
+        for part in parts:
+            rest.subtract_at(part)
+        return rest
 
 
 def within(part: SparseVector, low: int, high: int, source: int) -> SparseVector:

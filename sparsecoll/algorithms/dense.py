@@ -9,7 +9,7 @@ import numpy as np
 
 from sparsecoll.algorithms.base import Algorithm, Reduction
 from sparsecoll.select import Vector
-from sparsecoll.transport.base import Transport
+from sparsecoll.transport.channel import Channel
 from sparsecoll.transport.collectives import sum_counts
 from sparsecoll.vector import DenseVector, SparseVector, accumulator_dtype
 
@@ -47,92 +47,86 @@ class Dense(Algorithm):
     semantics = "exact_sum"
     takes_dense = True
 
-    def __call__(self, transport: Transport, x: Vector, k: int) -> Reduction:
-        size = transport.size
+    def __call__(self, channel: Channel, x: Vector, k: int) -> Reduction:
+        size = channel.size
         local = x if isinstance(x, DenseVector) else DenseVector(x.to_dense())
         edges = [x.length * j // size for j in range(size + 1)]
         short = is_short(x.length * x.dtype.itemsize, size)
-        reduction = (_by_halving if short else _pairwise)(transport, x, local, edges)
+        reduction = (_by_halving if short else _pairwise)(channel, x, local, edges)
         if isinstance(x, SparseVector):
-            with transport.phase("pattern"):
-                bits = sum_counts(transport, x.mask(), np.bitwise_or)
+            with channel.phase("pattern"):
+                bits = sum_counts(channel.transport, x.mask(), np.bitwise_or)
             assert isinstance(reduction.value, DenseVector)
             reduction.value = reduction.value.select_mask(bits)
         return reduction
 
 
-def _pairwise(transport: Transport, x: Vector, local: DenseVector, edges: list[int]) -> Reduction:
-    rank, size = transport.rank, transport.size
+def _pairwise(channel: Channel, x: Vector, local: DenseVector, edges: list[int]) -> Reduction:
+    rank, size = channel.rank, channel.size
     mine = local.slice(edges[rank], edges[rank + 1])
-    with transport.phase("split"):
+    with channel.phase("split"):
         for step in range(1, size):
             to = (rank + step) % size
-            transport.send(to, transport.pack(local.slice(edges[to], edges[to + 1])))
+            channel.isend_dense(to, local.slice(edges[to], edges[to + 1]))
         total = mine
         for step in range(1, size):
-            message = transport.receive((rank - step) % size)
-            arrived = transport.unpack(message, x.dtype, mine.length)
+            arrived = channel.recv_dense((rank - step) % size, x.dtype, mine.length)
             total = total.add(arrived, accumulator_dtype(x.dtype), total is not mine)
-    with transport.phase("gather"):
+    with channel.phase("gather"):
         value = DenseVector.empty(x.length, x.dtype, x)
-        own = transport.pack(total.astype(x.dtype))
+        own = channel.pack(total.astype(x.dtype))
         for step in range(1, size):
-            transport.send((rank + step) % size, own)
-        arriving = {rank: own}
-        places = [value.slice(a, b) for a, b in pairwise(edges)]
+            channel.transport.send((rank + step) % size, own)
+        regions = [value.slice(a, b) for a, b in pairwise(edges)]
+        regions[rank].copy_from(channel.unpack(own, x.dtype, mine.length))
         for step in range(1, size):
             source = (rank - step) % size
-            arriving[source] = transport.receive(source, transport.place(places[source]))
-        for source, message in arriving.items():
-            places[source].copy_from(transport.unpack(message, x.dtype, places[source].length))
-    if total.dtype == x.dtype and not transport.rounds(x.dtype):
+            channel.recv_into(source, regions[source])
+    if total.dtype == x.dtype and not channel.rounds(x.dtype):
         return Reduction(value, x)
     return Reduction(
-        value, lambda: _less(x, local, total.subtract(places[rank]).to_sparse().shifted(edges[rank], x.length))
+        value, lambda: _subtract(x, local, total.subtract(regions[rank]).to_sparse().shifted(edges[rank], x.length))
     )
 
 
-def _by_halving(transport: Transport, x: Vector, local: DenseVector, edges: list[int]) -> Reduction:
+def _by_halving(channel: Channel, x: Vector, local: DenseVector, edges: list[int]) -> Reduction:
     """The same two steps on a copy that begins with the own chunk, so that what a message carries is one stretch."""
-    rank, size, own = transport.rank, transport.size, edges[transport.rank]
+    rank, size, own = channel.rank, channel.size, edges[channel.rank]
     starts = [edge - own for edge in edges[rank:]] + [x.length - own + edge for edge in edges[1 : rank + 1]]
     held = _rotated(local.astype(accumulator_dtype(x.dtype)), own)
-    lost = DenseVector.zeros(x.length, held.dtype, held) if transport.rounds(x.dtype) or held.dtype != x.dtype else None
-    with transport.phase("split"):
+    lost = DenseVector.zeros(x.length, held.dtype, held) if channel.rounds(x.dtype) or held.dtype != x.dtype else None
+    with channel.phase("split"):
         distance = 1 << ((size - 1).bit_length() - 1)
         while distance:
             leaving = held.slice(starts[distance], starts[min(2 * distance, size)])
-            message = transport.pack(leaving)
-            transport.send((rank + distance) % size, message)
+            message = channel.pack(leaving)
+            channel.transport.send((rank + distance) % size, message)
             if lost is not None:
-                error = leaving.subtract(transport.unpack(message, held.dtype, leaving.length))
+                error = leaving.subtract(channel.unpack(message, held.dtype, leaving.length))
                 lost.slice(starts[distance], starts[min(2 * distance, size)]).copy_from(error)
             kept = held.slice(0, starts[min(distance, size - distance)])
-            arrived = transport.unpack(transport.receive((rank - distance) % size), held.dtype, kept.length)
-            kept.add(arrived, held.dtype, in_place=True)
+            kept.add(channel.recv_dense((rank - distance) % size, held.dtype, kept.length), held.dtype, in_place=True)
             distance //= 2
     total = held.slice(0, starts[1])
-    with transport.phase("gather"):
-        gathered = _gathered(transport, total.astype(x.dtype), starts)
+    with channel.phase("gather"):
+        gathered = _gathered(channel, total.astype(x.dtype), starts)
     value = _rotated(gathered, x.length - own)
     if lost is None:
         return Reduction(value, x)
     lost.slice(0, starts[1]).copy_from(total.subtract(gathered.slice(0, starts[1])))
     whole = _rotated(lost, x.length - own)
-    return Reduction(value, lambda: _less(x, local, whole.to_sparse()))
+    return Reduction(value, lambda: _subtract(x, local, whole.to_sparse()))
 
 
-def _gathered(transport: Transport, mine: DenseVector, starts: list[int]) -> DenseVector:
+def _gathered(channel: Channel, mine: DenseVector, starts: list[int]) -> DenseVector:
     """All ranks' chunks, the own one first (Bruck); `starts`: where each begins there."""
-    rank, size = transport.rank, transport.size
+    rank, size = channel.rank, channel.size
     gathered, have = DenseVector.empty(starts[-1], mine.dtype, mine), 1
-    gathered.slice(0, starts[1]).copy_from(transport.unpack(transport.pack(mine), mine.dtype, mine.length))
+    gathered.slice(0, starts[1]).copy_from(channel.unpack(channel.pack(mine), mine.dtype, mine.length))
     while have < size:
         count = min(have, size - have)
-        transport.send((rank - have) % size, transport.pack(gathered.slice(0, starts[count])))
-        place = gathered.slice(starts[have], starts[have + count])
-        message = transport.receive((rank + have) % size, transport.place(place))
-        place.copy_from(transport.unpack(message, mine.dtype, place.length))
+        channel.isend_dense((rank - have) % size, gathered.slice(0, starts[count]))
+        channel.recv_into((rank + have) % size, gathered.slice(starts[have], starts[have + count]))
         have += count
     return gathered
 
@@ -145,8 +139,8 @@ def _rotated(x: DenseVector, first: int) -> DenseVector:
     return rotated
 
 
-def _less(x: Vector, local: DenseVector, error: SparseVector) -> SparseVector | DenseVector:
-    """x less what rounding on the wire took from sums on this rank."""
+def _subtract(x: Vector, local: DenseVector, error: SparseVector) -> SparseVector | DenseVector:
+    """x without what rounding took from sums on this rank."""
     if not error.nnz:
         return x
     if isinstance(x, SparseVector):

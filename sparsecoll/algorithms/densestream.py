@@ -6,13 +6,12 @@ from dataclasses import dataclass
 from functools import partial
 
 from sparsecoll import formats
-from sparsecoll.algorithms.base import Algorithm, Reduction, less
+from sparsecoll.algorithms.base import Algorithm, Loss, Reduction
 from sparsecoll.algorithms.primitives import partition
 from sparsecoll.algorithms.primitives.halving import reduce_scatter
-from sparsecoll.formats import FORMATS, Format
+from sparsecoll.formats import FORMATS
 from sparsecoll.select import Vector
-from sparsecoll.transport.base import Transport
-from sparsecoll.transport.collectives import allgatherv
+from sparsecoll.transport.channel import Channel
 from sparsecoll.vector import DenseVector, SparseVector, accumulator_dtype
 
 BLOCKS = formats.DenseStream()
@@ -61,23 +60,15 @@ class DenseStream(Algorithm):
         chosen = super().select(x, k, ranks)
         return BLOCKS.filled(chosen, x) if self.fill and isinstance(x, DenseVector) else chosen
 
-    def __call__(self, transport: Transport, x: SparseVector, k: int) -> Reduction:
-        form: Format = BLOCKS if transport.format is FORMATS["auto"] else transport.format
-        lost: list[SparseVector] = []
-
-        def leave(part: SparseVector) -> SparseVector:
-            arriving = transport.rounded(part)
-            lost.append(part.rounding_error(arriving))
-            return arriving
-
-        with transport.phase("repartition"):
-            edges = partition.boundaries(transport, x, self.repartition)
-        with transport.phase("split"):
+    def __call__(self, channel: Channel, x: SparseVector, k: int) -> Reduction:
+        if channel.format is FORMATS["auto"]:
+            channel = channel.with_format(BLOCKS)
+        loss = Loss(channel)
+        with channel.phase("repartition"):
+            edges = partition.boundaries(channel.transport, x, self.repartition)
+        with channel.phase("split"):
             whole = SparseVector.sum([x], accumulator_dtype(x.dtype))
-            total = reduce_scatter(transport, whole, edges, leave, format=form, pairs=True)
-        with transport.phase("gather"):
-            mine = transport.rounded(total.astype(x.dtype))
-            lost.append(total.rounding_error(mine))
-            blocks = allgatherv(transport, form.encode(mine, transport.value_dtype))
-            value = SparseVector.concatenate([formats.decode(block, x.length) for block in blocks])
-        return Reduction(value.astype(x.dtype), partial(less, x, lost))
+            total = reduce_scatter(channel, whole, edges, loss.round, pairs=True)
+        with channel.phase("gather"):
+            value = SparseVector.concatenate(channel.allgather(loss.round(total, x.dtype)))
+        return Reduction(value.astype(x.dtype), partial(loss.subtract_from, x))

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sparsecoll import formats
-from sparsecoll.algorithms.base import Algorithm, Reduction, check_order, less
-from sparsecoll.transport.base import Transport
+from sparsecoll.algorithms.base import Algorithm, Loss, Reduction, check_order
+from sparsecoll.transport.channel import Channel
 from sparsecoll.transport.collectives import joined, separated
 from sparsecoll.vector import SparseVector, accumulator_dtype
 
@@ -31,40 +30,40 @@ class GTopk(Algorithm):
     name = "gtopk"
     semantics = "approximate_top_k"
 
-    def __call__(self, transport: Transport, x: SparseVector, k: int) -> Reduction:
-        with transport.phase("reduce"):
-            partial, merges = self._reduce(transport, x.topk(k), k)
-        with transport.phase("broadcast"):
-            arriving = transport.rounded(partial if transport.rank else partial.astype(x.dtype))
-            lost = partial.rounding_error(arriving)
-            arriving = arriving.drop_zeros()  # some formats do not send zeros
-            if transport.rank == 0:
-                value, alive = arriving, arriving
-                message = transport.encode(value)
+    def __call__(self, channel: Channel, x: SparseVector, k: int) -> Reduction:
+        transport, rank = channel.transport, channel.rank
+        with channel.phase("reduce"):
+            total, merges = self._reduce(channel, x.topk(k), k)
+        with channel.phase("broadcast"):
+            loss = Loss(channel)
+            sent = loss.round(total, None if rank else x.dtype).drop_zeros()  # some formats do not send zeros
+            if rank == 0:
+                value, alive = sent, sent
+                message = channel.encode(value)
             else:
-                parent = transport.rank & (transport.rank - 1)
-                transport.send(parent, transport.encode(arriving))
+                parent = rank & (rank - 1)
+                channel.isend(parent, sent)
                 message, bits = separated(transport.receive(parent), 2)
-                value = formats.decode(message, x.length).astype(x.dtype)
-                alive = arriving.select_mask(bits)
-            lost = lost.intersect(alive)
+                value = channel.decode(message).astype(x.dtype)
+                alive = sent.select_mask(bits)
+            loss.restrict_to(alive)
             for child, before, theirs in reversed(merges):
                 transport.send(child, joined([message, theirs.mask_of(alive)]))
                 alive = before.intersect(alive)
-        return Reduction(check_order(value), lambda: less(x.intersect(alive), [lost]))
+        return Reduction(check_order(value), lambda: loss.subtract_from(x.intersect(alive)))
 
     @staticmethod
     def _reduce(
-        transport: Transport, x: SparseVector, k: int
+        channel: Channel, x: SparseVector, k: int
     ) -> tuple[SparseVector, list[tuple[int, SparseVector, SparseVector]]]:
-        """(this rank's partial sum; for each merge: the child, the own partial before, the child's)."""
-        partial = SparseVector.sum([x], accumulator_dtype(x.dtype))
+        """(this rank's partial sum; for each merge: the child, the own partial sum before, the child's)."""
+        total = SparseVector.sum([x], accumulator_dtype(x.dtype))
         merges, distance = [], 1
-        while distance < transport.size and not transport.rank & distance:
-            child = transport.rank + distance
-            if child < transport.size:
-                theirs = formats.decode(transport.receive(child), x.length)
-                merges.append((child, partial, theirs))
-                partial = SparseVector.sum([partial, theirs], partial.dtype).topk(k)
+        while distance < channel.size and not channel.rank & distance:
+            child = channel.rank + distance
+            if child < channel.size:
+                theirs = channel.recv(child)
+                merges.append((child, total, theirs))
+                total = SparseVector.sum([total, theirs], total.dtype).topk(k)
             distance *= 2
-        return partial, merges
+        return total, merges

@@ -5,13 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from sparsecoll import formats
-from sparsecoll.algorithms.base import Algorithm, Reduction, less
+from sparsecoll.algorithms.base import Algorithm, Loss, Reduction
 from sparsecoll.formats import FORMATS
 from sparsecoll.select import Vector
-from sparsecoll.transport.base import Transport
+from sparsecoll.transport.channel import Channel
 from sparsecoll.transport.collectives import joined, node_members, separated
-from sparsecoll.transport.group import group
 from sparsecoll.vector import DenseVector, SparseVector, accumulator_dtype
 
 
@@ -59,26 +57,28 @@ class Hierarchical(Algorithm):
         """Select as `inner` does."""
         return super().select(x, k) if self.selector is not None else self._between.select(x, k, ranks)
 
-    def __call__(self, transport: Transport, x: SparseVector, k: int) -> Reduction:
-        with transport.phase("nodes"):
-            nodes = node_members(transport)
-        mine = next(members for members in nodes if transport.rank in members)
-        if transport.rank != mine[0]:
-            return self._follow(transport, x, mine[0])
-        with transport.phase("inside"):
-            parts = [x, *(formats.decode(transport.receive(rank), x.length) for rank in mine[1:])]
+    def __call__(self, channel: Channel, x: SparseVector, k: int) -> Reduction:
+        with channel.phase("nodes"):
+            nodes = node_members(channel.transport)
+        mine = next(members for members in nodes if channel.rank in members)
+        if channel.rank != mine[0]:
+            return self._follow(channel, x, mine[0])
+        with channel.phase("inside"):
+            parts = [x, *(channel.recv(rank) for rank in mine[1:])]
             total = self._sum(parts)
-            entering = transport.rounded(total)
-        leaders = group(transport, [members[0] for members in nodes])
-        reduction = self._between(leaders, entering, k)
+            entering = channel.round(total)
+        reduction = self._between(channel.group([members[0] for members in nodes]), entering, k)
         value, contributed = (self._sparse(v) for v in (reduction.value, reduction.contributed))
-        with transport.phase("inside"):
+        with channel.phase("inside"):
             message = FORMATS["coo"].encode(value.astype(x.dtype))
             for rank, part in zip(mine[1:], parts[1:], strict=True):
-                transport.send(rank, joined([message, part.mask_of(contributed)]))
+                channel.transport.send(rank, joined([message, part.mask_of(contributed)]))
 
-        def share() -> SparseVector | DenseVector:
-            return less(x.intersect(contributed), [total.intersect(contributed), contributed.multiply(-1)])
+        def share() -> Vector:
+            loss = Loss(channel)
+            loss.add(total.intersect(contributed))
+            loss.add(contributed.multiply(-1))
+            return loss.subtract_from(x.intersect(contributed))
 
         return Reduction(value.astype(x.dtype), share)
 
@@ -96,12 +96,12 @@ class Hierarchical(Algorithm):
         return vector if isinstance(vector, SparseVector) else vector.to_sparse()
 
     @staticmethod
-    def _follow(transport: Transport, x: SparseVector, first: int) -> Reduction:
+    def _follow(channel: Channel, x: SparseVector, first: int) -> Reduction:
         """Run a rank that is not the first one of its node."""
-        with transport.phase("inside"):
-            transport.send(first, FORMATS["coo"].encode(x, transport.value_dtype))
-            message, bits = separated(transport.receive(first), 2)
-        return Reduction(formats.decode(message, x.length), x.select_mask(bits))
+        with channel.phase("inside"):
+            channel.with_format(FORMATS["coo"]).isend(first, x)
+            message, bits = separated(channel.transport.receive(first), 2)
+        return Reduction(channel.decode(message), x.select_mask(bits))
 
     def forget(self) -> None:
         self._between.forget()

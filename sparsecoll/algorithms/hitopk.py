@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
-from sparsecoll import formats
-from sparsecoll.algorithms.base import Algorithm, Reduction, check_order, less
-from sparsecoll.formats import FORMATS
+from sparsecoll.algorithms.base import Algorithm, Loss, Reduction, check_order
 from sparsecoll.select import Vector, topk
-from sparsecoll.transport.base import Transport
-from sparsecoll.transport.collectives import allgatherv, node_members
-from sparsecoll.transport.group import group
-from sparsecoll.vector import DenseVector, SparseVector, accumulator_dtype
+from sparsecoll.transport.channel import Channel
+from sparsecoll.transport.collectives import node_members
+from sparsecoll.vector import SparseVector, accumulator_dtype
 
 
 @dataclass
@@ -50,79 +48,63 @@ class HiTopK(Algorithm):
         """All of x: entries are selected from the sums of nodes."""
         return x
 
-    def __call__(self, transport: Transport, x: Vector, k: int) -> Reduction:
-        with transport.phase("nodes"):
-            nodes = node_members(transport)
-        mine = next(members for members in nodes if transport.rank in members)
-        place, chunks = mine.index(transport.rank), min(len(members) for members in nodes)
+    def __call__(self, channel: Channel, x: Vector, k: int) -> Reduction:
+        with channel.phase("nodes"):
+            nodes = node_members(channel.transport)
+        mine = next(members for members in nodes if channel.rank in members)
+        position, chunks = mine.index(channel.rank), min(len(members) for members in nodes)
         local = x if isinstance(x, SparseVector) else x.to_sparse()
         edges = [x.length * j // chunks for j in range(chunks + 1)]
-        lost: list[SparseVector] = []
+        inside, loss = Channel(channel.transport, x.length), Loss(channel)
         total: SparseVector | None = None
-        with transport.phase("inside"):
-            chunk = self._reduce_scatter(transport, mine[:chunks], mine, local.split(edges))
+        with channel.phase("inside"):
+            chunk = self._reduce_scatter(inside, mine[:chunks], mine, local.split(edges))
         if chunk is not None:
-            owners = group(transport, [members[place] for members in nodes])
-            share = k * (place + 1) // chunks - k * place // chunks
+            owners = channel.group([members[position] for members in nodes])
+            share = k * (position + 1) // chunks - k * position // chunks
             chosen = topk(chunk, share) if self.selector is None else self.selector.select(chunk, share)
-            total = self._between(owners, chunk, chosen, x, lost)
-        with transport.phase("inside"):
-            value = self._gather(transport, mine[:chunks], mine, total, x)
-        return Reduction(check_order(value), lambda: self._contributed(x, local, lost))
+            total = self._between(owners, chunk, chosen, x, loss)
+        with channel.phase("inside"):
+            value = self._gather(inside, mine[:chunks], mine, total)
+        return Reduction(check_order(value), partial(loss.subtract_from, x))
 
     @staticmethod
     def _reduce_scatter(
-        transport: Transport, owners: list[int], mine: list[int], parts: list[SparseVector]
+        inside: Channel, owners: list[int], mine: list[int], parts: list[SparseVector]
     ) -> SparseVector | None:
         """The own chunk of the node's sum, added in the order of its ranks; None on ranks that own none."""
-        rank = transport.rank
         for owner, part in zip(owners, parts, strict=True):
-            if owner != rank:
-                transport.send(owner, FORMATS["auto"].encode(part))
-        if rank not in owners:
+            if owner != inside.rank:
+                inside.isend(owner, part)
+        if inside.rank not in owners:
             return None
-        own = parts[owners.index(rank)]
-        arrived = [own if peer == rank else formats.decode(transport.receive(peer), own.length) for peer in mine]
+        own = parts[owners.index(inside.rank)]
+        arrived = [own if peer == inside.rank else inside.recv(peer) for peer in mine]
         return SparseVector.sum(arrived, accumulator_dtype(own.dtype))
 
     @staticmethod
-    def _between(
-        owners: Transport, chunk: SparseVector, chosen: SparseVector, x: Vector, lost: list[SparseVector]
-    ) -> SparseVector:
+    def _between(owners: Channel, chunk: SparseVector, chosen: SparseVector, x: Vector, loss: Loss) -> SparseVector:
         """The sum over nodes of what each selected, the same bits on all owners; notes what does not enter it."""
         with owners.phase("between"):
-            sent = owners.rounded(chosen)
-            lost += [chunk.difference(chosen), chosen.rounding_error(sent)]
-            blocks = allgatherv(owners, owners.encode(sent))
-            total = SparseVector.sum([formats.decode(block, x.length) for block in blocks], chunk.dtype)
+            sent = loss.round(loss.cut(chunk, chosen))
+            total = SparseVector.sum(owners.allgather(sent), chunk.dtype)
         value = total.astype(x.dtype)
         if owners.rank == 0:
-            lost.append(total.rounding_error(value.astype(total.dtype)))
+            loss.add(total.rounding_error(value.astype(total.dtype)))
         return value.drop_zeros()
 
     @staticmethod
-    def _gather(
-        transport: Transport, owners: list[int], mine: list[int], total: SparseVector | None, x: Vector
-    ) -> SparseVector:
+    def _gather(inside: Channel, owners: list[int], mine: list[int], total: SparseVector | None) -> SparseVector:
         if total is not None:
-            message = FORMATS["auto"].encode(total)
+            message = inside.encode(total)
             for peer in mine:
-                if peer != transport.rank:
-                    transport.send(peer, message)
+                if peer != inside.rank:
+                    inside.transport.send(peer, message)
         parts = []
         for owner in owners:
-            if owner == transport.rank:
+            if owner == inside.rank:
                 assert total is not None
                 parts.append(total)
             else:
-                parts.append(formats.decode(transport.receive(owner), x.length))
+                parts.append(inside.recv(owner))
         return SparseVector.concatenate(parts)
-
-    @staticmethod
-    def _contributed(x: Vector, local: SparseVector, lost: list[SparseVector]) -> Vector:
-        if isinstance(x, SparseVector):
-            return less(local, lost)
-        rest = DenseVector(x.values.astype(accumulator_dtype(x.dtype)))
-        for part in lost:
-            rest.subtract_at(part)
-        return rest

@@ -5,21 +5,20 @@ The result is Topk(sum over ranks of Topk(x)): the inner Topk by `select`, the o
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from sparsecoll import formats
 from sparsecoll.algorithms.base import Algorithm, Reduction, within
 from sparsecoll.algorithms.primitives import partition, pipeline
 from sparsecoll.algorithms.primitives.quantiles import quantiles
 from sparsecoll.errors import NonFiniteError
-from sparsecoll.formats import Buffer
 from sparsecoll.select import ThresholdReuse, Vector
-from sparsecoll.transport.base import PendingReceive, Transport
-from sparsecoll.transport.collectives import allgather, allgatherv
+from sparsecoll.transport.channel import Channel, VectorRequest
+from sparsecoll.transport.collectives import allgather
 from sparsecoll.vector import SparseVector, accumulator_dtype
 
 FAR = 2.0  # a k that many times larger or smaller than the last one is another problem, of which nothing is known
@@ -121,20 +120,20 @@ class OkTopk(Algorithm):
         for reuse in (self._local, self._global):
             reuse.forget()
 
-    def __call__(self, transport: Transport, x: SparseVector, k: int) -> Reduction:
+    def __call__(self, channel: Channel, x: SparseVector, k: int) -> Reduction:
         self._keep_state_for(x.length, k)
-        if len(self._owners) != transport.size or self._calls % self.tau == 0 or self._overloaded:
-            with transport.phase("repartition"):
-                self._boundaries, self._owners = self._space_repartition(transport, x)
+        if len(self._owners) != channel.size or self._calls % self.tau == 0 or self._overloaded:
+            with channel.phase("repartition"):
+                self._boundaries, self._owners = self._space_repartition(channel, x)
                 self._overloaded = False
-        with transport.phase("split"):
-            reduced, load = self._split_and_reduce(transport, x, k)
-        with transport.phase("threshold"):
-            chosen, sizes = self._select_global(transport, reduced, load, k)
-        with transport.phase("gather"):
-            final = transport.rounded(chosen.astype(x.dtype))
-            value = self._balance_and_allgatherv(transport, final.drop_zeros(), sizes).astype(x.dtype)
-        cuts = self._cuts(x, k, transport)
+        with channel.phase("split"):
+            reduced, load = self._split_and_reduce(channel, x, k)
+        with channel.phase("threshold"):
+            chosen, sizes = self._select_global(channel, reduced, load, k)
+        with channel.phase("gather"):
+            final = channel.round(chosen.astype(x.dtype))
+            value = self._balance_and_allgatherv(channel, final.drop_zeros(), sizes).astype(x.dtype)
+        cuts = self._cuts(x, k, channel)
         self._edges = value.subdivide(self._boundaries, cuts) if cuts > 1 else []
         self._calls += 1
 
@@ -147,55 +146,48 @@ class OkTopk(Algorithm):
 
     # 2. space repartition
 
-    def _space_repartition(self, transport: Transport, x: SparseVector) -> tuple[list[int], list[int]]:
+    def _space_repartition(self, channel: Channel, x: SparseVector) -> tuple[list[int], list[int]]:
         """(P + 1 boundaries, owner of each region), the same on every rank."""
-        edges = partition.boundaries(transport, x, self.repartition)
-        if self.repartition != "histogram" or transport.size == 1:
-            return edges, list(range(transport.size))
-        return edges, partition.owners(transport, x, edges)
+        edges = partition.boundaries(channel.transport, x, self.repartition)
+        if self.repartition != "histogram" or channel.size == 1:
+            return edges, list(range(channel.size))
+        return edges, partition.owners(channel.transport, x, edges)
 
     # 3. split and reduce
 
-    def _split_and_reduce(self, transport: Transport, x: SparseVector, k: int) -> tuple[SparseVector, int]:
+    def _split_and_reduce(self, channel: Channel, x: SparseVector, k: int) -> tuple[SparseVector, int]:
         """(sum of the own region over all ranks in the accumulator dtype, entries that went into it). Equation (1)."""
-        rank, size = transport.rank, transport.size
-        cuts = self._cuts(x, k, transport)
+        rank, size = channel.rank, channel.size
+        cuts = self._cuts(x, k, channel)
         edges = self._cut_regions(cuts)
         parts = x.split(edges)
         region_of = {owner: region for region, owner in enumerate(self._owners)}
         steps = range(1, size)
         buckets = [steps[i : i + self.bucket] for i in range(0, len(steps), self.bucket)]
-        stages = [(cut, bucket) for cut in range(cuts) for bucket in buckets]
+        order = [(cut, bucket) for cut in range(cuts) for bucket in buckets]
         first = region_of[rank] * cuts
         reduced = [SparseVector.sum([part], accumulator_dtype(x.dtype)) for part in parts[first : first + cuts]]
         load = sum(part.nnz for part in reduced)
-        finished = 0
 
-        def begin(stage: int) -> list[PendingReceive]:
-            cut, bucket = stages[stage]
-            for step in bucket:
-                to = (rank + step) % size
-                transport.send_vector(to, parts[region_of[to] * cuts + cut])
-            return [transport.expect((rank - step) % size) for step in bucket]
+        def stages() -> Iterator[list[VectorRequest]]:
+            for cut, bucket in order:
+                for step in bucket:
+                    to = (rank + step) % size
+                    channel.isend(to, parts[region_of[to] * cuts + cut])
+                yield [channel.irecv((rank - step) % size) for step in bucket]
 
-        def finish(arrived: list[Buffer]) -> None:
-            nonlocal load, finished
-            (cut, bucket), finished = stages[finished], finished + 1
+        for (cut, bucket), arrived in zip(order, pipeline.run(channel.transport, stages()), strict=True):
             low, high = edges[first + cut], edges[first + cut + 1]
-            entries = [
-                within(formats.decode(buffer, x.length), low, high, (rank - step) % size)
-                for step, buffer in zip(bucket, arrived, strict=True)
-            ]
+            sources = [(rank - step) % size for step in bucket]
+            entries = [within(part, low, high, source) for part, source in zip(arrived, sources, strict=True)]
             load += sum(part.nnz for part in entries)
             reduced[cut] = SparseVector.sum([reduced[cut], *entries], reduced[cut].dtype)
-
-        pipeline.run(transport, len(stages), begin, finish)
         return SparseVector.concatenate(reduced), load
 
     @staticmethod
-    def _cuts(x: SparseVector, k: int, transport: Transport) -> int:
+    def _cuts(x: SparseVector, k: int, channel: Channel) -> int:
         """Pieces of each region's messages."""
-        return pipeline.pieces(k * (x.dtype.itemsize + 1) / transport.size, transport.one_node)
+        return pipeline.pieces(k * (x.dtype.itemsize + 1) / channel.size, channel.transport.one_node)
 
     def _cut_regions(self, cuts: int) -> list[int]:
         """The boundaries, with each region cut where the last result had equal numbers of entries."""
@@ -207,23 +199,23 @@ class OkTopk(Algorithm):
     # 4. global threshold
 
     def _select_global(
-        self, transport: Transport, reduced: SparseVector, load: int, k: int
+        self, channel: Channel, reduced: SparseVector, load: int, k: int
     ) -> tuple[SparseVector, list[int]]:
         """(the own entries of the global top k, how many each rank has)."""
         reuse = self._global
         estimate = reduced if self.exact or reuse.due else reduced.threshold(reuse.value or 0.0, reduced.nnz)
         row = [reduced.nnz, estimate.nnz, int(reduced.has_nan()), reduced.key_range()[1], load]
-        rows = allgather(transport, np.array(row, np.uint64)).tolist()
+        rows = allgather(channel.transport, np.array(row, np.uint64)).tolist()
         held, estimated = [int(r[0]) for r in rows], [int(r[1]) for r in rows]
         self._check_nan([rank for rank, r in enumerate(rows) if r[2]])
         loads = [int(r[4]) for r in rows]
-        self._overloaded = max(loads) * transport.size > OVERLOAD * (sum(loads) + transport.size**2)
+        self._overloaded = max(loads) * channel.size > OVERLOAD * (sum(loads) + channel.size**2)
         if sum(held) <= k:
             return reduced, held
         if not (self.exact or reuse.due) and reuse.accepts(sum(estimated), k):
             reuse.selected(sum(estimated), k)
             return estimate, estimated
-        return self._select_exactly(transport, reduced, k, sum(held), max(int(r[3]) for r in rows))
+        return self._select_exactly(channel, reduced, k, sum(held), max(int(r[3]) for r in rows))
 
     @staticmethod
     def _check_nan(ranks: list[int]) -> None:
@@ -234,64 +226,45 @@ class OkTopk(Algorithm):
             )
 
     def _select_exactly(
-        self, transport: Transport, reduced: SparseVector, k: int, total: int, largest: int
+        self, channel: Channel, reduced: SparseVector, k: int, total: int, largest: int
     ) -> tuple[SparseVector, list[int]]:
         """Exactly k of the `total` entries; ties at the threshold go to lower indices."""
         ascending = np.sort(reduced.magnitude_keys())
-        [(key, _)] = quantiles(transport, ascending, [total - k], largest + 1, total)
+        [(key, _)] = quantiles(channel.transport, ascending, [total - k], largest + 1, total)
         counts = reduced.count_around_key(key, ThresholdReuse.PROBE)
-        rows = allgather(transport, np.array(counts)).tolist()
+        rows = allgather(channel.transport, np.array(counts)).tolist()
         ties_left = k - sum(above for above, _, _ in rows)
-        sizes, quota = [0] * transport.size, 0
+        sizes, quota = [0] * channel.size, 0
         for owner in self._owners:
             above, equal, _ = rows[owner]
             ties = min(equal, ties_left)
             ties_left -= ties
             sizes[owner] = above + ties
-            if owner == transport.rank:
+            if owner == channel.rank:
                 quota = ties
         self._global.found(reduced.magnitude_of(key), sum(a + e for a, e, _ in rows), sum(p for _, _, p in rows))
         return reduced.topk_by_key(key, quota), sizes
 
     # 5. balance and allgatherv
 
-    def _balance_and_allgatherv(self, transport: Transport, mine: SparseVector, sizes: list[int]) -> SparseVector:
+    def _balance_and_allgatherv(self, channel: Channel, mine: SparseVector, sizes: list[int]) -> SparseVector:
         """The parts of all ranks in index order. Equation (2)."""
         order = self._owners
-        if max(sizes) * transport.size > self.balance_factor * sum(sizes):
-            mine = self._balance(transport, mine, [sizes[owner] for owner in order], order)
+        if max(sizes) * channel.size > self.balance_factor * sum(sizes):
+            mine = self._balance(channel, mine, [sizes[owner] for owner in order], order)
             sizes = [sum(sizes) * (j + 1) // len(sizes) - sum(sizes) * j // len(sizes) for j in range(len(sizes))]
-        cuts = pipeline.pieces(max(sizes) * (mine.dtype.itemsize + 1), transport.one_node)
-        if cuts > 1 and transport.size > 1:
-            return self._gather_in_pieces(transport, mine, cuts)
-        blocks = allgatherv(transport, transport.encode(mine))
-        return SparseVector.concatenate([formats.decode(blocks[owner], mine.length) for owner in order])
-
-    def _gather_in_pieces(self, transport: Transport, mine: SparseVector, cuts: int) -> SparseVector:
-        rank, size = transport.rank, transport.size
-        parts: dict[int, list[SparseVector]] = {owner: [] for owner in self._owners}
-
-        def arrived(source: int, block: Buffer) -> None:
-            parts[source].append(formats.decode(block, mine.length))
-
-        def begin(cut: int) -> list[PendingReceive]:
-            message = transport.encode(mine.slice_entries(mine.nnz * cut // cuts, mine.nnz * (cut + 1) // cuts))
-            for step in range(1, size):
-                transport.send((rank + step) % size, message)
-            arrived(rank, message)
-            return [transport.expect((rank - step) % size) for step in range(1, size)]
-
-        def finish(blocks: list[Buffer]) -> None:
-            for step, block in enumerate(blocks, start=1):
-                arrived((rank - step) % size, block)
-
-        pipeline.run(transport, cuts, begin, finish)
-        return SparseVector.concatenate([part for owner in self._owners for part in parts[owner]])
+        cuts = pipeline.pieces(max(sizes) * (mine.dtype.itemsize + 1), channel.transport.one_node)
+        if cuts > 1 and channel.size > 1:
+            pieces = (mine.slice_entries(mine.nnz * j // cuts, mine.nnz * (j + 1) // cuts) for j in range(cuts))
+            rows = list(pipeline.allgather(channel, pieces))
+        else:
+            rows = [channel.allgather(mine)]
+        return SparseVector.concatenate([row[owner] for owner in order for row in rows])
 
     @staticmethod
-    def _balance(transport: Transport, mine: SparseVector, sizes: list[int], order: list[int]) -> SparseVector:
+    def _balance(channel: Channel, mine: SparseVector, sizes: list[int], order: list[int]) -> SparseVector:
         """Move entries so that every rank has K/P of all K, in the same order (section 3.1.2)."""
-        size, place = transport.size, order.index(transport.rank)
+        size, place = channel.size, order.index(channel.rank)
         have = np.concatenate([[0], np.cumsum(sizes)]).tolist()
         want = [have[-1] * j // size for j in range(size + 1)]
         kept = []
@@ -299,13 +272,13 @@ class OkTopk(Algorithm):
             to = (place + step) % size
             start, stop = max(have[place], want[to]), min(have[place + 1], want[to + 1])
             if start < stop and to != place:
-                transport.send_vector(order[to], mine.slice_entries(start - have[place], stop - have[place]))
+                channel.isend(order[to], mine.slice_entries(start - have[place], stop - have[place]))
         for source in range(size):
             start, stop = max(have[source], want[place]), min(have[source + 1], want[place + 1])
             if start < stop and source == place:
                 kept.append(mine.slice_entries(start - have[place], stop - have[place]))
             elif start < stop:
-                kept.append(formats.decode(transport.receive(order[source]), mine.length))
+                kept.append(channel.recv(order[source]))
         return SparseVector.concatenate(kept or [mine.slice_entries(0, 0)])
 
     def state_dict(self) -> dict[str, Any]:

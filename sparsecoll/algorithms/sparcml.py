@@ -6,13 +6,12 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from sparsecoll import formats
-from sparsecoll.algorithms.base import Algorithm, Reduction, less
+from sparsecoll.algorithms.base import Algorithm, Loss, Reduction
 from sparsecoll.algorithms.primitives import partition
 from sparsecoll.algorithms.primitives.estimates import fill_in, rounds
-from sparsecoll.formats import FORMATS, Auto, Buffer, Format, Quantized
-from sparsecoll.transport.base import Transport
-from sparsecoll.transport.collectives import allgatherv
+from sparsecoll.formats import FORMATS, Auto, Format, Quantized
+from sparsecoll.select import Vector
+from sparsecoll.transport.channel import Channel
 from sparsecoll.transport.network import Network
 from sparsecoll.vector import SparseVector, accumulator_dtype
 
@@ -73,18 +72,18 @@ class SparCML(Algorithm):
         if self.bits is not None:
             Quantized(self.bits)
 
-    def __call__(self, transport: Transport, x: SparseVector, k: int) -> Reduction:
+    def __call__(self, channel: Channel, x: SparseVector, k: int) -> Reduction:
         quantized = self._quantized(x)
         self._calls += 1
-        variant = self._fastest(transport, x.length, k) if self.variant == "auto" else self.variant
+        variant = self._fastest(channel, x.length, k) if self.variant == "auto" else self.variant
         if variant == "recursive_double":
-            return self._recursive_double(transport, x)
-        return self._split_allgather(transport, x, variant == "dynamic", quantized)
+            return self._recursive_double(channel.with_format(self._static(channel.format)), x)
+        return self._split_allgather(channel, x, variant == "dynamic", quantized)
 
-    def _fastest(self, transport: Transport, n: int, k: int) -> str:
-        measured = transport.tuning
+    def _fastest(self, channel: Channel, n: int, k: int) -> str:
+        measured = channel.transport.tuning
         known = Network(measured.alpha, measured.beta) if measured is not None else Network()
-        times = sparcml_seconds(n, k, transport.size, self.network or known)
+        times = sparcml_seconds(n, k, channel.size, self.network or known)
         return min(times, key=lambda variant: times[variant])
 
     @staticmethod
@@ -94,69 +93,57 @@ class SparCML(Algorithm):
 
     # SSAR_Recursive_double
 
-    def _recursive_double(self, transport: Transport, x: SparseVector) -> Reduction:
-        rank, size = transport.rank, transport.size
+    def _recursive_double(self, channel: Channel, x: SparseVector) -> Reduction:
+        rank, size = channel.rank, channel.size
         core = 1 << (size.bit_length() - 1)
-        form, dtype = self._static(transport.format), transport.value_dtype
-        lost: list[SparseVector] = []
-
-        def arriving(part: SparseVector, mine: bool) -> SparseVector:
-            rounded = transport.rounded(part)
-            if mine:
-                lost.append(part.rounding_error(rounded))
-            return rounded
-
-        with transport.phase("exchange"):
+        loss = Loss(channel)
+        with channel.phase("exchange"):
             if rank >= core:
-                transport.send(rank - core, form.encode(x, dtype))
-                value = formats.decode(transport.receive(rank - core), x.length).astype(x.dtype)
-                return Reduction(value, x)
+                channel.isend(rank - core, x)
+                return Reduction(channel.recv(rank - core).astype(x.dtype), x)
             total = SparseVector.sum([x], accumulator_dtype(x.dtype))
             if rank + core < size:
-                extra = formats.decode(transport.receive(rank + core), x.length)
-                total = SparseVector.sum([total, extra], total.dtype)
+                total = SparseVector.sum([total, channel.recv(rank + core)], total.dtype)
             distance = 1
             while distance < core:
                 partner = rank ^ distance
-                sent = arriving(total, mine=rank % distance == 0)  # `distance` ranks have this sum: the first one pays
-                transport.send(partner, form.encode(sent, dtype))
-                theirs = formats.decode(transport.receive(partner), x.length)
+                sent = loss.round(total, own=rank % distance == 0)  # `distance` ranks have this sum: the first one pays
+                channel.isend(partner, sent)
+                theirs = channel.recv(partner)
                 pair = [sent, theirs] if rank < partner else [theirs, sent]
                 total = SparseVector.sum(pair, total.dtype)
                 distance *= 2
             value = total.astype(x.dtype)
             if size > core:  # some ranks get the result as a message: all take what arrives there
-                value = arriving(value, mine=rank == 0)
+                value = loss.round(value, own=rank == 0)
             if rank + core < size:
-                transport.send(rank + core, form.encode(value, dtype))
-        return Reduction(value, partial(less, x, lost))
+                channel.isend(rank + core, value)
+        return Reduction(value, partial(loss.subtract_from, x))
 
     # SSAR_Split_allgather, DSAR_Split_allgather
 
-    def _split_allgather(
-        self, transport: Transport, x: SparseVector, dynamic: bool, quantized: Format | None
-    ) -> Reduction:
-        rank, size = transport.rank, transport.size
-        sparse = self._static(transport.format)
-        with transport.phase("split"):
-            regions = x.split(partition.boundaries(transport, x, "even"))
+    def _split_allgather(self, channel: Channel, x: SparseVector, dynamic: bool, quantized: Format | None) -> Reduction:
+        rank, size = channel.rank, channel.size
+        with channel.phase("split"):
+            regions = x.split(partition.boundaries(channel.transport, x, "even"))
             for step in range(1, size):
                 to = (rank + step) % size
-                transport.send(to, self._encoded(transport, regions[to], sparse, dynamic))
+                self._stream(channel, regions[to], dynamic).isend(to, regions[to])
             parts = {rank: regions[rank]}
             for step in range(1, size):  # in the order of arrival
                 source = (rank - step) % size
-                parts[source] = formats.decode(transport.receive(source), x.length)
+                parts[source] = channel.recv(source)
             total = SparseVector.sum([parts[source] for source in range(size)], accumulator_dtype(x.dtype))
-        with transport.phase("gather"):
-            message = self._encoded(transport, total.astype(x.dtype), sparse, dynamic, quantized)
-            mine = formats.decode(message, x.length)
-            blocks = allgatherv(transport, message)
-            value = SparseVector.concatenate([formats.decode(block, x.length).astype(x.dtype) for block in blocks])
+        with channel.phase("gather"):
+            sent = total.astype(x.dtype)
+            gathered = self._stream(channel, sent, dynamic, quantized).allgather(sent)
+            value = SparseVector.concatenate([part.astype(x.dtype) for part in gathered])
 
-        def contributed() -> SparseVector:
-            lost = SparseVector.sum([total, mine.astype(total.dtype).multiply(-1)], total.dtype)
-            return less(x, [lost.drop_zeros()])
+        def contributed() -> Vector:
+            loss = Loss(channel)
+            arrived = gathered[rank].astype(total.dtype)
+            loss.add(SparseVector.sum([total, arrived.multiply(-1)], total.dtype).drop_zeros())
+            return loss.subtract_from(x)
 
         return Reduction(value, contributed)
 
@@ -167,19 +154,15 @@ class SparCML(Algorithm):
             raise ValueError(f"bits: expected None for {x.dtype}, got {self.bits}")
         return Quantized(self.bits, seed=self.seed + self._calls)
 
-    @staticmethod
-    def _encoded(
-        transport: Transport, part: SparseVector, sparse: Format, dynamic: bool, quantized: Format | None = None
-    ) -> Buffer:
-        """The stream as it is sent: sparse, or from the break-even on dense."""
+    def _stream(self, channel: Channel, part: SparseVector, dynamic: bool, quantized: Format | None = None) -> Channel:
+        """The channel with the format of this stream: sparse, or from the break-even on dense."""
+        sparse = self._static(channel.format)
         if not dynamic:
-            return sparse.encode(part, transport.value_dtype)
-        if isinstance(transport.format, Auto) and quantized is None:
-            return replace(transport.format, choose=("coo", "packed", "dense")).encode(part, transport.value_dtype)
+            return channel.with_format(sparse)
+        if isinstance(channel.format, Auto) and quantized is None:
+            return channel.with_format(replace(channel.format, choose=("coo", "packed", "dense")))
         dense = quantized or FORMATS["dense"]
-        return min(sparse, dense, key=lambda form: form.size(part, transport.value_dtype)).encode(
-            part, transport.value_dtype
-        )
+        return channel.with_format(min(sparse, dense, key=lambda form: form.size(part, channel.value_dtype)))
 
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {"calls": self._calls}

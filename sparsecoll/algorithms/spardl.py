@@ -7,18 +7,11 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 
-from sparsecoll import formats
-from sparsecoll.algorithms.base import Algorithm, Reduction, check_order, less
+from sparsecoll.algorithms.base import Algorithm, Loss, Reduction, check_order
 from sparsecoll.algorithms.primitives.halving import reduce_scatter, summed
 from sparsecoll.select import Vector, topk
-from sparsecoll.transport.base import Transport
-from sparsecoll.transport.collectives import allgatherv
-from sparsecoll.transport.group import group
+from sparsecoll.transport.channel import Channel
 from sparsecoll.vector import DenseVector, SparseVector, accumulator_dtype
-
-Part = Callable[
-    [SparseVector, bool], SparseVector
-]  # (partial sums, whether this rank notes what they lose) -> the rest
 
 
 @dataclass
@@ -82,38 +75,25 @@ class SparDL(Algorithm):
     def _edges(length: int, blocks: int) -> list[int]:
         return [length * j // blocks for j in range(blocks + 1)]
 
-    def __call__(self, transport: Transport, x: SparseVector, k: int) -> Reduction:
-        width = self._blocks(transport.size)
-        first, place = transport.rank // width * width, transport.rank % width
-        team = group(transport, list(range(first, first + width)))
-        peers = group(transport, list(range(place, transport.size, width)))
-        edges = self._edges(x.length, width)
-        lost: list[SparseVector] = []
+    def __call__(self, channel: Channel, x: SparseVector, k: int) -> Reduction:
+        width = self._blocks(channel.size)
+        first, position = channel.rank // width * width, channel.rank % width
+        team = channel.group(list(range(first, first + width)))
+        peers = channel.group(list(range(position, channel.size, width)))
+        edges, loss = self._edges(x.length, width), Loss(channel)
 
         def cut(part: SparseVector, own: bool = True) -> SparseVector:
-            kept = self._largest(part, edges, k)
-            if own and kept.nnz < part.nnz:
-                lost.append(part.difference(kept))
-            return kept
-
-        def leave(part: SparseVector, own: bool = True) -> SparseVector:
-            arriving = transport.rounded(part)
-            if own:
-                lost.append(part.rounding_error(arriving))
-            return arriving
+            return loss.cut(part, self._largest(part, edges, k), own)
 
         with team.phase("split"):
             whole = cut(SparseVector.sum([x], accumulator_dtype(x.dtype)))
-            block = reduce_scatter(team, whole, edges, leave, lambda parts: cut(summed(parts)))
+            block = reduce_scatter(team, whole, edges, loss.round, lambda parts: cut(summed(parts)))
         with peers.phase("teams"):
-            block = self._across(peers, block, leave, cut)
+            block = self._across(peers, block, loss, cut)
         with team.phase("gather"):
-            mine = transport.rounded(block.astype(x.dtype))
-            if peers.rank == 0:
-                lost.append(block.rounding_error(mine))
-            blocks = allgatherv(team, team.encode(mine))
-            value = SparseVector.concatenate([formats.decode(block, x.length) for block in blocks])
-        return Reduction(check_order(value.astype(x.dtype)), partial(less, x, lost))
+            mine = loss.round(block, x.dtype, own=peers.rank == 0)
+            value = SparseVector.concatenate(team.allgather(mine))
+        return Reduction(check_order(value.astype(x.dtype)), partial(loss.subtract_from, x))
 
     def _largest(self, part: SparseVector, edges: list[int], k: int) -> SparseVector:
         """The k/T largest entries of each block; the part itself if no block has more."""
@@ -124,18 +104,19 @@ class SparDL(Algorithm):
         return SparseVector.concatenate([part.slice_entries(start, stop).topk(share) for start, stop, share in held])
 
     @staticmethod
-    def _across(peers: Transport, block: SparseVector, leave: Part, cut: Part) -> SparseVector:
+    def _across(
+        peers: Channel, block: SparseVector, loss: Loss, cut: Callable[[SparseVector, bool], SparseVector]
+    ) -> SparseVector:
         """The block over all teams, the same bits in each. Of ranks that do the same the first notes what is lost."""
         if peers.size & (peers.size - 1):
-            sent = leave(block, True).drop_zeros()
-            blocks = [formats.decode(part, block.length) for part in allgatherv(peers, peers.encode(sent))]
-            return cut(SparseVector.sum(blocks, block.dtype), peers.rank == 0)
+            sent = loss.round(block).drop_zeros()
+            return cut(SparseVector.sum(peers.allgather(sent), block.dtype), peers.rank == 0)
         distance = 1
         while distance < peers.size:
             partner = peers.rank ^ distance
-            sent = leave(block, peers.rank % distance == 0).drop_zeros()  # some formats do not send zeros
-            peers.send_vector(partner, sent)
-            theirs = formats.decode(peers.receive(partner), block.length)
+            sent = loss.round(block, own=peers.rank % distance == 0).drop_zeros()  # some formats do not send zeros
+            peers.isend(partner, sent)
+            theirs = peers.recv(partner)
             pair = [sent, theirs] if peers.rank < partner else [theirs, sent]
             distance *= 2
             block = cut(SparseVector.sum(pair, block.dtype), peers.rank % distance == 0)

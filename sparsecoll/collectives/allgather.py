@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from sparsecoll import formats
 from sparsecoll.collectives.options import CallOptions
 from sparsecoll.formats import Format
 from sparsecoll.transport import Transport, as_transport
 from sparsecoll.transport.call import CollectiveCall
-from sparsecoll.transport.collectives import allgatherv
 
 
 def allgather(
@@ -60,8 +58,8 @@ def allgather(
 
 def _allgather(transport: Transport, x: Any, options: CallOptions) -> list[Any]:
     with CollectiveCall(transport, "allgather", options.timeout) as call:
-        entries, back = options.agree(call, x, sums=False)
+        channel, entries, back = options.agree(call, x, sums=False)
         with transport.phase("gather"):
-            blocks = allgatherv(transport, transport.encode(entries))
+            parts = channel.allgather(entries)
             transport.flush()
-        return [back(formats.decode(block, entries.length).astype(entries.dtype)) for block in blocks]
+        return [back(part.astype(entries.dtype)) for part in parts]

@@ -13,6 +13,7 @@ from sparsecoll.select import Vector
 from sparsecoll.telemetry.trace import doing
 from sparsecoll.transport import Transport, as_transport
 from sparsecoll.transport.call import CollectiveCall
+from sparsecoll.transport.channel import Channel
 from sparsecoll.vector import DenseVector, SparseVector
 
 
@@ -140,26 +141,26 @@ def _reduce(
         "algo": algorithm.describe(),
     }
     with transport.phase("select"), doing("select", vector.nnz):
-        entries = _selected(vector, algorithm, None if preselected else k, transport.size, options)
+        channel = options.channel(transport, vector.length)
+        entries = _selected(vector, algorithm, None if preselected else k, channel)
     options.check_finite(entries)
     counted = k is None and not algorithm.takes_dense  # which has no use for k
     held = call.agree(entries.nnz if counted else None, options.check)
-    transport.format, transport.value_dtype = options.wire_format, options.wire_dtype
-    reduction = algorithm(transport, entries, max(held) if counted else k or 0)  # type: ignore[arg-type]
+    reduction = algorithm(channel, entries, max(held) if counted else k or 0)  # type: ignore[arg-type]
     transport.flush()
     transport.traffic.total.seconds += transport.now() - start
     reduction.traffic = transport.traffic.since(before)
     return reduction
 
 
-def _selected(x: Vector, algorithm: Algorithm, k: int | None, ranks: int, options: CallOptions) -> Vector:
+def _selected(x: Vector, algorithm: Algorithm, k: int | None, channel: Channel) -> Vector:
     """What this rank puts into the reduction, as it will arrive."""
-    chosen = x if k is None else algorithm.select(x, k, ranks)
+    chosen = x if k is None else algorithm.select(x, k, channel.size)
     if k is None and isinstance(x, SparseVector) and algorithm.semantics != "exact_sum" and x.has_nan():
         raise ValueError("x: expected values that can be ordered by magnitude, got NaN")
     if isinstance(chosen, DenseVector):
-        return formats.rounded(chosen, options.wire_dtype)
-    return options.wire_format.arriving(chosen, options.wire_dtype)
+        return formats.rounded(chosen, channel.value_dtype)
+    return channel.roundtrip(chosen)
 
 
 def _result(y: Vector, given: Vector, ranks: int) -> SparseVector:

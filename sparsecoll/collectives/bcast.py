@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 
-from sparsecoll import formats
 from sparsecoll.collectives import convert
 from sparsecoll.collectives.options import CallOptions, check_root
 from sparsecoll.formats import Format
@@ -72,9 +71,9 @@ def _bcast(transport: Transport, x: Any, root: int, options: CallOptions) -> Any
         if transport.rank == root:
             entries, back = options.to_entries(x, sums=False)
         call.agree(check=options.check)
-        transport.format, transport.value_dtype = options.wire_format, options.wire_dtype
         with transport.phase("broadcast"):
             kind = np.array([entries.length, VALUE_DTYPES.index(entries.dtype)], np.int64)
             length, dtype = broadcast(transport, kind, root).tolist()
-            message = spread(transport, transport.encode(entries), root)
-        return back(formats.decode(message, length).astype(VALUE_DTYPES[dtype]))
+            channel = options.channel(transport, length)
+            y = channel.decode(spread(transport, channel.encode(entries), root))
+        return back(y.astype(VALUE_DTYPES[dtype]))

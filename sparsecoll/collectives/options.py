@@ -13,6 +13,7 @@ from sparsecoll.formats import Format
 from sparsecoll.select import Vector, topk
 from sparsecoll.transport import Transport
 from sparsecoll.transport.call import CollectiveCall
+from sparsecoll.transport.channel import Channel
 from sparsecoll.vector import DenseVector, SparseVector
 
 VALUE_DTYPES_ON_THE_WIRE = ("float16", "bfloat16", "float32")
@@ -126,8 +127,12 @@ class CallOptions:
         self.check_finite(entries)
         return entries, back
 
-    def agree(self, call: CollectiveCall, x: Any, sums: bool) -> tuple[SparseVector, convert.Back]:
-        """Agree on the arguments of the call, and return `to_entries` with the entries rounded as on the wire."""
+    def channel(self, transport: Transport, length: int) -> Channel:
+        """Return the channel of a call on vectors of this length."""
+        return Channel(transport, length, self.wire_format, self.wire_dtype)
+
+    def agree(self, call: CollectiveCall, x: Any, sums: bool) -> tuple[Channel, SparseVector, convert.Back]:
+        """Agree on the arguments of the call; return its channel and `to_entries`, with the entries as they arrive."""
         entries, back = self.to_entries(x, sums)
         call.signature |= {
             **convert.shape_of(x),
@@ -136,8 +141,8 @@ class CallOptions:
             "k": self.resolve_k(entries.length),
         }
         call.agree(check=self.check)
-        call.transport.format, call.transport.value_dtype = self.wire_format, self.wire_dtype
-        return self.wire_format.arriving(entries, self.wire_dtype), back
+        channel = self.channel(call.transport, entries.length)
+        return channel, channel.roundtrip(entries), back
 
 
 def signature_of(x: Vector, transport: Transport) -> dict[str, Any]:

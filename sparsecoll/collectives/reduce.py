@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from sparsecoll import formats
 from sparsecoll.collectives.options import CallOptions, check_root
 from sparsecoll.collectives.reduce_scatter import sum_of_region
 from sparsecoll.formats import Format
@@ -72,14 +71,14 @@ def reduce(
 def _reduce(transport: Transport, x: Any, root: int, options: CallOptions) -> Any:
     with CollectiveCall(transport, "reduce", options.timeout) as call:
         call.signature["root"] = root = check_root(root, transport)
-        entries, back = options.agree(call, x, sums=True)
+        channel, entries, back = options.agree(call, x, sums=True)
         n, P = entries.length, transport.size
-        mine = sum_of_region(transport, entries, [n * j // P for j in range(P + 1)])
+        mine = sum_of_region(channel, entries, [n * j // P for j in range(P + 1)])
         with transport.phase("gather"):
             if transport.rank != root:
-                transport.send(root, transport.encode(mine))
+                channel.isend(root, mine)
                 transport.flush()
                 return None
-            parts = [mine if rank == root else formats.decode(transport.receive(rank), n) for rank in range(P)]
+            parts = [mine if rank == root else channel.recv(rank) for rank in range(P)]
         transport.flush()
         return back(SparseVector.concatenate([part.astype(entries.dtype) for part in parts]))

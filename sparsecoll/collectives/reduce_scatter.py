@@ -10,6 +10,7 @@ from sparsecoll.collectives.options import CallOptions
 from sparsecoll.formats import Format
 from sparsecoll.transport import Transport, as_transport
 from sparsecoll.transport.call import CollectiveCall
+from sparsecoll.transport.channel import Channel
 from sparsecoll.vector import SparseVector, accumulator_dtype
 
 
@@ -74,18 +75,18 @@ def reduce_scatter(
 def _reduce_scatter(transport: Transport, x: Any, edges: list[int] | None, options: CallOptions) -> Any:
     with CollectiveCall(transport, "reduce_scatter", options.timeout) as call:
         call.signature["boundaries"] = edges
-        entries, back = options.agree(call, x, sums=True)
+        channel, entries, back = options.agree(call, x, sums=True)
         n, P = entries.length, transport.size
         edges = edges or [n * j // P for j in range(P + 1)]
         if len(edges) != P + 1 or edges[0] != 0 or edges[-1] != n or edges != sorted(edges):
             raise ValueError(f"boundaries: expected {P + 1} ascending ones from 0 to {n}, got {edges}")
-        part = sum_of_region(transport, entries, edges)
+        part = sum_of_region(channel, entries, edges)
         transport.flush()
         return back(part.astype(entries.dtype))
 
 
-def sum_of_region(transport: Transport, entries: SparseVector, edges: Sequence[int]) -> SparseVector:
+def sum_of_region(channel: Channel, entries: SparseVector, edges: Sequence[int]) -> SparseVector:
     """Return the sum over all ranks from edges[rank] up to edges[rank + 1], in the accumulator dtype."""
-    with transport.phase("split"):
+    with channel.phase("split"):
         whole = SparseVector.sum([entries], accumulator_dtype(entries.dtype))
-        return halving.reduce_scatter(transport, whole, edges, transport.rounded, pairs=True)
+        return halving.reduce_scatter(channel, whole, edges, channel.round, pairs=True)

@@ -1,4 +1,4 @@
-"""What every transport offers to the algorithms: bytes and vectors, point to point, counted.
+"""What every transport offers: bytes, point to point, counted. `channel.py` sends vectors over it.
 
 A message that was sent from GPU memory arrives in GPU memory.
 
@@ -13,15 +13,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol, TypeVar
 
-import numpy as np
-
-from sparsecoll import formats
-from sparsecoll.errors import CommunicationError
-from sparsecoll.formats import FORMATS, Buffer, Format
+from sparsecoll.formats import Buffer
 from sparsecoll.telemetry.trace import doing
 from sparsecoll.telemetry.traffic import Counts, Traffic
 from sparsecoll.transport.network import Tuning
-from sparsecoll.vector import DenseVector, SparseVector
 
 T = TypeVar("T")
 
@@ -58,7 +53,6 @@ class Transport(ABC):
         virtual: whether time is modelled, and passes only where the model says so.
         one_node: whether all ranks are on one machine, the same on all of them.
         gpu_direct: whether messages in GPU memory need no way through the host.
-        format, value_dtype: how `send_vector` encodes; set by the caller of an algorithm.
         stamp: what messages are sent with, and expected to come with.
         calls: that were made on this transport.
         agreed: checksums of calls that all ranks have agreed on, and the number of each.
@@ -78,8 +72,6 @@ class Transport(ABC):
         self.size = size
         self.traffic = Traffic()
         self.timeout: float | None = None
-        self.format: Format = FORMATS["auto"]
-        self.value_dtype: str | None = None
         self.nodes: list[list[int]] | None = None  # see collectives.node_members
         self.tuning: Tuning | None = None  # what all ranks know, see tune.tuning_of
         self.measured = None
@@ -174,39 +166,6 @@ class Transport(ABC):
 
     def progress(self) -> None:  # noqa: B027 - optional: a transport that needs no polling has nothing to do
         """Let messages that have arrived be taken in, before a long computation."""
-
-    def send_vector(self, destination: int, x: SparseVector) -> None:
-        """Encode and send without blocking."""
-        self.send(destination, self.encode(x))
-
-    def encode(self, x: SparseVector) -> Buffer:
-        """x as it would be sent."""
-        return self.format.encode(x, self.value_dtype)
-
-    def pack(self, x: DenseVector) -> Buffer:
-        """Dense values as they are sent: nothing but the values, in the wire's dtype."""
-        return formats.wire_dtype(x.dtype, self.value_dtype).pack(x.values).view(np.uint8)
-
-    def unpack(self, buffer: Buffer, dtype: np.dtype[Any], length: int) -> DenseVector:
-        """The `length` dense values in a buffer, as `dtype`."""
-        wire = formats.wire_dtype(dtype, self.value_dtype)
-        if buffer.size != length * wire.stored.itemsize:
-            raise CommunicationError(
-                f"rank {self.rank}: expected {length} values of {wire.name}, got {buffer.size} bytes"
-            )
-        return DenseVector(wire.unpack_as(buffer.view(wire.stored), dtype))
-
-    def place(self, x: DenseVector) -> Buffer | None:
-        """x as memory for its packed values to arrive in; None if they travel in another dtype."""
-        return None if self.rounds(x.dtype) else x.values.view(np.uint8)
-
-    def rounds(self, dtype: np.dtype[Any]) -> bool:
-        """Whether values of `dtype` lose bits on the wire."""
-        return formats.wire_dtype(dtype, self.value_dtype).name != dtype.name
-
-    def rounded(self, x: SparseVector) -> SparseVector:
-        """x with its values as they arrive at a peer."""
-        return formats.rounded(x, self.value_dtype)
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:

@@ -21,14 +21,12 @@ class GroupTransport(Transport):
         super().__init__(members.index(parent.rank), len(members))
         self.parent = parent
         self.members = members
-        self.virtual = parent.virtual
+        self.virtual, self.traffic = parent.virtual, parent.traffic
 
-    def follow(self) -> None:
-        """Take over what the parent's call is made with."""
-        parent = self.parent
-        self.traffic, self.timeout = parent.traffic, parent.timeout
-        self.format, self.value_dtype, self.one_node = parent.format, parent.value_dtype, parent.one_node
-        self.generation = parent.generation
+    @property
+    def one_node(self) -> bool:  # type: ignore[override]
+        """Whether all ranks of the parent are on one machine."""
+        return self.parent.one_node
 
     @contextlib.contextmanager
     def set_up(self) -> Iterator[None]:
@@ -62,9 +60,9 @@ class GroupTransport(Transport):
         return self.parent.node()
 
 
-def group(parent: Transport, members: list[int]) -> GroupTransport:
-    """The transport of these ranks of `parent`, for the call that is under way; made once: it keeps its costs."""
-    made = parent.groups.setdefault(tuple(members), GroupTransport(parent, members))
-    assert isinstance(made, GroupTransport)
-    made.follow()
-    return made
+def group(parent: Transport, members: list[int]) -> Transport:
+    """The transport of these ranks of `parent`; made once, since it keeps its costs."""
+    key = tuple(members)
+    if key not in parent.groups:
+        parent.groups[key] = GroupTransport(parent, members)
+    return parent.groups[key]

@@ -6,6 +6,7 @@ import pytest
 from sparsecoll import DenseStream, SparseVector, allreduce, simulate
 from sparsecoll.algorithms.primitives.halving import reduce_scatter
 from sparsecoll.formats import FORMATS
+from sparsecoll.transport.channel import Channel
 
 N = 3000
 HEADER, ENTRY = 16, 8  # bytes of a COO message
@@ -42,7 +43,7 @@ def test_the_published_order_in_log_P_messages(P, pairs):
     edges = [N * j // P for j in range(P + 1)]
 
     def program(comm):
-        x = reduce_scatter(comm.transport, entries(comm.rank), edges, lambda part: part, pairs=pairs)
+        x = reduce_scatter(Channel(comm.transport, N), entries(comm.rank), edges, lambda part: part, pairs=pairs)
         return x.to_dense()[edges[comm.rank] : edges[comm.rank + 1]]
 
     simulation = simulate(P, program)
@@ -58,7 +59,7 @@ def test_pairs_send_one_block_a_message(P):
 
     def program(comm):
         whole = SparseVector(np.arange(N), np.ones(N, np.float32), N)
-        reduce_scatter(comm.transport, whole, edges, lambda part: part, format=FORMATS["coo"], pairs=True)
+        reduce_scatter(Channel(comm.transport, N, FORMATS["coo"]), whole, edges, lambda part: part, pairs=True)
 
     steps = (P - 1).bit_length()
     for rank, t in enumerate(simulate(P, program).traffic):

@@ -17,6 +17,7 @@ from sparsecoll.algorithms.oktopk import OkTopk
 from sparsecoll.formats import FORMATS
 from sparsecoll.transport import network
 from sparsecoll.transport.base import Transport
+from sparsecoll.transport.channel import Channel
 from sparsecoll.transport.network import Tuning
 from sparsecoll.vector import SparseVector
 
@@ -93,25 +94,25 @@ class Auto(Algorithm):
             return usual
         return tuning_of(transport)
 
-    def _choose(self, transport: Transport, x: SparseVector, shape: Shape, tuning: Tuning) -> str:
+    def _choose(self, channel: Channel, x: SparseVector, shape: Shape, tuning: Tuning) -> str:
         seconds = self.predictions(shape, tuning)
         if shape.P > 1 and min(seconds.values()) > WORTH_LOOKING * overlap.seconds(shape.P, tuning):
-            reach, skew = overlap.estimate(transport, x, shape.k)
+            reach, skew = overlap.estimate(channel.transport, x, shape.k)
             seconds = self.predictions(replace(shape, reach=max(reach, shape.k), skew=skew), tuning)
         return min(seconds, key=lambda name: seconds[name])
 
-    def __call__(self, transport: Transport, x: SparseVector, k: int) -> Reduction:
-        n, P = x.length, transport.size
-        width = formats.wire_dtype(x.dtype, transport.value_dtype).stored.itemsize
+    def __call__(self, channel: Channel, x: SparseVector, k: int) -> Reduction:
+        n, P, transport = x.length, channel.size, channel.transport
+        width = formats.wire_dtype(x.dtype, channel.value_dtype).stored.itemsize
         about = min(max(1, round(math.exp(round(math.log(k) * FINE) / FINE))), n) if k else 0
         shape = Shape(n, about, P, width, n, one_node=transport.one_node)
         tuning = self.costs(transport, shape)
-        chosen = self._chosen.get((n, about, P, width)) or self._choose(transport, x, shape, tuning)
+        chosen = self._chosen.get((n, about, P, width)) or self._choose(channel, x, shape, tuning)
         if len(self._chosen) < KEPT:
             self._chosen[n, about, P, width] = chosen
-        if transport.format is FORMATS["auto"]:
-            transport.format = formats.Auto(beta=tuning.beta) if tuning.code else formats.Auto()
-        reduction = self._algorithm(chosen)(transport, x, k)
+        if channel.format is FORMATS["auto"]:
+            channel = channel.with_format(formats.Auto(beta=tuning.beta) if tuning.code else formats.Auto())
+        reduction = self._algorithm(chosen)(channel, x, k)
         return reduction if chosen == "oktopk" or self.want == "exact_sum" else self._cut(reduction, k)
 
     def _algorithm(self, name: str) -> Algorithm:

@@ -21,6 +21,7 @@ from sparsecoll.algorithms.auto.choices import EXACT, TOP_K_OF_SUM
 from sparsecoll.algorithms.base import Algorithm
 from sparsecoll.transport import Transport, as_transport
 from sparsecoll.transport.call import CollectiveCall
+from sparsecoll.transport.channel import Channel
 from sparsecoll.transport.collectives import allgather, node_members
 from sparsecoll.transport.network import Tuning
 from sparsecoll.vector import DenseVector, SparseVector
@@ -163,9 +164,7 @@ def _figures(transport: Transport, effort: Effort) -> Tuning:
 def _calls(transport: Transport, tuning: Tuning) -> dict[str, list[tuple[float, float]]]:
     """For each choice of `auto` (seconds predicted, seconds measured) of calls of growing size."""
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in EXACT | TOP_K_OF_SUM}
-    before = transport.format, transport.value_dtype
-    transport.format = formats.Auto(beta=tuning.beta) if tuning.code else formats.Auto()
-    transport.value_dtype = None
+    form = formats.Auto(beta=tuning.beta) if tuning.code else formats.Auto()
     for name, make in (EXACT | TOP_K_OF_SUM).items():
         for length, share in DENSE if name == "dense" else CALLS:
             n = max((1 << length) // transport.size, LENGTH)
@@ -175,14 +174,14 @@ def _calls(transport: Transport, tuning: Tuning) -> dict[str, list[tuple[float, 
                 "oktopk": costmodel.oktopk_seconds(shape, tuning)
             }
             inside = predicted[name] - costmodel.FRONT * tuning.call
-            found[name].append((inside, _whole(transport, make(), n, k)))
-    transport.format, transport.value_dtype = before
+            found[name].append((inside, _whole(Channel(transport, n, form), make(), k)))
     return {name: sorted(calls) for name, calls in found.items()}
 
 
-def _whole(transport: Transport, algorithm: Algorithm, n: int, k: int) -> float:
+def _whole(channel: Channel, algorithm: Algorithm, k: int) -> float:
     """Median seconds of the slowest rank, from when all ranks have come; the same on every rank."""
-    vectors = [_uniform(k, n, transport.rank + transport.size * turn) for turn in range(3)]
+    transport = channel.transport
+    vectors = [_uniform(k, channel.length, transport.rank + transport.size * turn) for turn in range(3)]
     times: list[float] = []
     for turn in range(-2, MANY):
         x = vectors[turn % 3]
@@ -191,7 +190,7 @@ def _whole(transport: Transport, algorithm: Algorithm, n: int, k: int) -> float:
         with CollectiveCall(transport, "tune", transport.timeout) as call:
             call.signature["algo"] = algorithm.describe()
             call.agree()
-            value = algorithm(transport, x, k).value
+            value = algorithm(channel, x, k).value
             transport.flush()
         if isinstance(value, DenseVector):
             value.to_sparse()

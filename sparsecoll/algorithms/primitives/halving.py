@@ -13,14 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from sparsecoll import formats
-from sparsecoll.formats import Format
-from sparsecoll.transport.base import Transport
+from sparsecoll.transport.channel import Channel
 from sparsecoll.transport.collectives import joined, separated
 from sparsecoll.vector import SparseVector
 
 Merge = Callable[[list[SparseVector]], SparseVector]  # own partial sums and those that arrived -> their sum
-Leave = Callable[[SparseVector], SparseVector]  # partial sums -> what of them arrives
+Round = Callable[[SparseVector], SparseVector]  # partial sums -> what of them arrives
 Regions = tuple[int, int]  # (first, how many), counted around the end
 
 
@@ -30,12 +28,11 @@ def summed(parts: list[SparseVector]) -> SparseVector:
 
 
 def reduce_scatter(
-    transport: Transport,
+    channel: Channel,
     x: SparseVector,
     edges: Sequence[int],
-    leave: Leave,
+    round: Round,
     merge: Merge = summed,
-    format: Format | None = None,
     pairs: bool = False,
 ) -> SparseVector:
     """The own region (number `rank`) of the sum over all ranks.
@@ -43,20 +40,19 @@ def reduce_scatter(
     Args:
         x: this rank's entries, in the dtype to sum in.
         edges: P + 1 boundaries of the regions.
-        leave: called on partial sums before they are sent: rounds them as the wire does, and takes note of the loss.
+        round: rounds partial sums, before they are sent, to the values that arrive, such as `Loss.round`.
         merge: called in every step on the regions that this rank keeps and what arrived of them.
-        format: of the messages; None: the transport's.
         pairs: recursive halving in pairs, where P is a power of two.
     """
-    form = format or transport.format
-    for to, source, sent, kept, arriving in _schedule(transport.rank, transport.size, pairs):
-        blocks = [form.encode(leave(part), transport.value_dtype) for part in _stretches(x, edges, sent)]
+    transport = channel.transport
+    for to, source, sent, kept, arriving in _schedule(channel.rank, channel.size, pairs):
+        blocks = [channel.encode(round(part)) for part in _stretches(x, edges, sent)]
         transport.send(to, blocks[0] if len(blocks) == 1 else joined(blocks))
         own = SparseVector.concatenate(_stretches(x, edges, kept))
         message = transport.receive(source)
-        count = len(_around(arriving, transport.size))
+        count = len(_around(arriving, channel.size))
         arrived = [message] if count == 1 else separated(message, count)
-        x = merge([own, *(formats.decode(block, x.length) for block in arrived)])
+        x = merge([own, *(channel.decode(block) for block in arrived)])
     return x
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Iterable, Iterator
 
 from sparsecoll.formats import Buffer
-from sparsecoll.transport.base import PendingReceive, Transport
+from sparsecoll.transport.base import Transport
+from sparsecoll.transport.channel import Channel, VectorRequest
+from sparsecoll.vector import SparseVector
 
 PIECE, MOST_PIECES = 1 << 18, 16  # bytes that a piece has at least
 AHEAD = 2  # stages in flight beside the one that is worked on
@@ -20,24 +22,35 @@ def pieces(size: float, one_node: bool) -> int:
     return 1 if one_node else int(min(max(size // PIECE, 1), MOST_PIECES))
 
 
-def run(
-    transport: Transport,
-    stages: int,
-    begin: Callable[[int], list[PendingReceive]],
-    finish: Callable[[list[Buffer]], None],
-) -> None:
-    """Work on what has arrived while more is on its way.
+def run(transport: Transport, stages: Iterable[list[VectorRequest]]) -> Iterator[list[SparseVector]]:
+    """What arrives in each stage, to be worked on while the messages of later stages travel.
 
     Args:
-        begin: sends the messages of a stage, and returns the receives to wait for.
-        finish: called with the messages received, stage by stage, up to AHEAD stages later.
+        stages: sends the messages of its next stage, and yields the receives of that stage, whenever it is asked to.
     """
-    travelling: deque[list[PendingReceive]] = deque()
-    for stage in range(stages):
-        travelling.append(begin(stage))
+    travelling: deque[list[VectorRequest]] = deque()
+    for requests in stages:
+        travelling.append(requests)
         transport.progress()
         if len(travelling) > AHEAD:
-            finish([pending.wait() for pending in travelling.popleft()])
-    for pending_receives in travelling:
-        finish([pending.wait() for pending in pending_receives])
+            yield [request.wait() for request in travelling.popleft()]
+    for requests in travelling:
+        yield [request.wait() for request in requests]
         transport.progress()
+
+
+def allgather(channel: Channel, parts: Iterable[SparseVector]) -> Iterator[list[SparseVector]]:
+    """For each of `parts` those of all ranks, in rank order, while the next ones travel; as many on every rank."""
+    rank, size = channel.rank, channel.size
+    own: deque[Buffer] = deque()
+
+    def stages() -> Iterator[list[VectorRequest]]:
+        for part in parts:
+            own.append(channel.encode(part))
+            for step in range(1, size):
+                channel.transport.send((rank + step) % size, own[-1])
+            yield [channel.irecv((rank - step) % size) for step in range(1, size)]
+
+    for arrived in run(channel.transport, stages()):
+        vectors = [channel.decode(own.popleft()), *arrived]  # of rank, rank - 1, ...
+        yield [vectors[(rank - source) % size] for source in range(size)]
