@@ -29,26 +29,30 @@ logger = logging.getLogger(__name__)
 
 
 class HookState:
-    """What `comm_hook` needs.
+    """The state of `comm_hook`: communicator, compressors and residuals.
 
-    Residuals belong to parameters, not to buckets: nothing is lost when DDP makes its buckets anew. They change when
-    the optimizer steps (any optimizer of torch that has these parameters); a back-propagation that fails leaves them as
-    they were, and so does `discard`, for a step that is to be skipped after it.
+    Residuals belong to parameters, not to buckets, so that nothing is lost when DDP rebuilds its buckets. They change
+    when an optimizer with these parameters steps. A back-propagation that fails leaves them as they were, and so does
+    `discard`, for a step that you skip after back-propagation.
 
-    Every parameter is compressed, small ones too: DDP lays them into the same buckets.
+    Every parameter is compressed, small ones too, since DDP puts them into the same buckets.
 
     Args:
-        comm: mpi4py communicator with the ranks of DDP's process group in the same order; None: MPI.COMM_WORLD.
-        compressor: a name of `sparsecoll.torch.COMPRESSORS` or a Compressor object; not one that needs to know all
-            buckets (COVAP).
-        named_parameters: the model, its DistributedDataParallel, or (name, parameter) pairs, for names in `state_dict`
-            and messages; without, parameters are numbered as they come.
-        timeout: seconds to wait for a peer; then CommunicationError. None: for ever.
-        grad_scaler: the torch.amp.GradScaler of the loop, if there is one: gradients are divided by its scale before
-            they meet a residual, and those that are not finite are passed on to all ranks, so that it skips the step.
+        comm: mpi4py intracommunicator with the ranks of DDP's process group in the same order; None, the default, for
+            MPI.COMM_WORLD.
+        compressor: name in `sparsecoll.torch.COMPRESSORS`, or a Compressor object, except COVAP, which needs to know
+            all buckets (default: "topk").
+        named_parameters: the model, its DistributedDataParallel, or pairs (name, parameter), for names in `state_dict`
+            and errors; without them parameters are numbered.
+        timeout: seconds to wait for a message before CommunicationError is raised; None, the default, for no limit.
+        grad_scaler: the torch.amp.GradScaler of the loop, if there is one: gradients are unscaled before they are added
+            to a residual, and values that are not finite are passed on to all ranks, so that it skips the step.
 
     Raises:
-        ValueError: the communicator and DDP's process group differ in size, or the compressor is not possible here.
+        ValueError: The communicator and DDP's process group differ in size, or the compressor cannot be used here.
+
+    See Also:
+        `sparsecoll.torch.comm_hook`.
     """
 
     def __init__(
@@ -189,13 +193,13 @@ class HookState:
         self._pending = False
 
     def discard(self) -> None:
-        """Give the step up after back-propagation: residuals are as they were before it. On all ranks alike."""
+        """Skip the step after back-propagation, on all ranks: residuals return to what they were before it."""
         for bucket, compressor in self._bound.values():
             bucket.recycle(compressor.rollback())
         self._pending = False
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's residuals and other tensors by kind and parameter name, as of the last step."""
+        """Return this rank's residuals and other tensors by kind and parameter name, as of the last step."""
         compressors = [compressor for _, compressor in self._bound.values()]
         extra = encode_extra(compressors)
         return {
@@ -209,11 +213,15 @@ class HookState:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what `state_dict` gave; collective. Bit for bit if DDP makes the buckets that it had made then.
+        """Restore what `state_dict` returned; collective. Bit for bit if DDP builds the same buckets as before.
+
+        Args:
+            state: a state that this rank saved.
 
         Raises:
-            CommunicationError: the state was saved by another rank or at another number of ranks (see `redistribute`).
-            ValueError: it is of other parameters or another compressor.
+            CommunicationError: The state was saved by another rank, or with another number of ranks (see
+                `redistribute`).
+            ValueError: The state is of other parameters or another compressor.
         """
 
         def call() -> None:
@@ -237,9 +245,17 @@ def _stepped(state: "weakref.ref[HookState]", optimizer: torch.optim.Optimizer, 
 
 
 def comm_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """For `model.register_comm_hook(state, comm_hook)`: the mean of a bucket by a compressor, over MPI.
+    """Communication hook for DistributedDataParallel: `model.register_comm_hook(state, comm_hook)`.
 
-    DDP wants a process group for its own start-up (gloo will do); gradients go through the state's communicator.
+    It reduces each bucket with the state's compressor, over MPI. DDP needs a process group only for its own start-up
+    (gloo is sufficient, see `sparsecoll.torch.init_process_group`).
+
+    Args:
+        state: HookState.
+        bucket: bucket of gradients, which DDP passes.
+
+    Returns:
+        Future of the mean of the bucket over the ranks.
     """
     where = bucket.buffer().device
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=[where] if where.type == "cuda" else None)

@@ -23,52 +23,59 @@ from sparsecoll.transport.call import CollectiveCall
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
-    """Wraps an optimizer: gradients become their means over all ranks before it steps.
+    """Wraps an optimizer, so that it steps on the mean of the gradients of all ranks, which are sent compressed.
 
         optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
         optimizer = DistributedOptimizer(optimizer, model.named_parameters(), compressor="topk")
 
-    A training loop is written as for DistributedDataParallel: gradients are fused into buckets, each bucket is
-    compressed and reduced in a progress thread while back-propagation goes on, and when `backward()` returns, every
-    `p.grad` is the mean, the same bits on all ranks. Clipping, GradScaler, checks of the norm, skipped steps
-    (`zero_grad()` instead of `step()`) and closures therefore do what they do on one process with the global batch. The
-    buckets' order is learned in the first step, rank 0's for all, so nothing overlaps yet.
+    Write the training loop as for DistributedDataParallel. Gradients are copied into buckets, and a progress thread
+    compresses and reduces each bucket while back-propagation continues. When `backward()` returns, every `p.grad` is
+    the mean, with the same bits on all ranks. Clipping, GradScaler, checks of the norm, skipped steps (`zero_grad()`
+    instead of `step()`) and closures therefore work as on one process with the global batch. The first step records the
+    order of the gradients on rank 0, which all ranks then use, and does not overlap.
 
     Parameters and buffers are broadcast from rank 0 at the start; buffers that a forward pass has changed (BatchNorm's
-    running statistics) become rank 0's at the end of each back-propagation. A parameter that took part on some ranks
-    only counts as zero on the others. One that took part on none keeps its gradient None, so that the optimizer skips
-    it, unless something of it had been waiting in the residuals and arrives now.
+    running statistics) are set to rank 0's at the end of each back-propagation. A parameter that only some ranks use
+    counts as zero on the others. The gradient of one that no rank uses stays None, so that the optimizer skips it,
+    unless residuals contribute something.
 
     A step that fails or is skipped leaves the residuals as they were before it.
 
-    Gradient accumulation: all back-propagations of a step but the last inside `no_sync()`, which saves communication;
-    without it every back-propagation is reduced, with the same result. With `overlap=False` gradients stay each rank's
-    own until `step`, so that whatever is done to them before (local clipping, noise) is done before they are sent.
+    To accumulate gradients, run all back-propagations of a step but the last inside `no_sync()`, which saves
+    communication; without it every back-propagation is reduced, with the same result. With `overlap=False`, gradients
+    stay local to each rank until `step`, so that changes to them (local clipping, noise) take effect before they are
+    sent.
 
     Args:
-        optimizer: of floating-point parameters, on the CPU or (with CuPy) a CUDA device. Half-precision gradients are
-            reduced in float32.
-        named_parameters: `model.named_parameters()` or the model itself; or (name, parameter) pairs of at least the
-            optimizer's parameters, every rank the same ones. Of pairs in a list the model and so its buffers are not
-            known: see `sparsecoll.torch.broadcast`.
-        comm: mpi4py communicator (or the comm of sparsecoll.simulate). None: MPI.COMM_WORLD, or one rank without MPI.
-            Optimizers may share it.
-        compressor: a name of `sparsecoll.torch.COMPRESSORS`, or a Compressor object with options.
-        bucket_bytes: of gradient in a bucket; None: the whole model in one bucket.
-        dense_below: parameters of fewer values are not compressed.
-        overlap: False reduces in `step`.
-        verify: every so many steps compare the bits of all parameters and buffers over the ranks (True: 100; 0: never).
-        timeout: seconds to wait for a peer; then CommunicationError. None: for ever, with a warning once a minute. In
-            the first reduction, in which kernels are compiled, at least 300.
-        timeline: records what happens when.
+        optimizer: torch optimizer of floating-point parameters, on the CPU or (with CuPy) a CUDA device. Half-precision
+            gradients are reduced in float32.
+        named_parameters: `model.named_parameters()`, the model itself, or pairs (name, parameter) that include all of
+            the optimizer's parameters; the same on every rank. From a list of pairs the model's buffers are not known:
+            see `sparsecoll.torch.broadcast`.
+        comm: mpi4py intracommunicator, or a virtual rank of `sparsecoll.simulate`; None, the default, for
+            MPI.COMM_WORLD, or one rank without MPI. Several optimizers may share it.
+        compressor: name in `sparsecoll.torch.COMPRESSORS`, a Compressor object, or an Algorithm for `TopK(algo=...)`
+            (default: "topk").
+        bucket_bytes: bytes of gradient in a bucket (default: 25 MiB); None for one bucket with the whole model.
+        dense_below: number of values below which a parameter is not compressed (default: 1024).
+        overlap: whether gradients are reduced during back-propagation (the default) or in `step`.
+        verify: number of steps after which the bits of all parameters and buffers are compared between ranks; 0, the
+            default, for never, and True for 100.
+        timeout: seconds to wait for a message before CommunicationError is raised; None, the default, for no limit,
+            with a warning once a minute. In the first reduction, in which kernels are compiled, it is at least 300.
+        timeline: a `sparsecoll.torch.Timeline` that records a trace; None, the default, for none.
 
     Raises:
-        ValueError, TypeError: an option or a parameter is invalid on some rank; the same on every rank.
-        CommunicationError: ranks disagree (parameters, compressor, options), or bits differ; the same on every rank.
-        RuntimeError: `comm` is None, and a launcher has started several processes of which MPI knows nothing.
+        ValueError: On every rank, if an option or a parameter is invalid on some rank.
+        TypeError: On every rank, if one has a wrong type on some rank.
+        CommunicationError: On every rank, if ranks have different parameters, compressors or options, or bits differ.
+        RuntimeError: `comm` is None, and a launcher that MPI does not recognize has started several processes.
 
-    Memory: with error feedback three flat vectors of the gradients' size (residual, gradient, mean), else one; and what
-    else the compressor keeps.
+    Memory: with error feedback three flat vectors of the size of the gradients (residual, gradient, mean), otherwise
+    one, and the state of the compressor.
+
+    See Also:
+        `sparsecoll.torch.SparseSGD`, `sparsecoll.torch.comm_hook`.
     """
 
     def __init__(
@@ -131,7 +138,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.optimizer.defaults = defaults
 
     def __getattr__(self, name: str) -> Any:
-        """Whatever else the wrapped optimizer has, as the train() and eval() of schedule-free ones."""
+        """Return an attribute of the wrapped optimizer, such as train() and eval() of schedule-free ones."""
         if name == "optimizer":
             raise AttributeError(name)
         return getattr(self.optimizer, name)
@@ -148,46 +155,51 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @property
     def traffic(self) -> Traffic:
-        """Bytes, messages and seconds of this rank so far, per phase; live."""
+        """Traffic of this rank, which later calls update."""
         return self._engine.transport.traffic
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Seconds of this rank so far by kind of work (see `telemetry.trace`), and "exposed": waited for."""
+        """Seconds of this rank by kind of work (see `telemetry.trace`), and "exposed", the time that `step` waited."""
         return self._engine.seconds
 
     def move(self, comm: Any) -> None:
-        """Go on over another communicator, that of `sparsecoll.shrink` after a rank was lost, say; collective on it.
+        """Continue on another communicator, such as that of `sparsecoll.shrink` after a rank was lost; collective on
+        it.
 
-        Residuals are kept; what the lost ranks held in theirs is gone with them. Parameters, buffers and the wrapped
-        optimizer's state become those of the new rank 0, since the step that failed may have been taken by some only.
+        Each rank keeps its residuals; those of lost ranks are lost. Parameters, buffers and the wrapped optimizer's
+        state are set to those of the new rank 0, since only some ranks may have taken the step that failed.
+
+        Args:
+            comm: mpi4py intracommunicator, or a virtual rank of `sparsecoll.simulate`.
         """
         self._engine.move(as_transport(comm))
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Gradients of back-propagations inside only accumulate; nothing is sent."""
+        """Context manager: gradients of the enclosed back-propagations accumulate without communication."""
         return self._engine.no_sync()
 
     @contextlib.contextmanager
     def join(self) -> Iterator[None]:
-        """Let ranks have different numbers of batches; collective.
+        """Context manager that allows different numbers of batches on the ranks; collective.
 
             with optimizer.join():
                 for batch in loader: ...
 
         A rank that leaves the block early takes part in the others' reductions with zeros, as in DDP's join; when all
-        have left, parameters, buffers and optimizer state are those of the rank that has taken the most steps. Means
-        divide by all ranks throughout.
+        have left, parameters, buffers and optimizer state are those of the rank that took the most steps. Means are
+        always divided by the number of all ranks.
         """
         yield
         self._engine.join()
 
     def synchronize(self) -> None:
-        """Make gradients the means now, unless they are; collective. To work on the means before `step` where
-        `overlap=False` or `no_sync()` have left gradients local.
+        """Reduce the gradients now, unless they are the means already; collective.
+
+        Use it to work on the means before `step` if `overlap=False` or `no_sync()` has left gradients local.
 
         Raises:
-            CommunicationError: the reduction failed on some rank; gradients and residuals are as they were.
+            CommunicationError: The reduction failed on some rank; gradients and residuals are as before.
         """
         self._engine.ensure_means()
 
@@ -195,16 +207,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """One step on all ranks; collective.
 
         Args:
-            closure: evaluates this rank's loss and gradients. The wrapped optimizer gets the mean loss of all ranks, so
-                that line searches decide alike.
+            closure: function that computes this rank's loss and gradients and returns the loss. The wrapped optimizer
+                gets the mean loss of all ranks, so that line searches decide alike.
 
         Returns:
             What the wrapped optimizer returns.
 
         Raises:
-            NonFiniteError: a gradient holds NaN or infinity on some rank and the compressor cannot pass that on; the
-                same on every rank. The step is not taken.
-            CommunicationError: a reduction failed, or an earlier step has failed on another rank.
+            NonFiniteError: On every rank, if a gradient contains NaN or infinity on some rank and the compressor cannot
+                pass that on. The step is not taken.
+            CommunicationError: A reduction failed, or an earlier step failed on another rank.
         """
         if closure is None:
             self._engine.before_step()
@@ -229,14 +241,25 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As the wrapped optimizer's. Between `backward()` and `step()` it gives the step up: residuals go back."""
+        """Call the wrapped optimizer's zero_grad; between `backward()` and `step()` this skips the step.
+
+        Residuals then return to what they were before it.
+
+        Args:
+            set_to_none: as in torch.
+        """
         self._engine.discard()
         self.optimizer.zero_grad(set_to_none)
 
     def add_param_group(
         self, param_group: dict[str, Any], named_parameters: Iterable[tuple[str, torch.Tensor]] = ()
     ) -> None:
-        """As in torch, collective. Parameters without a name here are called group<i>.<j>."""
+        """Add a group as in torch; collective.
+
+        Args:
+            param_group: as in torch.
+            named_parameters: pairs (name, parameter); parameters without a name are called group<i>.<j>.
+        """
         number = len(self.optimizer.param_groups)
         self.optimizer.add_param_group(param_group)
         names = {id(p): name for name, p in named_parameters}
@@ -244,10 +267,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._engine.add({names.get(id(p), f"group{number}.{j}"): p for j, p in enumerate(added)})
 
     def state_dict(self) -> dict[str, Any]:
-        """The wrapped optimizer's state_dict, with the compressor's state by parameter name under "sparsecoll".
+        """Return the wrapped optimizer's state_dict, with the compressor's state by parameter name under "sparsecoll".
 
-        Residuals differ between ranks: save one file per rank. Safe for torch.load(weights_only=True). A plain torch
-        optimizer loads it, too, and ignores the residuals.
+        Residuals differ between ranks, so save one file per rank. It can be loaded with torch.load(weights_only=True).
+        A plain torch optimizer can also load it and ignores the residuals.
         """
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
@@ -257,14 +280,20 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on where a run on as many ranks stopped, with the same bits; collective.
+        """Restore what `state_dict` returned, to continue with the same bits on as many ranks; collective.
 
-        A plain optimizer's state_dict is taken, too; residuals are empty then. A framework that gives rank 0's to all
-        ranks is helped by a hook that puts this rank's own part in (`register_load_state_dict_pre_hook`).
+        The state_dict of a plain optimizer is accepted, too; residuals are then empty. If a framework loads rank 0's
+        state on all ranks, register a hook that replaces the part "sparsecoll" by this rank's own
+        (`register_load_state_dict_pre_hook`).
+
+        Args:
+            state_dict: a state that this rank saved.
 
         Raises:
-            CommunicationError: the state was saved by another rank or at another number of ranks (see `redistribute`).
-            ValueError, TypeError: it is of another model or compressor.
+            CommunicationError: The state was saved by another rank, or with another number of ranks (see
+                `redistribute`).
+            ValueError: The state is of another model or compressor.
+            TypeError: The state contains values of another type.
         """
         transport = self._engine.transport
 
@@ -283,7 +312,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             after(self)
 
     def close(self) -> None:
-        """Take the hooks off the parameters: from then on each rank's optimizer steps on its own gradients."""
+        """Remove the hooks from the parameters; each rank's optimizer then steps on its own gradients."""
         self._engine.close()
 
     def __repr__(self) -> str:

@@ -18,24 +18,24 @@ from sparsecoll.transport.collectives import node_members, spread
 
 
 def init_process_group(comm: Any = None, backend: str = "gloo", **options: Any) -> None:
-    """Make torch.distributed's default process group of the ranks of a communicator. Collective.
+    """Create torch.distributed's default process group of the ranks of a communicator. Collective.
 
-    Accelerate, the Transformers Trainer and Lightning learn from this group, and from the environment variables that
-    torchrun would set (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT; they are set here,
-    too), how many ranks there are, so that each rank trains on its own part of the data. DistributedDataParallel needs
-    the group for its start. Call it before the first object of a framework is made.
+    Accelerate, the Transformers Trainer and Lightning get rank and world size from this group and from the environment
+    variables of torchrun (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT), which are set
+    here, too. DistributedDataParallel needs the group for its start-up. Call it before you create any object of a
+    framework.
 
-    A group that exists already is kept if it has as many ranks in the same order.
+    An existing group is kept if it has the same ranks in the same order.
 
     Args:
-        comm: an mpi4py communicator. None: MPI.COMM_WORLD, or one rank without MPI.
-        backend: of torch.distributed. "gloo" takes tensors on the CPU and on CUDA devices.
-        **options: of `torch.distributed.init_process_group`, such as `timeout`.
+        comm: mpi4py intracommunicator; None, the default, for MPI.COMM_WORLD, or one rank without MPI.
+        backend: backend of torch.distributed (default: "gloo", for tensors on the CPU and on CUDA devices).
+        **options: further arguments of `torch.distributed.init_process_group`, such as `timeout`.
 
     Raises:
-        RuntimeError: there is another process group already, or `comm` is None and a launcher has started several
-            processes of which MPI knows nothing; on every rank.
-        TypeError: virtual ranks of `sparsecoll.simulate`: they share one process.
+        RuntimeError: On every rank, if there is another process group already, or `comm` is None and a launcher that
+            MPI does not recognize has started several processes.
+        TypeError: `comm` is a virtual rank of `sparsecoll.simulate`, which share one process.
     """
     if isinstance(comm, SimComm):
         raise TypeError("comm: expected an mpi4py communicator, got virtual ranks, which share one process")

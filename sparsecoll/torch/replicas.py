@@ -199,15 +199,16 @@ def share_optimizer(transport: Transport, optimizer: torch.optim.Optimizer, root
 
 @torch.no_grad()
 def broadcast_model(model: torch.nn.Module, comm: Any = None, root: int = 0) -> None:
-    """Give all ranks root's parameters and buffers of a model. Collective.
+    """Set the parameters and buffers of a model to those of one rank. Collective.
 
     Args:
-        model: the same modules on every rank.
-        comm: an mpi4py communicator, or the comm of `sparsecoll.simulate`. None: MPI.COMM_WORLD.
-        root: the rank whose values count.
+        model: the model, with the same modules on every rank.
+        comm: mpi4py intracommunicator, or a virtual rank of `sparsecoll.simulate`; None, the default, for
+            MPI.COMM_WORLD.
+        root: rank whose values are sent to all (default: 0).
 
     Raises:
-        CommunicationError: models differ in a name, shape or dtype; the same on every rank.
+        CommunicationError: On every rank, if models differ in a name, shape or dtype.
     """
     transport = communicator(comm)
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}

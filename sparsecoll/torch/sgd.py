@@ -57,49 +57,63 @@ class SparseSGD(torch.optim.Optimizer):
         3. residual = acc - contributed                     (line 6)
         4. w = w - u / P                                    (line 7; with momentum: v = m v + u / P, w = w - a v)
 
-    So without momentum what waits in the residual keeps the learning rate at which it was computed, as in the paper.
-    With momentum it gets that of the step in which it acts, as do all gradients in torch's velocity. With density=1 or
-    algo="dense" the steps are therefore those of torch.optim.SGD on the mean gradient under every schedule, one that
-    passes through 0 too. Weight decay and momentum act on what all ranks have in common and are never compressed.
+    Without momentum, gradients in the residual therefore keep the learning rate at which they were computed, as in the
+    paper. With momentum they get that of the step in which they are applied, as do all gradients in torch's velocity.
+    With density=1 or algo="dense" the steps are thus those of torch.optim.SGD on the mean gradient under every
+    schedule, also one that passes through 0. Weight decay and momentum act on values that are the same on all ranks,
+    and are never compressed.
 
-    A step is taken on all ranks or on none: whatever fails on one rank is raised on all, and changes nothing; the next
-    step may be made. Parameters and (if the model is known) buffers are broadcast from rank 0 at the start; buffers
-    that a forward pass has changed (BatchNorm's running statistics) become rank 0's in `step`. A parameter without a
-    gradient on some ranks counts as zero there. One without a gradient on any rank is left alone, as in torch, unless
-    something of it had been waiting in the residuals and arrives now; what waits for a frozen one, or for one whose
-    learning rate is 0, goes on waiting.
+    A step is taken on all ranks or on none: an exception on one rank is raised on all and changes nothing, and the next
+    step may be made. Parameters and, if the model is known, buffers are broadcast from rank 0 at the start; buffers
+    that a forward pass has changed (BatchNorm's running statistics) are set to rank 0's in `step`. A parameter without
+    a gradient on some ranks counts as zero there. One without a gradient on any rank does not change, as in torch,
+    unless residuals contribute something. The residual of a parameter that is frozen, or has a learning rate of 0, is
+    kept.
 
-    Gradients are each rank's own until `step`, so accumulating them needs no `no_sync`, and `zero_grad` in place of
-    `step` skips a step; all ranks must take equally many (see `join`). Clipping before `step` clips each rank's own
-    gradients, which is not what it does on one process with the global batch: rank 0 logs a warning.
-    DistributedOptimizer clips the mean. With a torch.amp.GradScaler all ranks skip a step in which one of them has an
-    overflow.
+    Gradients are local to each rank until `step`, so that accumulating them needs no `no_sync`, and `zero_grad` instead
+    of `step` skips a step; all ranks must take the same number of steps (see `join`). Clipping before `step` clips each
+    rank's own gradients, unlike on one process with the global batch, and rank 0 logs a warning. DistributedOptimizer
+    clips the mean. With a torch.amp.GradScaler, all ranks skip a step in which one of them has an overflow.
 
     Args:
-        params: parameters or groups of them, as in torch; those that want gradients floating point, on the CPU or (with
-            CuPy) a CUDA device; every rank the same ones in the same order.
-        lr, momentum, dampening, weight_decay, nesterov, maximize: as in torch.optim.SGD, every rank the same.
-        foreach, fused: accepted, and without effect: the step has its own kernels.
-        differentiable: not supported.
-        comm: mpi4py communicator (or the comm of sparsecoll.simulate). None: MPI.COMM_WORLD, or one rank without MPI.
-            Optimizers may share it.
-        algo: a name of sparsecoll.ALGORITHMS or an Algorithm object, which is copied.
-        density: share of all parameters that each rank selects, in (0, 1]. Ignored by algo="dense", which sends all.
-        k: their number, instead of density.
-        format, value_dtype: as in sparsecoll.allreduce.
-        model: whose buffers are kept the same and whose names are used; needed where `params` is not
-            `model.parameters()` itself.
-        verify: every so many steps compare the bits of all parameters and buffers over the ranks (True: 100; 0: never).
-        timeout: seconds to wait for a peer; then CommunicationError. None: for ever, with a warning once a minute. In
-            the first step, in which kernels are compiled, at least 300.
+        params: parameters or groups of them, as in torch, the same in the same order on every rank. Those that require
+            gradients must be of floating point, on the CPU or (with CuPy) a CUDA device.
+        lr: learning rate, as in torch.optim.SGD (default: 1e-3); the same on every rank, as are the next five.
+        momentum: as in torch.optim.SGD (default: 0).
+        dampening: as in torch.optim.SGD (default: 0).
+        weight_decay: as in torch.optim.SGD (default: 0).
+        nesterov: as in torch.optim.SGD (default: False).
+        maximize: as in torch.optim.SGD (default: False).
+        foreach: accepted but without effect, since the step has its own kernels.
+        fused: accepted but without effect.
+        differentiable: not supported; must be False.
+        comm: mpi4py intracommunicator, or a virtual rank of `sparsecoll.simulate`; None, the default, for
+            MPI.COMM_WORLD, or one rank without MPI. Several optimizers may share it.
+        algo: name in `sparsecoll.ALGORITHMS`, or an Algorithm object, which is copied (default: "oktopk").
+        density: fraction of all parameters that each rank selects, in (0, 1] (default: 0.01). Ignored by algo="dense",
+            which sends all.
+        k: number of entries that each rank selects, instead of `density`.
+        format: wire format, a name or a Format (default: "auto").
+        value_dtype: dtype of the values on the wire, "float16", "bfloat16" or "float32"; None, the default, for that of
+            the gradients.
+        model: the model, whose buffers are kept the same and whose parameter names are used; required for this if
+            `params` is not `model.parameters()`.
+        verify: number of steps after which the bits of all parameters and buffers are compared between ranks; 0, the
+            default, for never, and True for 100.
+        timeout: seconds to wait for a message before CommunicationError is raised; None, the default, for no limit,
+            with a warning once a minute. In the first step, in which kernels are compiled, it is at least 300.
 
     Raises:
-        ValueError, TypeError: an option or a parameter is invalid on some rank; the same on every rank.
-        CommunicationError: ranks disagree on parameters or options; the same on every rank.
-        RuntimeError: `comm` is None, and a launcher has started several processes of which MPI knows nothing.
+        ValueError: On every rank, if an option or a parameter is invalid on some rank.
+        TypeError: On every rank, if one has a wrong type on some rank.
+        CommunicationError: On every rank, if ranks have different parameters or options.
+        RuntimeError: `comm` is None, and a launcher that MPI does not recognize has started several processes.
 
-    Volume of a step: the algorithm's, and one message of a few bits for each parameter, to all ranks. Memory: the
-    residual twice (n values each; float32 for half-precision parameters) and, with momentum, the buffers.
+    Volume of a step: that of the algorithm, and one message of a few bits per parameter to all ranks. Memory: the
+    residual twice (n values each; float32 for half-precision parameters) and, with momentum, the momentum buffers.
+
+    See Also:
+        `sparsecoll.torch.DistributedOptimizer`, which wraps any optimizer.
     """
 
     def __init__(
@@ -171,7 +185,7 @@ class SparseSGD(torch.optim.Optimizer):
 
     @property
     def traffic(self) -> Traffic:
-        """Bytes, messages and seconds of this rank so far, per phase; live."""
+        """Traffic of this rank, which later calls update."""
         return self._transport.traffic
 
     @property
@@ -183,7 +197,7 @@ class SparseSGD(torch.optim.Optimizer):
     # -- parameters
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in torch; collective, since the new parameters are broadcast from rank 0."""
+        """Add a group as in torch; collective, since the new parameters are broadcast from rank 0."""
         if not self._built:
             super().add_param_group(param_group)
             return
@@ -244,15 +258,15 @@ class SparseSGD(torch.optim.Optimizer):
         """One step on all ranks; collective.
 
         Args:
-            closure: evaluates this rank's loss and gradients again and returns the loss.
+            closure: function that computes this rank's loss and gradients again and returns the loss.
 
         Returns:
-            The mean over the ranks of what the closures return.
+            The mean over the ranks of what the closures return; None without closure.
 
         Raises:
-            NonFiniteError: a gradient holds NaN or infinity on some rank; the text names it; the same on every rank.
-            CommunicationError: the reduction failed, a closure has raised on some rank, or learning rates, steps or
-                (with `verify`) bits differ; the same on every rank.
+            NonFiniteError: On every rank, if a gradient contains NaN or infinity on some rank; the message names it.
+            CommunicationError: On every rank, if the reduction failed, a closure raised on some rank, or learning
+                rates, steps or (with `verify`) bits differ.
         """
         loss = None if closure is None else mean_loss(self._transport, closure, self._patience)
         scaler, self._scaler = self._scaler, None

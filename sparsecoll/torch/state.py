@@ -77,23 +77,23 @@ def encode_extra(compressors: Iterable[Compressor]) -> list[str]:
 
 
 def redistribute(states: Sequence[Mapping[str, Any]], rank: int, size: int) -> dict[str, Any]:
-    """Make the state of one of `size` ranks from the states of all ranks of a run with another number of them.
+    """Convert saved states to another number of ranks.
 
-    A residual of rank i goes to the new rank i mod `size`, times size / old size: an update is the mean over the ranks,
-    so that what waits in all residuals still moves the parameters as far as it would have. Other tensors that belong to
-    a rank (velocities) are treated alike; what all ranks have in common is taken over; thresholds and boundaries are
-    found anew.
+    The residual of rank i goes to the new rank i mod `size`, multiplied by size / old size. Since an update is the mean
+    over the ranks, the residuals then move the parameters as far as they would have before. Other tensors that belong
+    to a rank (velocities) are treated in the same way, state that is the same on all ranks is copied, and thresholds
+    and boundaries are found again.
 
     Args:
-        states: `state_dict()` of all ranks 0, 1, ... in order: of DistributedOptimizer, SparseSGD or HookState.
-        rank: of the new rank, 0 to size - 1.
-        size: the new number of ranks.
+        states: list of the `state_dict()` of all ranks 0, 1, ... of a DistributedOptimizer, SparseSGD or HookState.
+        rank: the new rank whose state is returned, 0 to size - 1.
+        size: new number of ranks.
 
     Returns:
-        What `load_state_dict` of the new rank takes.
+        State for `load_state_dict` of the new rank.
 
     Raises:
-        ValueError: states are missing or in another order.
+        ValueError: States are missing or in another order.
     """
     own = [state.get(STATE, state) for state in states]
     if not own or [part["rank"] for part in own] != list(range(own[0]["size"])):

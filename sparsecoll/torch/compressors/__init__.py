@@ -70,15 +70,15 @@ __all__ = [
 
 
 def resolve(compressor: str | Compressor | Algorithm) -> Compressor:
-    """Make a compressor of what a user passes as `compressor=`.
+    """Return the compressor that a user's `compressor=` stands for.
 
     Args:
-        compressor: a name of `COMPRESSORS`, which gives that compressor with its defaults; a Compressor, which is
-            copied; or an Algorithm, which gives `TopK(algo=compressor)`.
+        compressor: name in `COMPRESSORS`, for that compressor with default options; a Compressor, which is copied; or
+            an Algorithm, for `TopK(algo=compressor)`.
 
     Raises:
-        ValueError: the name is unknown.
-        TypeError: it is none of these.
+        ValueError: No compressor has the name.
+        TypeError: `compressor` is none of these.
     """
     if isinstance(compressor, Algorithm):
         return TopK(algo=copy.deepcopy(compressor))

@@ -15,20 +15,23 @@ from sparsecoll.vector import DenseVector
 
 @dataclass
 class ACPSGD(LowRank):
-    """P in odd steps, Q in even ones, each from the other of the step before (Algorithm 2).
+    """Low-rank compression that sends the factor P in odd steps and Q in even ones (Algorithm 2).
 
-    1. Odd: Q = orthogonalize(Q), P = (M + E) Q. Even: P = orthogonalize(P), Q = (M + E)^T P.
+    1. In odd steps, Q = orthogonalize(Q) and P = (M + E) Q; in even steps, P = orthogonalize(P) and Q = (M + E)^T P.
     2. E = M + E - P Q^T, with this rank's own factor.
-    3. The factor's mean over the ranks; the gradient is P Q^T.
+    3. The new factor is averaged over the ranks; the gradient is P Q^T.
 
-    One allreduce a step, which depends on nothing but the gradient, so it overlaps with back-propagation. Buckets are
-    filled by bytes of gradient: their messages are smaller by the compression rate, which is how the paper scales its
-    buffers (section IV-B). Volume: r(n + m)(P-1)/P words a matrix on average. For replicas with other LAPACKs, see
-    PowerSGD.
+    One allreduce per step, which depends only on the gradient and therefore overlaps with back-propagation. Buckets are
+    filled by bytes of gradient, so that their messages are smaller by the compression rate, as the paper scales its
+    buffers (section IV-B). Volume: r(n + m)(P-1)/P words per matrix on average. As with PowerSGD, every rank
+    orthogonalizes for itself.
 
     Args:
-        feedback: False leaves out E (the paper's ablation).
-        reuse: False starts each step from new random factors (the paper's ablation).
+        rank: rank r of the factors (default: 4).
+        seed: seed of the first factors, the same on all ranks (default: 0).
+        feedback: whether to add E, the error feedback (default: True); False is the paper's ablation.
+        reuse: whether to start from the factors of the last step (default: True) or from new random ones (the paper's
+            ablation).
     """
 
     name = "acpsgd"

@@ -1,4 +1,4 @@
-"""What a compressor is: four steps from a bucket's gradient on this rank to the mean over all ranks."""
+"""The interface of compressors: four phases from a bucket's gradient on this rank to the mean over all ranks."""
 
 from __future__ import annotations
 
@@ -31,11 +31,12 @@ DENSE = Dense()
 
 @dataclass
 class StepContext:
-    """What all buckets of a model have in common; the same on every rank.
+    """State that all buckets of a model share; the same on every rank.
 
     Attributes:
-        step: steps taken before this one.
-        ccr: seconds of uncompressed communication over seconds of back-propagation, once it is measured (COVAP).
+        step: number of steps taken before this one.
+        ccr: communication-to-computation ratio: seconds of uncompressed communication divided by seconds of
+            back-propagation; None until it is measured (COVAP).
     """
 
     step: int = 0
@@ -44,12 +45,13 @@ class StepContext:
 
 @dataclass
 class Compressor(ABC):
-    """Options of a method; a copy of it, bound to a bucket, does that bucket's work and holds its state.
+    """A compression method: derive a dataclass of its options. A copy of the object is bound to each bucket.
 
-    `mean` is one reduction: compensate, compress, communicate, update. An exception in any of them is raised on every
-    rank. State (residuals, velocities, factors) is transactional: a reduction works on a trial version of it, which
-    `keep` accepts once every bucket of the model has been reduced on all ranks and `drop` forgets; `commit` makes it
-    the state of the next step once the optimizer has stepped, and `rollback` returns to the state before this step.
+    The copy holds the state of its bucket. `allreduce_mean` performs one reduction: compensate, compress, communicate,
+    update. An exception in any of these is raised on every rank. State (residuals, velocities, factors) is
+    transactional: a reduction works on a trial version, which `keep` accepts once every bucket of the model has been
+    reduced on all ranks, and which `drop` discards. `commit` makes it the state of the next step once the optimizer has
+    stepped, and `rollback` returns to the state before this step.
     """
 
     name: ClassVar[str]
@@ -58,14 +60,14 @@ class Compressor(ABC):
     replicated_state: ClassVar[frozenset[str]] = frozenset()  # kinds of state that are the same on all ranks
 
     def bind(self, layout: Layout, transport: Transport, context: StepContext, timeout: float | None = None) -> None:
-        """Make room for a bucket's state. Collective: compressors may measure or agree here."""
+        """Allocate the state of a bucket; collective, since compressors may measure or agree here."""
         self.layout, self.context, self.timeout = layout, context, timeout
         self.size = transport.size
         self._generation = transport.generation
 
     @property
     def keeps_gradient(self) -> bool:
-        """Whether the gradient's memory becomes state; then the mean needs memory of its own."""
+        """Whether the gradient's memory becomes part of the state, so that the mean needs separate memory."""
         return False
 
     @property
@@ -74,12 +76,12 @@ class Compressor(ABC):
         return False
 
     def compensate(self, gradient: Array) -> Any:
-        """acc: the gradient with what earlier steps left."""
+        """Return acc, the gradient plus the residual of earlier steps."""
         return gradient
 
     @abstractmethod
     def compress(self, acc: Any) -> Any:
-        """What this rank sends."""
+        """Return what this rank sends."""
 
     @abstractmethod
     def communicate(self, transport: Transport, message: Any) -> Any:
@@ -87,17 +89,17 @@ class Compressor(ABC):
 
     @abstractmethod
     def update(self, out: Array, message: Any, reduced: Any) -> None:
-        """out = the mean over the ranks; what did not contribute stays in the trial state."""
+        """Write the mean over the ranks to `out`; what did not contribute stays in the trial state."""
 
     def allreduce_mean(self, transport: Transport, gradient: Array, out: Array) -> None:
         """Write the (compressed) mean of all ranks' gradients to `out`. Collective.
 
         Args:
-            gradient: this rank's; its memory becomes the trial residual if `keeps_gradient`.
-            out: memory of its own if `keeps_gradient`, else it may be `gradient`.
+            gradient: this rank's gradient; its memory becomes the trial residual if `keeps_gradient`.
+            out: array for the mean; it may be `gradient` unless `keeps_gradient`.
 
         Raises:
-            NonFiniteError: a gradient holds NaN or infinity and the method cannot pass that on; on every rank.
+            NonFiniteError: On every rank, if a gradient contains NaN or infinity and the method cannot pass that on.
         """
         if self._generation != transport.generation:
             self._generation = transport.generation
@@ -118,50 +120,50 @@ class Compressor(ABC):
             raise
 
     def keep(self) -> list[Array]:
-        """Accept the trial state; returns arrays of the bucket's length that are of no further use."""
+        """Accept the trial state; return arrays of the bucket's length that are no longer needed."""
         return []
 
     def drop(self) -> None:  # noqa: B027 - most have no state
-        """Forget the trial state: the reduction failed on some rank or is made again."""
+        """Discard the trial state, because the reduction failed on some rank or is repeated."""
 
     def exclude(self, names: Collection[str]) -> None:  # noqa: B027 - most have no state
-        """Parameters that take no part in the reduction under way: their trial state is what it was."""
+        """Restore the trial state of parameters that take no part in the current reduction."""
 
     def commit(self) -> list[Array]:
-        """The optimizer has stepped; returns arrays as `keep` does."""
+        """Make the accepted state permanent after the optimizer's step; return arrays as `keep` does."""
         return []
 
     def rollback(self, names: Collection[str] | None = None) -> list[Array]:
-        """Return to the state before this step, for all parameters or those named; returns arrays as `keep` does."""
+        """Return to the state before this step, for all or the named parameters; return arrays as `keep` does."""
         return []
 
     def rescale(self, factor: float) -> None:  # noqa: B027 - most have no state
-        """Multiply kept gradients by a factor: the unit of gradients has changed."""
+        """Multiply residuals by a factor, because the scale of gradients has changed."""
 
     def forget(self) -> None:  # noqa: B027 - most keep nothing of the kind
-        """Drop what must be the same on all ranks and may not be: a call has failed since the last step."""
+        """Discard state that may differ between ranks after a call that failed."""
 
     def state(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Tensors by kind ("residual", ...) and parameter name, as of the last step; views, not copies."""
+        """Return tensors by kind ("residual", ...) and parameter name, as of the last step; views, not copies."""
         return {}
 
     def extra_state(self) -> dict[str, Any]:
-        """What else a later run needs, of the whole bucket; plain Python values."""
+        """Return the other state of the bucket that a later run needs, as plain Python values."""
         return {}
 
     def load_extra_state(self, state: dict[str, Any]) -> None:  # noqa: B027 - most have none
-        """Take back what `extra_state` gave."""
+        """Restore what `extra_state` returned."""
 
     def describe(self) -> str:
-        """Name and options."""
+        """Return name and options as a string, by which ranks compare their compressors."""
         options = ", ".join(f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if f.init)
         return f"{self.name}({options})"
 
     def check_finite(self, x: Vector) -> None:
-        """Raise if what is to be sent holds NaN or infinity.
+        """Raise if a vector to be sent contains NaN or infinity.
 
         Raises:
-            NonFiniteError: it does; the text names the parameter.
+            NonFiniteError: It does; the message names the parameter.
         """
         index = x.first_not_finite()
         if index is not None:
@@ -169,7 +171,7 @@ class Compressor(ABC):
             raise NonFiniteError(f"gradient of {name!r}: expected finite values, got NaN or infinity")
 
     def _reduce(self, transport: Transport, message: Vector, algorithm: Algorithm = DENSE, **options: Any) -> Reduction:
-        """One allreduce of what was selected."""
+        """Allreduce what was selected."""
         if isinstance(message, SparseVector):
             self.check_finite(message)
         # dense sums pass NaN on, as plain data parallelism does; others have been checked
@@ -177,7 +179,7 @@ class Compressor(ABC):
         return allreduce_vectors(transport, message, algorithm, given, preselected=True)
 
     def _gather(self, transport: Transport, message: Array) -> list[Array]:
-        """All ranks' messages of bytes, in rank order."""
+        """Return all ranks' messages of bytes, in rank order."""
         with CollectiveCall(transport, "compressor", self.timeout) as call:
             call.signature |= {"compressor": self.describe(), "length": self.layout.length}
             call.agree()
@@ -189,9 +191,9 @@ class Compressor(ABC):
 
 @dataclass
 class ErrorFeedback(Compressor):
-    """With error feedback: acc = residual + gradient, residual = acc - contributed.
+    """A compressor with error feedback: acc = residual + gradient, residual = acc - contributed.
 
-    acc is formed in the gradient's memory, so that the residual stays as it was until the step is known to be good.
+    acc is formed in the gradient's memory, so that the residual does not change until the step has succeeded.
     """
 
     @property
@@ -204,7 +206,7 @@ class ErrorFeedback(Compressor):
         self._versions = [self._residual]
 
     def compensate(self, gradient: Array, scale: float = 1.0) -> DenseVector:
-        """acc = scale * residual + gradient, formed by whatever reads it first."""
+        """Return acc = scale * residual + gradient, which is computed when it is first read."""
         if not self.keeps_gradient:
             return DenseVector(gradient)
         self.acc = Compensated(gradient)
@@ -213,7 +215,7 @@ class ErrorFeedback(Compressor):
         return self.acc
 
     def contributed(self, sent: Vector) -> None:
-        """acc -= sent; what is left is the trial residual."""
+        """Subtract what contributed from acc; the rest is the trial residual."""
         if isinstance(sent, SparseVector):
             self.acc.subtract_at(sent)
         else:
@@ -261,7 +263,7 @@ def write_mean(out: Array, value: Vector, size: int) -> None:
 
 
 class FlatPacker:
-    """Arrays laid end to end in one message, and taken apart again."""
+    """Packs several arrays into one message and unpacks them."""
 
     def __init__(self, shapes: list[tuple[int, ...]], layout: Layout) -> None:
         self.shapes = shapes
@@ -269,14 +271,14 @@ class FlatPacker:
         self.layout = layout
 
     def join(self, parts: list[torch.Tensor]) -> Array:
-        """One new array."""
+        """Return the arrays concatenated in a new one."""
         whole = self.layout.device.zeros(sum(self.sizes), self.layout.dtype)
         for view, part in zip(self.split(whole), parts, strict=True):
             view.copy_(part)
         return whole
 
     def split(self, whole: Array) -> Iterator[torch.Tensor]:
-        """The parts, which share memory with the whole."""
+        """Return the arrays as views of a packed one."""
         flat, start = self.layout.device.tensor(whole), 0
         for shape, size in zip(self.shapes, self.sizes, strict=True):
             yield flat[start : start + size].view(shape)
@@ -284,7 +286,7 @@ class FlatPacker:
 
 
 def measured(transport: Transport, call: Callable[[], object], device: CpuDevice, repeat: int = 5) -> float:
-    """Median seconds of a local call on this rank, with the work that it queues."""
+    """Return the median seconds of a local call on this rank, including the kernels that it launches."""
     times = []
     for _ in range(repeat):
         start = transport.now()

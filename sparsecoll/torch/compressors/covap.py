@@ -20,22 +20,27 @@ from sparsecoll.vector import DenseVector
 
 @dataclass
 class COVAP(ErrorFeedback):
-    """Every tensor (bucket) is sent in one of I steps, whole and dense; the others wait in the residual.
+    """Sends every tensor (bucket) densely in one of I steps; in the others it is added to the residual.
 
-    1. I = ceil(CCR), the seconds of communication over those of back-propagation, measured in the first steps (section
-       III.B), in which everything is sent. An operation ends on all ranks at once, so the rank that came to it last
-       measures its time, which is the least over the ranks.
-    2. A bucket of at least twice the median length counts as floor(length / median) tensors, at most I of them, of
+    1. I = ceil(CCR), where CCR is the time of communication divided by that of back-propagation. It is measured in the
+       first steps, in which everything is sent (section III.B). A reduction ends on all ranks at once, so its time is
+       the shortest over the ranks, that of the rank that started last.
+    2. A bucket of at least twice the median length counts as floor(length / median) tensors, but at most I, of
        contiguous shards (section III.C).
     3. Tensor l is sent in a step if (l + step) mod I = 0 (Definition 1).
     4. Residuals are multiplied by min(start + floor(step / ascend_steps) * ascend, 1) before a gradient is added
-       (section III.D). Below 1 that loses gradient mass by design.
+       (section III.D). A coefficient below 1 loses gradient mass by design.
 
-    Volume: on average 2n(P-1)/(P I) words.
+    Volume: 2n(P-1)/(P I) words on average.
 
     Args:
-        interval: I; None: measured.
-        start, ascend_steps, ascend: of the coefficient. The paper leaves them to the user.
+        interval: I, in steps; None, the default, to measure it.
+        start: first value of the coefficient, in [0, 1] (default: 0.8). The paper leaves the coefficient to the user.
+        ascend_steps: number of steps after which the coefficient increases (default: 100).
+        ascend: amount by which it increases (default: 0.1).
+
+    Raises:
+        ValueError: An option is out of range.
     """
 
     name = "covap"
@@ -70,7 +75,7 @@ class COVAP(ErrorFeedback):
             self._first = layout.index
 
     def _decide(self, interval: int) -> None:
-        """Cut this bucket into shards and number them, given I."""
+        """Divide this bucket into shards and number them, given I."""
         self._interval, self._decided = interval, True
         median = max(float(np.median(self.layout.lengths)), 1.0)
         counts = [min(max(int(length // median), 1), interval) for length in self.layout.lengths]
@@ -81,7 +86,7 @@ class COVAP(ErrorFeedback):
 
     @property
     def coefficient(self) -> float:
-        """What residuals are multiplied by in this step."""
+        """The factor of residuals in this step."""
         return float(min(self.start + self.context.step // self.ascend_steps * self.ascend, 1.0))
 
     def compensate(self, gradient: Array, scale: float = 1.0) -> DenseVector:

@@ -1,4 +1,4 @@
-"""DRAGONN (Wang, Xu, Wu, Shrivastava, Ng, ICML 2022): hashed slots where they pay."""
+"""DRAGONN (Wang, Xu, Wu, Shrivastava, Ng, ICML 2022): hashed slots where they pay off."""
 
 from __future__ import annotations
 
@@ -25,30 +25,34 @@ from sparsecoll.vector import DenseVector, SparseVector
 
 @dataclass
 class DRAGONN(TopK):
-    """About k entries above a threshold, written to k slots by a hash of their index; allgather; sparse decoding.
+    """Writes about k entries above a threshold to k slots by a hash of their index, and gathers the slots.
 
-    1. Select, and write to slots (Algorithm 1). Entries that lose their slot wait in the residual.
-    2. Every rank's slots go to all (Bruck).
+    1. Select entries and write them to slots (Algorithm 1). Entries that lose their slot stay in the residual.
+    2. Allgather the slots of all ranks (Bruck).
     3. Sparse decoding (Algorithm 2, section 4.3): all messages are added to one dense gradient, slot by slot, in rank
-       order; nothing is sorted, and no message becomes a vector of its own.
+       order, without sorting and without intermediate vectors.
 
     Efficiency-aware tensor selection (equation (1)): a bucket of d values is compressed only if
-    T_comp(d) < T_full(d) - T_spr(d), with the seconds to compress and to decode one message measured on its own data
-    type and length when it is bound, and alpha and beta of the communicator measured too:
+    T_comp(d) < T_full(d) - T_spr(d). The seconds to compress and to decode a message of its dtype and length are
+    measured when the bucket is created, as are alpha and beta of the communicator:
 
         T_full(d) = 2(P-1)(alpha + beta d A / P),  T_spr(d) = (P-1)(alpha + beta gamma d A)
 
-    where A is bytes a value and gamma the share that travels (an index and a value for each of k slots).
+    where A is the bytes of a value and gamma the fraction that is sent (an index and a value for each of k slots).
 
-    The paper's error feedback is momentum correction: `momentum=0.9` and an optimizer without momentum.
+    The paper's error feedback is momentum correction: use `momentum=0.9` and an optimizer without momentum.
 
-    Volume: 2k(P-1) words where compressed, else 2n(P-1)/P.
+    Volume: 2k(P-1) words if compressed, otherwise 2n(P-1)/P. `TopK` describes the other options.
 
     Args:
-        algo: "allgather" or an Allgather: slots can be gathered, not summed.
-        selector: how the threshold, which the paper takes as given, is found.
-        selective: False compresses all buckets.
-        seed: of the hashes.
+        algo: "allgather" (the default) or an Allgather, since slots can be gathered but not summed.
+        selector: the selector that finds the threshold, which the paper assumes to be given (default:
+            SampledThreshold()).
+        selective: whether only buckets for which it pays off are compressed (default: True), or all.
+        seed: seed of the hash functions (default: 0).
+
+    Raises:
+        ValueError: `algo` is not an allgather, or an option of `TopK` is out of range.
     """
 
     name = "dragonn"
@@ -68,7 +72,7 @@ class DRAGONN(TopK):
         self.compressed = layout.length > 0 and (not self.selective or self._pays(transport, layout))
 
     def _pays(self, transport: Transport, layout: Layout) -> bool:
-        """Equation (1), the same answer on every rank."""
+        """Evaluate equation (1); the same result on every rank."""
         tuning, P = tuning_of(transport), transport.size
         gradient = asarray_like(
             np.random.default_rng(0).standard_normal(layout.length).astype(layout.dtype), layout.zeros()
@@ -84,7 +88,7 @@ class DRAGONN(TopK):
         return bool(cost < full - (P - 1) * (tuning.alpha + tuning.beta * message.size))
 
     def _entries(self, layout: Layout) -> int:
-        """k after all warming up."""
+        """Return k after the warm-up."""
         step, edges = 1 << 60, layout.offsets
         if not self._densities.by_layer:
             return self._densities.k(layout.length, step)

@@ -17,10 +17,10 @@ from sparsecoll.vector import DenseVector
 
 @dataclass
 class EFSignSGD(ErrorFeedback):
-    """Each rank sends the signs of acc, one bit a value, and for each parameter the mean of |acc| (Algorithm 1).
+    """Each rank sends the signs of acc, one bit per value, and the mean of |acc| of each parameter (Algorithm 1).
 
-    acc = residual + gradient; sent = mean(|acc|) * sign(acc); residual = acc - sent. Signs do not add up to signs, so
-    all ranks receive all messages: volume (P-1)n/32 words.
+    acc = residual + gradient, sent = mean(|acc|) * sign(acc), residual = acc - sent. Since a sum of signs is not a
+    sign, all ranks receive all messages. Volume: (P-1)n/32 words.
     """
 
     name = "efsignsgd"

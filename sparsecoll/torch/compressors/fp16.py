@@ -16,13 +16,13 @@ from sparsecoll.vector import DenseVector
 
 @dataclass
 class FP16(Compressor):
-    """The dense mean with values of 16 bits on the wire, summed in 32. Volume: n(P-1)/P words.
+    """The dense mean, with values of 16 bits on the wire that are summed in 32 bits. Volume: n(P-1)/P words.
 
-    Gradients are divided by P before they are rounded, so that sums do not overflow where gradients do not. There is no
-    error feedback: what rounding takes is lost, as in other frameworks' fp16 hooks.
+    Gradients are divided by P before they are rounded, so that sums do not overflow if gradients do not. There is no
+    error feedback: the rounding error is lost, as in the fp16 hooks of other frameworks.
 
     Args:
-        value_dtype: "float16" or "bfloat16".
+        value_dtype: "float16" (the default) or "bfloat16".
     """
 
     name = "fp16"

@@ -30,9 +30,9 @@ class NoCompression(Compressor):
 
 @dataclass
 class NoCommunication(Compressor):
-    """No communication: every rank goes on with its own gradient, and replicas drift apart.
+    """No communication: every rank uses its own gradient, so that replicas drift apart.
 
-    Only to measure: what is left of a step's time if communication were free is the headroom of all others.
+    Use it only to measure the time of a step without communication, which is the lower bound for all compressors.
     """
 
     name = "free"

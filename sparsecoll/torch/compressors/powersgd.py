@@ -22,14 +22,15 @@ Factors = tuple[list[torch.Tensor], list[torch.Tensor]]
 
 @dataclass
 class LowRank(ErrorFeedback):
-    """What PowerSGD and ACP-SGD share: which parameters are matrices, their factors, and the rest, which is sent whole.
+    """Common base of PowerSGD and ACP-SGD: the matrices of a bucket, their factors, and the rest, which is sent
+    densely.
 
-    A parameter of shape (a, b, c, ...) is a matrix of a rows. It is compressed if its two factors of rank r together
-    are smaller than it.
+    A parameter of shape (a, b, c, ...) is a matrix with a rows. It is compressed if its two factors of rank r together
+    have fewer values.
 
     Args:
-        rank: r.
-        seed: of the first factors; the same on all ranks.
+        rank: rank r of the factors.
+        seed: seed of the first factors, the same on all ranks.
     """
 
     replicated_state = frozenset({"p", "q"})
@@ -70,12 +71,12 @@ class LowRank(ErrorFeedback):
 
     @property
     def p(self) -> list[torch.Tensor]:
-        """Left factors, of the reduction under way if there is one."""
+        """The left factors, of the current reduction if there is one."""
         return (self._trial or self._factors)[0]
 
     @property
     def q(self) -> list[torch.Tensor]:
-        """Right factors, as `p`."""
+        """The right factors, of the current reduction if there is one."""
         return (self._trial or self._factors)[1]
 
     def keep(self) -> list[Array]:
@@ -96,7 +97,7 @@ class LowRank(ErrorFeedback):
         return super().rollback(names)
 
     def _random(self, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
-        """A normal matrix where the bucket is, the same on every kind of device."""
+        """Return a normally distributed matrix in the bucket's memory, the same on every kind of device."""
         device, dtype = self.layout.device, self.layout.dtype
         return device.to(torch.randn(*shape, generator=generator)).to(device.zeros_tensor(0, dtype).dtype)
 
@@ -109,7 +110,7 @@ class LowRank(ErrorFeedback):
         return [views[place].reshape(-1) for place in self._whole]
 
     def _write_rest(self, out: Array, means: list[torch.Tensor]) -> None:
-        """Parameters that are sent whole leave nothing behind."""
+        """Write the means of the parameters that are sent densely, and clear their residuals."""
         for view, mean in zip(self._rest(out), means, strict=True):
             view.copy_(mean)
         if self.keeps_gradient:
@@ -122,27 +123,31 @@ class LowRank(ErrorFeedback):
         return super().state() | {"p": dict(zip(names, p, strict=True)), "q": dict(zip(names, q, strict=True))}
 
     def finite(self, message: Array, acc: DenseVector) -> DenseVector:
-        """A message that was worked out from the whole of acc, unless acc held what is not finite."""
+        """Return a message computed from all of acc; raise NonFiniteError if acc is not finite."""
         if not np.isfinite(message).all():
             self.check_finite(acc)
         return DenseVector(message)
 
 
 def orthogonalized(matrix: torch.Tensor) -> torch.Tensor:
-    """Orthonormal columns with the same span (reduced QR)."""
+    """Return orthonormal columns with the same span (reduced QR)."""
     return torch.linalg.qr(matrix)[0]  # type: ignore[no-any-return]
 
 
 @dataclass
 class PowerSGD(LowRank):
-    """M is approximated by P Q^T (Algorithm 1 there; Algorithm 1 of ACP-SGD).
+    """Low-rank compression that approximates M = residual + gradient by P Q^T (Algorithm 1; Algorithm 1 of ACP-SGD).
 
-    1. P = M Q, mean over the ranks; orthogonalize P.
-    2. Q = M^T P, mean over the ranks. Q is the start of the next step.
-    3. residual = M - P Q^T, where M = residual + gradient.
+    1. P = M Q, averaged over the ranks and orthogonalized.
+    2. Q = M^T P, averaged over the ranks. The next step starts from Q.
+    3. residual = M - P Q^T.
 
-    Two allreduces a step, the second after the first. Volume: 2r(n + m)(P-1)/P words a matrix. Every rank
-    orthogonalizes for itself: on processors whose LAPACK gives other bits replicas drift (`verify` tells).
+    Two successive allreduces per step. Volume: 2r(n + m)(P-1)/P words per matrix. Every rank orthogonalizes for itself;
+    if the ranks' processors compute different bits in LAPACK, replicas drift apart, which `verify` detects.
+
+    Args:
+        rank: rank r of the factors (default: 4).
+        seed: seed of the first factors, the same on all ranks (default: 0).
     """
 
     name = "powersgd"

@@ -15,8 +15,8 @@ def OkTopk(density: Density = 0.01, **options: Any) -> TopK:
     Volume: 2k(P-1)/P to 6k(P-1)/P words.
 
     Args:
-        density: as in `TopK`.
-        **options: of `TopK`. `algo=sparsecoll.OkTopk(...)` sets the options of the allreduce.
+        density: k as a fraction of a bucket, as in `TopK` (default: 0.01).
+        **options: further options of `TopK`; `algo=sparsecoll.OkTopk(...)` sets those of the allreduce.
 
     Returns:
         TopK with `algo="oktopk"`.
@@ -27,8 +27,8 @@ def OkTopk(density: Density = 0.01, **options: Any) -> TopK:
 def DenseStream(density: Density = 0.01, **options: Any) -> TopK:
     """DenseStream (Algorithm 2 of the paper: TopkDSA with DenseStream blocks): the exact sum of the top k of all ranks.
 
-    Zeros inside blocks carry true values, which take the same bytes (`fill`, the end of section IV.B); not with a
-    selector or a density by layer. `format="auto"` sends fewer bytes. Volume: equation (6) of the paper.
+    Inside blocks, true values are sent instead of zeros, in the same number of bytes (`fill`, end of section IV.B), but
+    not with a selector or a density by layer. `format="auto"` sends fewer bytes. Volume: equation (6) of the paper.
 
     Args:
         density: as in `TopK`.
@@ -68,7 +68,7 @@ def DGC(density: Density = 0.01, **options: Any) -> TopK:
 def GaussianK(density: Density = 0.01, **options: Any) -> TopK:
     """Gaussian-k (Shi, Chu, Cheung, See, "Understanding Top-k Sparsification in Distributed Deep Learning", 2019).
 
-    Selects about k entries above a threshold that is derived from mean and deviation; their number differs by rank.
+    Selects about k entries above a threshold computed from mean and deviation; their number differs between ranks.
 
     Args:
         density: as in `TopK`.

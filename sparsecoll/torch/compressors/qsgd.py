@@ -18,15 +18,21 @@ from sparsecoll.vector import DenseVector
 
 @dataclass
 class QSGD(ErrorFeedback):
-    """Each value of `bits` bits: a sign and a level of 2^(bits-1) - 1, rounded at random, right on average.
+    """Quantizes each value to `bits` bits: a sign and one of 2^(bits-1) - 1 levels, with unbiased stochastic rounding.
 
-    Buckets of `bucket` values share a scale, their largest magnitude (the paper's practical variant, section 4).
+    `bucket` consecutive values share a scale, their largest magnitude (the paper's practical variant, section 4).
     Volume: (P-1)(n bits + 32 n / bucket) / 32 words.
 
     Args:
-        bits: 8, 4 or 2.
-        feedback: keep what rounding took and add it to the next gradient. The paper does not; at 2 bits it helps.
-        seed: each rank rounds each of its buckets by random numbers of their own, from (seed, rank, bucket, step).
+        bits: bits per value, sign included: 8 (the default), 4 or 2.
+        bucket: number of values that share a scale (default: 512).
+        feedback: keep the rounding error and add it to the next gradient (default: False, as in the paper; it helps
+            with 2 bits).
+        seed: seed of the rounding (default: 0); each rank derives random numbers for each bucket from (seed, rank,
+            bucket, step).
+
+    Raises:
+        ValueError: `bits` or `bucket` is out of range.
     """
 
     name = "qsgd"
@@ -52,7 +58,7 @@ class QSGD(ErrorFeedback):
 
     @property
     def _scales(self) -> int:
-        """Bytes of the scales."""
+        """The size of the scales in bytes."""
         return 4 * -(-self.layout.length // self.bucket)
 
     def compress(self, acc: DenseVector) -> Array:

@@ -1,4 +1,4 @@
-"""Random-k: the same random coordinates on every rank; only values travel."""
+"""Random-k: the same random coordinates on every rank; only values are sent."""
 
 from __future__ import annotations
 
@@ -18,13 +18,17 @@ from sparsecoll.vector import DenseVector, SparseVector
 
 @dataclass
 class RandomK(ErrorFeedback):
-    """k coordinates from a seed that all ranks share, with error feedback (Stich, Cordonnier, Jaggi, NeurIPS 2018).
+    """Sends k random coordinates, the same on all ranks, with error feedback (Stich, Cordonnier, Jaggi, NeurIPS 2018).
 
-    The generators of NumPy and torch are not touched. Volume: 2k(P-1)/P words: values alone, by the dense allreduce.
+    The random number generators of NumPy and torch are not used. Volume: 2k(P-1)/P words, since the dense allreduce
+    sends only values.
 
     Args:
-        density: k as a share of a bucket; a number or a Schedule.
-        seed: the same on all ranks.
+        density: k as a fraction of a bucket, in (0, 1], or a Schedule (default: 0.01).
+        seed: seed of the coordinates, the same on all ranks (default: 0).
+
+    Raises:
+        ValueError: `density` is out of range or a mapping.
     """
 
     name = "randomk"

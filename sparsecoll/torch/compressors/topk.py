@@ -1,4 +1,4 @@
-"""Top-k over any algorithm of the registry, with error feedback."""
+"""Top-k with any allreduce algorithm, with error feedback."""
 
 from __future__ import annotations
 
@@ -28,28 +28,37 @@ from sparsecoll.vector import DenseVector, SparseVector
 class TopK(ErrorFeedback):
     """Each rank sends about the k largest entries of residual + gradient (Stich, Cordonnier, Jaggi, NeurIPS 2018).
 
-    1. acc = residual + gradient, and k of its entries are selected, in one pass over memory.
-    2. They are summed by a sparse allreduce.
-    3. residual = acc - what of it entered the sum.
+    1. acc = residual + gradient, of which about k entries are selected, in one pass over memory.
+    2. A sparse allreduce sums them.
+    3. residual = acc - the entries that entered the sum.
 
-    With `momentum`, momentum is corrected (Deep Gradient Compression, section 3.1): u = momentum * u + gradient takes
-    the gradient's place, and u is cleared where an entry that this rank sent entered the sum (factor masking, section
-    3.3). Without it a gradient that waits in the residual gets its momentum late. Use it with an optimizer without
-    momentum of its own.
+    With `momentum`, momentum is corrected (Deep Gradient Compression, section 3.1): u = momentum * u + gradient
+    replaces the gradient, and u is cleared where an entry that this rank sent entered the sum (factor masking, section
+    3.3). Without the correction, momentum acts too late on gradients that waited in the residual. Use it with an
+    optimizer without momentum.
 
-    Volume: the algorithm's (see docs/algorithms.md). Memory: the residual, and u with momentum.
+    Volume: that of the algorithm (see docs/algorithms.md). Memory: the residual, and u with momentum.
 
     Args:
-        density: k as a share of a bucket: a number, a Schedule, or a mapping from patterns of parameter names to
-            either; with a mapping every layer selects its own entries.
-        algo: a name of `sparsecoll.ALGORITHMS`, or an Algorithm object; each bucket gets a copy.
-        selector: how entries are selected; None: the algorithm's own way (exactly, if it has none).
-        format, value_dtype: as in `sparsecoll.allreduce`.
-        momentum: 0 for none.
-        nesterov: u = momentum * (u + gradient), and u + gradient takes the gradient's place.
-        clip: gradients on a rank are clipped to a norm of this / sqrt(P) (section 3.2); None: not.
-        clip_by: whose norm that is: "parameter", each by itself, or "bucket", all parameters of a bucket together,
-            which with `bucket_bytes=None` is the whole gradient, as published.
+        density: k as a fraction of a bucket, in (0, 1] (default: 0.01): a number, a Schedule, or a mapping from
+            patterns of parameter names to either, with which every layer selects its own entries.
+        algo: name in `sparsecoll.ALGORITHMS`, or an Algorithm object, of which each bucket gets a copy (default:
+            "auto").
+        selector: the selector of `sparsecoll.select`; None, the default, for the algorithm's own selection, or exact
+            top-k if it has none.
+        format: wire format, a name or a Format (default: "auto").
+        value_dtype: dtype of the values on the wire, "float16", "bfloat16" or "float32"; None, the default, for that of
+            the gradients.
+        momentum: factor of the momentum correction, in [0, 1) (default: 0, none).
+        nesterov: Nesterov momentum: u = momentum * (u + gradient), and u + gradient replaces the gradient (default:
+            False).
+        clip: norm N; the gradients of a rank are clipped to a norm of N / sqrt(P) (section 3.2). None, the default, for
+            no clipping.
+        clip_by: "parameter" (the default) clips each parameter by its own norm; "bucket" clips by the norm of all
+            parameters of a bucket, which with `bucket_bytes=None` is the whole gradient, as published.
+
+    Raises:
+        ValueError: An option is out of range.
     """
 
     name = "topk"
@@ -103,7 +112,7 @@ class TopK(ErrorFeedback):
                 part.mul_(most / norm)
 
     def _correct_momentum(self, gradient: Array) -> None:
-        """Put what momentum makes of the gradient in its place."""
+        """Replace the gradient by its momentum."""
         if not self._spare:
             self._spare.append(self.layout.zeros())
         velocity = self._spare[0]
@@ -147,7 +156,7 @@ class TopK(ErrorFeedback):
         return self._algorithm.select(acc, self._k, self.size)
 
     def _layer_by_layer(self, acc: Vector) -> SparseVector:
-        """Each layer's own largest entries."""
+        """Return the largest entries of each layer."""
         assert isinstance(acc, DenseVector)
         values, edges, parts = acc.values, self.layout.offsets, []
         self._k = 0
@@ -173,7 +182,7 @@ class TopK(ErrorFeedback):
         write_mean(out, reduced.value, self.size)
 
     def _mask(self, sent: Vector, contributed: Vector) -> None:
-        """Clear u at the entries of `sent` that entered the sum; the share of a rank that sums holds others too."""
+        """Clear u at the entries of `sent` that entered the sum; `contributed` may have other indices, too."""
         if not self.momentum:
             return
         velocity = self._velocity.trial

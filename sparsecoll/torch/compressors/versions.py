@@ -1,4 +1,4 @@
-"""An array of state whose changes take effect only when a step is known to be good."""
+"""An array of state whose changes take effect only when a step has succeeded."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from sparsecoll.torch.device import Array
 
 
 class Versions:
-    """One array as of the last step, as of the last reduction, and as of the reduction under way.
+    """Three versions of an array: after the last step, after the last reduction, and of the current reduction.
 
-    Most of the time they are one and the same array.
+    Most of the time they are the same array.
 
     Attributes:
-        base: as of the last step of the optimizer; what is saved.
+        base: after the last step of the optimizer; this version is saved.
         current: after the reductions since then.
-        trial: what the reduction under way makes of it, or None.
+        trial: of the current reduction, or None.
     """
 
     def __init__(self, array: Array) -> None:
@@ -25,7 +25,7 @@ class Versions:
         self.trial: Array | None = None
 
     def keep(self) -> list[Array]:
-        """The trial version is good; returns arrays that are of no further use."""
+        """Accept the trial version; return arrays that are no longer needed."""
         if self.trial is None:
             return []
         freed = [] if self.current is self.base else [self.current]
@@ -33,23 +33,23 @@ class Versions:
         return freed
 
     def drop(self) -> None:
-        """Forget the trial version."""
+        """Discard the trial version."""
         self.trial = None
 
     def exclude(self, parts: Iterable[slice]) -> None:
-        """The trial version of these parts is what it was."""
+        """Restore the trial version of these parts."""
         if self.trial is not None:
             for part in parts:
                 self.trial[part] = self.current[part]
 
     def commit(self) -> list[Array]:
-        """The step is taken; returns arrays that are of no further use."""
+        """Accept the current version after the optimizer's step; return arrays that are no longer needed."""
         freed = [] if self.current is self.base else [self.base]
         self.base = self.current
         return freed
 
     def rollback(self, parts: Iterable[slice] | None = None) -> list[Array]:
-        """Return to the last step, everywhere or in some parts; returns arrays that are of no further use."""
+        """Return to the last step, everywhere or in some parts; return arrays that are no longer needed."""
         if self.current is self.base:
             return []
         if parts is not None:
