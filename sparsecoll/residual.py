@@ -1,4 +1,4 @@
-"""Error feedback: what was not sent is kept and added to the next gradient."""
+"""Error feedback: what was not sent is kept in a residual and added to the next gradient."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from sparsecoll.vector import DenseVector, SparseVector
 
 
 class Residual:
-    """acc = residual + gradient; residual = acc - contributed (Ok-Topk, Algorithm 2, lines 4 and 6).
+    """Error feedback: acc = residual + gradient, residual = acc - contributed (Ok-Topk, Algorithm 2, lines 4 and 6).
 
-    One array serves as both. Conservation: what entered the result plus what stays is what was there before. Two ways
-    to use it:
+    Both are kept in one array. Nothing is lost: what entered the result plus what stays is what was there before. There
+    are two ways to use it:
 
-    - `compensate`, then anything that selects, then `update` with what contributed;
-    - `take`: compensate, select and clear what was taken, all in one pass over memory; then, if less contributed than
-      was taken, `restore`.
+    - `compensate`, then any selection, then `update` with what contributed;
+    - `take`, which compensates, selects and clears the selected entries in one pass over memory; then `restore`, if
+      less contributed than was taken.
 
     Args:
         length: number of coordinates.
-        dtype: of the array; float16 gradients want a float32 residual.
-        like: an array; the residual is on the GPU if that one is.
+        dtype: dtype of the array (default: float32, also for float16 gradients).
+        like: an array; the residual is on the GPU if this array is.
 
     >>> residual = Residual(4)
     >>> sent = residual.take(np.array([1, -4, 2, 3], dtype=np.float32), TopK(), 2)
@@ -53,28 +53,49 @@ class Residual:
         return self._acc.values
 
     def compensate(self, gradient: NDArray[Any], scale: float = 1.0) -> DenseVector:
-        """acc = residual + scale * gradient, in place.
+        """Form acc = residual + scale * gradient, in place.
 
-        The sum is formed by whatever reads acc first, in the same pass over memory: do not change `gradient` till then.
+        The sum is computed when acc is first read, in the same pass over memory, so do not change `gradient` before.
+
+        Args:
+            gradient: 1-D array of `length` values.
+            scale: factor of the gradient (default: 1).
+
+        Returns:
+            DenseVector of acc, which shares memory with the residual.
 
         Raises:
-            ValueError: the gradient has another length.
+            ValueError: The gradient has another length.
         """
         self._acc.add_later(gradient, scale)
         return self._acc
 
     def update(self, contributed: SparseVector | DenseVector) -> None:
-        """Subtract the local entries that entered the result."""
+        """Subtract this rank's entries that entered the result.
+
+        Args:
+            contributed: `Reduction.contributed` of the call.
+        """
         if isinstance(contributed, SparseVector):
             self._acc.subtract_at(contributed)
         else:
             self.array[:] -= contributed.values
 
     def take(self, gradient: NDArray[Any], selector: Selector, k: int, scale: float = 1.0) -> SparseVector:
-        """residual += scale * gradient, select about k entries and clear them, in one pass where the selector allows.
+        """Add scale * gradient, select about k entries and clear them, in one pass if the selector allows it.
+
+        Args:
+            gradient: 1-D array of `length` values.
+            selector: a Selector of `sparsecoll.select`.
+            k: number of entries.
+            scale: factor of the gradient (default: 1).
 
         Returns:
-            What was taken, to be sent. If the selector raises, nothing is taken (and the gradient is in the residual).
+            SparseVector of the entries to send. If the selector raises, the gradient has been added and nothing taken.
+
+        Raises:
+            ValueError: The gradient has another length.
+            NonFiniteError: There is a NaN among the selected values.
         """
         self._acc.add_later(gradient, scale)
         self._acc.taking = True
@@ -87,14 +108,19 @@ class Residual:
         return chosen
 
     def restore(self, taken: SparseVector, contributed: SparseVector | None = None) -> None:
-        """Put back what of `taken` did not contribute: all of it if nothing did."""
+        """Put back the part of `taken` that did not contribute.
+
+        Args:
+            taken: what `take` returned.
+            contributed: `Reduction.contributed` of the call; None, the default, if nothing contributed.
+        """
         self._acc.add_at(taken)
         if contributed is not None:
             self._acc.subtract_at(contributed)
 
 
 class Compensated(DenseVector):
-    """A DenseVector whose next pass adds a waiting addend first and, if `taking`, clears what it selects."""
+    """A DenseVector whose next pass over memory adds a pending addend and, if `taking`, clears what it selects."""
 
     __slots__ = ("_array", "_out", "_waiting", "taking")
 
@@ -106,7 +132,7 @@ class Compensated(DenseVector):
 
     @property
     def values(self) -> NDArray[Any]:  # type: ignore[override]
-        """The values, with everything added that was waiting and nothing missing that was taken for a look."""
+        """The values. Reading them adds the pending addend and puts back entries that a selector did not keep."""
         if self._waiting is not None:
             kernels_of(self._array).accumulate(self._array, self._waiting)
             self._waiting = None
@@ -135,7 +161,7 @@ class Compensated(DenseVector):
         return on_gpu(self._array)
 
     def add_later(self, gradient: NDArray[Any], scale: float) -> None:
-        """Let the next pass add scale * gradient."""
+        """Add scale * gradient in the next pass over memory."""
         if gradient.shape != self._array.shape:
             raise ValueError(f"gradient: expected shape {self._array.shape}, got {gradient.shape}")
         if self._waiting is not None:
@@ -143,7 +169,7 @@ class Compensated(DenseVector):
         self._waiting = (gradient, scale)
 
     def settle(self, chosen: SparseVector | None) -> None:
-        """Leave `chosen`, a part of what was last taken out, out for good and put the rest back."""
+        """Clear the entries of `chosen`, a part of the last selection, and put the others back."""
         if chosen is None:
             _ = self.values
         elif self._out is None:  # the selector read values without taking them out
@@ -159,7 +185,7 @@ class Compensated(DenseVector):
             self._out = None
 
     def _pass(self) -> dict[str, Any]:
-        """Arguments that make a kernel's pass do what is waiting."""
+        """Return the arguments by which a kernel's pass adds the pending addend and clears."""
         self._put_back()
         add, self._waiting = self._waiting, None
         return {"add": add, "clear": self.taking}
@@ -180,7 +206,7 @@ class Compensated(DenseVector):
         return self._keep(kernels.select_at_least(self._array, key, expected, **self._pass()))
 
     def sample(self, stride: int, offset: int) -> SparseVector:
-        """Every stride-th value, from index `offset` on, with the waiting addend; nothing is passed over for it."""
+        """Return every stride-th value, from index `offset` on, with the pending addend; no full pass is made."""
         if self._waiting is None:
             return super().sample(stride, offset)
         part = Compensated(self._array[offset::stride].copy())
