@@ -22,6 +22,10 @@ class Allgather(Algorithm):
 
     Volume: 2k(P-1) words with COO (Ok-Topk, Table 1) in ceil(log2 P) messages, or P - 1 messages per chunk. Memory: the
     entries, never P*n.
+
+    Args:
+        k: as in `sparsecoll.Algorithm`.
+        selector: as in `sparsecoll.Algorithm`.
     """
 
     name = "allgather"

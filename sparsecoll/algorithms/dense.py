@@ -39,6 +39,10 @@ class Dense(Algorithm):
     take another n/16 words and 2 log2 P messages (3n/32 and 2 log2 P + 2 if P is not a power of two). Memory: 2n
     values.
 
+    Args:
+        k: as in `sparsecoll.Algorithm`.
+        selector: as in `sparsecoll.Algorithm`.
+
     See Also:
         `sparsecoll.allreduce`.
     """

@@ -34,6 +34,8 @@ class DenseStream(Algorithm):
     boundaries ("even" needs none). Memory: the entries.
 
     Args:
+        k: as in `sparsecoll.Algorithm`.
+        selector: as in `sparsecoll.Algorithm`.
         repartition: how the boundaries of the regions are found. "average" (the default, as published) averages the
             quantiles of each rank, which requires similar supports. "histogram" uses quantiles of the entries of all
             ranks together, which balances any distribution. "even" makes regions of equal width.

@@ -23,6 +23,10 @@ class GTopk(Algorithm):
     Volume: the root receives and sends at most 2k log2 P words each, in ceil(log2 P) messages each (Ok-Topk, Table 1,
     gTopk); the bits take k/32 words. Memory: k entries per level.
 
+    Args:
+        k: as in `sparsecoll.Algorithm`.
+        selector: as in `sparsecoll.Algorithm`.
+
     Raises:
         ValueError: On every rank, if a sum is NaN, which has no order.
     """

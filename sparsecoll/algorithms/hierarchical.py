@@ -30,6 +30,8 @@ class Hierarchical(Algorithm):
     back. Memory: the entries of a node.
 
     Args:
+        k: as in `sparsecoll.Algorithm`.
+        selector: as in `sparsecoll.Algorithm`.
         inner: name or object of the algorithm between nodes (default: "auto", the exact sum).
         inside: "sparse" (the default) merges the node's entries; "dense" adds them in a vector of n values, which is
             faster if the ranks of a node together have entries at a large part of the coordinates.

@@ -37,6 +37,10 @@ class HiTopK(Algorithm):
     n(m-1)/m words of a dense x, then the result. Any P, also nodes of different sizes. Memory: the entries of a node's
     chunk.
 
+    Args:
+        k: as in `sparsecoll.Algorithm`.
+        selector: as in `sparsecoll.Algorithm`.
+
     Raises:
         ValueError: On every rank, if a sum is NaN, which has no order.
     """

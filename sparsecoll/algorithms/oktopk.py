@@ -48,6 +48,8 @@ class OkTopk(Algorithm):
     P - 1 more with balancing, and O(log P) for the gather and for each round of counting. Memory: the entries.
 
     Args:
+        k: as in `sparsecoll.Algorithm`.
+        selector: as in `sparsecoll.Algorithm`.
         tau: number of calls from one repartition to the next (default: 64).
         tau_prime: number of calls from one exact threshold to the next (default: 32).
         bucket: number of messages in one stage of split and reduce (default: 8); sums overlap with the messages of the

@@ -43,6 +43,8 @@ class SparCML(Algorithm):
     entries.
 
     Args:
+        k: as in `sparsecoll.Algorithm`.
+        selector: as in `sparsecoll.Algorithm`.
         variant: "auto" (the default), "recursive_double", "split_allgather" or "dynamic".
         bits: bits per value of quantized dense regions, 8, 4 or 2, for variant="dynamic" with float32 or float64
             values; None, the default, for no quantization.

@@ -36,6 +36,8 @@ class SparDL(Algorithm):
     truncated before step 2.
 
     Args:
+        k: as in `sparsecoll.Algorithm`.
+        selector: as in `sparsecoll.Algorithm`.
         teams: upper bound of d, the largest divisor of P that is not above it (default: 1; d is 1 if P is prime). More
             teams take fewer messages and, from four on, more words.
 

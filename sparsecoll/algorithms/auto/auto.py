@@ -51,6 +51,8 @@ class Auto(Algorithm):
     numbers, so all make the same choice.
 
     Args:
+        k: as in `sparsecoll.Algorithm`.
+        selector: as in `sparsecoll.Algorithm`.
         want: "exact_sum" (the default), or "top_k_of_sum" for the top k of the sum of the ranks' top k.
         tuning: the costs to predict with, from `sparsecoll.tune`; None, the default, for the file that
             SPARSECOLL_TUNING names, or for those of step 1.

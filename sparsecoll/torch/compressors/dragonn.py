@@ -42,12 +42,19 @@ class DRAGONN(TopK):
 
     The paper's error feedback is momentum correction: use `momentum=0.9` and an optimizer without momentum.
 
-    Volume: 2k(P-1) words if compressed, otherwise 2n(P-1)/P. `TopK` describes the other options.
+    Volume: 2k(P-1) words if compressed, otherwise 2n(P-1)/P.
 
     Args:
+        density: as in `TopK`.
         algo: "allgather" (the default) or an Allgather, since slots can be gathered but not summed.
         selector: the selector that finds the threshold, which the paper assumes to be given (default:
             SampledThreshold()).
+        format: not used, since messages are slots.
+        value_dtype: as in `TopK`.
+        momentum: as in `TopK`.
+        nesterov: as in `TopK`.
+        clip: as in `TopK`.
+        clip_by: as in `TopK`.
         selective: whether only buckets for which it pays off are compressed (default: True), or all.
         seed: seed of the hash functions (default: 0).
 
