@@ -1,4 +1,4 @@
-"""What encoding and decoding cost in each format, on one core."""
+"""Costs of encoding and decoding in each format, on one core."""
 
 from __future__ import annotations
 

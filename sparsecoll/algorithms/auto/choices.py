@@ -1,4 +1,4 @@
-"""The algorithms that `auto` chooses among, by the names under which `model` predicts them."""
+"""The algorithms among which `auto` chooses, by the names under which `costmodel` predicts them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Predicted seconds of each algorithm on a network that was measured."""
+"""Predicts the seconds of each algorithm from measured costs of the communicator."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ COPY = 0.25e-9  # an entry copied into the whole
 
 @dataclass(frozen=True)
 class Message:
-    """So many entries over so many coordinates in some format: bytes, and seconds to encode and to decode them."""
+    """A message: its size in bytes, and the seconds to encode and to decode it."""
 
     bytes: float
     encode: float
@@ -32,11 +32,12 @@ class Message:
 
 @dataclass(frozen=True)
 class Shape:
-    """What a prediction is made for: n coordinates, k entries a rank, P ranks, bytes of a value on the wire.
+    """The call for which a prediction is made: n coordinates, k entries per rank, P ranks, bytes of a value.
 
     Args:
-        reach: coordinates among which the supports look uniform: n if they are, k if all ranks have the same ones.
-        skew: entries of the fullest of P even regions over their mean.
+        reach: effective length: the number of coordinates at which uniform supports would overlap as these do; n for
+            uniform supports, k if all ranks have the same ones.
+        skew: number of entries in the fullest of P even regions, divided by the mean.
         one_node: whether all ranks are on one machine.
     """
 
@@ -49,11 +50,11 @@ class Shape:
     one_node: bool = False
 
     def entries(self, ranks: float) -> float:
-        """Expected entries of the sum of that many ranks."""
+        """Return the expected entries of the sum over that many ranks."""
         return fill_in(max(int(self.reach), 1), self.k, ranks)
 
     def message(self, t: Tuning, entries: float, share: float = 1.0, sparse: bool = False) -> Message:
-        """Entries over a share of the coordinates in the format with the least time (`sparse`: COO or packed)."""
+        """Return the message of some entries in the format with the least time (`sparse`: coo or packed)."""
         width, speed = self.value_bytes, t.code / PACKED
         span = self.n * share
         if entries < 1 or span < 1:
@@ -72,18 +73,18 @@ class Shape:
         return min(found, key=lambda m: t.beta * m.bytes + m.encode + m.decode)
 
     def merging(self, t: Tuning, entries: float, share: float = 1.0) -> float:
-        """Seconds to sum sparse vectors that hold so many entries together, over a share of the coordinates."""
+        """Return the seconds to sum sparse vectors with that many entries in total, over a share of the coordinates."""
         return t.call + t.merge / MERGE * min(MERGE * entries, CROWDED * entries + WINDOW * self.n * share)
 
 
 def _overlapped(network: float, work: float, stages: int) -> float:
-    """Seconds for both, which go on at the same time but for the first and the last of the stages."""
+    """Return the seconds of two activities that overlap except in the first and the last stage."""
     return max(network, work) + min(network, work) / stages
 
 
 @functools.lru_cache(maxsize=256)
 def exact_seconds(shape: Shape, t: Tuning) -> Mapping[str, float]:
-    """Predicted seconds of the ways to an exact sum, by name: those that `auto` chooses among."""
+    """Return predicted seconds of the algorithms for the exact sum, by name."""
     P, n, k = shape.P, shape.n, shape.k
     pattern = 2 * rounds(P) * t.alpha + t.beta * n / 4 * (P - 1) / P  # a bit a coordinate, for sparse vectors
     seconds = {
@@ -102,7 +103,7 @@ def _agreement(shape: Shape, t: Tuning) -> float:
 
 
 def _burst(shape: Shape, t: Tuning) -> float:
-    """P - 1 messages at once."""
+    """Return the seconds of P - 1 messages in flight at once."""
     return t.alpha + max(shape.P - 2, 0) * t.overhead if shape.P > 1 else 0.0
 
 
@@ -119,7 +120,7 @@ def _allgather(shape: Shape, t: Tuning) -> float:
 
 
 def _split(shape: Shape, t: Tuning, entries: float) -> float:
-    """Everybody's part of a region that `entries` fall into goes to its owner, who sums them."""
+    """Return the seconds in which the entries of every region go to its owner and are summed there."""
     P, share = shape.P, 1 / shape.P
     part = shape.message(t, entries / P, share)
     work = P * part.encode + (P - 1) * part.decode + shape.merging(t, entries, share)
@@ -127,7 +128,7 @@ def _split(shape: Shape, t: Tuning, entries: float) -> float:
 
 
 def _gathered(shape: Shape, t: Tuning) -> float:
-    """The summed regions go to everybody."""
+    """Return the seconds in which the summed regions go to all ranks."""
     P, total = shape.P, shape.entries(shape.P)
     part = shape.message(t, total / P, 1 / P)
     fullest = min(shape.skew * part.bytes, shape.message(t, shape.n / P, 1 / P).bytes)
@@ -139,7 +140,7 @@ def _speed(t: Tuning) -> float:
 
 
 def oktopk_seconds(shape: Shape, t: Tuning) -> float:
-    """Predicted seconds of `oktopk` between its searches: split and reduce, sizes, gather."""
+    """Return predicted seconds of `oktopk` in calls without a search: split and reduce, sizes, gather."""
     P, k = shape.P, shape.k
     own, part = shape.message(t, k), shape.message(t, k / P, 1 / P)
     split = P * part.encode + (P - 1) * part.decode + shape.merging(t, k, 1 / P)
@@ -179,7 +180,7 @@ def _halving(shape: Shape, t: Tuning) -> float:
 
 
 def reach(n: int, k: int, P: int, total: int) -> float:
-    """The number of coordinates at which uniform supports of k on each of P ranks would fill in to `total` entries."""
+    """Return the length at which uniform supports of k entries on each of P ranks have a sum of `total` entries."""
     low, high = float(max(k, 1)), float(max(n, k, 1))
     if total >= fill_in(int(high), k, P):
         return high

@@ -1,4 +1,4 @@
-"""How much the ranks' supports overlap and how unevenly entries lie, estimated from a sample before a sum is formed."""
+"""Estimates from a sample how much the ranks' supports overlap, and how unevenly entries are distributed."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ LARGEST = 1 << 28  # finest sampling: the hash has 32 bits
 
 
 def levels(P: int) -> int:
-    """How many sampling rates: each samples a quarter of the one before; the last suits disjoint supports."""
+    """Return the number of sampling rates: each is a quarter of the one before; the last suits disjoint supports."""
     return 1 + math.ceil(math.log(max(P / 2, 1), 4))
 
 
 def seconds(P: int, tuning: Tuning) -> float:
-    """What `estimate` costs."""
+    """Return the predicted seconds of `estimate`."""
     items = levels(P) * SLOTS + min(P, REGIONS)
     return (2 * estimates.rounds(P) + 2) * tuning.alpha + 3 * 4 * items * tuning.beta
 
@@ -37,10 +37,10 @@ def estimate(transport: Transport, x: SparseVector, k: int) -> tuple[float, floa
     ranks' indices alone. Collective.
 
     Each rank hashes its indices to slots, at several sampling rates, and marks the slots that are hit. The sum of the
-    marks over the ranks tells which slots somebody hit, and that how many distinct coordinates there are (linear
-    counting, Whang and others, 1990).
+    marks over the ranks shows which slots are hit on any rank, from which follows the number of distinct indices
+    (linear counting, Whang and others, 1990).
 
-    Volume: 3(256 levels + 64) words in 2 log2 P + 2 messages; levels grow with log4 P.
+    Volume: 3(256 levels + 64) words in 2 log2 P + 2 messages; the number of levels grows with log4 P.
     """
     n, P, count = x.length, transport.size, levels(transport.size)
     every = max(2 * k // SLOTS, 1)  # one coordinate in so many is looked at on the first level
@@ -67,7 +67,7 @@ def estimate(transport: Transport, x: SparseVector, k: int) -> tuple[float, floa
 
 
 def _mixed(hashes: NDArray[np.uint32]) -> NDArray[np.uint32]:
-    """The finaliser of MurmurHash3: multiplication alone spreads neighbours more evenly than chance."""
+    """Apply the finalizer of MurmurHash3; multiplication alone would distribute neighbours more evenly than chance."""
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
         hashes = (hashes ^ (hashes >> np.uint32(shift))) * np.uint32(factor)
     return hashes

@@ -1,1 +1,1 @@
-"""What several algorithms are made of."""
+"""Building blocks that several algorithms share."""

@@ -1,4 +1,4 @@
-"""How many messages and entries to expect."""
+"""Expected numbers of messages and entries."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 
 def fill_in(n: int, k: float, ranks: float) -> float:
-    """Entries of the sum of `ranks` uniform, independent supports of k of n: n(1 - (1 - k/n)^ranks)."""
+    """Return the expected entries of the sum of `ranks` uniform, independent supports: n(1 - (1 - k/n)^ranks)."""
     if n == 0:
         return 0.0
     return n * -math.expm1(ranks * math.log1p(-min(k / n, 1 - 1e-12)))

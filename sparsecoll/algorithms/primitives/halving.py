@@ -1,12 +1,12 @@
-"""Reduce-scatter of a sparse vector's regions in ceil(log2 P) messages for any P.
+"""Reduce-scatter of the regions of a sparse vector in ceil(log2 P) messages for any P.
 
-Rank r holds a partial sum of every region, region r + o under offset o (mod P). In the step of distance d = 2^t, from
-the largest below P down to 1, it sends the regions of offsets d .. 2d-1 to rank r + d, to which they have offsets
-0 .. d-1, and takes in those of rank r - d. A rank sends and receives P - 1 regions in all. (Bruck's allgather run
-backwards; SparDL, section III.B.) Where P is a power of two, `pairs` has ranks r and r XOR d exchange instead:
-recursive halving as in Rabenseifner 2004, with the same number of regions in each step.
+Rank r has a partial sum of every region; region r + o (mod P) has offset o. In the step of distance d = 2^t, from the
+largest below P down to 1, it sends the regions of offsets d .. 2d-1 to rank r + d, where they have offsets 0 .. d-1,
+and adds those that it receives from rank r - d. Each rank sends and receives P - 1 regions in total. (This is Bruck's
+allgather run backwards; SparDL, section III.B.) If P is a power of two, `pairs` lets ranks r and r XOR d exchange
+instead: recursive halving as in Rabenseifner 2004, with the same number of regions in each step.
 
-The regions of one message follow each other, so they travel as one vector; as two where they go around the end.
+The regions of one message are adjacent, so they are sent as one vector, or as two if they wrap around the end.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Regions = tuple[int, int]  # (first, how many), counted around the end
 
 
 def summed(parts: list[SparseVector]) -> SparseVector:
-    """The exact sum, in the dtype of the first part."""
+    """Return the exact sum, in the dtype of the first part."""
     return SparseVector.sum(parts, parts[0].dtype)
 
 
@@ -57,7 +57,7 @@ def reduce_scatter(
 
 
 def _schedule(rank: int, size: int, pairs: bool) -> Iterator[tuple[int, int, Regions, Regions, Regions]]:
-    """For each step (destination, source, regions sent, regions kept, regions that arrive)."""
+    """Return (destination, source, regions sent, regions kept, regions received) for each step."""
     distance = 1 << max((size - 1).bit_length() - 1, 0)
     while distance and size > 1:
         if pairs and size & (size - 1) == 0:
@@ -70,11 +70,11 @@ def _schedule(rank: int, size: int, pairs: bool) -> Iterator[tuple[int, int, Reg
 
 
 def _around(regions: Regions, size: int) -> list[tuple[int, int]]:
-    """(first, one past the last) of the one or two stretches that the regions make, in the order of the index space."""
+    """Return (first, last + 1) of the one or two contiguous ranges of regions, in the order of the index space."""
     first, stop = regions[0], sum(regions)
     return [(first, stop)] if stop <= size else [(0, stop - size), (first, size)]
 
 
 def _stretches(x: SparseVector, edges: Sequence[int], regions: Regions) -> list[SparseVector]:
-    """The entries in the regions, in ascending order."""
+    """Return the entries in the regions, in ascending order."""
     return [x.split([edges[a], edges[b]])[0] for a, b in _around(regions, len(edges) - 1)]

@@ -1,4 +1,4 @@
-"""Where to cut the index space into P regions: even widths, averaged boundaries, or a histogram of all entries."""
+"""Division of the index space into P regions: equal widths, averaged boundaries, or a histogram of all entries."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ HOW = ("histogram", "average", "even")
 
 
 def boundaries(transport: Transport, x: SparseVector, how: str) -> list[int]:
-    """P + 1 boundaries, the same on every rank.
+    """Return P + 1 boundaries, the same on every rank.
 
-    "histogram": regions hold equal numbers of all ranks' entries together; right for every distribution. "average": the
-    mean of each rank's own equal cuts (Ok-Topk, section 3.1.1; DenseStream, section III.B.1); balances only similar
-    supports. "even": equal widths; nothing is sent.
+    "histogram": all regions have the same number of entries, counted over all ranks; balances any distribution.
+    "average": the mean over the ranks of each rank's own quantiles (Ok-Topk, section 3.1.1; DenseStream, section
+    III.B.1); balances only similar supports. "even": equal widths; nothing is sent.
     """
     size, length = transport.size, x.length
     even = [length * j // size for j in range(size + 1)]
@@ -36,7 +36,7 @@ def boundaries(transport: Transport, x: SparseVector, how: str) -> list[int]:
 
 
 def _averaged(transport: Transport, x: SparseVector) -> list[int]:
-    """The mean of the cuts of all ranks that hold entries, by one sum; nothing if none does."""
+    """Return the mean of the quantiles of all ranks that have entries, by one sum; nothing if none has."""
     size, length = transport.size, x.length
     cuts = [int(x.indices[x.nnz * j // size]) if x.nnz else 0 for j in range(1, size)]
     spare = max(length.bit_length() + size.bit_length() - 63, 0)  # bits by which a sum might not fit
@@ -46,7 +46,7 @@ def _averaged(transport: Transport, x: SparseVector) -> list[int]:
 
 
 def owners(transport: Transport, x: SparseVector, edges: list[int]) -> list[int]:
-    """A rank for each region: each asks for the one that it holds most of; whoever holds more goes first."""
+    """Assign a rank to each region: each rank asks for the region of which it has most, the largest request first."""
     holds = np.array([b - a for a, b in pairwise(x.searchsorted(edges).tolist())])
     wish = int(holds.argmax())
     wishes = allgather(transport, np.array([wish, holds[wish]])).tolist()

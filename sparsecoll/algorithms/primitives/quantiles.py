@@ -1,8 +1,8 @@
-"""Exact quantiles of a multiset that is spread over the ranks, without gathering it.
+"""Exact quantiles of a multiset that is distributed over the ranks, without gathering it.
 
-Ok-Topk needs two: the positions that cut all selected entries into P equal regions, and the k-th largest magnitude of
-the reduced entries. Both are "the item of rank R" of sorted unsigned integers. Each round counts, on all ranks, how
-many items lie below a few edges inside the brackets that still hold an answer, and keeps the sub-brackets.
+Ok-Topk needs two kinds: the indices that divide all selected entries into P equal regions, and the k-th largest
+magnitude of the reduced entries. Both are the item of a given rank R in sorted unsigned integers. Each round counts, on
+all ranks, the items below some edges inside the brackets that contain an answer, and keeps the sub-brackets.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ EDGES_PER_RANK = 8  # edges counted a round, times P: O(P) words a round, log(ra
 
 @dataclass
 class _Bracket:
-    """low <= answer < high; `below_*`: items below low and below high, over all ranks."""
+    """low <= answer < high; `below_*` are the numbers of items below low and below high, over all ranks."""
 
     rank: int
     low: int
@@ -36,7 +36,7 @@ class _Bracket:
         return self.high - self.low > 1 and missing > tolerance
 
     def nearest(self) -> tuple[int, int]:
-        """(edge, items below it): the end of the bracket whose count is nearer to the rank, low if it is decided."""
+        """Return (edge, items below it): the end of the bracket whose count is nearer to the rank."""
         if self.high - self.low == 1 or self.rank - self.below_low <= self.below_high - self.rank:
             return self.low, self.below_low
         return self.high, self.below_high
@@ -45,15 +45,15 @@ class _Bracket:
 def quantiles(
     transport: Transport, items: NDArray[Any], ranks: list[int], stop: int, total: int, tolerance: int = -1
 ) -> list[tuple[int, int]]:
-    """For each of `ranks` (ascending, 0 <= R < total) an edge e and the number of items below it, over all ranks.
+    """Return, for each of `ranks` (ascending, 0 <= R < total), an edge e and the number of items below it.
 
     Args:
         items: this rank's items, ascending unsigned integers below `stop`.
-        total: items on all ranks together.
-        tolerance: how far the number below e may be from R. -1 asks for the item of rank R itself: then at most R
-            items are below e, and more than R are below e + 1.
+        total: number of items on all ranks together.
+        tolerance: largest difference between the number of items below e and R. -1 asks for the item of rank R itself:
+            then at most R items are below e, and more than R are below e + 1.
 
-    Volume: at most 3 * 8P words a round (see `collectives.sum_counts`), O(P) in all.
+    Volume: at most 3 * 8P words per round (see `collectives.sum_counts`), O(P) in total.
     """
     counter = np.uint32 if total < 2**32 else np.int64
     brackets = [_Bracket(rank, 0, stop, 0, total) for rank in ranks]
@@ -72,7 +72,7 @@ def quantiles(
 
 
 def _inner_edges(low: int, high: int, count: int) -> list[int]:
-    """Up to `count` edges that cut [low, high) into equal parts."""
+    """Return up to `count` edges that divide [low, high) into equal parts."""
     parts = min(count + 1, high - low)
     return [low + (high - low) * i // parts for i in range(1, parts)]
 
