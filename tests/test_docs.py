@@ -1,6 +1,7 @@
 """Python blocks of the README and the docs run."""
 
 import importlib
+import inspect
 import re
 import shutil
 from pathlib import Path
@@ -76,30 +77,31 @@ def test_every_table_has_heads():
         assert not re.findall(r"^(?:\| *)+\|\n\|[-|:]+$", page.read_text(), re.M), page.name
 
 
-def test_grouped_parameters_have_an_entry_each_on_the_site(monkeypatch):
-    pytest.importorskip("griffe")
-    monkeypatch.syspath_prepend(ROOT / "docs")
-    ungrouped = importlib.import_module("examples_in_docstrings")._ungrouped
-    text = ["Sum.", "", "Args:", "    a, b: as there,", "        and more.", "    c: alone.", "", "Not: x, y: a list."]
-    entries = ["    a: as there,", "        and more.", "    b: as there,", "        and more.", "    c: alone."]
-    assert ungrouped(text) == [*text[:3], *entries, *text[6:]]
+def _entries(text):
+    """The names that have an entry in the sections Args and Attributes of a docstring."""
+    sections = re.findall(r"^(?:Args|Attributes):\n(.*?)(?=^\S|\Z)", inspect.cleandoc(text), re.S | re.M)
+    return {name for section in sections for name in re.findall(r"^    \**(\w+):", section, re.M)}
 
 
-def test_pages_name_the_inner_algorithm_that_hierarchical_has_by_default():
-    import sparsecoll
-
-    default = sparsecoll.Hierarchical().inner
-    for page in ("README.md", "docs/choosing.md", "docs/clusters.md"):
-        (named,) = re.findall(
-            r"[bB]y default (?:it forms the exact sum\s+\()?`(?:inner=)?\"(\w+)\"", (ROOT / page).read_text()
-        )
-        assert named == default, page
-
-
-def test_no_page_chooses_a_port_that_another_job_may_have():
-    assert not [
-        page.name for page in PAGES if re.search(r"tcp://|MASTER_PORT=|127\.0\.0\.1:(?!8000\b)\d", page.read_text())
-    ]
+@pytest.mark.parametrize(
+    "module", ["sparsecoll", "sparsecoll.select", "sparsecoll.torch", "sparsecoll.torch.compressors"]
+)
+def test_every_public_argument_has_an_entry_of_its_own(module):
+    if "torch" in module:
+        pytest.importorskip("torch")
+    names = vars(importlib.import_module(module))
+    missing = {}
+    for name, obj in names.items():
+        if (
+            name[0] == "_"
+            or not (inspect.isclass(obj) or inspect.isfunction(obj))
+            or name in ("Request", "DenseVector")
+        ):
+            continue
+        if obj.__module__.startswith("sparsecoll") and not name.endswith("Error"):
+            lacking = set(inspect.signature(obj).parameters) - _entries(obj.__doc__ or "")
+            missing |= {name: lacking} if lacking else {}
+    assert not missing
 
 
 def test_every_public_name_is_in_the_reference():

@@ -107,7 +107,11 @@ def decode(buffer: Buffer, length: int) -> SparseVector:
 
 
 def entries(buffer: Buffer) -> int:
-    """Return the number of entries in a message according to its header, which is not validated."""
+    """Return the number of entries in a message according to its header, which is not validated.
+
+    Args:
+        buffer: the message, uint8.
+    """
     return int(HEADER.unpack_from(to_host(buffer[: HEADER.size]))[-1]) if buffer.size >= HEADER.size else 0
 
 
