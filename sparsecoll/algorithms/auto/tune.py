@@ -162,7 +162,7 @@ def _figures(transport: Transport, effort: Effort) -> Tuning:
 
 
 def _calls(transport: Transport, tuning: Tuning) -> dict[str, list[tuple[float, float]]]:
-    """For each choice of `auto` (seconds predicted, seconds measured) of calls of growing size."""
+    """Return (predicted seconds, measured seconds) of calls of growing size, for each choice of `auto`."""
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in EXACT | TOP_K_OF_SUM}
     form = formats.Auto(beta=tuning.beta) if tuning.code else formats.Auto()
     for name, make in (EXACT | TOP_K_OF_SUM).items():
@@ -179,7 +179,7 @@ def _calls(transport: Transport, tuning: Tuning) -> dict[str, list[tuple[float, 
 
 
 def _whole(channel: Channel, algorithm: Algorithm, k: int) -> float:
-    """Median seconds of the slowest rank, from when all ranks have come; the same on every rank."""
+    """Return the median seconds of the slowest rank after a barrier; the same on every rank."""
     transport = channel.transport
     vectors = [_uniform(k, channel.length, transport.rank + transport.size * turn) for turn in range(3)]
     times: list[float] = []
@@ -230,7 +230,8 @@ def _ring(
 
 
 def _kernels(transport: Transport, effort: Effort) -> list[float]:
-    """Seconds to merge and to code entries, and to handle dense values; nothing is done where time is a model's."""
+    """Return the seconds to merge and to encode entries and to process dense values; from the model on the
+    simulator."""
     if transport.virtual:
         return [0.0] * 3
     x, wide = _uniform(effort.entries, 100 * effort.entries), _uniform(effort.values // 16, effort.values)

@@ -1,4 +1,4 @@
-"""Messages cut into pieces, so that one is summed while the next ones travel."""
+"""Messages divided into chunks, so that one is summed while the next ones travel."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ AHEAD = 2  # stages in flight beside the one that is worked on
 
 
 def pieces(size: float, one_node: bool) -> int:
-    """How many pieces to cut a message of about `size` bytes into, which are summed while others travel; 1: none.
+    """Return the number of chunks into which to divide a message of about `size` bytes.
 
-    Between ranks on one machine it is not worth while: the processors that sum also carry the messages.
+    It is 1 between ranks on one machine, where the processors that sum also copy the messages.
     """
     return 1 if one_node else int(min(max(size // PIECE, 1), MOST_PIECES))
 
