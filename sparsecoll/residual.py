@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -36,7 +38,7 @@ class Residual:
     """
 
     def __init__(self, length: int, dtype: Any = np.float32, like: Any = None) -> None:
-        self._acc = Compensated(np.zeros(length, dtype) if like is None else empty(length, dtype, like))
+        self._acc = LazyAccumulator(np.zeros(length, dtype) if like is None else empty(length, dtype, like))
         self._acc.values[:] = 0
 
     def __repr__(self) -> str:
@@ -53,22 +55,13 @@ class Residual:
         return self._acc.values
 
     def compensate(self, gradient: NDArray[Any], scale: float = 1.0) -> DenseVector:
-        """Form acc = residual + scale * gradient, in place.
-
-        The sum is computed when acc is first read, in the same pass over memory, so do not change `gradient` before.
-
-        Args:
-            gradient: 1-D array of `length` values.
-            scale: factor of the gradient (default: 1).
-
-        Returns:
-            DenseVector of acc, which shares memory with the residual.
+        """acc = residual + scale * gradient, in place; a pass over memory of its own, which `take` saves.
 
         Raises:
-            ValueError: The gradient has another length.
+            ValueError: the gradient has another length.
         """
         self._acc.add_later(gradient, scale)
-        return self._acc
+        return self._acc.flush()
 
     def update(self, contributed: SparseVector | DenseVector) -> None:
         """Subtract this rank's entries that entered the result.
@@ -98,13 +91,13 @@ class Residual:
             NonFiniteError: There is a NaN among the selected values.
         """
         self._acc.add_later(gradient, scale)
-        self._acc.taking = True
+        self._acc.clear_selected = True
         chosen: SparseVector | None = None
         try:
             chosen = selector.select(self._acc, k)
         finally:
-            self._acc.taking = False
-            self._acc.settle(chosen)
+            self._acc.clear_selected = False
+            self._acc.commit(chosen)
         return chosen
 
     def restore(self, taken: SparseVector, contributed: SparseVector | None = None) -> None:
@@ -119,24 +112,33 @@ class Residual:
             self._acc.subtract_at(contributed)
 
 
-class Compensated(DenseVector):
-    """A DenseVector whose next pass over memory adds a pending addend and, if `taking`, clears what it selects."""
+class LazyAccumulator(DenseVector):
+    """A DenseVector to which an addend is added in the next pass over it, which may also clear what it selects.
 
-    __slots__ = ("_array", "_out", "_waiting", "taking")
+    `topk`, `threshold`, `sample` and `magnitude_stats` do what is pending in their own pass; all other methods flush
+    first. Whoever reads `values` itself has to call `flush` before.
+
+    Attributes:
+        clear_selected: whether what a pass selects is removed from the vector, until `commit`.
+    """
+
+    __slots__ = ("_array", "_pending", "_removed", "clear_selected")
 
     def __init__(self, values: Any) -> None:
-        self._waiting: tuple[NDArray[Any], float] | None = None
-        self._out: SparseVector | None = None
-        self.taking = False
+        self._pending: tuple[NDArray[Any], float] | None = None
+        self._removed: SparseVector | None = None
+        self.clear_selected = False
         super().__init__(values)
 
     @property
     def values(self) -> NDArray[Any]:  # type: ignore[override]
-        """The values. Reading them adds the pending addend and puts back entries that a selector did not keep."""
-        if self._waiting is not None:
-            kernels_of(self._array).accumulate(self._array, self._waiting)
-            self._waiting = None
-        self._put_back()
+        """The values.
+
+        Raises:
+            RuntimeError: something is pending.
+        """
+        if self._pending is not None or self._removed is not None:
+            raise RuntimeError("values: expected flush() before they are read, got an addition that is pending")
         return self._array
 
     @values.setter
@@ -160,65 +162,88 @@ class Compensated(DenseVector):
         """Whether the values are CuPy's."""
         return on_gpu(self._array)
 
+    def flush(self) -> LazyAccumulator:
+        """Add what is pending and put back what was removed; returns the vector itself."""
+        if self._pending is not None:
+            kernels_of(self._array).accumulate(self._array, self._pending)
+            self._pending = None
+        self._put_back()
+        return self
+
     def add_later(self, gradient: NDArray[Any], scale: float) -> None:
         """Add scale * gradient in the next pass over memory."""
         if gradient.shape != self._array.shape:
             raise ValueError(f"gradient: expected shape {self._array.shape}, got {gradient.shape}")
-        if self._waiting is not None:
-            _ = self.values
-        self._waiting = (gradient, scale)
+        if self._pending is not None:
+            self.flush()
+        self._pending = (gradient, scale)
 
-    def settle(self, chosen: SparseVector | None) -> None:
-        """Clear the entries of `chosen`, a part of the last selection, and put the others back."""
-        if chosen is None:
-            _ = self.values
-        elif self._out is None:  # the selector read values without taking them out
-            self.values[chosen.indices] = 0
-        elif self._out.nnz != chosen.nnz:
+    def commit(self, selected: SparseVector | None) -> None:
+        """Remove `selected`, a part of what was last removed, for good and put the rest back; None: put all back."""
+        if selected is None:
+            self.flush()
+        elif self._removed is None:  # the selector read values without removing them
+            self.flush().values[selected.indices] = 0
+        elif self._removed.nnz != selected.nnz:
             self._put_back()
-            self._array[chosen.indices] = 0
-        self._out = None
+            self._array[selected.indices] = 0
+        self._removed = None
 
     def _put_back(self) -> None:
-        if self._out is not None:
-            self._array[self._out.indices] = self._out.values
-            self._out = None
+        if self._removed is not None:
+            self._array[self._removed.indices] = self._removed.values
+            self._removed = None
 
     def _pass(self) -> dict[str, Any]:
-        """Return the arguments by which a kernel's pass adds the pending addend and clears."""
+        """Arguments with which a kernel's pass does what is pending."""
         self._put_back()
-        add, self._waiting = self._waiting, None
-        return {"add": add, "clear": self.taking}
+        add, self._pending = self._pending, None
+        return {"add": add, "clear": self.clear_selected}
 
-    def _keep(self, entries: tuple[NDArray[Any], NDArray[Any]]) -> SparseVector:
-        chosen = self._of(entries)
-        self._out = chosen if self.taking else None
-        return chosen
+    def _selected(self, entries: tuple[NDArray[Any], NDArray[Any]]) -> SparseVector:
+        selected = self._of(entries)
+        self._removed = selected if self.clear_selected else None
+        return selected
 
     def topk(self, k: int) -> SparseVector:
         """The k largest magnitudes, ties by lower index."""
-        return self._keep(kernels_of(self._array).topk(self._array, min(k, self.length), **self._pass()))
+        return self._selected(kernels_of(self._array).topk(self._array, min(k, self.length), **self._pass()))
 
     def threshold(self, threshold: float, expected: int = 0) -> SparseVector:
         """Entries with a magnitude >= threshold (NaN counts as above all)."""
         kernels = kernels_of(self._array)
         key = key_of(threshold, self.dtype)
-        return self._keep(kernels.select_at_least(self._array, key, expected, **self._pass()))
+        return self._selected(kernels.select_at_least(self._array, key, expected, **self._pass()))
 
     def sample(self, stride: int, offset: int) -> SparseVector:
-        """Return every stride-th value, from index `offset` on, with the pending addend; no full pass is made."""
-        if self._waiting is None:
-            return super().sample(stride, offset)
-        part = Compensated(self._array[offset::stride].copy())
-        part.add_later(self._waiting[0][offset::stride], self._waiting[1])
-        return DenseVector(part.values).to_sparse(keep_zeros=True)
+        """Every stride-th value, from index `offset` on, with the pending addend; no pass over the vector is made."""
+        self._put_back()
+        part = self._array[offset::stride].copy()
+        if self._pending is not None:
+            kernels_of(part).accumulate(part, (self._pending[0][offset::stride], self._pending[1]))
+        return DenseVector(part).to_sparse(keep_zeros=True)
 
     def magnitude_stats(self, expected_nnz: int) -> tuple[NDArray[np.float64], SparseVector, float]:
         """As in DenseVector, in the pass that adds and clears."""
         kernels = kernels_of(self._array)
         self._put_back()
-        key, moments = kernels.lower_bound_key(self._array, expected_nnz, self._waiting), np.empty(4)
+        key, moments = kernels.lower_bound_key(self._array, expected_nnz, self._pending), np.empty(4)
         entries = kernels.select_at_least(
             self._array, key, expected_nnz + (expected_nnz >> 2), moments=moments, **self._pass()
         )
-        return moments, self._keep(entries), float(magnitude_of(key, self.dtype))
+        return moments, self._selected(entries), float(magnitude_of(key, self.dtype))
+
+
+def _flushed(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of DenseVector that reads all values, as one of LazyAccumulator."""
+
+    @functools.wraps(method)
+    def flush_first(self: LazyAccumulator, *args: Any, **options: Any) -> Any:
+        return method(self.flush(), *args, **options)
+
+    return flush_first
+
+
+for _name, _method in vars(DenseVector).items():
+    if callable(_method) and not _name.startswith("_") and _name not in vars(LazyAccumulator):
+        setattr(LazyAccumulator, _name, _flushed(_method))

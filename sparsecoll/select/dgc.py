@@ -65,7 +65,8 @@ class SampledThreshold(Selector):
     def _sample(self, x: Vector) -> SparseVector:
         size = min(max(self.LEAST, round(self.share * x.nnz)), x.nnz)
         if self.random:
-            return DenseVector(x.values).random_entries(size, mix(self.seed, self._calls))
+            dense = DenseVector(x.values) if isinstance(x, SparseVector) else x
+            return dense.random_entries(size, mix(self.seed, self._calls))
         stride = stride_for(x.nnz, size)
         return x.sample(stride, self._calls % stride)
 

@@ -1,40 +1,47 @@
-"""All buckets of a model and the compressors bound to them, and what outlives them: state by parameter name."""
+"""Buckets and the compressors bound to them; their state, by parameter name, outlives the layout of the buckets."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import numpy as np
+import torch
 
+from sparsecoll.torch.bucket import Bucket
 from sparsecoll.torch.compressors import Compressor, NoCompression, StepContext, resolve
-from sparsecoll.torch.layout import Bucket, fuse, takes_part
+from sparsecoll.torch.layout import cut, takes_part
 from sparsecoll.torch.options import Options
-from sparsecoll.torch.replicas import Named
-from sparsecoll.torch.state import Tensors, collect, encode_extra, restore, today
+from sparsecoll.torch.replicas import collective
+from sparsecoll.torch.state import Tensors, check, collect, extra_by_bucket, renamed, restore, today
 from sparsecoll.transport import Transport
 from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.transport.collectives import allgather, broadcast
 
 
 class Buckets:
-    """Buckets with their compressors, in the order in which they are sent; none until `make`.
+    """Buckets with their compressors, in the order in which they are reduced; none at first.
+
+    A Compressor object holds options; each bucket has a copy of it, bound to its layout, with the bucket's state.
+
+    Args:
+        compressor: what is copied.
+        context: what all compressors know; the number of steps is saved with their state.
 
     Attributes:
-        order: names of parameters by when their gradients came first; buckets are made in this order.
-        place: parameter name -> number of its bucket.
-        shared: what all compressors know.
+        index_of: parameter name -> number of its bucket.
+        order: names of the parameters in the order in which they are laid out.
     """
 
-    def __init__(self, compressor: Compressor, options: Options) -> None:
-        self._compressor, self._options = compressor, options
-        self._pairs: list[tuple[Bucket, Compressor]] = []
-        self._saved: dict[str, Any] = {}  # state that waits for buckets to be made
-        self._parked: Tensors = {}  # state of parameters that are in no bucket
+    def __init__(self, compressor: Compressor, context: StepContext) -> None:
+        self.context = context
         self.order: list[str] = []
-        self.place: dict[str, int] = {}
-        self.context = StepContext()
+        self.index_of: dict[str, int] = {}
+        self._compressor = compressor
+        self._pairs: list[tuple[Bucket, Compressor]] = []
+        self._parked: Tensors = {}  # tensors of parameters that are in no bucket
+        self._extra: dict[Any, dict[str, Any]] = {}  # saved state of buckets that are still to be made
 
     def __len__(self) -> int:
         return len(self._pairs)
@@ -45,92 +52,118 @@ class Buckets:
     def __getitem__(self, index: int) -> tuple[Bucket, Compressor]:
         return self._pairs[index]
 
+    # -- layout
+
     def make(
-        self, transport: Transport, params: Named, timeout: float | None, wanted: Collection[str] | None = None
+        self,
+        transport: Transport,
+        params: Mapping[str, torch.Tensor],
+        timeout: float | None,
+        options: Options,
+        trainable: Collection[str] | None,
     ) -> None:
-        """Make the buckets, in the order in which rank 0's gradients came. Collective.
+        """Make the buckets in rank 0's `order`, then of parameters that it lacks, last ones first. Collective.
 
         Args:
-            wanted: names of the parameters that want gradients on some rank; None: asked for.
+            params: by name.
+            trainable: names of the parameters that take part; None: those that want gradients on some rank.
         """
+
+        def lay_out(_: CollectiveCall) -> None:
+            self.order = self._agree_on_order(transport, params, trainable)
+            self.lay_out(transport, params, timeout, options.bucket_bytes, options.dense_below)
+            transport.flush()
+
+        collective(transport, "buckets", timeout, lay_out)
+
+    def _agree_on_order(
+        self, transport: Transport, params: Mapping[str, torch.Tensor], trainable: Collection[str] | None
+    ) -> list[str]:
         names = list(params)
         numbers = {name: i for i, name in enumerate(names)}
         known = [*self.order, *(name for name in reversed(names) if name not in set(self.order))]
+        mine = [takes_part(p) if trainable is None else name in trainable for name, p in params.items()]
+        on: Any = allgather(transport, np.array(mine, np.uint8)).any(axis=0) if trainable is None else mine
+        order = np.array([numbers[name] for name in known], np.int64)
+        if order.size:
+            order = broadcast(transport, order)
+        return [names[i] for i in order.tolist() if on[i]]
 
-        def call() -> None:
-            with CollectiveCall(transport, "buckets", timeout):
-                mine = [takes_part(p) if wanted is None else name in wanted for name, p in params.items()]
-                on: Any = allgather(transport, np.array(mine, np.uint8)).any(axis=0) if wanted is None else mine
-                order = np.array([numbers[name] for name in known], np.int64)
-                if order.size:
-                    order = broadcast(transport, order)
-                self.order = [names[i] for i in order.tolist() if on[i]]
-                self._bind(transport, {name: params[name] for name in self.order}, timeout)
-                transport.flush()
+    def lay_out(
+        self,
+        transport: Transport,
+        params: Mapping[str, torch.Tensor],
+        timeout: float | None,
+        bucket_bytes: int | None = None,
+        dense_below: int = 0,
+    ) -> None:
+        """Make the buckets of the parameters in `order` anew; what belongs to a parameter is kept. Collective."""
+        self.release()
+        for layout in cut(dict(params), self.order, bucket_bytes, dense_below):
+            self.bind(Bucket(params, layout), transport, timeout)
 
-        transport.in_order(call)
-        self.place = {name: i for i, (bucket, _) in enumerate(self) for name in bucket.params}
-        self._restore()
+    def bind(self, bucket: Bucket, transport: Transport, timeout: float | None) -> tuple[Bucket, Compressor]:
+        """Add a bucket with a compressor of its own. Collective."""
+        layout, plain = bucket.layout, NoCompression()
+        compressor = plain if layout.small and self._compressor.communicates else resolve(self._compressor)
+        compressor.bind(layout, transport, self.context, timeout)
+        layout.device.synchronize()  # jobs have a stream of their own
+        self._parked = restore([compressor], self._parked)
+        for key in (layout.names, (layout.index, len(layout.lengths))):
+            if key in self._extra:
+                compressor.load_extra_state(self._extra.pop(key))
+        self._pairs.append((bucket, compressor))
+        self.index_of |= dict.fromkeys(layout.names, len(self) - 1)
+        return self._pairs[-1]
 
-    def _bind(self, transport: Transport, params: Named, timeout: float | None) -> None:
-        for bucket in fuse(params, self.order, self._options.bucket_bytes, self._options.dense_below):
-            plain = bucket.small and self._compressor.communicates
-            compressor = NoCompression() if plain else resolve(self._compressor)
-            compressor.bind(bucket.layout, transport, self.context, timeout)
-            bucket.layout.device.synchronize()  # jobs have a stream of their own
-            self._pairs.append((bucket, compressor))
-
-    def clear(self) -> None:
-        """Buckets are about to be made anew: what belongs to parameters is kept by name."""
-        if self._pairs:
+    def release(self, start: int = 0) -> None:
+        """Take the buckets from number `start` on apart; what belongs to their parameters is kept."""
+        if self._pairs[start:]:
             self.commit()
-            self._saved = {"tensors": self._tensors()}
-            self._pairs, self.place = [], {}
+            self._parked = collect([compressor for _, compressor in self._pairs[start:]], self._parked)
+            del self._pairs[start:]
+            self.index_of = {name: i for name, i in self.index_of.items() if i < start}
 
-    def _restore(self) -> None:
-        saved, self._saved = self._saved, {}
-        compressors = [compressor for _, compressor in self]
-        self._parked = restore(compressors, saved.get("tensors", {}))
-        fits = today(saved.get("compressor", "")) == self._compressor.describe()
-        if fits and len(saved.get("buckets", ())) == len(compressors):
-            for compressor, text in zip(compressors, saved["buckets"], strict=True):
-                compressor.load_extra_state(json.loads(text))
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Take all buckets apart and go on with other names of parameters; what others had is dropped.
+
+        Args:
+            names: old name -> new name.
+        """
+        self.release()
+        self._parked = renamed(self._parked, names)
 
     # -- a reduction, and a step
 
     def keep(self) -> None:
-        """The reduction is accepted: trial states are the state of the next reduction."""
+        """Accept the reduction: trial states are the state of the next reduction."""
         for bucket, compressor in self:
             bucket.recycle(compressor.keep())
-            bucket.finish(compressor.keeps_gradient)
+            bucket.accept()
             bucket.layout.device.wait_stream()
 
     def drop(self) -> None:
-        """The reduction is given up: everything is as it was before."""
+        """Give the reduction up: everything is as it was before."""
         for bucket, compressor in self:
             compressor.drop()
             bucket.reset()
 
     def commit(self) -> None:
-        """The optimizer has stepped."""
+        """The optimizer has stepped: the state of the last accepted reduction is that of the last step."""
         for bucket, compressor in self:
             bucket.recycle(compressor.commit())
 
     def rollback(self, names: Collection[str] | None = None) -> None:
-        """Back to the last step, for all parameters or those named."""
+        """Return to the state of the last step, for all parameters or those named."""
         for bucket, compressor in self:
             bucket.recycle(compressor.rollback(names))
 
     # -- saved state
 
-    def _tensors(self) -> Tensors:
-        if self._saved and not self._pairs:
-            return {kind: dict(entries) for kind, entries in self._saved["tensors"].items()}
-        return collect([compressor for _, compressor in self], self._parked)
-
     def state_dict(self, transport: Transport) -> dict[str, Any]:
         """Tensors by kind and parameter name as of the last step, other state by bucket, and what they belong to."""
-        extra = encode_extra(compressor for _, compressor in self)
+        extra = [[list(c.layout.names), json.dumps(c.extra_state())] for _, c in self]
+        waiting = [[list(names), json.dumps(state)] for names, state in self._extra.items()]
         return {
             "rank": transport.rank,
             "size": transport.size,
@@ -139,13 +172,49 @@ class Buckets:
             "step": self.context.step,
             "ccr": self.context.ccr,
             "order": list(self.order),
-            "tensors": self._tensors(),
-            "buckets": extra if self._pairs else list(self._saved.get("buckets", ())),
+            "tensors": collect([compressor for _, compressor in self], self._parked),
+            "buckets": extra + waiting,
         }
 
-    def load(self, state: Mapping[str, Any], params: Named) -> None:
-        """Let the next `make` restore what `state_dict` returned."""
-        self._pairs, self.place, self._parked = [], {}, {}
-        self._saved = dict(state)
-        self.order = [name for name in state.get("order", ()) if name in params]
-        self.context.step, self.context.ccr = state.get("step", 0), state.get("ccr")
+    def load_state_dict(
+        self,
+        transport: Transport,
+        state: Callable[[], Mapping[str, Any] | None],
+        params: Mapping[str, torch.Tensor],
+        timeout: float | None,
+        load: Callable[[], Any] = lambda: None,
+    ) -> Mapping[str, Any]:
+        """Take back what `state_dict` returned; buckets are made as they were. Collective: all ranks load or none.
+
+        Args:
+            state: returns the state, or None, which begins with empty residuals. What it raises is raised on all ranks.
+            params: by name.
+            load: loads the rest, once the state has been found to fit.
+
+        Returns:
+            What `state` returned, an empty state for None.
+
+        Raises:
+            CommunicationError: it is another rank's, or of another number of ranks, or ranks load different steps.
+            ValueError: it is of other parameters or another compressor.
+        """
+
+        def read(call: CollectiveCall) -> Mapping[str, Any]:
+            own = state()
+            if own is not None:
+                check(own, transport, params, self._compressor)
+            call.signature |= {"steps": 0 if own is None else own["step"], "residuals": own is not None}
+            call.agree()
+            load()
+            allgather(transport, np.zeros(1, np.uint8))  # no rank returns before all have loaded
+            transport.flush()
+            return own or {"step": 0, "tensors": {}}
+
+        own = collective(transport, "load_state_dict", timeout, read)
+        self._pairs, self.index_of = [], {}
+        self._parked = own["tensors"]
+        self.order = [name for name in own.get("order", ()) if name in params]
+        self.context.step, self.context.ccr = own["step"], own.get("ccr")
+        fits = today(own.get("compressor", "")) == self._compressor.describe()
+        self._extra = extra_by_bucket(own) if fits else {}
+        return own

@@ -3,7 +3,6 @@
 DDP reads the annotations of a hook as types: no `from __future__ import annotations` here.
 """
 
-import json
 import logging
 import weakref
 from collections.abc import Iterable
@@ -15,12 +14,17 @@ import torch
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from sparsecoll.algorithms import Algorithm
 from sparsecoll.errors import NonFiniteError
-from sparsecoll.torch.compressors import Compressor, StepContext, resolve
+from sparsecoll.torch.bucket import Bucket
+from sparsecoll.torch.buckets import Buckets
+from sparsecoll.torch.compressors import Compressor, resolve
 from sparsecoll.torch.device import device_of
-from sparsecoll.torch.layout import Bucket, Layout, residual_dtype
-from sparsecoll.torch.replicas import Named, communicator, named
-from sparsecoll.torch.state import Tensors, check, collect, encode_extra, restore
+from sparsecoll.torch.layout import Layout, residual_dtype
+from sparsecoll.torch.options import check_integer, check_timeline, verify_steps
+from sparsecoll.torch.replica import Replica
+from sparsecoll.torch.replicas import communicator, named
+from sparsecoll.torch.timeline import Timeline, bucket_span
 from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.transport.collectives import allgather
 from sparsecoll.transport.progress import in_background
@@ -29,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 class HookState:
-    """The state of `comm_hook`: communicator, compressors and residuals.
+    """The state of `comm_hook`.
 
     Residuals belong to parameters, not to buckets, so that nothing is lost when DDP rebuilds its buckets. They change
     when an optimizer with these parameters steps. A back-propagation that fails leaves them as they were, and so does
@@ -37,19 +41,28 @@ class HookState:
 
     Every parameter is compressed, small ones too, since DDP puts them into the same buckets.
 
+    There is no `move`: DDP cannot change its process group, and the optimizer, whose state may differ between the ranks
+    that are left, is not known here. After a rank was lost, make a new process group, DDP, HookState and optimizer, and
+    load into them a checkpoint that `redistribute` has made of the files of all ranks.
+
     Args:
         comm: mpi4py intracommunicator with the ranks of DDP's process group in the same order; None, the default, for
             MPI.COMM_WORLD.
-        compressor: name in `sparsecoll.torch.COMPRESSORS`, or a Compressor object, except COVAP, which needs to know
-            all buckets (default: "topk").
+        compressor: name in `sparsecoll.torch.COMPRESSORS`, a Compressor object, except COVAP, which needs to know all
+            buckets, or a sparsecoll.Algorithm object, for top k over it (default: "topk").
         named_parameters: the model, its DistributedDataParallel, or pairs (name, parameter), for names in `state_dict`
             and errors; without them parameters are numbered.
         timeout: seconds to wait for a message before CommunicationError is raised; None, the default, for no limit.
         grad_scaler: the torch.amp.GradScaler of the loop, if there is one: gradients are unscaled before they are added
             to a residual, and values that are not finite are passed on to all ranks, so that it skips the step.
+        verify: number of steps after which the bits of all parameters are compared between ranks, when the first of
+            their optimizers has stepped; 0, the default, for never, and True for 100. Buffers are left to DDP, which
+            broadcasts them before each forward pass.
+        timeline: records spans of the buckets; None, the default, for nothing.
 
     Raises:
         ValueError: The communicator and DDP's process group differ in size, or the compressor cannot be used here.
+        TypeError: `verify` or `timeline` has a wrong type.
 
     See Also:
         `sparsecoll.torch.comm_hook`.
@@ -58,28 +71,31 @@ class HookState:
     def __init__(
         self,
         comm: Any = None,
-        compressor: str | Compressor = "topk",
+        compressor: str | Compressor | Algorithm = "topk",
         named_parameters: torch.nn.Module | Iterable[tuple[str, torch.Tensor]] = (),
         timeout: float | None = None,
         grad_scaler: Any = None,
+        verify: bool | int = 0,
+        timeline: Timeline | None = None,
     ) -> None:
         self.transport = communicator(comm)
-        self._compressor = resolve(compressor)
-        if self._compressor.needs_all_buckets:
+        own, every = resolve(compressor), verify_steps(verify)
+        check_integer("verify", every, 0)
+        check_timeline(timeline)
+        if own.needs_all_buckets:
             raise ValueError(
-                f"compressor: expected one that works bucket by bucket, as DDP does, got {self._compressor.name!r},"
+                f"compressor: expected one that works bucket by bucket, as DDP does, got {own.name!r},"
                 " which needs the lengths of all buckets"
             )
-        self._timeout, self._scaler = timeout, grad_scaler
-        self._context = StepContext()
+        self._timeout, self._scaler, self._timeline = timeout, grad_scaler, timeline
         wrapped = isinstance(named_parameters, torch.nn.parallel.DistributedDataParallel)
         self._group: Any = named_parameters.process_group if wrapped else None  # type: ignore[union-attr]
         self._check_group()
-        self._params: Named = named(named_parameters.module if wrapped else named_parameters)  # type: ignore[union-attr]
+        self._replica = Replica(self.transport, None, every, timeout)
+        self._params = self._replica.params
+        self._params.update(named(named_parameters.module if wrapped else named_parameters))  # type: ignore[union-attr]
         self._names = {id(p): name for name, p in self._params.items()}
-        self._bound: dict[int, tuple[Bucket, Compressor]] = {}
-        self._left: Tensors = {}  # of parameters whose bucket is gone
-        self._extra: dict[tuple[str, ...], str] = {}  # saved state of buckets that are still to be made
+        self._buckets = Buckets(own, self._replica.context)
         self._failed = False  # a bucket of this back-propagation has
         self._pending = self._warned = False
         register_optimizer_step_post_hook(partial(_stepped, weakref.ref(self)))
@@ -102,28 +118,19 @@ class HookState:
 
     def _of(self, bucket: GradBucket) -> tuple[Bucket, Compressor]:
         """A bucket's memory and compressor, bound to the parameters that it has now; collective when they are new."""
-        params = bucket.parameters()
-        names = tuple(self._name(p) for p in params)
-        index, dtype = bucket.index(), residual_dtype(bucket.buffer().dtype)
-        old = self._bound.get(index)
-        if old is not None and old[0].layout.names == names:
-            return old
+        params = {self._name(p): p for p in bucket.parameters()}
+        index, names = bucket.index(), tuple(params)
+        if index < len(self._buckets) and self._buckets[index][0].layout.names == names:
+            return self._buckets[index]
         self._check_group()
-        if self._bound:  # buckets are made anew, all of them
+        if index < len(self._buckets):  # buckets are made anew, all of them
             self._commit()
-            self._left = collect([compressor for _, compressor in self._bound.values()], self._left)
-            self._bound = {i: bound for i, bound in self._bound.items() if i < index}
-        shapes = tuple(tuple(p.shape) for p in params)
-        lengths = (0,) * index + (int(bucket.buffer().numel()),)
-        compressor = resolve(self._compressor)
-        layout = Layout(index, lengths, names, shapes, dtype, device_of(bucket.buffer()))
+            self._buckets.release(index)
+        shapes, values = tuple(tuple(p.shape) for p in params.values()), bucket.buffer()
+        lengths = (0,) * index + (int(values.numel()),)
+        layout = Layout(index, lengths, names, shapes, residual_dtype(values.dtype), device_of(values))
         with CollectiveCall(self.transport, "bind", self._timeout):
-            compressor.bind(layout, self.transport, self._context, self._timeout)
-        self._left = restore([compressor], self._left)
-        if names in self._extra:
-            compressor.load_extra_state(json.loads(self._extra.pop(names)))
-        self._bound[index] = Bucket(dict(zip(names, params, strict=True)), layout, False), compressor
-        return self._bound[index]
+            return self._buckets.bind(Bucket(params, layout), self.transport, self._timeout)
 
     def _scale(self, compressor: Compressor) -> float:
         return float(self._scaler.get_scale()) if self._scaler is not None and compressor.keeps_gradient else 1.0
@@ -135,11 +142,12 @@ class HookState:
         if self._failed:
             return
         bucket, compressor = self._of(grads)
-        whole, scale, values = bucket.whole(), self._scale(compressor), grads.buffer()
+        whole, scale, values = bucket.gradient_buffer(), self._scale(compressor), grads.buffer()
         torch.mul(values, 1 / scale, out=whole.tensor) if scale != 1.0 else whole.tensor.copy_(values)
         absent = {name for name, view in whole.views.items() if not view.any()} if compressor.keeps_gradient else set()
-        out = bucket.means(compressor.keeps_gradient)
-        compressor.allreduce_mean(self.transport, whole.array, out)
+        out = bucket.mean_buffer(compressor.keeps_gradient)
+        with bucket_span(self._timeline, bucket.layout.index, bucket.layout.length):
+            compressor.allreduce_mean(self.transport, whole.array, out)
         assert bucket.mean is not None
         if compressor.keeps_gradient:
             self._leave_out(bucket, compressor, absent)
@@ -166,51 +174,34 @@ class HookState:
         if unused:
             compressor.exclude(unused)
             for name in unused:
-                assert bucket.mean is not None
-                bucket.layout.part(bucket.mean.tensor, name).zero_()
+                bucket.part_of_mean(name).zero_()
 
     def _end(self) -> None:
         """After the last bucket: all went well on all ranks, or nothing has happened on any."""
         with CollectiveCall(self.transport, "end of back-propagation", self._timeout), self.transport.phase("agree"):
             allgather(self.transport, np.zeros(1, np.uint8))
             self.transport.flush()
-        for bucket, compressor in self._bound.values():
-            bucket.recycle(compressor.keep())
-            bucket.finish(compressor.keeps_gradient)
+        self._buckets.keep()
         self._pending = True
 
     def _drop(self) -> None:
         self._failed = True
-        for bucket, compressor in self._bound.values():
-            compressor.drop()
-            bucket.reset()
+        self._buckets.drop()
 
     def _commit(self) -> None:
         """The optimizer has stepped."""
-        for bucket, compressor in self._bound.values():
-            bucket.recycle(compressor.commit())
-        self._context.step += self._pending
+        self._buckets.commit()
+        self._replica.context.step += self._pending
         self._pending = False
 
     def discard(self) -> None:
         """Skip the step after back-propagation, on all ranks: residuals return to what they were before it."""
-        for bucket, compressor in self._bound.values():
-            bucket.recycle(compressor.rollback())
+        self._buckets.rollback()
         self._pending = False
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's residuals and other tensors by kind and parameter name, as of the last step."""
-        compressors = [compressor for _, compressor in self._bound.values()]
-        extra = encode_extra(compressors)
-        return {
-            "rank": self.transport.rank,
-            "size": self.transport.size,
-            "compressor": self._compressor.describe(),
-            "replicated": sorted(self._compressor.replicated_state),
-            "step": self._context.step,
-            "tensors": collect(compressors, self._left),
-            "buckets": [[list(c.layout.names), text] for c, text in zip(compressors, extra, strict=True)],
-        }
+        return self._buckets.state_dict(self.transport)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned; collective. Bit for bit if DDP builds the same buckets as before.
@@ -223,18 +214,8 @@ class HookState:
                 `redistribute`).
             ValueError: The state is of other parameters or another compressor.
         """
-
-        def call() -> None:
-            with CollectiveCall(self.transport, "load_state_dict", self._timeout) as call:
-                check(state, self.transport.rank, self.transport.size, self._params, self._compressor.describe())
-                call.signature["steps"] = state["step"]
-                call.agree(entries=0)
-
-        self.transport.in_order(call)
-        self._bound, self._pending = {}, False
-        self._left = {kind: dict(entries) for kind, entries in state["tensors"].items()}
-        self._extra = {tuple(names): text for names, text in state["buckets"]}
-        self._context.step = state["step"]
+        self._buckets.load_state_dict(self.transport, lambda: state, self._params, self._timeout)
+        self._pending = False
 
 
 def _stepped(state: "weakref.ref[HookState]", optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -242,6 +223,7 @@ def _stepped(state: "weakref.ref[HookState]", optimizer: torch.optim.Optimizer, 
     alive = state()
     if alive is not None and alive._pending and any(id(p) in alive._names for p in optimizer.param_groups[0]["params"]):
         alive._commit()
+        alive._replica.compare_if_due()
 
 
 def comm_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -260,11 +242,11 @@ def comm_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[torc
     where = bucket.buffer().device
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=[where] if where.type == "cuda" else None)
     device = device_of(bucket.buffer())
-    mark = device.record_event()
+    event = device.record_event()
 
     def job() -> None:
         try:
-            with device.stream_context(mark), torch.no_grad():
+            with device.stream_context(event), torch.no_grad():
                 try:
                     state._mean(bucket)
                     if bucket.is_last() and not state._failed:

@@ -10,7 +10,42 @@ from typing import Any
 
 import torch
 
+from sparsecoll.torch.compressors import Compressor
+
 logger = logging.getLogger(__name__)
+
+
+class LossScale:
+    """The scale of gradients that DistributedOptimizer reduces.
+
+    Attributes:
+        scaler: the torch.amp.GradScaler that has scaled the loss, once it is known.
+        unscaled: whether it has divided the gradients by its scale.
+        scale: of the gradients of the reduction under way.
+    """
+
+    def __init__(self) -> None:
+        self.scaler: torch.amp.GradScaler | None = None
+        self.unscaled = False
+        self.scale = 1.0
+
+    @property
+    def now(self) -> float:
+        """The scaler's scale."""
+        return 1.0 if self.scaler is None else float(self.scaler.get_scale())
+
+    def begin(self, unscaled: bool) -> None:
+        """A reduction begins."""
+        self.unscaled, self.scale = unscaled, 1.0 if unscaled else self.now
+
+    def of(self, compressor: Compressor) -> float:
+        """What gradients are divided by before they meet a residual, which outlives the scale."""
+        return self.scale if compressor.keeps_gradient else 1.0
+
+    @property
+    def was_unknown(self) -> bool:
+        """Whether gradients were reduced with the scale in them, since the scaler was found only at the step."""
+        return self.scaler is not None and self.scale == 1.0 and not self.unscaled
 
 
 class Scaling:

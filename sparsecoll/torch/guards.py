@@ -23,14 +23,19 @@ CURE = (
 )
 
 
-def refuse_wrapped(model: torch.nn.Module | None) -> None:
-    """Raise if the model is a DistributedDataParallel.
+def refuse_wrapped(model: Any, argument: str) -> None:
+    """Raise unless a model is None or a plain module.
+
+    Args:
+        argument: that gave the model.
 
     Raises:
-        TypeError: it is.
+        TypeError: it is something else, or a DistributedDataParallel.
     """
+    if model is not None and not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model: expected a torch.nn.Module or None, got {type(model).__name__}")
     if isinstance(model, DistributedDataParallel):
-        raise TypeError(f"named_parameters: expected a plain model, got a DistributedDataParallel, {CURE}")
+        raise TypeError(f"{argument}: expected a plain model, got a DistributedDataParallel, {CURE}")
 
 
 def refuse_ddp(*_: Any) -> None:

@@ -10,16 +10,24 @@ from typing import Any
 
 import torch
 
+from sparsecoll.algorithms import Algorithm
 from sparsecoll.telemetry.traffic import Traffic
 from sparsecoll.torch.compressors import Compressor, resolve
 from sparsecoll.torch.engine import Engine
 from sparsecoll.torch.guards import refuse_wrapped
-from sparsecoll.torch.options import Options
-from sparsecoll.torch.replicas import Named, communicator, model_of, named
+from sparsecoll.torch.options import Options, verify_steps
+from sparsecoll.torch.replicas import Named, collective, communicator, model_of, named
 from sparsecoll.torch.state import STATE
 from sparsecoll.torch.timeline import Timeline
 from sparsecoll.transport import as_transport
 from sparsecoll.transport.call import CollectiveCall
+
+
+def _forwarded(name: str) -> property:
+    """An attribute of the wrapped optimizer."""
+    return property(
+        lambda self: getattr(self.optimizer, name), lambda self, value: setattr(self.optimizer, name, value)
+    )
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -83,7 +91,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         optimizer: torch.optim.Optimizer,
         named_parameters: torch.nn.Module | Iterable[tuple[str, torch.Tensor]],
         comm: Any = None,
-        compressor: str | Compressor = "topk",
+        compressor: str | Compressor | Algorithm = "topk",
         *,
         bucket_bytes: int | None = 25 << 20,
         dense_below: int = 1024,
@@ -97,45 +105,19 @@ class DistributedOptimizer(torch.optim.Optimizer):
         transport = communicator(comm)
         model = model_of(named_parameters)
 
-        def checked() -> tuple[Named, Compressor, Options]:
-            with CollectiveCall(transport, "DistributedOptimizer"):
-                options = Options(
-                    bucket_bytes, dense_below, overlap, 100 if verify is True else verify, timeout, timeline
-                )
-                options.check()
-                refuse_wrapped(model)
-                return _of_optimizer(optimizer, named(named_parameters)), resolve(compressor), options
+        def checked(_: CollectiveCall) -> tuple[Named, Compressor, Options]:
+            options = Options(bucket_bytes, dense_below, overlap, verify_steps(verify), timeout, timeline)
+            options.check()
+            refuse_wrapped(model, "named_parameters")
+            return _of_optimizer(optimizer, named(named_parameters)), resolve(compressor), options
 
-        params, own, options = transport.in_order(checked)
+        params, own, options = collective(transport, "DistributedOptimizer", None, checked)
         self._engine = Engine(transport, own, optimizer, model, options)
         self._engine.add(params)
 
-    @property
-    def param_groups(self) -> Any:
-        """The wrapped optimizer's."""
-        return self.optimizer.param_groups
-
-    @param_groups.setter
-    def param_groups(self, groups: Any) -> None:
-        self.optimizer.param_groups = groups
-
-    @property
-    def state(self) -> Any:
-        """The wrapped optimizer's."""
-        return self.optimizer.state
-
-    @state.setter
-    def state(self, state: Any) -> None:
-        self.optimizer.state = state
-
-    @property
-    def defaults(self) -> Any:
-        """The wrapped optimizer's."""
-        return self.optimizer.defaults
-
-    @defaults.setter
-    def defaults(self, defaults: Any) -> None:
-        self.optimizer.defaults = defaults
+    param_groups: Any = _forwarded("param_groups")
+    state: Any = _forwarded("state")
+    defaults: Any = _forwarded("defaults")
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the wrapped optimizer, such as train() and eval() of schedule-free ones."""
@@ -295,16 +277,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
             ValueError: The state is of another model or compressor.
             TypeError: The state contains values of another type.
         """
-        transport = self._engine.transport
 
-        def hooked() -> dict[str, Any]:
+        def hooked(_: CollectiveCall) -> dict[str, Any]:
             state = dict(state_dict)
-            with CollectiveCall(transport, "hooks of load_state_dict"):
-                for before in self._optimizer_load_state_dict_pre_hooks.values():
-                    state = _replaced(state, before(self, state))
+            for before in self._optimizer_load_state_dict_pre_hooks.values():
+                state = _replaced(state, before(self, state))
             return state
 
-        state_dict = transport.in_order(hooked)
+        state_dict = collective(self._engine.transport, "hooks of load_state_dict", None, hooked)
         own = state_dict.get(STATE)
         inner = state_dict.get("optimizer") or {name: v for name, v in state_dict.items() if name != STATE}
         self._engine.load_state_dict(own, lambda: self.optimizer.load_state_dict(inner))

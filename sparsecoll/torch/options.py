@@ -31,8 +31,12 @@ class Options:
         if not isinstance(self.overlap, bool):
             raise TypeError(f"overlap: expected True or False, got {self.overlap!r}")
         check_timeout(self.timeout)
-        if self.timeline is not None and not isinstance(self.timeline, Timeline):
-            raise TypeError(f"timeline: expected a sparsecoll.torch.Timeline, got {self.timeline!r}")
+        check_timeline(self.timeline)
+
+
+def verify_steps(verify: bool | int) -> int:
+    """The argument `verify` as a number of steps; 0: never."""
+    return 100 * verify if isinstance(verify, bool) else verify
 
 
 def check_integer(name: str, value: object, least: int) -> None:
@@ -51,3 +55,9 @@ def check_timeout(timeout: object) -> None:
         raise TypeError(f"timeout: expected seconds or None, got {timeout!r}")
     if not timeout > 0:
         raise ValueError(f"timeout: expected more than 0 seconds, or None to wait for ever, got {timeout}")
+
+
+def check_timeline(timeline: object) -> None:
+    """Raise unless a timeline is None or a Timeline."""
+    if timeline is not None and not isinstance(timeline, Timeline):
+        raise TypeError(f"timeline: expected a sparsecoll.torch.Timeline, got {timeline!r}")

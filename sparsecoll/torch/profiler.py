@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from sparsecoll.torch.compressors import StepContext
+from sparsecoll.torch.replicas import collective
 from sparsecoll.transport import Transport
-from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.transport.collectives import allgather
 
 STEPS = slice(2, 7)  # those that count, after the first ones, in which kernels are compiled
@@ -24,32 +25,43 @@ class Profiler:
     thirds of the time from the optimizer's last step to the last gradient.
     """
 
-    def __init__(self, model: torch.nn.Module | None) -> None:
+    def __init__(self, model: torch.nn.Module | None, context: StepContext, wanted: bool) -> None:
+        self._context, self._wanted = context, wanted
         self._begin: float | None = None
         self._stepped = time.perf_counter()
         self._rows: list[list[float]] = []
-        self._handle = None if model is None else model.register_forward_hook(partial(_forward, weakref.ref(self)))
+        self._handle = (
+            None if model is None or not wanted else model.register_forward_hook(partial(_forward, weakref.ref(self)))
+        )
+
+    @property
+    def active(self) -> bool:
+        """Whether this step is measured; then nothing overlaps, so that neither disturbs the other."""
+        return self._wanted and self._context.ccr is None
 
     def stepped(self) -> None:
         """The optimizer has stepped."""
         self._begin, self._stepped = None, time.perf_counter()
 
-    def note(self, end: float, seconds: list[float]) -> bool:
-        """A step's last gradient came at `end`, and its buckets took these seconds; whether that was the last one."""
+    def note(self, transport: Transport, end: float, seconds: list[float], timeout: float | None) -> None:
+        """Measure a step, if it is to be measured; the last one gives `StepContext.ccr`. Collective.
+
+        A reduction is timed by the rank that came to it last.
+
+        Args:
+            end: when the last gradient came, by time.perf_counter.
+            seconds: of the reductions, by bucket.
+        """
+        if not self.active:
+            return
         begin = self._stepped + (end - self._stepped) / 3 if self._begin is None else self._begin
         self._rows.append([max(end - begin, 0.0), *seconds])
-        return len(self._rows) >= STEPS.stop
-
-    def ratio(self, transport: Transport, timeout: float | None) -> float:
-        """The ratio, the same on all ranks; collective. A reduction is timed by the rank that came to it last."""
-
-        def table() -> Any:
-            with CollectiveCall(transport, "profile", timeout):
-                return allgather(transport, np.median(np.array(self._rows[STEPS]), axis=0))
-
-        rows = transport.in_order(table)
+        if len(self._rows) < STEPS.stop:
+            return
+        own = np.median(np.array(self._rows[STEPS]), axis=0)
+        rows = collective(transport, "profile", timeout, lambda _: allgather(transport, own))
         compute = float(rows[:, 0].mean())
-        return float(rows[:, 1:].min(axis=0).sum()) / compute if compute > 0 else 1.0
+        self._context.ccr = float(rows[:, 1:].min(axis=0).sum()) / compute if compute > 0 else 1.0
 
     def close(self) -> None:
         """Take the hook off the model."""

@@ -7,7 +7,9 @@ import json
 import math
 import zlib
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from concurrent.futures import Future
+from contextlib import nullcontext
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -19,6 +21,7 @@ from sparsecoll.transport.collectives import allgather, broadcast, spread
 
 MESSAGE_BYTES = 64 << 20  # of small tensors that are sent together
 Named = dict[str, torch.Tensor]
+T = TypeVar("T")
 
 
 def communicator(comm: Any) -> Transport:
@@ -39,6 +42,34 @@ def communicator(comm: Any) -> Transport:
                 " tells), or pass comm=MPI.COMM_SELF if that is what you want"
             )
     return transport
+
+
+def collective(
+    transport: Transport, name: str, timeout: float | None, function: Callable[[CollectiveCall], T], phase: str = ""
+) -> T:
+    """Carry out a function inside a CollectiveCall, after the nonblocking calls that were made before it.
+
+    Args:
+        name, timeout: of the call.
+        function: takes the call. What it raises on some rank is raised on all.
+        phase: of its traffic; "": none.
+    """
+
+    def call() -> T:
+        with CollectiveCall(transport, name, timeout) as call, transport.phase(phase) if phase else nullcontext():
+            return function(call)
+
+    return transport.in_order(call)
+
+
+def attempt(function: Callable[[], T]) -> Future[T]:
+    """Call a function now, on this thread; what it raises is raised by `result()`, in a call of all ranks."""
+    future: Future[T] = Future()
+    try:
+        future.set_result(function())
+    except Exception as error:
+        future.set_exception(error)
+    return future
 
 
 # -- which tensors
@@ -213,13 +244,12 @@ def broadcast_model(model: torch.nn.Module, comm: Any = None, root: int = 0) -> 
     transport = communicator(comm)
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
-    def call() -> None:
-        with CollectiveCall(transport, "broadcast") as call:
-            call.signature |= {**describe(tensors), "root": int(root)}
-            call.agree(entries=0)
-            share(transport, tensors.values(), root)
+    def share_all(call: CollectiveCall) -> None:
+        call.signature |= {**describe(tensors), "root": int(root)}
+        call.agree(entries=0)
+        share(transport, tensors.values(), root)
 
-    transport.in_order(call)
+    collective(transport, "broadcast", None, share_all)
 
 
 def raw_bytes(t: torch.Tensor) -> memoryview:
@@ -229,10 +259,13 @@ def raw_bytes(t: torch.Tensor) -> memoryview:
 
 def compare(transport: Transport, tensors: Named, step: int, timeout: float | None) -> None:
     """Raise on every rank if bits differ, naming the first tensor that does. Collective."""
-    with CollectiveCall(transport, "verify", timeout), transport.phase("verify"):
-        sums = np.array([zlib.crc32(raw_bytes(t)) for t in tensors.values()], np.uint32)
-        rows = allgather(transport, sums)
+
+    def gather(_: CollectiveCall) -> Any:
+        rows = allgather(transport, np.array([zlib.crc32(raw_bytes(t)) for t in tensors.values()], np.uint32))
         transport.flush()
+        return rows
+
+    rows = collective(transport, "verify", timeout, gather, "verify")
     for name, column in zip(tensors, rows.T, strict=True):
         if (column != column[0]).any():
             others = [str(rank) for rank, value in enumerate(column.tolist()) if value != column[0]]
@@ -244,10 +277,20 @@ def compare(transport: Transport, tensors: Named, step: int, timeout: float | No
 
 def mean_of(transport: Transport, value: float, timeout: float | None) -> float:
     """The mean of one number over the ranks, the same bits on all of them. Collective."""
-    with CollectiveCall(transport, "mean", timeout):
-        numbers = allgather(transport, np.array([value], np.float64)).ravel().tolist()
+
+    def gather(_: CollectiveCall) -> list[float]:
+        numbers: list[float] = allgather(transport, np.array([value], np.float64)).ravel().tolist()
         transport.flush()
+        return numbers
+
+    numbers = collective(transport, "mean", timeout, gather)
     return math.fsum(numbers) / len(numbers) if all(map(math.isfinite, numbers)) else sum(numbers) / len(numbers)
+
+
+def mean_of_loss(transport: Transport, loss: Any, timeout: float | None) -> Any:
+    """The mean of a loss over the ranks, of the loss's own type. Collective."""
+    mean = mean_of(transport, float(loss.detach() if torch.is_tensor(loss) else loss), timeout)
+    return torch.full_like(loss.detach(), mean) if torch.is_tensor(loss) else mean
 
 
 def mean_loss(transport: Transport, closure: Callable[[], Any], timeout: float | None) -> Any:
@@ -256,22 +299,11 @@ def mean_loss(transport: Transport, closure: Callable[[], Any], timeout: float |
     Raises:
         CommunicationError, ValueError, TypeError: a closure has raised on some rank; on every rank.
     """
-    loss: Any = None
-    problem: Exception | None = None
-    try:
-        with torch.enable_grad():
-            loss = closure()
-        value = 0.0 if loss is None else float(loss.detach() if torch.is_tensor(loss) else loss)
-    except Exception as error:
-        problem = error
+    with torch.enable_grad():
+        loss = attempt(closure)
 
-    def call() -> float:
-        with CollectiveCall(transport, "closure", timeout):
-            if problem is not None:
-                raise problem
-            return mean_of(transport, value, timeout)
+    def mean(_: CollectiveCall) -> Any:
+        return mean_of_loss(transport, 0.0 if loss.result() is None else loss.result(), timeout)
 
-    mean = transport.in_order(call)
-    if loss is None:
-        return None
-    return torch.full_like(loss.detach(), mean) if torch.is_tensor(loss) else mean
+    value = collective(transport, "closure", timeout, mean)
+    return None if loss.result() is None else value

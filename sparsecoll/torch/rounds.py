@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,7 @@ class Round:
     Attributes:
         steps: taken by each rank before this one.
         flags: any rank's.
-        joined: how many ranks have run out of data.
+        joined: the ranks that have run out of data.
         used, sparse, trainable: parameters of which any rank has a gradient, a sparse one, and that take part.
         modules: by module with buffers, whether any rank has changed them.
         alike: whether all ranks that have data have said the same `checksum`.
@@ -35,15 +35,30 @@ class Round:
 
     steps: list[int]
     flags: int
-    joined: int
+    joined: list[int]
     used: set[str]
     sparse: set[str]
     trainable: set[str]
     modules: list[bool]
     alike: bool = True
 
+    @property
+    def over(self) -> bool:
+        """Whether no rank has data."""
+        return 0 < len(self.joined) == len(self.steps)
 
-NOTHING = Round([], 0, 0, set(), set(), set(), [])
+    @property
+    def furthest(self) -> int:
+        """The lowest of the ranks that have taken the most steps."""
+        return int(np.argmax(self.steps))
+
+    @property
+    def root(self) -> int:
+        """The lowest rank that has data, or 0 if none has."""
+        return min(set(range(len(self.steps))) - set(self.joined), default=0)
+
+
+NOTHING = Round([], 0, [], set(), set(), set(), [])
 
 
 @dataclass(frozen=True)
@@ -63,17 +78,26 @@ class Row:
     checksum: int = 0
 
     @classmethod
-    def of(cls, steps: int, flags: int, params: Mapping[str, torch.Tensor], modules: Sequence[bool]) -> Row:
-        """Of these parameters and their gradients as they are now."""
-        here, gradients = not flags & JOINED, [p.grad for p in params.values()]
-        return cls(
-            steps,
-            flags,
-            [here and g is not None for g in gradients],
-            [g is not None and g.is_sparse for g in gradients],
-            [takes_part(p) for p in params.values()],
-            [here and changed for changed in modules],
-        )
+    def of(
+        cls,
+        steps: int,
+        flags: int,
+        params: Sequence[torch.Tensor],
+        modules: Sequence[bool],
+        trainable: Sequence[bool] | None = None,
+        checksum: int = 0,
+    ) -> Row:
+        """The row of these parameters, with their gradients as they are now.
+
+        Args:
+            modules: by module with buffers, whether they have changed.
+            trainable: which parameters take part; None: those that want a gradient or have one.
+        """
+        here = not flags & JOINED
+        used = [here and p.grad is not None for p in params]
+        sparse = [p.grad is not None and p.grad.is_sparse for p in params]
+        trainable = [takes_part(p) for p in params] if trainable is None else list(trainable)
+        return cls(steps, flags, used, sparse, trainable, [here and changed for changed in modules], checksum)
 
     def exchange(self, transport: Transport, names: Sequence[str]) -> Round:
         """All ranks' rows as one. Collective; inside of a CollectiveCall.
@@ -99,7 +123,7 @@ class Row:
         def named(marks: NDArray[Any]) -> set[str]:
             return {names[i] for i in np.flatnonzero(marks).tolist()}
 
-        joined = int(((flags & JOINED) != 0).sum())
+        joined = np.flatnonzero(flags & JOINED).tolist()
         flag = int(np.bitwise_or.reduce(flags))
         alike = len(set(active[:, 2].tolist())) < 2
         return Round(steps, flag, joined, named(used), named(sparse), named(trainable), modules.tolist(), alike)

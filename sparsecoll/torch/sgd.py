@@ -10,37 +10,26 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import numpy as np
 import torch
 
 from sparsecoll.algorithms import Algorithm
 from sparsecoll.errors import NonFiniteError
 from sparsecoll.formats import Format
 from sparsecoll.telemetry.traffic import Traffic
-from sparsecoll.torch.engine import COMPILING
-from sparsecoll.torch.flat import Update
-from sparsecoll.torch.flats import Flats, Sums, names_of
+from sparsecoll.torch.accumulator import Accumulator, Sums
 from sparsecoll.torch.gradients import Scaling, Watch
-from sparsecoll.torch.guards import fingerprint, warn_if_equal
-from sparsecoll.torch.options import check_integer, check_timeout
-from sparsecoll.torch.replicas import (
-    Buffers,
-    Named,
-    communicator,
-    compare,
-    describe,
-    mean_loss,
-    model_of,
-    refuse_sharded,
-    share,
-    share_optimizer,
-)
+from sparsecoll.torch.guards import fingerprint, refuse_wrapped
+from sparsecoll.torch.layout import takes_part
+from sparsecoll.torch.options import check_integer, check_timeline, check_timeout, verify_steps
+from sparsecoll.torch.replica import Replica
+from sparsecoll.torch.replicas import collective, communicator, mean_loss, model_of
 from sparsecoll.torch.rounds import JOINED, SUSPECT, Round, Row
-from sparsecoll.torch.sgd_options import Choice, check_group, common
+from sparsecoll.torch.sgd_options import check_group, common, compressor_of, names_of
+from sparsecoll.torch.sparse_sum import SparseSum, Update, updates
 from sparsecoll.torch.state import STATE
-from sparsecoll.transport import as_transport
+from sparsecoll.torch.timeline import Timeline
+from sparsecoll.transport import Transport, as_transport
 from sparsecoll.transport.call import CollectiveCall
-from sparsecoll.transport.collectives import allgather
 
 logger = logging.getLogger(__name__)
 
@@ -102,18 +91,15 @@ class SparseSGD(torch.optim.Optimizer):
             default, for never, and True for 100.
         timeout: seconds to wait for a message before CommunicationError is raised; None, the default, for no limit,
             with a warning once a minute. In the first step, in which kernels are compiled, it is at least 300.
+        timeline: records spans of the reductions; None, the default, for nothing.
 
     Raises:
-        ValueError: On every rank, if an option or a parameter is invalid on some rank.
-        TypeError: On every rank, if one has a wrong type on some rank.
-        CommunicationError: On every rank, if ranks have different parameters or options.
-        RuntimeError: `comm` is None, and a launcher that MPI does not recognize has started several processes.
+        ValueError, TypeError: an option or a parameter is invalid on some rank; the same on every rank.
+        CommunicationError: ranks disagree on parameters or options; the same on every rank.
+        RuntimeError: `comm` is None, and a launcher has started several processes of which MPI knows nothing.
 
-    Volume of a step: that of the algorithm, and one message of a few bits per parameter to all ranks. Memory: the
-    residual twice (n values each; float32 for half-precision parameters) and, with momentum, the momentum buffers.
-
-    See Also:
-        `sparsecoll.torch.DistributedOptimizer`, which wraps any optimizer.
+    Volume of a step: the algorithm's, and one message of a few bits for each parameter, to all ranks. Memory: the
+    residual twice (n values each; float32 for half-precision parameters) and, with momentum, the buffers.
     """
 
     def __init__(
@@ -138,6 +124,7 @@ class SparseSGD(torch.optim.Optimizer):
         model: torch.nn.Module | None = None,
         verify: bool | int = 0,
         timeout: float | None = None,
+        timeline: Timeline | None = None,
     ) -> None:
         if hasattr(momentum, "rank"):
             raise TypeError("momentum: expected a number, got a communicator: pass it by name, comm=...")
@@ -152,35 +139,27 @@ class SparseSGD(torch.optim.Optimizer):
             "differentiable": differentiable,
             "fused": fused,
         }
-        self._transport = communicator(comm)
-        self._timeout, self._verify = timeout, 100 * verify if isinstance(verify, bool) else verify
-        self._steps = 0
-        self._built = self._warmed = self._suspect = False
+        transport, known = communicator(comm), model_of(params) if model is None else model
+        every = verify_steps(verify)
+        self._built = False
         self._scaler: torch.amp.GradScaler | None = None
-        self._watch = Watch() if self._transport.rank == 0 and self._transport.size > 1 else None
-        self._model = model_of(params) if model is None else model
+        self._watch = Watch() if transport.rank == 0 and transport.size > 1 else None
 
-        def build() -> Choice:
-            with CollectiveCall(self._transport, "SparseSGD"):
-                choice = Choice.of(algo, density, k, format, value_dtype)
-                check_integer("verify", self._verify, 0)
-                check_timeout(timeout)
-                if self._model is not None and not isinstance(self._model, torch.nn.Module):
-                    raise TypeError(f"model: expected a torch.nn.Module or None, got {type(self._model).__name__}")
-                if isinstance(self._model, torch.nn.parallel.DistributedDataParallel):
-                    raise TypeError(
-                        "params: expected those of a plain model, got a DistributedDataParallel's, which averages"
-                        " gradients itself, uncompressed: leave the model as it is"
-                    )
-                super(SparseSGD, self).__init__(params, defaults)
-                for group in self.param_groups:
-                    check_group(group, choice)
-            return choice
+        def build(_: CollectiveCall) -> SparseSum:
+            compressor = compressor_of(algo, density, k, format, value_dtype)
+            check_integer("verify", every, 0)
+            check_timeout(timeout)
+            check_timeline(timeline)
+            refuse_wrapped(known, "params")
+            super(SparseSGD, self).__init__(params, defaults)
+            for group in self.param_groups:
+                check_group(group, compressor)
+            return compressor
 
-        self._choice: Choice = self._transport.in_order(build)
-        self._flats = Flats(self._choice.algorithm, self._choice.options)
-        self._built = True
-        self._buffers = Buffers(self._model)
+        self._compressor = collective(transport, "SparseSGD", None, build)
+        self._replica = Replica(transport, known, every, timeout)
+        self._flat = Accumulator(self._compressor, self._replica, timeline)
+        self._model, self._built = known, True
         self._introduce()
 
     @property
@@ -189,10 +168,8 @@ class SparseSGD(torch.optim.Optimizer):
         return self._transport.traffic
 
     @property
-    def _patience(self) -> float | None:
-        """The timeout of a call: longer while kernels may still be compiled."""
-        timeout = self._timeout
-        return timeout if self._warmed or timeout is None else max(timeout, COMPILING)
+    def _transport(self) -> Transport:
+        return self._replica.transport
 
     # -- parameters
 
@@ -203,13 +180,12 @@ class SparseSGD(torch.optim.Optimizer):
             return
         count = len(self.param_groups)
 
-        def add() -> None:
-            with CollectiveCall(self._transport, "add_param_group", self._timeout):
-                super(SparseSGD, self).add_param_group(param_group)
-                check_group(self.param_groups[-1], self._choice)
+        def add(_: CollectiveCall) -> None:
+            super(SparseSGD, self).add_param_group(param_group)
+            check_group(self.param_groups[-1], self._compressor)
 
         try:
-            self._transport.in_order(add)
+            self._replica.call("add_param_group", add)
         except Exception:
             del self.param_groups[count:]
             raise
@@ -218,31 +194,15 @@ class SparseSGD(torch.optim.Optimizer):
     def _introduce(self) -> None:
         """Name the parameters that the groups have now, and broadcast those that are new from rank 0. Collective."""
         names = names_of(self.param_groups, self._model)
-        new = {name: p for p, name in names.items() if p not in self._flats.names}
-        if not self._flats.names:
-            new = {**self._everything(names), **new}
-
-        def call() -> None:
-            with CollectiveCall(self._transport, "parameters", self._patience) as call:
-                refuse_sharded(new.values())
-                call.signature |= {**describe(new), **common(self.param_groups), "verify": self._verify}
-                call.agree(entries=0)
-                share(self._transport, new.values())
-
-        self._transport.in_order(call)
-        self._flats.rename(names)
-        self._buffers.mark()
+        new = {name: p for p, name in names.items() if p not in self._flat.names}
+        self._replica.introduce(new, {**common(self.param_groups), "verify": self._replica.verify})
+        self._flat.rename(names)
 
     def _look_for_new(self) -> None:
         """Parameters may have been put into groups, or taken out, by others."""
         ids = dict.fromkeys(id(p) for group in self.param_groups for p in group["params"])
-        if list(ids) != [id(p) for p in self._flats.names]:
+        if list(ids) != [id(p) for p in self._flat.names]:
             self._introduce()
-
-    def _everything(self, names: Mapping[torch.Tensor, str]) -> Named:
-        """All parameters and buffers that are kept the same on all ranks."""
-        model = {} if self._model is None else dict(self._model.named_parameters())
-        return {**model, **{name: p for p, name in names.items()}, **self._buffers.tensors}
 
     # -- a step
 
@@ -268,11 +228,11 @@ class SparseSGD(torch.optim.Optimizer):
             CommunicationError: On every rank, if the reduction failed, a closure raised on some rank, or learning
                 rates, steps or (with `verify`) bits differ.
         """
-        loss = None if closure is None else mean_loss(self._transport, closure, self._patience)
+        loss = None if closure is None else mean_loss(self._transport, closure, self._replica.patience)
         scaler, self._scaler = self._scaler, None
         scaling = None if scaler is None else Scaling(self, scaler)
         if self._watch is not None:
-            self._watch.look(self._flats.names)
+            self._watch.look(self._flat.names)
         try:
             self._look_for_new()
             outcome, sums = self._reduced(0, scaling)
@@ -291,131 +251,69 @@ class SparseSGD(torch.optim.Optimizer):
 
     def _reduced(self, flags: int, scaling: Scaling | None = None) -> tuple[Round, Sums]:
         """Sum acc over the ranks, without consequences yet; all ranks are known to have succeeded."""
+        if self._watch is not None:
+            self._watch.over(self._flat.names)
         while True:
-            problem = self._accumulate(scaling)
-            sums = self._flats.sums(self._transport, problem, self._patience)
-            outcome = self._round(flags, problem)
+            sums = self._flat.sums(self.param_groups, scaling)
+            outcome = self._round(flags)
             if not outcome.trainable:
                 return outcome, []
-            if outcome.trainable == self._flats.laid:
+            if outcome.trainable == self._flat.laid_out:
                 return outcome, sums
-            self._flats.lay_out(outcome.trainable)
+            self._flat.lay_out(outcome.trainable)
 
-    def _accumulate(self, scaling: Scaling | None) -> Exception | None:
-        """Form acc; returns what all ranks are to raise."""
-        if scaling is not None and scaling.found:
-            return NonFiniteError("gradients: expected finite values, got NaN or infinity in a scaled gradient")
-        try:
-            if self._watch is not None:
-                self._watch.over(self._flats.names)
-            self._flats.accumulate(self.param_groups, 1.0 if scaling is None else scaling.scale)
-        except Exception as error:
-            return error
-        return None
-
-    def _round(self, flags: int, problem: Exception | None) -> Round:
+    def _round(self, flags: int) -> Round:
         """Hear whether all went well on all ranks, and what they have in their gradients. Collective."""
-        flags |= SUSPECT * self._suspect
+        flags |= SUSPECT * self._replica.suspect
         here = not flags & JOINED
         live = {
             p: bool(group["lr"] != 0 or group["momentum"] != 0) for group in self.param_groups for p in group["params"]
         }
-        used = [here and p.grad is not None for p in self._flats.names]
-        row = Row(
-            self._steps,
-            flags,
-            used,
-            [False] * len(used),
-            [here and (p.requires_grad or p.grad is not None) and live[p] for p in self._flats.names],
-            [here and changed for changed in self._buffers.changed()],
-            zlib.crc32(json.dumps(common(self.param_groups)).encode()),
-        )
+        names, step, modules = self._flat.names, self._replica.context.step, self._replica.buffers.changed()
+        checksum = zlib.crc32(json.dumps(common(self.param_groups)).encode())
+        trainable = [here and takes_part(p) and live[p] for p in names]
+        row = Row.of(step, flags, list(names), modules, trainable, checksum)
 
-        def call() -> Round:
-            with CollectiveCall(self._transport, "end of step", self._patience), self._transport.phase("agree"):
-                if problem is not None:
-                    raise problem
-                outcome = row.exchange(self._transport, list(self._flats.names.values()))
-                if self._transport.size > 1 and not max(outcome.steps) and outcome.trainable == self._flats.laid:
-                    warn_if_equal(self._transport, fingerprint(self._flats.names))
-                return outcome
+        def digest(outcome: Round) -> int | None:
+            first = not max(outcome.steps) and outcome.trainable == self._flat.laid_out
+            return fingerprint(names) if first and self._transport.size > 1 else None
 
-        outcome: Round = self._transport.in_order(call)
+        outcome = self._replica.agree("end of step", row, list(names.values()), digest)
         if not outcome.alike:
-            self._transport.in_order(self._disagree)
-        if outcome.flags & SUSPECT:
-            self._transport.in_order(self._compare)
-            self._suspect = False
+            self._replica.call("step", self._disagree)
         return outcome
 
-    def _disagree(self) -> None:
+    def _disagree(self, call: CollectiveCall) -> None:
         """Raise what says which option differs between ranks."""
-        with CollectiveCall(self._transport, "step", self._patience) as call:
-            call.signature |= common(self.param_groups)
-            call.agree()
+        call.signature |= common(self.param_groups)
+        call.agree()
 
     def _update(self, outcome: Round, sums: Sums) -> None:
         """All ranks have the same sums: let parameters, residuals and buffers follow."""
-        self._share_buffers(outcome)
-        self._flats.commit(sums, self.param_groups)
-        self._steps += 1
-        self._warmed = True
+        self._replica.share_buffers(outcome)
+        if sums:
+            self._flat.commit(self.param_groups)
+        self._replica.context.step += 1
+        self._replica.warmed = True
         groups = {p: group for group in self.param_groups for p in group["params"]}
         try:
-            for flat, value in sums:
-                with flat.device.stream_context():
-                    for p, update in flat.updates(value):
-                        if self._flats.names[p] in outcome.used or update:
+            for bucket, value in sums:
+                with bucket.layout.device.stream_context():
+                    for name, update in updates(bucket.layout, value):
+                        p = bucket.params[name]
+                        if name in outcome.used or update:
                             self._apply(p, update, groups[p])
         except Exception as error:
-            self._suspect = True
+            self._replica.suspect = True
             logger.error("rank %d: the step failed: %s", self._transport.rank, error)
             raise
-        if self._verify and self._steps % self._verify == 0:
-            self._transport.in_order(self._compare)
+        self._replica.compare_if_due()
 
     def _apply(self, p: torch.Tensor, update: Update, group: dict[str, Any]) -> None:
         """torch.optim.SGD's step on the mean gradient."""
-        lr, momentum, decay = float(group["lr"]), float(group["momentum"]), float(group["weight_decay"])
-        share = (-1 if group["maximize"] else 1) / self._transport.size
-        if momentum == 0:  # the update is in units of the learning rate
-            if decay:
-                p.mul_(1 - lr * decay)
-            update.add_to(p, -share)
-            return
-        state = self.state[p]
-        buffer, damp = state.get("momentum_buffer"), 1 - float(group["dampening"])
-        if buffer is None:
-            buffer, damp = torch.zeros_like(p), 1.0
-            state["momentum_buffer"] = buffer
-        buffer.mul_(momentum)
-        update.add_to(buffer, damp * share)
-        if decay:
-            buffer.add_(p, alpha=damp * decay)
-        if not group["nesterov"]:
-            p.sub_(buffer, alpha=lr)
-            return
-        if decay:
-            p.mul_(1 - lr * decay)
-        update.add_to(p, -lr * share)
-        p.sub_(buffer, alpha=lr * momentum)
+        update.step(p, self.state, group, self._transport.size)
 
-    # -- the same on all ranks
-
-    def _share_buffers(self, outcome: Round) -> None:
-        """Buffers that a forward pass has changed on any rank become rank 0's, or those of a rank that has data."""
-
-        def call() -> None:
-            with CollectiveCall(self._transport, "buffers", self._patience):
-                share(self._transport, self._buffers.of(outcome.modules), int(np.argmax(outcome.steps)))
-                self._transport.flush()
-
-        if any(outcome.modules):
-            self._transport.in_order(call)
-            self._buffers.mark()
-
-    def _compare(self) -> None:
-        compare(self._transport, self._everything(self._flats.names), self._steps, self._timeout)
+    # -- other ranks
 
     @contextlib.contextmanager
     def join(self) -> Iterator[None]:
@@ -430,17 +328,18 @@ class SparseSGD(torch.optim.Optimizer):
         """
         yield
         while True:
-            for p in self._flats.names:
+            for p in self._flat.names:
                 p.grad = None
             try:
                 outcome, sums = self._reduced(JOINED)
             except NonFiniteError:  # those who have data skip the step
                 continue
-            if outcome.joined == self._transport.size:
+            if outcome.over:
                 break
-            self._share_buffers(outcome)
-            self._flats.commit(sums, self.param_groups)
-        self._follow("join", int(np.argmax(outcome.steps)))
+            self._replica.share_buffers(outcome)
+            if sums:
+                self._flat.commit(self.param_groups)
+        self._replica.follow("join", self, outcome.furthest)
 
     def move(self, comm: Any) -> None:
         """Go on over another communicator, that of `sparsecoll.shrink` after a rank was lost, say; collective on it.
@@ -448,26 +347,9 @@ class SparseSGD(torch.optim.Optimizer):
         Residuals are kept; what the lost ranks held in theirs is gone with them. Parameters, buffers and momentum
         become those of the new rank 0, since the step that failed may have been taken by some only.
         """
-        self._transport = as_transport(comm)
-        self._flats.release()
-        self._follow("move", 0)
-
-    def _follow(self, name: str, root: int) -> None:
-        """Root's parameters, buffers and state for all ranks. Collective."""
-        tensors = self._everything(self._flats.names)
-
-        def call() -> None:
-            with CollectiveCall(self._transport, name, self._patience) as call:
-                call.signature |= describe(tensors)
-                call.agree()
-                steps = allgather(self._transport, np.array([self._steps], np.int64))
-                share(self._transport, tensors.values(), root)
-                share_optimizer(self._transport, self, root)
-                self._steps = int(steps[root, 0])
-
-        self._transport.in_order(call)
-        self._buffers.mark()
-        self._suspect = False
+        self._replica.transport = as_transport(comm)
+        self._flat.release()
+        self._replica.follow("move", self)
 
     # -- state
 
@@ -478,12 +360,7 @@ class SparseSGD(torch.optim.Optimizer):
         torch.optim.SGD loads it, too, and ignores the residuals.
         """
         state: dict[str, Any] = super().state_dict()
-        state[STATE] = {
-            "rank": self._transport.rank,
-            "size": self._transport.size,
-            "step": self._steps,
-            **self._flats.state(),
-        }
+        state[STATE] = self._flat.state_dict()
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -497,20 +374,8 @@ class SparseSGD(torch.optim.Optimizer):
             ValueError, TypeError: it is of another model or optimizer; the same on every rank.
         """
         plain = {name: value for name, value in state_dict.items() if name != STATE}
-
-        def call() -> dict[str, Any]:
-            with CollectiveCall(self._transport, "load_state_dict", self._patience) as call:
-                own = self._flats.checked(state_dict, self._transport.rank, self._transport.size)
-                call.signature |= {"steps": own["step"], "residuals": STATE in state_dict}
-                call.agree()
-                super(SparseSGD, self).load_state_dict(plain)
-                allgather(self._transport, np.zeros(1, np.uint8))
-                self._transport.flush()
-            return own
-
-        own = self._transport.in_order(call)
-        self._flats.load(own)
-        self._steps, self._suspect = own["step"], False
+        self._flat.load_state_dict(state_dict, lambda: super(SparseSGD, self).load_state_dict(plain))
+        self._replica.suspect = False
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

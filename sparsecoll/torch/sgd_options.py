@@ -4,58 +4,55 @@ from __future__ import annotations
 
 import copy
 import numbers
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
 from sparsecoll import formats
-from sparsecoll.algorithms import Algorithm, resolve
+from sparsecoll.algorithms import resolve
 from sparsecoll.collectives.options import CallOptions
 from sparsecoll.formats import Format
 from sparsecoll.torch.device import device_of
 from sparsecoll.torch.layout import residual_dtype
 from sparsecoll.torch.options import check_integer
 from sparsecoll.torch.replicas import refuse_sharded
+from sparsecoll.torch.sparse_sum import SparseSum
 
 NUMBERS = ("lr", "momentum", "dampening", "weight_decay")
 FLAGS = ("nesterov", "maximize")
 
 
-@dataclass(frozen=True)
-class Choice:
-    """How vectors are summed: an algorithm and the options of `sparsecoll.allreduce`."""
+def compressor_of(algo: Any, density: Any, k: Any, format: str | Format, value_dtype: str | None) -> SparseSum:
+    """The compressor that these arguments of SparseSGD ask for.
 
-    algorithm: Algorithm
-    options: dict[str, Any]
-
-    @classmethod
-    def of(cls, algo: Any, density: Any, k: Any, format: str | Format, value_dtype: str | None) -> Choice:
-        """These arguments of SparseSGD.
-
-        Raises:
-            TypeError, ValueError: one is not what it should be.
-        """
-        if k is None:
-            _check_number("density", density, 0)
-            if not 0 < density <= 1:
-                raise ValueError(f"density: expected in (0, 1], got {density}")
-        else:
-            check_integer("k", k, 0)
-        algorithm = copy.deepcopy(resolve(algo))
-        chosen = {} if algorithm.takes_dense else {"density": density} if k is None else {"k": k}
-        return cls(algorithm, {"format": formats.resolve(format), "value_dtype": value_dtype, **chosen})
-
-    def check(self, p: torch.Tensor) -> None:
-        """Raise unless this parameter's gradients can be summed so."""
-        device_of(p)
-        sums = f"algo={self.algorithm.name!r}" if self.algorithm.sends_sums else None
-        CallOptions(**self.options).check_dtype(residual_dtype(p.dtype), sums)
+    Raises:
+        TypeError, ValueError: one is not what it should be.
+    """
+    if k is None:
+        _check_number("density", density, 0)
+        if not 0 < density <= 1:
+            raise ValueError(f"density: expected in (0, 1], got {density}")
+        chosen: dict[str, Any] = {"density": float(density)}
+    else:
+        check_integer("k", k, 0)
+        chosen = {"k": k}
+    algorithm = copy.deepcopy(resolve(algo))
+    formats.resolve(format)
+    return SparseSum(algo=algorithm, format=format, value_dtype=value_dtype, **chosen)
 
 
-def check_group(group: Mapping[str, Any], choice: Choice) -> None:
+def _check_parameter(p: torch.Tensor, compressor: SparseSum) -> None:
+    """Raise unless the gradients of a parameter can be summed by a compressor."""
+    device_of(p)
+    algorithm = resolve(compressor.algo)
+    sums = f"algo={algorithm.name!r}" if algorithm.sends_sums else None
+    options = CallOptions(format=compressor.format, value_dtype=compressor.value_dtype)
+    options.check_dtype(residual_dtype(p.dtype), sums)
+
+
+def check_group(group: Mapping[str, Any], compressor: SparseSum) -> None:
     """Raise unless a group's options and parameters are what they should be.
 
     Raises:
@@ -78,7 +75,7 @@ def check_group(group: Mapping[str, Any], choice: Choice) -> None:
     refuse_sharded(group["params"])
     for p in group["params"]:
         if p.requires_grad:
-            choice.check(p)
+            _check_parameter(p, compressor)
 
 
 def common(groups: list[dict[str, Any]]) -> dict[str, Any]:
@@ -97,3 +94,20 @@ def _check_number(name: str, value: Any, least: float) -> None:
         raise TypeError(f"{name}: expected a number, got {value!r}")
     if not float(value) >= least:
         raise ValueError(f"{name}: expected at least {least}, got {value}")
+
+
+def names_of(groups: Iterable[dict[str, Any]], model: torch.nn.Module | None) -> dict[torch.Tensor, str]:
+    """Names of the groups' parameters: the model's, those that the groups have, else their numbers."""
+    groups = list(groups)
+    known: dict[torch.Tensor, str] = {}
+    for group in groups:
+        known.update(zip(group["params"], group.get("param_names", ()), strict=False))
+    if model is not None:
+        known |= {p: name for name, p in model.named_parameters()}
+    names: dict[str, torch.Tensor] = {}
+    for number, p in enumerate(dict.fromkeys(p for group in groups for p in group["params"])):
+        name = known.get(p, str(number))
+        while name in names:
+            name += "'"
+        names[name] = p
+    return {p: name for name, p in names.items()}

@@ -10,6 +10,7 @@ import torch
 
 from sparsecoll.errors import CommunicationError
 from sparsecoll.torch.compressors import COMPRESSORS, Compressor
+from sparsecoll.transport import Transport
 
 STATE = "sparsecoll"  # key of the library's own part of a state_dict
 Tensors = dict[str, dict[str, torch.Tensor]]
@@ -36,13 +37,16 @@ def restore(compressors: Iterable[Compressor], tensors: Tensors) -> Tensors:
     return {kind: entries for kind, entries in left.items() if entries}
 
 
-def check(state: Mapping[str, Any], rank: int, size: int, params: Mapping[str, torch.Tensor], method: str) -> None:
+def check(
+    state: Mapping[str, Any], transport: Transport, params: Mapping[str, torch.Tensor], compressor: Compressor
+) -> None:
     """Raise unless a saved state is this rank's, of these parameters and this compressor.
 
     Raises:
         CommunicationError: it is another rank's, or of another number of ranks.
         ValueError: it is of other parameters or another compressor.
     """
+    rank, size, method = transport.rank, transport.size, compressor.describe()
     if (state["rank"], state["size"]) != (rank, size):
         cure = (
             "load the file that this rank saved"
@@ -61,19 +65,36 @@ def check(state: Mapping[str, Any], rank: int, size: int, params: Mapping[str, t
             if name not in params:
                 raise ValueError(f"state_dict: expected names of parameters, got {name!r}")
             expected = tuple(params[name].shape)
-            if kind not in state.get("replicated", ("p", "q")) and tuple(t.shape) != expected:
+            if kind not in compressor.replicated_state and tuple(t.shape) != expected:
                 raise ValueError(f"state_dict: {kind} of {name!r}: expected shape {expected}, got {tuple(t.shape)}")
 
 
 def today(description: str) -> str:
-    """A saved `Compressor.describe()` as it reads today: presets were classes with names of their own."""
+    """A saved `Compressor.describe()` as it reads today: presets of TopK were classes with names of their own."""
     name, bracket, options = description.partition("(")
     return f"{COMPRESSORS[name]().name}{bracket}{options}" if name in COMPRESSORS else description
 
 
-def encode_extra(compressors: Iterable[Compressor]) -> list[str]:
-    """What else each bucket's compressor needs, as texts."""
-    return [json.dumps(compressor.extra_state()) for compressor in compressors]
+def extra_by_bucket(state: Mapping[str, Any]) -> dict[Any, dict[str, Any]]:
+    """Saved extra state of each bucket by the names of its parameters.
+
+    States that were saved before all ways in had one format have a mapping for each bucket (SparseSGD), or texts in the
+    order of the buckets (DistributedOptimizer); these are returned by (number, number of buckets).
+    """
+    extra: dict[Any, dict[str, Any]] = {}
+    for i, entry in enumerate(state["buckets"]):
+        if isinstance(entry, str):
+            extra[i, len(state["buckets"])] = json.loads(entry)
+        elif isinstance(entry, Mapping):
+            extra[tuple(entry["params"])] = entry["state"]
+        else:
+            extra[tuple(entry[0])] = json.loads(entry[1])
+    return extra
+
+
+def renamed(tensors: Tensors, names: Mapping[str, str]) -> Tensors:
+    """Tensors under other names of parameters, without those of parameters that `names` (old -> new) lacks."""
+    return {kind: {names[name]: t for name, t in entries.items() if name in names} for kind, entries in tensors.items()}
 
 
 def redistribute(states: Sequence[Mapping[str, Any]], rank: int, size: int) -> dict[str, Any]:
@@ -101,7 +122,7 @@ def redistribute(states: Sequence[Mapping[str, Any]], rank: int, size: int) -> d
             f"states: expected those of ranks 0 to {own[0]['size'] - 1 if own else '...'},"
             f" got {[part['rank'] for part in own]}"
         )
-    replicated, scale = set(own[0].get("replicated", ("p", "q"))), size / len(own)
+    replicated, scale = set(own[0]["replicated"]), size / len(own)
     tensors: Tensors = {}
     for kind, entries in own[0]["tensors"].items():
         if kind in replicated:

@@ -10,9 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from sparsecoll.telemetry import trace
+
 
 class Timeline:
-    """Records spans of time; pass one to DistributedOptimizer as `timeline`.
+    """Records spans of time; pass one to DistributedOptimizer, SparseSGD or HookState as `timeline`.
 
     The trace has a row per thread: "back-propagation" on the training thread, and on the progress thread one span per
     bucket, with nested spans by kind of work (select, encode, decode, merge, dense, wait). A span takes some 200 bytes
@@ -74,3 +78,21 @@ class Timeline:
             events.append({"name": name, "ph": "X", "pid": self.rank, "tid": number, **times, "args": about})
         head = {"name": "process_name", "ph": "M", "pid": self.rank, "args": {"name": f"rank {self.rank}"}}
         Path(path).write_text(json.dumps({"traceEvents": [head, *events]}))
+
+
+@contextlib.contextmanager
+def bucket_span(timeline: Timeline | None, index: int, length: int) -> Iterator[trace.Recorder]:
+    """Record the reduction of a bucket: for torch.profiler, on a timeline (if any), and by kind of work.
+
+    Args:
+        timeline: which records spans; None: nothing.
+        index: of the bucket.
+        length: its values.
+    """
+    name = f"bucket {index}"
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.profiler.record_function(f"sparsecoll: {name}"))
+        if timeline is not None:
+            stack.enter_context(timeline.span(name, values=length))
+            stack.enter_context(trace.listening(timeline))
+        yield stack.enter_context(trace.listening(trace.Recorder()))

@@ -53,6 +53,7 @@ class Run:
     """
 
     def __init__(self, way, comm, model=net, inner=sgd, compressor="none", dtype=torch.float64, scaler=None, **options):
+        own = {name: options.pop(name) for name in ("verify", "timeline") if way == HOOK and name in options}
         self.way, self.comm, self.size, self.dtype = way, comm, comm.size, dtype
         self.last = comm.size - 1
         self.ranks = list(range(comm.size)) if way == ONE else [comm.rank]
@@ -63,7 +64,7 @@ class Run:
             self.model = torch.nn.parallel.DistributedDataParallel(
                 Through(self.module), **{"bucket_cap_mb": 0.002, **options}
             )
-            self.state = HookState(comm, compressor, self.model, timeout=TIMEOUT, grad_scaler=scaler)
+            self.state = HookState(comm, compressor, self.model, timeout=TIMEOUT, grad_scaler=scaler, **own)
             self.model.register_comm_hook(self.state, comm_hook)
         self.inner = self.optimizer = inner(self.module.parameters())
         if way == SPARSE:

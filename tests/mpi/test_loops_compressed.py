@@ -9,7 +9,7 @@ from loops_of_models import Words  # noqa: E402
 from runs import HOOK, LOCAL, OVERLAP, TIMEOUT, Ledger, Run, alike, bits, net, plain_sgd  # noqa: E402
 
 import sparsecoll  # noqa: E402
-from sparsecoll.torch import COMPRESSORS, DistributedOptimizer, init_process_group  # noqa: E402
+from sparsecoll.torch import COMPRESSORS, DistributedOptimizer, Timeline, init_process_group  # noqa: E402
 from sparsecoll.torch.compressors import COVAP, DGC, DRAGONN, QSGD, OkTopk, PowerSGD, TopK, resolve  # noqa: E402
 
 pytestmark = pytest.mark.mpi
@@ -250,3 +250,21 @@ def test_two_optimizers_on_one_communicator(comm, overlap):
     for optimizer in optimizers:
         optimizer.close()
     assert alike(comm, dict(a.named_parameters())) and alike(comm, dict(b.named_parameters()))
+
+
+def test_the_hook_takes_an_algorithm_and_a_timeline_and_verifies(comm):
+    """Top k over any algorithm; replicas that differ are found after the step, by name."""
+    timeline = Timeline(comm.rank)
+    run = Run(HOOK, comm, net, plain_sgd, sparsecoll.SparDL(), verify=2, timeline=timeline)
+    for step in range(4):
+        if step == 3 and comm.rank == run.last:
+            with torch.no_grad():
+                run.module[2].bias.add_(1)
+        run.optimizer.zero_grad()
+        run.loss(step).backward()
+        if step < 3 or comm.size == 1:
+            run.optimizer.step()
+        else:
+            with pytest.raises(sparsecoll.CommunicationError, match=r"after step 4, got others .*2\.bias' on rank"):
+                run.optimizer.step()
+    assert {"bucket 0", "select", "encode"} <= {name for name, *_ in timeline._events}

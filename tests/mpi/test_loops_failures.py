@@ -97,6 +97,25 @@ def test_uneven_inputs_with_join(comm, way):
     run.close()
 
 
+@pytest.mark.parametrize("way", [OVERLAP, SPARSE])
+def test_buffers_in_join_are_those_of_the_lowest_rank_that_has_data(comm, way):
+    """Rank 0 runs out of data first; from then on its running statistics are of no step that is taken."""
+    counts = [2, *range(comm.size + 2, 3, -1)]
+
+    def normed():
+        layers = torch.nn.BatchNorm1d(6), torch.nn.Linear(6, 1)
+        return torch.nn.Sequential(*layers).double()
+
+    run, expected = Run(way, comm, normed, sgd), normed()
+    with run.optimizer.join():
+        train(run, range(counts[comm.rank]))
+    for step in range(max(counts)):
+        expected(draw(next(rank for rank, count in enumerate(counts) if step < count), step)[0])
+    close(dict(run.module.named_buffers()), dict(expected.named_buffers()))
+    assert alike(comm, run.values())
+    run.close()
+
+
 def test_a_wrapper_that_replaces_another(comm):
     """A notebook's cell is run again: the old one's hooks do nothing any more."""
     run = train(Run(OVERLAP, comm, net, sgd, TOPK), range(3))

@@ -268,6 +268,16 @@ def test_verify_names_the_first_tensor_that_differs():
     simulate(3, program)
 
 
+@pytest.mark.parametrize("verify", [True, False, 0])
+def test_verify_is_a_flag_or_a_number_of_steps(verify):
+    def program(comm):
+        model = net()
+        inner = torch.optim.SGD(model.parameters(), 0.1)
+        train(comm, model, DistributedOptimizer(inner, model.named_parameters(), comm, verify=verify), range(2))
+
+    simulate(1, program)
+
+
 def test_ranks_that_disagree_get_the_same_error():
     def program(comm):
         model = net()

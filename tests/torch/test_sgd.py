@@ -18,7 +18,7 @@ from nets import batch, bits, loss_of, net, train  # noqa: E402
 import sparsecoll  # noqa: E402
 from sparsecoll import CommunicationError, simulate  # noqa: E402
 from sparsecoll.errors import NonFiniteError  # noqa: E402
-from sparsecoll.torch import SparseSGD, redistribute  # noqa: E402
+from sparsecoll.torch import SparseSGD, Timeline, redistribute  # noqa: E402
 
 P = 3
 EXACT = [{"algo": "dense"}, {"algo": "allgather", "density": 1.0}, {"algo": "oktopk", "density": 1.0}]
@@ -342,6 +342,19 @@ def test_verify_names_what_differs():
     simulate(P, program)
 
 
+def test_timeline():
+    timelines = [Timeline(rank) for rank in range(2)]
+
+    def program(comm):
+        model = net()
+        train(comm, model, SparseSGD(model.parameters(), 0.1, comm=comm, timeline=timelines[comm.rank]), range(3))
+
+    simulate(2, program)
+    assert {"bucket 0", "select", "encode", "wait"} <= {name for name, *_ in timelines[1]._events}
+    with pytest.raises(TypeError, match="timeline: expected"):
+        SparseSGD(net().parameters(), timeline=3)
+
+
 def test_learning_rates_that_differ_are_an_error_on_all_ranks():
     """ReduceLROnPlateau by each rank's own loss, say."""
 
@@ -406,7 +419,7 @@ def test_arguments_that_are_accepted():
     with pytest.raises(TypeError, match="got a communicator: pass it by name, comm="):
         simulate(1, lambda comm: SparseSGD(net().parameters(), 0.1, comm))
     parallel = torch.nn.parallel.DistributedDataParallel
-    with pytest.raises(TypeError, match="rank 0: params: expected those of a plain model"):
+    with pytest.raises(TypeError, match="rank 0: params: expected a plain model"):
         SparseSGD(net().parameters(), model=parallel.__new__(parallel))
     with pytest.raises(TypeError, match="cannot be pickled or copied"):
         copy.deepcopy(SparseSGD(net().parameters()))
@@ -894,7 +907,7 @@ def test_another_communicator_keeps_residuals_and_levels_the_rest():
         train(comm, model, optimizer, range(3))
         before = residuals(optimizer)
         if comm.rank == 1:  # one rank has taken a step that the others have not
-            optimizer._steps += 1
+            optimizer._replica.context.step += 1
             with torch.no_grad():
                 for p in model.parameters():
                     p.add_(1)

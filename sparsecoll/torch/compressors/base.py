@@ -15,7 +15,7 @@ from sparsecoll.algorithms.dense import Dense
 from sparsecoll.collectives.allreduce import allreduce_vectors
 from sparsecoll.collectives.options import CallOptions
 from sparsecoll.errors import NonFiniteError
-from sparsecoll.residual import Compensated
+from sparsecoll.residual import LazyAccumulator
 from sparsecoll.select import Vector
 from sparsecoll.telemetry.trace import doing
 from sparsecoll.torch.compressors.versions import Versions
@@ -101,17 +101,22 @@ class Compressor(ABC):
         Raises:
             NonFiniteError: On every rank, if a gradient contains NaN or infinity and the method cannot pass that on.
         """
-        if self._generation != transport.generation:
-            self._generation = transport.generation
-            self.forget()
+        self.sync(transport)
         with CollectiveCall(transport, f"bucket {self.layout.index}", self.timeout):
             with doing("select", gradient.size):
-                message = self._compressed(self.compensate(gradient))
+                message = self.message(self.compensate(gradient))
             reduced = self.communicate(transport, message)
             with doing("dense", gradient.size):
                 self.update(out, message, reduced)
 
-    def _compressed(self, acc: Any) -> Any:
+    def sync(self, transport: Transport) -> None:
+        """Drop what may differ between ranks since a call has failed."""
+        if self._generation != transport.generation:
+            self._generation = transport.generation
+            self.forget()
+
+    def message(self, acc: Any) -> Any:
+        """`compress`, with the name of a parameter whose gradient is not finite in the error."""
         try:
             return self.compress(acc)
         except NonFiniteError:
@@ -204,46 +209,56 @@ class ErrorFeedback(Compressor):
         super().bind(layout, transport, context, timeout)
         self._residual = Versions(layout.zeros() if self.keeps_gradient else layout.device.zeros(0, layout.dtype))
         self._versions = [self._residual]
+        self._spare: list[Array] = []  # memory of versions other than the residual's, which is the bucket's
 
     def compensate(self, gradient: Array, scale: float = 1.0) -> DenseVector:
-        """Return acc = scale * residual + gradient, which is computed when it is first read."""
+        """acc = scale * residual + gradient."""
         if not self.keeps_gradient:
             return DenseVector(gradient)
-        self.acc = Compensated(gradient)
+        self.begin(gradient)
         self.acc.add_later(self._residual.current, scale)
-        self._residual.trial = gradient
-        return self.acc
+        return self.acc.flush()
+
+    def begin(self, acc: Array) -> None:
+        """Take memory for acc; what stays behind in it becomes the trial residual."""
+        self.acc, self._residual.trial = LazyAccumulator(acc), acc
+
+    @property
+    def residual(self) -> Array:
+        """The residual that the next reduction begins with."""
+        return self._residual.current
 
     def contributed(self, sent: Vector) -> None:
         """Subtract what contributed from acc; the rest is the trial residual."""
-        if isinstance(sent, SparseVector):
-            self.acc.subtract_at(sent)
+        acc = self.acc.flush()
+        if sent is acc:
+            acc.values.fill(0)
+        elif isinstance(sent, SparseVector):
+            acc.subtract_at(sent)
         else:
-            np.subtract(self.acc.values, sent.values, out=self.acc.values)
+            np.subtract(acc.values, sent.values, out=acc.values)
+
+    def _each(self, change: Callable[[Versions], list[Array]]) -> list[Array]:
+        for versions in self._versions[1:]:
+            self._spare += change(versions)
+        return change(self._residual)
 
     def keep(self) -> list[Array]:
-        return self._residual.keep()
+        return self._each(Versions.keep)
 
     def drop(self) -> None:
-        for versions in self._versions:
-            versions.drop()
+        self._each(Versions.drop)
 
     def exclude(self, names: Collection[str]) -> None:
         for versions in self._versions:
-            versions.exclude(self._parts(names) or [])
+            versions.exclude(self.layout.slices(names))
 
     def commit(self) -> list[Array]:
-        return self._residual.commit()
+        return self._each(Versions.commit)
 
     def rollback(self, names: Collection[str] | None = None) -> list[Array]:
-        return self._residual.rollback(self._parts(names))
-
-    def _parts(self, names: Collection[str] | None) -> list[slice] | None:
-        """Where these parameters are in the bucket."""
-        if names is None:
-            return None
-        edges = self.layout.offsets
-        return [slice(edges[i], edges[i + 1]) for i, name in enumerate(self.layout.names) if name in names]
+        parts = None if names is None else self.layout.slices(names)
+        return self._each(lambda versions: versions.rollback(parts))
 
     def rescale(self, factor: float) -> None:
         for versions in self._versions:

@@ -104,7 +104,7 @@ class DRAGONN(TopK):
 
     def compress(self, acc: Vector) -> Vector:
         if not self.compressed:
-            return acc
+            return self.acc.flush()
         chosen = super().compress(acc)
         assert isinstance(chosen, SparseVector)
         self.check_finite(chosen)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,15 +93,18 @@ class TopK(ErrorFeedback):
         if self._densities.by_layer:
             self._selectors = [copy.deepcopy(self.selector or select.TopK()) for _ in layout.names]
         if self.momentum:
-            self._velocity, self._spare = Versions(layout.zeros()), [layout.zeros()]
+            self._velocity = Versions(layout.zeros())
             self._versions.append(self._velocity)
 
     def compensate(self, gradient: Array, scale: float = 1.0) -> DenseVector:
+        """acc = scale * residual + gradient, formed in the pass that selects."""
         if self.clip is not None:
             self._clip(gradient, self.clip / self.size**0.5)
         if self.momentum:
             self._correct_momentum(gradient)
-        return super().compensate(gradient, scale)
+        self.begin(gradient)
+        self.acc.add_later(self._residual.current, scale)
+        return self.acc
 
     def _clip(self, gradient: Array, most: float) -> None:
         whole = [self.layout.device.tensor(gradient)]
@@ -113,9 +115,7 @@ class TopK(ErrorFeedback):
 
     def _correct_momentum(self, gradient: Array) -> None:
         """Replace the gradient by its momentum."""
-        if not self._spare:
-            self._spare.append(self.layout.zeros())
-        velocity = self._spare[0]
+        velocity = self._spare.pop() if self._spare else self.layout.zeros()
         if self.nesterov:
             np.add(self._velocity.current, gradient, out=velocity)
             np.multiply(velocity, self.momentum, out=velocity)
@@ -125,22 +125,6 @@ class TopK(ErrorFeedback):
             velocity[:] = gradient
         self._velocity.trial = velocity
 
-    def keep(self) -> list[Array]:
-        if self.momentum:
-            self._spare[:1] = []
-            self._spare += self._velocity.keep()
-        return super().keep()
-
-    def commit(self) -> list[Array]:
-        if self.momentum:
-            self._spare += self._velocity.commit()
-        return super().commit()
-
-    def rollback(self, names: Collection[str] | None = None) -> list[Array]:
-        if self.momentum:
-            self._spare += self._velocity.rollback(self._parts(names))
-        return super().rollback(names)
-
     def forget(self) -> None:
         if self._densities.by_layer:
             for selector in self._selectors:
@@ -148,16 +132,19 @@ class TopK(ErrorFeedback):
 
     def compress(self, acc: Vector) -> Vector:
         if self._algorithm.takes_dense:
-            return acc
+            return self.acc.flush()
         self._algorithm.keep_up(self._generation)
         if self._densities.by_layer:
-            return self._layer_by_layer(acc)
-        self._k = self._densities.k(self.layout.length, self.context.step)
+            return self._layer_by_layer(self.acc.flush())
+        self._k = self.count()
         return self._algorithm.select(acc, self._k, self.size)
 
-    def _layer_by_layer(self, acc: Vector) -> SparseVector:
+    def count(self) -> int:
+        """k in this step."""
+        return self._densities.k(self.layout.length, self.context.step)
+
+    def _layer_by_layer(self, acc: DenseVector) -> SparseVector:
         """Return the largest entries of each layer."""
-        assert isinstance(acc, DenseVector)
         values, edges, parts = acc.values, self.layout.offsets, []
         self._k = 0
         layers = zip(self.layout.names, self._selectors, edges[:-1], edges[1:], strict=True)

@@ -32,9 +32,10 @@ class Versions:
         self.current, self.trial = self.trial, None
         return freed
 
-    def drop(self) -> None:
-        """Discard the trial version."""
-        self.trial = None
+    def drop(self) -> list[Array]:
+        """Forget the trial version; returns arrays that are of no further use."""
+        freed, self.trial = [] if self.trial is None else [self.trial], None
+        return freed
 
     def exclude(self, parts: Iterable[slice]) -> None:
         """Restore the trial version of these parts."""

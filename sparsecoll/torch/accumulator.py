@@ -1,0 +1,158 @@
+"""SparseSGD's acc = residual + learning rate * gradient in flat vectors: how it is formed, summed, kept and saved."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from sparsecoll.errors import NonFiniteError
+from sparsecoll.select import Vector
+from sparsecoll.torch.bucket import Bucket
+from sparsecoll.torch.buckets import Buckets
+from sparsecoll.torch.device import Array
+from sparsecoll.torch.gradients import Scaling
+from sparsecoll.torch.replica import Replica
+from sparsecoll.torch.replicas import attempt
+from sparsecoll.torch.sparse_sum import SparseSum
+from sparsecoll.torch.state import STATE, extra_by_bucket, renamed
+from sparsecoll.torch.timeline import Timeline, bucket_span
+from sparsecoll.transport.call import CollectiveCall
+
+Sums = list[tuple[Bucket, Vector]]
+Group = dict[str, Any]
+
+
+class Accumulator:
+    """The parameters that take part, one bucket for each residual dtype and device; residuals of all parameters.
+
+    Args:
+        compressor: copied for each bucket.
+        timeline: records spans; None: nothing.
+
+    Attributes:
+        names: parameter -> its name, in the order of the groups.
+        laid_out: names of the parameters that take part.
+    """
+
+    def __init__(self, compressor: SparseSum, replica: Replica, timeline: Timeline | None) -> None:
+        self.names: dict[torch.Tensor, str] = {}
+        self.laid_out: set[str] = set()
+        self._replica, self._timeline = replica, timeline
+        self._buckets = Buckets(compressor, replica.context)
+        self._rated: dict[str, bool] = {}  # whether a residual is in units of learning rate * gradient
+
+    # -- layout
+
+    def rename(self, names: dict[torch.Tensor, str]) -> None:
+        """These are the parameters now."""
+        new = {old: names[p] for p, old in self.names.items() if p in names}
+        if any(new.get(old) != old for old in self.names.values()):
+            self._buckets.rename(new)
+            self._rated = {new[name]: rated for name, rated in self._rated.items() if name in new}
+            self.laid_out = set()
+        self.names, self._replica.params = names, {name: p for p, name in names.items()}
+
+    def release(self) -> None:
+        """Take all buckets apart: they are made anew in the next step, and residuals are kept."""
+        self._buckets.release()
+        self.laid_out = set()
+
+    def lay_out(self, trainable: set[str]) -> None:
+        """Make buckets of these parameters; residuals are kept."""
+        self._buckets.order = [name for p, name in self.names.items() if name in trainable and p.numel()]
+        self._buckets.lay_out(self._replica.transport, self._replica.params, self._replica.patience)
+        self.laid_out = trainable
+
+    # -- a step
+
+    def sums(self, groups: Iterable[Group], scaling: Scaling | None) -> Sums:
+        """The sum of acc over the ranks for each bucket; what contributed is taken out of acc. Collective.
+
+        Raises:
+            NonFiniteError: acc holds NaN or infinity on some rank; the text names the parameter; on every rank.
+        """
+
+        acc = attempt(lambda: self._accumulate(groups, scaling))  # on the streams and threads of the caller
+        if not self._buckets:
+            self._replica.call("gradients", lambda _: acc.result())
+        sums: Sums = []
+        for index, (bucket, compressor) in enumerate(self._buckets):
+
+            def call(_: CollectiveCall, index: int = index, compressor: Any = compressor) -> Vector:
+                with bucket_span(self._timeline, index, compressor.layout.length):
+                    value: Vector = compressor.allreduce_sum(self._replica.transport, acc.result()[index])
+                return value
+
+            with bucket.layout.device.stream_context():
+                sums.append((bucket, self._replica.call(f"bucket {index}", call)))
+        return sums
+
+    def _accumulate(self, groups: Iterable[Group], scaling: Scaling | None) -> list[Array]:
+        if scaling is not None and scaling.found:
+            raise NonFiniteError("gradients: expected finite values, got NaN or infinity in a scaled gradient")
+        weights, acc = self._weights(groups, 1.0 if scaling is None else scaling.scale), []
+        for bucket, compressor in self._buckets:
+            assert isinstance(compressor, SparseSum)
+            with bucket.layout.device.stream_context():
+                compressor.timeout = self._replica.patience
+                acc.append(bucket.accumulate(compressor.residual, weights))
+        return acc
+
+    def _weights(self, groups: Iterable[Group], scale: float) -> dict[str, tuple[float, float]]:
+        """(a, b) by parameter: acc = a * residual + b * gradient; b is the learning rate unless there is momentum."""
+        weights = dict.fromkeys(self.names.values(), (1.0, 1.0))
+        for group in groups:
+            lr, rated = float(group["lr"]), not group["momentum"]
+            for p in group["params"]:
+                a, name = 1.0, self.names[p]
+                if self._rated.get(name, rated) != rated:  # momentum was switched on or off
+                    a = lr if rated else 1 / lr if lr else 1.0
+                weights[name] = a, (lr if rated else 1.0) / scale
+        return weights
+
+    def commit(self, groups: Iterable[Group]) -> None:
+        """The step is good: what is left of acc is the residual."""
+        self._buckets.keep()
+        self._buckets.commit()
+        rated = {self.names[p]: not group["momentum"] for group in groups for p in group["params"]}
+        self._rated |= {name: rated[name] for name in self._buckets.index_of}
+
+    # -- saved state
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Buckets.state_dict`; with all names in order, and the units of residuals."""
+        state = self._buckets.state_dict(self._replica.transport)
+        return {**state, "params": list(self.names.values()), "rated": dict(self._rated)}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], load: Callable[[], Any]) -> None:
+        """See `Buckets.load_state_dict`; parameters may have had other names, in the same order. Collective."""
+        transport, params = self._replica.transport, self._replica.params
+        own = self._buckets.load_state_dict(
+            transport, lambda: self._own(state_dict), params, self._replica.patience, load
+        )
+        self.laid_out, self._rated = set(), dict(own.get("rated", {}))
+
+    def _own(self, state_dict: Mapping[str, Any]) -> dict[str, Any] | None:
+        """The library's part of a state_dict, with the names that parameters have here; None of plain SGD's.
+
+        Raises:
+            ValueError: it is of another number of parameters or another optimizer.
+        """
+        own = state_dict.get(STATE)
+        if own is None:
+            return None
+        if "param_groups" not in state_dict or "rated" not in own:
+            raise ValueError(
+                "state_dict: expected that of SparseSGD or torch.optim.SGD, got another optimizer's or that of an"
+                " earlier version"
+            )
+        here = list(self.names.values())
+        if len(own["params"]) != len(here):
+            raise ValueError(f"state_dict: expected {len(here)} parameters, got {len(own['params'])}")
+        names = dict(zip(own["params"], here, strict=True))
+        buckets = [[[names[n] for n in key], json.dumps(extra)] for key, extra in extra_by_bucket(own).items()]
+        rated = {names[name]: rated for name, rated in own["rated"].items()}
+        return {**own, "tensors": renamed(own["tensors"], names), "rated": rated, "buckets": buckets, "order": []}

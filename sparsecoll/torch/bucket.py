@@ -1,0 +1,150 @@
+"""The memory of a bucket: its gradients and their means as flat vectors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from sparsecoll.torch.device import Array
+from sparsecoll.torch.layout import Layout
+
+
+class Buffer:
+    """A flat vector, as an array and as a tensor over the same memory, with a view for each parameter."""
+
+    def __init__(self, array: Array, layout: Layout) -> None:
+        self.array = array
+        self.tensor = layout.device.tensor(array)
+        self.views = layout.split(self.tensor)
+        self._users = self._count()
+
+    def _count(self) -> int:
+        return int(torch._C._storage_Use_Count(self.tensor.untyped_storage()._cdata))  # type: ignore[attr-defined]
+
+    @property
+    def lent(self) -> bool:
+        """Whether tensors that were given away (gradients) still use this memory."""
+        return self._count() > self._users
+
+
+class Bucket:
+    """Some parameters and the memory for their gradients and means.
+
+    Buffers are used in turn: a gradient is copied into one, a compressor with error feedback makes that buffer its
+    residual and returns the memory of the old residual once the step is taken. Means become gradients without a copy,
+    so that their buffer is free again when nobody holds those tensors any more.
+
+    Attributes:
+        params: name -> parameter.
+        gradient: this rank's gradients, in `layout.dtype`; None outside of a reduction.
+        mean: the means, after a reduction.
+    """
+
+    def __init__(self, params: Mapping[str, torch.Tensor], layout: Layout) -> None:
+        self.params = {name: params[name] for name in layout.names}
+        self.layout = layout
+        self._known: dict[int, Buffer] = {}
+        self._free: list[Buffer] = []
+        self.gradient: Buffer | None = None
+        self.mean: Buffer | None = None
+
+    def _unused(self) -> Buffer:
+        for position, buffer in enumerate(self._free):
+            if not buffer.lent:
+                return self._free.pop(position)
+        return self.buffer_of(self.layout.zeros())
+
+    def buffer_of(self, array: Array) -> Buffer:
+        """The buffer whose memory an array is, of this bucket's length."""
+        buffer = self._known.get(id(array))
+        if buffer is None:
+            buffer = self._known[id(array)] = Buffer(array, self.layout)
+        return buffer
+
+    def recycle(self, arrays: Iterable[Array]) -> None:
+        """Take back memory that a compressor does not need any more."""
+        self._free += [self.buffer_of(array) for array in arrays]
+
+    def gradient_buffer(self) -> Buffer:
+        """The buffer of this reduction's gradients, reserved in the first call."""
+        if self.gradient is None:
+            self.gradient = self._unused()
+        return self.gradient
+
+    @torch.no_grad()
+    def copy_grad_in(self, name: str, scale: float = 1.0) -> None:
+        """Copy a parameter's gradient, divided by `scale`, into the gradient buffer: zeros if it has none."""
+        gradient, view = self.params[name].grad, self.gradient_buffer().views[name]
+        if gradient is None:
+            view.zero_()
+            return
+        if gradient.is_sparse:
+            gradient = gradient.to_dense()
+        if scale == 1.0:
+            view.copy_(gradient)
+        else:
+            torch.mul(gradient.to(view.dtype), 1 / scale, out=view)
+
+    def accumulate(self, residual: Array, weights: Mapping[str, tuple[float, float]]) -> Array:
+        """Write a * residual + b * gradient to the gradient buffer; one pass over memory where a is 1.
+
+        Args:
+            residual: of the bucket's length.
+            weights: parameter name -> (a, b).
+
+        Raises:
+            ValueError: a gradient has another shape than its parameter had when this was made.
+        """
+        out, kept = self.gradient_buffer(), self.buffer_of(residual)
+        for name, p in self.params.items():
+            gradient, acc, old, (a, b) = p.grad, out.views[name], kept.views[name], weights[name]
+            if gradient is not None and gradient.shape != acc.shape:
+                raise ValueError(f"gradient: expected shape {tuple(acc.shape)}, got {tuple(gradient.shape)}")
+            if gradient is not None and a == 1 and not gradient.is_sparse:
+                torch.add(old, gradient, alpha=b, out=acc)
+                continue
+            torch.mul(old, a, out=acc)
+            if gradient is not None:
+                acc.add_(gradient.to(acc.dtype) if gradient.is_sparse else gradient, alpha=b)
+        return out.array
+
+    def mean_buffer(self, keeps_gradient: bool) -> Array:
+        """Memory for the means: the gradient's own unless a compressor keeps that."""
+        assert self.gradient is not None
+        self.mean = self._unused() if keeps_gradient else self.gradient
+        return self.mean.array
+
+    def accept(self) -> None:
+        """The reduction is accepted: the gradient buffer is the compressor's now, or it holds the means."""
+        self.gradient = None
+        if self.mean is not None:
+            self._free.append(self.mean)  # not lent again before the gradients made of it are gone
+
+    def reset(self) -> None:
+        """The reduction is dropped: its buffers are free."""
+        held = {id(buffer): buffer for buffer in (self.gradient, self.mean) if buffer is not None}
+        self._free += [buffer for buffer in held.values() if buffer not in self._free]
+        self.gradient = self.mean = None
+
+    def part_of_mean(self, name: str) -> torch.Tensor:
+        """A parameter's part of the means, a view."""
+        assert self.mean is not None
+        return self.layout.part(self.mean.tensor, name)
+
+    @torch.no_grad()
+    def assign_grad(self, name: str, sparse: bool = False, scale: float = 1.0) -> None:
+        """Make the mean, times `scale`, the parameter's gradient, in its own dtype and memory format."""
+        p, view = self.params[name], self.part_of_mean(name)
+        if scale != 1.0:
+            view.mul_(scale)
+        if sparse:
+            rows = view.flatten(1).any(1).nonzero().view(1, -1)
+            values = view[rows[0]].to(p.dtype)
+            p.grad = torch.sparse_coo_tensor(rows, values, view.shape, is_coalesced=True, check_invariants=False)
+        elif p.dtype == view.dtype and p.is_contiguous():
+            p.grad = view.data  # with a version counter of its own, which views share
+        else:
+            old = p.grad
+            fits = old is not None and not old.is_sparse and old.stride() == p.stride()
+            p.grad = (old if fits else torch.empty_like(p, requires_grad=False)).copy_(view)  # type: ignore[union-attr]

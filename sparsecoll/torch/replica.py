@@ -1,0 +1,172 @@
+"""A rank's copy of the model, which has the same bits on all ranks: how it is made so, checked, and kept so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from sparsecoll.torch.compressors import StepContext
+from sparsecoll.torch.guards import warn_if_equal
+from sparsecoll.torch.replicas import (
+    Buffers,
+    Named,
+    collective,
+    compare,
+    describe,
+    refuse_sharded,
+    share,
+    share_optimizer,
+)
+from sparsecoll.torch.rounds import SUSPECT, Round, Row
+from sparsecoll.transport import Transport
+from sparsecoll.transport.call import CollectiveCall
+from sparsecoll.transport.collectives import allgather
+
+T = TypeVar("T")
+COMPILING = 300.0  # seconds: the least timeout of the first reduction, in which kernels may be compiled
+
+
+class Replica:
+    """Parameters and buffers of one rank, and the ranks that have the same ones.
+
+    Args:
+        transport: of the ranks.
+        model: whose buffers are kept the same; None if it is not known.
+        verify: every so many steps bits are compared; 0: never.
+        timeout: seconds to wait for a peer; None: for ever.
+
+    Attributes:
+        params: by name.
+        context: the number of steps taken, and what else compressors know.
+        warmed: whether a reduction has succeeded.
+        suspect: whether this rank's parameters may differ from the others'.
+    """
+
+    def __init__(self, transport: Transport, model: torch.nn.Module | None, verify: int, timeout: float | None) -> None:
+        self.transport = transport
+        self.params: Named = {}
+        self.buffers = Buffers(model)
+        self.context = StepContext()
+        self.verify, self.timeout = verify, timeout
+        self.warmed = self.suspect = False
+        self._model = model
+
+    @property
+    def patience(self) -> float | None:
+        """The timeout of a call: longer while kernels may still be compiled."""
+        if self.warmed or self.timeout is None:
+            return self.timeout
+        return max(self.timeout, COMPILING)
+
+    def call(self, name: str, function: Callable[[CollectiveCall], T], phase: str = "") -> T:
+        """See `collective`."""
+        return collective(self.transport, name, self.patience, function, phase)
+
+    def agree(
+        self,
+        name: str,
+        row: Row,
+        names: Sequence[str],
+        digest: Callable[[Round], int | None],
+        failed: Exception | None = None,
+    ) -> Round:
+        """Tell all ranks how a reduction went here; whatever failed on one fails on all. Collective.
+
+        Args:
+            name: of the call.
+            row: of this rank.
+            names: of the parameters in `row`.
+            digest: of this rank's own gradients, which are compared in the first step; None: they are not compared.
+            failed: what has been raised on this rank.
+        """
+
+        def exchange(_: CollectiveCall) -> Round:
+            if failed is not None:
+                raise failed
+            outcome = row.exchange(self.transport, names)
+            own = digest(outcome)
+            if own is not None:
+                warn_if_equal(self.transport, own)
+            return outcome
+
+        outcome = self.call(name, exchange, "agree")
+        if outcome.flags & SUSPECT:
+            self.compare()
+            self.suspect = False
+        return outcome
+
+    @property
+    def tensors(self) -> Named:
+        """All parameters and buffers that are kept the same on all ranks."""
+        return self._with_model(self.params)
+
+    def _with_model(self, params: Named) -> Named:
+        known = {id(p) for p in params.values()}
+        others = [] if self._model is None else self._model.named_parameters()
+        return {**{name: p for name, p in others if id(p) not in known}, **params, **self.buffers.tensors}
+
+    def introduce(self, new: Named, signature: Mapping[str, Any], check: Callable[[], Any] = lambda: None) -> None:
+        """Broadcast parameters that are new here from rank 0, with all others and the buffers at first. Collective.
+
+        Args:
+            new: name -> parameter.
+            signature: what else all ranks must have alike.
+            check: what it raises is raised on every rank.
+        """
+        tensors = new if self.params else self._with_model(new)
+
+        def introduce(call: CollectiveCall) -> None:
+            check()
+            refuse_sharded(tensors.values())
+            call.signature |= {**describe(tensors), **signature}
+            call.agree(entries=0)
+            share(self.transport, tensors.values())
+
+        self.call("parameters", introduce)
+        if not self.params:
+            self.buffers.mark()
+
+    def follow(self, name: str, optimizer: torch.optim.Optimizer, root: int = 0) -> None:
+        """Make parameters, buffers, optimizer state and the number of steps those of rank `root`. Collective."""
+        tensors = self.tensors
+
+        def follow(call: CollectiveCall) -> None:
+            call.signature |= describe(tensors)
+            call.agree()
+            steps = allgather(self.transport, np.array([self.context.step], np.int64))
+            share(self.transport, tensors.values(), root)
+            share_optimizer(self.transport, optimizer, root)
+            self.context.step = int(steps[root, 0])
+
+        self.call(name, follow)
+        self.buffers.mark()
+        self.suspect = False
+
+    def share_buffers(self, outcome: Round) -> None:
+        """Make buffers that a forward pass has changed those of the lowest rank that has data. Collective."""
+
+        tensors = self.buffers.of(outcome.modules)
+
+        def share_them(_: CollectiveCall) -> None:
+            share(self.transport, tensors, outcome.root)
+            self.transport.flush()
+
+        if tensors:
+            self.call("buffers", share_them)
+            self.buffers.mark()
+
+    def compare(self) -> None:
+        """Compare the bits of all parameters and buffers over the ranks. Collective.
+
+        Raises:
+            CommunicationError: they differ; the same on every rank.
+        """
+        compare(self.transport, self.tensors, self.context.step, self.timeout)
+
+    def compare_if_due(self) -> None:
+        """After a step: compare where `verify` asks for it. Collective."""
+        if self.verify and self.context.step % self.verify == 0:
+            self.compare()

@@ -1,0 +1,155 @@
+"""The buckets of a reduction on their way: filled as gradients come, then reduced one by one by the progress thread."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+import torch
+
+from sparsecoll.errors import NonFiniteError
+from sparsecoll.telemetry import trace
+from sparsecoll.torch.bucket import Bucket
+from sparsecoll.torch.buckets import Buckets
+from sparsecoll.torch.compressors import Compressor
+from sparsecoll.torch.gradients import LossScale
+from sparsecoll.torch.replica import Replica
+from sparsecoll.torch.timeline import Timeline, bucket_span
+from sparsecoll.transport.call import CollectiveCall
+from sparsecoll.transport.collectives import allgather
+from sparsecoll.transport.progress import in_background
+
+
+class Sender:
+    """Sends buckets in their order, the same on all ranks, and waits for them.
+
+    Args:
+        scale: of the gradients.
+        finite: whether means of parameters that are not compressed must be finite, too.
+        timeline: records spans; None: nothing.
+
+    Attributes:
+        seconds: of this rank by kind of work (see `telemetry.trace`), and "exposed": waited for.
+        taken: names of the parameters whose gradients are in their buckets.
+        failed: what a bucket of this reduction has raised.
+        first, last: when the first and the last gradient came, by time.perf_counter.
+    """
+
+    def __init__(
+        self, replica: Replica, buckets: Buckets, scale: LossScale, finite: bool, timeline: Timeline | None
+    ) -> None:
+        self.seconds = dict.fromkeys((*trace.KINDS, "exposed"), 0.0)
+        self._replica, self._buckets, self._scale = replica, buckets, scale
+        self._finite, self._timeline = finite, timeline
+        self._threads = torch.get_num_threads()
+        self.begin()
+
+    def begin(self) -> None:
+        """Nothing of a reduction is under way."""
+        self.taken: set[str] = set()
+        self.failed: Exception | None = None
+        self.first: float | None = None
+        self.last = 0.0
+        self._sent: list[Future[float]] = []
+        self.laid_out()
+
+    def laid_out(self) -> None:
+        """The buckets were made anew."""
+        self._waiting = [set(bucket.params) for bucket, _ in self._buckets]
+
+    @property
+    def begun(self) -> bool:
+        """Whether a gradient was taken or a bucket sent."""
+        return bool(self.taken or self._sent)
+
+    def came(self) -> None:
+        """A gradient has come."""
+        self.last = time.perf_counter()
+        self.first = self.last if self.first is None else self.first
+
+    def take(self, name: str) -> None:
+        """Copy a parameter's gradient into its bucket, and send the buckets that are complete and next in order."""
+        self._copy_in(self._buckets.index_of[name], name)
+        while len(self._sent) < len(self._buckets) and not self._waiting[len(self._sent)]:
+            self._send()
+
+    def _copy_in(self, index: int, name: str) -> None:
+        bucket, compressor = self._buckets[index]
+        bucket.copy_grad_in(name, self._scale.of(compressor))
+        self.taken.add(name)
+        self._waiting[index].discard(name)
+
+    def _send(self) -> None:
+        bucket, compressor = self._buckets[len(self._sent)]
+        event = bucket.layout.device.record_event()
+        self._sent.append(in_background(self._replica.transport, lambda: self._job(bucket, compressor, event)))
+
+    def _job(self, bucket: Bucket, compressor: Compressor, event: Any) -> float:
+        """Reduce one bucket, whose gradients are complete at `event`; returns its seconds."""
+        if self.failed is not None:
+            return 0.0
+        if torch.get_num_threads() != self._threads:
+            torch.set_num_threads(self._threads)  # holds for the thread
+        start = time.perf_counter()
+        layout = bucket.layout
+        with bucket_span(self._timeline, layout.index, layout.length) as recorder, layout.device.stream_context(event):
+            try:
+                self._reduce(bucket, compressor)
+            except Exception as error:
+                self.failed = error
+                raise
+        for kind, seconds in recorder.seconds.items():
+            self.seconds[kind] += seconds
+        return time.perf_counter() - start
+
+    def _reduce(self, bucket: Bucket, compressor: Compressor) -> None:
+        assert bucket.gradient is not None
+        out = bucket.mean_buffer(compressor.keeps_gradient)
+        compressor.allreduce_mean(self._replica.transport, bucket.gradient.array, out)
+        if bucket.layout.small and self._finite and not np.isfinite(out).all():
+            self._refuse(bucket)
+
+    def _refuse(self, bucket: Bucket) -> None:
+        """Raise for a small parameter what the compressor would raise for a large one; all ranks see the same mean."""
+        transport = self._replica.transport
+        for name, p in bucket.params.items():
+            if not torch.isfinite(bucket.part_of_mean(name)).all():
+                local = p.grad is not None and not torch.isfinite(p.grad).all()
+                with CollectiveCall(transport, "gradients", self._replica.patience):
+                    if local or transport.size == 1:
+                        raise NonFiniteError(f"gradient of {name!r}: expected finite values, got NaN or infinity")
+                    rows = allgather(transport, np.zeros(1, np.uint8))  # the rank that has it raises
+                    assert rows.size
+                raise NonFiniteError(f"gradient of {name!r}: expected a finite sum over the ranks, got an overflow")
+
+    def send_rest(self) -> None:
+        """Back-propagation has ended: send all buckets that were not sent; parameters without gradients are zeros."""
+        for index in range(len(self._sent), len(self._buckets)):
+            bucket = self._buckets[index][0]
+            for name in bucket.params if bucket.gradient is None else list(self._waiting[index]):
+                self._copy_in(index, name)
+            self._send()
+        if self._timeline is not None and self.first is not None:
+            self._timeline.add("back-propagation", self.first, self.last)
+
+    def wait(self, end: Callable[[], Any]) -> tuple[list[float], Any, Exception | None]:
+        """Wait for all buckets and for `end`, a call that is made after them.
+
+        Returns:
+            Seconds by bucket, what `end` returned, and the first error.
+        """
+        start = time.perf_counter()
+        results: list[Any] = []
+        error: Exception | None = None
+        last: Future[Any] = in_background(self._replica.transport, end)
+        for future in [*self._sent, last]:
+            try:
+                results.append(future.result())
+            except Exception as problem:
+                results.append(None)
+                error = error or problem
+        self.seconds["exposed"] += time.perf_counter() - start
+        return results[:-1], results[-1], error

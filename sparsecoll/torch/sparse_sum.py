@@ -1,0 +1,127 @@
+"""SparseSGD's compressor: the sum over the ranks as it is, sparse, and its parts as updates of parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from sparsecoll.algorithms import resolve
+from sparsecoll.select import Vector
+from sparsecoll.torch.compressors import TopK
+from sparsecoll.torch.device import Array
+from sparsecoll.torch.layout import Layout
+from sparsecoll.transport import Transport
+from sparsecoll.vector import DenseVector
+
+
+@dataclass
+class SparseSum(TopK):
+    """TopK without a dense mean: SparseSGD applies the sum to the parameters as it is.
+
+    Args:
+        k: entries to select instead of `density`.
+    """
+
+    name = "SparseSGD"
+
+    k: int | None = None
+
+    def describe(self) -> str:
+        return f"{self.name}({resolve(self.algo).describe()})"
+
+    def count(self) -> int:
+        return super().count() if self.k is None else self.k
+
+    def compress(self, acc: Vector) -> Vector:
+        if self._algorithm.takes_dense or self._algorithm.selector is not None:  # which may pass NaN by
+            self.check_finite(acc)
+        return super().compress(acc)
+
+    def allreduce_sum(self, transport: Transport, acc: Array) -> Vector:
+        """The sum of acc over the ranks. What is left of acc becomes the trial residual. Inside of a CollectiveCall.
+
+        Raises:
+            NonFiniteError: acc holds NaN or infinity on some rank; on every rank.
+        """
+        self.sync(transport)
+        self.begin(acc)
+        reduction = self.communicate(transport, self.message(self.acc))
+        self.contributed(reduction.contributed)
+        return reduction.value
+
+    def extra_state(self) -> dict[str, Any]:
+        return self._algorithm.state_dict()
+
+    def load_extra_state(self, state: dict[str, Any]) -> None:
+        self._algorithm.load_state_dict(state)
+
+
+class Update:
+    """Values to add to a tensor: at flat positions `index`, or everywhere if `index` is None."""
+
+    def __init__(self, index: torch.Tensor | None, values: torch.Tensor) -> None:
+        self.index = index
+        self.values = values
+
+    def __bool__(self) -> bool:
+        """Whether a value is not zero."""
+        return bool(self.values.any())
+
+    def add_to(self, tensor: torch.Tensor, factor: float) -> None:
+        """tensor += factor * update, in place, in the tensor's dtype, whatever its memory format."""
+        if self.index is None:
+            tensor.add_(self.values.view(tensor.shape), alpha=factor)
+        elif tensor.is_contiguous():
+            tensor.view(-1).index_add_(0, self.index, self.values.to(tensor.dtype), alpha=factor)
+        elif self.index.numel():
+            positions = torch.unravel_index(self.index, tensor.shape)
+            tensor.index_put_(positions, (self.values * factor).to(tensor.dtype), accumulate=True)
+
+    def step(self, p: torch.Tensor, states: Any, group: dict[str, Any], ranks: int) -> None:
+        """torch.optim.SGD's step of a parameter on the mean gradient, of which this is the sum over the ranks.
+
+        Args:
+            states: the state of an optimizer, by parameter.
+            group: options of the parameter; without momentum the update is in units of its learning rate.
+        """
+        lr, momentum, decay = float(group["lr"]), float(group["momentum"]), float(group["weight_decay"])
+        share = (-1 if group["maximize"] else 1) / ranks
+        if momentum == 0:  # the update is in units of the learning rate
+            if decay:
+                p.mul_(1 - lr * decay)
+            self.add_to(p, -share)
+            return
+        state = states[p]
+        buffer, damp = state.get("momentum_buffer"), 1 - float(group["dampening"])
+        if buffer is None:
+            buffer, damp = torch.zeros_like(p), 1.0
+            state["momentum_buffer"] = buffer
+        buffer.mul_(momentum)
+        self.add_to(buffer, damp * share)
+        if decay:
+            buffer.add_(p, alpha=damp * decay)
+        if not group["nesterov"]:
+            p.sub_(buffer, alpha=lr)
+            return
+        if decay:
+            p.mul_(1 - lr * decay)
+        self.add_to(p, -lr * share)
+        p.sub_(buffer, alpha=lr * momentum)
+
+
+def updates(layout: Layout, value: Vector) -> Iterator[tuple[str, Update]]:
+    """(Parameter name, its part of a sum), for all parameters of a bucket."""
+    device, edges = layout.device, layout.offsets
+    if isinstance(value, DenseVector):
+        flat = device.tensor(value.values)
+        for name, a, b in zip(layout.names, edges[:-1], edges[1:], strict=True):
+            yield name, Update(None, flat[a:b])
+        return
+    places = value.searchsorted(edges)
+    for name, offset, a, b in zip(layout.names, edges, places[:-1], places[1:], strict=False):
+        inside = value.indices[a:b].astype(np.int64) - offset
+        yield name, Update(device.tensor(inside), device.tensor(value.values[a:b]))

@@ -1,0 +1,69 @@
+"""Saved state: one format for all ways in, and states that were saved before there was one."""
+
+import json
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from nets import bits, net, train  # noqa: E402
+
+import sparsecoll  # noqa: E402
+from sparsecoll import simulate  # noqa: E402
+from sparsecoll.torch import DistributedOptimizer, SparseSGD  # noqa: E402
+from sparsecoll.torch.compressors import OkTopk  # noqa: E402
+
+ALGORITHM = sparsecoll.OkTopk(tau=3, tau_prime=4)
+
+
+def sparse(comm, model):
+    return SparseSGD(model.parameters(), 0.1, comm=comm, algo=ALGORITHM, density=0.1)
+
+
+def wrapped(comm, model):
+    inner = torch.optim.SGD(model.parameters(), 0.1)
+    options = {"bucket_bytes": 6000, "dense_below": 10}
+    return DistributedOptimizer(inner, model.named_parameters(), comm, OkTopk(0.1, algo=ALGORITHM), **options)
+
+
+def earlier(own):
+    """A state as it was saved when OkTopk was a class and each way in had a format of its own."""
+    if own["compressor"].startswith("SparseSGD"):
+        buckets = [{"params": names, "state": json.loads(text)} for names, text in own["buckets"]]
+        return {name: value for name, value in own.items() if name not in ("ccr", "order")} | {"buckets": buckets}
+    compressor = own["compressor"].replace("topk(", "oktopk(", 1)
+    return own | {"compressor": compressor, "buckets": [text for _, text in own["buckets"]]}
+
+
+@pytest.mark.parametrize("saved", [lambda own: own, earlier], ids=["today", "earlier"])
+@pytest.mark.parametrize("make", [sparse, wrapped])
+def test_a_run_goes_on_bit_for_bit(make, saved):
+    """With the thresholds and boundaries of the algorithm, which the next step would not find alike."""
+
+    def program(comm):
+        whole, half, again = net(), net(), net()
+        train(comm, whole, make(comm, whole), range(8))
+        optimizer = make(comm, half)
+        train(comm, half, optimizer, range(5))
+        state = optimizer.state_dict()
+        again.load_state_dict(half.state_dict())
+        optimizer = make(comm, again)
+        optimizer.load_state_dict(state | {"sparsecoll": saved(state["sparsecoll"])})
+        train(comm, again, optimizer, range(5, 8))
+        return bits(again) == bits(whole)
+
+    assert all(simulate(3, program).results)
+
+
+@pytest.mark.parametrize("make", [sparse, wrapped])
+def test_all_ways_in_save_the_same_keys(make):
+    def program(comm):
+        model = net()
+        optimizer = make(comm, model)
+        train(comm, model, optimizer, range(2))
+        return optimizer.state_dict()["sparsecoll"]
+
+    (state,) = simulate(1, program).results
+    keys = {"rank", "size", "compressor", "replicated", "step", "ccr", "order", "tensors", "buckets"}
+    assert keys <= set(state) <= keys | {"params", "rated"}
+    assert all(isinstance(names, list) and isinstance(text, str) for names, text in state["buckets"])
