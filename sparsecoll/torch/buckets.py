@@ -203,7 +203,9 @@ class Buckets:
             own = state()
             if own is not None:
                 check(own, transport, params, self._compressor)
-            call.signature |= {"steps": 0 if own is None else own["step"], "residuals": own is not None}
+            kinds = {} if own is None else {kind: len(entries) for kind, entries in own["tensors"].items()}
+            steps = 0 if own is None else own["step"]
+            call.signature |= {"steps": steps, "residuals": own is not None, "tensors": kinds}
             call.agree()
             load()
             allgather(transport, np.zeros(1, np.uint8))  # no rank returns before all have loaded

@@ -38,10 +38,7 @@ logger = logging.getLogger(__name__)
 
 
 class Engine:
-    """Reduces the gradients of named parameters.
-
-    Args:
-        optimizer: whose state follows rank 0's where ranks are brought together again.
+    """Reduces the gradients of named parameters; `optimizer` is what steps on them.
 
     Attributes:
         params: all named parameters; those that want gradients are in buckets.
@@ -64,7 +61,7 @@ class Engine:
         self.params = self._replica.params
         self._buckets = Buckets(compressor, self._replica.context)
         self._scale = LossScale()
-        self._sender = Sender(self._replica, self._buckets, self._scale, compressor.keeps_gradient, options.timeline)
+        self._sender = Sender(self._replica, self._buckets, self._scale, compressor, options.timeline)
         self.seconds = self._sender.seconds
         self._hooks = Hooks(self)
         self._means = Means(self.params)
@@ -75,14 +72,17 @@ class Engine:
         self._unusable: NonFiniteError | None = None  # what the next step raises: gradients that are not finite
         self._end_reduction()
         self.discard()
-        transport.sharers.append(weakref.ref(self))
+        self._enlist()
+
+    def _enlist(self) -> None:
+        self._number = len(self.transport.sharers)  # the same on all ranks, which reduce optimizers in the same order
+        self.transport.sharers.append(weakref.ref(self))
 
     # -- parameters
 
     def add(self, params: Mapping[str, torch.Tensor]) -> None:
         """More parameters; collective. All ranks must have the same ones; values are taken from rank 0."""
         new = {name: p for name, p in params.items() if name not in self.params}
-        options = self._options
 
         def check() -> None:
             taken = set(params) - set(new)
@@ -93,7 +93,9 @@ class Engine:
                     residual_dtype(p.dtype)
                     device_of(p)
 
-        signature = {name: getattr(options, name) for name in ("bucket_bytes", "dense_below", "overlap", "verify")}
+        signature = {
+            name: getattr(self._options, name) for name in ("bucket_bytes", "dense_below", "overlap", "verify")
+        }
         self._replica.introduce(new, {"compressor": self._compressor.describe(), **signature}, check)
         self._buckets.release()
         self._end_reduction()
@@ -123,7 +125,7 @@ class Engine:
         self._buckets.release()
         self._end_reduction()
         self._replica.follow("move", self._optimizer)
-        transport.sharers.append(weakref.ref(self))
+        self._enlist()
         self.discard()
 
     @contextlib.contextmanager
@@ -288,7 +290,8 @@ class Engine:
         failed = self._sender.failed
         if getattr(failed, "on_all_ranks", False):
             return NOTHING  # all ranks know
-        return self._replica.agree("end of reduction", row, list(self.params), lambda _: digest, failed)
+        name, names = f"end of reduction of optimizer {self._number}", list(self.params)
+        return self._replica.agree(name, row, names, lambda _: digest, failed)
 
     # -- the optimizer's step
 
@@ -359,9 +362,8 @@ class Engine:
 
     def mean_loss(self, loss: Any) -> Any:
         """The mean of a closure's loss over the ranks, of its own type."""
-        if loss is None or self.closed:
-            return loss
-        return mean_of_loss(self.transport, loss, self._options.timeout)
+        given = loss is None or self.closed
+        return loss if given else mean_of_loss(self.transport, loss, self._options.timeout)
 
     def join(self) -> None:
         """Take part in the others' reductions, adding nothing, until no rank has data; then follow the last one."""

@@ -28,7 +28,7 @@ class Sender:
 
     Args:
         scale: of the gradients.
-        finite: whether means of parameters that are not compressed must be finite, too.
+        compressor: of the parameters that are not small; if it refuses NaN and infinity, small ones refuse them, too.
         timeline: records spans; None: nothing.
 
     Attributes:
@@ -39,11 +39,11 @@ class Sender:
     """
 
     def __init__(
-        self, replica: Replica, buckets: Buckets, scale: LossScale, finite: bool, timeline: Timeline | None
+        self, replica: Replica, buckets: Buckets, scale: LossScale, compressor: Compressor, timeline: Timeline | None
     ) -> None:
         self.seconds = dict.fromkeys((*trace.KINDS, "exposed"), 0.0)
         self._replica, self._buckets, self._scale = replica, buckets, scale
-        self._finite, self._timeline = finite, timeline
+        self._finite, self._timeline = not compressor.passes_nonfinite, timeline
         self._threads = torch.get_num_threads()
         self.begin()
 

@@ -116,6 +116,8 @@ def redistribute(states: Sequence[Mapping[str, Any]], rank: int, size: int) -> d
     Raises:
         ValueError: States are missing or in another order.
     """
+    if not 0 <= rank < size:
+        raise ValueError(f"rank: expected 0 to {size - 1}, got {rank}")
     own = [state.get(STATE, state) for state in states]
     if not own or [part["rank"] for part in own] != list(range(own[0]["size"])):
         raise ValueError(

@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from runs import HOOK, LOCAL, ONE, OPTIONS, OVERLAP, SPARSE, Run, alike, close, draw, net, plain_sgd, sgd  # noqa: E402
+from runs import HOOK, LOCAL, ONE, OPTIONS, OVERLAP, SPARSE, Run, alike, bits, close, draw, net, plain_sgd, sgd  # noqa: E402
 
 import sparsecoll  # noqa: E402
 import sparsecoll.torch  # noqa: E402
@@ -128,6 +128,31 @@ def test_a_wrapper_that_replaces_another(comm):
     assert alike(comm, run.values())
     close(run.values(), alone.values())
     run.close()
+
+
+@pytest.mark.parametrize("compressor", ["none", TOPK])
+def test_two_optimizers_that_ranks_reduce_in_another_order_are_an_error(comm, compressor):
+    """Two networks of the same shapes, of which one rank leaves one out: never the sum of both."""
+    torch.manual_seed(comm.rank)
+    models = [net(), net()]
+    optimizers = [DistributedOptimizer(plain_sgd(m.parameters()), m, comm, compressor, **OPTIONS) for m in models]
+    for step in range(4):
+        used = models[1:] if step == 2 and comm.rank == comm.size - 1 else models
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        before = [bits(dict(m.named_parameters())) for m in models]
+        loss = sum(m(draw(comm.rank, step)[0]).square().mean() for m in used)
+        if step == 2 and comm.size > 1:
+            with pytest.raises(sparsecoll.CommunicationError, match="end of reduction of optimizer"):
+                loss.backward()
+            assert before == [bits(dict(m.named_parameters())) for m in models]
+            continue
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    for model, optimizer in zip(models, optimizers, strict=True):
+        assert alike(comm, dict(model.named_parameters()))
+        optimizer.close()
 
 
 def test_a_closed_wrapper_steps_on_its_own(comm):

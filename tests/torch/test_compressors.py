@@ -187,6 +187,27 @@ def test_nan_on_one_rank_raises_on_all_or_reaches_all(name):
     assert results == [True] * 3 if passes else len(set(results)) == 1 and "NaN" in results[0]
 
 
+@pytest.mark.parametrize("name", ["qsgd", "topk", "none"])
+def test_nan_in_a_parameter_that_is_not_compressed(name):
+    """The biases, of fewer values than `dense_below`; only `none` and `fp16` pass it on."""
+
+    def program(comm):
+        model = net()
+        inner = torch.optim.SGD(model.parameters(), 0.1)
+        optimizer = DistributedOptimizer(inner, model.named_parameters(), comm, name, overlap=False, dense_below=100)
+        loss_of(model, batch(comm.rank, 0)).backward()
+        if comm.rank == 1:
+            model[2].bias.grad.fill_(float("nan"))
+        try:
+            optimizer.step()
+        except ValueError as error:
+            return str(error)
+        return bool(torch.isnan(model[2].bias).all())
+
+    results = simulate(3, program).results
+    assert results == [True] * 3 if name == "none" else set(results) == {results[0]} and "'2.bias'" in results[0]
+
+
 @pytest.mark.parametrize("P,size", [(4, 2), (2, 3), (3, 3)])
 @pytest.mark.parametrize("name", ["topk", "acpsgd", "dgc"])
 def test_residuals_at_another_number_of_ranks_keep_their_mean(name, P, size):
@@ -250,6 +271,10 @@ def test_bad_options_are_refused(make, name):
 def test_a_compressor_is_a_name_or_an_object():
     with pytest.raises(TypeError, match="expected a name, a Compressor"):
         resolve(3)
+    with pytest.raises(TypeError, match="got the class TopK"):
+        resolve(TopK)
+    with pytest.raises(TypeError, match="selector: expected an object"):
+        TopK(selector="exakt")
 
 
 def test_an_algorithm_is_top_k_over_it():

@@ -10,7 +10,7 @@ from nets import bits, net, train  # noqa: E402
 
 import sparsecoll  # noqa: E402
 from sparsecoll import simulate  # noqa: E402
-from sparsecoll.torch import DistributedOptimizer, SparseSGD  # noqa: E402
+from sparsecoll.torch import DistributedOptimizer, SparseSGD, redistribute  # noqa: E402
 from sparsecoll.torch.compressors import OkTopk  # noqa: E402
 
 ALGORITHM = sparsecoll.OkTopk(tau=3, tau_prime=4)
@@ -67,3 +67,22 @@ def test_all_ways_in_save_the_same_keys(make):
     keys = {"rank", "size", "compressor", "replicated", "step", "ccr", "order", "tensors", "buckets"}
     assert keys <= set(state) <= keys | {"params", "rated"}
     assert all(isinstance(names, list) and isinstance(text, str) for names, text in state["buckets"])
+
+
+def test_a_state_that_lacks_a_residual_on_one_rank_is_refused_on_all():
+    def program(comm):
+        model = net()
+        optimizer = wrapped(comm, model)
+        train(comm, model, optimizer, range(2))
+        state = optimizer.state_dict()
+        if comm.rank == 1:
+            state["sparsecoll"]["tensors"]["residual"].popitem()
+        with pytest.raises(sparsecoll.CommunicationError, match="tensors: expected the same value on all ranks"):
+            optimizer.load_state_dict(state)
+
+    simulate(3, program)
+
+
+def test_redistribute_refuses_a_rank_that_there_is_not():
+    with pytest.raises(ValueError, match="rank: expected 0 to 2, got 7"):
+        redistribute([{"rank": 0, "size": 1}], 7, 3)

@@ -87,7 +87,7 @@ def resolve(compressor: str | Compressor | Algorithm) -> Compressor:
     if not isinstance(compressor, str):
         raise TypeError(
             "compressor: expected a name, a Compressor object or a sparsecoll.Algorithm object,"
-            f" got {type(compressor).__name__}"
+            f" got {f'the class {compressor.__name__}' if isinstance(compressor, type) else type(compressor).__name__}"
         )
     if compressor not in COMPRESSORS:
         raise ValueError(f"compressor: expected one of {', '.join(COMPRESSORS)}, got {compressor!r}")

@@ -56,6 +56,7 @@ class Compressor(ABC):
 
     name: ClassVar[str]
     communicates: ClassVar[bool] = True  # whether gradients are averaged at all
+    passes_nonfinite: ClassVar[bool] = False  # whether means are NaN or infinite where a gradient is, without an error
     needs_all_buckets: ClassVar[bool] = False  # whether `bind` depends on the lengths of the buckets after this one
     replicated_state: ClassVar[frozenset[str]] = frozenset()  # kinds of state that are the same on all ranks
 

@@ -26,6 +26,7 @@ class FP16(Compressor):
     """
 
     name = "fp16"
+    passes_nonfinite = True
 
     value_dtype: str = "float16"
 

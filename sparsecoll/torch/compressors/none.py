@@ -17,6 +17,7 @@ class NoCompression(Compressor):
     """The mean of all gradients, by the dense allreduce. Volume: 2n(P-1)/P words."""
 
     name = "none"
+    passes_nonfinite = True
 
     def compress(self, acc: Array) -> DenseVector:
         return DenseVector(acc)
@@ -37,6 +38,7 @@ class NoCommunication(Compressor):
 
     name = "free"
     communicates = False
+    passes_nonfinite = True
 
     def compress(self, acc: Array) -> None:
         return None

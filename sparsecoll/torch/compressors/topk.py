@@ -75,6 +75,8 @@ class TopK(ErrorFeedback):
     def __post_init__(self) -> None:
         Densities.of(self.density)
         resolve(self.algo)
+        if self.selector is not None and not isinstance(self.selector, Selector):
+            raise TypeError(f"selector: expected an object of sparsecoll.select or None, got {self.selector!r}")
         if not 0 <= self.momentum < 1:
             raise ValueError(f"momentum: expected in [0, 1), got {self.momentum}")
         if self.nesterov and not self.momentum:
