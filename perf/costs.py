@@ -103,8 +103,8 @@ def handling() -> dict[str, float]:
     call, transport = seconds(little) / 3, LocalTransport()
     whole = seconds(lambda: sparsecoll.allreduce(transport, one, "allgather"))
     shape = costmodel.Shape(one.length, one.nnz, 1, 4, one.length)
-    inside = costmodel.exact_seconds(shape, Tuning(call=call))["allgather"] - costmodel.FRONT * call
-    return {"COPY": copy, "FRONT": (whole - inside) / call}
+    inside = costmodel.exact_seconds(shape, Tuning(call=call))["allgather"] - costmodel.CALL_OVERHEAD * call
+    return {"COPY": copy, "CALL_OVERHEAD": (whole - inside) / call}
 
 
 def of_this_machine() -> Costs:
@@ -132,7 +132,7 @@ def charged(found: dict[str, float]) -> Costs:
 def built_in() -> dict[str, float]:
     """The constants of the package by the same names."""
     known = {f"{name}: {way}": value for name, each in CODING.items() for way, value in vars(each).items()}
-    known |= {name: getattr(costmodel, name) for name in ("MERGE", "CROWDED", "WINDOW", "COPY", "FRONT")}
+    known |= {name: getattr(costmodel, name) for name in ("MERGE", "CROWDED", "WINDOW", "COPY", "CALL_OVERHEAD")}
     return known | {"PACKED": PACKED}
 
 

@@ -91,12 +91,12 @@ def simulated(
         search = sum(moved.phases[p].words_received for p in ("agree", "repartition", "threshold") if p in moved.phases)
         return start, transport.now(), moved.words_received, search, moved.messages_sent
 
-    whole_piece = pipeline.PIECE
-    pipeline.PIECE = max(pipeline.PIECE // scale, 1) if P <= MOST_IN_PIECES else 1 << 60
+    whole_piece = pipeline.CHUNK_BYTES
+    pipeline.CHUNK_BYTES = max(pipeline.CHUNK_BYTES // scale, 1) if P <= MOST_IN_PIECES else 1 << 60
     try:
         results = sparsecoll.simulate(P, program, slow, costs=scaled(costs, scale)).results
     finally:
-        pipeline.PIECE = whole_piece
+        pipeline.CHUNK_BYTES = whole_piece
     seconds = max(r[1] for r in results) - max(r[0] for r in results)
     selecting = 0.0 if algo == "dense" else costs.select * n
     return {
@@ -114,7 +114,7 @@ def scale_of(kind: str, n: int, density: float, P: int, work: float) -> int:
     k, total = n * density, estimates.fill_in(n, int(n * density), P)
     shortest = {"Dense": n / P, "TopkA": k, "gTopk": k}.get(kind, k / P)
     handled = P * {"Dense": 2 * n, "TopkA": k * P, "TopkDSA": total, "exact sum": total}.get(kind, k)
-    return max(1, int(min(shortest, pipeline.PIECE / 5) / LEAST), int(np.ceil(handled / work)))
+    return max(1, int(min(shortest, pipeline.CHUNK_BYTES / 5) / LEAST), int(np.ceil(handled / work)))
 
 
 def rows(options: argparse.Namespace, costs: Costs, known: set[tuple[Any, ...]]) -> Iterator[Row]:

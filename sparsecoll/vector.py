@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from sparsecoll.kernels import kernels_of
 from sparsecoll.kernels.keys import Array, index_dtype, key_of, magnitude_of, nan_key
 from sparsecoll.kernels.memory import asarray_like, contiguous, data_ptr, empty, may_share_memory, on_gpu, to_host
-from sparsecoll.telemetry.trace import doing
+from sparsecoll.telemetry.trace import span
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -146,7 +146,7 @@ class SparseVector:
     def sum(cls, parts: Sequence[SparseVector], dtype: np.dtype[Any]) -> SparseVector:
         """Sum in `dtype`, added in the order of `parts` (at least one), starting at +0. Memory: the entries."""
         kernels = kernels_of(parts[0].values)
-        with doing("merge", sum(p.nnz for p in parts), max(p.span for p in parts)):
+        with span("merge", sum(p.nnz for p in parts), max(p.span for p in parts)):
             indices, values = kernels.merge_sum([(p.indices, p.values) for p in parts], dtype)
         return cls.from_sorted_unchecked(
             indices.astype(index_dtype(parts[0].length), copy=False), values, parts[0].length
@@ -179,7 +179,7 @@ class SparseVector:
 
     def to_dense(self) -> NDArray[Any]:
         """A new array of `length` values."""
-        with doing("dense", self.length):
+        with span("dense", self.length):
             dense = empty(self.length, self.dtype, self.values)
             dense[:] = 0
             dense[self.indices] = self.values
@@ -437,13 +437,13 @@ class DenseVector:
     def add(self, other: DenseVector, dtype: Any, in_place: bool) -> DenseVector:
         """self + other in `dtype`: in place if `in_place`, else as a new vector."""
         out = self.values if in_place else empty(self.length, dtype, self.values)
-        with doing("dense", self.length), np.errstate(over="ignore", invalid="ignore"):
+        with span("dense", self.length), np.errstate(over="ignore", invalid="ignore"):
             return DenseVector(np.add(self.values, other.values, out=out, dtype=dtype))
 
     def copy_from(self, other: DenseVector) -> None:
         """Copy the values of `other`, unless they are these."""
         if data_ptr(other.values) != data_ptr(self.values):
-            with doing("dense", self.length):
+            with span("dense", self.length):
                 self.values[:] = other.values
 
     def subtract(self, other: DenseVector) -> DenseVector:
@@ -497,7 +497,7 @@ class DenseVector:
         """The nonzero entries (NaN among them), or all values, zeros among them."""
         if keep_zeros:
             return self.take(asarray_like(np.arange(self.length, dtype=index_dtype(self.length)), self.values))
-        with doing("dense", self.length):
+        with span("dense", self.length):
             return self._of(kernels_of(self.values).select_at_least(self.values, 1))
 
     def take(self, indices: NDArray[Any]) -> SparseVector:

@@ -55,7 +55,7 @@ def die(what, leave=True):
     call()
     if comm.rank == LAST:
         transport = sparsecoll.transport.as_transport(comm)
-        send, sent = transport._send, []
+        send, sent = transport._isend, []
 
         def last_words(destination, buffer):
             sent.append(destination)
@@ -63,7 +63,7 @@ def die(what, leave=True):
                 what()
             send(destination, buffer)
 
-        transport._send = last_words
+        transport._isend = last_words
     with told():
         call(timeout=1)
     if leave:
@@ -98,7 +98,7 @@ def watchdog():
 def alone():
     """The last rank fails when the others have finished the call, and they make no other one."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stdout)
-    agreement.SETTLE_SECONDS = 3
+    agreement.RESOLVE_SECONDS = 3
     call()
     if comm.rank == LAST:
 

@@ -35,7 +35,7 @@ class Allgather(Algorithm):
     _edges: list[int] = field(default_factory=list, init=False, repr=False)
 
     def __call__(self, channel: Channel, x: SparseVector, k: int) -> Reduction:
-        stages = pipeline.pieces(k * (x.dtype.itemsize + 1), channel.transport.one_node)
+        stages = pipeline.chunks(k * (x.dtype.itemsize + 1), channel.transport.one_node)
         if stages > 1 and channel.size > 1:
             value = self._in_pieces(channel, x, stages)
             self._edges = value.subdivide([0, x.length], stages)

@@ -71,7 +71,7 @@ class Algorithm(ABC):
 
     k: int | None = None
     selector: Selector | None = None
-    _generation: int | None = field(default=None, init=False, repr=False, compare=False)
+    _epoch: int | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.k is not None and self.k < 0:
@@ -102,16 +102,16 @@ class Algorithm(ABC):
         options = ", ".join(f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if f.init)
         return f"{self.name}({options})"
 
-    def keep_up(self, generation: int) -> None:
-        """Called before each use with `Transport.generation`: after a failure state may differ between ranks."""
-        if self._generation not in (None, generation):
-            self.forget()
-        self._generation = generation
+    def sync_epoch(self, epoch: int) -> None:
+        """Called before each use with `Transport.epoch`: after a failure state may differ between ranks."""
+        if self._epoch not in (None, epoch):
+            self.reset()
+        self._epoch = epoch
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Drop what is kept between calls."""
         if self.selector is not None:
-            self.selector.forget()
+            self.selector.reset()
         fresh = vars(replace(self))
         vars(self).clear()
         vars(self).update(fresh)

@@ -80,7 +80,7 @@ def _pairwise(channel: Channel, x: Vector, local: DenseVector, edges: list[int])
         value = DenseVector.empty(x.length, x.dtype, x)
         own = channel.pack(total.astype(x.dtype))
         for step in range(1, size):
-            channel.transport.send((rank + step) % size, own)
+            channel.transport.isend((rank + step) % size, own)
         regions = [value.slice(a, b) for a, b in pairwise(edges)]
         regions[rank].copy_from(channel.unpack(own, x.dtype, mine.length))
         for step in range(1, size):
@@ -104,7 +104,7 @@ def _by_halving(channel: Channel, x: Vector, local: DenseVector, edges: list[int
         while distance:
             leaving = held.slice(starts[distance], starts[min(2 * distance, size)])
             message = channel.pack(leaving)
-            channel.transport.send((rank + distance) % size, message)
+            channel.transport.isend((rank + distance) % size, message)
             if lost is not None:
                 error = leaving.subtract(channel.unpack(message, held.dtype, leaving.length))
                 lost.slice(starts[distance], starts[min(2 * distance, size)]).copy_from(error)

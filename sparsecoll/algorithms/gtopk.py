@@ -47,12 +47,12 @@ class GTopk(Algorithm):
             else:
                 parent = rank & (rank - 1)
                 channel.isend(parent, sent)
-                message, bits = separated(transport.receive(parent), 2)
+                message, bits = separated(transport.recv(parent), 2)
                 value = channel.decode(message).astype(x.dtype)
                 alive = sent.select_mask(bits)
             loss.restrict_to(alive)
             for child, before, theirs in reversed(merges):
-                transport.send(child, joined([message, theirs.mask_of(alive)]))
+                transport.isend(child, joined([message, theirs.mask_of(alive)]))
                 alive = before.intersect(alive)
         return Reduction(check_order(value), lambda: loss.subtract_from(x.intersect(alive)))
 

@@ -74,7 +74,7 @@ class Hierarchical(Algorithm):
         with channel.phase("inside"):
             message = FORMATS["coo"].encode(value.astype(x.dtype))
             for rank, part in zip(mine[1:], parts[1:], strict=True):
-                channel.transport.send(rank, joined([message, part.mask_of(contributed)]))
+                channel.transport.isend(rank, joined([message, part.mask_of(contributed)]))
 
         def share() -> Vector:
             loss = Loss(channel)
@@ -102,12 +102,12 @@ class Hierarchical(Algorithm):
         """Run a rank that is not the first one of its node."""
         with channel.phase("inside"):
             channel.with_format(FORMATS["coo"]).isend(first, x)
-            message, bits = separated(channel.transport.receive(first), 2)
+            message, bits = separated(channel.transport.recv(first), 2)
         return Reduction(channel.decode(message), x.select_mask(bits))
 
-    def forget(self) -> None:
-        self._between.forget()
-        super().forget()
+    def reset(self) -> None:
+        self._between.reset()
+        super().reset()
 
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {"inner": self._between.state_dict()}

@@ -103,7 +103,7 @@ class HiTopK(Algorithm):
             message = inside.encode(total)
             for peer in mine:
                 if peer != inside.rank:
-                    inside.transport.send(peer, message)
+                    inside.transport.isend(peer, message)
         parts = []
         for owner in owners:
             if owner == inside.rank:

@@ -120,7 +120,7 @@ class OkTopk(Algorithm):
             return
         self._calls, self._boundaries, self._owners, self._overloaded = 0, [], [], False
         for reuse in (self._local, self._global):
-            reuse.forget()
+            reuse.reset()
 
     def __call__(self, channel: Channel, x: SparseVector, k: int) -> Reduction:
         self._keep_state_for(x.length, k)
@@ -189,7 +189,7 @@ class OkTopk(Algorithm):
     @staticmethod
     def _cuts(x: SparseVector, k: int, channel: Channel) -> int:
         """Pieces of each region's messages."""
-        return pipeline.pieces(k * (x.dtype.itemsize + 1) / channel.size, channel.transport.one_node)
+        return pipeline.chunks(k * (x.dtype.itemsize + 1) / channel.size, channel.transport.one_node)
 
     def _cut_regions(self, cuts: int) -> list[int]:
         """The boundaries, with each region cut where the last result had equal numbers of entries."""
@@ -255,7 +255,7 @@ class OkTopk(Algorithm):
         if max(sizes) * channel.size > self.balance_factor * sum(sizes):
             mine = self._balance(channel, mine, [sizes[owner] for owner in order], order)
             sizes = [sum(sizes) * (j + 1) // len(sizes) - sum(sizes) * j // len(sizes) for j in range(len(sizes))]
-        cuts = pipeline.pieces(max(sizes) * (mine.dtype.itemsize + 1), channel.transport.one_node)
+        cuts = pipeline.chunks(max(sizes) * (mine.dtype.itemsize + 1), channel.transport.one_node)
         if cuts > 1 and channel.size > 1:
             pieces = (mine.slice_entries(mine.nnz * j // cuts, mine.nnz * (j + 1) // cuts) for j in range(cuts))
             rows = list(pipeline.allgather(channel, pieces))

@@ -205,7 +205,7 @@ def measure(
         vector = vectors()
         _meet(transport)
         start = transport.now()
-        with trace.listening(trace.Recorder(transport.now)) as recorder:
+        with trace.record(trace.Recorder(transport.now)) as recorder:
             counts = run(vector)
         seconds = transport.now() - start
         times.append(seconds)
@@ -284,7 +284,7 @@ def _runner(comm: Any, call: Call) -> Run:
 def _meet(transport: Transport) -> None:
     """Wait until all ranks are here (a barrier)."""
     allgather(transport, np.zeros(1, np.uint8))
-    transport.flush()
+    transport.waitall()
 
 
 def _forget_peak() -> None:

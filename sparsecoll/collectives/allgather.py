@@ -61,5 +61,5 @@ def _allgather(transport: Transport, x: Any, options: CallOptions) -> list[Any]:
         channel, entries, back = options.agree(call, x, sums=False)
         with transport.phase("gather"):
             parts = channel.allgather(entries)
-            transport.flush()
+            transport.waitall()
         return [back(part.astype(entries.dtype)) for part in parts]

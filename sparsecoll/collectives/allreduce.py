@@ -10,7 +10,7 @@ from sparsecoll.collectives import convert
 from sparsecoll.collectives.options import CallOptions, signature_of
 from sparsecoll.formats import Format
 from sparsecoll.select import Vector
-from sparsecoll.telemetry.trace import doing
+from sparsecoll.telemetry.trace import span
 from sparsecoll.transport import Transport, as_transport
 from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.transport.channel import Channel
@@ -127,7 +127,7 @@ def _reduce(
     """Select, agree, communicate."""
     transport = call.transport
     before, start = transport.traffic.copy(), transport.now()
-    algorithm.keep_up(transport.generation)
+    algorithm.sync_epoch(transport.epoch)
     k = options.resolve_k(vector.length, algorithm.k)
     dense = k is None and isinstance(vector, DenseVector)
     if dense and not algorithm.takes_dense:
@@ -140,14 +140,14 @@ def _reduce(
         "k": k,
         "algo": algorithm.describe(),
     }
-    with transport.phase("select"), doing("select", vector.nnz):
+    with transport.phase("select"), span("select", vector.nnz):
         channel = options.channel(transport, vector.length)
         entries = _selected(vector, algorithm, None if preselected else k, channel)
     options.check_finite(entries)
     counted = k is None and not algorithm.takes_dense  # which has no use for k
     held = call.agree(entries.nnz if counted else None, options.check)
     reduction = algorithm(channel, entries, max(held) if counted else k or 0)  # type: ignore[arg-type]
-    transport.flush()
+    transport.waitall()
     transport.traffic.total.seconds += transport.now() - start
     reduction.traffic = transport.traffic.since(before)
     return reduction

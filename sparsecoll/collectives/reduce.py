@@ -77,8 +77,8 @@ def _reduce(transport: Transport, x: Any, root: int, options: CallOptions) -> An
         with transport.phase("gather"):
             if transport.rank != root:
                 channel.isend(root, mine)
-                transport.flush()
+                transport.waitall()
                 return None
             parts = [mine if rank == root else channel.recv(rank) for rank in range(P)]
-        transport.flush()
+        transport.waitall()
         return back(SparseVector.concatenate([part.astype(entries.dtype) for part in parts]))

@@ -81,7 +81,7 @@ def _reduce_scatter(transport: Transport, x: Any, edges: list[int] | None, optio
         if len(edges) != P + 1 or edges[0] != 0 or edges[-1] != n or edges != sorted(edges):
             raise ValueError(f"boundaries: expected {P + 1} ascending ones from 0 to {n}, got {edges}")
         part = sum_of_region(channel, entries, edges)
-        transport.flush()
+        transport.waitall()
         return back(part.astype(entries.dtype))
 
 

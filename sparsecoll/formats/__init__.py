@@ -18,7 +18,7 @@ from sparsecoll.formats.packed import Packed
 from sparsecoll.formats.quantized import Quantized
 from sparsecoll.formats.slots import Slots
 from sparsecoll.kernels.memory import data_ptr, to_host
-from sparsecoll.telemetry.trace import doing
+from sparsecoll.telemetry.trace import span
 from sparsecoll.vector import DenseVector, SparseVector
 
 FORMATS: dict[str, Format] = {
@@ -102,7 +102,7 @@ def decode(buffer: Buffer, length: int) -> SparseVector:
         CommunicationError: The message is truncated, corrupted, or for a vector of another length.
     """
     form = _of(buffer)
-    with doing("decode", entries(buffer)):
+    with span("decode", entries(buffer)):
         return form.decode(_aligned(buffer), length)
 
 
@@ -129,7 +129,7 @@ def add_into(dense: DenseVector, buffers: Iterable[Buffer]) -> None:
     """
     for buffer in buffers:
         form = _of(buffer)
-        with doing("decode", entries(buffer)):
+        with span("decode", entries(buffer)):
             form.add_into(dense, _aligned(buffer))
 
 

@@ -22,7 +22,7 @@ from sparsecoll.errors import CommunicationError
 from sparsecoll.kernels import kernels_of
 from sparsecoll.kernels.keys import index_dtype
 from sparsecoll.kernels.memory import asarray_like, empty, to_host
-from sparsecoll.telemetry.trace import doing
+from sparsecoll.telemetry.trace import span
 from sparsecoll.vector import DenseVector, SparseVector, saturating_cast
 
 Buffer = NDArray[np.uint8]
@@ -172,7 +172,7 @@ class Format(ABC):
             value_dtype: name of the dtype on the wire; None for x's own.
         """
         wire = wire_dtype(x.dtype, value_dtype)
-        with doing("encode", x.nnz):
+        with span("encode", x.nnz):
             return self._encoded(x, wire)
 
     def _encoded(self, x: SparseVector, wire: WireDtype) -> Buffer:
@@ -191,7 +191,7 @@ class Format(ABC):
         plan.write(buffer)
         return buffer
 
-    def arriving(self, x: SparseVector, value_dtype: str | None = None) -> SparseVector:
+    def roundtrip(self, x: SparseVector, value_dtype: str | None = None) -> SparseVector:
         """Return what a receiver of `encode(x)` gets, in x's own dtype; x itself if nothing changes."""
         return rounded(x, value_dtype)
 

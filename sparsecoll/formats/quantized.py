@@ -53,7 +53,7 @@ class Quantized(Format):
     def _buckets(self, first: int, count: int) -> int:
         return (first + count - 1) // self.bucket - first // self.bucket + 1 if count else 0
 
-    def arriving(self, x: SparseVector, value_dtype: str | None = None) -> SparseVector:
+    def roundtrip(self, x: SparseVector, value_dtype: str | None = None) -> SparseVector:
         """Return the quantized values, without those that became zero."""
         return self.decode(self.encode(x), x.length).astype(x.dtype)
 

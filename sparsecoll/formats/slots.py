@@ -58,7 +58,7 @@ class Slots(Format):
         kernels.slots_write(kernels.hash_slots(x.indices, max(held.size, 1), (a, b, c)), held)
         return held
 
-    def arriving(self, x: SparseVector, value_dtype: str | None = None) -> SparseVector:
+    def roundtrip(self, x: SparseVector, value_dtype: str | None = None) -> SparseVector:
         """Return the entries that no later one overwrites, rounded as on the wire."""
         held = self._entries(x)
         return rounded(x.take(np.sort(held[held >= 0])), value_dtype)

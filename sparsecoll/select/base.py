@@ -35,11 +35,11 @@ class Selector(ABC):
             NonFiniteError: There is a NaN among the selected values (NaN has no order).
         """
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Discard the state kept between calls."""
         for option in fields(self):
             if isinstance(getattr(self, option.name), Selector):
-                getattr(self, option.name).forget()
+                getattr(self, option.name).reset()
         fresh = vars(replace(self))
         vars(self).clear()
         vars(self).update(fresh)

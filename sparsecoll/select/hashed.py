@@ -38,7 +38,7 @@ class Hashed(Selector):
         chosen = self.threshold.select(x, k)
         form = Slots(self.m or max(k, 1), mix(self.seed, self._calls))
         self._calls += 1
-        return form.arriving(chosen)
+        return form.roundtrip(chosen)
 
     def state_dict(self) -> dict[str, Any]:
         return {"calls": self._calls, "threshold": self.threshold.state_dict()}

@@ -73,7 +73,7 @@ class ThresholdReuse(Selector):
         if self.value is not None:
             self.value *= ratio ** (-1 / self.slope)
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Make the next call exact."""
         self.value, self.drift, self.age = None, 0.0, 0
 

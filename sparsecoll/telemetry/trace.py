@@ -1,6 +1,6 @@
 """Spans of work by kind, reported to the listeners of the current thread.
 
-The library marks its own work with `doing`. Without a listener nothing is recorded, and a mark costs a fraction of a
+The library marks its own work with `span`. Without a listener nothing is recorded, and a mark costs a fraction of a
 microsecond. There are two listeners: `Recorder` adds up seconds, and the simulator advances its virtual clock.
 
 The kinds, and the amounts reported with them, are "select" (values read), "encode" and "decode" (entries), "merge"
@@ -23,7 +23,7 @@ KINDS = ("select", "encode", "decode", "merge", "dense", "wait")
 class Listener(Protocol):
     """Receives every span of work of its thread."""
 
-    def work(self, kind: str, amount: int, span: int) -> AbstractContextManager[object]:
+    def work(self, kind: str, amount: int, extent: int) -> AbstractContextManager[object]:
         """Return the context manager in which a span of work runs."""
         ...
 
@@ -36,8 +36,8 @@ _of_thread = _OfThread()
 _nothing = contextlib.nullcontext()
 
 
-def doing(kind: str, amount: int = 0, span: int = 0) -> AbstractContextManager[object]:
-    """Mark a span of work: `with doing("merge", entries, coordinates): ...`.
+def span(kind: str, amount: int = 0, extent: int = 0) -> AbstractContextManager[object]:
+    """Mark a span of work: `with span("merge", entries, coordinates): ...`.
 
     Args:
         kind: one of KINDS.
@@ -47,14 +47,14 @@ def doing(kind: str, amount: int = 0, span: int = 0) -> AbstractContextManager[o
     listeners = _of_thread.listeners
     if not listeners:
         return _nothing
-    return listeners[0].work(kind, amount, span) if len(listeners) == 1 else _told(listeners, kind, amount, span)
+    return listeners[0].work(kind, amount, extent) if len(listeners) == 1 else _nested(listeners, kind, amount, extent)
 
 
 @contextlib.contextmanager
-def _told(listeners: tuple[Listener, ...], kind: str, amount: int, span: int) -> Iterator[None]:
+def _nested(listeners: tuple[Listener, ...], kind: str, amount: int, extent: int) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for listener in listeners:
-            stack.enter_context(listener.work(kind, amount, span))
+            stack.enter_context(listener.work(kind, amount, extent))
         yield
 
 
@@ -62,10 +62,10 @@ L = TypeVar("L", bound=Listener)
 
 
 @contextlib.contextmanager
-def listening(listener: L) -> Iterator[L]:
+def record(listener: L) -> Iterator[L]:
     """Context manager: report the work of this thread to `listener`, too.
 
-    >>> with listening(Recorder()) as recorder:
+    >>> with record(Recorder()) as recorder:
     ...     y = sparsecoll.SparseVector.from_dense(np.ones(5))
     >>> [kind for kind, seconds in recorder.seconds.items() if seconds]
     ['dense']
@@ -96,8 +96,8 @@ class Recorder:
         self._inner = [0.0]  # seconds of nested work in each open span
 
     @contextlib.contextmanager
-    def work(self, kind: str, amount: int, span: int = 0) -> Iterator[None]:
-        """Time a span of work, see `doing`."""
+    def work(self, kind: str, amount: int, extent: int = 0) -> Iterator[None]:
+        """Time a span of work, see `span`."""
         self._inner.append(0.0)
         start = self._now()
         try:

@@ -72,7 +72,7 @@ class Buckets:
         def lay_out(_: CollectiveCall) -> None:
             self.order = self._agree_on_order(transport, params, trainable)
             self.lay_out(transport, params, timeout, options.bucket_bytes, options.dense_below)
-            transport.flush()
+            transport.waitall()
 
         collective(transport, "buckets", timeout, lay_out)
 
@@ -209,7 +209,7 @@ class Buckets:
             call.agree()
             load()
             allgather(transport, np.zeros(1, np.uint8))  # no rank returns before all have loaded
-            transport.flush()
+            transport.waitall()
             return own or {"step": 0, "tensors": {}}
 
         own = collective(transport, "load_state_dict", timeout, read)

@@ -169,7 +169,7 @@ class HookState:
         with CollectiveCall(self.transport, "used", self._timeout), self.transport.phase("agree"):
             mine = np.packbits(np.array([name not in absent for name in names], np.uint8))
             used = np.unpackbits(np.bitwise_or.reduce(allgather(self.transport, mine), axis=0), count=len(names))
-            self.transport.flush()
+            self.transport.waitall()
         unused = {name for name, is_used in zip(names, used.tolist(), strict=True) if not is_used}
         if unused:
             compressor.exclude(unused)
@@ -180,7 +180,7 @@ class HookState:
         """After the last bucket: all went well on all ranks, or nothing has happened on any."""
         with CollectiveCall(self.transport, "end of back-propagation", self._timeout), self.transport.phase("agree"):
             allgather(self.transport, np.zeros(1, np.uint8))
-            self.transport.flush()
+            self.transport.waitall()
         self._buckets.keep()
         self._pending = True
 

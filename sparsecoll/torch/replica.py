@@ -152,7 +152,7 @@ class Replica:
 
         def share_them(_: CollectiveCall) -> None:
             share(self.transport, tensors, outcome.root)
-            self.transport.flush()
+            self.transport.waitall()
 
         if tensors:
             self.call("buffers", share_them)

@@ -262,7 +262,7 @@ def compare(transport: Transport, tensors: Named, step: int, timeout: float | No
 
     def gather(_: CollectiveCall) -> Any:
         rows = allgather(transport, np.array([zlib.crc32(raw_bytes(t)) for t in tensors.values()], np.uint32))
-        transport.flush()
+        transport.waitall()
         return rows
 
     rows = collective(transport, "verify", timeout, gather, "verify")
@@ -280,7 +280,7 @@ def mean_of(transport: Transport, value: float, timeout: float | None) -> float:
 
     def gather(_: CollectiveCall) -> list[float]:
         numbers: list[float] = allgather(transport, np.array([value], np.float64)).ravel().tolist()
-        transport.flush()
+        transport.waitall()
         return numbers
 
     numbers = collective(transport, "mean", timeout, gather)

@@ -108,7 +108,7 @@ class Row:
         head = np.array([self.steps, self.flags, self.checksum], np.int64)
         bits = np.array([*self.used, *self.sparse, *self.trainable, *self.modules], np.uint8)
         rows = allgather(transport, np.concatenate([head.view(np.uint8), np.packbits(bits)]))
-        transport.flush()
+        transport.waitall()
         heads = np.ascontiguousarray(rows[:, : head.nbytes]).view(np.int64)
         steps, flags = heads[:, 0].tolist(), heads[:, 1]
         active = heads[(flags & JOINED) == 0]

@@ -74,7 +74,7 @@ class Sender:
         """Copy a parameter's gradient into its bucket, and send the buckets that are complete and next in order."""
         self._copy_in(self._buckets.index_of[name], name)
         while len(self._sent) < len(self._buckets) and not self._waiting[len(self._sent)]:
-            self._send()
+            self._isend()
 
     def _copy_in(self, index: int, name: str) -> None:
         bucket, compressor = self._buckets[index]
@@ -82,7 +82,7 @@ class Sender:
         self.taken.add(name)
         self._waiting[index].discard(name)
 
-    def _send(self) -> None:
+    def _isend(self) -> None:
         bucket, compressor = self._buckets[len(self._sent)]
         event = bucket.layout.device.record_event()
         self._sent.append(in_background(self._replica.transport, lambda: self._job(bucket, compressor, event)))
@@ -131,7 +131,7 @@ class Sender:
             bucket = self._buckets[index][0]
             for name in bucket.params if bucket.gradient is None else list(self._waiting[index]):
                 self._copy_in(index, name)
-            self._send()
+            self._isend()
         if self._timeline is not None and self.first is not None:
             self._timeline.add("back-propagation", self.first, self.last)
 

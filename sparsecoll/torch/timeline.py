@@ -55,7 +55,7 @@ class Timeline:
         """
         self._events.append((name, start, end, threading.get_ident(), about))
 
-    def work(self, kind: str, amount: int, span: int = 0) -> contextlib.AbstractContextManager[None]:
+    def work(self, kind: str, amount: int, extent: int = 0) -> contextlib.AbstractContextManager[None]:
         """Record a span of work by kind, as a listener of `telemetry.trace`."""
         return self.span(kind, amount=amount)
 
@@ -94,5 +94,5 @@ def bucket_span(timeline: Timeline | None, index: int, length: int) -> Iterator[
         stack.enter_context(torch.profiler.record_function(f"sparsecoll: {name}"))
         if timeline is not None:
             stack.enter_context(timeline.span(name, values=length))
-            stack.enter_context(trace.listening(timeline))
-        yield stack.enter_context(trace.listening(trace.Recorder()))
+            stack.enter_context(trace.record(timeline))
+        yield stack.enter_context(trace.record(trace.Recorder()))

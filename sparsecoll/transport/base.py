@@ -14,29 +14,29 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol, TypeVar
 
 from sparsecoll.formats import Buffer
-from sparsecoll.telemetry.trace import doing
+from sparsecoll.telemetry.trace import span
 from sparsecoll.telemetry.traffic import Counts, Traffic
 from sparsecoll.transport.network import Tuning
 
 T = TypeVar("T")
 
-REPORT, FAREWELL = 0, 1  # the stamps of reports, see `sparsecoll.transport.call`
-FIRST_STAMP = 2  # of messages
-STAMPS = 16383  # below it: an MPI tag has one bit more, and every MPI has 32,767 tags
+ERROR_TAG, REVOKE_TAG = 0, 1  # the tags of reports, see `sparsecoll.transport.call`
+FIRST_TAG = 2  # of messages
+TAGS = 16383  # below it: an MPI tag has one bit more, and every MPI has 32,767 tags
 
 
-class Interrupted(Exception):
+class CallMismatch(Exception):
     """In place of the message waited for came a peer's report, or a message of another call."""
 
 
-class PendingReceive(Protocol):
+class ReceiveRequest(Protocol):
     """A receive that was asked for; `wait` returns the buffer."""
 
     def wait(self) -> Buffer:
         """Block until the message is here.
 
         Raises:
-            Interrupted: it will not come.
+            CallMismatch: it will not come.
         """
         ...
 
@@ -53,11 +53,11 @@ class Transport(ABC):
         virtual: whether time is modelled, and passes only where the model says so.
         one_node: whether all ranks are on one machine, the same on all of them.
         gpu_direct: whether messages in GPU memory need no way through the host.
-        stamp: what messages are sent with, and expected to come with.
+        tag: what messages are sent with, and expected to come with.
         calls: that were made on this transport.
         agreed: checksums of calls that all ranks have agreed on, and the number of each.
         nodes: the ranks on each node, see collectives.node_members; None: not known yet.
-        generation: how many calls have failed, on all ranks together.
+        epoch: how many calls have failed, on all ranks together.
         broken: why the communicator cannot be used any more (a peer did not answer, or is lost); else "".
     """
 
@@ -78,21 +78,21 @@ class Transport(ABC):
         self.groups: dict[tuple[int, ...], Transport] = {}  # see group.group
         self.sharers: list[Any] = []  # weak references to what makes calls of its own accord, in order of creation
         self.worker: Any = None  # see progress.Worker: once there is one, all calls go through it
-        self.stamp = FIRST_STAMP
+        self.tag = FIRST_TAG
         self.calls = 0
         self.agreed: dict[int, int] = {}
-        self.generation = 0
+        self.epoch = 0
         self.broken = ""
         self._phase: Counts | None = None
         self._apart = False
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Drop what was found out together: after a call that failed some ranks may have it and others not."""
         self.agreed.clear()
         self.nodes = self.tuning = None
         for group in self.groups.values():
-            group.forget()
-        self.generation += 1
+            group.reset()
+        self.epoch += 1
 
     def in_order(self, function: Callable[[], T]) -> T:
         """Carry out a blocking call after the nonblocking ones that were made before it.
@@ -110,22 +110,22 @@ class Transport(ABC):
         """Seconds on this rank's clock (the simulator's clock is virtual)."""
 
     @abstractmethod
-    def _send(self, destination: int, buffer: Buffer) -> None:
-        """Start sending; the buffer must not change until `flush`."""
+    def _isend(self, destination: int, buffer: Buffer) -> None:
+        """Start sending; the buffer must not change until `waitall`."""
 
     @abstractmethod
-    def _receive(self, source: int, into: Buffer | None) -> PendingReceive:
-        """Ask for the next message from `source`; see `expect`."""
+    def _irecv(self, source: int, into: Buffer | None) -> ReceiveRequest:
+        """Ask for the next message from `source`; see `irecv`."""
 
     @abstractmethod
-    def flush(self) -> None:
+    def waitall(self) -> None:
         """Wait until every send has left its buffer."""
 
     @abstractmethod
-    def exchange(self, report: Buffer, error: Exception | None = None) -> list[Buffer | None]:
+    def exchange_errors(self, report: Buffer, error: Exception | None = None) -> list[Buffer | None]:
         """Send a report to all ranks and drop what comes before theirs; they, in rank order (None: this rank's).
 
-        All ranks must do the same. Where one has said farewell instead, not all reports are there. Not counted.
+        All ranks must do the same. Where one has revoked the communicator, some reports are missing. Not counted.
 
         Args:
             error: what was raised here, if anything was: logged, if others do not report within a second.
@@ -134,7 +134,7 @@ class Transport(ABC):
             CommunicationError: a rank did not report within the timeout; the transport is broken.
         """
 
-    def announce(self, report: Buffer) -> None:  # noqa: B027 - nobody to tell
+    def revoke(self, report: Buffer) -> None:  # noqa: B027 - nobody to tell
         """Send a report to all ranks and wait for nothing more: this transport is broken."""
 
     def node(self) -> int:
@@ -145,24 +145,24 @@ class Transport(ABC):
         """The ranks on each node, ascending, where that is known without a message."""
         return None
 
-    def send(self, destination: int, buffer: Buffer) -> None:
+    def isend(self, destination: int, buffer: Buffer) -> None:
         """Send bytes without blocking. The buffer belongs to the transport from here on: do not change it."""
         for counts in self._counters():
             counts.bytes_sent += buffer.size
             counts.messages_sent += 1
-        self._send(destination, buffer)
+        self._isend(destination, buffer)
 
-    def receive(self, source: int, into: Buffer | None = None) -> Buffer:
-        """The next message from `source`; see `expect`."""
-        return self.expect(source, into).wait()
+    def recv(self, source: int, into: Buffer | None = None) -> Buffer:
+        """The next message from `source`; see `irecv`."""
+        return self.irecv(source, into).wait()
 
-    def expect(self, source: int, into: Buffer | None = None) -> PendingReceive:
+    def irecv(self, source: int, into: Buffer | None = None) -> ReceiveRequest:
         """Ask for the next message from `source` without blocking; receives of one source are served in order.
 
         Args:
             into: where to put it, if it has exactly this size; else it comes in a buffer of its own.
         """
-        return _Counted(self, self._receive(source, into))
+        return _Counted(self, self._irecv(source, into))
 
     def progress(self) -> None:  # noqa: B027 - optional: a transport that needs no polling has nothing to do
         """Let messages that have arrived be taken in, before a long computation."""
@@ -210,12 +210,12 @@ class _Counted:
 
     __slots__ = ("_pending", "_transport")
 
-    def __init__(self, transport: Transport, pending: PendingReceive) -> None:
+    def __init__(self, transport: Transport, pending: ReceiveRequest) -> None:
         self._transport = transport
         self._pending = pending
 
     def wait(self) -> Buffer:
-        with doing("wait"):
+        with span("wait"):
             buffer = self._pending.wait()
         self._transport._count_received(buffer)
         return buffer

@@ -1,6 +1,6 @@
 """Calls in which all ranks raise the same error or none does, and the arguments of which all ranks compare.
 
-Every message carries a stamp (MPI's tag) of the call that it belongs to: the call's number on the communicator, modulo
+Every message carries a tag (MPI's tag) of the call that it belongs to: the call's number on the communicator, modulo
 PHASES, and the number of its arguments among those that all ranks have agreed on. Arguments get that number when they
 are first compared, so that two different ones never have the same, and a rank that is in another call is noticed at no
 cost by whoever hears of it first. That rank, like one in which something was raised, reports to all others what it is
@@ -22,14 +22,14 @@ import numpy as np
 
 from sparsecoll.errors import CommunicationError, NonFiniteError
 from sparsecoll.transport import usable
-from sparsecoll.transport.base import FIRST_STAMP, STAMPS, Interrupted, Transport
+from sparsecoll.transport.base import FIRST_TAG, TAGS, CallMismatch, Transport
 from sparsecoll.transport.collectives import allgather, node_members
 
-PHASES = 4  # messages of calls that follow each other never have the same stamp
-NUMBERS = (STAMPS - FIRST_STAMP) // PHASES  # stamps of a phase: NAMES for calls before their arguments are agreed on,
-NAMES = 509  # a prime that gives each name in use a stamp of its own
+PHASES = 4  # messages of calls that follow each other never have the same tag
+NUMBERS = (TAGS - FIRST_TAG) // PHASES  # tags of a phase: NAMES for calls before their arguments are agreed on,
+NAMES = 509  # a prime that gives each name in use a tag of its own
 KEPT = NUMBERS - 2 * NAMES  # calls that are remembered as agreed
-SETTLE_SECONDS = 300.0  # a rank that failed waits so long for the others, if it has no timeout: they may be done
+RESOLVE_SECONDS = 300.0  # a rank that failed waits so long for the others, if it has no timeout: they may be done
 VALUE_SHOWN, VALUES_SHOWN, ARGUMENTS_SHOWN = 120, 4, 3  # characters; values of an argument, arguments in an error
 KNOWN = {kind.__name__: kind for kind in (ValueError, TypeError, CommunicationError, NonFiniteError)}
 
@@ -38,7 +38,7 @@ class CollectiveCall:
     """One collective call on a transport: whatever is raised inside on some rank is raised on all ranks.
 
     A rank that has finished the call when another one fails in it raises in its next call. The one that failed waits
-    for that, without a timeout SETTLE_SECONDS at most; what it waits with is logged after a second. A call may stand
+    for that, without a timeout RESOLVE_SECONDS at most; what it waits with is logged after a second. A call may stand
     inside another one.
 
     Args:
@@ -62,10 +62,10 @@ class CollectiveCall:
 
     def __enter__(self) -> CollectiveCall:
         transport = self.transport
-        self._outer = transport.stamp, transport.timeout
+        self._outer = transport.tag, transport.timeout
         transport.timeout = self._timeout if usable(self._timeout) else None
         transport.calls += 1
-        self._set_stamp(self._number_of_name)
+        self._set_tag(self._number_of_name)
         try:
             if not usable(self._timeout):
                 kind = ValueError if isinstance(self._timeout, (int, float)) else TypeError
@@ -84,14 +84,14 @@ class CollectiveCall:
         transport = self.transport
         try:
             if isinstance(error, Exception) and not getattr(error, "on_all_ranks", False):
-                agreed = _settle(transport, self.signature, error)
+                agreed = _resolve_failure(transport, self.signature, error)
                 agreed.on_all_ranks = True  # type: ignore[attr-defined]
                 raise agreed from error
         finally:
-            transport.stamp, transport.timeout = self._outer
+            transport.tag, transport.timeout = self._outer
 
-    def _set_stamp(self, number: int) -> None:
-        self.transport.stamp = FIRST_STAMP + self.transport.calls % PHASES * NUMBERS + number
+    def _set_tag(self, number: int) -> None:
+        self.transport.tag = FIRST_TAG + self.transport.calls % PHASES * NUMBERS + number
 
     def agree(self, entries: int | None = None, check: bool = True) -> list[int]:
         """Compare `signature` over the ranks, now and by all messages that follow.
@@ -117,9 +117,9 @@ class CollectiveCall:
             with transport.phase("agree"):
                 rows = allgather(transport, row)
             if (rows[:, 1] != checksum).any() or (rows[:, 0] < 0).any() != (entries is None):
-                raise Interrupted("ranks disagree")
+                raise CallMismatch("ranks disagree")
             counts = rows[:, 0].tolist() if entries is not None else []
-        self._set_stamp(self._number_of(checksum) if check else NAMES + self._number_of_name)
+        self._set_tag(self._number_of(checksum) if check else NAMES + self._number_of_name)
         return counts
 
     def _number_of(self, checksum: int) -> int:
@@ -135,19 +135,19 @@ def number_of_name(name: str) -> int:
     return zlib.crc32(name.encode()) % NAMES
 
 
-def _settle(transport: Transport, call: dict[str, Any], error: Exception) -> Exception:
+def _resolve_failure(transport: Transport, call: dict[str, Any], error: Exception) -> Exception:
     """Tell all ranks, hear from all, and return what all of them raise."""
     report: dict[str, Any] = {"call": call, "number": transport.calls, "error": None}
-    if not isinstance(error, Interrupted):
+    if not isinstance(error, CallMismatch):
         report["error"] = {"type": type(error).__name__, "text": str(error)}
     if transport.broken:
         report["broken"] = transport.broken
-        transport.announce(_bytes(report))
+        transport.revoke(_bytes(report))
         return error
-    transport.forget()
-    transport.timeout = transport.timeout or SETTLE_SECONDS
+    transport.reset()
+    transport.timeout = transport.timeout or RESOLVE_SECONDS
     try:
-        blocks = transport.exchange(_bytes(report), None if report["error"] is None else error)
+        blocks = transport.exchange_errors(_bytes(report), None if report["error"] is None else error)
     except CommunicationError as unanswered:  # the communicator is broken
         if report["error"] is None:
             return unanswered
@@ -157,7 +157,7 @@ def _settle(transport: Transport, call: dict[str, Any], error: Exception) -> Exc
     for other in reports:
         if other.get("broken"):
             transport.broken = other["broken"]
-            transport.announce(_bytes(report | {"broken": other["broken"], "error": other["error"]}))
+            transport.revoke(_bytes(report | {"broken": other["broken"], "error": other["error"]}))
             return CommunicationError(other["error"]["text"])
     reports.insert(transport.rank, report)
     transport.calls = max(other["number"] for other in reports)

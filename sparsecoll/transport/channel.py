@@ -10,7 +10,7 @@ import numpy as np
 from sparsecoll import formats
 from sparsecoll.errors import CommunicationError
 from sparsecoll.formats import FORMATS, Buffer, Format
-from sparsecoll.transport.base import PendingReceive, Transport
+from sparsecoll.transport.base import ReceiveRequest, Transport
 from sparsecoll.transport.collectives import allgatherv
 from sparsecoll.transport.group import group
 from sparsecoll.vector import DenseVector, SparseVector
@@ -51,15 +51,15 @@ class Channel:
 
     def isend(self, destination: int, x: SparseVector) -> None:
         """Encode and send without blocking."""
-        self.transport.send(destination, self.encode(x))
+        self.transport.isend(destination, self.encode(x))
 
     def recv(self, source: int) -> SparseVector:
         """The next vector from `source`; its values have the dtype that they travelled in."""
-        return self.decode(self.transport.receive(source))
+        return self.decode(self.transport.recv(source))
 
     def irecv(self, source: int) -> VectorRequest:
         """Ask for the next vector from `source` without blocking; receives of one source are served in order."""
-        return VectorRequest(self, self.transport.expect(source))
+        return VectorRequest(self, self.transport.irecv(source))
 
     def allgather(self, x: SparseVector) -> list[SparseVector]:
         """Every rank's vector, in rank order; this rank's as it arrives at the others (ceil(log2 P) messages)."""
@@ -79,7 +79,7 @@ class Channel:
 
     def roundtrip(self, x: SparseVector) -> SparseVector:
         """What a receiver of x gets, in x's own dtype: values rounded, and without entries that the format drops."""
-        return self.format.arriving(x, self.value_dtype)
+        return self.format.roundtrip(x, self.value_dtype)
 
     def rounds(self, dtype: np.dtype[Any]) -> bool:
         """Whether values of `dtype` lose bits on the way."""
@@ -102,16 +102,16 @@ class Channel:
 
     def isend_dense(self, destination: int, x: DenseVector) -> None:
         """Send dense values without blocking."""
-        self.transport.send(destination, self.pack(x))
+        self.transport.isend(destination, self.pack(x))
 
     def recv_dense(self, source: int, dtype: np.dtype[Any], length: int) -> DenseVector:
         """The next `length` dense values from `source`, as `dtype`."""
-        return self.unpack(self.transport.receive(source), dtype, length)
+        return self.unpack(self.transport.recv(source), dtype, length)
 
     def recv_into(self, source: int, into: DenseVector) -> None:
         """Write the next dense values from `source` to `into`, without a copy if they travel as they are."""
         memory = None if self.rounds(into.dtype) else into.values.view(np.uint8)
-        into.copy_from(self.unpack(self.transport.receive(source, memory), into.dtype, into.length))
+        into.copy_from(self.unpack(self.transport.recv(source, memory), into.dtype, into.length))
 
 
 class VectorRequest:
@@ -119,7 +119,7 @@ class VectorRequest:
 
     __slots__ = ("_channel", "_request")
 
-    def __init__(self, channel: Channel, request: PendingReceive) -> None:
+    def __init__(self, channel: Channel, request: ReceiveRequest) -> None:
         self._channel = channel
         self._request = request
 

@@ -29,8 +29,8 @@ def allgather(transport: Transport, row: NDArray[Any]) -> NDArray[Any]:
     have = 1
     while have < size:
         count = min(have, size - have)
-        transport.send((rank - have) % size, _raw(gathered[:count].copy()))
-        received = transport.receive((rank + have) % size)
+        transport.isend((rank - have) % size, _raw(gathered[:count].copy()))
+        received = transport.recv((rank + have) % size)
         if received.size != gathered[:count].nbytes:
             raise CommunicationError(
                 f"allgather on rank {rank}: expected {gathered[:count].nbytes} bytes from rank"
@@ -64,8 +64,8 @@ def allgatherv(transport: Transport, block: Buffer) -> list[Buffer]:
     while len(blocks) < size:
         have = len(blocks)
         count = min(have, size - have)
-        transport.send((rank - have) % size, joined(blocks[:count]))
-        blocks += separated(transport.receive((rank + have) % size), count)
+        transport.isend((rank - have) % size, joined(blocks[:count]))
+        blocks += separated(transport.recv((rank + have) % size), count)
     return blocks[size - rank :] + blocks[: size - rank]
 
 
@@ -116,31 +116,31 @@ def sum_counts(transport: Transport, counts: NDArray[Any], combine: np.ufunc = n
     total = np.zeros(chunk * core, counts.dtype)
     total[: counts.size] = counts
     if rank >= core:
-        transport.send(rank - core, _raw(total))
-        return transport.receive(rank - core).view(counts.dtype)[: counts.size]
+        transport.isend(rank - core, _raw(total))
+        return transport.recv(rank - core).view(counts.dtype)[: counts.size]
     if rank + core < size:
-        combine(total, transport.receive(rank + core).view(counts.dtype), out=total)
+        combine(total, transport.recv(rank + core).view(counts.dtype), out=total)
     low, high = 0, core  # the chunks that this rank still sums
     distance = core // 2
     while distance:
         middle = (low + high) // 2
         keep, give = ((low, middle), (middle, high)) if rank & distance == 0 else ((middle, high), (low, middle))
-        transport.send(rank ^ distance, _raw(total[give[0] * chunk : give[1] * chunk].copy()))
+        transport.isend(rank ^ distance, _raw(total[give[0] * chunk : give[1] * chunk].copy()))
         kept = total[keep[0] * chunk : keep[1] * chunk]
-        combine(kept, transport.receive(rank ^ distance).view(counts.dtype), out=kept)
+        combine(kept, transport.recv(rank ^ distance).view(counts.dtype), out=kept)
         low, high = keep
         distance //= 2
     distance = 1
     while distance < core:
-        transport.send(rank ^ distance, _raw(total[low * chunk : high * chunk].copy()))
-        theirs = transport.receive(rank ^ distance).view(counts.dtype)
+        transport.isend(rank ^ distance, _raw(total[low * chunk : high * chunk].copy()))
+        theirs = transport.recv(rank ^ distance).view(counts.dtype)
         width = high - low
         low, high = (low, high + width) if rank & distance == 0 else (low - width, high)
         start = low + width if rank & distance == 0 else low
         total[start * chunk : (start + width) * chunk] = theirs
         distance *= 2
     if rank + core < size:
-        transport.send(rank + core, _raw(total.copy()))
+        transport.isend(rank + core, _raw(total.copy()))
     return total[: counts.size]
 
 
@@ -150,15 +150,15 @@ def spread(transport: Transport, message: Buffer, root: int = 0) -> Buffer:
     relative, distance = (rank - root) % size, 1
     while distance < size:
         if relative & distance:
-            message = transport.receive((rank - distance) % size)
+            message = transport.recv((rank - distance) % size)
             break
         distance *= 2
     distance //= 2
     while distance:
         if relative + distance < size:
-            transport.send((rank + distance) % size, message)
+            transport.isend((rank + distance) % size, message)
         distance //= 2
-    transport.flush()
+    transport.waitall()
     return message
 
 

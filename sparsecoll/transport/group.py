@@ -7,14 +7,14 @@ from collections.abc import Iterator
 
 from sparsecoll.errors import CommunicationError
 from sparsecoll.formats import Buffer
-from sparsecoll.transport.base import PendingReceive, Transport
+from sparsecoll.transport.base import ReceiveRequest, Transport
 from sparsecoll.transport.network import Tuning
 
 
 class GroupTransport(Transport):
     """Ranks `members` of `parent`, renumbered 0, 1, ...; this rank must be among them.
 
-    Sends and receives go over the parent's channels, with its stamps, and are counted there, in its current phase.
+    Sends and receives go over the parent's channels, with its tags, and are counted there, in its current phase.
     """
 
     def __init__(self, parent: Transport, members: list[int]) -> None:
@@ -39,19 +39,19 @@ class GroupTransport(Transport):
     def now(self) -> float:
         return self.parent.now()
 
-    def _send(self, destination: int, buffer: Buffer) -> None:
-        self.parent._send(self.members[destination], buffer)
+    def _isend(self, destination: int, buffer: Buffer) -> None:
+        self.parent._isend(self.members[destination], buffer)
 
-    def _receive(self, source: int, into: Buffer | None) -> PendingReceive:
-        return self.parent._receive(self.members[source], into)
+    def _irecv(self, source: int, into: Buffer | None) -> ReceiveRequest:
+        return self.parent._irecv(self.members[source], into)
 
-    def exchange(self, report: Buffer, error: Exception | None = None) -> list[Buffer | None]:
+    def exchange_errors(self, report: Buffer, error: Exception | None = None) -> list[Buffer | None]:
         raise CommunicationError(
             f"report: expected the whole communicator, got {self.size} of {self.parent.size} ranks"
         )
 
-    def flush(self) -> None:
-        self.parent.flush()
+    def waitall(self) -> None:
+        self.parent.waitall()
 
     def progress(self) -> None:
         self.parent.progress()

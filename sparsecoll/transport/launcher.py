@@ -16,7 +16,7 @@ VARIABLES = (
 
 def processes() -> tuple[str, int]:
     """The variable that says how many processes were started, and how many; ("", 1) if no launcher did."""
-    name, size, _ = _told()
+    name, size, _ = _detected()
     return name, size
 
 
@@ -26,10 +26,10 @@ def rank() -> int:
     Ranks of a job print once by this where no communicator is at hand, or where each process has a world of its own
     because the launcher belongs to another MPI.
     """
-    return _told()[2]
+    return _detected()[2]
 
 
-def _told() -> tuple[str, int, int]:
+def _detected() -> tuple[str, int, int]:
     for size, number in VARIABLES:
         try:
             return size, int(os.environ[size]), int(os.environ.get(number, "0"))

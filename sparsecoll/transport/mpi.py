@@ -23,8 +23,8 @@ from mpi4py import MPI
 from sparsecoll.errors import CommunicationError
 from sparsecoll.formats import Buffer
 from sparsecoll.kernels.memory import empty, on_gpu
-from sparsecoll.telemetry.trace import doing
-from sparsecoll.transport.base import FAREWELL, REPORT, Interrupted, Transport
+from sparsecoll.telemetry.trace import span
+from sparsecoll.transport.base import ERROR_TAG, REVOKE_TAG, CallMismatch, Transport
 from sparsecoll.transport.network import Tuning
 
 logger = logging.getLogger(__name__)
@@ -83,7 +83,7 @@ class _Waiter:
 
 
 class _Incoming:
-    """A message being received, in one or more chunks of one stamp.
+    """A message being received, in one or more chunks of one tag.
 
     Args:
         into: where to put it if it has this size and is where the message comes from (host or GPU).
@@ -94,7 +94,7 @@ class _Incoming:
         self._source = source
         self._into = into
         self.parts: list[Buffer] = []
-        self.stamp = -1
+        self.tag = -1
         self._gpu = False
         self._full = 0  # bytes of a chunk that says that more follows
         self._request: Any = None
@@ -112,10 +112,10 @@ class _Incoming:
                 message = self._transport.comm.Improbe(self._source, MPI.ANY_TAG, status)
                 if message is None:
                     return False
-                tag = status.Get_tag()
-                if tag >> 1 != self.stamp:  # a message that broke off is not continued
+                mpi_tag = status.Get_tag()
+                if mpi_tag >> 1 != self.tag:  # a message that broke off is not continued
                     self.parts.clear()
-                self.stamp, self._gpu, self._full = tag >> 1, tag & 1 == 1 and keep, self._transport.full(tag)
+                self.tag, self._gpu, self._full = mpi_tag >> 1, mpi_tag & 1 == 1 and keep, self._transport.full(mpi_tag)
                 self.parts.append(self._room(status.Get_count(MPI.BYTE)))
                 self._request = message.Irecv([self.parts[-1], MPI.BYTE])
             if not self._request.Test():
@@ -154,12 +154,12 @@ class _Incoming:
 
 
 class _Pending:
-    """The next message from one source, of the stamp that messages have now."""
+    """The next message from one source, of the tag that messages have now."""
 
     def __init__(self, transport: MpiTransport, source: int, into: Buffer | None) -> None:
         self._transport = transport
         self._source = source
-        self._stamp = transport.stamp
+        self._tag = transport.tag
         self.incoming = _Incoming(transport, source, into)
 
     def poll(self) -> bool:
@@ -168,8 +168,8 @@ class _Pending:
             here = self.incoming.poll()
         except MPI.Exception as error:
             raise self._transport.lost(f"receiving from rank {self._source}", error) from error
-        if self.incoming.stamp not in (self._stamp, -1):
-            raise Interrupted(f"rank {self._source} is in another call")
+        if self.incoming.tag not in (self._tag, -1):
+            raise CallMismatch(f"rank {self._source} is in another call")
         return here
 
     def wait(self) -> Buffer:
@@ -195,7 +195,7 @@ class MpiTransport(Transport):
         super().__init__(comm.Get_rank(), comm.Get_size())
         self.comm = comm
         self.chunk = CHUNK
-        self._gone = False  # has said farewell
+        self._revoked = False  # has revoked the communicator
         self._direct: bool | None = None
         self._staging: Any = None
         self.threads = MPI.Query_thread() >= MPI.THREAD_MULTIPLE
@@ -240,21 +240,21 @@ class MpiTransport(Transport):
                 f"communicator is out of use since {self.broken}; go on with a new one, such as comm.Dup()"
             )
 
-    def _send(self, destination: int, buffer: Buffer) -> None:
+    def _isend(self, destination: int, buffer: Buffer) -> None:
         self._check()
         try:
-            self._post(destination, buffer, self.stamp)
+            self._post(destination, buffer, self.tag)
         except MPI.Exception as error:
             raise self.lost(f"sending to rank {destination}", error) from error
 
-    def _post(self, destination: int, buffer: Buffer, stamp: int) -> None:
+    def _post(self, destination: int, buffer: Buffer, tag: int) -> None:
         if on_gpu(buffer):
-            pieces, tag = self.staging().sendable(buffer, self.chunk), 2 * stamp + 1
+            pieces, mpi_tag = self.staging().sendable(buffer, self.chunk), 2 * tag + 1
         else:  # a full chunk says that more follows, if only nothing
             starts = range(0, buffer.size + 1, self.chunk)
-            pieces, tag = (buffer[start : start + self.chunk] for start in starts), 2 * stamp
+            pieces, mpi_tag = (buffer[start : start + self.chunk] for start in starts), 2 * tag
         for piece in pieces:
-            self._sends.append((self.comm.Isend([piece, MPI.BYTE], destination, tag), piece))
+            self._sends.append((self.comm.Isend([piece, MPI.BYTE], destination, mpi_tag), piece))
 
     def staging(self) -> Any:
         """What moves messages from and to GPU memory."""
@@ -271,9 +271,9 @@ class MpiTransport(Transport):
             self._direct = takes_device_pointers(self.comm)
         return self._direct
 
-    def full(self, tag: int) -> int:
+    def full(self, mpi_tag: int) -> int:
         """Bytes of a chunk that says that more follows."""
-        if tag & 1 and not self.gpu_direct:
+        if mpi_tag & 1 and not self.gpu_direct:
             from sparsecoll.transport.staging import PIECE
 
             return PIECE
@@ -284,7 +284,7 @@ class MpiTransport(Transport):
         self.broken = f"rank {self.rank} failed in {what}: {error.Get_error_string()}"
         return CommunicationError(self.broken)
 
-    def _receive(self, source: int, into: Buffer | None) -> _Pending:
+    def _irecv(self, source: int, into: Buffer | None) -> _Pending:
         self._check()
         pending = _Pending(self, source, into)
         self.expected[source].append(pending)
@@ -299,9 +299,9 @@ class MpiTransport(Transport):
             if not queue:
                 self._awaited.discard(source)
 
-    def flush(self) -> None:
+    def waitall(self) -> None:
         waiter = _Waiter(self, lambda: "waits for its own sends to complete")
-        with doing("wait"):
+        with span("wait"):
             while self._sends:
                 try:
                     sent = self._sends[0][0].Test()
@@ -312,9 +312,9 @@ class MpiTransport(Transport):
                 else:
                     waiter.pause()
 
-    def exchange(self, report: Buffer, error: Exception | None = None) -> list[Buffer | None]:
+    def exchange_errors(self, report: Buffer, error: Exception | None = None) -> list[Buffer | None]:
         self._check()
-        self._report(report, REPORT)
+        self._report(report, ERROR_TAG)
         channels: dict[int, _Incoming] = {}
         for source, queue in enumerate(self.expected):  # a message may be half here
             channels[source] = queue[0].incoming if queue else _Incoming(self, source)
@@ -332,30 +332,30 @@ class MpiTransport(Transport):
                 if not here:
                     continue
                 arrived = True
-                if incoming.stamp == FAREWELL:
+                if incoming.tag == REVOKE_TAG:
                     reports[source] = incoming.joined()
                     return reports
-                if incoming.stamp == REPORT:
+                if incoming.tag == ERROR_TAG:
                     reports[source] = incoming.joined()
                     del channels[source]
                 else:
                     channels[source] = _Incoming(self, source)
             if not arrived:
                 waiter.pause()
-        self.flush()
+        self.waitall()
         return reports
 
-    def announce(self, report: Buffer) -> None:
-        if self._gone:
+    def revoke(self, report: Buffer) -> None:
+        if self._revoked:
             return
-        self._gone = True
+        self._revoked = True
         with contextlib.suppress(MPI.Exception):
-            self._report(report, FAREWELL)
+            self._report(report, REVOKE_TAG)
 
-    def _report(self, report: Buffer, stamp: int) -> None:
+    def _report(self, report: Buffer, tag: int) -> None:
         for peer in range(self.size):
             if peer != self.rank:
-                self._post(peer, report, stamp)
+                self._post(peer, report, tag)
 
 
 @functools.cache

@@ -18,9 +18,9 @@ from typing import Any
 
 from sparsecoll.errors import CommunicationError
 from sparsecoll.formats import Buffer
-from sparsecoll.telemetry.trace import listening
+from sparsecoll.telemetry.trace import record
 from sparsecoll.telemetry.traffic import Traffic
-from sparsecoll.transport.base import REPORT, Interrupted, Transport
+from sparsecoll.transport.base import ERROR_TAG, CallMismatch, Transport
 from sparsecoll.transport.network import Costs, Network, Tuning
 
 _STACK_BYTES = 1 << 20
@@ -38,7 +38,7 @@ class _Stopped(BaseException):
 class _Message:
     buffer: Buffer
     arrival: float
-    stamp: int
+    tag: int
 
 
 @dataclass
@@ -100,16 +100,16 @@ class _World:
 
 
 class _Pending:
-    __slots__ = ("_into", "_source", "_stamp", "_transport")
+    __slots__ = ("_into", "_source", "_tag", "_transport")
 
     def __init__(self, transport: SimTransport, source: int, into: Buffer | None) -> None:
         self._transport = transport
         self._source = source
         self._into = into
-        self._stamp = transport.stamp
+        self._tag = transport.tag
 
     def wait(self) -> Buffer:
-        message = self._transport._take(self._source, self._stamp)
+        message = self._transport._take(self._source, self._tag)
         if self._into is None or self._into.size != message.size:
             return message
         self._into[:] = message
@@ -137,11 +137,11 @@ class SimTransport(Transport):
     def modelled(self) -> Tuning:
         return self._costs.tuning(self._world.inside if self.one_node else self._world.network)
 
-    def _send(self, destination: int, buffer: Buffer) -> None:
+    def _isend(self, destination: int, buffer: Buffer) -> None:
         network, port = self._way(destination)
         port.out = max(self._clock, port.out) + network.beta * buffer.size
         self._left = max(self._left, port.out)
-        self._world.deliver(self.rank, destination, _Message(buffer.copy(), port.out + network.alpha, self.stamp))
+        self._world.deliver(self.rank, destination, _Message(buffer.copy(), port.out + network.alpha, self.tag))
 
     def _way(self, peer: int) -> tuple[Network, _Port]:
         world = self._world
@@ -156,7 +156,7 @@ class SimTransport(Transport):
         size, width = self.size, self._world.ranks_per_node
         return [list(range(start, min(start + width, size))) for start in range(0, size, width)]
 
-    def _receive(self, source: int, into: Buffer | None) -> _Pending:
+    def _irecv(self, source: int, into: Buffer | None) -> _Pending:
         return _Pending(self, source, into)
 
     def _next(self, source: int) -> _Message:
@@ -167,27 +167,27 @@ class SimTransport(Transport):
         self._clock = max(self._clock, port.into)
         return message
 
-    def _take(self, source: int, stamp: int) -> Buffer:
+    def _take(self, source: int, tag: int) -> Buffer:
         message = self._next(source)
-        if message.stamp == REPORT:
+        if message.tag == ERROR_TAG:
             self._reports[source] = message.buffer
-        if message.stamp != stamp:
-            raise Interrupted(f"rank {source} is in another call")
+        if message.tag != tag:
+            raise CallMismatch(f"rank {source} is in another call")
         return message.buffer
 
-    def exchange(self, report: Buffer, error: Exception | None = None) -> list[Buffer | None]:
+    def exchange_errors(self, report: Buffer, error: Exception | None = None) -> list[Buffer | None]:
         others = [peer for peer in range(self.size) if peer != self.rank]
         for peer in others:
-            self._world.deliver(self.rank, peer, _Message(report, self._clock, REPORT))
+            self._world.deliver(self.rank, peer, _Message(report, self._clock, ERROR_TAG))
         for peer in others:
             while peer not in self._reports:
                 message = self._next(peer)
-                if message.stamp == REPORT:
+                if message.tag == ERROR_TAG:
                     self._reports[peer] = message.buffer
         reports, self._reports = self._reports, {}
         return [reports.get(peer) for peer in range(self.size)]
 
-    def flush(self) -> None:
+    def waitall(self) -> None:
         self._clock = max(self._clock, self._left)
 
 
@@ -199,10 +199,10 @@ class _Work:
         self._costs = costs
 
     @contextlib.contextmanager
-    def work(self, kind: str, amount: int, span: int) -> Iterator[None]:
+    def work(self, kind: str, amount: int, extent: int) -> Iterator[None]:
         """See trace.Listener."""
         yield
-        self._transport._clock += self._costs.seconds(kind, amount, span)
+        self._transport._clock += self._costs.seconds(kind, amount, extent)
 
 
 class SimComm:
@@ -290,9 +290,9 @@ def simulate(
         world.batons[rank].acquire()
         try:
             if world.failure is None:
-                with listening(_Work(transports[rank], costs)) if costs else contextlib.nullcontext():
+                with record(_Work(transports[rank], costs)) if costs else contextlib.nullcontext():
                     results[rank] = fn(SimComm(transports[rank]))
-                transports[rank].flush()
+                transports[rank].waitall()
         except _Stopped:
             pass
         except BaseException as error:
@@ -332,14 +332,14 @@ class LocalTransport(Transport):
 
         return time.perf_counter()
 
-    def _send(self, destination: int, buffer: Buffer) -> None:
+    def _isend(self, destination: int, buffer: Buffer) -> None:
         raise CommunicationError(f"send: rank {destination} does not exist on a communicator of one rank")
 
-    def _receive(self, source: int, into: Buffer | None) -> Any:
+    def _irecv(self, source: int, into: Buffer | None) -> Any:
         raise CommunicationError(f"receive: rank {source} does not exist on a communicator of one rank")
 
-    def exchange(self, report: Buffer, error: Exception | None = None) -> list[Buffer | None]:
+    def exchange_errors(self, report: Buffer, error: Exception | None = None) -> list[Buffer | None]:
         return [None]
 
-    def flush(self) -> None:
+    def waitall(self) -> None:
         pass

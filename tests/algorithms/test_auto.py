@@ -251,7 +251,7 @@ def test_reach_inverts_fill_in():
     for n, k, P in ((10**6, 1000, 8), (10**6, 200_000, 4), (5000, 100, 64)):
         for support_size in (k, 2 * k, n):
             total = estimates.fill_in(support_size, k, P)
-            assert costmodel.reach(n, k, P, round(total)) == pytest.approx(support_size, rel=0.1)
+            assert costmodel.effective_length(n, k, P, round(total)) == pytest.approx(support_size, rel=0.1)
 
 
 def test_bad_option():

@@ -216,8 +216,8 @@ def test_destination_rotation_avoids_the_hot_spot():
     def program(comm):
         sent = []
         transport = comm.transport
-        original = transport._send
-        transport._send = lambda to, buffer: (sent.append((transport._phase, to)), original(to, buffer))
+        original = transport._isend
+        transport._isend = lambda to, buffer: (sent.append((transport._phase, to)), original(to, buffer))
         x = np.random.default_rng(comm.rank).standard_normal(100_000).astype(np.float32)
         sparsecoll.allreduce(comm, x, OkTopk(), k=k)
         split = transport.traffic.phases["split"]

@@ -45,8 +45,8 @@ def outcome(make, name, P, dtype=np.float32, **options):
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 def test_the_same_bits_in_pieces(make, name, P, monkeypatch):
     whole = outcome(make, name, P)
-    monkeypatch.setattr(pipeline, "PIECE", PIECE)
-    assert pipeline.pieces(K * 5 / P, one_node=False) > 3
+    monkeypatch.setattr(pipeline, "CHUNK_BYTES", PIECE)
+    assert pipeline.chunks(K * 5 / P, one_node=False) > 3
     for mine, theirs in zip(outcome(make, name, P), whole, strict=True):
         for a, b in zip(mine, theirs, strict=True):
             for x, y in zip(a, b, strict=True):
@@ -58,15 +58,15 @@ def test_rounding_and_halves_in_pieces(make, monkeypatch):
     for dtype, options in ((np.float16, {}), (np.float64, {"value_dtype": "float16"}), (np.float32, {"format": "coo"})):
         with monkeypatch.context() as patch:
             whole = outcome(make, "random", 4, dtype, **options)
-            patch.setattr(pipeline, "PIECE", PIECE)
+            patch.setattr(pipeline, "CHUNK_BYTES", PIECE)
             for mine, theirs in zip(outcome(make, "random", 4, dtype, **options), whole, strict=True):
                 for x, y in zip(mine[1], theirs[1], strict=True):
                     np.testing.assert_array_equal(x, y)
 
 
 def test_no_pieces_on_one_machine():
-    assert pipeline.pieces(10**9, one_node=True) == 1
-    assert pipeline.pieces(10**9, one_node=False) == pipeline.MOST_PIECES
+    assert pipeline.chunks(10**9, one_node=True) == 1
+    assert pipeline.chunks(10**9, one_node=False) == pipeline.MAX_CHUNKS
     assert simulate(4, lambda comm: comm.transport.one_node, ranks_per_node=4).results == [True] * 4
     assert simulate(4, lambda comm: comm.transport.one_node, ranks_per_node=2).results == [False] * 4
 
@@ -76,7 +76,7 @@ def test_work_overlaps_with_messages(make, monkeypatch):
     """Merging that takes as long as the network would double the time if one waited for the other."""
 
     def seconds(piece):
-        monkeypatch.setattr(pipeline, "PIECE", piece)
+        monkeypatch.setattr(pipeline, "CHUNK_BYTES", piece)
         costs = Costs(merge=4e-8, decode=4e-8)
         return simulate(4, lambda comm: outcome_of(comm, make()), Network(1e-6, 8e-9), costs=costs).seconds
 
@@ -100,7 +100,7 @@ def test_costs_take_virtual_time():
 
 def test_learned_boundaries_cost_no_message_and_foreign_ones_raise_on_every_rank(monkeypatch):
     """They change with every sum; to compare them would take a round of messages in every call."""
-    monkeypatch.setattr(pipeline, "PIECE", PIECE)
+    monkeypatch.setattr(pipeline, "CHUNK_BYTES", PIECE)
 
     def program(comm, make, spoil):
         algorithm, agreed = make(), []

@@ -270,6 +270,6 @@ def test_one_process_needs_no_mpi():
         y = sparsecoll.allreduce(LocalTransport(), GOOD, algo)
         assert y.to_dense().tolist() == GOOD.to_dense().tolist()
     with pytest.raises(CommunicationError):
-        LocalTransport().send(1, np.zeros(1, np.uint8))
+        LocalTransport().isend(1, np.zeros(1, np.uint8))
     with pytest.raises(CommunicationError):
-        LocalTransport().receive(1)
+        LocalTransport().recv(1)

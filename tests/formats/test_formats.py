@@ -153,7 +153,7 @@ def test_messages_of_any_format_are_added_into_a_dense_vector(parts):
         assume(name != "quantized" or x.dtype in (np.float32, np.float64))
         x = SparseVector(x.indices, x.values, 10**5)
         buffers.append(formats.encode(x, name))
-        np.add.at(expected, x.indices, FORMATS[name].arriving(x).to_dense()[x.indices].astype(float))
+        np.add.at(expected, x.indices, FORMATS[name].roundtrip(x).to_dense()[x.indices].astype(float))
     formats.add_into(dense, buffers)
     np.testing.assert_array_equal(dense.values, expected)
 
@@ -164,7 +164,7 @@ def test_messages_at_odd_addresses():
         buffer = formats.encode(x, name)
         odd = np.zeros(buffer.size + 1, np.uint8)[1:]
         odd[:] = buffer
-        y, expected = formats.decode(odd, 20), FORMATS[name].arriving(x)
+        y, expected = formats.decode(odd, 20), FORMATS[name].roundtrip(x)
         assert (y.indices.tolist(), y.values.tolist()) == (expected.indices.tolist(), expected.values.tolist())
 
 

@@ -22,7 +22,7 @@ def test_rounding_is_right_on_average_and_within_a_level(bits):
     x = vector()
     total = np.zeros(x.nnz)
     for seed in range(400):
-        y = Quantized(bits, seed, bucket=64).arriving(x)
+        y = Quantized(bits, seed, bucket=64).roundtrip(x)
         values = np.zeros(x.nnz)
         values[np.isin(x.indices, y.indices)] = y.values
         total += values
@@ -39,7 +39,7 @@ def test_coding_twice_is_coding_once(bits, seed, nnz, bucket):
     message = form.encode(x)
     assert message.size == form.size(x)
     once = formats.decode(message, x.length)
-    again = form.arriving(once)
+    again = form.roundtrip(once)
     assert again.indices.tolist() == once.indices.tolist() and again.values.tolist() == once.values.tolist()
 
 

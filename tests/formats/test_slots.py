@@ -20,7 +20,7 @@ def test_collision_rate_of_lemma_a5():
     x = vector(n)
     survived = np.zeros(n)
     for seed in range(functions):
-        survived += np.isin(x.indices, Slots(m, seed).arriving(x).indices, assume_unique=True)
+        survived += np.isin(x.indices, Slots(m, seed).roundtrip(x).indices, assume_unique=True)
     expected = ((m - 1) / m) ** (n - np.arange(1, n + 1))
     deviation = np.sqrt(expected * (1 - expected) / functions)
     assert (np.abs(survived / functions - expected) < 4.5 * deviation + 1e-9).all()
@@ -30,7 +30,7 @@ def test_collision_rate_of_lemma_a5():
 def test_what_arrives_is_what_was_reported_and_the_later_entry_wins():
     for m in (1, 100, 1000, 5000):
         form, x = Slots(m, seed=3), vector()
-        kept = form.arriving(x)
+        kept = form.roundtrip(x)
         assert 0 < kept.nnz <= min(m, x.nnz)
         for source in (x, kept):
             message = form.encode(source)
@@ -38,14 +38,14 @@ def test_what_arrives_is_what_was_reported_and_the_later_entry_wins():
             arrived = formats.decode(message, x.length)
             assert arrived.indices.tolist() == kept.indices.tolist()
             assert arrived.values.tolist() == kept.values.tolist()
-    assert Slots(1).arriving(vector()).indices.tolist() == [vector().indices[-1]]
+    assert Slots(1).roundtrip(vector()).indices.tolist() == [vector().indices[-1]]
 
 
 def test_residual_keeps_what_was_overwritten():
     residual, gradient = Residual(10_000), np.random.default_rng(0).standard_normal(10_000).astype(np.float32)
     for step in range(5):
         before = residual.array + gradient
-        sent = Slots(m=200, seed=step).arriving(select.topk(residual.compensate(gradient), 100))
+        sent = Slots(m=200, seed=step).roundtrip(select.topk(residual.compensate(gradient), 100))
         residual.update(sent)
         assert sent.nnz < 100
         np.testing.assert_array_equal(residual.array + sent.to_dense(), before)
@@ -53,7 +53,7 @@ def test_residual_keeps_what_was_overwritten():
 
 def test_other_seeds_let_other_entries_through():
     x = vector(100)
-    lost = [set(x.indices.tolist()) - set(Slots(100, seed).arriving(x).indices.tolist()) for seed in range(40)]
+    lost = [set(x.indices.tolist()) - set(Slots(100, seed).roundtrip(x).indices.tolist()) for seed in range(40)]
     assert not set.intersection(*lost[:20])
     assert x.indices[0] not in set.intersection(*lost)
 
@@ -64,7 +64,7 @@ def test_decoding_of_many_messages_in_one_pass_needs_no_order():
     formats.add_into(dense, [Slots(1000, seed).encode(x) for seed, x in enumerate(parts)])
     expected = np.zeros(10**4, np.float32)
     for seed, x in enumerate(parts):
-        expected += Slots(1000, seed).arriving(x).to_dense()
+        expected += Slots(1000, seed).roundtrip(x).to_dense()
     np.testing.assert_array_equal(dense.values, expected)
 
 

@@ -29,7 +29,7 @@ def test_a_rank_that_fails_between_messages_is_heard_by_all(comm, name, chunk):
     expected = oracle([case("random", rank, P) for rank in range(P)], "oktopk" if name == "hierarchical" else name, K)
     x = case("random", comm.rank, P)
     try:
-        for turn, (method, number) in enumerate((m, n) for m in ("send", "expect") for n in (1, 2, 3)):
+        for turn, (method, number) in enumerate((m, n) for m in ("isend", "irecv") for n in (1, 2, 3)):
             algo, culprit, text = resolve(algorithm(name)), turn % P, None
             if comm.rank == culprit:
                 fail_at(transport, method, number)
@@ -58,16 +58,16 @@ def test_large_messages_that_nobody_takes_are_dropped(comm):
         return
     for _ in range(3):
         if comm.rank == culprit:
-            fail_at(transport, "send", 2)
+            fail_at(transport, "isend", 2)
         text = None
         try:
             sparsecoll.allreduce(comm, dense, "dense", timeout=60)
-            mend(transport, "send")
+            mend(transport, "isend")
             sparsecoll.allreduce(comm, dense, "dense", timeout=60)
         except CommunicationError as error:
             text = str(error)
-        mend(transport, "send")
-        assert set(comm.allgather(text)) == {f"rank {culprit} failed: Fault: send 2"}
+        mend(transport, "isend")
+        assert set(comm.allgather(text)) == {f"rank {culprit} failed: Fault: isend 2"}
     y = sparsecoll.allreduce(comm, dense, "dense", timeout=60)
     assert (y.values == comm.size).all()
     assert not transport._sends and not any(transport.expected)

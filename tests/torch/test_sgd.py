@@ -460,7 +460,7 @@ def test_a_failed_step_changes_nothing_and_can_be_made_again(algo, number):
             optimizer.step()
         backward(3)
         transport, sent, failed = comm.transport, [], False
-        send = transport._send
+        send = transport._isend
 
         def failing(destination, buffer):
             sent.append(destination)
@@ -479,16 +479,16 @@ def test_a_failed_step_changes_nothing_and_can_be_made_again(algo, number):
 
         before = everything()
         if fails and comm.rank == 1:
-            transport._send = failing
+            transport._isend = failing
         try:
             optimizer.step()
         except CommunicationError as error:
             failed = True
             assert str(error) == "rank 1 failed: OSError: cable"
             assert all(map(torch.equal, before, everything()))
-            transport._send = send
+            transport._isend = send
             optimizer.step()
-        transport._send = send
+        transport._isend = send
         return failed, bits(model), [t.clone() for t in residuals(optimizer).values()]
 
     results, whole = (simulate(P, partial(program, fails=fails)).results for fails in (True, False))

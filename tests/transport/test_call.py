@@ -11,7 +11,7 @@ from failing import EXACT, K, algorithm, fail_at, mend
 import sparsecoll
 from sparsecoll import ALGORITHMS, CommunicationError, SparseVector, simulate
 from sparsecoll.algorithms import resolve
-from sparsecoll.transport.base import FIRST_STAMP, STAMPS
+from sparsecoll.transport.base import FIRST_TAG, TAGS
 from sparsecoll.transport.call import KEPT, NUMBERS, CollectiveCall, number_of_name
 from sparsecoll.transport.collectives import allgather
 
@@ -43,7 +43,7 @@ def test_a_rank_that_fails_between_messages_is_heard_by_all(name, P):
     expected = oracle(inputs, "oktopk" if name == "hierarchical" else name, K)
     heard = 0
     for culprit in (0, P - 1):
-        for method in ("send", "receive", "expect"):
+        for method in ("isend", "recv", "irecv"):
             for number in (1, 2, 4):
                 for known in (False, True):
                     results = simulate(P, lambda comm, c=(culprit, method, number, known): program(comm, *c)).results
@@ -69,8 +69,8 @@ def test_truncated_and_overlong_messages_raise_on_all(name, P):
         x, algo = case("random", comm.rank, P), resolve(algorithm(name))
         transport, original, seen, hit = comm.transport, comm.transport._take, [0], [False]
 
-        def damaged(source, stamp):
-            buffer = original(source, stamp)
+        def damaged(source, tag):
+            buffer = original(source, tag)
             seen[0] += 1
             if seen[0] == number and buffer.size:
                 hit[0] = True
@@ -102,7 +102,7 @@ def test_truncated_and_overlong_messages_raise_on_all(name, P):
 
 
 def test_ranks_in_different_calls_are_told_so():
-    """One is in an allreduce that all know, the others in another one that all know: nothing but stamps differs."""
+    """One is in an allreduce that all know, the others in another one that all know: nothing but tags differs."""
 
     def program(comm):
         x, y = SparseVector([1], np.ones(1), 10), SparseVector([1], np.ones(1), 11)
@@ -116,24 +116,24 @@ def test_ranks_in_different_calls_are_told_so():
     assert simulate(4, program).results == [(text, 4)] * 4
 
 
-def test_different_arguments_never_have_the_same_stamp():
+def test_different_arguments_never_have_the_same_tag():
     """Of one call or of calls that follow each other, whatever their checksums."""
 
     def program(comm):
-        transport, stamps = comm.transport, []
+        transport, tags = comm.transport, []
         for turn in range(3 * KEPT):
             with CollectiveCall(transport, "allreduce") as call:
                 call.signature["k"] = turn % KEPT
                 call.agree()
-                stamps.append(transport.stamp)
-        return stamps, len(transport.agreed)
+                tags.append(transport.tag)
+        return tags, len(transport.agreed)
 
-    stamps, kept = simulate(1, program).results[0]
-    assert kept == KEPT and max(stamps) < STAMPS and min(stamps) >= FIRST_STAMP
+    tags, kept = simulate(1, program).results[0]
+    assert kept == KEPT and max(tags) < TAGS and min(tags) >= FIRST_TAG
     for call in range(KEPT, 2 * KEPT, 97):  # what any two arguments would have in this call, and in the next ones
-        number = [(stamp - FIRST_STAMP) % NUMBERS for stamp in stamps[call : call + KEPT]]
+        number = [(tag - FIRST_TAG) % NUMBERS for tag in tags[call : call + KEPT]]
         assert len(set(number)) == KEPT
-        assert len({(stamp - FIRST_STAMP) // NUMBERS for stamp in stamps[call : call + 4]}) == 4
+        assert len({(tag - FIRST_TAG) // NUMBERS for tag in tags[call : call + 4]}) == 4
 
 
 def test_two_calls_that_are_known_are_told_apart_in_every_call():
@@ -237,11 +237,11 @@ def test_algorithms_forget_what_a_failed_call_may_have_left_different():
         x, algo = case("random", comm.rank, 4), resolve("oktopk")
         sparsecoll.allreduce(comm, x, algo, k=K)
         if comm.rank == 2:
-            fail_at(comm.transport, "send", 2)
+            fail_at(comm.transport, "isend", 2)
         with pytest.raises(CommunicationError):
             sparsecoll.allreduce(comm, x, algo, k=K)
             sparsecoll.allreduce(comm, x, algo, k=K)
-        mend(comm.transport, "send")
+        mend(comm.transport, "isend")
         reduction = sparsecoll.allreduce(comm, x, algo, k=K, return_reduction=True)
         assert "repartition" in reduction.traffic.phases and algo.state_dict()["calls"] == 1
         return algo.state_dict()["boundaries"]

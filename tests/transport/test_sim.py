@@ -18,9 +18,9 @@ def test_results_are_in_rank_order_and_ranks_know_themselves():
 def test_a_message_costs_alpha_plus_beta_per_byte():
     def program(comm):
         if comm.rank == 0:
-            comm.transport.send(1, BYTES)
+            comm.transport.isend(1, BYTES)
         else:
-            comm.transport.receive(0)
+            comm.transport.recv(0)
 
     simulation = simulate(2, program, Network(alpha=1e-3, beta=1e-6))
     assert simulation.seconds == pytest.approx(2e-3)
@@ -36,10 +36,10 @@ def test_a_message_costs_alpha_plus_beta_per_byte():
 def test_many_senders_to_one_receiver_queue_at_its_port():
     def program(comm):
         if comm.rank:
-            comm.transport.send(0, BYTES)
+            comm.transport.isend(0, BYTES)
         else:
             for source in range(1, comm.size):
-                comm.transport.receive(source)
+                comm.transport.recv(source)
 
     network = Network(alpha=0, beta=1e-6)
     assert simulate(9, program, network).seconds == pytest.approx(8e-3)
@@ -49,9 +49,9 @@ def test_messages_between_two_ranks_keep_their_order():
     def program(comm):
         if comm.rank == 0:
             for value in range(10):
-                comm.transport.send(1, np.array([value], np.uint8))
+                comm.transport.isend(1, np.array([value], np.uint8))
             return None
-        asked = [comm.transport.expect(0) for _ in range(10)]
+        asked = [comm.transport.irecv(0) for _ in range(10)]
         return [int(pending.wait()[0]) for pending in asked]
 
     assert simulate(2, program).results[1] == list(range(10))
@@ -59,14 +59,14 @@ def test_messages_between_two_ranks_keep_their_order():
 
 def test_deadlock_names_who_waits_for_whom():
     with pytest.raises(DeadlockError, match=r"rank 0 waits for rank 1, rank 1 waits for rank 0; ended: \[2\]"):
-        simulate(3, lambda comm: comm.rank < 2 and comm.transport.receive(1 - comm.rank))
+        simulate(3, lambda comm: comm.rank < 2 and comm.transport.recv(1 - comm.rank))
 
 
 def test_a_failing_rank_ends_the_run_with_its_own_error():
     def program(comm):
         if comm.rank == 2:
             raise KeyError("mine")
-        comm.transport.receive(2)
+        comm.transport.recv(2)
 
     with pytest.raises(KeyError, match="mine"):
         simulate(4, program)

@@ -10,14 +10,14 @@ from types import MappingProxyType
 
 from sparsecoll.algorithms.dense import is_short
 from sparsecoll.algorithms.primitives.estimates import fill_in, rounds
-from sparsecoll.algorithms.primitives.pipeline import pieces
+from sparsecoll.algorithms.primitives.pipeline import chunks
 from sparsecoll.formats.costs import CODING, PACKED
 from sparsecoll.transport.network import Tuning
 
 # Seconds on a core with AVX-512, as perf/costs.py measures them; magnitudes matter, digits do not.
 MERGE = 5.5e-9  # an entry at 1 % density; a crowded sum takes CROWDED an entry and WINDOW a coordinate
 CROWDED, WINDOW = 1.35e-9, 0.14e-9
-FRONT = 4  # calls that arguments and counters take
+CALL_OVERHEAD = 4  # calls that arguments and counters take
 COPY = 0.25e-9  # an entry copied into the whole
 
 
@@ -95,7 +95,7 @@ def exact_seconds(shape: Shape, t: Tuning) -> Mapping[str, float]:
         "halving": _halving(shape, t) + _gathered(shape, t),
     }
     agreed = {name: _agreement(shape, t) + value for name, value in seconds.items()}
-    return MappingProxyType({name: t.corrected(name, value) + FRONT * t.call for name, value in agreed.items()})
+    return MappingProxyType({name: t.corrected(name, value) + CALL_OVERHEAD * t.call for name, value in agreed.items()})
 
 
 def _agreement(shape: Shape, t: Tuning) -> float:
@@ -114,7 +114,7 @@ def _dense_waits(shape: Shape, t: Tuning) -> float:
 def _allgather(shape: Shape, t: Tuning) -> float:
     P, k = shape.P, shape.k
     own = shape.message(t, k)
-    stages = pieces(k * (shape.value_bytes + 1), shape.one_node)
+    stages = chunks(k * (shape.value_bytes + 1), shape.one_node)
     work = own.encode + P * own.decode + shape.merging(t, P * k) + (stages - 1) * (P + 2) * t.call
     return rounds(P) * t.alpha + _overlapped(t.beta * (P - 1) * own.bytes, work, stages)
 
@@ -147,10 +147,10 @@ def oktopk_seconds(shape: Shape, t: Tuning) -> float:
     gather = part.encode + P * part.decode + COPY * k * _speed(t)
     moved = t.beta * own.bytes * (P - 1) / P
     waits = _agreement(shape, t) + _burst(shape, t) + 2 * rounds(P) * t.alpha
-    stages = pieces(k * (shape.value_bytes + 1) / P, shape.one_node)
+    stages = chunks(k * (shape.value_bytes + 1) / P, shape.one_node)
     calls = (stages - 1) * 2 * P * t.call
     seconds = waits + _overlapped(moved, split + calls, stages) + _overlapped(moved, gather + calls, stages)
-    return t.corrected("oktopk", seconds) + FRONT * t.call
+    return t.corrected("oktopk", seconds) + CALL_OVERHEAD * t.call
 
 
 def _doubling(shape: Shape, t: Tuning) -> float:
@@ -179,7 +179,7 @@ def _halving(shape: Shape, t: Tuning) -> float:
     return seconds
 
 
-def reach(n: int, k: int, P: int, total: int) -> float:
+def effective_length(n: int, k: int, P: int, total: int) -> float:
     """Return the length at which uniform supports of k entries on each of P ranks have a sum of `total` entries."""
     low, high = float(max(k, 1)), float(max(n, k, 1))
     if total >= fill_in(int(high), k, P):

@@ -63,7 +63,7 @@ def estimate(transport: Transport, x: SparseVector, k: int) -> tuple[float, floa
     distinct = -SLOTS * math.log1p(-min(hit[level], SLOTS - 1) / SLOTS) * (every << 2 * level)
     sums = total[marks.size :]
     skew = float(sums.max() * regions / sums.sum()) if sums.sum() else 1.0
-    return costmodel.reach(n, k, P, round(distinct)), skew
+    return costmodel.effective_length(n, k, P, round(distinct)), skew
 
 
 def _mixed(hashes: NDArray[np.uint32]) -> NDArray[np.uint32]:

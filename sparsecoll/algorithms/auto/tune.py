@@ -87,7 +87,7 @@ def tune(comm: Any) -> Tuning:
         tuning = _figures(transport, THOROUGH)
         if transport.size > 1 and not transport.virtual:
             tuning = replace(tuning, calls=_calls(transport, tuning))
-        transport.flush()
+        transport.waitall()
     return tuning
 
 
@@ -131,7 +131,7 @@ def tuning_of(transport: Transport) -> Tuning:
             marks = allgather(transport, np.array([mark], np.uint32))
             if held is None or (marks != mark).any():
                 held = _figures(transport, BRIEF)
-                transport.flush()
+                transport.waitall()
         transport.tuning = transport.measured = held
     return transport.tuning
 
@@ -173,7 +173,7 @@ def _calls(transport: Transport, tuning: Tuning) -> dict[str, list[tuple[float, 
             predicted = dict(costmodel.exact_seconds(shape, tuning)) | {
                 "oktopk": costmodel.oktopk_seconds(shape, tuning)
             }
-            inside = predicted[name] - costmodel.FRONT * tuning.call
+            inside = predicted[name] - costmodel.CALL_OVERHEAD * tuning.call
             found[name].append((inside, _whole(Channel(transport, n, form), make(), k)))
     return {name: sorted(calls) for name, calls in found.items()}
 
@@ -191,7 +191,7 @@ def _whole(channel: Channel, algorithm: Algorithm, k: int) -> float:
             call.signature["algo"] = algorithm.describe()
             call.agree()
             value = algorithm(channel, x, k).value
-            transport.flush()
+            transport.waitall()
         if isinstance(value, DenseVector):
             value.to_sparse()
         took = float(allgather(transport, np.array([transport.now() - start])).max())
@@ -222,9 +222,9 @@ def _ring(
         if work is not None:
             work()
         for _ in range(count):
-            transport.send((rank + 1) % ranks, np.zeros(size, np.uint8))
+            transport.isend((rank + 1) % ranks, np.zeros(size, np.uint8))
         for _ in range(count):
-            transport.receive((rank - 1) % ranks)
+            transport.recv((rank - 1) % ranks)
 
     return _quartile(transport, effort, turn) if ranks > 1 else 0.0
 

@@ -47,9 +47,9 @@ def reduce_scatter(
     transport = channel.transport
     for to, source, sent, kept, arriving in _schedule(channel.rank, channel.size, pairs):
         blocks = [channel.encode(round(part)) for part in _stretches(x, edges, sent)]
-        transport.send(to, blocks[0] if len(blocks) == 1 else joined(blocks))
+        transport.isend(to, blocks[0] if len(blocks) == 1 else joined(blocks))
         own = SparseVector.concatenate(_stretches(x, edges, kept))
-        message = transport.receive(source)
+        message = transport.recv(source)
         count = len(_around(arriving, channel.size))
         arrived = [message] if count == 1 else separated(message, count)
         x = merge([own, *(channel.decode(block) for block in arrived)])

@@ -10,16 +10,16 @@ from sparsecoll.transport.base import Transport
 from sparsecoll.transport.channel import Channel, VectorRequest
 from sparsecoll.vector import SparseVector
 
-PIECE, MOST_PIECES = 1 << 18, 16  # bytes that a piece has at least
+CHUNK_BYTES, MAX_CHUNKS = 1 << 18, 16  # bytes that a piece has at least
 AHEAD = 2  # stages in flight beside the one that is worked on
 
 
-def pieces(size: float, one_node: bool) -> int:
+def chunks(size: float, one_node: bool) -> int:
     """Return the number of chunks into which to divide a message of about `size` bytes.
 
     It is 1 between ranks on one machine, where the processors that sum also copy the messages.
     """
-    return 1 if one_node else int(min(max(size // PIECE, 1), MOST_PIECES))
+    return 1 if one_node else int(min(max(size // CHUNK_BYTES, 1), MAX_CHUNKS))
 
 
 def run(transport: Transport, stages: Iterable[list[VectorRequest]]) -> Iterator[list[SparseVector]]:
@@ -48,7 +48,7 @@ def allgather(channel: Channel, parts: Iterable[SparseVector]) -> Iterator[list[
         for part in parts:
             own.append(channel.encode(part))
             for step in range(1, size):
-                channel.transport.send((rank + step) % size, own[-1])
+                channel.transport.isend((rank + step) % size, own[-1])
             yield [channel.irecv((rank - step) % size) for step in range(1, size)]
 
     for arrived in run(channel.transport, stages()):

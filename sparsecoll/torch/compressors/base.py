@@ -17,7 +17,7 @@ from sparsecoll.collectives.options import CallOptions
 from sparsecoll.errors import NonFiniteError
 from sparsecoll.residual import LazyAccumulator
 from sparsecoll.select import Vector
-from sparsecoll.telemetry.trace import doing
+from sparsecoll.telemetry.trace import span
 from sparsecoll.torch.compressors.versions import Versions
 from sparsecoll.torch.device import Array, CpuDevice
 from sparsecoll.torch.layout import Layout
@@ -64,7 +64,7 @@ class Compressor(ABC):
         """Allocate the state of a bucket; collective, since compressors may measure or agree here."""
         self.layout, self.context, self.timeout = layout, context, timeout
         self.size = transport.size
-        self._generation = transport.generation
+        self._epoch = transport.epoch
 
     @property
     def keeps_gradient(self) -> bool:
@@ -104,17 +104,17 @@ class Compressor(ABC):
         """
         self.sync(transport)
         with CollectiveCall(transport, f"bucket {self.layout.index}", self.timeout):
-            with doing("select", gradient.size):
+            with span("select", gradient.size):
                 message = self.message(self.compensate(gradient))
             reduced = self.communicate(transport, message)
-            with doing("dense", gradient.size):
+            with span("dense", gradient.size):
                 self.update(out, message, reduced)
 
     def sync(self, transport: Transport) -> None:
         """Drop what may differ between ranks since a call has failed."""
-        if self._generation != transport.generation:
-            self._generation = transport.generation
-            self.forget()
+        if self._epoch != transport.epoch:
+            self._epoch = transport.epoch
+            self.reset()
 
     def message(self, acc: Any) -> Any:
         """`compress`, with the name of a parameter whose gradient is not finite in the error."""
@@ -146,7 +146,7 @@ class Compressor(ABC):
     def rescale(self, factor: float) -> None:  # noqa: B027 - most have no state
         """Multiply residuals by a factor, because the scale of gradients has changed."""
 
-    def forget(self) -> None:  # noqa: B027 - most keep nothing of the kind
+    def reset(self) -> None:  # noqa: B027 - most keep nothing of the kind
         """Discard state that may differ between ranks after a call that failed."""
 
     def state(self) -> dict[str, dict[str, torch.Tensor]]:
@@ -191,7 +191,7 @@ class Compressor(ABC):
             call.agree()
             with transport.phase("gather"):
                 blocks = allgatherv(transport, message)
-            transport.flush()
+            transport.waitall()
         return blocks
 
 

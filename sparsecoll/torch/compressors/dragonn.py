@@ -87,8 +87,8 @@ class DRAGONN(TopK):
         vector, out, selector = DenseVector(gradient), DenseVector(layout.zeros()), select.SampledThreshold()
         k = self._entries(layout)
         form = Slots(k)
-        message = form.encode(form.arriving(selector.select(vector, k)))
-        encode = measured(transport, lambda: form.encode(form.arriving(selector.select(vector, k))), layout.device)
+        message = form.encode(form.roundtrip(selector.select(vector, k)))
+        encode = measured(transport, lambda: form.encode(form.roundtrip(selector.select(vector, k))), layout.device)
         decode = measured(transport, lambda: formats.add_into(out, [message]), layout.device)
         cost = float(allgather(transport, np.array([encode + P * decode])).max())
         full = 2 * (P - 1) * (tuning.alpha + tuning.beta * gradient.nbytes / P)
@@ -109,7 +109,7 @@ class DRAGONN(TopK):
         assert isinstance(chosen, SparseVector)
         self.check_finite(chosen)
         self._slots = Slots(max(self._k, 1), mix(self.seed, self.context.step))
-        return self._slots.arriving(chosen, self.value_dtype)
+        return self._slots.roundtrip(chosen, self.value_dtype)
 
     def communicate(self, transport: Transport, message: Vector) -> Any:
         if not self.compressed:

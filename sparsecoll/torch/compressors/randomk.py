@@ -45,8 +45,8 @@ class RandomK(ErrorFeedback):
         self._densities = Densities.of(self.density)
         self._selector = select.RandomK(self.seed + layout.index)
 
-    def forget(self) -> None:
-        self._selector.forget()
+    def reset(self) -> None:
+        self._selector.reset()
 
     def compress(self, acc: Vector) -> SparseVector:
         self.check_finite(acc)  # it may not be drawn for long

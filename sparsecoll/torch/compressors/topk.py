@@ -127,15 +127,15 @@ class TopK(ErrorFeedback):
             velocity[:] = gradient
         self._velocity.trial = velocity
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         if self._densities.by_layer:
             for selector in self._selectors:
-                selector.forget()
+                selector.reset()
 
     def compress(self, acc: Vector) -> Vector:
         if self._algorithm.takes_dense:
             return self.acc.flush()
-        self._algorithm.keep_up(self._generation)
+        self._algorithm.sync_epoch(self._epoch)
         if self._densities.by_layer:
             return self._layer_by_layer(self.acc.flush())
         self._k = self.count()
