@@ -1,9 +1,11 @@
-"""Array kernels: one specification (`reference`), fast versions that equal it bit for bit (`cpu`, `gpu`).
+"""Array kernels: a specification in NumPy (`reference`) and fast versions that equal it bit for bit (`cpu`, `gpu`).
 
-`kernels_of(array)` returns the module that serves an array. Every module has the same functions with the same
-arguments; nothing outside this package knows which one runs. `SPARSECOLL_KERNELS=reference` forces the specification,
-`SPARSECOLL_KERNELS=portable` the Numba code without AVX-512. Selection runs on one thread, since under MPI every core
-has its own rank, unless `SPARSECOLL_THREADS` says otherwise.
+`kernels_of(array)` returns the module that serves the type of an array, as in kernels_of(x).topk(x, k). All modules
+have the same functions with the same parameters, and no code outside this package depends on which one runs.
+
+The environment variable SPARSECOLL_KERNELS=reference selects the specification, SPARSECOLL_KERNELS=portable the Numba
+code without AVX-512. Selection runs on SPARSECOLL_THREADS threads, by default one, since under MPI every core has a
+rank of its own.
 """
 
 from __future__ import annotations
@@ -44,10 +46,10 @@ def _host_kernels() -> ModuleType:
 
 
 def kernels_of(array: Any) -> ModuleType:
-    """The kernel module for `array` (NumPy's or CuPy's).
+    """The kernels for `array`, a NumPy or CuPy array: `cpu` (or `reference`) or `gpu`.
 
     Raises:
-        TypeError: another library's array.
+        TypeError: `array` is of another type.
     """
     if isinstance(array, np.ndarray):
         return _host_kernels()

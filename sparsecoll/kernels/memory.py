@@ -1,8 +1,8 @@
-"""Memory: which arrays are a GPU's, and arrays for results whose pages are already there.
+"""Arrays of NumPy and CuPy alike, and a pool of host memory for results.
 
-The first touch of fresh pages costs about as much as the work of a selection or a merge. `empty` hands out memory of
-arrays that are gone; it goes back by itself when the last view of an array is dropped. At most RETAINED bytes wait for
-another use.
+Touching fresh pages for the first time costs about as much as a selection or a merge. `empty` therefore reuses the
+memory of arrays that no longer exist: it returns to the pool when the last view of an array is garbage-collected. The
+pool retains at most RETAINED bytes.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from numpy.typing import NDArray
 
 T = TypeVar("T")
 
-SMALLEST = 1 << 18  # bytes; below, malloc has warm memory itself
-RETAINED = 1 << 30
+SMALLEST = 1 << 18  # bytes; for smaller arrays malloc reuses memory itself
+RETAINED = 1 << 30  # bytes
 
 _lock = threading.Lock()
-_returned: deque[NDArray[np.uint8]] = deque()  # appended to by finalisers, which may run anywhere, in `empty` too
-_waiting: dict[int, list[NDArray[np.uint8]]] = {}  # by size; the size that something came back to last is the last
-_total = [0]  # bytes waiting. Both are changed under the lock alone
+_returned: deque[NDArray[np.uint8]] = deque()  # finalisers append to it; they may run anywhere, even inside `empty`
+_free: dict[int, list[NDArray[np.uint8]]] = {}  # by size, in the order in which a block of this size last came back
+_total = [0]  # bytes in _free; both are changed only while the lock is held
 
 
 class _Block:
-    """Owns memory while arrays use it: their base is this object."""
+    """The owner of a piece of memory, and the base of the arrays that use it."""
 
     __slots__ = ("__array_interface__", "raw")
 
@@ -37,37 +37,38 @@ class _Block:
         self.__array_interface__ = raw.__array_interface__
 
     def __del__(self) -> None:
-        _give_back(self.raw)
+        _release_block(self.raw)
 
 
-def _room(size: int) -> int:
-    """Bytes to ask for: `size` rounded up to one of eight steps per power of two."""
+def _rounded_size(size: int) -> int:
+    """The bytes to allocate: `size` rounded up to one of eight steps per power of two."""
     step = 1 << max(size.bit_length() - 4, 12)
     return -(-size // step) * step
 
 
-def _give_back(raw: NDArray[np.uint8], returned: Any = _returned, lock: Any = _lock) -> None:
+def _release_block(raw: NDArray[np.uint8], returned: Any = _returned, lock: Any = _lock) -> None:
     returned.append(raw)
-    if lock.acquire(blocking=False):  # else whoever holds it, or the next one, sorts it in
+    if lock.acquire(blocking=False):  # otherwise the holder of the lock, or the next one, files it
         try:
-            _sort_in()
+            _file_returned()
         finally:
             lock.release()
 
 
-def _sort_in(waiting: Any = _waiting, returned: Any = _returned, total: Any = _total, limit: int = RETAINED) -> None:
+def _file_returned(free: Any = _free, returned: Any = _returned, total: Any = _total, limit: int = RETAINED) -> None:
+    """Move returned blocks to `free`; drop the oldest beyond the limit. Defaults: globals may be gone at shutdown."""
     while returned:
         raw = returned.popleft()
-        alike = waiting.pop(raw.size, [])
+        alike = free.pop(raw.size, [])
         alike.append(raw)
-        waiting[raw.size] = alike
+        free[raw.size] = alike
         total[0] += raw.size
     while total[0] > limit:
-        size = next(iter(waiting))
+        size = next(iter(free))
         total[0] -= size
-        waiting[size].pop(0)
-        if not waiting[size]:
-            del waiting[size]
+        free[size].pop(0)
+        if not free[size]:
+            del free[size]
 
 
 def on_gpu(array: Any) -> bool:
@@ -76,17 +77,17 @@ def on_gpu(array: Any) -> bool:
 
 
 def to_host(array: Any) -> NDArray[Any]:
-    """The array itself, or a copy of it if it is a GPU's (after the work on the current stream)."""
+    """The array itself, or a host copy of a GPU array, made after the work on the current stream."""
     return array.get() if on_gpu(array) else array  # type: ignore[no-any-return]
 
 
 def asarray_like(host: NDArray[Any], like: Any) -> Any:
-    """`host` where `like` is: itself, or a copy on the GPU."""
+    """`host` itself, or a copy on the GPU if `like` is there."""
     return _gpu().to_device(host) if on_gpu(like) else host
 
 
 def from_dlpack(array: Any) -> Any:
-    """Another library's GPU array as CuPy's, of the same memory.
+    """A CuPy array that shares the memory of another library's GPU array.
 
     Raises:
         TypeError: CuPy cannot be imported.
@@ -100,30 +101,30 @@ def from_dlpack(array: Any) -> Any:
 
 
 def bind_current_stream(call: Callable[[], T]) -> Callable[[], T]:
-    """The call, to be made in another thread: GPU work in it goes to the stream that is current in this one."""
+    """`call` for use in another thread: its GPU work goes to the stream that is current in the calling thread now."""
     return _gpu().bind_current_stream(call) if "cupy" in sys.modules else call  # type: ignore[no-any-return]
 
 
 def contiguous(array: Any, dtype: Any = None) -> Any:
-    """The array itself, or a contiguous copy as `dtype`, where it is."""
+    """The array itself, or a contiguous copy on the same device, as `dtype`."""
     array = array if dtype is None else array.astype(dtype, copy=False)
     return array if array.flags.c_contiguous else array.copy()
 
 
 def data_ptr(array: Any) -> int:
-    """Where an array's memory begins."""
+    """The address of an array's first item."""
     return int(array.data.ptr if on_gpu(array) else array.ctypes.data)
 
 
 def may_share_memory(a: Any, b: Any) -> bool:
-    """Whether two arrays may share memory: the stretches from their first byte to their last one do."""
+    """Whether the address ranges of two arrays, from the lowest to the highest byte, overlap."""
     if not a.size or not b.size or on_gpu(a) != on_gpu(b):
         return False
-    (start, stop), (first, beyond) = (_stretch(array) for array in (a, b))
-    return start < beyond and first < stop
+    (a_start, a_stop), (b_start, b_stop) = (_byte_bounds(array) for array in (a, b))
+    return a_start < b_stop and b_start < a_stop
 
 
-def _stretch(array: Any) -> tuple[int, int]:
+def _byte_bounds(array: Any) -> tuple[int, int]:
     steps = [step * (size - 1) for step, size in zip(array.strides, array.shape, strict=True)]
     low = data_ptr(array) + sum(min(step, 0) for step in steps)
     return low, data_ptr(array) + sum(max(step, 0) for step in steps) + array.itemsize
@@ -136,29 +137,29 @@ def _gpu() -> Any:
 
 
 def empty(size: int, dtype: Any, like: Any = None) -> NDArray[Any]:
-    """As numpy.empty(size, dtype) for one dimension; on the GPU if the array `like` is."""
+    """A 1-D array of `size` uninitialised items, on the GPU if the array `like` is there."""
     if like is not None and on_gpu(like):
         return _gpu().empty(size, dtype)  # type: ignore[no-any-return]
     dtype = np.dtype(dtype)
-    needed = size * dtype.itemsize
-    if needed < SMALLEST:
+    nbytes = size * dtype.itemsize
+    if nbytes < SMALLEST:
         return np.empty(size, dtype)
-    room = _room(needed)
+    rounded = _rounded_size(nbytes)
     with _lock:
-        _sort_in()
-        if room in _waiting:
-            raw = _waiting[room].pop()
-            _total[0] -= room
-            if not _waiting[room]:
-                del _waiting[room]
+        _file_returned()
+        if rounded in _free:
+            raw = _free[rounded].pop()
+            _total[0] -= rounded
+            if not _free[rounded]:
+                del _free[rounded]
         else:
-            raw = np.empty(room, np.uint8)
-    return np.asarray(_Block(raw))[:needed].view(dtype)
+            raw = np.empty(rounded, np.uint8)
+    return np.asarray(_Block(raw))[:nbytes].view(dtype)
 
 
 def release() -> None:
-    """Give all waiting memory back to the system."""
+    """Return all memory of the pool to the system."""
     with _lock:
-        _sort_in()
-        _waiting.clear()
+        _file_returned()
+        _free.clear()
         _total[0] = 0

@@ -1,4 +1,4 @@
-"""Where to look when a few values stand for all."""
+"""The stride of a regular sample."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ _SMALL_PRIMES = 2 * 3 * 5 * 7 * 11 * 13
 
 
 def stride_for(length: int, size: int) -> int:
-    """The distance of about `size` samples of `length` values.
+    """The stride that takes about `size` samples of `length` values.
 
-    It shares no factor up to 13 with anything (from 17 on; below it is odd). Vectors are often matrices, and a distance
-    that divides the length of a row would keep to a few columns.
+    The stride is coprime to 2, 3, 5, 7, 11 and 13 (below 17 it is only odd): vectors are often flattened matrices, and
+    a stride that divides the length of a row would visit only a few columns.
 
     >>> stride_for(1800 * 4096, 57600)
     131

@@ -44,7 +44,7 @@ def test_no_more_than_the_limit_is_kept_and_the_newest_stays():
     newest = address(held[-1])
     while held:
         held.pop(0)
-    assert 0 < sum(raw.size for alike in memory._waiting.values() for raw in alike) <= memory.RETAINED
+    assert 0 < sum(raw.size for alike in memory._free.values() for raw in alike) <= memory.RETAINED
     assert address(memory.empty(memory.RETAINED // 4, np.uint8)) == newest
 
 
@@ -54,13 +54,13 @@ def test_a_finaliser_inside_the_lock_only_queues():
     place = address(array)
     with memory._lock:
         del array
-        assert not memory._waiting and len(memory._returned) == 1
+        assert not memory._free and len(memory._returned) == 1
     assert address(memory.empty(memory.SMALLEST, np.uint8)) == place
 
 
 def test_rounding_wastes_at_most_an_eighth():
     for size in (memory.SMALLEST, memory.SMALLEST + 1, 10**6, 2**24 - 1, 2**24 + 1, 10**8 + 7):
-        assert size <= memory._room(size) <= size * 1.13 + 4096
+        assert size <= memory._rounded_size(size) <= size * 1.13 + 4096
 
 
 def test_threads_never_share():

@@ -1,8 +1,8 @@
-"""The sum of sparse vectors: window by window of the index space, in the second-level cache.
+"""The sum of sparse vectors, one window of the index space after the other, in the second-level cache.
 
-With AVX-512 and floats, a window starts full of -0, which no sum of values can be once each has had +0 added to it; so
-the sums themselves tell which coordinates were met, and sixteen of them at a time are written out and reset.
-Otherwise bit marks tell.
+With AVX-512 and floats, a window initially holds -0 everywhere. No sum can be -0 if +0 is added to each value, so the
+sums themselves show which coordinates have entries, and sixteen of them at a time are written out and reset. Otherwise
+a bit for each coordinate shows it.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from sparsecoll.kernels.memory import empty
 
 WINDOW = 1 << 15  # indices summed at a time: 128 KiB of float32
 GROUPS = WINDOW // LANES
-CROWD = 512  # entries a window from which on lanes are faster than marks
+CROWD = 512  # entries in a window from which on lanes are faster than bits
 
 _jit: Any = nb.njit(nogil=True, cache=True)
 
 
 @_jit
 def _marked(indices, values, starts, stops, sums, marks, summary, out_indices, out_sums):  # type: ignore[no-untyped-def]
-    """Window by window: add every part into `sums` (part by part, so in rank order), then emit in index order."""
+    """For each window: add all parts into `sums`, one after the other, then write the sums in index order."""
     count = 0
     parts = starts.size
     window = np.uint64(sums.size)
@@ -75,7 +75,7 @@ def _marked(indices, values, starts, stops, sums, marks, summary, out_indices, o
 
 @_jit
 def _unmarked(index_at, value_at, sizes, starts, sums, bits, touched, out_indices, out_bits):  # type: ignore[no-untyped-def]
-    """As _marked, for floats, with lanes. `sums` (of which `bits` is a view) is full of -0 before and after."""
+    """As _marked, for floats, with lanes. `sums`, of which `bits` is a view, holds -0 everywhere before and after."""
     count = 0
     parts = sizes.size
     words = touched.view(np.uint64)

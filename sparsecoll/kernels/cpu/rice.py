@@ -1,4 +1,4 @@
-"""Rice codes of gaps between indices (the format packed), in blocks that can be found without decoding the others."""
+"""Rice codes of the gaps between indices (format packed), in blocks that can be decoded independently."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from sparsecoll.kernels.keys import Array
 from sparsecoll.kernels.memory import empty
 from sparsecoll.kernels.reference.rice import RICE_BLOCKS, RICE_LARGEST, RICE_PAD, RICE_SAMPLES
 
-FOUR = 14  # largest parameter with which four remainders and seven bits left over fit 64 bits
-PLAIN = 40  # up to this parameter a block's sums cannot overflow 64 bits
+FOUR = 14  # the largest parameter for which four remainders and seven more bits fit into 64 bits
+PLAIN = 40  # up to this parameter the sums of a block cannot overflow 64 bits
 
 _jit: Any = nb.njit(nogil=True, cache=True)
 
@@ -37,7 +37,7 @@ def _quotients(gaps, count, k):  # type: ignore[no-untyped-def]
 
 @_jit
 def _parameter(gaps, count):  # type: ignore[no-untyped-def]
-    """(k, sum of the quotients). The length is convex in k: walk to its minimum from the one for geometric gaps."""
+    """(k, sum of the quotients). The length is convex in k: descend from the k of geometrically distributed gaps."""
     mean = 0.69 * _quotients(gaps, count, 0) / count
     k = 0
     while k < RICE_LARGEST and mean >= 2.0:
@@ -59,7 +59,7 @@ def _parameter(gaps, count):  # type: ignore[no-untyped-def]
 
 @_jit
 def _rice_sample(indices, block, gaps):  # type: ignore[no-untyped-def]
-    """Bytes of a sample of the gaps, coded in blocks of this size."""
+    """The size in bytes of a sample of the gaps, coded in blocks of this size."""
     total, largest = 0, RICE_BLOCKS[0]
     runs = max(1, indices.size // largest)
     step = -(-runs // min(RICE_SAMPLES, -(-runs // 16)))
@@ -98,7 +98,7 @@ def _write_unary(gaps, count, k, out, place):  # type: ignore[no-untyped-def]
 
 @_jit
 def _write_remainders(gaps, count, k, out, place):  # type: ignore[no-untyped-def]
-    """Every store writes 8 bytes; what is beyond its own bits is written over by the next."""
+    """Every store writes 8 bytes; the next one overwrites those beyond its own bits."""
     mask = (np.uint64(1) << np.uint64(k)) - np.uint64(1)
     left, fill, j = np.uint64(0), 0, 0
     if k <= FOUR:
@@ -139,7 +139,7 @@ def _rice_encode(indices, table, block, gaps, out):  # type: ignore[no-untyped-d
 
 @_jit
 def _read_unary(payload, place, unary, count, ones):  # type: ignore[no-untyped-def]
-    """Positions of the 1 bits; whether there are `count` of them."""
+    """Write the positions of the 1 bits; return whether there are `count` of them."""
     found = 0
     for at in range(0, unary, 8):
         word = load64(payload, place + at)

@@ -1,7 +1,7 @@
-"""Selection in one pass: entries above a threshold, and the exact top k.
+"""Selection in one pass: the entries above a threshold, and the exact top k.
 
-Every pass may form values += scale * addend on its way, and zero what it takes: a chunk stays in the first-level cache
-between the steps, so that memory is read and written once.
+A pass can also add scale * addend to the values before it selects, and set the selected values to zero. A chunk stays
+in the first-level cache between these steps, so that memory is read and written once.
 """
 
 from __future__ import annotations
@@ -30,12 +30,11 @@ from sparsecoll.kernels.sampling import stride_for
 
 CHUNK = 2048  # items per chunk; a multiple of MOMENT_LANES and of lanes.LANES
 LINE = MOMENT_ROWS * MOMENT_LANES  # items of a line of moments; a multiple of CHUNK
-SMALL = 1 << 13  # below this many values topk looks at all of them
-SAMPLE = 1 << 17  # values sampled, at most, to bound the k-th magnitude from below
+SMALL = 1 << 13  # up to this many values topk selects among all of them
+SAMPLE = 1 << 17  # size of the largest sample that bounds the k-th magnitude from below
 
 BEYOND = 1 << 64  # a key that no value reaches
-
-SHARED = 1 << 20  # from this many values on, a pass is shared among threads
+SHARED = 1 << 20  # from this many values on, threads share a pass
 
 use_lanes = lanes.AVAILABLE  # set to False to run the portable code
 threads = 1  # see kernels.kernels_of
@@ -52,7 +51,7 @@ def _count(bits, mask, key):  # type: ignore[no-untyped-def]
 
 
 @_jit
-def _extremes(bits, mask):  # type: ignore[no-untyped-def]
+def _key_range(bits, mask):  # type: ignore[no-untyped-def]
     lowest = magnitude_key(bits[0], mask)
     highest = lowest
     for i in range(bits.size):
@@ -71,7 +70,7 @@ def _add(values, addend, scale, start, stop):  # type: ignore[no-untyped-def]
 
 @_jit
 def _add_moments(values, start, stop, sums, lines):  # type: ignore[no-untyped-def]
-    """A chunk's part in reference.moments_of; `sums` (4, MOMENT_LANES) has the columns of the line under way."""
+    """Add a chunk to `moments_of`; `sums` (4, MOMENT_LANES) holds the columns of the current line."""
     if start % LINE == 0:
         sums[:] = 0
     x1, x2, absolute, largest = sums[0], sums[1], sums[2], sums[3]
@@ -101,7 +100,10 @@ def _add_moments(values, start, stop, sums, lines):  # type: ignore[no-untyped-d
 
 @_jit
 def _take(bits, mask, key, indices, addend, scale, first, start, stop, out_i, out_v, count, clear):  # type: ignore[no-untyped-def]
-    """Append the items of one chunk; out has room for all of it and LANES more. Up to `first` in whole lanes."""
+    """Append the selected items of a chunk to the outputs, which have room for all of it and LANES more.
+
+    Items below `first` are handled LANES at a time.
+    """
     for block in range(start, first, LANES):
         count = compress_block(bits, block, mask, key, indices, addend, scale, out_i, out_v, count, clear)
     for i in range(first, stop):
@@ -122,7 +124,7 @@ def _take(bits, mask, key, indices, addend, scale, first, start, stop, out_i, ou
 def _select(  # type: ignore[no-untyped-def]
     values, bits, mask, key, indices, addend, added, scale, sums, lines, start, out_i, out_v, count, clear, wide
 ):
-    """From `start` on, until the end or until out is nearly full: (where it stopped, the count)."""
+    """Select from `start` on until the end, or until the outputs are nearly full: (where it stopped, the count)."""
     while start < bits.size:
         stop = min(start + CHUNK, bits.size)
         if count + (stop - start) + LANES > out_i.size:
@@ -139,14 +141,14 @@ def _select(  # type: ignore[no-untyped-def]
 
 @_jit
 def _select_all(bits, mask, key, indices, start, out_i, out_v, count, wide):  # type: ignore[no-untyped-def]
-    """From `start` to the end; out has room."""
+    """Select from `start` to the end; the outputs have room for all items."""
     first = bits.size - (bits.size - start) % LANES if wide else start
     return _take(bits, mask, key, indices, None, None, first, start, bits.size, out_i, out_v, count, None)
 
 
 @_jit
 def _first_surplus_tie(bits, mask, key, ties):  # type: ignore[no-untyped-def]
-    """Position of the tie after the first `ties` ones; the size if there is none."""
+    """The position of the item with this key that follows the first `ties` of them; the size if there is none."""
     for i in range(bits.size):
         if magnitude_key(bits[i], mask) == key:
             if ties == 0:
@@ -186,7 +188,7 @@ def _permuted(length, half, key, out):  # type: ignore[no-untyped-def]
 
 
 def _lanes_of(values: Array) -> tuple[Array, Any]:
-    """(values as unsigned bit patterns, or signed integers as they are; mask of the sign)."""
+    """(floats as unsigned bit patterns, integers as they are; the mask that removes the sign)."""
     if not values.flags.c_contiguous:
         raise ValueError("values: expected a contiguous array")
     unsigned = np.dtype(f"u{values.dtype.itemsize}")
@@ -202,7 +204,7 @@ def count_at_least(values: Array, key: int) -> int:
 def key_range(values: Array) -> tuple[int, int]:
     if values.size == 0:
         return 0, 0
-    lowest, highest = _extremes(*_lanes_of(values))
+    lowest, highest = _key_range(*_lanes_of(values))
     return int(lowest), int(highest)
 
 
@@ -279,7 +281,7 @@ def _select_range(
     index: Any,
     clear: bool,
 ) -> tuple[Array, Array]:
-    """(indices, bits) of the entries from `start` to the end of the arrays, into arrays that grow as needed."""
+    """(indices, bits) of the entries selected from `start` to the end, in arrays that grow as needed."""
     count, size = 0, bits.size
     capacity = min(size - start, expected + (expected >> 3)) + 2 * CHUNK
     out_i, out_v = empty(capacity, index), empty(capacity, bits.dtype)
@@ -316,7 +318,7 @@ def _grown(array: Array, count: int, capacity: int) -> Array:
 
 
 def _cut_at_ties(values: Array, key: int, ties: int) -> tuple[Any, int]:
-    """(key, first position at which an item equal to the key is one too many)."""
+    """(typed key, position of the first item with this key that exceeds `ties`)."""
     bits, mask = _lanes_of(values)
     typed = mask.dtype.type(key)
     return typed, int(_first_surplus_tie(bits, mask, typed, ties))
@@ -330,7 +332,7 @@ def topk_by_key(values: Array, key: int, ties: int, *, indices: Array | None = N
 
 
 def _topk_by_key_into(out_i: Array, out_v: Array, values: Array, indices: Array | None, key: Any, edge: int) -> Any:
-    """`out` may be the arrays that hold `indices` and `values`: what is written was read before."""
+    """The outputs may be `indices` and `values` themselves: an item is written only after it was read."""
     bits, mask = _lanes_of(values)
     out_bits = _lanes_of(out_v)[0]
     count = 0
@@ -372,7 +374,7 @@ def topk(
         return select_at_least(values, BEYOND, indices=indices, add=add)
     bound = lower_bound_key(values, k, add)
     found_i, found_v = select_at_least(values, bound, k + (k >> 2), indices=indices, add=add, clear=clear)
-    if found_v.size < min(k, values.size):  # the sample misled: periodic data, say
+    if found_v.size < min(k, values.size):  # the sample was not typical, as for periodic data
         if clear:
             values[found_i] = found_v
         found_i, found_v = select_at_least(values, 0, values.size, indices=indices, clear=clear)

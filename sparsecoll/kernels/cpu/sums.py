@@ -1,4 +1,4 @@
-"""Sums of sparse vectors into dense ones, and what two lists of indices share."""
+"""Sparse vectors added to dense ones, and the intersection and difference of index arrays."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from sparsecoll.kernels import reference
 from sparsecoll.kernels.keys import Array
 from sparsecoll.kernels.memory import empty
 
-WINDOW = 1 << 14  # indices looked up at a time: 16 KiB of marks stay in the first-level cache
-CROWD = 64  # entries a window from which on marks are faster than comparing
+WINDOW = 1 << 14  # coordinates looked up at a time: their 16 KiB of marks stay in the first-level cache
+CROWD = 64  # entries in a window from which on marks are faster than comparisons
 
 _jit: Any = nb.njit(nogil=True, cache=True)
 
 
 @_jit
 def end(indices, start, limit):  # type: ignore[no-untyped-def]
-    """The first position from `start` on whose index is not below `limit`: galloping, then bisection."""
+    """The first position from `start` on whose index is at least `limit`, by exponential and binary search."""
     size = indices.size
     step = 1
     low = start
@@ -50,7 +50,7 @@ def _scatter_subtract(dense, indices, values):  # type: ignore[no-untyped-def]
 
 @_jit
 def _common(a, b, wanted, out):  # type: ignore[no-untyped-def]
-    """Positions in `a` of the indices that `b` holds (wanted = 1) or does not (wanted = 0); returns how many."""
+    """Write the positions in `a` of the indices that are in `b` (wanted = 1) or are not (wanted = 0); their number."""
     count, i, j = 0, 0, 0
     while i < a.size and j < b.size:
         x, y = a[i], b[j]
@@ -68,19 +68,19 @@ def _common(a, b, wanted, out):  # type: ignore[no-untyped-def]
 
 @_jit
 def _common_crowded(a, b, wanted, marks, out):  # type: ignore[no-untyped-def]
-    """As _common, window by window: mark what `b` holds, look up what `a` holds. `marks` is zero before and after."""
+    """As _common, by windows: mark the indices of `b`, look up those of `a`. `marks` is zero before and after."""
     count, i, j = 0, 0, 0
     while i < a.size:
         base = np.uint64(a[i])
         first = end(b, j, base)
         i_end, j = end(a, i, base + np.uint64(marks.size)), end(b, first, base + np.uint64(marks.size))
-        for place in range(first, j):
-            marks[np.int64(np.uint64(b[place]) - base)] = 1
-        for place in range(i, i_end):
-            out[count] = place
-            count += marks[np.int64(np.uint64(a[place]) - base)] == wanted
-        for place in range(first, j):
-            marks[np.int64(np.uint64(b[place]) - base)] = 0
+        for position in range(first, j):
+            marks[np.int64(np.uint64(b[position]) - base)] = 1
+        for position in range(i, i_end):
+            out[count] = position
+            count += marks[np.int64(np.uint64(a[position]) - base)] == wanted
+        for position in range(first, j):
+            marks[np.int64(np.uint64(b[position]) - base)] = 0
         i = i_end
     return count
 

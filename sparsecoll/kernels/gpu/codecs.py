@@ -1,4 +1,4 @@
-"""What the wire formats compute: blocks of near indices, bitmaps, hashed slots, quantised and narrow floats."""
+"""Kernels of the wire formats: blocks of neighbouring indices, bitmaps, hashed slots, quantised and narrow floats."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def block_write(indices: Array, values: Array, gap: int, out: Array) -> None:
 
 
 def block_indices(starts: Array, lengths: Array, positions: Array) -> Array:
-    ends, places = np.cumsum(lengths.astype(np.int64)), positions.astype(np.int64, copy=False)
-    out = device.empty(places.size, np.uint64)
-    given = (starts.copy(), lengths.copy(), ends, u64(starts.size), places, u64(places.size), out)
-    launch("codecs", "block_indices", places.size, *given)
+    ends, positions = np.cumsum(lengths.astype(np.int64)), positions.astype(np.int64, copy=False)
+    out = device.empty(positions.size, np.uint64)
+    given = (starts.copy(), lengths.copy(), ends, u64(starts.size), positions, u64(positions.size), out)
+    launch("codecs", "block_indices", positions.size, *given)
     return out
 
 

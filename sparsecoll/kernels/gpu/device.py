@@ -1,4 +1,4 @@
-"""CuPy, as the kernels and the transports use it: compiled sources, launches, memory, streams."""
+"""All use of CuPy: compiled sources, launches, memory, streams."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import numpy as np
 
 T = TypeVar("T")
 
-THREADS = 256  # of a block, as in common.cu
-BLOCKS = 4096  # of a launch whose threads walk through their items, at most
+THREADS = 256  # per block, as in common.cu
+BLOCKS = 4096  # the most blocks of a launch; their threads loop over the items (grid-stride loop)
 
 CODES = {"float16": 2, "float32": 4, "float64": 8, "int32": 14, "int64": 18}  # of value types, see common.cu
 
@@ -32,7 +32,7 @@ def _kernel(source: str, name: str, macros: tuple[str, ...]) -> Any:
 
 
 def types(values: Any = None, indices: Any = None) -> tuple[str, ...]:
-    """The macros that say what the arrays (or dtypes) hold."""
+    """The macros that define the types of values and indices in the CUDA sources, from arrays or dtypes."""
     macros: tuple[str, ...] = ()
     if values is not None:
         dtype = np.dtype(getattr(values, "dtype", values))
@@ -45,18 +45,22 @@ def types(values: Any = None, indices: Any = None) -> tuple[str, ...]:
 
 
 def code(dtype: Any) -> int:
-    """The number that stands for a type of values in the sources."""
+    """The number of a dtype of values in the CUDA sources."""
     return CODES[np.dtype(dtype).name]
 
 
 def launch(
     source: str, name: str, count: int, *args: Any, macros: tuple[str, ...] = (), blocks: int | None = None
 ) -> None:
-    """Start a kernel of `source`.cu for `count` items, on the current stream.
+    """Launch a kernel on the current stream.
 
     Args:
-        args: arrays, and numbers of NumPy types that have the sizes of the parameters; None for a null pointer.
-        blocks: of threads; by default as many as items need, up to BLOCKS.
+        source: name of the .cu file.
+        name: of the kernel in it.
+        count: number of items; nothing is launched for 0.
+        args: arguments of the kernel: arrays, NumPy scalars of the sizes of the parameters, None for a null pointer.
+        macros: options of the compiler, as `types` returns them.
+        blocks: number of blocks of threads; by default one thread per item, in at most BLOCKS blocks.
     """
     if count == 0:
         return
@@ -76,12 +80,12 @@ def u32(x: int) -> np.uint32:
 
 
 def empty(size: int, dtype: Any) -> Any:
-    """An array of `size` values that are whatever was there."""
+    """An uninitialised 1-D array."""
     return cupy.empty(size, dtype)
 
 
 def zeros(size: int, dtype: Any) -> Any:
-    """An array of `size` zeros."""
+    """A 1-D array of zeros."""
     return cupy.zeros(size, dtype)
 
 
@@ -91,47 +95,47 @@ def to_device(array: Any) -> Any:
 
 
 def from_dlpack(array: Any) -> Any:
-    """The memory of another library's array, of a torch CUDA tensor, say. What is queued on its stream comes first."""
+    """A CuPy array that shares the memory of another library's array, after the work queued on that array's stream."""
     return cupy.from_dlpack(array)
 
 
 def pinned(size: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """`size` bytes of host memory that the GPU copies to and from at full speed, beside other work."""
+    """`size` bytes of page-locked host memory, for asynchronous copies."""
     return np.frombuffer(cupy.cuda.alloc_pinned_memory(size), np.uint8, size)
 
 
 def copy_out(array: Any, host: Any) -> Any:
-    """Begin to copy `array` into pinned memory, after the work on the current stream; an event that tells the end."""
+    """Start a copy of `array` to pinned memory on the current stream; returns an event that completes with it."""
     array.get(out=host, blocking=False)
     return recorded()
 
 
 def copy_in(host: Any, array: Any) -> Any:
-    """Begin to copy pinned memory into `array`, before later work on this stream; an event that tells the end."""
+    """Start a copy of pinned memory to `array` on the current stream; returns an event that completes with it."""
     array.set(host)
     return recorded()
 
 
 def recorded() -> Any:
-    """An event after the work so far on the current stream; `done`, `synchronize()`."""
+    """A new event, recorded on the current stream; it has `done` and `synchronize()`."""
     event = cupy.cuda.Event(disable_timing=True)
     event.record(cupy.cuda.get_current_stream())
     return event
 
 
 def names() -> list[str]:
-    """Of all devices; raises what CuPy raises if there is none."""
+    """The names of all devices. CuPy raises an exception if there is none."""
     runtime = cupy.cuda.runtime
     return [runtime.getDeviceProperties(i)["name"].decode() for i in range(runtime.getDeviceCount())]
 
 
 def synchronize() -> None:
-    """Wait for the work so far on the current stream, and for no other."""
+    """Wait until the current stream has completed its work."""
     cupy.cuda.get_current_stream().synchronize()
 
 
 def bind_current_stream(call: Callable[[], T]) -> Callable[[], T]:
-    """The call, to be made later in any thread: on the device and the stream that are current now."""
+    """`call` for use in any thread: it runs on the device and the stream that are current now."""
     device, stream = cupy.cuda.Device(), cupy.cuda.get_current_stream()
 
     def later() -> T:
@@ -143,6 +147,6 @@ def bind_current_stream(call: Callable[[], T]) -> Callable[[], T]:
 
 @contextlib.contextmanager
 def using(index: int, pointer: int) -> Iterator[None]:
-    """Work inside goes to another library's stream of device number `index`."""
+    """Context manager: GPU work goes to another library's stream, given by its pointer, on device `index`."""
     with cupy.cuda.Device(index), cupy.cuda.ExternalStream(pointer):
         yield

@@ -1,4 +1,4 @@
-"""Rice codes of gaps between indices (the format packed): every block of gaps by a block of threads."""
+"""Rice codes of the gaps between indices (format packed): a block of threads codes a block of gaps."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ Array = Any  # of CuPy
 
 
 def rice_block(indices: Array) -> int:
-    """As in the reference, on the sampled runs alone, which the host reads."""
+    """As in the reference; the host reads the sampled runs only."""
     runs = rice_runs(indices.size)
     if not runs:
         return RICE_BLOCKS[0]
     largest = RICE_BLOCKS[0]
-    places = np.concatenate([np.arange(run * largest, min((run + 1) * largest, indices.size)) for run in runs])
-    before = np.maximum(places - 1, 0)
-    found = indices[device.to_device(np.stack([before, places]))].get().astype(np.uint64)
-    gaps = found[1] - found[0] - (places > 0).astype(np.uint64)
+    positions = np.concatenate([np.arange(run * largest, min((run + 1) * largest, indices.size)) for run in runs])
+    before = np.maximum(positions - 1, 0)
+    found = indices[device.to_device(np.stack([before, positions]))].get().astype(np.uint64)
+    gaps = found[1] - found[0] - (positions > 0).astype(np.uint64)
     cuts = np.cumsum([min(largest, indices.size - run * largest) for run in runs])[:-1]
     return rice_shortest(np.split(gaps, cuts))
 
@@ -40,15 +40,15 @@ def rice_sizes(table: Array, count: int, block: int) -> tuple[Array, Array]:
     return (table & 1023).astype(np.int64), (counts * (table >> 10).astype(np.int64) + 7) // 8
 
 
-def _places(table: Array, count: int, block: int) -> Array:
-    """The byte at which each block begins."""
+def _offsets(table: Array, count: int, block: int) -> Array:
+    """The byte offset of each block."""
     sizes = sum(rice_sizes(table, count, block))
     return np.cumsum(sizes) - sizes
 
 
 def rice_encode(indices: Array, table: Array, block: int, out: Array) -> None:
     words = device.zeros(-(-out.size // 4), np.uint32)  # aligned, which `out` may not be
-    given = (indices, u64(indices.size), u32(block), table, _places(table, indices.size, block), words)
+    given = (indices, u64(indices.size), u32(block), table, _offsets(table, indices.size, block), words)
     launch("rice", "rice_encode", indices.size, *given, macros=types(indices=indices), blocks=table.size)
     out[:] = words.view(np.uint8)[: out.size]
 
@@ -59,10 +59,10 @@ def rice_decode(
     if count == 0:
         return device.empty(0, dtype)
     steps, damaged = device.empty(count, np.uint64), device.zeros(1, np.uint32)
-    given = (table, payload, _places(table, count, block), u32(block), u64(count), steps, damaged)
+    given = (table, payload, _offsets(table, count, block), u32(block), u64(count), steps, damaged)
     launch("rice", "rice_decode", count, *given, blocks=table.size)
     indices = np.cumsum(steps) + np.uint64((first - 1) % (1 << 64))
     fits = (int(damaged[0]) == 0) and int(indices[0]) < limit and int(indices[-1]) < limit
-    if not fits or bool((indices[1:] <= indices[:-1]).any()):  # a sum beyond 64 bits begins again at 0
+    if not fits or bool((indices[1:] <= indices[:-1]).any()):  # a sum beyond 64 bits wraps around
         return None
     return indices.astype(dtype)

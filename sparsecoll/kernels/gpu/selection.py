@@ -1,4 +1,4 @@
-"""Selection in one pass: entries above a threshold, and the exact top k. The host reads nothing but sizes and keys."""
+"""Selection in one pass: the entries above a threshold, and the exact top k. The host reads only sizes and keys."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from sparsecoll.kernels.sampling import stride_for
 Array = Any  # of CuPy
 Addend = tuple[Array, float]
 
-TILE = 4096  # items of a block of threads, as in selection.cu; a line of moments
-SEGMENT = 1 << 30  # items of a launch: its counts have 31 bits
-DIGIT = 11  # bits, as in selection.cu
-SMALL = 1 << 13  # below this many values topk looks at all of them
-SAMPLE = 1 << 17  # values sampled, at most, to bound the k-th magnitude from below
+TILE = 4096  # items per block of threads, as in selection.cu; also the length of a line of moments
+SEGMENT = 1 << 30  # items per launch, whose counts have 31 bits
+DIGIT = 11  # bits per digit of the radix selection, as in selection.cu
+SMALL = 1 << 13  # up to this many values topk selects among all of them
+SAMPLE = 1 << 17  # size of the largest sample that bounds the k-th magnitude from below
 
 assert TILE == MOMENT_ROWS * device.THREADS
 
@@ -62,12 +62,12 @@ def count_at_least(values: Array, key: int) -> int:
 def key_range(values: Array) -> tuple[int, int]:
     if values.size == 0:
         return 0, 0
-    low, high = _extremes(values, device.zeros(2, np.uint64)).get().tolist()
+    low, high = _key_range(values, device.zeros(2, np.uint64)).get().tolist()
     return low ^ ((1 << 64) - 1), high
 
 
-def _extremes(values: Array, found: Array) -> Array:
-    """Fill the first two items of `found`: all bits of the smallest key turned, the largest key."""
+def _key_range(values: Array, found: Array) -> Array:
+    """Fill the first two items of `found` with the inverted bits of the smallest key and with the largest key."""
     launch("selection", "key_range", values.size, values, u64(values.size), found, macros=types(values))
     return found
 
@@ -88,7 +88,7 @@ def _take(
     moments: np.ndarray[Any, Any] | None = None,
     clear: bool = False,
 ) -> tuple[Array, Array]:
-    """The entries with a key > `above` (-1: all), and the first `ties` of those equal to it."""
+    """The entries with a key > `above` (-1: all), and the first `ties` of those with this key."""
     index = index_dtype(values.size) if indices is None else indices.dtype
     room = min(values.size, expected + (expected >> 3) + TILE)
     out_i, out_v, have = device.empty(room, index), device.empty(room, values.dtype), 0
@@ -97,9 +97,9 @@ def _take(
         part = slice(start, start + SEGMENT)
         segment = values[part]
         own = None if indices is None else indices[part]
-        waiting, summed = None if add is None else (add[0][part], add[1]), lines
+        addition, summed = None if add is None else (add[0][part], add[1]), lines
         while True:
-            macros, addend, scale = _added(waiting)
+            macros, addend, scale = _added(addition)
             tiles = -(-segment.size // TILE)
             scratch = device.zeros(3 + tiles, np.uint64)
             launch(
@@ -120,7 +120,7 @@ def _take(
             room = min(have + count + (have + count) * (values.size - start - segment.size) // values.size + TILE,
                        values.size)  # fmt: skip
             out_i, out_v = _grown(out_i, have, room), _grown(out_v, have, room)
-            waiting = summed = None  # done
+            addition = summed = None  # done
         have, ties = have + count, ties - tied
     if moments is not None:
         folded = device.zeros(4, np.float64)
@@ -131,9 +131,9 @@ def _take(
     return out_i[:have], out_v[:have]
 
 
-def _put_back(values: Array, places: Array, taken: Array) -> None:
-    macros = types(values, places)
-    launch("selection", "put_back", taken.size, values, places, taken, u64(taken.size), macros=macros)
+def _put_back(values: Array, positions: Array, taken: Array) -> None:
+    macros = types(values, positions)
+    launch("selection", "put_back", taken.size, values, positions, taken, u64(taken.size), macros=macros)
 
 
 def _grown(array: Array, count: int, room: int) -> Array:
@@ -174,21 +174,21 @@ def lower_bound_key(values: Array, k: int, add: Addend | None = None) -> int:
 
 
 def kth_key(values: Array, k: int) -> tuple[int, int]:
-    state = _extremes(values, device.zeros(5, np.uint64))
+    state = _key_range(values, device.zeros(5, np.uint64))
     launch("selection", "kth_begin", 1, state, u64(k), macros=types(values))
     return _narrowed(values, state, -(-8 * values.dtype.itemsize // DIGIT))
 
 
 def _certain_bound(values: Array, k: int) -> int:
-    """A key that at least k values reach, and not many more; one read."""
+    """A key that at least k values reach, and not many more, from one pass."""
     bits = 8 * values.dtype.itemsize - (values.dtype.kind == "f")
     return _narrowed(values, device.to_device(np.array([0, 0, 0, bits, k], np.uint64)), 1)[0]
 
 
 def _narrowed(values: Array, state: Array, rounds: int) -> tuple[int, int]:
-    """(low end of the keys that the k-th largest is among, its rank among them) after so many digits."""
+    """(smallest key with the leading digits of the k-th largest, its rank among those) after `rounds` digits."""
     bins = device.zeros(1 << DIGIT, np.uint64)
-    for _ in range(rounds):  # one that finds it found does nothing
+    for _ in range(rounds):  # without effect once the key is found
         given = (values, u64(values.size), state, bins)
         launch("selection", "kth_count", values.size, *given, macros=types(values))
         launch("selection", "kth_choose", 1, state, bins, macros=types(values))
@@ -206,7 +206,7 @@ def topk(
         all_i, all_v = select_at_least(values, bound, k + (k >> 2), indices=indices, add=add)
     elif add is not None:
         accumulate(values, add)
-    if values.size > SMALL and k < values.size and (not bound or all_v.size < k):  # no sample, or it misled
+    if values.size > SMALL and k < values.size and (not bound or all_v.size < k):  # no sample, or not a typical one
         all_i, all_v = select_at_least(values, _certain_bound(values, k), k + (k >> 2), indices=indices)
     above, ties = (-1, 0) if k >= all_v.size else kth_key(all_v, k)
     chosen = _take(all_v, above, ties, min(k, all_v.size), all_i)

@@ -1,4 +1,7 @@
-"""Sums: of sparse vectors, into dense ones, and what two lists of indices share. No order is left to chance."""
+"""Sums of sparse vectors, sparse vectors added to dense ones, and the intersection and difference of index arrays.
+
+All additions have a fixed order.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from sparsecoll.kernels.gpu.device import launch, types, u64
 
 Array = Any  # of CuPy
 
-CROWDED = 32  # coordinates for each entry, at most, where a sum is formed in a dense window
+CROWDED = 32  # up to this many coordinates per entry a sum is formed in a dense window
 
 
 def _from(values: Array) -> str:
@@ -45,7 +48,7 @@ def _joined(arrays: Sequence[Array], dtype: Any) -> Array:
 
 
 def _runs(ascending: Array) -> Array:
-    """Where runs of equal items begin."""
+    """The positions at which runs of equal items begin."""
     begins = device.empty(ascending.size, np.bool_)
     begins[:1] = True
     begins[1:] = ascending[1:] != ascending[:-1]
@@ -78,7 +81,7 @@ def _in_window(parts: Sequence[tuple[Array, Array]], dtype: Any, low: int, span:
 
 
 def popcount_ends(words: Array) -> Array:
-    """How many bits are set up to each uint32 word's end (int64)."""
+    """The number of 1 bits up to the end of each uint32 word (int64)."""
     counts = device.empty(words.size, np.int64)
     launch("codecs", "popcounts", words.size, words, u64(words.size), counts)
     return np.cumsum(counts)
@@ -123,5 +126,5 @@ def first_unsorted(indices: Array, length: int) -> int:
     found = device.zeros(1, np.uint64)
     launch("sums", "first_unsorted", indices.size, indices, u64(indices.size), u64(length), found,
            macros=types(indices=indices))  # fmt: skip
-    place = int(found[0])
-    return place ^ ((1 << 64) - 1) if place else -1
+    inverted = int(found[0])
+    return inverted ^ ((1 << 64) - 1) if inverted else -1

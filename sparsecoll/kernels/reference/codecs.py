@@ -1,4 +1,4 @@
-"""What the wire formats compute: blocks of near indices, bitmaps, hashed slots, quantised and narrow floats."""
+"""Kernels of the wire formats: blocks of neighbouring indices, bitmaps, hashed slots, quantised and narrow floats."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rice codes of gaps between indices (the format packed), in blocks that can be found without decoding the others."""
+"""Rice codes of the gaps between indices (format packed), in blocks that can be decoded independently."""
 
 from __future__ import annotations
 

@@ -1,0 +1,195 @@
+"""DenseVector: all values of a vector, with the methods that algorithms and selectors use."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sparsecoll.kernels import kernels_of
+from sparsecoll.kernels.keys import index_dtype, key_of, magnitude_of
+from sparsecoll.kernels.memory import asarray_like, data_ptr, empty, on_gpu
+from sparsecoll.telemetry.trace import span
+from sparsecoll.vector.sparse import SparseVector, union_mask
+from sparsecoll.vector.values import dense_values, finite_difference, saturating_cast
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class DenseVector:
+    """A vector all of whose values are stored.
+
+    Args:
+        values: 1-D NumPy or CuPy array of float16, float32, float64, int32 or int64. It is not copied if contiguous.
+
+    >>> x = DenseVector(np.array([0.5, -2.0, 1.0]))
+    >>> x.topk(2).indices
+    array([1, 2], dtype=uint32)
+    >>> x.threshold(1.0).values
+    array([-2.,  1.])
+    """
+
+    __slots__ = ("values",)
+
+    values: NDArray[Any]
+
+    def __init__(self, values: Any) -> None:
+        self.values = dense_values(values)
+
+    @classmethod
+    def zeros(cls, length: int, dtype: Any, like: SparseVector | DenseVector) -> DenseVector:
+        """`length` zeros, on the GPU if `like` is there."""
+        zeros = cls.empty(length, dtype, like)
+        zeros.values[:] = 0
+        return zeros
+
+    @classmethod
+    def empty(cls, length: int, dtype: Any, like: SparseVector | DenseVector) -> DenseVector:
+        """`length` uninitialised values, on the GPU if `like` is there."""
+        return cls(empty(length, dtype, like.values))
+
+    @property
+    def length(self) -> int:
+        """Number of coordinates."""
+        return int(self.values.size)
+
+    nnz = length
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """dtype of the values."""
+        return self.values.dtype
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the values are CuPy's."""
+        return on_gpu(self.values)
+
+    def _of(self, entries: tuple[NDArray[Any], NDArray[Any]]) -> SparseVector:
+        return SparseVector.from_sorted_unchecked(*entries, self.length)
+
+    def to_dense(self) -> NDArray[Any]:
+        """The values themselves."""
+        return self.values
+
+    def to_sparse(self, keep_zeros: bool = False) -> SparseVector:
+        """The nonzero entries (NaN among them); with `keep_zeros` all of them."""
+        if keep_zeros:
+            return self.take(asarray_like(np.arange(self.length, dtype=index_dtype(self.length)), self.values))
+        with span("dense", self.length):
+            return self._of(kernels_of(self.values).select_at_least(self.values, 1))
+
+    # Parts of the vector
+
+    def slice(self, start: int, stop: int) -> DenseVector:
+        """Coordinates start..stop-1 as a vector of their own, a view."""
+        return DenseVector(self.values[start:stop])
+
+    def take(self, indices: NDArray[Any]) -> SparseVector:
+        """The values at ascending unique indices (of `index_dtype(length)`), zeros among them."""
+        return self._of((indices, self.values[indices]))
+
+    def select_mask(self, mask: NDArray[np.uint8]) -> SparseVector:
+        """The values whose bit is set in a mask as of `SparseVector.mask`, zeros among them."""
+        set_bytes = np.flatnonzero(mask)  # few: unpack these alone
+        inside = np.flatnonzero(np.unpackbits(mask[set_bytes]))
+        indices = set_bytes[inside >> 3]
+        indices *= 8
+        inside &= 7
+        indices += inside
+        del set_bytes, inside
+        return self.take(asarray_like(indices.astype(index_dtype(self.length)), self.values))
+
+    def select_union(self, parts: Sequence[SparseVector]) -> SparseVector:
+        """The values at the indices that some part stores, zeros among them."""
+        return self.select_mask(union_mask(parts))
+
+    def sample(self, stride: int, offset: int) -> SparseVector:
+        """Every stride-th value from index `offset` on, copied, as a vector without gaps."""
+        return DenseVector(self.values[offset::stride].copy()).to_sparse(keep_zeros=True)
+
+    def random_entries(self, k: int, key: int) -> SparseVector:
+        """The values at k random coordinates, which depend on `key` and `length` only, zeros among them."""
+        return self.take(kernels_of(self.values).random_indices(self.length, k, key))
+
+    # Magnitudes
+
+    def topk(self, k: int) -> SparseVector:
+        """The k entries of largest magnitude, ties by lower index."""
+        return self._of(kernels_of(self.values).topk(self.values, min(k, self.length)))
+
+    def threshold(self, threshold: float, expected: int = 0) -> SparseVector:
+        """The entries with a magnitude >= threshold, NaN among them; `expected` is a guess of their number."""
+        return self._of(kernels_of(self.values).select_at_least(self.values, key_of(threshold, self.dtype), expected))
+
+    def count_at_least(self, threshold: float) -> int:
+        """The number of values with a magnitude >= threshold."""
+        return int(kernels_of(self.values).count_at_least(self.values, key_of(threshold, self.dtype)))
+
+    def magnitude_stats(self, expected_nnz: int) -> tuple[NDArray[np.float64], SparseVector, float]:
+        """Moments and the candidates for a threshold, in one pass.
+
+        Args:
+            expected_nnz: number of entries that should reach the bound.
+
+        Returns:
+            (moments, candidates, bound): float64[4] with the sums of x, x^2 and |x|, and the largest |x|; the entries
+            with |x| >= bound; the bound, estimated on a sample so that at least `expected_nnz` entries are likely to
+            reach it, and not many more.
+        """
+        kernels = kernels_of(self.values)
+        key, moments = kernels.lower_bound_key(self.values, expected_nnz), np.empty(4)
+        entries = kernels.select_at_least(self.values, key, expected_nnz + (expected_nnz >> 2), moments=moments)
+        return moments, self._of(entries), magnitude_of(key, self.dtype)
+
+    def first_not_finite(self) -> int | None:
+        """The index of the first NaN or infinity."""
+        with np.errstate(over="ignore", invalid="ignore"):
+            if self.dtype.kind != "f" or np.isfinite(self.values.sum()):  # one pass, no array
+                return None
+        wrong = np.flatnonzero(~np.isfinite(self.values))
+        return int(wrong[0]) if wrong.size else None
+
+    # Arithmetic
+
+    def with_values(self, values: NDArray[Any]) -> Self:
+        """A vector of other values."""
+        return type(self)(values)
+
+    def astype(self, dtype: Any) -> DenseVector:
+        """The values as `dtype`; finite ones beyond its range become its largest finite value."""
+        return DenseVector(saturating_cast(self.values, np.dtype(dtype)))
+
+    def add(self, other: DenseVector, dtype: Any, in_place: bool) -> DenseVector:
+        """self + other in `dtype`, in the memory of this vector or as a new one."""
+        out = self.values if in_place else empty(self.length, dtype, self.values)
+        with span("dense", self.length), np.errstate(over="ignore", invalid="ignore"):
+            return DenseVector(np.add(self.values, other.values, out=out, dtype=dtype))
+
+    def subtract(self, other: DenseVector) -> DenseVector:
+        """self - other in self's dtype; zero where both are the same infinity or either is NaN."""
+        return DenseVector(finite_difference(self.values, other.values))
+
+    def copy_from(self, other: DenseVector) -> None:
+        """Copy the values of `other` into this vector, unless they are in the same memory."""
+        if data_ptr(other.values) != data_ptr(self.values):
+            with span("dense", self.length):
+                self.values[:] = other.values
+
+    def add_at(self, entries: SparseVector) -> None:
+        """self += entries, in place."""
+        kernels_of(self.values).scatter_add(self.values, entries.indices, entries.values)
+
+    def subtract_at(self, entries: SparseVector) -> None:
+        """self -= entries, in place."""
+        kernels_of(self.values).scatter_subtract(self.values, entries.indices, entries.values)
+
+    def scatter_add(self, indices: NDArray[Any], values: NDArray[Any]) -> None:
+        """self[index] += value in the order given, in place; indices of `length` or more are skipped."""
+        kernels_of(self.values).scatter_add_marked(self.values, indices, values)
+
+    def __repr__(self) -> str:
+        return f"DenseVector(length={self.length}, dtype={self.dtype})"

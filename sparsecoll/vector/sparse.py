@@ -1,0 +1,407 @@
+"""SparseVector: the stored entries of a long vector, with ascending unique indices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sparsecoll.kernels import kernels_of
+from sparsecoll.kernels.keys import index_dtype, key_of, magnitude_of, nan_key
+from sparsecoll.kernels.memory import asarray_like, contiguous, empty, may_share_memory, on_gpu, to_host
+from sparsecoll.telemetry.trace import span
+from sparsecoll.vector.values import (
+    SMALLEST,
+    accumulator_dtype,
+    asarray,
+    check_value_dtype,
+    dense_values,
+    finite_difference,
+    saturating_cast,
+)
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from sparsecoll.vector.dense import DenseVector
+
+MULTIPLIERS = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9)  # of `hash_slots`; odd, otherwise arbitrary
+
+
+class SparseVector:
+    """A long vector of which only some entries are stored: their ascending, unique `indices` and their `values`.
+
+    Coordinates without a stored entry are zero. Stored zeros are allowed and count in `nnz`.
+
+    Args:
+        indices: 1-D integer array, strictly ascending, in [0, length). It is converted to uint32 for length <= 2^32,
+            else to uint64, and not copied if it has that dtype.
+        values: 1-D array of float16, float32, float64, int32 or int64, as many as indices. It is not copied.
+            Both arrays are NumPy's or both CuPy's.
+        length: number of coordinates, at most 2^63 - 1.
+
+    Raises:
+        ValueError: indices are unsorted, duplicate, negative or out of range, the sizes differ, or length is negative.
+        TypeError: a dtype is not supported, or only one of the arrays is on the GPU.
+
+    >>> x = SparseVector([1, 4], np.array([2.0, -3.0], dtype=np.float32), 6)
+    >>> x
+    SparseVector(length=6, nnz=2, density=0.333, dtype=float32)
+    >>> x.to_dense()
+    array([ 0.,  2.,  0.,  0., -3.,  0.], dtype=float32)
+
+    From a dense array, and from parallel lists of coordinates and values that are not sorted:
+
+    >>> SparseVector.from_dense(np.array([0, 7, 0, 5])).indices
+    array([1, 3], dtype=uint32)
+    >>> indices, values = np.array([4, 1]), np.array([-3.0, 2.0])
+    >>> order = np.argsort(indices)
+    >>> SparseVector(indices[order], values[order], 6).values
+    array([ 2., -3.])
+
+    The largest magnitudes, the entries above a threshold, a sum:
+
+    >>> x.topk(1).values, x.threshold(2.5).indices
+    (array([-3.], dtype=float32), array([4], dtype=uint32))
+    >>> SparseVector.sum([x, x.topk(1)], x.dtype).values
+    array([ 2., -6.], dtype=float32)
+    """
+
+    __slots__ = ("indices", "length", "values")
+
+    indices: NDArray[Any]
+    values: NDArray[Any]
+    length: int
+
+    def __init__(self, indices: Any, values: Any, length: int) -> None:
+        self.length = _checked_length(length)
+        self.values = asarray(values)
+        given = asarray(indices)
+        if on_gpu(given) != on_gpu(self.values):
+            where = ["CuPy" if on_gpu(array) else "NumPy" for array in (given, self.values)]
+            raise TypeError(
+                f"indices, values: expected both on the GPU or neither, got arrays of {' and '.join(where)}"
+            )
+        if given.size == 0 and given.ndim == 1:
+            given = given.astype(np.int64)
+        if given.ndim != 1 or self.values.ndim != 1 or given.size != self.values.size:
+            raise ValueError(
+                "indices, values: expected two 1-D arrays of one size,"
+                f" got shapes {given.shape} and {self.values.shape}"
+            )
+        if given.dtype.kind not in "iu":
+            raise TypeError(f"indices: expected integers, got {given.dtype}")
+        check_value_dtype(self.values.dtype)
+        if given.dtype.kind == "i" and given.size and int(given.min()) < 0:
+            raise ValueError(f"indices: expected at least 0, got {int(given.min())}")
+        if given.size and int(given.max()) >= self.length:
+            raise ValueError(f"indices: expected below length {self.length}, got {int(given.max())}")
+        self.indices = contiguous(given, index_dtype(self.length))
+        self.values = contiguous(self.values)
+        position = kernels_of(self.values).first_unsorted(self.indices, self.length)
+        if position >= 0:
+            before, index = int(self.indices[position - 1]), int(self.indices[position])
+            what = "duplicate" if before == index else "unsorted"
+            raise ValueError(
+                f"indices: expected strictly ascending, got {what}: {before} at position {position - 1}, then {index};"
+                " order = np.argsort(indices) sorts both arrays, and a SciPy coo_array also sums duplicates"
+            )
+
+    @classmethod
+    def from_sorted_unchecked(cls, indices: NDArray[Any], values: NDArray[Any], length: int) -> Self:
+        """A vector of arrays that satisfy the constructor: ascending, unique, in range, `index_dtype(length)`."""
+        vector = object.__new__(cls)
+        vector.indices, vector.values, vector.length = indices, values, length
+        return vector
+
+    @classmethod
+    def empty(cls, length: int, dtype: Any) -> SparseVector:
+        """A vector without stored entries, in host memory."""
+        return cls.from_sorted_unchecked(np.empty(0, index_dtype(length)), np.empty(0, dtype), length)
+
+    @classmethod
+    def from_dense(cls, array: Any) -> SparseVector:
+        """The nonzero entries (NaN among them) of a 1-D array."""
+        values = dense_values(array)
+        with span("dense", values.size):
+            indices, nonzeros = kernels_of(values).select_at_least(values, 1)
+        return cls.from_sorted_unchecked(indices, nonzeros, values.size)
+
+    @classmethod
+    def concatenate(cls, parts: Sequence[SparseVector]) -> SparseVector:
+        """The entries of all parts, whose index ranges follow each other. A single part is returned as it is."""
+        if len(parts) == 1:
+            return parts[0]
+        count, first = sum(p.nnz for p in parts), parts[0]
+        indices = np.concatenate([p.indices for p in parts], out=empty(count, first.indices.dtype, first.indices))
+        values = np.concatenate([p.values for p in parts], out=empty(count, first.dtype, first.values))
+        return cls.from_sorted_unchecked(indices, values, first.length)
+
+    @classmethod
+    def sum(cls, parts: Sequence[SparseVector], dtype: np.dtype[Any]) -> SparseVector:
+        """The sum of one or more vectors, whose entries are added in the order of `parts`, starting at +0.
+
+        Args:
+            parts: vectors of one length.
+            dtype: in which values are added and returned.
+        """
+        kernels, length = kernels_of(parts[0].values), parts[0].length
+        with span("merge", sum(p.nnz for p in parts), max(p.span for p in parts)):
+            indices, values = kernels.merge_sum([(p.indices, p.values) for p in parts], dtype)
+        return cls.from_sorted_unchecked(indices.astype(index_dtype(length), copy=False), values, length)
+
+    @property
+    def nnz(self) -> int:
+        """Number of stored entries, explicit zeros among them."""
+        return int(self.indices.size)
+
+    @property
+    def span(self) -> int:
+        """Number of coordinates from the first stored index to the last; 0 without stored entries."""
+        return int(self.indices[-1]) - int(self.indices[0]) + 1 if self.indices.size else 0
+
+    @property
+    def density(self) -> float:
+        """nnz / length; 0.0 for length 0."""
+        return self.nnz / self.length if self.length else 0.0
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """dtype of the values."""
+        return self.values.dtype
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the arrays are CuPy's."""
+        return on_gpu(self.values)
+
+    def _of(self, entries: tuple[NDArray[Any], NDArray[Any]]) -> SparseVector:
+        return SparseVector.from_sorted_unchecked(*entries, self.length)
+
+    def to_dense(self) -> NDArray[Any]:
+        """A new array of `length` values."""
+        with span("dense", self.length):
+            dense = empty(self.length, self.dtype, self.values)
+            dense[:] = 0
+            dense[self.indices] = self.values
+        return dense
+
+    # Parts of the entries
+
+    def take(self, positions: NDArray[np.int64]) -> SparseVector:
+        """The entries at ascending positions, copied."""
+        return self._of((self.indices[positions], self.values[positions]))
+
+    def slice_entries(self, start: int, stop: int) -> SparseVector:
+        """The entries at positions start..stop-1, as views."""
+        return self._of((self.indices[start:stop], self.values[start:stop]))
+
+    def searchsorted(self, edges: Any) -> NDArray[np.int64]:
+        """For each edge (0..length) the number of entries with a lower index, as np.searchsorted(indices, edges)."""
+        limit = int(np.iinfo(self.indices.dtype).max)
+        edges = np.asarray(edges, dtype=np.uint64)
+        inside = asarray_like(np.minimum(edges, limit).astype(self.indices.dtype), self.indices)
+        positions = to_host(np.searchsorted(self.indices, inside))
+        return np.where(edges > limit, self.nnz, positions).astype(np.int64)
+
+    def split(self, boundaries: Sequence[int]) -> list[SparseVector]:
+        """The entries between consecutive boundaries, as views; indices and length stay those of the whole vector."""
+        return [self.slice_entries(a, b) for a, b in pairwise(self.searchsorted(boundaries))]
+
+    def subdivide(self, edges: Sequence[int], parts: int) -> list[int]:
+        """The edges of finer regions: each region between `edges` in `parts` with equal numbers of stored entries."""
+        finer: list[int] = []
+        for (low, _), (start, stop) in zip(pairwise(edges), pairwise(self.searchsorted(edges).tolist()), strict=True):
+            positions = [start + (stop - start) * part // parts for part in range(1, parts)]
+            finer += [low, *(self.indices[positions].tolist() if start < stop else [low] * (parts - 1))]
+        return [*finer, edges[-1]]
+
+    def sample(self, stride: int, offset: int) -> SparseVector:
+        """Every stride-th stored value from position `offset` on, copied, as a vector without gaps."""
+        values = self.values[offset::stride].copy()
+        indices = asarray_like(np.arange(values.size, dtype=index_dtype(values.size)), values)
+        return SparseVector.from_sorted_unchecked(indices, values, values.size)
+
+    def random_entries(self, k: int, key: int) -> SparseVector:
+        """The stored entries among k random coordinates, which depend on `key` and `length` only."""
+        chosen = kernels_of(self.values).random_indices(self.length, k, key)
+        return self.take(kernels_of(self.values).intersect(self.indices, chosen))
+
+    # Magnitudes
+
+    def topk(self, k: int) -> SparseVector:
+        """The k entries of largest magnitude, ties by lower index; the vector itself if it has no more than k."""
+        if k >= self.nnz:
+            return self
+        return self._of(kernels_of(self.values).topk(self.values, k, indices=self.indices))
+
+    def topk_by_key(self, key: int, ties: int) -> SparseVector:
+        """The entries whose magnitude key exceeds `key`, and the first `ties` of those that have this key."""
+        return self._of(kernels_of(self.values).topk_by_key(self.values, key, ties, indices=self.indices))
+
+    def threshold(self, threshold: float, expected: int = 0) -> SparseVector:
+        """The entries with a magnitude >= threshold, NaN among them; `expected` is a guess of their number."""
+        key = key_of(threshold, self.dtype)
+        select = kernels_of(self.values).select_at_least
+        return self._of(select(self.values, key, expected or self.nnz, indices=self.indices))
+
+    def count_at_least(self, threshold: float) -> int:
+        """The number of entries with a magnitude >= threshold."""
+        return int(kernels_of(self.values).count_at_least(self.values, key_of(threshold, self.dtype)))
+
+    def count_around_key(self, key: int, factor: float) -> tuple[int, int, int]:
+        """The numbers of entries with a key above `key`, with that key, and of `factor` times its magnitude or more."""
+        count = kernels_of(self.values).count_at_least
+        above = count(self.values, key + 1)
+        equal = count(self.values, key) - above
+        return above, equal, count(self.values, key_of(self.magnitude_of(key) * factor, self.dtype))
+
+    def kth_magnitude(self, k: int) -> float:
+        """The k-th largest magnitude, 1 <= k <= nnz."""
+        return self.magnitude_of(kernels_of(self.values).kth_key(self.values, k)[0])
+
+    def magnitude_stats(self, expected_nnz: int) -> tuple[NDArray[np.float64], SparseVector, float]:
+        """(float64[4]: sums of x, x^2 and |x|, and the largest |x|; the vector itself; 0.0). See DenseVector."""
+        return kernels_of(self.values).moments_of(self.values), self, 0.0
+
+    def magnitude_keys(self) -> NDArray[Any]:
+        """The magnitude keys of the values, unsigned integers (see kernels/keys.py)."""
+        return kernels_of(self.values).magnitude_keys(self.values)  # type: ignore[no-any-return]
+
+    def key_range(self) -> tuple[int, int]:
+        """(smallest, largest) magnitude key of the values; (0, 0) without stored entries."""
+        return kernels_of(self.values).key_range(self.values)  # type: ignore[no-any-return]
+
+    def magnitude_of(self, key: int) -> float:
+        """The magnitude of values of this dtype that have the given key."""
+        return magnitude_of(key, self.dtype)
+
+    def nan_key(self) -> int:
+        """Values whose magnitude key is at least this one are NaN."""
+        return nan_key(self.dtype)
+
+    def has_nan(self) -> bool:
+        """Whether a value is NaN."""
+        return self.key_range()[1] >= self.nan_key()
+
+    def has_zeros(self) -> bool:
+        """Whether a stored entry is zero."""
+        return self.nnz > 0 and self.key_range()[0] == 0
+
+    def drop_zeros(self) -> SparseVector:
+        """The entries that are not zero; the vector itself if none is."""
+        return self.threshold(SMALLEST, self.nnz) if self.has_zeros() else self
+
+    def first_not_finite(self) -> int | None:
+        """The index of the first NaN or infinity."""
+        if self.dtype.kind != "f" or self.key_range()[1] < self.nan_key() - 1:
+            return None
+        return int(self.indices[~np.isfinite(self.values)][0])
+
+    # Indices of two vectors
+
+    def intersect(self, other: SparseVector) -> SparseVector:
+        """The entries of this vector whose index `other` stores, too."""
+        return self.take(kernels_of(self.values).intersect(self.indices, other.indices))
+
+    def difference(self, other: SparseVector) -> SparseVector:
+        """The entries of this vector whose index `other` does not store."""
+        return self.take(kernels_of(self.values).difference(self.indices, other.indices))
+
+    def union_disjoint(self, other: SparseVector) -> SparseVector:
+        """The entries of two vectors of one dtype that share no index."""
+        return SparseVector.sum([self, other], accumulator_dtype(self.dtype)).astype(self.dtype) if other.nnz else self
+
+    def mask(self) -> NDArray[np.uint8]:
+        """One bit for each coordinate, set where an entry is stored; as np.packbits, in host memory."""
+        return union_mask([self])
+
+    def mask_of(self, other: SparseVector) -> NDArray[np.uint8]:
+        """One bit for each entry of this vector, set where `other` stores its index; as np.packbits."""
+        stored = empty(self.nnz, np.uint8, self.indices)
+        stored[:] = 0
+        stored[kernels_of(self.values).intersect(self.indices, other.indices)] = 1
+        return np.packbits(stored)
+
+    def select_mask(self, mask: NDArray[np.uint8]) -> SparseVector:
+        """The entries whose bit is set in a mask that `mask_of` returned."""
+        return self.take(np.flatnonzero(np.unpackbits(mask)[: self.nnz]))
+
+    def hash_slots(self, slots: int) -> NDArray[np.int64]:
+        """A pseudo-random slot in [0, slots) for each entry; an index has the same slot in every vector."""
+        return kernels_of(self.values).hash_slots(self.indices, slots, MULTIPLIERS)  # type: ignore[no-any-return]
+
+    # Arithmetic
+
+    def with_values(self, values: NDArray[Any]) -> Self:
+        """A vector of other values at the same indices."""
+        return self.from_sorted_unchecked(self.indices, values, self.length)
+
+    def astype(self, dtype: Any) -> SparseVector:
+        """The entries as `dtype`; finite values beyond its range become its largest finite value."""
+        return self.with_values(saturating_cast(self.values, np.dtype(dtype)))
+
+    def multiply(self, factor: float) -> SparseVector:
+        """factor * self, in its own dtype."""
+        return self.with_values(np.multiply(self.values, factor).astype(self.dtype, copy=False))
+
+    def divide(self, divisor: int) -> SparseVector:
+        """self / divisor, in its own dtype, rounded once."""
+        return self.with_values(np.divide(self.values, divisor).astype(self.dtype, copy=False))
+
+    def rounding_error(self, rounded: SparseVector) -> SparseVector:
+        """self - rounded where they differ, for a vector with the same indices; infinities and NaN have no error."""
+        if rounded.values is self.values:
+            return self.slice_entries(0, 0)
+        error = finite_difference(self.values, rounded.values)
+        positions = np.flatnonzero(error)
+        return self._of((self.indices[positions], error[positions]))
+
+    def shifted(self, offset: int, length: int) -> SparseVector:
+        """The entries of this vector in one of `length` coordinates, at index + offset."""
+        dtype = index_dtype(length)
+        return SparseVector.from_sorted_unchecked(self.indices.astype(dtype) + dtype.type(offset), self.values, length)
+
+    def copy_if_overlapping(self, other: SparseVector | DenseVector) -> SparseVector:
+        """The same entries in arrays that share no memory with those of `other`."""
+        theirs = [array for array in (getattr(other, "indices", None), other.values) if array is not None]
+        indices, values = (
+            a.copy() if any(may_share_memory(a, b) for b in theirs) else a for a in (self.indices, self.values)
+        )
+        return self._of((indices, values))
+
+    __array_ufunc__ = None
+
+    def __array_function__(self, function: Any, *_: Any) -> Any:
+        raise TypeError(f"SparseVector: expected an array for {function.__name__}: use .to_dense() or .values")
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
+        raise TypeError("SparseVector: expected .to_dense() where NumPy is to take it as an array, or .values")
+
+    def __repr__(self) -> str:
+        return f"SparseVector(length={self.length}, nnz={self.nnz}, density={self.density:.3g}, dtype={self.dtype})"
+
+
+def union_mask(parts: Sequence[SparseVector]) -> NDArray[np.uint8]:
+    """One bit for each coordinate, set where some part stores an entry; as np.packbits, in host memory."""
+    if parts[0].on_gpu:
+        marks = empty(parts[0].length, np.uint8, parts[0].values)
+        marks[:] = 0
+        for part in parts:
+            marks[part.indices] = 1
+        return to_host(np.packbits(marks))
+    bits = np.zeros(-(-parts[0].length // 8), np.uint8)  # without a byte for each coordinate
+    for part in parts:
+        np.bitwise_or.at(bits, part.indices >> 3, np.uint8(128) >> (part.indices & 7).astype(np.uint8))
+    return bits
+
+
+def _checked_length(length: Any) -> int:
+    if isinstance(length, bool) or not isinstance(length, (int, np.integer)):
+        raise TypeError(f"length: expected an integer, got {type(length).__name__}")
+    if not 0 <= length < 2**63:
+        raise ValueError(f"length: expected 0 <= length < 2^63, got {length}")
+    return int(length)
