@@ -1,4 +1,4 @@
-"""Bitmap: one bit per coordinate from the first index held to the last. Smallest where about every third is held."""
+"""Bitmap: one bit per coordinate from the first stored index to the last. Smallest at a density of about a third."""
 
 from __future__ import annotations
 

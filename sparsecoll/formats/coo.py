@@ -24,10 +24,10 @@ class Coo(Format):
         def write(buffer: Buffer) -> None:
             blocks = [(x.indices, x.indices.dtype), (wire.pack(x.values), wire.stored)]
             blocks.sort(key=lambda block: -block[1].itemsize)
-            place = HEADER.size
+            offset = HEADER.size
             for array, dtype in blocks:
-                buffer[place : place + array.nbytes].view(dtype)[:] = array
-                place += array.nbytes
+                buffer[offset : offset + array.nbytes].view(dtype)[:] = array
+                offset += array.nbytes
 
         return Plan(HEADER.size + x.nnz * (x.indices.dtype.itemsize + wire.stored.itemsize), write)
 

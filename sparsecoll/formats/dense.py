@@ -44,7 +44,8 @@ class Dense(Format):
         values = wire.unpack(buffer[24:].view(wire.stored))
         if first + values.size > length:
             raise CommunicationError(f"message: {values.size} dense values from {first} on do not fit length {length}")
-        places, held = kernels_of(values).select_at_least(values, 1, nnz)
-        if places.size > nnz:
-            raise CommunicationError(f"message: {places.size} nonzeros where the header says {nnz}")
-        return SparseVector.from_sorted_unchecked(places.astype(index, copy=False) + index.type(first), held, length)
+        offsets, nonzeros = kernels_of(values).select_at_least(values, 1, nnz)
+        if offsets.size > nnz:
+            raise CommunicationError(f"message: {offsets.size} nonzeros where the header says {nnz}")
+        indices = offsets.astype(index, copy=False) + index.type(first)
+        return SparseVector.from_sorted_unchecked(indices, nonzeros, length)

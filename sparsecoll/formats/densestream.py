@@ -17,7 +17,7 @@ from sparsecoll.vector import SMALLEST, DenseVector, SparseVector
 START = HEADER.size + 8
 
 
-def place_bytes(length: int) -> int:
+def number_bytes(length: int) -> int:
     """ceil(log2(N) / 8): bytes of a block's start, and of its length."""
     return max(1, -(-max(length - 1, 1).bit_length() // 8))
 
@@ -41,7 +41,7 @@ class DenseStream(Format):
     @staticmethod
     def gap(length: int, wire: WireDtype) -> int:
         """Return the largest number of consecutive zeros inside a block."""
-        return 2 * place_bytes(length) // wire.stored.itemsize
+        return 2 * number_bytes(length) // wire.stored.itemsize
 
     def filled(self, x: SparseVector, source: DenseVector, value_dtype: str | None = None) -> SparseVector:
         """Return x with the zeros inside its blocks replaced by the values of `source`, at no additional bytes.
@@ -71,7 +71,7 @@ class DenseStream(Format):
         return Packed() if holds_zeros(x, wire) else self
 
     def plan(self, x: SparseVector, wire: WireDtype) -> Plan:
-        gap, width = self.gap(x.length, wire), place_bytes(x.length)
+        gap, width = self.gap(x.length, wire), number_bytes(x.length)
         starts, lengths = self._blocks(x, gap)
         middle = START + int(lengths.sum()) * wire.stored.itemsize
 
@@ -80,8 +80,8 @@ class DenseStream(Format):
             window = buffer[START:middle].view(wire.stored)
             kernels_of(x.values).block_write(x.indices, wire.pack(x.values), gap, window)
             ends = buffer[middle:].reshape(2, starts.size, width)
-            for row, places in enumerate((starts, lengths)):
-                ends[row] = places.view(np.uint8).reshape(-1, 8)[:, :width]
+            for row, numbers in enumerate((starts, lengths)):
+                ends[row] = numbers.view(np.uint8).reshape(-1, 8)[:, :width]
 
         return Plan(middle + 2 * width * starts.size, write)
 
@@ -89,18 +89,18 @@ class DenseStream(Format):
         wire, index, nnz = self._opened(buffer, length)
         starts, lengths, values = self._read_blocks(buffer, length, wire)
         kernels = kernels_of(values)
-        places, held = kernels.select_at_least(values, 1, nnz)
-        if places.size > nnz:
-            raise CommunicationError(f"message: {places.size} nonzeros where the header says {nnz}")
-        indices = kernels.block_indices(starts, lengths, places)
-        return SparseVector.from_sorted_unchecked(indices.astype(index), held, length)
+        positions, nonzeros = kernels.select_at_least(values, 1, nnz)
+        if positions.size > nnz:
+            raise CommunicationError(f"message: {positions.size} nonzeros where the header says {nnz}")
+        indices = kernels.block_indices(starts, lengths, positions)
+        return SparseVector.from_sorted_unchecked(indices.astype(index), nonzeros, length)
 
     @staticmethod
     def _read_blocks(
         buffer: Buffer, length: int, wire: WireDtype
     ) -> tuple[NDArray[np.uint64], NDArray[np.uint64], NDArray[np.generic]]:
         """(starts, lengths, values of all blocks), checked: in order, apart from each other, inside the vector."""
-        width = place_bytes(length)
+        width = number_bytes(length)
         blocks = int(buffer[HEADER.size : START].view(np.uint64)[0]) if buffer.size >= START else buffer.size
         middle = buffer.size - 2 * width * blocks
         if middle < START or (middle - START) % wire.stored.itemsize:

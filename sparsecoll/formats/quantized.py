@@ -88,7 +88,8 @@ class Quantized(Format):
         scales = buffer[START:middle].view(np.float32)
         kernels = kernels_of(buffer)
         values = kernels.dequantize(buffer[middle:], first, count, form.bits, form.bucket, scales)
-        places, held = kernels.select_at_least(values, 1, nnz)
-        if places.size > nnz:
-            raise CommunicationError(f"message: {places.size} nonzeros where the header says {nnz}")
-        return SparseVector.from_sorted_unchecked(places.astype(index, copy=False) + index.type(first), held, length)
+        offsets, nonzeros = kernels.select_at_least(values, 1, nnz)
+        if offsets.size > nnz:
+            raise CommunicationError(f"message: {offsets.size} nonzeros where the header says {nnz}")
+        indices = offsets.astype(index, copy=False) + index.type(first)
+        return SparseVector.from_sorted_unchecked(indices, nonzeros, length)

@@ -54,32 +54,32 @@ class Slots(Format):
         """Return the number of the entry in each slot, or -1."""
         a, b, c = np.random.SeedSequence(self.seed).generate_state(3, np.uint64).tolist()
         kernels = kernels_of(x.values)
-        held = empty(2 * x.nnz if self.m is None else self.m, np.int64, x.indices)
-        kernels.slots_write(kernels.hash_slots(x.indices, max(held.size, 1), (a, b, c)), held)
-        return held
+        slots = empty(2 * x.nnz if self.m is None else self.m, np.int64, x.indices)
+        kernels.slots_write(kernels.hash_slots(x.indices, max(slots.size, 1), (a, b, c)), slots)
+        return slots
 
     def roundtrip(self, x: SparseVector, value_dtype: str | None = None) -> SparseVector:
         """Return the entries that no later one overwrites, rounded as on the wire."""
-        held = self._entries(x)
-        return rounded(x.take(np.sort(held[held >= 0])), value_dtype)
+        slots = self._entries(x)
+        return rounded(x.take(np.sort(slots[slots >= 0])), value_dtype)
 
     def plan(self, x: SparseVector, wire: WireDtype) -> Plan:
-        held = self._entries(x)
+        slots = self._entries(x)
         index = self.index_dtype(x.length)
-        shapes = self._shapes(held.size, index, wire)
+        shapes = self._shapes(slots.size, index, wire)
 
         def write(buffer: Buffer) -> None:
-            used = np.flatnonzero(held >= 0)
+            used = np.flatnonzero(slots >= 0)
             buffer[8:16].view(np.uint64)[0] = used.size
-            buffer[HEADER.size : START].view(np.uint64)[0] = held.size
+            buffer[HEADER.size : START].view(np.uint64)[0] = slots.size
             stored = buffer[shapes[1]].view(wire.stored)
             stored[:] = 0
             indices = buffer[shapes[0]].view(index)
             indices[:] = np.iinfo(indices.dtype).max
-            indices[used] = x.indices[held[used]]
-            stored[used] = wire.pack(x.values)[held[used]]
+            indices[used] = x.indices[slots[used]]
+            stored[used] = wire.pack(x.values)[slots[used]]
 
-        return Plan(START + held.size * (index.itemsize + wire.stored.itemsize), write)
+        return Plan(START + slots.size * (index.itemsize + wire.stored.itemsize), write)
 
     @staticmethod
     def _shapes(slots: int, index: np.dtype[np.generic], wire: WireDtype) -> tuple[slice, slice]:

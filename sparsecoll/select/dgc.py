@@ -40,7 +40,7 @@ class SampledThreshold(Selector):
     seed: int = 0
     _calls: int = field(default=0, init=False, repr=False)
 
-    LEAST = 1024
+    LEAST = 1024  # size of the smallest sample
 
     def __post_init__(self) -> None:
         if not 0 < self.share <= 1 or not self.tolerance >= 0:
@@ -54,8 +54,8 @@ class SampledThreshold(Selector):
             return checked(x.topk(k))
         sample = self._sample(x)
         self._calls += 1
-        among = max(1, round(k / x.nnz * sample.nnz))
-        chosen = x.threshold(max(sample.kth_magnitude(among), SMALLEST), k)
+        rank = max(1, round(k / x.nnz * sample.nnz))
+        chosen = x.threshold(max(sample.kth_magnitude(rank), SMALLEST), k)
         if chosen.nnz > k * (1 + self.tolerance):
             chosen = chosen.topk(k)
         elif chosen.nnz * (1 + self.tolerance) < k:

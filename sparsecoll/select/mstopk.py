@@ -49,9 +49,9 @@ class MSTopK(Selector):
                 high, t1 = middle, t
             else:
                 low, t2 = middle, t
-        reach = checked(stats.threshold(t2))
-        sure = reach.threshold(t1, k) if math.isfinite(t1) else reach.slice_entries(0, 0)
-        between = reach.difference(sure)
+        candidates = checked(stats.threshold(t2))
+        sure = candidates.threshold(t1, k) if math.isfinite(t1) else candidates.slice_entries(0, 0)
+        between = candidates.difference(sure)
         missing = min(k - sure.nnz, between.nnz)
         start = mix(self.seed, self._calls) % (between.nnz - missing + 1)
         return sure.union_disjoint(between.slice_entries(start, start + missing))

@@ -5,7 +5,7 @@ import pytest
 
 from sparsecoll import DenseVector, SparseVector, formats
 from sparsecoll.formats import DenseStream, wire_dtype
-from sparsecoll.formats.densestream import place_bytes
+from sparsecoll.formats.densestream import number_bytes
 
 FORM = DenseStream()
 LENGTH = 2**25  # 4 bytes a start, 4 a length, as in the figure
@@ -33,7 +33,7 @@ def test_figure_2():
 )
 def test_bytes_of_a_place_and_the_longest_gap(length, width):
     """ceil(log2(N) / 8) bytes; 2 * that / K zeros."""
-    assert place_bytes(length) == width
+    assert number_bytes(length) == width
     for dtype, item in (("float16", 2), ("float32", 4), ("float64", 8)):
         assert FORM.gap(length, wire_dtype(np.dtype(dtype), None)) == 2 * width // item
 
@@ -41,7 +41,7 @@ def test_bytes_of_a_place_and_the_longest_gap(length, width):
 def test_a_gap_is_filled_exactly_as_long_as_it_costs_no_more():
     for length in (200, 2**20, 2**30, 2**40):
         for dtype in (np.float16, np.float32, np.float64):
-            item, width = np.dtype(dtype).itemsize, place_bytes(length)
+            item, width = np.dtype(dtype).itemsize, number_bytes(length)
             for zeros in range(0, 12):
                 x = vector([3, 4 + zeros], dtype, length)
                 assert body(x) == min(2 * width + item * (2 + zeros), 2 * 2 * width + item * 2)

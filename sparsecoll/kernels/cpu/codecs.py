@@ -28,12 +28,12 @@ def _block_heads(indices, gap, out):  # type: ignore[no-untyped-def]
 
 @_jit
 def _block_write(indices, values, gap, out):  # type: ignore[no-untyped-def]
-    place = 0
+    offset = 0
     for i in range(indices.size):
         if i > 0:
             step = np.int64(indices[i] - indices[i - 1])
-            place += step if step <= gap + 1 else 1
-        out[place] = values[i]
+            offset += step if step <= gap + 1 else 1
+        out[offset] = values[i]
 
 
 @_jit
@@ -41,18 +41,18 @@ def _block_indices(starts, lengths, positions, out):  # type: ignore[no-untyped-
     block, begin = 0, 0
     end = np.int64(lengths[0]) if lengths.size else 0
     for i in range(positions.size):
-        place = np.int64(positions[i])
-        while place >= end:
+        position = np.int64(positions[i])
+        while position >= end:
             block += 1
             begin, end = end, end + np.int64(lengths[block])
-        out[i] = starts[block] + np.uint64(place - begin)
+        out[i] = starts[block] + np.uint64(position - begin)
 
 
 @_jit
 def _bitmap_write(indices, first, out):  # type: ignore[no-untyped-def]
     for i in range(indices.size):
-        place = np.uint64(indices[i]) - first
-        out[np.int64(place >> np.uint64(6))] |= np.uint64(1) << (place & np.uint64(63))
+        bit = np.uint64(indices[i]) - first
+        out[np.int64(bit >> np.uint64(6))] |= np.uint64(1) << (bit & np.uint64(63))
 
 
 @_jit
@@ -271,8 +271,8 @@ def from_float16(stored: Array) -> Array:
 @_jit
 def _add_signs(out, bits, start, steps):  # type: ignore[no-untyped-def]
     for i in range(out.size):
-        place = start + i
-        out[i] += steps[(bits[place >> 3] >> np.uint8(7 - (place & 7))) & np.uint8(1)]
+        bit = start + i
+        out[i] += steps[(bits[bit >> 3] >> np.uint8(7 - (bit & 7))) & np.uint8(1)]
 
 
 def add_signs(out: Array, bits: Array, start: int, scale: float) -> None:

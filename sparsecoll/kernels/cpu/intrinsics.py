@@ -48,15 +48,15 @@ def _data(context: Any, builder: Any, array_type: Any, array: Any) -> Any:
     return cgutils.create_struct_proxy(array_type)(context, builder, array).data
 
 
-def _load(builder: Any, data: Any, place: Any) -> Any:
+def _load(builder: Any, data: Any, offset: Any) -> Any:
     vector = ir.VectorType(data.type.pointee, LANES)
-    loaded = builder.load(builder.bitcast(builder.gep(data, [place]), vector.as_pointer()))
+    loaded = builder.load(builder.bitcast(builder.gep(data, [offset]), vector.as_pointer()))
     loaded.align = 1
     return loaded
 
 
-def _store(builder: Any, value: Any, data: Any, place: Any) -> None:
-    stored = builder.store(value, builder.bitcast(builder.gep(data, [place]), value.type.as_pointer()))
+def _store(builder: Any, value: Any, data: Any, offset: Any) -> None:
+    stored = builder.store(value, builder.bitcast(builder.gep(data, [offset]), value.type.as_pointer()))
     stored.align = 1
 
 
@@ -70,19 +70,19 @@ def _half(builder: Any, value: Any, number: int) -> Any:
     return builder.shuffle_vector(value, ir.Constant(value.type, ir.Undefined), lanes)
 
 
-def _compress_store(builder: Any, value: Any, chosen: Any, data: Any, place: Any) -> None:
-    """Pack the chosen lanes together and write them from `place` on. One register is 512 bits."""
+def _compress_store(builder: Any, value: Any, chosen: Any, data: Any, offset: Any) -> None:
+    """Pack the chosen lanes together and write them from `offset` on. One register is 512 bits."""
     width = value.type.element.width
     if width == 64 and value.type.count == LANES:
         low = _half(builder, chosen, 0)
-        _compress_store(builder, _half(builder, value, 0), low, data, place)
-        place = builder.add(place, _popcount(builder, low, place.type))
-        _compress_store(builder, _half(builder, value, 1), _half(builder, chosen, 1), data, place)
+        _compress_store(builder, _half(builder, value, 0), low, data, offset)
+        offset = builder.add(offset, _popcount(builder, low, offset.type))
+        _compress_store(builder, _half(builder, value, 1), _half(builder, chosen, 1), data, offset)
         return
     wide = builder.zext(value, ir.VectorType(I32, LANES)) if width < 32 else value
     name = f"llvm.experimental.vector.compress.v{wide.type.count}i{wide.type.element.width}"
     packed = _call(builder, name, wide.type, [wide, chosen, ir.Constant(wide.type, ir.Undefined)])
-    _store(builder, builder.trunc(packed, value.type) if width < 32 else packed, data, place)
+    _store(builder, builder.trunc(packed, value.type) if width < 32 else packed, data, offset)
 
 
 def _popcount(builder: Any, chosen: Any, result: Any) -> Any:
@@ -157,10 +157,10 @@ def compress_block(
             element = target.type.pointee
             first = builder.trunc(start, element) if element.width < 64 else start
             lane = ir.Constant(ir.VectorType(element, LANES), list(range(LANES)))
-            places = builder.add(_splat(builder, first), lane)
+            lane_indices = builder.add(_splat(builder, first), lane)
         else:
-            places = _load(builder, _data(context, builder, indices, a_indices), start)
-        _compress_store(builder, places, chosen, target, count)
+            lane_indices = _load(builder, _data(context, builder, indices, a_indices), start)
+        _compress_store(builder, lane_indices, chosen, target, count)
         _compress_store(builder, values, chosen, _data(context, builder, out_v, a_v), count)
         if not isinstance(clear, types.NoneType):
             _store(builder, builder.select(chosen, ir.Constant(values.type, None), values), source, start)
@@ -217,8 +217,8 @@ def array_at(address, size, like):  # type: ignore[no-untyped-def]
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def load64(context: Any, data: Any, place: Any) -> Any:
-    """The eight bytes from `place` on of a contiguous uint8 array as a little-endian uint64; any alignment."""
+def load64(context: Any, data: Any, offset: Any) -> Any:
+    """The eight bytes from `offset` on of a contiguous uint8 array as a little-endian uint64; any alignment."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         pointer = builder.gep(_data(context, builder, data, arguments[0]), [arguments[1]])
@@ -230,8 +230,8 @@ def load64(context: Any, data: Any, place: Any) -> Any:
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def store64(context: Any, data: Any, place: Any, word: Any) -> Any:
-    """Write a uint64 over the eight bytes from `place` on of a contiguous uint8 array, little-endian; any alignment."""
+def store64(context: Any, data: Any, offset: Any, word: Any) -> Any:
+    """Write a uint64 to the eight bytes from `offset` on of a contiguous uint8 array, little-endian; any alignment."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         pointer = builder.gep(_data(context, builder, data, arguments[0]), [arguments[1]])

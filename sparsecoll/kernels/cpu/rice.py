@@ -83,21 +83,21 @@ def _rice_table(indices, block, gaps, table):  # type: ignore[no-untyped-def]
 
 
 @_jit
-def _write_unary(gaps, count, k, out, place):  # type: ignore[no-untyped-def]
+def _write_unary(gaps, count, k, out, offset):  # type: ignore[no-untyped-def]
     word = np.uint64(0)
     edge, one = 0, -1
     for j in range(count):
         one += np.int64(gaps[j] >> np.uint64(k)) + 1
         while one - edge >= 64:
-            store64(out, place + (edge >> 3), word)
+            store64(out, offset + (edge >> 3), word)
             word = np.uint64(0)
             edge += 64
         word |= np.uint64(1) << np.uint64(one - edge)
-    store64(out, place + (edge >> 3), word)
+    store64(out, offset + (edge >> 3), word)
 
 
 @_jit
-def _write_remainders(gaps, count, k, out, place):  # type: ignore[no-untyped-def]
+def _write_remainders(gaps, count, k, out, offset):  # type: ignore[no-untyped-def]
     """Every store writes 8 bytes; the next one overwrites those beyond its own bits."""
     mask = (np.uint64(1) << np.uint64(k)) - np.uint64(1)
     left, fill, j = np.uint64(0), 0, 0
@@ -108,41 +108,41 @@ def _write_remainders(gaps, count, k, out, place):  # type: ignore[no-untyped-de
             four |= ((gaps[j + 2] & mask) << k2) | ((gaps[j + 3] & mask) << k3)
             left |= four << np.uint64(fill)
             fill += 4 * k
-            store64(out, place, left)
-            place += fill >> 3
+            store64(out, offset, left)
+            offset += fill >> 3
             left >>= np.uint64(fill & ~7)
             fill &= 7
             j += 4
     while j < count:
         left |= (gaps[j] & mask) << np.uint64(fill)
         fill += k
-        store64(out, place, left)
-        place += fill >> 3
+        store64(out, offset, left)
+        offset += fill >> 3
         left >>= np.uint64(fill & ~7)
         fill &= 7
         j += 1
-    store64(out, place, left)
+    store64(out, offset, left)
 
 
 @_jit
 def _rice_encode(indices, table, block, gaps, out):  # type: ignore[no-untyped-def]
-    place = 0
+    offset = 0
     for number in range(table.size):
         start = number * block
         count = min(block, indices.size - start)
         k, unary = np.int64(table[number] >> 10), np.int64(table[number] & 1023)
         _gaps(indices, start, count, gaps)
-        _write_unary(gaps, count, k, out, place)
-        _write_remainders(gaps, count, k, out, place + unary)
-        place += unary + ((count * k + 7) >> 3)
+        _write_unary(gaps, count, k, out, offset)
+        _write_remainders(gaps, count, k, out, offset + unary)
+        offset += unary + ((count * k + 7) >> 3)
 
 
 @_jit
-def _read_unary(payload, place, unary, count, ones):  # type: ignore[no-untyped-def]
+def _read_unary(payload, offset, unary, count, ones):  # type: ignore[no-untyped-def]
     """Write the positions of the 1 bits; return whether there are `count` of them."""
     found = 0
     for at in range(0, unary, 8):
-        word = load64(payload, place + at)
+        word = load64(payload, offset + at)
         if unary - at < 8:
             word &= (np.uint64(1) << np.uint64(8 * (unary - at))) - np.uint64(1)
         base = 8 * at
@@ -156,23 +156,23 @@ def _read_unary(payload, place, unary, count, ones):  # type: ignore[no-untyped-
 
 
 @_jit
-def _read_plain(payload, place, k, ones, index, out):  # type: ignore[no-untyped-def]
+def _read_plain(payload, offset, k, ones, index, out):  # type: ignore[no-untyped-def]
     mask = (np.uint64(1) << np.uint64(k)) - np.uint64(1)
     bit, low = 0, np.uint64(0)
     for j in range(out.size):
-        low += (load64(payload, place + (bit >> 3)) >> np.uint64(bit & 7)) & mask
+        low += (load64(payload, offset + (bit >> 3)) >> np.uint64(bit & 7)) & mask
         bit += k
         out[j] = np.uint64(index + 1 + j + ((ones[j] - j) << k)) + low
     return np.uint64(index + out.size + ((ones[out.size - 1] - out.size + 1) << k)) + low
 
 
 @_jit
-def _read_checked(payload, place, k, ones, index, limit, out):  # type: ignore[no-untyped-def]
+def _read_checked(payload, offset, k, ones, index, limit, out):  # type: ignore[no-untyped-def]
     mask = (np.uint64(1) << np.uint64(k)) - np.uint64(1)
     before = -1
     for j in range(out.size):
         bit = j * k
-        low = (load64(payload, place + (bit >> 3)) >> np.uint64(bit & 7)) & mask
+        low = (load64(payload, offset + (bit >> 3)) >> np.uint64(bit & 7)) & mask
         quotient = ones[j] - before - 1
         before = ones[j]
         if quotient > limit >> k or (np.uint64(quotient) << np.uint64(k)) + low >= np.uint64(limit - index - 1):
@@ -184,22 +184,22 @@ def _read_checked(payload, place, k, ones, index, limit, out):  # type: ignore[n
 
 @_jit
 def _rice_decode(table, payload, block, first, limit, ones, out):  # type: ignore[no-untyped-def]
-    index, place = first - 1, 0
+    index, offset = first - 1, 0
     for number in range(table.size):
         start = number * block
         count = min(block, out.size - start)
         k, unary = np.int64(table[number] >> 10), np.int64(table[number] & 1023)
-        if k > RICE_LARGEST or not _read_unary(payload, place, unary, count, ones):
+        if k > RICE_LARGEST or not _read_unary(payload, offset, unary, count, ones):
             return False
         part = out[start : start + count]
         if k <= PLAIN:
-            last = _read_plain(payload, place + unary, k, ones, index, part)
+            last = _read_plain(payload, offset + unary, k, ones, index, part)
         else:
-            last = _read_checked(payload, place + unary, k, ones, index, limit, part)
+            last = _read_checked(payload, offset + unary, k, ones, index, limit, part)
         if last >= np.uint64(limit):
             return False
         index = np.int64(last)
-        place += unary + ((count * k + 7) >> 3)
+        offset += unary + ((count * k + 7) >> 3)
     return True
 
 

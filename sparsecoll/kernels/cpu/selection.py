@@ -362,9 +362,9 @@ def lower_bound_key(values: Array, k: int, add: Addend | None = None) -> int:
 def kth_key(values: Array, k: int) -> tuple[int, int]:
     bits, mask = bits_and_mask(values)
     keys = np.bitwise_and(bits, bits.dtype.type(mask), out=empty(bits.size, bits.dtype))
-    place = keys.size - k
-    keys.partition(place)
-    return int(keys[place]), k - int(np.count_nonzero(keys[place + 1 :] > keys[place]))
+    position = keys.size - k
+    keys.partition(position)
+    return int(keys[position]), k - int(np.count_nonzero(keys[position + 1 :] > keys[position]))
 
 
 def topk(

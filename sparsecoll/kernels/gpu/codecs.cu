@@ -3,9 +3,9 @@
 #ifndef FROM
 #define FROM 4
 #endif
-// out[places[i]] = values[i].
-extern "C" __global__ void put(BITS* out, const i64* places, const BITS* values, u64 count) {
-  EVERY(i, count) out[places[i]] = values[i];
+// out[positions[i]] = values[i].
+extern "C" __global__ void put(BITS* out, const i64* positions, const BITS* values, u64 count) {
+  EVERY(i, count) out[positions[i]] = values[i];
 }
 
 // step[i]: how far entry i lies behind the one before in the row of all blocks (0 for the first); head[i]: whether a
@@ -19,27 +19,27 @@ extern "C" __global__ void block_steps(const INDEX* indices, u64 count, u64 gap,
   }
 }
 
-// The index of each place (ascending) in the row of all blocks. ends: of the blocks in that row.
+// The index at each ascending position in the concatenation of all blocks. ends: of the blocks in it.
 extern "C" __global__ void block_indices(const u64* starts, const u64* lengths, const i64* ends, u64 blocks,
-                                         const i64* places, u64 count, u64* out) {
+                                         const i64* positions, u64 count, u64* out) {
   EVERY(i, count) {
-    i64 place = places[i];
+    i64 position = positions[i];
     u64 low = 0, high = blocks;
-    while (low < high) {  // the first block that ends beyond the place
+    while (low < high) {  // the first block that ends beyond the position
       u64 middle = (low + high) >> 1;
-      if (ends[middle] <= place)
+      if (ends[middle] <= position)
         low = middle + 1;
       else
         high = middle;
     }
-    out[i] = starts[low] + (u64)(place - (ends[low] - (i64)lengths[low]));
+    out[i] = starts[low] + (u64)(position - (ends[low] - (i64)lengths[low]));
   }
 }
 
 extern "C" __global__ void bitmap_write(const INDEX* indices, u64 count, u64 first, u32* words) {
   EVERY(i, count) {
-    u64 place = (u64)indices[i] - first;
-    atomicOr(&words[place >> 5], 1u << (place & 31));
+    u64 position = (u64)indices[i] - first;
+    atomicOr(&words[position >> 5], 1u << (position & 31));
   }
 }
 
@@ -50,8 +50,8 @@ extern "C" __global__ void popcounts(const u32* words, u64 count, i64* out) {
 // The indices of the bits set; ends[w]: how many bits are set in words 0 ... w.
 extern "C" __global__ void bitmap_read(const u32* words, const i64* ends, u64 count, u64 first, INDEX* out) {
   EVERY(w, count) {
-    u64 place = (u64)ends[w] - __popc(words[w]);
-    for (u32 rest = words[w]; rest; rest &= rest - 1) out[place++] = (INDEX)(first + 32 * w + (__ffs(rest) - 1));
+    u64 position = (u64)ends[w] - __popc(words[w]);
+    for (u32 rest = words[w]; rest; rest &= rest - 1) out[position++] = (INDEX)(first + 32 * w + (__ffs(rest) - 1));
   }
 }
 
@@ -126,8 +126,8 @@ extern "C" __global__ void quantize(const float* values, u64 count, u64 first, u
   float levels = (float)((1 << (bits - 1)) - 1);
   EVERY(byte, bytes) {
     u32 codes = 0;
-    for (u32 place = 0; place < per && byte * per + place < count; place++) {
-      u64 i = byte * per + place, index = first + i;
+    for (u32 position = 0; position < per && byte * per + position < count; position++) {
+      u64 i = byte * per + position, index = first + i;
       float value = values[i], scale = scales[index / size - first / size], magnitude = value < 0 ? -value : value;
       float level = levels;
       if (__float_as_uint(scale) < 0x7f800000) {
@@ -139,7 +139,7 @@ extern "C" __global__ void quantize(const float* values, u64 count, u64 first, u
         level = (off < 0 ? -off : off) < 0.000244140625f ? near : drawn;
         if (level > levels) level = levels;
       }
-      codes |= ((u32)level | (__float_as_uint(value) >> 31) << (bits - 1)) << (place * bits);
+      codes |= ((u32)level | (__float_as_uint(value) >> 31) << (bits - 1)) << (position * bits);
     }
     out[byte] = (u8)codes;
   }

@@ -46,12 +46,12 @@ __device__ u64 get_bits(const u8* bytes, u64 bit, u32 width) {
   return value;
 }
 
-// places: the byte at which each block begins.
-extern "C" __global__ void rice_encode(const INDEX* indices, u64 count, u32 block, const u16* table, const i64* places,
+// offsets: the byte offset of each block.
+extern "C" __global__ void rice_encode(const INDEX* indices, u64 count, u32 block, const u16* table, const i64* offsets,
                                        u32* payload) {
   u64 start = (u64)blockIdx.x * block, stop = start + block < count ? start + block : count;
   u32 k = table[blockIdx.x] >> SIZE_BITS, unary = table[blockIdx.x] & ((1 << SIZE_BITS) - 1);
-  u64 first = 8 * (u64)places[blockIdx.x], low = first + 8 * unary, before = 0, total;
+  u64 first = 8 * (u64)offsets[blockIdx.x], low = first + 8 * unary, before = 0, total;
   for (u64 round = start; round < stop; round += THREADS) {
     u64 j = round + threadIdx.x, gap = j < stop ? gap_of(indices, j) : 0;
     u64 ahead = block_scan(j < stop ? (gap >> k) + 1 : 0, &total);
@@ -64,18 +64,18 @@ extern "C" __global__ void rice_encode(const INDEX* indices, u64 count, u32 bloc
 }
 
 // steps[j] = gap j + 1, to be summed up. damaged[0] becomes 1 where a block has not as many ones as gaps.
-extern "C" __global__ void rice_decode(const u16* table, const u8* payload, const i64* places, u32 block, u64 count,
+extern "C" __global__ void rice_decode(const u16* table, const u8* payload, const i64* offsets, u32 block, u64 count,
                                        u64* steps, u32* damaged) {
   __shared__ u16 ones[1024];  // the bit of each one in the quotients
   u64 start = (u64)blockIdx.x * block, stop = start + block < count ? start + block : count;
   u32 k = table[blockIdx.x] >> SIZE_BITS, unary = table[blockIdx.x] & ((1 << SIZE_BITS) - 1);
-  const u8* bytes = payload + places[blockIdx.x];
+  const u8* bytes = payload + offsets[blockIdx.x];
   u64 before = 0, total;
   for (u32 round = 0; round < unary; round += THREADS) {
     u32 b = round + threadIdx.x, byte = b < unary ? bytes[b] : 0;
-    u64 place = before + block_scan(__popc(byte), &total);
-    for (; byte; byte &= byte - 1, place++)
-      if (place < stop - start) ones[place] = (u16)(8 * b + (__ffs(byte) - 1));
+    u64 position = before + block_scan(__popc(byte), &total);
+    for (; byte; byte &= byte - 1, position++)
+      if (position < stop - start) ones[position] = (u16)(8 * b + (__ffs(byte) - 1));
     before += total;
   }
   __syncthreads();

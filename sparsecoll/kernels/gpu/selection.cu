@@ -122,7 +122,7 @@ extern "C" __global__ void take(BITS* values, u64 n, BITS above, u32 all, u64 ti
   write_moments(items, start, n, moments + 4 * tile);
 #endif
   __syncthreads();
-  if (warp == 0) {  // counts of rows and warps become places in the tile
+  if (warp == 0) {  // counts of rows and warps become positions in the tile
     u32 own[4], sum = 0;
     for (int j = 0; j < 4; j++) own[j] = counts[4 * lane + j], sum += own[j];
     u32 scanned = sum;
@@ -154,11 +154,11 @@ extern "C" __global__ void take(BITS* values, u64 n, BITS above, u32 all, u64 ti
       u32 base = counts[r * WARPS + warp];
       u64 o = overs_before + (base & 0xffff) + __popc(overs & lower);
       u64 s = sames_before + (base >> 16) + __popc(sames & lower);
-      u64 place = o + (s < ties ? s : ties);
-      taken = ((over >> r & 1) || ((same >> r & 1) && s < ties)) && place < room;
+      u64 position = o + (s < ties ? s : ties);
+      taken = ((over >> r & 1) || ((same >> r & 1) && s < ties)) && position < room;
       if (taken) {
-        out_i[offset + place] = indices ? indices[i] : (INDEX)(first + i);
-        out_v[offset + place] = items[r];
+        out_i[offset + position] = indices ? indices[i] : (INDEX)(first + i);
+        out_v[offset + position] = items[r];
       }
 #if ADD
       values[i] = taken && clear ? 0 : items[r];
@@ -169,14 +169,14 @@ extern "C" __global__ void take(BITS* values, u64 n, BITS above, u32 all, u64 ti
   }
 }
 
-// values[places[i]] = 0.
-extern "C" __global__ void clear(BITS* values, const INDEX* places, u64 count) {
-  EVERY(i, count) values[places[i]] = 0;
+// values[positions[i]] = 0.
+extern "C" __global__ void clear(BITS* values, const INDEX* positions, u64 count) {
+  EVERY(i, count) values[positions[i]] = 0;
 }
 
-// values[places[i]] = taken[i].
-extern "C" __global__ void put_back(BITS* values, const INDEX* places, const BITS* taken, u64 count) {
-  EVERY(i, count) values[places[i]] = taken[i];
+// values[positions[i]] = taken[i].
+extern "C" __global__ void put_back(BITS* values, const INDEX* positions, const BITS* taken, u64 count) {
+  EVERY(i, count) values[positions[i]] = taken[i];
 }
 
 // values += scale * addend.

@@ -12,13 +12,13 @@ extern "C" __global__ void scatter(BITS* dense, const INDEX* indices, const void
   }
 }
 
-// The same into a window from `low` on, with a bit for every index that was held.
-extern "C" __global__ void scatter_window(BITS* window, u32* held, const INDEX* indices, u64 low, const void* values,
+// The same into a window from `low` on, with a bit for every index that has an entry.
+extern "C" __global__ void scatter_window(BITS* window, u32* bitmap, const INDEX* indices, u64 low, const void* values,
                                           u64 count) {
   EVERY(i, count) {
-    u64 place = (u64)indices[i] - low;
-    window[place] = (BITS)TO_BITS(FROM_BITS(window[place]) + ROUND(READ_AS(FROM, values, i)));
-    atomicOr(&held[place >> 5], 1u << (place & 31));
+    u64 offset = (u64)indices[i] - low;
+    window[offset] = (BITS)TO_BITS(FROM_BITS(window[offset]) + ROUND(READ_AS(FROM, values, i)));
+    atomicOr(&bitmap[offset >> 5], 1u << (offset & 31));
   }
 }
 

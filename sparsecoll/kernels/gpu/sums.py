@@ -67,16 +67,18 @@ def _add_runs(
 
 
 def _in_window(parts: Sequence[tuple[Array, Array]], dtype: Any, low: int, span: int) -> tuple[Array, Array]:
-    window, held = device.zeros(span, dtype), device.zeros(-(-span // 32), np.uint32)
+    window, bitmap = device.zeros(span, dtype), device.zeros(-(-span // 32), np.uint32)
     index = parts[0][0].dtype
     for indices, values in parts:
         launch(
-            *("sums", "scatter_window", indices.size, window, held, indices, u64(low), values, u64(indices.size)),
+            *("sums", "scatter_window", indices.size, window, bitmap, indices, u64(low), values, u64(indices.size)),
             macros=(*types(window, indices), _from(values)),
         )
-    ends = popcount_ends(held)
+    ends = popcount_ends(bitmap)
     out = device.empty(int(ends[-1]), index)
-    launch("codecs", "bitmap_read", held.size, held, ends, u64(held.size), u64(low), out, macros=types(indices=out))
+    launch(
+        "codecs", "bitmap_read", bitmap.size, bitmap, ends, u64(bitmap.size), u64(low), out, macros=types(indices=out)
+    )
     return out, window[(out - index.type(low)).astype(np.int64)]
 
 

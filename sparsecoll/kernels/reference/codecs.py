@@ -45,7 +45,7 @@ def block_write(indices: Array, values: Array, gap: int, out: Array) -> None:
 
 
 def block_indices(starts: Array, lengths: Array, positions: Array) -> Array:
-    """The index (uint64) of each place (ascending) in the row of all blocks. `starts`, `lengths`: uint64."""
+    """The index (uint64) at each ascending position in the concatenation of all blocks. `starts`, `lengths`: uint64."""
     ends = np.cumsum(lengths.astype(np.int64))
     block = np.searchsorted(ends, positions, side="right")
     offsets = positions - (ends[block] - lengths[block].astype(np.int64))
@@ -61,8 +61,8 @@ def bitmap_write(indices: Array, first: int, out: Array) -> None:
 
 def bitmap_read(words: Array, first: int, count: int, dtype: Any) -> Array | None:
     """The indices whose bits are set; None unless there are `count` of them."""
-    places = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
-    return (places.astype(np.uint64) + np.uint64(first)).astype(dtype) if places.size == count else None
+    set_bits = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
+    return (set_bits.astype(np.uint64) + np.uint64(first)).astype(dtype) if set_bits.size == count else None
 
 
 def hash_slots(indices: Array, slots: int, multipliers: tuple[int, int, int]) -> Array:
@@ -160,16 +160,16 @@ def quantize(values: Array, first: int, bits: int, bucket: int, seed: int, scale
     padded = np.zeros(out.size * (8 // bits), np.uint8)
     padded[: codes.size] = codes
     out[:] = 0
-    for place in range(8 // bits):
-        out |= padded[place :: 8 // bits] << np.uint8(place * bits)
+    for slot in range(8 // bits):
+        out |= padded[slot :: 8 // bits] << np.uint8(slot * bits)
 
 
 def dequantize(codes: Array, first: int, count: int, bits: int, bucket: int, scales: Array) -> Array:
     """The float32 values again."""
     levels = np.float32(2 ** (bits - 1) - 1)
     spread = np.empty((codes.size, 8 // bits), np.uint8)
-    for place in range(8 // bits):
-        spread[:, place] = (codes >> np.uint8(place * bits)) & np.uint8(2**bits - 1)
+    for slot in range(8 // bits):
+        spread[:, slot] = (codes >> np.uint8(slot * bits)) & np.uint8(2**bits - 1)
     code = spread.ravel()[:count]
     level = (code & np.uint8(2 ** (bits - 1) - 1)).astype(np.float32)
     with np.errstate(invalid="ignore"):
@@ -179,5 +179,5 @@ def dequantize(codes: Array, first: int, count: int, bits: int, bucket: int, sca
 
 def add_signs(out: Array, bits: Array, start: int, scale: float) -> None:
     """out[i] += scale where bit number start + i (the highest of a byte first) is set, else out[i] -= scale."""
-    held = np.unpackbits(bits[start // 8 : -(-(start + out.size) // 8)])[start % 8 :][: out.size]
-    out += np.array([-scale, scale], out.dtype)[held]
+    signs = np.unpackbits(bits[start // 8 : -(-(start + out.size) // 8)])[start % 8 :][: out.size]
+    out += np.array([-scale, scale], out.dtype)[signs]

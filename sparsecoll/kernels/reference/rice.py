@@ -84,36 +84,36 @@ def rice_encode(indices: Array, table: Array, block: int, out: Array) -> None:
     Bits fill bytes from the least significant one up. `out`: uint8, the sum of `rice_sizes` and RICE_PAD zero bytes.
     """
     out[:] = 0
-    gaps, place = _gaps(indices), 0
+    gaps, offset = _gaps(indices), 0
     for number, (unary, rest) in enumerate(zip(*rice_sizes(table, indices.size, block), strict=True)):
         part = gaps[number * block : (number + 1) * block]
         k = int(table[number]) >> _SIZE_BITS
         ones = np.cumsum((part >> np.uint64(k)).astype(np.int64) + 1) - 1
         bits = np.zeros(8 * unary, np.uint8)
         bits[ones] = 1
-        out[place : place + unary] = np.packbits(bits, bitorder="little")
+        out[offset : offset + unary] = np.packbits(bits, bitorder="little")
         low = (part[:, None] >> np.arange(k, dtype=np.uint64)) & np.uint64(1)
-        out[place + unary : place + unary + rest] = np.packbits(low.astype(np.uint8).ravel(), bitorder="little")
-        place += int(unary + rest)
+        out[offset + unary : offset + unary + rest] = np.packbits(low.astype(np.uint8).ravel(), bitorder="little")
+        offset += int(unary + rest)
 
 
 def rice_decode(
     table: Array, payload: Array, block: int, first: int, count: int, limit: int, dtype: Any
 ) -> Array | None:
     """The `count` indices; None if the payload is damaged: a block without enough ones, or an index >= limit."""
-    indices, place, index = np.empty(count, dtype), 0, first - 1
+    indices, offset, index = np.empty(count, dtype), 0, first - 1
     for number, (unary, rest) in enumerate(zip(*rice_sizes(table, count, block), strict=True)):
         k = int(table[number]) >> _SIZE_BITS
         start, stop = number * block, min((number + 1) * block, count)
-        ones = np.flatnonzero(np.unpackbits(payload[place : place + unary], bitorder="little"))
+        ones = np.flatnonzero(np.unpackbits(payload[offset : offset + unary], bitorder="little"))
         if ones.size != stop - start or k > RICE_LARGEST:
             return None
-        bits = np.unpackbits(payload[place + unary : place + unary + rest], bitorder="little")[: (stop - start) * k]
+        bits = np.unpackbits(payload[offset + unary : offset + unary + rest], bitorder="little")[: (stop - start) * k]
         for j, quotient in enumerate(np.diff(ones, prepend=-1) - 1):
             remainder = sum(int(bit) << b for b, bit in enumerate(bits[j * k : (j + 1) * k]))
             index += (int(quotient) << k) + remainder + 1
             if index >= limit:
                 return None
             indices[start + j] = index
-        place += int(unary + rest)
+        offset += int(unary + rest)
     return indices

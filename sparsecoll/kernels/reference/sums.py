@@ -25,10 +25,10 @@ def merge_sum(parts: Sequence[tuple[Array, Array]], dtype: np.dtype[np.generic])
     """
     if not parts:
         return np.empty(0, np.uint32), np.empty(0, dtype)
-    indices, place = np.unique(np.concatenate([i for i, _ in parts]), return_inverse=True)
+    indices, inverse = np.unique(np.concatenate([i for i, _ in parts]), return_inverse=True)
     sums = np.zeros(indices.size, dtype)
     with np.errstate(over="ignore", invalid="ignore"):
-        np.add.at(sums, place.reshape(-1), np.concatenate([v.astype(dtype) for _, v in parts]))
+        np.add.at(sums, inverse.reshape(-1), np.concatenate([v.astype(dtype) for _, v in parts]))
     return indices, sums
 
 
