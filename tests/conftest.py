@@ -1,5 +1,6 @@
 """Shared cases on the path; under mpirun one rank reports and any failure ends the whole run at once."""
 
+import importlib.util
 import io
 import os
 import sys
@@ -9,6 +10,10 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.append(str(Path(__file__).parent.parent / "perf"))  # for the papers' formulas
+torch = importlib.util.find_spec("torch")
+if torch is None or torch.origin is None:  # then `import torch` would find the folder of its tests
+    sys.modules["torch"] = None
+
 collect_ignore = [
     "fault_programs.py",
     "corrupt_messages.py",

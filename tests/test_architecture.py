@@ -87,6 +87,7 @@ def test_no_decorator_is_applied_twice():
                 assert len(decorators) == len(set(decorators)), f"{path.name}: {node.name}"
 
 
+@pytest.mark.slow
 def test_pytest_collects_everything_where_mpi4py_finds_no_library(tmp_path):
     """An mpi4py that raises RuntimeError, as the one of PyPI does without libmpi."""
     fake = tmp_path / "mpi4py"

@@ -72,6 +72,7 @@ def test_a_failing_rank_ends_the_run_with_its_own_error():
         simulate(4, program)
 
 
+@pytest.mark.slow
 def test_runs_are_repeatable_and_1024_ranks_fit():
     def program(comm):
         return sparsecoll.allreduce(comm, SparseVector([comm.rank], np.ones(1, np.float32), 2000)).values.sum()
