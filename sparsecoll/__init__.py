@@ -25,7 +25,13 @@ from sparsecoll.algorithms import (
     SparDL,
 )
 from sparsecoll.algorithms.auto.tune import tune
-from sparsecoll.collectives import allgather, allreduce, as_vector, bcast, iallreduce, like, reduce, reduce_scatter
+from sparsecoll.collectives.allgather import allgather
+from sparsecoll.collectives.allreduce import allreduce
+from sparsecoll.collectives.bcast import bcast
+from sparsecoll.collectives.convert import as_vector, like
+from sparsecoll.collectives.iallreduce import iallreduce
+from sparsecoll.collectives.reduce import reduce
+from sparsecoll.collectives.reduce_scatter import reduce_scatter
 from sparsecoll.errors import CommunicationError, NonFiniteError
 from sparsecoll.residual import Residual
 from sparsecoll.telemetry.traffic import Traffic

@@ -112,6 +112,13 @@ def test_every_public_name_is_in_the_reference():
         assert name.startswith("__") or getattr(sparsecoll, name).__doc__, name
 
 
+def test_the_reference_shows_functions_and_classes_not_modules_of_their_name():
+    griffe = pytest.importorskip("griffe")
+    package = griffe.load("sparsecoll", search_paths=[ROOT], resolve_aliases=True)
+    names = re.findall(r"^::: sparsecoll\.(\w+)$", (ROOT / "docs" / "api.md").read_text(), re.M)
+    assert not [name for name in names if package[name].is_module]
+
+
 def test_every_page_is_in_the_navigation():
     nav = (ROOT / "mkdocs.yml").read_text()
     assert all(f" {page.name}" in nav for page in (ROOT / "docs").glob("*.md"))
