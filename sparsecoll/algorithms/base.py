@@ -1,4 +1,4 @@
-"""What an algorithm is: options, a local `select`, and `__call__(channel, x, k)` that communicates."""
+"""The interface of algorithms: options, a local `select`, and a `__call__` that communicates."""
 
 from __future__ import annotations
 
@@ -92,9 +92,9 @@ class Algorithm(ABC):
         """Reduce x over the ranks.
 
         Args:
-            channel: sends and receives vectors, in the format and value dtype of the call.
-            x: this rank's entries, with the values that arrive at a peer.
-            k: of the call, the same on every rank.
+            channel: Channel that sends and receives vectors in the format and value dtype of the call.
+            x: this rank's entries, rounded as on the wire.
+            k: number of entries of the call, the same on every rank.
         """
 
     def describe(self) -> str:
@@ -132,23 +132,24 @@ def summed(parts: list[SparseVector], x: SparseVector) -> SparseVector:
 
 
 class Loss:
-    """What rounding and cutting took from partial sums on this rank, which is no part of what this rank contributed."""
+    """Collects what rounding and truncation take from partial sums on this rank; it is not part of `contributed`."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._parts: list[SparseVector] = []
 
     def add(self, part: SparseVector) -> None:
-        """Note what was taken from a sum."""
+        """Record what was taken from a sum."""
         if part.nnz:
             self._parts.append(part)
 
     def round(self, part: SparseVector, dtype: np.dtype[Any] | None = None, own: bool = True) -> SparseVector:
-        """A partial sum as it arrives at a peer.
+        """Return a partial sum rounded as on the wire, and record the rounding error.
 
         Args:
-            dtype: that it is converted to first; None: none.
-            own: whether this rank notes the rounding error; of ranks that hold the same sum one does.
+            part: the partial sum.
+            dtype: dtype to which it is converted first; None, the default, for its own.
+            own: whether this rank records the error (default: True); of the ranks that have the same sum, one does.
         """
         rounded = self._channel.round(part if dtype is None else part.astype(dtype))
         if own:
@@ -156,7 +157,7 @@ class Loss:
         return rounded
 
     def cut(self, part: SparseVector, kept: SparseVector, own: bool = True) -> SparseVector:
-        """`kept`, a part of `part`; the rest is noted."""
+        """Return `kept`, a part of `part`, and record the rest."""
         if own and kept.nnz < part.nnz:
             self.add(part.difference(kept))
         return kept

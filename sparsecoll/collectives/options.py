@@ -132,7 +132,7 @@ class CallOptions:
         return Channel(transport, length, self.wire_format, self.wire_dtype)
 
     def agree(self, call: CollectiveCall, x: Any, sums: bool) -> tuple[Channel, SparseVector, convert.Back]:
-        """Agree on the arguments of the call; return its channel and `to_entries`, with the entries as they arrive."""
+        """Agree on the arguments of the call; return its channel and `to_entries`, rounded as on the wire."""
         entries, back = self.to_entries(x, sums)
         call.signature |= {
             **convert.shape_of(x),

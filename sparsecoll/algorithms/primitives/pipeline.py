@@ -23,10 +23,11 @@ def chunks(size: float, one_node: bool) -> int:
 
 
 def run(transport: Transport, stages: Iterable[list[VectorRequest]]) -> Iterator[list[SparseVector]]:
-    """What arrives in each stage, to be worked on while the messages of later stages travel.
+    """Yield the vectors received in each stage, while the messages of later stages are in flight.
 
     Args:
-        stages: sends the messages of its next stage, and yields the receives of that stage, whenever it is asked to.
+        transport: the transport of the messages.
+        stages: iterator that, in each step, sends the messages of the next stage and yields its receives.
     """
     travelling: deque[list[VectorRequest]] = deque()
     for requests in stages:
