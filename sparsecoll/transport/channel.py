@@ -1,4 +1,4 @@
-"""Vectors over a transport: how one call encodes them, and what arrives is a vector again."""
+"""Channel: sends and receives vectors over a transport, encoded as one call asks for it."""
 
 from __future__ import annotations
 
@@ -17,13 +17,17 @@ from sparsecoll.vector import DenseVector, SparseVector
 
 
 class Channel:
-    """What an algorithm sends its vectors through: a transport, and the options of one call that concern messages.
+    """The interface by which an algorithm communicates: a transport, with the message options of one call.
 
     Args:
-        transport: carries the bytes and counts them.
-        length: coordinates of the vectors of this call.
-        format: of sparse messages.
-        value_dtype: name of the dtype that values travel in; None: their own.
+        transport: sends and receives bytes, and counts them.
+        length: length of the vectors of this call.
+        format: format of sparse messages (default: the smallest).
+        value_dtype: name of the dtype of values on the wire; None, the default, for their own.
+
+    Attributes:
+        rank: rank of this process.
+        size: number of ranks.
     """
 
     def __init__(
@@ -36,63 +40,63 @@ class Channel:
         self.value_dtype = value_dtype
 
     def with_format(self, format: Format) -> Channel:
-        """The same channel with sparse messages in another format."""
+        """Return a channel that sends sparse messages in another format."""
         return Channel(self.transport, self.length, format, self.value_dtype)
 
     def group(self, members: list[int]) -> Channel:
-        """The same channel among some of the ranks, renumbered 0, 1, ...; this rank must be one of them."""
+        """Return a channel among some of the ranks, renumbered 0, 1, ...; this rank must be one of them."""
         return Channel(group(self.transport, members), self.length, self.format, self.value_dtype)
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        """Count and time what happens inside under this name."""
+        """Context manager: count and time the enclosed messages under this name."""
         return self.transport.phase(name)
 
     # -- sparse vectors
 
     def isend(self, destination: int, x: SparseVector) -> None:
-        """Encode and send without blocking."""
+        """Send a vector without blocking."""
         self.transport.isend(destination, self.encode(x))
 
     def recv(self, source: int) -> SparseVector:
-        """The next vector from `source`; its values have the dtype that they travelled in."""
+        """Receive the next vector from `source`; its values have the dtype of the message."""
         return self.decode(self.transport.recv(source))
 
     def irecv(self, source: int) -> VectorRequest:
-        """Ask for the next vector from `source` without blocking; receives of one source are served in order."""
+        """Start to receive the next vector from `source`; receives from one source complete in order."""
         return VectorRequest(self, self.transport.irecv(source))
 
     def allgather(self, x: SparseVector) -> list[SparseVector]:
-        """Every rank's vector, in rank order; this rank's as it arrives at the others (ceil(log2 P) messages)."""
+        """Return every rank's vector in rank order, this rank's as the others receive it (ceil(log2 P) messages)."""
         return [self.decode(block) for block in allgatherv(self.transport, self.encode(x))]
 
     def encode(self, x: SparseVector) -> Buffer:
-        """x as one message."""
+        """Return x as one message."""
         return self.format.encode(x, self.value_dtype)
 
     def decode(self, message: Buffer) -> SparseVector:
-        """The vector in a message, whatever its format; its values have the dtype that they travelled in."""
+        """Return the vector in a message of any format; its values have the dtype of the message."""
         return formats.decode(message, self.length)
 
     def round(self, x: SparseVector) -> SparseVector:
-        """x with its values rounded as they travel, in x's own dtype."""
+        """Return x with its values rounded as on the wire, in x's own dtype."""
         return formats.rounded(x, self.value_dtype)
 
     def roundtrip(self, x: SparseVector) -> SparseVector:
-        """What a receiver of x gets, in x's own dtype: values rounded, and without entries that the format drops."""
+        """Return what a receiver of x gets, in x's own dtype: rounded, and without entries that the format drops."""
         return self.format.roundtrip(x, self.value_dtype)
 
     def rounds(self, dtype: np.dtype[Any]) -> bool:
-        """Whether values of `dtype` lose bits on the way."""
+        """Whether values of `dtype` are rounded on the wire."""
         return formats.wire_dtype(dtype, self.value_dtype).name != dtype.name
 
     # -- dense vectors: messages hold nothing but values
 
     def pack(self, x: DenseVector) -> Buffer:
-        """Dense values as they are sent."""
+        """Return the message of dense values."""
         return formats.wire_dtype(x.dtype, self.value_dtype).pack(x.values).view(np.uint8)
 
     def unpack(self, message: Buffer, dtype: np.dtype[Any], length: int) -> DenseVector:
-        """The `length` dense values in a message, as `dtype`."""
+        """Return the `length` dense values in a message, as `dtype`."""
         wire = formats.wire_dtype(dtype, self.value_dtype)
         if message.size != length * wire.stored.itemsize:
             raise CommunicationError(
@@ -105,17 +109,17 @@ class Channel:
         self.transport.isend(destination, self.pack(x))
 
     def recv_dense(self, source: int, dtype: np.dtype[Any], length: int) -> DenseVector:
-        """The next `length` dense values from `source`, as `dtype`."""
+        """Receive the next `length` dense values from `source`, as `dtype`."""
         return self.unpack(self.transport.recv(source), dtype, length)
 
     def recv_into(self, source: int, into: DenseVector) -> None:
-        """Write the next dense values from `source` to `into`, without a copy if they travel as they are."""
+        """Receive the next dense values from `source` into `into`, without a copy if they are not rounded."""
         memory = None if self.rounds(into.dtype) else into.values.view(np.uint8)
         into.copy_from(self.unpack(self.transport.recv(source, memory), into.dtype, into.length))
 
 
 class VectorRequest:
-    """A vector that was asked for; `wait` returns it."""
+    """A nonblocking receive, as `Channel.irecv` returns it."""
 
     __slots__ = ("_channel", "_request")
 
@@ -124,5 +128,5 @@ class VectorRequest:
         self._request = request
 
     def wait(self) -> SparseVector:
-        """Block until the vector is here."""
+        """Wait for the vector and return it."""
         return self._channel.decode(self._request.wait())
