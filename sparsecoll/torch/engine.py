@@ -161,9 +161,8 @@ class Engine:
             if name not in self._buckets.order:
                 self._buckets.order.append(name)
             return
-        if name not in self._buckets.index_of or not self._early or self._profiler.active or self._broken_off:
-            return
-        if len(sharers(self.transport)) > 1:
+        wait = not self._early or self._profiler.active or self._broken_off or len(sharers(self.transport)) > 1
+        if wait or name not in self._buckets.index_of:
             return
         if name in self._sender.taken:  # once more in this back-propagation, or after one that was broken off
             self._changed = self._again = True
@@ -252,8 +251,7 @@ class Engine:
         if not isinstance(error, NonFiniteError):
             raise error
         self._unusable, self._reduced, self._dirty = error, True, False
-        for name in self._buckets.index_of:
-            p = self.params[name]
+        for p in (self.params[name] for name in self._buckets.index_of):
             p.grad = torch.full_like(p, float("nan"), requires_grad=False)
 
     def _send_at_the_end(self) -> None:
