@@ -1,4 +1,4 @@
-"""Inputs that every algorithm must get right, and the oracle they are compared with.
+"""Inputs that every algorithm must get right; `oracles.py` has what must come out.
 
 Values are small multiples of 1/8, so sums are exact in any order and results can be compared bit for bit.
 """
@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from sparsecoll import ALGORITHMS, SparseVector
+from sparsecoll import SparseVector
 
 RANKS = [1, 2, 3, 4, 5, 6, 7, 8, 12, 16]
 N, K = 2003, 60
@@ -85,54 +85,6 @@ DISTRIBUTIONS: dict[str, Callable] = {
 def case(name: str, rank: int, P: int, dtype="float32") -> SparseVector:
     """The input of one rank."""
     return DISTRIBUTIONS[name](rank, P, np.random.default_rng([rank, 11]), np.dtype(dtype))
-
-
-def oracle_top(dense: np.ndarray, k: int) -> np.ndarray:
-    """The dense vector with all but its k largest magnitudes set to zero; ties by lower index."""
-    order = np.lexsort((np.arange(dense.size), -np.abs(dense.astype(np.float64))))
-    kept = np.zeros_like(dense)
-    kept[order[:k]] = dense[order[:k]]
-    return kept
-
-
-def oracle(inputs: list[SparseVector], algo: str, k: int) -> np.ndarray:
-    """The expected dense result of one allreduce by the algorithm of that name."""
-    semantics = ALGORITHMS[algo].semantics
-    if semantics == "approximate_top_k":
-        return approximate_top_k(algo, inputs, k)
-    if semantics == "exact_sum":
-        return np.sum([x.to_dense() for x in inputs], axis=0, dtype=inputs[0].dtype)
-    total = np.sum([oracle_top(x.to_dense(), k) for x in inputs], axis=0, dtype=inputs[0].dtype)
-    return oracle_top(total, k)
-
-
-def approximate_top_k(algo: str, inputs: list[SparseVector], k: int) -> np.ndarray:
-    """What gTopk's tree and SparDL's blocks must give, on dense arrays."""
-    P, n, dtype = len(inputs), inputs[0].length, inputs[0].dtype
-    vectors = [x.to_dense() for x in inputs]
-
-    def add_top(a, b, keep):
-        return oracle_top((a.astype(np.float64) + b).astype(dtype), keep)
-
-    if algo == "gtopk":
-        held = [oracle_top(x, k) for x in vectors]
-        distance = 1
-        while distance < P:
-            for rank in range(0, P - distance, 2 * distance):
-                held[rank] = add_top(held[rank], held[rank + distance], k)
-            distance *= 2
-        return held[0]
-    assert algo == "spardl"
-    edges = [n * j // P for j in range(P + 1)]
-    share = [k * (j + 1) // P - k * j // P for j in range(P)]
-    held = [[oracle_top(x[edges[j] : edges[j + 1]], share[j]) for j in range(P)] for x in vectors]
-    for distance in [2**t for t in reversed(range((P - 1).bit_length()))]:
-        before = [list(blocks) for blocks in held]
-        for rank in range(P):
-            for offset in range(distance, min(2 * distance, P)):
-                to, block = (rank + distance) % P, (rank + offset) % P
-                held[to][block] = add_top(before[to][block], before[rank][block], share[block])
-    return np.concatenate([held[j][j] for j in range(P)])
 
 
 def support(name: str, rank: int, P: int, k: int, rng: np.random.Generator, n: int) -> np.ndarray:

@@ -5,7 +5,7 @@ from sparsecoll.algorithms import Auto, Hierarchical
 from sparsecoll.transport.network import Tuning
 
 K = 60
-EXACT = [name for name, kind in ALGORITHMS.items() if kind.semantics == "exact_sum" and name != "hierarchical"]
+EXACT = [name for name, kind in ALGORITHMS.items() if kind().semantics == "exact_sum" and name != "hierarchical"]
 
 
 class Fault(Exception):

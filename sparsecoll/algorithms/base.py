@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, ClassVar
 
 import numpy as np
@@ -65,13 +65,17 @@ class Algorithm(ABC):
     """
 
     name: ClassVar[str]
-    semantics: ClassVar[str]  # "exact_sum", "top_k_of_sum", or "approximate_top_k" (see the class's docstring)
     takes_dense: ClassVar[bool] = False  # whether __call__ takes a DenseVector that nothing was selected from
     sends_sums: ClassVar[bool] = True  # whether more than the ranks' own entries is encoded: no lossy format then
 
     k: int | None = None
     selector: Selector | None = None
     _epoch: int | None = field(default=None, init=False, repr=False, compare=False)
+
+    @property
+    @abstractmethod
+    def semantics(self) -> str:
+        """The kind of result: "exact_sum", "top_k_of_sum" or "approximate_top_k"; a plain attribute of most classes."""
 
     def __post_init__(self) -> None:
         if self.k is not None and self.k < 0:
@@ -112,9 +116,10 @@ class Algorithm(ABC):
         """Drop what is kept between calls."""
         if self.selector is not None:
             self.selector.reset()
-        fresh = vars(replace(self))
-        vars(self).clear()
-        vars(self).update(fresh)
+        for f in fields(self):
+            if not f.init:
+                setattr(self, f.name, f.default if f.default_factory is MISSING else f.default_factory())
+        self.__post_init__()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a later run needs to continue with the same bits, as plain Python values."""

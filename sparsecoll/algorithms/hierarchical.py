@@ -41,7 +41,6 @@ class Hierarchical(Algorithm):
     """
 
     name = "hierarchical"
-    semantics = "exact_sum"  # of the default inner algorithm; an object has that of its own
 
     inner: str | Algorithm = "auto"
     inside: str = "sparse"
@@ -53,7 +52,11 @@ class Hierarchical(Algorithm):
         from sparsecoll.algorithms import resolve
 
         self._between = resolve(self.inner)
-        vars(self).update(semantics=self._between.semantics, sends_sums=True)
+
+    @property
+    def semantics(self) -> str:
+        """The semantics of `inner`."""
+        return self._between.semantics
 
     def select(self, x: Vector, k: int, ranks: int = 1) -> SparseVector:
         """Select as `inner` does."""

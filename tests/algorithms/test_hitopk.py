@@ -2,7 +2,8 @@
 
 import numpy as np
 import pytest
-from cases import case, oracle_top, same_bits
+from cases import case, same_bits
+from oracles import oracle_top
 
 import sparsecoll
 from sparsecoll import HiTopK, SparseVector, simulate

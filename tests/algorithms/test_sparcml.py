@@ -3,7 +3,8 @@
 import formulas
 import numpy as np
 import pytest
-from cases import DISTRIBUTIONS, RANKS, SUPPORTS, case, oracle, same_bits
+from cases import DISTRIBUTIONS, RANKS, SUPPORTS, case, same_bits
+from oracles import oracle
 from volume import HEADER_WORDS, measure
 
 import sparsecoll

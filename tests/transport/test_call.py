@@ -5,8 +5,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cases import case, oracle
+from cases import case
 from failing import EXACT, K, algorithm, fail_at, mend
+from oracles import oracle
 
 import sparsecoll
 from sparsecoll import ALGORITHMS, CommunicationError, SparseVector, simulate

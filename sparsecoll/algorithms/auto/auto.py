@@ -7,13 +7,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sparsecoll import formats
-from sparsecoll.algorithms.allgather import Allgather
 from sparsecoll.algorithms.auto import costmodel, overlap
-from sparsecoll.algorithms.auto.choices import EXACT
+from sparsecoll.algorithms.auto.choices import EXACT, TOP_K_OF_SUM
 from sparsecoll.algorithms.auto.costmodel import Shape
 from sparsecoll.algorithms.auto.tune import given_tuning, tuning_of
 from sparsecoll.algorithms.base import Algorithm, Reduction, check_order
-from sparsecoll.algorithms.oktopk import OkTopk
 from sparsecoll.formats import FORMATS
 from sparsecoll.transport import network
 from sparsecoll.transport.base import Transport
@@ -22,7 +20,6 @@ from sparsecoll.transport.network import Tuning
 from sparsecoll.vector import SparseVector
 
 WANTED = ("exact_sum", "top_k_of_sum")
-STATELESS = {name: make() for name, make in EXACT.items() if name != "allgather"}
 WORTH_MEASURING = 2e-3  # seconds of a predicted call; a hundred of them take as long as measuring may
 WORTH_LOOKING = 10  # times what it costs to look how supports overlap
 FINE = 32  # k is rounded to one of so many steps per factor of e
@@ -65,19 +62,21 @@ class Auto(Algorithm):
     """
 
     name = "auto"
-    semantics = "exact_sum"
 
     want: str = "exact_sum"
     tuning: Tuning | None = None
-    _oktopk: OkTopk = field(default_factory=OkTopk, init=False, repr=False)
-    _allgather: Allgather = field(default_factory=Allgather, init=False, repr=False)
+    _algorithms: dict[str, Algorithm] = field(default_factory=dict, init=False, repr=False)
     _chosen: dict[Class, str] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.want not in WANTED:
             raise ValueError(f"want: expected one of {', '.join(WANTED)}, got {self.want!r}")
-        vars(self)["semantics"] = self.want
+
+    @property
+    def semantics(self) -> str:
+        """What `want` says."""
+        return self.want
 
     def predictions(self, shape: Shape, tuning: Tuning) -> dict[str, float]:
         """Return predicted seconds by name of the choice."""
@@ -118,7 +117,9 @@ class Auto(Algorithm):
         return reduction if chosen == "oktopk" or self.want == "exact_sum" else self._cut(reduction, k)
 
     def _algorithm(self, name: str) -> Algorithm:
-        return {"oktopk": self._oktopk, "allgather": self._allgather}.get(name) or STATELESS[name]
+        if name not in self._algorithms:
+            self._algorithms[name] = (EXACT | TOP_K_OF_SUM)[name]()
+        return self._algorithms[name]
 
     @staticmethod
     def _cut(reduction: Reduction, k: int) -> Reduction:
@@ -134,9 +135,9 @@ class Auto(Algorithm):
 
     def state_dict(self) -> dict[str, Any]:
         chosen = [[*key, name] for key, name in self._chosen.items()]
-        return super().state_dict() | {"chosen": chosen, "oktopk": self._oktopk.state_dict()}
+        return super().state_dict() | {"chosen": chosen, "oktopk": self._algorithm("oktopk").state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         self._chosen = {(n, k, P, width): name for n, k, P, width, name in state["chosen"]}
-        self._oktopk.load_state_dict(state["oktopk"])
+        self._algorithm("oktopk").load_state_dict(state["oktopk"])

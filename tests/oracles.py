@@ -1,0 +1,89 @@
+"""What each algorithm must give, on dense arrays; one that is approximate in its own way has an entry in ORACLES."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from sparsecoll import ALGORITHMS, SparseVector
+
+
+@dataclass(frozen=True)
+class Oracle:
+    """The expected result of an algorithm, and what of the contract does not hold for it.
+
+    Args:
+        expected: (vectors of all ranks, k) -> the dense result.
+        selects_top_k: each rank selects the k largest of its entries.
+        keeps_to_own_indices: a rank contributes only at indices that it holds.
+    """
+
+    expected: Callable[[list[SparseVector], int], np.ndarray]
+    selects_top_k: bool = True
+    keeps_to_own_indices: bool = True
+
+
+def oracle_top(dense: np.ndarray, k: int) -> np.ndarray:
+    """The dense vector with all but its k largest magnitudes set to zero; ties by lower index."""
+    order = np.lexsort((np.arange(dense.size), -np.abs(dense.astype(np.float64))))
+    kept = np.zeros_like(dense)
+    kept[order[:k]] = dense[order[:k]]
+    return kept
+
+
+def exact_sum(inputs: list[SparseVector], k: int) -> np.ndarray:
+    return np.sum([x.to_dense() for x in inputs], axis=0, dtype=inputs[0].dtype)
+
+
+def top_k_of_sum(inputs: list[SparseVector], k: int) -> np.ndarray:
+    total = np.sum([oracle_top(x.to_dense(), k) for x in inputs], axis=0, dtype=inputs[0].dtype)
+    return oracle_top(total, k)
+
+
+def add_top(a: np.ndarray, b: np.ndarray, k: int) -> np.ndarray:
+    return oracle_top((a.astype(np.float64) + b).astype(a.dtype), k)
+
+
+def gtopk(inputs: list[SparseVector], k: int) -> np.ndarray:
+    """A binomial tree that truncates each partial sum."""
+    held, distance = [oracle_top(x.to_dense(), k) for x in inputs], 1
+    while distance < len(inputs):
+        for rank in range(0, len(inputs) - distance, 2 * distance):
+            held[rank] = add_top(held[rank], held[rank + distance], k)
+        distance *= 2
+    return held[0]
+
+
+def spardl(inputs: list[SparseVector], k: int) -> np.ndarray:
+    """Blocks, each truncated after every step of the reduce-scatter."""
+    P, n = len(inputs), inputs[0].length
+    edges = [n * j // P for j in range(P + 1)]
+    share = [k * (j + 1) // P - k * j // P for j in range(P)]
+    vectors = [x.to_dense() for x in inputs]
+    held = [[oracle_top(x[edges[j] : edges[j + 1]], share[j]) for j in range(P)] for x in vectors]
+    for distance in [2**t for t in reversed(range((P - 1).bit_length()))]:
+        before = [list(blocks) for blocks in held]
+        for rank in range(P):
+            for offset in range(distance, min(2 * distance, P)):
+                to, block = (rank + distance) % P, (rank + offset) % P
+                held[to][block] = add_top(before[to][block], before[rank][block], share[block])
+    return np.concatenate([held[j][j] for j in range(P)])
+
+
+BY_SEMANTICS = {"exact_sum": Oracle(exact_sum), "top_k_of_sum": Oracle(top_k_of_sum)}
+ORACLES = {
+    "gtopk": Oracle(gtopk),
+    "spardl": Oracle(spardl, selects_top_k=False, keeps_to_own_indices=False),
+}
+
+
+def oracle_of(algo: str) -> Oracle:
+    """The oracle of an algorithm of the registry."""
+    return ORACLES.get(algo) or BY_SEMANTICS[ALGORITHMS[algo]().semantics]
+
+
+def oracle(inputs: list[SparseVector], algo: str, k: int) -> np.ndarray:
+    """The expected dense result of one allreduce by the algorithm of that name."""
+    return oracle_of(algo).expected(inputs, k)
