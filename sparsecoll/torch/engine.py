@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -23,7 +22,7 @@ from sparsecoll.torch.compressors import Compressor
 from sparsecoll.torch.device import device_of
 from sparsecoll.torch.gradients import LossScale
 from sparsecoll.torch.guards import fingerprint, refuse_ddp
-from sparsecoll.torch.hooks import Hooks, sharers, synchronize_all
+from sparsecoll.torch.hooks import Hooks, enlist, is_shared, synchronize_all
 from sparsecoll.torch.layout import residual_dtype
 from sparsecoll.torch.means import Means
 from sparsecoll.torch.options import Options
@@ -68,15 +67,18 @@ class Engine:
         self._profiler = Profiler(model, self._replica.context, compressor.wants_profile)
         self._guard = None if model is None else model.register_forward_pre_hook(refuse_ddp)
         self._synchronizing = True
+        self._joined = False  # whether this rank has no more data
+        self._outcome = NOTHING  # of the last reduction
         self._early = options.overlap  # whether buckets are sent before back-propagation ends
         self._unusable: NonFiniteError | None = None  # what the next step raises: gradients that are not finite
         self._end_reduction()
         self.discard()
-        self._enlist()
+        self.number = -1
 
-    def _enlist(self) -> None:
-        self._number = len(self.transport.sharers)  # the same on all ranks, which reduce optimizers in the same order
-        self.transport.sharers.append(weakref.ref(self))
+    @property
+    def patience(self) -> float | None:
+        """The timeout of a call in seconds."""
+        return self._replica.patience
 
     # -- parameters
 
@@ -97,6 +99,8 @@ class Engine:
             name: getattr(self._options, name) for name in ("bucket_bytes", "dense_below", "overlap", "verify")
         }
         self._replica.introduce(new, {"compressor": self._compressor.describe(), **signature}, check)
+        if self.number < 0:
+            self.number = enlist(self)
         self._buckets.release()
         self._end_reduction()
         self.params.update(new)
@@ -125,7 +129,7 @@ class Engine:
         self._buckets.release()
         self._end_reduction()
         self._replica.follow("move", self._optimizer)
-        self._enlist()
+        self.number = enlist(self)
         self.discard()
 
     @contextlib.contextmanager
@@ -161,7 +165,7 @@ class Engine:
             if name not in self._buckets.order:
                 self._buckets.order.append(name)
             return
-        wait = not self._early or self._profiler.active or self._broken_off or len(sharers(self.transport)) > 1
+        wait = not self._early or self._profiler.active or self._broken_off or is_shared(self.transport)
         if wait or name not in self._buckets.index_of:
             return
         if name in self._sender.taken:  # once more in this back-propagation, or after one that was broken off
@@ -201,8 +205,9 @@ class Engine:
             return
         self._add_unknown()
         self._hooks.attach(self.params)
-        while self._attempt(0) is None:
+        while (outcome := self._attempt(JOINED * self._joined)) is None:
             pass
+        self._outcome = outcome
 
     def _attempt(self, flags: int) -> Round | None:
         """One reduction of all buckets; None if it has to be made again."""
@@ -288,7 +293,7 @@ class Engine:
         failed = self._sender.failed
         if getattr(failed, "on_all_ranks", False):
             return NOTHING  # all ranks know
-        name, names = f"end of reduction of optimizer {self._number}", list(self.params)
+        name, names = f"end of reduction of optimizer {self.number}", list(self.params)
         return self._replica.agree(name, row, names, lambda _: digest, failed)
 
     # -- the optimizer's step
@@ -296,7 +301,8 @@ class Engine:
     def ensure_means(self) -> None:
         """Make gradients the means. Collective where they are not yet."""
         if not self.closed and (self._dirty or not self._reduced):
-            self.synchronize()
+            self.asked = True
+            synchronize_all(self.transport)
 
     def before_step(self) -> None:
         """Make sure that gradients are the means. Collective where they are not.
@@ -323,7 +329,7 @@ class Engine:
         if self.closed or (self._reduced and not self._dirty):
             return
         if not unscaled:
-            self.synchronize()
+            self.ensure_means()
             return
         self._scale.begin(unscaled=True)
         local = float(sum(value.item() for value in found.values()))
@@ -368,17 +374,18 @@ class Engine:
         if self.closed:
             return
         self.discard()
-        while True:
-            for name in self._buckets.index_of:
-                self.params[name].grad = None
-            outcome = self._attempt(JOINED)
-            if outcome is None:
-                continue
-            if outcome.over:
-                break
-            self._buckets.commit()
+        self._joined, self._outcome = True, NOTHING
+        try:
+            while not self._outcome.over:
+                self._buckets.commit()
+                for name in self._buckets.index_of:
+                    self.params[name].grad = None
+                self.asked = True
+                synchronize_all(self.transport)
+        finally:
+            self._joined = False
         self.discard()
-        self._replica.follow("join", self._optimizer, outcome.furthest)
+        self._replica.follow("join", self._optimizer, self._outcome.furthest)
 
     # -- saved state
 

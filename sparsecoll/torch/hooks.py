@@ -2,24 +2,40 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from functools import partial
 from typing import Any, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from sparsecoll.torch.replicas import Named
+from sparsecoll.errors import CommunicationError
+from sparsecoll.torch.replicas import Named, collective
 from sparsecoll.transport import Transport
+from sparsecoll.transport.call import CollectiveCall
+from sparsecoll.transport.collectives import allgather
 
 OWNER = "_sparsecoll_engine"  # attribute of a parameter: a weak reference to the owner of its hook
 
 
 class Owner(Protocol):
-    """What is told of gradients."""
+    """What is told of gradients.
+
+    Attributes:
+        number: by which ranks know it, the same on all of them.
+        asked: whether gradients are to be reduced at the end of this back-propagation.
+    """
 
     transport: Transport
+    number: int
     closed: bool
     asked: bool
+
+    @property
+    def patience(self) -> float | None:
+        """The timeout of a call in seconds."""
 
     def close(self) -> None:
         """Another owner has taken a parameter over."""
@@ -64,14 +80,71 @@ def _call(owner: weakref.ref[Owner], name: str, _: torch.Tensor) -> None:
         alive.accumulated(name)
 
 
-def sharers(transport: Transport) -> list[Owner]:
-    """The owners that use a transport, in the same order on all ranks."""
-    owners = [reference() for reference in transport.sharers]
-    return [owner for owner in owners if owner is not None and not owner.closed and owner.transport is transport]
+def enlist(owner: Owner) -> int:
+    """Add an owner to those that use its transport; collective.
+
+    Owners that are closed or gone on all ranks are forgotten: those that are left, and their numbers, are the same on
+    all ranks.
+
+    Returns:
+        The owner's number.
+    """
+    transport = owner.transport
+    if _alive(transport):
+        gc.collect()  # one that is in a cycle of references counts as alive
+    if transport.sharers and transport.size > 1:
+        alive = _alive(transport)
+        mine = np.array([number in alive for number in transport.sharers], np.uint8)
+        anywhere = collective(transport, "optimizers", owner.patience, lambda _: _any(transport, mine), "agree")
+        kept = [number for number, is_alive in zip(transport.sharers, anywhere, strict=True) if is_alive]
+    else:
+        kept = list(_alive(transport))
+    transport.sharers = {number: transport.sharers[number] for number in kept}
+    number = 1 + max(kept, default=-1)
+    transport.sharers[number] = weakref.ref(owner)
+    return number
+
+
+def _alive(transport: Transport) -> dict[int, Owner]:
+    owners = {number: reference() for number, reference in transport.sharers.items()}
+    return {n: owner for n, owner in owners.items() if owner and not owner.closed and owner.transport is transport}
+
+
+def _any(transport: Transport, mine: NDArray[Any]) -> NDArray[Any]:
+    """Which items hold on some rank."""
+    held: NDArray[Any] = allgather(transport, mine).max(axis=0)
+    return held
+
+
+def is_shared(transport: Transport) -> bool:
+    """Whether several owners use a transport; the same on all ranks."""
+    return len(transport.sharers) > 1
 
 
 def synchronize_all(transport: Transport) -> None:
-    """At the end of a back-propagation: of all owners that it has met, whichever it has met first on this rank."""
-    for owner in sharers(transport):
-        if owner.asked:
-            owner.synchronize()
+    """Reduce, in order of creation, the gradients of all owners that are asked to; collective.
+
+    A back-propagation may meet other owners on another rank. Where several share the transport, ranks first tell each
+    other which ones are asked anywhere: one message of a byte per owner.
+
+    Raises:
+        CommunicationError: on every rank, if an owner that is asked on some rank is gone on another.
+    """
+    owners = _alive(transport)
+    numbers = list(transport.sharers)
+    asked = np.array([n in owners and owners[n].asked for n in numbers], np.uint8)
+    if is_shared(transport) and transport.size > 1:
+        patience = [owner.patience for owner in owners.values()]
+        timeout = None if None in patience else max(filter(None, patience), default=None)
+
+        def agree(_: CollectiveCall) -> NDArray[Any]:
+            anywhere: NDArray[Any] = _any(transport, asked)
+            gone = [n for n, is_asked in zip(numbers, anywhere, strict=True) if is_asked and n not in owners]
+            if gone:
+                raise CommunicationError(f"optimizer {gone[0]}: expected it on all ranks, but it is closed or deleted")
+            return anywhere
+
+        asked = collective(transport, "start of reduction", timeout, agree, "agree")
+    for number, is_asked in zip(numbers, asked, strict=True):
+        if is_asked:
+            owners[number].synchronize()

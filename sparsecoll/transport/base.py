@@ -76,7 +76,7 @@ class Transport(ABC):
         self.tuning: Tuning | None = None  # what all ranks know, see tune.tuning_of
         self.measured = None
         self.groups: dict[tuple[int, ...], Transport] = {}  # see group.group
-        self.sharers: list[Any] = []  # weak references to what makes calls of its own accord, in order of creation
+        self.sharers: dict[int, Any] = {}  # weak references to what makes calls of its own accord, by number
         self.worker: Any = None  # see progress.Worker: once there is one, all calls go through it
         self.tag = FIRST_TAG
         self.calls = 0
