@@ -3,7 +3,8 @@
 import formulas
 import numpy as np
 import pytest
-from cases import SUPPORTS, case, oracle_top, same_bits
+from cases import SUPPORTS, case, same_bits
+from oracles import oracle_top
 from volume import HEADER_WORDS, measure
 
 import sparsecoll
