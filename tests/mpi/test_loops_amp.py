@@ -9,7 +9,7 @@ from runs import HOOK, LOCAL, ONE, OVERLAP, SPARSE, WAYS, Run, alike, bits, clos
 from sparsecoll.torch import init_process_group  # noqa: E402
 from sparsecoll.torch.compressors import TopK  # noqa: E402
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.loops]
 TOPK = TopK(0.1, algo="allgather")
 
 

@@ -12,7 +12,7 @@ import sparsecoll  # noqa: E402
 from sparsecoll.torch import COMPRESSORS, DistributedOptimizer, Timeline, init_process_group  # noqa: E402
 from sparsecoll.torch.compressors import COVAP, DGC, DRAGONN, QSGD, OkTopk, PowerSGD, TopK, resolve  # noqa: E402
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.loops]
 MADE = {"covap": COVAP(2, start=1.0), "dgc": DGC(momentum=0.0), "qsgd": QSGD(4, feedback=True)} | {
     "topk": TopK(0.1, algo="allgather"),
     "dragonn": DRAGONN(0.1, selective=False),

@@ -16,7 +16,7 @@ from sparsecoll.torch import DistributedOptimizer, init_process_group  # noqa: E
 from sparsecoll.torch.compressors import TopK  # noqa: E402
 from sparsecoll.transport import as_transport  # noqa: E402
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.loops]
 TOPK = TopK(0.1, algo="allgather")
 
 

@@ -12,7 +12,7 @@ from runs import HOOK, LOCAL, OPTIONS, OVERLAP, Run, alike, bits, draw, net, pla
 from sparsecoll.torch import DistributedOptimizer, HookState, init_process_group, redistribute  # noqa: E402
 from sparsecoll.torch.compressors import OkTopk, TopK  # noqa: E402
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.loops]
 TOPK = TopK(0.1, algo="allgather")
 
 

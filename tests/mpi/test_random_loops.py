@@ -15,7 +15,7 @@ from runs import LOCAL, ONE, OVERLAP, Ledger, Run, alike, close, net, plain_sgd,
 
 from sparsecoll.torch.compressors import COVAP, QSGD, EFSignSGD, OkTopk, PowerSGD, RandomK, TopK  # noqa: E402
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.loops]
 COUNT = int(os.environ.get("SPARSECOLL_LOOPS", "120"))
 COMPRESSORS = [
     TopK(0.1, algo="allgather"),

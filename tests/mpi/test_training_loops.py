@@ -10,7 +10,7 @@ from runs import HOOK, ONE, SPARSE, WAYS, Run, alike, close  # noqa: E402
 
 from sparsecoll.torch import init_process_group  # noqa: E402
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.loops]
 
 
 @pytest.fixture(scope="module")
