@@ -90,6 +90,7 @@ def enlist(owner: Owner) -> int:
         The owner's number.
     """
     transport = owner.transport
+    transport.sharers = {n: other for n, other in transport.sharers.items() if other() is not owner}  # it has moved
     if _alive(transport):
         gc.collect()  # one that is in a cycle of references counts as alive
     if transport.sharers and transport.size > 1:

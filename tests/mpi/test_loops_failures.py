@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from runs import HOOK, LOCAL, ONE, OPTIONS, OVERLAP, SPARSE, Run, alike, close, draw, net, plain_sgd, sgd  # noqa: E402
+from runs import HOOK, LOCAL, ONE, OPTIONS, OVERLAP, SPARSE, Run, alike, bits, close, draw, net, plain_sgd, sgd  # noqa: E402
 
 import sparsecoll  # noqa: E402
 import sparsecoll.torch  # noqa: E402
@@ -170,6 +170,21 @@ def test_an_optimizer_that_is_gone_no_longer_shares_the_communicator(comm):
             optimizer.cycle = optimizer
         del optimizer
     own.Free()
+
+
+def test_move_to_the_same_communicator_reduces_once(comm):
+    """An optimizer that counted as two would select from the mean once more."""
+    trained = []
+    for moves in (0, 2):
+        run = Run(OVERLAP, comm, net, plain_sgd, TOPK)
+        for step in range(4):
+            if step == 2:
+                for _ in range(moves):
+                    run.optimizer.move(comm)
+            train(run, [step])
+        trained.append(bits(run.values()))
+        run.close()
+    assert trained[0] == trained[1]
 
 
 def test_a_closed_wrapper_steps_on_its_own(comm):
