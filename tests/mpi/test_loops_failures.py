@@ -138,7 +138,7 @@ def test_of_two_networks_on_one_communicator_a_rank_may_leave_one_out(comm, comp
     models = [net(), net()]
     optimizers = [DistributedOptimizer(plain_sgd(m.parameters()), m, comm, compressor, **OPTIONS) for m in models]
     for step in range(4):
-        used = models[1:] if step == 2 and comm.rank == comm.size - 1 else models
+        used = models[1:] if step == 2 and 0 < comm.rank == comm.size - 1 else models
         for optimizer in optimizers:
             optimizer.zero_grad()
         losses = [[m(draw(rank, step)[0]).square().mean() for m in models] for rank in range(comm.size)]
