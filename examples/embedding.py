@@ -31,7 +31,7 @@ def main() -> None:
     gradient = embedding.weight.grad.coalesce()
     total = sparsecoll.allreduce(comm, gradient, "allgather")  # takes and returns a sparse_coo tensor
     here, everywhere = gradient.indices().shape[1], total.indices().shape[1]
-    received = sparsecoll.traffic(comm).bytes_received
+    received = sparsecoll.traffic(comm).total.bytes_received
     if comm.rank == 0:
         print(f"{here} rows here, {everywhere} rows of {WORDS} on all ranks; {received:,} bytes received")
 

@@ -23,7 +23,7 @@ def program(comm) -> str:
     indices, values, _ = counted
     return (
         f"rank {comm.rank} of {comm.size}: the sum of all ranks' top 1 % has {exact.nnz:,} entries;"
-        f" its top 1 % {top.value.nnz:,}, for {top.traffic.bytes_received:,} bytes"
+        f" its top 1 % {top.value.nnz:,}, for {top.traffic.total.bytes_received:,} bytes"
         f" instead of {8 * gradient.size * (comm.size - 1) // comm.size:,};"
         f" entry 10 counts {values[indices == 10][0]:.0f} ranks"
     )

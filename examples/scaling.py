@@ -21,7 +21,7 @@ def program(comm, n: int, k: int, algo: str) -> int:
     places = np.unique(np.concatenate([shared.choice(n, k // 2, replace=False), own.choice(n, k - k // 2)]))
     x = sparsecoll.SparseVector(places, own.standard_normal(places.size).astype(np.float32), n)
     sparsecoll.allreduce(comm, x, algo, k=k)
-    return sparsecoll.traffic(comm).bytes_received
+    return sparsecoll.traffic(comm).total.bytes_received
 
 
 def main() -> None:

@@ -114,10 +114,10 @@ def train(comm, algo: str, args: argparse.Namespace, seed: int) -> dict:
         "steps": steps,
         "accuracy": curve[-1] if curve else None,
         "curve": curve,
-        "bytes": traffic.bytes_received / steps,
+        "bytes": traffic.total.bytes_received / steps,
         "messages": traffic.total.messages_received / steps,
         "select": select / steps,
-        "communicate": (traffic.seconds - select) / steps,
+        "communicate": (traffic.total.seconds - select) / steps,
         "compute": compute / steps,
     }
 

@@ -176,7 +176,7 @@ def train(comm: Any, name: str, line: str, seed: int) -> Row:
     shuffle = torch.Generator().manual_seed(1000 * seed + comm.rank)
     order: Iterator[torch.Tensor] = iter(())
     curve = []
-    before = optimizer.traffic.bytes_received
+    before = optimizer.traffic.total.bytes_received
     for step in range(1, steps + 1):
         chosen = next(order, None)
         if chosen is None or len(chosen) < batch:
@@ -189,7 +189,7 @@ def train(comm: Any, name: str, line: str, seed: int) -> Row:
         optimizer.step()
         schedule.step()
         if step * POINTS // steps > (step - 1) * POINTS // steps and comm.rank == 0:
-            received = (optimizer.traffic.bytes_received - before) / 1e6
+            received = (optimizer.traffic.total.bytes_received - before) / 1e6
             part = test if step == steps else (test[0][::5], test[1][::5])
             curve.append([step, received, quality(model, part)])
     optimizer.close()

@@ -89,7 +89,7 @@ def simulated(
         start = transport.now()
         moved = call()
         search = sum(moved.phases[p].words_received for p in ("agree", "repartition", "threshold") if p in moved.phases)
-        return start, transport.now(), moved.words_received, search, moved.messages_sent
+        return start, transport.now(), moved.total.words_received, search, moved.total.messages_sent
 
     whole_piece = pipeline.CHUNK_BYTES
     pipeline.CHUNK_BYTES = max(pipeline.CHUNK_BYTES // scale, 1) if P <= MOST_IN_PIECES else 1 << 60

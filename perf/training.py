@@ -190,7 +190,7 @@ def measure(step: Step, comm: Any, warm: int, repeat: int) -> Row:
     moved = transport.traffic.since(counted)
     slowest = table[:, :repeat].max(axis=0)
     row: Row = {"seconds": float(np.median(slowest)), "least": float(slowest.min()), "most": float(slowest.max())}
-    row |= {"MB received": moved.bytes_received / repeat / 1e6}
+    row |= {"MB received": moved.total.bytes_received / repeat / 1e6}
     return row | dict(zip(parts, table[:, repeat:].mean(axis=0).tolist(), strict=True))
 
 

@@ -95,7 +95,7 @@ def table1(options: argparse.Namespace) -> Iterator[Row]:
                     x = vector(name, comm.rank, n, k)
                     traffic = sparsecoll.allreduce(comm, x, make(), k=k, format="coo", return_reduction=True).traffic
                     search = sum(traffic.phases[p].words_received for p in SEARCH if p in traffic.phases)
-                    return [traffic.words_received - search, search, traffic.messages_sent]
+                    return [traffic.total.words_received - search, search, traffic.total.messages_sent]
 
                 moved, search, messages = np.max(sparsecoll.simulate(P, program).results, axis=0).tolist()
                 row[name] = f"{moved:,.0f} + {search:,.0f}"

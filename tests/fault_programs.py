@@ -18,8 +18,8 @@ from mpi4py import MPI
 
 import sparsecoll
 from sparsecoll import SparseVector
-from sparsecoll.transport import call as agreement
-from sparsecoll.transport import mpi
+from sparsecoll.transport import call as call_module
+from sparsecoll.transport.mpi import waiting
 
 comm = MPI.COMM_WORLD
 LAST = comm.size - 1
@@ -88,7 +88,7 @@ def late(seconds, timeout):
 def watchdog():
     """Without a timeout: who waits for whom is logged."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stdout)
-    mpi.WATCHDOG_SECONDS = 0.3
+    waiting.WATCHDOG_SECONDS = 0.3
     call()
     if comm.rank == LAST:
         time.sleep(2)
@@ -98,7 +98,7 @@ def watchdog():
 def alone():
     """The last rank fails when the others have finished the call, and they make no other one."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stdout)
-    agreement.RESOLVE_SECONDS = 3
+    call_module.REPORT_SECONDS = 3
     call()
     if comm.rank == LAST:
 

@@ -27,7 +27,7 @@ LAYERS = [  # one room a floor; a module may import from its own room and from t
     "__main__",
 ]
 HOMES = {
-    "mpi4py": {"transport/mpi.py"},
+    "mpi4py": {str(p.relative_to(PACKAGE)) for p in (PACKAGE / "transport" / "mpi").glob("*.py")},
     "numba": {str(p.relative_to(PACKAGE)) for p in (PACKAGE / "kernels" / "cpu").glob("*.py")},
     "numba.core": {"kernels/cpu/intrinsics.py"},  # internals, which may change with any release
     "numba.cpython": {"kernels/cpu/intrinsics.py"},

@@ -23,7 +23,7 @@ gradient = np.random.default_rng(comm.rank).standard_normal(2_000_000).astype(np
 for algo in ("allgather", "oktopk", "dense"):
     sparsecoll.allreduce(comm, gradient, algo, density=None if algo == "dense" else 0.05)
 traffic = sparsecoll.traffic(comm)
-rows = comm.gather((traffic.bytes_sent, traffic.bytes_received))
+rows = comm.gather((traffic.total.bytes_sent, traffic.total.bytes_received))
 if comm.rank == 0:
     open(sys.argv[1], "w").write(json.dumps(rows))
 """

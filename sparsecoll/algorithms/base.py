@@ -38,7 +38,7 @@ class Reduction:
         self._contributed = contributed
 
     def __repr__(self) -> str:
-        return f"Reduction(value={self.value!r}, received {self.traffic.bytes_received:,} bytes)"
+        return f"Reduction(value={self.value!r}, received {self.traffic.total.bytes_received:,} bytes)"
 
     @property
     def contributed(self) -> Vector:

@@ -275,7 +275,7 @@ def _runner(comm: Any, call: Call) -> Run:
             format=call.format,
             value_dtype=call.value_dtype,
         )
-        moved = counters.since(before)
+        moved = counters.since(before).total
         return moved.bytes_sent, moved.bytes_received, moved.messages_sent, value.nnz
 
     return sparse

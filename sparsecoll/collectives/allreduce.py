@@ -1,4 +1,4 @@
-"""Allreduce: the sum of sparse vectors on every rank, from the caller's data to an algorithm and back."""
+"""Allreduce: the sum of sparse vectors on every rank."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from typing import Any
 from sparsecoll import formats
 from sparsecoll.algorithms import Algorithm, Reduction, resolve
 from sparsecoll.collectives import convert
-from sparsecoll.collectives.options import CallOptions, signature_of
+from sparsecoll.collectives.options import CallOptions, index_of_nan, signature_of
 from sparsecoll.formats import Format
 from sparsecoll.select import Vector
+from sparsecoll.select.base import check_order
 from sparsecoll.telemetry.trace import span
 from sparsecoll.transport import Transport, as_transport
 from sparsecoll.transport.call import CollectiveCall
@@ -109,10 +110,10 @@ def _allreduce(transport: Transport, x: Any, algo: Any, options: CallOptions, re
 def allreduce_vectors(
     transport: Transport, vector: Vector, algorithm: Algorithm, options: CallOptions, preselected: bool = False
 ) -> Reduction:
-    """`allreduce` between vectors, as the torch adapter uses it; may stand inside another CollectiveCall.
+    """`allreduce` of vectors, as the torch adapter uses it; may be called inside another CollectiveCall.
 
     Args:
-        preselected: the vector is what this rank sends, of k entries or so; none of it is left out.
+        preselected: whether the vector consists of selected entries, all of which are sent (default: False).
 
     Returns:
         The algorithm's Reduction; its value may be a DenseVector, and is a sum whatever `options.op` says.
@@ -124,7 +125,7 @@ def allreduce_vectors(
 def _reduce(
     call: CollectiveCall, vector: Vector, algorithm: Algorithm, options: CallOptions, preselected: bool = False
 ) -> Reduction:
-    """Select, agree, communicate."""
+    """Select entries, compare the arguments of all ranks, and run the algorithm."""
     transport = call.transport
     before, start = transport.traffic.copy(), transport.now()
     algorithm.sync_epoch(transport.epoch)
@@ -144,7 +145,7 @@ def _reduce(
         channel = options.channel(transport, vector.length)
         entries = _selected(vector, algorithm, None if preselected else k, channel)
     options.check_finite(entries)
-    counted = k is None and not algorithm.takes_dense  # which has no use for k
+    counted = k is None and not algorithm.takes_dense  # an algorithm that takes dense vectors does not use k
     held = call.agree(entries.nnz if counted else None, options.check)
     reduction = algorithm(channel, entries, max(held) if counted else k or 0)  # type: ignore[arg-type]
     transport.waitall()
@@ -154,16 +155,17 @@ def _reduce(
 
 
 def _selected(x: Vector, algorithm: Algorithm, k: int | None, channel: Channel) -> Vector:
-    """What this rank puts into the reduction, as it will arrive."""
-    chosen = x if k is None else algorithm.select(x, k, channel.size)
-    if k is None and isinstance(x, SparseVector) and algorithm.semantics != "exact_sum" and x.has_nan():
-        raise ValueError("x: expected values that can be ordered by magnitude, got NaN")
+    """Return what this rank contributes, as the receivers get it."""
+    with index_of_nan(x):
+        chosen = x if k is None else algorithm.select(x, k, channel.size)
+        if k is None and isinstance(x, SparseVector) and algorithm.semantics != "exact_sum":
+            check_order(x)
     if isinstance(chosen, DenseVector):
         return formats.rounded(chosen, channel.value_dtype)
     return channel.roundtrip(chosen)
 
 
 def _result(y: Vector, given: Vector, ranks: int) -> SparseVector:
-    """A result as the caller gets it: sparse, divided by `ranks`, in memory that no array of the caller's has."""
+    """Return a result for the caller: sparse, divided by `ranks`, and without memory of the caller's arrays."""
     sparse = y if isinstance(y, SparseVector) else y.to_sparse()
     return (sparse.divide(ranks) if ranks > 1 else sparse).copy_if_overlapping(given)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +11,7 @@ import numpy as np
 
 from sparsecoll import formats
 from sparsecoll.collectives import convert
+from sparsecoll.errors import NonFiniteError
 from sparsecoll.formats import Format
 from sparsecoll.select import Vector, topk
 from sparsecoll.transport import Transport
@@ -53,7 +56,7 @@ class CallOptions:
 
     def signature(self) -> dict[str, Any]:
         """Return what must be the same on all ranks, except `k` and `density`, which are compared as a number."""
-        return {"format": repr(self.wire_format), "value_dtype": self.wire_dtype, "op": self.op}
+        return {"check": self.check, "format": repr(self.wire_format), "value_dtype": self.wire_dtype, "op": self.op}
 
     def resolve_k(self, length: int, default: int | None = None) -> int | None:
         """Return the number of entries that each rank selects from a vector; None for all entries.
@@ -122,7 +125,8 @@ class CallOptions:
         if k is None and isinstance(vector, DenseVector):
             expected = "a sparse one, or k or density" if sums else "a sparse one, such as SparseVector.from_dense(x)"
             raise ValueError(f"x: expected {expected}, got a dense one{' and neither' if sums else ''}")
-        entries = vector if k is None else topk(vector, k)
+        with index_of_nan(vector):
+            entries = vector if k is None else topk(vector, k)
         assert isinstance(entries, SparseVector)
         self.check_finite(entries)
         return entries, back
@@ -143,6 +147,15 @@ class CallOptions:
         call.agree(check=self.check)
         channel = self.channel(call.transport, entries.length)
         return channel, channel.roundtrip(entries), back
+
+
+@contextlib.contextmanager
+def index_of_nan(x: Vector) -> Iterator[None]:
+    """Context manager: name the index if the enclosed code cannot order x because of NaN."""
+    try:
+        yield
+    except NonFiniteError as error:
+        raise NonFiniteError(f"{error}; the first value not finite is at index {x.first_not_finite()}") from error
 
 
 def signature_of(x: Vector, transport: Transport) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """Spans of work by kind, reported to the listeners of the current thread.
 
 The library marks its own work with `span`. Without a listener nothing is recorded, and a mark costs a fraction of a
-microsecond. There are two listeners: `Recorder` adds up seconds, and the simulator advances its virtual clock.
+microsecond. There are three listeners: `Recorder` adds up seconds, a virtual rank advances its clock, and
+`sparsecoll.torch.Timeline` records spans.
 
 The kinds, and the amounts reported with them, are "select" (values read), "encode" and "decode" (entries), "merge"
 (entries, and coordinates from the first to the last), "dense" (values of dense vectors read or written), and "wait"
@@ -21,10 +22,10 @@ KINDS = ("select", "encode", "decode", "merge", "dense", "wait")
 
 
 class Listener(Protocol):
-    """Receives every span of work of its thread."""
+    """What is told of every span of work in its thread."""
 
-    def work(self, kind: str, amount: int, extent: int) -> AbstractContextManager[object]:
-        """Return the context manager in which a span of work runs."""
+    def span(self, kind: str, /, *, amount: int, extent: int) -> AbstractContextManager[object]:
+        """Return the context manager in which a span of work runs; for the arguments see `span`."""
         ...
 
 
@@ -42,19 +43,21 @@ def span(kind: str, amount: int = 0, extent: int = 0) -> AbstractContextManager[
     Args:
         kind: one of KINDS.
         amount: how much work it is, in the unit of the kind.
-        span: for "merge", the number of coordinates from the first index to the last.
+        extent: for "merge", the number of coordinates from the first index to the last.
     """
     listeners = _of_thread.listeners
     if not listeners:
         return _nothing
-    return listeners[0].work(kind, amount, extent) if len(listeners) == 1 else _nested(listeners, kind, amount, extent)
+    if len(listeners) == 1:
+        return listeners[0].span(kind, amount=amount, extent=extent)
+    return _nested(listeners, kind, amount, extent)
 
 
 @contextlib.contextmanager
 def _nested(listeners: tuple[Listener, ...], kind: str, amount: int, extent: int) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for listener in listeners:
-            stack.enter_context(listener.work(kind, amount, extent))
+            stack.enter_context(listener.span(kind, amount=amount, extent=extent))
         yield
 
 
@@ -96,8 +99,8 @@ class Recorder:
         self._inner = [0.0]  # seconds of nested work in each open span
 
     @contextlib.contextmanager
-    def work(self, kind: str, amount: int, extent: int = 0) -> Iterator[None]:
-        """Time a span of work, see `span`."""
+    def span(self, kind: str, /, *, amount: int = 0, extent: int = 0) -> Iterator[None]:
+        """Time a span of work, as a listener."""
         self._inner.append(0.0)
         start = self._now()
         try:

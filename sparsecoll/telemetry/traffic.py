@@ -83,31 +83,6 @@ class Traffic:
         moved = {n: c for n, c in phases.items() if c != nothing}
         return Traffic(self.total - earlier.total, moved)
 
-    @property
-    def bytes_sent(self) -> int:
-        """Total number of bytes sent."""
-        return self.total.bytes_sent
-
-    @property
-    def bytes_received(self) -> int:
-        """Total number of bytes received."""
-        return self.total.bytes_received
-
-    @property
-    def words_received(self) -> float:
-        """Total number of words (4 bytes each) received."""
-        return self.total.words_received
-
-    @property
-    def messages_sent(self) -> int:
-        """Total number of messages sent."""
-        return self.total.messages_sent
-
-    @property
-    def seconds(self) -> float:
-        """Time inside collective calls, in seconds."""
-        return self.total.seconds
-
     def as_dict(self) -> dict[str, Any]:
         """Return nested dicts of plain numbers, for JSON."""
         phases = {n: asdict(c) for n, c in self.phases.items()}

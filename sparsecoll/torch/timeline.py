@@ -55,10 +55,6 @@ class Timeline:
         """
         self._events.append((name, start, end, threading.get_ident(), about))
 
-    def work(self, kind: str, amount: int, extent: int = 0) -> contextlib.AbstractContextManager[None]:
-        """Record a span of work by kind, as a listener of `telemetry.trace`."""
-        return self.span(kind, amount=amount)
-
     def clear(self) -> None:
         """Delete all spans."""
         self._events.clear()

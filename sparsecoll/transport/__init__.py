@@ -1,4 +1,4 @@
-"""Transports: MPI and the simulator. `as_transport(comm)` is the only door."""
+"""Transports: MPI and the simulator. `as_transport(comm)` returns the transport of a communicator."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import numpy as np
 
 from sparsecoll.telemetry.traffic import Traffic
 from sparsecoll.transport.base import Transport
-from sparsecoll.transport.sim import DeadlockError, LocalTransport, SimComm, Simulation, simulate
+from sparsecoll.transport.local import LocalTransport
+from sparsecoll.transport.sim import SimComm, Simulation, simulate
+from sparsecoll.transport.virtual_ranks import DeadlockError
 
 __all__ = [
     "DeadlockError",
@@ -27,17 +29,19 @@ __all__ = [
 
 
 def as_transport(comm: Any, timeout: Any = None) -> Transport:
-    """The transport of a communicator: mpi4py's, a virtual rank's, or a Transport itself.
+    """Return the transport of a communicator.
 
-    For an mpi4py communicator the first call is collective: it duplicates the communicator, keeps the duplicate on it
-    as an attribute and frees it with it.
+    The first call with an mpi4py communicator is collective: it duplicates the communicator. The duplicate is kept as
+    an attribute of the communicator and freed with it.
 
     Args:
-        timeout: seconds that the first call may wait for other ranks; None, or what is no timeout: for ever.
+        comm: mpi4py intracommunicator, virtual rank of `simulate`, or Transport, which is returned.
+        timeout: seconds that the first call may wait for other ranks; None, the default, or an invalid timeout (which
+            raises later, on all ranks) for no limit.
 
     Raises:
-        TypeError: not an intracommunicator.
-        CommunicationError: not all ranks made their first call within the timeout.
+        TypeError: `comm` is not an intracommunicator.
+        CommunicationError: Not all ranks made their first call within the timeout.
     """
     if isinstance(comm, Transport):
         return comm
@@ -54,7 +58,7 @@ def as_transport(comm: Any, timeout: Any = None) -> Transport:
 
 
 def usable(timeout: Any) -> bool:
-    """Whether a timeout is one: seconds above 0, or None."""
+    """Return whether a timeout is valid: a number of seconds above 0, or None."""
     number = isinstance(timeout, (int, float, np.integer, np.floating)) and not isinstance(timeout, bool)
     return timeout is None or bool(number and timeout > 0 and math.isfinite(timeout))
 

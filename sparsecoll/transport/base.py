@@ -1,9 +1,7 @@
-"""What every transport offers: bytes, point to point, counted. `channel.py` sends vectors over it.
+"""Transport: point-to-point messages of bytes, counted. `channel.py` sends vectors over it.
 
-A message that was sent from GPU memory arrives in GPU memory.
-
-Messages between a pair of ranks arrive in the order in which they were sent (one FIFO channel per ordered pair), every
-receive names its source, and sends do not block. Hence no tags: the algorithm's own order tells messages apart.
+Messages from one rank to another arrive in the order in which they were sent, every receive names its source, and sends
+do not block; so algorithms need no tags. A message that was sent from GPU memory arrives in GPU memory.
 """
 
 from __future__ import annotations
@@ -21,22 +19,22 @@ from sparsecoll.transport.network import Tuning
 T = TypeVar("T")
 
 ERROR_TAG, REVOKE_TAG = 0, 1  # the tags of reports, see `sparsecoll.transport.call`
-FIRST_TAG = 2  # of messages
-TAGS = 16383  # below it: an MPI tag has one bit more, and every MPI has 32,767 tags
+FIRST_TAG = 2  # the lowest tag of a message
+TAGS = 16383  # tags are below this: MPI's tag has one bit more, and every MPI has 32,767 tags
 
 
 class CallMismatch(Exception):
-    """In place of the message waited for came a peer's report, or a message of another call."""
+    """A report or a message of another call was received in place of the expected message."""
 
 
 class ReceiveRequest(Protocol):
-    """A receive that was asked for; `wait` returns the buffer."""
+    """A nonblocking receive."""
 
     def wait(self) -> Buffer:
-        """Block until the message is here.
+        """Wait for the message and return it.
 
         Raises:
-            CallMismatch: it will not come.
+            CallMismatch: A message with another tag came instead.
         """
         ...
 
@@ -45,49 +43,55 @@ class Transport(ABC):
     """One rank's end of a communicator.
 
     Attributes:
-        rank, size: of this communicator.
-        traffic: counters, see `sparsecoll.traffic.Traffic`.
-        timeout: seconds a receive waits before it raises CommunicationError; None waits for ever, and a warning is
-            logged once a minute that names the rank waited for.
+        rank: rank of this process.
+        size: number of ranks.
+        traffic: counters, see `sparsecoll.Traffic`.
+        timeout: seconds a receive waits before it raises CommunicationError; None for no limit, with a warning once a
+            minute that names the rank waited for.
         threads: whether calls may run in a thread of their own.
-        virtual: whether time is modelled, and passes only where the model says so.
+        virtual: whether time is modelled.
         one_node: whether all ranks are on one machine, the same on all of them.
-        gpu_direct: whether messages in GPU memory need no way through the host.
-        tag: what messages are sent with, and expected to come with.
-        calls: that were made on this transport.
-        agreed: checksums of calls that all ranks have agreed on, and the number of each.
-        nodes: the ranks on each node, see collectives.node_members; None: not known yet.
-        epoch: how many calls have failed, on all ranks together.
-        broken: why the communicator cannot be used any more (a peer did not answer, or is lost); else "".
+        gpu_direct: whether messages in GPU memory are sent without a copy in host memory.
+        measured: the last measured costs, which other ranks need not have.
+        tuning: measured costs that all ranks have, see `algorithms.auto.tune`; None if there are none.
+        nodes: the ranks on each node, see `collectives.node_members`; None if not known yet.
+        groups: transports of some of the ranks, see `group.group`.
+        sharers: weak references to the objects that make calls by themselves, by number.
+        worker: executes all calls once there has been a nonblocking one, see `progress.Worker`; None before.
+        tag: tag with which messages are sent, and expected to be received.
+        calls: number of calls made on this transport.
+        agreed: dict from the checksum of arguments on which all ranks have agreed to their number.
+        epoch: number of calls that have failed, the same on all ranks.
+        broken: why the communicator can no longer be used (a rank does not answer or is lost); "" if it can.
     """
 
     threads = False
     virtual = False
     one_node = False
     gpu_direct = True
-    measured: Tuning | None  # the last measurement; whether other ranks have the same one is to be asked
+    measured: Tuning | None
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
         self.size = size
         self.traffic = Traffic()
         self.timeout: float | None = None
-        self.nodes: list[list[int]] | None = None  # see collectives.node_members
-        self.tuning: Tuning | None = None  # what all ranks know, see tune.tuning_of
         self.measured = None
-        self.groups: dict[tuple[int, ...], Transport] = {}  # see group.group
-        self.sharers: dict[int, Any] = {}  # weak references to what makes calls of its own accord, by number
-        self.worker: Any = None  # see progress.Worker: once there is one, all calls go through it
+        self.tuning: Tuning | None = None
+        self.nodes: list[list[int]] | None = None
+        self.groups: dict[tuple[int, ...], Transport] = {}
+        self.sharers: dict[int, Any] = {}
+        self.worker: Any = None
         self.tag = FIRST_TAG
         self.calls = 0
         self.agreed: dict[int, int] = {}
         self.epoch = 0
         self.broken = ""
         self._phase: Counts | None = None
-        self._apart = False
+        self._setting_up = False
 
     def reset(self) -> None:
-        """Drop what was found out together: after a call that failed some ranks may have it and others not."""
+        """Discard what the ranks have found out together; after a failed call, only some of them may have it."""
         self.agreed.clear()
         self.nodes = self.tuning = None
         for group in self.groups.values():
@@ -95,19 +99,16 @@ class Transport(ABC):
         self.epoch += 1
 
     def in_order(self, function: Callable[[], T]) -> T:
-        """Carry out a blocking call after the nonblocking ones that were made before it.
-
-        Called by the progress thread itself, as a part of one of its calls, it is carried out at once.
-        """
+        """Execute a blocking call after earlier nonblocking ones; immediately if it is made within one of them."""
         return function() if self.worker is None else self.worker.in_order(function)  # type: ignore[no-any-return]
 
     def modelled(self) -> Tuning | None:
-        """The costs of this transport where they are a model's and need no measuring."""
+        """Return the costs of a simulated network; None if they have to be measured."""
         return None
 
     @abstractmethod
     def now(self) -> float:
-        """Seconds on this rank's clock (the simulator's clock is virtual)."""
+        """Return the seconds on this rank's clock, which is virtual on the simulator."""
 
     @abstractmethod
     def _isend(self, destination: int, buffer: Buffer) -> None:
@@ -115,87 +116,93 @@ class Transport(ABC):
 
     @abstractmethod
     def _irecv(self, source: int, into: Buffer | None) -> ReceiveRequest:
-        """Ask for the next message from `source`; see `irecv`."""
+        """Start to receive the next message from `source`; see `irecv`."""
 
     @abstractmethod
     def waitall(self) -> None:
-        """Wait until every send has left its buffer."""
+        """Wait until the buffers of all sends may be reused."""
 
     @abstractmethod
     def exchange_errors(self, report: Buffer, error: Exception | None = None) -> list[Buffer | None]:
-        """Send a report to all ranks and drop what comes before theirs; they, in rank order (None: this rank's).
+        """Send a report to all ranks, and discard the messages of each rank up to its report. Not counted.
 
-        All ranks must do the same. Where one has revoked the communicator, some reports are missing. Not counted.
+        All ranks must do the same.
 
         Args:
-            error: what was raised here, if anything was: logged, if others do not report within a second.
+            report: this rank's report.
+            error: exception of this rank, logged if the others do not report within a second; None, the default, if it
+                has none.
+
+        Returns:
+            The reports in rank order, with None for this rank, and for others if a rank has revoked the communicator.
 
         Raises:
-            CommunicationError: a rank did not report within the timeout; the transport is broken.
+            CommunicationError: A rank did not report within the timeout; the transport is broken.
         """
 
-    def revoke(self, report: Buffer) -> None:  # noqa: B027 - nobody to tell
-        """Send a report to all ranks and wait for nothing more: this transport is broken."""
+    def revoke(self, report: Buffer) -> None:  # noqa: B027 - without other ranks there is nothing to do
+        """Send a report to all ranks and wait for none: the communicator is broken."""
 
     def node(self) -> int:
-        """A number that the ranks on one machine share."""
+        """Return a number that only the ranks on one machine share."""
         return self.rank
 
     def located(self) -> list[list[int]] | None:
-        """The ranks on each node, ascending, where that is known without a message."""
+        """Return the ranks on each node, ascending; None if that takes messages to find out."""
         return None
 
     def isend(self, destination: int, buffer: Buffer) -> None:
-        """Send bytes without blocking. The buffer belongs to the transport from here on: do not change it."""
+        """Send bytes without blocking; the buffer must not change until `waitall`."""
         for counts in self._counters():
             counts.bytes_sent += buffer.size
             counts.messages_sent += 1
         self._isend(destination, buffer)
 
     def recv(self, source: int, into: Buffer | None = None) -> Buffer:
-        """The next message from `source`; see `irecv`."""
+        """Receive the next message from `source`; see `irecv`."""
         return self.irecv(source, into).wait()
 
     def irecv(self, source: int, into: Buffer | None = None) -> ReceiveRequest:
-        """Ask for the next message from `source` without blocking; receives of one source are served in order.
+        """Start to receive the next message from `source`; receives from one source complete in order.
 
         Args:
-            into: where to put it, if it has exactly this size; else it comes in a buffer of its own.
+            source: rank that sends it.
+            into: memory for the message, used if it has exactly this size; None, the default, for a new buffer.
         """
-        return _Counted(self, self._irecv(source, into))
+        return _CountedReceive(self, self._irecv(source, into))
 
-    def progress(self) -> None:  # noqa: B027 - optional: a transport that needs no polling has nothing to do
-        """Let messages that have arrived be taken in, before a long computation."""
+    def progress(self) -> None:  # noqa: B027 - a transport that needs no polling has nothing to do
+        """Receive the messages that have arrived, before a long computation."""
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Count what happens inside under `name`; what happens in a phase inside counts for that one alone."""
-        if self._apart:
+        """Context manager: count and time the enclosed messages under `name`, without those of nested phases."""
+        if self._setting_up:
             yield
             return
         outer, start = self._phase, self.now()
         self._phase = self.traffic.phases.setdefault(name, Counts())
-        mine = self._phase
+        inner = self._phase
         try:
             yield
         finally:
-            mine.seconds += self.now() - start
+            inner.seconds += self.now() - start
             self._phase = outer
 
     @contextlib.contextmanager
     def set_up(self) -> Iterator[None]:
-        """Count what happens inside as `Traffic.set_up`, in no phase and no total."""
-        outer, start = self._apart, self.now()
-        self._apart = True
+        """Context manager: count the enclosed messages only as `Traffic.set_up`, in no phase and no total."""
+        outer, start = self._setting_up, self.now()
+        self._setting_up = True
         try:
             yield
         finally:
-            self._apart = outer
+            self._setting_up = outer
             if not outer:
                 self.traffic.set_up.seconds += self.now() - start
 
     def _counters(self) -> tuple[Counts, ...]:
-        if self._apart:
+        if self._setting_up:
             return (self.traffic.set_up,)
         return (self.traffic.total,) if self._phase is None else (self.traffic.total, self._phase)
 
@@ -205,17 +212,17 @@ class Transport(ABC):
             counts.messages_received += 1
 
 
-class _Counted:
-    """A pending receive that counts the message when it is taken."""
+class _CountedReceive:
+    """A receive request that counts its message."""
 
-    __slots__ = ("_pending", "_transport")
+    __slots__ = ("_request", "_transport")
 
-    def __init__(self, transport: Transport, pending: ReceiveRequest) -> None:
+    def __init__(self, transport: Transport, request: ReceiveRequest) -> None:
         self._transport = transport
-        self._pending = pending
+        self._request = request
 
     def wait(self) -> Buffer:
         with span("wait"):
-            buffer = self._pending.wait()
+            buffer = self._request.wait()
         self._transport._count_received(buffer)
         return buffer

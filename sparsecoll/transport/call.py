@@ -1,12 +1,11 @@
-"""Calls in which all ranks raise the same error or none does, and the arguments of which all ranks compare.
+"""Calls in which all ranks raise the same error or none does, and whose arguments all ranks compare.
 
-Every message carries a tag (MPI's tag) of the call that it belongs to: the call's number on the communicator, modulo
-PHASES, and the number of its arguments among those that all ranks have agreed on. Arguments get that number when they
-are first compared, so that two different ones never have the same, and a rank that is in another call is noticed at no
-cost by whoever hears of it first. That rank, like one in which something was raised, reports to all others what it is
-in and what happened, and reads on each channel up to the other's report, which drops what was under way. Whoever waits
-for a message and finds a report does the same. Then all ranks have all reports and all channels are empty: the
-communicator stays usable.
+The MPI tag of each message identifies its call: it holds the number of the call on the communicator, modulo PHASES, and
+a number for the arguments. Arguments get their number when the ranks first agree on them, so that different arguments
+never share one. A rank that receives a message with another tag, or on which an exception is raised, sends a report to
+all ranks: its arguments and its exception. Then it reads from each rank up to that rank's report, and discards the
+messages before it. A rank that finds a report in place of a message does the same. In the end every rank has all
+reports, no message is left, and the communicator stays usable.
 """
 
 from __future__ import annotations
@@ -26,32 +25,33 @@ from sparsecoll.transport.base import FIRST_TAG, TAGS, CallMismatch, Transport
 from sparsecoll.transport.collectives import allgather, node_members
 
 PHASES = 4  # messages of calls that follow each other never have the same tag
-NUMBERS = (TAGS - FIRST_TAG) // PHASES  # tags of a phase: NAMES for calls before their arguments are agreed on,
-NAMES = 509  # a prime that gives each name in use a tag of its own
-KEPT = NUMBERS - 2 * NAMES  # calls that are remembered as agreed
-RESOLVE_SECONDS = 300.0  # a rank that failed waits so long for the others, if it has no timeout: they may be done
+NUMBERS = (TAGS - FIRST_TAG) // PHASES  # tags of a phase: by name before the ranks agree, by name with check=False,
+NAMES = 509  # (a prime that gives each name in use a number of its own)
+KEPT = NUMBERS - 2 * NAMES  # and one for each list of arguments that the ranks have agreed on
+REPORT_SECONDS = 60.0  # how long a rank that failed waits for the reports of the others, if the call has no timeout
 VALUE_SHOWN, VALUES_SHOWN, ARGUMENTS_SHOWN = 120, 4, 3  # characters; values of an argument, arguments in an error
 KNOWN = {kind.__name__: kind for kind in (ValueError, TypeError, CommunicationError, NonFiniteError)}
 
 
 class CollectiveCall:
-    """One collective call on a transport: whatever is raised inside on some rank is raised on all ranks.
+    """Context manager of one collective call: an exception inside it on some rank is raised on all ranks.
 
-    A rank that has finished the call when another one fails in it raises in its next call. The one that failed waits
-    for that, without a timeout RESOLVE_SECONDS at most; what it waits with is logged after a second. A call may stand
-    inside another one.
+    A rank that has finished the call when another one fails in it raises in its next call. The rank that failed waits
+    for that, for `timeout` or REPORT_SECONDS, and logs its exception after a second; then it raises alone, and the
+    communicator is broken. Calls may be nested.
 
     Args:
         transport: the communicator.
-        name: of the call, for messages to users.
-        timeout: seconds to wait for a message, above 0; None: for ever.
+        name: name of the call, for error messages.
+        timeout: seconds to wait for a message, above 0; None, the default, for no limit.
 
     Attributes:
-        signature: what ranks compare, argument name -> JSON value. Filled in as soon as it is known: reports show it.
+        signature: dict from argument name to a JSON value, which the ranks compare and which reports show. Add
+            arguments as soon as they are known.
 
     Raises:
-        ValueError, TypeError: raised on some rank; the text names the first such rank, on every rank.
-        CommunicationError: ranks disagree on an argument, or a rank failed otherwise.
+        ValueError, TypeError: Raised on some rank; the text, the same on every rank, names the first such rank.
+        CommunicationError: Arguments differ, or a rank failed with another exception.
     """
 
     def __init__(self, transport: Transport, name: str, timeout: float | None = None) -> None:
@@ -94,19 +94,19 @@ class CollectiveCall:
         self.transport.tag = FIRST_TAG + self.transport.calls % PHASES * NUMBERS + number
 
     def agree(self, entries: int | None = None, check: bool = True) -> list[int]:
-        """Compare `signature` over the ranks, now and by all messages that follow.
+        """Compare `signature` on all ranks, now if it is new, and by the tags of all messages that follow.
 
         Args:
-            entries: a number to tell all ranks.
-            check: False compares nothing.
+            entries: a number for all ranks to know; None, the default, for none.
+            check: False compares nothing (default: True).
 
         Returns:
-            Every rank's `entries`; nothing if it is None.
+            Every rank's `entries`, in rank order; an empty list if it is None.
 
-        Volume: 4(P-1) words in ceil(log2 P) messages, if this call is new on the transport or has `entries`; else none.
+        Volume: 4(P-1) words in ceil(log2 P) messages if the arguments are new or `entries` is given; otherwise none.
 
         Raises:
-            CommunicationError: arguments differ.
+            CallMismatch: Arguments differ; the call then raises CommunicationError on all ranks.
         """
         transport = self.transport
         text = json.dumps(self.signature, sort_keys=True).encode()
@@ -123,7 +123,7 @@ class CollectiveCall:
         return counts
 
     def _number_of(self, checksum: int) -> int:
-        """Of arguments that all ranks have agreed on; all give the same numbers, since all agree in the same order."""
+        """Return the number of arguments that the ranks agree on, the same on all: they agree in the same order."""
         agreed = self.transport.agreed
         if checksum not in agreed and len(agreed) >= KEPT:
             agreed.clear()
@@ -131,12 +131,12 @@ class CollectiveCall:
 
 
 def number_of_name(name: str) -> int:
-    """What stands for a call until its arguments are agreed on."""
+    """Return the number that stands for a call until the ranks agree on its arguments."""
     return zlib.crc32(name.encode()) % NAMES
 
 
 def _resolve_failure(transport: Transport, call: dict[str, Any], error: Exception) -> Exception:
-    """Tell all ranks, hear from all, and return what all of them raise."""
+    """Exchange reports with all ranks, and return the exception that all of them raise."""
     report: dict[str, Any] = {"call": call, "number": transport.calls, "error": None}
     if not isinstance(error, CallMismatch):
         report["error"] = {"type": type(error).__name__, "text": str(error)}
@@ -145,14 +145,14 @@ def _resolve_failure(transport: Transport, call: dict[str, Any], error: Exceptio
         transport.revoke(_bytes(report))
         return error
     transport.reset()
-    transport.timeout = transport.timeout or RESOLVE_SECONDS
+    transport.timeout = transport.timeout or REPORT_SECONDS
     try:
         blocks = transport.exchange_errors(_bytes(report), None if report["error"] is None else error)
     except CommunicationError as unanswered:  # the communicator is broken
         if report["error"] is None:
             return unanswered
         own = f"rank {transport.rank} failed: {report['error']['type']}: {report['error']['text']}"
-        return CommunicationError(f"{own}; then {unanswered}")
+        return CommunicationError(f"{own}; then {unanswered}; the communicator is out of use")
     reports = [json.loads(bytes(block)) for block in blocks if block is not None]
     for other in reports:
         if other.get("broken"):
@@ -182,7 +182,7 @@ def _raised_error(reports: list[dict[str, Any]]) -> Exception:
 
 
 def _differences(calls: list[dict[str, Any]]) -> list[str]:
-    """One text per argument that differs: which value on which ranks. At most a screen of them."""
+    """Return a text for each argument that differs: which value on which ranks. At most a screen of them."""
     texts = []
     for name in dict.fromkeys(name for call in calls for name in call):
         holders: dict[str, list[int]] = {}
@@ -190,7 +190,7 @@ def _differences(calls: list[dict[str, Any]]) -> list[str]:
             holders.setdefault(repr(call[name]) if name in call else "nothing", []).append(rank)
         if len(holders) > 1:
             shown = list(holders.items())[:VALUES_SHOWN]
-            values = [f"{_short(value)} on rank{_ranks(ranks)}" for value, ranks in _told_apart(shown)]
+            values = [f"{_short(value)} on rank{_ranks(ranks)}" for value, ranks in _from_first_difference(shown)]
             more = len(holders) - len(shown)
             values += [f"and {more} other values"] if more else []
             texts.append(f"{name}: expected the same value on all ranks, got {', '.join(values)}")
@@ -198,8 +198,8 @@ def _differences(calls: list[dict[str, Any]]) -> list[str]:
     return texts[:ARGUMENTS_SHOWN] + ([f"and {more} more arguments"] if more > 0 else [])
 
 
-def _told_apart(holders: list[tuple[str, list[int]]]) -> list[tuple[str, list[int]]]:
-    """Long values from where they differ on."""
+def _from_first_difference(holders: list[tuple[str, list[int]]]) -> list[tuple[str, list[int]]]:
+    """Shorten long values to the part from which they differ."""
     texts = [text for text, _ in holders]
     if max(map(len, texts)) <= VALUE_SHOWN:
         return holders

@@ -1,4 +1,4 @@
-"""Small collectives over point-to-point, for any number of ranks: one code for MPI and the simulator."""
+"""Collectives of small arrays over point-to-point messages, for any number of ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _raw(array: NDArray[Any]) -> Buffer:
 
 
 def allgather(transport: Transport, row: NDArray[Any]) -> NDArray[Any]:
-    """Every rank's `row` (1-D, same size and dtype on all), as a (P, m) array in rank order.
+    """Return every rank's `row` (1-D, m items of the same dtype on all ranks) as a (P, m) array in rank order.
 
     Bruck's algorithm: ceil(log2 P) messages, m(P-1) items received.
     """
@@ -42,7 +42,7 @@ def allgather(transport: Transport, row: NDArray[Any]) -> NDArray[Any]:
 
 
 def node_members(transport: Transport) -> list[list[int]]:
-    """The ranks on each node, ascending; nodes in the order of their first rank. Collective in the first call."""
+    """Return the ranks on each node, ascending; nodes are ordered by their first rank. The first call is collective."""
     if transport.nodes is None:
         transport.nodes = transport.located()
     if transport.nodes is None:
@@ -54,10 +54,10 @@ def node_members(transport: Transport) -> list[list[int]]:
 
 
 def allgatherv(transport: Transport, block: Buffer) -> list[Buffer]:
-    """Every rank's `block` (sizes differ), in rank order.
+    """Return every rank's `block`, of any size, in rank order.
 
-    Bruck's algorithm (recursive doubling for any P): ceil(log2 P) messages. Received: the other ranks' blocks, each
-    with 8 bytes of size and padded to a multiple of 8.
+    Bruck's algorithm (recursive doubling for any P): ceil(log2 P) messages. Each block of another rank is received
+    padded to a multiple of 8 bytes, with 8 bytes for its size.
     """
     rank, size = transport.rank, transport.size
     blocks = [block]
@@ -70,24 +70,24 @@ def allgatherv(transport: Transport, block: Buffer) -> list[Buffer]:
 
 
 def joined(blocks: Sequence[Buffer]) -> Buffer:
-    """One message of several buffers (at least one): their sizes, then each, padded to a multiple of 8 bytes."""
+    """Return one message of at least one buffer: the sizes, then each buffer, padded to a multiple of 8 bytes."""
     sizes = np.array([block.size for block in blocks], np.int64)
-    places = 8 * sizes.size + np.cumsum((sizes + 7) // 8 * 8)
-    message = empty(int(places[-1]), np.uint8, blocks[0])
+    ends = 8 * sizes.size + np.cumsum((sizes + 7) // 8 * 8)
+    message = empty(int(ends[-1]), np.uint8, blocks[0])
     message[: 8 * sizes.size] = asarray_like(sizes.view(np.uint8), message)
     start = 8 * sizes.size
-    for block, place in zip(blocks, places, strict=True):
+    for block, end in zip(blocks, ends, strict=True):
         message[start : start + block.size] = block
-        message[start + block.size : place] = 0
-        start = int(place)
+        message[start + block.size : end] = 0
+        start = int(end)
     return message
 
 
 def separated(message: Buffer, count: int) -> list[Buffer]:
-    """The buffers in a message that `joined` made, as views.
+    """Return views of the buffers in a message that `joined` made.
 
     Raises:
-        CommunicationError: it is not one of `count` buffers.
+        CommunicationError: The message does not consist of `count` buffers.
     """
     start = 8 * count
     sizes = to_host(message[:start]).view(np.int64) if message.size >= start else np.array([-1])
@@ -102,13 +102,15 @@ def separated(message: Buffer, count: int) -> list[Buffer]:
 
 
 def sum_counts(transport: Transport, counts: NDArray[Any], combine: np.ufunc = np.add) -> NDArray[Any]:
-    """Element-wise sum, in their own dtype, of integer arrays over the ranks (so the order does not matter).
-
-    Args:
-        combine: what to do instead of adding, such as `np.bitwise_or`; the order must not matter.
+    """Return the element-wise sum of the ranks' integer arrays, in their own dtype.
 
     Recursive halving, then recursive doubling (Rabenseifner) among the largest power of two of ranks; each other rank
-    hands its array to a partner first and gets the sum back. At most 3m items received in 2 log2 P + 2 messages.
+    first sends its array to a partner, which sends the sum back. Received: at most 3m items in 2 log2 P + 2 messages.
+
+    Args:
+        transport: the ranks.
+        counts: array of m items, of the same size on all ranks.
+        combine: ufunc to use instead of adding, such as `np.bitwise_or`; the order must not matter.
     """
     rank, size = transport.rank, transport.size
     core = 1 << (size.bit_length() - 1)
@@ -120,7 +122,7 @@ def sum_counts(transport: Transport, counts: NDArray[Any], combine: np.ufunc = n
         return transport.recv(rank - core).view(counts.dtype)[: counts.size]
     if rank + core < size:
         combine(total, transport.recv(rank + core).view(counts.dtype), out=total)
-    low, high = 0, core  # the chunks that this rank still sums
+    low, high = 0, core  # the chunks that this rank sums
     distance = core // 2
     while distance:
         middle = (low + high) // 2
@@ -145,7 +147,7 @@ def sum_counts(transport: Transport, counts: NDArray[Any], combine: np.ufunc = n
 
 
 def spread(transport: Transport, message: Buffer, root: int = 0) -> Buffer:
-    """Root's message, of whatever size, on every rank; binomial tree. What others pass is ignored."""
+    """Return the root's message, of any size, on every rank (binomial tree); the other ranks' is ignored."""
     rank, size = transport.rank, transport.size
     relative, distance = (rank - root) % size, 1
     while distance < size:
@@ -163,7 +165,7 @@ def spread(transport: Transport, message: Buffer, root: int = 0) -> Buffer:
 
 
 def broadcast(transport: Transport, array: NDArray[Any], root: int = 0) -> NDArray[Any]:
-    """Root's array (same shape and dtype on all ranks) on every rank, as a new array; binomial tree."""
+    """Return a new array with the root's values; shape and dtype must be the same on all ranks (binomial tree)."""
     data = spread(transport, _raw(array), root)
     if data.size != array.nbytes:
         raise CommunicationError(f"broadcast on rank {transport.rank}: expected {array.nbytes} bytes, got {data.size}")

@@ -1,4 +1,4 @@
-"""Some ranks of a transport as a transport of their own: no new communicator, the same channels and counters."""
+"""GroupTransport: some ranks of a transport as a transport of their own, with the same messages and counters."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from sparsecoll.transport.network import Tuning
 
 
 class GroupTransport(Transport):
-    """Ranks `members` of `parent`, renumbered 0, 1, ...; this rank must be among them.
+    """The ranks `members` of `parent`, renumbered 0, 1, ...; this rank must be one of them.
 
-    Sends and receives go over the parent's channels, with its tags, and are counted there, in its current phase.
+    Messages have the parent's tags and are counted in its traffic. Errors are exchanged by the parent.
     """
 
     def __init__(self, parent: Transport, members: list[int]) -> None:
@@ -61,7 +61,7 @@ class GroupTransport(Transport):
 
 
 def group(parent: Transport, members: list[int]) -> Transport:
-    """The transport of these ranks of `parent`; made once, since it keeps its costs."""
+    """Return the transport of these ranks of `parent`, the same object each time, since it keeps its costs."""
     key = tuple(members)
     if key not in parent.groups:
         parent.groups[key] = GroupTransport(parent, members)

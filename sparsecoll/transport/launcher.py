@@ -1,11 +1,11 @@
-"""What the environment says of the launcher (mpirun, srun, torchrun) that started this process; needs no MPI."""
+"""What environment variables tell about the launcher (mpirun, srun, torchrun) of this process, without MPI."""
 
 from __future__ import annotations
 
 import os
 
-# Number of processes and number of this one, as launchers tell them: MPICH and Intel MPI, Open MPI, Slurm, torchrun.
-# The innermost launcher comes first: an mpirun inside a Slurm allocation counts, not the allocation.
+# The variables for the number of processes and the rank, in order: MPICH and Intel MPI, Open MPI, torchrun, Slurm.
+# Slurm is last, since an mpirun inside a Slurm allocation counts, not the allocation.
 VARIABLES = (
     ("PMI_SIZE", "PMI_RANK"),
     ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
@@ -15,16 +15,16 @@ VARIABLES = (
 
 
 def processes() -> tuple[str, int]:
-    """The variable that says how many processes were started, and how many; ("", 1) if no launcher did."""
+    """Return the variable with the number of processes, and that number; ("", 1) without a launcher."""
     name, size, _ = _detected()
     return name, size
 
 
 def rank() -> int:
-    """The number that the launcher gave this process; 0 if no launcher started it.
+    """Return the rank that the launcher gave this process; 0 without a launcher.
 
-    Ranks of a job print once by this where no communicator is at hand, or where each process has a world of its own
-    because the launcher belongs to another MPI.
+    It tells which process prints if there is no communicator, or if each process is a world of its own because the
+    launcher belongs to another MPI.
     """
     return _detected()[2]
 

@@ -39,7 +39,7 @@ def test_blocks_travel_unless_another_format_is_asked_for():
         places = np.flatnonzero(rng.random(50_000) < 0.3)
         x = SparseVector(places, np.ones(places.size, np.float32), 50_000)
         y = sparsecoll.allreduce(comm, x, "densestream", format=format, return_reduction=True)
-        return y.traffic.bytes_received
+        return y.traffic.total.bytes_received
 
     received = {
         name: max(simulate(4, lambda comm, f=form: program(comm, f)).results)

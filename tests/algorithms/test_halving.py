@@ -66,7 +66,7 @@ def test_pairs_send_one_block_a_message(P):
         own = edges[rank + 1] - edges[rank]
         moved = sum(edges[(rank & -d) + d] - edges[rank & -d] for d in (2**t for t in range(steps)))
         assert own <= moved <= N - own + steps
-        assert t.bytes_received == ENTRY * moved + HEADER * steps
+        assert t.total.bytes_received == ENTRY * moved + HEADER * steps
 
 
 @pytest.mark.parametrize("P", [2, 3, 6, 7, 8, 16, 33])
@@ -75,7 +75,7 @@ def test_densestream_takes_at_most_4_log_P_messages_with_its_boundaries(P):
         algorithm = DenseStream()
         for _ in range(2):
             y = allreduce(comm, entries(comm.rank, 0.05), algorithm, k=N, return_reduction=True)
-        return y.traffic.messages_sent
+        return y.traffic.total.messages_sent
 
     most = 4 * (P - 1).bit_length()
     assert max(simulate(P, program).results) == (most if P & (P - 1) == 0 else most - 1)

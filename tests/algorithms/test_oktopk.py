@@ -23,7 +23,7 @@ def words_received(name, P, k, n=LENGTH, values="spread", **options):
         x = SparseVector(places, held, n)
         y = sparsecoll.allreduce(comm, x, OkTopk(k=k, **options), format="coo", return_reduction=True)
         searching = sum(y.traffic.phases[p].words_received for p in SEARCH if p in y.traffic.phases)
-        return y.traffic.words_received - searching, searching, y.value.nnz
+        return y.traffic.total.words_received - searching, searching, y.value.nnz
 
     results = simulate(P, program).results
     return max(moved for moved, _, _ in results), max(s for _, s, _ in results), results[0][2]
@@ -130,7 +130,7 @@ def test_abrupt_change_is_answered_by_exact_thresholds_in_the_same_step():
         for scale in (1.0, 1000.0, 0.001, 1.0):
             x = (scale * rng.standard_normal(50_000)).astype(np.float32)
             y = sparsecoll.allreduce(comm, x, algorithm, format="coo", return_reduction=True)
-            rows.append((y.value.nnz, y.traffic.words_received))
+            rows.append((y.value.nnz, y.traffic.total.words_received))
         return rows
 
     for rows in simulate(P, program).results:
@@ -148,7 +148,7 @@ def test_data_that_moves_to_another_region_makes_the_next_call_repartition():
             places = start + np.sort(rng.choice(50_000, k, replace=False))
             x = SparseVector(places, rng.standard_normal(k).astype(np.float32), LENGTH)
             y = sparsecoll.allreduce(comm, x, algorithm, format="coo", return_reduction=True)
-            words.append(y.traffic.words_received)
+            words.append(y.traffic.total.words_received)
         return words
 
     first, moved, after = np.max(simulate(P, program).results, axis=0)
@@ -282,7 +282,9 @@ def steady_words(name, P, k, **options):
         x, algorithm = SparseVector(places, rng.standard_normal(places.size).astype(np.float32), 100 * k), OkTopk()
         sparsecoll.allreduce(comm, x, algorithm, k=k)
         traffic = sparsecoll.allreduce(comm, x, algorithm, k=k, return_reduction=True, **options).traffic
-        return traffic.words_received - sum(traffic.phases[p].words_received for p in SEARCH if p in traffic.phases)
+        return traffic.total.words_received - sum(
+            traffic.phases[p].words_received for p in SEARCH if p in traffic.phases
+        )
 
     return max(simulate(P, program).results)
 

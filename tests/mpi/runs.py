@@ -2,6 +2,7 @@
 
 import contextlib
 
+import pytest
 import torch
 
 from sparsecoll.torch import DistributedOptimizer, HookState, SparseSGD, comm_hook
@@ -39,6 +40,13 @@ def draw(rank, step, part=0, dtype=torch.float64, count=8):
     generator = torch.Generator().manual_seed(1_000_003 * rank + 1009 * step + part)
     x = torch.randn(count, 6, generator=generator, dtype=torch.float64)
     return x.to(dtype), torch.randn(count, 1, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def in_turn(cases):
+    """Parameters (way, case) of all (case, ways); over Open MPI a case runs in one way, and the ways take turns."""
+    for number, (case, ways) in enumerate(cases):
+        for i, way in enumerate(ways):
+            yield pytest.param(way, case, marks=[] if i == number % len(ways) else [pytest.mark.mpich])
 
 
 class Run:

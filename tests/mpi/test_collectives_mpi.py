@@ -9,10 +9,8 @@ from sparsecoll import simulate
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("name", ["random", "empty_ranks", "one_region"])
-def test_bits_and_bytes_are_those_of_the_simulator(name):
-    from mpi4py import MPI
-
-    P = MPI.COMM_WORLD.size
+def test_bits_and_bytes_are_those_of_the_simulator(comm, name):
+    P = comm.size
 
     def program(comm):
         x, root = case(name, comm.rank, P), P - 1
@@ -25,8 +23,8 @@ def test_bits_and_bytes_are_those_of_the_simulator(name):
         ]
         return made, sparsecoll.traffic(comm).since(before).total.bytes_received
 
-    mine, received = program(MPI.COMM_WORLD)
-    theirs, expected = simulate(P, program).results[MPI.COMM_WORLD.rank]
+    mine, received = program(comm)
+    theirs, expected = simulate(P, program).results[comm.rank]
     assert received == expected
     for a, b in zip(mine, theirs, strict=True):
         assert a is b is None or same_bits(a, b)

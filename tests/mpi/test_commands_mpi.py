@@ -13,13 +13,6 @@ ALGOS = ["--algo", "MPI_Allreduce", "allgather", "--density", "0.1", "--repeat",
 
 
 @pytest.fixture
-def comm():
-    from mpi4py import MPI
-
-    return MPI.COMM_WORLD
-
-
-@pytest.fixture
 def folder(comm, tmp_path):
     """One folder for all ranks."""
     return Path(comm.bcast(str(tmp_path)))

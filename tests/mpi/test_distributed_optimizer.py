@@ -6,7 +6,7 @@ torch = pytest.importorskip("torch")
 
 import sparsecoll  # noqa: E402
 from sparsecoll import simulate  # noqa: E402
-from sparsecoll.torch import COMPRESSORS, DistributedOptimizer, HookState, comm_hook, init_process_group  # noqa: E402
+from sparsecoll.torch import COMPRESSORS, DistributedOptimizer, HookState, comm_hook  # noqa: E402
 from sparsecoll.torch.compressors import COVAP, DRAGONN, TopK  # noqa: E402
 
 pytestmark = pytest.mark.mpi
@@ -46,10 +46,8 @@ def trained(comm, rank, compressor, steps=6, **options):
 
 
 @pytest.mark.parametrize("name", [name for name in COMPRESSORS if name != "free"])
-def test_training_equals_the_simulator_and_replicas_agree(name):
-    from mpi4py import MPI
-
-    comm, compressor = MPI.COMM_WORLD, MADE.get(name, name)
+def test_training_equals_the_simulator_and_replicas_agree(comm, name):
+    compressor = MADE.get(name, name)
     mine = trained(comm, comm.rank, compressor)
     assert set(comm.allgather(mine)) == {mine}
     theirs = simulate(comm.size, lambda sim: trained(sim, sim.rank, compressor)).results[comm.rank]
@@ -58,35 +56,18 @@ def test_training_equals_the_simulator_and_replicas_agree(name):
     assert trained(comm, comm.rank, compressor, overlap=False) == mine
 
 
-def test_a_measured_interval_is_the_same_everywhere():
-    from mpi4py import MPI
-
-    comm = MPI.COMM_WORLD
+def test_a_measured_interval_is_the_same_everywhere(comm):
     mine = trained(comm, comm.rank, "covap", steps=12)
     assert set(comm.allgather(mine)) == {mine}
 
 
-def test_two_models_on_sub_communicators():
-    from mpi4py import MPI
-
-    world = MPI.COMM_WORLD
-    own = world.Split(world.rank % 2, world.rank)
-    mine = trained(own, world.rank, TopK(0.05, algo="allgather"))
+def test_two_models_on_sub_communicators(comm):
+    own = comm.Split(comm.rank % 2, comm.rank)
+    mine = trained(own, comm.rank, TopK(0.05, algo="allgather"))
     assert set(own.allgather(mine)) == {mine}
-    sizes = [len(range(color, world.size, 2)) for color in (0, 1)]
-    color = world.rank % 2
-    ranks = range(color, world.size, 2)
-    theirs = simulate(sizes[color], lambda sim: trained(sim, ranks[sim.rank], TopK(0.05, algo="allgather"))).results
+    ranks = range(comm.rank % 2, comm.size, 2)
+    theirs = simulate(own.size, lambda sim: trained(sim, ranks[sim.rank], TopK(0.05, algo="allgather"))).results
     assert theirs[own.rank] == mine
-
-
-@pytest.fixture(scope="module")
-def process_group():
-    from mpi4py import MPI
-
-    init_process_group(MPI.COMM_WORLD)
-    yield MPI.COMM_WORLD
-    torch.distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize("name", ["none", "fp16", "topk", "oktopk", "dgc", "powersgd", "acpsgd"])

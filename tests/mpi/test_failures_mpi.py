@@ -14,13 +14,6 @@ from sparsecoll.transport import as_transport
 pytestmark = pytest.mark.mpi
 
 
-@pytest.fixture(scope="module")
-def comm():
-    from mpi4py import MPI
-
-    return MPI.COMM_WORLD
-
-
 @pytest.mark.parametrize(("name", "chunk"), [*((name, None) for name in ALGORITHMS), ("allgather", 64), ("oktopk", 64)])
 def test_a_rank_that_fails_between_messages_is_heard_by_all(comm, name, chunk):
     """As on the simulator; with chunks a message may be half here when its sender fails."""

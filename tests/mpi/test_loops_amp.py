@@ -6,21 +6,10 @@ torch = pytest.importorskip("torch")
 
 from runs import HOOK, LOCAL, ONE, OVERLAP, SPARSE, WAYS, Run, alike, bits, close, net  # noqa: E402
 
-from sparsecoll.torch import init_process_group  # noqa: E402
 from sparsecoll.torch.compressors import TopK  # noqa: E402
 
-pytestmark = [pytest.mark.mpi, pytest.mark.loops]
+pytestmark = [pytest.mark.mpi, pytest.mark.loops, pytest.mark.usefixtures("process_group")]
 TOPK = TopK(0.1, algo="allgather")
-
-
-@pytest.fixture(scope="module")
-def comm():
-    from mpi4py import MPI
-
-    torch.set_num_threads(1)
-    init_process_group(MPI.COMM_WORLD)
-    yield MPI.COMM_WORLD
-    torch.distributed.destroy_process_group()
 
 
 def single():

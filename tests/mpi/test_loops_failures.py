@@ -12,22 +12,12 @@ from runs import HOOK, LOCAL, ONE, OPTIONS, OVERLAP, SPARSE, Run, alike, bits, c
 
 import sparsecoll  # noqa: E402
 import sparsecoll.torch  # noqa: E402
-from sparsecoll.torch import DistributedOptimizer, init_process_group  # noqa: E402
+from sparsecoll.torch import DistributedOptimizer  # noqa: E402
 from sparsecoll.torch.compressors import TopK  # noqa: E402
 from sparsecoll.transport import as_transport  # noqa: E402
 
-pytestmark = [pytest.mark.mpi, pytest.mark.loops]
+pytestmark = [pytest.mark.mpi, pytest.mark.loops, pytest.mark.usefixtures("process_group")]
 TOPK = TopK(0.1, algo="allgather")
-
-
-@pytest.fixture(scope="module")
-def comm():
-    from mpi4py import MPI
-
-    torch.set_num_threads(1)
-    init_process_group(MPI.COMM_WORLD)
-    yield MPI.COMM_WORLD
-    torch.distributed.destroy_process_group()
 
 
 def train(run, steps):
@@ -192,9 +182,9 @@ def test_a_closed_wrapper_steps_on_its_own(comm):
     own = net()
     own.load_state_dict(run.module.state_dict())
     run.close()
-    messages = run.optimizer.traffic.messages_sent
+    messages = run.optimizer.traffic.total.messages_sent
     train(run, [2])
-    assert run.optimizer.traffic.messages_sent == messages
+    assert run.optimizer.traffic.total.messages_sent == messages
     x, y = draw(comm.rank, 2)
     torch.nn.functional.mse_loss(own(x), y).backward()
     plain_sgd(own.parameters()).step()

@@ -9,21 +9,11 @@ torch = pytest.importorskip("torch")
 from loops_of_steps import Raise  # noqa: E402
 from runs import HOOK, LOCAL, OPTIONS, OVERLAP, Run, alike, bits, draw, net, plain_sgd, sgd  # noqa: E402
 
-from sparsecoll.torch import DistributedOptimizer, HookState, init_process_group, redistribute  # noqa: E402
+from sparsecoll.torch import DistributedOptimizer, HookState, redistribute  # noqa: E402
 from sparsecoll.torch.compressors import OkTopk, TopK  # noqa: E402
 
-pytestmark = [pytest.mark.mpi, pytest.mark.loops]
+pytestmark = [pytest.mark.mpi, pytest.mark.loops, pytest.mark.usefixtures("process_group")]
 TOPK = TopK(0.1, algo="allgather")
-
-
-@pytest.fixture(scope="module")
-def comm():
-    from mpi4py import MPI
-
-    torch.set_num_threads(1)
-    init_process_group(MPI.COMM_WORLD)
-    yield MPI.COMM_WORLD
-    torch.distributed.destroy_process_group()
 
 
 def train(run, steps):

@@ -15,7 +15,7 @@ from runs import LOCAL, ONE, OVERLAP, Ledger, Run, alike, close, net, plain_sgd,
 
 from sparsecoll.torch.compressors import COVAP, QSGD, EFSignSGD, OkTopk, PowerSGD, RandomK, TopK  # noqa: E402
 
-pytestmark = [pytest.mark.mpi, pytest.mark.loops]
+pytestmark = [pytest.mark.mpi, pytest.mark.loops, pytest.mark.usefixtures("process_group")]
 COUNT = int(os.environ.get("SPARSECOLL_LOOPS", "120"))
 COMPRESSORS = [
     TopK(0.1, algo="allgather"),
@@ -181,14 +181,6 @@ class Interpreter:
         self.run.optimizer.step(closure)
         if self.ledger:
             self.ledger.settle()
-
-
-@pytest.fixture(scope="module")
-def comm():
-    from mpi4py import MPI
-
-    torch.set_num_threads(1)
-    return MPI.COMM_WORLD
 
 
 def in_one_process(comm, seed):

@@ -14,12 +14,9 @@ from sparsecoll.transport.collectives import node_members  # noqa: E402
 pytestmark = pytest.mark.mpi
 
 
-@pytest.fixture(scope="module")
-def comm():
-    from mpi4py import MPI
-
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
     torch.set_num_threads(1)  # holds for the calling thread, and virtual ranks are threads
-    return MPI.COMM_WORLD
 
 
 def net(seed=0):

@@ -6,27 +6,15 @@ torch = pytest.importorskip("torch")
 
 from loop import FIND, RAISES, SAME  # noqa: E402
 from loops import LOOPS  # noqa: E402
-from runs import HOOK, ONE, SPARSE, WAYS, Run, alike, close  # noqa: E402
+from runs import HOOK, ONE, SPARSE, WAYS, Run, alike, close, in_turn  # noqa: E402
 
-from sparsecoll.torch import init_process_group  # noqa: E402
-
-pytestmark = [pytest.mark.mpi, pytest.mark.loops]
+pytestmark = [pytest.mark.mpi, pytest.mark.loops, pytest.mark.usefixtures("process_group")]
 
 
-@pytest.fixture(scope="module")
-def comm():
-    from mpi4py import MPI
-
-    torch.set_num_threads(1)
-    init_process_group(MPI.COMM_WORLD)
-    yield MPI.COMM_WORLD
-    torch.distributed.destroy_process_group()
+RIGHT = [(name, [w for w in (*WAYS, SPARSE) if loop.cell(w).startswith(SAME)]) for name, loop in LOOPS.items()]
 
 
-RIGHT = [(way, name) for name, loop in LOOPS.items() for way in (*WAYS, SPARSE) if loop.cell(way).startswith(SAME)]
-
-
-@pytest.mark.parametrize(("way", "name"), RIGHT)
+@pytest.mark.parametrize(("way", "name"), in_turn(RIGHT))
 def test_a_loop_does_what_one_process_does(comm, way, name):
     loop = LOOPS[name]
     alone = Run(ONE, comm, loop.model, loop.inner)

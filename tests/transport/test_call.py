@@ -221,14 +221,16 @@ def test_known_calls_cost_no_message_and_unchecked_ones_never_do():
     assert simulate(4, lambda comm: program(comm, False)).results == [[0, 0, 0]] * 4
 
 
-def test_check_itself_is_compared():
+@pytest.mark.parametrize("k", [1, None])
+def test_check_itself_is_compared(k):
     def program(comm):
         x = SparseVector([comm.rank], np.ones(1), 10)
-        with pytest.raises(CommunicationError):
-            sparsecoll.allreduce(comm, x, "allgather", k=1, check=comm.rank == 1)
-        return int(sparsecoll.allreduce(comm, x, "allgather", k=1).nnz)
+        with pytest.raises(CommunicationError) as caught:
+            sparsecoll.allreduce(comm, x, "allgather", k=k, check=comm.rank == 1)
+        return str(caught.value), int(sparsecoll.allreduce(comm, x, "allgather", k=1).nnz)
 
-    assert simulate(3, program).results == [3] * 3
+    text = "check: expected the same value on all ranks, got False on ranks 0, 2, True on rank 1"
+    assert simulate(3, program).results == [(text, 3)] * 3
 
 
 def test_algorithms_forget_what_a_failed_call_may_have_left_different():
@@ -256,13 +258,12 @@ def test_algorithms_forget_what_a_failed_call_may_have_left_different():
 def test_values_that_are_not_finite_raise_on_all(name, value):
     def program(comm):
         values = np.array([1, value if comm.rank == 1 else 2, 3], np.float32)
-        for x, options in ((SparseVector([2, 4, 7], values, 9), {}), (np.concatenate([np.zeros(6), values]), {"k": 3})):
-            with pytest.raises(ValueError) as caught:
+        sparse, dense = SparseVector([2, 4, 7], values, 9), np.concatenate([np.zeros(6), values])
+        for x, options, index in ((sparse, {}, 4), (dense, {"k": 3}, 7)):
+            with pytest.raises(ValueError, match=r"^rank 1: x: expected .* at index " + str(index)):
                 sparsecoll.allreduce(comm, x, algorithm(name), **options)
-        return str(caught.value)
 
-    results = simulate(3, program).results
-    assert len(set(results)) == 1 and results[0].startswith("rank 1: x: expected ")
+    simulate(3, program)
 
 
 def test_values_that_are_not_finite_pass_if_asked():

@@ -15,8 +15,8 @@ def test_allgather(P):
     for rows in simulation.results:
         np.testing.assert_array_equal(rows, [[r, 7.5] for r in range(P)])
     for traffic in simulation.traffic:
-        assert traffic.bytes_received == 16 * (P - 1)
-        assert traffic.messages_sent == (P - 1).bit_length()
+        assert traffic.total.bytes_received == 16 * (P - 1)
+        assert traffic.total.messages_sent == (P - 1).bit_length()
 
 
 @pytest.mark.parametrize("P", RANKS)
@@ -31,7 +31,7 @@ def test_allgatherv(P):
         assert [b.tolist() for b in blocks] == [[r] * (5 * r) for r in range(P)]
     padded = [(5 * r + 7) // 8 * 8 + 8 for r in range(P)]
     for rank, traffic in enumerate(simulation.traffic):
-        assert traffic.bytes_received == sum(padded) - padded[rank]
+        assert traffic.total.bytes_received == sum(padded) - padded[rank]
 
 
 @pytest.mark.parametrize("size", [0, 1, 5, 64, 1000])
@@ -44,8 +44,8 @@ def test_sum_counts(P, size):
             np.testing.assert_array_equal(total, np.sum(counts, axis=0, dtype=dtype))
         for traffic in simulation.traffic:
             padded = size + P
-            assert traffic.bytes_received <= 3 * padded * np.dtype(dtype).itemsize
-            assert traffic.messages_sent <= 2 * np.log2(max(P, 1)) + 2
+            assert traffic.total.bytes_received <= 3 * padded * np.dtype(dtype).itemsize
+            assert traffic.total.messages_sent <= 2 * np.log2(max(P, 1)) + 2
 
 
 @pytest.mark.parametrize("P", RANKS)

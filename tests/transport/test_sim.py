@@ -95,7 +95,7 @@ def test_traffic_is_a_readable_table_and_a_dict():
         traffic = sparsecoll.traffic(comm)
         text, numbers = str(traffic), traffic.as_dict()
         traffic.reset()
-        return text, numbers, traffic.bytes_sent, traffic.bytes_received, traffic.messages_sent
+        return text, numbers, traffic.total.bytes_sent, traffic.total.bytes_received, traffic.total.messages_sent
 
     text, numbers, *zeros = simulate(2, program).results[0]
     assert "gather" in text and "total" in text

@@ -1,7 +1,8 @@
 """Messages from and to GPU memory. Imported with the first of them, since it needs CuPy.
 
-An MPI that takes device pointers gets them. For any other, messages go through pinned host memory in pieces: while one
-piece travels the next one is copied. All copies are queued on the current stream; nothing waits for the whole device.
+An MPI that accepts device pointers gets them. For any other, messages go through pinned host memory in pieces: while
+one piece travels, the next one is copied. All copies are queued on the current stream; nothing waits for the whole
+device.
 """
 
 from __future__ import annotations
@@ -15,22 +16,22 @@ import numpy as np
 from sparsecoll.formats import Buffer
 from sparsecoll.kernels.gpu import device
 
-PIECE = 4 << 20  # bytes; a longer message goes in several
+PIECE = 4 << 20  # bytes; a longer message is sent in several pieces
 
 
 class Staging:
     """One rank's copies between a GPU and MPI.
 
     Args:
-        direct: MPI takes device pointers.
+        direct: whether MPI accepts device pointers.
     """
 
     def __init__(self, direct: bool) -> None:
         self.direct = direct
-        self._uploads: deque[tuple[Any, Buffer]] = deque()  # pinned memory stays until it has been copied
+        self._uploads: deque[tuple[Any, Buffer]] = deque()  # pinned memory is kept until it has been copied
 
     def sendable(self, buffer: Any, chunk: int) -> Iterator[Any]:
-        """The pieces of a device buffer, each once MPI may read it; the last one is shorter than the others."""
+        """Yield the pieces of a device buffer, each as soon as MPI may read it; the last one is not full."""
         size = chunk if self.direct else PIECE
         pieces = [buffer[start : start + size] for start in range(0, buffer.size + 1, size)]
         if self.direct:
@@ -51,22 +52,22 @@ class Staging:
         return device.copy_out(piece, host), host
 
     def room(self, size: int) -> Any:
-        """Memory that MPI may write a piece of a message to."""
+        """Return memory to which MPI may write a piece of a message."""
         if size == 0:
             return np.empty(0, np.uint8)
         if not self.direct:
             return device.pinned(size)
         fresh = device.empty(size, np.uint8)
-        device.synchronize()  # what had this memory before may still be read on the stream
+        device.synchronize()  # the last user of this memory may still read it on the stream
         return fresh
 
     def ready(self) -> None:
-        """Before MPI writes to memory that kernels used."""
+        """Wait until MPI may write to memory that kernels have used."""
         if self.direct:
             device.synchronize()
 
     def arrived(self, piece: Any, into: Any | None) -> Any:
-        """A piece that MPI has written, on the device."""
+        """Return a piece that MPI has written, in device memory."""
         if self.direct and piece.size:
             return piece
         target = device.empty(piece.size, np.uint8) if into is None else into

@@ -1,0 +1,107 @@
+"""The transport of each communicator: a duplicate, cached on the user's communicator and freed with it."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import Any, cast
+
+from mpi4py import MPI
+
+from sparsecoll.errors import CommunicationError
+from sparsecoll.transport.mpi.transport import MpiTransport
+from sparsecoll.transport.mpi.waiting import Waiter
+
+_keyval_lock = threading.Lock()
+_keyval: list[int] = []
+
+
+@dataclass
+class _Abandoned:
+    """Cached in place of a transport after ranks did not come to duplicate the communicator.
+
+    Attributes:
+        why: the error.
+        request: the barrier that is not complete; MPI still uses it.
+    """
+
+    why: str
+    request: Any
+
+
+def mpi_transport(comm: MPI.Intracomm, timeout: float | None = None) -> MpiTransport:
+    """Return the transport cached on `comm`; the first call duplicates the communicator, which is collective.
+
+    Args:
+        comm: the user's communicator.
+        timeout: seconds to wait for the other ranks to make their first call; None, the default, for no limit.
+
+    Raises:
+        TypeError: `comm` is not an intracommunicator.
+        CommunicationError: Not all ranks made their first call within the timeout, now or earlier.
+    """
+    if comm == MPI.COMM_NULL:
+        raise TypeError("comm: expected an mpi4py intracommunicator, got MPI.COMM_NULL (or one that was freed)")
+    if not isinstance(comm, MPI.Intracomm):
+        raise TypeError(f"comm: expected an mpi4py intracommunicator, got {type(comm).__name__}")
+    transport: Any = comm.Get_attr(_key())
+    if transport is None:
+        transport = _duplicate(comm, timeout)
+        comm.Set_attr(_key(), transport)
+    if isinstance(transport, _Abandoned):
+        raise CommunicationError(
+            f"communicator is out of use since {transport.why}; go on with a new one, once all ranks have come"
+        )
+    assert isinstance(transport, MpiTransport)
+    return transport
+
+
+def _duplicate(comm: MPI.Intracomm, timeout: float | None) -> MpiTransport | _Abandoned:
+    """Return a transport over a duplicate of `comm`.
+
+    MPI_Comm_dup has no timeout. Two barriers come first, so that a rank only enters it if all others do: after the
+    first barrier it knows that all ranks have come, and after the second that none of them had given up by then.
+    """
+    waiter = Waiter(comm, lambda: "waits for all ranks to make their first call on the communicator", timeout)
+    for _ in range(2):
+        request = comm.Ibarrier()
+        while not request.Test():
+            try:
+                waiter.pause()
+            except CommunicationError as error:
+                return _Abandoned(str(error), request)
+    return MpiTransport(comm.Dup())
+
+
+def _key() -> int:
+    with _keyval_lock:
+        if not _keyval:
+            _keyval.append(MPI.Comm.Create_keyval(delete_fn=_free))
+        return _keyval[0]
+
+
+def _free(comm: MPI.Comm, keyval: int, transport: MpiTransport | _Abandoned) -> None:
+    if isinstance(transport, _Abandoned):
+        return
+    if transport.worker is not None:
+        transport.worker.close()
+    # The duplicate of a broken one is kept: a new communicator would receive the messages left in it.
+    if not MPI.Is_finalized() and not transport.broken:
+        transport.comm.Free()
+
+
+def shrink(comm: MPI.Intracomm) -> MPI.Intracomm:
+    """See `sparsecoll.shrink`."""
+    transport = mpi_transport(comm)
+    transport.broken = transport.broken or "it was shrunk"
+    try:
+        for revoked in (transport.comm, comm):
+            revoked.Revoke()
+        return cast(MPI.Intracomm, comm.Shrink())
+    except (NotImplementedError, MPI.Exception) as error:
+        raise CommunicationError(f"shrink: this MPI cannot go on without lost ranks: {error}") from error
+
+
+def world() -> MPI.Intracomm:
+    """Return MPI.COMM_WORLD."""
+    return MPI.COMM_WORLD

@@ -1,0 +1,218 @@
+"""MpiTransport: nonblocking sends and matched probes on a duplicate of the user's communicator."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from mpi4py import MPI
+
+from sparsecoll.errors import CommunicationError
+from sparsecoll.formats import Buffer
+from sparsecoll.kernels.memory import on_gpu
+from sparsecoll.telemetry.trace import span
+from sparsecoll.transport.base import ERROR_TAG, REVOKE_TAG, Transport
+from sparsecoll.transport.mpi import info
+from sparsecoll.transport.mpi.messages import IncomingMessage, MpiReceive
+from sparsecoll.transport.mpi.waiting import Waiter
+from sparsecoll.transport.network import Tuning
+
+CHUNK = 1 << 30  # bytes; a longer message goes in several, so that counts fit an int on every MPI
+
+_measured: dict[int, Tuning] = {}  # by a checksum of the processes; only what all of them have in common is used
+
+
+class MpiTransport(Transport):
+    """One rank's end of a duplicate of an MPI communicator.
+
+    Attributes:
+        comm: the duplicate, so that no message of the user's is ever received.
+        chunk: bytes of the longest message that is sent as one.
+        expected: for each source, the receive requests that are not complete.
+    """
+
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        super().__init__(comm.Get_rank(), comm.Get_size())
+        self.comm = comm
+        self.chunk = CHUNK
+        self.threads = MPI.Query_thread() >= MPI.THREAD_MULTIPLE
+        self.expected: list[deque[MpiReceive]] = [deque() for _ in range(self.size)]
+        self._sources: set[int] = set()  # from which something may be expected
+        self._sends: deque[tuple[Any, Buffer]] = deque()
+        self._revoked = False  # whether this rank has revoked the communicator
+        self._direct: bool | None = None
+        self._staging: Any = None
+        self._processes: int | None = None
+
+    @property
+    def measured(self) -> Tuning | None:  # type: ignore[override]
+        """What was measured last on this or any other communicator of the same processes in the same order."""
+        return _measured.get(self._checksum())
+
+    @measured.setter
+    def measured(self, tuning: Tuning | None) -> None:
+        if tuning is not None:
+            _measured[self._checksum()] = tuning
+
+    def _checksum(self) -> int:
+        if self._processes is None:
+            self._processes = info.processes(self.comm)
+        return self._processes
+
+    def now(self) -> float:
+        return time.perf_counter()
+
+    @property
+    def one_node(self) -> bool:  # type: ignore[override]
+        """Whether all ranks are on one machine; known from the first call on, see collectives.node_members."""
+        return self.nodes is not None and len(self.nodes) == 1
+
+    def node(self) -> int:
+        return info.machine()
+
+    # -- waiting and failures
+
+    def waiter(self, what: Callable[[], str], error: Exception | None = None) -> Waiter:
+        """Return a Waiter with the timeout of the current call."""
+        return Waiter(self.comm, what, self.timeout, error)
+
+    def pause(self, waiter: Waiter) -> None:
+        """Pause between two polls; after the timeout the communicator is broken."""
+        try:
+            waiter.pause()
+        except CommunicationError as error:
+            self.broken = str(error)
+            raise
+
+    def lost(self, what: str, error: MPI.Exception) -> CommunicationError:
+        """Mark the communicator as broken by an error of MPI, and return the exception to raise."""
+        self.broken = f"rank {self.rank} failed in {what}: {error.Get_error_string()}"
+        return CommunicationError(self.broken)
+
+    def _check(self) -> None:
+        if self.broken:
+            raise CommunicationError(
+                f"communicator is out of use since {self.broken}; go on with a new one, such as comm.Dup()"
+            )
+
+    # -- sending
+
+    def _isend(self, destination: int, buffer: Buffer) -> None:
+        self._check()
+        try:
+            self._post(destination, buffer, self.tag)
+        except MPI.Exception as error:
+            raise self.lost(f"sending to rank {destination}", error) from error
+
+    def _post(self, destination: int, buffer: Buffer, tag: int) -> None:
+        """Start sending in chunks; the lowest bit of MPI's tag tells messages from GPU memory."""
+        if on_gpu(buffer):
+            chunks, mpi_tag = self.staging().sendable(buffer, self.chunk), 2 * tag + 1
+        else:  # the last chunk is not full, so an empty one may have to follow
+            starts = range(0, buffer.size + 1, self.chunk)
+            chunks, mpi_tag = (buffer[start : start + self.chunk] for start in starts), 2 * tag
+        for chunk in chunks:
+            self._sends.append((self.comm.Isend([chunk, MPI.BYTE], destination, mpi_tag), chunk))
+
+    def waitall(self) -> None:
+        waiter = self.waiter(lambda: "waits for its own sends to complete")
+        with span("wait"):
+            while self._sends:
+                try:
+                    sent = self._sends[0][0].Test()
+                except MPI.Exception as error:
+                    raise self.lost("sending", error) from error
+                if sent:
+                    self._sends.popleft()
+                else:
+                    self.pause(waiter)
+
+    # -- receiving
+
+    def _irecv(self, source: int, into: Buffer | None) -> MpiReceive:
+        self._check()
+        request = MpiReceive(self, source, into)
+        self.expected[source].append(request)
+        self._sources.add(source)
+        return request
+
+    def progress(self) -> None:
+        for source in list(self._sources):
+            queue = self.expected[source]
+            while queue and queue[0].poll():
+                queue.popleft()
+            if not queue:
+                self._sources.discard(source)
+
+    # -- messages in GPU memory
+
+    @property
+    def gpu_direct(self) -> bool:  # type: ignore[override]
+        """Whether this MPI accepts device pointers, see `info.takes_device_pointers`."""
+        if self._direct is None:
+            self._direct = info.takes_device_pointers(self.comm)
+        return self._direct
+
+    def staging(self) -> Any:
+        """Return what moves messages from and to GPU memory; needs CuPy."""
+        if self._staging is None:
+            from sparsecoll.transport.mpi.staging import Staging
+
+            self._staging = Staging(self.gpu_direct)
+        return self._staging
+
+    def full(self, mpi_tag: int) -> int:
+        """Return the bytes of a full chunk, after which another one follows."""
+        if mpi_tag & 1 and not self.gpu_direct:
+            from sparsecoll.transport.mpi.staging import PIECE
+
+            return PIECE
+        return self.chunk
+
+    # -- reports of errors
+
+    def exchange_errors(self, report: Buffer, error: Exception | None = None) -> list[Buffer | None]:
+        self._check()
+        self._send_to_all(report, ERROR_TAG)
+        channels: dict[int, IncomingMessage] = {}
+        for source, queue in enumerate(self.expected):  # the first chunks of a message may be here
+            channels[source] = queue[0].incoming if queue else IncomingMessage(self, source)
+            queue.clear()
+        del channels[self.rank]
+        reports: list[Buffer | None] = [None] * self.size
+        waiter = self.waiter(lambda: f"waits for the report of rank {', '.join(map(str, channels))}", error)
+        while channels:
+            arrived = False
+            for source, incoming in list(channels.items()):
+                try:
+                    if not incoming.poll(keep=False):
+                        continue
+                except MPI.Exception as failed:
+                    raise self.lost(f"receiving from rank {source}", failed) from failed
+                arrived = True
+                if incoming.tag not in (ERROR_TAG, REVOKE_TAG):
+                    channels[source] = IncomingMessage(self, source)
+                    continue
+                reports[source] = incoming.joined()
+                del channels[source]
+                if incoming.tag == REVOKE_TAG:
+                    return reports
+            if not arrived:
+                self.pause(waiter)
+        self.waitall()
+        return reports
+
+    def revoke(self, report: Buffer) -> None:
+        if self._revoked:
+            return
+        self._revoked = True
+        with contextlib.suppress(MPI.Exception):
+            self._send_to_all(report, REVOKE_TAG)
+
+    def _send_to_all(self, report: Buffer, tag: int) -> None:
+        for peer in range(self.size):
+            if peer != self.rank:
+                self._post(peer, report, tag)
