@@ -1,12 +1,12 @@
-"""DenseStream's Table II and more: time from the dense gradient on each rank to the sum on every rank, with peers.
+"""DenseStream's Table II and more: time from a dense gradient on each rank to the sum on every rank, beside peers.
 
     python perf/testbed.py run -- python perf/allreduce.py --json perf/results/allreduce.json
     mpirun -n 8 python perf/allreduce.py --n 24e6 --density 0.01        # any cluster
 
-On every input (heavy-tailed values of length --n; real gradients of perf/gradients.py --ranks P, where they are): the
-MPI library's dense sum, PyTorch's gloo dense and sparse, the published algorithms on their own formats, and this
-library's choices with float32 and float16 values on the wire. All in one run. Selection is included, except for gloo's
-sparse sum, which gets its entries for nothing.
+The inputs are heavy-tailed values of length --n and, if they exist, the real gradients of perf/gradients.py --ranks P.
+One run times on each of them MPI's dense sum, PyTorch's gloo dense and sparse, the published algorithms on their own
+formats, and this library's choices with float32 and float16 values on the wire. Times include the selection, except
+those of gloo's sparse sum.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ OURS = {  # name: (algorithm, value dtype)
 
 
 class Gloo:
-    """torch.distributed with gloo over the same ranks: dense and sparse sums. None where torch is missing."""
+    """Dense and sparse sums by torch.distributed with gloo over the same ranks."""
 
     def __init__(self, comm: Any, interface: str | None) -> None:
         import torch
@@ -60,13 +60,13 @@ class Gloo:
         self._torch = torch
 
     def dense(self, vector: np.ndarray) -> tuple[float, float, float, int]:
-        """all_reduce in place (so the vector is copied first, as MPI_Allreduce writes elsewhere too)."""
+        """Sum a copy in place, since MPI_Allreduce does not overwrite its input either."""
         tensor = self._torch.from_numpy(vector.copy())
         self._torch.distributed.all_reduce(tensor)
         return math.nan, math.nan, math.nan, tensor.numel()
 
     def sparse(self, entries: Any) -> tuple[float, float, float, int]:
-        """all_reduce of a sparse_coo tensor that holds the entries."""
+        """Sum a sparse_coo tensor of the entries."""
         indices = self._torch.from_numpy(entries.indices.astype(np.int64))[None]
         values = self._torch.from_numpy(entries.values.copy())
         tensor = self._torch.sparse_coo_tensor(indices, values, (entries.length,), is_coalesced=True)
@@ -75,7 +75,7 @@ class Gloo:
 
 
 def inputs(options: argparse.Namespace, comm: Any) -> Iterator[tuple[str, bench.Gradients]]:
-    """(name, this rank's vectors)."""
+    """Yield the name of each input and this rank's vectors."""
     for n in options.n:
         yield "heavy-tailed", bench.heavy_tailed(n, comm.rank)
     for name in options.gradients:
@@ -85,7 +85,7 @@ def inputs(options: argparse.Namespace, comm: Any) -> Iterator[tuple[str, bench.
 
 
 def rows(options: argparse.Namespace, comm: Any) -> Iterator[Row]:
-    """Every measurement; the same rows on every rank."""
+    """Measure and yield the rows, the same on every rank."""
     gloo = Gloo(comm, options.interface) if options.gloo else None
     for data, vectors in inputs(options, comm):
 
@@ -107,7 +107,7 @@ def rows(options: argparse.Namespace, comm: Any) -> Iterator[Row]:
 
 
 def main() -> None:
-    """Measure and print; rank 0 saves."""
+    """Measure and print; rank 0 saves the rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--n", nargs="*", type=lambda t: int(float(t)), default=[24_000_000, 134_000_000])
     parser.add_argument("--gradients", nargs="*", default=["resnet50_late", "vgg16_late"])

@@ -1,8 +1,8 @@
-"""Everything in docs/benchmarks.md by one command: measure, draw, write.
+"""Makes docs/benchmarks.md: measures, draws the figures, and writes the page.
 
 python perf/gradients.py --ranks 4 --late 60     # once: real gradients, in perf/data
 python perf/benchmarks.py                        # as root (network namespaces), about 45 minutes on two cores
-python perf/benchmarks.py --render               # only write the page from the rows in perf/results
+python perf/benchmarks.py --render               # only writes the page from the rows in perf/results
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _python(*arguments: str) -> list[str]:
 
 
 def measure(console: Console) -> None:
-    """Make every file of rows; needs perf/data/ranks4 for the real gradients."""
+    """Measure all rows; the real gradients must be in perf/data/ranks4."""
     allreduce = _python("perf/allreduce.py", "--gloo", "--interface", "eth0", "--repeat", "5", "--warm", "2")
     with testbed.Testbed(4):
         console.print("[bold]Table II[/bold]")
@@ -58,7 +58,7 @@ def measure(console: Console) -> None:
 
 
 def _memory() -> Iterator[Row]:
-    """Peak memory by algorithm: each in a run of its own."""
+    """Yield the peak memory of each algorithm, measured in separate runs."""
     for algo in MEMORY:
         with tempfile.NamedTemporaryFile(suffix=".json") as file:
             command = _python("-m", "sparsecoll", "bench", "--algo", algo, "--n", "24e6", "--json", file.name)
@@ -68,13 +68,13 @@ def _memory() -> Iterator[Row]:
 
 
 def rows(name: str) -> list[Row]:
-    """The rows of a file in perf/results."""
+    """Return the rows of a file in perf/results."""
     found: list[Row] = json.loads((RESULTS / f"{name}.json").read_text())["rows"]
     return found
 
 
 def table2() -> Iterator[str]:
-    """DenseStream's Table II."""
+    """Yield the text about DenseStream's Table II."""
     found = rows("allreduce")
     for data in dict.fromkeys(r["data"] for r in found):
         for n in dict.fromkeys(r["n"] for r in found if r["data"] == data):
@@ -99,7 +99,7 @@ def _line(name: str, some: list[Row], densities: list[float]) -> Row:
 
 
 def scaling() -> Iterator[str]:
-    """Weak scaling."""
+    """Yield the text about weak scaling."""
     found = rows("scaling")
     for key in dict.fromkeys((r["model"], r["network"]) for r in found):
         some = [r for r in found if (r["model"], r["network"]) == key]
@@ -116,7 +116,7 @@ def scaling() -> Iterator[str]:
 
 
 def breakeven() -> Iterator[str]:
-    """Who wins where."""
+    """Yield the text about the fastest algorithm for each length and density."""
     for name in NETWORKS:
         found = rows(f"breakeven_{name}")
         worst = max(r["auto / fastest"] for r in found)
@@ -135,12 +135,12 @@ def breakeven() -> Iterator[str]:
 
 
 def memory() -> Iterator[str]:
-    """What a rank needs."""
+    """Yield the table of memory per rank."""
     yield markdown([{"algorithm": r["algo"], "MB": round(r["memory"] / 1e6)} for r in rows("memory")])
 
 
 def render() -> None:
-    """Write docs/benchmarks.md around its text, which is in perf/benchmarks.in.md."""
+    """Insert the tables into perf/benchmarks.in.md and write docs/benchmarks.md."""
     text = (ROOT / "perf" / "benchmarks.in.md").read_text()
     about = json.loads((RESULTS / "allreduce.json").read_text())["about"]
     versions = " ".join(", ".join(f"{name} {version}" for name, version in about["versions"].items()).split())
@@ -153,7 +153,7 @@ def render() -> None:
 
 
 def main() -> None:
-    """Measure unless told not to; write the page."""
+    """Parse the command line, measure, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--render", action="store_true", help="do not measure")
     if not parser.parse_args().render:

@@ -1,11 +1,11 @@
-"""Who wins, and does the model know? Measured times of every choice that `auto` has, beside what it predicts.
+"""Measured times of every algorithm that `auto` can choose, beside its predictions.
 
     mpirun -n 4 python perf/breakeven.py                       # this machine's memory as network
     python perf/testbed.py run -- python perf/breakeven.py     # 4 hosts with 1 Gb/s
 
-Every rank holds k of n uniform coordinates as a SparseVector and receives the exact sum as one (so nothing is
-selected); MPI_Allreduce sums the same vectors dense. A row has the fastest choice, `auto`'s time beside it, and by how
-much the model is off.
+Every rank has a SparseVector with k of n coordinates, drawn uniformly, and receives the exact sum; nothing is selected.
+MPI_Allreduce sums the same vectors as dense arrays. A row has the fastest algorithm, the time of `auto`, and the ratio
+of predicted to measured time.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ CHOICES = {
     "dynamic": "sparcml:variant=dynamic",
     "halving": "densestream:repartition=even",
 }
-LONG, MOST = 1.0, 99  # short calls are repeated for so many seconds together, at most so many times
+LONG, MOST = 1.0, 99  # short calls are repeated for LONG seconds altogether, but at most MOST times
 
 
 class Dense:
-    """The same entries as dense arrays, made anew for every call outside the timing."""
+    """The same entries as dense arrays, made for every call outside the timing."""
 
     def __init__(self, entries: bench.Entries) -> None:
         self._entries = entries
 
     def __call__(self) -> np.ndarray:
-        """The next vector."""
+        """Return the next vector."""
         return self._entries().to_dense()
 
 
 def points(comm: Any, lengths: list[int], densities: list[float], repeat: int) -> Iterator[Row]:
-    """A row for each length and density; the same on every rank."""
+    """Yield a row for each length and density, the same on every rank."""
     transport = as_transport(comm)
     tuning = tuning_of(transport)
-    form = formats.Auto(beta=tuning.beta)  # as auto takes it
+    form = formats.Auto(beta=tuning.beta)  # the format that auto uses
     for n in lengths:
         for density in densities:
             k = max(1, round(n * density))
@@ -84,7 +84,7 @@ def points(comm: Any, lengths: list[int], densities: list[float], repeat: int) -
 
 
 def main() -> None:
-    """Measure and print; rank 0 saves."""
+    """Measure and print; rank 0 saves the rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--n", nargs="+", type=lambda t: int(float(t)), default=[10**5, 10**6, 10**7])
     parser.add_argument("--density", nargs="+", type=float, default=[1e-4, 1e-3, 0.01, 0.05, 0.1, 0.3])

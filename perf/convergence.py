@@ -1,4 +1,4 @@
-"""Does sparse training reach what dense training does? Four nets on real data, P ranks, several seeds.
+"""Compares the accuracy of sparse and dense training: four nets on real data, P ranks, several seeds.
 
     python perf/convergence.py --jobs 2                      # rows to perf/results/convergence.json, some hours
     python perf/convergence.py --render                      # docs/convergence.md and its figures from those rows
@@ -12,10 +12,10 @@
 | lstm | embedding, bidirectional LSTM, 591 k | e-mails, spam or not | accuracy, a fifth of the e-mails |
 | mlp | four linear layers with batch norm, 313 k | speech | accuracy of the acoustic unit 30 ms ahead, test prompts |
 
-Every rank trains on its own share; the total batch is the same for every P. Rows that exist are not run again. The
-lines differ in nothing but the compressor; learning rates were chosen for "dense". Momentum is that of SGD, but for the
-lines at 1 %, which correct it (sparsecoll.torch.compressors.TopK); "momentum outside" shows what that is good for.
-Data: perf/datasets.py. A run on virtual ranks is deterministic.
+Every rank trains on its own share of the data, and the global batch is the same for every P. Rows that exist are not
+run again. The lines of a table differ only in the compressor; learning rates were chosen for "dense". Momentum is that
+of SGD, except that the lines at 1 % use momentum correction (sparsecoll.torch.compressors.TopK); "momentum outside"
+shows the effect of leaving it out. The data comes from perf/datasets.py. A run on virtual ranks is deterministic.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Residual(nn.Module):
         self.shortcut = nn.Identity() if stride == 1 and inputs == outputs else shortcut
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """relu(main(x) + shortcut(x))."""
+        """Return relu(main(x) + shortcut(x))."""
         return torch.relu(self.main(x) + self.shortcut(x))
 
 
@@ -75,12 +75,12 @@ class Spam(nn.Module):
         self.head = nn.Linear(2 * width, 2)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """Scores (count, 2) of ids (count, words)."""
+        """Return scores (count, 2) of ids (count, words)."""
         return self.head(self.lstm(self.words(ids))[0].amax(1))
 
 
 def vgg(x: torch.Tensor) -> nn.Module:
-    """For images of the shape of x."""
+    """Return a VGG-like net for images of the shape of x."""
     channels, side = x.shape[1], x.shape[2] // 8
     layers: list[nn.Module] = []
     for inputs, outputs, pool in ((channels, 16, 1), (16, 32, 0), (32, 32, 1), (32, 64, 1)):
@@ -90,14 +90,14 @@ def vgg(x: torch.Tensor) -> nn.Module:
 
 
 def resnet(x: torch.Tensor) -> nn.Module:
-    """For images of the shape of x."""
+    """Return a ResNet for images of the shape of x."""
     stem = (nn.Conv2d(x.shape[1], 16, 3, 2, 1, bias=False), nn.BatchNorm2d(16), nn.ReLU())
     blocks = (Residual(16, 16, 1), Residual(16, 32, 2), Residual(32, 64, 2))
     return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))
 
 
 def mlp(x: torch.Tensor) -> nn.Module:
-    """Scores of 64 units."""
+    """Return a net with scores of 64 units."""
     layers: list[nn.Module] = []
     for inputs in (x.shape[1], 256, 256):
         layers += [nn.Linear(inputs, 256, bias=False), nn.BatchNorm1d(256), nn.ReLU()]
@@ -127,7 +127,7 @@ MOMENTUM = 0.9
 
 
 def compressor(line: str, clip: float | None) -> str | Compressor:
-    """What a line of the tables is; `clip` for those that clip by themselves."""
+    """Return the compressor of a line of the tables; `clip` is for those that clip by themselves."""
     corrected: dict[str, Any] = {"momentum": MOMENTUM, "clip": clip}
     made: dict[str, str | Compressor] = {
         "dense": "none",
@@ -148,12 +148,12 @@ LINES = ("dense", *CORRECTED, "oktopk 1 %, momentum outside", "acpsgd rank 4", "
 
 @cache
 def data(name: str) -> tuple[datasets.Set, datasets.Set]:
-    """A task's data, read once in a process."""
+    """Return the data of a task, which each process reads once."""
     return TASKS[name].data()
 
 
 def train(comm: Any, name: str, line: str, seed: int) -> Row:
-    """One run of one rank; `curve` has (step, MB received by this rank, quality in %) of rank 0's model."""
+    """Train on one rank; `curve` has (step, MB received by this rank, quality in %) of rank 0's model."""
     task = TASKS[name]
     (x, y), test = data(name)
     torch.manual_seed(seed)
@@ -198,7 +198,7 @@ def train(comm: Any, name: str, line: str, seed: int) -> Row:
 
 
 def quality(model: nn.Module, test: datasets.Set) -> float:
-    """Right answers in %."""
+    """Return the share of right answers, in %."""
     model.eval()
     with torch.no_grad():
         parts = zip(test[0].split(250), test[1].split(250), strict=True)
@@ -208,7 +208,7 @@ def quality(model: nn.Module, test: datasets.Set) -> float:
 
 
 def run(key: tuple[str, str, int, int]) -> Row:
-    """One run on virtual ranks."""
+    """Train on virtual ranks and return the row."""
     torch.set_num_threads(1)
     name, line, P, seed = key
     row = simulate(P, lambda comm: train(comm, name, line, seed)).results[0]
@@ -216,12 +216,12 @@ def run(key: tuple[str, str, int, int]) -> Row:
 
 
 def load() -> list[Row]:
-    """The rows so far."""
+    """Return the rows so far."""
     return json.loads(ROWS.read_text())["rows"] if ROWS.exists() else []
 
 
 def key_of(row: Row) -> tuple[str, str, int, int]:
-    """What tells a row from others."""
+    """Return the values that identify a row."""
     return row["task"], row["line"], row["P"], row["seed"]
 
 
@@ -234,12 +234,12 @@ def save(row: Row, path: Path) -> None:
 
 
 def together(rows: list[Row], name: str, line: str, P: int) -> list[Row]:
-    """The rows of all seeds."""
+    """Return the rows that differ only in their seed."""
     return [row for row in rows if (row["task"], row["line"], row["P"]) == (name, line, P)]
 
 
 def table(rows: list[Row], name: str) -> str:
-    """Final quality: mean and deviation over seeds, the difference to dense, and the bytes of a run."""
+    """Return a table: final quality over the seeds (mean, deviation, difference to dense) and bytes of a run."""
     shown = []
     for P in sorted({row["P"] for row in rows if row["task"] == name}):
         dense = together(rows, name, "dense", P)
@@ -265,7 +265,7 @@ def table(rows: list[Row], name: str) -> str:
 
 
 def draw(rows: list[Row], P: int) -> None:
-    """Curves against steps and against bytes, means over seeds."""
+    """Draw mean quality over seeds against steps and against bytes."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -292,7 +292,7 @@ def draw(rows: list[Row], P: int) -> None:
 
 
 def render() -> None:
-    """docs/convergence.md and its figures."""
+    """Write docs/convergence.md and its figures."""
     rows = load()
     for P in sorted({row["P"] for row in rows}):
         draw(rows, P)
@@ -301,7 +301,7 @@ def render() -> None:
 
 
 def main() -> None:
-    """Run what is missing, or write the page."""
+    """Run the missing rows, or write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--lines", nargs="+", choices=LINES, default=list(LINES))

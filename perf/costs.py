@@ -3,9 +3,9 @@
     python perf/costs.py                                  # beside those that are built in
     python perf/costs.py --json perf/results/costs.json   # also for perf/scaling.py --costs
 
-Every figure is seconds per entry, or per coordinate that the entries span; the latter follow from two densities. What
-is built in was measured on a core with AVX-512. `auto` scales it by what it measures on a communicator (`Tuning.code`,
-`Tuning.merge`), so that ratios matter, not digits.
+Constants are in seconds per entry or per coordinate from the first index to the last; measurements at two densities
+tell one from the other. The built-in constants were measured on a core with AVX-512. `auto` scales them by what it
+measures on a communicator (`Tuning.code`, `Tuning.merge`), so only their ratios matter.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ CALL = 10e-6  # of a piece of work, however small
 
 
 def seconds(call: Callable[[], Any]) -> float:
-    """The median of some calls, after one that compiles."""
+    """Return the median time of some calls, after one that compiles."""
     call()
     times = []
     for _ in range(REPEATS):
@@ -46,19 +46,19 @@ def seconds(call: Callable[[], Any]) -> float:
 
 
 def uniform(entries: int, density: float, seed: int = 0) -> SparseVector:
-    """About so many entries with indices that are uniform."""
+    """Return a vector of about this many entries at uniform indices."""
     return bench.Entries(int(entries / density), entries, seed, count=1)()
 
 
 def fitted(rows: list[tuple[int, int, float]]) -> tuple[float, float]:
-    """Seconds an entry and a coordinate, from two rows of (entries, coordinates, seconds)."""
+    """Return seconds per entry and per coordinate, from two rows of (entries, coordinates, seconds)."""
     (k, n, low), (k2, n2, high) = rows
     entry, coordinate = np.linalg.solve([[k, n], [k2, n2]], [low, high])
     return max(float(entry), 0.0), max(float(coordinate), 0.0)
 
 
 def coding() -> dict[str, float]:
-    """Of every format: encoding and decoding, an entry and, where it matters, a coordinate."""
+    """Measure encoding and decoding in every format, per entry and, if it matters, per coordinate."""
     found: dict[str, float] = {}
     for name in CODING:
         form, rows = formats.FORMATS[name], []
@@ -77,7 +77,7 @@ def coding() -> dict[str, float]:
 
 
 def merging() -> dict[str, float]:
-    """Sums of four vectors: an entry at 1 %; where they crowd, an entry and a coordinate."""
+    """Measure sums of four vectors: per entry at 1 %, and per entry and coordinate at high densities."""
     parts = [uniform(ENTRIES, SPARSE, rank) for rank in range(4)]
     entries = sum(part.nnz for part in parts)
     found = {"MERGE": seconds(lambda: SparseVector.sum(parts, parts[0].dtype)) / entries}
@@ -91,7 +91,7 @@ def merging() -> dict[str, float]:
 
 
 def handling() -> dict[str, float]:
-    """Copying an entry into a whole; how many pieces of work the arguments and counters of an allreduce take."""
+    """Measure copying an entry, and the fixed overhead of an allreduce in kernel calls."""
     parts = uniform(ENTRIES, SPARSE).split([int(ENTRIES / SPARSE) * j // 8 for j in range(9)])
     copy = seconds(lambda: SparseVector.concatenate(parts)) / ENTRIES
     one = uniform(8, SPARSE)
@@ -108,12 +108,12 @@ def handling() -> dict[str, float]:
 
 
 def of_this_machine() -> Costs:
-    """What the simulator charges for computation, as it takes here."""
+    """Return the simulator's costs of computation, measured on this machine."""
     return charged(coding() | merging())
 
 
 def charged(found: dict[str, float]) -> Costs:
-    """The simulator's costs from the constants."""
+    """Return the simulator's costs that follow from the constants."""
     dense = np.random.default_rng(0).standard_normal(VALUES, dtype=np.float32)
     k = VALUES // 100
     threshold = DenseVector(dense).topk(k).kth_magnitude(k)
@@ -130,7 +130,7 @@ def charged(found: dict[str, float]) -> Costs:
 
 
 def built_in() -> dict[str, float]:
-    """The constants of the package by the same names."""
+    """Return the built-in constants under the same names."""
     known = {f"{name}: {way}": value for name, each in CODING.items() for way, value in vars(each).items()}
     known |= {name: getattr(costmodel, name) for name in ("MERGE", "CROWDED", "WINDOW", "COPY", "CALL_OVERHEAD")}
     return known | {"PACKED": PACKED}

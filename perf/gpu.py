@@ -27,7 +27,7 @@ RANKS = (2, 4, 8, 16, 32)
 
 
 def milliseconds(call: Callable[[], object], repeat: int, before: Callable[[], object] | None = None) -> float:
-    """Median time on the current stream; the first call warms up, and `before` is not counted."""
+    """Return the median time on the current stream, without the first call and without `before`."""
     import cupy
 
     times = []
@@ -45,7 +45,7 @@ def milliseconds(call: Callable[[], object], repeat: int, before: Callable[[], o
 
 
 def gradient(n: int, seed: int = 0) -> Any:
-    """Cubes of normal values, on the device: a heavy-tailed gradient."""
+    """Return a heavy-tailed gradient on the device: cubes of normal values."""
     import cupy
 
     x = np.random.default_rng(seed).standard_normal(n, dtype=np.float32)
@@ -53,7 +53,7 @@ def gradient(n: int, seed: int = 0) -> Any:
 
 
 def read(x: Any, repeat: int) -> float:
-    """Milliseconds of one read."""
+    """Return the milliseconds of one read of the vector."""
     target = x.copy()
 
     def copy() -> None:
@@ -63,7 +63,7 @@ def read(x: Any, repeat: int) -> float:
 
 
 def rivals(x: Any, k: int, repeat: int) -> Row:
-    """torch.topk and CuPy's argpartition, where they are."""
+    """Return torch.topk and CuPy's argpartition, if they are installed."""
     import cupy
 
     found: Row = {}
@@ -151,7 +151,7 @@ SECTIONS = (selection, encoding, decoding)
 
 
 def about() -> Row:
-    """Device, driver and versions."""
+    """Return the device, the driver and versions."""
     import cupy
 
     runtime = cupy.cuda.runtime

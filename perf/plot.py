@@ -1,4 +1,4 @@
-"""The figures of docs/benchmarks.md, from the rows in perf/results.
+"""Draws the figures of docs/benchmarks.md from the rows in perf/results.
 
     python perf/plot.py [--out docs/figures]
 
@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def draw(results: Path = ROOT / "perf" / "results", out: Path = ROOT / "docs" / "figures") -> list[Path]:
-    """Draw them all; returns their paths."""
+    """Draw all figures and return their paths."""
     out.mkdir(parents=True, exist_ok=True)
     names = ("phases", "density", "scaling_time", "scaling_volume")
     phases, density, time, volume = (out / f"{name}.svg" for name in names)
@@ -32,7 +32,7 @@ def draw(results: Path = ROOT / "perf" / "results", out: Path = ROOT / "docs" / 
 
 
 def main() -> None:
-    """Draw into the folder asked for."""
+    """Parse the command line and draw."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "figures")
     draw(out=parser.parse_args().out)

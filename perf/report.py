@@ -1,4 +1,4 @@
-"""What the scripts in this folder share: sections of rows, printed and saved as tables and JSON."""
+"""Prints and saves the rows of scripts with sections, as tables and JSON."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ Section = Callable[[argparse.Namespace], Iterator[Row]]
 
 
 def add_options(parser: argparse.ArgumentParser, sections: Sequence[Section]) -> None:
-    """--only, --json, --markdown."""
+    """Add the options --only, --json and --markdown."""
     parser.add_argument("--only", nargs="+", choices=[s.__name__ for s in sections])
     parser.add_argument("--json", type=Path, help="save the rows")
     parser.add_argument("--markdown", type=Path, help="save the tables")
 
 
 def markdown(rows: list[Row]) -> str:
-    """Rows as a table; floats to three digits."""
+    """Return rows as a Markdown table, with floats to three digits."""
     heads = list(dict.fromkeys(head for row in rows for head in row))
 
     def cell(value: Any) -> str:
@@ -38,7 +38,7 @@ def markdown(rows: list[Row]) -> str:
 
 
 def run(sections: Sequence[Section], options: argparse.Namespace, heading: list[str], about: Row) -> None:
-    """Run the sections asked for; print each as a table under its docstring; save what is asked for."""
+    """Run the sections; print each as a table under its docstring, and save them as the options say."""
     console, results, texts = Console(), dict(about), list(heading)
     for section in sections:
         if options.only and section.__name__ not in options.only:

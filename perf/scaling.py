@@ -2,13 +2,13 @@
 
     python perf/scaling.py --json perf/results/scaling.json
 
-Every virtual rank selects from nothing (selection is charged by its cost), holds k uniform entries and takes part in
-one steady call (the second one of the object). Messages cost alpha + beta * bytes, work what `costs.py`
-measures on this machine's core, one core a rank.
+Every virtual rank has k entries at uniform indices and makes two calls with one algorithm object, of which the second
+is measured. A message takes alpha + beta * bytes, and computation what `costs.py` measures on one core of this machine.
+Nothing is selected, but the costs of a selection are added.
 
-A vector s times shorter, on a network and a processor s times slower, takes the same time, but for the headers of 16 to
-50 bytes a message, which weigh s times as much. So that 1024 ranks fit in memory and minutes, n is divided by a `scale`
-that each row names, such that the shortest messages still have some 300 entries (70 at 1024 ranks).
+A vector that is s times shorter takes the same time on a network and a processor that are s times slower, except for
+message headers of 16 to 50 bytes, which count s times as much. So that 1024 ranks fit in memory and end in minutes, n
+is divided by the `scale` in each row; the shortest messages still have some 300 entries (70 at 1024 ranks).
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ OURS = {  # (algorithm, value dtype)
     "top k of sum, float16": ("auto:want=top_k_of_sum", "float16"),
 }
 LEAST = 300  # entries of a message
-MOST_IN_PIECES = 64  # ranks; with more, messages go whole (pieces would be millions of messages)
+MOST_IN_PIECES = 64  # with more ranks, messages are not cut into pieces, of which there would be millions
 
 
 def scaled(costs: Costs, scale: float) -> Costs:
-    """The costs of a processor that is `scale` times slower; a call costs what it costs."""
+    """Return the costs of a processor that is `scale` times slower, with the same overhead per call."""
     return Costs(**{name: value * (1 if name == "call" else scale) for name, value in vars(costs).items()})
 
 
@@ -65,7 +65,7 @@ def simulated(
     value_dtype: str | None,
     scale: int,
 ) -> dict[str, Any]:
-    """One steady call: seconds, words received by the busiest rank (search apart), messages."""
+    """Simulate a call; return seconds, the words that the busiest rank receives without search, and its messages."""
     short = n // scale
     k = max(1, round(short * density))
     slow = Network(network.alpha, network.beta * scale)
@@ -110,7 +110,7 @@ def simulated(
 
 
 def scale_of(kind: str, n: int, density: float, P: int, work: float) -> int:
-    """By what to divide n: see the top of this file."""
+    """Return the divisor of n, see the top of this file."""
     k, total = n * density, estimates.fill_in(n, int(n * density), P)
     shortest = {"Dense": n / P, "TopkA": k, "gTopk": k}.get(kind, k / P)
     handled = P * {"Dense": 2 * n, "TopkA": k * P, "TopkDSA": total, "exact sum": total}.get(kind, k)
@@ -118,7 +118,7 @@ def scale_of(kind: str, n: int, density: float, P: int, work: float) -> int:
 
 
 def rows(options: argparse.Namespace, costs: Costs, known: set[tuple[Any, ...]]) -> Iterator[Row]:
-    """Weak scaling of every model on every network, but for what is known."""
+    """Yield the rows of every model on every network, without those that are known."""
     for name in options.models:
         n, density = MODELS[name]
         for P in options.ranks:
@@ -135,7 +135,7 @@ def rows(options: argparse.Namespace, costs: Costs, known: set[tuple[Any, ...]])
 
 
 def main() -> None:
-    """Simulate, print, save."""
+    """Simulate, print and save the rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--ranks", nargs="+", type=int, default=[4, 16, 64, 256, 1024])

@@ -3,9 +3,9 @@
     mpirun -n 4 python perf/soak.py                                     # 100,000 small, 1,000 large: half an hour
     mpirun -n 4 python perf/soak.py --small 2000 --large 20 --json out.json
 
-Every result is compared with the exact sum (or the top k of it). Every so many calls a communicator is freed and made
-anew, and one rank fails in between, which all must hear of. At the end memory, threads and open sends must be what they
-were after the warm-up. Run it on MPICH and on Open MPI.
+Every result is compared with the exact sum or the top k of it. At intervals a communicator is replaced by a new one,
+and one rank fails, which all ranks must report. In the end, memory, threads and open sends must be what they were after
+the warm-up. Run it on MPICH and on Open MPI.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ class Fault(Exception):
 
 
 def memory() -> int:
-    """Resident bytes of this process."""
+    """Return the resident memory of this process, in bytes."""
     gc.collect()
     return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE
 
 
 def vectors(n: int, k: int, size: int, turn: int) -> list[SparseVector]:
-    """All ranks' inputs of one call; small whole numbers, so that sums are exact."""
+    """Return all ranks' inputs of one call: small whole numbers, so that sums are exact."""
     made = []
     for rank in range(size):
         rng = np.random.default_rng([turn, rank])
@@ -54,7 +54,7 @@ def vectors(n: int, k: int, size: int, turn: int) -> list[SparseVector]:
 
 
 class Case:
-    """Inputs and what must come of them, made once."""
+    """The inputs of a call and the expected result."""
 
     def __init__(self, n: int, k: int, size: int, turn: int) -> None:
         self.inputs, self.k = vectors(n, k, size, turn), k
@@ -76,13 +76,13 @@ class Case:
 
 
 def one(comm: Any, case: Case, name: str, algorithm: Any) -> None:
-    """One call."""
+    """Make one call and check its result."""
     x = case.inputs[comm.rank]
     case.check(name, sparsecoll.allreduce(comm, x, algorithm, k=case.k, timeout=120))
 
 
 def fail(comm: Any, case: Case, turn: int) -> None:
-    """One rank fails among its messages; all must hear of it."""
+    """Let one rank fail between its messages; all ranks must raise."""
     transport, culprit = as_transport(comm), turn % comm.size
     send = transport.send
 
@@ -102,7 +102,7 @@ def fail(comm: Any, case: Case, turn: int) -> None:
 
 
 def many(comm: Any, cases: list[Case], count: int, start: int) -> None:
-    """Calls of all algorithms in turn; every third object keeps its state."""
+    """Call all algorithms in turn; every third object keeps its state between calls."""
     names = list(ALGORITHMS)
     kept = {name: resolve(name) for name in names}
     for turn in range(start, start + count):
@@ -113,7 +113,7 @@ def many(comm: Any, cases: list[Case], count: int, start: int) -> None:
 
 
 def both(comms: list[Any], cases: list[Case], count: int, start: int) -> None:
-    """Two threads on two communicators."""
+    """Run `many` in two threads, each with a communicator."""
     problems: list[BaseException] = []
 
     def work(comm: Any) -> None:
@@ -133,7 +133,7 @@ def both(comms: list[Any], cases: list[Case], count: int, start: int) -> None:
 
 
 def main() -> None:
-    """Soak, and tell."""
+    """Run, and print the report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--small", type=int, default=100_000)
     parser.add_argument("--large", type=int, default=1000)

@@ -1,10 +1,9 @@
-"""A real slow network on one machine: P hosts as network namespaces, joined by links of a chosen rate.
+"""A slow network on one machine: P hosts as network namespaces, connected by links of a chosen rate.
 
-Each host is a network namespace with one virtual Ethernet link to a bridge; a token bucket on both ends of the link
-limits what it sends and what it receives. MPICH starts one process (or more) a host and is told to use TCP between
-all of them, so that every message crosses the links although the processes share a machine. Processors and memory
-are shared: computation is slower than on hosts of their own. Each host has a name of its own, so that programs that ask
-for it find ranks on different nodes. There is no added delay.
+Each host is a network namespace with one virtual Ethernet link to a bridge; a token bucket at both ends of the link
+limits the rate in each direction. MPICH starts one or more processes per host and uses TCP between all of them, so that
+every message crosses the links. The hosts share processors and memory, so computation is slower than on separate hosts.
+Each has a name of its own, so that ranks appear to be on different nodes. No delay is added.
 
 Needs Linux, root, iproute2 (ip, tc), util-linux (unshare) and MPICH. From the command line:
 
@@ -44,7 +43,7 @@ exec ip netns exec $host unshare --uts sh -c 'echo "$0" > /proc/sys/kernel/hostn
 
 
 class TestbedError(RuntimeError):
-    """The testbed cannot be made or used; the text says what is missing."""
+    """The testbed cannot be set up or used; the text says what is missing."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ def _output(*command: str) -> str:
 
 
 def missing() -> str:
-    """What this machine lacks for a testbed; empty if nothing."""
+    """Return what this machine lacks for a testbed, or an empty list."""
     if sys.platform != "linux":
         return f"Linux (this is {sys.platform})"
     if os.geteuid() != 0:
@@ -84,7 +83,7 @@ def missing() -> str:
 
 @dataclass
 class Testbed:
-    """Hosts 10.77.0.1 ... 10.77.0.P with one link each; a context manager that puts them up and takes them down.
+    """Context manager: the hosts 10.77.0.1 to 10.77.0.P, with one link each.
 
     Args:
         hosts: P, 1 to 200.
@@ -113,7 +112,7 @@ class Testbed:
         down()
 
     def up(self) -> None:
-        """Make the hosts; what an earlier testbed left behind goes first."""
+        """Set up the hosts, after removing those of an earlier testbed."""
         lacking = missing()
         if lacking:
             raise TestbedError(f"testbed: expected {lacking}")
@@ -142,7 +141,7 @@ class Testbed:
 
 
 def hosts_up() -> list[int]:
-    """Numbers of the hosts that are up; empty without a testbed."""
+    """Return the numbers of the hosts that are up; an empty list without a testbed."""
     if shutil.which("ip") is None:
         return []
     names = re.findall(rf"^{BRIDGE}-(\d+)\b", _ip("netns", "list"), re.MULTILINE)
@@ -150,7 +149,7 @@ def hosts_up() -> list[int]:
 
 
 def down() -> None:
-    """Kill what still runs on the hosts and remove them and the bridge; nothing happens if there are none."""
+    """Kill the processes on the hosts, and remove the hosts and the bridge, if there are any."""
     for host in hosts_up():
         for process in _ip("netns", "pids", f"{BRIDGE}-{host}").split():
             with contextlib.suppress(ProcessLookupError):
@@ -161,7 +160,7 @@ def down() -> None:
 
 
 def link_bytes() -> list[LinkBytes]:
-    """What crossed each host's link since it was made."""
+    """Return the bytes that have crossed each host's link."""
     counts = []
     for host in hosts_up():
         where = f"/sys/class/net/scb{host}/statistics"
@@ -172,7 +171,7 @@ def link_bytes() -> list[LinkBytes]:
 
 
 def command_line(command: Sequence[str], launcher: str | Path, per_host: int = 1) -> list[str]:
-    """mpirun's arguments to start `command` on the hosts that are up."""
+    """Return the mpirun command line that starts `command` on the hosts that are up."""
     mpirun = Path(sys.executable).parent / "mpirun"
     found = str(mpirun) if mpirun.exists() else shutil.which("mpirun")
     if found is None:
@@ -215,7 +214,7 @@ def run(
 
 
 def main() -> int:
-    """Parse and run a command."""
+    """Parse the command line and run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="action", required=True)
     for name, text in (("up", "make the hosts"), ("run", "run an MPI program on them"), ("down", "remove them")):

@@ -1,13 +1,13 @@
-"""Seconds a training step: every compressor, SparseSGD, and DistributedDataParallel over gloo, in one run.
+"""Seconds per training step with every compressor, SparseSGD, and DistributedDataParallel over gloo, in one run.
 
     python perf/testbed.py run -- python perf/training.py --interface eth0 --json perf/results/training.json
     python perf/training.py --render                      # docs/training.md from those rows
     mpirun -n 8 python perf/training.py                   # any cluster
 
 Models: "vgg" (20 M parameters, two convolutional blocks and three linear layers, on 28 x 28 images) and "mlp" (107 M
-parameters). Inputs are random, which does not change the time. A step is forward, backward, reduction, and SGD with
-momentum; its time is that of the slowest rank, the median of --repeat. "plain" is torch.optim.SGD on each rank
-alone: computation. "free" is our optimizer without communication. "exposed" is what a rank waits in `step`.
+parameters), with random inputs. A step is forward, backward, reduction, and SGD with momentum; its time is that of the
+slowest rank, the median of --repeat steps. "plain" is torch.optim.SGD on each rank alone, which is computation only.
+"free" is DistributedOptimizer without communication. "exposed" is the time that a rank waits in `step`.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ COVAPS = {f"covap, I = {interval}": (COVAP(interval), {}) for interval in (1, 2,
 
 
 def vgg() -> nn.Module:
-    """20,3 M parameters for 28 x 28 images."""
+    """Return a net of 20.3 M parameters for 28 x 28 images."""
     return nn.Sequential(
         nn.Unflatten(1, (1, 28, 28)),
         *(nn.Conv2d(1, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
@@ -81,7 +81,7 @@ def vgg() -> nn.Module:
 
 
 def mlp() -> nn.Module:
-    """107 M parameters for 784 values."""
+    """Return a net of 107 M parameters for 784 values."""
     sizes = [784, 8192, 8192, 4096, 10]
     layers: list[nn.Module] = []
     for inputs, outputs in pairwise(sizes):
@@ -93,7 +93,7 @@ MODELS = {"vgg": vgg, "mlp": mlp}
 
 
 def ddp_lines() -> dict[str, Callable[[Any, Any], None]]:
-    """Name -> what registers the hook."""
+    """Return a dict from name to the function that registers the hook."""
 
     def power(model: Any, _: Any) -> None:
         state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
@@ -116,7 +116,7 @@ def ddp_lines() -> dict[str, Callable[[Any, Any], None]]:
 
 
 class Step:
-    """One line of the table: a model, its optimizer, and a step of them."""
+    """One line of the table: a model, its optimizer, and their step."""
 
     def __init__(self, model: nn.Module, forward: nn.Module, optimizer: Any, batch: int, rank: int) -> None:
         self.model, self.forward, self.optimizer = model, forward, optimizer
@@ -131,7 +131,7 @@ class Step:
 
 
 def lines(model_name: str, options: argparse.Namespace, comm: Any) -> Iterator[tuple[str, Callable[[], Step]]]:
-    """(name, what makes the step); a model lives for one line."""
+    """Yield the name of each line and a function that creates its Step; models are freed line by line."""
 
     def made() -> nn.Module:
         torch.manual_seed(0)
@@ -173,7 +173,7 @@ def lines(model_name: str, options: argparse.Namespace, comm: Any) -> Iterator[t
 
 
 def measure(step: Step, comm: Any, warm: int, repeat: int) -> Row:
-    """Median seconds of a step on the slowest rank, and what they consist of."""
+    """Return the median seconds of a step on the slowest rank, and their parts."""
     transport = as_transport(comm)
     for _ in range(warm):
         step()
@@ -195,7 +195,7 @@ def measure(step: Step, comm: Any, warm: int, repeat: int) -> Row:
 
 
 def rows(options: argparse.Namespace, comm: Any) -> Iterator[Row]:
-    """Every measurement; the same on every rank."""
+    """Measure and yield the rows, the same on every rank."""
     for model_name in options.models:
         alone = 0.0
         for name, make in lines(model_name, options, comm):
@@ -216,7 +216,7 @@ def rows(options: argparse.Namespace, comm: Any) -> Iterator[Row]:
 
 
 def hidden(rows: dict[str, Row], name: str) -> float | None:
-    """Share of min(computation, communication) that overlap hides: what a line gains over itself without overlap."""
+    """Return the share of min(computation, communication) that a line saves over itself without overlap."""
     alone, apart = rows.get("plain"), rows.get(f"{name}, no overlap")
     if alone is None or apart is None:
         return None
@@ -225,7 +225,7 @@ def hidden(rows: dict[str, Row], name: str) -> float | None:
 
 
 def tables(found: list[Row]) -> dict[str, str]:
-    """The page's tables by name."""
+    """Return the tables of the page by name."""
     made = {}
     for model_name in dict.fromkeys(row["model"] for row in found):
         rows = {row["line"]: row for row in found if row["model"] == model_name}
@@ -250,7 +250,7 @@ def tables(found: list[Row]) -> dict[str, str]:
 
 
 def main() -> None:
-    """Measure and print; rank 0 saves."""
+    """Measure and print; rank 0 saves the rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--lines", nargs="+", help="only lines whose name contains one of these")

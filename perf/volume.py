@@ -1,4 +1,4 @@
-"""Counted words, fill-in and modelled time of the algorithms, beside their formulas and the papers' figures.
+"""Counted words, fill-in and modelled time of the algorithms, beside formulas and figures of the papers.
 
     python perf/volume.py --markdown docs/volume.md --json perf/results/volume.json
 
@@ -30,7 +30,7 @@ SEARCH = ("agree", "repartition", "threshold", "overlap", "nodes", "pattern")  #
 
 
 def support(name: str, rank: int, n: int, k: int) -> np.ndarray:
-    """Positions of one rank's k entries."""
+    """Return the indices of one rank's k entries."""
     rng = np.random.default_rng([rank, 1])
     if name == "identical":
         return np.sort(np.random.default_rng(5).choice(n, k, replace=False))
@@ -40,13 +40,13 @@ def support(name: str, rank: int, n: int, k: int) -> np.ndarray:
 
 
 def vector(name: str, rank: int, n: int, k: int) -> SparseVector:
-    """One rank's input."""
+    """Return the input of one rank."""
     places = support(name, rank, n, k)
     return SparseVector(places, np.random.default_rng([rank, 2]).standard_normal(places.size).astype(np.float32), n)
 
 
 def words(low: float, high: float | None = None) -> str:
-    """One number, or a range."""
+    """Format one number or a range."""
     return f"{low:,.0f}" if high is None else f"{low:,.0f} to {high:,.0f}"
 
 
@@ -177,7 +177,7 @@ SECTIONS = (table1, fill_in, figure7)
 
 
 def main() -> None:
-    """Measure, print, save."""
+    """Measure, print and save."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--n", type=int, default=1_000_000)
     parser.add_argument("--density", type=float, default=0.005)
