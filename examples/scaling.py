@@ -18,8 +18,8 @@ ALGORITHMS = ("dense", "allgather", "sparcml", "gtopk", "oktopk")
 def program(comm, n: int, k: int, algo: str) -> int:
     """Run one rank's call and return the bytes it received; ranks have half of their support in common."""
     shared, own = np.random.default_rng(0), np.random.default_rng(1 + comm.rank)
-    places = np.unique(np.concatenate([shared.choice(n, k // 2, replace=False), own.choice(n, k - k // 2)]))
-    x = sparsecoll.SparseVector(places, own.standard_normal(places.size).astype(np.float32), n)
+    indices = np.unique(np.concatenate([shared.choice(n, k // 2, replace=False), own.choice(n, k - k // 2)]))
+    x = sparsecoll.SparseVector(indices, own.standard_normal(indices.size).astype(np.float32), n)
     sparsecoll.allreduce(comm, x, algo, k=k)
     return sparsecoll.traffic(comm).total.bytes_received
 

@@ -131,8 +131,8 @@ def packed(options: argparse.Namespace) -> Iterator[Row]:
     def vectors() -> Iterator[tuple[str, SparseVector]]:
         for density in DENSITIES:
             n = options.sizes[0]
-            places = np.sort(np.random.default_rng(0).choice(n, round(density * n), replace=False))
-            yield "uniform positions", SparseVector(places, np.ones(places.size, np.float32), n)
+            indices = np.sort(np.random.default_rng(0).choice(n, round(density * n), replace=False))
+            yield "uniform positions", SparseVector(indices, np.ones(indices.size, np.float32), n)
         for name, x in arrays([]):
             for density in DENSITIES:
                 yield name, select.topk(x, round(density * x.size))
@@ -171,8 +171,8 @@ def merge(options: argparse.Namespace) -> Iterator[Row]:
     """SparseVector.sum of P sorted vectors with 4 M entries in total at uniform indices below 24 M."""
     for P in (4, 16, 64):
         rng, n, each = np.random.default_rng(0), 24_000_000, 4_000_000 // P
-        places = [np.sort(rng.choice(n, each, replace=False)) for _ in range(P)]
-        parts = [SparseVector(p, rng.standard_normal(each, dtype=np.float32), n) for p in places]
+        indices = [np.sort(rng.choice(n, each, replace=False)) for _ in range(P)]
+        parts = [SparseVector(p, rng.standard_normal(each, dtype=np.float32), n) for p in indices]
         (seconds,) = medians([partial(SparseVector.sum, parts, np.dtype(np.float32))], options.repeat)
         memory.release()
         tracemalloc.start()
@@ -211,8 +211,8 @@ def figure5(options: argparse.Namespace) -> Iterator[Row]:
             """Algorithm 3 of DRAGONN's appendix in NumPy: threshold of a 1 % sample, mask, its nonzeros, gather."""
             sample = np.abs(x[::100])
             among = max(1, k // 100)
-            places = np.flatnonzero(np.abs(x) >= np.partition(sample, sample.size - among)[sample.size - among])
-            return places, x[places]
+            indices = np.flatnonzero(np.abs(x) >= np.partition(sample, sample.size - among)[sample.size - among])
+            return indices, x[indices]
 
         calls: dict[str, Callable[[], object]] = {
             "torch.topk": lambda t=tensor, x=x, k=k: x[torch.topk(t.abs(), k, sorted=False)[1].numpy()],

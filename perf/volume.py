@@ -40,9 +40,9 @@ def support(name: str, rank: int, n: int, k: int) -> np.ndarray:
 
 
 def vector(name: str, rank: int, n: int, k: int) -> SparseVector:
-    """Return the input of one rank."""
-    places = support(name, rank, n, k)
-    return SparseVector(places, np.random.default_rng([rank, 2]).standard_normal(places.size).astype(np.float32), n)
+    """One rank's input."""
+    indices = support(name, rank, n, k)
+    return SparseVector(indices, np.random.default_rng([rank, 2]).standard_normal(indices.size).astype(np.float32), n)
 
 
 def words(low: float, high: float | None = None) -> str:

@@ -54,15 +54,15 @@ def damaged(rng: np.random.Generator, message: np.ndarray, other: np.ndarray) ->
     if kind == 3:  # the head of one on the body of another
         return np.concatenate([buffer[:16], other[16:]])
     if kind == 4:  # a field of the header
-        place = rng.integers(0, min(buffer.size, 32))
-        buffer[place] = rng.choice(EXTREMES)
+        offset = rng.integers(0, min(buffer.size, 32))
+        buffer[offset] = rng.choice(EXTREMES)
         return buffer
     if kind == 5:  # eight bytes to an extreme
-        place = rng.integers(0, buffer.size)
-        buffer[place : place + 8] = rng.choice(EXTREMES)
+        offset = rng.integers(0, buffer.size)
+        buffer[offset : offset + 8] = rng.choice(EXTREMES)
         return buffer
-    places = rng.integers(0, buffer.size, 1 if kind == 6 else 5)
-    buffer[places] ^= np.uint8(1) << rng.integers(0, 8, places.size).astype(np.uint8)
+    offsets = rng.integers(0, buffer.size, 1 if kind == 6 else 5)
+    buffer[offsets] ^= np.uint8(1) << rng.integers(0, 8, offsets.size).astype(np.uint8)
     return buffer
 
 

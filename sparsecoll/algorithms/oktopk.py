@@ -266,19 +266,19 @@ class OkTopk(Algorithm):
     @staticmethod
     def _balance(channel: Channel, mine: SparseVector, sizes: list[int], order: list[int]) -> SparseVector:
         """Move entries so that every rank has K/P of all K, in the same order (section 3.1.2)."""
-        size, place = channel.size, order.index(channel.rank)
+        size, position = channel.size, order.index(channel.rank)
         have = np.concatenate([[0], np.cumsum(sizes)]).tolist()
         want = [have[-1] * j // size for j in range(size + 1)]
         kept = []
         for step in range(size):
-            to = (place + step) % size
-            start, stop = max(have[place], want[to]), min(have[place + 1], want[to + 1])
-            if start < stop and to != place:
-                channel.isend(order[to], mine.slice_entries(start - have[place], stop - have[place]))
+            to = (position + step) % size
+            start, stop = max(have[position], want[to]), min(have[position + 1], want[to + 1])
+            if start < stop and to != position:
+                channel.isend(order[to], mine.slice_entries(start - have[position], stop - have[position]))
         for source in range(size):
-            start, stop = max(have[source], want[place]), min(have[source + 1], want[place + 1])
-            if start < stop and source == place:
-                kept.append(mine.slice_entries(start - have[place], stop - have[place]))
+            start, stop = max(have[source], want[position]), min(have[source + 1], want[position + 1])
+            if start < stop and source == position:
+                kept.append(mine.slice_entries(start - have[position], stop - have[position]))
             elif start < stop:
                 kept.append(channel.recv(order[source]))
         return SparseVector.concatenate(kept or [mine.slice_entries(0, 0)])

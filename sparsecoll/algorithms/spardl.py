@@ -99,8 +99,10 @@ class SparDL(Algorithm):
 
     def _largest(self, part: SparseVector, edges: list[int], k: int) -> SparseVector:
         """The k/T largest entries of each block; the part itself if no block has more."""
-        places, shares = part.searchsorted(edges).tolist(), self._edges(k, len(edges) - 1)
-        held = [(start, stop, b - a) for (start, stop), (a, b) in zip(pairwise(places), pairwise(shares), strict=True)]
+        positions, shares = part.searchsorted(edges).tolist(), self._edges(k, len(edges) - 1)
+        held = [
+            (start, stop, b - a) for (start, stop), (a, b) in zip(pairwise(positions), pairwise(shares), strict=True)
+        ]
         if all(stop - start <= share for start, stop, share in held):
             return part
         return SparseVector.concatenate([part.slice_entries(start, stop).topk(share) for start, stop, share in held])

@@ -125,9 +125,9 @@ class Entries:
         rng = np.random.default_rng([8, rank])
         self._vectors = []
         for _ in range(count):
-            places = np.cumsum(rng.geometric(k / n, k)) - 1
-            places = places[places < n]
-            self._vectors.append(SparseVector(places, rng.standard_normal(places.size, dtype=np.float32), n))
+            indices = np.cumsum(rng.geometric(k / n, k)) - 1
+            indices = indices[indices < n]
+            self._vectors.append(SparseVector(indices, rng.standard_normal(indices.size, dtype=np.float32), n))
         self._calls = 0
 
     def __call__(self) -> SparseVector:

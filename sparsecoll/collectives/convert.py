@@ -125,35 +125,35 @@ def _as_triple(y: SparseVector) -> tuple[Any, Any, int]:
 def _flat_indices(coordinates: Any, shape: tuple[int, ...]) -> Any:
     """Return flat indices in C order; `coordinates` has a row for each dimension."""
     if math.prod(shape) >= 2**63:
-        raise ValueError(f"x: expected fewer than 2^63 places, got shape {shape}")
-    places = coordinates[0].astype(np.uint64)
+        raise ValueError(f"x: expected fewer than 2^63 coordinates, got shape {shape}")
+    indices = coordinates[0].astype(np.uint64)
     for row, size in zip(coordinates[1:], shape[1:], strict=True):
-        places = places * np.uint64(size) + row.astype(np.uint64)
-    return places
+        indices = indices * np.uint64(size) + row.astype(np.uint64)
+    return indices
 
 
-def _coordinates(places: Any, shape: tuple[int, ...]) -> list[Any]:
+def _coordinates(indices: Any, shape: tuple[int, ...]) -> list[Any]:
     """Invert `_flat_indices`; int64."""
-    rest, rows = places.astype(np.uint64), []
+    rest, rows = indices.astype(np.uint64), []
     for size in reversed(shape[1:]):
         rows.append((rest % np.uint64(size)).astype(np.int64))
         rest = rest // np.uint64(size)
     return [rest.astype(np.int64), *reversed(rows)]
 
 
-def _merged(places: Any, values: Any, length: int) -> SparseVector:
+def _merged(indices: Any, values: Any, length: int) -> SparseVector:
     """Return a vector of entries given in any order; those with the same index are summed in the order given."""
-    places = contiguous(places, index_dtype(length))
-    if places.size and bool((places[1:] <= places[:-1]).any()):
-        order = np.argsort(places, kind="stable") if isinstance(places, np.ndarray) else places.argsort()
-        places, values = places[order], values[order]
-        first = np.concatenate([asarray_like(np.ones(1, bool), places), places[1:] != places[:-1]])
+    indices = contiguous(indices, index_dtype(length))
+    if indices.size and bool((indices[1:] <= indices[:-1]).any()):
+        order = np.argsort(indices, kind="stable") if isinstance(indices, np.ndarray) else indices.argsort()
+        indices, values = indices[order], values[order]
+        first = np.concatenate([asarray_like(np.ones(1, bool), indices), indices[1:] != indices[:-1]])
         starts = np.flatnonzero(first)
-        if starts.size < places.size:
+        if starts.size < indices.size:
             sums = DenseVector.zeros(int(starts.size), values.dtype, DenseVector(values))
             sums.scatter_add((np.cumsum(first) - 1).astype(np.uint64), values)
-            places, values = places[starts], sums.values
-    return SparseVector(places, values, length)
+            indices, values = indices[starts], sums.values
+    return SparseVector(indices, values, length)
 
 
 def _from_scipy(x: Any) -> tuple[SparseVector, Back]:
@@ -199,12 +199,12 @@ def _from_torch(x: Any) -> tuple[Vector, Back]:
     x = x.detach().coalesce()
     held, values = _torch_array(x.indices()), x.values()
     shape, width = tuple(x.shape), math.prod(x.shape[x.sparse_dim() :])
-    places = _flat_indices(held, shape[: x.sparse_dim()])
+    indices = _flat_indices(held, shape[: x.sparse_dim()])
     if x.dense_dim():
-        row = asarray_like(np.arange(width, dtype=np.uint64), places)
-        places = (places[:, None] * np.uint64(width) + row[None, :]).reshape(-1)
+        row = asarray_like(np.arange(width, dtype=np.uint64), indices)
+        indices = (indices[:, None] * np.uint64(width) + row[None, :]).reshape(-1)
     length = math.prod(shape)
-    vector = SparseVector(contiguous(places, index_dtype(length)), _torch_array(values.reshape(-1)), length)
+    vector = SparseVector(contiguous(indices, index_dtype(length)), _torch_array(values.reshape(-1)), length)
     return vector, partial(_to_torch, type(x), x.sparse_dim(), shape)
 
 
@@ -224,9 +224,9 @@ def _to_torch(kind: Any, sparse_dim: int, shape: tuple[int, ...], y: SparseVecto
         )
     flat = y.indices.astype(np.uint64)
     row = tensor((flat // np.uint64(width)).astype(np.int64))
-    held, place = torch.unique_consecutive(row, return_inverse=True)
+    held, position = torch.unique_consecutive(row, return_inverse=True)
     values = torch.zeros(len(held), width, dtype=tensor(y.values).dtype, device=row.device)
-    values[place, tensor((flat % np.uint64(width)).astype(np.int64))] = tensor(y.values)
+    values[position, tensor((flat % np.uint64(width)).astype(np.int64))] = tensor(y.values)
     coordinates = []
     for size in reversed(outer[1:]):
         coordinates.append(held % size)

@@ -121,7 +121,7 @@ def updates(layout: Layout, value: Vector) -> Iterator[tuple[str, Update]]:
         for name, a, b in zip(layout.names, edges[:-1], edges[1:], strict=True):
             yield name, Update(None, flat[a:b])
         return
-    places = value.searchsorted(edges)
-    for name, offset, a, b in zip(layout.names, edges, places[:-1], places[1:], strict=False):
+    positions = value.searchsorted(edges)
+    for name, offset, a, b in zip(layout.names, edges, positions[:-1], positions[1:], strict=False):
         inside = value.indices[a:b].astype(np.int64) - offset
         yield name, Update(device.tensor(inside), device.tensor(value.values[a:b]))

@@ -42,8 +42,8 @@ def seconds(make, name, P, density, network):
     k = round(N * density)
 
     def program(comm):
-        places = support(name, comm.rank, P, k, np.random.default_rng([comm.rank, 1]), N)
-        x, algorithm = SparseVector(places, np.ones(places.size, np.float32), N), make()
+        indices = support(name, comm.rank, P, k, np.random.default_rng([comm.rank, 1]), N)
+        x, algorithm = SparseVector(indices, np.ones(indices.size, np.float32), N), make()
         sparsecoll.allreduce(comm, x, algorithm)
         allgather(comm.transport, np.zeros(1))
         start = comm.transport.now()
@@ -164,8 +164,8 @@ def test_every_repetition_gives_the_same_bits(name, make):
         algo, results = make(), []
         rng = np.random.default_rng([comm.rank, 5])
         inputs = [
-            SparseVector(places, rng.standard_normal(places.size).astype(np.float32), n)
-            for places in (support(name, comm.rank, P, k, rng, n) for k in (20, 300, 3000))
+            SparseVector(indices, rng.standard_normal(indices.size).astype(np.float32), n)
+            for indices in (support(name, comm.rank, P, k, rng, n) for k in (20, 300, 3000))
         ]
         for turn in range(3):
             results.append([sparsecoll.allreduce(comm, x, algo) for x in inputs])
@@ -181,13 +181,13 @@ def test_the_sample_tells_overlap_and_skew(k, P):
     n = 40 * k if P < 64 else 400 * k  # disjoint supports must find room
 
     def program(comm, name):
-        places = support(name, comm.rank, P, k, np.random.default_rng([comm.rank, 3]), n)
-        return overlap.estimate(comm.transport, SparseVector(places, np.ones(places.size, np.float32), n), k), places
+        indices = support(name, comm.rank, P, k, np.random.default_rng([comm.rank, 3]), n)
+        return overlap.estimate(comm.transport, SparseVector(indices, np.ones(indices.size, np.float32), n), k), indices
 
     for name in ("same", "random", "disjoint", "one_region"):
         results = simulate(P, lambda comm, m=name: program(comm, m)).results
         assert all(estimate == results[0][0] for estimate, _ in results)
-        union = np.unique(np.concatenate([places for _, places in results])).size
+        union = np.unique(np.concatenate([indices for _, indices in results])).size
         reach, skew = results[0][0]
         assert estimates.fill_in(int(reach), k, P) == pytest.approx(union, rel=0.25) or union > estimates.fill_in(
             n, k, P

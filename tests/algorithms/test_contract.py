@@ -76,9 +76,9 @@ def test_an_exact_sum_holds_every_index_that_some_rank_holds(format, P):
     algos += [sparsecoll.Hierarchical(inside="dense"), sparsecoll.DenseStream(repartition="even")]
 
     def program(comm):
-        places = np.array([3, 7, 8, 9, 11 + comm.rank, 60])
+        indices = np.array([3, 7, 8, 9, 11 + comm.rank, 60])
         values = np.array([1 - 2 * (comm.rank % 2) if comm.rank < P - P % 2 else 0, 0, -0.0, 1e-9, 2, 0], np.float32)
-        x, found = SparseVector(places, values, 64), []
+        x, found = SparseVector(indices, values, 64), []
         options = {"format": format, "value_dtype": "float16"}
         for algo in algos:
             y = sparsecoll.allreduce(comm, x, algo, return_reduction=True, **options)
@@ -127,12 +127,12 @@ def test_lengths_above_2_to_the_32(algo, P):
     """Indices next to 2^33 survive, sums of boundaries too; nothing of size n is ever allocated."""
     n = 2**40
     rng = np.random.default_rng(1)
-    places = [np.sort(rng.choice(1000, 50, replace=False)) + np.array([2**33]) * (r + 1) for r in range(P)]
-    inputs = [SparseVector(p, np.arange(1, 51, dtype=np.float32), n) for p in places]
+    indices = [np.sort(rng.choice(1000, 50, replace=False)) + np.array([2**33]) * (r + 1) for r in range(P)]
+    inputs = [SparseVector(p, np.arange(1, 51, dtype=np.float32), n) for p in indices]
     reductions = simulate(
         P, lambda comm: sparsecoll.allreduce(comm, inputs[comm.rank], algo, return_reduction=True)
     ).results
-    union, inverse = np.unique(np.concatenate(places), return_inverse=True)
+    union, inverse = np.unique(np.concatenate(indices), return_inverse=True)
     sums, entered = np.zeros((2, union.size), np.float32)
     np.add.at(sums, inverse, np.tile(np.arange(1, 51, dtype=np.float32), P))
     for r in reductions:

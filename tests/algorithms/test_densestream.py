@@ -36,8 +36,8 @@ def test_histogram_boundaries_balance_what_averaged_ones_do_not():
 def test_blocks_travel_unless_another_format_is_asked_for():
     def program(comm, format):
         rng = np.random.default_rng(7)
-        places = np.flatnonzero(rng.random(50_000) < 0.3)
-        x = SparseVector(places, np.ones(places.size, np.float32), 50_000)
+        indices = np.flatnonzero(rng.random(50_000) < 0.3)
+        x = SparseVector(indices, np.ones(indices.size, np.float32), 50_000)
         y = sparsecoll.allreduce(comm, x, "densestream", format=format, return_reduction=True)
         return y.traffic.total.bytes_received
 

@@ -14,8 +14,8 @@ HEADER, ENTRY = 16, 8  # bytes of a COO message
 
 def entries(rank, share=0.3):
     rng = np.random.default_rng(rank)
-    places = np.flatnonzero(rng.random(N) < share)
-    return SparseVector(places, rng.standard_normal(places.size).astype(np.float32), N)
+    indices = np.flatnonzero(rng.random(N) < share)
+    return SparseVector(indices, rng.standard_normal(indices.size).astype(np.float32), N)
 
 
 def in_order(P, pairs):

@@ -50,8 +50,8 @@ def test_dense_sums_inside_the_node_give_the_same(inner, dtype):
 def test_rounding_on_the_wire_is_conserved(inner, value_dtype):
     def program(comm):
         rng = np.random.default_rng(comm.rank)
-        places = np.sort(rng.choice(400, 80, replace=False))
-        x = SparseVector(places, (rng.integers(-(2**14), 2**14, 80) / 512).astype(np.float32), 400)
+        indices = np.sort(rng.choice(400, 80, replace=False))
+        x = SparseVector(indices, (rng.integers(-(2**14), 2**14, 80) / 512).astype(np.float32), 400)
         return sparsecoll.allreduce(
             comm, x, Hierarchical(inner=inner), k=60, value_dtype=value_dtype, return_reduction=True
         )

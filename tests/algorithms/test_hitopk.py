@@ -60,8 +60,8 @@ def test_dtypes_and_rounding_are_conserved(dtype, value_dtype, on_node):
     inputs = []
     for rank in range(6):
         rng = np.random.default_rng(rank)
-        places = np.sort(rng.choice(400, 80, replace=False))
-        inputs.append(SparseVector(places, (rng.integers(-(2**14), 2**14, 80) / scale).astype(dtype), 400))
+        indices = np.sort(rng.choice(400, 80, replace=False))
+        inputs.append(SparseVector(indices, (rng.integers(-(2**14), 2**14, 80) / scale).astype(dtype), 400))
     results = run(inputs, on_node, inputs, k=60, value_dtype=value_dtype)
     assert all(same_bits(results[0].value, r.value) for r in results)
     entered = np.sum([r.contributed.to_dense().astype(np.float64) for r in results], axis=0)

@@ -14,13 +14,13 @@ LENGTH = 400_000
 def words_received(name, P, k, n=LENGTH, values="spread", **options):
     def program(comm):
         rng = np.random.default_rng([comm.rank, 1])
-        places = support(name, comm.rank, P, k, rng, n)
-        held = rng.standard_normal(places.size).astype(np.float32)
+        indices = support(name, comm.rank, P, k, rng, n)
+        held = rng.standard_normal(indices.size).astype(np.float32)
         if values == "ties":
             held = np.ones_like(held)
         if values == "owner":  # the whole result comes from one region
-            held[places < n // P] *= 1000
-        x = SparseVector(places, held, n)
+            held[indices < n // P] *= 1000
+        x = SparseVector(indices, held, n)
         y = sparsecoll.allreduce(comm, x, OkTopk(k=k, **options), format="coo", return_reduction=True)
         searching = sum(y.traffic.phases[p].words_received for p in SEARCH if p in y.traffic.phases)
         return y.traffic.total.words_received - searching, searching, y.value.nnz
@@ -145,8 +145,8 @@ def test_data_that_moves_to_another_region_makes_the_next_call_repartition():
     def program(comm):
         algorithm, rng, words = OkTopk(k=k, tau=1000), np.random.default_rng(comm.rank), []
         for start in (0, 300_000, 300_000):
-            places = start + np.sort(rng.choice(50_000, k, replace=False))
-            x = SparseVector(places, rng.standard_normal(k).astype(np.float32), LENGTH)
+            indices = start + np.sort(rng.choice(50_000, k, replace=False))
+            x = SparseVector(indices, rng.standard_normal(k).astype(np.float32), LENGTH)
             y = sparsecoll.allreduce(comm, x, algorithm, format="coo", return_reduction=True)
             words.append(y.traffic.total.words_received)
         return words
@@ -163,9 +163,9 @@ def test_balancing_bounds_the_time_of_the_gather():
     def seconds(factor):
         def program(comm):
             rng = np.random.default_rng(comm.rank)
-            places = np.sort(rng.choice(LENGTH, k, replace=False))
-            values = np.where(places < LENGTH // P, 1000, 1) * rng.standard_normal(k)
-            x = SparseVector(places, values.astype(np.float32), LENGTH)
+            indices = np.sort(rng.choice(LENGTH, k, replace=False))
+            values = np.where(indices < LENGTH // P, 1000, 1) * rng.standard_normal(k)
+            x = SparseVector(indices, values.astype(np.float32), LENGTH)
             algorithm = OkTopk(balance_factor=factor, repartition="even")
             return sparsecoll.allreduce(comm, x, algorithm, k=k // 2, return_reduction=True).traffic
 
@@ -178,13 +178,13 @@ def test_balancing_bounds_the_time_of_the_gather():
 def test_regions_beyond_2_to_the_24_keep_their_indices():
     """Published fault: indices packed as float32 are wrong above 2^24."""
     n = 2**27
-    places = 2**26 + np.arange(1, 4001, 2)
+    indices = 2**26 + np.arange(1, 4001, 2)
 
     def program(comm):
-        return sparsecoll.allreduce(comm, SparseVector(places, np.ones(places.size, np.float32), n), "oktopk")
+        return sparsecoll.allreduce(comm, SparseVector(indices, np.ones(indices.size, np.float32), n), "oktopk")
 
     for y in simulate(3, program).results:
-        np.testing.assert_array_equal(y.indices, places)
+        np.testing.assert_array_equal(y.indices, indices)
 
 
 def test_boundary_sums_do_not_overflow_32_bits():
@@ -278,8 +278,8 @@ def steady_words(name, P, k, **options):
 
     def program(comm):
         rng = np.random.default_rng([comm.rank, 1])
-        places = support(name, comm.rank, P, k, rng, 100 * k)
-        x, algorithm = SparseVector(places, rng.standard_normal(places.size).astype(np.float32), 100 * k), OkTopk()
+        indices = support(name, comm.rank, P, k, rng, 100 * k)
+        x, algorithm = SparseVector(indices, rng.standard_normal(indices.size).astype(np.float32), 100 * k), OkTopk()
         sparsecoll.allreduce(comm, x, algorithm, k=k)
         traffic = sparsecoll.allreduce(comm, x, algorithm, k=k, return_reduction=True, **options).traffic
         return traffic.total.words_received - sum(
@@ -314,8 +314,8 @@ def test_a_k_that_varies_a_little_searches_no_more_than_a_constant_one(P):
         algorithm, rows = OkTopk(), []
         for step in range(8):
             rng = np.random.default_rng([comm.rank, step])
-            places = np.sort(rng.choice(100_000, int(rng.integers(950, 1050)), replace=False))
-            x = SparseVector(places, rng.standard_normal(places.size).astype(np.float32), 100_000)
+            indices = np.sort(rng.choice(100_000, int(rng.integers(950, 1050)), replace=False))
+            x = SparseVector(indices, rng.standard_normal(indices.size).astype(np.float32), 100_000)
             k = 1000 + 11 * step if given else None
             y = sparsecoll.allreduce(comm, x, algorithm, k=k, return_reduction=True)
             phases = y.traffic.phases

@@ -23,8 +23,8 @@ MAKERS = {
 def inputs(name, P, dtype=np.float32):
     for rank in range(P):
         rng = np.random.default_rng([rank, 1])
-        places = support(name, rank, P, K, rng, N)
-        yield SparseVector(places, rng.standard_normal(places.size).astype(dtype), N)
+        indices = support(name, rank, P, K, rng, N)
+        yield SparseVector(indices, rng.standard_normal(indices.size).astype(dtype), N)
 
 
 def outcome(make, name, P, dtype=np.float32, **options):
@@ -106,8 +106,8 @@ def test_learned_boundaries_cost_no_message_and_foreign_ones_raise_on_every_rank
         algorithm, agreed = make(), []
         for step in range(4):
             rng = np.random.default_rng([comm.rank, step])
-            places = np.sort(rng.choice(N, K, replace=False))
-            x = SparseVector(places, rng.standard_normal(K).astype(np.float32), N)
+            indices = np.sort(rng.choice(N, K, replace=False))
+            x = SparseVector(indices, rng.standard_normal(K).astype(np.float32), N)
             if spoil and step == 3 and comm.rank == 1:
                 algorithm._edges = [0, *(edge // 2 for edge in algorithm._edges[1:-1]), N]
                 algorithm._boundaries = algorithm._edges[:: max(len(algorithm._edges) // 4, 1)]

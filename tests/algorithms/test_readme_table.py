@@ -113,9 +113,9 @@ def test_long_vectors_are_gathered_in_pieces():
 
 @pytest.mark.parametrize("P", [8, 16])
 def test_reduce_scatter_takes_the_words_of_its_docstring(P):
-    def words(places):
+    def words(indices):
         def program(comm):
-            x = sparsecoll.SparseVector(places(comm.rank), np.ones(K, np.float32), LENGTH)
+            x = sparsecoll.SparseVector(indices(comm.rank), np.ones(K, np.float32), LENGTH)
             sparsecoll.reduce_scatter(comm, x, format="coo", check=False)
             return sparsecoll.traffic(comm).total.words_received
 
@@ -123,9 +123,9 @@ def test_reduce_scatter_takes_the_words_of_its_docstring(P):
 
     room = HEADERS * (P - 1)
     even = np.arange(K) * (LENGTH // K)
-    for least, most, places in (
+    for least, most, indices in (
         (2 * K * (P - 1) / P, 2 * K * (P - 1) / P, lambda rank: even),
         (K * log2(P), K * log2(P), lambda rank: even + rank),
         (K * log2(P), 2 * K * (P - 1), lambda rank: np.arange(K) * P + rank),  # all in the first parts
     ):
-        assert least <= words(places) <= most + room
+        assert least <= words(indices) <= most + room

@@ -35,8 +35,8 @@ def test_every_variant_is_exact(variant, name, P):
 def test_every_variant_conserves_what_rounding_takes(variant, P, value_dtype):
     def program(comm):
         rng = np.random.default_rng(comm.rank)
-        places = np.sort(rng.choice(500, 200, replace=False))
-        x = SparseVector(places, (rng.integers(-(2**14), 2**14, 200) / 512).astype(np.float32), 500)
+        indices = np.sort(rng.choice(500, 200, replace=False))
+        x = SparseVector(indices, (rng.integers(-(2**14), 2**14, 200) / 512).astype(np.float32), 500)
         return sparsecoll.allreduce(comm, x, SparCML(variant=variant), value_dtype=value_dtype, return_reduction=True)
 
     results = simulate(P, program).results
@@ -78,8 +78,8 @@ def test_streams_go_dense_past_the_break_even():
     def received(variant, density):
         def program(comm):
             rng = np.random.default_rng(comm.rank)
-            places = np.flatnonzero(rng.random(20_000) < density)
-            x = SparseVector(places, np.ones(places.size, np.float32), 20_000)
+            indices = np.flatnonzero(rng.random(20_000) < density)
+            x = SparseVector(indices, np.ones(indices.size, np.float32), 20_000)
             y = sparsecoll.allreduce(comm, x, SparCML(variant=variant), format="coo", return_reduction=True)
             return y.traffic.phases["gather"].bytes_received
 

@@ -96,10 +96,10 @@ def with_teams(inputs, k, d):
     for distance in steps:
         before = [list(blocks) for blocks in top]
         for rank in range(P):
-            team, place = divmod(rank, T)
-            to = team * T + (place + distance) % T
+            team, position = divmod(rank, T)
+            to = team * T + (position + distance) % T
             for offset in range(distance, min(2 * distance, T)):
-                block = (place + offset) % T
+                block = (position + offset) % T
                 top[to][block] = oracle_top(before[to][block] + before[rank][block], shares[block])
     result = []
     for block in range(T):

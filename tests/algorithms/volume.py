@@ -28,8 +28,8 @@ def measure(algorithm, name, P, k, n=400_000):
 
     def program(comm):
         rng = np.random.default_rng([comm.rank, 1])
-        places = support(name, comm.rank, P, k, rng, n)
-        x = SparseVector(places, rng.standard_normal(places.size).astype(np.float32), n)
+        indices = support(name, comm.rank, P, k, rng, n)
+        x = SparseVector(indices, rng.standard_normal(indices.size).astype(np.float32), n)
         y = sparsecoll.allreduce(comm, x, algorithm(), k=k, **COUNTED)
         phases = [c for phase, c in y.traffic.phases.items() if phase not in OVERHEAD]
         return (

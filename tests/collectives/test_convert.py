@@ -71,7 +71,7 @@ def test_huge_matrices():
     assert vector.length == 2**51 and vector.indices.tolist() == [5 * 2**20 + 7, 2**51 - 1]
     back = like(x, vector)
     assert back.shape == shape and [c.tolist() for c in back.coords] == [[5, 2**31 - 1], [7, 2**20 - 1]]
-    with pytest.raises(ValueError, match=r"fewer than 2\^63 places"):
+    with pytest.raises(ValueError, match=r"fewer than 2\^63 coordinates"):
         as_vector(sparse.coo_array((np.ones(1), ([0], [0])), shape=(2**62, 2)))
 
 

@@ -11,8 +11,8 @@ FORM = DenseStream()
 LENGTH = 2**25  # 4 bytes a start, 4 a length, as in the figure
 
 
-def vector(places, dtype=np.float32, length=LENGTH):
-    return SparseVector(places, np.ones(len(places), dtype), length)
+def vector(indices, dtype=np.float32, length=LENGTH):
+    return SparseVector(indices, np.ones(len(indices), dtype), length)
 
 
 def body(x, value_dtype=None):

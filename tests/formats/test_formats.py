@@ -22,11 +22,11 @@ def vectors(draw, largest=2**40):
     span = min(largest, draw(st.sampled_from([1, 7, 64, 1000, 20_000, largest])))
     start = draw(st.integers(0, largest - span))
     nnz = draw(st.one_of(st.integers(0, min(span, 300)), st.just(min(span, 3000))))
-    places = start + np.unique(rng.integers(0, span, nnz) if span > 10**6 else rng.choice(span, nnz, replace=False))
-    nnz = places.size
+    indices = start + np.unique(rng.integers(0, span, nnz) if span > 10**6 else rng.choice(span, nnz, replace=False))
+    nnz = indices.size
     values = rng.integers(1, 2**10, nnz) * rng.choice([-1, 1], nnz) / (8 if dtype.kind == "f" else 1)
     length = draw(st.integers(start + span, largest + span))
-    return SparseVector(places, values.astype(dtype), length)
+    return SparseVector(indices, values.astype(dtype), length)
 
 
 @FEW
@@ -66,8 +66,8 @@ def test_rounding_to_nearest_even_saturation_and_special_values():
 
 def runs(*lengths, apart=1000):
     """A vector whose entries stand in runs of these lengths."""
-    places = np.concatenate([number * apart + np.arange(length) for number, length in enumerate(lengths)])
-    return SparseVector(places, np.ones(places.size, np.float32), 10**6)
+    indices = np.concatenate([number * apart + np.arange(length) for number, length in enumerate(lengths)])
+    return SparseVector(indices, np.ones(indices.size, np.float32), 10**6)
 
 
 @pytest.mark.parametrize(
@@ -131,8 +131,8 @@ def test_damaged_messages_raise_and_never_give_an_invalid_vector(name, x, data):
         buffer = np.concatenate([buffer, np.zeros(data.draw(st.integers(1, 20)), np.uint8)])
     elif kind == "flipped":
         for _ in range(data.draw(st.integers(1, 4))):
-            place = data.draw(st.integers(0, min(buffer.size, 60) - 1) | st.integers(0, buffer.size - 1))
-            buffer[place] ^= np.uint8(data.draw(st.integers(1, 255)))
+            offset = data.draw(st.integers(0, min(buffer.size, 60) - 1) | st.integers(0, buffer.size - 1))
+            buffer[offset] ^= np.uint8(data.draw(st.integers(1, 255)))
     else:
         length = data.draw(st.integers(0, x.length))
     try:

@@ -14,9 +14,9 @@ def entropy(n, k):
     return (lgamma(n + 1) - lgamma(k + 1) - lgamma(n - k + 1)) / log(2) / k
 
 
-def bits(places, n):
+def bits(indices, n):
     """Bits per index, with the header and all that is not values."""
-    x = SparseVector(places, np.ones(places.size, np.float16), n)
+    x = SparseVector(indices, np.ones(indices.size, np.float16), n)
     return (FORMATS["packed"].size(x) - 2 * x.nnz) * 8 / x.nnz
 
 
@@ -24,16 +24,16 @@ def bits(places, n):
 def test_uniform_positions_cost_their_entropy_and_2_percent(density):
     n = 10**8 if density < 0.01 else 10**7
     rng = np.random.default_rng(0)
-    places = np.unique(rng.integers(0, n, round(n * density)))
-    assert bits(places, n) < 1.02 * entropy(n, places.size)
+    indices = np.unique(rng.integers(0, n, round(n * density)))
+    assert bits(indices, n) < 1.02 * entropy(n, indices.size)
 
 
 def test_layers_of_different_density_cost_less():
     """Blocks of 1,024 indices follow the density of regions (layers, say) that hold several of them."""
     rng = np.random.default_rng(0)
     density = 0.03 * np.repeat(rng.gamma(0.3, size=25), 800_000)
-    places = np.flatnonzero(rng.random(density.size) < density)
-    assert bits(places, density.size) < 0.93 * entropy(density.size, places.size)
+    indices = np.flatnonzero(rng.random(density.size) < density)
+    assert bits(indices, density.size) < 0.93 * entropy(density.size, indices.size)
 
 
 def test_worst_cases_stay_near_raw_indices():
@@ -44,7 +44,7 @@ def test_worst_cases_stay_near_raw_indices():
 
 
 def test_half_the_bytes_of_coo_at_1_percent_with_float16():
-    places = np.sort(np.random.default_rng(0).choice(10**7, 10**5, replace=False))
-    x = SparseVector(places, np.ones(10**5, np.float32), 10**7)
+    indices = np.sort(np.random.default_rng(0).choice(10**7, 10**5, replace=False))
+    x = SparseVector(indices, np.ones(10**5, np.float32), 10**7)
     assert formats.encode(x, "packed").size < 0.64 * formats.encode(x, "coo").size  # 40 of 64 bits
     assert formats.encode(x, "packed", "float16").size < 0.39 * formats.encode(x, "coo").size  # 24 of 64 bits

@@ -13,8 +13,8 @@ from sparsecoll.kernels import cpu, reference
 
 def vector(seed=0, n=5000, nnz=3000, dtype=np.float32):
     rng = np.random.default_rng(seed)
-    places = np.sort(rng.choice(n, nnz, replace=False)) + 10**6
-    return SparseVector(places, rng.standard_normal(nnz).astype(dtype), 10**7)
+    indices = np.sort(rng.choice(n, nnz, replace=False)) + 10**6
+    return SparseVector(indices, rng.standard_normal(nnz).astype(dtype), 10**7)
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8])

@@ -10,8 +10,8 @@ from sparsecoll.formats import Slots
 
 def vector(nnz=1000, length=10**6, seed=0):
     rng = np.random.default_rng(seed)
-    places = np.sort(rng.choice(length, nnz, replace=False))
-    return SparseVector(places, rng.standard_normal(nnz).astype(np.float32), length)
+    indices = np.sort(rng.choice(length, nnz, replace=False))
+    return SparseVector(indices, rng.standard_normal(nnz).astype(np.float32), length)
 
 
 def test_collision_rate_of_lemma_a5():

@@ -157,7 +157,7 @@ def reference_stride(size):
 
 
 def test_segments_follow_each_other(cp, gpu, monkeypatch):
-    """A vector longer than one launch can count: ties and places go on over its segments."""
+    """A vector longer than one launch can count: ties and positions go on over its segments."""
     monkeypatch.setattr(gpu.selection, "SEGMENT", 4096)
     v = np.round(np.random.default_rng(1).standard_normal(13_000) * 2).astype(np.float32)
     key = int(key_of(2.0, v.dtype))
@@ -250,9 +250,9 @@ def test_blocks(cp, gpu, size, seed, own, gap, far):
     reference.block_write(i, v, gap, out)
     gpu.block_write(cp.asarray(i), cp.asarray(v), gap, mine)
     same(mine, out)
-    places = np.arange(0, out.size, 2)
-    on = (cp.asarray(starts), cp.asarray(lengths), cp.asarray(places))
-    same(gpu.block_indices(*on), reference.block_indices(starts, lengths, places))
+    positions = np.arange(0, out.size, 2)
+    on = (cp.asarray(starts), cp.asarray(lengths), cp.asarray(positions))
+    same(gpu.block_indices(*on), reference.block_indices(starts, lengths, positions))
 
 
 @FEW

@@ -251,5 +251,5 @@ def _kernels(transport: Transport, effort: Effort) -> list[float]:
 
 def _uniform(entries: int, length: int, seed: int = 0) -> SparseVector:
     rng = np.random.default_rng(seed)
-    places = np.flatnonzero(rng.random(length, dtype=np.float32) < entries / length)[:entries]
-    return SparseVector(places, rng.standard_normal(places.size).astype(np.float32), length)
+    indices = np.flatnonzero(rng.random(length, dtype=np.float32) < entries / length)[:entries]
+    return SparseVector(indices, rng.standard_normal(indices.size).astype(np.float32), length)

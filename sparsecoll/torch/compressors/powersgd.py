@@ -47,19 +47,19 @@ class LowRank(ErrorFeedback):
         self._whole: list[int] = []
         rows: list[tuple[int, ...]] = []
         columns: list[tuple[int, ...]] = []
-        self._places: list[tuple[int, int, int, int]] = []
-        for place, (shape, length) in enumerate(zip(layout.shapes, np.diff(layout.offsets).tolist(), strict=True)):
+        self._factored: list[tuple[int, int, int, int]] = []
+        for index, (shape, length) in enumerate(zip(layout.shapes, np.diff(layout.offsets).tolist(), strict=True)):
             n = shape[0] if len(shape) > 1 else 1
             m = length // max(n, 1)
             r = min(self.rank, n, m)
             if len(shape) > 1 and (n + m) * r < n * m:
-                self._places.append((place, n, m, r))
+                self._factored.append((index, n, m, r))
                 rows.append((n, r))
                 columns.append((m, r))
-                self._low.append(place)
+                self._low.append(index)
             else:
-                self._whole.append(place)
-        rest: list[tuple[int, ...]] = [(math.prod(layout.shapes[place]),) for place in self._whole]
+                self._whole.append(index)
+        rest: list[tuple[int, ...]] = [(math.prod(layout.shapes[index]),) for index in self._whole]
         self._P, self._Q = FlatPacker(rows + rest, layout), FlatPacker(columns + rest, layout)
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + layout.index)
         first = (
@@ -103,11 +103,11 @@ class LowRank(ErrorFeedback):
 
     def _matrices(self, flat: Array) -> list[torch.Tensor]:
         views = self.layout.views(flat)
-        return [views[place].reshape(n, m) for place, n, m, _ in self._places]
+        return [views[index].reshape(n, m) for index, n, m, _ in self._factored]
 
     def _rest(self, flat: Array) -> list[torch.Tensor]:
         views = self.layout.views(flat)
-        return [views[place].reshape(-1) for place in self._whole]
+        return [views[index].reshape(-1) for index in self._whole]
 
     def _write_rest(self, out: Array, means: list[torch.Tensor]) -> None:
         """Write the means of the parameters that are sent densely, and clear their residuals."""
@@ -118,7 +118,7 @@ class LowRank(ErrorFeedback):
                 kept.zero_()
 
     def state(self) -> dict[str, dict[str, torch.Tensor]]:
-        names = [self.layout.names[place] for place in self._low]
+        names = [self.layout.names[index] for index in self._low]
         p, q = self._base
         return super().state() | {"p": dict(zip(names, p, strict=True)), "q": dict(zip(names, q, strict=True))}
 
