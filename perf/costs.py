@@ -28,7 +28,7 @@ from sparsecoll.transport import LocalTransport
 
 REPEATS = 9
 ENTRIES = 1 << 18
-SPARSE, CROWDED = 0.01, (0.02, 0.1)  # densities
+SPARSE, MANY = 0.01, (0.02, 0.1)  # densities
 BY_SPAN = ("dense", "bitmap")  # formats whose time depends on the coordinates that are spanned
 VALUES = 1 << 24  # of a dense vector
 CALL = 10e-6  # of a piece of work, however small
@@ -82,11 +82,11 @@ def merging() -> dict[str, float]:
     entries = sum(part.nnz for part in parts)
     found = {"MERGE": seconds(lambda: SparseVector.sum(parts, parts[0].dtype)) / entries}
     rows = []
-    for density in CROWDED:
+    for density in MANY:
         parts = [uniform(int(density * VALUES), density, rank) for rank in range(4)]
         took = seconds(lambda parts=parts: SparseVector.sum(parts, parts[0].dtype))
         rows.append((sum(part.nnz for part in parts), VALUES, took))
-    found["CROWDED"], found["WINDOW"] = fitted(rows)
+    found["DENSE_MERGE"], found["DENSE_MERGE_SPAN"] = fitted(rows)
     return found
 
 
@@ -104,7 +104,7 @@ def handling() -> dict[str, float]:
     whole = seconds(lambda: sparsecoll.allreduce(transport, one, "allgather"))
     shape = costmodel.Shape(one.length, one.nnz, 1, 4, one.length)
     inside = costmodel.exact_seconds(shape, Tuning(call=call))["allgather"] - costmodel.CALL_OVERHEAD * call
-    return {"COPY": copy, "CALL_OVERHEAD": (whole - inside) / call}
+    return {"CONCATENATE": copy, "CALL_OVERHEAD": (whole - inside) / call}
 
 
 def of_this_machine() -> Costs:
@@ -122,8 +122,8 @@ def charged(found: dict[str, float]) -> Costs:
         encode=found["packed: encode"],
         decode=found["packed: decode"],
         merge=found["MERGE"],
-        crowded=found["CROWDED"],
-        window=found["WINDOW"],
+        crowded=found["DENSE_MERGE"],
+        window=found["DENSE_MERGE_SPAN"],
         dense=seconds(lambda: np.add(dense, dense, out=dense)) / VALUES,
         call=CALL,
     )
@@ -132,7 +132,10 @@ def charged(found: dict[str, float]) -> Costs:
 def built_in() -> dict[str, float]:
     """Return the built-in constants under the same names."""
     known = {f"{name}: {way}": value for name, each in CODING.items() for way, value in vars(each).items()}
-    known |= {name: getattr(costmodel, name) for name in ("MERGE", "CROWDED", "WINDOW", "COPY", "CALL_OVERHEAD")}
+    known |= {
+        name: getattr(costmodel, name)
+        for name in ("MERGE", "DENSE_MERGE", "DENSE_MERGE_SPAN", "CONCATENATE", "CALL_OVERHEAD")
+    }
     return known | {"PACKED": PACKED}
 
 

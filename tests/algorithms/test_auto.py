@@ -188,10 +188,10 @@ def test_the_sample_tells_overlap_and_skew(k, P):
         results = simulate(P, lambda comm, m=name: program(comm, m)).results
         assert all(estimate == results[0][0] for estimate, _ in results)
         union = np.unique(np.concatenate([indices for _, indices in results])).size
-        reach, skew = results[0][0]
-        assert estimates.fill_in(int(reach), k, P) == pytest.approx(union, rel=0.25) or union > estimates.fill_in(
-            n, k, P
-        )
+        effective_length, skew = results[0][0]
+        assert estimates.fill_in(int(effective_length), k, P) == pytest.approx(
+            union, rel=0.25
+        ) or union > estimates.fill_in(n, k, P)
         assert (skew > P / 2) == (name == "one_region") or P == 2
 
 

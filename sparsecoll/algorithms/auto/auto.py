@@ -98,8 +98,8 @@ class Auto(Algorithm):
     def _choose(self, channel: Channel, x: SparseVector, shape: Shape, tuning: Tuning) -> str:
         seconds = self.predictions(shape, tuning)
         if shape.P > 1 and min(seconds.values()) > WORTH_LOOKING * overlap.seconds(shape.P, tuning):
-            reach, skew = overlap.estimate(channel.transport, x, shape.k)
-            seconds = self.predictions(replace(shape, reach=max(reach, shape.k), skew=skew), tuning)
+            length, skew = overlap.estimate(channel.transport, x, shape.k)
+            seconds = self.predictions(replace(shape, effective_length=max(length, shape.k), skew=skew), tuning)
         return min(seconds, key=lambda name: seconds[name])
 
     def __call__(self, channel: Channel, x: SparseVector, k: int) -> Reduction:

@@ -14,16 +14,17 @@ from sparsecoll.algorithms.primitives.pipeline import chunks
 from sparsecoll.formats.costs import CODING, PACKED
 from sparsecoll.transport.network import Tuning
 
-# Seconds on a core with AVX-512, as perf/costs.py measures them; magnitudes matter, digits do not.
-MERGE = 5.5e-9  # an entry at 1 % density; a crowded sum takes CROWDED an entry and WINDOW a coordinate
-CROWDED, WINDOW = 1.35e-9, 0.14e-9
-CALL_OVERHEAD = 4  # calls that arguments and counters take
-COPY = 0.25e-9  # an entry copied into the whole
+# On a core with AVX-512, as perf/costs.py measures them; magnitudes matter, digits do not.
+MERGE = 5.5e-9  # seconds per input entry of a sparse sum, at a density of 1 %
+DENSE_MERGE = 1.35e-9  # the same at high density, to which DENSE_MERGE_SPAN is added
+DENSE_MERGE_SPAN = 0.14e-9  # seconds per coordinate of such a sum
+CONCATENATE = 0.25e-9  # seconds per entry copied into the result
+CALL_OVERHEAD = 4  # kernel calls that the arguments and counters of an allreduce cost
 
 
 @dataclass(frozen=True)
 class Message:
-    """A message: its size in bytes, and the seconds to encode and to decode it."""
+    """Predicted size of a message in bytes, and the seconds to encode and to decode it."""
 
     bytes: float
     encode: float
@@ -32,11 +33,15 @@ class Message:
 
 @dataclass(frozen=True)
 class Shape:
-    """The call for which a prediction is made: n coordinates, k entries per rank, P ranks, bytes of a value.
+    """The call for which a prediction is made.
 
     Args:
-        reach: effective length: the number of coordinates at which uniform supports would overlap as these do; n for
-            uniform supports, k if all ranks have the same ones.
+        n: number of coordinates.
+        k: number of entries per rank.
+        P: number of ranks.
+        value_bytes: bytes of a value on the wire.
+        effective_length: number of coordinates in which uniform supports would overlap as these do: n for uniform
+            supports, k if all ranks have the same ones.
         skew: number of entries in the fullest of P even regions, divided by the mean.
         one_node: whether all ranks are on one machine.
     """
@@ -45,17 +50,24 @@ class Shape:
     k: int
     P: int
     value_bytes: int
-    reach: float
+    effective_length: float
     skew: float = 1.0
     one_node: bool = False
 
     def entries(self, ranks: float) -> float:
-        """Return the expected entries of the sum over that many ranks."""
-        return fill_in(max(int(self.reach), 1), self.k, ranks)
+        """Return the expected number of entries in the sum over that many ranks."""
+        return fill_in(max(int(self.effective_length), 1), self.k, ranks)
 
     def message(self, t: Tuning, entries: float, share: float = 1.0, sparse: bool = False) -> Message:
-        """Return the message of some entries in the format with the least time (`sparse`: coo or packed)."""
-        width, speed = self.value_bytes, t.code / PACKED
+        """Return a message in the format that takes the least time.
+
+        Args:
+            t: costs on the communicator.
+            entries: number of entries in the message.
+            share: share of the coordinates over which they are distributed.
+            sparse: whether only coo and packed are considered.
+        """
+        width, speed = self.value_bytes, _code_speed(t)
         span = self.n * share
         if entries < 1 or span < 1:
             return Message(32.0, t.call, t.call)
@@ -74,7 +86,8 @@ class Shape:
 
     def merging(self, t: Tuning, entries: float, share: float = 1.0) -> float:
         """Return the seconds to sum sparse vectors with that many entries in total, over a share of the coordinates."""
-        return t.call + t.merge / MERGE * min(MERGE * entries, CROWDED * entries + WINDOW * self.n * share)
+        dense = DENSE_MERGE * entries + DENSE_MERGE_SPAN * self.n * share
+        return t.call + t.merge / MERGE * min(MERGE * entries, dense)
 
 
 def _overlapped(network: float, work: float, stages: int) -> float:
@@ -132,10 +145,12 @@ def _gathered(shape: Shape, t: Tuning) -> float:
     P, total = shape.P, shape.entries(shape.P)
     part = shape.message(t, total / P, 1 / P)
     fullest = min(shape.skew * part.bytes, shape.message(t, shape.n / P, 1 / P).bytes)
-    return rounds(P) * t.alpha + t.beta * (P - 1) * fullest + part.encode + P * part.decode + COPY * total * _speed(t)
+    work = part.encode + P * part.decode + CONCATENATE * total * _code_speed(t)
+    return rounds(P) * t.alpha + t.beta * (P - 1) * fullest + work
 
 
-def _speed(t: Tuning) -> float:
+def _code_speed(t: Tuning) -> float:
+    """Return the factor by which encoding and decoding take longer here than the constants say."""
     return t.code / PACKED
 
 
@@ -144,7 +159,7 @@ def oktopk_seconds(shape: Shape, t: Tuning) -> float:
     P, k = shape.P, shape.k
     own, part = shape.message(t, k), shape.message(t, k / P, 1 / P)
     split = P * part.encode + (P - 1) * part.decode + shape.merging(t, k, 1 / P)
-    gather = part.encode + P * part.decode + COPY * k * _speed(t)
+    gather = part.encode + P * part.decode + CONCATENATE * k * _code_speed(t)
     moved = t.beta * own.bytes * (P - 1) / P
     waits = _agreement(shape, t) + _burst(shape, t) + 2 * rounds(P) * t.alpha
     stages = chunks(k * (shape.value_bytes + 1) / P, shape.one_node)

@@ -33,12 +33,11 @@ def seconds(P: int, tuning: Tuning) -> float:
 
 
 def estimate(transport: Transport, x: SparseVector, k: int) -> tuple[float, float]:
-    """(reach, skew), see `costmodel.Shape`: the same on every rank, and a function of the
-    ranks' indices alone. Collective.
+    """Return the effective length and the skew of `costmodel.Shape`; collective, the same on every rank.
 
-    Each rank hashes its indices to slots, at several sampling rates, and marks the slots that are hit. The sum of the
-    marks over the ranks shows which slots are hit on any rank, from which follows the number of distinct indices
-    (linear counting, Whang and others, 1990).
+    They depend on the ranks' indices alone. Each rank hashes its indices to slots, at several sampling rates, and marks
+    the slots that are hit. The sum of the marks over the ranks shows which slots are hit on any rank, from which the
+    number of distinct indices follows (linear counting, Whang and others, 1990).
 
     Volume: 3(256 levels + 64) words in 2 log2 P + 2 messages; the number of levels grows with log4 P.
     """
