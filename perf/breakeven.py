@@ -56,9 +56,8 @@ def points(comm: Any, lengths: list[int], densities: list[float], repeat: int) -
         for density in densities:
             k = max(1, round(n * density))
             entries = bench.Entries(n, k, transport.rank)
-            predicted = costmodel.exact_seconds(
-                costmodel.Shape(n, k, transport.size, 4, n, one_node=transport.one_node), tuning
-            )
+            shape = costmodel.Shape(n, k, transport.size, 4, n, one_node=transport.one_node)
+            predicted = {name: costmodel.seconds(shape, tuning)[name] for name in CHOICES}
             calls: list[tuple[bench.Call, Any]] = [(bench.Call(text, None, form), entries) for text in CHOICES.values()]
             calls += [(bench.Call("auto", None), entries), (bench.Call(bench.MPI_ALLREDUCE, None), Dense(entries))]
             once = sum(bench.compare(comm, calls, repeat=1))

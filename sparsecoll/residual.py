@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from sparsecoll.kernels import kernels_of
-from sparsecoll.kernels.keys import key_of, magnitude_of
-from sparsecoll.kernels.memory import empty, on_gpu
+from sparsecoll.kernels.memory import empty
 from sparsecoll.select import Selector
 from sparsecoll.vector import DenseVector, SparseVector
 
@@ -115,14 +114,14 @@ class Residual:
 class LazyAccumulator(DenseVector):
     """A DenseVector to which an addend is added in the next pass over it, which may also clear what it selects.
 
-    `topk`, `threshold`, `sample` and `magnitude_stats` do what is pending in their own pass; all other methods flush
-    first. Whoever reads `values` itself has to call `flush` before.
+    `topk`, `threshold` and `magnitude_stats` add the pending addend in the pass that they make anyway; `sample` adds it
+    to the sample. All other methods flush first. Call `flush` before you read `values`.
 
     Attributes:
-        clear_selected: whether what a pass selects is removed from the vector, until `commit`.
+        clear_selected: whether the entries that a pass selects are removed from the vector, until `commit`.
     """
 
-    __slots__ = ("_array", "_pending", "_removed", "clear_selected")
+    __slots__ = ("_pending", "_removed", "clear_selected")
 
     def __init__(self, values: Any) -> None:
         self._pending: tuple[NDArray[Any], float] | None = None
@@ -131,41 +130,20 @@ class LazyAccumulator(DenseVector):
         super().__init__(values)
 
     @property
-    def values(self) -> NDArray[Any]:  # type: ignore[override]
+    def values(self) -> NDArray[Any]:
         """The values.
 
         Raises:
-            RuntimeError: something is pending.
+            RuntimeError: An addition is pending, or removed entries are.
         """
         if self._pending is not None or self._removed is not None:
             raise RuntimeError("values: expected flush() before they are read, got an addition that is pending")
         return self._array
 
-    @values.setter
-    def values(self, values: NDArray[Any]) -> None:
-        self._array = values
-
-    @property
-    def length(self) -> int:
-        """Number of coordinates."""
-        return int(self._array.size)
-
-    nnz = length
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """dtype of the values."""
-        return self._array.dtype
-
-    @property
-    def on_gpu(self) -> bool:
-        """Whether the values are CuPy's."""
-        return on_gpu(self._array)
-
     def flush(self) -> LazyAccumulator:
-        """Add what is pending and put back what was removed; returns the vector itself."""
+        """Add the pending addend and put removed entries back; returns the vector itself."""
         if self._pending is not None:
-            kernels_of(self._array).accumulate(self._array, self._pending)
+            self._kernels.accumulate(self._array, self._pending)
             self._pending = None
         self._put_back()
         return self
@@ -179,7 +157,11 @@ class LazyAccumulator(DenseVector):
         self._pending = (gradient, scale)
 
     def commit(self, selected: SparseVector | None) -> None:
-        """Remove `selected`, a part of what was last removed, for good and put the rest back; None: put all back."""
+        """Make the removal of `selected` final, and put back the other entries that were removed.
+
+        Args:
+            selected: entries among those that the last pass selected; None puts all of them back.
+        """
         if selected is None:
             self.flush()
         elif self._removed is None:  # the selector read values without removing them
@@ -194,56 +176,39 @@ class LazyAccumulator(DenseVector):
             self._array[self._removed.indices] = self._removed.values
             self._removed = None
 
-    def _pass(self) -> dict[str, Any]:
-        """Arguments with which a kernel's pass does what is pending."""
+    def _select(self, kernel: Callable[..., Any], *arguments: Any, **options: Any) -> SparseVector:
+        """Select in the pass that also adds the pending addend and, with `clear_selected`, removes the entries."""
         self._put_back()
         add, self._pending = self._pending, None
-        return {"add": add, "clear": self.clear_selected}
-
-    def _selected(self, entries: tuple[NDArray[Any], NDArray[Any]]) -> SparseVector:
-        selected = self._of(entries)
+        selected = self._of(kernel(self._array, *arguments, add=add, clear=self.clear_selected, **options))
         self._removed = selected if self.clear_selected else None
         return selected
 
-    def topk(self, k: int) -> SparseVector:
-        """The k largest magnitudes, ties by lower index."""
-        return self._selected(kernels_of(self._array).topk(self._array, min(k, self.length), **self._pass()))
-
-    def threshold(self, threshold: float, expected: int = 0) -> SparseVector:
-        """Entries with a magnitude >= threshold (NaN counts as above all)."""
-        kernels = kernels_of(self._array)
-        key = key_of(threshold, self.dtype)
-        return self._selected(kernels.select_at_least(self._array, key, expected, **self._pass()))
+    def _lower_bound_key(self, expected_nnz: int) -> int:
+        self._put_back()
+        return int(self._kernels.lower_bound_key(self._array, expected_nnz, self._pending))
 
     def sample(self, stride: int, offset: int) -> SparseVector:
-        """Every stride-th value, from index `offset` on, with the pending addend; no pass over the vector is made."""
+        """Every stride-th value from index `offset` on, with its part of the pending addend, which stays pending."""
         self._put_back()
         part = self._array[offset::stride].copy()
         if self._pending is not None:
-            kernels_of(part).accumulate(part, (self._pending[0][offset::stride], self._pending[1]))
+            self._kernels.accumulate(part, (self._pending[0][offset::stride], self._pending[1]))
         return DenseVector(part).to_sparse(keep_zeros=True)
-
-    def magnitude_stats(self, expected_nnz: int) -> tuple[NDArray[np.float64], SparseVector, float]:
-        """As in DenseVector, in the pass that adds and clears."""
-        kernels = kernels_of(self._array)
-        self._put_back()
-        key, moments = kernels.lower_bound_key(self._array, expected_nnz, self._pending), np.empty(4)
-        entries = kernels.select_at_least(
-            self._array, key, expected_nnz + (expected_nnz >> 2), moments=moments, **self._pass()
-        )
-        return moments, self._selected(entries), float(magnitude_of(key, self.dtype))
 
 
 def _flushed(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A method of DenseVector that reads all values, as one of LazyAccumulator."""
+    """Return a method of DenseVector that flushes first."""
 
     @functools.wraps(method)
-    def flush_first(self: LazyAccumulator, *args: Any, **options: Any) -> Any:
-        return method(self.flush(), *args, **options)
+    def flush_first(self: LazyAccumulator, *arguments: Any, **options: Any) -> Any:
+        return method(self.flush(), *arguments, **options)
 
     return flush_first
 
 
-for _name, _method in vars(DenseVector).items():
-    if callable(_method) and not _name.startswith("_") and _name not in vars(LazyAccumulator):
+_ONE_PASS = ("topk", "threshold", "magnitude_stats", "sample")  # these need no flush
+
+for _name, _method in inspect.getmembers(DenseVector, inspect.isfunction):
+    if not _name.startswith("_") and _name not in _ONE_PASS:
         setattr(LazyAccumulator, _name, _flushed(_method))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from sparsecoll.algorithms.base import Algorithm, Reduction, summed, within
+from sparsecoll.algorithms.base import Algorithm, Reduction, check_region, summed
 from sparsecoll.algorithms.primitives import pipeline
 from sparsecoll.transport.channel import Channel
 from sparsecoll.vector import SparseVector
@@ -37,7 +37,7 @@ class Allgather(Algorithm):
     def __call__(self, channel: Channel, x: SparseVector, k: int) -> Reduction:
         stages = pipeline.chunks(k * (x.dtype.itemsize + 1), channel.transport.one_node)
         if stages > 1 and channel.size > 1:
-            value = self._in_pieces(channel, x, stages)
+            value = self._pipelined(channel, x, stages)
             self._edges = value.subdivide([0, x.length], stages)
             return Reduction(value, x)
         with channel.phase("gather"):
@@ -45,11 +45,11 @@ class Allgather(Algorithm):
         with channel.phase("merge"):
             return Reduction(summed(parts, x), x)
 
-    def _in_pieces(self, channel: Channel, x: SparseVector, stages: int) -> SparseVector:
+    def _pipelined(self, channel: Channel, x: SparseVector, stages: int) -> SparseVector:
         fits = len(self._edges) == stages + 1 and self._edges[-1] == x.length
         edges = self._edges if fits else [x.length * j // stages for j in range(stages + 1)]
         with channel.phase("gather"):
             sums = []
             for (low, high), parts in zip(pairwise(edges), pipeline.allgather(channel, x.split(edges)), strict=True):
-                sums.append(summed([within(part, low, high, source) for source, part in enumerate(parts)], x))
+                sums.append(summed([check_region(part, low, high, source) for source, part in enumerate(parts)], x))
             return SparseVector.concatenate(sums)

@@ -65,8 +65,8 @@ class Algorithm(ABC):
     """
 
     name: ClassVar[str]
-    takes_dense: ClassVar[bool] = False  # whether __call__ takes a DenseVector that nothing was selected from
-    sends_sums: ClassVar[bool] = True  # whether more than the ranks' own entries is encoded: no lossy format then
+    takes_dense: ClassVar[bool] = False  # whether __call__ takes a DenseVector, without a selection
+    sends_sums: ClassVar[bool] = True  # whether partial sums are encoded, so that lossy formats are not possible
 
     k: int | None = None
     selector: Selector | None = None
@@ -107,13 +107,13 @@ class Algorithm(ABC):
         return f"{self.name}({options})"
 
     def sync_epoch(self, epoch: int) -> None:
-        """Called before each use with `Transport.epoch`: after a failure state may differ between ranks."""
+        """Discard the state if the transport's epoch has changed: after a failure, ranks may have different states."""
         if self._epoch not in (None, epoch):
             self.reset()
         self._epoch = epoch
 
     def reset(self) -> None:
-        """Drop what is kept between calls."""
+        """Discard the state kept between calls."""
         if self.selector is not None:
             self.selector.reset()
         for f in fields(self):
@@ -137,14 +137,18 @@ def summed(parts: list[SparseVector], x: SparseVector) -> SparseVector:
 
 
 class Loss:
-    """Collects what rounding and truncation take from partial sums on this rank; it is not part of `contributed`."""
+    """Sum of what rounding and truncation remove from partial sums on this rank, which `contributed` must not include.
+
+    Args:
+        channel: channel of the call, by which values are rounded.
+    """
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._parts: list[SparseVector] = []
 
     def add(self, part: SparseVector) -> None:
-        """Record what was taken from a sum."""
+        """Record what was removed from a sum."""
         if part.nnz:
             self._parts.append(part)
 
@@ -161,18 +165,18 @@ class Loss:
             self.add(part.rounding_error(rounded))
         return rounded
 
-    def cut(self, part: SparseVector, kept: SparseVector, own: bool = True) -> SparseVector:
-        """Return `kept`, a part of `part`, and record the rest."""
+    def truncate(self, part: SparseVector, kept: SparseVector, own: bool = True) -> SparseVector:
+        """Return `kept`, some entries of `part`, and record the others."""
         if own and kept.nnz < part.nnz:
             self.add(part.difference(kept))
         return kept
 
     def restrict_to(self, entries: SparseVector) -> None:
-        """Keep only what was taken at the indices of `entries`."""
+        """Discard what was recorded at other indices than those of `entries`."""
         self._parts = [part.intersect(entries) for part in self._parts]
 
     def subtract_from(self, x: Vector) -> Vector:
-        """x without what was taken; if x is sparse, without the zeros that this leaves."""
+        """Return x minus the sum of what was recorded, without zeros if x is sparse."""
         parts, dtype = [part for part in self._parts if part.nnz], accumulator_dtype(x.dtype)
         if not parts:
             return x
@@ -184,11 +188,11 @@ class Loss:
         return rest
 
 
-def within(part: SparseVector, low: int, high: int, source: int) -> SparseVector:
-    """What `source` sent for the coordinates from low to below high, unless it holds others: then CommunicationError.
+def check_region(part: SparseVector, low: int, high: int, source: int) -> SparseVector:
+    """Return `part`, which `source` sent; raise CommunicationError if it has an index outside of low <= index < high.
 
-    Boundaries that an object has learned are not compared in every call, which would cost messages; entries that do not
-    belong where they arrive show that ranks keep different ones.
+    Ranks do not compare their learned boundaries in every call, which would cost messages; an entry outside its region
+    shows that they differ.
     """
     if part.nnz and not low <= int(part.indices[0]) <= int(part.indices[-1]) < high:
         raise CommunicationError(
@@ -199,7 +203,7 @@ def within(part: SparseVector, low: int, high: int, source: int) -> SparseVector
 
 
 def check_order(value: SparseVector) -> SparseVector:
-    """The result, unless it holds a NaN: then NonFiniteError. Every rank has the same result, so all raise or none."""
+    """Return the result of an algorithm, which all ranks have; raise NonFiniteError if it contains a NaN."""
     if value.has_nan():
         raise NonFiniteError(
             "x: expected sums that can be ordered by magnitude, got NaN (inf - inf, or NaN in an input)"

@@ -13,12 +13,12 @@ from sparsecoll.transport.channel import Channel
 from sparsecoll.transport.collectives import sum_counts
 from sparsecoll.vector import DenseVector, SparseVector, accumulator_dtype
 
-SHORT = 1 << 15  # bytes of a chunk below which few messages are better than many at once
+SHORT_CHUNK_BYTES = 1 << 15  # below this, few messages in turn are faster than many at once
 
 
 def is_short(size: float, P: int) -> bool:
     """Whether a dense vector of `size` bytes is summed in 2 ceil(log2 P) messages."""
-    return P > 3 and size < SHORT * P
+    return P > 3 and size < SHORT_CHUNK_BYTES * P
 
 
 @dataclass
@@ -94,7 +94,7 @@ def _pairwise(channel: Channel, x: Vector, local: DenseVector, edges: list[int])
 
 
 def _by_halving(channel: Channel, x: Vector, local: DenseVector, edges: list[int]) -> Reduction:
-    """The same two steps on a copy that begins with the own chunk, so that what a message carries is one stretch."""
+    """The same two steps on a copy that begins with the own chunk, so that each message is one contiguous slice."""
     rank, size, own = channel.rank, channel.size, edges[channel.rank]
     starts = [edge - own for edge in edges[rank:]] + [x.length - own + edge for edge in edges[1 : rank + 1]]
     held = _rotated(local.astype(accumulator_dtype(x.dtype)), own)
@@ -123,7 +123,7 @@ def _by_halving(channel: Channel, x: Vector, local: DenseVector, edges: list[int
 
 
 def _gathered(channel: Channel, mine: DenseVector, starts: list[int]) -> DenseVector:
-    """All ranks' chunks, the own one first (Bruck); `starts`: where each begins there."""
+    """Allgather the chunks (Bruck), the own one first; `starts` are the offsets of the chunks in this order."""
     rank, size = channel.rank, channel.size
     gathered, have = DenseVector.empty(starts[-1], mine.dtype, mine), 1
     gathered.slice(0, starts[1]).copy_from(channel.unpack(channel.pack(mine), mine.dtype, mine.length))
@@ -136,7 +136,7 @@ def _gathered(channel: Channel, mine: DenseVector, starts: list[int]) -> DenseVe
 
 
 def _rotated(x: DenseVector, first: int) -> DenseVector:
-    """A copy that begins with the value at `first`."""
+    """Return a copy that begins with the value at index `first`, as np.roll(x, -first)."""
     rotated = DenseVector.empty(x.length, x.dtype, x)
     rotated.slice(0, x.length - first).copy_from(x.slice(first, x.length))
     rotated.slice(x.length - first, x.length).copy_from(x.slice(0, first))
@@ -144,7 +144,7 @@ def _rotated(x: DenseVector, first: int) -> DenseVector:
 
 
 def _subtract(x: Vector, local: DenseVector, error: SparseVector) -> SparseVector | DenseVector:
-    """x without what rounding took from sums on this rank."""
+    """Return x minus the rounding error of the sums on this rank."""
     if not error.nnz:
         return x
     if isinstance(x, SparseVector):

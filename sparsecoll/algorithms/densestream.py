@@ -54,8 +54,8 @@ class DenseStream(Algorithm):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.repartition not in partition.HOW:
-            raise ValueError(f"repartition: expected one of {', '.join(partition.HOW)}, got {self.repartition!r}")
+        if self.repartition not in partition.METHODS:
+            raise ValueError(f"repartition: expected one of {', '.join(partition.METHODS)}, got {self.repartition!r}")
 
     def select(self, x: Vector, k: int, ranks: int = 1) -> SparseVector:
         """Select the k entries, and with `fill` also the values inside their blocks."""

@@ -60,7 +60,7 @@ class GTopk(Algorithm):
     def _reduce(
         channel: Channel, x: SparseVector, k: int
     ) -> tuple[SparseVector, list[tuple[int, SparseVector, SparseVector]]]:
-        """(this rank's partial sum; for each merge: the child, the own partial sum before, the child's)."""
+        """Return this rank's partial sum and, for each merge, (child, own partial sum before it, the child's)."""
         total = SparseVector.sum([x], accumulator_dtype(x.dtype))
         merges, distance = [], 1
         while distance < channel.size and not channel.rank & distance:

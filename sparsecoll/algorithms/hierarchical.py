@@ -73,7 +73,7 @@ class Hierarchical(Algorithm):
             total = self._sum(parts)
             entering = channel.round(total)
         reduction = self._between(channel.group([members[0] for members in nodes]), entering, k)
-        value, contributed = (self._sparse(v) for v in (reduction.value, reduction.contributed))
+        value, contributed = reduction.value.to_sparse(), reduction.contributed.to_sparse()
         with channel.phase("inside"):
             message = FORMATS["coo"].encode(value.astype(x.dtype))
             for rank, part in zip(mine[1:], parts[1:], strict=True):
@@ -95,10 +95,6 @@ class Hierarchical(Algorithm):
         for part in parts:
             total.add_at(part)
         return total.select_union(parts)
-
-    @staticmethod
-    def _sparse(vector: Any) -> SparseVector:
-        return vector if isinstance(vector, SparseVector) else vector.to_sparse()
 
     @staticmethod
     def _follow(channel: Channel, x: SparseVector, first: int) -> Reduction:

@@ -49,7 +49,7 @@ class HiTopK(Algorithm):
     semantics = "approximate_top_k"
 
     def select(self, x: Vector, k: int, ranks: int = 1) -> Vector:  # type: ignore[override]
-        """All of x: entries are selected from the sums of nodes."""
+        """Return x: entries are selected from the sums of nodes."""
         return x
 
     def __call__(self, channel: Channel, x: Vector, k: int) -> Reduction:
@@ -57,12 +57,11 @@ class HiTopK(Algorithm):
             nodes = node_members(channel.transport)
         mine = next(members for members in nodes if channel.rank in members)
         position, chunks = mine.index(channel.rank), min(len(members) for members in nodes)
-        local = x if isinstance(x, SparseVector) else x.to_sparse()
         edges = [x.length * j // chunks for j in range(chunks + 1)]
         inside, loss = Channel(channel.transport, x.length), Loss(channel)
         total: SparseVector | None = None
         with channel.phase("inside"):
-            chunk = self._reduce_scatter(inside, mine[:chunks], mine, local.split(edges))
+            chunk = self._reduce_scatter(inside, mine[:chunks], mine, x.to_sparse().split(edges))
         if chunk is not None:
             owners = channel.group([members[position] for members in nodes])
             share = k * (position + 1) // chunks - k * position // chunks
@@ -76,7 +75,7 @@ class HiTopK(Algorithm):
     def _reduce_scatter(
         inside: Channel, owners: list[int], mine: list[int], parts: list[SparseVector]
     ) -> SparseVector | None:
-        """The own chunk of the node's sum, added in the order of its ranks; None on ranks that own none."""
+        """Return the own chunk of the node's sum, added in the order of its ranks; None on ranks that own no chunk."""
         for owner, part in zip(owners, parts, strict=True):
             if owner != inside.rank:
                 inside.isend(owner, part)
@@ -88,9 +87,9 @@ class HiTopK(Algorithm):
 
     @staticmethod
     def _between(owners: Channel, chunk: SparseVector, chosen: SparseVector, x: Vector, loss: Loss) -> SparseVector:
-        """The sum over nodes of what each selected, the same bits on all owners; notes what does not enter it."""
+        """Return the sum of the nodes' selected entries, the same bits on all owners, and record the loss."""
         with owners.phase("between"):
-            sent = loss.round(loss.cut(chunk, chosen))
+            sent = loss.round(loss.truncate(chunk, chosen))
             total = SparseVector.sum(owners.allgather(sent), chunk.dtype)
         value = total.astype(x.dtype)
         if owners.rank == 0:

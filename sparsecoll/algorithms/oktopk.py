@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from sparsecoll.algorithms.base import Algorithm, Reduction, within
+from sparsecoll.algorithms.base import Algorithm, Reduction, check_region
 from sparsecoll.algorithms.primitives import partition, pipeline
 from sparsecoll.algorithms.primitives.quantiles import quantiles
 from sparsecoll.errors import NonFiniteError
@@ -21,8 +21,8 @@ from sparsecoll.transport.channel import Channel, VectorRequest
 from sparsecoll.transport.collectives import allgather
 from sparsecoll.vector import SparseVector, accumulator_dtype
 
-FAR = 2.0  # a k that many times larger or smaller than the last one is another problem, of which nothing is known
-OVERLOAD = 1.5  # a region with this many times its share makes the next call repartition
+MAX_K_RATIO = 2.0  # thresholds and boundaries are reused if k changes by at most this factor
+MAX_LOAD_RATIO = 1.5  # load of a region, divided by the mean, above which the next call repartitions
 
 
 @dataclass
@@ -82,7 +82,7 @@ class OkTopk(Algorithm):
     _calls: int = field(default=0, init=False, repr=False)
     _key: tuple[int, int] = field(default=(-1, -1), init=False, repr=False)  # (length, k) that the state belongs to
     _boundaries: list[int] = field(default_factory=list, init=False, repr=False)
-    _edges: list[int] = field(default_factory=list, init=False, repr=False)  # finer boundaries for messages in pieces
+    _edges: list[int] = field(default_factory=list, init=False, repr=False)  # boundaries of the chunks of all regions
     _owners: list[int] = field(default_factory=list, init=False, repr=False)  # rank of each region
     _overloaded: bool = field(default=False, init=False, repr=False)  # repartition at the next call
     _local: ThresholdReuse = field(default_factory=ThresholdReuse, init=False, repr=False)
@@ -93,8 +93,8 @@ class OkTopk(Algorithm):
         for name in ("tau", "tau_prime", "bucket"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
-        if self.repartition not in partition.HOW:
-            raise ValueError(f"repartition: expected one of {', '.join(partition.HOW)}, got {self.repartition!r}")
+        if self.repartition not in partition.METHODS:
+            raise ValueError(f"repartition: expected one of {', '.join(partition.METHODS)}, got {self.repartition!r}")
         if not self.balance_factor >= 1 or not self.tolerance >= 0:
             raise ValueError(
                 f"balance_factor, tolerance: expected at least 1 and 0, got {self.balance_factor} and {self.tolerance}"
@@ -103,18 +103,18 @@ class OkTopk(Algorithm):
             reuse.period, reuse.tolerance = self.tau_prime, self.tolerance
 
     def select(self, x: Vector, k: int, ranks: int = 1) -> SparseVector:
-        """Local Topk(x): about k entries, as `tolerance` says, by the reused threshold; exactly k every tau' calls."""
+        """Local Topk(x): by the reused threshold about k entries (see `tolerance`), exactly k every tau' calls."""
         if self.selector is not None:
             return self.selector.select(x, k)
-        self._keep_state_for(x.length, k)
+        self._adapt_state_to(x.length, k)
         return self._local.select(x, k, self.exact)
 
-    def _keep_state_for(self, length: int, k: int) -> None:
-        """Let thresholds follow a k that changes a little; forget everything for another length or a distant k."""
+    def _adapt_state_to(self, length: int, k: int) -> None:
+        """Adjust the thresholds to k, or discard the state if the length or k differs too much from the last call's."""
         before, self._key = self._key, (length, k)
         if self._key == before:
             return
-        if length == before[0] and before[1] <= FAR * k and 0 < k <= FAR * before[1]:
+        if length == before[0] and before[1] <= MAX_K_RATIO * k and 0 < k <= MAX_K_RATIO * before[1]:
             for reuse in (self._local, self._global):
                 reuse.aim(k / before[1])
             return
@@ -123,7 +123,7 @@ class OkTopk(Algorithm):
             reuse.reset()
 
     def __call__(self, channel: Channel, x: SparseVector, k: int) -> Reduction:
-        self._keep_state_for(x.length, k)
+        self._adapt_state_to(x.length, k)
         if len(self._owners) != channel.size or self._calls % self.tau == 0 or self._overloaded:
             with channel.phase("repartition"):
                 self._boundaries, self._owners = self._space_repartition(channel, x)
@@ -135,21 +135,21 @@ class OkTopk(Algorithm):
         with channel.phase("gather"):
             final = channel.round(chosen.astype(x.dtype))
             value = self._balance_and_allgatherv(channel, final.drop_zeros(), sizes).astype(x.dtype)
-        cuts = self._cuts(x, k, channel)
-        self._edges = value.subdivide(self._boundaries, cuts) if cuts > 1 else []
+        chunks = self._chunk_count(x, k, channel)
+        self._edges = value.subdivide(self._boundaries, chunks) if chunks > 1 else []
         self._calls += 1
 
         def contributed() -> SparseVector:
-            lost = chosen.rounding_error(final)  # the owner keeps what rounding took from the sums
+            error = chosen.rounding_error(final)  # it stays with the owner of the region
             share = x.intersect(value)
-            return SparseVector.sum([share, lost.multiply(-1)], reduced.dtype) if lost.nnz else share
+            return SparseVector.sum([share, error.multiply(-1)], reduced.dtype) if error.nnz else share
 
         return Reduction(value, contributed)
 
     # 2. space repartition
 
     def _space_repartition(self, channel: Channel, x: SparseVector) -> tuple[list[int], list[int]]:
-        """(P + 1 boundaries, owner of each region), the same on every rank."""
+        """Return P + 1 boundaries and the owner of each region, the same on every rank."""
         edges = partition.boundaries(channel.transport, x, self.repartition)
         if self.repartition != "histogram" or channel.size == 1:
             return edges, list(range(channel.size))
@@ -158,44 +158,44 @@ class OkTopk(Algorithm):
     # 3. split and reduce
 
     def _split_and_reduce(self, channel: Channel, x: SparseVector, k: int) -> tuple[SparseVector, int]:
-        """(sum of the own region over all ranks in the accumulator dtype, entries that went into it). Equation (1)."""
+        """Return the sum of the own region in the accumulator dtype, and the number of entries added. Equation (1)."""
         rank, size = channel.rank, channel.size
-        cuts = self._cuts(x, k, channel)
-        edges = self._cut_regions(cuts)
+        chunks = self._chunk_count(x, k, channel)
+        edges = self._chunk_edges(chunks)
         parts = x.split(edges)
         region_of = {owner: region for region, owner in enumerate(self._owners)}
         steps = range(1, size)
         buckets = [steps[i : i + self.bucket] for i in range(0, len(steps), self.bucket)]
-        order = [(cut, bucket) for cut in range(cuts) for bucket in buckets]
-        first = region_of[rank] * cuts
-        reduced = [SparseVector.sum([part], accumulator_dtype(x.dtype)) for part in parts[first : first + cuts]]
+        order = [(chunk, bucket) for chunk in range(chunks) for bucket in buckets]
+        first = region_of[rank] * chunks
+        reduced = [SparseVector.sum([part], accumulator_dtype(x.dtype)) for part in parts[first : first + chunks]]
         load = sum(part.nnz for part in reduced)
 
         def stages() -> Iterator[list[VectorRequest]]:
-            for cut, bucket in order:
+            for chunk, bucket in order:
                 for step in bucket:
                     to = (rank + step) % size
-                    channel.isend(to, parts[region_of[to] * cuts + cut])
+                    channel.isend(to, parts[region_of[to] * chunks + chunk])
                 yield [channel.irecv((rank - step) % size) for step in bucket]
 
-        for (cut, bucket), arrived in zip(order, pipeline.run(channel.transport, stages()), strict=True):
-            low, high = edges[first + cut], edges[first + cut + 1]
+        for (chunk, bucket), arrived in zip(order, pipeline.run(channel.transport, stages()), strict=True):
+            low, high = edges[first + chunk], edges[first + chunk + 1]
             sources = [(rank - step) % size for step in bucket]
-            entries = [within(part, low, high, source) for part, source in zip(arrived, sources, strict=True)]
+            entries = [check_region(part, low, high, source) for part, source in zip(arrived, sources, strict=True)]
             load += sum(part.nnz for part in entries)
-            reduced[cut] = SparseVector.sum([reduced[cut], *entries], reduced[cut].dtype)
+            reduced[chunk] = SparseVector.sum([reduced[chunk], *entries], reduced[chunk].dtype)
         return SparseVector.concatenate(reduced), load
 
     @staticmethod
-    def _cuts(x: SparseVector, k: int, channel: Channel) -> int:
-        """Pieces of each region's messages."""
+    def _chunk_count(x: SparseVector, k: int, channel: Channel) -> int:
+        """Return the number of chunks into which the messages of each region are divided."""
         return pipeline.chunks(k * (x.dtype.itemsize + 1) / channel.size, channel.transport.one_node)
 
-    def _cut_regions(self, cuts: int) -> list[int]:
-        """The boundaries, with each region cut where the last result had equal numbers of entries."""
-        if len(self._edges) == len(self._owners) * cuts + 1 and self._edges[::cuts] == self._boundaries:
+    def _chunk_edges(self, chunks: int) -> list[int]:
+        """Return the boundaries of all chunks: those of the last result, or even ones if they do not fit."""
+        if len(self._edges) == len(self._owners) * chunks + 1 and self._edges[::chunks] == self._boundaries:
             return self._edges
-        evenly = [a + (b - a) * cut // cuts for a, b in pairwise(self._boundaries) for cut in range(cuts)]
+        evenly = [a + (b - a) * chunk // chunks for a, b in pairwise(self._boundaries) for chunk in range(chunks)]
         return [*evenly, self._boundaries[-1]]
 
     # 4. global threshold
@@ -203,15 +203,20 @@ class OkTopk(Algorithm):
     def _select_global(
         self, channel: Channel, reduced: SparseVector, load: int, k: int
     ) -> tuple[SparseVector, list[int]]:
-        """(the own entries of the global top k, how many each rank has)."""
+        """Return the own entries of the global top k, and the number of entries of each rank."""
         reuse = self._global
         estimate = reduced if self.exact or reuse.due else reduced.threshold(reuse.value or 0.0, reduced.nnz)
         row = [reduced.nnz, estimate.nnz, int(reduced.has_nan()), reduced.key_range()[1], load]
         rows = allgather(channel.transport, np.array(row, np.uint64)).tolist()
         held, estimated = [int(r[0]) for r in rows], [int(r[1]) for r in rows]
-        self._check_nan([rank for rank, r in enumerate(rows) if r[2]])
+        invalid = [rank for rank, r in enumerate(rows) if r[2]]
+        if invalid:
+            raise NonFiniteError(
+                f"x: expected sums that can be ordered by magnitude, got NaN in the regions of ranks {invalid}"
+                " (inf - inf, or NaN in an input)"
+            )
         loads = [int(r[4]) for r in rows]
-        self._overloaded = max(loads) * channel.size > OVERLOAD * (sum(loads) + channel.size**2)
+        self._overloaded = max(loads) * channel.size > MAX_LOAD_RATIO * (sum(loads) + channel.size**2)
         if sum(held) <= k:
             return reduced, held
         if not (self.exact or reuse.due) and reuse.accepts(sum(estimated), k):
@@ -219,18 +224,10 @@ class OkTopk(Algorithm):
             return estimate, estimated
         return self._select_exactly(channel, reduced, k, sum(held), max(int(r[3]) for r in rows))
 
-    @staticmethod
-    def _check_nan(ranks: list[int]) -> None:
-        if ranks:
-            raise NonFiniteError(
-                f"x: expected sums that can be ordered by magnitude, got NaN in the regions of ranks {ranks}"
-                " (inf - inf, or NaN in an input)"
-            )
-
     def _select_exactly(
         self, channel: Channel, reduced: SparseVector, k: int, total: int, largest: int
     ) -> tuple[SparseVector, list[int]]:
-        """Exactly k of the `total` entries; ties at the threshold go to lower indices."""
+        """As `_select_global`, exactly k of the `total` entries; ties at the threshold go to lower indices."""
         ascending = np.sort(reduced.magnitude_keys())
         [(key, _)] = quantiles(channel.transport, ascending, [total - k], largest + 1, total)
         counts = reduced.count_around_key(key, ThresholdReuse.PROBE)
@@ -250,15 +247,15 @@ class OkTopk(Algorithm):
     # 5. balance and allgatherv
 
     def _balance_and_allgatherv(self, channel: Channel, mine: SparseVector, sizes: list[int]) -> SparseVector:
-        """The parts of all ranks in index order. Equation (2)."""
+        """Return the entries of all ranks in index order. Equation (2)."""
         order = self._owners
         if max(sizes) * channel.size > self.balance_factor * sum(sizes):
             mine = self._balance(channel, mine, [sizes[owner] for owner in order], order)
             sizes = [sum(sizes) * (j + 1) // len(sizes) - sum(sizes) * j // len(sizes) for j in range(len(sizes))]
-        cuts = pipeline.chunks(max(sizes) * (mine.dtype.itemsize + 1), channel.transport.one_node)
-        if cuts > 1 and channel.size > 1:
-            pieces = (mine.slice_entries(mine.nnz * j // cuts, mine.nnz * (j + 1) // cuts) for j in range(cuts))
-            rows = list(pipeline.allgather(channel, pieces))
+        chunks = pipeline.chunks(max(sizes) * (mine.dtype.itemsize + 1), channel.transport.one_node)
+        if chunks > 1 and channel.size > 1:
+            parts = (mine.slice_entries(mine.nnz * j // chunks, mine.nnz * (j + 1) // chunks) for j in range(chunks))
+            rows = list(pipeline.allgather(channel, parts))
         else:
             rows = [channel.allgather(mine)]
         return SparseVector.concatenate([row[owner] for owner in order for row in rows])
@@ -269,7 +266,7 @@ class OkTopk(Algorithm):
         size, position = channel.size, order.index(channel.rank)
         have = np.concatenate([[0], np.cumsum(sizes)]).tolist()
         want = [have[-1] * j // size for j in range(size + 1)]
-        kept = []
+        parts = []
         for step in range(size):
             to = (position + step) % size
             start, stop = max(have[position], want[to]), min(have[position + 1], want[to + 1])
@@ -278,10 +275,10 @@ class OkTopk(Algorithm):
         for source in range(size):
             start, stop = max(have[source], want[position]), min(have[source + 1], want[position + 1])
             if start < stop and source == position:
-                kept.append(mine.slice_entries(start - have[position], stop - have[position]))
+                parts.append(mine.slice_entries(start - have[position], stop - have[position]))
             elif start < stop:
-                kept.append(channel.recv(order[source]))
-        return SparseVector.concatenate(kept or [mine.slice_entries(0, 0)])
+                parts.append(channel.recv(order[source]))
+        return SparseVector.concatenate(parts or [mine.slice_entries(0, 0)])
 
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {

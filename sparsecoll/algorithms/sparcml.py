@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from sparsecoll.algorithms.base import Algorithm, Loss, Reduction
 from sparsecoll.algorithms.primitives import partition
 from sparsecoll.algorithms.primitives.estimates import fill_in, rounds
-from sparsecoll.formats import FORMATS, Auto, Format, Quantized
+from sparsecoll.formats import FORMATS, Format, Quantized
 from sparsecoll.select import Vector
 from sparsecoll.transport.channel import Channel
 from sparsecoll.transport.network import Network
@@ -79,7 +79,7 @@ class SparCML(Algorithm):
         self._calls += 1
         variant = self._fastest(channel, x.length, k) if self.variant == "auto" else self.variant
         if variant == "recursive_double":
-            return self._recursive_double(channel.with_format(self._static(channel.format)), x)
+            return self._recursive_double(channel.with_format(channel.format.sparse()), x)
         return self._split_allgather(channel, x, variant == "dynamic", quantized)
 
     def _fastest(self, channel: Channel, n: int, k: int) -> str:
@@ -87,11 +87,6 @@ class SparCML(Algorithm):
         known = Network(measured.alpha, measured.beta) if measured is not None else Network()
         times = sparcml_seconds(n, k, channel.size, self.network or known)
         return min(times, key=lambda variant: times[variant])
-
-    @staticmethod
-    def _static(form: Format) -> Format:
-        """COO or packed, whichever is better for each message, if the caller left the choice to us."""
-        return replace(form, choose=("coo", "packed")) if isinstance(form, Auto) else form
 
     # SSAR_Recursive_double
 
@@ -109,14 +104,14 @@ class SparCML(Algorithm):
             distance = 1
             while distance < core:
                 partner = rank ^ distance
-                sent = loss.round(total, own=rank % distance == 0)  # `distance` ranks have this sum: the first one pays
+                sent = loss.round(total, own=rank % distance == 0)  # `distance` ranks have this sum: the first records
                 channel.isend(partner, sent)
                 theirs = channel.recv(partner)
                 pair = [sent, theirs] if rank < partner else [theirs, sent]
                 total = SparseVector.sum(pair, total.dtype)
                 distance *= 2
             value = total.astype(x.dtype)
-            if size > core:  # some ranks get the result as a message: all take what arrives there
+            if size > core:  # some ranks receive the result, rounded
                 value = loss.round(value, own=rank == 0)
             if rank + core < size:
                 channel.isend(rank + core, value)
@@ -125,20 +120,21 @@ class SparCML(Algorithm):
     # SSAR_Split_allgather, DSAR_Split_allgather
 
     def _split_allgather(self, channel: Channel, x: SparseVector, dynamic: bool, quantized: Format | None) -> Reduction:
-        rank, size = channel.rank, channel.size
+        rank, size, form, dense = channel.rank, channel.size, channel.format, FORMATS["dense"]
+        parts_in = channel.with_format(form.sparse_or(dense) if dynamic else form.sparse())
+        sums_in = channel.with_format(form.sparse_or(quantized or dense) if dynamic else form.sparse())
         with channel.phase("split"):
             regions = x.split(partition.boundaries(channel.transport, x, "even"))
             for step in range(1, size):
                 to = (rank + step) % size
-                self._stream(channel, regions[to], dynamic).isend(to, regions[to])
+                parts_in.isend(to, regions[to])
             parts = {rank: regions[rank]}
             for step in range(1, size):  # in the order of arrival
                 source = (rank - step) % size
                 parts[source] = channel.recv(source)
             total = SparseVector.sum([parts[source] for source in range(size)], accumulator_dtype(x.dtype))
         with channel.phase("gather"):
-            sent = total.astype(x.dtype)
-            gathered = self._stream(channel, sent, dynamic, quantized).allgather(sent)
+            gathered = sums_in.allgather(total.astype(x.dtype))
             value = SparseVector.concatenate([part.astype(x.dtype) for part in gathered])
 
         def contributed() -> Vector:
@@ -156,16 +152,6 @@ class SparCML(Algorithm):
             raise ValueError(f"bits: expected None for {x.dtype}, got {self.bits}")
         return Quantized(self.bits, seed=self.seed + self._calls)
 
-    def _stream(self, channel: Channel, part: SparseVector, dynamic: bool, quantized: Format | None = None) -> Channel:
-        """The channel with the format of this stream: sparse, or from the break-even on dense."""
-        sparse = self._static(channel.format)
-        if not dynamic:
-            return channel.with_format(sparse)
-        if isinstance(channel.format, Auto) and quantized is None:
-            return channel.with_format(replace(channel.format, choose=("coo", "packed", "dense")))
-        dense = quantized or FORMATS["dense"]
-        return channel.with_format(min(sparse, dense, key=lambda form: form.size(part, channel.value_dtype)))
-
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {"calls": self._calls}
 
@@ -175,7 +161,7 @@ class SparCML(Algorithm):
 
 
 def sparcml_seconds(n: int, k: int, P: int, network: Network) -> dict[str, float]:
-    """Seconds of each variant of `sparcml` at uniform fill-in, COO with float32: alpha per message, beta per byte."""
+    """Return predicted seconds of each variant for uniform supports, in COO with float32."""
     log, share = rounds(P), (P - 1) / P
     doubling = sum(fill_in(n, k, 2**t) for t in range(log))
     split = (P - 1 + log) * network.alpha + network.beta * 8 * k * share

@@ -56,7 +56,7 @@ class SparDL(Algorithm):
             raise ValueError(f"teams: expected at least 1, got {self.teams}")
 
     def select(self, x: Vector, k: int, ranks: int = 1) -> SparseVector:
-        """The top k/T of each block."""
+        """Select the top k/T of each block."""
         if self.selector is not None:
             return self.selector.select(x, k)
         blocks, parts = self._blocks(ranks), []
@@ -70,7 +70,7 @@ class SparDL(Algorithm):
         return SparseVector.concatenate(parts)
 
     def _blocks(self, ranks: int) -> int:
-        """Blocks of the vector, and ranks of a team."""
+        """Return T, the number of blocks and of ranks in a team."""
         return ranks // max(count for count in range(1, min(self.teams, ranks) + 1) if ranks % count == 0)
 
     @staticmethod
@@ -84,21 +84,21 @@ class SparDL(Algorithm):
         peers = channel.group(list(range(position, channel.size, width)))
         edges, loss = self._edges(x.length, width), Loss(channel)
 
-        def cut(part: SparseVector, own: bool = True) -> SparseVector:
-            return loss.cut(part, self._largest(part, edges, k), own)
+        def truncate(part: SparseVector, own: bool = True) -> SparseVector:
+            return loss.truncate(part, self._largest(part, edges, k), own)
 
         with team.phase("split"):
-            whole = cut(SparseVector.sum([x], accumulator_dtype(x.dtype)))
-            block = reduce_scatter(team, whole, edges, loss.round, lambda parts: cut(summed(parts)))
+            whole = truncate(SparseVector.sum([x], accumulator_dtype(x.dtype)))
+            block = reduce_scatter(team, whole, edges, loss.round, lambda parts: truncate(summed(parts)))
         with peers.phase("teams"):
-            block = self._across(peers, block, loss, cut)
+            block = self._across(peers, block, loss, truncate)
         with team.phase("gather"):
             mine = loss.round(block, x.dtype, own=peers.rank == 0)
             value = SparseVector.concatenate(team.allgather(mine))
         return Reduction(check_order(value.astype(x.dtype)), partial(loss.subtract_from, x))
 
     def _largest(self, part: SparseVector, edges: list[int], k: int) -> SparseVector:
-        """The k/T largest entries of each block; the part itself if no block has more."""
+        """Return the k/T largest entries of each block; the part itself if no block has more."""
         positions, shares = part.searchsorted(edges).tolist(), self._edges(k, len(edges) - 1)
         held = [
             (start, stop, b - a) for (start, stop), (a, b) in zip(pairwise(positions), pairwise(shares), strict=True)
@@ -109,12 +109,12 @@ class SparDL(Algorithm):
 
     @staticmethod
     def _across(
-        peers: Channel, block: SparseVector, loss: Loss, cut: Callable[[SparseVector, bool], SparseVector]
+        peers: Channel, block: SparseVector, loss: Loss, truncate: Callable[[SparseVector, bool], SparseVector]
     ) -> SparseVector:
-        """The block over all teams, the same bits in each. Of ranks that do the same the first notes what is lost."""
+        """Return the sum of the block over all teams, the same bits in each; the first of them records the loss."""
         if peers.size & (peers.size - 1):
             sent = loss.round(block).drop_zeros()
-            return cut(SparseVector.sum(peers.allgather(sent), block.dtype), peers.rank == 0)
+            return truncate(SparseVector.sum(peers.allgather(sent), block.dtype), peers.rank == 0)
         distance = 1
         while distance < peers.size:
             partner = peers.rank ^ distance
@@ -123,5 +123,5 @@ class SparDL(Algorithm):
             theirs = peers.recv(partner)
             pair = [sent, theirs] if peers.rank < partner else [theirs, sent]
             distance *= 2
-            block = cut(SparseVector.sum(pair, block.dtype), peers.rank % distance == 0)
+            block = truncate(SparseVector.sum(pair, block.dtype), peers.rank % distance == 0)
         return block

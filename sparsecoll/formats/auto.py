@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from sparsecoll.formats.base import Buffer, Format, Plan, WireDtype
+from sparsecoll.formats.base import Chooser, Format, Plan, WireDtype
 from sparsecoll.formats.bitmap import Bitmap
 from sparsecoll.formats.coo import Coo
 from sparsecoll.formats.costs import CODING
@@ -15,13 +15,13 @@ from sparsecoll.formats.densestream import DenseStream
 from sparsecoll.formats.packed import Packed
 from sparsecoll.vector import SparseVector
 
-FEW = 32  # messages of up to so many entries are coo or packed: other formats would save a few bytes at most
-SAMPLES, STRETCH = 8, 128  # number and length of the runs of entries by whose size DenseStream is judged
+SMALL_NNZ = 32  # up to so many entries, formats other than coo and packed would save a few bytes at most
+SAMPLES, SAMPLE_NNZ = 8, 128  # number of runs of entries, and entries per run, by which DenseStream is judged
 
 
 @dataclass(frozen=True)
-class Auto(Format):
-    """Chooses a format for each message. It has no messages of its own: the header names the format chosen.
+class Auto(Chooser):
+    """Chooses a format for each message; the header of the message names the format chosen.
 
     Messages of up to 32 entries are coo or packed. DenseStream is considered for a long message only if a sample of
     the entries suggests that it may be the smallest.
@@ -36,7 +36,6 @@ class Auto(Format):
         ValueError: `choose` is empty or contains another name.
     """
 
-    id = 0
     name = "auto"
     choices: ClassVar[tuple[Format, ...]] = (Coo(), Dense(), Bitmap(), Packed(), DenseStream())
 
@@ -48,14 +47,14 @@ class Auto(Format):
         if not self.choose or any(name not in names for name in self.choose):
             raise ValueError(f"choose: expected some of {', '.join(names)}, got {self.choose}")
 
-    def _best(self, x: SparseVector, wire: WireDtype) -> tuple[Format, Plan]:
-        few = [name for name in ("coo", "packed") if name in self.choose] if x.nnz <= FEW else []
-        names = few or self.choose
-        form, plan = self._best_of([other for other in self.choices if other.name in names], x, wire)
+    def planned(self, x: SparseVector, wire: WireDtype) -> tuple[Format, Plan]:
+        small = [name for name in ("coo", "packed") if name in self.choose] if x.nnz <= SMALL_NNZ else []
+        choices = [form for form in self.choices if form.name in (small or self.choose)]
+        form, plan = self._best_of(choices, x, wire)
         if form.fitting(x, wire) is form:
             return form, plan
-        able = [other for other in self.choices if other.name in names and other.fitting(x, wire) is other]
-        return self._best_of(able or [form.fitting(x, wire)], x, wire)
+        fitting = [other for other in choices if other.fitting(x, wire) is other]
+        return self._best_of(fitting or [form.fitting(x, wire)], x, wire)
 
     def _best_of(self, choices: Sequence[Format], x: SparseVector, wire: WireDtype) -> tuple[Format, Plan]:
         best: tuple[Format, Plan] | None = None
@@ -80,19 +79,16 @@ class Auto(Format):
     @staticmethod
     def _hopeless(form: Format, x: SparseVector, wire: WireDtype, best: int) -> bool:
         """Whether a sample predicts DenseStream, whose plan is the slowest, to be 10 % larger than the best so far."""
-        if not isinstance(form, DenseStream) or x.nnz <= 2 * SAMPLES * STRETCH:
+        if not isinstance(form, DenseStream) or x.nnz <= 2 * SAMPLES * SAMPLE_NNZ:
             return False
-        starts = [(x.nnz - STRETCH) * i // (SAMPLES - 1) for i in range(SAMPLES)]
-        sample = SparseVector.concatenate([x.slice_entries(a, a + STRETCH) for a in starts])
-        return form.plan(sample, wire).size * x.nnz > 1.1 * best * SAMPLES * STRETCH
+        starts = [(x.nnz - SAMPLE_NNZ) * i // (SAMPLES - 1) for i in range(SAMPLES)]
+        sample = SparseVector.concatenate([x.slice_entries(a, a + SAMPLE_NNZ) for a in starts])
+        return form.plan(sample, wire).size * x.nnz > 1.1 * best * SAMPLES * SAMPLE_NNZ
 
-    def plan(self, x: SparseVector, wire: WireDtype) -> Plan:
-        return self._best(x, wire)[1]
+    def sparse(self) -> Format:
+        return replace(self, choose=("coo", "packed"))
 
-    def _encoded(self, x: SparseVector, wire: WireDtype) -> Buffer:
-        form, plan = self._best(x, wire)
-        return form.written(plan, x, wire)
-
-    def decode(self, buffer: Buffer, length: int) -> SparseVector:
-        chosen = {form.id: form for form in self.choices}
-        return chosen.get(int(buffer[0]) if buffer.size else 0, self.choices[0]).decode(buffer, length)
+    def sparse_or(self, dense: Format) -> Format:
+        return (
+            replace(self, choose=("coo", "packed", dense.name)) if dense in self.choices else super().sparse_or(dense)
+        )

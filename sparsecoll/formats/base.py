@@ -109,11 +109,11 @@ def rounded(x: V, value_dtype: str | None) -> V:
 
 @dataclass(frozen=True)
 class Plan:
-    """A message about to be written.
+    """How to encode a message.
 
     Attributes:
-        size: its exact size in bytes, header included.
-        write: function that fills a buffer of this size after the header.
+        size: exact size in bytes, header included.
+        write: function that fills a buffer of this size, except for the header.
     """
 
     size: int
@@ -161,8 +161,7 @@ class Format(ABC):
 
     def size(self, x: SparseVector, value_dtype: str | None = None) -> int:
         """Return the exact number of bytes that `encode` returns."""
-        wire = wire_dtype(x.dtype, value_dtype)
-        return self.fitting(x, wire).plan(x, wire).size
+        return self.planned(x, wire_dtype(x.dtype, value_dtype))[1].size
 
     def encode(self, x: SparseVector, value_dtype: str | None = None) -> Buffer:
         """Return x as a new message, uint8.
@@ -173,18 +172,19 @@ class Format(ABC):
         """
         wire = wire_dtype(x.dtype, value_dtype)
         with span("encode", x.nnz):
-            return self._encoded(x, wire)
+            form, plan = self.planned(x, wire)
+            return form._written(plan, x, wire)
 
-    def _encoded(self, x: SparseVector, wire: WireDtype) -> Buffer:
+    def planned(self, x: SparseVector, wire: WireDtype) -> tuple[Format, Plan]:
+        """Return the format that encodes x, this one or another, and the plan of its message."""
         form = self.fitting(x, wire)
-        return form.written(form.plan(x, wire), x, wire)
+        return form, form.plan(x, wire)
 
     def fitting(self, x: SparseVector, wire: WireDtype) -> Format:
-        """Return the format to use for x: another one if x has explicit zeros and this one cannot represent them."""
+        """Return this format, or another one if x has explicit zeros and this format cannot represent them."""
         return self
 
-    def written(self, plan: Plan, x: SparseVector, wire: WireDtype) -> Buffer:
-        """Return the message of a plan."""
+    def _written(self, plan: Plan, x: SparseVector, wire: WireDtype) -> Buffer:
         buffer = empty(plan.size, np.uint8, x.values)
         header = HEADER.pack(self.id, wire.id, self.index_dtype(x.length).itemsize, VERSION, 0, x.nnz)
         buffer[: HEADER.size] = asarray_like(np.frombuffer(header, np.uint8), buffer)
@@ -195,11 +195,19 @@ class Format(ABC):
         """Return what a receiver of `encode(x)` gets, in x's own dtype; x itself if nothing changes."""
         return rounded(x, value_dtype)
 
+    def sparse(self) -> Format:
+        """Return the format for messages that are sparse in any case: `auto` then chooses between coo and packed."""
+        return self
+
+    def sparse_or(self, dense: Format) -> Format:
+        """Return a format that encodes as `sparse()` does, or in the format `dense` if that takes fewer bytes."""
+        return Smaller(self.sparse(), dense)
+
     def add_into(self, dense: DenseVector, buffer: Buffer) -> None:
         """Add the vector in a message to `dense`, in place."""
         dense.add_at(self.decode(buffer, dense.length))
 
-    def _opened(self, buffer: Buffer, length: int, per_byte: int = 1) -> tuple[WireDtype, np.dtype[Any], int]:
+    def _read_header(self, buffer: Buffer, length: int, per_byte: int = 1) -> tuple[WireDtype, np.dtype[Any], int]:
         """Return (wire dtype, index dtype, nnz) from the header, validated for at most `per_byte` entries per byte."""
         if buffer.size < HEADER.size:
             raise CommunicationError(f"message: expected at least {HEADER.size} bytes, got {buffer.size}")
@@ -220,6 +228,34 @@ class Format(ABC):
             raise CommunicationError(
                 f"message: expected {expected} bytes for {nnz} entries in {self.name}, got {buffer.size}"
             )
+
+
+class Chooser(Format):
+    """A format that encodes each message in one of several others, whose header the message has."""
+
+    id = 0
+
+    @abstractmethod
+    def planned(self, x: SparseVector, wire: WireDtype) -> tuple[Format, Plan]: ...
+
+    def plan(self, x: SparseVector, wire: WireDtype) -> Plan:
+        return self.planned(x, wire)[1]
+
+    def decode(self, buffer: Buffer, length: int) -> SparseVector:
+        raise TypeError(f"{self.name} has no messages of its own: use sparsecoll.formats.decode")
+
+
+@dataclass(frozen=True)
+class Smaller(Chooser):
+    """Chooses the format that takes fewer bytes, the first one if both take as many."""
+
+    name = "smaller"
+
+    first: Format
+    second: Format
+
+    def planned(self, x: SparseVector, wire: WireDtype) -> tuple[Format, Plan]:
+        return min(self.first.planned(x, wire), self.second.planned(x, wire), key=lambda planned: planned[1].size)
 
 
 def holds_zeros(x: SparseVector, wire: WireDtype) -> bool:

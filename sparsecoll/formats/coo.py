@@ -32,7 +32,7 @@ class Coo(Format):
         return Plan(HEADER.size + x.nnz * (x.indices.dtype.itemsize + wire.stored.itemsize), write)
 
     def decode(self, buffer: Buffer, length: int) -> SparseVector:
-        wire, index, nnz = self._opened(buffer, length)
+        wire, index, nnz = self._read_header(buffer, length)
         self._check_size(buffer, HEADER.size + nnz * (index.itemsize + wire.stored.itemsize), nnz)
         first = HEADER.size
         if index.itemsize >= wire.stored.itemsize:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Coding:
-    """Seconds to encode and to decode, per entry and per coordinate spanned, where packed takes PACKED an entry."""
+    """Seconds to encode and to decode: per entry, and per coordinate from the first index to the last (`_span`)."""
 
     encode: float
     decode: float
@@ -15,7 +15,7 @@ class Coding:
     decode_span: float = 0.0
 
 
-PACKED = 4.8e-9
+PACKED = 4.8e-9  # seconds to encode and decode an entry in the format packed, encode + decode below
 CODING = {  # on a core with AVX-512, as perf/costs.py measures them; magnitudes matter, digits do not
     "coo": Coding(0.3e-9, 0.15e-9),
     "dense": Coding(2.9e-9, 0.6e-9, 0.17e-9, 0.16e-9),

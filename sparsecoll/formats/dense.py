@@ -30,14 +30,14 @@ class Dense(Format):
         def write(buffer: Buffer) -> None:
             first = first_index(x)
             buffer[16:24].view(np.uint64)[0] = first
-            window = buffer[24:].view(wire.stored)
-            window[:] = 0
-            window[x.indices - x.indices.dtype.type(first)] = wire.pack(x.values)
+            dense = buffer[24:].view(wire.stored)
+            dense[:] = 0
+            dense[x.indices - x.indices.dtype.type(first)] = wire.pack(x.values)
 
         return Plan(HEADER.size + 8 + x.span * wire.stored.itemsize, write)
 
     def decode(self, buffer: Buffer, length: int) -> SparseVector:
-        wire, index, nnz = self._opened(buffer, length)
+        wire, index, nnz = self._read_header(buffer, length)
         if buffer.size < 24 or (buffer.size - 24) % wire.stored.itemsize:
             raise CommunicationError(f"message: a dense message cannot have {buffer.size} bytes")
         first = int(buffer[16:24].view(np.uint64)[0])

@@ -77,8 +77,8 @@ class DenseStream(Format):
 
         def write(buffer: Buffer) -> None:
             buffer[HEADER.size : START].view(np.uint64)[0] = starts.size
-            window = buffer[START:middle].view(wire.stored)
-            kernels_of(x.values).block_write(x.indices, wire.pack(x.values), gap, window)
+            dense = buffer[START:middle].view(wire.stored)
+            kernels_of(x.values).block_write(x.indices, wire.pack(x.values), gap, dense)
             ends = buffer[middle:].reshape(2, starts.size, width)
             for row, numbers in enumerate((starts, lengths)):
                 ends[row] = numbers.view(np.uint8).reshape(-1, 8)[:, :width]
@@ -86,7 +86,7 @@ class DenseStream(Format):
         return Plan(middle + 2 * width * starts.size, write)
 
     def decode(self, buffer: Buffer, length: int) -> SparseVector:
-        wire, index, nnz = self._opened(buffer, length)
+        wire, index, nnz = self._read_header(buffer, length)
         starts, lengths, values = self._read_blocks(buffer, length, wire)
         kernels = kernels_of(values)
         positions, nonzeros = kernels.select_at_least(values, 1, nnz)

@@ -50,7 +50,7 @@ class Packed(Format):
         return Plan(payload + coded + RICE_PAD, write)
 
     def decode(self, buffer: Buffer, length: int) -> SparseVector:
-        wire, index, nnz = self._opened(buffer, length)
+        wire, index, nnz = self._read_header(buffer, length)
         kernels = kernels_of(buffer)
         middle = START + nnz * wire.stored.itemsize
         block = int(buffer[middle : middle + 2].view(np.uint16)[0]) if buffer.size >= middle + 2 else 0

@@ -76,7 +76,7 @@ class Quantized(Format):
         return Plan(middle + -(-count * self.bits // 8), write)
 
     def decode(self, buffer: Buffer, length: int) -> SparseVector:
-        _, index, nnz = self._opened(buffer, length, per_byte=4)
+        _, index, nnz = self._read_header(buffer, length, per_byte=4)
         stated = buffer[HEADER.size : START].view(np.uint64).tolist() if buffer.size >= START else (0, length + 1, 0)
         first, count, options = stated
         valid = options & 255 in (2, 4, 8) and 8 <= options >> 8 < 2**32

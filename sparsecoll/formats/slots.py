@@ -91,7 +91,7 @@ class Slots(Format):
 
     def _read(self, buffer: Buffer, length: int) -> tuple[NDArray[np.generic], NDArray[np.generic], int]:
         """(index of each slot, its value, slots used), checked against the header."""
-        wire, index, nnz = self._opened(buffer, length)
+        wire, index, nnz = self._read_header(buffer, length)
         slots = (buffer.size - START) // (index.itemsize + wire.stored.itemsize)
         if buffer.size < START or slots != int(buffer[HEADER.size : START].view(np.uint64)[0]):
             raise CommunicationError(f"message: {buffer.size} bytes do not hold the slots that the header promises")

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from sparsecoll.kernels import kernels_of
 from sparsecoll.kernels.keys import index_dtype, key_of, magnitude_of
-from sparsecoll.kernels.memory import asarray_like, data_ptr, empty, on_gpu
+from sparsecoll.kernels.memory import asarray_like, data_ptr, empty
 from sparsecoll.telemetry.trace import span
 from sparsecoll.vector.sparse import SparseVector, union_mask
-from sparsecoll.vector.values import dense_values, finite_difference, saturating_cast
+from sparsecoll.vector.values import Values, dense_values, finite_difference, saturating_cast
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-class DenseVector:
+class DenseVector(Values):
     """A vector all of whose values are stored.
 
     Args:
@@ -32,12 +31,10 @@ class DenseVector:
     array([-2.,  1.])
     """
 
-    __slots__ = ("values",)
-
-    values: NDArray[Any]
+    __slots__ = ()
 
     def __init__(self, values: Any) -> None:
-        self.values = dense_values(values)
+        self._array = dense_values(values)
 
     @classmethod
     def zeros(cls, length: int, dtype: Any, like: SparseVector | DenseVector) -> DenseVector:
@@ -54,22 +51,18 @@ class DenseVector:
     @property
     def length(self) -> int:
         """Number of coordinates."""
-        return int(self.values.size)
+        return int(self._array.size)
 
     nnz = length
 
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """dtype of the values."""
-        return self.values.dtype
-
-    @property
-    def on_gpu(self) -> bool:
-        """Whether the values are CuPy's."""
-        return on_gpu(self.values)
-
     def _of(self, entries: tuple[NDArray[Any], NDArray[Any]]) -> SparseVector:
         return SparseVector.from_sorted_unchecked(*entries, self.length)
+
+    def _select(self, kernel: Callable[..., Any], *arguments: Any, **options: Any) -> SparseVector:
+        return self._of(kernel(self.values, *arguments, **options))
+
+    def _lower_bound_key(self, expected_nnz: int) -> int:
+        return int(self._kernels.lower_bound_key(self.values, expected_nnz))
 
     def to_dense(self) -> NDArray[Any]:
         """The values themselves."""
@@ -80,7 +73,7 @@ class DenseVector:
         if keep_zeros:
             return self.take(asarray_like(np.arange(self.length, dtype=index_dtype(self.length)), self.values))
         with span("dense", self.length):
-            return self._of(kernels_of(self.values).select_at_least(self.values, 1))
+            return self._of(self._kernels.select_at_least(self.values, 1))
 
     # Parts of the vector
 
@@ -113,21 +106,17 @@ class DenseVector:
 
     def random_entries(self, k: int, key: int) -> SparseVector:
         """The values at k random coordinates, which depend on `key` and `length` only, zeros among them."""
-        return self.take(kernels_of(self.values).random_indices(self.length, k, key))
+        return self.take(self._kernels.random_indices(self.length, k, key))
 
     # Magnitudes
 
     def topk(self, k: int) -> SparseVector:
         """The k entries of largest magnitude, ties by lower index."""
-        return self._of(kernels_of(self.values).topk(self.values, min(k, self.length)))
+        return self._select(self._kernels.topk, min(k, self.length))
 
     def threshold(self, threshold: float, expected: int = 0) -> SparseVector:
         """The entries with a magnitude >= threshold, NaN among them; `expected` is a guess of their number."""
-        return self._of(kernels_of(self.values).select_at_least(self.values, key_of(threshold, self.dtype), expected))
-
-    def count_at_least(self, threshold: float) -> int:
-        """The number of values with a magnitude >= threshold."""
-        return int(kernels_of(self.values).count_at_least(self.values, key_of(threshold, self.dtype)))
+        return self._select(self._kernels.select_at_least, key_of(threshold, self.dtype), expected)
 
     def magnitude_stats(self, expected_nnz: int) -> tuple[NDArray[np.float64], SparseVector, float]:
         """Moments and the candidates for a threshold, in one pass.
@@ -140,10 +129,9 @@ class DenseVector:
             with |x| >= bound; the bound, estimated on a sample so that at least `expected_nnz` entries are likely to
             reach it, and not many more.
         """
-        kernels = kernels_of(self.values)
-        key, moments = kernels.lower_bound_key(self.values, expected_nnz), np.empty(4)
-        entries = kernels.select_at_least(self.values, key, expected_nnz + (expected_nnz >> 2), moments=moments)
-        return moments, self._of(entries), magnitude_of(key, self.dtype)
+        key, moments, room = self._lower_bound_key(expected_nnz), np.empty(4), expected_nnz + (expected_nnz >> 2)
+        candidates = self._select(self._kernels.select_at_least, key, room, moments=moments)
+        return moments, candidates, magnitude_of(key, self.dtype)
 
     def first_not_finite(self) -> int | None:
         """The index of the first NaN or infinity."""
@@ -181,15 +169,15 @@ class DenseVector:
 
     def add_at(self, entries: SparseVector) -> None:
         """self += entries, in place."""
-        kernels_of(self.values).scatter_add(self.values, entries.indices, entries.values)
+        self._kernels.scatter_add(self.values, entries.indices, entries.values)
 
     def subtract_at(self, entries: SparseVector) -> None:
         """self -= entries, in place."""
-        kernels_of(self.values).scatter_subtract(self.values, entries.indices, entries.values)
+        self._kernels.scatter_subtract(self.values, entries.indices, entries.values)
 
     def scatter_add(self, indices: NDArray[Any], values: NDArray[Any]) -> None:
         """self[index] += value in the order given, in place; indices of `length` or more are skipped."""
-        kernels_of(self.values).scatter_add_marked(self.values, indices, values)
+        self._kernels.scatter_add_marked(self.values, indices, values)
 
     def __repr__(self) -> str:
         return f"DenseVector(length={self.length}, dtype={self.dtype})"

@@ -11,16 +11,16 @@ from numpy.typing import NDArray
 
 from sparsecoll.kernels import kernels_of
 from sparsecoll.kernels.keys import index_dtype, key_of, magnitude_of, nan_key
-from sparsecoll.kernels.memory import asarray_like, contiguous, empty, may_share_memory, on_gpu, to_host
+from sparsecoll.kernels.memory import asarray_like, empty, may_share_memory, to_host
 from sparsecoll.telemetry.trace import span
 from sparsecoll.vector.values import (
     SMALLEST,
+    Values,
     accumulator_dtype,
-    asarray,
-    check_value_dtype,
     dense_values,
     finite_difference,
     saturating_cast,
+    sparse_entries,
 )
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 MULTIPLIERS = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9)  # of `hash_slots`; odd, otherwise arbitrary
 
 
-class SparseVector:
+class SparseVector(Values):
     """A long vector of which only some entries are stored: their ascending, unique `indices` and their `values`.
 
     Coordinates without a stored entry are zero. Stored zeros are allowed and count in `nnz`.
@@ -70,51 +70,19 @@ class SparseVector:
     array([ 2., -6.], dtype=float32)
     """
 
-    __slots__ = ("indices", "length", "values")
+    __slots__ = ("indices", "length")
 
     indices: NDArray[Any]
-    values: NDArray[Any]
     length: int
 
     def __init__(self, indices: Any, values: Any, length: int) -> None:
-        self.length = _checked_length(length)
-        self.values = asarray(values)
-        given = asarray(indices)
-        if on_gpu(given) != on_gpu(self.values):
-            where = ["CuPy" if on_gpu(array) else "NumPy" for array in (given, self.values)]
-            raise TypeError(
-                f"indices, values: expected both on the GPU or neither, got arrays of {' and '.join(where)}"
-            )
-        if given.size == 0 and given.ndim == 1:
-            given = given.astype(np.int64)
-        if given.ndim != 1 or self.values.ndim != 1 or given.size != self.values.size:
-            raise ValueError(
-                "indices, values: expected two 1-D arrays of one size,"
-                f" got shapes {given.shape} and {self.values.shape}"
-            )
-        if given.dtype.kind not in "iu":
-            raise TypeError(f"indices: expected integers, got {given.dtype}")
-        check_value_dtype(self.values.dtype)
-        if given.dtype.kind == "i" and given.size and int(given.min()) < 0:
-            raise ValueError(f"indices: expected at least 0, got {int(given.min())}")
-        if given.size and int(given.max()) >= self.length:
-            raise ValueError(f"indices: expected below length {self.length}, got {int(given.max())}")
-        self.indices = contiguous(given, index_dtype(self.length))
-        self.values = contiguous(self.values)
-        position = kernels_of(self.values).first_unsorted(self.indices, self.length)
-        if position >= 0:
-            before, index = int(self.indices[position - 1]), int(self.indices[position])
-            what = "duplicate" if before == index else "unsorted"
-            raise ValueError(
-                f"indices: expected strictly ascending, got {what}: {before} at position {position - 1}, then {index};"
-                " order = np.argsort(indices) sorts both arrays, and a SciPy coo_array also sums duplicates"
-            )
+        self.indices, self._array, self.length = sparse_entries(indices, values, length)
 
     @classmethod
     def from_sorted_unchecked(cls, indices: NDArray[Any], values: NDArray[Any], length: int) -> Self:
         """A vector of arrays that satisfy the constructor: ascending, unique, in range, `index_dtype(length)`."""
         vector = object.__new__(cls)
-        vector.indices, vector.values, vector.length = indices, values, length
+        vector.indices, vector._array, vector.length = indices, values, length
         return vector
 
     @classmethod
@@ -168,18 +136,12 @@ class SparseVector:
         """nnz / length; 0.0 for length 0."""
         return self.nnz / self.length if self.length else 0.0
 
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """dtype of the values."""
-        return self.values.dtype
-
-    @property
-    def on_gpu(self) -> bool:
-        """Whether the arrays are CuPy's."""
-        return on_gpu(self.values)
-
     def _of(self, entries: tuple[NDArray[Any], NDArray[Any]]) -> SparseVector:
         return SparseVector.from_sorted_unchecked(*entries, self.length)
+
+    def to_sparse(self) -> SparseVector:
+        """The vector itself, as of DenseVector the nonzero entries."""
+        return self
 
     def to_dense(self) -> NDArray[Any]:
         """A new array of `length` values."""
@@ -227,8 +189,8 @@ class SparseVector:
 
     def random_entries(self, k: int, key: int) -> SparseVector:
         """The stored entries among k random coordinates, which depend on `key` and `length` only."""
-        chosen = kernels_of(self.values).random_indices(self.length, k, key)
-        return self.take(kernels_of(self.values).intersect(self.indices, chosen))
+        chosen = self._kernels.random_indices(self.length, k, key)
+        return self.take(self._kernels.intersect(self.indices, chosen))
 
     # Magnitudes
 
@@ -236,44 +198,39 @@ class SparseVector:
         """The k entries of largest magnitude, ties by lower index; the vector itself if it has no more than k."""
         if k >= self.nnz:
             return self
-        return self._of(kernels_of(self.values).topk(self.values, k, indices=self.indices))
+        return self._of(self._kernels.topk(self.values, k, indices=self.indices))
 
     def topk_by_key(self, key: int, ties: int) -> SparseVector:
         """The entries whose magnitude key exceeds `key`, and the first `ties` of those that have this key."""
-        return self._of(kernels_of(self.values).topk_by_key(self.values, key, ties, indices=self.indices))
+        return self._of(self._kernels.topk_by_key(self.values, key, ties, indices=self.indices))
 
     def threshold(self, threshold: float, expected: int = 0) -> SparseVector:
         """The entries with a magnitude >= threshold, NaN among them; `expected` is a guess of their number."""
         key = key_of(threshold, self.dtype)
-        select = kernels_of(self.values).select_at_least
-        return self._of(select(self.values, key, expected or self.nnz, indices=self.indices))
-
-    def count_at_least(self, threshold: float) -> int:
-        """The number of entries with a magnitude >= threshold."""
-        return int(kernels_of(self.values).count_at_least(self.values, key_of(threshold, self.dtype)))
+        return self._of(self._kernels.select_at_least(self.values, key, expected or self.nnz, indices=self.indices))
 
     def count_around_key(self, key: int, factor: float) -> tuple[int, int, int]:
         """The numbers of entries with a key above `key`, with that key, and of `factor` times its magnitude or more."""
-        count = kernels_of(self.values).count_at_least
+        count = self._kernels.count_at_least
         above = count(self.values, key + 1)
         equal = count(self.values, key) - above
         return above, equal, count(self.values, key_of(self.magnitude_of(key) * factor, self.dtype))
 
     def kth_magnitude(self, k: int) -> float:
         """The k-th largest magnitude, 1 <= k <= nnz."""
-        return self.magnitude_of(kernels_of(self.values).kth_key(self.values, k)[0])
+        return self.magnitude_of(self._kernels.kth_key(self.values, k)[0])
 
     def magnitude_stats(self, expected_nnz: int) -> tuple[NDArray[np.float64], SparseVector, float]:
         """(float64[4]: sums of x, x^2 and |x|, and the largest |x|; the vector itself; 0.0). See DenseVector."""
-        return kernels_of(self.values).moments_of(self.values), self, 0.0
+        return self._kernels.moments_of(self.values), self, 0.0
 
     def magnitude_keys(self) -> NDArray[Any]:
         """The magnitude keys of the values, unsigned integers (see kernels/keys.py)."""
-        return kernels_of(self.values).magnitude_keys(self.values)  # type: ignore[no-any-return]
+        return self._kernels.magnitude_keys(self.values)  # type: ignore[no-any-return]
 
     def key_range(self) -> tuple[int, int]:
         """(smallest, largest) magnitude key of the values; (0, 0) without stored entries."""
-        return kernels_of(self.values).key_range(self.values)  # type: ignore[no-any-return]
+        return self._kernels.key_range(self.values)  # type: ignore[no-any-return]
 
     def magnitude_of(self, key: int) -> float:
         """The magnitude of values of this dtype that have the given key."""
@@ -305,11 +262,11 @@ class SparseVector:
 
     def intersect(self, other: SparseVector) -> SparseVector:
         """The entries of this vector whose index `other` stores, too."""
-        return self.take(kernels_of(self.values).intersect(self.indices, other.indices))
+        return self.take(self._kernels.intersect(self.indices, other.indices))
 
     def difference(self, other: SparseVector) -> SparseVector:
         """The entries of this vector whose index `other` does not store."""
-        return self.take(kernels_of(self.values).difference(self.indices, other.indices))
+        return self.take(self._kernels.difference(self.indices, other.indices))
 
     def union_disjoint(self, other: SparseVector) -> SparseVector:
         """The entries of two vectors of one dtype that share no index."""
@@ -323,7 +280,7 @@ class SparseVector:
         """One bit for each entry of this vector, set where `other` stores its index; as np.packbits."""
         stored = empty(self.nnz, np.uint8, self.indices)
         stored[:] = 0
-        stored[kernels_of(self.values).intersect(self.indices, other.indices)] = 1
+        stored[self._kernels.intersect(self.indices, other.indices)] = 1
         return np.packbits(stored)
 
     def select_mask(self, mask: NDArray[np.uint8]) -> SparseVector:
@@ -332,7 +289,7 @@ class SparseVector:
 
     def hash_slots(self, slots: int) -> NDArray[np.int64]:
         """A pseudo-random slot in [0, slots) for each entry; an index has the same slot in every vector."""
-        return kernels_of(self.values).hash_slots(self.indices, slots, MULTIPLIERS)  # type: ignore[no-any-return]
+        return self._kernels.hash_slots(self.indices, slots, MULTIPLIERS)  # type: ignore[no-any-return]
 
     # Arithmetic
 
@@ -397,11 +354,3 @@ def union_mask(parts: Sequence[SparseVector]) -> NDArray[np.uint8]:
     for part in parts:
         np.bitwise_or.at(bits, part.indices >> 3, np.uint8(128) >> (part.indices & 7).astype(np.uint8))
     return bits
-
-
-def _checked_length(length: Any) -> int:
-    if isinstance(length, bool) or not isinstance(length, (int, np.integer)):
-        raise TypeError(f"length: expected an integer, got {type(length).__name__}")
-    if not 0 <= length < 2**63:
-        raise ValueError(f"length: expected 0 <= length < 2^63, got {length}")
-    return int(length)

@@ -1,16 +1,49 @@
-"""Arrays of values: the dtypes that are supported, casts and differences that stay finite."""
+"""The arrays of vectors: validation, supported dtypes, casts and differences that stay finite."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from sparsecoll.kernels.keys import Array
+from sparsecoll.kernels import kernels_of
+from sparsecoll.kernels.keys import Array, index_dtype, key_of
 from sparsecoll.kernels.memory import contiguous, on_gpu
 
 VALUE_DTYPES = tuple(np.dtype(name) for name in ("float16", "float32", "float64", "int32", "int64"))
 SMALLEST = 5e-324  # the smallest magnitude above zero
+
+
+class Values:
+    """An array of values: the base of SparseVector and DenseVector."""
+
+    __slots__ = ("_array",)
+
+    _array: NDArray[Any]
+
+    @property
+    def values(self) -> NDArray[Any]:
+        """The stored values."""
+        return self._array
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """dtype of the values."""
+        return self._array.dtype
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the values are in a CuPy array."""
+        return on_gpu(self._array)
+
+    @property
+    def _kernels(self) -> Any:
+        return kernels_of(self._array)
+
+    def count_at_least(self, threshold: float) -> int:
+        """The number of stored values with a magnitude >= threshold."""
+        return int(self._kernels.count_at_least(self.values, key_of(threshold, self.dtype)))
 
 
 def accumulator_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
@@ -45,6 +78,45 @@ def dense_values(array: Any) -> Any:
         raise ValueError(f"dense vector: expected a 1-D array, got shape {values.shape}")
     check_value_dtype(values.dtype)
     return contiguous(values)
+
+
+def sparse_entries(indices: Any, values: Any, length: Any) -> tuple[Any, Any, int]:
+    """`indices`, `values` and `length` as SparseVector stores them; raises as its constructor does."""
+    length, given, values = _checked_length(length), asarray(indices), asarray(values)
+    if on_gpu(given) != on_gpu(values):
+        where = ["CuPy" if on_gpu(array) else "NumPy" for array in (given, values)]
+        raise TypeError(f"indices, values: expected both on the GPU or neither, got arrays of {' and '.join(where)}")
+    if given.size == 0 and given.ndim == 1:
+        given = given.astype(np.int64)
+    if given.ndim != 1 or values.ndim != 1 or given.size != values.size:
+        raise ValueError(
+            f"indices, values: expected two 1-D arrays of one size, got shapes {given.shape} and {values.shape}"
+        )
+    if given.dtype.kind not in "iu":
+        raise TypeError(f"indices: expected integers, got {given.dtype}")
+    check_value_dtype(values.dtype)
+    if given.dtype.kind == "i" and given.size and int(given.min()) < 0:
+        raise ValueError(f"indices: expected at least 0, got {int(given.min())}")
+    if given.size and int(given.max()) >= length:
+        raise ValueError(f"indices: expected below length {length}, got {int(given.max())}")
+    stored = contiguous(given, index_dtype(length))
+    position = kernels_of(values).first_unsorted(stored, length)
+    if position >= 0:
+        before, index = int(stored[position - 1]), int(stored[position])
+        what = "duplicate" if before == index else "unsorted"
+        raise ValueError(
+            f"indices: expected strictly ascending, got {what}: {before} at position {position - 1}, then {index};"
+            " order = np.argsort(indices) sorts both arrays, and a SciPy coo_array also sums duplicates"
+        )
+    return stored, contiguous(values), length
+
+
+def _checked_length(length: Any) -> int:
+    if isinstance(length, bool) or not isinstance(length, (int, np.integer)):
+        raise TypeError(f"length: expected an integer, got {type(length).__name__}")
+    if not 0 <= length < 2**63:
+        raise ValueError(f"length: expected 0 <= length < 2^63, got {length}")
+    return int(length)
 
 
 def saturating_cast(values: Array, dtype: np.dtype[Any]) -> Array:

@@ -11,7 +11,7 @@ from cases import same_bits, support
 import sparsecoll
 from sparsecoll import Allgather, Auto, Dense, DenseStream, Network, SparCML, SparseVector, Tuning, simulate
 from sparsecoll.algorithms.auto import costmodel, overlap
-from sparsecoll.algorithms.auto.auto import WORTH_LOOKING
+from sparsecoll.algorithms.auto.auto import SAMPLING_RATIO
 from sparsecoll.algorithms.auto.tune import tuning_of
 from sparsecoll.algorithms.primitives import estimates
 from sparsecoll.cli.main import main
@@ -61,7 +61,7 @@ def test_at_most_10_percent_slower_than_the_best_and_than_dense(network, name, d
     """Where a call is too short to look how supports overlap, and they do, at most 40 %."""
     times = {choice: seconds(make, name, P, density, NETWORKS[network]) for choice, make in CHOICES.items()}
     looking = overlap.seconds(P, Costs().tuning(NETWORKS[network]))
-    short = name != "random" and min(times.values()) < 2 * WORTH_LOOKING * looking
+    short = name != "random" and min(times.values()) < 2 * SAMPLING_RATIO * looking
     assert seconds(Auto, name, P, density, NETWORKS[network]) <= (1.4 if short else 1.1) * min(times.values()), times
 
 

@@ -8,8 +8,7 @@ from typing import Any
 
 from sparsecoll import formats
 from sparsecoll.algorithms.auto import costmodel, overlap
-from sparsecoll.algorithms.auto.choices import EXACT, TOP_K_OF_SUM
-from sparsecoll.algorithms.auto.costmodel import Shape
+from sparsecoll.algorithms.auto.costmodel import CHOICES, Shape
 from sparsecoll.algorithms.auto.tune import given_tuning, tuning_of
 from sparsecoll.algorithms.base import Algorithm, Reduction, check_order
 from sparsecoll.formats import FORMATS
@@ -19,11 +18,11 @@ from sparsecoll.transport.channel import Channel
 from sparsecoll.transport.network import Tuning
 from sparsecoll.vector import SparseVector
 
-WANTED = ("exact_sum", "top_k_of_sum")
-WORTH_MEASURING = 2e-3  # seconds of a predicted call; a hundred of them take as long as measuring may
-WORTH_LOOKING = 10  # times what it costs to look how supports overlap
-FINE = 32  # k is rounded to one of so many steps per factor of e
-KEPT = 4096  # choices that an object keeps
+SEMANTICS = ("exact_sum", "top_k_of_sum")
+MIN_SECONDS = 2e-3  # predicted length of a call from which on the communicator is measured
+SAMPLING_RATIO = 10  # supports are sampled if the call takes at least so many times as long
+K_STEPS = 32  # choices depend on k rounded to one of so many steps per factor of e
+MAX_CHOICES = 4096  # number of choices that an object stores
 
 Class = tuple[int, int, int, int]  # n, k rounded, P, bytes of a value on the wire
 
@@ -70,20 +69,18 @@ class Auto(Algorithm):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.want not in WANTED:
-            raise ValueError(f"want: expected one of {', '.join(WANTED)}, got {self.want!r}")
+        if self.want not in SEMANTICS:
+            raise ValueError(f"want: expected one of {', '.join(SEMANTICS)}, got {self.want!r}")
 
     @property
     def semantics(self) -> str:
-        """What `want` says."""
+        """The option `want`."""
         return self.want
 
     def predictions(self, shape: Shape, tuning: Tuning) -> dict[str, float]:
-        """Return predicted seconds by name of the choice."""
-        seconds = dict(costmodel.exact_seconds(shape, tuning))
-        if self.want == "top_k_of_sum":
-            seconds["oktopk"] = costmodel.oktopk_seconds(shape, tuning)
-        return seconds
+        """Return the predicted seconds of each choice."""
+        exact = self.want == "exact_sum"
+        return {name: s for name, s in costmodel.seconds(shape, tuning).items() if not exact or name != "oktopk"}
 
     def costs(self, transport: Transport, shape: Shape) -> Tuning:
         """Return the costs with which a call of this shape is predicted."""
@@ -91,13 +88,13 @@ class Auto(Algorithm):
         if given is not None:
             return given
         usual = network.IN_ONE_NODE if transport.one_node else network.BETWEEN_NODES
-        if shape.P == 1 or min(self.predictions(shape, usual).values()) < WORTH_MEASURING:
+        if shape.P == 1 or min(self.predictions(shape, usual).values()) < MIN_SECONDS:
             return usual
         return tuning_of(transport)
 
     def _choose(self, channel: Channel, x: SparseVector, shape: Shape, tuning: Tuning) -> str:
         seconds = self.predictions(shape, tuning)
-        if shape.P > 1 and min(seconds.values()) > WORTH_LOOKING * overlap.seconds(shape.P, tuning):
+        if shape.P > 1 and min(seconds.values()) > SAMPLING_RATIO * overlap.seconds(shape.P, tuning):
             length, skew = overlap.estimate(channel.transport, x, shape.k)
             seconds = self.predictions(replace(shape, effective_length=max(length, shape.k), skew=skew), tuning)
         return min(seconds, key=lambda name: seconds[name])
@@ -105,33 +102,27 @@ class Auto(Algorithm):
     def __call__(self, channel: Channel, x: SparseVector, k: int) -> Reduction:
         n, P, transport = x.length, channel.size, channel.transport
         width = formats.wire_dtype(x.dtype, channel.value_dtype).stored.itemsize
-        about = min(max(1, round(math.exp(round(math.log(k) * FINE) / FINE))), n) if k else 0
+        about = min(max(1, round(math.exp(round(math.log(k) * K_STEPS) / K_STEPS))), n) if k else 0
         shape = Shape(n, about, P, width, n, one_node=transport.one_node)
         tuning = self.costs(transport, shape)
         chosen = self._chosen.get((n, about, P, width)) or self._choose(channel, x, shape, tuning)
-        if len(self._chosen) < KEPT:
+        if len(self._chosen) < MAX_CHOICES:
             self._chosen[n, about, P, width] = chosen
         if channel.format is FORMATS["auto"]:
             channel = channel.with_format(formats.Auto(beta=tuning.beta) if tuning.code else formats.Auto())
         reduction = self._algorithm(chosen)(channel, x, k)
-        return reduction if chosen == "oktopk" or self.want == "exact_sum" else self._cut(reduction, k)
+        return reduction if chosen == "oktopk" or self.want == "exact_sum" else self._topk_of(reduction, k)
 
     def _algorithm(self, name: str) -> Algorithm:
         if name not in self._algorithms:
-            self._algorithms[name] = (EXACT | TOP_K_OF_SUM)[name]()
+            self._algorithms[name] = CHOICES[name]()
         return self._algorithms[name]
 
     @staticmethod
-    def _cut(reduction: Reduction, k: int) -> Reduction:
-        """The top k of an exact sum."""
-        value = reduction.value if isinstance(reduction.value, SparseVector) else reduction.value.to_sparse()
-        top = check_order(value).topk(k)
-
-        def contributed() -> SparseVector:
-            share = reduction.contributed
-            return (share if isinstance(share, SparseVector) else share.to_sparse()).intersect(top)
-
-        return Reduction(top, contributed)
+    def _topk_of(reduction: Reduction, k: int) -> Reduction:
+        """Return the top k of an exact sum."""
+        top = check_order(reduction.value.to_sparse()).topk(k)
+        return Reduction(top, lambda: reduction.contributed.to_sparse().intersect(top))
 
     def state_dict(self) -> dict[str, Any]:
         chosen = [[*key, name] for key, name in self._chosen.items()]

@@ -1,18 +1,32 @@
-"""Predicts the seconds of each algorithm from measured costs of the communicator."""
+"""The algorithms among which `auto` chooses, and their seconds as predicted from costs of the communicator."""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from sparsecoll.algorithms.dense import is_short
+from sparsecoll.algorithms.allgather import Allgather
+from sparsecoll.algorithms.base import Algorithm
+from sparsecoll.algorithms.dense import Dense, is_short
+from sparsecoll.algorithms.densestream import DenseStream
+from sparsecoll.algorithms.oktopk import OkTopk
 from sparsecoll.algorithms.primitives.estimates import fill_in, rounds
 from sparsecoll.algorithms.primitives.pipeline import chunks
+from sparsecoll.algorithms.sparcml import SparCML
 from sparsecoll.formats.costs import CODING, PACKED
 from sparsecoll.transport.network import Tuning
+
+CHOICES: dict[str, Callable[[], Algorithm]] = {
+    "dense": Dense,
+    "allgather": Allgather,
+    "recursive_double": lambda: SparCML(variant="recursive_double"),
+    "dynamic": lambda: SparCML(variant="dynamic"),
+    "halving": lambda: DenseStream(repartition="even"),
+    "oktopk": OkTopk,  # for the top k of the sum; the others form the exact sum
+}
 
 # On a core with AVX-512, as perf/costs.py measures them; magnitudes matter, digits do not.
 MERGE = 5.5e-9  # seconds per input entry of a sparse sum, at a density of 1 %
@@ -59,14 +73,7 @@ class Shape:
         return fill_in(max(int(self.effective_length), 1), self.k, ranks)
 
     def message(self, t: Tuning, entries: float, share: float = 1.0, sparse: bool = False) -> Message:
-        """Return a message in the format that takes the least time.
-
-        Args:
-            t: costs on the communicator.
-            entries: number of entries in the message.
-            share: share of the coordinates over which they are distributed.
-            sparse: whether only coo and packed are considered.
-        """
+        """Return a message of `entries` over a share of the coordinates, in the fastest format (`sparse`: of two)."""
         width, speed = self.value_bytes, _code_speed(t)
         span = self.n * share
         if entries < 1 or span < 1:
@@ -96,23 +103,20 @@ def _overlapped(network: float, work: float, stages: int) -> float:
 
 
 @functools.lru_cache(maxsize=256)
-def exact_seconds(shape: Shape, t: Tuning) -> Mapping[str, float]:
-    """Return predicted seconds of the algorithms for the exact sum, by name."""
+def seconds(shape: Shape, t: Tuning) -> Mapping[str, float]:
+    """Return the predicted seconds of each of CHOICES."""
     P, n, k = shape.P, shape.n, shape.k
     pattern = 2 * rounds(P) * t.alpha + t.beta * n / 4 * (P - 1) / P  # a bit a coordinate, for sparse vectors
-    seconds = {
+    calls = {
         "allgather": _allgather(shape, t),
         "dense": 2 * _dense_waits(shape, t) + 2 * t.beta * n * shape.value_bytes * (P - 1) / P + n * t.dense + pattern,
         "recursive_double": _doubling(shape, t),
         "dynamic": _split(shape, t, k * shape.skew) + _gathered(shape, t),
         "halving": _halving(shape, t) + _gathered(shape, t),
+        "oktopk": _oktopk(shape, t),
     }
-    agreed = {name: _agreement(shape, t) + value for name, value in seconds.items()}
+    agreed = {name: rounds(P) * t.alpha + 2 * t.call + value for name, value in calls.items()}
     return MappingProxyType({name: t.corrected(name, value) + CALL_OVERHEAD * t.call for name, value in agreed.items()})
-
-
-def _agreement(shape: Shape, t: Tuning) -> float:
-    return rounds(shape.P) * t.alpha + 2 * t.call
 
 
 def _burst(shape: Shape, t: Tuning) -> float:
@@ -154,18 +158,17 @@ def _code_speed(t: Tuning) -> float:
     return t.code / PACKED
 
 
-def oktopk_seconds(shape: Shape, t: Tuning) -> float:
-    """Return predicted seconds of `oktopk` in calls without a search: split and reduce, sizes, gather."""
+def _oktopk(shape: Shape, t: Tuning) -> float:
+    """Return the seconds of a call that finds neither thresholds nor boundaries: split and reduce, sizes, gather."""
     P, k = shape.P, shape.k
     own, part = shape.message(t, k), shape.message(t, k / P, 1 / P)
     split = P * part.encode + (P - 1) * part.decode + shape.merging(t, k, 1 / P)
     gather = part.encode + P * part.decode + CONCATENATE * k * _code_speed(t)
     moved = t.beta * own.bytes * (P - 1) / P
-    waits = _agreement(shape, t) + _burst(shape, t) + 2 * rounds(P) * t.alpha
+    waits = _burst(shape, t) + 2 * rounds(P) * t.alpha
     stages = chunks(k * (shape.value_bytes + 1) / P, shape.one_node)
     calls = (stages - 1) * 2 * P * t.call
-    seconds = waits + _overlapped(moved, split + calls, stages) + _overlapped(moved, gather + calls, stages)
-    return t.corrected("oktopk", seconds) + CALL_OVERHEAD * t.call
+    return waits + _overlapped(moved, split + calls, stages) + _overlapped(moved, gather + calls, stages)
 
 
 def _doubling(shape: Shape, t: Tuning) -> float:

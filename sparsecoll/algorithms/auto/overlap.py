@@ -15,20 +15,20 @@ from sparsecoll.transport.collectives import sum_counts
 from sparsecoll.transport.network import Tuning
 from sparsecoll.vector import SparseVector
 
-SLOTS = 256  # of a level; distinct coordinates are counted to some 5 %
-FULLEST = 0.8  # share of its slots that a level may fill to be read
-REGIONS = 64  # at most so many even regions are compared
-LARGEST = 1 << 28  # finest sampling: the hash has 32 bits
+SLOTS = 256  # slots per sampling rate, which count distinct coordinates with an error of about 5 %
+MAX_FILL = 0.8  # the first rate at which at most this share of the slots is hit is used
+MAX_REGIONS = 64  # number of even regions of which entries are compared
+MAX_STRIDE = 1 << 28  # one coordinate in so many at the lowest rate: the hash has 32 bits
 
 
 def levels(P: int) -> int:
-    """Return the number of sampling rates: each is a quarter of the one before; the last suits disjoint supports."""
+    """Return the number of sampling rates, each a quarter of the one before; the lowest is for disjoint supports."""
     return 1 + math.ceil(math.log(max(P / 2, 1), 4))
 
 
 def seconds(P: int, tuning: Tuning) -> float:
     """Return the predicted seconds of `estimate`."""
-    items = levels(P) * SLOTS + min(P, REGIONS)
+    items = levels(P) * SLOTS + min(P, MAX_REGIONS)
     return (2 * estimates.rounds(P) + 2) * tuning.alpha + 3 * 4 * items * tuning.beta
 
 
@@ -42,8 +42,8 @@ def estimate(transport: Transport, x: SparseVector, k: int) -> tuple[float, floa
     Volume: 3(256 levels + 64) words in 2 log2 P + 2 messages; the number of levels grows with log4 P.
     """
     n, P, count = x.length, transport.size, levels(transport.size)
-    every = max(2 * k // SLOTS, 1)  # one coordinate in so many is looked at on the first level
-    while count > 1 and every << 2 * (count - 1) > LARGEST:
+    every = max(2 * k // SLOTS, 1)  # one coordinate in so many is sampled at the highest rate
+    while count > 1 and every << 2 * (count - 1) > MAX_STRIDE:
         count -= 1
     finest = every << 2 * (count - 1)
     hashes = to_host(x.hash_slots(1 << 32))
@@ -52,13 +52,13 @@ def estimate(transport: Transport, x: SparseVector, k: int) -> tuple[float, floa
     marks = np.zeros((count, SLOTS), np.int32)
     for level in range(count):
         marks[level, slots[rest < 4 ** (count - 1 - level)]] = 1
-    regions = min(P, REGIONS)
+    regions = min(P, MAX_REGIONS)
     held = np.diff(x.searchsorted([n * j // regions for j in range(regions + 1)]))
     shift = max((P * k).bit_length() - 31, 0)
     with transport.phase("overlap"):
         total = sum_counts(transport, np.concatenate([marks.reshape(-1), (held >> shift).astype(np.int32)]))
     hit = np.count_nonzero(total[: marks.size].reshape(marks.shape), axis=1).tolist()
-    level = next((j for j, slots in enumerate(hit) if slots <= FULLEST * SLOTS), count - 1)
+    level = next((j for j, slots in enumerate(hit) if slots <= MAX_FILL * SLOTS), count - 1)
     distinct = -SLOTS * math.log1p(-min(hit[level], SLOTS - 1) / SLOTS) * (every << 2 * level)
     sums = total[marks.size :]
     skew = float(sums.max() * regions / sums.sum()) if sums.sum() else 1.0

@@ -17,7 +17,6 @@ import numpy as np
 
 from sparsecoll import formats
 from sparsecoll.algorithms.auto import costmodel
-from sparsecoll.algorithms.auto.choices import EXACT, TOP_K_OF_SUM
 from sparsecoll.algorithms.base import Algorithm
 from sparsecoll.transport import Transport, as_transport
 from sparsecoll.transport.call import CollectiveCall
@@ -27,7 +26,8 @@ from sparsecoll.transport.network import Tuning
 from sparsecoll.vector import DenseVector, SparseVector
 
 FILE = "SPARSECOLL_TUNING"
-SMALL, BURST = 8, 16  # bytes of the messages that measure latency, and how many are in flight at once
+LATENCY_BYTES = 8  # size of the messages that measure latency
+BURST_MESSAGES = 16  # number of messages in flight at once that measure `overhead`
 
 
 @dataclass(frozen=True)
@@ -53,18 +53,17 @@ THOROUGH = Effort(warm=3, repeats=9, large=1 << 20, entries=1 << 15, values=1 <<
 BRIEF = Effort(warm=1, repeats=3, large=1 << 18, entries=1 << 13, values=1 << 18)  # some 1 MB sent, some 20 ms
 CALLS = [(18, 18), (18, 4), (22, 4), (24, 4)]  # whole calls: log2 of n * P and of n / k
 DENSE = CALLS[1:3]  # those of the dense sum, whose time depends on n above all
-LENGTH = 1 << 14  # n is at least this
-FEW, MANY, LONG = 2, 15, 0.15  # calls repeat MANY times, or until they took LONG seconds, but at least FEW times
+MIN_LENGTH = 1 << 14  # smallest n
+MIN_TURNS, MAX_TURNS, MAX_SECONDS = 2, 15, 0.15  # a call is repeated until MAX_SECONDS have passed, within these limits
 
 
 def tune(comm: Any) -> Tuning:
     """Measure alpha, beta, the speed of the kernels and whole calls; collective.
 
-    First, messages go round a ring, from all ranks at once, each after a little work, as in an allreduce. Times are
+    First, messages go round a ring, from all ranks at once, each after a small_work work, as in an allreduce. Times are
     lower quartiles (longer times are noise), then the largest over the ranks. Then each choice of `auto` is called with
     1 to 2^20 / P entries per rank, which shows what predictions from single costs miss, above all waiting and shared
-    cores.
-    The simulator needs no such calls; its computation has the costs given to `simulate`.
+    cores. The simulator needs no such calls; its computation has the costs given to `simulate`.
 
     Volume: some 300 MB per rank, counted as `Traffic.set_up`; some 2 s on 4 ranks with 1 Gb/s.
 
@@ -84,9 +83,9 @@ def tune(comm: Any) -> Tuning:
     transport = as_transport(comm)
     with transport.set_up():
         node_members(transport)
-        tuning = _figures(transport, THOROUGH)
+        tuning = _measured(transport, THOROUGH)
         if transport.size > 1 and not transport.virtual:
-            tuning = replace(tuning, calls=_calls(transport, tuning))
+            tuning = replace(tuning, calls=_whole_calls(transport, tuning))
         transport.waitall()
     return tuning
 
@@ -107,7 +106,7 @@ def given_tuning(transport: Transport) -> Tuning | None:
 
 
 @functools.lru_cache(maxsize=4)
-def _loaded(path: str, changed: int) -> Tuning:
+def _loaded(path: str, mtime_ns: int) -> Tuning:
     return Tuning.load(path)
 
 
@@ -126,64 +125,65 @@ def tuning_of(transport: Transport) -> Tuning:
         return given
     if transport.tuning is None:
         with transport.set_up():
-            held = transport.measured
-            mark = 0 if held is None else zlib.crc32(repr(held).encode()) | 1
-            marks = allgather(transport, np.array([mark], np.uint32))
-            if held is None or (marks != mark).any():
-                held = _figures(transport, BRIEF)
+            known = transport.measured
+            checksum = 0 if known is None else zlib.crc32(repr(known).encode()) | 1
+            checksums = allgather(transport, np.array([checksum], np.uint32))
+            if known is None or (checksums != checksum).any():
+                known = _measured(transport, BRIEF)
                 transport.waitall()
-        transport.tuning = transport.measured = held
+        transport.tuning = transport.measured = known
     return transport.tuning
 
 
-def _figures(transport: Transport, effort: Effort) -> Tuning:
+def _measured(transport: Transport, effort: Effort) -> Tuning:
+    """Return the costs of messages and kernels, without whole calls; collective."""
     one = _uniform(effort.entries, 100 * effort.entries).slice_entries(0, 1)
 
-    def little() -> None:
+    def small_work() -> None:
         formats.decode(formats.encode(one), one.length)
         SparseVector.sum([one, one], one.dtype)
 
     times = [
-        _ring(transport, effort, SMALL, work=little),
-        _ring(transport, effort, SMALL),
-        _ring(transport, effort, SMALL, BURST),
+        _ring(transport, effort, LATENCY_BYTES, work=small_work),
+        _ring(transport, effort, LATENCY_BYTES),
+        _ring(transport, effort, LATENCY_BYTES, BURST_MESSAGES),
         _ring(transport, effort, effort.large),
-        _quartile(transport, effort, little),
+        _lower_quartile(transport, effort, small_work),
         *_kernels(transport, effort),
     ]
     worked, small, burst, large, call, merge, code, dense = allgather(transport, np.array(times)).max(axis=0).tolist()
     alpha = max(worked - call, small) if transport.size > 1 else 0.0
-    overhead, beta = max(burst - small, 0.0) / (BURST - 1), max(large - small, 0.0) / (effort.large - SMALL)
+    overhead, beta = (
+        max(burst - small, 0.0) / (BURST_MESSAGES - 1),
+        max(large - small, 0.0) / (effort.large - LATENCY_BYTES),
+    )
     measured = Tuning(alpha, overhead, beta, call / 3)
     modelled = transport.modelled()
-    if modelled is not None:  # no clock runs while kernels do
+    if modelled is not None:  # the simulator's clock stands still while kernels run
         return replace(measured, call=modelled.call, merge=modelled.merge, code=modelled.code, dense=modelled.dense)
     return replace(measured, merge=merge / effort.entries, code=code / effort.entries, dense=dense / effort.values)
 
 
-def _calls(transport: Transport, tuning: Tuning) -> dict[str, list[tuple[float, float]]]:
+def _whole_calls(transport: Transport, tuning: Tuning) -> dict[str, list[tuple[float, float]]]:
     """Return (predicted seconds, measured seconds) of calls of growing size, for each choice of `auto`."""
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in EXACT | TOP_K_OF_SUM}
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in costmodel.CHOICES}
     form = formats.Auto(beta=tuning.beta) if tuning.code else formats.Auto()
-    for name, make in (EXACT | TOP_K_OF_SUM).items():
+    for name, make in costmodel.CHOICES.items():
         for length, share in DENSE if name == "dense" else CALLS:
-            n = max((1 << length) // transport.size, LENGTH)
+            n = max((1 << length) // transport.size, MIN_LENGTH)
             k = max(n >> share, 1)
             shape = costmodel.Shape(n, k, transport.size, 4, n, one_node=transport.one_node)
-            predicted = dict(costmodel.exact_seconds(shape, tuning)) | {
-                "oktopk": costmodel.oktopk_seconds(shape, tuning)
-            }
-            inside = predicted[name] - costmodel.CALL_OVERHEAD * tuning.call
-            found[name].append((inside, _whole(Channel(transport, n, form), make(), k)))
+            inside = costmodel.seconds(shape, tuning)[name] - costmodel.CALL_OVERHEAD * tuning.call
+            found[name].append((inside, _call_seconds(Channel(transport, n, form), make(), k)))
     return {name: sorted(calls) for name, calls in found.items()}
 
 
-def _whole(channel: Channel, algorithm: Algorithm, k: int) -> float:
-    """Return the median seconds of the slowest rank after a barrier; the same on every rank."""
+def _call_seconds(channel: Channel, algorithm: Algorithm, k: int) -> float:
+    """Return the median seconds of a call, from a barrier to the last rank's return; the same on every rank."""
     transport = channel.transport
     vectors = [_uniform(k, channel.length, transport.rank + transport.size * turn) for turn in range(3)]
     times: list[float] = []
-    for turn in range(-2, MANY):
+    for turn in range(-2, MAX_TURNS):
         x = vectors[turn % 3]
         allgather(transport, np.zeros(1, np.uint8))
         start = transport.now()
@@ -192,17 +192,16 @@ def _whole(channel: Channel, algorithm: Algorithm, k: int) -> float:
             call.agree()
             value = algorithm(channel, x, k).value
             transport.waitall()
-        if isinstance(value, DenseVector):
-            value.to_sparse()
+        value.to_sparse()
         took = float(allgather(transport, np.array([transport.now() - start])).max())
         if turn >= 0:
             times.append(took)
-        if len(times) >= FEW and sum(times) > LONG:
+        if len(times) >= MIN_TURNS and sum(times) > MAX_SECONDS:
             break
     return float(np.median(times))
 
 
-def _quartile(transport: Transport, effort: Effort, call: Callable[[], object]) -> float:
+def _lower_quartile(transport: Transport, effort: Effort, call: Callable[[], object]) -> float:
     for _ in range(effort.warm):
         call()
     times = []
@@ -226,12 +225,11 @@ def _ring(
         for _ in range(count):
             transport.recv((rank - 1) % ranks)
 
-    return _quartile(transport, effort, turn) if ranks > 1 else 0.0
+    return _lower_quartile(transport, effort, turn) if ranks > 1 else 0.0
 
 
 def _kernels(transport: Transport, effort: Effort) -> list[float]:
-    """Return the seconds to merge and to encode entries and to process dense values; from the model on the
-    simulator."""
+    """Return the seconds to merge entries, to encode and decode them, and to process dense values."""
     if transport.virtual:
         return [0.0] * 3
     x, wide = _uniform(effort.entries, 100 * effort.entries), _uniform(effort.values // 16, effort.values)
@@ -243,9 +241,9 @@ def _kernels(transport: Transport, effort: Effort) -> list[float]:
         return total.add(total, total.dtype, in_place=True).to_sparse()
 
     return [
-        _quartile(transport, effort, lambda: SparseVector.sum(halves, x.dtype)),
-        _quartile(transport, effort, lambda: formats.decode(form.encode(x), x.length)),
-        _quartile(transport, effort, dense),
+        _lower_quartile(transport, effort, lambda: SparseVector.sum(halves, x.dtype)),
+        _lower_quartile(transport, effort, lambda: formats.decode(form.encode(x), x.length)),
+        _lower_quartile(transport, effort, dense),
     ]
 
 

@@ -6,12 +6,12 @@ import math
 
 
 def fill_in(n: int, k: float, ranks: float) -> float:
-    """Return the expected entries of the sum of `ranks` uniform, independent supports: n(1 - (1 - k/n)^ranks)."""
+    """Return the expected nnz of the sum of `ranks` uniform, independent supports: n(1 - (1 - k/n)^ranks)."""
     if n == 0:
         return 0.0
     return n * -math.expm1(ranks * math.log1p(-min(k / n, 1 - 1e-12)))
 
 
 def rounds(P: int) -> int:
-    """ceil(log2 P)."""
+    """Return ceil(log2 P)."""
     return (P - 1).bit_length()

@@ -17,9 +17,9 @@ from sparsecoll.transport.channel import Channel
 from sparsecoll.transport.collectives import joined, separated
 from sparsecoll.vector import SparseVector
 
-Merge = Callable[[list[SparseVector]], SparseVector]  # own partial sums and those that arrived -> their sum
-Round = Callable[[SparseVector], SparseVector]  # partial sums -> what of them arrives
-Regions = tuple[int, int]  # (first, how many), counted around the end
+Merge = Callable[[list[SparseVector]], SparseVector]
+Round = Callable[[SparseVector], SparseVector]
+Regions = tuple[int, int]  # (first region, number of regions); after the last region comes region 0
 
 
 def summed(parts: list[SparseVector]) -> SparseVector:
@@ -35,22 +35,23 @@ def reduce_scatter(
     merge: Merge = summed,
     pairs: bool = False,
 ) -> SparseVector:
-    """The own region (number `rank`) of the sum over all ranks.
+    """Return region number `rank` of the sum over all ranks.
 
     Args:
-        x: this rank's entries, in the dtype to sum in.
+        channel: channel of the messages.
+        x: this rank's entries, in the dtype in which they are summed.
         edges: P + 1 boundaries of the regions.
-        round: rounds partial sums, before they are sent, to the values that arrive, such as `Loss.round`.
-        merge: called in every step on the regions that this rank keeps and what arrived of them.
-        pairs: recursive halving in pairs, where P is a power of two.
+        round: function that rounds partial sums, before they are sent, to the values that arrive, as `Loss.round`.
+        merge: function that sums, in every step, the regions that this rank keeps and those that arrived.
+        pairs: whether ranks exchange in pairs if P is a power of two.
     """
     transport = channel.transport
     for to, source, sent, kept, arriving in _schedule(channel.rank, channel.size, pairs):
-        blocks = [channel.encode(round(part)) for part in _stretches(x, edges, sent)]
+        blocks = [channel.encode(round(part)) for part in _split(x, edges, sent)]
         transport.isend(to, blocks[0] if len(blocks) == 1 else joined(blocks))
-        own = SparseVector.concatenate(_stretches(x, edges, kept))
+        own = SparseVector.concatenate(_split(x, edges, kept))
         message = transport.recv(source)
-        count = len(_around(arriving, channel.size))
+        count = len(_ranges(arriving, channel.size))
         arrived = [message] if count == 1 else separated(message, count)
         x = merge([own, *(channel.decode(block) for block in arrived)])
     return x
@@ -69,12 +70,12 @@ def _schedule(rank: int, size: int, pairs: bool) -> Iterator[tuple[int, int, Reg
         distance //= 2
 
 
-def _around(regions: Regions, size: int) -> list[tuple[int, int]]:
+def _ranges(regions: Regions, size: int) -> list[tuple[int, int]]:
     """Return (first, last + 1) of the one or two contiguous ranges of regions, in the order of the index space."""
     first, stop = regions[0], sum(regions)
     return [(first, stop)] if stop <= size else [(0, stop - size), (first, size)]
 
 
-def _stretches(x: SparseVector, edges: Sequence[int], regions: Regions) -> list[SparseVector]:
+def _split(x: SparseVector, edges: Sequence[int], regions: Regions) -> list[SparseVector]:
     """Return the entries in the regions, in ascending order."""
-    return [x.split([edges[a], edges[b]])[0] for a, b in _around(regions, len(edges) - 1)]
+    return [x.split([edges[a], edges[b]])[0] for a, b in _ranges(regions, len(edges) - 1)]

@@ -11,21 +11,25 @@ from sparsecoll.transport.base import Transport
 from sparsecoll.transport.collectives import allgather, sum_counts
 from sparsecoll.vector import SparseVector
 
-HOW = ("histogram", "average", "even")
+METHODS = ("histogram", "average", "even")
 
 
-def boundaries(transport: Transport, x: SparseVector, how: str) -> list[int]:
-    """Return P + 1 boundaries, the same on every rank.
+def boundaries(transport: Transport, x: SparseVector, method: str) -> list[int]:
+    """Return P + 1 boundaries of regions, the same on every rank; collective.
 
-    "histogram": all regions have the same number of entries, counted over all ranks; balances any distribution.
-    "average": the mean over the ranks of each rank's own quantiles (Ok-Topk, section 3.1.1; DenseStream, section
-    III.B.1); balances only similar supports. "even": equal widths; nothing is sent.
+    Args:
+        transport: transport of the ranks.
+        x: this rank's entries.
+        method: "histogram" for regions with equal numbers of entries, counted over all ranks, which balances any
+            distribution; "average" for the mean over the ranks of each rank's own quantiles, which balances only
+            similar supports (Ok-Topk, section 3.1.1; DenseStream, section III.B.1); "even" for equal widths, for which
+            nothing is sent.
     """
     size, length = transport.size, x.length
     even = [length * j // size for j in range(size + 1)]
-    if how == "even" or size == 1:
+    if method == "even" or size == 1:
         return even
-    if how == "average":
+    if method == "average":
         return _averaged(transport, x) or even
     total = sum(allgather(transport, np.array([x.nnz]))[:, 0].tolist())
     if not total:
@@ -36,7 +40,7 @@ def boundaries(transport: Transport, x: SparseVector, how: str) -> list[int]:
 
 
 def _averaged(transport: Transport, x: SparseVector) -> list[int]:
-    """Return the mean of the quantiles of all ranks that have entries, by one sum; nothing if none has."""
+    """Return the mean of the quantiles of all ranks that have entries; [] if none has."""
     size, length = transport.size, x.length
     cuts = [int(x.indices[x.nnz * j // size]) if x.nnz else 0 for j in range(1, size)]
     spare = max(length.bit_length() + size.bit_length() - 63, 0)  # bits by which a sum might not fit

@@ -1,4 +1,4 @@
-"""Messages divided into chunks, so that one is summed while the next ones travel."""
+"""Messages divided into chunks, so that one chunk is summed while the next ones are in flight."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from sparsecoll.transport.base import Transport
 from sparsecoll.transport.channel import Channel, VectorRequest
 from sparsecoll.vector import SparseVector
 
-CHUNK_BYTES, MAX_CHUNKS = 1 << 18, 16  # bytes that a piece has at least
-AHEAD = 2  # stages in flight beside the one that is worked on
+CHUNK_BYTES = 1 << 18  # smallest chunk
+MAX_CHUNKS = 16  # per message
+STAGES_AHEAD = 2  # number of stages in flight while the vectors of one are summed
 
 
 def chunks(size: float, one_node: bool) -> int:
@@ -29,19 +30,24 @@ def run(transport: Transport, stages: Iterable[list[VectorRequest]]) -> Iterator
         transport: the transport of the messages.
         stages: iterator that, in each step, sends the messages of the next stage and yields its receives.
     """
-    travelling: deque[list[VectorRequest]] = deque()
+    in_flight: deque[list[VectorRequest]] = deque()
     for requests in stages:
-        travelling.append(requests)
+        in_flight.append(requests)
         transport.progress()
-        if len(travelling) > AHEAD:
-            yield [request.wait() for request in travelling.popleft()]
-    for requests in travelling:
+        if len(in_flight) > STAGES_AHEAD:
+            yield [request.wait() for request in in_flight.popleft()]
+    for requests in in_flight:
         yield [request.wait() for request in requests]
         transport.progress()
 
 
 def allgather(channel: Channel, parts: Iterable[SparseVector]) -> Iterator[list[SparseVector]]:
-    """For each of `parts` those of all ranks, in rank order, while the next ones travel; as many on every rank."""
+    """Yield, for each of `parts`, those of all ranks in rank order, while the next ones are in flight.
+
+    Args:
+        channel: the channel of the messages.
+        parts: this rank's vectors, as many as on every other rank.
+    """
     rank, size = channel.rank, channel.size
     own: deque[Buffer] = deque()
 
@@ -53,5 +59,5 @@ def allgather(channel: Channel, parts: Iterable[SparseVector]) -> Iterator[list[
             yield [channel.irecv((rank - step) % size) for step in range(1, size)]
 
     for arrived in run(channel.transport, stages()):
-        vectors = [channel.decode(own.popleft()), *arrived]  # of rank, rank - 1, ...
+        vectors = [channel.decode(own.popleft()), *arrived]  # those of rank, rank - 1, ...
         yield [vectors[(rank - source) % size] for source in range(size)]
