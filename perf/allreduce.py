@@ -26,7 +26,8 @@ from report import Row
 
 from sparsecoll import DenseVector
 from sparsecoll.cli import bench
-from sparsecoll.cli.bench import MPI_ALLREDUCE, Call
+from sparsecoll.cli.arguments import MPI_ALLREDUCE
+from sparsecoll.cli.bench import Call
 from sparsecoll.transport import default_comm
 
 DATA = Path(__file__).parent / "data"

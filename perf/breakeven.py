@@ -24,6 +24,7 @@ from sparsecoll import formats
 from sparsecoll.algorithms.auto import costmodel
 from sparsecoll.algorithms.auto.tune import tuning_of
 from sparsecoll.cli import bench
+from sparsecoll.cli.arguments import MPI_ALLREDUCE
 from sparsecoll.transport import as_transport, default_comm
 
 CHOICES = {
@@ -59,7 +60,7 @@ def points(comm: Any, lengths: list[int], densities: list[float], repeat: int) -
             shape = costmodel.Shape(n, k, transport.size, 4, n, one_node=transport.one_node)
             predicted = {name: costmodel.seconds(shape, tuning)[name] for name in CHOICES}
             calls: list[tuple[bench.Call, Any]] = [(bench.Call(text, None, form), entries) for text in CHOICES.values()]
-            calls += [(bench.Call("auto", None), entries), (bench.Call(bench.MPI_ALLREDUCE, None), Dense(entries))]
+            calls += [(bench.Call("auto", None), entries), (bench.Call(MPI_ALLREDUCE, None), Dense(entries))]
             once = sum(bench.compare(comm, calls, repeat=1))
             *times, auto, mpi = bench.compare(comm, calls, min(max(repeat, round(LONG / once)), MOST))
             measured = dict(zip(CHOICES, times, strict=True))

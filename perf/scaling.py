@@ -28,7 +28,7 @@ from rich.console import Console
 import sparsecoll
 from sparsecoll import Costs, DenseVector, Network
 from sparsecoll.algorithms.primitives import estimates, pipeline
-from sparsecoll.cli import bench
+from sparsecoll.cli import arguments, bench
 from sparsecoll.transport.channel import Channel
 
 MODELS = {"BERT": (133_547_324, 0.01), "VGG-16": (14_728_266, 0.02), "LSTM": (27_569_568, 0.02)}  # Ok-Topk, Table 2
@@ -71,7 +71,7 @@ def simulated(
     slow = Network(network.alpha, network.beta * scale)
 
     def program(comm: Any) -> tuple[float, float, float, float, int]:
-        algorithm = bench.algorithm(algo)
+        algorithm = arguments.algorithm(algo)
         x = bench.Entries(short, k, comm.rank, count=1)()
         dense = DenseVector(x.to_dense()) if algorithm.takes_dense else None
         transport = comm.transport

@@ -17,7 +17,7 @@ class Allgather(Algorithm):
 
     1. Allgather the encoded vectors (Bruck: recursive doubling for any P). Between nodes, vectors of 512 KiB and more
        are sent in chunks of the index space, from every rank to every other, so that one chunk is summed while the next
-       ones travel. An object divides the index space so that the chunks of the last sum had equal numbers of entries.
+       ones are in flight. The chunks are those in which the last sum had equal numbers of entries.
     2. Sum all vectors in one pass.
 
     Volume: 2k(P-1) words with COO (Ok-Topk, Table 1) in ceil(log2 P) messages, or P - 1 messages per chunk. Memory: the

@@ -17,7 +17,7 @@ SHORT_CHUNK_BYTES = 1 << 15  # below this, few messages in turn are faster than 
 
 
 def is_short(size: float, P: int) -> bool:
-    """Whether a dense vector of `size` bytes is summed in 2 ceil(log2 P) messages."""
+    """Return whether a dense vector of `size` bytes is summed in 2 ceil(log2 P) messages."""
     return P > 3 and size < SHORT_CHUNK_BYTES * P
 
 
@@ -94,32 +94,32 @@ def _pairwise(channel: Channel, x: Vector, local: DenseVector, edges: list[int])
 
 
 def _by_halving(channel: Channel, x: Vector, local: DenseVector, edges: list[int]) -> Reduction:
-    """The same two steps on a copy that begins with the own chunk, so that each message is one contiguous slice."""
+    """Run the two steps on a copy that begins with the own chunk, so that each message is one contiguous slice."""
     rank, size, own = channel.rank, channel.size, edges[channel.rank]
     starts = [edge - own for edge in edges[rank:]] + [x.length - own + edge for edge in edges[1 : rank + 1]]
-    held = _rotated(local.astype(accumulator_dtype(x.dtype)), own)
-    lost = DenseVector.zeros(x.length, held.dtype, held) if channel.rounds(x.dtype) or held.dtype != x.dtype else None
+    sums, dtype = _rotated(local.astype(accumulator_dtype(x.dtype)), own), accumulator_dtype(x.dtype)
+    error = DenseVector.zeros(x.length, dtype, x) if channel.rounds(x.dtype) or dtype != x.dtype else None
     with channel.phase("split"):
         distance = 1 << ((size - 1).bit_length() - 1)
         while distance:
-            leaving = held.slice(starts[distance], starts[min(2 * distance, size)])
-            message = channel.pack(leaving)
+            start, stop = starts[distance], starts[min(2 * distance, size)]
+            sent = sums.slice(start, stop)
+            message = channel.pack(sent)
             channel.transport.isend((rank + distance) % size, message)
-            if lost is not None:
-                error = leaving.subtract(channel.unpack(message, held.dtype, leaving.length))
-                lost.slice(starts[distance], starts[min(2 * distance, size)]).copy_from(error)
-            kept = held.slice(0, starts[min(distance, size - distance)])
-            kept.add(channel.recv_dense((rank - distance) % size, held.dtype, kept.length), held.dtype, in_place=True)
+            if error is not None:
+                error.slice(start, stop).copy_from(sent.subtract(channel.unpack(message, dtype, sent.length)))
+            rest = sums.slice(0, starts[min(distance, size - distance)])
+            rest.add(channel.recv_dense((rank - distance) % size, dtype, rest.length), dtype, in_place=True)
             distance //= 2
-    total = held.slice(0, starts[1])
+    total = sums.slice(0, starts[1])
     with channel.phase("gather"):
         gathered = _gathered(channel, total.astype(x.dtype), starts)
     value = _rotated(gathered, x.length - own)
-    if lost is None:
+    if error is None:
         return Reduction(value, x)
-    lost.slice(0, starts[1]).copy_from(total.subtract(gathered.slice(0, starts[1])))
-    whole = _rotated(lost, x.length - own)
-    return Reduction(value, lambda: _subtract(x, local, whole.to_sparse()))
+    error.slice(0, starts[1]).copy_from(total.subtract(gathered.slice(0, starts[1])))
+    errors = _rotated(error, x.length - own)
+    return Reduction(value, lambda: _subtract(x, local, errors.to_sparse()))
 
 
 def _gathered(channel: Channel, mine: DenseVector, starts: list[int]) -> DenseVector:

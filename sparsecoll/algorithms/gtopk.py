@@ -12,7 +12,7 @@ from sparsecoll.vector import SparseVector, accumulator_dtype
 
 @dataclass
 class GTopk(Algorithm):
-    """Approximate top k of the sum: partial sums are cut to their k largest at every level of a tree. Any P.
+    """Approximate top k of the sum: partial sums are truncated to k entries at every level of a tree. Any P.
 
     1. Reduction tree (binomial, root 0): a rank adds the partial sum of rank + 2^t to its own and keeps the top k.
     2. Broadcast tree: the root's k entries go back along the same edges, with one bit for each entry that went up that

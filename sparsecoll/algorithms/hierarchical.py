@@ -21,7 +21,7 @@ class Hierarchical(Algorithm):
        costs more than sending there), which sums them in rank order.
     2. Between: the first ranks run `inner` on the sums of their nodes.
     3. Inside: the result goes to every rank of the node, with one bit for each entry that it sent: whether it
-       contributed. What rounding or truncation took from the node's sum stays with the first rank.
+       contributed. What rounding or truncation removed from the node's sum stays with the first rank.
 
     Nodes are found by MPI_Comm_split_type(MPI_COMM_TYPE_SHARED); on the simulator by `ranks_per_node`.
 

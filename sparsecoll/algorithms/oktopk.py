@@ -57,7 +57,7 @@ class OkTopk(Algorithm):
         balance_factor: ratio of the largest to the mean part above which the result is balanced before the allgatherv
             (default: 4).
         repartition: how the regions are found. "histogram" (the default) uses quantiles of the entries of all ranks
-            together, which balances any distribution, and gives each rank the region of which it holds most.
+            together, which balances any distribution, and gives each rank the region of which it has most.
             "average", as published, averages the quantiles of each rank, which requires similar supports. "even" makes
             regions of equal width.
         exact: always select exactly k entries, locally and globally (default: False).
@@ -103,7 +103,7 @@ class OkTopk(Algorithm):
             reuse.period, reuse.tolerance = self.tau_prime, self.tolerance
 
     def select(self, x: Vector, k: int, ranks: int = 1) -> SparseVector:
-        """Local Topk(x): by the reused threshold about k entries (see `tolerance`), exactly k every tau' calls."""
+        """Select Topk(x): about k entries by the reused threshold (see `tolerance`), exactly k every tau' calls."""
         if self.selector is not None:
             return self.selector.select(x, k)
         self._adapt_state_to(x.length, k)
@@ -208,7 +208,7 @@ class OkTopk(Algorithm):
         estimate = reduced if self.exact or reuse.due else reduced.threshold(reuse.value or 0.0, reduced.nnz)
         row = [reduced.nnz, estimate.nnz, int(reduced.has_nan()), reduced.key_range()[1], load]
         rows = allgather(channel.transport, np.array(row, np.uint64)).tolist()
-        held, estimated = [int(r[0]) for r in rows], [int(r[1]) for r in rows]
+        sizes, estimated = [int(r[0]) for r in rows], [int(r[1]) for r in rows]
         invalid = [rank for rank, r in enumerate(rows) if r[2]]
         if invalid:
             raise NonFiniteError(
@@ -217,12 +217,12 @@ class OkTopk(Algorithm):
             )
         loads = [int(r[4]) for r in rows]
         self._overloaded = max(loads) * channel.size > MAX_LOAD_RATIO * (sum(loads) + channel.size**2)
-        if sum(held) <= k:
-            return reduced, held
+        if sum(sizes) <= k:
+            return reduced, sizes
         if not (self.exact or reuse.due) and reuse.accepts(sum(estimated), k):
             reuse.selected(sum(estimated), k)
             return estimate, estimated
-        return self._select_exactly(channel, reduced, k, sum(held), max(int(r[3]) for r in rows))
+        return self._select_exactly(channel, reduced, k, sum(sizes), max(int(r[3]) for r in rows))
 
     def _select_exactly(
         self, channel: Channel, reduced: SparseVector, k: int, total: int, largest: int

@@ -100,12 +100,12 @@ class SparDL(Algorithm):
     def _largest(self, part: SparseVector, edges: list[int], k: int) -> SparseVector:
         """Return the k/T largest entries of each block; the part itself if no block has more."""
         positions, shares = part.searchsorted(edges).tolist(), self._edges(k, len(edges) - 1)
-        held = [
+        ranges = [
             (start, stop, b - a) for (start, stop), (a, b) in zip(pairwise(positions), pairwise(shares), strict=True)
         ]
-        if all(stop - start <= share for start, stop, share in held):
+        if all(stop - start <= share for start, stop, share in ranges):
             return part
-        return SparseVector.concatenate([part.slice_entries(start, stop).topk(share) for start, stop, share in held])
+        return SparseVector.concatenate([part.slice_entries(start, stop).topk(share) for start, stop, share in ranges])
 
     @staticmethod
     def _across(

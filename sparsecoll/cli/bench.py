@@ -7,17 +7,14 @@ boundaries have to adapt as they would in training.
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import math
 import os
 import platform
 import subprocess
 import sys
-import types
-import typing
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -26,10 +23,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sparsecoll._version import __version__
-from sparsecoll.algorithms import ALGORITHMS, Algorithm
+from sparsecoll.cli.arguments import MPI_ALLREDUCE, algorithm
 from sparsecoll.collectives import allreduce
 from sparsecoll.formats import Format
-from sparsecoll.select import SELECTORS
 from sparsecoll.telemetry import trace
 from sparsecoll.transport import Transport, as_transport, traffic
 from sparsecoll.transport.collectives import allgather
@@ -39,53 +35,6 @@ Row = dict[str, Any]
 Run = Callable[[Any], tuple[float, float, float, int]]
 STEP = 4099  # coordinates by which the entries move from one call to the next
 GROWTH, PERIOD = 1.01, 64  # factor per call by which values grow for PERIOD calls, then shrink for as many
-MPI_ALLREDUCE = "MPI_Allreduce"
-
-
-def algorithm(text: str) -> Algorithm:
-    """Return an algorithm from `name` or `name:option=value,option=value`; `selector=` takes a selector's name.
-
-    Raises:
-        ValueError: There is no such algorithm, option or selector, or the value has the wrong type.
-
-    >>> algorithm("sparcml:variant=dynamic").describe()
-    "sparcml(k=None, selector=None, variant='dynamic', bits=None, seed=0, network=None)"
-    """
-    name, _, rest = text.partition(":")
-    if name not in ALGORITHMS:
-        raise ValueError(f"algo: expected one of {', '.join(ALGORITHMS)}, got {name!r}")
-    known = {f.name for f in fields(ALGORITHMS[name]) if f.init}
-    options: dict[str, Any] = {}
-    for pair in filter(None, rest.split(",")):
-        option, equals, value = pair.partition("=")
-        if not equals or option not in known:
-            raise ValueError(f"algo: expected {name}:OPTION=VALUE with one of {', '.join(sorted(known))}, got {pair!r}")
-        if option == "selector":
-            if value not in SELECTORS:
-                raise ValueError(f"selector: expected one of {', '.join(SELECTORS)}, got {value!r}")
-            options[option] = SELECTORS[value]()
-        else:
-            options[option] = _typed(name, option, _literal(value))
-    return ALGORITHMS[name](**options)
-
-
-def _typed(name: str, option: str, value: Any) -> Any:
-    """Return an option's value if it has the type that the algorithm declares."""
-    declared = typing.get_type_hints(ALGORITHMS[name])[option]
-    types_ = typing.get_args(declared) if isinstance(declared, types.UnionType) else (declared,)
-    if float in types_ and type(value) is int:
-        return float(value)
-    if type(value) not in types_:
-        names = " or ".join("None" if t is types.NoneType else t.__name__ for t in types_)
-        raise ValueError(f"{name}:{option}: expected {names}, got {value!r}")
-    return value
-
-
-def _literal(text: str) -> Any:
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return text
 
 
 class Gradients:
@@ -103,8 +52,7 @@ class Gradients:
 
     def __call__(self) -> NDArray[Any]:
         """Return the next vector; the previous one is overwritten."""
-        room = self.base.size - self.n
-        start = STEP * self._calls % (room + 1)
+        start = STEP * self._calls % (self.base.size - self.n + 1)
         self._calls += 1
         shrinks = self._calls // PERIOD % 2
         self.base *= self.base.dtype.type(1 / GROWTH if shrinks else GROWTH)
@@ -187,7 +135,7 @@ def measure(
         warm: number of calls before them that are not timed.
         run: function that makes the call instead, to time other libraries; it returns (bytes sent, bytes received,
             messages, entries), with NaN for what was not counted.
-        about: further columns of the row.
+        about: more columns of the row.
 
     Returns:
         The row: seconds (median, least and most over the calls, of the slowest rank), seconds by kind of work (median
@@ -196,14 +144,14 @@ def measure(
         beyond what it held before (too low if earlier calls left buffers behind: measure it in a fresh process).
     """
     transport = as_transport(comm)
-    _forget_peak()
-    before, times, kinds = _resident("VmRSS"), [], []
+    _reset_peak_memory()
+    before, times, kinds = _memory("VmRSS"), [], []
     run = run or _runner(comm, call)
     for _ in range(warm):
         run(vectors())
     for _ in range(repeat):
         vector = vectors()
-        _meet(transport)
+        _barrier(transport)
         start = transport.now()
         with trace.record(trace.Recorder(transport.now)) as recorder:
             counts = run(vector)
@@ -211,7 +159,7 @@ def measure(
         times.append(seconds)
         parts = list(recorder.seconds.values())
         kinds.append([*parts, seconds - sum(parts)])
-    peak = max(_resident("VmHWM") - before, 0)
+    peak = max(_memory("VmHWM") - before, 0)
     table = allgather(transport, np.array([*times, *np.median(kinds, axis=0), *counts, peak], np.float64))
     slowest = table[:, :repeat].max(axis=0)
     spent = table[:, repeat : repeat + len(trace.KINDS) + 1].mean(axis=0)
@@ -241,7 +189,7 @@ def compare(
             run, vectors = runs[number]
             run(vectors())
             vector = vectors()
-            _meet(transport)
+            _barrier(transport)
             start = transport.now()
             run(vector)
             if turn >= 0:
@@ -281,19 +229,18 @@ def _runner(comm: Any, call: Call) -> Run:
     return sparse
 
 
-def _meet(transport: Transport) -> None:
-    """Wait until all ranks are here (a barrier)."""
+def _barrier(transport: Transport) -> None:
     allgather(transport, np.zeros(1, np.uint8))
     transport.waitall()
 
 
-def _forget_peak() -> None:
+def _reset_peak_memory() -> None:
     """Reset VmHWM, the peak of resident memory (Linux)."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
 
 
-def _resident(which: str) -> int:
+def _memory(which: str) -> int:
     """Return VmRSS or VmHWM of this process in bytes; 0 if the system does not report it."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
@@ -305,7 +252,7 @@ def _resident(which: str) -> int:
 def calls(
     algos: Sequence[str], densities: Sequence[float], formats: Sequence[str], value_dtypes: Sequence[str | None]
 ) -> Iterator[Call]:
-    """Yield every combination; dense algorithms once."""
+    """Yield all combinations, dense algorithms at one density in one format."""
     for algo in algos:
         dense = algo == MPI_ALLREDUCE or algorithm(algo).takes_dense
         for density in [1.0] if dense else densities:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.markup import escape
@@ -19,6 +19,7 @@ from rich.table import Table
 from sparsecoll._version import __version__
 from sparsecoll.algorithms.auto.tune import FILE, tune
 from sparsecoll.cli import bench
+from sparsecoll.cli.arguments import MPI_ALLREDUCE, Parser, algorithm_text, count, density, fail
 from sparsecoll.cli.report import Report, check_writable, save
 from sparsecoll.errors import CommunicationError
 from sparsecoll.formats import FORMATS
@@ -27,7 +28,7 @@ from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.transport.network import Network, Tuning
 
 T = TypeVar("T")
-ALGOS = [bench.MPI_ALLREDUCE, "auto", "allgather", "sparcml:variant=dynamic", "densestream", "oktopk"]
+ALGOS = [MPI_ALLREDUCE, "auto", "allgather", "sparcml:variant=dynamic", "densestream", "oktopk"]
 NETWORKS = {
     "1gbit": Network(50e-6, 8e-9),
     "10gbit": Network(20e-6, 0.8e-9),
@@ -93,7 +94,7 @@ def _tuning_lines(tuning: Tuning) -> Iterable[str]:
     if calls:
         yield f"\n{'algorithm':<16}  whole calls of growing size: measured ms (measured / predicted from the figures)"
     for name, rows in calls.items():
-        yield f"{name:<16}  " + ", ".join(f"{took * 1e3:.3f} ({took / predicted:.2f})" for predicted, took in rows)
+        yield f"{name:<16}  " + ", ".join(f"{real * 1e3:.3f} ({real / predicted:.2f})" for predicted, real in rows)
 
 
 def _bench(options: argparse.Namespace) -> None:
@@ -101,9 +102,9 @@ def _bench(options: argparse.Namespace) -> None:
     comm = default_comm()
     _warn_of_one_rank(comm)
     _check_writable(comm, options.json)
-    if bench.MPI_ALLREDUCE in options.algo and not hasattr(comm, "Allreduce"):
-        _note(f"{bench.MPI_ALLREDUCE} is left out because mpi4py finds no MPI library")
-        options.algo = [algo for algo in options.algo if algo != bench.MPI_ALLREDUCE]
+    if MPI_ALLREDUCE in options.algo and not hasattr(comm, "Allreduce"):
+        _note(f"{MPI_ALLREDUCE} is left out because mpi4py finds no MPI library")
+        options.algo = [algo for algo in options.algo if algo != MPI_ALLREDUCE]
     calls = list(bench.calls(options.algo, options.density, options.format, options.value_dtype))
 
     def rows() -> Iterable[bench.Row]:
@@ -115,7 +116,7 @@ def _bench(options: argparse.Namespace) -> None:
     report = Report([call.algo for call in calls], options.json) if _writes(comm) else None
     lengths = 1 if options.gradient else len(options.n)
     for row in _with_progress(rows(), len(calls) * lengths, report is not None):
-        _everywhere(comm, partial(report.add, row) if report else _nothing)
+        _everywhere(comm, partial(report.add, row) if report else lambda: None)
 
 
 def _vectors(gradient: str | None, n: int | None, rank: int) -> bench.Gradients:
@@ -130,8 +131,8 @@ def _simulate(options: argparse.Namespace) -> None:
     if launcher.rank() != 0:
         return  # one process does it all
     check_writable(options.json)
-    if bench.MPI_ALLREDUCE in options.algo:
-        raise ValueError(f"--algo: {bench.MPI_ALLREDUCE} is MPI's own and cannot be simulated; use dense")
+    if MPI_ALLREDUCE in options.algo:
+        raise ValueError(f"--algo: {MPI_ALLREDUCE} is MPI's own and cannot be simulated; use dense")
     network = NETWORKS[options.network]
     network = Network(
         network.alpha if options.alpha is None else options.alpha,
@@ -191,10 +192,6 @@ def _everywhere(comm: Any, work: Callable[[], T], length: Callable[[T], int] | N
     return result
 
 
-def _nothing() -> None:
-    pass
-
-
 def _check_writable(comm: Any, *paths: Path | None) -> None:
     """Check before measuring that the files can be written; collective."""
 
@@ -202,11 +199,11 @@ def _check_writable(comm: Any, *paths: Path | None) -> None:
         for path in paths:
             check_writable(path)
 
-    _everywhere(comm, check if _writes(comm) else _nothing)
+    _everywhere(comm, check if _writes(comm) else lambda: None)
 
 
 def _writes(comm: Any) -> bool:
-    """Whether this process prints and writes files: rank 0 of the processes that were launched together."""
+    """Return whether this process prints and writes files: rank 0 of the processes that were launched together."""
     return comm.rank == 0 and (comm.size > 1 or launcher.rank() == 0)
 
 
@@ -228,26 +225,8 @@ def _note(text: str) -> None:
         sys.stderr.write(f"sparsecoll: note: {text}\n")
 
 
-class _Parser(argparse.ArgumentParser):
-    """Prints help and errors once per job, and an error as one line."""
-
-    def error(self, message: str) -> NoReturn:
-        _end(f"{message} (see {self.prog} --help)", 2)
-
-    def _print_message(self, message: str, file: Any = None) -> None:
-        if launcher.rank() == 0:
-            super()._print_message(message, file)
-
-
-def _end(text: str, status: int, everywhere: bool = True) -> NoReturn:
-    """Exit with one line on stderr; if `everywhere`, all ranks have this error and only one prints it."""
-    if launcher.rank() == 0 or not everywhere:
-        sys.stderr.write(f"sparsecoll: {text}\n")
-    sys.exit(status)
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="sparsecoll", description=__doc__)
+    parser = Parser(prog="sparsecoll", description=__doc__)
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
@@ -259,11 +238,11 @@ def _parser() -> argparse.ArgumentParser:
 
     def add_calls(command: argparse.ArgumentParser, algos: list[str], length: int, densities: list[float]) -> None:
         usual, share = ", ".join(algos), " ".join(map(str, densities))
-        command.add_argument("--algo", nargs="+", type=_algo, default=algos, metavar="NAME[:OPTION=VALUE,...]",
+        command.add_argument("--algo", nargs="+", type=algorithm_text, default=algos, metavar="NAME[:OPTION=VALUE,...]",
                              help=f"algorithms, with options (default: {usual})")  # fmt: skip
-        command.add_argument("--n", nargs="+", type=_count, default=[length],
+        command.add_argument("--n", nargs="+", type=count, default=[length],
                              help=f"lengths of the vectors (default: {length:,})")  # fmt: skip
-        command.add_argument("--density", nargs="+", type=_density, default=densities,
+        command.add_argument("--density", nargs="+", type=density, default=densities,
                              help=f"k / n (default: {share})")  # fmt: skip
         command.add_argument(
             "--format", nargs="+", choices=FORMATS, default=["auto"], help="wire formats (default: auto)"
@@ -282,16 +261,16 @@ def _parser() -> argparse.ArgumentParser:
     command = add("bench", _bench, (bench.__doc__ or "").partition("\n\n")[2])
     add_calls(command, ALGOS, 4_000_000, [0.001, 0.01, 0.1])
     command.add_argument("--gradient", metavar="FILE", help="a .npy file instead of --n; {rank} stands for the rank")
-    command.add_argument("--repeat", type=_count, default=7, help="timed calls per row (default: 7)")
+    command.add_argument("--repeat", type=count, default=7, help="timed calls per row (default: 7)")
 
     command = add("simulate", _simulate)
     add_calls(command, ["dense", *ALGOS[2:]], 100_000, [0.01])
-    command.add_argument("--ranks", nargs="+", type=_count, default=[4, 16, 64], help="numbers of virtual ranks")
-    command.add_argument("--ranks-per-node", type=_count, default=1, help="virtual ranks per node (default: 1)")
+    command.add_argument("--ranks", nargs="+", type=count, default=[4, 16, 64], help="numbers of virtual ranks")
+    command.add_argument("--ranks-per-node", type=count, default=1, help="virtual ranks per node (default: 1)")
     command.add_argument("--network", choices=NETWORKS, default="1gbit", help="modelled network (default: 1gbit)")
     command.add_argument("--alpha", type=float, help="seconds per message, instead of the network's")
     command.add_argument("--beta", type=float, help="seconds per byte, instead of the network's")
-    command.add_argument("--repeat", type=_count, default=3, help="calls per row (default: 3)")
+    command.add_argument("--repeat", type=count, default=3, help="calls per row (default: 3)")
 
     command = add("plot", _plot)
     command.add_argument("rows", nargs="+", type=Path, metavar="FILE", help="JSON files of bench and simulate")
@@ -301,40 +280,10 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _count(text: str) -> int:
-    try:
-        number = float(text)
-        whole = int(number)
-    except (ValueError, OverflowError):
-        whole, number = 0, 1.0
-    if whole != number or whole < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, such as 8 or 24e6, got {text!r}")
-    return whole
-
-
-def _density(text: str) -> float:
-    try:
-        density = float(text)
-    except ValueError:
-        density = 0.0
-    if not 0 < density <= 1:
-        raise argparse.ArgumentTypeError(f"expected a number above 0 and up to 1, such as 0.01, got {text!r}")
-    return density
-
-
-def _algo(text: str) -> str:
-    try:
-        if text != bench.MPI_ALLREDUCE:
-            bench.algorithm(text)
-    except (ValueError, TypeError) as error:
-        raise argparse.ArgumentTypeError(str(error).removeprefix("algo: ")) from None
-    return text
-
-
 def main(arguments: list[str] | None = None) -> None:
     """Parse the arguments and run the command; an error ends the program with one line that says what was expected."""
     options = _parser().parse_args(arguments)
     try:
         options.run(options)
     except (ValueError, TypeError, OSError, OverflowError, MemoryError, CommunicationError) as error:
-        _end(str(error), 1, getattr(error, "on_all_ranks", False))
+        fail(str(error), 1, getattr(error, "on_all_ranks", False))

@@ -11,9 +11,9 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
+from sparsecoll.cli.bench import Row
 from sparsecoll.telemetry.trace import KINDS
 
-Row = dict[str, Any]
 PARTS = (*KINDS, "other")
 HATCHES = dict(zip(PARTS, ("///", "...", "\\\\\\", "xx", "++", "", "--"), strict=True))
 STYLES = [(marker, dash) for dash in ("-", "--", ":") for marker in "osD^vP*X"]
@@ -122,7 +122,7 @@ SCALES = {"seconds": 1e3, "bytes_received": 1e-6}
 
 
 def figures(rows: Sequence[Row], folder: str | Path, stem: str) -> list[Path]:
-    """Every figure that the rows have points for, as SVG files in a folder; returns their paths."""
+    """Return every figure that the rows have points for, as SVG files in a folder; returns their paths."""
     Path(folder).mkdir(parents=True, exist_ok=True)
     made = []
 

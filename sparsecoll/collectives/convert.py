@@ -141,13 +141,18 @@ def _coordinates(indices: Any, shape: tuple[int, ...]) -> list[Any]:
     return [rest.astype(np.int64), *reversed(rows)]
 
 
+def _run_starts(indices: Any) -> Any:
+    """Return a mask of the elements that differ from the one before."""
+    return np.concatenate([asarray_like(np.ones(min(indices.size, 1), bool), indices), indices[1:] != indices[:-1]])
+
+
 def _merged(indices: Any, values: Any, length: int) -> SparseVector:
     """Return a vector of entries given in any order; those with the same index are summed in the order given."""
     indices = contiguous(indices, index_dtype(length))
     if indices.size and bool((indices[1:] <= indices[:-1]).any()):
         order = np.argsort(indices, kind="stable") if isinstance(indices, np.ndarray) else indices.argsort()
         indices, values = indices[order], values[order]
-        first = np.concatenate([asarray_like(np.ones(1, bool), indices), indices[1:] != indices[:-1]])
+        first = _run_starts(indices)
         starts = np.flatnonzero(first)
         if starts.size < indices.size:
             sums = DenseVector.zeros(int(starts.size), values.dtype, DenseVector(values))
@@ -197,9 +202,9 @@ def _from_torch(x: Any) -> tuple[Vector, Back]:
     if layout == "torch.strided":
         return DenseVector(_torch_array(x.contiguous().view(-1))), as_is
     x = x.detach().coalesce()
-    held, values = _torch_array(x.indices()), x.values()
+    rows, values = _torch_array(x.indices()), x.values()
     shape, width = tuple(x.shape), math.prod(x.shape[x.sparse_dim() :])
-    indices = _flat_indices(held, shape[: x.sparse_dim()])
+    indices = _flat_indices(rows, shape[: x.sparse_dim()])
     if x.dense_dim():
         row = asarray_like(np.arange(width, dtype=np.uint64), indices)
         indices = (indices[:, None] * np.uint64(width) + row[None, :]).reshape(-1)
@@ -216,22 +221,14 @@ def _to_torch(kind: Any, sparse_dim: int, shape: tuple[int, ...], y: SparseVecto
     def tensor(array: Any) -> Any:
         return torch.from_dlpack(array) if on_gpu(array) else torch.from_numpy(array)
 
-    outer, width = shape[:sparse_dim], math.prod(shape[sparse_dim:])
-    if sparse_dim == len(shape):
-        rows = [tensor(row) for row in _coordinates(y.indices, shape)]
-        return torch.sparse_coo_tensor(
-            torch.stack(rows), tensor(y.values), shape, is_coalesced=True, check_invariants=False
-        )
-    flat = y.indices.astype(np.uint64)
-    row = tensor((flat // np.uint64(width)).astype(np.int64))
-    held, position = torch.unique_consecutive(row, return_inverse=True)
-    values = torch.zeros(len(held), width, dtype=tensor(y.values).dtype, device=row.device)
-    values[position, tensor((flat % np.uint64(width)).astype(np.int64))] = tensor(y.values)
-    coordinates = []
-    for size in reversed(outer[1:]):
-        coordinates.append(held % size)
-        held = held // size
-    index = torch.stack([held, *reversed(coordinates)])
-    return torch.sparse_coo_tensor(
-        index, values.view(-1, *shape[sparse_dim:]), shape, is_coalesced=True, check_invariants=False
-    )
+    rows, values = y.indices, tensor(y.values)
+    if sparse_dim < len(shape):  # a row of values for each index of the sparse dimensions
+        width = np.uint64(math.prod(shape[sparse_dim:]))
+        row, column = y.indices.astype(np.uint64) // width, y.indices.astype(np.uint64) % width
+        first = _run_starts(row)
+        rows, position = row[first], np.cumsum(first) - 1
+        values = torch.zeros(len(rows), int(width), dtype=values.dtype, device=values.device)
+        values[tensor(position), tensor(column.astype(np.int64))] = tensor(y.values)
+        values = values.view(-1, *shape[sparse_dim:])
+    index = torch.stack([tensor(coordinates) for coordinates in _coordinates(rows, shape[:sparse_dim])])
+    return torch.sparse_coo_tensor(index, values, shape, is_coalesced=True, check_invariants=False)

@@ -78,7 +78,7 @@ class Auto(Chooser):
 
     @staticmethod
     def _hopeless(form: Format, x: SparseVector, wire: WireDtype, best: int) -> bool:
-        """Whether a sample predicts DenseStream, whose plan is the slowest, to be 10 % larger than the best so far."""
+        """Return whether a sample predicts that DenseStream, the slowest to plan, is 10 % larger than the best."""
         if not isinstance(form, DenseStream) or x.nnz <= 2 * SAMPLES * SAMPLE_NNZ:
             return False
         starts = [(x.nnz - SAMPLE_NNZ) * i // (SAMPLES - 1) for i in range(SAMPLES)]

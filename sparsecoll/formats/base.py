@@ -46,7 +46,7 @@ class WireDtype:
     stored: np.dtype[Any]
 
     def pack(self, values: NDArray[Any]) -> NDArray[Any]:
-        """Convert values for the wire: rounds to nearest even; finite values saturate at the largest finite value."""
+        """Convert values for the wire: round to nearest even; finite values saturate at the largest finite value."""
         if values.dtype == self.stored and self.name != "bfloat16":
             return values
         kernels = kernels_of(values)
@@ -259,8 +259,17 @@ class Smaller(Chooser):
 
 
 def holds_zeros(x: SparseVector, wire: WireDtype) -> bool:
-    """Whether an entry is zero or is rounded to zero on the wire."""
+    """Return whether an entry is zero or is rounded to zero on the wire."""
     return rounded(x, wire.name).has_zeros()
+
+
+def nonzero_entries(values: NDArray[Any], first: int, nnz: int, length: int) -> SparseVector:
+    """Return the nonzeros of values at index first, first + 1, ...; raise CommunicationError if more than nnz are."""
+    offsets, nonzeros = kernels_of(values).select_at_least(values, 1, nnz)
+    if offsets.size > nnz:
+        raise CommunicationError(f"message: {offsets.size} nonzeros where the header says {nnz}")
+    index = index_dtype(length)
+    return SparseVector.from_sorted_unchecked(offsets.astype(index, copy=False) + index.type(first), nonzeros, length)
 
 
 def first_index(x: SparseVector) -> int:

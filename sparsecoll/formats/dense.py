@@ -7,9 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from sparsecoll.errors import CommunicationError
-from sparsecoll.formats.base import HEADER, Buffer, Format, Plan, WireDtype, first_index, holds_zeros
+from sparsecoll.formats.base import HEADER, Buffer, Format, Plan, WireDtype, first_index, holds_zeros, nonzero_entries
 from sparsecoll.formats.bitmap import Bitmap
-from sparsecoll.kernels import kernels_of
 from sparsecoll.vector import SparseVector
 
 
@@ -37,15 +36,11 @@ class Dense(Format):
         return Plan(HEADER.size + 8 + x.span * wire.stored.itemsize, write)
 
     def decode(self, buffer: Buffer, length: int) -> SparseVector:
-        wire, index, nnz = self._read_header(buffer, length)
+        wire, _, nnz = self._read_header(buffer, length)
         if buffer.size < 24 or (buffer.size - 24) % wire.stored.itemsize:
             raise CommunicationError(f"message: a dense message cannot have {buffer.size} bytes")
         first = int(buffer[16:24].view(np.uint64)[0])
         values = wire.unpack(buffer[24:].view(wire.stored))
         if first + values.size > length:
             raise CommunicationError(f"message: {values.size} dense values from {first} on do not fit length {length}")
-        offsets, nonzeros = kernels_of(values).select_at_least(values, 1, nnz)
-        if offsets.size > nnz:
-            raise CommunicationError(f"message: {offsets.size} nonzeros where the header says {nnz}")
-        indices = offsets.astype(index, copy=False) + index.type(first)
-        return SparseVector.from_sorted_unchecked(indices, nonzeros, length)
+        return nonzero_entries(values, first, nnz, length)

@@ -18,7 +18,7 @@ START = HEADER.size + 8
 
 
 def number_bytes(length: int) -> int:
-    """ceil(log2(N) / 8): bytes of a block's start, and of its length."""
+    """Return ceil(log2(N) / 8), the bytes of a block's start, and of its length."""
     return max(1, -(-max(length - 1, 1).bit_length() // 8))
 
 

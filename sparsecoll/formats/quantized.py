@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from sparsecoll.errors import CommunicationError
-from sparsecoll.formats.base import HEADER, Buffer, Format, Plan, WireDtype, first_index
+from sparsecoll.formats.base import HEADER, Buffer, Format, Plan, WireDtype, first_index, nonzero_entries
 from sparsecoll.kernels import kernels_of
 from sparsecoll.kernels.memory import asarray_like, empty
 from sparsecoll.vector import SparseVector
@@ -76,7 +76,7 @@ class Quantized(Format):
         return Plan(middle + -(-count * self.bits // 8), write)
 
     def decode(self, buffer: Buffer, length: int) -> SparseVector:
-        _, index, nnz = self._read_header(buffer, length, per_byte=4)
+        _, _, nnz = self._read_header(buffer, length, per_byte=4)
         stated = buffer[HEADER.size : START].view(np.uint64).tolist() if buffer.size >= START else (0, length + 1, 0)
         first, count, options = stated
         valid = options & 255 in (2, 4, 8) and 8 <= options >> 8 < 2**32
@@ -86,10 +86,5 @@ class Quantized(Format):
         middle = START + 4 * form._buckets(first, count)
         self._check_size(buffer, middle + -(-count * form.bits // 8), nnz)
         scales = buffer[START:middle].view(np.float32)
-        kernels = kernels_of(buffer)
-        values = kernels.dequantize(buffer[middle:], first, count, form.bits, form.bucket, scales)
-        offsets, nonzeros = kernels.select_at_least(values, 1, nnz)
-        if offsets.size > nnz:
-            raise CommunicationError(f"message: {offsets.size} nonzeros where the header says {nnz}")
-        indices = offsets.astype(index, copy=False) + index.type(first)
-        return SparseVector.from_sorted_unchecked(indices, nonzeros, length)
+        values = kernels_of(buffer).dequantize(buffer[middle:], first, count, form.bits, form.bucket, scales)
+        return nonzero_entries(values, first, nnz, length)

@@ -83,14 +83,14 @@ class Slots(Format):
 
     @staticmethod
     def _shapes(slots: int, index: np.dtype[np.generic], wire: WireDtype) -> tuple[slice, slice]:
-        """(bytes of the indices, bytes of the values); the wider item comes first."""
+        """Return the ranges of bytes of the indices and of the values; the wider items come first."""
         widths = (index.itemsize, wire.stored.itemsize)
         middle = START + slots * max(widths)
         parts = (slice(START, middle), slice(middle, START + slots * sum(widths)))
         return parts if widths[0] >= widths[1] else (parts[1], parts[0])
 
     def _read(self, buffer: Buffer, length: int) -> tuple[NDArray[np.generic], NDArray[np.generic], int]:
-        """(index of each slot, its value, slots used), checked against the header."""
+        """Return the index and the value of each slot, and the number of slots used, all validated."""
         wire, index, nnz = self._read_header(buffer, length)
         slots = (buffer.size - START) // (index.itemsize + wire.stored.itemsize)
         if buffer.size < START or slots != int(buffer[HEADER.size : START].view(np.uint64)[0]):

@@ -16,8 +16,9 @@ Vector = SparseVector | DenseVector
 class Selector(ABC):
     """A method of choosing about k entries of a vector: derive a dataclass of its options, and define `select`.
 
-    State is in fields with init=False. A selector only calls methods of vectors (`topk`, `threshold`, `sample`,
-    `magnitude_stats`, `take`), so that `Residual.take` can add the gradient, select and clear in one pass over memory.
+    State is in fields with init=False, as plain Python values. A selector only calls methods of vectors (`topk`,
+    `threshold`, `sample`, `magnitude_stats`, `take`), so that `Residual.take` can add the gradient, select and clear in
+    one pass over memory.
     """
 
     name: ClassVar[str]
@@ -37,19 +38,28 @@ class Selector(ABC):
 
     def reset(self) -> None:
         """Discard the state kept between calls."""
-        for option in fields(self):
-            if isinstance(getattr(self, option.name), Selector):
-                getattr(self, option.name).reset()
+        for selector in self._selectors().values():
+            selector.reset()
         fresh = vars(replace(self))
         vars(self).clear()
         vars(self).update(fresh)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that a later run needs to make the same choices, as plain Python values."""
-        return {}
+        """Return the state that a later run needs to make the same choices: the fields with init=False."""
+        own = {f.name.lstrip("_"): getattr(self, f.name) for f in fields(self) if not f.init}
+        return own | {name: selector.state_dict() for name, selector in self._selectors().items()}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027 - a selector without state keeps this
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned."""
+        for option in fields(self):
+            if not option.init:
+                setattr(self, option.name, state[option.name.lstrip("_")])
+        for name, selector in self._selectors().items():
+            selector.load_state_dict(state[name])
+
+    def _selectors(self) -> dict[str, Selector]:
+        """Return the options that are selectors, by name."""
+        return {name: option for name, option in vars(self).items() if isinstance(option, Selector)}
 
 
 def as_vector(x: Any) -> Vector:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from sparsecoll.kernels.sampling import stride_for
 from sparsecoll.select.base import Selector, Vector, check_k, checked
@@ -69,9 +68,3 @@ class SampledThreshold(Selector):
             return dense.random_entries(size, mix(self.seed, self._calls))
         stride = stride_for(x.nnz, size)
         return x.sample(stride, self._calls % stride)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"calls": self._calls}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._calls = state["calls"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from sparsecoll.formats import Slots
 from sparsecoll.select.base import Selector, Vector
@@ -39,10 +38,3 @@ class Hashed(Selector):
         form = Slots(self.m or max(k, 1), mix(self.seed, self._calls))
         self._calls += 1
         return form.roundtrip(chosen)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"calls": self._calls, "threshold": self.threshold.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._calls = state["calls"]
-        self.threshold.load_state_dict(state["threshold"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
 
 from sparsecoll.select.base import Selector, Vector, check_k, checked
 from sparsecoll.select.randomk import mix
@@ -55,9 +54,3 @@ class MSTopK(Selector):
         missing = min(k - sure.nnz, between.nnz)
         start = mix(self.seed, self._calls) % (between.nnz - missing + 1)
         return sure.union_disjoint(between.slice_entries(start, start + missing))
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"calls": self._calls}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._calls = state["calls"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from sparsecoll.select.base import Selector, Vector, check_k, check_order
 from sparsecoll.vector import SparseVector
@@ -41,9 +40,3 @@ class RandomK(Selector):
         key = mix(self.seed, self._calls)
         self._calls += 1
         return check_order(x.random_entries(k, key))
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"calls": self._calls}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._calls = state["calls"]

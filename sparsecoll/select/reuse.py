@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
 
 from sparsecoll.select.base import Selector, Vector, check_k, checked
 from sparsecoll.vector import SparseVector
@@ -47,7 +46,7 @@ class ThresholdReuse(Selector):
         return self.value is None or self.age >= self.period
 
     def accepts(self, count: int, k: int) -> bool:
-        """Whether a count is within the tolerance of k."""
+        """Return whether a count is within the tolerance of k."""
         return k <= count * (1 + self.tolerance) and count <= k * (1 + self.tolerance)
 
     def found(self, value: float, count: int, count_above_probe: int) -> None:
@@ -96,12 +95,3 @@ class ThresholdReuse(Selector):
             lowest = chosen.magnitude_of(chosen.key_range()[0])
             self.found(lowest, chosen.nnz, chosen.count_at_least(lowest * self.PROBE))
         return chosen
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state as plain numbers."""
-        return {"value": self.value, "slope": self.slope, "drift": self.drift, "age": self.age}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
-        self.value, self.slope = state["value"], state["slope"]
-        self.drift, self.age = state["drift"], state["age"]

@@ -11,9 +11,9 @@ from sparsecoll.vector import SparseVector
 class MagnitudeStats:
     """Moments of x, and counts of its entries above a threshold.
 
-    The constructor makes one pass over x, which also keeps the entries above a bound. The bound is estimated on a
-    sample so that about `expected_nnz` entries exceed it. A threshold above the bound is counted and selected among the
-    entries kept; one below the bound costs another pass over x.
+    The constructor makes one pass over x, which also selects the entries above a bound, estimated on a sample so that
+    about `expected_nnz` entries exceed it. A threshold above the bound is counted and selected among these; one below
+    it costs another pass over x.
 
     Attributes:
         mean: mean of the values; NaN if a value is NaN, as are the others.
@@ -23,7 +23,7 @@ class MagnitudeStats:
     """
 
     def __init__(self, x: Vector, expected_nnz: int) -> None:
-        (total, squares, magnitudes, self.largest), self._kept, self._bound = x.magnitude_stats(
+        (total, squares, magnitudes, self.largest), self._candidates, self._bound = x.magnitude_stats(
             min(expected_nnz, x.nnz)
         )
         self._x = x
@@ -35,8 +35,8 @@ class MagnitudeStats:
 
     def count(self, t: float) -> int:
         """Return the number of entries of magnitude >= t."""
-        return (self._kept if t >= self._bound else self._x).count_at_least(t)
+        return (self._candidates if t >= self._bound else self._x).count_at_least(t)
 
     def threshold(self, t: float) -> SparseVector:
         """Return the entries of magnitude >= t."""
-        return self._kept.threshold(t) if t >= self._bound else self._x.threshold(t)
+        return self._candidates.threshold(t) if t >= self._bound else self._x.threshold(t)

@@ -38,14 +38,14 @@ class DenseVector(Values):
 
     @classmethod
     def zeros(cls, length: int, dtype: Any, like: SparseVector | DenseVector) -> DenseVector:
-        """`length` zeros, on the GPU if `like` is there."""
+        """Return `length` zeros, on the GPU if `like` is there."""
         zeros = cls.empty(length, dtype, like)
         zeros.values[:] = 0
         return zeros
 
     @classmethod
     def empty(cls, length: int, dtype: Any, like: SparseVector | DenseVector) -> DenseVector:
-        """`length` uninitialised values, on the GPU if `like` is there."""
+        """Return `length` uninitialised values, on the GPU if `like` is there."""
         return cls(empty(length, dtype, like.values))
 
     @property
@@ -65,11 +65,11 @@ class DenseVector(Values):
         return int(self._kernels.lower_bound_key(self.values, expected_nnz))
 
     def to_dense(self) -> NDArray[Any]:
-        """The values themselves."""
+        """Return the values themselves."""
         return self.values
 
     def to_sparse(self, keep_zeros: bool = False) -> SparseVector:
-        """The nonzero entries (NaN among them); with `keep_zeros` all of them."""
+        """Return the nonzero entries (NaN among them); with `keep_zeros` all of them."""
         if keep_zeros:
             return self.take(asarray_like(np.arange(self.length, dtype=index_dtype(self.length)), self.values))
         with span("dense", self.length):
@@ -78,15 +78,15 @@ class DenseVector(Values):
     # Parts of the vector
 
     def slice(self, start: int, stop: int) -> DenseVector:
-        """Coordinates start..stop-1 as a vector of their own, a view."""
+        """Return coordinates start..stop-1 as a vector of their own, a view."""
         return DenseVector(self.values[start:stop])
 
     def take(self, indices: NDArray[Any]) -> SparseVector:
-        """The values at ascending unique indices (of `index_dtype(length)`), zeros among them."""
+        """Return the values at ascending unique indices (of `index_dtype(length)`), zeros among them."""
         return self._of((indices, self.values[indices]))
 
     def select_mask(self, mask: NDArray[np.uint8]) -> SparseVector:
-        """The values whose bit is set in a mask as of `SparseVector.mask`, zeros among them."""
+        """Return the values whose bit is set in a mask as of `SparseVector.mask`, zeros among them."""
         set_bytes = np.flatnonzero(mask)  # few: unpack these alone
         inside = np.flatnonzero(np.unpackbits(mask[set_bytes]))
         indices = set_bytes[inside >> 3]
@@ -97,29 +97,29 @@ class DenseVector(Values):
         return self.take(asarray_like(indices.astype(index_dtype(self.length)), self.values))
 
     def select_union(self, parts: Sequence[SparseVector]) -> SparseVector:
-        """The values at the indices that some part stores, zeros among them."""
+        """Return the values at the indices that some part stores, zeros among them."""
         return self.select_mask(union_mask(parts))
 
     def sample(self, stride: int, offset: int) -> SparseVector:
-        """Every stride-th value from index `offset` on, copied, as a vector without gaps."""
+        """Return every stride-th value from index `offset` on, copied, as a vector without gaps."""
         return DenseVector(self.values[offset::stride].copy()).to_sparse(keep_zeros=True)
 
     def random_entries(self, k: int, key: int) -> SparseVector:
-        """The values at k random coordinates, which depend on `key` and `length` only, zeros among them."""
+        """Return the values at k random coordinates, which depend on `key` and `length` only, zeros among them."""
         return self.take(self._kernels.random_indices(self.length, k, key))
 
     # Magnitudes
 
     def topk(self, k: int) -> SparseVector:
-        """The k entries of largest magnitude, ties by lower index."""
+        """Return the k entries of largest magnitude, ties by lower index."""
         return self._select(self._kernels.topk, min(k, self.length))
 
     def threshold(self, threshold: float, expected: int = 0) -> SparseVector:
-        """The entries with a magnitude >= threshold, NaN among them; `expected` is a guess of their number."""
+        """Return the entries with a magnitude >= threshold, NaN among them; `expected` is a guess of their number."""
         return self._select(self._kernels.select_at_least, key_of(threshold, self.dtype), expected)
 
     def magnitude_stats(self, expected_nnz: int) -> tuple[NDArray[np.float64], SparseVector, float]:
-        """Moments and the candidates for a threshold, in one pass.
+        """Return moments and the candidates for a threshold, in one pass.
 
         Args:
             expected_nnz: number of entries that should reach the bound.
@@ -134,7 +134,7 @@ class DenseVector(Values):
         return moments, candidates, magnitude_of(key, self.dtype)
 
     def first_not_finite(self) -> int | None:
-        """The index of the first NaN or infinity."""
+        """Return the index of the first NaN or infinity."""
         with np.errstate(over="ignore", invalid="ignore"):
             if self.dtype.kind != "f" or np.isfinite(self.values.sum()):  # one pass, no array
                 return None
@@ -144,21 +144,21 @@ class DenseVector(Values):
     # Arithmetic
 
     def with_values(self, values: NDArray[Any]) -> Self:
-        """A vector of other values."""
+        """Return a vector of other values."""
         return type(self)(values)
 
     def astype(self, dtype: Any) -> DenseVector:
-        """The values as `dtype`; finite ones beyond its range become its largest finite value."""
+        """Return the values as `dtype`; finite ones beyond its range become its largest finite value."""
         return DenseVector(saturating_cast(self.values, np.dtype(dtype)))
 
     def add(self, other: DenseVector, dtype: Any, in_place: bool) -> DenseVector:
-        """self + other in `dtype`, in the memory of this vector or as a new one."""
+        """Return self + other in `dtype`, in the memory of this vector or as a new one."""
         out = self.values if in_place else empty(self.length, dtype, self.values)
         with span("dense", self.length), np.errstate(over="ignore", invalid="ignore"):
             return DenseVector(np.add(self.values, other.values, out=out, dtype=dtype))
 
     def subtract(self, other: DenseVector) -> DenseVector:
-        """self - other in self's dtype; zero where both are the same infinity or either is NaN."""
+        """Return self - other in self's dtype; zero where both are the same infinity or either is NaN."""
         return DenseVector(finite_difference(self.values, other.values))
 
     def copy_from(self, other: DenseVector) -> None:

@@ -80,19 +80,19 @@ class SparseVector(Values):
 
     @classmethod
     def from_sorted_unchecked(cls, indices: NDArray[Any], values: NDArray[Any], length: int) -> Self:
-        """A vector of arrays that satisfy the constructor: ascending, unique, in range, `index_dtype(length)`."""
+        """Return a vector of arrays that are valid: ascending, unique, in range, indices of `index_dtype(length)`."""
         vector = object.__new__(cls)
         vector.indices, vector._array, vector.length = indices, values, length
         return vector
 
     @classmethod
     def empty(cls, length: int, dtype: Any) -> SparseVector:
-        """A vector without stored entries, in host memory."""
+        """Return a vector without stored entries, in host memory."""
         return cls.from_sorted_unchecked(np.empty(0, index_dtype(length)), np.empty(0, dtype), length)
 
     @classmethod
     def from_dense(cls, array: Any) -> SparseVector:
-        """The nonzero entries (NaN among them) of a 1-D array."""
+        """Return the nonzero entries (NaN among them) of a 1-D array."""
         values = dense_values(array)
         with span("dense", values.size):
             indices, nonzeros = kernels_of(values).select_at_least(values, 1)
@@ -100,7 +100,7 @@ class SparseVector(Values):
 
     @classmethod
     def concatenate(cls, parts: Sequence[SparseVector]) -> SparseVector:
-        """The entries of all parts, whose index ranges follow each other. A single part is returned as it is."""
+        """Return the entries of all parts, whose index ranges follow each other. A single part is returned as it is."""
         if len(parts) == 1:
             return parts[0]
         count, first = sum(p.nnz for p in parts), parts[0]
@@ -110,7 +110,7 @@ class SparseVector(Values):
 
     @classmethod
     def sum(cls, parts: Sequence[SparseVector], dtype: np.dtype[Any]) -> SparseVector:
-        """The sum of one or more vectors, whose entries are added in the order of `parts`, starting at +0.
+        """Return the sum of one or more vectors, whose entries are added in the order of `parts`, starting at +0.
 
         Args:
             parts: vectors of one length.
@@ -140,11 +140,11 @@ class SparseVector(Values):
         return SparseVector.from_sorted_unchecked(*entries, self.length)
 
     def to_sparse(self) -> SparseVector:
-        """The vector itself, as of DenseVector the nonzero entries."""
+        """Return the vector itself."""
         return self
 
     def to_dense(self) -> NDArray[Any]:
-        """A new array of `length` values."""
+        """Return a new array of `length` values."""
         with span("dense", self.length):
             dense = empty(self.length, self.dtype, self.values)
             dense[:] = 0
@@ -154,15 +154,15 @@ class SparseVector(Values):
     # Parts of the entries
 
     def take(self, positions: NDArray[np.int64]) -> SparseVector:
-        """The entries at ascending positions, copied."""
+        """Return the entries at ascending positions, copied."""
         return self._of((self.indices[positions], self.values[positions]))
 
     def slice_entries(self, start: int, stop: int) -> SparseVector:
-        """The entries at positions start..stop-1, as views."""
+        """Return the entries at positions start..stop-1, as views."""
         return self._of((self.indices[start:stop], self.values[start:stop]))
 
     def searchsorted(self, edges: Any) -> NDArray[np.int64]:
-        """For each edge (0..length) the number of entries with a lower index, as np.searchsorted(indices, edges)."""
+        """Return np.searchsorted(indices, edges): for each edge (0..length) the number of entries below it."""
         limit = int(np.iinfo(self.indices.dtype).max)
         edges = np.asarray(edges, dtype=np.uint64)
         inside = asarray_like(np.minimum(edges, limit).astype(self.indices.dtype), self.indices)
@@ -170,11 +170,11 @@ class SparseVector(Values):
         return np.where(edges > limit, self.nnz, positions).astype(np.int64)
 
     def split(self, boundaries: Sequence[int]) -> list[SparseVector]:
-        """The entries between consecutive boundaries, as views; indices and length stay those of the whole vector."""
+        """Return the entries between consecutive boundaries, as views; indices and length are those of the vector."""
         return [self.slice_entries(a, b) for a, b in pairwise(self.searchsorted(boundaries))]
 
     def subdivide(self, edges: Sequence[int], parts: int) -> list[int]:
-        """The edges of finer regions: each region between `edges` in `parts` with equal numbers of stored entries."""
+        """Return edges that divide each region between `edges` into `parts` with equal numbers of stored entries."""
         finer: list[int] = []
         for (low, _), (start, stop) in zip(pairwise(edges), pairwise(self.searchsorted(edges).tolist()), strict=True):
             positions = [start + (stop - start) * part // parts for part in range(1, parts)]
@@ -182,78 +182,78 @@ class SparseVector(Values):
         return [*finer, edges[-1]]
 
     def sample(self, stride: int, offset: int) -> SparseVector:
-        """Every stride-th stored value from position `offset` on, copied, as a vector without gaps."""
+        """Return every stride-th stored value from position `offset` on, copied, as a vector without gaps."""
         values = self.values[offset::stride].copy()
         indices = asarray_like(np.arange(values.size, dtype=index_dtype(values.size)), values)
         return SparseVector.from_sorted_unchecked(indices, values, values.size)
 
     def random_entries(self, k: int, key: int) -> SparseVector:
-        """The stored entries among k random coordinates, which depend on `key` and `length` only."""
+        """Return the stored entries among k random coordinates, which depend on `key` and `length` only."""
         chosen = self._kernels.random_indices(self.length, k, key)
         return self.take(self._kernels.intersect(self.indices, chosen))
 
     # Magnitudes
 
     def topk(self, k: int) -> SparseVector:
-        """The k entries of largest magnitude, ties by lower index; the vector itself if it has no more than k."""
+        """Return the k entries of largest magnitude, ties by lower index; the vector itself if nnz <= k."""
         if k >= self.nnz:
             return self
         return self._of(self._kernels.topk(self.values, k, indices=self.indices))
 
     def topk_by_key(self, key: int, ties: int) -> SparseVector:
-        """The entries whose magnitude key exceeds `key`, and the first `ties` of those that have this key."""
+        """Return the entries whose magnitude key exceeds `key`, and the first `ties` of those that have this key."""
         return self._of(self._kernels.topk_by_key(self.values, key, ties, indices=self.indices))
 
     def threshold(self, threshold: float, expected: int = 0) -> SparseVector:
-        """The entries with a magnitude >= threshold, NaN among them; `expected` is a guess of their number."""
+        """Return the entries with a magnitude >= threshold, NaN among them; `expected` is a guess of their number."""
         key = key_of(threshold, self.dtype)
         return self._of(self._kernels.select_at_least(self.values, key, expected or self.nnz, indices=self.indices))
 
     def count_around_key(self, key: int, factor: float) -> tuple[int, int, int]:
-        """The numbers of entries with a key above `key`, with that key, and of `factor` times its magnitude or more."""
+        """Return the numbers of entries above `key`, with that key, and with at least `factor` times its magnitude."""
         count = self._kernels.count_at_least
         above = count(self.values, key + 1)
         equal = count(self.values, key) - above
         return above, equal, count(self.values, key_of(self.magnitude_of(key) * factor, self.dtype))
 
     def kth_magnitude(self, k: int) -> float:
-        """The k-th largest magnitude, 1 <= k <= nnz."""
+        """Return the k-th largest magnitude, 1 <= k <= nnz."""
         return self.magnitude_of(self._kernels.kth_key(self.values, k)[0])
 
     def magnitude_stats(self, expected_nnz: int) -> tuple[NDArray[np.float64], SparseVector, float]:
-        """(float64[4]: sums of x, x^2 and |x|, and the largest |x|; the vector itself; 0.0). See DenseVector."""
+        """Return (moments, the vector itself, 0.0); see DenseVector."""
         return self._kernels.moments_of(self.values), self, 0.0
 
     def magnitude_keys(self) -> NDArray[Any]:
-        """The magnitude keys of the values, unsigned integers (see kernels/keys.py)."""
+        """Return the magnitude keys of the values, unsigned integers (see kernels/keys.py)."""
         return self._kernels.magnitude_keys(self.values)  # type: ignore[no-any-return]
 
     def key_range(self) -> tuple[int, int]:
-        """(smallest, largest) magnitude key of the values; (0, 0) without stored entries."""
+        """Return the smallest and the largest magnitude key of the values; (0, 0) without stored entries."""
         return self._kernels.key_range(self.values)  # type: ignore[no-any-return]
 
     def magnitude_of(self, key: int) -> float:
-        """The magnitude of values of this dtype that have the given key."""
+        """Return the magnitude of values of this dtype that have the given key."""
         return magnitude_of(key, self.dtype)
 
     def nan_key(self) -> int:
-        """Values whose magnitude key is at least this one are NaN."""
+        """Return the smallest magnitude key of a NaN."""
         return nan_key(self.dtype)
 
     def has_nan(self) -> bool:
-        """Whether a value is NaN."""
+        """Return whether a value is NaN."""
         return self.key_range()[1] >= self.nan_key()
 
     def has_zeros(self) -> bool:
-        """Whether a stored entry is zero."""
+        """Return whether a stored entry is zero."""
         return self.nnz > 0 and self.key_range()[0] == 0
 
     def drop_zeros(self) -> SparseVector:
-        """The entries that are not zero; the vector itself if none is."""
+        """Return the entries that are not zero; the vector itself if none is."""
         return self.threshold(SMALLEST, self.nnz) if self.has_zeros() else self
 
     def first_not_finite(self) -> int | None:
-        """The index of the first NaN or infinity."""
+        """Return the index of the first NaN or infinity."""
         if self.dtype.kind != "f" or self.key_range()[1] < self.nan_key() - 1:
             return None
         return int(self.indices[~np.isfinite(self.values)][0])
@@ -261,56 +261,56 @@ class SparseVector(Values):
     # Indices of two vectors
 
     def intersect(self, other: SparseVector) -> SparseVector:
-        """The entries of this vector whose index `other` stores, too."""
+        """Return the entries of this vector whose index `other` stores, too."""
         return self.take(self._kernels.intersect(self.indices, other.indices))
 
     def difference(self, other: SparseVector) -> SparseVector:
-        """The entries of this vector whose index `other` does not store."""
+        """Return the entries of this vector whose index `other` does not store."""
         return self.take(self._kernels.difference(self.indices, other.indices))
 
     def union_disjoint(self, other: SparseVector) -> SparseVector:
-        """The entries of two vectors of one dtype that share no index."""
+        """Return the entries of two vectors of one dtype that share no index."""
         return SparseVector.sum([self, other], accumulator_dtype(self.dtype)).astype(self.dtype) if other.nnz else self
 
     def mask(self) -> NDArray[np.uint8]:
-        """One bit for each coordinate, set where an entry is stored; as np.packbits, in host memory."""
+        """Return one bit for each coordinate, set where an entry is stored; as np.packbits, in host memory."""
         return union_mask([self])
 
     def mask_of(self, other: SparseVector) -> NDArray[np.uint8]:
-        """One bit for each entry of this vector, set where `other` stores its index; as np.packbits."""
+        """Return one bit for each entry of this vector, set where `other` stores its index; as np.packbits."""
         stored = empty(self.nnz, np.uint8, self.indices)
         stored[:] = 0
         stored[self._kernels.intersect(self.indices, other.indices)] = 1
         return np.packbits(stored)
 
     def select_mask(self, mask: NDArray[np.uint8]) -> SparseVector:
-        """The entries whose bit is set in a mask that `mask_of` returned."""
+        """Return the entries whose bit is set in a mask that `mask_of` returned."""
         return self.take(np.flatnonzero(np.unpackbits(mask)[: self.nnz]))
 
     def hash_slots(self, slots: int) -> NDArray[np.int64]:
-        """A pseudo-random slot in [0, slots) for each entry; an index has the same slot in every vector."""
+        """Return a pseudo-random slot in [0, slots) for each entry; an index has the same slot in every vector."""
         return self._kernels.hash_slots(self.indices, slots, MULTIPLIERS)  # type: ignore[no-any-return]
 
     # Arithmetic
 
     def with_values(self, values: NDArray[Any]) -> Self:
-        """A vector of other values at the same indices."""
+        """Return a vector of other values at the same indices."""
         return self.from_sorted_unchecked(self.indices, values, self.length)
 
     def astype(self, dtype: Any) -> SparseVector:
-        """The entries as `dtype`; finite values beyond its range become its largest finite value."""
+        """Return the entries as `dtype`; finite values beyond its range become its largest finite value."""
         return self.with_values(saturating_cast(self.values, np.dtype(dtype)))
 
     def multiply(self, factor: float) -> SparseVector:
-        """factor * self, in its own dtype."""
+        """Return factor * self, in its own dtype."""
         return self.with_values(np.multiply(self.values, factor).astype(self.dtype, copy=False))
 
     def divide(self, divisor: int) -> SparseVector:
-        """self / divisor, in its own dtype, rounded once."""
+        """Return self / divisor, in its own dtype, rounded once."""
         return self.with_values(np.divide(self.values, divisor).astype(self.dtype, copy=False))
 
     def rounding_error(self, rounded: SparseVector) -> SparseVector:
-        """self - rounded where they differ, for a vector with the same indices; infinities and NaN have no error."""
+        """Return self - rounded, which has the same indices, where they differ; infinities and NaN have no error."""
         if rounded.values is self.values:
             return self.slice_entries(0, 0)
         error = finite_difference(self.values, rounded.values)
@@ -318,12 +318,12 @@ class SparseVector(Values):
         return self._of((self.indices[positions], error[positions]))
 
     def shifted(self, offset: int, length: int) -> SparseVector:
-        """The entries of this vector in one of `length` coordinates, at index + offset."""
+        """Return the entries of this vector in one of `length` coordinates, at index + offset."""
         dtype = index_dtype(length)
         return SparseVector.from_sorted_unchecked(self.indices.astype(dtype) + dtype.type(offset), self.values, length)
 
     def copy_if_overlapping(self, other: SparseVector | DenseVector) -> SparseVector:
-        """The same entries in arrays that share no memory with those of `other`."""
+        """Return the same entries in arrays that share no memory with those of `other`."""
         theirs = [array for array in (getattr(other, "indices", None), other.values) if array is not None]
         indices, values = (
             a.copy() if any(may_share_memory(a, b) for b in theirs) else a for a in (self.indices, self.values)
@@ -343,7 +343,7 @@ class SparseVector(Values):
 
 
 def union_mask(parts: Sequence[SparseVector]) -> NDArray[np.uint8]:
-    """One bit for each coordinate, set where some part stores an entry; as np.packbits, in host memory."""
+    """Return one bit for each coordinate, set where some part stores an entry; as np.packbits, in host memory."""
     if parts[0].on_gpu:
         marks = empty(parts[0].length, np.uint8, parts[0].values)
         marks[:] = 0

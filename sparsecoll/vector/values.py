@@ -42,12 +42,12 @@ class Values:
         return kernels_of(self._array)
 
     def count_at_least(self, threshold: float) -> int:
-        """The number of stored values with a magnitude >= threshold."""
+        """Return the number of stored values with a magnitude >= threshold."""
         return int(self._kernels.count_at_least(self.values, key_of(threshold, self.dtype)))
 
 
 def accumulator_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """The dtype in which values of `dtype` are summed: float32 for float16, else `dtype` itself."""
+    """Return the dtype in which values of `dtype` are summed: float32 for float16, else `dtype` itself."""
     return np.dtype(np.float32) if dtype == np.float16 else dtype
 
 
@@ -60,14 +60,14 @@ def check_value_dtype(dtype: np.dtype[Any]) -> None:
 
 
 def asarray(array: Any) -> Any:
-    """`array` as a NumPy array; a CuPy array is returned as it is."""
+    """Return `array` as a NumPy array; a CuPy array is returned as it is."""
     if isinstance(array, np.ma.MaskedArray):
         raise TypeError("array: expected one without a mask, got a masked one: use .filled(0) or .compressed()")
     return array if on_gpu(array) else np.asarray(array)
 
 
 def dense_values(array: Any) -> Any:
-    """`array` as a contiguous 1-D array of a supported dtype.
+    """Return `array` as a contiguous 1-D array of a supported dtype.
 
     Raises:
         ValueError: it is not 1-D.
@@ -81,7 +81,7 @@ def dense_values(array: Any) -> Any:
 
 
 def sparse_entries(indices: Any, values: Any, length: Any) -> tuple[Any, Any, int]:
-    """`indices`, `values` and `length` as SparseVector stores them; raises as its constructor does."""
+    """Return indices, values and length as SparseVector stores them; raise as its constructor does."""
     length, given, values = _checked_length(length), asarray(indices), asarray(values)
     if on_gpu(given) != on_gpu(values):
         where = ["CuPy" if on_gpu(array) else "NumPy" for array in (given, values)]
@@ -120,7 +120,7 @@ def _checked_length(length: Any) -> int:
 
 
 def saturating_cast(values: Array, dtype: np.dtype[Any]) -> Array:
-    """`values` as `dtype`; finite values beyond its range become its largest finite value, not infinity."""
+    """Return `values` as `dtype`; finite values beyond its range become its largest finite value, not infinity."""
     if values.dtype == dtype:
         return values
     if dtype.kind == "f" and values.dtype.kind == "f" and dtype.itemsize < values.dtype.itemsize:
@@ -135,7 +135,7 @@ def saturating_cast(values: Array, dtype: np.dtype[Any]) -> Array:
 
 
 def finite_difference(a: Array, b: Array) -> Array:
-    """a - b in the dtype of a; zero where both are the same infinity or either is NaN."""
+    """Return a - b in the dtype of a; zero where both are the same infinity or either is NaN."""
     with np.errstate(over="ignore", invalid="ignore"):
         difference: Array = a - b.astype(a.dtype)
     if a.dtype.kind == "f":

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 
 from sparsecoll import Costs, Network, SparseVector, simulate
-from sparsecoll.cli import bench
+from sparsecoll.cli import arguments, bench
 from sparsecoll.cli.bench import Call
 from sparsecoll.cli.main import main
 
 
 def test_algorithms_by_text():
-    made = bench.algorithm("oktopk:tau=4,exact=True,selector=dgc,repartition=even")
+    made = arguments.algorithm("oktopk:tau=4,exact=True,selector=dgc,repartition=even")
     assert (made.tau, made.exact, made.repartition, type(made.selector).__name__) == (
         4,
         True,
@@ -30,8 +30,8 @@ def test_algorithms_by_text():
         ("oktopk:exact=1", "oktopk:exact: expected bool, got 1"),
     ):
         with pytest.raises(ValueError, match=message):
-            bench.algorithm(text)
-    assert bench.algorithm("oktopk:balance_factor=2").balance_factor == 2.0
+            arguments.algorithm(text)
+    assert arguments.algorithm("oktopk:balance_factor=2").balance_factor == 2.0
 
 
 def test_every_call_gets_another_vector():

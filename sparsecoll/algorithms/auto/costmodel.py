@@ -179,9 +179,9 @@ def _doubling(shape: Shape, t: Tuning) -> float:
         ends = t.beta * (first.bytes + last.bytes) + first.encode + first.decode + last.encode + last.decode
         seconds += 2 * t.alpha + ends + shape.merging(t, 2 * shape.k)
     for step in range(core.bit_length() - 1):
-        held = shape.entries(2**step * shape.P / core)
-        sent = shape.message(t, held, sparse=True)
-        seconds += t.alpha + t.beta * sent.bytes + sent.encode + sent.decode + shape.merging(t, 2 * held)
+        entries = shape.entries(2**step * shape.P / core)
+        sent = shape.message(t, entries, sparse=True)
+        seconds += t.alpha + t.beta * sent.bytes + sent.encode + sent.decode + shape.merging(t, 2 * entries)
     return seconds
 
 
@@ -190,9 +190,9 @@ def _halving(shape: Shape, t: Tuning) -> float:
     for step in reversed(range(rounds(P))):
         regions = min(2 ** (step + 1), P) - 2**step
         share = regions / P
-        held = shape.entries(summed) * share * min(shape.skew, 1 / share)
-        sent = shape.message(t, held, share)
-        seconds += t.alpha + t.beta * sent.bytes + sent.encode + sent.decode + shape.merging(t, 2 * held, share)
+        entries = shape.entries(summed) * share * min(shape.skew, 1 / share)
+        sent = shape.message(t, entries, share)
+        seconds += t.alpha + t.beta * sent.bytes + sent.encode + sent.decode + shape.merging(t, 2 * entries, share)
         summed *= 2
     return seconds
 

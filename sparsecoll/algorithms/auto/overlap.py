@@ -53,10 +53,10 @@ def estimate(transport: Transport, x: SparseVector, k: int) -> tuple[float, floa
     for level in range(count):
         marks[level, slots[rest < 4 ** (count - 1 - level)]] = 1
     regions = min(P, MAX_REGIONS)
-    held = np.diff(x.searchsorted([n * j // regions for j in range(regions + 1)]))
+    counts = np.diff(x.searchsorted([n * j // regions for j in range(regions + 1)]))
     shift = max((P * k).bit_length() - 31, 0)
     with transport.phase("overlap"):
-        total = sum_counts(transport, np.concatenate([marks.reshape(-1), (held >> shift).astype(np.int32)]))
+        total = sum_counts(transport, np.concatenate([marks.reshape(-1), (counts >> shift).astype(np.int32)]))
     hit = np.count_nonzero(total[: marks.size].reshape(marks.shape), axis=1).tolist()
     level = next((j for j, slots in enumerate(hit) if slots <= MAX_FILL * SLOTS), count - 1)
     distinct = -SLOTS * math.log1p(-min(hit[level], SLOTS - 1) / SLOTS) * (every << 2 * level)

@@ -193,9 +193,9 @@ def _call_seconds(channel: Channel, algorithm: Algorithm, k: int) -> float:
             value = algorithm(channel, x, k).value
             transport.waitall()
         value.to_sparse()
-        took = float(allgather(transport, np.array([transport.now() - start])).max())
+        seconds = float(allgather(transport, np.array([transport.now() - start])).max())
         if turn >= 0:
-            times.append(took)
+            times.append(seconds)
         if len(times) >= MIN_TURNS and sum(times) > MAX_SECONDS:
             break
     return float(np.median(times))

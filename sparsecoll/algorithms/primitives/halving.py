@@ -46,14 +46,14 @@ def reduce_scatter(
         pairs: whether ranks exchange in pairs if P is a power of two.
     """
     transport = channel.transport
-    for to, source, sent, kept, arriving in _schedule(channel.rank, channel.size, pairs):
+    for to, source, sent, own, arriving in _schedule(channel.rank, channel.size, pairs):
         blocks = [channel.encode(round(part)) for part in _split(x, edges, sent)]
         transport.isend(to, blocks[0] if len(blocks) == 1 else joined(blocks))
-        own = SparseVector.concatenate(_split(x, edges, kept))
+        rest = SparseVector.concatenate(_split(x, edges, own))
         message = transport.recv(source)
         count = len(_ranges(arriving, channel.size))
         arrived = [message] if count == 1 else separated(message, count)
-        x = merge([own, *(channel.decode(block) for block in arrived)])
+        x = merge([rest, *(channel.decode(block) for block in arrived)])
     return x
 
 

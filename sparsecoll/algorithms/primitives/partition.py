@@ -42,18 +42,18 @@ def boundaries(transport: Transport, x: SparseVector, method: str) -> list[int]:
 def _averaged(transport: Transport, x: SparseVector) -> list[int]:
     """Return the mean of the quantiles of all ranks that have entries; [] if none has."""
     size, length = transport.size, x.length
-    cuts = [int(x.indices[x.nnz * j // size]) if x.nnz else 0 for j in range(1, size)]
+    own = [int(x.indices[x.nnz * j // size]) if x.nnz else 0 for j in range(1, size)]
     spare = max(length.bit_length() + size.bit_length() - 63, 0)  # bits by which a sum might not fit
-    row = np.array([int(x.nnz > 0), *(cut >> spare for cut in cuts)], np.int64)
+    row = np.array([int(x.nnz > 0), *(edge >> spare for edge in own)], np.int64)
     holders, *total = sum_counts(transport, row).tolist()
-    return [0, *((cut << spare) // holders for cut in total), length] if holders else []
+    return [0, *((edge << spare) // holders for edge in total), length] if holders else []
 
 
 def owners(transport: Transport, x: SparseVector, edges: list[int]) -> list[int]:
     """Assign a rank to each region: each rank asks for the region of which it has most, the largest request first."""
-    holds = np.array([b - a for a, b in pairwise(x.searchsorted(edges).tolist())])
-    wish = int(holds.argmax())
-    wishes = allgather(transport, np.array([wish, holds[wish]])).tolist()
+    counts = np.array([b - a for a, b in pairwise(x.searchsorted(edges).tolist())])
+    wish = int(counts.argmax())
+    wishes = allgather(transport, np.array([wish, counts[wish]])).tolist()
     owner = [-1] * transport.size
     without = []
     for rank in sorted(range(transport.size), key=lambda r: (-wishes[r][1], r)):
