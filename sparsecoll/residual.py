@@ -1,4 +1,4 @@
-"""Error feedback: what was not sent is kept in a residual and added to the next gradient."""
+"""Error feedback: entries that were not sent stay in a residual, which is added to the next gradient."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from sparsecoll.vector import DenseVector, SparseVector
 class Residual:
     """Error feedback: acc = residual + gradient, residual = acc - contributed (Ok-Topk, Algorithm 2, lines 4 and 6).
 
-    Both are kept in one array. Nothing is lost: what entered the result plus what stays is what was there before. There
-    are two ways to use it:
+    Both use one array. Nothing is lost: what entered the result and what stays in the array add up to acc. There are
+    two ways to use it:
 
     - `compensate`, then any selection, then `update` with what contributed;
     - `take`, which compensates, selects and clears the selected entries in one pass over memory; then `restore`, if
@@ -37,7 +37,7 @@ class Residual:
     """
 
     def __init__(self, length: int, dtype: Any = np.float32, like: Any = None) -> None:
-        self._acc = LazyAccumulator(np.zeros(length, dtype) if like is None else empty(length, dtype, like))
+        self._acc = LazyAccumulator(empty(length, dtype, like))
         self._acc.values[:] = 0
 
     def __repr__(self) -> str:
@@ -54,10 +54,17 @@ class Residual:
         return self._acc.values
 
     def compensate(self, gradient: NDArray[Any], scale: float = 1.0) -> DenseVector:
-        """acc = residual + scale * gradient, in place; a pass over memory of its own, which `take` saves.
+        """Form acc = residual + scale * gradient in place, in a pass over memory of its own, which `take` saves.
+
+        Args:
+            gradient: 1-D array of `length` values.
+            scale: factor of the gradient (default: 1).
+
+        Returns:
+            DenseVector acc, a view.
 
         Raises:
-            ValueError: the gradient has another length.
+            ValueError: The gradient has another length.
         """
         self._acc.add_later(gradient, scale)
         return self._acc.flush()

@@ -121,20 +121,20 @@ class SparCML(Algorithm):
 
     def _split_allgather(self, channel: Channel, x: SparseVector, dynamic: bool, quantized: Format | None) -> Reduction:
         rank, size, form, dense = channel.rank, channel.size, channel.format, FORMATS["dense"]
-        parts_in = channel.with_format(form.sparse_or(dense) if dynamic else form.sparse())
-        sums_in = channel.with_format(form.sparse_or(quantized or dense) if dynamic else form.sparse())
+        split = channel.with_format(form.sparse_or(dense) if dynamic else form.sparse())
+        gather = channel.with_format(form.sparse_or(quantized or dense) if dynamic else form.sparse())
         with channel.phase("split"):
             regions = x.split(partition.boundaries(channel.transport, x, "even"))
             for step in range(1, size):
                 to = (rank + step) % size
-                parts_in.isend(to, regions[to])
+                split.isend(to, regions[to])
             parts = {rank: regions[rank]}
             for step in range(1, size):  # in the order of arrival
                 source = (rank - step) % size
                 parts[source] = channel.recv(source)
             total = SparseVector.sum([parts[source] for source in range(size)], accumulator_dtype(x.dtype))
         with channel.phase("gather"):
-            gathered = sums_in.allgather(total.astype(x.dtype))
+            gathered = gather.allgather(total.astype(x.dtype))
             value = SparseVector.concatenate([part.astype(x.dtype) for part in gathered])
 
         def contributed() -> Vector:

@@ -194,12 +194,7 @@ def _everywhere(comm: Any, work: Callable[[], T], length: Callable[[T], int] | N
 
 def _check_writable(comm: Any, *paths: Path | None) -> None:
     """Check before measuring that the files can be written; collective."""
-
-    def check() -> None:
-        for path in paths:
-            check_writable(path)
-
-    _everywhere(comm, check if _writes(comm) else lambda: None)
+    _everywhere(comm, partial(check_writable, *paths if _writes(comm) else ()))
 
 
 def _writes(comm: Any) -> bool:

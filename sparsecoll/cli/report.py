@@ -62,17 +62,16 @@ def save(path: Path, content: dict[str, Any]) -> None:
     os.replace(part, path)
 
 
-def check_writable(path: Path | None) -> None:
-    """Check before hours of measuring that a file can be written.
+def check_writable(*paths: Path | None) -> None:
+    """Check before hours of measuring that files can be written; None is no file.
 
     Raises:
-        ValueError: Its folder is missing or not writable, or it is not a regular file.
+        ValueError: A folder is missing or not writable, or a path is not a regular file.
     """
-    if path is None:
-        return
-    if not path.parent.is_dir():
-        raise ValueError(f"{path}: expected a file in an existing folder, got no folder {str(path.parent)!r}")
-    if path.exists() and not path.is_file():
-        raise ValueError(f"{path}: expected a file, got a folder or device")
-    if not os.access(path.parent, os.W_OK):
-        raise ValueError(f"{path}: expected a writable folder, got {str(path.parent)!r}")
+    for path in filter(None, paths):
+        if not path.parent.is_dir():
+            raise ValueError(f"{path}: expected a file in an existing folder, got no folder {str(path.parent)!r}")
+        if path.exists() and not path.is_file():
+            raise ValueError(f"{path}: expected a file, got a folder or device")
+        if not os.access(path.parent, os.W_OK):
+            raise ValueError(f"{path}: expected a writable folder, got {str(path.parent)!r}")

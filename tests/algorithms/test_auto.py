@@ -85,7 +85,7 @@ LONG = SparseVector(np.arange(0, 4_000_000, 20), np.ones(200_000, np.float32), 4
 
 
 def test_the_simulator_knows_its_costs_and_runs_no_kernel_to_measure_them(monkeypatch):
-    for name in ("_quartile", "_kernels"):
+    for name in ("_lower_quartile", "_kernels"):
         monkeypatch.setattr(tune, name, lambda *_: pytest.fail("measured"))
 
     def program(comm):

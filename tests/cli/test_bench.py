@@ -116,8 +116,8 @@ def test_commands(tmp_path, capsys):
         (tmp_path / "other.json").write_text(content)
         with pytest.raises(SystemExit):
             main(["plot", str(tmp_path / "other.json")])
-        told = capsys.readouterr().err
-        assert told.startswith(f"sparsecoll: {tmp_path / 'other.json'}: {message}") and told.count("\n") == 1
+        printed = capsys.readouterr().err
+        assert printed.startswith(f"sparsecoll: {tmp_path / 'other.json'}: {message}") and printed.count("\n") == 1
 
 
 def test_gradient_from_a_file(tmp_path, capsys):

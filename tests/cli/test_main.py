@@ -142,9 +142,9 @@ def test_errors_are_one_line(arguments, expected, capsys, monkeypatch):
     monkeypatch.setattr("sparsecoll.cli.main._warn_of_one_rank", lambda comm: None)
     with pytest.raises(SystemExit) as ended:
         main(arguments.split())
-    told = capsys.readouterr()
-    assert ended.value.code in (1, 2) and told.out == ""
-    assert told.err.startswith(f"sparsecoll: {expected}") and told.err.count("\n") == 1
+    printed = capsys.readouterr()
+    assert ended.value.code in (1, 2) and printed.out == ""
+    assert printed.err.startswith(f"sparsecoll: {expected}") and printed.err.count("\n") == 1
 
 
 def test_plot_without_matplotlib(capsys, monkeypatch):
@@ -170,9 +170,9 @@ def test_bench_on_one_rank_says_so(capsys, monkeypatch):
     monkeypatch.setattr("sparsecoll.cli.main.default_comm", LocalTransport)
     small = ["bench", "--n", "1000", "--algo", "MPI_Allreduce", "allgather", "--density", "0.1", "--repeat", "1"]
     main(small)
-    told = capsys.readouterr()
-    assert "note: there is only 1 rank" in told.err and "MPI_Allreduce is left out" in told.err
-    assert len(told.out.splitlines()) == 2
+    printed = capsys.readouterr()
+    assert "note: there is only 1 rank" in printed.err and "MPI_Allreduce is left out" in printed.err
+    assert len(printed.out.splitlines()) == 2
     monkeypatch.setenv("PMI_SIZE", "3")
     main(small)
     assert "this job has 1 rank, but PMI_SIZE=3" in capsys.readouterr().err

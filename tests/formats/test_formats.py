@@ -54,6 +54,20 @@ def test_narrow_values_are_what_rounded_says(name, x, value_dtype):
     assert (error <= np.abs(x.values.astype(np.float64)) * (2**-11 if value_dtype == "float16" else 2**-8)).all()
 
 
+@pytest.mark.parametrize("name", ["coo", "packed", "bitmap", "auto"])
+@pytest.mark.parametrize("step", [1, 2, 9, 1000])
+def test_sparse_or_dense_takes_fewer_bytes(name, step):
+    x, sparse, dense = (
+        SparseVector(np.arange(0, 5000, step), np.ones(-(-5000 // step)), 5000),
+        FORMATS[name],
+        FORMATS["dense"],
+    )
+    either = sparse.sparse_or(dense)
+    message = either.encode(x)
+    assert message.size == either.size(x) == min(sparse.sparse().size(x), dense.size(x))
+    np.testing.assert_array_equal(formats.decode(message, 5000).indices, x.indices)
+
+
 def test_rounding_to_nearest_even_saturation_and_special_values():
     values = np.array([1 + 2**-8, 1 + 3 * 2**-8, 3.4e38, 70000, -70000, np.inf, -np.inf, np.nan], np.float32)
     x = SparseVector(np.arange(values.size), values, 100)

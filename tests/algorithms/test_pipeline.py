@@ -9,7 +9,7 @@ from sparsecoll import Allgather, Costs, Network, OkTopk, SparseVector, formats,
 from sparsecoll.algorithms.primitives import pipeline
 
 N, K = 5000, 400
-PIECE = 100  # bytes
+CHUNK = 100  # bytes
 MAKERS = {
     "allgather": Allgather,
     "oktopk": OkTopk,
@@ -45,7 +45,7 @@ def outcome(make, name, P, dtype=np.float32, **options):
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 def test_the_same_bits_in_pieces(make, name, P, monkeypatch):
     whole = outcome(make, name, P)
-    monkeypatch.setattr(pipeline, "CHUNK_BYTES", PIECE)
+    monkeypatch.setattr(pipeline, "CHUNK_BYTES", CHUNK)
     assert pipeline.chunks(K * 5 / P, one_node=False) > 3
     for mine, theirs in zip(outcome(make, name, P), whole, strict=True):
         for a, b in zip(mine, theirs, strict=True):
@@ -58,7 +58,7 @@ def test_rounding_and_halves_in_pieces(make, monkeypatch):
     for dtype, options in ((np.float16, {}), (np.float64, {"value_dtype": "float16"}), (np.float32, {"format": "coo"})):
         with monkeypatch.context() as patch:
             whole = outcome(make, "random", 4, dtype, **options)
-            patch.setattr(pipeline, "CHUNK_BYTES", PIECE)
+            patch.setattr(pipeline, "CHUNK_BYTES", CHUNK)
             for mine, theirs in zip(outcome(make, "random", 4, dtype, **options), whole, strict=True):
                 for x, y in zip(mine[1], theirs[1], strict=True):
                     np.testing.assert_array_equal(x, y)
@@ -100,7 +100,7 @@ def test_costs_take_virtual_time():
 
 def test_learned_boundaries_cost_no_message_and_foreign_ones_raise_on_every_rank(monkeypatch):
     """They change with every sum; to compare them would take a round of messages in every call."""
-    monkeypatch.setattr(pipeline, "CHUNK_BYTES", PIECE)
+    monkeypatch.setattr(pipeline, "CHUNK_BYTES", CHUNK)
 
     def program(comm, make, spoil):
         algorithm, agreed = make(), []
