@@ -90,9 +90,7 @@ def test_the_simulator_knows_its_costs_and_runs_no_kernel_to_measure_them(monkey
 
     def program(comm):
         y = sparsecoll.allreduce(comm, LONG, return_reduction=True)
-        return y.traffic.total.bytes_received == sparsecoll.traffic(comm).total.bytes_received, sparsecoll.traffic(
-            comm
-        ).set_up
+        return y.traffic.total.bytes_received == sparsecoll.traffic(comm).total.bytes_received, sparsecoll.traffic(comm).set_up
 
     assert simulate(3, program).results == [(True, Counts())] * 3
     costs = Costs(merge=1e-9, encode=2e-9, decode=3e-9, dense=4e-10, call=1e-6)

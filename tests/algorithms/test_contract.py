@@ -192,10 +192,6 @@ def test_simulator_reports_time_and_balanced_books(algo):
 
     simulation = simulate(6, program)
     assert simulation.seconds > 0
-    assert (
-        sum(t.total.bytes_sent for t in simulation.traffic)
-        == sum(t.total.bytes_received for t in simulation.traffic)
-        > 0
-    )
+    assert sum(t.total.bytes_sent for t in simulation.traffic) == sum(t.total.bytes_received for t in simulation.traffic) > 0
     for t in simulation.traffic:
         assert t.total.bytes_received == sum(c.bytes_received for c in t.phases.values())
