@@ -40,7 +40,7 @@ def support(name: str, rank: int, n: int, k: int) -> np.ndarray:
 
 
 def vector(name: str, rank: int, n: int, k: int) -> SparseVector:
-    """One rank's input."""
+    """Return the input of one rank."""
     indices = support(name, rank, n, k)
     return SparseVector(indices, np.random.default_rng([rank, 2]).standard_normal(indices.size).astype(np.float32), n)
 

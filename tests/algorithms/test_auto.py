@@ -90,7 +90,8 @@ def test_the_simulator_knows_its_costs_and_runs_no_kernel_to_measure_them(monkey
 
     def program(comm):
         y = sparsecoll.allreduce(comm, LONG, return_reduction=True)
-        return y.traffic.total.bytes_received == sparsecoll.traffic(comm).total.bytes_received, sparsecoll.traffic(comm).set_up
+        counted = sparsecoll.traffic(comm)
+        return y.traffic.total.bytes_received == counted.total.bytes_received, counted.set_up
 
     assert simulate(3, program).results == [(True, Counts())] * 3
     costs = Costs(merge=1e-9, encode=2e-9, decode=3e-9, dense=4e-10, call=1e-6)
@@ -187,9 +188,8 @@ def test_the_sample_tells_overlap_and_skew(k, P):
         assert all(estimate == results[0][0] for estimate, _ in results)
         union = np.unique(np.concatenate([indices for _, indices in results])).size
         effective_length, skew = results[0][0]
-        assert estimates.fill_in(int(effective_length), k, P) == pytest.approx(
-            union, rel=0.25
-        ) or union > estimates.fill_in(n, k, P)
+        expected = estimates.fill_in(int(effective_length), k, P)
+        assert expected == pytest.approx(union, rel=0.25) or union > estimates.fill_in(n, k, P)
         assert (skew > P / 2) == (name == "one_region") or P == 2
 
 

@@ -192,6 +192,7 @@ def test_simulator_reports_time_and_balanced_books(algo):
 
     simulation = simulate(6, program)
     assert simulation.seconds > 0
-    assert sum(t.total.bytes_sent for t in simulation.traffic) == sum(t.total.bytes_received for t in simulation.traffic) > 0
+    totals = [t.total for t in simulation.traffic]
+    assert sum(t.bytes_sent for t in totals) == sum(t.bytes_received for t in totals) > 0
     for t in simulation.traffic:
         assert t.total.bytes_received == sum(c.bytes_received for c in t.phases.values())

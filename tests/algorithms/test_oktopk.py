@@ -282,7 +282,8 @@ def steady_words(name, P, k, **options):
         x, algorithm = SparseVector(indices, rng.standard_normal(indices.size).astype(np.float32), 100 * k), OkTopk()
         sparsecoll.allreduce(comm, x, algorithm, k=k)
         traffic = sparsecoll.allreduce(comm, x, algorithm, k=k, return_reduction=True, **options).traffic
-        return traffic.total.words_received - sum(traffic.phases[p].words_received for p in SEARCH if p in traffic.phases)
+        search = [traffic.phases[name].words_received for name in SEARCH if name in traffic.phases]
+        return traffic.total.words_received - sum(search)
 
     return max(simulate(P, program).results)
 
