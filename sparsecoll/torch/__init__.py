@@ -1,11 +1,11 @@
 """The PyTorch adapter: SparseSGD in place of torch.optim.SGD, DistributedOptimizer around any optimizer, a DDP hook."""
 
+from sparsecoll.torch.broadcasts import broadcast_model as broadcast
 from sparsecoll.torch.checkpoint import load, save
 from sparsecoll.torch.compressors import COMPRESSORS, Compressor
 from sparsecoll.torch.ddp import HookState, comm_hook
 from sparsecoll.torch.optimizer import DistributedOptimizer
 from sparsecoll.torch.process_group import init_process_group
-from sparsecoll.torch.replicas import broadcast_model as broadcast
 from sparsecoll.torch.schedule import Constant, Schedule, WarmUp
 from sparsecoll.torch.sgd import SparseSGD
 from sparsecoll.torch.state import redistribute

@@ -1,4 +1,4 @@
-"""SparseSGD's acc = residual + learning rate * gradient in flat vectors: how it is formed, summed, kept and saved."""
+"""SparseSGD's acc = residual + learning rate * gradient, in flat vectors: forming, summing, keeping and saving it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from sparsecoll.errors import NonFiniteError
 from sparsecoll.select import Vector
 from sparsecoll.torch.bucket import Bucket
 from sparsecoll.torch.buckets import Buckets
+from sparsecoll.torch.calls import completed_future
 from sparsecoll.torch.device import Array
-from sparsecoll.torch.gradients import Scaling
+from sparsecoll.torch.grad_scaler import Scaling
 from sparsecoll.torch.replica import Replica
-from sparsecoll.torch.replicas import attempt
 from sparsecoll.torch.sparse_sum import SparseSum
 from sparsecoll.torch.state import STATE, extra_by_bucket, renamed
 from sparsecoll.torch.timeline import Timeline, bucket_span
@@ -47,7 +47,7 @@ class Accumulator:
     # -- layout
 
     def rename(self, names: dict[torch.Tensor, str]) -> None:
-        """These are the parameters now."""
+        """Set the parameters and their names; what belongs to parameters that are gone is dropped."""
         new = {old: names[p] for p, old in self.names.items() if p in names}
         if any(new.get(old) != old for old in self.names.values()):
             self._buckets.rename(new)
@@ -56,12 +56,12 @@ class Accumulator:
         self.names, self._replica.params = names, {name: p for p, name in names.items()}
 
     def release(self) -> None:
-        """Take all buckets apart: they are made anew in the next step, and residuals are kept."""
+        """Discard all buckets, which the next step creates again; residuals are kept."""
         self._buckets.release()
         self.laid_out = set()
 
     def lay_out(self, trainable: set[str]) -> None:
-        """Make buckets of these parameters; residuals are kept."""
+        """Create buckets of these parameters; residuals are kept. Collective."""
         self._buckets.order = [name for p, name in self.names.items() if name in trainable and p.numel()]
         self._buckets.lay_out(self._replica.transport, self._replica.params, self._replica.patience)
         self.laid_out = trainable
@@ -69,13 +69,13 @@ class Accumulator:
     # -- a step
 
     def sums(self, groups: Iterable[Group], scaling: Scaling | None) -> Sums:
-        """The sum of acc over the ranks for each bucket; what contributed is taken out of acc. Collective.
+        """Return the sum of acc over the ranks for each bucket, and subtract from acc what contributed. Collective.
 
         Raises:
             NonFiniteError: acc holds NaN or infinity on some rank; the text names the parameter; on every rank.
         """
 
-        acc = attempt(lambda: self._accumulate(groups, scaling))  # on the streams and threads of the caller
+        acc = completed_future(lambda: self._accumulate(groups, scaling))  # on the streams and threads of the caller
         if not self._buckets:
             self._replica.call("gradients", lambda _: acc.result())
         sums: Sums = []
@@ -102,7 +102,7 @@ class Accumulator:
         return acc
 
     def _weights(self, groups: Iterable[Group], scale: float) -> dict[str, tuple[float, float]]:
-        """(a, b) by parameter: acc = a * residual + b * gradient; b is the learning rate unless there is momentum."""
+        """Return (a, b) by parameter: acc = a * residual + b * gradient; b is the learning rate if momentum is 0."""
         weights = dict.fromkeys(self.names.values(), (1.0, 1.0))
         for group in groups:
             lr, rated = float(group["lr"]), not group["momentum"]
@@ -114,7 +114,7 @@ class Accumulator:
         return weights
 
     def commit(self, groups: Iterable[Group]) -> None:
-        """The step is good: what is left of acc is the residual."""
+        """Accept the step: what remains of acc becomes the residual."""
         self._buckets.keep()
         self._buckets.commit()
         rated = {self.names[p]: not group["momentum"] for group in groups for p in group["params"]}
@@ -123,12 +123,12 @@ class Accumulator:
     # -- saved state
 
     def state_dict(self) -> dict[str, Any]:
-        """See `Buckets.state_dict`; with all names in order, and the units of residuals."""
+        """Return `Buckets.state_dict`, with the names of all parameters in order and the units of their residuals."""
         state = self._buckets.state_dict(self._replica.transport)
         return {**state, "params": list(self.names.values()), "rated": dict(self._rated)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], load: Callable[[], Any]) -> None:
-        """See `Buckets.load_state_dict`; parameters may have had other names, in the same order. Collective."""
+        """Load a state as `Buckets.load_state_dict` does; parameters are matched by order, not by name. Collective."""
         transport, params = self._replica.transport, self._replica.params
         own = self._buckets.load_state_dict(
             transport, lambda: self._own(state_dict), params, self._replica.patience, load
@@ -136,7 +136,7 @@ class Accumulator:
         self.laid_out, self._rated = set(), dict(own.get("rated", {}))
 
     def _own(self, state_dict: Mapping[str, Any]) -> dict[str, Any] | None:
-        """The library's part of a state_dict, with the names that parameters have here; None of plain SGD's.
+        """Return the library's part of a state_dict under the names used here, or None for a plain torch.optim.SGD's.
 
         Raises:
             ValueError: it is of another number of parameters or another optimizer.

@@ -1,4 +1,4 @@
-"""The end of a back-propagation: when autograd has accumulated the last gradient."""
+"""A callback for the end of back-propagation, when autograd has accumulated the last gradient."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch.autograd import Variable
 
 
 def at_end_of_backward(owner: Any, call: Callable[[], None]) -> None:
-    """Call something once when the back-propagation that is under way ends; for use in a hook of it.
+    """Call a function once when the current back-propagation ends. For use in a hook on a gradient.
 
-    Reentrant checkpointing back-propagates within back-propagation: it ends when the outermost one does. What `call`
-    raises is raised by `backward()`.
+    Reentrant checkpointing back-propagates within back-propagation; the end is that of the outermost one.
+    `backward()` raises what `call` raises.
 
     Args:
-        owner: for whom this is called once, however often it is asked for.
+        owner: object for which `call` runs only once per back-propagation, however often this function is called.
     """
     task = torch._C._current_graph_task_id()
     asked = owner.__dict__.setdefault("_backward_tasks", set())
@@ -40,7 +40,7 @@ def at_end_of_backward(owner: Any, call: Callable[[], None]) -> None:
 
 
 def _before(node: Any, call: Callable[[], None]) -> None:
-    """Call something once when autograd comes to a node."""
+    """Call a function once, just before autograd executes a node."""
 
     def hook(_: Any) -> None:
         handle.remove()

@@ -56,18 +56,18 @@ class Bucket:
         return self.buffer_of(self.layout.zeros())
 
     def buffer_of(self, array: Array) -> Buffer:
-        """The buffer whose memory an array is, of this bucket's length."""
+        """Return the buffer that has this array, of the bucket's length, as its memory."""
         buffer = self._known.get(id(array))
         if buffer is None:
             buffer = self._known[id(array)] = Buffer(array, self.layout)
         return buffer
 
     def recycle(self, arrays: Iterable[Array]) -> None:
-        """Take back memory that a compressor does not need any more."""
+        """Take back arrays that a compressor no longer needs."""
         self._free += [self.buffer_of(array) for array in arrays]
 
     def gradient_buffer(self) -> Buffer:
-        """The buffer of this reduction's gradients, reserved in the first call."""
+        """Return the buffer for the gradients of this reduction; the first call reserves it."""
         if self.gradient is None:
             self.gradient = self._unused()
         return self.gradient
@@ -110,31 +110,31 @@ class Bucket:
         return out.array
 
     def mean_buffer(self, keeps_gradient: bool) -> Array:
-        """Memory for the means: the gradient's own unless a compressor keeps that."""
+        """Return memory for the means: that of the gradients, unless the compressor keeps it."""
         assert self.gradient is not None
         self.mean = self._unused() if keeps_gradient else self.gradient
         return self.mean.array
 
     def accept(self) -> None:
-        """The reduction is accepted: the gradient buffer is the compressor's now, or it holds the means."""
+        """Accept the reduction: the gradient buffer now belongs to the compressor, or holds the means."""
         self.gradient = None
         if self.mean is not None:
             self._free.append(self.mean)  # not lent again before the gradients made of it are gone
 
     def reset(self) -> None:
-        """The reduction is dropped: its buffers are free."""
+        """Drop the reduction, and free its buffers."""
         held = {id(buffer): buffer for buffer in (self.gradient, self.mean) if buffer is not None}
         self._free += [buffer for buffer in held.values() if buffer not in self._free]
         self.gradient = self.mean = None
 
     def part_of_mean(self, name: str) -> torch.Tensor:
-        """A parameter's part of the means, a view."""
+        """Return a view of a parameter's mean."""
         assert self.mean is not None
         return self.layout.part(self.mean.tensor, name)
 
     @torch.no_grad()
     def assign_grad(self, name: str, sparse: bool = False, scale: float = 1.0) -> None:
-        """Make the mean, times `scale`, the parameter's gradient, in its own dtype and memory format."""
+        """Set the gradient of a parameter to scale * mean, in the parameter's dtype and memory format."""
         p, view = self.params[name], self.part_of_mean(name)
         if scale != 1.0:
             view.mul_(scale)

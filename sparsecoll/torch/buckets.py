@@ -10,10 +10,10 @@ import numpy as np
 import torch
 
 from sparsecoll.torch.bucket import Bucket
+from sparsecoll.torch.calls import collective
 from sparsecoll.torch.compressors import Compressor, NoCompression, StepContext, resolve
 from sparsecoll.torch.layout import cut, takes_part
 from sparsecoll.torch.options import Options
-from sparsecoll.torch.replicas import collective
 from sparsecoll.torch.state import Tensors, check, collect, extra_by_bucket, renamed, restore, today
 from sparsecoll.transport import Transport
 from sparsecoll.transport.call import CollectiveCall
@@ -62,7 +62,7 @@ class Buckets:
         options: Options,
         trainable: Collection[str] | None,
     ) -> None:
-        """Make the buckets in rank 0's `order`, then of parameters that it lacks, last ones first. Collective.
+        """Create the buckets in rank 0's `order`, then of parameters that it lacks, last ones first. Collective.
 
         Args:
             params: by name.
@@ -97,7 +97,7 @@ class Buckets:
         bucket_bytes: int | None = None,
         dense_below: int = 0,
     ) -> None:
-        """Make the buckets of the parameters in `order` anew; what belongs to a parameter is kept. Collective."""
+        """Create the buckets again for the parameters in `order`; state of parameters is kept. Collective."""
         self.release()
         for layout in cut(dict(params), self.order, bucket_bytes, dense_below):
             self.bind(Bucket(params, layout), transport, timeout)
@@ -117,7 +117,7 @@ class Buckets:
         return self._pairs[-1]
 
     def release(self, start: int = 0) -> None:
-        """Take the buckets from number `start` on apart; what belongs to their parameters is kept."""
+        """Discard the buckets from number `start` on; the state of their parameters is kept."""
         if self._pairs[start:]:
             self.commit()
             self._parked = collect([compressor for _, compressor in self._pairs[start:]], self._parked)
@@ -125,7 +125,7 @@ class Buckets:
             self.index_of = {name: i for name, i in self.index_of.items() if i < start}
 
     def rename(self, names: Mapping[str, str]) -> None:
-        """Take all buckets apart and go on with other names of parameters; what others had is dropped.
+        """Discard all buckets, and rename parameters; the state of parameters that are not named is dropped.
 
         Args:
             names: old name -> new name.
@@ -136,32 +136,32 @@ class Buckets:
     # -- a reduction, and a step
 
     def keep(self) -> None:
-        """Accept the reduction: trial states are the state of the next reduction."""
+        """Accept the reduction: the next one starts from the trial states."""
         for bucket, compressor in self:
             bucket.recycle(compressor.keep())
             bucket.accept()
             bucket.layout.device.wait_stream()
 
     def drop(self) -> None:
-        """Give the reduction up: everything is as it was before."""
+        """Drop the reduction: trial states are discarded."""
         for bucket, compressor in self:
             compressor.drop()
             bucket.reset()
 
     def commit(self) -> None:
-        """The optimizer has stepped: the state of the last accepted reduction is that of the last step."""
+        """Make the state of the last accepted reduction permanent, because the optimizer has stepped."""
         for bucket, compressor in self:
             bucket.recycle(compressor.commit())
 
     def rollback(self, names: Collection[str] | None = None) -> None:
-        """Return to the state of the last step, for all parameters or those named."""
+        """Return to the state of the last step, for all parameters or for those named."""
         for bucket, compressor in self:
             bucket.recycle(compressor.rollback(names))
 
     # -- saved state
 
     def state_dict(self, transport: Transport) -> dict[str, Any]:
-        """Tensors by kind and parameter name as of the last step, other state by bucket, and what they belong to."""
+        """Return tensors by kind and parameter name as of the last step, and other state by bucket."""
         extra = [[list(c.layout.names), json.dumps(c.extra_state())] for _, c in self]
         waiting = [[list(names), json.dumps(state)] for names, state in self._extra.items()]
         return {
@@ -184,7 +184,7 @@ class Buckets:
         timeout: float | None,
         load: Callable[[], Any] = lambda: None,
     ) -> Mapping[str, Any]:
-        """Take back what `state_dict` returned; buckets are made as they were. Collective: all ranks load or none.
+        """Load what `state_dict` returned, on all ranks or on none; buckets are created as they were. Collective.
 
         Args:
             state: returns the state, or None, which begins with empty residuals. What it raises is raised on all ranks.
@@ -207,7 +207,10 @@ class Buckets:
             steps = 0 if own is None else own["step"]
             call.signature |= {"steps": steps, "residuals": own is not None, "tensors": kinds}
             call.agree()
-            load()
+            try:
+                load()
+            except KeyError as error:
+                raise ValueError(f"state_dict: expected that of an optimizer, got one without {error}") from error
             allgather(transport, np.zeros(1, np.uint8))  # no rank returns before all have loaded
             transport.waitall()
             return own or {"step": 0, "tensors": {}}

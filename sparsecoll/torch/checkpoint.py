@@ -46,5 +46,15 @@ def load(path: str | os.PathLike[str]) -> Any:
 
     Args:
         path: name of the file.
+
+    Raises:
+        OSError: The file cannot be read.
+        ValueError: The file is damaged, or contains something else.
     """
-    return torch.load(path, weights_only=True)
+    try:
+        return torch.load(path, weights_only=True)
+    except OSError:
+        raise
+    except Exception as error:
+        reason = str(error).partition("\n")[0] or "it ends too early"
+        raise ValueError(f"{path}: expected a file of tensors that torch.save wrote, got another: {reason}") from error

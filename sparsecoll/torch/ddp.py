@@ -5,25 +5,29 @@ DDP reads the annotations of a hook as types: no `from __future__ import annotat
 
 import logging
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+from torch.autograd import Variable
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from sparsecoll.algorithms import Algorithm
 from sparsecoll.errors import NonFiniteError
+from sparsecoll.torch.backward import at_end_of_backward
 from sparsecoll.torch.bucket import Bucket
 from sparsecoll.torch.buckets import Buckets
+from sparsecoll.torch.calls import communicator
 from sparsecoll.torch.compressors import Compressor, resolve
 from sparsecoll.torch.device import device_of
 from sparsecoll.torch.layout import Layout, residual_dtype
 from sparsecoll.torch.options import check_integer, check_timeline, verify_steps
 from sparsecoll.torch.replica import Replica
-from sparsecoll.torch.replicas import communicator, named
+from sparsecoll.torch.rounds import JOINED, Row
+from sparsecoll.torch.tensors import named
 from sparsecoll.torch.timeline import Timeline, bucket_span
 from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.transport.collectives import allgather
@@ -37,7 +41,8 @@ class HookState:
 
     Residuals belong to parameters, not to buckets, so that nothing is lost when DDP rebuilds its buckets. They change
     when an optimizer with these parameters steps. A back-propagation that fails leaves them as they were, and so does
-    `discard`, for a step that you skip after back-propagation.
+    `discard`, for a step that you skip after back-propagation. In DDP's `join()`, a rank that has no more data sends
+    what waits in its residuals, which then change as if it had stepped with the others.
 
     Every parameter is compressed, small ones too, since DDP puts them into the same buckets.
 
@@ -56,8 +61,8 @@ class HookState:
         grad_scaler: the torch.amp.GradScaler of the loop, if there is one: gradients are unscaled before they are added
             to a residual, and values that are not finite are passed on to all ranks, so that it skips the step.
         verify: number of steps after which the bits of all parameters are compared between ranks, when the first of
-            their optimizers has stepped; 0, the default, for never, and True for 100. Buffers are left to DDP, which
-            broadcasts them before each forward pass.
+            their optimizers has stepped, while all ranks have data; 0, the default, for never, and True for 100.
+            Buffers are left to DDP, which broadcasts them before each forward pass.
         timeline: records spans of the buckets; None, the default, for nothing.
 
     Raises:
@@ -96,7 +101,8 @@ class HookState:
         self._params.update(named(named_parameters.module if wrapped else named_parameters))  # type: ignore[union-attr]
         self._names = {id(p): name for name, p in self._params.items()}
         self._buckets = Buckets(own, self._replica.context)
-        self._failed = False  # a bucket of this back-propagation has
+        self._failed: Exception | None = None  # raised by a bucket of this back-propagation, on all ranks
+        self._joined = False  # whether a rank had no data in the last reduction
         self._pending = self._warned = False
         register_optimizer_step_post_hook(partial(_stepped, weakref.ref(self)))
 
@@ -117,7 +123,7 @@ class HookState:
         return name
 
     def _of(self, bucket: GradBucket) -> tuple[Bucket, Compressor]:
-        """A bucket's memory and compressor, bound to the parameters that it has now; collective when they are new."""
+        """Return the memory and the compressor of a bucket; collective if DDP has put other parameters into it."""
         params = {self._name(p): p for p in bucket.parameters()}
         index, names = bucket.index(), tuple(params)
         if index < len(self._buckets) and self._buckets[index][0].layout.names == names:
@@ -135,12 +141,31 @@ class HookState:
     def _scale(self, compressor: Compressor) -> float:
         return float(self._scaler.get_scale()) if self._scaler is not None and compressor.keeps_gradient else 1.0
 
-    def _mean(self, grads: GradBucket) -> None:
-        """Replace a bucket's gradients by their mean; a job of the progress thread."""
+    def reduce(self, grads: GradBucket, joined: bool) -> None:
+        """Replace the gradients in a bucket by their mean, or by NaN if that fails; runs on the progress thread.
+
+        Args:
+            joined: whether this rank has no more data, within DDP's `join()`.
+        """
         if grads.index() == 0:
             self._begin()
-        if self._failed:
-            return
+        try:
+            if self._failed is None:
+                self._mean(grads)
+                if grads.is_last():
+                    self._end(joined)
+        except Exception as error:
+            self._failed = error
+            self._buckets.drop()
+        if self._failed is not None:
+            grads.buffer().fill_(float("nan"))
+
+    def raise_failed(self) -> None:
+        """Raise what a bucket has raised, except NonFiniteError with a GradScaler, which skips the step itself."""
+        if self._failed is not None and (self._scaler is None or not isinstance(self._failed, NonFiniteError)):
+            raise self._failed
+
+    def _mean(self, grads: GradBucket) -> None:
         bucket, compressor = self._of(grads)
         whole, scale, values = bucket.gradient_buffer(), self._scale(compressor), grads.buffer()
         torch.mul(values, 1 / scale, out=whole.tensor) if scale != 1.0 else whole.tensor.copy_(values)
@@ -154,8 +179,8 @@ class HookState:
         values.copy_(bucket.mean.tensor) if scale == 1.0 else torch.mul(bucket.mean.tensor, scale, out=values)
 
     def _begin(self) -> None:
-        """The first bucket of a back-propagation."""
-        self._failed = False
+        """Start the reduction of a back-propagation."""
+        self._failed = None
         if self._pending and not self._warned and self.transport.rank == 0:
             self._warned = True
             logger.warning(
@@ -164,7 +189,7 @@ class HookState:
             )
 
     def _leave_out(self, bucket: Bucket, compressor: Compressor, absent: set[str]) -> None:
-        """Parameters without a gradient on any rank get none: DDP throws away what would arrive for unused ones."""
+        """Set means to zero for parameters without a gradient on any rank, since DDP would throw them away."""
         names = bucket.layout.names
         with CollectiveCall(self.transport, "used", self._timeout), self.transport.phase("agree"):
             mine = np.packbits(np.array([name not in absent for name in names], np.uint8))
@@ -176,26 +201,31 @@ class HookState:
             for name in unused:
                 bucket.part_of_mean(name).zero_()
 
-    def _end(self) -> None:
-        """After the last bucket: all went well on all ranks, or nothing has happened on any."""
+    def _end(self, joined: bool) -> None:
+        """Accept the reduction after its last bucket, if it succeeded on all ranks."""
+        row = Row.of(self._replica.context.step, JOINED * joined, (), ())
         with CollectiveCall(self.transport, "end of back-propagation", self._timeout), self.transport.phase("agree"):
-            allgather(self.transport, np.zeros(1, np.uint8))
-            self.transport.waitall()
+            outcome = row.exchange(self.transport, ())
         self._buckets.keep()
-        self._pending = True
-
-    def _drop(self) -> None:
-        self._failed = True
-        self._buckets.drop()
+        self._pending, self._joined = True, bool(outcome.joined)
+        if joined:  # this rank's optimizer does not step, but others do
+            self._replica.context.step = outcome.steps[outcome.root]
+            self._commit()
 
     def _commit(self) -> None:
-        """The optimizer has stepped."""
+        """Make the state of the last reduction permanent, because the optimizer has stepped."""
         self._buckets.commit()
         self._replica.context.step += self._pending
         self._pending = False
 
     def discard(self) -> None:
-        """Skip the step after back-propagation, on all ranks: residuals return to what they were before it."""
+        """Skip the step after back-propagation, on all ranks: residuals return to what they were before it.
+
+        Raises:
+            RuntimeError: In DDP's `join()`, a rank has no more data. It cannot learn that this step is skipped.
+        """
+        if self._joined and self._pending:
+            raise RuntimeError("discard: expected all ranks to have data, got one that has left DDP's join()")
         self._buckets.rollback()
         self._pending = False
 
@@ -219,11 +249,12 @@ class HookState:
 
 
 def _stepped(state: "weakref.ref[HookState]", optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """After any optimizer's step."""
+    """Commit after the step of an optimizer that has the parameters of this state."""
     alive = state()
     if alive is not None and alive._pending and any(id(p) in alive._names for p in optimizer.param_groups[0]["params"]):
         alive._commit()
-        alive._replica.compare_if_due()
+        if not alive._joined:
+            alive._replica.compare_if_due()
 
 
 def comm_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -243,26 +274,25 @@ def comm_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[torc
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=[where] if where.type == "cuda" else None)
     device = device_of(bucket.buffer())
     event = device.record_event()
+    joined = torch._C._current_graph_task_id() < 0  # DDP's join() calls this hook outside of a back-propagation
 
     def job() -> None:
         try:
             with device.stream_context(event), torch.no_grad():
-                try:
-                    state._mean(bucket)
-                    if bucket.is_last() and not state._failed:
-                        state._end()
-                except NonFiniteError:
-                    state._drop()
-                    if state._scaler is None:
-                        raise
-                except Exception:
-                    state._drop()
-                    raise
-                if state._failed and state._scaler is not None:  # else backward() has raised, and the memory is in use
-                    bucket.buffer().fill_(float("nan"))
+                state.reduce(bucket, joined)
                 future.set_result(bucket.buffer())
-        except Exception as error:
+        except Exception as error:  # of the device
             future.set_exception(error)  # type: ignore[arg-type]
 
-    in_background(state.transport, job)
+    request = in_background(state.transport, job)
+    if not joined:  # an exception in the future would reach the user as "Unable to cast"
+        at_end_of_backward(state, lambda: _queue(state.raise_failed))
+    elif bucket.is_last():
+        request.result()
+        state.raise_failed()
     return future
+
+
+def _queue(call: Callable[[], None]) -> None:
+    """Call a function after DDP's own callback at the end of back-propagation, which is queued already."""
+    Variable._execution_engine.queue_callback(call)  # type: ignore[attr-defined]

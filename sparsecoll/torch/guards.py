@@ -51,14 +51,14 @@ def refuse_ddp(*_: Any) -> None:
 
 
 def fingerprint(params: Iterable[torch.Tensor]) -> int:
-    """A number that is the same for the same gradients; 0 for none and for zeros."""
+    """Return a number that is equal for equal gradients, and 0 if there are none or all are zero."""
     grads = [p.grad.detach() for p in params if p.grad is not None]
     sums = [float((g._values() if g.is_sparse else g).sum(dtype=torch.float64)) for g in grads]
     return zlib.crc32(np.array(sums).tobytes()) if any(sums) else 0
 
 
 def warn_if_equal(transport: Transport, digest: int) -> None:
-    """Warn, on rank 0, if all ranks have the same gradients. Collective; inside of a CollectiveCall."""
+    """Warn on rank 0 if all ranks have the same gradients. Collective; called within a CollectiveCall."""
     digests = allgather(transport, np.array([digest], np.int64))
     if digest and (digests == digest).all() and transport.rank == 0:
         logger.warning(

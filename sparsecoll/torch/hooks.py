@@ -1,4 +1,4 @@
-"""Hooks on parameters: each one tells one engine when its gradient is complete; and which engines share a transport."""
+"""Hooks on parameters, which tell an engine when a gradient is complete; and the engines that share a transport."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import torch
 from numpy.typing import NDArray
 
 from sparsecoll.errors import CommunicationError
-from sparsecoll.torch.replicas import Named, collective
+from sparsecoll.torch.calls import collective
+from sparsecoll.torch.tensors import Named
 from sparsecoll.transport import Transport
 from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.transport.collectives import allgather
@@ -21,7 +22,7 @@ OWNER = "_sparsecoll_engine"  # attribute of a parameter: a weak reference to th
 
 
 class Owner(Protocol):
-    """What is told of gradients.
+    """The interface of what hooks call.
 
     Attributes:
         number: by which ranks know it, the same on all of them.
@@ -38,13 +39,13 @@ class Owner(Protocol):
         """The timeout of a call in seconds."""
 
     def close(self) -> None:
-        """Another owner has taken a parameter over."""
+        """Give up all parameters, because another owner has taken over one of them."""
 
     def accumulated(self, name: str) -> None:
-        """A parameter's gradient is complete."""
+        """Autograd has accumulated the gradient of a parameter."""
 
     def synchronize(self) -> None:
-        """The back-propagation in which `asked` was set has ended."""
+        """Reduce the gradients, because the back-propagation in which `asked` was set has ended."""
 
 
 class Hooks:
@@ -55,7 +56,7 @@ class Hooks:
         self._handles: dict[str, tuple[torch.Tensor, Any]] = {}
 
     def attach(self, params: Named) -> None:
-        """Hook the parameters that want gradients; one that another owner has is taken over."""
+        """Hook the parameters that require gradients; those of another owner are taken over."""
         for name, p in params.items():
             if p.requires_grad and name not in self._handles:
                 other = getattr(p, OWNER, lambda: None)()
@@ -66,7 +67,7 @@ class Hooks:
                 self._handles[name] = p, p.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     def remove(self) -> None:
-        """Take all hooks off."""
+        """Remove all hooks."""
         for p, handle in self._handles.values():
             handle.remove()
             if getattr(p, OWNER, lambda: None)() is self._owner():
@@ -112,13 +113,13 @@ def _alive(transport: Transport) -> dict[int, Owner]:
 
 
 def _any(transport: Transport, mine: NDArray[Any]) -> NDArray[Any]:
-    """Which items hold on some rank."""
+    """Return which items are set on at least one rank."""
     held: NDArray[Any] = allgather(transport, mine).max(axis=0)
     return held
 
 
 def is_shared(transport: Transport) -> bool:
-    """Whether several owners use a transport; the same on all ranks."""
+    """Return whether several owners use a transport; the same on all ranks."""
     return len(transport.sharers) > 1
 
 

@@ -1,4 +1,4 @@
-"""The flat layout of parameters: which of them lie end to end in one vector, and where in it each one lies."""
+"""The flat layout of parameters: which of them are concatenated in one vector, and at which offsets."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sparsecoll.torch.device import CPU, Array, CpuDevice, device_of
 
 
 def residual_dtype(dtype: torch.dtype) -> Any:
-    """The dtype in which gradients of a parameter accumulate.
+    """Return the dtype in which gradients of a parameter accumulate.
 
     Args:
         dtype: of the parameter.
@@ -33,7 +33,7 @@ def residual_dtype(dtype: torch.dtype) -> Any:
 
 
 def takes_part(p: torch.Tensor) -> bool:
-    """Whether a parameter wants a gradient, or has one still: optimizers step on that of a frozen parameter, too."""
+    """Return whether a parameter requires a gradient, or has one: optimizers step on that even if it is frozen."""
     return p.requires_grad or p.grad is not None
 
 
@@ -78,29 +78,29 @@ class Layout:
         return self.device.zeros(self.length, self.dtype)
 
     def name_at(self, index: int) -> str:
-        """The parameter that a coordinate of the bucket belongs to."""
+        """Return the name of the parameter at an index of the flat vector."""
         return self.names[bisect_right(self.offsets, index) - 1]
 
     def views(self, flat: Array) -> list[torch.Tensor]:
-        """The parameters' parts of a flat vector, in their shapes; they share its memory."""
+        """Return the parts of a flat vector that belong to the parameters, as views in their shapes."""
         return list(self.by_name(flat).values())
 
     def by_name(self, flat: Array) -> dict[str, torch.Tensor]:
-        """`views` by name."""
+        """Return `views` by parameter name."""
         return self.split(self.device.tensor(flat))
 
     def split(self, whole: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The parameters' parts of a flat tensor, in their shapes, by name."""
+        """Return views of a flat tensor in the shapes of the parameters, by name."""
         parts = zip(self.names, self.offsets[:-1], self.offsets[1:], self.shapes, strict=True)
         return {name: whole[a:b].view(shape) for name, a, b, shape in parts}
 
     def part(self, whole: torch.Tensor, name: str) -> torch.Tensor:
-        """One parameter's part of a flat tensor."""
+        """Return a view of a flat tensor in the shape of one parameter."""
         i = self.positions[name]
         return whole[self.offsets[i] : self.offsets[i + 1]].view(self.shapes[i])
 
     def slices(self, names: Collection[str]) -> list[slice]:
-        """The parts of these parameters, of those that are in the bucket."""
+        """Return the slices of the named parameters that are in the bucket."""
         return [slice(self.offsets[i], self.offsets[i + 1]) for i, name in enumerate(self.names) if name in names]
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -12,12 +11,13 @@ import torch
 
 from sparsecoll.algorithms import Algorithm
 from sparsecoll.telemetry.traffic import Traffic
+from sparsecoll.torch.calls import collective, communicator
 from sparsecoll.torch.compressors import Compressor, resolve
 from sparsecoll.torch.engine import Engine
 from sparsecoll.torch.guards import refuse_wrapped
 from sparsecoll.torch.options import Options, verify_steps
-from sparsecoll.torch.replicas import Named, collective, communicator, model_of, named
 from sparsecoll.torch.state import STATE
+from sparsecoll.torch.tensors import Named, model_of, named
 from sparsecoll.torch.timeline import Timeline
 from sparsecoll.transport import as_transport
 from sparsecoll.transport.call import CollectiveCall
@@ -127,12 +127,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Read by GradScaler.step, which is how the scaler, and with it the scale of gradients, is found."""
+        """GradScaler.step reads this, from whose frame the scaler, and with it the scale of gradients, is taken."""
         scaler = sys._getframe(1).f_locals.get("self")
         if isinstance(scaler, torch.amp.GradScaler):
-            own = scaler._per_optimizer_states[id(self)]
-            unscaled = own["stage"] is torch.amp.grad_scaler.OptState.UNSCALED
-            self._engine.before_scalers_step(scaler, own["found_inf_per_device"], unscaled)
+            self._engine.before_scalers_step(scaler, self)
         return False
 
     @property
@@ -161,8 +159,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Context manager: gradients of the enclosed back-propagations accumulate without communication."""
         return self._engine.no_sync()
 
-    @contextlib.contextmanager
-    def join(self) -> Iterator[None]:
+    def join(self) -> AbstractContextManager[None]:
         """Context manager that allows different numbers of batches on the ranks; collective.
 
             with optimizer.join():
@@ -170,10 +167,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         A rank that leaves the block early takes part in the others' reductions with zeros, as in DDP's join; when all
         have left, parameters, buffers and optimizer state are those of the rank that took the most steps. Means are
-        always divided by the number of all ranks.
+        always divided by the number of all ranks. If an exception leaves the block on one rank, the others raise
+        CommunicationError in their next reduction.
         """
-        yield
-        self._engine.join()
+        return self._engine.join()
 
     def synchronize(self) -> None:
         """Reduce the gradients now, unless they are the means already; collective.
@@ -303,15 +300,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
 
 def _replaced(state: dict[str, Any], result: Any) -> dict[str, Any]:
-    """What a hook has made of a state: what it returned, or the state that it may have changed in place."""
+    """Return what a hook has returned, or the state, which it may have changed in place, if that is None."""
     return state if result is None else result  # type: ignore[no-any-return]
 
 
 def _of_optimizer(optimizer: torch.optim.Optimizer, params: Named) -> Named:
-    """All named parameters.
+    """Return the named parameters, after a check.
 
     Raises:
-        ValueError: the optimizer has one that is not among them.
+        ValueError: The optimizer has a parameter that is not among them.
     """
     known = {id(p) for p in params.values()}
     for group in optimizer.param_groups:

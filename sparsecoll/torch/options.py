@@ -1,4 +1,4 @@
-"""What DistributedOptimizer's keyword arguments say, checked."""
+"""The keyword arguments of DistributedOptimizer, and their checks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sparsecoll.torch.timeline import Timeline
 
 @dataclass(frozen=True)
 class Options:
-    """See DistributedOptimizer; `verify` is a number of steps here."""
+    """The keyword arguments of DistributedOptimizer, with `verify` as a number of steps."""
 
     bucket_bytes: int | None = 25 << 20
     dense_below: int = 1024
@@ -19,10 +19,10 @@ class Options:
     timeline: Timeline | None = None
 
     def check(self) -> None:
-        """Raise unless each option is what it should be.
+        """Raise unless all options are valid.
 
         Raises:
-            TypeError, ValueError: one is not.
+            TypeError, ValueError: One has a wrong type, or is out of range.
         """
         for name, least in (("bucket_bytes", 1), ("dense_below", 0), ("verify", 0)):
             value = getattr(self, name)
@@ -35,7 +35,7 @@ class Options:
 
 
 def verify_steps(verify: bool | int) -> int:
-    """The argument `verify` as a number of steps; 0: never."""
+    """Return the argument `verify` as a number of steps, where 0 stands for never."""
     return 100 * verify if isinstance(verify, bool) else verify
 
 

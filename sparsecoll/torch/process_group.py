@@ -1,4 +1,4 @@
-"""torch.distributed's process group over the ranks of a communicator, for frameworks that learn the ranks from it."""
+"""torch.distributed's process group of the ranks of a communicator, for frameworks that get rank and size from it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from sparsecoll.torch.replicas import communicator
+from sparsecoll.torch.calls import communicator
 from sparsecoll.transport import SimComm, Transport
 from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.transport.collectives import node_members, spread
@@ -49,7 +49,7 @@ def init_process_group(comm: Any = None, backend: str = "gloo", **options: Any) 
 
 
 def _meet(transport: Transport) -> tuple[Any, dict[str, str]] | None:
-    """A store that all ranks have joined, and the environment variables; None if there is a group already."""
+    """Return a store that all ranks have joined and the environment variables, or None if there is a group already."""
     rank, size = transport.rank, transport.size
     with CollectiveCall(transport, "init_process_group") as call:
         exists = dist.is_initialized()

@@ -1,4 +1,4 @@
-"""COVAP's profiler (section III.B): seconds of communication over seconds of back-propagation."""
+"""COVAP's profiler (section III.B): the ratio of the seconds of communication and of back-propagation."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from sparsecoll.torch.calls import collective
 from sparsecoll.torch.compressors import StepContext
-from sparsecoll.torch.replicas import collective
 from sparsecoll.transport import Transport
 from sparsecoll.transport.collectives import allgather
 
@@ -36,11 +36,11 @@ class Profiler:
 
     @property
     def active(self) -> bool:
-        """Whether this step is measured; then nothing overlaps, so that neither disturbs the other."""
+        """Whether this step is measured; if so, communication does not overlap with back-propagation."""
         return self._wanted and self._context.ccr is None
 
     def stepped(self) -> None:
-        """The optimizer has stepped."""
+        """Note the time of the optimizer's step."""
         self._begin, self._stepped = None, time.perf_counter()
 
     def note(self, transport: Transport, end: float, seconds: list[float], timeout: float | None) -> None:
@@ -64,7 +64,7 @@ class Profiler:
         self._context.ccr = float(rows[:, 1:].min(axis=0).sum()) / compute if compute > 0 else 1.0
 
     def close(self) -> None:
-        """Take the hook off the model."""
+        """Remove the hook from the model."""
         if self._handle is not None:
             self._handle.remove()
 

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
+from sparsecoll.errors import CommunicationError
+from sparsecoll.torch.broadcasts import broadcast_optimizer, broadcast_tensors
+from sparsecoll.torch.calls import collective
 from sparsecoll.torch.compressors import StepContext
 from sparsecoll.torch.guards import warn_if_equal
-from sparsecoll.torch.replicas import (
-    Buffers,
-    Named,
-    collective,
-    compare,
-    describe,
-    refuse_sharded,
-    share,
-    share_optimizer,
-)
 from sparsecoll.torch.rounds import SUSPECT, Round, Row
+from sparsecoll.torch.tensors import Buffers, Named, check_whole, describe
 from sparsecoll.transport import Transport
 from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.transport.collectives import allgather
@@ -119,11 +116,11 @@ class Replica:
         tensors = new if self.params else self._with_model(new)
 
         def introduce(call: CollectiveCall) -> None:
+            check_whole(tensors.values())
             check()
-            refuse_sharded(tensors.values())
             call.signature |= {**describe(tensors), **signature}
             call.agree(entries=0)
-            share(self.transport, tensors.values())
+            broadcast_tensors(self.transport, tensors.values())
 
         self.call("parameters", introduce)
         if not self.params:
@@ -137,36 +134,68 @@ class Replica:
             call.signature |= describe(tensors)
             call.agree()
             steps = allgather(self.transport, np.array([self.context.step], np.int64))
-            share(self.transport, tensors.values(), root)
-            share_optimizer(self.transport, optimizer, root)
+            broadcast_tensors(self.transport, tensors.values(), root)
+            broadcast_optimizer(self.transport, optimizer, root)
             self.context.step = int(steps[root, 0])
 
         self.call(name, follow)
         self.buffers.mark()
         self.suspect = False
 
-    def share_buffers(self, outcome: Round) -> None:
+    @contextlib.contextmanager
+    def reporting(self) -> Iterator[None]:
+        """Context manager: an exception that leaves the block on one rank is raised in the others' next call."""
+        try:
+            yield
+        except Exception as error:
+            if not getattr(error, "on_all_ranks", False):
+                failed, traceback = Future[None](), error.__traceback__
+                failed.set_exception(error)
+                with contextlib.suppress(Exception):
+                    self.call("join", lambda _: failed.result())
+                error.__traceback__ = traceback
+            raise
+
+    def broadcast_buffers(self, outcome: Round) -> None:
         """Make buffers that a forward pass has changed those of the lowest rank that has data. Collective."""
 
         tensors = self.buffers.of(outcome.modules)
 
-        def share_them(_: CollectiveCall) -> None:
-            share(self.transport, tensors, outcome.root)
+        def broadcast(_: CollectiveCall) -> None:
+            broadcast_tensors(self.transport, tensors, outcome.root)
             self.transport.waitall()
 
         if tensors:
-            self.call("buffers", share_them)
+            self.call("buffers", broadcast)
             self.buffers.mark()
 
     def compare(self) -> None:
         """Compare the bits of all parameters and buffers over the ranks. Collective.
 
         Raises:
-            CommunicationError: they differ; the same on every rank.
+            CommunicationError: they differ, on every rank; the text names the first tensor that does.
         """
-        compare(self.transport, self.tensors, self.context.step, self.timeout)
+        tensors = self.tensors
+
+        def gather(_: CollectiveCall) -> Any:
+            rows = allgather(self.transport, np.array([zlib.crc32(_bits(t)) for t in tensors.values()], np.uint32))
+            self.transport.waitall()
+            return rows
+
+        rows = collective(self.transport, "verify", self.timeout, gather, "verify")
+        for name, column in zip(tensors, rows.T, strict=True):
+            if (column != column[0]).any():
+                others = [str(rank) for rank, value in enumerate(column.tolist()) if value != column[0]]
+                raise CommunicationError(
+                    f"verify: expected the same bits on all ranks after step {self.context.step},"
+                    f" got others than rank 0's in {name!r} on rank {', '.join(others)}"
+                )
 
     def compare_if_due(self) -> None:
         """After a step: compare where `verify` asks for it. Collective."""
         if self.verify and self.context.step % self.verify == 0:
             self.compare()
+
+
+def _bits(t: torch.Tensor) -> memoryview:
+    return memoryview(t.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy())

@@ -1,4 +1,4 @@
-"""What ranks tell each other at the end of a reduction, in one message each."""
+"""The message that ranks exchange at the end of a reduction."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SUSPECT = 4  # this rank's parameters may differ from the others'
 
 @dataclass
 class Round:
-    """What all ranks have said; the same on every rank.
+    """The messages of all ranks combined; the same on every rank.
 
     Attributes:
         steps: taken by each rank before this one.
@@ -30,7 +30,7 @@ class Round:
         joined: the ranks that have run out of data.
         used, sparse, trainable: parameters of which any rank has a gradient, a sparse one, and that take part.
         modules: by module with buffers, whether any rank has changed them.
-        alike: whether all ranks that have data have said the same `checksum`.
+        alike: whether all ranks that have data have the same `checksum`.
     """
 
     steps: list[int]
@@ -63,10 +63,10 @@ NOTHING = Round([], 0, [], set(), set(), set(), [])
 
 @dataclass(frozen=True)
 class Row:
-    """One rank's part of a round.
+    """The message of one rank.
 
     Attributes:
-        checksum: of whatever else all ranks should have alike.
+        checksum: of options that must be the same on all ranks.
     """
 
     steps: int
@@ -87,7 +87,7 @@ class Row:
         trainable: Sequence[bool] | None = None,
         checksum: int = 0,
     ) -> Row:
-        """The row of these parameters, with their gradients as they are now.
+        """Return the row of these parameters and of their gradients as they are now.
 
         Args:
             modules: by module with buffers, whether they have changed.
@@ -100,7 +100,7 @@ class Row:
         return cls(steps, flags, used, sparse, trainable, [here and changed for changed in modules], checksum)
 
     def exchange(self, transport: Transport, names: Sequence[str]) -> Round:
-        """All ranks' rows as one. Collective; inside of a CollectiveCall.
+        """Exchange rows and combine them. Collective; called within a CollectiveCall.
 
         Raises:
             CommunicationError: ranks have taken other numbers of steps.

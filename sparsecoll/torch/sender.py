@@ -1,4 +1,4 @@
-"""The buckets of a reduction on their way: filled as gradients come, then reduced one by one by the progress thread."""
+"""Sending buckets: they are filled as gradients come, and the progress thread reduces one after the other."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sparsecoll.telemetry import trace
 from sparsecoll.torch.bucket import Bucket
 from sparsecoll.torch.buckets import Buckets
 from sparsecoll.torch.compressors import Compressor
-from sparsecoll.torch.gradients import LossScale
+from sparsecoll.torch.grad_scaler import LossScale
 from sparsecoll.torch.replica import Replica
 from sparsecoll.torch.timeline import Timeline, bucket_span
 from sparsecoll.transport.call import CollectiveCall
@@ -48,7 +48,7 @@ class Sender:
         self.begin()
 
     def begin(self) -> None:
-        """Nothing of a reduction is under way."""
+        """Forget the last reduction."""
         self.taken: set[str] = set()
         self.failed: Exception | None = None
         self.first: float | None = None
@@ -57,7 +57,7 @@ class Sender:
         self.laid_out()
 
     def laid_out(self) -> None:
-        """The buckets were made anew."""
+        """Note that the buckets are new ones."""
         self._waiting = [set(bucket.params) for bucket, _ in self._buckets]
 
     @property
@@ -66,7 +66,7 @@ class Sender:
         return bool(self.taken or self._sent)
 
     def came(self) -> None:
-        """A gradient has come."""
+        """Note the time of a gradient."""
         self.last = time.perf_counter()
         self.first = self.last if self.first is None else self.first
 
@@ -113,7 +113,7 @@ class Sender:
             self._refuse(bucket)
 
     def _refuse(self, bucket: Bucket) -> None:
-        """Raise for a small parameter what the compressor would raise for a large one; all ranks see the same mean."""
+        """Raise for a parameter that is not compressed what the compressor would raise; all ranks see the same mean."""
         transport = self._replica.transport
         for name, p in bucket.params.items():
             if not torch.isfinite(bucket.part_of_mean(name)).all():
@@ -126,7 +126,7 @@ class Sender:
                 raise NonFiniteError(f"gradient of {name!r}: expected a finite sum over the ranks, got an overflow")
 
     def send_rest(self) -> None:
-        """Back-propagation has ended: send all buckets that were not sent; parameters without gradients are zeros."""
+        """Send all buckets that are left after back-propagation; missing gradients count as zeros."""
         for index in range(len(self._sent), len(self._buckets)):
             bucket = self._buckets[index][0]
             for name in bucket.params if bucket.gradient is None else list(self._waiting[index]):

@@ -17,17 +17,19 @@ from sparsecoll.errors import NonFiniteError
 from sparsecoll.formats import Format
 from sparsecoll.telemetry.traffic import Traffic
 from sparsecoll.torch.accumulator import Accumulator, Sums
-from sparsecoll.torch.gradients import Scaling, Watch
+from sparsecoll.torch.calls import collective, communicator, mean_loss
+from sparsecoll.torch.grad_scaler import Scaling
 from sparsecoll.torch.guards import fingerprint, refuse_wrapped
 from sparsecoll.torch.layout import takes_part
 from sparsecoll.torch.options import check_integer, check_timeline, check_timeout, verify_steps
 from sparsecoll.torch.replica import Replica
-from sparsecoll.torch.replicas import collective, communicator, mean_loss, model_of
 from sparsecoll.torch.rounds import JOINED, SUSPECT, Round, Row
 from sparsecoll.torch.sgd_options import check_group, common, compressor_of, names_of
 from sparsecoll.torch.sparse_sum import SparseSum, Update, updates
 from sparsecoll.torch.state import STATE
+from sparsecoll.torch.tensors import model_of
 from sparsecoll.torch.timeline import Timeline
+from sparsecoll.torch.watch import Watch
 from sparsecoll.transport import Transport, as_transport
 from sparsecoll.transport.call import CollectiveCall
 
@@ -199,7 +201,7 @@ class SparseSGD(torch.optim.Optimizer):
         self._flat.rename(names)
 
     def _look_for_new(self) -> None:
-        """Parameters may have been put into groups, or taken out, by others."""
+        """Follow changes of `param_groups` that were made without `add_param_group`. Collective if there are any."""
         ids = dict.fromkeys(id(p) for group in self.param_groups for p in group["params"])
         if list(ids) != [id(p) for p in self._flat.names]:
             self._introduce()
@@ -208,7 +210,7 @@ class SparseSGD(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Read by GradScaler.step, which is how the scaler is found: all ranks' scalers must skip the same steps."""
+        """GradScaler.step reads this, from whose frame the scaler is taken, so that all ranks skip the same steps."""
         scaler = sys._getframe(1).f_locals.get("self")
         self._scaler = scaler if isinstance(scaler, torch.amp.GradScaler) else None
         return self._scaler is not None
@@ -250,7 +252,7 @@ class SparseSGD(torch.optim.Optimizer):
         return loss
 
     def _reduced(self, flags: int, scaling: Scaling | None = None) -> tuple[Round, Sums]:
-        """Sum acc over the ranks, without consequences yet; all ranks are known to have succeeded."""
+        """Sum acc over the ranks. No state changes yet, and all ranks know that all have succeeded."""
         if self._watch is not None:
             self._watch.over(self._flat.names)
         while True:
@@ -263,7 +265,7 @@ class SparseSGD(torch.optim.Optimizer):
             self._flat.lay_out(outcome.trainable)
 
     def _round(self, flags: int) -> Round:
-        """Hear whether all went well on all ranks, and what they have in their gradients. Collective."""
+        """Agree on whether the sums succeeded, and on which parameters have gradients. Collective."""
         flags |= SUSPECT * self._replica.suspect
         here = not flags & JOINED
         live = {
@@ -284,13 +286,13 @@ class SparseSGD(torch.optim.Optimizer):
         return outcome
 
     def _disagree(self, call: CollectiveCall) -> None:
-        """Raise what says which option differs between ranks."""
+        """Raise an error that names the option that differs between ranks."""
         call.signature |= common(self.param_groups)
         call.agree()
 
     def _update(self, outcome: Round, sums: Sums) -> None:
-        """All ranks have the same sums: let parameters, residuals and buffers follow."""
-        self._replica.share_buffers(outcome)
+        """Update parameters, residuals and buffers by sums that are the same on all ranks."""
+        self._replica.broadcast_buffers(outcome)
         if sums:
             self._flat.commit(self.param_groups)
         self._replica.context.step += 1
@@ -310,23 +312,25 @@ class SparseSGD(torch.optim.Optimizer):
         self._replica.compare_if_due()
 
     def _apply(self, p: torch.Tensor, update: Update, group: dict[str, Any]) -> None:
-        """torch.optim.SGD's step on the mean gradient."""
+        """Apply torch.optim.SGD's step on the mean gradient to one parameter."""
         update.step(p, self.state, group, self._transport.size)
 
     # -- other ranks
 
     @contextlib.contextmanager
     def join(self) -> Iterator[None]:
-        """Let ranks have different numbers of batches; collective.
+        """Context manager that allows different numbers of batches on the ranks; collective.
 
             with optimizer.join():
                 for batch in loader: ...
 
-        A rank that leaves the block early takes part in the others' steps with what waits in its residual, and without
-        gradients, as in DDP's join; when all have left, parameters, buffers and optimizer state are those of the rank
-        that has taken the most steps. Means divide by all ranks throughout.
+        A rank that leaves the block early contributes to the others' steps what waits in its residual; when all have
+        left, parameters, buffers and optimizer state are those of the rank that took the most steps. Means are always
+        divided by the number of all ranks. If an exception leaves the block on one
+        rank, the others raise CommunicationError in their next step.
         """
-        yield
+        with self._replica.reporting():
+            yield
         while True:
             for p in self._flat.names:
                 p.grad = None
@@ -336,16 +340,20 @@ class SparseSGD(torch.optim.Optimizer):
                 continue
             if outcome.over:
                 break
-            self._replica.share_buffers(outcome)
+            self._replica.broadcast_buffers(outcome)
             if sums:
                 self._flat.commit(self.param_groups)
         self._replica.follow("join", self, outcome.furthest)
 
     def move(self, comm: Any) -> None:
-        """Go on over another communicator, that of `sparsecoll.shrink` after a rank was lost, say; collective on it.
+        """Continue on another communicator, such as that of `sparsecoll.shrink` after a rank was lost; collective on
+        it.
 
-        Residuals are kept; what the lost ranks held in theirs is gone with them. Parameters, buffers and momentum
-        become those of the new rank 0, since the step that failed may have been taken by some only.
+        Each rank keeps its residuals; those of lost ranks are lost. Parameters, buffers and momentum are set to those
+        of the new rank 0, since only some ranks may have taken the step that failed.
+
+        Args:
+            comm: mpi4py intracommunicator, or a virtual rank of `sparsecoll.simulate`.
         """
         self._replica.transport = as_transport(comm)
         self._flat.release()
@@ -354,24 +362,27 @@ class SparseSGD(torch.optim.Optimizer):
     # -- state
 
     def state_dict(self) -> dict[str, Any]:
-        """As of torch.optim.SGD, with residuals by parameter name and the algorithm's state under "sparsecoll".
+        """Return torch.optim.SGD's state_dict, with the residuals and the algorithm's state under "sparsecoll".
 
-        Residuals differ between ranks: save one file per rank. Safe for torch.load(weights_only=True). A plain
-        torch.optim.SGD loads it, too, and ignores the residuals.
+        Residuals differ between ranks, so save one file per rank. It can be loaded with torch.load(weights_only=True).
+        A plain torch.optim.SGD can also load it and ignores the residuals.
         """
         state: dict[str, Any] = super().state_dict()
         state[STATE] = self._flat.state_dict()
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on where a run on as many ranks stopped, with the same bits; collective.
+        """Restore what `state_dict` returned, to continue with the same bits on as many ranks; collective.
 
-        The state_dict of a plain torch.optim.SGD is taken, too; residuals are empty then.
+        The state_dict of a plain torch.optim.SGD is accepted, too; residuals are then empty.
+
+        Args:
+            state_dict: a state that this rank saved.
 
         Raises:
-            CommunicationError: the state was saved by another rank or at another number of ranks (see `redistribute`);
-                the same on every rank.
-            ValueError, TypeError: it is of another model or optimizer; the same on every rank.
+            CommunicationError: The state was saved by another rank, or with another number of ranks (see
+                `redistribute`).
+            ValueError, TypeError: The state is of another model or optimizer.
         """
         plain = {name: value for name, value in state_dict.items() if name != STATE}
         self._flat.load_state_dict(state_dict, lambda: super(SparseSGD, self).load_state_dict(plain))

@@ -1,4 +1,4 @@
-"""What SparseSGD's arguments say, checked."""
+"""The arguments of SparseSGD, and their checks."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from sparsecoll.formats import Format
 from sparsecoll.torch.device import device_of
 from sparsecoll.torch.layout import residual_dtype
 from sparsecoll.torch.options import check_integer
-from sparsecoll.torch.replicas import refuse_sharded
 from sparsecoll.torch.sparse_sum import SparseSum
+from sparsecoll.torch.tensors import check_whole
 
 NUMBERS = ("lr", "momentum", "dampening", "weight_decay")
 FLAGS = ("nesterov", "maximize")
 
 
 def compressor_of(algo: Any, density: Any, k: Any, format: str | Format, value_dtype: str | None) -> SparseSum:
-    """The compressor that these arguments of SparseSGD ask for.
+    """Return the compressor for these arguments of SparseSGD.
 
     Raises:
-        TypeError, ValueError: one is not what it should be.
+        TypeError, ValueError: One has a wrong type, or is out of range.
     """
     if k is None:
         _check_number("density", density, 0)
@@ -53,10 +53,10 @@ def _check_parameter(p: torch.Tensor, compressor: SparseSum) -> None:
 
 
 def check_group(group: Mapping[str, Any], compressor: SparseSum) -> None:
-    """Raise unless a group's options and parameters are what they should be.
+    """Raise unless the options and parameters of a group are valid.
 
     Raises:
-        TypeError, ValueError: one is not.
+        TypeError, ValueError: One has a wrong type, or is out of range.
     """
     for name in NUMBERS:
         _check_number(name, group[name], -np.inf if name == "dampening" else 0)
@@ -72,14 +72,14 @@ def check_group(group: Mapping[str, Any], compressor: SparseSum) -> None:
             raise TypeError(f"{name}: expected True, False or None, got {group[name]!r}")
     if group["differentiable"]:
         raise ValueError("differentiable: expected False, got True: a step over several ranks cannot be differentiated")
-    refuse_sharded(group["params"])
+    check_whole(group["params"])
     for p in group["params"]:
         if p.requires_grad:
             _check_parameter(p, compressor)
 
 
 def common(groups: list[dict[str, Any]]) -> dict[str, Any]:
-    """The options of groups that all ranks must have alike."""
+    """Return the options of groups that must be the same on all ranks."""
     return {
         f"param_groups[{i}]": {name: float(group[name]) for name in (*NUMBERS, *FLAGS)}
         for i, group in enumerate(groups)
@@ -97,7 +97,7 @@ def _check_number(name: str, value: Any, least: float) -> None:
 
 
 def names_of(groups: Iterable[dict[str, Any]], model: torch.nn.Module | None) -> dict[torch.Tensor, str]:
-    """Names of the groups' parameters: the model's, those that the groups have, else their numbers."""
+    """Return the parameters of groups with their names: the model's, those in the groups, or their numbers."""
     groups = list(groups)
     known: dict[torch.Tensor, str] = {}
     for group in groups:

@@ -1,4 +1,4 @@
-"""SparseSGD's compressor: the sum over the ranks as it is, sparse, and its parts as updates of parameters."""
+"""SparseSGD's compressor, which returns the sum over the ranks as a sparse vector, and updates by parts of this sum."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sparsecoll.vector import DenseVector
 
 @dataclass
 class SparseSum(TopK):
-    """TopK without a dense mean: SparseSGD applies the sum to the parameters as it is.
+    """TopK that returns the sum as it is, sparse, instead of writing a dense mean.
 
     Args:
         k: entries to select instead of `density`.
@@ -42,7 +42,7 @@ class SparseSum(TopK):
         return super().compress(acc)
 
     def allreduce_sum(self, transport: Transport, acc: Array) -> Vector:
-        """The sum of acc over the ranks. What is left of acc becomes the trial residual. Inside of a CollectiveCall.
+        """Sum acc over the ranks; what remains of acc becomes the trial residual. Called within a CollectiveCall.
 
         Raises:
             NonFiniteError: acc holds NaN or infinity on some rank; on every rank.
@@ -82,7 +82,7 @@ class Update:
             tensor.index_put_(positions, (self.values * factor).to(tensor.dtype), accumulate=True)
 
     def step(self, p: torch.Tensor, states: Any, group: dict[str, Any], ranks: int) -> None:
-        """torch.optim.SGD's step of a parameter on the mean gradient, of which this is the sum over the ranks.
+        """Take torch.optim.SGD's step on the mean gradient, of which this is the sum over the ranks.
 
         Args:
             states: the state of an optimizer, by parameter.
@@ -114,14 +114,14 @@ class Update:
 
 
 def updates(layout: Layout, value: Vector) -> Iterator[tuple[str, Update]]:
-    """(Parameter name, its part of a sum), for all parameters of a bucket."""
+    """Yield the name and the part of a sum for each parameter of a bucket."""
     device, edges = layout.device, layout.offsets
     if isinstance(value, DenseVector):
         flat = device.tensor(value.values)
         for name, a, b in zip(layout.names, edges[:-1], edges[1:], strict=True):
             yield name, Update(None, flat[a:b])
         return
-    positions = value.searchsorted(edges)
-    for name, offset, a, b in zip(layout.names, edges, positions[:-1], positions[1:], strict=False):
+    bounds = value.searchsorted(edges)
+    for name, offset, a, b in zip(layout.names, edges, bounds[:-1], bounds[1:], strict=False):
         inside = value.indices[a:b].astype(np.int64) - offset
         yield name, Update(device.tensor(inside), device.tensor(value.values[a:b]))

@@ -17,7 +17,7 @@ Tensors = dict[str, dict[str, torch.Tensor]]
 
 
 def collect(compressors: Iterable[Compressor], parked: Tensors) -> Tensors:
-    """Copies of all tensors, and of those whose parameters are in no bucket now."""
+    """Return copies of the tensors of compressors, and `parked`, those of parameters that are in no bucket."""
     tensors: Tensors = {kind: dict(entries) for kind, entries in parked.items()}
     for compressor in compressors:
         for kind, entries in compressor.state().items():
@@ -26,7 +26,7 @@ def collect(compressors: Iterable[Compressor], parked: Tensors) -> Tensors:
 
 
 def restore(compressors: Iterable[Compressor], tensors: Tensors) -> Tensors:
-    """Copy saved tensors into compressors; returns those that found no place."""
+    """Copy saved tensors into compressors; return those of parameters that no compressor has."""
     left = {kind: dict(entries) for kind, entries in tensors.items()}
     for compressor in compressors:
         for kind, entries in compressor.state().items():
@@ -46,6 +46,7 @@ def check(
         CommunicationError: it is another rank's, or of another number of ranks.
         ValueError: it is of other parameters or another compressor.
     """
+    check_keys(state)
     rank, size, method = transport.rank, transport.size, compressor.describe()
     if (state["rank"], state["size"]) != (rank, size):
         cure = (
@@ -69,14 +70,25 @@ def check(
                 raise ValueError(f"state_dict: {kind} of {name!r}: expected shape {expected}, got {tuple(t.shape)}")
 
 
+def check_keys(state: Any) -> None:
+    """Raise unless a state has what `state_dict` of the adapter saves.
+
+    Raises:
+        ValueError: it lacks something.
+    """
+    missing = {"rank", "size", "step", "tensors", "buckets"} - set(state if isinstance(state, Mapping) else ())
+    if missing:
+        raise ValueError(f"state_dict: expected one of sparsecoll.torch, got one without {min(missing)!r}")
+
+
 def today(description: str) -> str:
-    """A saved `Compressor.describe()` as it reads today: presets of TopK were classes with names of their own."""
+    """Return a saved `Compressor.describe()` in today's form; presets of TopK used to be classes."""
     name, bracket, options = description.partition("(")
     return f"{COMPRESSORS[name]().name}{bracket}{options}" if name in COMPRESSORS else description
 
 
 def extra_by_bucket(state: Mapping[str, Any]) -> dict[Any, dict[str, Any]]:
-    """Saved extra state of each bucket by the names of its parameters.
+    """Return the saved extra state of each bucket by the names of its parameters.
 
     States that were saved before all ways in had one format have a mapping for each bucket (SparseSGD), or texts in the
     order of the buckets (DistributedOptimizer); these are returned by (number, number of buckets).
@@ -93,7 +105,7 @@ def extra_by_bucket(state: Mapping[str, Any]) -> dict[Any, dict[str, Any]]:
 
 
 def renamed(tensors: Tensors, names: Mapping[str, str]) -> Tensors:
-    """Tensors under other names of parameters, without those of parameters that `names` (old -> new) lacks."""
+    """Return tensors under new names of parameters (`names`: old -> new), without those that have no new name."""
     return {kind: {names[name]: t for name, t in entries.items() if name in names} for kind, entries in tensors.items()}
 
 
@@ -114,16 +126,12 @@ def redistribute(states: Sequence[Mapping[str, Any]], rank: int, size: int) -> d
         State for `load_state_dict` of the new rank.
 
     Raises:
-        ValueError: States are missing or in another order.
+        ValueError: States are missing, in another order, or of different parameters, or there is no such `rank`.
     """
     if not 0 <= rank < size:
         raise ValueError(f"rank: expected 0 to {size - 1}, got {rank}")
     own = [state.get(STATE, state) for state in states]
-    if not own or [part["rank"] for part in own] != list(range(own[0]["size"])):
-        raise ValueError(
-            f"states: expected those of ranks 0 to {own[0]['size'] - 1 if own else '...'},"
-            f" got {[part['rank'] for part in own]}"
-        )
+    _check_parts(own)
     replicated, scale = set(own[0]["replicated"]), size / len(own)
     tensors: Tensors = {}
     for kind, entries in own[0]["tensors"].items():
@@ -137,3 +145,21 @@ def redistribute(states: Sequence[Mapping[str, Any]], rank: int, size: int) -> d
         }
     new = {**own[0], "rank": rank, "size": size, "tensors": tensors, "buckets": [], "ccr": None}
     return {**states[0], STATE: new} if STATE in states[0] else new
+
+
+def _check_parts(own: Sequence[Mapping[str, Any]]) -> None:
+    """Raise unless these are the states of all ranks, in order.
+
+    Raises:
+        ValueError: they are not.
+    """
+    for part in own:
+        check_keys(part)
+    if not own or [part["rank"] for part in own] != list(range(own[0]["size"])):
+        last = own[0]["size"] - 1 if own else "..."
+        raise ValueError(f"states: expected those of ranks 0 to {last}, got {[part['rank'] for part in own]}")
+    known = [{(kind, name) for kind, entries in part["tensors"].items() for name in entries} for part in own]
+    for rank, entries in enumerate(known):
+        if entries != known[0]:
+            kind, name = min(entries ^ known[0])
+            raise ValueError(f"states: expected {kind} of {name!r} of all ranks, got that of one of ranks 0 and {rank}")

@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from runs import HOOK, LOCAL, ONE, OPTIONS, OVERLAP, SPARSE, Run, alike, bits, close, draw, net, plain_sgd, sgd  # noqa: E402
+from runs import LOCAL, ONE, OPTIONS, OVERLAP, SPARSE, Run, alike, bits, close, draw, net, plain_sgd, sgd  # noqa: E402
 
 import sparsecoll  # noqa: E402
 import sparsecoll.torch  # noqa: E402
@@ -85,6 +85,25 @@ def test_uneven_inputs_with_join(comm, way):
             alone.optimizer.step()
         assert alike(comm, run.values())
     close(run.values(), alone.values())
+    run.close()
+
+
+@pytest.mark.parametrize("way", [OVERLAP, LOCAL, SPARSE])
+def test_an_exception_that_leaves_join_on_one_rank_is_raised_on_all(comm, way):
+    """Rank 0 waits at the end of the block for the others, who wait in a reduction for the last rank."""
+    run, last, text = Run(way, comm, net, sgd), comm.size - 1, None
+    try:
+        with run.optimizer.join():
+            train(run, range(2))
+            if comm.rank == last:
+                raise KeyError("mine")
+            train(run, range(2, 2 + comm.rank))
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+    failed = "KeyError: 'mine'"
+    assert text == (failed if comm.rank == last else f"CommunicationError: rank {last} failed: {failed}")
+    train(run, range(4, 6))
+    assert alike(comm, run.values())
     run.close()
 
 
@@ -321,17 +340,6 @@ def test_ranks_that_skip_differently_are_told(comm):
                 continue
             run.optimizer.step()
     run.close()
-
-
-def test_nan_in_the_ddp_hook(comm):
-    run = train(Run(HOOK, comm, net, plain_sgd, TOPK), range(2))
-    for step in range(2, 20, 2):  # while buckets of the one that failed are still in the queue
-        loss = run.loss(step)
-        with pytest.raises(Exception, match=rf"rank {comm.size - 1}: gradient of '"):
-            (loss * float("nan") if comm.rank == comm.size - 1 else loss).backward()
-        run.model.zero_grad()
-        train(run, [step + 1])
-    assert alike(comm, run.values())
 
 
 LAUNCHED = """

@@ -1,5 +1,6 @@
-"""Saved state: one format for all ways in, and states that were saved before there was one."""
+"""Saved state: one format for all ways in, states that were saved before there was one, and files of another kind."""
 
+import io
 import json
 
 import pytest
@@ -8,7 +9,7 @@ torch = pytest.importorskip("torch")
 
 from nets import bits, net, train  # noqa: E402
 
-import sparsecoll  # noqa: E402
+import sparsecoll.torch  # noqa: E402
 from sparsecoll import simulate  # noqa: E402
 from sparsecoll.torch import DistributedOptimizer, SparseSGD, redistribute  # noqa: E402
 from sparsecoll.torch.compressors import OkTopk  # noqa: E402
@@ -86,3 +87,45 @@ def test_a_state_that_lacks_a_residual_on_one_rank_is_refused_on_all():
 def test_redistribute_refuses_a_rank_that_there_is_not():
     with pytest.raises(ValueError, match="rank: expected 0 to 2, got 7"):
         redistribute([{"rank": 0, "size": 1}], 7, 3)
+
+
+def test_redistribute_refuses_states_of_different_parameters():
+    states = [{"rank": i, "size": 2, "step": 0, "buckets": [], "tensors": {"residual": {}}} for i in range(2)]
+    states[1]["tensors"]["residual"]["a"] = torch.zeros(1)
+    with pytest.raises(
+        ValueError, match="states: expected residual of 'a' of all ranks, got that of one of ranks 0 and 1"
+    ):
+        redistribute(states, 0, 3)
+    with pytest.raises(ValueError, match=r"expected one of sparsecoll\.torch, got one without 'buckets'"):
+        redistribute([net().state_dict()], 0, 3)
+
+
+@pytest.mark.parametrize("make", [sparse, wrapped])
+def test_a_file_of_another_kind_is_refused(make):
+    def program(comm):
+        model = net()
+        optimizer = make(comm, model)
+        with pytest.raises(ValueError, match="expected that of an optimizer, got one without 'param_groups'"):
+            optimizer.load_state_dict(model.state_dict())
+        with pytest.raises(ValueError, match=r"got (one without 'buckets'|another optimizer's)"):
+            optimizer.load_state_dict({**optimizer.state_dict(), "sparsecoll": {"rank": 0}})
+
+    simulate(2, program)
+
+
+WHOLE = io.BytesIO()
+torch.save({"weight": torch.ones(1000)}, WHOLE)
+FILES = {"garbage": b"].".ljust(50), "empty": b"", "truncated": WHOLE.getvalue()[:2000], "text": b"lr: 0.1\n"}
+
+
+@pytest.mark.parametrize("content", FILES.values(), ids=FILES)
+def test_a_file_that_torch_cannot_load_is_named(tmp_path, content):
+    path = tmp_path / "rank0.pt"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"rank0\.pt: expected a file of tensors that torch\.save wrote"):
+        sparsecoll.torch.load(path)
+    with pytest.raises(ValueError, match=r"rank0\.pt: expected a file of tensors"):
+        torch.save(net(), path)  # code, too
+        sparsecoll.torch.load(path)
+    with pytest.raises(OSError, match=str(tmp_path)):
+        sparsecoll.torch.load(tmp_path)

@@ -43,20 +43,18 @@ class LowRank(ErrorFeedback):
 
     def bind(self, layout: Layout, transport: Transport, context: StepContext, timeout: float | None = None) -> None:
         super().bind(layout, transport, context, timeout)
-        self._low: list[int] = []
-        self._whole: list[int] = []
+        self._whole: list[int] = []  # numbers of the parameters that are sent densely
+        self._low: list[tuple[int, int, int]] = []  # (number, rows, columns) of those that are compressed
         rows: list[tuple[int, ...]] = []
         columns: list[tuple[int, ...]] = []
-        self._factored: list[tuple[int, int, int, int]] = []
         for index, (shape, length) in enumerate(zip(layout.shapes, np.diff(layout.offsets).tolist(), strict=True)):
             n = shape[0] if len(shape) > 1 else 1
             m = length // max(n, 1)
             r = min(self.rank, n, m)
             if len(shape) > 1 and (n + m) * r < n * m:
-                self._factored.append((index, n, m, r))
+                self._low.append((index, n, m))
                 rows.append((n, r))
                 columns.append((m, r))
-                self._low.append(index)
             else:
                 self._whole.append(index)
         rest: list[tuple[int, ...]] = [(math.prod(layout.shapes[index]),) for index in self._whole]
@@ -103,7 +101,7 @@ class LowRank(ErrorFeedback):
 
     def _matrices(self, flat: Array) -> list[torch.Tensor]:
         views = self.layout.views(flat)
-        return [views[index].reshape(n, m) for index, n, m, _ in self._factored]
+        return [views[index].reshape(n, m) for index, n, m in self._low]
 
     def _rest(self, flat: Array) -> list[torch.Tensor]:
         views = self.layout.views(flat)
@@ -118,7 +116,7 @@ class LowRank(ErrorFeedback):
                 kept.zero_()
 
     def state(self) -> dict[str, dict[str, torch.Tensor]]:
-        names = [self.layout.names[index] for index in self._low]
+        names = [self.layout.names[index] for index, *_ in self._low]
         p, q = self._base
         return super().state() | {"p": dict(zip(names, p, strict=True)), "q": dict(zip(names, q, strict=True))}
 

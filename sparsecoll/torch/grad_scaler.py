@@ -1,18 +1,10 @@
-"""What happens to gradients between back-propagation and step(): GradScaler's scale, and changes by the user."""
+"""torch.amp.GradScaler: the scale of gradients, and agreement of all ranks on the steps that it skips."""
 
 from __future__ import annotations
-
-import logging
-import weakref
-from collections.abc import Iterable
-from functools import partial
-from typing import Any
 
 import torch
 
 from sparsecoll.torch.compressors import Compressor
-
-logger = logging.getLogger(__name__)
 
 
 class LossScale:
@@ -35,11 +27,11 @@ class LossScale:
         return 1.0 if self.scaler is None else float(self.scaler.get_scale())
 
     def begin(self, unscaled: bool) -> None:
-        """A reduction begins."""
+        """Note the scale of the gradients of a new reduction."""
         self.unscaled, self.scale = unscaled, 1.0 if unscaled else self.now
 
     def of(self, compressor: Compressor) -> float:
-        """What gradients are divided by before they meet a residual, which outlives the scale."""
+        """Return what gradients are divided by before they are added to a residual, which is kept unscaled."""
         return self.scale if compressor.keeps_gradient else 1.0
 
     @property
@@ -65,7 +57,7 @@ class Scaling:
         self._optimizer, self._scaler = optimizer, scaler
 
     def settle(self, found: bool) -> None:
-        """Let the scaler know what all ranks have found, so that all scales change alike."""
+        """Tell the scaler whether any rank has found an overflow, so that all scales change alike."""
         marks = self._scaler._per_optimizer_states[id(self._optimizer)]["found_inf_per_device"]
         if not marks:  # no gradients on this rank
             where = self._scaler._scale
@@ -76,50 +68,6 @@ class Scaling:
                 mark.fill_(1.0)
 
     def fail(self) -> None:
-        """The step fails: take off what the scaler would only take off after a good one."""
+        """Remove the attributes that the scaler would remove only after a step that succeeds."""
         for name in ("grad_scale", "found_inf"):
             vars(self._optimizer).pop(name, None)
-
-
-class Watch:
-    """Notices gradients that have changed between the end of back-propagation and the step, and warns once."""
-
-    def __init__(self) -> None:
-        self._seen: dict[int, tuple[int, int]] = {}
-        self._handles: dict[int, Any] | None = {}
-
-    def over(self, params: Iterable[torch.Tensor]) -> None:
-        """Watch the gradients of these parameters, too."""
-        for p in params:
-            if self._handles is not None and p.requires_grad and id(p) not in self._handles:
-                hook = partial(_note, weakref.ref(self))
-                self._handles[id(p)] = p.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-
-    def look(self, params: Iterable[torch.Tensor]) -> None:
-        """Before the step."""
-        seen, self._seen = self._seen, {}
-        if any(p.grad is not None and seen.get(id(p), _mark(p)) != _mark(p) for p in params):
-            self.close()
-            logger.warning(
-                "gradients were changed between backward() and step(), as clipping does: with SparseSGD that acts on"
-                " each rank's own gradients before they are averaged, not on their mean as on one process."
-                " DistributedOptimizer clips the mean"
-            )
-
-    def close(self) -> None:
-        """Watch no more."""
-        for handle in (self._handles or {}).values():
-            handle.remove()
-        self._handles = None
-
-
-def _mark(p: torch.Tensor) -> tuple[int, int]:
-    """Which tensor a gradient is, and how often it was changed in place."""
-    assert p.grad is not None
-    return p.grad._cdata, p.grad._version
-
-
-def _note(watch: weakref.ref[Watch], p: torch.Tensor) -> None:
-    alive = watch()
-    if alive is not None and p.grad is not None:
-        alive._seen[id(p)] = _mark(p)

@@ -1,0 +1,99 @@
+"""Broadcasts of tensors, of an optimizer's state, and of a whole model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import torch
+
+from sparsecoll.torch.calls import collective, communicator
+from sparsecoll.torch.tensors import check_whole, describe
+from sparsecoll.transport import Transport
+from sparsecoll.transport.call import CollectiveCall
+from sparsecoll.transport.collectives import broadcast, spread
+
+MESSAGE_BYTES = 64 << 20  # of small tensors that are sent together
+
+
+@torch.no_grad()
+def broadcast_tensors(transport: Transport, tensors: Iterable[torch.Tensor], root: int = 0) -> None:
+    """Broadcast the values of tensors, several small tensors in one message. Collective."""
+    if transport.size == 1:
+        return
+    groups: dict[tuple[torch.dtype, torch.device], list[list[torch.Tensor]]] = {}
+    for t in tensors:
+        if t.numel():
+            lists = groups.setdefault((t.dtype, t.device), [[]])
+            if sum(other.nbytes for other in lists[-1]) > MESSAGE_BYTES:
+                lists.append([])
+            lists[-1].append(t)
+    with transport.phase("broadcast"):
+        for group in (group for lists in groups.values() for group in lists):
+            raw = torch.cat([t.detach().contiguous().view(-1).view(torch.uint8) for t in group]).cpu()
+            sent, start = torch.from_numpy(broadcast(transport, raw.numpy(), root)), 0
+            for t in group:
+                t.copy_(sent[start : start + t.nbytes].view(t.dtype).view(t.shape))
+                start += t.nbytes
+
+
+def broadcast_optimizer(transport: Transport, optimizer: torch.optim.Optimizer, root: int = 0) -> None:
+    """Broadcast an optimizer's state: its tensors and numbers, and the numbers in its parameter groups. Collective."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    plain = (bool, int, float, str, type(None))
+    table = {
+        "groups": [{k: v for k, v in g.items() if isinstance(v, plain)} for g in optimizer.param_groups],
+        "state": [
+            {
+                key: {"tensor": [list(v.shape), str(v.dtype).removeprefix("torch.")]} if torch.is_tensor(v) else v
+                for key, v in optimizer.state.get(p, {}).items()
+                if torch.is_tensor(v) or isinstance(v, plain)
+            }
+            for p in params
+        ],
+    }
+    text = np.frombuffer(json.dumps(table).encode(), np.uint8)
+    roots = json.loads(bytes(spread(transport, text, root)))
+    for group, numbers in zip(optimizer.param_groups, roots["groups"], strict=True):
+        group.update(numbers)
+    tensors = []
+    for p, entries in zip(params, roots["state"], strict=True):
+        for key, value in sorted(entries.items()):
+            own = optimizer.state[p]
+            if not isinstance(value, dict):
+                own[key] = value
+                continue
+            shape, dtype = value["tensor"]
+            old = own.get(key)
+            if not torch.is_tensor(old) or list(old.shape) != shape:
+                like = p if shape else torch.empty((), device="cpu")
+                own[key] = torch.zeros(shape, dtype=getattr(torch, dtype), device=like.device)
+            tensors.append(own[key])
+    broadcast_tensors(transport, tensors, root)
+
+
+@torch.no_grad()
+def broadcast_model(model: torch.nn.Module, comm: Any = None, root: int = 0) -> None:
+    """Set the parameters and buffers of a model to those of one rank. Collective.
+
+    Args:
+        model: the model, with the same modules on every rank.
+        comm: mpi4py intracommunicator, or a virtual rank of `sparsecoll.simulate`; None, the default, for
+            MPI.COMM_WORLD.
+        root: rank whose values are sent to all (default: 0).
+
+    Raises:
+        CommunicationError: On every rank, if models differ in a name, shape or dtype.
+    """
+    transport = communicator(comm)
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+    def broadcast_all(call: CollectiveCall) -> None:
+        check_whole(tensors.values())
+        call.signature |= {**describe(tensors), "root": int(root)}
+        call.agree(entries=0)
+        broadcast_tensors(transport, tensors.values(), root)
+
+    collective(transport, "broadcast", None, broadcast_all)

@@ -1,0 +1,100 @@
+"""Collective calls as the adapter makes them: on which communicator, in which order, and means of single numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import nullcontext
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from sparsecoll.transport import LocalTransport, Transport, as_transport, default_comm, launcher
+from sparsecoll.transport.call import CollectiveCall
+from sparsecoll.transport.collectives import allgather
+
+T = TypeVar("T")
+
+
+def communicator(comm: Any) -> Transport:
+    """Return the transport of a communicator; None stands for MPI.COMM_WORLD, or for one rank without MPI.
+
+    Raises:
+        RuntimeError: it is MPI.COMM_WORLD with one rank, and a launcher has started several processes of which this MPI
+            knows nothing: each of them would train on its own.
+    """
+    transport = as_transport(default_comm() if comm is None else comm)
+    variable, processes = launcher.processes()
+    if transport.size == 1 and processes > 1:
+        world = default_comm()
+        if comm is None or isinstance(transport, LocalTransport) or comm == world:
+            raise RuntimeError(
+                f"comm: expected {processes} ranks, as {variable} says, got MPI.COMM_WORLD with one: each process would"
+                " train on its own. Start the job with the mpirun of mpi4py's MPI (`python -m sparsecoll doctor`"
+                " tells), or pass comm=MPI.COMM_SELF if that is what you want"
+            )
+    return transport
+
+
+def collective(
+    transport: Transport, name: str, timeout: float | None, function: Callable[[CollectiveCall], T], phase: str = ""
+) -> T:
+    """Call a function within a CollectiveCall, after the nonblocking calls that were made before it.
+
+    Args:
+        name, timeout: of the call.
+        function: called with the CollectiveCall. What it raises on one rank is raised on all.
+        phase: of its traffic; "": none.
+    """
+
+    def call() -> T:
+        with CollectiveCall(transport, name, timeout) as call, transport.phase(phase) if phase else nullcontext():
+            return function(call)
+
+    return transport.in_order(call)
+
+
+def completed_future(function: Callable[[], T]) -> Future[T]:
+    """Call a function now, on this thread; return a completed future of its result or exception."""
+    future: Future[T] = Future()
+    try:
+        future.set_result(function())
+    except Exception as error:
+        future.set_exception(error)
+    return future
+
+
+def mean_of(transport: Transport, value: float, timeout: float | None) -> float:
+    """Return the mean of a number over the ranks, with the same bits on all of them. Collective."""
+
+    def gather(_: CollectiveCall) -> list[float]:
+        numbers: list[float] = allgather(transport, np.array([value], np.float64)).ravel().tolist()
+        transport.waitall()
+        return numbers
+
+    numbers = collective(transport, "mean", timeout, gather)
+    return math.fsum(numbers) / len(numbers) if all(map(math.isfinite, numbers)) else sum(numbers) / len(numbers)
+
+
+def mean_of_loss(transport: Transport, loss: Any, timeout: float | None) -> Any:
+    """Return the mean of a loss over the ranks, in the type of the loss. Collective."""
+    mean = mean_of(transport, float(loss.detach() if torch.is_tensor(loss) else loss), timeout)
+    return torch.full_like(loss.detach(), mean) if torch.is_tensor(loss) else mean
+
+
+def mean_loss(transport: Transport, closure: Callable[[], Any], timeout: float | None) -> Any:
+    """Evaluate a closure on every rank; return the mean of the losses, in the type of the loss. Collective.
+
+    Raises:
+        CommunicationError, ValueError, TypeError: On every rank, if the closure raised on one of them.
+    """
+    with torch.enable_grad():
+        loss = completed_future(closure)
+
+    def mean(_: CollectiveCall) -> Any:
+        return mean_of_loss(transport, 0.0 if loss.result() is None else loss.result(), timeout)
+
+    value = collective(transport, "closure", timeout, mean)
+    return None if loss.result() is None else value

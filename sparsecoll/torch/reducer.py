@@ -1,0 +1,242 @@
+"""A reduction: the gradients of a back-propagation become their means over the ranks, on all ranks or on none.
+
+Gradients are copied into buckets, which the progress thread reduces on trial. Then one round of all ranks tells whether
+all went well everywhere, and only then gradients become means. What error feedback keeps of it becomes the state of the
+next step when the optimizer steps; until then it can be taken back.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from sparsecoll.errors import NonFiniteError
+from sparsecoll.torch.buckets import Buckets
+from sparsecoll.torch.compressors import Compressor
+from sparsecoll.torch.grad_scaler import LossScale
+from sparsecoll.torch.guards import fingerprint
+from sparsecoll.torch.hooks import is_shared
+from sparsecoll.torch.options import Options
+from sparsecoll.torch.profiler import Profiler
+from sparsecoll.torch.reduced_grads import ReducedGrads
+from sparsecoll.torch.replica import Replica
+from sparsecoll.torch.rounds import CHANGED, JOINED, NOTHING, SUSPECT, Round, Row
+from sparsecoll.torch.sender import Sender
+
+logger = logging.getLogger(__name__)
+
+
+class Reducer:
+    """Reduces the gradients of a replica's parameters, as often as they are reduced before a step.
+
+    Attributes:
+        scale: of the gradients, in which a GradScaler has multiplied them.
+        seconds: of this rank by kind of work (see `telemetry.trace`), and "exposed": waited for in `reduce`.
+    """
+
+    def __init__(
+        self, replica: Replica, compressor: Compressor, model: torch.nn.Module | None, options: Options
+    ) -> None:
+        self._replica, self._options = replica, options
+        self.buckets = Buckets(compressor, replica.context)
+        self.scale = LossScale()
+        self._sender = Sender(replica, self.buckets, self.scale, compressor, options.timeline)
+        self.seconds = self._sender.seconds
+        self._means = ReducedGrads(replica.params)
+        self._profiler = Profiler(model, replica.context, compressor.wants_profile)
+        self._early = options.overlap  # whether buckets are sent before back-propagation ends
+        self._end()
+
+    @property
+    def under_way(self) -> bool:
+        """Whether gradients were sent, which `discard` has not thrown away since."""
+        return self._sender.begun and not self._broken_off
+
+    # -- during back-propagation
+
+    def _end(self) -> None:
+        """No reduction is under way."""
+        self._sender.begin()
+        self._changed = self._again = self._broken_off = self._opened = False
+
+    def release(self) -> None:
+        """Give up the reduction and the buckets, which are made anew in the next one; residuals are kept."""
+        self.buckets.release()
+        self._end()
+
+    def accumulated(self, name: str) -> None:
+        """Autograd has added to a parameter's gradient."""
+        if not self._opened:
+            self._open(name)
+        if self._means.accumulated(name):
+            self._take_back({name})
+
+    def send(self, name: str) -> None:
+        """Copy a gradient into its bucket, which is sent when it is full; in the first reduction, note the order."""
+        self._sender.came()
+        if not self.buckets:
+            if name not in self.buckets.order:
+                self.buckets.order.append(name)
+            return
+        wait = not self._early or self._profiler.active or self._broken_off or is_shared(self._replica.transport)
+        if wait or name not in self.buckets.index_of:
+            return
+        if name in self._sender.taken:  # once more in this back-propagation, or after one that was broken off
+            self._changed = self._again = True
+        else:
+            self._sender.take(name)
+
+    def _open(self, first: str = "") -> None:
+        """A reduction begins (`first` has a gradient already): take back what was kept of gradients thrown away."""
+        self._opened = True
+        changed = self._means.changed(first)
+        if changed is not None:
+            self._sender.failed = RuntimeError(
+                f"gradient of {changed!r}: expected step() or zero_grad() of the optimizer before the next"
+                " back-propagation, got a gradient that was changed in place after it had been reduced"
+            )
+        self._take_back(self._means.replaced())
+        self.scale.begin(unscaled=not first and self.scale.unscaled)
+
+    def _take_back(self, names: set[str]) -> None:
+        """Gradients of these parameters were thrown away after they had been reduced: residuals are as before."""
+        if names:
+            self.buckets.rollback(None if len(names) == len(self._means) else names)
+            self._means.discard(names)
+
+    # -- at its end
+
+    def reduce(self, joined: bool, name: str) -> Round:
+        """Send what was not sent, wait for all, and let gradients be the means. Collective.
+
+        Args:
+            joined: whether this rank has no more data.
+            name: of the call at the end.
+
+        Raises:
+            NonFiniteError: a gradient is not finite on some rank; all gradients are NaN now.
+            CommunicationError, RuntimeError: the reduction failed on some rank; gradients are as they were.
+        """
+        while (outcome := self._attempt(JOINED * joined, name)) is None:
+            pass
+        return outcome
+
+    def _attempt(self, flags: int, name: str) -> Round | None:
+        """One reduction of all buckets; None if it has to be made again."""
+        if self._opened:
+            self._take_back(self._means.replaced())
+        else:
+            self._open()
+        if not self.buckets:
+            self.make_buckets()
+        self._sender.send_rest()
+        replica = self._replica
+        flags |= CHANGED * self._changed | SUSPECT * replica.suspect
+        row = Row.of(replica.context.step, flags, [*replica.params.values()], replica.buffers.changed())
+        digest = None if replica.warmed or replica.transport.size == 1 else fingerprint(replica.params.values())
+        seconds, outcome, error = self._sender.wait(lambda: self._round(name, row, digest))
+        if error is not None:
+            self._drop()
+            self._opened = False
+            if isinstance(error, NonFiniteError):
+                self._spread_nan()
+            raise error
+        assert isinstance(outcome, Round)
+        changed, stale = outcome.flags & CHANGED, outcome.trainable != set(self.buckets.index_of)
+        if not (changed or stale or outcome.over):
+            self._accept(outcome, seconds)
+            return outcome
+        if self._again:
+            self._send_at_the_end()
+        self._drop()
+        if stale:  # parameters were frozen or unfrozen
+            self.buckets.release()
+            self.make_buckets(outcome.trainable)
+        return None if changed or stale else outcome
+
+    def _round(self, name: str, row: Row, digest: int | None) -> Round:
+        """Tell all ranks how it went here; `digest` is of this rank's own gradients, in the first reduction."""
+        failed = self._sender.failed
+        if getattr(failed, "on_all_ranks", False):
+            return NOTHING  # all ranks know
+        return self._replica.agree(name, row, list(self._replica.params), lambda _: digest, failed)
+
+    def make_buckets(self, trainable: set[str] | None = None) -> None:
+        """Lay the parameters out in the order in which rank 0's gradients came. Collective."""
+        replica = self._replica
+        self.buckets.make(replica.transport, replica.params, replica.patience, self._options, trainable)
+        self._sender.laid_out()
+
+    def _drop(self) -> None:
+        """Leave everything as it was before the reduction."""
+        self.buckets.drop()
+        self._end()
+        self._opened = True
+
+    def _spread_nan(self) -> None:
+        """Gradients become NaN on all ranks, for whoever looks at them before the step."""
+        for p in (self._replica.params[name] for name in self.buckets.index_of):
+            p.grad = torch.full_like(p, float("nan"), requires_grad=False)
+
+    def _send_at_the_end(self) -> None:
+        """Send gradients when back-propagation has ended, from now on."""
+        self._early = False
+        logger.warning(
+            "rank %d: gradients came more than once before a back-propagation ended (reentrant checkpointing does so;"
+            " use_reentrant=False does not): they are sent at its end from now on",
+            self._replica.transport.rank,
+        )
+
+    def _accept(self, outcome: Round, seconds: list[float]) -> None:
+        """The reduction is good on all ranks: gradients become means."""
+        replica = self._replica
+        self.buckets.keep()
+        if not replica.warmed:
+            replica.warmed = True
+            for _, compressor in self.buckets:
+                compressor.timeout = self._options.timeout
+        self._means.clear()
+        for name, index in self.buckets.index_of.items():
+            bucket, compressor = self.buckets[index]
+            if name in outcome.used or (replica.params[name].requires_grad and bucket.part_of_mean(name).any()):
+                bucket.assign_grad(name, name in outcome.sparse, self.scale.of(compressor))
+                self._means.add(name)
+        replica.broadcast_buffers(outcome)
+        self._profiler.note(replica.transport, self._sender.last, seconds, self._options.timeout)
+        self._end()
+
+    # -- a step, or none
+
+    def close(self) -> None:
+        """Take the profiler's hook off the model."""
+        self._profiler.close()
+
+    def take_back_missing(self) -> None:
+        """Means that were set to None count as thrown away."""
+        self._take_back({name for name in self._means if self._replica.params[name].grad is None})
+
+    def commit(self) -> None:
+        """The optimizer has stepped: what the reductions since the last step have kept is the state of the next one."""
+        if self.scale.was_unknown:
+            for _, compressor in self.buckets:
+                compressor.rescale(1 / self.scale.now)
+        self.buckets.commit()
+        self._means.clear()
+        self._opened = self.scale.unscaled = False
+        self._profiler.stepped()
+
+    def discard(self) -> None:
+        """Gradients are about to be thrown away: residuals are as they were after the last step."""
+        if self._sender.begun:
+            self._changed = self._broken_off = True  # what was sent is sent again with the next back-propagation
+        self.buckets.rollback()
+        self._means.clear()
+        self._opened = self.scale.unscaled = False
+
+    def loaded(self) -> None:
+        """The buckets' state was loaded: make them as they were when it was saved. Collective."""
+        self._means.clear()
+        self._end()
+        if self.buckets.order:
+            self.make_buckets(set(self.buckets.order))

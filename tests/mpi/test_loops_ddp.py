@@ -1,0 +1,89 @@
+"""The hook of DistributedDataParallel, over MPI: what it raises, and DDP's join()."""
+
+from functools import partial
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from runs import HOOK, Run, alike, net, plain_sgd  # noqa: E402
+
+from sparsecoll.errors import NonFiniteError  # noqa: E402
+from sparsecoll.torch import WarmUp, init_process_group  # noqa: E402
+from sparsecoll.torch.compressors import ACPSGD, TopK  # noqa: E402
+
+pytestmark = [pytest.mark.mpi, pytest.mark.loops]
+TOPK = TopK(0.1, algo="allgather")
+
+
+@pytest.fixture(scope="module")
+def comm():
+    from mpi4py import MPI
+
+    torch.set_num_threads(1)
+    init_process_group(MPI.COMM_WORLD)
+    yield MPI.COMM_WORLD
+    torch.distributed.destroy_process_group()
+
+
+def train(run, steps):
+    for step in steps:
+        run.optimizer.zero_grad()
+        run.loss(step).backward()
+        run.optimizer.step()
+    return run
+
+
+@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"static_graph": True}], ids=str)
+def test_nan_on_one_rank_raises_the_same_on_all(comm, options):
+    run, last = train(Run(HOOK, comm, net, plain_sgd, TOPK, **options), range(2)), comm.size - 1
+    for step in range(2, 20, 2):
+        loss = run.loss(step)
+        with pytest.raises(NonFiniteError) as raised:
+            (loss * float("nan") if comm.rank == last else loss).backward()
+        text = str(raised.value)
+        assert text.startswith(f"rank {last}: gradient of '") and text.endswith(
+            "expected finite values, got NaN or infinity"
+        )
+        assert set(comm.allgather(text)) == {text}
+        run.model.zero_grad()
+        train(run, [step + 1])
+    assert alike(comm, run.values())
+
+
+@pytest.mark.parametrize("compressor", [TOPK, TopK(WarmUp(0.05, 8), algo="allgather"), ACPSGD(2), "none"], ids=str)
+def test_ddps_join_loses_no_gradient(comm, compressor, caplog):
+    """Rank r has 2 + r batches. What waits on a rank that has none is sent with the others' steps, and only once."""
+    run = Run(HOOK, comm, net, plain_sgd, compressor, verify=1)
+    start, named = run.values(), dict(run.module.named_parameters())
+    given = {name: torch.zeros_like(p) for name, p in named.items()}
+
+    def note(name, gradient):
+        given[name] += gradient
+
+    for name, p in named.items():
+        p.register_hook(partial(note, name))
+    for epoch in range(2):
+        with run.model.join():
+            train(run, range(10 * epoch, 10 * epoch + 2 + comm.rank))
+        assert alike(comm, run.values()) and run.state.state_dict()["step"] == (epoch + 1) * (1 + comm.size)
+    kept = run.state.state_dict()["tensors"].get("residual", {})
+    for name, p in named.items():
+        mine = given[name] - kept.get(f"net.{name}", 0)
+        total = torch.from_numpy(comm.allreduce(mine.numpy()))
+        torch.testing.assert_close((start[name] - p.detach()) / 0.1 * comm.size, total)
+    assert not caplog.records
+
+
+def test_in_ddps_join_no_step_is_discarded_and_errors_reach_all(comm):
+    if comm.size == 1:
+        return
+    run, last = Run(HOOK, comm, net, plain_sgd, TOPK), comm.size - 1
+    with pytest.raises(NonFiniteError, match=f"rank {last}: gradient of"), run.model.join():
+        for step in range(2 + 2 * comm.rank):
+            loss = run.loss(step)
+            (loss * float("nan") if step == 1 + 2 * last else loss).backward()
+            if step == 2:
+                with pytest.raises(RuntimeError, match="discard: expected all ranks to have data"):
+                    run.state.discard()
+            run.optimizer.step()

@@ -1,0 +1,66 @@
+"""Models of special kinds: lazy modules, models on the meta device, ScriptModules and compiled models."""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from nets import batch, bits, loss_of, net, train  # noqa: E402
+
+from sparsecoll import simulate  # noqa: E402
+from sparsecoll.torch import DistributedOptimizer, SparseSGD, broadcast  # noqa: E402
+
+
+def wrapped(model, comm):
+    return DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model, comm, "topk", dense_below=10)
+
+
+def sparse(model, comm):
+    return SparseSGD(model.parameters(), 0.1, comm=comm)
+
+
+def lazy(rank=0):
+    torch.manual_seed(rank)
+    layers = torch.nn.LazyLinear(24), torch.nn.LazyBatchNorm1d(), torch.nn.LazyLinear(3)
+    return torch.nn.Sequential(*layers).double()
+
+
+@pytest.mark.parametrize("make", [wrapped, sparse, broadcast])
+def test_models_without_values_are_refused_with_the_cure(make):
+    def program(comm):
+        with pytest.raises(TypeError, match=r"rank 0: params: .*lazy module: .*call it once on a batch"):
+            make(lazy(), comm)
+        with pytest.raises(TypeError, match=r"rank 0: params: .*on meta: .*to_empty"):
+            make(net().to("meta"), comm)
+        model = lazy(comm.rank)
+        model(batch(comm.rank, 0)[0])
+        optimizer = make(model, comm)
+        if make is not broadcast:
+            train(comm, model, optimizer, range(3))
+        return bits(model)
+
+    assert len(set(simulate(2, program).results)) == 1
+
+
+@pytest.mark.parametrize("make", [wrapped, sparse])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.jit
+@pytest.mark.parametrize("kind", ["script", "trace", "compile"])
+def test_scripted_traced_and_compiled_models_train_as_plain_ones(make, kind):
+    makers = {
+        "script": torch.jit.script,
+        "trace": lambda model: torch.jit.trace(model, batch(0, 0)[0]),
+        "compile": lambda model: torch.compile(model, backend="eager"),
+    }
+
+    def program(comm):
+        torch.set_num_threads(1)
+        models = [net(), makers[kind](net())]
+        for model in models:
+            optimizer = make(model, comm)
+            for step in range(3):
+                optimizer.zero_grad()
+                loss_of(model, batch(comm.rank, step)).backward()
+                optimizer.step()
+        return [bits(model) for model in models]
+
+    for plain, other in simulate(1 if kind == "compile" else 2, program).results:
+        assert plain == other
