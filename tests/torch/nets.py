@@ -2,6 +2,12 @@
 
 import torch
 
+from sparsecoll import simulate
+from sparsecoll.torch import SparseSGD
+
+P = 3
+EXACT = [{"algo": "dense"}, {"algo": "allgather", "density": 1.0}, {"algo": "oktopk", "density": 1.0}]  # no compression
+
 
 def net(seed=0, dtype=torch.float64):
     """1,959 parameters: matrices, vectors, and an order of gradients unlike that of registration."""
@@ -30,3 +36,34 @@ def train(comm, model, optimizer, steps, dtype=torch.float64):
         optimizer.zero_grad()
         loss_of(model, batch(comm.rank, step, dtype)).backward()
         optimizer.step()
+
+
+def parameters(model):
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def close(mine, theirs, rtol=1e-9, atol=1e-12):
+    for a, b in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=rtol, atol=atol)
+
+
+def residuals(optimizer):
+    return optimizer.state_dict()["sparsecoll"]["tensors"].get("residual", {})
+
+
+def compared(run, *, P=P, **options):
+    """Run a loop on one process with the global batch, and on P ranks; the results must be close.
+
+    `run(make, ranks, comm)` builds a model, calls `make(params, **settings)` and trains on the batches of `ranks`.
+    """
+    expected = run(torch.optim.SGD, range(P), None)
+
+    def program(comm):
+        return run(lambda params, *a, **s: SparseSGD(params, *a, comm=comm, **options, **s), [comm.rank], comm)
+
+    for result in simulate(P, program).results:
+        close(result, expected)
+
+
+def mean_loss(model, ranks, step):
+    return sum(loss_of(model, batch(rank, step)) for rank in ranks) / len(ranks)

@@ -7,7 +7,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from nets import batch, bits, loss_of, net, train  # noqa: E402
+from nets import batch, bits, close, loss_of, net, parameters, train  # noqa: E402
 
 from sparsecoll import CommunicationError, simulate  # noqa: E402
 from sparsecoll.torch import DistributedOptimizer, Timeline  # noqa: E402
@@ -19,15 +19,6 @@ OPTIMIZERS = {
     "adamw": lambda params: torch.optim.AdamW(params, 0.01),
     "rmsprop": lambda params: torch.optim.RMSprop(params, 0.01, centered=True),
 }
-
-
-def parameters(model):
-    return [p.detach().clone() for p in model.parameters()]
-
-
-def close(mine, theirs):
-    for a, b in zip(mine, theirs, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-11)
 
 
 @pytest.mark.parametrize("bucket_bytes", [None, 1, 4000])
@@ -232,24 +223,6 @@ def test_clipping_before_needs_no_overlap():
         return sum(float((a - b).square().sum()) for a, b in zip(before, parameters(model), strict=True)) ** 0.5
 
     assert all(0 < norm <= 0.02 + 1e-9 for norm in simulate(2, program).results)
-
-
-def test_a_compiled_model():
-    def program(comm):
-        torch.set_num_threads(1)
-        models = [net(), net()]
-        compiled = torch.compile(models[0], backend="eager")
-        for model, forward in ((models[0], compiled), (models[1], models[1])):
-            inner = torch.optim.SGD(model.parameters(), 0.1)
-            optimizer = DistributedOptimizer(inner, model.named_parameters(), comm, "topk", dense_below=10)
-            for step in range(3):
-                optimizer.zero_grad()
-                loss_of(forward, batch(comm.rank, step)).backward()
-                optimizer.step()
-        return [bits(model) for model in models]
-
-    compiled, plain = simulate(1, program).results[0]
-    assert compiled == plain
 
 
 def test_verify_names_the_first_tensor_that_differs():

@@ -1,0 +1,183 @@
+"""Compressors that send something of every value: few bits, low-rank factors, or whole buckets in turn (COVAP)."""
+
+import math
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from nets import bits, net, train  # noqa: E402
+from one_bucket import OPTIONS, normal, one, step  # noqa: E402
+
+from sparsecoll import simulate  # noqa: E402
+from sparsecoll.torch import DistributedOptimizer  # noqa: E402
+from sparsecoll.torch.compressors import (  # noqa: E402
+    ACPSGD,
+    COVAP,
+    FP16,
+    QSGD,
+    EFSignSGD,
+    PowerSGD,
+    StepContext,
+)
+from sparsecoll.torch.layout import Layout  # noqa: E402
+
+
+def test_efsignsgd_sends_a_bit_a_value_and_the_mean_magnitude():
+    P, g = 3, normal(3, 1000)
+
+    def program(comm):
+        own = EFSignSGD()
+        own.bind(Layout(0, (1000,), ("a", "b"), ((300,), (700,)), np.dtype(np.float32)), comm.transport, StepContext())
+        gradient = g[comm.rank].copy()
+        before = comm.transport.traffic.copy()
+        gradient = step(own, comm.transport, gradient)
+        phases = comm.transport.traffic.since(before).phases
+        return gradient, phases["gather"].bytes_received
+
+    def signs(x):
+        return np.sign(x) * np.abs(x).mean()
+
+    expected = sum(np.concatenate([signs(x[:300]), signs(x[300:])]) for x in g)
+    for gradient, received in simulate(P, program).results:
+        np.testing.assert_allclose(gradient, expected / P, rtol=1e-5)
+        assert (P - 1) * (125 + 8) <= received <= (P - 1) * (125 + 8 + 16)
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_qsgd_is_right_on_average(bits):
+    g = normal(2, 512)
+    results, _ = one(QSGD(bits), g, steps=400)[0]
+    deviation = np.abs(np.mean(results, axis=0) - (g[0] + g[1]) / 2).mean()
+    spread = np.std(results, axis=0).mean()
+    assert deviation < 2 * spread / math.sqrt(400) + 1e-6
+
+
+def test_qsgd_rounds_every_rank_bucket_and_step_by_numbers_of_its_own():
+    def program(comm, seed):
+        shared, rows = StepContext(), []
+        lengths = (512, 512)
+        owns = [QSGD(2, seed=seed) for _ in lengths]
+        for index, own in enumerate(owns):
+            own.bind(Layout(index, lengths, ("p",), ((512,),), np.dtype(np.float32)), comm.transport, shared)
+        for _ in range(2):
+            rows += [
+                own.compress(own.compensate(np.full(512, 0.5, np.float32) + (np.arange(512) == 0))) for own in owns
+            ]
+            shared.step += 1
+        return [row.tobytes() for row in rows]
+
+    codes = [row for seed in (0, 1) for rows in simulate(3, lambda c, s=seed: program(c, s)).results for row in rows]
+    assert len(set(codes)) == len(codes) == 2 * 3 * 2 * 2
+
+
+def test_fp16_does_not_overflow_where_gradients_do_not():
+    g = [np.full(100, 40_000, np.float32)] * 8
+    results, _ = one(FP16(), g)[0]
+    np.testing.assert_allclose(results[0], 40_000, rtol=1e-3)
+
+
+@pytest.mark.parametrize("compressor", [PowerSGD(2), ACPSGD(2, feedback=False)], ids=["powersgd", "acpsgd"])
+def test_low_rank_gradients_are_exact_from_the_second_step(compressor):
+    rng = np.random.default_rng(0)
+    left, right = rng.standard_normal((40, 2)), rng.standard_normal((2, 30))
+    g = [(left * (rank + 1)) @ right for rank in range(3)]
+    mean = sum(g) / 3
+    results, _ = one(compressor, g, steps=6)[0]
+    np.testing.assert_allclose(results[-1].reshape(40, 30), mean, rtol=1e-6, atol=1e-8)
+    if isinstance(compressor, ACPSGD):
+        results, _ = one(ACPSGD(2), g, steps=2)[0]  # with feedback the second makes up for the first
+        np.testing.assert_allclose(sum(results).reshape(40, 30), 2 * mean, rtol=1e-6, atol=1e-8)
+
+
+def test_acpsgd_follows_algorithm_2():
+    """Two steps against a transcription with NumPy, one matrix, two ranks."""
+    g = normal(2, 20, 10, dtype=np.float64)
+    results, own = one(ACPSGD(rank=3, seed=5), g, steps=2)[0]
+    generator = torch.Generator().manual_seed(5 * 1_000_003)
+    _, q = (torch.randn(*shape, generator=generator).double().numpy() for shape in ((20, 3), (10, 3)))
+    q = np.linalg.qr(q)[0]
+    p = [m @ q for m in g]
+    error = [m - x @ q.T for m, x in zip(g, p, strict=True)]
+    p = sum(p) / 2
+    np.testing.assert_allclose(results[0].reshape(20, 10), p @ q.T, rtol=1e-9, atol=1e-12)
+    p = np.linalg.qr(p)[0]
+    m = [x + e for x, e in zip(g, error, strict=True)]
+    q = [x.T @ p for x in m]
+    np.testing.assert_allclose(results[1].reshape(20, 10), p @ (sum(q) / 2).T, rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(
+        own.state()["residual"]["p0"].numpy().reshape(20, 10), m[0] - p @ q[0].T, rtol=1e-9, atol=1e-12
+    )
+
+
+def test_low_rank_volume_and_what_is_sent_whole():
+    """r (n + m) / 2 words a step on average, times 2(P-1)/P; a bias goes whole; ACP-SGD sends half of PowerSGD."""
+    P, shapes = 4, ((64, 48), (64,))
+    words = {}
+    for kind in (PowerSGD, ACPSGD):
+
+        def program(comm, kind=kind):
+            own = kind(rank=4)
+            own.bind(Layout(0, (64 * 49,), ("w", "b"), shapes, np.dtype(np.float32)), comm.transport, StepContext())
+            before = comm.transport.traffic.copy()
+            for _ in range(2):
+                gradient = step(own, comm.transport, normal(P, 64 * 49)[comm.rank])
+                own.context.step += 1
+            phases = comm.transport.traffic.since(before).phases
+            mean_bias = sum(x[64 * 48 :] for x in normal(P, 64 * 49)) / P
+            np.testing.assert_allclose(gradient[64 * 48 :], mean_bias, rtol=1e-5, atol=1e-6)
+            return sum(c.words_received for name, c in phases.items() if name != "agree")
+
+        words[kind] = simulate(P, program).results[0]
+    share = 2 * (P - 1) / P
+    assert words[PowerSGD] == 2 * share * (4 * (64 + 48) + 64)
+    assert words[ACPSGD] == share * (4 * (64 + 48) + 2 * 64)
+
+
+def test_covap_sends_each_tensor_once_in_i_steps():
+    """Buckets of 10, 10 and 40: the last counts as three tensors at I = 3 (four by the median)."""
+
+    def program(comm):
+        shared, owns, sent = StepContext(), [], []
+        lengths = (10, 10, 40)
+        for index, length in enumerate(lengths):
+            own = COVAP(3, start=1.0)
+            own.bind(Layout(index, lengths, ("p",), ((length,),), np.dtype(np.float32)), comm.transport, shared)
+            owns.append(own)
+        for _ in range(3):
+            row = []
+            for own, length in zip(owns, lengths, strict=True):
+                row.append(step(own, comm.transport, np.ones(length, np.float32)))
+            shared.step += 1
+            sent.append(np.concatenate(row))
+        return sent
+
+    sent = simulate(2, program).results[0]
+    assert [np.count_nonzero(row) for row in sent] == [10 + 13, 13 + 0, 10 + 14]
+    for tensor in (slice(0, 10), slice(10, 20), slice(20, 33), slice(33, 46), slice(46, 60)):
+        times = [step for step, row in enumerate(sent) if row[tensor].all()]
+        assert len(times) == 1
+        np.testing.assert_array_equal(sent[times[0]][tensor], times[0] + 1)  # with all that had waited
+
+
+def test_covap_coefficient_ascends_to_one():
+    own = COVAP(2, start=0.5, ascend_steps=10, ascend=0.2)
+    own.context = StepContext()
+    found = []
+    for own.context.step in (0, 9, 10, 20, 30, 1000):
+        found.append(own.coefficient)
+    assert found == pytest.approx([0.5, 0.5, 0.7, 0.9, 1.0, 1.0])
+
+
+def test_covap_measures_its_interval_the_same_on_all_ranks():
+    def program(comm):
+        model = net()
+        inner = torch.optim.SGD(model.parameters(), 0.1)
+        optimizer = DistributedOptimizer(inner, model.named_parameters(), comm, "covap", **OPTIONS)
+        train(comm, model, optimizer, range(10))
+        states = optimizer.state_dict()["sparsecoll"]
+        return states["ccr"], states["buckets"], bits(model)
+
+    results = simulate(3, program).results
+    assert len({str(r) for r in results}) == 1 and results[0][0] > 0

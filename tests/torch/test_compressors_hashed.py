@@ -1,0 +1,101 @@
+"""RandomK and DRAGONN: indices that are not sent."""
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from one_bucket import normal, one, step  # noqa: E402
+
+import sparsecoll  # noqa: E402
+from sparsecoll import Network, simulate  # noqa: E402
+from sparsecoll.formats import Slots  # noqa: E402
+from sparsecoll.torch.compressors import (  # noqa: E402
+    DRAGONN,
+    RandomK,
+    StepContext,
+)
+from sparsecoll.torch.layout import Layout  # noqa: E402
+
+
+def test_randomk_takes_the_same_coordinates_everywhere_and_sends_no_index():
+    P, n = 4, 4000
+
+    def program(comm):
+        own = RandomK(0.1)
+        own.bind(Layout(0, (n,), ("p",), ((n,),), np.dtype(np.float32)), comm.transport, StepContext())
+        gradient = np.full(n, comm.rank + 1, np.float32)
+        before = comm.transport.traffic.copy()
+        gradient = step(own, comm.transport, gradient)
+        phases = comm.transport.traffic.since(before).phases
+        return gradient, sum(c.words_received for name, c in phases.items() if name != "agree")
+
+    results = simulate(P, program).results
+    for gradient, words in results:
+        assert np.count_nonzero(gradient) == 400 and set(np.unique(gradient)) == {0, 2.5}
+        assert words == 2 * 400 * (P - 1) / P
+
+
+def test_randomk_leaves_generators_alone():
+    np.random.seed(3)
+    torch.manual_seed(3)
+    expected = np.random.RandomState(3).rand(), float(torch.rand(1, generator=torch.Generator().manual_seed(3)))
+    one(RandomK(0.1), normal(2, 100))
+    assert (np.random.rand(), float(torch.rand(1))) == expected
+
+
+def test_dragonn_compresses_by_equation_1():
+    """A tensor is compressed where the network is slow enough for its size, on all ranks alike."""
+    large, small = normal(3, 400_000), normal(3, 300)
+    slow, fast = Network(1e-3, 1e-5), Network(1e-9, 1e-14)
+    costs = sparsecoll.Costs(select=1e-9, encode=1e-8, decode=1e-8, call=1e-6)
+    for gradients, network, expected in ((large, slow, True), (large, fast, False), (small, fast, False)):
+        for results, own in one(DRAGONN(0.001), gradients, network=network, costs=costs):
+            assert own.compressed is expected
+            kept = np.count_nonzero(results[0])
+            assert kept <= 3 * 400 if expected else kept == gradients[0].size
+
+
+def test_dragonn_adds_messages_slot_by_slot_and_compares_nothing(monkeypatch):
+    """One pass over all messages: none is decoded, sorted or merged. The seeds change every step, and no message is
+    sent because of that."""
+    decoded = []
+    monkeypatch.setattr(Slots, "decode", lambda *_: decoded.append(1))
+    gradients = normal(5, 2000)
+    gradients[2][:] = 0  # a rank that selects nothing
+
+    def program(comm):
+        shared, own = StepContext(), DRAGONN(0.05, selective=False, momentum=0.5)
+        own.bind(Layout(0, (2000,), ("p",), ((2000,),), np.dtype(np.float32)), comm.transport, shared)
+        rows = []
+        for _ in range(4):
+            before = comm.transport.traffic.total.messages_sent
+            mean = step(own, comm.transport, gradients[comm.rank].copy())
+            shared.step += 1
+            rows.append((mean, comm.transport.traffic.total.messages_sent - before))
+        return rows
+
+    results = simulate(5, program).results
+    assert decoded == []
+    for rows in results:
+        assert [messages for _, messages in rows] == [6, 3, 3, 3]
+        assert all((a == b).all() for (a, _), (b, _) in zip(rows, results[0], strict=True))
+        assert all(100 < np.count_nonzero(mean) <= 400 for mean, _ in rows)
+
+
+def test_dragonn_profiles_as_many_messages_for_any_number_of_ranks(monkeypatch):
+    counts = {}
+    for P in (2, 8):
+        added, add = [], Slots.add_into
+        with monkeypatch.context() as patch:
+            patch.setattr(Slots, "add_into", lambda *a, added=added, add=add: (added.append(1), add(*a)))
+            one(DRAGONN({"*": 0.01}), normal(P, 300), steps=0)
+        counts[P] = len(added) / P
+    assert counts[2] == counts[8] <= 8
+
+
+def test_dragonn_takes_empty_buckets_and_gathers_only():
+    for results, own in one(DRAGONN(0.5), [np.zeros(0, np.float32)] * 3, shapes=((0,),)):
+        assert results[0].size == 0 and not own.compressed
+    with pytest.raises(ValueError, match="algo: expected 'allgather'"):
+        DRAGONN(algo="oktopk")

@@ -1,0 +1,100 @@
+"""TopK and its presets: densities, momentum correction, clipping."""
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from one_bucket import normal, one, step  # noqa: E402
+
+from sparsecoll import simulate  # noqa: E402
+from sparsecoll.torch import COMPRESSORS, WarmUp  # noqa: E402
+from sparsecoll.torch.compressors import (  # noqa: E402
+    DGC,
+    StepContext,
+    TopK,
+    resolve,
+)
+from sparsecoll.torch.layout import Layout  # noqa: E402
+
+
+def test_presets_are_top_k_with_other_defaults():
+    for name in ("oktopk", "densestream", "dgc", "gaussiank", "mstopk"):
+        assert isinstance(resolve(name), TopK) and COMPRESSORS[name](0.5, momentum=0.25).momentum == 0.25
+
+
+def test_topk_by_layer_takes_each_layers_share():
+    g = [np.arange(1, 101, dtype=np.float32)]
+    results, _ = one(TopK({"p0": 0.1, "*": 0.5}), g, shapes=((60,), (40,)))[0]
+    assert np.flatnonzero(results[0]).tolist() == [*range(54, 60), *range(80, 100)]
+
+
+def test_warm_up_selects_what_it_says():
+    schedule = WarmUp(0.01, 8)
+    results, _ = one(TopK(schedule), normal(1, 1000), steps=10)[0]
+    assert [np.count_nonzero(r) for r in results] == [round(schedule.at(step) * 1000) for step in range(10)]
+
+
+@pytest.mark.parametrize("algo", ["allgather", "oktopk", "spardl", "densestream", "gtopk"])
+@pytest.mark.parametrize("value_dtype", [None, "float16"])
+def test_momentum_is_cleared_only_where_this_rank_sent(algo, value_dtype):
+    """A rank that sums holds what it cut and rounded of others' sums in its share; that is no reason to forget."""
+
+    def program(comm):
+        own = TopK(0.01, algo=algo, momentum=0.9, value_dtype=value_dtype)
+        own.bind(Layout(0, (20_000,), ("p",), ((20_000,),), np.dtype(np.float32)), comm.transport, StepContext())
+        sent, compress = [], own.compress
+        own.compress = lambda acc: sent.append(compress(acc)) or sent[-1]
+        gradient = np.random.default_rng(comm.rank).standard_normal(20_000).astype(np.float32)
+        step(own, comm.transport, gradient)
+        cleared = np.flatnonzero(own.state()["velocity"]["p"].numpy() == 0)
+        return cleared.size, np.isin(cleared, sent[0].indices).all()
+
+    for count, all_sent in simulate(8, program).results:
+        assert count > 0 and all_sent
+
+
+def test_dgc_at_density_1_is_momentum_and_masks_what_it_sends():
+    """With everything sent, u is masked each time: the sum of gradients, no momentum. With nothing of a coordinate
+    sent, it gathers momentum-corrected gradient."""
+    g = [np.array([1, 0.5, 0, 0], np.float32)] * 2
+    results, own = one(DGC(0.25, momentum=0.5), g, steps=2)[0]
+    # step 1: u = v = (1, .5); coordinate 0 is sent and masked. Step 2: u = (1, .75), v = (1, 1.25): coordinate 1
+    np.testing.assert_allclose(results[0], [1, 0, 0, 0])
+    np.testing.assert_allclose(results[1], [0, 1.25, 0, 0])
+    np.testing.assert_allclose(own.state()["residual"]["p0"].numpy(), [1, 0, 0, 0])
+
+
+def test_nesterov_momentum_is_corrected_as_in_dgc():
+    """u = m (u + g), v = v + u + g; both are cleared where v is sent."""
+    g = [np.array([2, 1, 0, 0], np.float32)] * 2
+    results, _ = one(DGC(0.25, momentum=0.5, nesterov=True), g, steps=3)[0]
+    # step 1: u = (1, .5), v = (3, 1.5): coordinate 0 is sent. Step 2: u = (1, .75), v = (3, 3.25): coordinate 1 is.
+    # Step 3: u = (1.5, .5), v = (3 + 3.5, 1.5): coordinate 0 is.
+    np.testing.assert_array_equal(results[0], [3, 0, 0, 0])
+    np.testing.assert_array_equal(results[1], [0, 3.25, 0, 0])
+    np.testing.assert_array_equal(results[2], [6.5, 0, 0, 0])
+    with pytest.raises(ValueError, match="nesterov"):
+        DGC(momentum=0, nesterov=True)
+
+
+def test_dgc_clips_each_parameter_by_the_root_of_the_ranks():
+    g = [np.array([3, 4, 0.1, 0], np.float32)] * 4
+    results, _ = one(DGC(1.0, momentum=0, clip=1.0), g, shapes=((2,), (2,)))[0]
+    np.testing.assert_allclose(results[0], [0.3, 0.4, 0.1, 0], rtol=1e-6)  # norm 1 / sqrt(4)
+
+
+def test_dgc_clips_by_the_norm_of_the_bucket():
+    g = [np.array([3, 4, 0, 12], np.float32)] * 4
+    results, _ = one(DGC(1.0, momentum=0, clip=6.5, clip_by="bucket"), g, shapes=((2,), (2,)))[0]
+    np.testing.assert_allclose(results[0], np.array([3, 4, 0, 12]) / 13 * 3.25, rtol=1e-6)
+    with pytest.raises(ValueError, match="clip_by: expected 'parameter' or 'bucket'"):
+        DGC(clip_by="model")
+
+
+def test_densestream_fills_its_blocks_with_true_values():
+    g = normal(3, 4000)
+    results, _ = one(COMPRESSORS["densestream"](0.3), g)[0]
+    kept = np.count_nonzero(results[0])
+    bare, _ = one(COMPRESSORS["densestream"](0.3, algo="densestream"), g)[0]
+    assert kept > 1.05 * np.count_nonzero(bare[0])

@@ -1,0 +1,162 @@
+"""SparseSGD in training loops: GradScaler, clipping, skipped steps, two optimizers, different numbers of batches."""
+
+import logging
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from nets import P, batch, bits, close, compared, loss_of, mean_loss, net, parameters, train  # noqa: E402
+
+from sparsecoll import CommunicationError, simulate  # noqa: E402
+from sparsecoll.torch import SparseSGD  # noqa: E402
+
+
+@pytest.mark.parametrize(("hit", "unscale"), [((), False), ((1,), False), ((1,), True), (range(P), False)], ids=str)
+def test_grad_scaler(hit, unscale):
+    """All ranks skip the step in which any has an overflow, all scales change alike, and updates have no scale."""
+
+    def run(make, ranks, comm):
+        model = net()
+        optimizer = make(model.parameters(), 0.2, 0.9)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=2)
+        scales = []
+        for step in range(7):
+            optimizer.zero_grad()
+            here = [rank for rank in ranks if (rank, step) != (2, 4)]  # that one has no data
+            if here:
+                loss = mean_loss(model, here, step) * len(here) / len(ranks)
+                scaler.scale(loss * float("inf") if step == 3 and set(hit) & set(ranks) else loss).backward()
+            if unscale:
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            scales.append(torch.tensor(scaler.get_scale()))
+        assert not hasattr(optimizer, "found_inf")
+        return [*scales, *parameters(model)]
+
+    compared(run, algo="dense")
+    compared(run, algo="oktopk", density=1.0)
+
+
+def test_grad_scaler_after_a_failed_step():
+    """What the scaler sets on the optimizer does not outlive a step that fails, nor divide the next one twice."""
+
+    def program(comm):
+        model = net()
+        optimizer = SparseSGD(model.parameters(), 0.2, comm=comm, algo="dense")
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        before = parameters(model)
+        for fails in (True, False):
+            optimizer.zero_grad()
+            scaler.scale(loss_of(model, batch(comm.rank, 0))).backward()
+            optimizer.param_groups[0]["lr"] = 0.1 if fails and comm.rank else 0.2
+            if fails:
+                with pytest.raises(CommunicationError):
+                    scaler.step(optimizer)
+            else:
+                scaler.step(optimizer)
+        return [(a - b) / 0.2 for a, b in zip(before, parameters(model), strict=True)]
+
+    model = net()
+    mean_loss(model, range(P), 0).backward()
+    for moved in simulate(P, program).results:
+        close(moved, [p.grad for p in model.parameters()])
+
+
+def test_clipping_each_ranks_gradients_is_warned_of_once(caplog):
+    def program(comm, clip):
+        model = net()
+        optimizer = SparseSGD(model.parameters(), 0.1, comm=comm)
+        scaler = torch.amp.GradScaler("cpu", enabled=not clip)
+        for step in range(3):
+            optimizer.zero_grad(set_to_none=step != 1)
+            for part in range(2):
+                scaler.scale(loss_of(model, batch(comm.rank, 2 * step + part))).backward()
+            scaler.unscale_(optimizer)
+            if clip:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            scaler.step(optimizer)
+            scaler.update()
+        model[0].weight.grad = torch.ones_like(model[0].weight)
+        optimizer.step()
+
+    with caplog.at_level(logging.WARNING, "sparsecoll"):
+        simulate(P, lambda comm: program(comm, clip=False))
+        assert not caplog.records
+        simulate(1, lambda comm: program(comm, clip=True))
+        assert not caplog.records
+        simulate(P, lambda comm: program(comm, clip=True))
+    assert len(caplog.records) == 1 and "changed between backward() and step()" in caplog.text
+
+
+def test_skipped_steps_hooks_and_groups():
+    """Steps that all ranks skip, step hooks, a new list of groups."""
+
+    def run(make, ranks, comm):
+        model = net()
+        optimizer = make(model.parameters(), 0.2, 0.9)
+        seen = []
+        optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
+        optimizer.register_step_post_hook(lambda *_: seen.append("after"))
+        for step in range(5):
+            mean_loss(model, ranks, step).backward()
+            if step != 2:
+                optimizer.step()
+            optimizer.zero_grad()
+            optimizer.param_groups = [dict(group) for group in optimizer.param_groups]
+        assert seen == ["before", "after"] * 4
+        return parameters(model)
+
+    compared(run, algo="dense")
+
+
+def test_two_optimizers_on_one_communicator():
+    """A generator and a discriminator, of which one has its gradients off in turn."""
+
+    def run(make, ranks, comm):
+        first, second = net(), net(1)
+        optimizers = [make(m.parameters(), 0.1, 0.9) for m in (first, second)]
+        for step in range(5):
+            for mine, other, optimizer in ((first, second, optimizers[0]), (second, first, optimizers[1])):
+                other.requires_grad_(False)
+                optimizer.zero_grad()
+                both = [
+                    loss_of(mine, batch(rank, step)) + (mine(batch(rank, step)[0]) * other(batch(rank, step)[0])).mean()
+                    for rank in ranks
+                ]
+                (sum(both) / len(ranks)).backward()
+                optimizer.step()
+                other.requires_grad_(True)
+        return parameters(first) + parameters(second)
+
+    compared(run, algo="dense")
+
+
+@pytest.mark.parametrize("algo", ["dense", "oktopk"])
+def test_join(algo):
+    """Ranks with 2, 5 and 3 batches: as one process in which missing batches count as zero."""
+    counts = (2, 5, 3)
+    plain = net()
+    inner = torch.optim.SGD(plain.parameters(), 0.2, 0.9)
+    for step in range(5):
+        inner.zero_grad()
+        (sum(loss_of(plain, batch(r, step)) for r in range(P) if step < counts[r]) / P).backward()
+        inner.step()
+
+    def program(comm):
+        model = net()
+        optimizer = SparseSGD(model.parameters(), 0.2, 0.9, comm=comm, algo=algo, density=1.0)
+        schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
+        with optimizer.join():
+            for step in range(counts[comm.rank]):
+                train(comm, model, optimizer, [step])
+                schedule.step()
+        first = parameters(model)
+        train(comm, model, optimizer, range(5, 7))
+        return first, bits(model)
+
+    results = simulate(P, program).results
+    assert len({b for _, b in results}) == 1
+    for first, _ in results:
+        close(first, parameters(plain))
