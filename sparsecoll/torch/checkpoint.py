@@ -56,5 +56,7 @@ def load(path: str | os.PathLike[str]) -> Any:
     except OSError:
         raise
     except Exception as error:
-        reason = str(error).partition("\n")[0] or "it ends too early"
-        raise ValueError(f"{path}: expected a file of tensors that torch.save wrote, got another: {reason}") from error
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+        raise ValueError(
+            f"{path}: expected a file of tensors that torch.save wrote, torch.load raised {reason}"
+        ) from error
