@@ -168,11 +168,7 @@ class Engine:
             synchronize_all(self.transport)
 
     def before_step(self) -> None:
-        """Make sure that gradients are the means. Collective where they are not.
-
-        Raises:
-            NonFiniteError: a gradient holds NaN or infinity on some rank; on every rank.
-        """
+        """Make sure that gradients are the means. Collective where they are not."""
         self.ensure_means()
         if self._unusable is not None:
             error = self._unusable

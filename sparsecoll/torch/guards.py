@@ -1,10 +1,12 @@
-"""Mistakes that would go unnoticed: gradients that DDP reduces as well, and ranks that train on the same samples."""
+"""Mistakes that would go unnoticed: gradients that DDP reduces too, the same samples on all ranks, local clipping."""
 
 from __future__ import annotations
 
 import logging
+import weakref
 import zlib
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -28,9 +30,6 @@ def refuse_wrapped(model: Any, argument: str) -> None:
 
     Args:
         argument: that gave the model.
-
-    Raises:
-        TypeError: it is something else, or a DistributedDataParallel.
     """
     if model is not None and not isinstance(model, torch.nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module or None, got {type(model).__name__}")
@@ -39,11 +38,7 @@ def refuse_wrapped(model: Any, argument: str) -> None:
 
 
 def refuse_ddp(*_: Any) -> None:
-    """A hook before a model's forward pass: raise if a DistributedDataParallel calls the model.
-
-    Raises:
-        RuntimeError: one does.
-    """
+    """A hook before a model's forward pass: raise if a DistributedDataParallel calls the model."""
     if getattr(DistributedDataParallel, "_active_ddp_module", None) is not None and torch.is_grad_enabled():
         raise RuntimeError(
             f"DistributedOptimizer: expected a plain model, got one inside of a DistributedDataParallel, {CURE}"
@@ -67,3 +62,47 @@ def warn_if_equal(transport: Transport, digest: int) -> None:
             " rank=rank), and its own seed",
             transport.size,
         )
+
+
+class Watch:
+    """Notices gradients that have changed between the end of back-propagation and the step, and warns once."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, tuple[int, int]] = {}
+        self._handles: dict[int, Any] | None = {}
+
+    def over(self, params: Iterable[torch.Tensor]) -> None:
+        """Watch the gradients of these parameters as well."""
+        for p in params:
+            if self._handles is not None and p.requires_grad and id(p) not in self._handles:
+                hook = partial(_note, weakref.ref(self))
+                self._handles[id(p)] = p.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+    def look(self, params: Iterable[torch.Tensor]) -> None:
+        """Warn, before the step, if gradients have changed since back-propagation."""
+        seen, self._seen = self._seen, {}
+        if any(p.grad is not None and seen.get(id(p), _mark(p)) != _mark(p) for p in params):
+            self.close()
+            logger.warning(
+                "gradients were changed between backward() and step(), as clipping does: with SparseSGD that acts on"
+                " each rank's own gradients before they are averaged, not on their mean as on one process."
+                " DistributedOptimizer clips the mean"
+            )
+
+    def close(self) -> None:
+        """Stop watching."""
+        for handle in (self._handles or {}).values():
+            handle.remove()
+        self._handles = None
+
+
+def _mark(p: torch.Tensor) -> tuple[int, int]:
+    """Return the identity of a gradient's tensor, and its version counter."""
+    assert p.grad is not None
+    return p.grad._cdata, p.grad._version
+
+
+def _note(watch: weakref.ref[Watch], p: torch.Tensor) -> None:
+    alive = watch()
+    if alive is not None and p.grad is not None:
+        alive._seen[id(p)] = _mark(p)

@@ -23,9 +23,6 @@ def residual_dtype(dtype: torch.dtype) -> Any:
 
     Returns:
         float64 for float64, else float32 (also for float16 and bfloat16).
-
-    Raises:
-        TypeError: the parameter is not of floating point.
     """
     if not dtype.is_floating_point:
         raise TypeError(f"params: expected floating-point tensors, got {dtype}")

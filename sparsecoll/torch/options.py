@@ -19,11 +19,7 @@ class Options:
     timeline: Timeline | None = None
 
     def check(self) -> None:
-        """Raise unless all options are valid.
-
-        Raises:
-            TypeError, ValueError: One has a wrong type, or is out of range.
-        """
+        """Raise unless all options are valid."""
         for name, least in (("bucket_bytes", 1), ("dense_below", 0), ("verify", 0)):
             value = getattr(self, name)
             if name != "bucket_bytes" or value is not None:

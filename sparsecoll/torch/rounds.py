@@ -114,7 +114,7 @@ class Row:
         active = heads[(flags & JOINED) == 0]
         if len(set(active[:, 0].tolist())) > 1:
             raise CommunicationError(
-                f"steps: expected every rank to take or skip the same ones, got a count of {_counted(steps)}: whether to skip a"
+                f"steps: expected every rank to take or skip the same ones, got {_counted(steps)}: whether to skip a"
                 " step has to be decided alike, by the mean gradients or by a value that was summed over the ranks"
             )
         anywhere = np.unpackbits(np.bitwise_or.reduce(rows[:, head.nbytes :], axis=0), count=bits.size).astype(bool)
@@ -131,4 +131,4 @@ class Row:
 
 def _counted(steps: list[int]) -> str:
     shown = ", ".join(f"{taken} on rank {rank}" for rank, taken in enumerate(steps[:8]))
-    return shown + (", ..." if len(steps) > 8 else "")
+    return f"{shown}{', ...' if len(steps) > 8 else ''} so far"

@@ -19,7 +19,7 @@ from sparsecoll.telemetry.traffic import Traffic
 from sparsecoll.torch.accumulator import Accumulator, Sums
 from sparsecoll.torch.calls import collective, communicator, mean_loss
 from sparsecoll.torch.grad_scaler import Scaling
-from sparsecoll.torch.guards import fingerprint, refuse_wrapped
+from sparsecoll.torch.guards import Watch, fingerprint, refuse_wrapped
 from sparsecoll.torch.layout import takes_part
 from sparsecoll.torch.options import check_integer, check_timeline, check_timeout, verify_steps
 from sparsecoll.torch.replica import Replica
@@ -29,7 +29,6 @@ from sparsecoll.torch.sparse_sum import SparseSum, Update, updates
 from sparsecoll.torch.state import STATE
 from sparsecoll.torch.tensors import model_of
 from sparsecoll.torch.timeline import Timeline
-from sparsecoll.torch.watch import Watch
 from sparsecoll.transport import Transport, as_transport
 from sparsecoll.transport.call import CollectiveCall
 

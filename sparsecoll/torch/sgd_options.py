@@ -25,11 +25,7 @@ FLAGS = ("nesterov", "maximize")
 
 
 def compressor_of(algo: Any, density: Any, k: Any, format: str | Format, value_dtype: str | None) -> SparseSum:
-    """Return the compressor for these arguments of SparseSGD.
-
-    Raises:
-        TypeError, ValueError: One has a wrong type, or is out of range.
-    """
+    """Return the compressor for these arguments of SparseSGD."""
     if k is None:
         _check_number("density", density, 0)
         if not 0 < density <= 1:
@@ -53,11 +49,7 @@ def _check_parameter(p: torch.Tensor, compressor: SparseSum) -> None:
 
 
 def check_group(group: Mapping[str, Any], compressor: SparseSum) -> None:
-    """Raise unless the options and parameters of a group are valid.
-
-    Raises:
-        TypeError, ValueError: One has a wrong type, or is out of range.
-    """
+    """Raise unless the options and parameters of a group are valid."""
     for name in NUMBERS:
         _check_number(name, group[name], -np.inf if name == "dampening" else 0)
     for name in FLAGS:

@@ -71,11 +71,7 @@ def check(
 
 
 def check_keys(state: Any) -> None:
-    """Raise unless a state has what `state_dict` of the adapter saves.
-
-    Raises:
-        ValueError: it lacks something.
-    """
+    """Raise unless a state has what `state_dict` of the adapter saves."""
     missing = {"rank", "size", "step", "tensors", "buckets"} - set(state if isinstance(state, Mapping) else ())
     if missing:
         raise ValueError(f"state_dict: expected one of sparsecoll.torch, got one without {min(missing)!r}")
@@ -148,11 +144,7 @@ def redistribute(states: Sequence[Mapping[str, Any]], rank: int, size: int) -> d
 
 
 def _check_parts(own: Sequence[Mapping[str, Any]]) -> None:
-    """Raise unless these are the states of all ranks, in order.
-
-    Raises:
-        ValueError: they are not.
-    """
+    """Raise unless these are the states of all ranks, in order."""
     for part in own:
         check_keys(part)
     if not own or [part["rank"] for part in own] != list(range(own[0]["size"])):

@@ -58,11 +58,6 @@ class Buffers:
                     self._modules.append(list(own))
         self.mark()
 
-    @property
-    def modules(self) -> int:
-        """Number of modules with buffers."""
-        return len(self._modules)
-
     def _counts(self) -> list[int]:
         return [sum(self.tensors[name]._version for name in names) for names in self._modules]
 
