@@ -127,6 +127,15 @@ class Run:
             self.optimizer.close()
 
 
+def train(run, steps):
+    """Take plain steps with a Run, and return it."""
+    for step in steps:
+        run.optimizer.zero_grad()
+        run.loss(step).backward()
+        run.optimizer.step()
+    return run
+
+
 def bits(values):
     return b"".join(t.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for t in values.values() if t.numel())
 

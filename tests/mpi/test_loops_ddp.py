@@ -6,32 +6,14 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from runs import HOOK, Run, alike, net, plain_sgd  # noqa: E402
+from runs import HOOK, Run, alike, net, plain_sgd, train  # noqa: E402
 
 from sparsecoll.errors import NonFiniteError  # noqa: E402
-from sparsecoll.torch import WarmUp, init_process_group  # noqa: E402
+from sparsecoll.torch import WarmUp  # noqa: E402
 from sparsecoll.torch.compressors import ACPSGD, TopK  # noqa: E402
 
-pytestmark = [pytest.mark.mpi, pytest.mark.loops]
+pytestmark = [pytest.mark.mpi, pytest.mark.loops, pytest.mark.usefixtures("process_group")]
 TOPK = TopK(0.1, algo="allgather")
-
-
-@pytest.fixture(scope="module")
-def comm():
-    from mpi4py import MPI
-
-    torch.set_num_threads(1)
-    init_process_group(MPI.COMM_WORLD)
-    yield MPI.COMM_WORLD
-    torch.distributed.destroy_process_group()
-
-
-def train(run, steps):
-    for step in steps:
-        run.optimizer.zero_grad()
-        run.loss(step).backward()
-        run.optimizer.step()
-    return run
 
 
 @pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"static_graph": True}], ids=str)

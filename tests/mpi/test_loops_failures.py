@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from runs import LOCAL, ONE, OPTIONS, OVERLAP, SPARSE, Run, alike, bits, close, draw, net, plain_sgd, sgd  # noqa: E402
+from runs import LOCAL, ONE, OPTIONS, OVERLAP, SPARSE, Run, alike, bits, close, draw, net, plain_sgd, sgd, train  # noqa: E402
 
 import sparsecoll  # noqa: E402
 import sparsecoll.torch  # noqa: E402
@@ -18,14 +18,6 @@ from sparsecoll.transport import as_transport  # noqa: E402
 
 pytestmark = [pytest.mark.mpi, pytest.mark.loops, pytest.mark.usefixtures("process_group")]
 TOPK = TopK(0.1, algo="allgather")
-
-
-def train(run, steps):
-    for step in steps:
-        run.optimizer.zero_grad()
-        run.loss(step).backward()
-        run.optimizer.step()
-    return run
 
 
 class Fails(torch.optim.SGD):

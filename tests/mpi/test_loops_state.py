@@ -7,21 +7,13 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from loops_of_steps import Raise  # noqa: E402
-from runs import HOOK, LOCAL, OPTIONS, OVERLAP, Run, alike, bits, draw, net, plain_sgd, sgd  # noqa: E402
+from runs import HOOK, LOCAL, OPTIONS, OVERLAP, Run, alike, bits, draw, net, plain_sgd, sgd, train  # noqa: E402
 
 from sparsecoll.torch import DistributedOptimizer, HookState, redistribute  # noqa: E402
 from sparsecoll.torch.compressors import OkTopk, TopK  # noqa: E402
 
 pytestmark = [pytest.mark.mpi, pytest.mark.loops, pytest.mark.usefixtures("process_group")]
 TOPK = TopK(0.1, algo="allgather")
-
-
-def train(run, steps):
-    for step in steps:
-        run.optimizer.zero_grad()
-        run.loss(step).backward()
-        run.optimizer.step()
-    return run
 
 
 def raised(comm, call):
