@@ -11,7 +11,7 @@ from sparsecoll import DenseStream, SparseVector, formats, simulate
 from sparsecoll.algorithms.primitives import estimates
 
 
-@pytest.mark.parametrize("P", [2, 3, 4, 5, 7, 8, 16, 33, 64])
+@pytest.mark.parametrize("P", [2, 3, 5, 8, 33])
 @pytest.mark.parametrize("name", SUPPORTS)
 def test_volume_and_rounds(name, P):
     k = 2000

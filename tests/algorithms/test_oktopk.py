@@ -39,7 +39,7 @@ def check_bound(moved, searching, k, P):
     assert searching <= SEARCH_WORDS_PER_RANK * P
 
 
-@pytest.mark.parametrize("P", [2, 3, 4, 5, 8, 16, 64])
+@pytest.mark.parametrize("P", [2, 3, 8, 64])
 @pytest.mark.parametrize("values", ["spread", "ties", "owner"])
 @pytest.mark.parametrize("name", SUPPORTS)
 def test_volume_is_at_most_6k_words_when_thresholds_are_found(name, values, P):
@@ -51,7 +51,7 @@ def test_volume_is_at_most_6k_words_when_thresholds_are_found(name, values, P):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SUPPORTS)
+@pytest.mark.parametrize("name", ["random", "skewed", "one_rank"])
 def test_volume_is_at_most_6k_words_on_256_ranks(name):
     k, P = 20_000, 256
     moved, searching, _ = words_received(name, P, k, n=16_000_000)

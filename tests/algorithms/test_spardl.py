@@ -12,7 +12,7 @@ from sparsecoll import SparDL, SparseVector, select, simulate
 from sparsecoll.algorithms.primitives import estimates
 
 
-@pytest.mark.parametrize("P", [2, 3, 4, 5, 6, 7, 8, 12, 16, 33, 64])
+@pytest.mark.parametrize("P", [2, 3, 6, 7, 16, 33])
 @pytest.mark.parametrize("name", SUPPORTS)
 def test_volume_and_rounds(name, P):
     k = 3000

@@ -2,12 +2,10 @@
 
 import numpy as np
 import pytest
-from cases import DISTRIBUTIONS, case
+from cases import DISTRIBUTIONS, RANKS, case
 
 import sparsecoll
 from sparsecoll import simulate
-
-RANKS = [1, 2, 3, 5, 6, 7, 8, 12]
 
 
 @pytest.mark.parametrize("name", DISTRIBUTIONS)
