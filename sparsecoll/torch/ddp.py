@@ -169,14 +169,19 @@ class HookState:
         bucket, compressor = self._of(grads)
         whole, scale, values = bucket.gradient_buffer(), self._scale(compressor), grads.buffer()
         torch.mul(values, 1 / scale, out=whole.tensor) if scale != 1.0 else whole.tensor.copy_(values)
-        absent = {name for name, view in whole.views.items() if not view.any()} if compressor.keeps_gradient else set()
-        out = bucket.mean_buffer(compressor.keeps_gradient)
+        keeps = compressor.keeps_gradient
+        absent = {name for name, view in whole.views.items() if _all_zero(view)} if keeps else set()
+        in_place = keeps and values.dtype == whole.tensor.dtype  # the means need no memory of their own
+        out = bucket.layout.device.array(values) if in_place else bucket.mean_buffer(keeps)
         with bucket_span(self._timeline, bucket.layout.index, bucket.layout.length):
             compressor.allreduce_mean(self.transport, whole.array, out)
-        assert bucket.mean is not None
-        if compressor.keeps_gradient:
-            self._leave_out(bucket, compressor, absent)
-        values.copy_(bucket.mean.tensor) if scale == 1.0 else torch.mul(bucket.mean.tensor, scale, out=values)
+        mean = values if in_place else bucket.layout.device.tensor(out)
+        if keeps:
+            self._leave_out(bucket.layout, compressor, absent, mean)
+        if not in_place:
+            values.copy_(mean)
+        if scale != 1.0:
+            values.mul_(scale)
 
     def _begin(self) -> None:
         """Start the reduction of a back-propagation."""
@@ -188,9 +193,9 @@ class HookState:
                 " skipped, call discard() of the HookState, and within no_sync() nothing is sent"
             )
 
-    def _leave_out(self, bucket: Bucket, compressor: Compressor, absent: set[str]) -> None:
+    def _leave_out(self, layout: Layout, compressor: Compressor, absent: set[str], mean: torch.Tensor) -> None:
         """Set means to zero for parameters without a gradient on any rank, since DDP would throw them away."""
-        names = bucket.layout.names
+        names = layout.names
         with CollectiveCall(self.transport, "used", self._timeout), self.transport.phase("agree"):
             mine = np.packbits(np.array([name not in absent for name in names], np.uint8))
             used = np.unpackbits(np.bitwise_or.reduce(allgather(self.transport, mine), axis=0), count=len(names))
@@ -199,7 +204,7 @@ class HookState:
         if unused:
             compressor.exclude(unused)
             for name in unused:
-                bucket.part_of_mean(name).zero_()
+                layout.part(mean, name).zero_()
 
     def _end(self, joined: bool) -> None:
         """Accept the reduction after its last bucket, if it succeeded on all ranks."""
@@ -246,6 +251,12 @@ class HookState:
         """
         self._buckets.load_state_dict(self.transport, lambda: state, self._params, self._timeout)
         self._pending = False
+
+
+def _all_zero(gradient: torch.Tensor) -> bool:
+    """Return whether a gradient is zero everywhere, as DDP passes those of parameters that were not used."""
+    values = gradient.view(-1)
+    return not values[:1024].any() and not values.any()  # one that was used is rarely read to the end
 
 
 def _stepped(state: "weakref.ref[HookState]", optimizer: torch.optim.Optimizer, *_: Any) -> None:
