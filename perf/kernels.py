@@ -296,7 +296,7 @@ def machine() -> Row:
 
 
 def rows_of(section: str, kernels: str, options: argparse.Namespace, brief: bool) -> list[Row]:
-    """The rows of a section, measured by another process with these kernels."""
+    """Return the rows of a section, measured by another process with these kernels."""
     sizes = [str(size) for size in options.sizes]
     command = [sys.executable, __file__, "--measure", section, "--repeat", str(options.repeat), "--sizes", *sizes]
     limits = {} if kernels == "avx512" else WITHOUT_AVX512
@@ -307,7 +307,7 @@ def rows_of(section: str, kernels: str, options: argparse.Namespace, brief: bool
 
 
 def merged(section: str, by_set: dict[str, list[Row]]) -> list[Row]:
-    """The rows of the fastest instruction set, with a column for every set in place of those named in COLUMNS."""
+    """Return the rows of the fastest instruction set, with a column for every set in place of those in COLUMNS."""
     named = {kernels: {str(list(row.values())[:2]): row for row in rows} for kernels, rows in by_set.items()}
     result = []
     for name, fastest in next(iter(named.values())).items():
@@ -319,7 +319,7 @@ def merged(section: str, by_set: dict[str, list[Row]]) -> list[Row]:
 
 
 def across(section: report.Section) -> report.Section:
-    """The section, run by a process for each instruction set."""
+    """Return the section as run by a process for each instruction set."""
 
     def run(options: argparse.Namespace) -> Iterator[Row]:
         name = section.__name__

@@ -54,7 +54,7 @@ if SET == "portable":
 else:
     blocks = operations
 LANES = blocks.LANES
-VECTORS = SET != "portable"  # the operations on blocks also add and convert
+VECTORS = SET != "portable"  # there are all operations on blocks, and they also add
 compress_block = blocks.compress_block
 emit_block = blocks.emit_block
 narrow_block = blocks.narrow_block

@@ -1,8 +1,8 @@
 """The sum of sparse vectors, one window of the index space after the other, in the second-level cache.
 
-With AVX-512 and floats, a window initially holds -0 everywhere. No sum can be -0 if +0 is added to each value, so the
-sums themselves show which coordinates have entries, and sixteen of them at a time are written out and reset. Otherwise
-a bit for each coordinate shows it.
+With AVX-512 or AVX2 and floats, a window initially holds -0 everywhere. No sum can be -0 if +0 is added to each value,
+so the sums themselves show which coordinates have entries, and a block of them at a time is written out and reset.
+Otherwise a bit for each coordinate shows it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 
 from sparsecoll.kernels import reference
 from sparsecoll.kernels.cpu.codecs import from_float16
-from sparsecoll.kernels.cpu.lanes import LANES, array_at, emit_block, jit, trailing_zeros
+from sparsecoll.kernels.cpu.lanes import LANES, VECTORS, array_at, emit_block, jit, trailing_zeros
 from sparsecoll.kernels.cpu.sums import end
 from sparsecoll.kernels.keys import Array
 from sparsecoll.kernels.memory import empty
@@ -135,7 +135,7 @@ def merge_sum(parts: Sequence[tuple[Array, Array]], dtype: np.dtype[np.generic])
     sizes = np.array([i.size for i in indices])
     room = int(sizes.sum())
     span = max(int(i[-1]) for i in indices) - min(int(i[0]) for i in indices) + 1
-    lanes = array_at is not None and dtype.kind == "f" and dtype.itemsize >= 4 and room * WINDOW >= CROWD * span
+    lanes = VECTORS and dtype.kind == "f" and dtype.itemsize >= 4 and room * WINDOW >= CROWD * span
     out_indices, out_sums = empty(room + LANES * lanes, indices[0].dtype), empty(room + LANES * lanes, dtype)
     if lanes:
         kind = np.dtype(f"u{dtype.itemsize}")

@@ -73,7 +73,8 @@ def store64(data, offset, word):  # type: ignore[no-untyped-def]
         data[offset + i] = np.uint8((word >> np.uint64(8 * i)) & np.uint64(255))
 
 
-array_at: Any = None  # has no portable form, nor have the conversions of blocks of floats
+array_at: Any = None  # these have no portable form
+emit_block: Any = None
 narrow_block: Any = None
 widen_block: Any = None
 
@@ -101,17 +102,4 @@ def compress_block(bits, start, mask, key, indices, addend, scale, out_i, out_v,
             count += chosen
             if clear is not None:
                 bits[i] = bits.dtype.type(0) if chosen else x
-    return count
-
-
-@_inline
-def emit_block(bits, start, base, out_i, out_v, count):  # type: ignore[no-untyped-def]
-    """Append those of the LANES floats (bit patterns) from `start` on that are not -0, and reset them to -0."""
-    blank = bits.dtype.type(1) << bits.dtype.type(8 * bits.itemsize - 1)
-    for i in range(np.uint64(start), np.uint64(start + LANES)):
-        x, place = bits[i], np.uint64(count)
-        out_i[place] = base + i
-        out_v[place] = x
-        count += x != blank
-        bits[i] = blank
     return count
