@@ -4,13 +4,22 @@
     python perf/kernels.py --markdown docs/kernels.md --json perf/results/kernels.json
 
 Sections (--only picks some): threshold, topk, fused, packed, merge, table1, figure5. Times are medians of interleaved
-repetitions, one thread. Ratios are to the peer named in the column's head, on the same array in the same run.
+repetitions, one thread. Ratios are to the peer named in the column's head, on the same array in the same process.
+
+Every instruction set that the processor has runs in processes of its own (SPARSECOLL_KERNELS), section by section in
+turn; the fastest one on all arrays, the others on those of up to 30 M values. NumPy and torch, too, are kept from
+AVX-512 while `avx2` or `portable` is measured.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import platform
+import subprocess
+import sys
+import tempfile
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
@@ -31,6 +40,18 @@ from sparsecoll.kernels.reference.rice import RICE_PAD
 
 DATA = Path(__file__).parent / "data"
 DENSITIES = (0.001, 0.01, 0.05, 0.1)
+LARGE = 30_000_000  # values; from here on fewer repetitions, and the fastest instruction set only
+COLUMNS = {  # what is shown for every instruction set; the other columns are those of the fastest one
+    "threshold": ("x np.sum",),
+    "topk": ("x np.sum", "np.argpartition, times slower", "torch.topk, times slower"),
+    "fused": ("threshold (reused), x np.add", "exact top-k, x np.add"),
+    "packed": ("encode, M indices/s", "decode, M indices/s"),
+    "merge": ("M entries/s",),
+}
+WITHOUT_AVX512 = {  # for NumPy before 2.4 and since, and torch
+    "NPY_DISABLE_CPU_FEATURES": "AVX512F AVX512CD AVX512_SKX AVX512_CLX AVX512_CNL AVX512_ICL AVX512_SPR X86_V4",
+    "ATEN_CPU_CAPABILITY": "avx2",
+}
 
 
 def medians(calls: list[Callable[[], object]], repeat: int, before: Callable[[], object] | None = None) -> list[float]:
@@ -53,18 +74,22 @@ def heavy(n: int) -> np.ndarray:
     return np.asarray(x * x * x)
 
 
-def arrays(sizes: list[int]) -> Iterator[tuple[str, np.ndarray]]:
+def arrays(options: argparse.Namespace, synthetic: bool = True) -> Iterator[tuple[str, np.ndarray]]:
     """Yield (name, array) of synthetic and real gradients."""
-    for n in sizes:
-        yield f"heavy-tailed, n = {n // 10**6} M", heavy(n)
+    for n in options.sizes if synthetic else []:
+        if not options.brief or n < LARGE:
+            yield f"heavy-tailed, n = {n // 10**6} M", heavy(n)
     for path in sorted(DATA.glob("*.npy")):
-        x = np.load(path)
+        x = np.load(path, mmap_mode="r")
+        if options.brief and x.size >= LARGE:
+            continue
+        x = np.array(x)
         yield f"{path.stem.replace('_', ', ')}, n = {x.size / 1e6:.1f} M", x
 
 
 def threshold(options: argparse.Namespace) -> Iterator[Row]:
     """Selection of the entries above a known threshold (select.threshold), compared with np.sum of the array."""
-    for name, x in arrays(options.sizes):
+    for name, x in arrays(options):
         for density in DENSITIES:
             k = round(density * x.size)
             t = DenseVector(x).topk(k).kth_magnitude(k)
@@ -75,7 +100,7 @@ def threshold(options: argparse.Namespace) -> Iterator[Row]:
 
 def topk(options: argparse.Namespace) -> Iterator[Row]:
     """Exact top-k (select.topk), compared with np.sum, np.argpartition(-|x|) and torch.topk(|x|)."""
-    for name, x in arrays(options.sizes):
+    for name, x in arrays(options):
         tensor = torch.from_numpy(x)
         for density in DENSITIES:
             k = round(density * x.size)
@@ -101,7 +126,9 @@ def fused(options: argparse.Namespace) -> Iterator[Row]:
         "MSTopk": select.MSTopK,
         "random-k": select.RandomK,
     }
-    for name, x in arrays(options.sizes):
+    if options.brief:
+        makers = dict(list(makers.items())[:2])
+    for name, x in arrays(options):
         gradient = np.asarray(
             np.random.default_rng(1).standard_normal(x.size, dtype=np.float32) * np.abs(x).mean() / 10
         )
@@ -114,7 +141,7 @@ def fused(options: argparse.Namespace) -> Iterator[Row]:
             def reset(array: np.ndarray = residual.array, x: np.ndarray = x) -> None:
                 array[:] = x
 
-            base, *mine = medians(calls, options.repeat, reset)
+            base, *mine = medians(calls, options.repeat if x.size < LARGE else max(3, options.repeat // 3), reset)
             yield {"data": name, "density": density, "np.add ms": base * 1e3} | {
                 f"{selector}, x np.add": seconds / base for selector, seconds in zip(makers, mine, strict=True)
             }
@@ -133,7 +160,7 @@ def packed(options: argparse.Namespace) -> Iterator[Row]:
             n = options.sizes[0]
             indices = np.sort(np.random.default_rng(0).choice(n, round(density * n), replace=False))
             yield "uniform positions", SparseVector(indices, np.ones(indices.size, np.float32), n)
-        for name, x in arrays([]):
+        for name, x in arrays(options, synthetic=False):
             for density in DENSITIES:
                 yield name, select.topk(x, round(density * x.size))
 
@@ -190,7 +217,7 @@ def merge(options: argparse.Namespace) -> Iterator[Row]:
 
 def table1(options: argparse.Namespace) -> Iterator[Row]:
     """DenseStream's Table I: size relative to key-value (COO) on real gradients; float32, 1.0 = 8 bytes per entry."""
-    for name, x in arrays([]):
+    for name, x in arrays(options, synthetic=False):
         for density in DENSITIES:
             chosen = select.topk(x, round(density * x.size))
             coo = formats.FORMATS["coo"].size(chosen)
@@ -259,9 +286,8 @@ def machine() -> Row:
     """Return a description of the machine and versions."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     cpu = next((line.split(":")[1].strip() for line in lines if "model name" in line), platform.processor())
-    wide = kernels_of(np.empty(0)).__name__.endswith("cpu") and sparsecoll.kernels.cpu.lanes.AVAILABLE
     return {
-        "cpu": cpu + (", AVX-512 kernels" if wide else ", portable kernels"),
+        "cpu": cpu,
         "python": platform.python_version(),
         "numpy": np.__version__,
         "torch": torch.__version__,
@@ -269,17 +295,66 @@ def machine() -> Row:
     }
 
 
+def rows_of(section: str, kernels: str, options: argparse.Namespace, brief: bool) -> list[Row]:
+    """Return the rows of a section, measured by another process with these kernels."""
+    sizes = [str(size) for size in options.sizes]
+    command = [sys.executable, __file__, "--measure", section, "--repeat", str(options.repeat), "--sizes", *sizes]
+    limits = {} if kernels == "avx512" else WITHOUT_AVX512
+    with tempfile.NamedTemporaryFile("r") as file:
+        command += ["--json", file.name] + ["--brief"] * brief
+        subprocess.run(command, check=True, env=os.environ | {"SPARSECOLL_KERNELS": kernels} | limits)
+        return list(json.load(file))
+
+
+def merged(section: str, by_set: dict[str, list[Row]]) -> list[Row]:
+    """Return the rows of the fastest instruction set, with a column for every set in place of those in COLUMNS."""
+    named = {kernels: {str(list(row.values())[:2]): row for row in rows} for kernels, rows in by_set.items()}
+    result = []
+    for name, fastest in next(iter(named.values())).items():
+        row = {head: value for head, value in fastest.items() if head not in COLUMNS[section]}
+        for head in COLUMNS[section]:
+            row |= {f"{head}, {kernels}": rows.get(name, {}).get(head) for kernels, rows in named.items()}
+        result.append(row)
+    return result
+
+
+def across(section: report.Section) -> report.Section:
+    """Return the section as run by a process for each instruction set."""
+
+    def run(options: argparse.Namespace) -> Iterator[Row]:
+        name = section.__name__
+        sets = options.kernels if name in COLUMNS else options.kernels[:1]
+        by_set = {kernels: rows_of(name, kernels, options, brief=kernels != sets[0]) for kernels in sets}
+        yield from merged(name, by_set) if name in COLUMNS else by_set[sets[0]]
+
+    run.__name__, run.__doc__ = section.__name__, section.__doc__
+    return run
+
+
 def main() -> None:
     """Measure, print, save."""
+    supported = kernels_of(np.empty(0)).lanes.SUPPORTED  # type: ignore[attr-defined]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", nargs="+", type=int, default=[24_000_000, 134_000_000], help="of synthetic arrays")
     parser.add_argument("--repeat", type=int, default=11)
+    parser.add_argument("--kernels", nargs="+", choices=supported, default=supported, help="the fastest one first")
+    parser.add_argument("--measure", help=argparse.SUPPRESS)  # this section, in this process
+    parser.add_argument("--brief", action="store_true", help=argparse.SUPPRESS)
     report.add_options(parser, SECTIONS)
+    options = parser.parse_args()
     torch.set_num_threads(1)
+    if options.measure:
+        section = next(s for s in SECTIONS if s.__name__ == options.measure)
+        options.json.write_text(json.dumps(list(section(options))))
+        return
     about = machine()
     versions = ", ".join(f"{name} {version}" for name, version in about.items() if name != "cpu")
-    heading = ["# Kernels: measured", f"Made by `python perf/kernels.py`: one thread, {about['cpu']}; {versions}."]
-    report.run(SECTIONS, parser.parse_args(), heading, {"machine": about})
+    sets = f"kernels {', '.join(options.kernels)}"
+    heading = [
+        "# Kernels: measured",
+        f"Made by `python perf/kernels.py`: one thread, {about['cpu']}, {sets}; {versions}.",
+    ]
+    report.run([across(section) for section in SECTIONS], options, heading, {"machine": about})
 
 
 if __name__ == "__main__":

@@ -20,10 +20,6 @@ collect_ignore = [
     "gpu/run.py",
 ]  # programs, not tests
 
-if "PYTEST_XDIST_WORKER" in os.environ:  # Numba gives files of its cache numbers, which two processes may both take
-    folder = Path(__file__).parent.parent / ".pytest_cache" / "numba" / os.environ["PYTEST_XDIST_WORKER"]
-    os.environ["NUMBA_CACHE_DIR"] = str(folder)
-
 
 def _world():
     from mpi4py import MPI

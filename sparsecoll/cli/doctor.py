@@ -19,7 +19,7 @@ import numpy as np
 
 from sparsecoll._version import __version__
 from sparsecoll.collectives import allreduce
-from sparsecoll.kernels import kernels_of
+from sparsecoll.kernels import CHOICES, kernels_of
 from sparsecoll.transport import as_transport, launcher, simulate
 from sparsecoll.transport.collectives import node_members
 from sparsecoll.transport.network import Tuning
@@ -120,13 +120,18 @@ def _processor(comm: Any) -> Iterator[Finding]:
     yield Finding(
         "cores", f"{cores} for this rank; ranks on the fullest node: {here}", WORSE if crowded else GOOD, advice
     )
+    yield from _kernels()
+
+
+def _kernels() -> Iterator[Finding]:
     kernels = kernels_of(np.empty(0))
     name = kernels.__name__.rpartition(".")[2]
     if name != "cpu":
         yield Finding("kernels", name, WORSE, "the NumPy reference is used: install numba, unset SPARSECOLL_KERNELS")
         return
-    wide = bool(kernels.selection.use_lanes)
-    yield Finding("kernels", "Numba, AVX-512" if wide else "Numba, portable (no AVX-512 here, or LLVM below 20)")
+    used, fastest = kernels.lanes.SET, kernels.lanes.SUPPORTED[0]
+    advice = kernels.lanes.ADVICE if used == fastest else f"{fastest} is faster here: unset SPARSECOLL_KERNELS"
+    yield Finding("kernels", f"Numba, {used}", WORSE if advice else GOOD, advice)
     chosen = os.environ.get("NUMBA_CACHE_DIR")
     folder = Path(chosen) if chosen else Path(kernels.__file__ or ".").parent
     writable = os.access(folder, os.W_OK)
@@ -176,7 +181,7 @@ def _tuning(value: str) -> str:
 
 
 VARIABLES: dict[str, Callable[[str], str]] = {  # what is wrong with a value; "" if nothing is
-    "SPARSECOLL_KERNELS": _one_of("cpu", "portable", "reference"),
+    "SPARSECOLL_KERNELS": _one_of(*CHOICES),
     "SPARSECOLL_THREADS": _threads,
     "SPARSECOLL_TUNING": _tuning,
     "SPARSECOLL_ON_TIMEOUT": _one_of("raise", "abort"),

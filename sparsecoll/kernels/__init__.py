@@ -3,9 +3,9 @@
 `kernels_of(array)` returns the module that serves the type of an array, as in kernels_of(x).topk(x, k). All modules
 have the same functions with the same parameters, and no code outside this package depends on which one runs.
 
-The environment variable SPARSECOLL_KERNELS=reference selects the specification, SPARSECOLL_KERNELS=portable the Numba
-code without AVX-512. Selection runs on SPARSECOLL_THREADS threads, by default one, since under MPI every core has a
-rank of its own.
+The environment variable SPARSECOLL_KERNELS=reference selects the specification; avx512, avx2 and portable select what
+`cpu` is compiled for, by default the fastest that the processor has (`cpu.lanes`). Selection runs on SPARSECOLL_THREADS
+threads, by default one, since under MPI every core has a rank of its own.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ import numpy as np
 from sparsecoll.kernels.memory import on_gpu
 
 logger = logging.getLogger(__name__)
+CHOICES = ("avx512", "avx2", "portable", "reference")  # of SPARSECOLL_KERNELS
 
 
 @functools.cache
 def _host_kernels() -> ModuleType:
-    choice = os.environ.get("SPARSECOLL_KERNELS", "cpu")
-    if choice not in ("cpu", "portable", "reference"):
-        raise ValueError(f"SPARSECOLL_KERNELS: expected 'cpu', 'portable' or 'reference', got {choice!r}")
+    choice = os.environ.get("SPARSECOLL_KERNELS", "")
+    if choice not in ("", *CHOICES):
+        raise ValueError(f"SPARSECOLL_KERNELS: expected one of {', '.join(CHOICES)}, got {choice!r}")
     from sparsecoll.kernels import reference
 
     if choice == "reference":
@@ -40,7 +41,6 @@ def _host_kernels() -> ModuleType:
     threads = os.environ.get("SPARSECOLL_THREADS", "1")
     if not threads.isdecimal() or int(threads) < 1:
         raise ValueError(f"SPARSECOLL_THREADS: expected an integer of at least 1, got {threads!r}")
-    cpu.selection.use_lanes = cpu.lanes.AVAILABLE and choice == "cpu"
     cpu.selection.threads = int(threads)
     return cpu
 

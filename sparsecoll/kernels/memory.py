@@ -111,6 +111,13 @@ def contiguous(array: Any, dtype: Any = None) -> Any:
     return array if array.flags.c_contiguous else array.copy()
 
 
+def readonly(array: NDArray[Any]) -> NDArray[Any]:
+    """A view that cannot be written to. Numba compiles a kernel anew for each kind, so that one must be chosen."""
+    view = array.view()
+    view.flags.writeable = False
+    return view
+
+
 def data_ptr(array: Any) -> int:
     """The address of an array's first item."""
     return int(array.data.ptr if on_gpu(array) else array.ctypes.data)

@@ -1,5 +1,7 @@
 """The formats' kernels equal the reference, come back to what went in, and refuse what is damaged."""
 
+import os
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -8,7 +10,7 @@ from hypothesis import strategies as st
 from sparsecoll.kernels import cpu, reference
 from sparsecoll.kernels.reference.rice import RICE_BLOCKS, RICE_PAD
 
-FEW = settings(max_examples=60, deadline=None)
+FEW = settings(max_examples=int(os.environ.get("SPARSECOLL_EXAMPLES", "60")), deadline=None)
 BOTH = (cpu, reference)
 
 

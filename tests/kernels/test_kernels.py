@@ -1,15 +1,17 @@
 """Fast kernels equal the reference to the last bit, on ties, NaN, infinities, zeros of both signs and every dtype."""
 
+import os
+
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparsecoll.kernels import cpu, reference
 from sparsecoll.kernels.keys import key_of, magnitude_of
 from sparsecoll.vector import VALUE_DTYPES, accumulator_dtype
 
-FEW = settings(max_examples=60, deadline=None)
+FEW = settings(max_examples=int(os.environ.get("SPARSECOLL_EXAMPLES", "60")), deadline=None)
 
 dtypes = st.sampled_from(VALUE_DTYPES)
 seeds = st.integers(0, 2**32 - 1)
@@ -49,18 +51,7 @@ def same_entries(mine, theirs):
         equal(a, b)
 
 
-@pytest.fixture(params=["lanes", "portable"], autouse=True)
-def code_path(request, monkeypatch):
-    """Every test runs on the AVX-512 code, where the machine has it, and on the portable code."""
-    if request.param == "lanes" and not cpu.lanes.AVAILABLE:
-        pytest.skip("no AVX-512 or LLVM below 20")
-    monkeypatch.setattr(cpu.selection, "use_lanes", request.param == "lanes")
-
-
-EVEN_SO = settings(FEW, suppress_health_check=[HealthCheck.function_scoped_fixture])
-
-
-@EVEN_SO
+@FEW
 @given(dtypes, sizes, seeds, st.data())
 def test_threshold_selection(dtype, size, seed, data):
     v = values(dtype, size, seed)
@@ -78,7 +69,7 @@ def test_threshold_selection(dtype, size, seed, data):
         same_entries(cpu.topk_by_key(v, key, ties, indices=i), reference.topk_by_key(v, key, ties, indices=i))
 
 
-@EVEN_SO
+@FEW
 @given(dtypes, sizes, seeds, st.data())
 def test_fused_accumulation_moments_and_clearing(dtype, size, seed, data):
     v, g = values(dtype, size, seed), values(dtype, size, seed + 1)
@@ -104,7 +95,7 @@ def test_fused_accumulation_moments_and_clearing(dtype, size, seed, data):
         np.testing.assert_array_equal(*sums)
 
 
-@EVEN_SO
+@FEW
 @given(dtypes, sizes, seeds, st.floats(0, 1))
 def test_exact_top_k(dtype, size, seed, share):
     v = values(dtype, size, seed)
@@ -126,7 +117,7 @@ def test_exact_top_k_survives_a_sample_that_misleads():
         np.testing.assert_array_equal(np.delete(mine, taken), 3 * np.delete(v, taken))
 
 
-@EVEN_SO
+@FEW
 @given(st.integers(1, 2**40), st.integers(0, 500), st.integers(0, 2**64 - 1))
 def test_random_indices(length, count, key):
     mine = cpu.random_indices(length, count, key)
@@ -164,7 +155,7 @@ def test_ties_go_to_lower_positions():
         assert kernels.topk(v, 4)[0].tolist() == [0, 1, 2, 5]
 
 
-@EVEN_SO
+@FEW
 @given(dtypes, st.lists(st.tuples(sizes, seeds), max_size=7), st.sampled_from([np.uint32, np.uint64]), seeds)
 def test_merge_sum(dtype, shapes, index_dtype, seed):
     """Random floats, so that only the same order of addition gives the same bits; windows of every fill."""
@@ -184,7 +175,7 @@ def test_merge_sum(dtype, shapes, index_dtype, seed):
             assert a.tobytes() == b.tobytes()
 
 
-@EVEN_SO
+@FEW
 @given(dtypes, sizes, seeds)
 def test_scatter(dtype, size, seed):
     dense = np.nan_to_num(values(dtype, 3 * size + 1, seed))
@@ -197,7 +188,7 @@ def test_scatter(dtype, size, seed):
         np.testing.assert_array_equal(mine, theirs)
 
 
-@EVEN_SO
+@FEW
 @given(sizes, seeds, seeds, st.sampled_from([np.uint32, np.uint64]))
 def test_intersect_and_disorder(size, seed, other, dtype):
     a, b = indices(size, seed, dtype), indices(size // 2, other, dtype)
@@ -209,7 +200,7 @@ def test_intersect_and_disorder(size, seed, other, dtype):
             assert cpu.first_unsorted(array, length) == reference.first_unsorted(array, length)
 
 
-@EVEN_SO
+@FEW
 @given(dtypes, st.floats(0, 1e30))
 def test_key_of_is_the_smallest_key_that_reaches_the_threshold(dtype, threshold):
     if dtype.kind != "f":
@@ -231,10 +222,9 @@ def test_choice_of_kernels(monkeypatch):
     with pytest.raises(ValueError, match="SPARSECOLL_KERNELS"):
         kernels.kernels_of(np.empty(0))
     kernels._host_kernels.cache_clear()
-    monkeypatch.setenv("SPARSECOLL_KERNELS", "portable")
+    monkeypatch.setenv("SPARSECOLL_KERNELS", cpu.lanes.SET)
     monkeypatch.setenv("SPARSECOLL_THREADS", "2")
-    assert kernels.kernels_of(np.empty(0)) is cpu
-    assert (cpu.selection.use_lanes, cpu.selection.threads) == (False, 2)
+    assert kernels.kernels_of(np.empty(0)) is cpu and cpu.selection.threads == 2
     kernels._host_kernels.cache_clear()
     monkeypatch.setenv("SPARSECOLL_THREADS", "0")
     with pytest.raises(ValueError, match="SPARSECOLL_THREADS: expected an integer of at least 1, got '0'"):

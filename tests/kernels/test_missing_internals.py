@@ -15,7 +15,7 @@ numba.njit(lambda: 0)()  # Numba itself needs some of these internals, once
 import numpy as np
 from sparsecoll import SparseVector, formats, select
 from sparsecoll.kernels import cpu, kernels_of, reference
-assert kernels_of(np.empty(0)) is cpu and not cpu.selection.use_lanes
+assert kernels_of(np.empty(0)) is cpu and cpu.lanes.SET == "portable"
 rng = np.random.default_rng(0)
 for dtype in (np.float32, np.int32):
     x = (100 * rng.standard_normal(20_000)).astype(dtype)

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-import numba as nb
 import numpy as np
 
 from sparsecoll.kernels import reference
-from sparsecoll.kernels.cpu import lanes
-from sparsecoll.kernels.cpu.lanes import LANES, narrow_block, trailing_zeros, widen_block
+from sparsecoll.kernels.cpu.lanes import LANES, VECTORS, inlined, jit, narrow_block, trailing_zeros, widen_block
 from sparsecoll.kernels.keys import Array
 from sparsecoll.kernels.memory import empty
 from sparsecoll.kernels.reference.codecs import NEAR
 
-_jit: Any = nb.njit(nogil=True, cache=True)
 
-
-@_jit
+@jit
 def _block_heads(indices, gap, out):  # type: ignore[no-untyped-def]
     count = 0
     for i in range(indices.size):
@@ -26,7 +22,7 @@ def _block_heads(indices, gap, out):  # type: ignore[no-untyped-def]
     return count
 
 
-@_jit
+@jit
 def _block_write(indices, values, gap, out):  # type: ignore[no-untyped-def]
     offset = 0
     for i in range(indices.size):
@@ -36,7 +32,7 @@ def _block_write(indices, values, gap, out):  # type: ignore[no-untyped-def]
         out[offset] = values[i]
 
 
-@_jit
+@jit
 def _block_indices(starts, lengths, positions, out):  # type: ignore[no-untyped-def]
     block, begin = 0, 0
     end = np.int64(lengths[0]) if lengths.size else 0
@@ -48,14 +44,14 @@ def _block_indices(starts, lengths, positions, out):  # type: ignore[no-untyped-
         out[i] = starts[block] + np.uint64(position - begin)
 
 
-@_jit
+@jit
 def _bitmap_write(indices, first, out):  # type: ignore[no-untyped-def]
     for i in range(indices.size):
         bit = np.uint64(indices[i]) - first
         out[np.int64(bit >> np.uint64(6))] |= np.uint64(1) << (bit & np.uint64(63))
 
 
-@_jit
+@jit
 def _bitmap_read(words, first, out):  # type: ignore[no-untyped-def]
     count = 0
     for w in range(words.size):
@@ -70,7 +66,7 @@ def _bitmap_read(words, first, out):  # type: ignore[no-untyped-def]
     return count
 
 
-@_jit
+@jit
 def _hash_slots(indices, slots, a, b, c, out):  # type: ignore[no-untyped-def]
     half = np.uint64(32)
     for i in range(indices.size):
@@ -79,13 +75,13 @@ def _hash_slots(indices, slots, a, b, c, out):  # type: ignore[no-untyped-def]
         out[i] = ((mixed >> half) * slots) >> half
 
 
-@_jit
+@jit
 def _slots_write(slots, out):  # type: ignore[no-untyped-def]
     for i in range(slots.size):
         out[slots[i]] = i
 
 
-@_jit
+@jit
 def _scatter_add_marked(dense, indices, values):  # type: ignore[no-untyped-def]
     marked = 0
     for i in range(indices.size):
@@ -96,7 +92,7 @@ def _scatter_add_marked(dense, indices, values):  # type: ignore[no-untyped-def]
     return marked
 
 
-@_jit
+@jit
 def _to_bfloat16(bits, out):  # type: ignore[no-untyped-def]
     for i in range(bits.size):
         b = bits[i]
@@ -107,25 +103,25 @@ def _to_bfloat16(bits, out):  # type: ignore[no-untyped-def]
         out[i] = (upper | np.uint32((b & np.uint32(0xFFFF)) != 0)) if special else near
 
 
-@_jit
+@jit
 def _from_bfloat16(stored, out):  # type: ignore[no-untyped-def]
     for i in range(stored.size):
         out[i] = np.uint32(stored[i]) << np.uint32(16)
 
 
-@_jit
+@jit
 def _to_float16(values, out):  # type: ignore[no-untyped-def]
     for block in range(0, values.size, LANES):
         narrow_block(values, block, out)
 
 
-@_jit
+@jit
 def _from_float16(stored, out):  # type: ignore[no-untyped-def]
     for block in range(0, stored.size, LANES):
         widen_block(stored, block, out)
 
 
-@nb.njit(inline="always")  # type: ignore[untyped-decorator]
+@inlined
 def _code(value, scale, levels, sign, number):  # type: ignore[no-untyped-def]
     """The code of one value of a bucket with a finite scale above zero; `number` draws how it is rounded."""
     exact = abs(value) / scale * levels
@@ -138,7 +134,7 @@ def _code(value, scale, levels, sign, number):  # type: ignore[no-untyped-def]
     return np.uint8(np.int32(level)) | (sign if np.signbit(value) else np.uint8(0))
 
 
-@_jit
+@jit
 def _quantize(values, first, bits, bucket, seed, scales, out):  # type: ignore[no-untyped-def]
     levels, sign = np.float32((1 << (bits - 1)) - 1), np.uint8(1 << (bits - 1))
     start = 0
@@ -164,7 +160,7 @@ def _quantize(values, first, bits, bucket, seed, scales, out):  # type: ignore[n
         start = stop
 
 
-@_jit
+@jit
 def _dequantize(codes, first, bits, bucket, scales, out):  # type: ignore[no-untyped-def]
     levels = np.float32((1 << (bits - 1)) - 1)
     low, sign = (1 << (bits - 1)) - 1, bits - 1
@@ -248,7 +244,7 @@ def from_bfloat16(stored: Array) -> Array:
 
 
 def to_float16(values: Array) -> Array:
-    if not lanes.AVAILABLE or values.dtype != np.float32 or not values.flags.c_contiguous:
+    if not VECTORS or values.dtype != np.float32 or not values.flags.c_contiguous:
         return reference.to_float16(values)
     whole = values.size - values.size % LANES
     out = empty(values.size, np.uint16)
@@ -258,7 +254,7 @@ def to_float16(values: Array) -> Array:
 
 
 def from_float16(stored: Array) -> Array:
-    if not lanes.AVAILABLE or not stored.flags.c_contiguous:
+    if not VECTORS or not stored.flags.c_contiguous:
         return reference.from_float16(stored)
     whole = stored.size - stored.size % LANES
     out = empty(stored.size, np.uint32)
@@ -268,7 +264,7 @@ def from_float16(stored: Array) -> Array:
     return floats
 
 
-@_jit
+@jit
 def _add_signs(out, bits, start, steps):  # type: ignore[no-untyped-def]
     for i in range(out.size):
         bit = start + i

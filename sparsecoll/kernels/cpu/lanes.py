@@ -1,35 +1,61 @@
-"""Words of eight bytes and blocks of sixteen lanes: intrinsics where this Numba has them, else portable code."""
+"""The instruction set of the kernels, chosen at import, and its operations.
+
+`avx512` and `avx2` have operations on blocks of LANES items in intrinsics.py, `portable` has them in portable.py. Where
+an internal of Numba is missing, all operations are the portable ones.
+"""
 
 from __future__ import annotations
 
 import logging
+import os
 from typing import Any
 
 import numba
 
+logger = logging.getLogger(__name__)
+
 operations: Any
 try:
-    from sparsecoll.kernels.cpu import intrinsics as operations
+    from sparsecoll.kernels.cpu import intrinsics as operations  # before anything is compiled
 
     operations.probe()
 except Exception as error:
     from sparsecoll.kernels.cpu import portable as operations
 
-    logging.getLogger(__name__).warning(
+    logger.warning(
         "Numba %s lacks what the kernels with intrinsics need (%s: %s): the slower portable kernels are used",
         numba.__version__,
         type(error).__name__,
         error,
     )
 
-AVAILABLE = operations.AVAILABLE
-LANES = operations.LANES
+ADVICE: str = operations.ADVICE  # how the kernels could be faster on this machine; may be empty
+SUPPORTED = (*operations.SUPPORTED, "portable")
+SET = operations.SET
+chosen = os.environ.get("SPARSECOLL_KERNELS") or SET
+if chosen != SET:
+    raise ValueError(
+        f"SPARSECOLL_KERNELS: {chosen!r} cannot run here, expected one of {', '.join(SUPPORTED)}, reference"
+    )
+if not operations.PURE:
+    logger.warning("Numba has compiled for AVX-512 before in this process: kernels for AVX2 may use it")
+
+jit = operations.jit
+inlined: Any = numba.njit(inline="always")
 array_at = operations.array_at
-compress_block = operations.compress_block
-emit_block = operations.emit_block
 load64 = operations.load64
 magnitude_key = operations.magnitude_key
-narrow_block = operations.narrow_block
+popcount = operations.popcount
 store64 = operations.store64
 trailing_zeros = operations.trailing_zeros
-widen_block = operations.widen_block
+
+if SET == "portable":
+    from sparsecoll.kernels.cpu import portable as blocks
+else:
+    blocks = operations
+LANES = blocks.LANES
+VECTORS = SET != "portable"  # there are all operations on blocks, and they also add
+compress_block = blocks.compress_block
+emit_block = blocks.emit_block
+narrow_block = blocks.narrow_block
+widen_block = blocks.widen_block

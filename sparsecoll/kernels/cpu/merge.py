@@ -1,34 +1,30 @@
 """The sum of sparse vectors, one window of the index space after the other, in the second-level cache.
 
-With AVX-512 and floats, a window initially holds -0 everywhere. No sum can be -0 if +0 is added to each value, so the
-sums themselves show which coordinates have entries, and sixteen of them at a time are written out and reset. Otherwise
-a bit for each coordinate shows it.
+With AVX-512 or AVX2 and floats, a window initially holds -0 everywhere. No sum can be -0 if +0 is added to each value,
+so the sums themselves show which coordinates have entries, and a block of them at a time is written out and reset.
+Otherwise a bit for each coordinate shows it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-import numba as nb
 import numpy as np
 
 from sparsecoll.kernels import reference
-from sparsecoll.kernels.cpu import selection
 from sparsecoll.kernels.cpu.codecs import from_float16
-from sparsecoll.kernels.cpu.lanes import LANES, array_at, emit_block, trailing_zeros
+from sparsecoll.kernels.cpu.lanes import LANES, VECTORS, array_at, emit_block, jit, trailing_zeros
 from sparsecoll.kernels.cpu.sums import end
 from sparsecoll.kernels.keys import Array
 from sparsecoll.kernels.memory import empty
 
 WINDOW = 1 << 15  # indices summed at a time: 128 KiB of float32
-GROUPS = WINDOW // LANES
+SHIFT = LANES.bit_length() - 1
+GROUPS = WINDOW >> SHIFT
 CROWD = 512  # entries in a window from which on lanes are faster than bits
 
-_jit: Any = nb.njit(nogil=True, cache=True)
 
-
-@_jit
+@jit
 def _marked(indices, values, starts, stops, sums, marks, summary, out_indices, out_sums):  # type: ignore[no-untyped-def]
     """For each window: add all parts into `sums`, one after the other, then write the sums in index order."""
     count = 0
@@ -73,13 +69,11 @@ def _marked(indices, values, starts, stops, sums, marks, summary, out_indices, o
                     count += 1
 
 
-@_jit
-def _unmarked(index_at, value_at, sizes, starts, sums, bits, touched, out_indices, out_bits):  # type: ignore[no-untyped-def]
+@jit
+def _unmarked(index_at, value_at, sizes, starts, ends, sums, bits, touched, words, out_indices, out_bits):  # type: ignore[no-untyped-def]
     """As _marked, for floats, with lanes. `sums`, of which `bits` is a view, holds -0 everywhere before and after."""
     count = 0
     parts = sizes.size
-    words = touched.view(np.uint64)
-    ends = np.empty(parts, np.int64)
     zero = sums.dtype.type(0)
     while True:
         base = np.uint64(0)
@@ -102,7 +96,7 @@ def _unmarked(index_at, value_at, sizes, starts, sums, bits, touched, out_indice
                 entries += ends[p] - starts[p]
                 if ends[p] > starts[p]:
                     last = max(last, np.uint64(indices[ends[p] - 1]) - base)
-        groups = (np.int64(last) >> 4) + 1
+        groups = (np.int64(last) >> SHIFT) + 1
         crowded = 2 * entries > groups
         for p in range(parts):
             indices = array_at(index_at[p], sizes[p], out_indices)
@@ -114,11 +108,11 @@ def _unmarked(index_at, value_at, sizes, starts, sums, bits, touched, out_indice
                 for i in range(starts[p], ends[p]):
                     j = np.int64(np.uint64(indices[i]) - base)
                     sums[j] += values[i] + zero
-                    touched[j >> 4] = 1
+                    touched[j >> SHIFT] = 1
             starts[p] = ends[p]
         if crowded:
             for group in range(groups):
-                count = emit_block(bits, group << 4, base, out_indices, out_bits, count)
+                count = emit_block(bits, group << SHIFT, base, out_indices, out_bits, count)
         else:
             for w in range((groups + 7) >> 3):
                 word = words[w]
@@ -127,7 +121,7 @@ def _unmarked(index_at, value_at, sizes, starts, sums, bits, touched, out_indice
                     while word != 0:
                         group = (w << 3) + (np.int64(trailing_zeros(word)) >> 3)
                         word &= word - np.uint64(1)
-                        count = emit_block(bits, group << 4, base, out_indices, out_bits, count)
+                        count = emit_block(bits, group << SHIFT, base, out_indices, out_bits, count)
 
 
 def merge_sum(parts: Sequence[tuple[Array, Array]], dtype: np.dtype[np.generic]) -> tuple[Array, Array]:
@@ -141,14 +135,22 @@ def merge_sum(parts: Sequence[tuple[Array, Array]], dtype: np.dtype[np.generic])
     sizes = np.array([i.size for i in indices])
     room = int(sizes.sum())
     span = max(int(i[-1]) for i in indices) - min(int(i[0]) for i in indices) + 1
-    lanes = selection.use_lanes and dtype.kind == "f" and dtype.itemsize >= 4 and room * WINDOW >= CROWD * span
+    lanes = VECTORS and dtype.kind == "f" and dtype.itemsize >= 4 and room * WINDOW >= CROWD * span
     out_indices, out_sums = empty(room + LANES * lanes, indices[0].dtype), empty(room + LANES * lanes, dtype)
     if lanes:
         kind = np.dtype(f"u{dtype.itemsize}")
         index_at = np.array([i.ctypes.data for i in indices])
         value_at = np.array([v.ctypes.data for v in values])
         sums, touched = np.full(WINDOW, -0.0, dtype), np.zeros(GROUPS, np.uint8)
-        state = sizes, np.zeros(sizes.size, np.int64), sums, sums.view(kind), touched
+        state = (
+            sizes,
+            np.zeros_like(sizes),
+            np.empty_like(sizes),
+            sums,
+            sums.view(kind),
+            touched,
+            touched.view(np.uint64),
+        )
         count = _unmarked(index_at, value_at, *state, out_indices, out_sums.view(kind))
     else:
         stops = np.cumsum(sizes)

@@ -1,6 +1,7 @@
-"""The operations of intrinsics.py in Numba's public language, for a Numba in which an internal is missing.
+"""The operations of intrinsics.py in Numba's public language.
 
-Operations on sixteen lanes have no portable form: AVAILABLE is False, and their callers have loops of their own.
+Those on blocks run on processors without AVX2, as on ARM: LLVM vectorises the search for blocks in which something is
+to be selected. The others take the place of an internal that a Numba lacks.
 """
 
 from __future__ import annotations
@@ -11,10 +12,18 @@ import numba as nb
 import numpy as np
 from numba.extending import overload
 
-AVAILABLE = False
-LANES = 16
+SUPPORTED: tuple[str, ...] = ()
+SET = "portable"
+PURE = True
+ADVICE = "this version of Numba lacks internals that faster kernels use: install one that sparsecoll was tested with"
+LANES = 32
 
 _inline: Any = nb.njit(inline="always")
+
+
+def jit(function: Any) -> Any:
+    """`function`, compiled when it is first called with arguments of these types; releases the GIL, and is cached."""
+    return nb.njit(nogil=True, cache=True)(function)
 
 
 def magnitude_key(value, mask):  # type: ignore[no-untyped-def]
@@ -40,6 +49,15 @@ def trailing_zeros(word):  # type: ignore[no-untyped-def]
 
 
 @_inline
+def popcount(word):  # type: ignore[no-untyped-def]
+    """How many bits of a uint64 are 1."""
+    word -= (word >> np.uint64(1)) & np.uint64(0x5555555555555555)
+    word = (word & np.uint64(0x3333333333333333)) + ((word >> np.uint64(2)) & np.uint64(0x3333333333333333))
+    word = (word + (word >> np.uint64(4))) & np.uint64(0x0F0F0F0F0F0F0F0F)
+    return (word * np.uint64(0x0101010101010101)) >> np.uint64(56)
+
+
+@_inline
 def load64(data, offset):  # type: ignore[no-untyped-def]
     """The eight bytes from `offset` on of a uint8 array as a little-endian uint64."""
     word = np.uint64(0)
@@ -55,40 +73,33 @@ def store64(data, offset, word):  # type: ignore[no-untyped-def]
         data[offset + i] = np.uint8((word >> np.uint64(8 * i)) & np.uint64(255))
 
 
-@_inline
-def array_at(address, size, like):  # type: ignore[no-untyped-def]
-    """Of lanes."""
-    _unavailable(address)
-    return like
+array_at: Any = None  # these have no portable form
+emit_block: Any = None
+narrow_block: Any = None
+widen_block: Any = None
 
 
 @_inline
 def compress_block(bits, start, mask, key, indices, addend, scale, out_i, out_v, count, clear):  # type: ignore[no-untyped-def]
-    """Of lanes."""
-    _unavailable(start)
+    """Append those of the LANES items from `start` on whose key is >= `key` to out_i and out_v; return the new count.
+
+    As in intrinsics.py, but `addend` is None.
+    """
+    # unsigned, since negative indices prevent vectorisation, and not of a constant length, which would be unrolled
+    begin, end = np.uint64(start), np.uint64(min(start + LANES, bits.size))
+    largest = key ^ key
+    for i in range(begin, end):
+        largest = max(largest, magnitude_key(bits[i], mask))
+    if largest >= key:
+        for i in range(begin, end):
+            x, place = bits[i], np.uint64(count)
+            chosen = magnitude_key(x, mask) >= key
+            if indices is None:
+                out_i[place] = i
+            else:
+                out_i[place] = indices[i]
+            out_v[place] = x
+            count += chosen
+            if clear is not None:
+                bits[i] = bits.dtype.type(0) if chosen else x
     return count
-
-
-@_inline
-def emit_block(bits, start, base, out_i, out_v, count):  # type: ignore[no-untyped-def]
-    """Of lanes."""
-    _unavailable(start)
-    return count
-
-
-@_inline
-def narrow_block(bits, start, out):  # type: ignore[no-untyped-def]
-    """Of lanes."""
-    _unavailable(start)
-
-
-@_inline
-def widen_block(bits, start, out):  # type: ignore[no-untyped-def]
-    """Of lanes."""
-    _unavailable(start)
-
-
-@_inline
-def _unavailable(start):  # type: ignore[no-untyped-def]
-    if start >= 0:
-        raise RuntimeError("lanes are used although the intrinsics are missing: remove Numba's cache")

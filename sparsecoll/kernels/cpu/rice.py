@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import numba as nb
 import numpy as np
 
-from sparsecoll.kernels.cpu.lanes import load64, store64, trailing_zeros
+from sparsecoll.kernels.cpu.lanes import jit, load64, popcount, store64, trailing_zeros
 from sparsecoll.kernels.keys import Array
 from sparsecoll.kernels.memory import empty
 from sparsecoll.kernels.reference.rice import RICE_BLOCKS, RICE_LARGEST, RICE_PAD, RICE_SAMPLES
@@ -15,49 +14,56 @@ from sparsecoll.kernels.reference.rice import RICE_BLOCKS, RICE_LARGEST, RICE_PA
 FOUR = 14  # the largest parameter for which four remainders and seven more bits fit into 64 bits
 PLAIN = 40  # up to this parameter the sums of a block cannot overflow 64 bits
 
-_jit: Any = nb.njit(nogil=True, cache=True)
 
-
-@_jit
+@jit
 def _gaps(indices, start, count, gaps):  # type: ignore[no-untyped-def]
+    """Write the gaps of a block; return their sum."""
     block = indices[start : start + count]
     one = indices.dtype.type(1)
     gaps[0] = block[0] - indices[start - 1] - one if start > 0 else 0
     for j in range(1, count):
         gaps[j] = block[j] - block[j - 1] - one
+    return np.uint64(gaps[0]) + np.uint64(block[count - 1] - block[0]) - np.uint64(count - 1)
 
 
-@_jit
+@jit
 def _quotients(gaps, count, k):  # type: ignore[no-untyped-def]
-    total = np.uint64(0)
-    for gap in gaps[:count]:
-        total += gap >> np.uint64(k)
-    return np.int64(total)
+    """The sums of the quotients for k - 1, k and k + 1; k is 1 at least. They fit the type of the indices."""
+    kind = gaps.dtype.type
+    shift = kind(
+        (k - 1) & (63 if kind(1 << 32) else 31)
+    )  # a shift that fits for sure keeps the loop in the narrow type
+    lower, total, upper = kind(0), kind(0), kind(0)
+    block = gaps[:count]
+    for j in range(block.size):
+        quotient = kind(block[j] >> shift)
+        lower = kind(lower + quotient)
+        total = kind(total + (quotient >> kind(1)))
+        upper = kind(upper + (quotient >> kind(2)))
+    return np.int64(lower), np.int64(total), np.int64(upper)
 
 
-@_jit
-def _parameter(gaps, count):  # type: ignore[no-untyped-def]
+@jit
+def _parameter(gaps, count, sum_of_gaps):  # type: ignore[no-untyped-def]
     """(k, sum of the quotients). The length is convex in k: descend from the k of geometrically distributed gaps."""
-    mean = 0.69 * _quotients(gaps, count, 0) / count
-    k = 0
-    while k < RICE_LARGEST and mean >= 2.0:
+    mean = 0.69 * sum_of_gaps / count
+    k = 1
+    while k < RICE_LARGEST and mean >= 4.0:
         mean *= 0.5
         k += 1
-    total = _quotients(gaps, count, k)
-    while k > 0:
-        lower = _quotients(gaps, count, k - 1)
-        if lower > total + count:
-            break
-        total, k = lower, k - 1
-    while k < RICE_LARGEST:
-        upper = _quotients(gaps, count, k + 1)
-        if upper + count >= total:
-            break
-        total, k = upper, k + 1
-    return k, total
+    while True:
+        lower, total, upper = _quotients(gaps, count, k)
+        if lower <= total + count:
+            if k == 1:
+                return 0, lower
+            k -= 1
+        elif upper + count < total and k < RICE_LARGEST:
+            k += 1
+        else:
+            return k, total
 
 
-@_jit
+@jit
 def _rice_sample(indices, block, gaps):  # type: ignore[no-untyped-def]
     """The size in bytes of a sample of the gaps, coded in blocks of this size."""
     total, largest = 0, RICE_BLOCKS[0]
@@ -66,115 +72,151 @@ def _rice_sample(indices, block, gaps):  # type: ignore[no-untyped-def]
     for run in range(0, runs, step):
         for start in range(run * largest, min((run + 1) * largest, indices.size), block):
             count = min(block, indices.size - start)
-            _gaps(indices, start, count, gaps)
-            k, quotients = _parameter(gaps, count)
+            k, quotients = _parameter(gaps, count, _gaps(indices, start, count, gaps))
             total += 2 + ((count + quotients + 7) >> 3) + ((count * k + 7) >> 3)
     return total
 
 
-@_jit
+@jit
 def _rice_table(indices, block, gaps, table):  # type: ignore[no-untyped-def]
     for number in range(table.size):
         start = number * block
         count = min(block, indices.size - start)
-        _gaps(indices, start, count, gaps)
-        k, total = _parameter(gaps, count)
+        k, total = _parameter(gaps, count, _gaps(indices, start, count, gaps))
         table[number] = (k << 10) | ((count + total + 7) >> 3)
 
 
-@_jit
+@jit
 def _write_unary(gaps, count, k, out, offset):  # type: ignore[no-untyped-def]
-    word = np.uint64(0)
-    edge, one = 0, -1
-    for j in range(count):
-        one += np.int64(gaps[j] >> np.uint64(k)) + 1
-        while one - edge >= 64:
-            store64(out, offset + (edge >> 3), word)
-            word = np.uint64(0)
-            edge += 64
-        word |= np.uint64(1) << np.uint64(one - edge)
-    store64(out, offset + (edge >> 3), word)
-
-
-@_jit
-def _write_remainders(gaps, count, k, out, offset):  # type: ignore[no-untyped-def]
-    """Every store writes 8 bytes; the next one overwrites those beyond its own bits."""
-    mask = (np.uint64(1) << np.uint64(k)) - np.uint64(1)
-    left, fill, j = np.uint64(0), 0, 0
-    if k <= FOUR:
-        k1, k2, k3 = np.uint64(k), np.uint64(2 * k), np.uint64(3 * k)
-        while j + 4 <= count:
-            four = (gaps[j] & mask) | ((gaps[j + 1] & mask) << k1)
-            four |= ((gaps[j + 2] & mask) << k2) | ((gaps[j + 3] & mask) << k3)
-            left |= four << np.uint64(fill)
-            fill += 4 * k
-            store64(out, offset, left)
-            offset += fill >> 3
-            left >>= np.uint64(fill & ~7)
-            fill &= 7
-            j += 4
+    """Every store writes 8 bytes; the next one overwrites those beyond its own bits, of which `left` has at most 7."""
+    shift, one = np.uint64(k), np.uint64(1)
+    left, fill, j = np.uint64(0), np.uint64(0), 0
     while j < count:
-        left |= (gaps[j] & mask) << np.uint64(fill)
-        fill += k
+        if j + 4 <= count:
+            first = np.uint64(gaps[j]) >> shift
+            second = first + (np.uint64(gaps[j + 1]) >> shift) + one
+            third = second + (np.uint64(gaps[j + 2]) >> shift) + one
+            fourth = third + (np.uint64(gaps[j + 3]) >> shift) + one
+            if fourth < np.uint64(56):
+                left |= ((one << first) | (one << second) | (one << third) | (one << fourth)) << fill
+                fill += fourth + one
+                store64(out, offset, left)
+                offset += np.int64(fill >> np.uint64(3))
+                left >>= fill & ~np.uint64(7)
+                fill &= np.uint64(7)
+                j += 4
+                continue
+        fill += np.uint64(gaps[j]) >> shift
+        while fill >= np.uint64(56):
+            store64(out, offset, left)
+            offset += 7
+            left >>= np.uint64(56)
+            fill -= np.uint64(56)
+        left |= one << fill
+        fill += one
         store64(out, offset, left)
-        offset += fill >> 3
-        left >>= np.uint64(fill & ~7)
-        fill &= 7
+        offset += np.int64(fill >> np.uint64(3))
+        left >>= fill & ~np.uint64(7)
+        fill &= np.uint64(7)
         j += 1
-    store64(out, offset, left)
 
 
-@_jit
+@jit
+def _write_remainders(gaps, count, k, out, offset):  # type: ignore[no-untyped-def]
+    k1, k2, k3 = np.uint64(k), np.uint64(2 * k), np.uint64(3 * k)
+    mask = (np.uint64(1) << k1) - np.uint64(1)
+    left, fill = np.uint64(0), np.uint64(0)
+    step = 4 if k <= FOUR else 1
+    for j in range(0, count, step):
+        more = np.uint64(gaps[j]) & mask
+        if step == 4:  # those beyond `count` are zero
+            more |= (np.uint64(gaps[j + 1]) & mask) << k1
+            more |= ((np.uint64(gaps[j + 2]) & mask) << k2) | ((np.uint64(gaps[j + 3]) & mask) << k3)
+        left |= more << fill
+        fill += np.uint64(step) * k1
+        store64(out, offset, left)
+        offset += np.int64(fill >> np.uint64(3))
+        left >>= fill & ~np.uint64(7)
+        fill &= np.uint64(7)
+
+
+@jit
 def _rice_encode(indices, table, block, gaps, out):  # type: ignore[no-untyped-def]
-    offset = 0
+    offset = np.int64(0)
     for number in range(table.size):
         start = number * block
         count = min(block, indices.size - start)
         k, unary = np.int64(table[number] >> 10), np.int64(table[number] & 1023)
         _gaps(indices, start, count, gaps)
+        gaps[count : count + 3] = 0
         _write_unary(gaps, count, k, out, offset)
         _write_remainders(gaps, count, k, out, offset + unary)
         offset += unary + ((count * k + 7) >> 3)
 
 
-@_jit
+@jit
 def _read_unary(payload, offset, unary, count, ones):  # type: ignore[no-untyped-def]
-    """Write the positions of the 1 bits; return whether there are `count` of them."""
-    found = 0
+    """Write the positions of the 1 bits, and up to three more items; return whether there are `count` of them."""
+    found, one = 0, np.uint64(1)
     for at in range(0, unary, 8):
         word = load64(payload, offset + at)
         if unary - at < 8:
-            word &= (np.uint64(1) << np.uint64(8 * (unary - at))) - np.uint64(1)
-        base = 8 * at
-        while word != 0:
-            if found == count:
-                return False
-            ones[found] = base + trailing_zeros(word)
-            word &= word - np.uint64(1)
-            found += 1
+            word &= (one << np.uint64(8 * (unary - at))) - one
+        base, stop = np.uint64(8 * at), found + np.int64(popcount(word))
+        if stop > count:
+            return False
+        for i in range(found, stop, 4):
+            ones[i] = base + np.uint64(trailing_zeros(word))
+            word &= word - one
+            ones[i + 1] = base + np.uint64(trailing_zeros(word))
+            word &= word - one
+            ones[i + 2] = base + np.uint64(trailing_zeros(word))
+            word &= word - one
+            ones[i + 3] = base + np.uint64(trailing_zeros(word))
+            word &= word - one
+        found = stop
     return found == count
 
 
-@_jit
+@jit
 def _read_plain(payload, offset, k, ones, index, out):  # type: ignore[no-untyped-def]
-    mask = (np.uint64(1) << np.uint64(k)) - np.uint64(1)
-    bit, low = 0, np.uint64(0)
-    for j in range(out.size):
-        low += (load64(payload, offset + (bit >> 3)) >> np.uint64(bit & 7)) & mask
+    """Add each remainder, the quotients before it and the number of its gap; the last index."""
+    k1, mask = np.uint64(k), (np.uint64(1) << np.uint64(k)) - np.uint64(1)
+    total, bit, j = np.uint64(index + 1) + mask, 0, 0
+    if k <= FOUR:
+        while j + 4 <= out.size:
+            word = ~(load64(payload, offset + (bit >> 3)) >> np.uint64(bit & 7))
+            bit += 4 * k
+            total -= word & mask
+            out[j] = total + (ones[j] << k1)
+            word >>= k1
+            total -= word & mask
+            out[j + 1] = total + (ones[j + 1] << k1)
+            word >>= k1
+            total -= word & mask
+            out[j + 2] = total + (ones[j + 2] << k1)
+            word >>= k1
+            total -= word & mask
+            out[j + 3] = total + (ones[j + 3] << k1)
+            j += 4
+    while j < out.size:
+        total -= ~(load64(payload, offset + (bit >> 3)) >> np.uint64(bit & 7)) & mask
         bit += k
-        out[j] = np.uint64(index + 1 + j + ((ones[j] - j) << k)) + low
-    return np.uint64(index + out.size + ((ones[out.size - 1] - out.size + 1) << k)) + low
+        out[j] = total + (ones[j] << k1)
+        j += 1
+    return total + (ones[out.size - 1] << k1)
 
 
-@_jit
+@jit
 def _read_checked(payload, offset, k, ones, index, limit, out):  # type: ignore[no-untyped-def]
     mask = (np.uint64(1) << np.uint64(k)) - np.uint64(1)
     before = -1
     for j in range(out.size):
         bit = j * k
         low = (load64(payload, offset + (bit >> 3)) >> np.uint64(bit & 7)) & mask
-        quotient = ones[j] - before - 1
-        before = ones[j]
+        one = np.int64(ones[j])
+        quotient = one - before - 1
+        before = one
         if quotient > limit >> k or (np.uint64(quotient) << np.uint64(k)) + low >= np.uint64(limit - index - 1):
             return np.uint64(limit)
         index += np.int64((np.uint64(quotient) << np.uint64(k)) + low) + 1
@@ -182,9 +224,9 @@ def _read_checked(payload, offset, k, ones, index, limit, out):  # type: ignore[
     return np.uint64(index)
 
 
-@_jit
+@jit
 def _rice_decode(table, payload, block, first, limit, ones, out):  # type: ignore[no-untyped-def]
-    index, offset = first - 1, 0
+    index, offset = first - 1, np.int64(0)
     for number in range(table.size):
         start = number * block
         count = min(block, out.size - start)
@@ -218,11 +260,11 @@ def rice_table(indices: Array, block: int) -> Array:
 
 def rice_encode(indices: Array, table: Array, block: int, out: Array) -> None:
     out[-RICE_PAD:] = 0
-    _rice_encode(indices, table, block, np.empty(block, np.uint64), out)
+    _rice_encode(indices, table, block, np.empty(block + 3, indices.dtype), out)
 
 
 def rice_decode(
     table: Array, payload: Array, block: int, first: int, count: int, limit: int, dtype: Any
 ) -> Array | None:
     out = empty(count, dtype)
-    return out if _rice_decode(table, payload, block, first, limit, np.empty(block, np.int64), out) else None
+    return out if _rice_decode(table, payload, block, first, limit, np.empty(block + 3, np.uint64), out) else None

@@ -10,14 +10,12 @@ import functools
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import numba as nb
 import numpy as np
 
 from sparsecoll.kernels import reference
-from sparsecoll.kernels.cpu import lanes
-from sparsecoll.kernels.cpu.lanes import LANES, compress_block, magnitude_key
+from sparsecoll.kernels.cpu.lanes import LANES, VECTORS, compress_block, inlined, jit, magnitude_key
 from sparsecoll.kernels.keys import Addend, Array, bits_and_mask, index_dtype
-from sparsecoll.kernels.memory import empty
+from sparsecoll.kernels.memory import empty, readonly
 from sparsecoll.kernels.reference.selection import (
     MOMENT_LANES,
     MOMENT_ROWS,
@@ -36,13 +34,10 @@ SAMPLE = 1 << 17  # size of the largest sample that bounds the k-th magnitude fr
 BEYOND = 1 << 64  # a key that no value reaches
 SHARED = 1 << 20  # from this many values on, threads share a pass
 
-use_lanes = lanes.AVAILABLE  # set to False to run the portable code
 threads = 1  # see kernels.kernels_of
 
-_jit: Any = nb.njit(nogil=True, cache=True)
 
-
-@_jit
+@jit
 def _count(bits, mask, key):  # type: ignore[no-untyped-def]
     count = 0
     for i in range(bits.size):
@@ -50,7 +45,7 @@ def _count(bits, mask, key):  # type: ignore[no-untyped-def]
     return count
 
 
-@_jit
+@jit
 def _key_range(bits, mask):  # type: ignore[no-untyped-def]
     lowest = magnitude_key(bits[0], mask)
     highest = lowest
@@ -61,14 +56,14 @@ def _key_range(bits, mask):  # type: ignore[no-untyped-def]
     return lowest, highest
 
 
-@_jit
+@jit
 def _add(values, addend, scale, start, stop):  # type: ignore[no-untyped-def]
     target, source = values[start:stop], addend[start:stop]  # slices: plain loops over them are vectorised
     for i in range(target.size):
         target[i] += scale * values.dtype.type(source[i])
 
 
-@_jit
+@jit
 def _add_moments(values, start, stop, sums, lines):  # type: ignore[no-untyped-def]
     """Add a chunk to `moments_of`; `sums` (4, MOMENT_LANES) holds the columns of the current line."""
     if start % LINE == 0:
@@ -93,12 +88,15 @@ def _add_moments(values, start, stop, sums, lines):  # type: ignore[no-untyped-d
             lower, upper = sums[number, :half], sums[number, half : 2 * half]
             for j in range(half):
                 lower[j] += upper[j]
+        lower, upper = largest[:half], largest[half : 2 * half]
+        for j in range(half):
+            lower[j] = upper[j] if upper[j] > lower[j] else lower[j]
         half //= 2
     line = lines[start // LINE]
-    line[0], line[1], line[2], line[3] = x1[0], x2[0], absolute[0], largest.max()
+    line[0], line[1], line[2], line[3] = x1[0], x2[0], absolute[0], largest[0]
 
 
-@_jit
+@inlined
 def _take(bits, mask, key, indices, addend, scale, first, start, stop, out_i, out_v, count, clear):  # type: ignore[no-untyped-def]
     """Append the selected items of a chunk to the outputs, which have room for all of it and LANES more.
 
@@ -120,16 +118,16 @@ def _take(bits, mask, key, indices, addend, scale, first, start, stop, out_i, ou
     return count
 
 
-@_jit
+@jit
 def _select(  # type: ignore[no-untyped-def]
-    values, bits, mask, key, indices, addend, added, scale, sums, lines, start, out_i, out_v, count, clear, wide
+    values, bits, mask, key, indices, addend, added, scale, sums, lines, start, out_i, out_v, count, clear
 ):
     """Select from `start` on until the end, or until the outputs are nearly full: (where it stopped, the count)."""
     while start < bits.size:
         stop = min(start + CHUNK, bits.size)
         if count + (stop - start) + LANES > out_i.size:
             break
-        first = stop - (stop - start) % LANES if wide else start
+        first = stop - (stop - start) % LANES
         if addend is not None:
             _add(values, addend, scale, start if added is None else first, stop)
         if sums is not None:
@@ -139,14 +137,14 @@ def _select(  # type: ignore[no-untyped-def]
     return start, count
 
 
-@_jit
-def _select_all(bits, mask, key, indices, start, out_i, out_v, count, wide):  # type: ignore[no-untyped-def]
+@jit
+def _select_all(bits, mask, key, indices, start, out_i, out_v, count):  # type: ignore[no-untyped-def]
     """Select from `start` to the end; the outputs have room for all items."""
-    first = bits.size - (bits.size - start) % LANES if wide else start
+    first = bits.size - (bits.size - start) % LANES
     return _take(bits, mask, key, indices, None, None, first, start, bits.size, out_i, out_v, count, None)
 
 
-@_jit
+@jit
 def _first_surplus_tie(bits, mask, key, ties):  # type: ignore[no-untyped-def]
     """The position of the item with this key that follows the first `ties` of them; the size if there is none."""
     for i in range(bits.size):
@@ -157,7 +155,7 @@ def _first_surplus_tie(bits, mask, key, ties):  # type: ignore[no-untyped-def]
     return bits.size
 
 
-@_jit
+@jit
 def _put_back(dense, positions, bits, mask, key, edge):  # type: ignore[no-untyped-def]
     for i in range(bits.size):
         m = magnitude_key(bits[i], mask)
@@ -165,12 +163,12 @@ def _put_back(dense, positions, bits, mask, key, edge):  # type: ignore[no-untyp
             dense[positions[i]] = bits[i]
 
 
-@_jit
+@jit
 def _accumulate(values, addend, scale):  # type: ignore[no-untyped-def]
     _add(values, addend, scale, 0, values.size)
 
 
-@_jit
+@jit
 def _permuted(length, half, key, out):  # type: ignore[no-untyped-def]
     mask, shift = (np.uint64(1) << np.uint64(half)) - np.uint64(1), np.uint64(half)
     for i in range(out.size):
@@ -187,13 +185,14 @@ def _permuted(length, half, key, out):  # type: ignore[no-untyped-def]
         out[i] = x
 
 
-def _lanes_of(values: Array) -> tuple[Array, Any]:
+def _lanes_of(values: Array, write: bool = False) -> tuple[Array, Any]:
     """(floats as unsigned bit patterns, integers as they are; the mask that removes the sign)."""
     if not values.flags.c_contiguous:
         raise ValueError("values: expected a contiguous array")
     unsigned = np.dtype(f"u{values.dtype.itemsize}")
     mask = unsigned.type(np.iinfo(unsigned).max >> 1)
-    return (values.view(unsigned) if values.dtype.kind == "f" else values), mask
+    bits = values.view(unsigned) if values.dtype.kind == "f" else values
+    return bits if write else readonly(bits), mask
 
 
 def count_at_least(values: Array, key: int) -> int:
@@ -239,15 +238,16 @@ def select_at_least(
         if moments is not None:
             moments[:] = moments_of(values)
         add = moments = None
-    bits, mask = _lanes_of(values)
+    bits, mask = _lanes_of(values, write=clear or add is not None)
     if key > np.iinfo(mask.dtype).max:  # no value can reach it
         return reference.select_at_least(values, key, indices=indices, add=add, moments=moments)
     lines = None if moments is None else np.empty((-(-values.size // LINE), 4))
-    addend, scale = (None, None) if add is None else (np.ascontiguousarray(add[0]), values.dtype.type(add[1]))
-    floats = bits if addend is None and lines is None else values
+    addend, scale = (None, None) if add is None else (readonly(np.ascontiguousarray(add[0])), values.dtype.type(add[1]))
+    floats = bits if addend is None and lines is None else values if addend is not None else readonly(values)
     in_lanes = addend is not None and addend.dtype == values.dtype and values.dtype.kind == "f" and lines is None
-    added = addend.view(bits.dtype) if in_lanes and use_lanes else None  # type: ignore[union-attr]
+    added = addend.view(bits.dtype) if in_lanes and VECTORS else None  # type: ignore[union-attr]
     index = index_dtype(values.size) if indices is None else indices.dtype
+    indices = None if indices is None else readonly(indices)
 
     def part(start: int, stop: int) -> tuple[Array, Array]:
         arrays: list[Any] = [
@@ -288,7 +288,7 @@ def _select_range(
     begin = start
     sums = None if lines is None else np.empty((4, MOMENT_LANES))
     while True:
-        state = (start, out_i, out_v, count, clear or None, use_lanes)
+        state = (start, out_i, out_v, count, clear or None)
         start, count = _select(floats, bits, mask, key, indices, addend, added, scale, sums, lines, *state)
         if start == size:
             return out_i[:count], out_v[:count]
@@ -334,12 +334,13 @@ def topk_by_key(values: Array, key: int, ties: int, *, indices: Array | None = N
 def _topk_by_key_into(out_i: Array, out_v: Array, values: Array, indices: Array | None, key: Any, edge: int) -> Any:
     """The outputs may be `indices` and `values` themselves: an item is written only after it was read."""
     bits, mask = _lanes_of(values)
-    out_bits = _lanes_of(out_v)[0]
+    out_bits = _lanes_of(out_v, write=True)[0]
+    indices = None if indices is None else readonly(indices)
     count = 0
     for start, stop, least in ((0, edge, key), (edge, values.size, key + key.dtype.type(1))):
         if least >= key:  # else the key was the largest one: nothing is above it
             part = bits[:stop]
-            count = _select_all(part, mask, least, indices, start, out_i, out_bits, count, use_lanes)
+            count = _select_all(part, mask, least, indices, start, out_i, out_bits, count)
     return out_i[:count], out_v[:count]
 
 
@@ -382,5 +383,5 @@ def topk(
         return found_i, found_v
     typed, edge = _cut_at_ties(found_v, *kth_key(found_v, k))
     if clear:
-        _put_back(_lanes_of(values)[0], found_i, *_lanes_of(found_v), typed, edge)
+        _put_back(_lanes_of(values, write=True)[0], readonly(found_i), *_lanes_of(found_v), typed, edge)
     return _topk_by_key_into(found_i, found_v, found_v, found_i, typed, edge)  # type: ignore[no-any-return]

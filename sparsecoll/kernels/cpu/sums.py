@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import numba as nb
 import numpy as np
 
 from sparsecoll.kernels import reference
+from sparsecoll.kernels.cpu.lanes import jit
 from sparsecoll.kernels.keys import Array
 from sparsecoll.kernels.memory import empty
 
 WINDOW = 1 << 14  # coordinates looked up at a time: their 16 KiB of marks stay in the first-level cache
 CROWD = 64  # entries in a window from which on marks are faster than comparisons
 
-_jit: Any = nb.njit(nogil=True, cache=True)
 
-
-@_jit
+@jit
 def end(indices, start, limit):  # type: ignore[no-untyped-def]
     """The first position from `start` on whose index is at least `limit`, by exponential and binary search."""
     size = indices.size
@@ -36,19 +32,19 @@ def end(indices, start, limit):  # type: ignore[no-untyped-def]
     return low
 
 
-@_jit
+@jit
 def _scatter_add(dense, indices, values):  # type: ignore[no-untyped-def]
     for i in range(indices.size):
         dense[indices[i]] += values[i]
 
 
-@_jit
+@jit
 def _scatter_subtract(dense, indices, values):  # type: ignore[no-untyped-def]
     for i in range(indices.size):
         dense[indices[i]] -= values[i]
 
 
-@_jit
+@jit
 def _common(a, b, wanted, out):  # type: ignore[no-untyped-def]
     """Write the positions in `a` of the indices that are in `b` (wanted = 1) or are not (wanted = 0); their number."""
     count, i, j = 0, 0, 0
@@ -66,7 +62,7 @@ def _common(a, b, wanted, out):  # type: ignore[no-untyped-def]
     return count
 
 
-@_jit
+@jit
 def _common_crowded(a, b, wanted, marks, out):  # type: ignore[no-untyped-def]
     """As _common, by windows: mark the indices of `b`, look up those of `a`. `marks` is zero before and after."""
     count, i, j = 0, 0, 0
@@ -85,7 +81,7 @@ def _common_crowded(a, b, wanted, marks, out):  # type: ignore[no-untyped-def]
     return count
 
 
-@_jit
+@jit
 def _first_unsorted(indices, length):  # type: ignore[no-untyped-def]
     if indices.size == 0:
         return -1
