@@ -30,5 +30,5 @@ def fail_at(transport, method, number):
     setattr(transport, method, failing)
 
 
-def mend(transport, method):
+def unpatch(transport, method):
     vars(transport).pop(method, None)

@@ -35,19 +35,19 @@ def call(**options):
     return sparsecoll.allreduce(comm, vector(), "oktopk", k=K, **options)
 
 
-def tell(**row):
+def report(**row):
     print(json.dumps({"rank": comm.rank, **row}), flush=True)
 
 
 @contextlib.contextmanager
-def told():
+def outcome_reported():
     start = time.monotonic()
     try:
         yield
     except sparsecoll.CommunicationError as error:
-        tell(error=str(error), seconds=time.monotonic() - start)
+        report(error=str(error), seconds=time.monotonic() - start)
     else:
-        tell(error=None, seconds=time.monotonic() - start)
+        report(error=None, seconds=time.monotonic() - start)
 
 
 def die(what, leave=True):
@@ -64,7 +64,7 @@ def die(what, leave=True):
             send(destination, buffer)
 
         transport._isend = last_words
-    with told():
+    with outcome_reported():
         call(timeout=1)
     if leave:
         os._exit(0)  # MPI_Finalize would wait for the dead
@@ -75,9 +75,9 @@ def late(seconds, timeout):
     call()
     if comm.rank == LAST:
         time.sleep(seconds)
-    with told():
+    with outcome_reported():
         call(timeout=timeout)
-    with told():
+    with outcome_reported():
         call(timeout=timeout)
     sys.stdout.flush()
     if timeout < seconds:
@@ -106,7 +106,7 @@ def alone():
             raise MemoryError("no room")
 
         sys.modules[sparsecoll.Allgather.__module__].summed = no_room
-    with told():
+    with outcome_reported():
         sparsecoll.allreduce(comm, vector(), "allgather")
     comm.Barrier()
     os._exit(0)
@@ -118,7 +118,7 @@ def cold():
     if comm.rank == LAST:
         time.sleep(4)
     for _ in range(2):
-        with told():
+        with outcome_reported():
             sparsecoll.allreduce(own, x, timeout=1)
     time.sleep(0 if comm.rank == LAST else 8)  # who ends takes the others along
     os._exit(0)
@@ -131,7 +131,7 @@ def threads():
         sparsecoll.traffic(each)
     with ThreadPoolExecutor(4) as pool:
         sums = list(pool.map(lambda c: float(sparsecoll.allreduce(c, vector(), "allgather").values.sum()), own))
-    tell(sums=sums)
+    report(sums=sums)
     sys.stdout.flush()
 
 
@@ -142,9 +142,9 @@ def shrunk():
         die(by(signal.SIGKILL), leave=False)
         comm = sparsecoll.shrink(comm)
     except sparsecoll.CommunicationError as error:
-        tell(error=str(error))
+        report(error=str(error))
         os._exit(0)
-    tell(size=comm.size, sum=float(call().values.sum()), expected=float(sum_of_all()))
+    report(size=comm.size, sum=float(call().values.sum()), expected=float(sum_of_all()))
     os._exit(0)
 
 

@@ -1,4 +1,4 @@
-"""The front door: types, options, and the same clear error on every rank."""
+"""`sparsecoll.allreduce`: types, options, and the same clear error on every rank."""
 
 import formulas
 import numpy as np

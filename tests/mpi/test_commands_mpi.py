@@ -21,8 +21,8 @@ def folder(comm, tmp_path):
 def test_gradients_from_files(comm, folder, capfd):
     np.save(folder / f"g{comm.rank}.npy", np.arange(3000, dtype=np.float32))
     main(["bench", "--gradient", str(folder / "g{rank}.npy"), *ALGOS, "--json", str(folder / "rows.json")])
-    told = capfd.readouterr().out.splitlines()
-    assert len(told) == (3 if comm.rank == 0 else 0)
+    printed = capfd.readouterr().out.splitlines()
+    assert len(printed) == (3 if comm.rank == 0 else 0)
     comm.Barrier()
     rows = json.loads((folder / "rows.json").read_text())["rows"]
     assert [(row["P"], row["n"]) for row in rows] == [(comm.size, 3000)] * 2
@@ -45,7 +45,7 @@ def test_what_one_rank_sees_ends_all(comm, folder, capfd):
             np.save(folder / f"g{comm.rank}.npy", np.ones(length, np.float32))
         with pytest.raises(SystemExit) as ended:
             main(arguments)
-        told = capfd.readouterr().err
+        printed = capfd.readouterr().err
         assert ended.value.code == 1
-        assert (expected in told and told.count("\n") == 1) if comm.rank == 0 else told == ""
+        assert (expected in printed and printed.count("\n") == 1) if comm.rank == 0 else printed == ""
     assert comm.allreduce(1) == comm.size

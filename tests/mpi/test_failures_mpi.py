@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from cases import case
-from failing import EXACT, K, algorithm, fail_at, mend
+from failing import EXACT, K, algorithm, fail_at, unpatch
 from oracles import oracle
 
 import sparsecoll
@@ -30,11 +30,11 @@ def test_a_rank_that_fails_between_messages_is_heard_by_all(comm, name, chunk):
             try:
                 sparsecoll.allreduce(comm, x, algo, k=K, timeout=60)
                 if comm.rank == culprit:
-                    mend(transport, method)
+                    unpatch(transport, method)
                 sparsecoll.allreduce(comm, x, algo, k=K, timeout=60)  # who had finished hears of it here
             except CommunicationError as error:
                 text = str(error)
-            mend(transport, method)
+            unpatch(transport, method)
             assert len(set(comm.allgather(text))) == 1
             assert text in (None, f"rank {culprit} failed: Fault: {method} {number}")
             y = sparsecoll.allreduce(comm, x, algo, k=K, timeout=60)
@@ -56,11 +56,11 @@ def test_large_messages_that_nobody_takes_are_dropped(comm):
         text = None
         try:
             sparsecoll.allreduce(comm, dense, "dense", timeout=60)
-            mend(transport, "isend")
+            unpatch(transport, "isend")
             sparsecoll.allreduce(comm, dense, "dense", timeout=60)
         except CommunicationError as error:
             text = str(error)
-        mend(transport, "isend")
+        unpatch(transport, "isend")
         assert set(comm.allgather(text)) == {f"rank {culprit} failed: Fault: isend 2"}
     y = sparsecoll.allreduce(comm, dense, "dense", timeout=60)
     assert (y.values == comm.size).all()

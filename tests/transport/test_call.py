@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from cases import case
-from failing import EXACT, K, algorithm, fail_at, mend
+from failing import EXACT, K, algorithm, fail_at, unpatch
 from oracles import oracle
 
 import sparsecoll
@@ -32,11 +32,11 @@ def test_a_rank_that_fails_between_messages_is_heard_by_all(name, P):
         try:
             sparsecoll.allreduce(comm, x, algo, k=K)
             if comm.rank == culprit and method in vars(comm.transport):
-                mend(comm.transport, method)  # it has fewer messages
+                unpatch(comm.transport, method)  # it has fewer messages
             sparsecoll.allreduce(comm, x, algo, k=K)  # who had finished hears of it here
         except CommunicationError as error:
             text = str(error)
-        mend(comm.transport, method)
+        unpatch(comm.transport, method)
         y = sparsecoll.allreduce(comm, x, algo, k=K)
         return text, y.to_dense()
 
@@ -83,11 +83,11 @@ def test_truncated_and_overlong_messages_raise_on_all(name, P):
         text = None
         try:
             sparsecoll.allreduce(comm, x, algo, k=K)
-            mend(transport, "_take")
+            unpatch(transport, "_take")
             sparsecoll.allreduce(comm, x, algo, k=K)
         except (CommunicationError, ValueError) as error:
             text = str(error)
-        mend(transport, "_take")
+        unpatch(transport, "_take")
         return text, hit[0], sparsecoll.allreduce(comm, x, algo, k=K).to_dense()
 
     inputs = [case("random", rank, P) for rank in range(P)]
@@ -244,7 +244,7 @@ def test_algorithms_forget_what_a_failed_call_may_have_left_different():
         with pytest.raises(CommunicationError):
             sparsecoll.allreduce(comm, x, algo, k=K)
             sparsecoll.allreduce(comm, x, algo, k=K)
-        mend(comm.transport, "isend")
+        unpatch(comm.transport, "isend")
         reduction = sparsecoll.allreduce(comm, x, algo, k=K, return_reduction=True)
         assert "repartition" in reduction.traffic.phases and algo.state_dict()["calls"] == 1
         return algo.state_dict()["boundaries"]
