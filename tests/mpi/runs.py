@@ -44,9 +44,11 @@ def draw(rank, step, part=0, dtype=torch.float64, count=8):
 
 def in_turn(cases):
     """Parameters (way, case) of all (case, ways); over Open MPI a case runs in one way, and the ways take turns."""
-    for number, (case, ways) in enumerate(cases):
-        for i, way in enumerate(ways):
-            yield pytest.param(way, case, marks=[] if i == number % len(ways) else [pytest.mark.mpich])
+    return [
+        pytest.param(way, case, marks=[] if i == number % len(ways) else [pytest.mark.mpich])
+        for number, (case, ways) in enumerate(cases)
+        for i, way in enumerate(ways)
+    ]
 
 
 class Run:
