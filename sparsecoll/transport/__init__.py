@@ -10,6 +10,7 @@ import numpy as np
 from sparsecoll.telemetry.traffic import Traffic
 from sparsecoll.transport.base import Transport
 from sparsecoll.transport.local import LocalTransport
+from sparsecoll.transport.process_groups import default_group, group_transport, is_group
 from sparsecoll.transport.sim import SimComm, Simulation, simulate
 from sparsecoll.transport.virtual_ranks import DeadlockError
 
@@ -45,15 +46,20 @@ def as_transport(comm: Any, timeout: Any = None) -> Transport:
     """
     if isinstance(comm, Transport):
         return comm
+    if comm is None:
+        comm = default_comm()
+        return comm if isinstance(comm, Transport) else as_transport(comm, timeout)
     if isinstance(comm, SimComm):
         return comm.transport
     if any(base.__module__.startswith("mpi4py") for base in type(comm).__mro__):
         from sparsecoll.transport.mpi import mpi_transport
 
         return mpi_transport(comm, timeout if usable(timeout) else None)
+    if is_group(comm):
+        return group_transport(comm, timeout if usable(timeout) else None)
     raise TypeError(
-        "comm: expected an mpi4py intracommunicator or the comm of sparsecoll.simulate,"
-        f" got {type(comm).__module__}.{type(comm).__qualname__}"
+        "comm: expected an mpi4py intracommunicator, a ProcessGroup or one-dimensional DeviceMesh, None or the comm of"
+        f" sparsecoll.simulate, got {type(comm).__module__}.{type(comm).__qualname__}"
     )
 
 
@@ -98,7 +104,10 @@ def shrink(comm: Any) -> Any:
 
 
 def default_comm() -> Any:
-    """Return MPI.COMM_WORLD if mpi4py finds an MPI library, otherwise a communicator of one rank."""
+    """Return the default group of torch.distributed if there is one, else MPI.COMM_WORLD, else one rank."""
+    group = default_group()
+    if group is not None:
+        return group
     try:
         from sparsecoll.transport.mpi import world
     except (ImportError, RuntimeError):

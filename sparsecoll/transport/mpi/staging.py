@@ -51,6 +51,15 @@ class Staging:
         host = device.pinned(piece.size)
         return device.copy_out(piece, host), host
 
+    @property
+    def piece(self) -> int:
+        """Bytes of a full piece that goes through host memory."""
+        return PIECE
+
+    def memory(self, size: int) -> Any:
+        """Return device memory for a whole message."""
+        return device.empty(size, np.uint8)
+
     def room(self, size: int) -> Any:
         """Return memory to which MPI may write a piece of a message."""
         if size == 0:

@@ -1,0 +1,139 @@
+"""Process groups and device meshes of torch.distributed as communicators: their ranks, connected by TCP sockets.
+
+torch is imported by the user; a process that has not imported torch.distributed has no process group.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+from sparsecoll.errors import CommunicationError
+from sparsecoll.transport.base import Transport
+from sparsecoll.transport.tcp import connect
+
+_transports: weakref.WeakKeyDictionary[Any, Transport | _Abandoned] = weakref.WeakKeyDictionary()
+_numbers: dict[str, int] = {}  # how many transports of a group of this name have been made
+
+
+@dataclass
+class _Abandoned:
+    """Cached in place of a transport after the ranks could not be connected.
+
+    Attributes:
+        why: the error.
+    """
+
+    why: str
+
+
+def is_group(comm: Any) -> bool:
+    """Return whether `comm` is a ProcessGroup or DeviceMesh, or what stands for a group in a process outside of it."""
+    names = {base.__name__ for base in type(comm).__mro__ if base.__module__.startswith("torch.")}
+    return bool(names & {"ProcessGroup", "DeviceMesh"}) or (_distributed() is not None and _is_non_member(comm))
+
+
+def default_group() -> Any:
+    """Return the default group of torch.distributed; None if it is not initialized."""
+    dist = _distributed()
+    return dist.group.WORLD if dist is not None and dist.is_initialized() else None
+
+
+def group_transport(comm: Any, timeout: float | None = None) -> Transport:
+    """Return the transport cached on a process group; the first call connects its ranks, which is collective.
+
+    Args:
+        comm: ProcessGroup, or DeviceMesh of one dimension.
+        timeout: seconds to wait for the other ranks to make their first call; None, the default, for no limit.
+
+    Raises:
+        ValueError: This process is not in the group, the group was destroyed, or the mesh has several dimensions.
+        CommunicationError: The ranks could not be connected, now or earlier.
+    """
+    group = _group_of(comm)
+    transport = _transports.get(group)
+    if transport is None:
+        try:
+            transport = connect(_StoreMeeting(group), timeout)
+        except CommunicationError as error:
+            transport = _Abandoned(str(error))
+        else:
+            weakref.finalize(group, transport.close, "its process group was destroyed")
+        _transports[group] = transport
+    if isinstance(transport, _Abandoned):
+        raise CommunicationError(
+            f"communicator is out of use since {transport.why}; go on with a new one, once all ranks have come"
+        )
+    return transport
+
+
+def bind(transport: Transport) -> None:
+    """Let the default group stand for a communicator of the same ranks."""
+    _transports[default_group()] = transport
+
+
+def _distributed() -> Any:
+    """Return torch.distributed, if this process has imported it and PyTorch was built with it."""
+    dist = sys.modules.get("torch.distributed")
+    return dist if dist is not None and dist.is_available() else None
+
+
+def _is_non_member(comm: Any) -> bool:
+    return type(comm) is int and comm == _distributed().GroupMember.NON_GROUP_MEMBER
+
+
+def _group_of(comm: Any) -> Any:
+    """Return the process group that `comm` is or has."""
+    dist = _distributed()
+    if _is_non_member(comm):
+        raise ValueError("comm: expected a process group that this process is in, got one that it is not in")
+    if hasattr(comm, "ndim"):
+        if comm.ndim != 1:
+            raise ValueError(
+                f"comm: expected a DeviceMesh of one dimension, such as mesh['dp'], got {comm.ndim} dimensions"
+            )
+        if comm.get_coordinate() is None:
+            raise ValueError("comm: expected a DeviceMesh that this process is in, got one that it is not in")
+        comm = comm.get_group()
+    try:
+        dist.get_rank(comm)
+    except (ValueError, RuntimeError) as error:
+        raise ValueError("comm: expected a process group, got one that was destroyed") from error
+    return comm
+
+
+class _StoreMeeting:
+    """The store by which the ranks of a process group found each other, see `tcp.Meeting`.
+
+    No collective of the group is used: one that some rank never joins would wait when the process ends.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self.rank, self.size = group.rank(), group.size()
+        name = str(group.group_name)
+        number = _numbers[name] = _numbers.get(name, 0) + 1
+        self._store, self._prefix = _store_of(group), f"sparsecoll/{name}/{number}"
+        self._keys = [f"{self._prefix}/{rank}" for rank in range(self.size)]
+
+    def put(self, entry: str) -> None:
+        self._store.set(self._keys[self.rank], entry)
+
+    def entries(self) -> list[str] | None:
+        return [self._store.get(key).decode() for key in self._keys] if self._store.check(self._keys) else None
+
+    def fail(self, why: str) -> None:
+        self._store.set(f"{self._prefix}/failed", why)
+
+    def failed(self) -> str:
+        key = f"{self._prefix}/failed"
+        return str(self._store.get(key).decode()) if self._store.check([key]) else ""
+
+
+def _store_of(group: Any) -> Any:
+    if hasattr(group, "get_group_store"):
+        return group.get_group_store()
+    from torch.distributed import distributed_c10d  # before PyTorch had the method
+
+    return distributed_c10d._get_process_group_store(group)  # type: ignore[attr-defined]

@@ -1,0 +1,321 @@
+"""TcpTransport: one socket to every other rank, polled by the thread that makes the call."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import select
+import socket
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from sparsecoll.errors import CommunicationError
+from sparsecoll.formats import Buffer
+from sparsecoll.kernels.memory import on_gpu
+from sparsecoll.telemetry.trace import span
+from sparsecoll.transport.base import ERROR_TAG, REVOKE_TAG, CallMismatch, Transport
+from sparsecoll.transport.network import Tuning
+from sparsecoll.transport.tcp.connection import CHUNK, Connection, Disconnected, IncomingMessage
+from sparsecoll.transport.waiting import Watchdog
+
+FAREWELL_SECONDS = 1.0  # in which a rank that revokes the communicator sends its report
+
+_measured: dict[int, Tuning] = {}  # by a checksum of the processes; only what all of them have in common is used
+_open: weakref.WeakSet[TcpTransport] = weakref.WeakSet()
+
+
+class TcpReceive:
+    """A receive request for the next message from one source; its tag must be `tag`, if that is not None."""
+
+    __slots__ = ("_transport", "connection", "into", "message", "tag")
+
+    def __init__(self, transport: TcpTransport, connection: Connection, into: Buffer | None, tag: int | None) -> None:
+        self._transport = transport
+        self.connection = connection
+        self.into = into
+        self.tag = tag
+        self.message: IncomingMessage | None = None
+
+    def wait(self) -> Buffer:
+        """Wait for the message; earlier requests of this source are served first."""
+        transport, source = self._transport, self.connection.peer
+        if self.message is None:
+            transport.serve(self.connection)
+        if self.message is None:
+            watchdog = transport.watchdog(lambda: f"waits for a message of rank {source}")
+            while self.message is None:
+                transport.poll(watchdog)
+        return self.message.buffer
+
+
+class TcpTransport(Transport):
+    """One rank's end of connections to all others.
+
+    Args:
+        rank: rank of this process.
+        sockets: connected sockets, by the rank at the other end.
+        machines: for each rank, a number that only the ranks on one machine share.
+        processes: a checksum of the processes, in the order of their ranks.
+    """
+
+    threads = True
+    gpu_direct = False
+
+    def __init__(self, rank: int, sockets: dict[int, socket.socket], machines: list[int], processes: int) -> None:
+        self._processes = processes
+        super().__init__(rank, len(machines))
+        own = socket.socketpair()
+        ends = [own[0] if peer == rank else sockets[peer] for peer in range(self.size)]
+        self._outgoing = [Connection(end, peer, self.staging) for peer, end in enumerate(ends)]
+        self._incoming = [*self._outgoing]
+        self._incoming[rank] = Connection(own[1], rank, self.staging)
+        self._machines = machines
+        self.one_node = len(set(machines)) == 1
+        self._connections = {c.socket.fileno(): c for c in (*self._outgoing, self._incoming[rank])}
+        self._poll = select.poll()
+        self._sending: set[Connection] = set()
+        self._revoked = False  # whether this rank has revoked the communicator
+        self._staging: Any = None
+        _open.add(self)
+
+    @property
+    def measured(self) -> Tuning | None:  # type: ignore[override]
+        """What was measured last on this or any other communicator of the same processes in the same order."""
+        return _measured.get(self._processes)
+
+    @measured.setter
+    def measured(self, tuning: Tuning | None) -> None:
+        if tuning is not None:
+            _measured[self._processes] = tuning
+
+    @property
+    def chunk(self) -> int:
+        """Bytes that are sent by one system call at most."""
+        return self._outgoing[0].chunk
+
+    @chunk.setter
+    def chunk(self, size: int) -> None:
+        for connection in self._outgoing:
+            connection.chunk = size
+
+    def now(self) -> float:
+        return time.perf_counter()
+
+    def node(self) -> int:
+        return self._machines[self.rank]
+
+    def located(self) -> list[list[int]]:
+        members: dict[int, list[int]] = {}
+        for rank, machine in enumerate(self._machines):
+            members.setdefault(machine, []).append(rank)
+        return list(members.values())
+
+    def close(self, why: str) -> None:
+        """Close all connections, after the nonblocking calls that are under way."""
+        if self.worker is not None:
+            self.worker.close()
+        self._abandon(why)
+
+    def _abandon(self, why: str) -> None:
+        self.broken = self.broken or why
+        for connection in self._connections.values():
+            connection.socket.close()
+
+    # -- waiting and failures
+
+    def watchdog(self, what: Callable[[], str], error: Exception | None = None) -> Watchdog:
+        """Return a Watchdog with the timeout of the current call."""
+        return Watchdog(self.rank, what, self.timeout, error)
+
+    def poll(self, watchdog: Watchdog) -> None:
+        """Wait until something arrives or can be sent, and receive and send that.
+
+        Raises:
+            CommunicationError: The timeout is over, or a rank is lost; the communicator is broken.
+            CallMismatch: A message of another call has arrived, or could not be sent.
+        """
+        try:
+            patience = watchdog.check()
+        except CommunicationError as error:
+            self.broken = str(error)
+            raise
+        self._poll_once(patience)
+
+    def _poll_once(self, seconds: float) -> None:
+        for number, events in self._poll.poll(math.ceil(1000 * max(seconds, 0))):
+            connection = self._connections[number]
+            if connection.outgoing and events & ~select.POLLIN:
+                self._flush(connection)
+            if connection.expected and events & ~select.POLLOUT:
+                self.serve(connection)
+
+    def _watch(self, connection: Connection) -> None:
+        """Poll a connection for what is expected from it and queued for it."""
+        events = (select.POLLIN if connection.expected else 0) | (select.POLLOUT if connection.outgoing else 0)
+        if events == connection.events:
+            return
+        connection.events = events
+        if events:
+            self._poll.register(connection.socket, events)
+        else:
+            self._poll.unregister(connection.socket)
+
+    def _check(self) -> None:
+        if self.broken:
+            raise CommunicationError(
+                f"communicator is out of use since {self.broken}; go on with a new one, such as"
+                " torch.distributed.new_group()"
+            )
+
+    # -- sending
+
+    def _isend(self, destination: int, buffer: Buffer) -> None:
+        self._check()
+        self._post(destination, buffer, self.tag)
+
+    def _post(self, destination: int, buffer: Buffer, tag: int) -> None:
+        connection, gpu = self._outgoing[destination], on_gpu(buffer)
+        pieces = self.staging().sendable(buffer, CHUNK) if gpu else (buffer,)
+        try:
+            connection.send(tag, buffer.size, pieces, gpu)
+        except Disconnected as error:
+            raise CallMismatch(f"rank {destination} is gone: {error}") from error  # its report may tell why
+        finally:
+            self._queued(connection)
+
+    def _flush(self, connection: Connection) -> None:
+        try:
+            connection.flush()
+        except Disconnected as error:
+            raise CallMismatch(f"rank {connection.peer} is gone: {error}") from error
+        finally:
+            self._queued(connection)
+
+    def _queued(self, connection: Connection) -> None:
+        (self._sending.add if connection.outgoing else self._sending.discard)(connection)
+        self._watch(connection)
+
+    def waitall(self) -> None:
+        if self._sending:
+            with span("wait"):
+                watchdog = self.watchdog(self._waits_for_sends)
+                while self._sending:
+                    self.poll(watchdog)
+
+    def _waits_for_sends(self) -> str:
+        return f"waits for its own sends to rank {', '.join(str(c.peer) for c in self._sending)} to complete"
+
+    # -- receiving
+
+    def _irecv(self, source: int, into: Buffer | None) -> TcpReceive:
+        self._check()
+        return self._expect(source, into, self.tag)
+
+    def _expect(self, source: int, into: Buffer | None, tag: int | None) -> TcpReceive:
+        connection = self._incoming[source]
+        request = TcpReceive(self, connection, into, tag)
+        connection.expected.append(request)
+        self._watch(connection)
+        return request
+
+    def serve(self, connection: Connection) -> None:
+        """Receive what has arrived of the messages that are expected on a connection.
+
+        Raises:
+            CommunicationError: The rank at the other end is lost.
+            CallMismatch: A message has another tag.
+        """
+        while connection.expected:
+            request = connection.expected[0]
+            try:
+                complete = connection.poll(request.into, keep=request.tag is not None)
+            except Disconnected as error:
+                self.broken = f"rank {self.rank} lost rank {connection.peer}: {error}"
+                raise CommunicationError(self.broken) from error
+            if request.tag is not None and connection.message is not None and connection.message.tag != request.tag:
+                raise CallMismatch(f"rank {connection.peer} is in another call")
+            if not complete:
+                return
+            request.message = connection.take()
+            connection.expected.popleft()
+        self._watch(connection)
+
+    def progress(self) -> None:
+        self._poll_once(0)
+
+    def staging(self) -> Any:
+        """Return what copies messages from and to GPU memory; needs CuPy."""
+        if self._staging is None:
+            from sparsecoll.transport.staging import Staging
+
+            self._staging = Staging(direct=False)
+        return self._staging
+
+    # -- reports of errors
+
+    def exchange_errors(self, report: Buffer, error: Exception | None = None) -> list[Buffer | None]:
+        self._check()
+        self._send_to_all(report, ERROR_TAG)
+        peers = [peer for peer in range(self.size) if peer != self.rank]
+        for connection in self._incoming:
+            connection.expected.clear()
+            self._watch(connection)
+        requests = {peer: self._expect(peer, None, None) for peer in peers}
+        reports: list[Buffer | None] = [None] * self.size
+        watchdog = self.watchdog(lambda: f"waits for the report of rank {', '.join(map(str, requests))}", error)
+        for peer in peers:
+            self.serve(self._incoming[peer])
+        while requests:
+            for peer, message in [(p, r.message) for p, r in requests.items() if r.message is not None]:
+                if message.tag not in (ERROR_TAG, REVOKE_TAG):
+                    requests[peer] = self._expect(peer, None, None)
+                    continue
+                reports[peer] = message.buffer
+                del requests[peer]
+                if message.tag == REVOKE_TAG:
+                    return reports
+            if requests:
+                self._poll_for_reports(watchdog)
+        watchdog = self.watchdog(self._waits_for_sends, error)
+        while self._sending:
+            self._poll_for_reports(watchdog)
+        return reports
+
+    def _poll_for_reports(self, watchdog: Watchdog) -> None:
+        with contextlib.suppress(CallMismatch):  # a report cannot be sent: its receiver has sent one, or is lost
+            self.poll(watchdog)
+
+    def revoke(self, report: Buffer) -> None:
+        """Send a report to all ranks and wait for none; a rank that does not take it finds the connection closed."""
+        if self._revoked:
+            return
+        self._revoked = True
+        for connection in self._incoming:
+            connection.expected.clear()
+            self._watch(connection)
+        self._send_to_all(report, REVOKE_TAG)
+        deadline = time.monotonic() + FAREWELL_SECONDS
+        while self._sending and time.monotonic() < deadline:
+            with contextlib.suppress(CallMismatch):
+                self._poll_once(deadline - time.monotonic())
+        for connection in self._sending:
+            with contextlib.suppress(OSError):
+                connection.socket.shutdown(socket.SHUT_RDWR)
+
+    def _send_to_all(self, report: Buffer, tag: int) -> None:
+        for peer in range(self.size):
+            if peer != self.rank:
+                with contextlib.suppress(CallMismatch):  # what it sent before it was gone tells more
+                    self._post(peer, report, tag)
+
+
+def _forget() -> None:
+    """In a forked process: close its copies of the sockets, or peers would not notice when the parent ends."""
+    for transport in list(_open):
+        transport._abandon("this process was forked")
+
+
+os.register_at_fork(after_in_child=_forget)

@@ -1,0 +1,66 @@
+"""Watchdog: a rank that waits logs for whom, and raises after the timeout."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+
+from sparsecoll.errors import CommunicationError
+
+logger = logging.getLogger(__name__)
+
+WARNING_SECONDS = 60.0  # between warnings of a rank that waits
+ERROR_SHOWN_SECONDS = 1.0  # before a rank that waits after an exception shows it
+ON_TIMEOUT = "SPARSECOLL_ON_TIMEOUT"  # environment variable: "raise" (the default) or "abort"
+
+
+class Watchdog:
+    """Call `check` from time to time while one rank waits for one event.
+
+    Args:
+        rank: this rank.
+        what: says what the rank does, such as "waits for a message of rank 2".
+        timeout: seconds until CommunicationError is raised; None for no limit.
+        error: exception raised on this rank before; the first warning comes sooner and shows it.
+        abort: ends the whole job, if the environment asks for that.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        what: Callable[[], str],
+        timeout: float | None,
+        error: Exception | None = None,
+        abort: Callable[[], object] = lambda: os._exit(1),
+    ) -> None:
+        self._rank = rank
+        self._what = what
+        self._timeout = timeout
+        self._error = error
+        self._abort = abort
+        self._start = self._warned = time.monotonic()
+
+    def check(self) -> float:
+        """Log a warning if it is due; return the seconds until the next check.
+
+        Raises:
+            CommunicationError: The timeout is over.
+        """
+        now, patience = time.monotonic(), WARNING_SECONDS if self._error is None else ERROR_SHOWN_SECONDS
+        if self._timeout is not None and now - self._start > self._timeout:
+            self._give_up(self._timeout)
+        if now - self._warned > patience:
+            self._warned, since = now, now - self._start
+            logger.warning("rank %d %s, %.0f s so far", self._rank, self._what(), since, exc_info=self._error)
+            self._error, patience = None, WARNING_SECONDS
+        due = self._warned + patience
+        return (due if self._timeout is None else min(due, self._start + self._timeout)) - now
+
+    def _give_up(self, timeout: float) -> None:
+        why = f"rank {self._rank} {self._what()} for {timeout} s: no answer within the timeout"
+        if os.environ.get(ON_TIMEOUT) == "abort":
+            logger.critical("%s; aborting the job (%s=abort)", why, ON_TIMEOUT)
+            self._abort()
+        raise CommunicationError(why)

@@ -1,0 +1,377 @@
+"""TcpTransport: ranks as threads of one process, each with sockets of its own."""
+
+import json
+import os
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from cases import DISTRIBUTIONS, case, same_bits
+from failing import algorithm, fail_at, mend
+
+import sparsecoll
+from sparsecoll import ALGORITHMS, CommunicationError, OkTopk, SparseVector, simulate
+from sparsecoll.transport.base import CallMismatch
+from sparsecoll.transport.tcp import addresses, connect, rendezvous
+from sparsecoll.transport.tcp import transport as tcp
+
+
+class Meeting:
+    """Ranks of one process meet in a dict."""
+
+    def __init__(self, entries, rank, size):
+        self._entries, self.rank, self.size = entries, rank, size
+
+    def put(self, entry):
+        self._entries[self.rank] = entry
+
+    def entries(self):
+        return [self._entries[rank] for rank in range(self.size)] if self.known() == self.size else None
+
+    def known(self):
+        return sum(rank in self._entries for rank in range(self.size))
+
+    def fail(self, why):
+        self._entries["failed"] = why
+
+    def failed(self):
+        return self._entries.get("failed", "")
+
+
+def run(size, program, timeout=None):
+    """The results of `program(transport)` on every rank; or the exception, which does not end the others."""
+    entries = {}
+
+    def one(rank):
+        try:
+            transport = connect(Meeting(entries, rank, size), timeout)
+            try:
+                return program(transport)
+            finally:
+                transport.close("the test is over")
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(one, range(size)))
+
+
+def together(size):
+    """Let ranks wait for each other outside of the transport."""
+    return threading.Barrier(size, timeout=60).wait
+
+
+def counts(traffic):
+    return {
+        name: (c.bytes_sent, c.bytes_received, c.messages_sent, c.messages_received)
+        for name, c in {**traffic.phases, "total": traffic.total}.items()
+        if c.messages_sent or c.messages_received
+    }
+
+
+@pytest.mark.parametrize("P", [1, 2, 3])
+@pytest.mark.parametrize("algo", ALGORITHMS)
+def test_same_bits_and_same_bytes_as_the_simulator(algo, P):
+    def program(comm):
+        chosen = algorithm(algo)
+        made = []
+        for name in DISTRIBUTIONS:
+            x = case(name, comm.rank, P)
+            made.append(sparsecoll.allreduce(comm, x, chosen, return_reduction=True))
+        return made
+
+    inside = P if algo == "hierarchical" else 1
+    theirs = simulate(P, program, ranks_per_node=inside).results
+    for mine, simulated in zip(run(P, program), theirs, strict=True):
+        for a, b in zip(mine, simulated, strict=True):
+            assert same_bits(a.value, b.value) and same_bits(a.contributed, b.contributed)
+            assert counts(a.traffic) == counts(b.traffic)
+
+
+def test_background_calls_and_thresholds_equal_the_simulator():
+    def program(comm):
+        algorithm, rng = OkTopk(tau_prime=3), np.random.default_rng(comm.rank)
+        xs = [rng.standard_normal(5000).astype(np.float32) for _ in range(8)]
+        requests = [sparsecoll.iallreduce(comm, x, algorithm, density=0.02) for x in xs]
+        return [request.wait() for request in requests] + [sparsecoll.allreduce(comm, xs[0], "sparcml", k=50)]
+
+    for mine, theirs in zip(run(3, program), simulate(3, program).results, strict=True):
+        assert all(map(same_bits, mine, theirs))
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 1000, None])
+def test_messages_of_any_size_in_order_and_to_oneself(chunk):
+    """All ranks send everything first; sockets take a part of it."""
+    sizes = [0, 1, 10, 11, 5000, 3_000_000 if chunk is None else 20_000, 0]
+
+    def program(transport):
+        transport.chunk, rank = chunk or transport.chunk, transport.rank
+        messages = [np.full(size, size % 251 + rank, np.uint8) for size in sizes]
+        for peer in range(transport.size):
+            for message in messages:
+                transport.isend(peer, message)
+        into, right = np.zeros(5000, np.uint8), []
+        for peer in range(transport.size):
+            requests = [transport.irecv(peer, into if size == 5000 else None) for size in sizes]
+            received = [request.wait() for request in reversed(requests)][::-1]
+            right += [
+                bool((m == size % 251 + peer).all() and m.size == size) for m, size in zip(received, sizes, strict=True)
+            ]
+            right.append(received[4] is into)
+        transport.waitall()
+        return all(right) and transport.traffic.total.bytes_received == transport.size * sum(sizes)
+
+    assert run(3, program) == [True] * 3
+
+
+def test_a_message_of_two_chunks_of_the_kernel(monkeypatch):
+    """2 GiB and more: a system call takes less than that at once."""
+    if os.environ.get("SPARSECOLL_LARGE") != "1":
+        pytest.skip("6 GB of memory: SPARSECOLL_LARGE=1")
+
+    def program(transport):
+        size = (2 << 30) + 12345
+        if transport.rank == 0:
+            message = np.zeros(size, np.uint8)
+            message[[0, 2**31, -1]] = 1, 2, 3
+            transport.isend(1, message)
+            transport.waitall()
+            return [1, 2, 3, size]
+        message = transport.recv(0)
+        return [*message[[0, 2**31, -1]].tolist(), message.size]
+
+    a, b = run(2, program)
+    assert a == b
+
+
+def test_a_message_of_another_call_is_not_taken_for_data():
+    def program(transport):
+        transport.tag += transport.rank
+        transport.isend(1 - transport.rank, np.ones(3, np.uint8))
+        try:
+            transport.recv(1 - transport.rank)
+        except CallMismatch as error:
+            return str(error)
+
+    assert run(2, program) == ["rank 1 is in another call", "rank 0 is in another call"]
+
+
+def test_different_arguments_and_failures_are_raised_on_all_ranks_and_it_stays_usable():
+    def program(comm):
+        texts = []
+        for length in (9 + (comm.rank == 2), 9, 9):
+            try:
+                x = SparseVector([1], np.array([np.nan if len(texts) == 1 and comm.rank == 1 else 1.0]), length)
+                texts.append(sparsecoll.allreduce(comm, x).values.tolist())
+            except (CommunicationError, ValueError) as error:
+                texts.append(str(error))
+        return texts
+
+    first, *others = run(3, program)
+    assert others == [first, first]
+    assert first[0] == "length: expected the same value on all ranks, got 9 on ranks 0, 1, 10 on rank 2"
+    assert first[1].startswith("rank 1: x: expected finite values") and first[2] == [3.0]
+
+
+def test_a_failure_while_large_messages_are_under_way():
+    """Nobody takes them; they are discarded, and the next call is right."""
+
+    def program(comm):
+        dense, texts = np.ones(2_000_000, np.float32), []
+        for _ in range(2):
+            if comm.rank == 2:
+                fail_at(comm, "isend", 2)
+            try:
+                sparsecoll.allreduce(comm, dense, "dense", timeout=60)
+                sparsecoll.allreduce(comm, dense, "dense", timeout=60)  # who had finished hears of it here
+            except CommunicationError as error:
+                texts.append(str(error))
+            mend(comm, "isend")
+        y = sparsecoll.allreduce(comm, dense, "dense", timeout=60)
+        return texts, bool((y.values == 3).all()), len(comm._sending)
+
+    for texts, right, sending in run(3, program):
+        assert texts == ["rank 2 failed: Fault: isend 2"] * 2 and right and sending == 0
+
+
+def leave(transport):
+    """As the kernel does when a process is killed."""
+    for connection in transport._connections.values():
+        connection.socket.close()
+
+
+def test_a_lost_rank_is_named_at_once_on_all_ranks_and_the_communicator_is_out_of_use():
+    wait = together(3)
+
+    def program(transport):
+        x = SparseVector([transport.rank], np.ones(1), 9)
+        sparsecoll.allreduce(transport, x)
+        wait()
+        if transport.rank == 2:
+            leave(transport)
+            return None
+        start, texts = time.monotonic(), []
+        for _ in range(2):
+            with pytest.raises(CommunicationError) as raised:
+                sparsecoll.allreduce(transport, x)
+            texts.append(str(raised.value))
+        wait_for_all.wait()
+        return texts, time.monotonic() - start
+
+    wait_for_all = threading.Barrier(2, timeout=60)
+    *others, _ = run(3, program)
+    for texts, seconds in others:
+        assert "lost rank 2: " in texts[0] and seconds < 10
+        assert texts[1].startswith("communicator is out of use since rank") and "new_group" in texts[1]
+
+
+def test_a_timeout_names_the_rank_and_ends_the_call_on_all_ranks():
+    late = threading.Event()
+
+    def program(transport):
+        x = SparseVector([transport.rank], np.ones(1), 9)
+        sparsecoll.allreduce(transport, x)
+        if transport.rank == 2:
+            late.wait(60)
+        try:
+            return sparsecoll.allreduce(transport, x, timeout=0.5 if transport.rank == 0 else 60)
+        except CommunicationError as error:
+            late.set()
+            return str(error)
+
+    texts = run(3, program)
+    assert set(texts) == {"rank 0 waits for a message of rank 2 for 0.5 s: no answer within the timeout"}
+
+
+def test_sends_that_nobody_takes_are_named():
+    wait = together(2)
+
+    def program(transport):
+        transport.timeout = 0.5
+        if transport.rank == 1:
+            wait()
+            return None
+        transport.isend(1, np.ones(20_000_000, np.uint8))
+        with pytest.raises(CommunicationError, match="waits for its own sends to rank 1 to complete"):
+            transport.waitall()
+        transport.revoke(np.ones(3, np.uint8))
+        wait()
+        return None
+
+    assert run(2, program) == [None, None]
+
+
+def test_ranks_that_do_not_come_are_given_up_and_told():
+    entries, results = {}, []
+    for rank, timeout in ((0, 0.3), (1, None)):
+        with pytest.raises(CommunicationError) as raised:
+            connect(Meeting(entries, rank, 2), timeout)
+        results.append(str(raised.value))
+    assert results[0].startswith("rank 0 waits for all ranks to make their first call on the communicator for 0.3 s")
+    assert results[1] == results[0]
+
+
+def test_strangers_are_turned_away_and_impostors_refused():
+    """Who connects to a rank's port and does not know its cookie; who listens there and does not know the peer's."""
+
+    class Curious(Meeting):
+        def entries(self):
+            found = super().entries()
+            if found and self.rank == 1:
+                own = json.loads(found[1])
+                for greeting in (b"", b"x", b"GET / HTTP/1.1\r\n\r\n----------", bytes(20)):
+                    with socket.create_connection(("127.0.0.1", own["port"])) as stranger:
+                        stranger.sendall(greeting)
+            return found
+
+    entries = {}
+    with ThreadPoolExecutor(2) as pool:
+        made = list(pool.map(lambda rank: connect(Curious(entries, rank, 2)), range(2)))
+    made[0].isend(1, np.arange(5, dtype=np.uint8))
+    assert made[1].recv(0).tolist() == [0, 1, 2, 3, 4]
+    with socket.create_server(("127.0.0.1", 0)) as impostor:
+        own = rendezvous.Peer(["127.0.0.1"], impostor.getsockname()[1], "00" * 16, addresses.machine(), "")
+        meeting = Meeting({1: json.dumps(vars(own))}, 0, 2)
+        answering = threading.Thread(target=lambda: impostor.accept()[0].sendall(b"hello, I am rank 1"))
+        answering.start()
+        with pytest.raises(CommunicationError, match="rank 0 expected an answer of rank 1"):
+            connect(meeting, 10)
+        answering.join()
+    for transport in made:
+        transport.close("the test is over")
+
+
+def test_a_rank_that_cannot_be_reached_is_told_to_all(monkeypatch):
+    nowhere = rendezvous.Peer(["127.0.0.1"], 1, "00" * 16, addresses.machine(), "")
+    meeting = Meeting({1: json.dumps(vars(nowhere))}, 0, 2)
+    with pytest.raises(CommunicationError, match=r"rank 0 cannot connect to rank 1 \(127.0.0.1: .*GLOO_SOCKET_IFNAME"):
+        connect(meeting)
+    assert meeting.failed().startswith("rank 0 cannot connect to rank 1")
+    elsewhere = rendezvous.Peer(["127.0.0.1", "no-such-host.invalid"], 1, "00" * 16, addresses.machine() + 1, "")
+    with pytest.raises(CommunicationError, match="no usable address among 127"):
+        connect(Meeting({1: json.dumps(vars(elsewhere))}, 0, 2))
+
+
+@pytest.mark.parametrize("master", [None, "localhost", "127.0.0.1", "::1", socket.gethostname(), "192.0.2.1"])
+def test_addresses(monkeypatch, master):
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    if master:
+        monkeypatch.setenv("MASTER_ADDR", master)
+    assert run(2, lambda transport: sparsecoll.allreduce(transport, np.ones(1), "dense").values.tolist()) == [
+        [2.0],
+        [2.0],
+    ]
+
+
+def test_interfaces(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    with addresses.listen(1)[0] as server:
+        assert server.getsockname()[0] == "127.0.0.1"
+    assert addresses._ipv6("lo") in ("::1", "") and addresses.interface_address("X", "lo") == "127.0.0.1"
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nothing0")
+    text = "GLOO_SOCKET_IFNAME: expected a network interface with an address, got 'nothing0' among .*lo"
+    with pytest.raises(CommunicationError, match=text):
+        connect(Meeting({}, 0, 1))
+
+
+def test_a_forked_process_holds_no_connection(monkeypatch):
+    """Otherwise peers would not notice the end of its parent."""
+
+    def program(transport):
+        if transport.rank == 0:
+            child = os.fork()
+            if child == 0:
+                os._exit(0 if transport.broken and transport._outgoing[1].socket.fileno() == -1 else 1)
+            return os.waitpid(child, 0)[1]
+        return 0
+
+    assert run(2, program) == [0, 0]
+
+
+def test_a_wait_is_logged(monkeypatch, caplog):
+    monkeypatch.setattr("sparsecoll.transport.waiting.WARNING_SECONDS", 0.1)
+    late = threading.Event()
+
+    def program(transport):
+        if transport.rank == 1:
+            late.wait(60)
+            transport.isend(0, np.ones(1, np.uint8))
+            return None
+        request = transport.irecv(1)
+        threading.Timer(0.5, late.set).start()
+        request.wait()
+        return None
+
+    with caplog.at_level("WARNING"):
+        assert run(2, program) == [None, None]
+    assert "rank 0 waits for a message of rank 1, 0 s so far" in caplog.text
+
+
+def test_nothing_is_left_behind():
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        run(3, lambda transport: sparsecoll.iallreduce(transport, np.ones(9), "dense").wait())
+    assert len(os.listdir("/proc/self/fd")) == before and all(t.broken for t in tcp._open)
