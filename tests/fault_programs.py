@@ -19,7 +19,7 @@ from mpi4py import MPI
 import sparsecoll
 from sparsecoll import SparseVector
 from sparsecoll.transport import call as call_module
-from sparsecoll.transport.mpi import waiting
+from sparsecoll.transport import waiting
 
 comm = MPI.COMM_WORLD
 LAST = comm.size - 1

@@ -1,4 +1,4 @@
-"""Transports: MPI and the simulator. `as_transport(comm)` returns the transport of a communicator."""
+"""Transports: MPI, TCP and the simulator. `as_transport(comm)` returns the transport of a communicator."""
 
 from __future__ import annotations
 
@@ -33,15 +33,18 @@ def as_transport(comm: Any, timeout: Any = None) -> Transport:
     """Return the transport of a communicator.
 
     The first call with an mpi4py communicator is collective: it duplicates the communicator. The duplicate is kept as
-    an attribute of the communicator and freed with it.
+    an attribute of the communicator and freed with it. The first call with a process group is collective, too: it
+    connects the ranks by sockets, which are closed when the group is destroyed.
 
     Args:
-        comm: mpi4py intracommunicator, virtual rank of `simulate`, or Transport, which is returned.
+        comm: mpi4py intracommunicator; ProcessGroup or one-dimensional DeviceMesh of torch.distributed; virtual rank of
+            `simulate`; None, see `default_comm`; or Transport, which is returned.
         timeout: seconds that the first call may wait for other ranks; None, the default, or an invalid timeout (which
             raises later, on all ranks) for no limit.
 
     Raises:
-        TypeError: `comm` is not an intracommunicator.
+        TypeError: `comm` is none of these.
+        ValueError: This process is not in the group, the group was destroyed, or the mesh has several dimensions.
         CommunicationError: Not all ranks made their first call within the timeout.
     """
     if isinstance(comm, Transport):

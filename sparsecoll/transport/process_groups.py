@@ -134,6 +134,4 @@ class _StoreMeeting:
 def _store_of(group: Any) -> Any:
     if hasattr(group, "get_group_store"):
         return group.get_group_store()
-    from torch.distributed import distributed_c10d  # before PyTorch had the method
-
-    return distributed_c10d._get_process_group_store(group)  # type: ignore[attr-defined]
+    return _distributed().distributed_c10d._get_process_group_store(group)  # before PyTorch had the method

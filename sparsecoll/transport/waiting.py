@@ -11,7 +11,7 @@ from sparsecoll.errors import CommunicationError
 
 logger = logging.getLogger(__name__)
 
-WARNING_SECONDS = 60.0  # between warnings of a rank that waits
+WATCHDOG_SECONDS = 60.0  # between warnings of a rank that waits
 ERROR_SHOWN_SECONDS = 1.0  # before a rank that waits after an exception shows it
 ON_TIMEOUT = "SPARSECOLL_ON_TIMEOUT"  # environment variable: "raise" (the default) or "abort"
 
@@ -48,13 +48,13 @@ class Watchdog:
         Raises:
             CommunicationError: The timeout is over.
         """
-        now, patience = time.monotonic(), WARNING_SECONDS if self._error is None else ERROR_SHOWN_SECONDS
+        now, patience = time.monotonic(), WATCHDOG_SECONDS if self._error is None else ERROR_SHOWN_SECONDS
         if self._timeout is not None and now - self._start > self._timeout:
             self._give_up(self._timeout)
         if now - self._warned > patience:
             self._warned, since = now, now - self._start
             logger.warning("rank %d %s, %.0f s so far", self._rank, self._what(), since, exc_info=self._error)
-            self._error, patience = None, WARNING_SECONDS
+            self._error, patience = None, WATCHDOG_SECONDS
         due = self._warned + patience
         return (due if self._timeout is None else min(due, self._start + self._timeout)) - now
 

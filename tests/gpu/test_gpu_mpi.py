@@ -25,7 +25,7 @@ def world():
 
 @pytest.fixture(params=["whole", "pieces"])
 def pieces(request, cp, monkeypatch):
-    from sparsecoll.transport.mpi import staging
+    from sparsecoll.transport import staging
 
     if request.param == "pieces":
         monkeypatch.setattr(staging, "PIECE", 64)

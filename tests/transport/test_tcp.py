@@ -352,7 +352,7 @@ def test_a_forked_process_holds_no_connection(monkeypatch):
 
 
 def test_a_wait_is_logged(monkeypatch, caplog):
-    monkeypatch.setattr("sparsecoll.transport.waiting.WARNING_SECONDS", 0.1)
+    monkeypatch.setattr("sparsecoll.transport.waiting.WATCHDOG_SECONDS", 0.1)
     late = threading.Event()
 
     def program(transport):

@@ -159,7 +159,7 @@ class MpiTransport(Transport):
     def staging(self) -> Any:
         """Return what moves messages from and to GPU memory; needs CuPy."""
         if self._staging is None:
-            from sparsecoll.transport.mpi.staging import Staging
+            from sparsecoll.transport.staging import Staging
 
             self._staging = Staging(self.gpu_direct)
         return self._staging
@@ -167,7 +167,7 @@ class MpiTransport(Transport):
     def full(self, mpi_tag: int) -> int:
         """Return the bytes of a full chunk, after which another one follows."""
         if mpi_tag & 1 and not self.gpu_direct:
-            from sparsecoll.transport.mpi.staging import PIECE
+            from sparsecoll.transport.staging import PIECE
 
             return PIECE
         return self.chunk

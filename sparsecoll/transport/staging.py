@@ -1,8 +1,8 @@
 """Messages from and to GPU memory. Imported with the first of them, since it needs CuPy.
 
-An MPI that accepts device pointers gets them. For any other, messages go through pinned host memory in pieces: while
-one piece travels, the next one is copied. All copies are queued on the current stream; nothing waits for the whole
-device.
+An MPI that accepts device pointers gets them. For any other, and for sockets, messages go through pinned host memory in
+pieces: while one piece travels, the next one is copied. All copies are queued on the current stream; nothing waits for
+the whole device.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PIECE = 4 << 20  # bytes; a longer message is sent in several pieces
 
 
 class Staging:
-    """One rank's copies between a GPU and MPI.
+    """One rank's copies between a GPU and MPI or a socket.
 
     Args:
         direct: whether MPI accepts device pointers.
@@ -31,7 +31,7 @@ class Staging:
         self._uploads: deque[tuple[Any, Buffer]] = deque()  # pinned memory is kept until it has been copied
 
     def sendable(self, buffer: Any, chunk: int) -> Iterator[Any]:
-        """Yield the pieces of a device buffer, each as soon as MPI may read it; the last one is not full."""
+        """Yield the pieces of a device buffer, each as soon as it may be sent; the last one is not full."""
         size = chunk if self.direct else PIECE
         pieces = [buffer[start : start + size] for start in range(0, buffer.size + 1, size)]
         if self.direct:
@@ -61,7 +61,7 @@ class Staging:
         return device.empty(size, np.uint8)
 
     def room(self, size: int) -> Any:
-        """Return memory to which MPI may write a piece of a message."""
+        """Return memory that may receive a piece of a message."""
         if size == 0:
             return np.empty(0, np.uint8)
         if not self.direct:
@@ -76,7 +76,7 @@ class Staging:
             device.synchronize()
 
     def arrived(self, piece: Any, into: Any | None) -> Any:
-        """Return a piece that MPI has written, in device memory."""
+        """Return a piece that was received, in device memory."""
         if self.direct and piece.size:
             return piece
         target = device.empty(piece.size, np.uint8) if into is None else into
