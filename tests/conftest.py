@@ -1,4 +1,4 @@
-"""Shared cases on the path; under mpirun one rank reports and any failure ends the whole run at once."""
+"""Shared cases on the path; under mpirun and torchrun one rank reports and any failure ends the whole run at once."""
 
 import importlib.util
 import io
@@ -21,21 +21,32 @@ collect_ignore = [
 ]  # programs, not tests
 
 
+TORCHRUN = "TORCHELASTIC_RUN_ID" in os.environ
+
+
 def _world():
     from mpi4py import MPI
 
     return MPI.COMM_WORLD
 
 
-@pytest.hookimpl(trylast=True)  # after the terminal reporter has registered itself
+def _in_parallel(config):
+    return TORCHRUN or config.getoption("--with-mpi", default=False)
+
+
+@pytest.hookimpl(trylast=True)  # after the terminal reporter and pytest-mpi have registered themselves
 def pytest_configure(config):
-    if config.getoption("--with-mpi", default=False) and _world().rank > 0:
-        config.pluginmanager.getplugin("terminalreporter")._tw._file = io.StringIO()
+    plugins = config.pluginmanager
+    if TORCHRUN:  # pytest-mpi would skip what is marked "mpi"
+        for plugin in [plugin for plugin in plugins.get_plugins() if type(plugin).__name__ == "MPIPlugin"]:
+            plugins.unregister(plugin)
+    if _in_parallel(config) and (int(os.environ["RANK"]) if TORCHRUN else _world().rank) > 0:
+        plugins.getplugin("terminalreporter")._tw._file = io.StringIO()
 
 
 def pytest_collection_modifyitems(config, items):
-    """With --with-mpi only the MPI tests run: the others would run the same on every rank."""
-    if config.getoption("--with-mpi", default=False):
+    """Under mpirun --with-mpi and under torchrun only the MPI tests run: the others would run the same on every rank."""
+    if _in_parallel(config):
         others = [item for item in items if item.get_closest_marker("mpi") is None]
         config.hook.pytest_deselected(items=others)
         items[:] = [item for item in items if item.get_closest_marker("mpi") is not None]
@@ -43,6 +54,9 @@ def pytest_collection_modifyitems(config, items):
 
 def pytest_runtest_logreport(report):
     """A rank that fails would leave the others waiting: show why, and abort."""
+    if report.failed and TORCHRUN:
+        print(f"rank {os.environ['RANK']}: {report.nodeid}\n{report.longreprtext}", file=sys.stderr, flush=True)
+        os._exit(1)  # torchrun ends the others
     if report.failed and any(name in os.environ for name in ("PMI_RANK", "OMPI_COMM_WORLD_RANK")):
         world = _world()
         if world.size > 1:

@@ -196,12 +196,10 @@ def test_thresholds_and_boundaries_go_on(comm):
     assert bits(again.values()) == bits(whole.values())
 
 
-def test_the_hook_refuses_a_group_of_another_size(comm):
-    from mpi4py import MPI
-
+def test_the_hook_refuses_a_group_of_another_size(comm, mpi):
     if comm.size > 1:
         with pytest.raises(ValueError, match=f"expected the {comm.size} ranks of DDP's process group"):
-            HookState(MPI.COMM_SELF, "topk")
+            HookState(mpi.COMM_SELF, "topk")
 
 
 def test_options_are_those_of_all_ranks(comm):

@@ -15,12 +15,10 @@ TOLD = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "
 
 
 @pytest.fixture
-def comm(monkeypatch):
-    from mpi4py import MPI
-
+def comm(monkeypatch, mpi):
     for name in TOLD:
         monkeypatch.setenv(name, "")  # what was there before comes back
-    yield MPI.COMM_WORLD
+    yield mpi.COMM_WORLD
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -13,10 +13,8 @@ pytestmark = pytest.mark.mpi
 
 
 @pytest.fixture
-def comm():
-    from mpi4py import MPI
-
-    own = MPI.COMM_WORLD.Dup()
+def comm(comm):
+    own = comm.Dup()
     yield own
     own.Free()
 
@@ -63,8 +61,8 @@ def test_wait_with_a_timeout(comm):
         pytest.skip("a call of one rank waits for nobody")
     sparsecoll.traffic(comm)  # the first call on a communicator waits for all ranks
     if comm.rank == 0:
-        for _ in range(1, comm.size):
-            comm.recv()  # the others have waited in vain
+        for source in range(1, comm.size):
+            comm.recv(source=source)  # the others have waited in vain
     request = sparsecoll.iallreduce(comm, SparseVector([1], np.ones(1), 9))
     if comm.rank:
         with pytest.raises(CommunicationError, match=r"expected to finish within 0\.01 s"):

@@ -191,7 +191,7 @@ def test_a_failure_while_large_messages_are_under_way():
                 texts.append(str(error))
             mend(comm, "isend")
         y = sparsecoll.allreduce(comm, dense, "dense", timeout=60)
-        return texts, bool((y.values == 3).all()), len(comm._sending)
+        return texts, bool((y.values == 3).all()), len(comm._sends)
 
     for texts, right, sending in run(3, program):
         assert texts == ["rank 2 failed: Fault: isend 2"] * 2 and right and sending == 0

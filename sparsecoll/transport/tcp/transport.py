@@ -76,7 +76,7 @@ class TcpTransport(Transport):
         self.one_node = len(set(machines)) == 1
         self._connections = {c.socket.fileno(): c for c in (*self._outgoing, self._incoming[rank])}
         self._poll = select.poll()
-        self._sending: set[Connection] = set()
+        self._sends: set[Connection] = set()
         self._revoked = False  # whether this rank has revoked the communicator
         self._staging: Any = None
         _open.add(self)
@@ -195,18 +195,18 @@ class TcpTransport(Transport):
             self._queued(connection)
 
     def _queued(self, connection: Connection) -> None:
-        (self._sending.add if connection.outgoing else self._sending.discard)(connection)
+        (self._sends.add if connection.outgoing else self._sends.discard)(connection)
         self._watch(connection)
 
     def waitall(self) -> None:
-        if self._sending:
+        if self._sends:
             with span("wait"):
                 watchdog = self.watchdog(self._waits_for_sends)
-                while self._sending:
+                while self._sends:
                     self.poll(watchdog)
 
     def _waits_for_sends(self) -> str:
-        return f"waits for its own sends to rank {', '.join(str(c.peer) for c in self._sending)} to complete"
+        return f"waits for its own sends to rank {', '.join(str(c.peer) for c in self._sends)} to complete"
 
     # -- receiving
 
@@ -280,7 +280,7 @@ class TcpTransport(Transport):
             if requests:
                 self._poll_for_reports(watchdog)
         watchdog = self.watchdog(self._waits_for_sends, error)
-        while self._sending:
+        while self._sends:
             self._poll_for_reports(watchdog)
         return reports
 
@@ -298,10 +298,10 @@ class TcpTransport(Transport):
             self._watch(connection)
         self._send_to_all(report, REVOKE_TAG)
         deadline = time.monotonic() + FAREWELL_SECONDS
-        while self._sending and time.monotonic() < deadline:
+        while self._sends and time.monotonic() < deadline:
             with contextlib.suppress(CallMismatch):
                 self._poll_once(deadline - time.monotonic())
-        for connection in self._sending:
+        for connection in self._sends:
             with contextlib.suppress(OSError):
                 connection.socket.shutdown(socket.SHUT_RDWR)
 
