@@ -45,7 +45,7 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Under mpirun --with-mpi and under torchrun only the MPI tests run: the others would run the same on every rank."""
+    """With --with-mpi and under torchrun only the MPI tests run: the others would run the same on every rank."""
     if _in_parallel(config):
         others = [item for item in items if item.get_closest_marker("mpi") is None]
         config.hook.pytest_deselected(items=others)

@@ -1,4 +1,4 @@
-"""Programs that test_faults.py runs under mpirun: something goes wrong with the last rank, and the others tell.
+"""Programs of test_faults.py, for mpirun and torchrun: something goes wrong with the last rank, and the others tell.
 
 Every line printed is one JSON object: rank, what was raised, seconds from the call to the exception.
 """
@@ -14,14 +14,21 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
-from mpi4py import MPI
 
 import sparsecoll
 from sparsecoll import SparseVector
 from sparsecoll.transport import call as call_module
 from sparsecoll.transport import waiting
 
-comm = MPI.COMM_WORLD
+if "TORCHELASTIC_RUN_ID" in os.environ:
+    from torchrun import world
+
+    comm = world()
+    PIDS = comm.allgather(os.getpid())
+else:
+    from mpi4py import MPI
+
+    comm, PIDS = MPI.COMM_WORLD, []
 LAST = comm.size - 1
 N, K = 100_000, 1000
 
@@ -66,6 +73,8 @@ def die(what, leave=True):
         transport._isend = last_words
     with outcome_reported():
         call(timeout=1)
+    if PIDS:  # torchrun would wait for a process that is stopped
+        os.kill(PIDS[LAST], signal.SIGKILL)
     if leave:
         os._exit(0)  # MPI_Finalize would wait for the dead
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from sparsecoll.errors import CommunicationError
 from sparsecoll.telemetry.traffic import Traffic
 from sparsecoll.transport.base import Transport
 from sparsecoll.transport.local import LocalTransport
@@ -99,8 +100,13 @@ def shrink(comm: Any) -> Any:
         mpi4py intracommunicator.
 
     Raises:
-        CommunicationError: This MPI does not support it.
+        CommunicationError: This MPI does not support it, or `comm` is a process group.
     """
+    if is_group(comm):
+        raise CommunicationError(
+            "shrink: expected an mpi4py intracommunicator, got a process group, which cannot be shrunk;"
+            " let torchrun restart the job (--max-restarts) and load a checkpoint"
+        )
     from sparsecoll.transport import mpi
 
     return mpi.shrink(comm)

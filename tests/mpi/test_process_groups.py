@@ -1,0 +1,89 @@
+"""Process groups of torch.distributed as communicators, under torchrun: which ones there are, and which are refused."""
+
+import gc
+import os
+import sys
+
+import numpy as np
+import pytest
+
+import sparsecoll
+from sparsecoll import CommunicationError, SparseVector
+from sparsecoll.transport import as_transport
+
+pytestmark = [pytest.mark.mpi, pytest.mark.skipif("TORCHELASTIC_RUN_ID" not in os.environ, reason="needs torchrun")]
+
+
+@pytest.fixture
+def dist(comm):
+    import torch.distributed
+
+    return torch.distributed
+
+
+def ranks(comm):
+    """The global ranks that a sum over `comm` is made of."""
+    x = SparseVector([int(os.environ["RANK"])], np.ones(1), 99)
+    return sparsecoll.allreduce(comm, x).indices.tolist()
+
+
+def test_none_is_the_default_group_and_there_is_no_mpi(comm, dist):
+    everybody = list(range(comm.size))
+    assert ranks(None) == ranks(dist.group.WORLD) == ranks(comm) == everybody
+    assert as_transport(None) is as_transport(dist.group.WORLD) is as_transport(comm)
+    assert sparsecoll.traffic(None) is sparsecoll.traffic(comm)
+    assert not [name for name in sys.modules if name.startswith("mpi4py")]
+
+
+def test_groups_and_meshes(comm, dist):
+    from torch.distributed.device_mesh import init_device_mesh
+
+    last = dist.new_group([0, comm.size - 1])
+    if comm.rank in (0, comm.size - 1):
+        assert ranks(last) == sorted({0, comm.size - 1})
+    else:
+        with pytest.raises(ValueError, match="comm: expected a process group that this process is in, got one that it"):
+            ranks(last)
+    mesh = init_device_mesh("cpu", (1, comm.size), mesh_dim_names=("fsdp", "dp"))
+    assert ranks(mesh["dp"]) == list(range(comm.size)) and ranks(mesh["fsdp"]) == [comm.rank]
+    with pytest.raises(ValueError, match=r"comm: expected a DeviceMesh of one dimension, such as mesh\['dp'\], got 2"):
+        ranks(mesh)
+
+
+def test_a_group_is_out_of_use_when_it_is_destroyed_and_leaves_no_socket(comm, dist):
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        group = dist.new_group(list(range(comm.size)))
+        ranks(group)
+        transport = as_transport(group)
+        assert as_transport(group) is transport
+        dist.destroy_process_group(group)
+        with pytest.raises(ValueError, match="comm: expected a process group, got one that was destroyed"):
+            ranks(group)
+        del group
+        gc.collect()
+        with pytest.raises(CommunicationError, match="out of use since its process group was destroyed"):
+            ranks(transport)
+        comm.Barrier()
+    assert len(os.listdir("/proc/self/fd")) < before + 10 * comm.size  # gloo's, which outlive the group for a while
+
+
+def test_what_is_no_communicator_is_refused(comm):
+    for other in (7, "world", object()):
+        with pytest.raises(TypeError, match=r"comm: expected an mpi4py intracommunicator, a ProcessGroup or .*, got "):
+            ranks(other)
+    with pytest.raises(CommunicationError, match="shrink: expected an mpi4py intracommunicator"):
+        sparsecoll.shrink(comm)
+
+
+def test_beside_collectives_of_the_group(comm, dist):
+    """Calls in the background and the group's own collectives do not wait for each other."""
+    import torch
+
+    requests = [sparsecoll.iallreduce(None, np.full(50_000, 1.0, np.float32), k=50_000) for _ in range(10)]
+    tensors = [torch.full((1000,), float(step)) for step in range(10)]
+    for tensor in tensors:
+        dist.all_reduce(tensor)
+    assert [t[0].item() for t in tensors] == [step * comm.size for step in range(10)]
+    for request in requests:
+        assert (request.wait(60).to_dense() == comm.size).all()
