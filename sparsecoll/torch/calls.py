@@ -19,22 +19,17 @@ T = TypeVar("T")
 
 
 def communicator(comm: Any) -> Transport:
-    """Return the transport of a communicator; None stands for MPI.COMM_WORLD, or for one rank without MPI.
+    """Return the transport of a communicator; None stands for what `sparsecoll.transport.default_comm` returns.
 
     Raises:
-        RuntimeError: it is MPI.COMM_WORLD with one rank, and a launcher has started several processes of which this MPI
-            knows nothing: each of them would train on its own.
+        RuntimeError: It has one rank, and a launcher has started several processes: each of them would train on its
+            own. `comm` is None, or the same world given explicitly.
     """
-    transport = as_transport(default_comm() if comm is None else comm)
-    variable, processes = launcher.processes()
-    if transport.size == 1 and processes > 1:
+    transport = as_transport(comm)
+    if comm is not None and transport.size == 1 and launcher.processes()[1] > 1:
         world = default_comm()
-        if comm is None or isinstance(transport, LocalTransport) or comm == world:
-            raise RuntimeError(
-                f"comm: expected {processes} ranks, as {variable} says, got MPI.COMM_WORLD with one: each process would"
-                " train on its own. Start the job with the mpirun of mpi4py's MPI (`python -m sparsecoll doctor`"
-                " tells), or pass comm=MPI.COMM_SELF if that is what you want"
-            )
+        if isinstance(transport, LocalTransport) or comm == world:
+            launcher.refuse_one_rank()
     return transport
 
 

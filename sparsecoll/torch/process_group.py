@@ -15,6 +15,7 @@ from sparsecoll.torch.calls import communicator
 from sparsecoll.transport import SimComm, Transport
 from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.transport.collectives import node_members, spread
+from sparsecoll.transport.process_groups import bind
 
 
 def init_process_group(comm: Any = None, backend: str = "gloo", **options: Any) -> None:
@@ -25,7 +26,8 @@ def init_process_group(comm: Any = None, backend: str = "gloo", **options: Any) 
     here, too. DistributedDataParallel needs the group for its start-up. Call it before you create any object of a
     framework.
 
-    An existing group is kept if it has the same ranks in the same order.
+    An existing group is kept if it has the same ranks in the same order. sparsecoll's own messages continue to use
+    `comm`, also where the group, or None, is passed as the communicator.
 
     Args:
         comm: mpi4py intracommunicator; None, the default, for MPI.COMM_WORLD, or one rank without MPI.
@@ -41,11 +43,11 @@ def init_process_group(comm: Any = None, backend: str = "gloo", **options: Any) 
         raise TypeError("comm: expected an mpi4py communicator, got virtual ranks, which share one process")
     transport = communicator(comm)
     known = transport.in_order(lambda: _meet(transport))
-    if known is None:
-        return
-    store, environment = known
-    os.environ.update(environment)
-    dist.init_process_group(backend, store=store, rank=transport.rank, world_size=transport.size, **options)
+    if known is not None:
+        store, environment = known
+        os.environ.update(environment)
+        dist.init_process_group(backend, store=store, rank=transport.rank, world_size=transport.size, **options)
+    bind(transport)
 
 
 def _meet(transport: Transport) -> tuple[Any, dict[str, str]] | None:

@@ -9,6 +9,7 @@ import numpy as np
 
 from sparsecoll.errors import CommunicationError
 from sparsecoll.telemetry.traffic import Traffic
+from sparsecoll.transport import launcher
 from sparsecoll.transport.base import Transport
 from sparsecoll.transport.local import LocalTransport
 from sparsecoll.transport.process_groups import default_group, group_transport, is_group
@@ -46,13 +47,16 @@ def as_transport(comm: Any, timeout: Any = None) -> Transport:
     Raises:
         TypeError: `comm` is none of these.
         ValueError: This process is not in the group, the group was destroyed, or the mesh has several dimensions.
+        RuntimeError: `comm` is None and stands for one rank, but a launcher has started several processes.
         CommunicationError: Not all ranks made their first call within the timeout.
     """
     if isinstance(comm, Transport):
         return comm
     if comm is None:
-        comm = default_comm()
-        return comm if isinstance(comm, Transport) else as_transport(comm, timeout)
+        transport = as_transport(default_comm(), timeout)
+        if transport.size == 1:
+            launcher.refuse_one_rank()
+        return transport
     if isinstance(comm, SimComm):
         return comm.transport
     if any(base.__module__.startswith("mpi4py") for base in type(comm).__mro__):

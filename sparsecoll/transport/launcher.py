@@ -29,6 +29,21 @@ def rank() -> int:
     return _detected()[2]
 
 
+def refuse_one_rank() -> None:
+    """Raise if this process makes up a world of one rank, but a launcher has started others with it.
+
+    Raises:
+        RuntimeError: A launcher has started several processes.
+    """
+    variable, expected = processes()
+    if expected > 1:
+        raise RuntimeError(
+            f"comm: expected {expected} ranks, as {variable} says, got one: each process would work on its own. Call"
+            " torch.distributed.init_process_group() first, or start the job with the mpirun of mpi4py's MPI"
+            " (`python -m sparsecoll doctor` tells), or pass comm=MPI.COMM_SELF if that is what you want"
+        )
+
+
 def _detected() -> tuple[str, int, int]:
     for size, number in VARIABLES:
         try:
