@@ -4,6 +4,8 @@ A pretended GPU whose memory is the host's (fake_cupy.py) has no device pointers
 memory. With SPARSECOLL_PRETEND_DRIVER, or on a GPU, a CUDA-aware MPI gets device pointers.
 """
 
+import os
+
 import numpy as np
 import pytest
 from cases import case, same_bits
@@ -14,10 +16,16 @@ from sparsecoll import ALGORITHMS, Auto, Hierarchical, Tuning, simulate
 from sparsecoll.transport import as_transport
 
 pytestmark = pytest.mark.mpi
+TORCHRUN = "TORCHELASTIC_RUN_ID" in os.environ
 
 
 @pytest.fixture
 def world():
+    """All ranks of the mpirun, or of the torchrun, whose sockets get no device pointers."""
+    if TORCHRUN:
+        from torchrun import world
+
+        return world()
     from mpi4py import MPI
 
     return MPI.COMM_WORLD
@@ -106,6 +114,7 @@ def test_a_failure_on_one_rank_leaves_the_channels_empty(world, lift, pieces):  
         np.testing.assert_array_equal(y.to_dense(), np.sum(parts, axis=0))
 
 
+@pytest.mark.skipif(TORCHRUN, reason="about MPI")
 def test_which_way_messages_go_is_said_and_can_be_set(world, monkeypatch):
     from sparsecoll.transport.mpi import takes_device_pointers
 
