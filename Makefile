@@ -12,7 +12,10 @@ SEEDS ?= 1
 
 FAST := $(addprefix tests/,kernels formats select algorithms/test_contract.py transport collectives test_architecture.py)
 
-.PHONY: demo check test test-serial test-mpich test-openmpi test-pythons frameworks lint fuzz soak bench docs serve gpu clean
+SOCKETS := $(addprefix tests/mpi/test_,mpi.py collectives_mpi.py failures_mpi.py progress.py process_groups.py)
+TRAINING := $(addprefix tests/mpi/test_,torch_mpi.py distributed_optimizer.py training_loops.py)
+
+.PHONY: demo check test test-serial test-mpich test-torchrun test-openmpi test-pythons frameworks lint fuzz soak bench docs serve gpu clean
 
 demo: $(MPICH)/demo.done  # SEEDS=3 make demo: the means of README's table
 	$(LIMIT) 3000 $(MPICH)/bin/mpirun -n 4 $(MPICH)/bin/python examples/train.py --seeds $(SEEDS)
@@ -22,7 +25,7 @@ check: $(CHECK)/check.done  # the short loop: lint, types and the fast tests; ne
 	$(CHECK)/bin/mypy sparsecoll --exclude sparsecoll/torch
 	$(LIMIT) 900 $(CHECK)/bin/python -m pytest -q -n 2 -m "not slow" $(FAST)
 
-test: test-serial test-mpich test-openmpi
+test: test-serial test-mpich test-torchrun test-openmpi
 
 test-serial: $(MPICH)/test.done
 	$(LIMIT) 3000 $(MPICH)/bin/python -m pytest -q -n 2 --dist loadfile
@@ -30,6 +33,10 @@ test-serial: $(MPICH)/test.done
 test-mpich: $(MPICH)/test.done
 	$(LIMIT) 1500 $(MPICH)/bin/mpirun -n 3 $(MPICH)/bin/python -m pytest -q --color=no --with-mpi -m loops tests/mpi
 	$(LIMIT) 1500 $(MPICH)/bin/mpirun -n 8 $(MPICH)/bin/python -m pytest -q --color=no --with-mpi -m "not loops"
+
+test-torchrun: $(MPICH)/test.done  # process groups and sockets in place of MPI; test-serial has its failures
+	$(LIMIT) 600 $(MPICH)/bin/torchrun --nproc-per-node 2 -m pytest -q --color=no $(SOCKETS) tests/gpu/test_gpu_mpi.py
+	$(LIMIT) 900 $(MPICH)/bin/torchrun --nproc-per-node 3 -m pytest -q --color=no -m "not mpich" $(SOCKETS) $(TRAINING)
 
 test-openmpi: $(OPENMPI)/test.done
 	$(LIMIT) 1200 $(OPENMPI)/bin/mpirun $(OPENMPI_FLAGS) -n 3 $(OPENMPI)/bin/python -m pytest -q --color=no --with-mpi -m "not mpich"

@@ -24,7 +24,7 @@ def allgather(
     Bruck's algorithm takes ceil(log2 P) messages.
 
     Args:
-        comm: mpi4py intracommunicator, or a virtual rank of `sparsecoll.simulate`.
+        comm: communicator, as in `sparsecoll.allreduce`.
         x: sparse vector or matrix as in `sparsecoll.allreduce`, with the same length and dtype on all ranks.
         format: wire format, a name or a Format (default: "auto").
         value_dtype: dtype of the values on the wire, "float16", "bfloat16" or "float32"; None, the default, for that of

@@ -36,8 +36,10 @@ def allreduce(
     """Sum a sparse vector over all ranks; every rank receives the same bits. Collective.
 
     Args:
-        comm: mpi4py intracommunicator, or the communicator that `sparsecoll.simulate` passes to its function. The first
-            call duplicates it.
+        comm: communicator: an mpi4py intracommunicator, which the first call duplicates; a ProcessGroup or
+            one-dimensional DeviceMesh of torch.distributed, whose ranks the first call connects by sockets; None for
+            the default process group if torch.distributed is initialized, otherwise for MPI.COMM_WORLD, or for one rank
+            without MPI; or what `sparsecoll.simulate` passes to its function. The first call is collective.
         x: SparseVector, tuple (indices, values, length), SciPy or pydata sparse matrix, torch tensor (dense or
             sparse_coo), or dense NumPy, CuPy or DLPack array of any shape (see `sparsecoll.as_vector`). The dtype is
             float16, float32, float64, int32 or int64. Dtype, length and shape must be the same on all ranks, and x must

@@ -30,7 +30,7 @@ def bcast(
     A binomial tree takes ceil(log2 P) successive messages.
 
     Args:
-        comm: mpi4py intracommunicator, or a virtual rank of `sparsecoll.simulate`.
+        comm: communicator, as in `sparsecoll.allreduce`.
         x: on the root, a sparse vector or matrix as in `sparsecoll.allreduce`; ignored on the other ranks.
         root: rank that has the vector (default: 0).
         format: wire format, a name or a Format (default: "auto").

@@ -31,7 +31,7 @@ def reduce(
     2. Every rank sends its part to the root.
 
     Args:
-        comm: mpi4py intracommunicator, or a virtual rank of `sparsecoll.simulate`.
+        comm: communicator, as in `sparsecoll.allreduce`.
         x: vector or array as in `sparsecoll.allreduce`; a dense x requires `k` or `density`.
         root: rank that receives the sum (default: 0).
         k: number of entries that each rank selects; None, the default, for all entries of x.

@@ -32,7 +32,7 @@ def reduce_scatter(
     The algorithm is recursive halving for any P, in ceil(log2 P) messages.
 
     Args:
-        comm: mpi4py intracommunicator, or a virtual rank of `sparsecoll.simulate`.
+        comm: communicator, as in `sparsecoll.allreduce`.
         x: vector or array as in `sparsecoll.allreduce`; a dense x requires `k` or `density`.
         boundaries: P + 1 ascending indices from 0 to the length, the same on all ranks; None, the default, for P equal
             parts.

@@ -80,8 +80,8 @@ def broadcast_model(model: torch.nn.Module, comm: Any = None, root: int = 0) -> 
 
     Args:
         model: the model, with the same modules on every rank.
-        comm: mpi4py intracommunicator, or a virtual rank of `sparsecoll.simulate`; None, the default, for
-            MPI.COMM_WORLD.
+        comm: communicator, as in `sparsecoll.allreduce`; None, the default, for the default process group of
+            torch.distributed, otherwise MPI.COMM_WORLD.
         root: rank whose values are sent to all (default: 0).
 
     Raises:

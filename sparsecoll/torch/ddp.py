@@ -51,8 +51,8 @@ class HookState:
     load into them a checkpoint that `redistribute` has made of the files of all ranks.
 
     Args:
-        comm: mpi4py intracommunicator with the ranks of DDP's process group in the same order; None, the default, for
-            MPI.COMM_WORLD.
+        comm: DDP's process group, or an mpi4py intracommunicator with its ranks in the same order; None, the default,
+            for the default process group.
         compressor: name in `sparsecoll.torch.COMPRESSORS`, a Compressor object, except COVAP, which needs to know all
             buckets, or a sparsecoll.Algorithm object, for top k over it (default: "topk").
         named_parameters: the model, its DistributedDataParallel, or pairs (name, parameter), for names in `state_dict`
@@ -114,7 +114,7 @@ class HookState:
         if size != self.transport.size:
             raise ValueError(
                 f"comm: expected the {size} ranks of DDP's process group, got a communicator of {self.transport.size}:"
-                " gradients would not be averaged over all of them; start the job with mpirun"
+                " gradients would not be averaged over all of them; pass that group, or start the job with mpirun"
             )
 
     def _name(self, p: torch.Tensor) -> str:

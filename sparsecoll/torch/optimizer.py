@@ -60,8 +60,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         named_parameters: `model.named_parameters()`, the model itself, or pairs (name, parameter) that include all of
             the optimizer's parameters; the same on every rank. From a list of pairs the model's buffers are not known:
             see `sparsecoll.torch.broadcast`.
-        comm: mpi4py intracommunicator, or a virtual rank of `sparsecoll.simulate`; None, the default, for
-            MPI.COMM_WORLD, or one rank without MPI. Several optimizers may share it.
+        comm: communicator, as in `sparsecoll.allreduce`; None, the default, for the default process group of
+            torch.distributed, otherwise MPI.COMM_WORLD. Several optimizers may share it.
         compressor: name in `sparsecoll.torch.COMPRESSORS`, a Compressor object, or an Algorithm for `TopK(algo=...)`
             (default: "topk").
         bucket_bytes: bytes of gradient in a bucket (default: 25 MiB); None for one bucket with the whole model.
@@ -151,7 +151,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         state are set to those of the new rank 0, since only some ranks may have taken the step that failed.
 
         Args:
-            comm: mpi4py intracommunicator, or a virtual rank of `sparsecoll.simulate`.
+            comm: communicator, as in `sparsecoll.allreduce`.
         """
         self._engine.move(as_transport(comm))
 

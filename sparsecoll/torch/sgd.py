@@ -77,8 +77,8 @@ class SparseSGD(torch.optim.Optimizer):
         foreach: accepted but without effect, since the step has its own kernels.
         fused: accepted but without effect.
         differentiable: not supported; must be False.
-        comm: mpi4py intracommunicator, or a virtual rank of `sparsecoll.simulate`; None, the default, for
-            MPI.COMM_WORLD, or one rank without MPI. Several optimizers may share it.
+        comm: communicator, as in `sparsecoll.allreduce`; None, the default, for the default process group of
+            torch.distributed, otherwise MPI.COMM_WORLD. Several optimizers may share it.
         algo: name in `sparsecoll.ALGORITHMS`, or an Algorithm object, which is copied (default: "oktopk").
         density: fraction of all parameters that each rank selects, in (0, 1] (default: 0.01). Ignored by algo="dense",
             which sends all.
@@ -352,7 +352,7 @@ class SparseSGD(torch.optim.Optimizer):
         of the new rank 0, since only some ranks may have taken the step that failed.
 
         Args:
-            comm: mpi4py intracommunicator, or a virtual rank of `sparsecoll.simulate`.
+            comm: communicator, as in `sparsecoll.allreduce`.
         """
         self._replica.transport = as_transport(comm)
         self._flat.release()

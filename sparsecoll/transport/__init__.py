@@ -83,7 +83,7 @@ def traffic(comm: Any) -> Traffic:
     The first use of an mpi4py communicator is collective, because it duplicates the communicator.
 
     Args:
-        comm: mpi4py intracommunicator, or a virtual rank of `sparsecoll.simulate`.
+        comm: communicator, as in `sparsecoll.allreduce`.
 
     Returns:
         Traffic: `print` shows a table by phase, `reset()` sets all counters to zero.

@@ -68,7 +68,7 @@ def tune(comm: Any) -> Tuning:
     Volume: some 300 MB per rank, counted as `Traffic.set_up`; some 2 s on 4 ranks with 1 Gb/s.
 
     Args:
-        comm: mpi4py intracommunicator, or a virtual rank of `sparsecoll.simulate`.
+        comm: communicator, as in `sparsecoll.allreduce`.
 
     Returns:
         Tuning, the same on every rank. It is not used by itself: save it for SPARSECOLL_TUNING (`Tuning.save`), or pass
