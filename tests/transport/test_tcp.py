@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 from cases import DISTRIBUTIONS, case, same_bits
-from failing import algorithm, fail_at, mend
+from failing import algorithm, fail_at, unpatch
 
 import sparsecoll
 from sparsecoll import ALGORITHMS, CommunicationError, OkTopk, SparseVector, simulate
@@ -189,7 +189,7 @@ def test_a_failure_while_large_messages_are_under_way():
                 sparsecoll.allreduce(comm, dense, "dense", timeout=60)  # who had finished hears of it here
             except CommunicationError as error:
                 texts.append(str(error))
-            mend(comm, "isend")
+            unpatch(comm, "isend")
         y = sparsecoll.allreduce(comm, dense, "dense", timeout=60)
         return texts, bool((y.values == 3).all()), len(comm._sends)
 
