@@ -3,8 +3,9 @@
     python perf/gradients.py                       # once: real gradients, in perf/data
     python perf/kernels.py --markdown docs/kernels.md --json perf/results/kernels.json
 
-Sections (--only picks some): threshold, topk, fused, packed, merge, table1, figure5. Times are medians of interleaved
-repetitions, one thread. Ratios are to the peer named in the column's head, on the same array in the same process.
+Sections (--only picks some): threshold, topk, fused, packed, merge, table1, figure5, figure5b, start. Times are medians
+of interleaved repetitions, one thread. Ratios are to the peer named in the column's head, on the same array in the same
+process.
 
 Every instruction set that the processor has runs in processes of its own (SPARSECOLL_KERNELS), section by section in
 turn; the fastest one on all arrays, the others on those of up to 30 M values. NumPy and torch, too, are kept from
@@ -47,6 +48,7 @@ COLUMNS = {  # what is shown for every instruction set; the other columns are th
     "fused": ("threshold (reused), x np.add", "exact top-k, x np.add"),
     "packed": ("encode, M indices/s", "decode, M indices/s"),
     "merge": ("M entries/s",),
+    "start": ("first allreduce after that, s",),
 }
 WITHOUT_AVX512 = {  # for NumPy before 2.4 and since, and torch
     "NPY_DISABLE_CPU_FEATURES": "AVX512F AVX512CD AVX512_SKX AVX512_CLX AVX512_CNL AVX512_ICL AVX512_SPR X86_V4",
@@ -279,7 +281,37 @@ def figure5b(options: argparse.Namespace) -> Iterator[Row]:
         yield {"P": P} | {f"{n}, ms": s * 1e3 for n, s in zip(names, times, strict=True)}
 
 
-SECTIONS = (threshold, topk, fused, packed, merge, table1, figure5, figure5b)
+FIRST = """
+from time import perf_counter as now
+import numpy as np
+times = [now()]
+import sparsecoll
+times.append(now())
+import numba
+numba.njit(lambda: 0)()
+times.append(now())
+x = np.random.default_rng(0).standard_normal(100_000).astype(np.float32)
+sparsecoll.simulate(2, lambda comm: sparsecoll.allreduce(comm, x, "oktopk", density=0.01, format="packed"))
+times.append(now())
+print(*np.diff(times))
+"""
+
+
+def start(options: argparse.Namespace) -> Iterator[Row]:
+    """The first import and the first sum (Ok-Topk, format packed), with an empty cache of kernels and a warm one."""
+    with tempfile.TemporaryDirectory() as cache:
+        environment = os.environ | {"NUMBA_CACHE_DIR": cache}
+        runs = [
+            subprocess.run([sys.executable, "-c", FIRST], env=environment, capture_output=True, text=True, check=True)
+            for _ in range(4)
+        ]
+    times = np.array([[float(word) for word in run.stdout.split()] for run in runs])
+    for name, row in (("empty", times[0]), ("warm", np.median(times[1:], axis=0))):
+        heads = ("import sparsecoll, s", "import and start of Numba, s", "first allreduce after that, s")
+        yield {"cache": name, "virtual ranks": 2} | dict(zip(heads, row.tolist(), strict=True))
+
+
+SECTIONS = (threshold, topk, fused, packed, merge, table1, figure5, figure5b, start)
 
 
 def machine() -> Row:
@@ -354,6 +386,13 @@ def main() -> None:
         "# Kernels: measured",
         f"Made by `python perf/kernels.py`: one thread, {about['cpu']}, {sets}; {versions}.",
     ]
+    if {"avx512", "avx2"} <= set(options.kernels):
+        heading.append(
+            "This processor has AVX-512. The code of `avx2` contains none of it (a test reads the code), and NumPy and"
+            " torch are kept from it beside `avx2` and `portable`; `portable` is what LLVM makes of plain loops for"
+            " this processor. The figures of `avx2` are those of AVX2 code here: processors that have AVX2 only do less in a"
+            " cycle."
+        )
     report.run([across(section) for section in SECTIONS], options, heading, {"machine": about})
 
 

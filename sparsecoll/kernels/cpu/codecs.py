@@ -97,10 +97,12 @@ def _to_bfloat16(bits, out):  # type: ignore[no-untyped-def]
     for i in range(bits.size):
         b = bits[i]
         upper = np.uint32(b >> np.uint32(16))
-        near = np.uint32((b + np.uint32(0x7FFF) + (upper & np.uint32(1))) >> np.uint32(16))
-        near -= np.uint32((near & np.uint32(0x7FFF)) == np.uint32(0x7F80))
-        special = (b & np.uint32(0x7F800000)) == np.uint32(0x7F800000)
-        out[i] = (upper | np.uint32((b & np.uint32(0xFFFF)) != 0)) if special else near
+        near = np.uint32(b + np.uint32(np.uint32(0x7FFF) + np.uint32(upper & np.uint32(1))))  # narrow: vectorised
+        near = np.uint32(near >> np.uint32(16))
+        near = np.uint32(near - np.uint32(np.uint32(near & np.uint32(0x7FFF)) == np.uint32(0x7F80)))
+        kept = np.uint32(upper | np.uint32(np.uint32(b & np.uint32(0xFFFF)) != np.uint32(0)))
+        special = np.uint32(b & np.uint32(0x7F800000)) == np.uint32(0x7F800000)
+        out[i] = kept if special else near
 
 
 @jit

@@ -27,14 +27,15 @@ def jit(function: Any) -> Any:
 
 
 def magnitude_key(value, mask):  # type: ignore[no-untyped-def]
-    """The magnitude key of one value (an unsigned bit pattern of a float, or a signed integer), as uint64."""
+    """The magnitude key of one value (an unsigned bit pattern of a float, or a signed integer)."""
 
 
 @overload(magnitude_key)  # type: ignore[untyped-decorator]
 def _magnitude_key(value, mask):  # type: ignore[no-untyped-def]
+    unsigned = {16: np.uint16, 32: np.uint32, 64: np.uint64}[value.bitwidth]
     if value.signed:
-        return lambda value, mask: np.uint64(value) if value >= 0 else np.uint64(-np.int64(value))
-    return lambda value, mask: np.uint64(value & mask)
+        return lambda value, mask: unsigned(value) if value >= 0 else unsigned(-np.int64(value))
+    return lambda value, mask: unsigned(value & mask)
 
 
 @_inline
@@ -87,9 +88,10 @@ def compress_block(bits, start, mask, key, indices, addend, scale, out_i, out_v,
     """
     # unsigned, since negative indices prevent vectorisation, and not of a constant length, which would be unrolled
     begin, end = np.uint64(start), np.uint64(min(start + LANES, bits.size))
-    largest = key ^ key
+    largest = magnitude_key(bits[begin], mask)
     for i in range(begin, end):
-        largest = max(largest, magnitude_key(bits[i], mask))
+        m = magnitude_key(bits[i], mask)
+        largest = m if m > largest else largest
     if largest >= key:
         for i in range(begin, end):
             x, place = bits[i], np.uint64(count)
