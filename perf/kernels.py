@@ -390,8 +390,8 @@ def main() -> None:
         heading.append(
             "This processor has AVX-512. The code of `avx2` contains none of it (a test reads the code), and NumPy and"
             " torch are kept from it beside `avx2` and `portable`; `portable` is what LLVM makes of plain loops for"
-            " this processor. The figures of `avx2` are those of AVX2 code here: processors that have AVX2 only do less in a"
-            " cycle."
+            " this processor. The figures of `avx2` are those of AVX2 code here: processors that have AVX2 only do less"
+            " in a cycle."
         )
     report.run([across(section) for section in SECTIONS], options, heading, {"machine": about})
 
