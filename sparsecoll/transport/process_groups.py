@@ -5,6 +5,7 @@ torch is imported by the user; a process that has not imported torch.distributed
 
 from __future__ import annotations
 
+import os
 import sys
 import weakref
 from dataclasses import dataclass
@@ -114,8 +115,9 @@ class _StoreMeeting:
         self.rank, self.size = group.rank(), group.size()
         name = str(group.group_name)
         number = _numbers[name] = _numbers.get(name, 0) + 1
-        self._store, self._prefix = _store_of(group), f"sparsecoll/{name}/{number}"
-        self._keys = [f"{self._prefix}/{rank}" for rank in range(self.size)]
+        self._store, prefix = _store_of(group), f"sparsecoll/{name}/{number}"
+        self._keys = [f"{prefix}/{rank}" for rank in range(self.size)]
+        self._failed = f"{prefix}/failed/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '')}"
 
     def put(self, entry: str) -> None:
         self._store.set(self._keys[self.rank], entry)
@@ -123,12 +125,14 @@ class _StoreMeeting:
     def entries(self) -> list[str] | None:
         return [self._store.get(key).decode() for key in self._keys] if self._store.check(self._keys) else None
 
+    def clear(self) -> None:
+        self._store.delete_key(self._keys[self.rank])
+
     def fail(self, why: str) -> None:
-        self._store.set(f"{self._prefix}/failed", why)
+        self._store.set(self._failed, why)
 
     def failed(self) -> str:
-        key = f"{self._prefix}/failed"
-        return str(self._store.get(key).decode()) if self._store.check([key]) else ""
+        return str(self._store.get(self._failed).decode()) if self._store.check([self._failed]) else ""
 
 
 def _store_of(group: Any) -> Any:

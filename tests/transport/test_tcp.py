@@ -34,6 +34,9 @@ class Meeting:
     def known(self):
         return sum(rank in self._entries for rank in range(self.size))
 
+    def clear(self):
+        del self._entries[self.rank]
+
     def fail(self, why):
         self._entries["failed"] = why
 

@@ -48,6 +48,10 @@ class Meeting(Protocol):
         """Return all ranks' entries; None if some are not there yet."""
         ...
 
+    def clear(self) -> None:
+        """Remove this rank's entry, which all ranks have read: a job that is restarted may meet at the same place."""
+        ...
+
     def fail(self, why: str) -> None:
         """Tell all ranks that this one cannot be connected."""
         ...
@@ -98,6 +102,7 @@ def connect(meeting: Meeting, timeout: float | None = None) -> TcpTransport:
         why = str(error) if isinstance(error, CommunicationError) else f"rank {rank}: {error}"
         meeting.fail(why)
         raise CommunicationError(why) from error
+    meeting.clear()
     for connected in sockets.values():
         _set_options(connected)
     processes = zlib.crc32(" ".join(peer.process for peer in peers).encode())
