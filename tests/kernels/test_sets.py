@@ -42,7 +42,7 @@ def supported(name):
 def test_the_kernels_formats_and_selectors_on_every_other_instruction_set(name):
     options = ["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "not slow"]
     options += ["--ignore", "tests/formats/test_corrupt_messages.py"]  # has processes of its own
-    output(start(*options, *SUITES, SPARSECOLL_KERNELS=supported(name), SPARSECOLL_EXAMPLES="20"))
+    output(start(*options, *SUITES, SPARSECOLL_KERNELS=supported(name), SPARSECOLL_EXAMPLES="10"))
 
 
 def test_a_set_that_the_processor_lacks_is_refused_in_one_line():
