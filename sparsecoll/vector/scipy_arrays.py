@@ -21,6 +21,8 @@ def scipy_entries(x: Any) -> tuple[NDArray[Any], NDArray[Any], int]:
     """Return ascending flat indices, values and length of a SciPy sparse array or matrix; duplicates are summed."""
     length = count(x.shape)
     if x.ndim == 2 and x.format in BY_ROWS:
+        if x.format == "csc":  # whose conversion does not check them
+            _check(x, x.shape[0])
         rows = x.tocsr()
         indices, values = _flat_of_csr(rows), rows.data[: rows.indptr[-1]]
     else:
@@ -31,10 +33,17 @@ def scipy_entries(x: Any) -> tuple[NDArray[Any], NDArray[Any], int]:
 
 
 def _flat_of_csr(x: Any) -> NDArray[Any]:
-    columns = x.indices[: x.indptr[-1]]
-    if columns.size and int(columns.view(f"u{columns.itemsize}").max()) >= x.shape[1]:
-        raise ValueError(f"x: expected column indices from 0 to {x.shape[1] - 1}, got others: see x.check_format()")
-    return flat_of_rows(x.indptr, columns, x.shape)
+    return flat_of_rows(x.indptr, _check(x, x.shape[1]), x.shape)
+
+
+def _check(x: Any, limit: int) -> NDArray[Any]:
+    """Return the indices in use of a compressed matrix; raise ValueError if one is negative, or `limit` or more."""
+    indices: NDArray[Any] = x.indices[: x.indptr[-1]]
+    if indices.size and int(indices.view(f"u{indices.itemsize}").max()) >= limit:
+        raise ValueError(
+            f"x: expected indices from 0 to {limit - 1} in {x.format} format, got others: see x.check_format()"
+        )
+    return indices
 
 
 def to_scipy(
