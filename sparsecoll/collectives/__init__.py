@@ -1,4 +1,4 @@
-"""Collectives of sparse vectors: one public function, one file. They share `options.py` and `convert.py`."""
+"""Collectives of sparse vectors: one public function, one file. They share `options.py` and `convert/`."""
 
 from sparsecoll.collectives.allgather import allgather
 from sparsecoll.collectives.allreduce import allreduce

@@ -7,7 +7,7 @@ from typing import Any
 from sparsecoll import formats
 from sparsecoll.algorithms import Algorithm, Reduction, resolve
 from sparsecoll.collectives import convert
-from sparsecoll.collectives.options import CallOptions, index_of_nan, signature_of
+from sparsecoll.collectives.options import CallOptions, index_of_nan, signature_of, to_common_vector
 from sparsecoll.formats import Format
 from sparsecoll.select import Vector
 from sparsecoll.select.base import check_order
@@ -41,9 +41,10 @@ def allreduce(
             the default process group if torch.distributed is initialized, otherwise for MPI.COMM_WORLD, or for one rank
             without MPI; or what `sparsecoll.simulate` passes to its function. The first call is collective.
         x: SparseVector, tuple (indices, values, length), SciPy or pydata sparse matrix, torch tensor (dense or
-            sparse_coo), or dense NumPy, CuPy or DLPack array of any shape (see `sparsecoll.as_vector`). The dtype is
-            float16, float32, float64, int32 or int64. Dtype, length and shape must be the same on all ranks, and x must
-            be on the GPU on all ranks or on none. It is not altered.
+            sparse_coo), dict or Counter with integer keys, pandas Series with an integer index, or dense NumPy, CuPy or
+            DLPack array of any shape (see `sparsecoll.as_vector`). The dtype is float16, float32, float64, int32 or
+            int64. Dtype, length and shape must be the same on all ranks (except of keyed types), and x must be on the
+            GPU on all ranks or on none. It is not altered.
         algo: name in `sparsecoll.ALGORITHMS`, which creates a new algorithm object, or an Algorithm object, which keeps
             thresholds and boundaries between calls. "auto" (the default), "dense", "allgather", "sparcml",
             "densestream" and "hierarchical" form the exact sum of the selected entries, "oktopk" the top k of it,
@@ -78,7 +79,8 @@ def allreduce(
             not answer within `timeout`.
 
     Volume: that of the algorithm (see its class), plus 4(P-1) words in calls whose arguments are new on the
-    communicator and in calls without `k` and `density`. Later calls are compared by the tags of their messages.
+    communicator and in calls without `k` and `density`. Later calls are compared by the tags of their messages. A
+    dict or a Series takes 8(P-1) words more, to agree on the length and the dtype.
 
     See Also:
         `sparsecoll.iallreduce`, `sparsecoll.reduce`, `sparsecoll.reduce_scatter`, `sparsecoll.allgather`,
@@ -97,7 +99,7 @@ def allreduce(
 
 def _allreduce(transport: Transport, x: Any, algo: Any, options: CallOptions, return_reduction: bool) -> Any:
     with CollectiveCall(transport, "allreduce", options.timeout) as call:
-        vector, back = convert.to_vector(x)
+        vector, back = to_common_vector(call, x, options.check)
         call.signature |= convert.shape_of(x)
         reduction = _reduce(call, vector, resolve(algo), options)
     ranks = transport.size if options.op == "mean" else 1

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import numpy as np
 
 from sparsecoll.collectives import convert
+from sparsecoll.collectives.convert.back import Back
 from sparsecoll.collectives.options import CallOptions, check_root
 from sparsecoll.formats import Format
+from sparsecoll.kernels.memory import to_host
 from sparsecoll.transport import Transport, as_transport
 from sparsecoll.transport.call import CollectiveCall
-from sparsecoll.transport.collectives import broadcast, spread
-from sparsecoll.vector import VALUE_DTYPES, SparseVector
+from sparsecoll.transport.collectives import spread
+from sparsecoll.vector import SparseVector
 
 
 def bcast(
@@ -40,7 +43,8 @@ def bcast(
         check: compare the arguments of all ranks (default: True).
 
     Returns:
-        The vector, rounded as on the wire: of the same type as x on the root, a SparseVector on the other ranks.
+        The vector, rounded as on the wire, of the type and shape of the root's x on every rank. Where that is a type of
+        SciPy, pydata, pandas or torch, every rank needs the library.
 
     Raises:
         ValueError: On every rank, if an argument is invalid on some rank, or the root's x is dense.
@@ -67,13 +71,14 @@ def _bcast(transport: Transport, x: Any, root: int, options: CallOptions) -> Any
     with CollectiveCall(transport, "bcast", options.timeout) as call:
         call.signature |= {"root": check_root(root, transport), **options.signature()}
         entries = SparseVector.empty(0, np.float64)
-        back: convert.Back = convert.as_is
+        back = Back()
         if transport.rank == root:
             entries, back = options.to_entries(x, sums=False)
         call.agree(check=options.check)
         with transport.phase("broadcast"):
-            kind = np.array([entries.length, VALUE_DTYPES.index(entries.dtype)], np.int64)
-            length, dtype = broadcast(transport, kind, root).tolist()
+            header = json.dumps([entries.length, entries.dtype.name, convert.to_text(back)]).encode()
+            message = to_host(spread(transport, np.frombuffer(header, np.uint8), root))
+            length, dtype, text = json.loads(message.tobytes())
             channel = options.channel(transport, length)
             y = channel.decode(spread(transport, channel.encode(entries), root))
-        return back(y.astype(VALUE_DTYPES[dtype]))
+        return convert.from_text(text)(y.astype(np.dtype(dtype)))

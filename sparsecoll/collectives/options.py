@@ -11,6 +11,8 @@ import numpy as np
 
 from sparsecoll import formats
 from sparsecoll.collectives import convert
+from sparsecoll.collectives.convert.back import Back
+from sparsecoll.collectives.convert.keyed import agree_on_keys
 from sparsecoll.errors import NonFiniteError
 from sparsecoll.formats import Format
 from sparsecoll.select import Vector, topk
@@ -112,14 +114,15 @@ class CallOptions:
         if index is not None:
             raise ValueError(f"x: expected finite values, got NaN or infinity, the first at index {index}")
 
-    def to_entries(self, x: Any, sums: bool) -> tuple[SparseVector, convert.Back]:
+    def to_entries(self, x: Any, sums: bool, call: CollectiveCall | None = None) -> tuple[SparseVector, Back]:
         """Return the entries that this rank sends, and a function that converts a result to the type of x.
 
         Args:
             x: the caller's argument, of any type that `convert.to_vector` takes.
             sums: whether the collective sends partial sums and first selects the top k of x.
+            call: in which the ranks agree on the length of what has keys; None, the default, if one rank's counts.
         """
-        vector, back = convert.to_vector(x)
+        vector, back = convert.to_vector(x) if call is None else to_common_vector(call, x, self.check)
         self.check_dtype(vector.dtype, "partial sums" if sums else None)
         k = self.resolve_k(vector.length)
         if k is None and isinstance(vector, DenseVector):
@@ -135,9 +138,9 @@ class CallOptions:
         """Return the channel of a call on vectors of this length."""
         return Channel(transport, length, self.wire_format, self.wire_dtype)
 
-    def agree(self, call: CollectiveCall, x: Any, sums: bool) -> tuple[Channel, SparseVector, convert.Back]:
+    def agree(self, call: CollectiveCall, x: Any, sums: bool) -> tuple[Channel, SparseVector, Back]:
         """Agree on the arguments of the call; return its channel and `to_entries`, rounded as on the wire."""
-        entries, back = self.to_entries(x, sums)
+        entries, back = self.to_entries(x, sums, call)
         call.signature |= {
             **convert.shape_of(x),
             **signature_of(entries, call.transport),
@@ -147,6 +150,15 @@ class CallOptions:
         call.agree(check=self.check)
         channel = self.channel(call.transport, entries.length)
         return channel, channel.roundtrip(entries), back
+
+
+def to_common_vector(call: CollectiveCall, x: Any, check: bool) -> tuple[Vector, Back]:
+    """Return `convert.to_vector(x)`; types with keys get one length on all ranks. Collective."""
+    vector, back = convert.to_vector(x)
+    if back.keyed:
+        assert isinstance(vector, SparseVector)
+        vector = agree_on_keys(call, vector, check)
+    return vector, back
 
 
 @contextlib.contextmanager

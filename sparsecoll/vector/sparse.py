@@ -9,29 +9,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sparsecoll.kernels import kernels_of
 from sparsecoll.kernels.keys import index_dtype, key_of, magnitude_of, nan_key
 from sparsecoll.kernels.memory import asarray_like, empty, may_share_memory, to_host
-from sparsecoll.telemetry.trace import span
-from sparsecoll.vector.values import (
-    SMALLEST,
-    Values,
-    accumulator_dtype,
-    dense_values,
-    finite_difference,
-    saturating_cast,
-    sparse_entries,
-)
+from sparsecoll.vector.entries import Entries
+from sparsecoll.vector.values import SMALLEST, accumulator_dtype, finite_difference
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
-
     from sparsecoll.vector.dense import DenseVector
 
 MULTIPLIERS = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9)  # of `hash_slots`; odd, otherwise arbitrary
 
 
-class SparseVector(Values):
+class SparseVector(Entries):
     """A long vector of which only some entries are stored: their ascending, unique `indices` and their `values`.
 
     Coordinates without a stored entry are zero. Stored zeros are allowed and count in `nnz`.
@@ -49,18 +38,24 @@ class SparseVector(Values):
 
     >>> x = SparseVector([1, 4], np.array([2.0, -3.0], dtype=np.float32), 6)
     >>> x
-    SparseVector(length=6, nnz=2, density=0.333, dtype=float32)
+    SparseVector(length=6, nnz=2, density=0.333, dtype=float32, entries={1: 2, 4: -3})
     >>> x.to_dense()
     array([ 0.,  2.,  0.,  0., -3.,  0.], dtype=float32)
 
-    From a dense array, and from parallel lists of coordinates and values that are not sorted:
+    From a dense array, and from pairs of indices and values in any order, in which indices may be repeated:
 
     >>> SparseVector.from_dense(np.array([0, 7, 0, 5])).indices
     array([1, 3], dtype=uint32)
-    >>> indices, values = np.array([4, 1]), np.array([-3.0, 2.0])
-    >>> order = np.argsort(indices)
-    >>> SparseVector(indices[order], values[order], 6).values
-    array([ 2., -3.])
+    >>> SparseVector.from_pairs([4, 1, 4], np.array([-3.0, 2.0, 0.5]), 6).values
+    array([ 2. , -2.5])
+
+    Indexing, slicing and arithmetic are those of NumPy arrays, except that `==` returns one bool: whether the lengths
+    and the stored entries are equal (a stored zero counts). `np.asarray(x)` is `x.to_dense()`:
+
+    >>> x[4], x[0], x[1:5].indices
+    (np.float32(-3.0), np.float32(0.0), array([0, 3], dtype=uint32))
+    >>> (x + x) / 2 == x, np.asarray(2 * x)
+    (True, array([ 0.,  4.,  0.,  0., -6.,  0.], dtype=float32))
 
     The largest magnitudes, the entries above a threshold, a sum:
 
@@ -70,33 +65,7 @@ class SparseVector(Values):
     array([ 2., -6.], dtype=float32)
     """
 
-    __slots__ = ("indices", "length")
-
-    indices: NDArray[Any]
-    length: int
-
-    def __init__(self, indices: Any, values: Any, length: int) -> None:
-        self.indices, self._array, self.length = sparse_entries(indices, values, length)
-
-    @classmethod
-    def from_sorted_unchecked(cls, indices: NDArray[Any], values: NDArray[Any], length: int) -> Self:
-        """Return a vector of arrays that are valid: ascending, unique, in range, indices of `index_dtype(length)`."""
-        vector = object.__new__(cls)
-        vector.indices, vector._array, vector.length = indices, values, length
-        return vector
-
-    @classmethod
-    def empty(cls, length: int, dtype: Any) -> SparseVector:
-        """Return a vector without stored entries, in host memory."""
-        return cls.from_sorted_unchecked(np.empty(0, index_dtype(length)), np.empty(0, dtype), length)
-
-    @classmethod
-    def from_dense(cls, array: Any) -> SparseVector:
-        """Return the nonzero entries (NaN among them) of a 1-D array."""
-        values = dense_values(array)
-        with span("dense", values.size):
-            indices, nonzeros = kernels_of(values).select_at_least(values, 1)
-        return cls.from_sorted_unchecked(indices, nonzeros, values.size)
+    __slots__ = ()
 
     @classmethod
     def concatenate(cls, parts: Sequence[SparseVector]) -> SparseVector:
@@ -108,48 +77,12 @@ class SparseVector(Values):
         values = np.concatenate([p.values for p in parts], out=empty(count, first.dtype, first.values))
         return cls.from_sorted_unchecked(indices, values, first.length)
 
-    @classmethod
-    def sum(cls, parts: Sequence[SparseVector], dtype: np.dtype[Any]) -> SparseVector:
-        """Return the sum of one or more vectors, whose entries are added in the order of `parts`, starting at +0.
-
-        Args:
-            parts: vectors of one length.
-            dtype: in which values are added and returned.
-        """
-        kernels, length = kernels_of(parts[0].values), parts[0].length
-        with span("merge", sum(p.nnz for p in parts), max(p.span for p in parts)):
-            indices, values = kernels.merge_sum([(p.indices, p.values) for p in parts], dtype)
-        return cls.from_sorted_unchecked(indices.astype(index_dtype(length), copy=False), values, length)
-
-    @property
-    def nnz(self) -> int:
-        """Number of stored entries, explicit zeros among them."""
-        return int(self.indices.size)
-
-    @property
-    def span(self) -> int:
-        """Number of coordinates from the first stored index to the last; 0 without stored entries."""
-        return int(self.indices[-1]) - int(self.indices[0]) + 1 if self.indices.size else 0
-
-    @property
-    def density(self) -> float:
-        """nnz / length; 0.0 for length 0."""
-        return self.nnz / self.length if self.length else 0.0
-
     def _of(self, entries: tuple[NDArray[Any], NDArray[Any]]) -> SparseVector:
         return SparseVector.from_sorted_unchecked(*entries, self.length)
 
     def to_sparse(self) -> SparseVector:
         """Return the vector itself."""
         return self
-
-    def to_dense(self) -> NDArray[Any]:
-        """Return a new array of `length` values."""
-        with span("dense", self.length):
-            dense = empty(self.length, self.dtype, self.values)
-            dense[:] = 0
-            dense[self.indices] = self.values
-        return dense
 
     # Parts of the entries
 
@@ -293,14 +226,6 @@ class SparseVector(Values):
 
     # Arithmetic
 
-    def with_values(self, values: NDArray[Any]) -> Self:
-        """Return a vector of other values at the same indices."""
-        return self.from_sorted_unchecked(self.indices, values, self.length)
-
-    def astype(self, dtype: Any) -> SparseVector:
-        """Return the entries as `dtype`; finite values beyond its range become its largest finite value."""
-        return self.with_values(saturating_cast(self.values, np.dtype(dtype)))
-
     def multiply(self, factor: float) -> SparseVector:
         """Return factor * self, in its own dtype."""
         return self.with_values(np.multiply(self.values, factor).astype(self.dtype, copy=False))
@@ -329,17 +254,6 @@ class SparseVector(Values):
             a.copy() if any(may_share_memory(a, b) for b in theirs) else a for a in (self.indices, self.values)
         )
         return self._of((indices, values))
-
-    __array_ufunc__ = None
-
-    def __array_function__(self, function: Any, *_: Any) -> Any:
-        raise TypeError(f"SparseVector: expected an array for {function.__name__}: use .to_dense() or .values")
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
-        raise TypeError("SparseVector: expected .to_dense() where NumPy is to take it as an array, or .values")
-
-    def __repr__(self) -> str:
-        return f"SparseVector(length={self.length}, nnz={self.nnz}, density={self.density:.3g}, dtype={self.dtype})"
 
 
 def union_mask(parts: Sequence[SparseVector]) -> NDArray[np.uint8]:

@@ -54,8 +54,12 @@ def accumulator_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
 def check_value_dtype(dtype: np.dtype[Any]) -> None:
     """Raise TypeError unless `dtype` is one of VALUE_DTYPES."""
     if dtype not in VALUE_DTYPES:
-        native = dtype.newbyteorder("=")
-        cure = f" of the other byte order: use x.astype(np.{native})" if native in VALUE_DTYPES else ""
+        cure = ""
+        if dtype.kind == "c":
+            cure = ": sum x.real and x.imag in two calls"
+        elif dtype.kind in "biuf":
+            wide = "float64" if dtype.kind == "f" else "int32" if dtype.itemsize < 4 else "int64"
+            cure = f": use x.astype(np.{wide})"
         raise TypeError(f"values: expected dtype {', '.join(map(str, VALUE_DTYPES))}, got {dtype}{cure}")
 
 
@@ -66,6 +70,15 @@ def asarray(array: Any) -> Any:
     return array if on_gpu(array) else np.asarray(array)
 
 
+def native_values(array: Any) -> Any:
+    """Return `array` in the machine's byte order; raise TypeError if its dtype is not supported."""
+    values = asarray(array)
+    if not values.dtype.isnative:
+        values = values.astype(values.dtype.newbyteorder("="))
+    check_value_dtype(values.dtype)
+    return values
+
+
 def dense_values(array: Any) -> Any:
     """Return `array` as a contiguous 1-D array of a supported dtype.
 
@@ -73,15 +86,33 @@ def dense_values(array: Any) -> Any:
         ValueError: it is not 1-D.
         TypeError: its dtype is not supported.
     """
-    values = asarray(array)
+    values = native_values(array)
     if values.ndim != 1:
         raise ValueError(f"dense vector: expected a 1-D array, got shape {values.shape}")
-    check_value_dtype(values.dtype)
     return contiguous(values)
 
 
 def sparse_entries(indices: Any, values: Any, length: Any) -> tuple[Any, Any, int]:
     """Return indices, values and length as SparseVector stores them; raise as its constructor does."""
+    stored, values, length = pairs(indices, values, length)
+    position = kernels_of(values).first_unsorted(stored, length)
+    if position >= 0:
+        before, index = int(stored[position - 1]), int(stored[position])
+        what = "duplicate" if before == index else "unsorted"
+        raise ValueError(
+            f"indices: expected strictly ascending, got {what}: {before} at position {position - 1}, then {index};"
+            " SparseVector.from_pairs takes them in any order"
+        )
+    return stored, values, length
+
+
+def pairs(indices: Any, values: Any, length: Any) -> tuple[Any, Any, int]:
+    """Return indices in any order as SparseVector stores them, contiguous values, and the length.
+
+    Raises:
+        ValueError: indices are negative or out of range, the sizes differ, or length is negative.
+        TypeError: a dtype is not supported, or only one of the arrays is on the GPU.
+    """
     length, given, values = _checked_length(length), asarray(indices), asarray(values)
     if on_gpu(given) != on_gpu(values):
         where = ["CuPy" if on_gpu(array) else "NumPy" for array in (given, values)]
@@ -94,21 +125,12 @@ def sparse_entries(indices: Any, values: Any, length: Any) -> tuple[Any, Any, in
         )
     if given.dtype.kind not in "iu":
         raise TypeError(f"indices: expected integers, got {given.dtype}")
-    check_value_dtype(values.dtype)
+    values = native_values(values)
     if given.dtype.kind == "i" and given.size and int(given.min()) < 0:
         raise ValueError(f"indices: expected at least 0, got {int(given.min())}")
     if given.size and int(given.max()) >= length:
         raise ValueError(f"indices: expected below length {length}, got {int(given.max())}")
-    stored = contiguous(given, index_dtype(length))
-    position = kernels_of(values).first_unsorted(stored, length)
-    if position >= 0:
-        before, index = int(stored[position - 1]), int(stored[position])
-        what = "duplicate" if before == index else "unsorted"
-        raise ValueError(
-            f"indices: expected strictly ascending, got {what}: {before} at position {position - 1}, then {index};"
-            " order = np.argsort(indices) sorts both arrays, and a SciPy coo_array also sums duplicates"
-        )
-    return stored, contiguous(values), length
+    return contiguous(given, index_dtype(length)), contiguous(values), length
 
 
 def _checked_length(length: Any) -> int:

@@ -86,7 +86,6 @@ TYPES = {
     "length": (([1], np.ones(1), 5.0), {}, "length: expected an integer, got float"),
     "density": (GOOD, {"density": "a"}, r"density: expected a number in \(0, 1\], got 'a'"),
     "class": (GOOD, {"algo": OkTopk}, r"algo: expected a name or an Algorithm object, got the class: use OkTopk\(\)"),
-    "byte order": (np.ones(N, ">f4"), {"k": 1}, r"got >f4 of the other byte order: use x.astype\(np.float32\)"),
     "mask": (np.ma.masked_array(np.ones(N), np.arange(N) > 1), {"k": 1}, r"got a masked one: use x.filled\(0\)"),
     "value_dtype": (GOOD, {"value_dtype": 3}, "value_dtype: expected a name or a NumPy dtype, got 3"),
     "mean of integers": (
@@ -204,7 +203,7 @@ def test_kinds_of_numbers_and_arrays_that_numpy_users_have():
 
 
 def test_numpy_functions_say_what_to_pass():
-    for function in (np.asarray, np.sum, np.sort):
+    for function in (np.mean, np.sum, np.sort):
         with pytest.raises(TypeError, match=r"to_dense\(\)"):
             function(GOOD)
     reduction = sparsecoll.allreduce(sparsecoll.transport.LocalTransport(), GOOD, return_reduction=True)

@@ -42,8 +42,28 @@ def test_what_the_root_finds_wrong_is_raised_on_all_ranks():
     assert len(set(simulate(3, program).results)) == 1
 
 
-def test_the_callers_kind_comes_back_on_the_root():
+@pytest.mark.parametrize("P", [1, 2, 3, 5])
+@pytest.mark.parametrize("form", ["coo_array", "csr_matrix", "csc_array", "bsr_array"])
+def test_type_and_shape_are_the_roots_on_every_rank(form, P):
     sparse = pytest.importorskip("scipy.sparse")
-    x = sparse.random_array((6, 7), density=0.3, format="csr", dtype=np.float64)
-    y, other = simulate(2, lambda comm: sparsecoll.bcast(comm, x)).results
-    assert y.format == "csr" and isinstance(other, SparseVector)
+    dense = np.kron(np.eye(3), np.ones((2, 4)))
+    x = getattr(sparse, form)(dense)
+    for y in simulate(P, lambda comm: sparsecoll.bcast(comm, x if comm.rank == 0 else None)).results:
+        assert type(y) is type(x) and y.shape == (6, 12) and y.dtype == np.float64
+        np.testing.assert_array_equal(y.toarray(), dense)
+        assert getattr(y, "blocksize", None) == getattr(x, "blocksize", None)
+
+
+def test_other_types():
+    results = simulate(2, lambda comm: sparsecoll.bcast(comm, ([1, 4], np.ones(2, np.float32), 6))).results
+    assert all(isinstance(y, tuple) and y[0].tolist() == [1, 4] and y[2] == 6 for y in results)
+    sparse, torch = pytest.importorskip("sparse"), pytest.importorskip("torch")
+    dense = np.arange(24.0).reshape(2, 3, 4)
+    for form in ("coo", "gcxs"):
+        x = sparse.COO.from_numpy(dense).asformat(form)
+        for y in simulate(3, lambda comm, x=x: sparsecoll.bcast(comm, x if comm.rank == 1 else None, 1)).results:
+            assert type(y) is type(x)
+            np.testing.assert_array_equal(y.todense(), dense)
+    x = torch.from_numpy(dense).to_sparse(2)
+    for y in simulate(2, lambda comm: sparsecoll.bcast(comm, x if comm.rank == 0 else None)).results:
+        assert y.sparse_dim() == 2 and torch.equal(y.to_dense(), x.to_dense())

@@ -75,15 +75,97 @@ def test_huge_matrices():
         as_vector(sparse.coo_array((np.ones(1), ([0], [0])), shape=(2**62, 2)))
 
 
+def canonical(x):
+    """Whether a matrix is in canonical form by what it holds, not by its flags."""
+    if x.format in ("csr", "csc"):
+        pairs = np.diff(x.indices.astype(np.int64) + np.repeat(np.arange(x.indptr.size - 1), np.diff(x.indptr)) * 2**31)
+        return bool((pairs > 0).all())
+    return (
+        SparseVector(x.coords[0].astype(np.int64) * x.shape[1] + x.coords[1], x.data, x.shape[0] * x.shape[1]).nnz >= 0
+    )
+
+
+@pytest.mark.parametrize("shape", [(1, 500), (500, 1), (20, 30), (3, 4000), (4000, 3), (2**16, 2**16), (2**17, 2**16)])
+@pytest.mark.parametrize("form", ["coo", "csr", "csc"])
+@pytest.mark.parametrize("index", [np.int32, np.int64])
+def test_canonical_form_and_index_dtype_are_kept(form, shape, index):
+    sparse = pytest.importorskip("scipy.sparse")
+    rng = np.random.default_rng(0)
+    rows, columns = (rng.integers(0, size, 200) for size in shape)
+    x = sparse.coo_array((np.ones(200), (rows, columns)), shape=shape).asformat(form)
+    if form == "coo":
+        x.coords = tuple(c.astype(index) for c in x.coords)
+    else:
+        x.indices, x.indptr = x.indices.astype(index), x.indptr.astype(index)
+    x.data[:] = rng.integers(1, 9, x.data.size)
+    vector = as_vector(x)
+    y = like(x, vector)
+    assert abs(x - y).sum() == 0 and y.has_canonical_format and canonical(y)
+    assert {i.dtype for i in (y.coords if form == "coo" else (y.indices, y.indptr))} == {np.dtype(index)}
+    assert vector == as_vector(x.tocoo()) == as_vector(y)
+
+
+@pytest.mark.parametrize("form", ["csr", "csc"])
+def test_compressed_matrices_that_are_not_canonical(form):
+    sparse = pytest.importorskip("scipy.sparse")
+    starts, indices = np.array([0, 3, 3, 5]), np.array([2, 0, 2, 1, 0])
+    x = getattr(sparse, f"{form}_array")((np.array([1.0, 2, 4, 8, 16]), indices, starts), shape=(3, 3))
+    dense = x.toarray()
+    vector = as_vector(x)
+    np.testing.assert_array_equal(vector.to_dense().reshape(3, 3), dense)
+    assert vector.nnz == 4 and like(x, vector).has_canonical_format
+    assert x.indices.tolist() == [2, 0, 2, 1, 0]  # the caller's matrix is not sorted in place
+    roomy = getattr(sparse, f"{form}_array")(dense)
+    roomy.data, roomy.indices = np.append(roomy.data, 7.0), np.append(roomy.indices, 0).astype(roomy.indices.dtype)
+    np.testing.assert_array_equal(as_vector(roomy).to_dense().reshape(3, 3), dense)
+
+
+@pytest.mark.parametrize("form", ["csr", "csc"])
+@pytest.mark.parametrize("wrong", [3, -1])
+def test_compressed_matrices_that_are_broken(form, wrong):
+    sparse = pytest.importorskip("scipy.sparse")
+    x = getattr(sparse, f"{form}_array")(np.eye(3))
+    x.indices[1] = wrong
+    with pytest.raises(ValueError, match=f"x: expected indices from 0 to 2 in {form} format"):
+        as_vector(x)
+
+
+def test_blocks_keep_their_size():
+    sparse = pytest.importorskip("scipy.sparse")
+    x = sparse.bsr_array(np.kron(np.eye(3), np.ones((2, 4))), blocksize=(2, 4))
+    assert like(x, as_vector(x)).blocksize == (2, 4)
+
+
+def test_values_are_not_copied():
+    sparse = pytest.importorskip("scipy.sparse")
+    x = sparse.random_array((30, 40), density=0.1, format="csr", rng=np.random.default_rng(0))
+    assert np.shares_memory(as_vector(x).values, x.data)
+    assert np.shares_memory(like(x, as_vector(x)).data, x.data)
+    y = simulate(1, lambda comm: sparsecoll.allreduce(comm, x)).results[0]
+    assert not np.shares_memory(y.data, x.data) and not np.shares_memory(y.indices, x.indices)
+
+
 @pytest.mark.parametrize("shape", [(40,), (5, 8), (3, 4, 5)])
 def test_pydata(shape):
     sparse = pytest.importorskip("sparse")
     dense = matrix(3, shape)
-    for result, factor in zip(round_trip(sparse.COO.from_numpy(dense), dense), (1, 3), strict=True):
-        assert result.shape == shape
-        np.testing.assert_array_equal(result.todense(), factor * dense)
+    for form in ("coo", "gcxs", "dok"):
+        x = sparse.COO.from_numpy(dense).asformat(form)
+        for result, factor in zip(round_trip(x, dense), (1, 3), strict=True):
+            assert result.shape == shape
+            np.testing.assert_array_equal(result.todense(), factor * dense)
     with pytest.raises(ValueError, match="expected a fill value of 0, got 1"):
         as_vector(sparse.COO.from_numpy(dense + 1, fill_value=1.0))
+
+
+@pytest.mark.parametrize("axes", [(0,), (1,)])
+def test_pydata_compressed_matrices(axes):
+    sparse = pytest.importorskip("sparse")
+    dense = matrix(3, (5, 8))
+    x = sparse.GCXS.from_numpy(dense, compressed_axes=axes)
+    for result, factor in zip(round_trip(x, dense), (1, 3), strict=True):
+        assert tuple(result.compressed_axes) == axes
+        np.testing.assert_array_equal(result.todense(), factor * dense)
 
 
 @pytest.mark.parametrize("shape", [(40,), (5, 8), (3, 4, 5)])
@@ -149,7 +231,7 @@ def test_any_library_by_dlpack():
 
 
 def test_what_is_no_vector():
-    for wrong in ([1.0, 2.0], "text", None, {"indices": []}):
+    for wrong in ([1.0, 2.0], "text", None, {1, 2}):
         with pytest.raises(TypeError, match="x: expected a SparseVector"):
             as_vector(wrong)
     with pytest.raises(ValueError, match="expected length 3, got 4"):

@@ -1,5 +1,8 @@
 """reduce, reduce_scatter, allgather and bcast over MPI: the bits and bytes of the simulator."""
 
+from collections import Counter
+
+import numpy as np
 import pytest
 from cases import case, same_bits
 
@@ -28,3 +31,31 @@ def test_bits_and_bytes_are_those_of_the_simulator(comm, name):
     assert received == expected
     for a, b in zip(mine, theirs, strict=True):
         assert a is b is None or same_bits(a, b)
+
+
+@pytest.mark.mpi
+def test_counters(comm):
+    parts = [Counter({rank: 1, 7: rank, 2**62 + rank // 2: 5}) if rank != 1 else Counter() for rank in range(comm.size)]
+    expected = {}
+    for key, value in (item for part in parts for item in part.items()):
+        expected[key] = expected.get(key, 0) + value
+    x = parts[comm.rank]
+    total = sparsecoll.allreduce(comm, x)
+    assert type(total) is Counter and total == expected and total == sparsecoll.iallreduce(comm, x).wait()
+    assert sparsecoll.allgather(comm, x) == parts
+    with pytest.raises(TypeError, match=f"rank {comm.size - 1}: x: expected integer keys"):
+        sparsecoll.allreduce(comm, {"a": 1} if comm.rank == comm.size - 1 else {1: 1})
+    assert sparsecoll.allreduce(comm, {1: 0.5}) == {1: 0.5 * comm.size}
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("form", ["csr_array", "csc_matrix", "bsr_array", "coo_array"])
+def test_bcast_keeps_type_and_shape_on_every_rank(comm, form):
+    sparse = pytest.importorskip("scipy.sparse")
+    dense, root = np.kron(np.eye(3), np.ones((2, 4))), comm.size - 1
+    x = getattr(sparse, form)(dense)
+    y = sparsecoll.bcast(comm, x if comm.rank == root else None, root)
+    assert type(y) is type(x) and y.shape == x.shape and getattr(y, "blocksize", 0) == getattr(x, "blocksize", 0)
+    np.testing.assert_array_equal(y.toarray(), dense)
+    keys = sparsecoll.bcast(comm, Counter({5: 2}) if comm.rank == root else None, root)
+    assert type(keys) is Counter and keys == {5: 2}

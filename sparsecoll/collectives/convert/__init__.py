@@ -1,0 +1,142 @@
+"""Conversion of callers' types to vectors and back.
+
+An n-dimensional array or matrix is one long vector in C order. Values are not copied if the type allows it, and they
+stay on the GPU if they are there. A type's library is found by the name of its module, and none is imported before a
+caller uses it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from sparsecoll.collectives.convert.back import Back, ToTriple
+from sparsecoll.collectives.convert.keyed import ToMapping, ToSeries, from_mapping, from_series
+from sparsecoll.collectives.convert.matrices import ToPydata, ToScipy, from_pydata, from_scipy
+from sparsecoll.collectives.convert.tensors import ToTorch, from_torch
+from sparsecoll.kernels.memory import contiguous, from_dlpack, on_gpu
+from sparsecoll.select import Vector
+from sparsecoll.vector import DenseVector, SparseVector
+
+BACKS = {kind.__name__: kind for kind in (Back, ToTriple, ToScipy, ToPydata, ToTorch, ToMapping, ToSeries)}
+TYPES = (
+    "a SparseVector, (indices, values, length), a SciPy sparse array or matrix, a pydata COO or GCXS, a torch tensor"
+    " (dense or sparse_coo), a dict or Counter, a pandas Series, or a dense NumPy, CuPy or DLPack array"
+)
+CURES = {
+    "list": "np.asarray(x) of a dense one, SparseVector.from_pairs of pairs",
+    "set": "dict.fromkeys(x, 1)",
+    "DataFrame": "x.to_numpy(), or x.sparse.to_coo()",
+    "MultiIndex": "integers",
+}
+
+
+def as_vector(x: Any) -> Vector:
+    """Convert x to a vector, as the collectives do with their argument.
+
+    Args:
+        x: one of the following, with values of float16, float32, float64, int32 or int64 in either byte order. An
+            n-dimensional x becomes one vector in C order.
+
+            - SparseVector, DenseVector, or a tuple (indices, values, length);
+            - SciPy sparse array or matrix of any format: explicit zeros stay, duplicates are summed;
+            - pydata/sparse COO, GCXS or DOK, with fill value 0;
+            - torch tensor, dense or sparse_coo (of a hybrid tensor, all values of each stored row are entries), on the
+              CPU or CUDA;
+            - dict, Counter, OrderedDict or defaultdict from integers of at least 0 to numbers, in any order: the length
+              is the largest key plus one, on which ranks agree in a collective;
+            - pandas Series with an integer index; repeated labels are summed;
+            - dense NumPy or CuPy array, or any array with `__dlpack__`.
+
+    Returns:
+        SparseVector for a sparse x, DenseVector for a dense one.
+
+    Raises:
+        TypeError: x has another type, or its dtype is not supported.
+        ValueError: Its indices are invalid, or its fill value is not 0.
+
+    See Also:
+        `sparsecoll.like`, which converts back.
+
+    >>> as_vector(np.array([[0.0, 2.0], [0.0, 3.0]])).topk(2).indices
+    array([1, 3], dtype=uint32)
+    >>> as_vector({7: 1, 2: 5}).indices
+    array([2, 7], dtype=uint32)
+    """
+    return to_vector(x)[0]
+
+
+def like(x: Any, vector: SparseVector) -> Any:
+    """Convert a vector to the type and shape of x, as the collectives do with their result.
+
+    Args:
+        x: any type that `sparsecoll.as_vector` takes.
+        vector: SparseVector of the same length (of any length if x is a mapping or a Series).
+
+    Returns:
+        An object of the type of x; for a dense x the SparseVector itself, from which
+        `vector.to_dense().reshape(x.shape)` makes the dense array.
+
+    Raises:
+        ValueError: x has another length.
+
+    See Also:
+        `sparsecoll.as_vector`.
+    """
+    own, back = to_vector(x)
+    if own.length != vector.length and not back.keyed:
+        raise ValueError(f"vector: expected length {own.length}, got {vector.length}")
+    return back(vector)
+
+
+def shape_of(x: Any) -> dict[str, list[int]]:
+    """Return the shape of an array of two and more dimensions, which ranks compare; {} for a vector."""
+    shape = [int(size) for size in getattr(x, "shape", ())]
+    return {"shape": shape} if len(shape) > 1 else {}
+
+
+def to_vector(x: Any) -> tuple[Vector, Back]:
+    """Return `as_vector(x)`, and what converts a result to x's type (a SparseVector for a dense x)."""
+    if isinstance(x, np.ma.MaskedArray):
+        raise TypeError("x: expected an array without a mask, got a masked one: use x.filled(0)")
+    if isinstance(x, (SparseVector, DenseVector)):
+        return x, Back()
+    if isinstance(x, tuple) and len(x) == 3:
+        return SparseVector(*x), ToTriple()
+    if isinstance(x, np.ndarray) or on_gpu(x):
+        return DenseVector(_flat(x)), Back()
+    library, name = type(x).__module__.partition(".")[0], type(x).__name__
+    if library == "scipy" and hasattr(x, "tocoo"):
+        return from_scipy(x)
+    if library == "sparse" and name in ("COO", "GCXS", "DOK"):
+        return from_pydata(x)
+    if library == "torch":
+        return from_torch(x)
+    if library == "pandas" and name == "Series":
+        return from_series(x)
+    if isinstance(x, Mapping) and library != "sparse":
+        return from_mapping(x)
+    if hasattr(x, "__dlpack_device__"):
+        return DenseVector(_flat(np.from_dlpack(x) if x.__dlpack_device__()[0] == 1 else from_dlpack(x))), Back()
+    cure = f": use {CURES[name]}" if name in CURES else ""
+    raise TypeError(f"x: expected {TYPES}, got {type(x).__module__}.{type(x).__qualname__}{cure}")
+
+
+def _flat(array: Any) -> Any:
+    if isinstance(array, np.matrix):
+        array = np.asarray(array)
+    return array if array.ndim == 1 else contiguous(array).reshape(-1)
+
+
+def to_text(back: Back) -> str:
+    """Return what converts back as a text that another rank can read."""
+    return json.dumps([type(back).__name__, back.fields()])
+
+
+def from_text(text: str) -> Back:
+    """Invert `to_text`."""
+    kind, fields = json.loads(text)
+    return BACKS[kind](**fields)

@@ -1,0 +1,35 @@
+"""Conversion of results back to the caller's types, as data that one rank can send to others."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
+
+from sparsecoll.vector import SparseVector
+
+
+@dataclass(frozen=True)
+class Back:
+    """Converts a result to a caller's type: derive a dataclass whose fields are JSON values, and register it.
+
+    Attributes:
+        keyed: whether the caller's type has keys and no length, which ranks agree on (see `keyed.py`).
+    """
+
+    keyed: ClassVar[bool] = False
+
+    def __call__(self, y: SparseVector) -> Any:
+        """Return the vector itself, which is the result for vectors and dense types."""
+        return y
+
+    def fields(self) -> dict[str, Any]:
+        """Return the fields by name, as JSON values."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class ToTriple(Back):
+    """Returns a tuple (indices, values, length)."""
+
+    def __call__(self, y: SparseVector) -> Any:
+        return y.indices, y.values, y.length

@@ -1,0 +1,83 @@
+"""Sparse arrays and matrices of SciPy and pydata."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from sparsecoll.collectives.convert.back import Back
+from sparsecoll.vector import SparseVector
+from sparsecoll.vector.coordinates import coordinates, count, flat_indices, flat_of_rows, rows_of_flat
+from sparsecoll.vector.pairs import combined
+from sparsecoll.vector.scipy_arrays import to_scipy
+from sparsecoll.vector.values import native_values
+
+
+def from_scipy(x: Any) -> tuple[SparseVector, Back]:
+    """Return a SciPy sparse array or matrix as a vector, and what converts one back."""
+    index = next((a for a in (getattr(x, "indices", None), getattr(x, "row", None)) if a is not None), None)
+    dtype = "int64" if index is not None and index.dtype == np.int64 else "int32"
+    return SparseVector.from_scipy(x), ToScipy(
+        type(x).__name__, tuple(map(int, x.shape)), dtype, getattr(x, "blocksize", None)
+    )
+
+
+@dataclass(frozen=True)
+class ToScipy(Back):
+    """Returns a sparse array or matrix of scipy.sparse; see `vector.scipy_arrays.to_scipy`."""
+
+    kind: str
+    shape: Sequence[int]
+    index_dtype: str
+    blocksize: Sequence[int] | None
+
+    def __call__(self, y: SparseVector) -> Any:
+        block = None if self.blocksize is None else (self.blocksize[0], self.blocksize[1])
+        return to_scipy(y.indices, y.values, tuple(self.shape), self.kind, self.index_dtype, block)
+
+
+def from_pydata(x: Any) -> tuple[SparseVector, Back]:
+    """Return a pydata COO, GCXS or DOK as a vector, and what converts one back."""
+    if x.fill_value != 0:
+        raise ValueError(f"x: expected a fill value of 0, got {x.fill_value}")
+    form = type(x).__name__.lower()
+    axes = tuple(int(axis) for axis in getattr(x, "compressed_axes", None) or ())
+    back = ToPydata(form, tuple(map(int, x.shape)), axes)
+    if back.by_rows:
+        flat, values = flat_of_rows(x.indptr, x.indices, x.shape), x.data
+    else:
+        coo = x if form == "coo" else x.tocoo() if form == "gcxs" else x.to_coo()
+        flat, values = flat_indices(coo.coords, coo.shape), coo.data
+    entries = combined(flat, native_values(values), "sum")
+    return SparseVector.from_sorted_unchecked(*entries, count(x.shape)), back
+
+
+@dataclass(frozen=True)
+class ToPydata(Back):
+    """Returns a COO, GCXS or DOK of pydata's package `sparse`."""
+
+    form: str
+    shape: Sequence[int]
+    compressed_axes: Sequence[int]
+
+    @property
+    def by_rows(self) -> bool:
+        """Whether it is a matrix by rows, as CSR."""
+        return self.form == "gcxs" and len(self.shape) == 2 and tuple(self.compressed_axes) == (0,)
+
+    def __call__(self, y: SparseVector) -> Any:
+        sparse, shape = importlib.import_module("sparse"), tuple(self.shape)
+        if self.by_rows:
+            starts, columns = rows_of_flat(y.indices, (shape[0], shape[1]), np.int64)
+            return sparse.GCXS((y.values, columns, starts), shape=shape, compressed_axes=(0,))
+        rows = np.stack(coordinates(y.indices, shape))
+        coo = sparse.COO(rows, y.values, shape=shape, has_duplicates=False, sorted=True)
+        if self.form == "coo":
+            return coo
+        return coo.asformat(
+            self.form, **({"compressed_axes": tuple(self.compressed_axes)} if self.form == "gcxs" else {})
+        )

@@ -1,0 +1,73 @@
+"""Tensors of torch, which is reached through the caller's tensors and never imported at the start."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from sparsecoll.collectives.convert.back import Back
+from sparsecoll.kernels.keys import index_dtype
+from sparsecoll.kernels.memory import asarray_like, contiguous, from_dlpack, on_gpu
+from sparsecoll.select import Vector
+from sparsecoll.vector import DenseVector, SparseVector
+from sparsecoll.vector.coordinates import coordinates, count, flat_indices
+from sparsecoll.vector.pairs import run_starts
+
+
+def _torch_array(tensor: Any) -> Any:
+    """Return an array that shares the memory of a tensor."""
+    if str(tensor.dtype) == "torch.bfloat16":
+        raise TypeError("x: expected float16, float32, float64, int32 or int64, got torch.bfloat16: use x.float()")
+    return from_dlpack(tensor.detach()) if tensor.device.type == "cuda" else tensor.detach().numpy()
+
+
+def from_torch(x: Any) -> tuple[Vector, Back]:
+    """Return a tensor as a vector, and what converts one back."""
+    layout = str(getattr(x, "layout", type(x).__name__))
+    if layout not in ("torch.strided", "torch.sparse_coo") or x.device.type not in ("cpu", "cuda"):
+        raise TypeError(
+            "x: expected a dense or sparse_coo torch tensor on the CPU or CUDA,"
+            f" got {layout} on {getattr(x, 'device', '?')}"
+        )
+    if layout == "torch.strided":
+        return DenseVector(_torch_array(x.contiguous().view(-1))), Back()
+    x = x.detach().coalesce()
+    rows, values = _torch_array(x.indices()), x.values()
+    shape, width = tuple(x.shape), math.prod(x.shape[x.sparse_dim() :])
+    length, indices = count(shape), flat_indices(rows, shape[: x.sparse_dim()])
+    if x.dense_dim():
+        row = asarray_like(np.arange(width, dtype=np.uint64), indices)
+        indices = (indices.astype(np.uint64)[:, None] * np.uint64(width) + row[None, :]).reshape(-1)
+    vector = SparseVector(contiguous(indices, index_dtype(length)), _torch_array(values.reshape(-1)), length)
+    return vector, ToTorch(x.sparse_dim(), shape)
+
+
+@dataclass(frozen=True)
+class ToTorch(Back):
+    """Returns a coalesced torch.sparse_coo tensor."""
+
+    sparse_dim: int
+    shape: Sequence[int]
+
+    def __call__(self, y: SparseVector) -> Any:
+        torch, shape = importlib.import_module("torch"), tuple(self.shape)
+
+        def tensor(array: Any) -> Any:
+            return torch.from_dlpack(array) if on_gpu(array) else torch.from_numpy(array)
+
+        rows, values = y.indices, tensor(y.values)
+        if self.sparse_dim < len(shape):  # a row of values for each index of the sparse dimensions
+            width = np.uint64(math.prod(shape[self.sparse_dim :]))
+            row, column = y.indices.astype(np.uint64) // width, y.indices.astype(np.uint64) % width
+            first = run_starts(row)
+            rows, position = row[first], np.cumsum(first) - 1
+            values = torch.zeros(len(rows), int(width), dtype=values.dtype, device=values.device)
+            values[tensor(position), tensor(column.astype(np.int64))] = tensor(y.values)
+            values = values.view(-1, *shape[self.sparse_dim :])
+        index = torch.stack([tensor(row) for row in coordinates(rows, shape[: self.sparse_dim])])
+        return torch.sparse_coo_tensor(index, values, shape, is_coalesced=True, check_invariants=False)

@@ -1,0 +1,291 @@
+"""Entries: what users do with a SparseVector, in the words of NumPy and SciPy; `sparse.py` adds what algorithms do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from numbers import Number
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sparsecoll.kernels import kernels_of
+from sparsecoll.kernels.keys import index_dtype
+from sparsecoll.kernels.memory import empty, to_host
+from sparsecoll.telemetry.trace import span
+from sparsecoll.vector.pairs import combined
+from sparsecoll.vector.scipy_arrays import scipy_entries, to_scipy
+from sparsecoll.vector.values import (
+    Values,
+    accumulator_dtype,
+    dense_values,
+    native_values,
+    pairs,
+    saturating_cast,
+    sparse_entries,
+)
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+SHOWN = 4  # entries in a repr
+
+
+class Entries(Values):
+    """Ascending, unique `indices` and their `values`, of a vector of `length` coordinates: the base of SparseVector."""
+
+    __slots__ = ("indices", "length")
+
+    indices: NDArray[Any]
+    length: int
+
+    def __init__(self, indices: Any, values: Any, length: int) -> None:
+        self.indices, self._array, self.length = sparse_entries(indices, values, length)
+
+    @classmethod
+    def from_sorted_unchecked(cls, indices: NDArray[Any], values: NDArray[Any], length: int) -> Self:
+        """Return a vector of arrays that are valid: ascending, unique, in range, indices of `index_dtype(length)`."""
+        vector = object.__new__(cls)
+        vector.indices, vector._array, vector.length = indices, values, length
+        return vector
+
+    @classmethod
+    def empty(cls, length: int, dtype: Any) -> Self:
+        """Return a vector without stored entries, in host memory."""
+        return cls.from_sorted_unchecked(np.empty(0, index_dtype(length)), np.empty(0, dtype), length)
+
+    @classmethod
+    def from_dense(cls, array: Any) -> Self:
+        """Return the nonzero entries (NaN among them) of a 1-D array."""
+        values = dense_values(array)
+        with span("dense", values.size):
+            indices, nonzeros = kernels_of(values).select_at_least(values, 1)
+        return cls.from_sorted_unchecked(indices, nonzeros, values.size)
+
+    @classmethod
+    def from_pairs(cls, indices: Any, values: Any, length: int, op: str | None = "sum") -> Self:
+        """Return a vector of (index, value) pairs in any order, in which indices may be repeated.
+
+        Args:
+            indices: 1-D integer array, each index in [0, length). It is sorted only if it is not ascending.
+            values: 1-D array of a dtype that SparseVector supports, as many as indices.
+            length: number of coordinates, at most 2^63 - 1.
+            op: how the values of a repeated index are combined: "sum" (the default; in the order given), "min", "max",
+                or "replace" (the last one is kept). None raises ValueError for a repeated index.
+
+        Raises:
+            ValueError: An index is out of range, the sizes differ, or `op` is not one of these.
+            TypeError: A dtype is not supported.
+
+        >>> sparsecoll.SparseVector.from_pairs([4, 1, 4], np.array([2.0, 3.0, 5.0]), 6)
+        SparseVector(length=6, nnz=2, density=0.333, dtype=float64, entries={1: 3, 4: 7})
+        >>> sparsecoll.SparseVector.from_pairs([4, 1, 4], np.array([2.0, 3.0, 5.0]), 6, op="min").values
+        array([3., 2.])
+        """
+        stored, values, length = pairs(indices, values, length)
+        return cls.from_sorted_unchecked(*combined(stored, values, op), length)
+
+    @classmethod
+    def from_scipy(cls, x: Any) -> Self:
+        """Return the stored entries of a SciPy sparse array or matrix of any format, one row after the other.
+
+        Explicit zeros stay, and duplicates are summed.
+
+        >>> import scipy.sparse
+        >>> sparsecoll.SparseVector.from_scipy(scipy.sparse.csr_array([[0.0, 2.0], [3.0, 0.0]])).indices
+        array([1, 2], dtype=uint32)
+        """
+        return cls.from_sorted_unchecked(*scipy_entries(x))
+
+    @classmethod
+    def sum(cls, parts: Sequence[Self], dtype: np.dtype[Any]) -> Self:
+        """Return the sum of one or more vectors, whose entries are added in the order of `parts`, starting at +0.
+
+        Args:
+            parts: vectors of one length.
+            dtype: in which values are added and returned.
+        """
+        kernels, length = kernels_of(parts[0].values), parts[0].length
+        with span("merge", sum(p.nnz for p in parts), max(p.span for p in parts)):
+            indices, values = kernels.merge_sum([(p.indices, p.values) for p in parts], dtype)
+        return cls.from_sorted_unchecked(indices.astype(index_dtype(length), copy=False), values, length)
+
+    @property
+    def nnz(self) -> int:
+        """Number of stored entries, explicit zeros among them."""
+        return int(self.indices.size)
+
+    @property
+    def span(self) -> int:
+        """Number of coordinates from the first stored index to the last; 0 without stored entries."""
+        return int(self.indices[-1]) - int(self.indices[0]) + 1 if self.indices.size else 0
+
+    @property
+    def density(self) -> float:
+        """nnz / length; 0.0 for length 0."""
+        return self.nnz / self.length if self.length else 0.0
+
+    @property
+    def shape(self) -> tuple[int]:
+        """(length,)."""
+        return (self.length,)
+
+    @property
+    def size(self) -> int:
+        """Number of coordinates, as of a NumPy array; `nnz` is the number of stored entries."""
+        return self.length
+
+    ndim = 1
+
+    # Conversions
+
+    def to_dense(self) -> NDArray[Any]:
+        """Return a new array of `length` values."""
+        with span("dense", self.length):
+            dense = empty(self.length, self.dtype, self.values)
+            dense[:] = 0
+            dense[self.indices] = self.values
+        return dense
+
+    def to_scipy(self, shape: tuple[int, ...] | None = None, format: str = "coo") -> Any:
+        """Return a SciPy sparse array in canonical form, which shares the memory of the values where it can.
+
+        Args:
+            shape: of as many coordinates as the vector has; None, the default, for (length,).
+            format: "coo" (the default), "csr", "csc" or another of SciPy's.
+
+        Raises:
+            ValueError: The shape has another number of coordinates.
+
+        >>> sparsecoll.SparseVector([1, 4], np.array([2.0, -3.0]), 6).to_scipy((2, 3), "csr").toarray()
+        array([[ 0.,  2.,  0.],
+               [ 0., -3.,  0.]])
+        """
+        shape = (self.length,) if shape is None else tuple(shape)
+        count = 1
+        for size in shape:
+            count *= int(size)
+        if count != self.length:
+            raise ValueError(f"shape: expected {self.length} coordinates, got shape {shape}")
+        return to_scipy(to_host(self.indices), to_host(self.values), shape, f"{format}_array")
+
+    def astype(self, dtype: Any) -> Self:
+        """Return the entries as `dtype`; finite values beyond its range become its largest finite value."""
+        return self.with_values(saturating_cast(self.values, np.dtype(dtype)))
+
+    def copy(self) -> Self:
+        """Return a vector whose arrays share no memory with this one's."""
+        return self.from_sorted_unchecked(self.indices.copy(), self.values.copy(), self.length)
+
+    def with_values(self, values: NDArray[Any]) -> Self:
+        """Return a vector of other values at the same indices."""
+        return self.from_sorted_unchecked(self.indices, values, self.length)
+
+    # Parts
+
+    def __len__(self) -> int:
+        return self.length
+
+    __iter__ = None  # a loop over `length` coordinates is never meant
+
+    def __bool__(self) -> bool:
+        raise ValueError("SparseVector: expected .nnz or .length where a truth value is asked for")
+
+    def __getitem__(self, key: Any) -> Any:
+        if isinstance(key, slice):
+            start, stop, step = key.indices(self.length)
+            if step != 1:
+                raise IndexError(f"index: expected an integer or a slice of step 1, got step {step}")
+            return self._between(start, max(start, stop))
+        if isinstance(key, (bool, np.bool_)) or not isinstance(key, (int, np.integer)):
+            raise TypeError(f"index: expected an integer or a slice of step 1, got {key!r}")
+        index = int(key) + (self.length if key < 0 else 0)
+        if not 0 <= index < self.length:
+            raise IndexError(f"index: expected from {-self.length} to {self.length - 1}, got {key}")
+        position = self._position(index)
+        if position < self.nnz and int(self.indices[position]) == index:
+            return self.values[position]
+        return self.dtype.type(0)
+
+    def _between(self, start: int, stop: int) -> Self:
+        a, b = self._position(start), self._position(stop)
+        indices = self.indices[a:b] - self.indices.dtype.type(start) if start else self.indices[a:b]
+        length = stop - start
+        return self.from_sorted_unchecked(indices.astype(index_dtype(length), copy=False), self.values[a:b], length)
+
+    def _position(self, index: int) -> int:
+        """Return the number of entries below an index, 0 <= index <= length."""
+        if index > np.iinfo(self.indices.dtype).max:
+            return self.nnz
+        return int(np.searchsorted(self.indices, self.indices.dtype.type(index)))
+
+    # Arithmetic
+
+    def __add__(self, other: Any) -> Self:
+        if isinstance(other, (int, float)) and other == 0:  # where the built-in sum() starts
+            return self.copy()
+        if not isinstance(other, Entries):
+            return NotImplemented
+        if self.length != other.length:
+            raise ValueError(f"vectors: expected one length, got {self.length} and {other.length}")
+        dtype = np.result_type(self.dtype, other.dtype)
+        parts: list[Any] = [self.astype(dtype), other.astype(dtype)]
+        return self.sum(parts, accumulator_dtype(dtype)).astype(dtype)
+
+    __radd__ = __add__
+
+    def __sub__(self, other: Any) -> Self:
+        return self + -other if isinstance(other, Entries) else NotImplemented
+
+    def __neg__(self) -> Self:
+        return self.with_values(-self.values)
+
+    def __mul__(self, factor: Any) -> Any:
+        return self._scaled(np.multiply, factor)
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, divisor: Any) -> Any:
+        return self._scaled(np.true_divide, divisor)
+
+    def _scaled(self, operation: np.ufunc, factor: Any) -> Any:
+        if not isinstance(factor, Number) and not (isinstance(factor, np.ndarray) and factor.ndim == 0):
+            return NotImplemented
+        return self.with_values(native_values(operation(self.values, factor)))
+
+    def __eq__(self, other: object) -> Any:
+        if not isinstance(other, Entries):
+            return NotImplemented
+        return (
+            (self.length, self.nnz, self.on_gpu) == (other.length, other.nnz, other.on_gpu)
+            and bool((self.indices == other.indices).all())
+            and bool((self.values == other.values).all())
+        )
+
+    __hash__ = None  # type: ignore[assignment]  # the arrays may be changed in place
+
+    # NumPy
+
+    __array_ufunc__ = None  # np.float32(2) * x comes here, too
+
+    def __array_function__(self, function: Any, *_: Any) -> Any:
+        raise TypeError(f"SparseVector: expected an array for {function.__name__}: use .to_dense() or .values")
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
+        if self.on_gpu:
+            raise TypeError(
+                "SparseVector: expected .to_dense().get() where NumPy is to take one on the GPU as an array"
+            )
+        if copy is False:
+            raise ValueError(
+                "SparseVector: expected copy=None or True, for to_dense() makes a new array; got copy=False"
+            )
+        return self.to_dense().astype(dtype or self.dtype, copy=False)
+
+    def __repr__(self) -> str:
+        first = zip(to_host(self.indices[:SHOWN]).tolist(), to_host(self.values[:SHOWN]).tolist(), strict=True)
+        shown = [f"{index}: {value:.6g}" for index, value in first] + ["..."] * (self.nnz > SHOWN)
+        return (
+            f"{type(self).__name__}(length={self.length}, nnz={self.nnz}, density={self.density:.3g},"
+            f" dtype={self.dtype}, entries={{{', '.join(shown)}}})"
+        )

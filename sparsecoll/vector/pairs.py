@@ -1,0 +1,72 @@
+"""Entries in any order, with repeated indices: sorted once, and those with the same index combined."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from sparsecoll.kernels import kernels_of
+from sparsecoll.kernels.memory import asarray_like, empty
+
+COMBINE = ("sum", "min", "max", "replace")
+
+
+def combined(indices: Any, values: Any, op: str | None) -> tuple[Any, Any]:
+    """Return ascending, unique indices and their values, of entries in any order; the arrays themselves if they are.
+
+    Args:
+        indices: unsigned integers.
+        values: as many values.
+        op: how values of the same index are combined, in the order given: "sum", "min", "max" or "replace", which keeps
+            the last one; None raises ValueError for a repeated index.
+    """
+    if op is not None and op not in COMBINE:
+        raise ValueError(f"op: expected {', '.join(map(repr, COMBINE))} or None, got {op!r}")
+    if not indices.size or bool((indices[1:] > indices[:-1]).all()):
+        return indices, values
+    if bool((indices[1:] < indices[:-1]).any()):
+        indices, order = _sorted(indices)
+        values = values[order]
+    first = run_starts(indices)
+    starts = np.flatnonzero(first)
+    if starts.size == indices.size:
+        return indices, values
+    if op is None:
+        repeated = indices[np.flatnonzero(~first)[0]]
+        raise ValueError(f"indices: expected unique ones for op=None, got {int(repeated)} more than once")
+    return indices[starts], _combine(op, values, first, starts)
+
+
+def _combine(op: str, values: Any, first: Any, starts: Any) -> Any:
+    if op == "sum":  # one after the other, in the order given
+        sums = empty(int(starts.size), values.dtype, values)
+        sums[:] = 0
+        kernels_of(values).scatter_add_marked(sums, (np.cumsum(first) - 1).astype(np.uint64), values)
+        return sums
+    if op == "replace":
+        return values[np.concatenate([starts[1:], asarray_like(np.array([values.size]), starts)]) - 1]
+    return (np.minimum if op == "min" else np.maximum).reduceat(values, starts)
+
+
+def run_starts(indices: Any) -> Any:
+    """Return a mask of the elements that differ from the one before."""
+    return np.concatenate([asarray_like(np.ones(min(indices.size, 1), bool), indices), indices[1:] != indices[:-1]])
+
+
+def _sorted(indices: Any) -> tuple[Any, Any]:
+    """Return the ascending indices and the positions that sort them, equal ones in the order given."""
+    if not isinstance(indices, np.ndarray):
+        order = indices.argsort()  # stable in CuPy
+        return indices[order], order
+    bits = int(indices.size - 1).bit_length()
+    if int(indices.max()).bit_length() + bits > 64:
+        order = np.argsort(indices, kind="stable")
+        return indices[order], order
+    keys = indices.astype(np.uint64)  # index and position in one word: np.sort is vectorised, a stable argsort is not
+    keys <<= np.uint64(bits)
+    keys |= np.arange(keys.size, dtype=np.uint64)
+    keys.sort()
+    order = (keys & np.uint64((1 << bits) - 1)).view(np.int64)
+    keys >>= np.uint64(bits)
+    return keys.astype(indices.dtype, copy=False), order

@@ -1,0 +1,148 @@
+"""Types with keys and no length: every rank receives its own type, with the sums of all ranks."""
+
+import functools
+from collections import Counter, OrderedDict, defaultdict
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import sparsecoll
+from sparsecoll import SparseVector, as_vector, like, simulate
+
+FEW = settings(max_examples=25, deadline=None)
+RANKS = [1, 2, 3, 5]
+ALGORITHMS = ["auto", "allgather", "sparcml", "densestream", "hierarchical"]
+WORDS = [[3, 8, 3], [], [900, 8, 0, 8], [5], [2**20]]
+
+
+@pytest.mark.parametrize("P", RANKS)
+@pytest.mark.parametrize("algo", ALGORITHMS)
+def test_counters(P, algo):
+    counters = [Counter(words) for words in WORDS[:P]]
+    total = sum(counters, Counter())
+    for y in simulate(P, lambda comm: sparsecoll.allreduce(comm, counters[comm.rank], algo)).results:
+        assert type(y) is Counter and y == total and list(y) == sorted(total)
+        assert all(type(key) is int and type(value) is int for key, value in y.items())
+    assert counters == [Counter(words) for words in WORDS[:P]]
+
+
+@FEW
+@given(
+    parts=st.lists(st.dictionaries(st.integers(0, 2**63 - 2), st.integers(-(2**50), 2**50)), min_size=1, max_size=5),
+)
+def test_any_integer_keys(parts):
+    expected = {}
+    for part in parts:
+        for key, value in part.items():
+            expected[key] = expected.get(key, 0) + value
+    results = simulate(len(parts), lambda comm: sparsecoll.allreduce(comm, parts[comm.rank])).results
+    assert all(y == expected for y in results)
+
+
+@pytest.mark.parametrize(
+    "make", [dict, OrderedDict, functools.partial(defaultdict, float), functools.partial(defaultdict, None)]
+)
+def test_other_mappings(make):
+    def program(comm):
+        return sparsecoll.allreduce(comm, make({comm.rank: 0.5, 7: 1} if comm.rank else {}))
+
+    for y in simulate(3, program).results:
+        assert type(y) is type(make()) and y == {1: 0.5, 2: 0.5, 7: 2.0} and type(y[7]) is float
+        assert getattr(y, "default_factory", 0) == getattr(make(), "default_factory", 0)
+
+
+def test_ints_on_one_rank_and_floats_on_another_are_floats():
+    parts = [{1: 2}, {1: 0.5, 3: 1}, {}]
+    assert simulate(3, lambda comm: sparsecoll.allreduce(comm, parts[comm.rank])).results == [{1: 2.5, 3: 1.0}] * 3
+    assert simulate(2, lambda comm: sparsecoll.allreduce(comm, {})).results == [{}, {}]
+
+
+def test_the_family():
+    parts = [Counter({5: 1, 2: 3}), Counter({9: 4}), Counter()]
+
+    def program(comm):
+        x = parts[comm.rank]
+        return (
+            sparsecoll.reduce(comm, x, root=1),
+            sparsecoll.reduce_scatter(comm, x),
+            sparsecoll.allgather(comm, x),
+            sparsecoll.bcast(comm, x if comm.rank == 1 else None, 1),
+            sparsecoll.iallreduce(comm, x).wait(),
+            sparsecoll.allreduce(comm, x, "oktopk", k=2),
+        )
+
+    results = simulate(3, program).results
+    total = {2: 3, 5: 1, 9: 4}
+    assert [r[0] for r in results] == [None, total, None]
+    assert [r[1] for r in results] == [{2: 3}, {5: 1}, {9: 4}]
+    for _, part, gathered, sent, summed, top in results:
+        assert type(part) is type(sent) is Counter and gathered == parts and sent == {9: 4}
+        assert summed == total and top == {2: 3, 9: 4}
+
+
+WRONG = {
+    "str": ({"a": 1}, TypeError, "x: expected integer keys below 2^63 - 1, got 'a'"),
+    "float": ({1: 1, 2.5: 1}, TypeError, "got 2.5"),
+    "bool": ({True: 1}, TypeError, "got True"),
+    "pairs": ({(1, 2): 1}, TypeError, r"got (1, 2)"),
+    "huge": ({2**70: 1}, TypeError, f"got {2**70}"),
+    "length": ({2**63 - 1: 1}, ValueError, "length: expected 0 <= length < 2^63"),
+    "negative": ({-3: 1}, ValueError, "x: expected keys of at least 0, got -3"),
+    "values": ({1: "a"}, TypeError, "values such as str"),
+    "complex": ({1: 1j}, TypeError, "values such as complex"),
+    "big": ({1: 2**64}, TypeError, "x: expected values of int below 2^63 or float"),
+    "unsigned": ({1: 2**63}, TypeError, "x: expected values of int below 2^63 or float"),
+    "subclass": (type("Mine", (dict,), {})({1: 1}), TypeError, r"got Mine: use dict(x)"),
+    "factory": (defaultdict(list, {1: 1}), TypeError, r"got one of list: use dict(x)"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_wrong_on_one_rank_is_raised_on_all(name):
+    x, error, text = WRONG[name]
+
+    def program(comm):
+        with pytest.raises(error) as caught:
+            sparsecoll.allreduce(comm, x if comm.rank == 1 else {1: 1})
+        return str(caught.value), sparsecoll.allreduce(comm, {1: 1})
+
+    results = simulate(3, program).results
+    assert len({found for found, _ in results}) == 1 and text in results[0][0]
+    assert all(y == {1: 3} for _, y in results)
+
+
+def test_keys_on_one_rank_and_a_vector_on_another():
+    def program(comm):
+        with pytest.raises(sparsecoll.CommunicationError, match="expected the same value on all ranks"):
+            sparsecoll.allreduce(comm, {1: 1} if comm.rank == 1 else SparseVector([1], np.ones(1, int), 2))
+        return sparsecoll.allreduce(comm, {1: 1})
+
+    assert simulate(3, program).results == [{1: 3}] * 3
+
+
+def test_conversion_alone():
+    x = as_vector({7: 1, 2: 5})
+    assert x == SparseVector([2, 7], np.array([5, 1]), 8)
+    assert like(Counter(), x) == Counter({2: 5, 7: 1})
+
+
+def test_series():
+    pandas = pytest.importorskip("pandas")
+    parts = [
+        pandas.Series([1.0, 2.0, 4.0], index=pandas.Index([7, 3, 7], name="key"), name="count", dtype="float32"),
+        pandas.Series([], index=pandas.Index([], dtype="int64", name="key"), name="count", dtype="float32"),
+        pandas.Series([8.0], index=pandas.Index([12], name="key"), name="count", dtype="float32"),
+    ]
+    expected = pandas.concat(parts).groupby(level=0).sum()
+    for y in simulate(3, lambda comm: sparsecoll.allreduce(comm, parts[comm.rank])).results:
+        pandas.testing.assert_series_equal(y, expected)
+    for y in simulate(2, lambda comm: sparsecoll.bcast(comm, parts[0] if comm.rank == 0 else None)).results:
+        pandas.testing.assert_series_equal(y, expected.iloc[:2])
+    for wrong, text in (
+        (pandas.Series([1.0], index=["a"]), "expected a Series with an integer index"),
+        (pandas.Series([True]), r"got bool: use x.astype\(np.int32\)"),
+    ):
+        with pytest.raises(TypeError, match=text):
+            as_vector(wrong)

@@ -1,0 +1,196 @@
+"""What users do with a SparseVector, in the words of NumPy and SciPy."""
+
+import copy
+import pickle
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sparsecoll import SparseVector, as_vector
+
+FEW = settings(max_examples=40, deadline=None)
+X = SparseVector([1, 4], np.array([2.0, -3.0]), 6)
+Y = SparseVector([0, 4], np.array([1.0, 5.0]), 6)
+
+
+@FEW
+@given(
+    seed=st.integers(0, 1000),
+    size=st.integers(0, 60),
+    length=st.sampled_from([7, 2**32, 2**32 + 1, 2**63 - 1]),
+    op=st.sampled_from(["sum", "min", "max", "replace"]),
+    dtype=st.sampled_from(["float16", "float32", "float64", "int32", "int64"]),
+)
+def test_pairs_in_any_order(seed, size, length, op, dtype):
+    rng = np.random.default_rng(seed)
+    few = np.unique(rng.integers(0, length, 10))
+    indices, values = rng.choice(few, size), rng.integers(-9, 9, size).astype(dtype)
+    expected = {}
+    combine = {"sum": lambda a, b: a + b, "min": min, "max": max, "replace": lambda a, b: b}[op]
+    for index, value in zip(indices.tolist(), values, strict=True):
+        expected[index] = combine(expected[index], value) if index in expected else value
+    x = SparseVector.from_pairs(indices, values, length, op)
+    assert x.dtype == dtype and x.length == length
+    assert dict(zip(x.indices.tolist(), x.values, strict=True)) == expected
+    assert x.indices.tolist() == sorted(expected)
+    assert SparseVector(x.indices, x.values, length) == x
+
+
+def test_sums_of_pairs_are_formed_in_the_order_given():
+    indices, values = np.array([3, 1, 3, 1, 3]), np.array([1e16, 1.0, 1.0, 2.0, -1e16])
+    assert SparseVector.from_pairs(indices, values, 5).values.tolist() == [3.0, (1e16 + 1.0) - 1e16]
+
+
+def test_pairs_that_are_sorted_are_not_copied():
+    indices, values = np.array([1, 4], np.uint32), np.array([2.0, -3.0])
+    x = SparseVector.from_pairs(indices, values, 6)
+    assert np.shares_memory(x.indices, indices) and np.shares_memory(x.values, values)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        (([3, -1], np.ones(2), 5), ValueError, "indices: expected at least 0, got -1"),
+        (([3, 5], np.ones(2), 5), ValueError, "indices: expected below length 5, got 5"),
+        (([3], np.ones(2), 5), ValueError, "two 1-D arrays of one size"),
+        (([3, 1, 3], np.ones(3), 5, None), ValueError, "unique ones for op=None, got 3 more than once"),
+        (([3], np.ones(1), 5, "mean"), ValueError, "op: expected 'sum', 'min', 'max', 'replace' or None, got 'mean'"),
+        (([1.5], np.ones(1), 5), TypeError, "indices: expected integers, got float64"),
+        (([1], np.ones(1, bool), 5), TypeError, r"got bool: use x.astype\(np.int32\)"),
+        (([1], np.ones(1, np.uint16), 5), TypeError, r"got uint16: use x.astype\(np.int32\)"),
+        (([1], np.ones(1, np.uint64), 5), TypeError, r"got uint64: use x.astype\(np.int64\)"),
+        (([1], np.ones(1, complex), 5), TypeError, "got complex128: sum x.real and x.imag in two calls"),
+        (([1], np.array(["a"]), 5), TypeError, "values: expected dtype .* got <U1$"),
+    ],
+)
+def test_pairs_that_are_invalid(arguments, error, text):
+    with pytest.raises(error, match=text):
+        SparseVector.from_pairs(*arguments)
+
+
+def test_values_of_the_other_byte_order_are_converted():
+    values = np.array([2.0, -3.0]).astype(">f8")
+    assert SparseVector([1, 4], values, 6) == X and SparseVector([1, 4], values, 6).dtype.isnative
+    assert SparseVector(np.array([1, 4], ">i8"), X.values, 6) == X
+    dense = np.array([[1, 2]], ">i4")
+    assert as_vector(dense).values.tolist() == [1, 2] and as_vector(dense).dtype == np.int32
+
+
+def test_what_an_array_has():
+    assert X.shape == (6,) and X.size == len(X) == 6 and X.ndim == 1 and X.nnz == 2
+    assert repr(X) == "SparseVector(length=6, nnz=2, density=0.333, dtype=float64, entries={1: 2, 4: -3})"
+    long = SparseVector.from_dense(np.arange(1, 100))
+    assert repr(long).endswith("entries={0: 1, 1: 2, 2: 3, 3: 4, ...})")
+    assert repr(SparseVector.empty(3, np.float32)).endswith("entries={})")
+    for wrong in (bool, iter, list, hash):
+        with pytest.raises((TypeError, ValueError)):
+            wrong(X)
+    assert len(SparseVector.empty(2**63 - 1, np.float32)) == 2**63 - 1
+
+
+def test_indexing():
+    dense = X.to_dense()
+    for index in range(-6, 6):
+        assert X[index] == dense[index] and X[np.int64(index)].dtype == np.float64
+    for start in (None, 0, 1, 2, 5, 6, 9, -2, -9):
+        for stop in (None, 0, 1, 4, 5, 6, 9, -2, -9):
+            part = X[start:stop]
+            np.testing.assert_array_equal(part.to_dense(), dense[start:stop])
+            assert part.length == dense[start:stop].size and part.indices.dtype == np.uint32
+    for wrong, error in ((6, IndexError), (-7, IndexError), (1.0, TypeError), (True, TypeError), ([1], TypeError)):
+        with pytest.raises(error, match="index: expected"):
+            X[wrong]
+    with pytest.raises(IndexError, match="got step 2"):
+        X[::2]
+
+
+def test_indexing_beyond_32_bits():
+    x = SparseVector([5, 2**40, 2**62], np.array([1, 2, 3]), 2**63 - 1)
+    assert (x[2**40], x[2**40 + 1], x[-1], x[2**62]) == (2, 0, 0, 3)
+    part = x[2**40 - 1 : 2**40 + 2**31]
+    assert part.indices.tolist() == [1] and part.indices.dtype == np.uint32
+    assert SparseVector([1], np.ones(1), 2**32)[1 : 2**32].length == 2**32 - 1
+
+
+def test_arithmetic():
+    dense, other = X.to_dense(), Y.to_dense()
+    for mine, theirs in (
+        (X + Y, dense + other),
+        (X - Y, dense - other),
+        (-X, -dense),
+        (2 * X, 2 * dense),
+        (X * np.float32(0.5), dense * 0.5),
+        (np.float32(2) * X, 2 * dense),
+        (np.array(2.0) * X, 2 * dense),
+        (X / 4, dense / 4),
+        (sum([X, Y]), dense + other),
+    ):
+        assert isinstance(mine, SparseVector)
+        np.testing.assert_array_equal(np.asarray(mine), theirs)
+    assert (X.values.tolist(), Y.values.tolist()) == ([2, -3], [1, 5])
+    for wrong in (lambda: X + 1, lambda: X * dense, lambda: dense * X, lambda: X * Y, lambda: 1 / X, lambda: X + dense):
+        with pytest.raises(TypeError):
+            wrong()
+    with pytest.raises(ValueError, match="vectors: expected one length, got 6 and 5"):
+        X + SparseVector.empty(5, np.float64)
+    with pytest.raises(TypeError, match="got complex128"):
+        X * 1j
+
+
+@pytest.mark.parametrize("a", ["float16", "float32", "float64", "int32", "int64"])
+@pytest.mark.parametrize("b", ["float16", "float32", "float64", "int32", "int64"])
+def test_dtypes_of_sums_are_numpys(a, b):
+    total = X.astype(a) + Y.astype(b)
+    assert total.dtype == np.result_type(np.dtype(a), np.dtype(b))
+    np.testing.assert_array_equal(total.to_dense(), X.to_dense() + Y.to_dense())
+    assert (X.astype(a) * 2).dtype == a and (X.astype(a) / 2).dtype == (np.ones(1, a) / 2).dtype
+
+
+def test_equality():
+    assert X.copy() == X and X.astype(np.int32) == X
+    for other in (Y, 2 * X, X[:5], SparseVector([1, 3, 4], np.array([2.0, 0.0, -3.0]), 6), None, 3):
+        assert other != X
+    nan = SparseVector([1], np.array([np.nan]), 3)
+    assert nan != nan.copy()  # as in NumPy
+
+
+def test_copies_and_pickles():
+    for made in (X.copy(), copy.copy(X), copy.deepcopy(X), *(pickle.loads(pickle.dumps(X, p)) for p in range(2, 6))):
+        assert made == X and made.dtype == X.dtype and type(made) is SparseVector
+    assert not np.shares_memory(X.copy().values, X.values) and not np.shares_memory(X.copy().indices, X.indices)
+
+
+def test_as_an_array():
+    dense = X.to_dense()
+    np.testing.assert_array_equal(np.asarray(X), dense)
+    assert np.asarray(X, dtype=np.float32).dtype == np.float32 and np.array(X).dtype == np.float64
+    with pytest.raises(ValueError, match="copy"):
+        X.__array__(copy=False)
+    for function in (np.sum, np.mean, np.flatnonzero):
+        with pytest.raises(TypeError, match=r"use \.to_dense"):
+            function(X)
+
+
+@pytest.mark.parametrize("form", ["coo", "csr", "csc", "bsr", "lil", "dok", "dia"])
+def test_to_and_from_scipy(form):
+    sparse = pytest.importorskip("scipy.sparse")
+    dense = X.to_dense().reshape(2, 3)
+    x = X.to_scipy((2, 3), form)
+    assert x.format == form and isinstance(x, getattr(sparse, f"{form}_array"))
+    np.testing.assert_array_equal(x.toarray(), dense)
+    assert SparseVector.from_scipy(x) == X
+    with pytest.raises(ValueError, match=r"shape: expected 6 coordinates, got shape \(2, 4\)"):
+        X.to_scipy((2, 4), form)
+
+
+def test_to_scipy_in_one_dimension():
+    sparse = pytest.importorskip("scipy.sparse")
+    if sparse.coo_array(np.ones(2)).ndim != 1:
+        pytest.skip("this SciPy has no arrays of one dimension")
+    x = X.to_scipy()
+    assert x.shape == (6,) and np.shares_memory(x.data, X.values)
+    assert SparseVector.from_scipy(x) == X
+    long = SparseVector([2**40], np.ones(1), 2**41)
+    assert SparseVector.from_scipy(long.to_scipy()) == long
