@@ -112,7 +112,7 @@ def contiguous(array: Any, dtype: Any = None) -> Any:
 
 
 def readonly(array: NDArray[Any]) -> NDArray[Any]:
-    """A view that cannot be written to. Numba compiles a kernel anew for each kind, so that one must be chosen."""
+    """Return a view that cannot be written to: Numba compiles a kernel for each kind of view, so one kind is used."""
     view = array.view()
     view.flags.writeable = False
     return view

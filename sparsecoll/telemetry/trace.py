@@ -22,7 +22,7 @@ KINDS = ("select", "encode", "decode", "merge", "dense", "wait")
 
 
 class Listener(Protocol):
-    """What is told of every span of work in its thread."""
+    """Receives every span of work in its thread."""
 
     def span(self, kind: str, /, *, amount: int, extent: int) -> AbstractContextManager[object]:
         """Return the context manager in which a span of work runs; for the arguments see `span`."""

@@ -129,7 +129,7 @@ class HookState:
         if index < len(self._buckets) and self._buckets[index][0].layout.names == names:
             return self._buckets[index]
         self._check_group()
-        if index < len(self._buckets):  # buckets are made anew, all of them
+        if index < len(self._buckets):  # DDP has rebuilt all buckets
             self._commit()
             self._buckets.release(index)
         shapes, values = tuple(tuple(p.shape) for p in params.values()), bucket.buffer()

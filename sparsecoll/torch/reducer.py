@@ -61,7 +61,7 @@ class Reducer:
         self._changed = self._again = self._broken_off = self._opened = False
 
     def release(self) -> None:
-        """Give up the reduction and the buckets, which are made anew in the next one; residuals are kept."""
+        """Give up the reduction and the buckets, which are rebuilt in the next one; residuals are kept."""
         self.buckets.release()
         self._end()
 
@@ -175,7 +175,7 @@ class Reducer:
         self._opened = True
 
     def _spread_nan(self) -> None:
-        """Gradients become NaN on all ranks, for whoever looks at them before the step."""
+        """Gradients become NaN on all ranks, for code that reads them before the step."""
         for p in (self._replica.params[name] for name in self.buckets.index_of):
             p.grad = torch.full_like(p, float("nan"), requires_grad=False)
 

@@ -57,7 +57,7 @@ class Meeting(Protocol):
         ...
 
     def failed(self) -> str:
-        """Return what a rank has told by `fail`; "" if none has."""
+        """Return what a rank has reported by `fail`; "" if none has."""
         ...
 
 
@@ -153,7 +153,7 @@ def _reach(rank: int, peer: int, peers: list[Peer]) -> socket.socket:
 def _accept(
     meeting: Meeting, listener: socket.socket, peers: list[Peer], sockets: dict[int, socket.socket], watchdog: Watchdog
 ) -> None:
-    """Accept the ranks below this one; whoever does not know this rank's cookie is turned away."""
+    """Accept the ranks below this one; connections without this rank's cookie are refused."""
     rank, cookie = meeting.rank, bytes.fromhex(peers[meeting.rank].cookie)
     listener.settimeout(TICK_SECONDS)
     while not all(peer in sockets for peer in range(rank)):
