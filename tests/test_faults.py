@@ -19,8 +19,8 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "
 
 
 def _open_mpi():
-    told = subprocess.run([MPIRUN, "--version"], capture_output=True, text=True, check=False) if MPIRUN else None
-    return told is not None and "Open MPI" in told.stdout
+    printed = subprocess.run([MPIRUN, "--version"], capture_output=True, text=True, check=False) if MPIRUN else None
+    return printed is not None and "Open MPI" in printed.stdout
 
 
 OPEN_MPI = _open_mpi()
@@ -51,7 +51,7 @@ def start(launcher, program, *options, env=None):
         [*command, str(PROGRAM), program],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
         stdin=subprocess.DEVNULL,
         env={**os.environ, **(env or {})},
@@ -97,8 +97,8 @@ def test_a_late_rank_is_waited_for(mpirun):
     assert all(row["error"] is None for rank in rows for row in rows[rank])
 
 
-def test_a_rank_that_is_too_late_is_told_that_the_others_have_gone(run):
-    rows, text, _ = run("too late")
+def test_a_rank_that_is_too_late_is_told_that_the_others_have_gone(mpirun):
+    rows, text, _ = mpirun("too late")
     assert [len(rows[rank]) for rank in rows] == [2, 2, 2], text
     for rank in rows:
         assert "for 1 s: no answer within the timeout" in rows[rank][0]["error"]
@@ -106,8 +106,8 @@ def test_a_rank_that_is_too_late_is_told_that_the_others_have_gone(run):
         assert rows[rank][1]["error"].startswith("communicator is out of use since rank")
 
 
-def test_a_rank_that_fails_alone_says_so_and_does_not_wait_for_ever(run):
-    rows, text, _ = run("alone")
+def test_a_rank_that_fails_alone_says_so_and_does_not_wait_for_ever(mpirun):
+    rows, text, _ = mpirun("alone")
     assert rows[0][0]["error"] is None and rows[1][0]["error"] is None, text
     error, seconds = rows[2][0]["error"], rows[2][0]["seconds"]
     assert error.startswith("rank 2 failed: MemoryError: no room; then rank 2 waits for the report of rank"), text

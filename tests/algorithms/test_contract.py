@@ -87,7 +87,8 @@ def test_an_exact_sum_holds_every_index_that_some_rank_holds(format, P):
         part = sparsecoll.reduce_scatter(comm, x, **options)
         gathered = [y.indices.tolist() for y in sparsecoll.allgather(comm, x, **options)]
         sent = sparsecoll.bcast(comm, x, **options)
-        return found, reduced and reduced.indices.tolist(), part.indices.tolist(), gathered, sent.indices.tolist()
+        at_root = None if reduced is None else reduced.indices.tolist()
+        return found, at_root, part.indices.tolist(), gathered, sent.indices.tolist()
 
     union = [3, 7, 8, 9, *range(11, 11 + P), 60]
     results = simulate(P, program, ranks_per_node=2).results

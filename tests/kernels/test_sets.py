@@ -12,7 +12,7 @@ from sparsecoll.kernels import cpu
 
 ROOT = Path(__file__).parent.parent.parent
 OTHERS = [name for name in ("avx512", "avx2", "portable") if name != cpu.lanes.SET]
-SUITES = ["tests/kernels/test_kernels.py", "tests/kernels/test_codecs.py", "tests/formats", "tests/select"]
+SUITES = ["tests/kernels/test_kernels.py", "tests/kernels/test_codecs.py"]
 
 
 def start(*arguments, **variables):
@@ -39,9 +39,8 @@ def supported(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OTHERS)
-def test_the_kernels_formats_and_selectors_on_every_other_instruction_set(name):
+def test_the_kernels_on_every_other_instruction_set(name):
     options = ["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "not slow"]
-    options += ["--ignore", "tests/formats/test_corrupt_messages.py"]  # has processes of its own
     output(start(*options, *SUITES, SPARSECOLL_KERNELS=supported(name), SPARSECOLL_EXAMPLES="10"))
 
 

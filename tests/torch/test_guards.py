@@ -128,7 +128,7 @@ def test_a_launcher_that_mpi_does_not_know_is_refused(monkeypatch, given):
     DistributedOptimizer(inner, [(f"p{i}", p) for i, p in enumerate(inner.param_groups[0]["params"])], comm).close()
     monkeypatch.setenv("WORLD_SIZE", "2")
     for make in (lambda: DistributedOptimizer(inner, [], comm), lambda: init_process_group(comm)):
-        with pytest.raises(RuntimeError, match=r"expected 2 ranks, as WORLD_SIZE says, got MPI\.COMM_WORLD"):
+        with pytest.raises(RuntimeError, match="expected 2 ranks, as WORLD_SIZE says, got one"):
             make()
     if MPI is not None:
         model = net()
