@@ -78,6 +78,5 @@ class ToPydata(Back):
         coo = sparse.COO(rows, y.values, shape=shape, has_duplicates=False, sorted=True)
         if self.form == "coo":
             return coo
-        return coo.asformat(
-            self.form, **({"compressed_axes": tuple(self.compressed_axes)} if self.form == "gcxs" else {})
-        )
+        axes = {"compressed_axes": tuple(self.compressed_axes)} if self.compressed_axes else {}  # none in one dimension
+        return coo.asformat(self.form, **axes)
