@@ -36,7 +36,7 @@ DAMAGES = {
 }
 
 
-@pytest.mark.slow  # every kernel is compiled anew
+@pytest.mark.slow  # every kernel is compiled again
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
 def test_portable_kernels_and_a_warning(damage, tmp_path):
     environment = {k: v for k, v in os.environ.items() if not k.startswith("SPARSECOLL_")}

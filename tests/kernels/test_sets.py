@@ -70,6 +70,7 @@ AVX512 = re.compile(r"%zmm|%k[0-7]|%[xy]mm(1[6-9]|2\d|3[01])\b")
 AVX2 = re.compile(r"\bvpermd\b.*%ymm")
 
 
+@pytest.mark.slow
 def test_the_code_has_no_instructions_of_another_set_even_with_one_cache(tmp_path):
     """Numba shows only code that it has compiled now, so that nothing came from the cache of another set."""
     for name in cpu.lanes.SUPPORTED:
@@ -91,6 +92,7 @@ print(sum(sum(kernel.stats.cache_hits.values()) for kernel in (cpu.selection._co
 """
 
 
+@pytest.mark.slow
 def test_processes_that_fill_one_cache_at_once_and_a_damaged_one(tmp_path):
     """With Numba's own cache two processes may take the same number for files of different types."""
 
