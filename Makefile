@@ -12,7 +12,7 @@ SEEDS ?= 1
 
 FAST := $(addprefix tests/,kernels formats select algorithms/test_contract.py transport collectives test_architecture.py)
 
-SOCKETS := $(addprefix tests/mpi/test_,mpi.py collectives_mpi.py failures_mpi.py progress.py process_groups.py)
+COLLECTIVES := $(addprefix tests/mpi/test_,mpi.py collectives_mpi.py failures_mpi.py progress.py process_groups.py)
 TRAINING := $(addprefix tests/mpi/test_,torch_mpi.py distributed_optimizer.py training_loops.py)
 
 .PHONY: demo check test test-serial test-mpich test-torchrun test-openmpi test-pythons frameworks lint fuzz soak bench docs serve gpu clean
@@ -35,12 +35,12 @@ test-mpich: $(MPICH)/test.done
 	$(LIMIT) 1500 $(MPICH)/bin/mpirun -n 8 $(MPICH)/bin/python -m pytest -q --color=no --with-mpi -m "not loops"
 
 test-torchrun: $(MPICH)/test.done  # process groups and sockets in place of MPI; test-serial has its failures
-	$(LIMIT) 600 $(MPICH)/bin/torchrun --nproc-per-node 2 -m pytest -q --color=no $(SOCKETS) tests/gpu/test_gpu_mpi.py
-	$(LIMIT) 900 $(MPICH)/bin/torchrun --nproc-per-node 3 -m pytest -q --color=no -m "not mpich" $(SOCKETS) $(TRAINING)
+	$(LIMIT) 600 $(MPICH)/bin/torchrun --nproc-per-node 2 -m pytest -q --color=no $(COLLECTIVES) tests/gpu/test_gpu_mpi.py
+	$(LIMIT) 900 $(MPICH)/bin/torchrun --nproc-per-node 3 -m pytest -q --color=no -m "not mpich" $(COLLECTIVES) $(TRAINING)
 
 test-openmpi: $(OPENMPI)/test.done
 	$(LIMIT) 1200 $(OPENMPI)/bin/mpirun $(OPENMPI_FLAGS) -n 3 $(OPENMPI)/bin/python -m pytest -q --color=no --with-mpi -m "not mpich"
-	$(LIMIT) 1200 $(OPENMPI)/bin/mpirun $(OPENMPI_FLAGS) -n 5 $(OPENMPI)/bin/python -m pytest -q --color=no --with-mpi -m "not loops and not mpich"
+	$(LIMIT) 1200 $(OPENMPI)/bin/mpirun $(OPENMPI_FLAGS) -n 5 $(OPENMPI)/bin/python -m pytest -q --color=no --with-mpi $(COLLECTIVES)
 	PATH=$(CURDIR)/$(OPENMPI)/bin:$$PATH $(LIMIT) 1200 $(OPENMPI)/bin/python -m pytest -q tests/test_faults.py -k "not torchrun and not sockets"
 
 test-pythons:  # the contract on the oldest and the newest Python, without MPI and torch; skips those not installed
