@@ -22,7 +22,7 @@ from sparsecoll.telemetry.trace import span
 from sparsecoll.vector import RowSparse, SparseVector
 from sparsecoll.vector.row_arrays import cast, taken
 
-ID = 10  # in the header; no format of SparseVector has it
+ID = 11  # in the header; no format of SparseVector has it
 INDICES = PackedIndices()
 
 
