@@ -11,6 +11,7 @@ from sparsecoll.torch.compressors import COMPRESSORS, Compressor
 from sparsecoll.torch.ddp import HookState, comm_hook
 from sparsecoll.torch.optimizer import DistributedOptimizer
 from sparsecoll.torch.process_group import init_process_group
+from sparsecoll.torch.rowwise_adagrad import RowWiseAdagrad
 from sparsecoll.torch.schedule import Constant, Schedule, WarmUp
 from sparsecoll.torch.sgd import SparseSGD
 from sparsecoll.torch.state import redistribute
@@ -22,6 +23,7 @@ __all__ = [
     "Constant",
     "DistributedOptimizer",
     "HookState",
+    "RowWiseAdagrad",
     "Schedule",
     "SparseSGD",
     "Timeline",
