@@ -1,21 +1,21 @@
-"""Train word vectors on the text of Python's own manual, with gradients that stay rows on every rank.
+"""Train word vectors on the source text of Python's standard library, with gradients that stay rows on every rank.
 
     python examples/word2vec.py
     mpirun -n 4 python -m mpi4py examples/word2vec.py
     torchrun --nproc-per-node 4 examples/word2vec.py
 
 Skip-gram with negative sampling (Mikolov and others, NeurIPS 2013). All three print the same losses, because the ranks
-share the batches of one process. `--text` takes a file or a folder of .txt files instead of the manual.
+share the batches of one process. `--text` takes another file, or a folder of .txt files.
 """
 
 from __future__ import annotations
 
 import argparse
 import re
+import sysconfig
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from pydoc_data import topics  # 465 kB of English, under the licence of Python
 
 import torch
 import torch.distributed as dist
@@ -23,8 +23,8 @@ from torch.nn import functional
 
 import sparsecoll.torch
 
-WIDTH, WINDOW, NEGATIVES, BATCH = 64, 4, 5, 4080  # 4080 is divisible by 1 to 6
-SHOWN = "list", "function", "character", "first"
+WIDTH, WINDOW, NEGATIVES, BATCH = 64, 4, 5, 1020  # the batch of all ranks together; 1020 is divisible by 1 to 6
+SHOWN = "list", "integer", "directory", "thread"
 
 
 class SkipGram(torch.nn.Module):
@@ -47,13 +47,12 @@ class SkipGram(torch.nn.Module):
 
 def read(path: str | None) -> tuple[list[str], torch.Tensor, torch.Tensor]:
     """Return the words by frequency, the text as their numbers, and how often each comes; rare words are left out."""
-    if path is None:
-        texts = list(topics.topics.values())
-    else:
-        files = sorted(Path(path).glob("*.txt")) if Path(path).is_dir() else [Path(path)]
-        texts = [file.read_text(errors="replace") for file in files]
-    found = re.findall(r"[a-z]+", " ".join(texts).lower())
-    counts = [(word, count) for word, count in Counter(found).most_common() if count >= 3]
+    folder = Path(path or sysconfig.get_path("stdlib"))
+    files = [folder] if folder.is_file() else sorted(folder.glob("*.txt" if path else "*.py"))
+    files += sorted(folder.glob("[a-z]*/*.py")) if path is None else []  # of packages, such as asyncio
+    texts = (file.read_text(errors="replace").lower() for file in files)
+    found = [word for text in texts for word in re.findall(r"[a-z]+", text)]
+    counts = [(word, count) for word, count in Counter(found).most_common() if count >= 5]
     numbers = {word: number for number, (word, _) in enumerate(counts)}
     ids = torch.tensor([numbers[word] for word in found if word in numbers])
     return list(numbers), ids, torch.tensor([count for _, count in counts], dtype=torch.float64)
@@ -66,14 +65,14 @@ def batches(ids: torch.Tensor, counts: torch.Tensor, rank: int, size: int) -> It
     """
     generator, mine = torch.Generator().manual_seed(1), slice(rank, None, size)
     keep = (1e-3 * len(ids) / counts).sqrt()[ids]
+    kept = ids[torch.rand(len(ids), generator=generator, dtype=torch.float64) < keep]
+    noise = (counts**0.75).cumsum(0)
     while True:
-        kept = ids[torch.rand(len(ids), generator=generator, dtype=torch.float64) < keep]
-        near = torch.cat([torch.stack([kept[:-distance], kept[distance:]]) for distance in range(1, WINDOW + 1)], 1)
-        pairs = torch.cat([near, near.flip(0)], 1)
-        order = torch.randperm(pairs.shape[1], generator=generator)
-        for chosen in order[: len(order) // BATCH * BATCH].view(-1, BATCH):
-            noise = torch.multinomial(counts**0.75, BATCH * NEGATIVES, replacement=True, generator=generator)
-            yield *pairs[:, chosen[mine]], noise.view(BATCH, NEGATIVES)[mine]
+        at = torch.randint(WINDOW, len(kept) - WINDOW, (BATCH,), generator=generator)
+        distance = torch.randint(1, WINDOW + 1, (BATCH,), generator=generator)
+        side = 2 * torch.randint(2, (BATCH,), generator=generator) - 1
+        drawn = torch.rand(BATCH, NEGATIVES, generator=generator, dtype=torch.float64) * noise[-1]
+        yield kept[at][mine], kept[at + side * distance][mine], torch.searchsorted(noise, drawn)[mine]
 
 
 def neighbours(model: SkipGram, words: list[str], word: str) -> list[str]:
@@ -99,7 +98,7 @@ def main(arguments: list[str] | None = None) -> list[float]:
     """Train; return the mean losses that are printed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", help="file, or folder of .txt files")
-    parser.add_argument("--steps", type=int, default=900)
+    parser.add_argument("--steps", type=int, default=3000)
     given = parser.parse_args(arguments)
     sparsecoll.torch.init_process_group()  # the processes of torchrun, or those of mpirun
     rank, size = dist.get_rank(), dist.get_world_size()

@@ -115,13 +115,15 @@ class Row:
         anywhere = np.unpackbits(np.bitwise_or.reduce(rows[:, head.nbytes :], axis=0), count=bits.size).astype(bool)
         used, rows, dense, trainable, modules = np.split(anywhere, np.arange(1, 5) * len(names))
 
-        def named(*marks: NDArray[Any]) -> list[set[str]]:
-            return [{names[i] for i in np.flatnonzero(mark).tolist()} for mark in marks]
+        def named(marks: NDArray[Any]) -> set[str]:
+            return {names[i] for i in np.flatnonzero(marks).tolist()}
 
         joined = np.flatnonzero(flags & JOINED).tolist()
         flag = int(np.bitwise_or.reduce(flags))
         alike = len(set(active[:, 2].tolist())) < 2
-        return Round(steps, flag, joined, *named(used, rows, dense, trainable), modules.tolist(), alike)  # type: ignore[misc, arg-type]
+        return Round(
+            steps, flag, joined, named(used), named(rows), named(dense), named(trainable), modules.tolist(), alike
+        )
 
 
 def _counted(steps: list[int]) -> str:
