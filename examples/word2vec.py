@@ -98,7 +98,7 @@ def main(arguments: list[str] | None = None) -> list[float]:
     """Train; return the mean losses that are printed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", help="file, or folder of .txt files")
-    parser.add_argument("--steps", type=int, default=3000)
+    parser.add_argument("--steps", type=int, default=1500)
     given = parser.parse_args(arguments)
     sparsecoll.torch.init_process_group()  # the processes of torchrun, or those of mpirun
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -124,7 +124,7 @@ def main(arguments: list[str] | None = None) -> list[float]:
         received = optimizer.traffic.since(start).total.bytes_received / given.steps
         dense = 2 * (size - 1) / size * sum(4 * p.numel() for p in model.parameters())
         print(f"bytes received in a step: {received:,.0f}; with dense gradients {dense:,.0f}")
-        for word in SHOWN if given.text is None else words[100:104]:
+        for word in SHOWN if given.text is None else words[:4]:
             print(f"{word}: {', '.join(neighbours(model, words, word))}")
     optimizer.close()
     dist.destroy_process_group()
