@@ -1,0 +1,46 @@
+"""Words: strings of bytes in one text, numbered; for host memory only."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from sparsecoll.kernels.keys import Array
+
+__all__ = ["number_words", "word_hashes"]
+
+OFFSET, PRIME = 0xCBF29CE484222325, 0x100000001B3  # FNV-1a, by Fowler, Noll and Vo
+
+
+def word_hashes(text: Array, starts: Array, stops: Array) -> Array:
+    """Return 64 bits for each word, uint64: FNV-1a, of which the upper half is mixed into the lower one.
+
+    Args:
+        text: uint8.
+        starts: int64, where each word begins in `text`.
+        stops: int64, where each word ends.
+    """
+    hashes = []
+    for start, stop in zip(starts.tolist(), stops.tolist(), strict=True):
+        h = OFFSET
+        for byte in text[start:stop].tolist():
+            h = (h ^ byte) * PRIME & (1 << 64) - 1
+        hashes.append(h ^ h >> 32)
+    return np.array(hashes, np.uint64)
+
+
+def number_words(text: Array, starts: Array, stops: Array) -> tuple[Array, Array]:
+    """Return the number of each word, and for each number the position of its first word; both int64.
+
+    Equal words have equal numbers, which count the different words in the order in which they first occur. The
+    arguments are those of `word_hashes`.
+    """
+    numbers: dict[bytes, int] = {}
+    found = np.empty(starts.size, np.int64)
+    first: list[int] = []
+    for position, (start, stop) in enumerate(zip(starts.tolist(), stops.tolist(), strict=True)):
+        word = text[start:stop].tobytes()
+        if word not in numbers:
+            numbers[word] = len(first)
+            first.append(position)
+        found[position] = numbers[word]
+    return found, np.array(first, np.int64)
