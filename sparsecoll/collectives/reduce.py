@@ -6,7 +6,7 @@ from typing import Any
 
 from sparsecoll.collectives.convert.back import Back
 from sparsecoll.collectives.convert.keyed import ToMapping, words_at
-from sparsecoll.collectives.options import CallOptions, check_root
+from sparsecoll.collectives.options import CallOptions, check_root, options_of
 from sparsecoll.collectives.reduce_scatter import sum_of_region
 from sparsecoll.formats import Format
 from sparsecoll.transport import Transport, as_transport
@@ -71,7 +71,7 @@ def reduce(
     >>> sparsecoll.simulate(2, program).results
     [None, array([1., 1., 0., 0., 2., 0.])]
     """
-    options = CallOptions(k, density, format, value_dtype, op, timeout, check, nonfinite, missing)
+    options = options_of(k, density, format, value_dtype, op, timeout, check, nonfinite, missing)
     transport = as_transport(comm, timeout)
     return transport.in_order(lambda: _reduce(transport, x, root, options))
 
