@@ -17,3 +17,5 @@ def test_words(words):
     hashes = [kernels.word_hashes(text, starts, stops) for kernels in (cpu, reference)]
     np.testing.assert_array_equal(*hashes)
     assert len(set(hashes[0].tolist())) == len(set(words)) and hashes[1].dtype == np.uint64
+    joined = [kernels.join_words(text, starts[::2], stops[::2]) for kernels in (cpu, reference)]
+    assert joined[0].tobytes() == joined[1].tobytes() == b"\0".join([*words[::2], b""])

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from sparsecoll.collectives.convert.back import Back
 from sparsecoll.collectives.convert.words import Keys, Table, Text, table_of, unpacked
+from sparsecoll.kernels.keys import index_dtype
 from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.transport.channel import Channel
 from sparsecoll.vector import VALUE_DTYPES, DenseVector, SparseVector, accumulator_dtype, dtype_of
@@ -41,7 +42,8 @@ def from_mapping(x: Mapping[Any, Any]) -> tuple[SparseVector, Back]:
     types = set(map(type, keys))
     for kind in (str, bytes):
         if keys and all(issubclass(one, kind) for one in types):
-            vector = SparseVector(np.arange(len(keys)), _numbers(list(x.values())), len(keys))
+            indices, values = np.arange(len(keys), dtype=index_dtype(len(keys))), _numbers(list(x.values()))
+            vector = SparseVector.from_sorted_unchecked(indices, values, len(keys))
             return vector, ToMapping(name, factory, kind.__name__, keys)
     return _vector(_keys(keys), _numbers(list(x.values()))), ToMapping(name, factory)
 

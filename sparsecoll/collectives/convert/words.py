@@ -63,10 +63,10 @@ class Text:
         """Return the keys at some positions."""
         if positions.size == len(self):  # all of them
             return self
-        sizes = (self.stops - self.starts)[positions] + 1
-        stops = np.cumsum(sizes) - 1
-        where = np.arange(int(sizes.sum())) + np.repeat(self.starts[positions] - (stops - sizes + 1), sizes)
-        return Text(self.text[where], _starts(stops), stops)
+        starts, stops = self.starts[positions], self.stops[positions]
+        text = kernels_of(self.text).join_words(self.text, starts, stops)
+        stops = np.cumsum(stops - starts + 1) - 1
+        return Text(text, _starts(stops), stops)
 
     def keys(self, kind: str) -> list[Any]:
         """Return the keys as objects; `kind` is "str" or "bytes"."""

@@ -56,6 +56,23 @@ def _number(text, starts, stops, slots, hashes, numbers, first):  # type: ignore
     return count
 
 
+@jit
+def _join(text, starts, stops, joined):  # type: ignore[no-untyped-def]
+    place = 0
+    for w in range(starts.size):
+        for i in range(starts[w], stops[w]):
+            joined[place] = text[i]
+            place += 1
+        joined[place] = 0
+        place += 1
+
+
+def join_words(text: Array, starts: Array, stops: Array) -> Array:
+    joined = empty(int((stops - starts).sum()) + starts.size, np.uint8)
+    _join(readonly(text), readonly(starts), readonly(stops), joined)
+    return joined
+
+
 def word_hashes(text: Array, starts: Array, stops: Array) -> Array:
     hashes = empty(starts.size, np.uint64)
     _hashes(readonly(text), readonly(starts), readonly(stops), hashes)

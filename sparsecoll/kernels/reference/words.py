@@ -6,7 +6,7 @@ import numpy as np
 
 from sparsecoll.kernels.keys import Array
 
-__all__ = ["number_words", "word_hashes"]
+__all__ = ["join_words", "number_words", "word_hashes"]
 
 OFFSET, PRIME = 0xCBF29CE484222325, 0x100000001B3  # FNV-1a, by Fowler, Noll and Vo
 
@@ -44,3 +44,9 @@ def number_words(text: Array, starts: Array, stops: Array) -> tuple[Array, Array
             first.append(position)
         found[position] = numbers[word]
     return found, np.array(first, np.int64)
+
+
+def join_words(text: Array, starts: Array, stops: Array) -> Array:
+    """Return the words one after the other, each followed by a zero; uint8. For the arguments see `word_hashes`."""
+    words = [text[start:stop].tobytes() for start, stop in zip(starts.tolist(), stops.tolist(), strict=True)]
+    return np.frombuffer(b"\0".join([*words, b""]), np.uint8)
