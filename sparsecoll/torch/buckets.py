@@ -85,7 +85,7 @@ class Buckets:
     def bind(self, bucket: Bucket) -> tuple[Bucket, Compressor]:
         """Add a bucket with a compressor of its own. Collective."""
         layout, replica = bucket.layout, self._replica
-        compressor = resolve("none" if layout.small and self._compressor.communicates else self._compressor)
+        compressor = resolve(self._compressor.for_small() if layout.small else self._compressor)
         compressor.bind(layout, replica.transport, replica.context, replica.patience)
         layout.device.synchronize()  # jobs have a stream of their own
         self._parked = restore([compressor], self._parked)
