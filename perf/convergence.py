@@ -45,13 +45,13 @@ BEST = "allgather 1 %, 4 bits"
 
 
 def corrected(
-    make: Callable[..., Compressor], momentum: float = MOMENTUM, warm_up: bool = False, **options: Any
+    make: Callable[..., Compressor], momentum: float = MOMENTUM, warm_up: float = 0.0, **options: Any
 ) -> Callable[[Task, int], Compressor]:
-    """A line with momentum in the compressor, for tasks that have one, and local clipping."""
+    """A line with momentum in the compressor, for tasks that have one, and local clipping; `warm_up` of all steps."""
 
     def made(task: Task, steps: int) -> Compressor:
         own = {} if task.adam else {"momentum": momentum, "clip": task.clip}
-        density = WarmUp(DENSITY, max(1, steps // 10)) if warm_up else DENSITY
+        density = WarmUp(DENSITY, max(1, round(warm_up * steps))) if warm_up else DENSITY
         return make(density, **own, **options)
 
     return made
@@ -59,11 +59,11 @@ def corrected(
 
 # (task, number of steps) -> compressor
 CORRECTED: dict[str, Callable[[Task, int], Compressor]] = {
-    BEST: corrected(TopK, algo="allgather", format="packed_codes", momentum=SHORTER),
+    BEST: corrected(TopK, algo="allgather", format="packed_codes", momentum=SHORTER, warm_up=0.02),
     "oktopk 1 %": corrected(OkTopk),
-    "oktopk 1 %, warm-up": corrected(OkTopk, warm_up=True),
+    "oktopk 1 %, warm-up": corrected(OkTopk, warm_up=0.1),
     "allgather 1 %": corrected(TopK, algo="allgather"),
-    "allgather 1 %, warm-up": corrected(TopK, algo="allgather", warm_up=True),
+    "allgather 1 %, warm-up": corrected(TopK, algo="allgather", warm_up=0.1),
     "densestream 1 %": corrected(DenseStream),
     "cltk 1 %": corrected(TopK, algo="cltk"),
     "exdyna 1 %": corrected(TopK, algo="exdyna"),
