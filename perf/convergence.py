@@ -30,7 +30,7 @@ from torch import nn
 
 from sparsecoll import simulate
 from sparsecoll.cli import bench
-from sparsecoll.torch import DistributedOptimizer
+from sparsecoll.torch import DistributedOptimizer, LocalOptimizer
 from sparsecoll.torch.compressors import ACPSGD, COVAP, DGC, QSGD, Compressor, DenseStream, OkTopk, PowerSGD, TopK
 from sparsecoll.torch.schedule import WarmUp
 from sparsecoll.transport import default_comm
@@ -80,7 +80,31 @@ OTHERS: dict[str, Callable[[Task, int], str | Compressor]] = {
     "qsgd 4 bits": lambda *_: QSGD(4),
     "qsgd 2 bits": lambda *_: QSGD(2),
 }
-LINES = {"dense": OTHERS["dense"], **CORRECTED, **OTHERS}
+LOCAL = {"10 local steps, 10 %, 4 bits": {"every": 10, "outer_lr": 2.0}}  # options of LocalOptimizer, for AdamW
+LOCALS: dict[str, Callable[[Task, int], str | Compressor]] = {
+    line: lambda *_: TopK(0.1, algo="allgather", format="packed_codes") for line in LOCAL
+}
+LINES = {"dense": OTHERS["dense"], **CORRECTED, **OTHERS, **LOCALS}
+
+
+def optimizers(
+    task: Task, line: str, model: nn.Module, comm: Any, steps: int
+) -> tuple[torch.optim.Optimizer, DistributedOptimizer | LocalOptimizer]:
+    """Return the optimizer of a line, without and with its wrapper."""
+    lr = task.lr * (1 - SHORTER) / (1 - MOMENTUM) if line == BEST and not task.adam else task.lr
+    inner: torch.optim.Optimizer
+    if task.adam:
+        inner = torch.optim.AdamW(model.parameters(), task.lr, betas=(0.9, 0.95), weight_decay=0.1)
+    else:
+        inner = torch.optim.SGD(model.parameters(), lr, momentum=0.0 if line in CORRECTED else MOMENTUM)
+    size = 1 << 18 if line.startswith("covap") else 25 << 20  # COVAP filters buckets, so it needs some
+    compressor = LINES[line](task, steps)
+    small = 0 if line == BEST or line in LOCAL else 1024
+    common = {"bucket_bytes": size, "dense_below": small}
+    if line in LOCAL:
+        return inner, LocalOptimizer(inner, model, comm, compressor, **common, **LOCAL[line])
+    overlap = task.clip is None
+    return inner, DistributedOptimizer(inner, model.named_parameters(), comm, compressor, overlap=overlap, **common)
 
 
 def train(comm: Any, name: str, line: str, seed: int, validate: bool = False) -> Row:
@@ -92,23 +116,8 @@ def train(comm: Any, name: str, line: str, seed: int, validate: bool = False) ->
     own = torch.arange(comm.rank, len(y) - len(y) % comm.size, comm.size)
     batch = task.batch // comm.size
     steps = int(task.epochs * (len(own) // batch))
-    lr = task.lr * (1 - SHORTER) / (1 - MOMENTUM) if line == BEST and not task.adam else task.lr
-    inner: torch.optim.Optimizer
-    if task.adam:
-        inner = torch.optim.AdamW(model.parameters(), task.lr, betas=(0.9, 0.95), weight_decay=0.1)
-    else:
-        inner = torch.optim.SGD(model.parameters(), lr, momentum=0.0 if line in CORRECTED else MOMENTUM)
+    inner, optimizer = optimizers(task, line, model, comm, steps)
     schedule = torch.optim.lr_scheduler.LambdaLR(inner, lambda s: min((s + 1) / (0.1 * steps), (steps - s) / steps))
-    size = 1 << 18 if line.startswith("covap") else 25 << 20  # COVAP filters buckets, so it needs some
-    optimizer = DistributedOptimizer(
-        inner,
-        model.named_parameters(),
-        comm,
-        LINES[line](task, steps),
-        bucket_bytes=size,
-        dense_below=0 if line == BEST else 1024,
-        overlap=task.clip is None,
-    )
     clip = None if line in CORRECTED else task.clip  # of each rank's own gradients
     shuffle = torch.Generator().manual_seed(1000 * seed + comm.rank)
     order: Iterator[torch.Tensor] = iter(())
@@ -125,7 +134,10 @@ def train(comm: Any, name: str, line: str, seed: int, validate: bool = False) ->
             nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
         schedule.step()
-        if step * POINTS // steps > (step - 1) * POINTS // steps and comm.rank == 0:
+        point = step * POINTS // steps > (step - 1) * POINTS // steps
+        if point and isinstance(optimizer, LocalOptimizer):
+            optimizer.synchronize()
+        if point and comm.rank == 0:
             received = (optimizer.traffic.total.bytes_received - before) / 1e6
             part = test if step == steps else (test[0][::5], test[1][::5])
             curve.append([step, received, quality(model, part, task.unit)])

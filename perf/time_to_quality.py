@@ -112,7 +112,7 @@ def train(comm: Any, make: Callable[[nn.Module], Made], steps: int, points: int)
 
 
 def table(rows: list[Row]) -> str:
-    """Return the table: seconds until a line stays at dense's final accuracy less MARGIN, and at its end."""
+    """Return the table: seconds until a line first reaches dense's final accuracy less MARGIN, and in all."""
     goal = rows[0]["curve"][-1][2] - MARGIN
     shown = []
     for row in rows:
