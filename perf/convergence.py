@@ -40,8 +40,9 @@ MOMENTUM = 0.9
 DENSITY = 0.01
 
 
-SHORTER = 0.7  # momentum of the line BEST, with as much more learning rate: what waits acts like momentum
 BEST = "allgather 1 %, 4 bits"
+# Momentum of lines that have another one, and as much more learning rate: what waits acts like momentum
+SHORTER = {BEST: 0.7, "oktopk 1 %, momentum 0.5": 0.5}
 
 
 def corrected(
@@ -59,7 +60,8 @@ def corrected(
 
 # (task, number of steps) -> compressor
 CORRECTED: dict[str, Callable[[Task, int], Compressor]] = {
-    BEST: corrected(TopK, algo="allgather", format="packed_codes", momentum=SHORTER, warm_up=0.02),
+    BEST: corrected(TopK, algo="allgather", format="packed_codes", momentum=SHORTER[BEST], warm_up=0.02),
+    "oktopk 1 %, momentum 0.5": corrected(OkTopk, momentum=0.5),
     "oktopk 1 %": corrected(OkTopk),
     "oktopk 1 %, warm-up": corrected(OkTopk, warm_up=0.1),
     "allgather 1 %": corrected(TopK, algo="allgather"),
@@ -91,7 +93,7 @@ def optimizers(
     task: Task, line: str, model: nn.Module, comm: Any, steps: int
 ) -> tuple[torch.optim.Optimizer, DistributedOptimizer | LocalOptimizer]:
     """Return the optimizer of a line, without and with its wrapper."""
-    lr = task.lr * (1 - SHORTER) / (1 - MOMENTUM) if line == BEST and not task.adam else task.lr
+    lr = task.lr * (1 - SHORTER.get(line, MOMENTUM)) / (1 - MOMENTUM)
     inner: torch.optim.Optimizer
     if task.adam:
         inner = torch.optim.AdamW(model.parameters(), task.lr, betas=(0.9, 0.95), weight_decay=0.1)
