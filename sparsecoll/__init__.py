@@ -61,7 +61,7 @@ from sparsecoll.telemetry.traffic import Traffic
 from sparsecoll.transport import DeadlockError, Simulation, shrink, simulate, traffic
 from sparsecoll.transport.network import Costs, Network, Tuning
 from sparsecoll.transport.progress import Request
-from sparsecoll.vector import DenseVector, SparseVector
+from sparsecoll.vector import DenseVector, RowSparse, SparseVector
 
 __all__ = [
     "ALGORITHMS",
@@ -88,6 +88,7 @@ __all__ = [
     "Reduction",
     "Request",
     "Residual",
+    "RowSparse",
     "Simulation",
     "SparCML",
     "SparDL",

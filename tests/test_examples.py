@@ -46,6 +46,11 @@ def printed(capsys, monkeypatch):
     torch.set_num_threads(threads)
 
 
+def without_process_group(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "")  # init_process_group sets them; what was there before comes back
+
+
 def test_demo_runs_without_mpirun(tmp_path):
     arguments = ["--epochs", "1", "--seeds", "1", "--batch", "50", "--density", "0.05", "--out", str(tmp_path)]
     run = subprocess.run([sys.executable, TRAIN, *arguments], capture_output=True, text=True, timeout=200)
@@ -108,15 +113,16 @@ def test_two_lines_make_a_plain_script_distributed(printed, monkeypatch):
     assert min(accuracy) > 85
 
 
-def test_embedding_gradients(printed):
-    first, second = printed("embedding.py", WORDS=5000).splitlines()
-    assert "rows of 5000 on all ranks" in first
-    assert float(second.split()[1]) > 1.2 * float(second.split()[4])
+def test_word_vectors(printed, monkeypatch, tmp_path):
+    without_process_group(monkeypatch)
+    (tmp_path / "a.txt").write_text(" ".join(f"w{chr(97 + i % 23)}{chr(97 + i * i % 11)}" for i in range(4000)))
+    *losses, received = printed("word2vec.py", "--text", tmp_path, "--steps", 30, BATCH=120).splitlines()[:4]
+    first, _, last = (float(line.split()[3].rstrip(";")) for line in losses)
+    assert last < 0.97 * first and received.startswith("bytes received in a step: 0;")
 
 
 def test_hook_of_ddp(printed, monkeypatch):
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.setenv(name, "")  # init_process_group sets them; what was there before comes back
+    without_process_group(monkeypatch)
     losses = [float(line.split()[-1]) for line in printed("ddp.py").splitlines()]
     assert losses[-1] < 0.5 * losses[0]
 

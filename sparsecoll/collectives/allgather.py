@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from sparsecoll.collectives.options import CallOptions
+from sparsecoll.collectives.rows import allgather_rows, as_rows
 from sparsecoll.formats import Format
 from sparsecoll.transport import Transport, as_transport
 from sparsecoll.transport.call import CollectiveCall
@@ -58,6 +59,9 @@ def allgather(
 
 def _allgather(transport: Transport, x: Any, options: CallOptions) -> list[Any]:
     with CollectiveCall(transport, "allgather", options.timeout) as call:
+        rows = as_rows(x, options)
+        if rows is not None:
+            return allgather_rows(call, *rows, options)
         channel, entries, back = options.agree(call, x, sums=False)
         with transport.phase("gather"):
             parts = channel.allgather(entries)

@@ -13,6 +13,7 @@ from sparsecoll.collectives import convert
 from sparsecoll.collectives.convert.back import Back
 from sparsecoll.collectives.operations import is_mpi_op
 from sparsecoll.collectives.options import CallOptions, index_of_nan, options_of, signature_of, to_common_vector
+from sparsecoll.collectives.rows import allreduce_rows, as_rows
 from sparsecoll.formats import Buffer, Format
 from sparsecoll.select import Vector
 from sparsecoll.select.base import check_order
@@ -142,6 +143,9 @@ class Arguments:
 def _allreduce(transport: Transport, x: Any, algo: Any, options: CallOptions, return_reduction: bool) -> Any:
     before = transport.traffic.copy() if return_reduction else transport.traffic
     with CollectiveCall(transport, "allreduce", options.timeout) as call:
+        rows = as_rows(x, options, algo, return_reduction)
+        if rows is not None:
+            return allreduce_rows(call, *rows, algo, options, return_reduction)
         vector, back = to_common_vector(call, x, options.check)
         if return_reduction and not options.operation.sums:
             raise ValueError(f"return_reduction: expected False unless op is 'sum' or 'mean', got op={options.op!r}")

@@ -8,6 +8,7 @@ import numpy as np
 
 from sparsecoll.collectives.messages import pack, unpack
 from sparsecoll.collectives.options import CallOptions, check_root
+from sparsecoll.collectives.rows import as_rows, packed
 from sparsecoll.formats import Format
 from sparsecoll.transport import Transport, as_transport
 from sparsecoll.transport.call import CollectiveCall
@@ -69,7 +70,8 @@ def _bcast(transport: Transport, x: Any, root: int, options: CallOptions) -> Any
         call.signature |= options.signature()
         message = np.empty(0, np.uint8)
         if transport.rank == root:
-            message = pack(options, *options.to_entries(x, sums=False))
+            rows = as_rows(x, options)
+            message = packed(*rows, options) if rows else pack(options, *options.to_entries(x, sums=False))
         call.agree(check=options.check)
         with transport.phase("broadcast"):
             return unpack(spread(transport, message, root))

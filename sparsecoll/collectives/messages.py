@@ -17,8 +17,9 @@ from sparsecoll.collectives.convert.back import Back
 from sparsecoll.collectives.options import CallOptions
 from sparsecoll.errors import CommunicationError
 from sparsecoll.formats import Buffer, decode
+from sparsecoll.formats.rows import decode_rows, encode_rows
 from sparsecoll.kernels.memory import asarray_like, to_host
-from sparsecoll.vector import SparseVector, dtype_of
+from sparsecoll.vector import RowSparse, SparseVector, dtype_of
 
 SIZE_BYTES = 8
 
@@ -31,15 +32,27 @@ def pack(options: CallOptions, entries: SparseVector, back: Back) -> Buffer:
         entries: the vector.
         back: converts it to the caller's type.
     """
-    text = json.dumps([entries.length, entries.dtype.name, convert.to_text(back)]).encode()
-    end = np.frombuffer(text + len(text).to_bytes(SIZE_BYTES, "little"), np.uint8)
+    end = _description([entries.length, entries.dtype.name, convert.to_text(back)])
     message = options.wire_format.encode(entries, options.wire_dtype, room=end.size)
     message[message.size - end.size :] = asarray_like(end, message)
     return message
 
 
+def pack_rows(options: CallOptions, x: RowSparse, back: Back) -> Buffer:
+    """Return rows as one message; arguments as of `pack`."""
+    end = _description([x.shape, x.dtype.name, convert.to_text(back)])
+    message = encode_rows(x, options.wire_dtype, room=end.size)
+    message[message.size - end.size :] = end
+    return message
+
+
+def _description(fields: list[Any]) -> Buffer:
+    text = json.dumps(fields).encode()
+    return np.frombuffer(text + len(text).to_bytes(SIZE_BYTES, "little"), np.uint8)
+
+
 def unpack(message: Buffer) -> Any:
-    """Return the vector in a message, of the type that the sender gave.
+    """Return the vector, or the rows, in a message, of the type that the sender gave.
 
     Raises:
         CommunicationError: The message is not a complete, valid one.
@@ -48,10 +61,14 @@ def unpack(message: Buffer) -> Any:
     start = message.size - SIZE_BYTES - size
     try:
         text = to_host(message[max(start, 0) : message.size - SIZE_BYTES]).tobytes()
-        length, dtype, kind = json.loads(text)
+        shape, dtype, kind = json.loads(text)
         back = convert.from_text(kind)
+        length = shape if isinstance(shape, int) else None
+        n, d = (0, 0) if length is not None else shape
     except (ValueError, TypeError, KeyError) as error:
         raise CommunicationError(f"message: {message.size} bytes do not end with a description of a vector") from error
+    if length is None:
+        return back(decode_rows(message[:start], n, d).astype(dtype_of(dtype)))
     return back(decode(message[:start], length).astype(dtype_of(dtype)))
 
 

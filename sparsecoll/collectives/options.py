@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -21,10 +21,11 @@ from sparsecoll.select import Vector, topk
 from sparsecoll.transport import Transport
 from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.transport.channel import Channel
-from sparsecoll.vector import DenseVector, SparseVector
+from sparsecoll.vector import DenseVector, RowSparse, SparseVector
 from sparsecoll.vector.operation import Operation
 
-V = TypeVar("V", bound="SparseVector | DenseVector")
+V = TypeVar("V", bound="SparseVector | DenseVector | RowSparse")
+S = TypeVar("S", bound="SparseVector | RowSparse")
 VALUE_DTYPES_ON_THE_WIRE = ("float16", "bfloat16", "float32")
 
 
@@ -106,7 +107,7 @@ class CallOptions:
             raise ValueError(f"k: expected at least 0, got {k}")
         return int(k)
 
-    def check_operation(self, x: Vector) -> None:
+    def check_operation(self, x: Vector | RowSparse) -> None:
         """Raise unless the values of x can be combined by `op`."""
         name, dtype = self.operation.name, x.dtype
         if name == "mean" and dtype.kind in "biu":
@@ -141,13 +142,14 @@ class CallOptions:
         if dtype.kind != "f" or np.dtype(formats.WIRE_DTYPES[narrow].stored).itemsize > dtype.itemsize:
             raise ValueError(f"value_dtype: expected no wider than x and x of floats, got {narrow} for {dtype}")
 
-    def check_finite(self, x: Vector) -> None:
+    def check_finite(self, x: Vector | RowSparse) -> None:
         """Raise if x contains NaN or infinity, unless `nonfinite` is "pass"."""
         if self.nonfinite not in ("raise", "pass"):
             raise ValueError(f"nonfinite: expected 'raise' or 'pass', got {self.nonfinite!r}")
         index = x._first_not_finite() if self.nonfinite == "raise" else None
         if index is not None:
-            raise ValueError(f"x: expected finite values, got NaN or infinity, the first at index {index}")
+            where = "in row" if isinstance(x, RowSparse) else "at index"
+            raise ValueError(f"x: expected finite values, got NaN or infinity, the first {where} {index}")
 
     def to_entries(self, x: Any, sums: bool, call: CollectiveCall | None = None) -> tuple[SparseVector, Back]:
         """Return the entries that this rank sends, and a function that converts a result to the type of x.
@@ -179,9 +181,10 @@ class CallOptions:
         values = self.operation.prepared(x.values, transport.rank == transport.size - 1)
         return x if values is x.values else x.with_values(values)  # type: ignore[return-value]
 
-    def result(self, y: SparseVector, transport: Transport) -> SparseVector:
+    def result(self, y: S, transport: Transport) -> S:
         """Return what `op` makes of combined entries: a mean is divided by the number of ranks."""
-        return y._divide(transport.size) if self.operation.name == "mean" and transport.size > 1 else y
+        mean = self.operation.name == "mean" and transport.size > 1
+        return y._divide(transport.size) if mean else y  # type: ignore[return-value]
 
     def agree(self, call: CollectiveCall, x: Any, sums: bool) -> tuple[Channel, SparseVector, Back]:
         """Agree on the arguments of the call; return its channel and `to_entries`, rounded as on the wire."""
@@ -241,3 +244,13 @@ def check_root(root: Any, transport: Transport) -> int:
     if isinstance(root, bool) or not isinstance(root, (int, np.integer)) or not 0 <= root < transport.size:
         raise ValueError(f"root: expected a rank from 0 to {transport.size - 1}, got {root!r}")
     return int(root)
+
+
+def check_boundaries(boundaries: Sequence[int] | None, length: int, parts: int) -> list[int]:
+    """Return the boundaries as integers, those of equal parts for None; raise ValueError if they are invalid."""
+    if boundaries is None:
+        return [length * j // parts for j in range(parts + 1)]
+    edges = [int(edge) for edge in boundaries]
+    if len(edges) != parts + 1 or edges[0] != 0 or edges[-1] != length or edges != sorted(edges):
+        raise ValueError(f"boundaries: expected {parts + 1} ascending ones from 0 to {length}, got {edges}")
+    return edges

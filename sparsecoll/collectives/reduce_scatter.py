@@ -10,14 +10,16 @@ from sparsecoll.algorithms import Reduction
 from sparsecoll.algorithms.dense import sum_of_chunk
 from sparsecoll.algorithms.primitives import halving
 from sparsecoll.algorithms.primitives.exchange import exchange
+from sparsecoll.collectives import convert
 from sparsecoll.collectives.operations import is_mpi_op
-from sparsecoll.collectives.options import CallOptions, signature_of
+from sparsecoll.collectives.options import CallOptions, check_boundaries, signature_of
+from sparsecoll.collectives.rows import reduce_scatter_rows
 from sparsecoll.formats import Format
 from sparsecoll.select import Vector
 from sparsecoll.transport import Transport, as_transport
 from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.transport.channel import Channel
-from sparsecoll.vector import DenseVector, SparseVector, accumulator_dtype
+from sparsecoll.vector import DenseVector, RowSparse, SparseVector, accumulator_dtype
 
 
 def reduce_scatter(
@@ -25,6 +27,7 @@ def reduce_scatter(
     x: Any,
     boundaries: Sequence[int] | None = None,
     *,
+    owner: str | None = None,
     k: int | None = None,
     density: float | None = None,
     format: str | Format = "auto",
@@ -44,7 +47,11 @@ def reduce_scatter(
         comm: communicator, as in `sparsecoll.allreduce`.
         x: vector or array as in `sparsecoll.allreduce`; a dense x requires `k` or `density`.
         boundaries: P + 1 ascending indices from 0 to the length, the same on all ranks; None, the default, for P equal
-            parts.
+            parts. Of a RowSparse, whose parts otherwise depend on `owner`, they are numbers of rows, up to n.
+        owner: of a RowSparse, a hybrid torch.sparse_coo tensor or a BSR matrix: which rank a row goes to. "hash" (the
+            default for a RowSparse without `boundaries`) decides by a hash of its number (see
+            `sparsecoll.RowSparse.owners`), "range" gives each rank n/P successive rows, and "quantile" successive rows
+            of which all ranks together hold as many as of every other rank's. None, the default, for other types.
         k: number of entries that each rank selects; None, the default, for all entries of x.
         density: k as a fraction of the length, in (0, 1], instead of `k`.
         format: wire format, a name or a lossless Format (default: "auto").
@@ -79,13 +86,18 @@ def reduce_scatter(
     """
     options = CallOptions(k, density, format, value_dtype, op, timeout, check, nonfinite, missing)
     transport = as_transport(comm, timeout)
-    return transport.in_order(lambda: _reduce_scatter(transport, x, boundaries, options))
+    return transport.in_order(lambda: _reduce_scatter(transport, x, boundaries, owner, options))
 
 
-def _reduce_scatter(transport: Transport, x: Any, boundaries: Any, options: CallOptions) -> Any:
+def _reduce_scatter(transport: Transport, x: Any, boundaries: Any, owner: Any, options: CallOptions) -> Any:
     with CollectiveCall(transport, "reduce_scatter", options.timeout) as call:
         if is_mpi_op(boundaries):
             raise TypeError("boundaries: expected indices or None, got an operation of mpi4py: use op=")
+        rows = convert.to_rows(x) if owner is not None or isinstance(x, RowSparse) else None
+        if rows is not None:
+            return reduce_scatter_rows(call, *rows, owner, boundaries, options)
+        if owner is not None:
+            raise ValueError(f"owner: expected None unless x consists of rows, got {owner!r} for {type(x).__name__}")
         edges = None if boundaries is None else [int(edge) for edge in boundaries]
         call.signature["boundaries"] = edges
         channel, entries, back = options.agree(call, x, sums=True)
@@ -93,16 +105,6 @@ def _reduce_scatter(transport: Transport, x: Any, boundaries: Any, options: Call
         part = sum_of_region(channel, entries, check_boundaries(edges, n, P))
         transport.waitall()
         return back(options.result(part.astype(entries.dtype), transport))
-
-
-def check_boundaries(boundaries: Sequence[int] | None, length: int, parts: int) -> list[int]:
-    """Return the boundaries as integers, those of equal parts for None; raise ValueError if they are invalid."""
-    if boundaries is None:
-        return [length * j // parts for j in range(parts + 1)]
-    edges = [int(edge) for edge in boundaries]
-    if len(edges) != parts + 1 or edges[0] != 0 or edges[-1] != length or edges != sorted(edges):
-        raise ValueError(f"boundaries: expected {parts + 1} ascending ones from 0 to {length}, got {edges}")
-    return edges
 
 
 def sum_of_region(channel: Channel, entries: SparseVector, edges: Sequence[int]) -> SparseVector:

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from sparsecoll.collectives.messages import pack, pack_all, unpack
-from sparsecoll.collectives.options import CallOptions, check_root
-from sparsecoll.collectives.reduce_scatter import check_boundaries
+from sparsecoll.collectives.options import CallOptions, check_boundaries, check_root
 from sparsecoll.formats import Buffer, Format
 from sparsecoll.transport import Transport, as_transport
 from sparsecoll.transport.call import CollectiveCall

@@ -12,6 +12,7 @@ from sparsecoll.torch.ddp import HookState, comm_hook
 from sparsecoll.torch.local import LocalOptimizer
 from sparsecoll.torch.optimizer import DistributedOptimizer
 from sparsecoll.torch.process_group import init_process_group
+from sparsecoll.torch.rowwise_adagrad import RowWiseAdagrad
 from sparsecoll.torch.schedule import Constant, Schedule, WarmUp
 from sparsecoll.torch.sgd import SparseSGD
 from sparsecoll.torch.state import redistribute
@@ -24,6 +25,7 @@ __all__ = [
     "DistributedOptimizer",
     "HookState",
     "LocalOptimizer",
+    "RowWiseAdagrad",
     "Schedule",
     "SparseSGD",
     "Timeline",

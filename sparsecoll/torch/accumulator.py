@@ -11,16 +11,18 @@ from sparsecoll.errors import NonFiniteError
 from sparsecoll.select import Vector
 from sparsecoll.torch.bucket import Bucket
 from sparsecoll.torch.buckets import Buckets
-from sparsecoll.torch.device import Array
 from sparsecoll.torch.grad_scaler import Scaling
 from sparsecoll.torch.replica import Replica
+from sparsecoll.torch.rounds import Round
+from sparsecoll.torch.row_gradients import RowSum
 from sparsecoll.torch.sparse_sum import SparseSum
 from sparsecoll.torch.state import STATE, renamed
 from sparsecoll.torch.timeline import bucket_span
 from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.transport.progress import completed_future
+from sparsecoll.vector import RowSparse
 
-Sums = list[tuple[Bucket, Vector]]
+Sums = list[tuple[Bucket, Vector | RowSparse]]
 Group = dict[str, Any]
 
 
@@ -58,6 +60,11 @@ class Accumulator:
         self._buckets.release()
         self.laid_out = set()
 
+    def fits(self, outcome: Round) -> bool:
+        """Return whether the buckets are those of the parameters that take part, each with its kind of gradient."""
+        learned = self._buckets.learn(outcome.rows, outcome.dense)
+        return outcome.trainable == self.laid_out and not learned
+
     def lay_out(self, trainable: set[str]) -> None:
         """Create buckets of these parameters; residuals are kept. Collective."""
         self._buckets.order = [name for p, name in self.names.items() if name in trainable and p.numel()]
@@ -79,21 +86,21 @@ class Accumulator:
         sums: Sums = []
         for index, (bucket, compressor) in enumerate(self._buckets):
 
-            def call(_: CollectiveCall, index: int = index, compressor: Any = compressor) -> Vector:
+            def call(_: CollectiveCall, index: int = index, compressor: Any = compressor) -> Vector | RowSparse:
                 with bucket_span(self._replica.options.timeline, index, compressor.layout.length):
-                    value: Vector = compressor.allreduce_sum(self._replica.transport, acc.result()[index])
+                    value: Vector | RowSparse = compressor.allreduce_sum(self._replica.transport, acc.result()[index])
                 return value
 
             with bucket.layout.device.stream_context():
                 sums.append((bucket, self._replica.call(f"bucket {index}", call)))
         return sums
 
-    def _accumulate(self, groups: Iterable[Group], scaling: Scaling | None) -> list[Array]:
+    def _accumulate(self, groups: Iterable[Group], scaling: Scaling | None) -> list[Any]:
         if scaling is not None and scaling.found:
             raise NonFiniteError("gradients: expected finite values, got NaN or infinity in a scaled gradient")
         weights, acc = self._weights(groups, 1.0 if scaling is None else scaling.scale), []
         for bucket, compressor in self._buckets:
-            assert isinstance(compressor, SparseSum)
+            assert isinstance(compressor, SparseSum | RowSum)
             with bucket.layout.device.stream_context():
                 compressor.timeout = self._replica.patience
                 acc.append(bucket.accumulate(compressor.residual, weights))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ def broadcast_tensors(transport: Transport, tensors: Iterable[torch.Tensor], roo
     if transport.size == 1:
         return
     groups: dict[tuple[torch.dtype, torch.device], list[list[torch.Tensor]]] = {}
-    for t in tensors:
+    for t in (part for whole in tensors for part in _parts(whole)):
         if t.numel():
             lists = groups.setdefault((t.dtype, t.device), [[]])
             if sum(other.nbytes for other in lists[-1]) > MESSAGE_BYTES:
@@ -39,15 +39,41 @@ def broadcast_tensors(transport: Transport, tensors: Iterable[torch.Tensor], roo
                 start += t.nbytes
 
 
+def _parts(t: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Return views of a tensor that are small enough for a message, so that no copy of a long table is needed."""
+    if t.nbytes <= MESSAGE_BYTES or not t.is_contiguous():
+        return [t]
+    return torch.split(t.detach().view(-1), MESSAGE_BYTES // t.element_size())
+
+
+def _described(value: Any) -> Any:
+    """Return shape and dtype of a tensor, with the number of stored entries if it is sparse; a number as it is."""
+    if not torch.is_tensor(value):
+        return value
+    stored = [value.sparse_dim(), value._nnz()] if value.is_sparse else []
+    return {"tensor": [list(value.shape), str(value.dtype).removeprefix("torch."), *stored]}
+
+
+def _sparse(p: torch.Tensor, old: Any, shape: list[int], dtype: torch.dtype, dims: int, nnz: int) -> torch.Tensor:
+    """Return a coalesced sparse tensor: `old` if it has as many entries, otherwise one of undefined entries."""
+    if torch.is_tensor(old) and old.is_sparse and old._nnz() == nnz:
+        return old
+    indices = torch.zeros(dims, nnz, dtype=torch.int64, device=p.device)
+    values = torch.zeros(nnz, *shape[dims:], dtype=dtype, device=p.device)
+    return torch.sparse_coo_tensor(indices, values, shape, is_coalesced=True, check_invariants=False)
+
+
 def broadcast_optimizer(transport: Transport, optimizer: torch.optim.Optimizer, root: int = 0) -> None:
     """Broadcast an optimizer's state: its tensors and numbers, and the numbers in its parameter groups. Collective."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
     plain = (bool, int, float, str, type(None))
+    for entries in (optimizer.state.get(p, {}) for p in params):
+        entries |= {key: v.coalesce() for key, v in entries.items() if torch.is_tensor(v) and v.is_sparse}
     table = {
         "groups": [{k: v for k, v in g.items() if isinstance(v, plain)} for g in optimizer.param_groups],
         "state": [
             {
-                key: {"tensor": [list(v.shape), str(v.dtype).removeprefix("torch.")]} if torch.is_tensor(v) else v
+                key: _described(v)
                 for key, v in optimizer.state.get(p, {}).items()
                 if torch.is_tensor(v) or isinstance(v, plain)
             }
@@ -65,8 +91,12 @@ def broadcast_optimizer(transport: Transport, optimizer: torch.optim.Optimizer, 
             if not isinstance(value, dict):
                 own[key] = value
                 continue
-            shape, dtype = value["tensor"]
+            shape, dtype, *stored = value["tensor"]
             old = own.get(key)
+            if stored:
+                new = own[key] = _sparse(p, old, shape, getattr(torch, dtype), *stored)
+                tensors += [new._indices(), new._values()]
+                continue
             if not torch.is_tensor(old) or list(old.shape) != shape:
                 like = p if shape else torch.empty((), device="cpu")
                 own[key] = torch.zeros(shape, dtype=getattr(torch, dtype), device=like.device)

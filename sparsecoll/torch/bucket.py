@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+import numpy as np
 import torch
 
+from sparsecoll.torch.compressors import Compressor
 from sparsecoll.torch.device import Array
 from sparsecoll.torch.layout import Layout
+from sparsecoll.transport import Transport
 
 
 class Buffer:
@@ -115,6 +118,12 @@ class Bucket:
         self.mean = self._unused() if keeps_gradient else self.gradient
         return self.mean.array
 
+    def reduce(self, transport: Transport, compressor: Compressor) -> None:
+        """Reduce the gradients to their mean. Collective."""
+        assert self.gradient is not None
+        out = self.mean_buffer(compressor.keeps_gradient)
+        compressor.allreduce_mean(transport, self.gradient.array, out)
+
     def accept(self) -> None:
         """Accept the reduction: the gradient buffer now belongs to the compressor, or holds the means."""
         self.gradient = None
@@ -132,17 +141,25 @@ class Bucket:
         assert self.mean is not None
         return self.layout.part(self.mean.tensor, name)
 
+    def has_mean(self, name: str) -> bool:
+        """Return whether a parameter's mean has a value other than zero."""
+        return bool(self.part_of_mean(name).any())
+
+    def mean_is_finite(self) -> bool:
+        """Return whether no mean is NaN or infinite."""
+        return self.mean is None or bool(np.isfinite(self.mean.array).all())
+
+    def nan(self, name: str) -> torch.Tensor:
+        """Return a gradient of a parameter that is NaN."""
+        return torch.full_like(self.params[name], float("nan"), requires_grad=False)
+
     @torch.no_grad()
-    def assign_grad(self, name: str, sparse: bool = False, scale: float = 1.0) -> None:
+    def assign_grad(self, name: str, scale: float = 1.0) -> None:
         """Set the gradient of a parameter to scale * mean, in the parameter's dtype and memory format."""
         p, view = self.params[name], self.part_of_mean(name)
         if scale != 1.0:
             view.mul_(scale)
-        if sparse:
-            rows = view.flatten(1).any(1).nonzero().view(1, -1)
-            values = view[rows[0]].to(p.dtype)
-            p.grad = torch.sparse_coo_tensor(rows, values, view.shape, is_coalesced=True, check_invariants=False)
-        elif p.dtype == view.dtype and p.is_contiguous():
+        if p.dtype == view.dtype and p.is_contiguous():
             p.grad = view.data  # with a version counter of its own, which views share
         else:
             old = p.grad

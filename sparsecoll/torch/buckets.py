@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import numpy as np
+import torch
 
 from sparsecoll.torch.bucket import Bucket
 from sparsecoll.torch.compressors import Compressor, resolve
-from sparsecoll.torch.layout import cut, takes_part
+from sparsecoll.torch.layout import Layout, cut, has_rows, takes_part
 from sparsecoll.torch.replica import Replica
+from sparsecoll.torch.row_gradients import RowBucket, RowParameters, RowSum
 from sparsecoll.torch.state import Tensors, check, collect, renamed, restore
 from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.transport.collectives import allgather, broadcast
+
+logger = logging.getLogger(__name__)
 
 
 class Buckets:
@@ -35,6 +40,7 @@ class Buckets:
         self.order: list[str] = []
         self.index_of: dict[str, int] = {}
         self._compressor, self._replica = compressor, replica
+        self._rows = RowParameters()
         self._pairs: list[tuple[Bucket, Compressor]] = []
         self._parked: Tensors = {}  # tensors of parameters that are in no bucket
         self._extra: dict[tuple[str, ...], str] = {}  # saved state of buckets that are still to be made, as JSON
@@ -64,28 +70,48 @@ class Buckets:
 
         self._replica.call("buckets", lay_out)
 
+    def learn(self, rows: Collection[str], dense: Collection[str]) -> bool:
+        """Note of which parameters a rank has gradients of rows and dense ones; return whether this changes buckets."""
+        changed = self._rows.learn(rows, dense) & set(self.index_of)
+        for name in sorted(changed.intersection(dense)):
+            if self._replica.transport.rank == 0:
+                logger.warning(
+                    "gradient of %r: expected a sparse one on all ranks, as before, got a dense one: it is reduced as a"
+                    " dense gradient from now on",
+                    name,
+                )
+        return bool(changed)
+
     def _agree_on_order(self, trainable: Collection[str] | None) -> list[str]:
         transport, params = self._replica.transport, self._replica.params
         names = list(params)
         numbers = {name: i for i, name in enumerate(names)}
         known = [*self.order, *(name for name in reversed(names) if name not in set(self.order))]
-        mine = [takes_part(p) if trainable is None else name in trainable for name, p in params.items()]
-        on: Any = allgather(transport, np.array(mine, np.uint8)).any(axis=0) if trainable is None else mine
+        on = set(trainable or ())
+        if trainable is None:
+            sparse = self._replica.sparse_weights
+            mine = [
+                (takes_part(p), has_rows(p.grad) or id(p) in sparse, p.grad is not None and not has_rows(p.grad))
+                for p in params.values()
+            ]
+            anywhere = allgather(transport, np.array(mine, np.uint8).ravel()).any(axis=0).reshape(-1, 3)
+            on, rows, dense = ({name for name, is_ in zip(names, column, strict=True) if is_} for column in anywhere.T)
+            self.learn(rows, dense)
         order = np.array([numbers[name] for name in known], np.int64)
         if order.size:
             order = broadcast(transport, order)
-        return [names[i] for i in order.tolist() if on[i]]
+        return [names[i] for i in order.tolist() if names[i] in on]
 
     def lay_out(self, bucket_bytes: int | None = None, dense_below: int = 0) -> None:
         """Create the buckets again for the parameters in `order`; state of parameters is kept. Collective."""
         self.release()
-        for layout in cut(self._replica.params, self.order, bucket_bytes, dense_below):
-            self.bind(Bucket(self._replica.params, layout))
+        for layout in cut(self._replica.params, self.order, bucket_bytes, dense_below, self._rows):
+            self.bind(self._replica.params, layout)
 
-    def bind(self, bucket: Bucket) -> tuple[Bucket, Compressor]:
+    def bind(self, params: Mapping[str, torch.Tensor], layout: Layout) -> tuple[Bucket, Compressor]:
         """Add a bucket with a compressor of its own. Collective."""
-        layout, replica = bucket.layout, self._replica
-        compressor = resolve(self._compressor.for_small() if layout.small else self._compressor)
+        bucket, replica = (RowBucket if layout.rows else Bucket)(params, layout), self._replica
+        compressor = self._compressor_of(layout)
         compressor.bind(layout, replica.transport, replica.context, replica.patience)
         layout.device.synchronize()  # jobs have a stream of their own
         self._parked = restore([compressor], self._parked)
@@ -94,6 +120,12 @@ class Buckets:
         self._pairs.append((bucket, compressor))
         self.index_of |= dict.fromkeys(layout.names, len(self) - 1)
         return self._pairs[-1]
+
+    def _compressor_of(self, layout: Layout) -> Compressor:
+        own = self._compressor
+        if layout.rows:
+            return RowSum(finite=not own.passes_nonfinite, local=not own.communicates)
+        return resolve(own.for_small() if layout.small else own)
 
     def release(self, start: int = 0) -> None:
         """Discard the buckets from number `start` on; the state of their parameters is kept."""
@@ -151,6 +183,7 @@ class Buckets:
             "step": self._replica.context.step,
             "ccr": self._replica.context.ccr,
             "order": list(self.order),
+            **self._rows.state(),
             "tensors": collect([compressor for _, compressor in self], self._parked),
             "buckets": extra + waiting,
         }
@@ -180,7 +213,8 @@ class Buckets:
                 check(own, replica.transport, replica.params, self._compressor)
             kinds = {} if own is None else {kind: len(entries) for kind, entries in own["tensors"].items()}
             steps = 0 if own is None else own["step"]
-            call.signature |= {"steps": steps, "residuals": own is not None, "tensors": kinds}
+            rows = own.get("rows", []) if own else []
+            call.signature |= {"steps": steps, "residuals": own is not None, "tensors": kinds, "rows": rows}
             call.agree()
             try:
                 load()
@@ -194,6 +228,7 @@ class Buckets:
         self._pairs, self.index_of = [], {}
         self._parked = own["tensors"]
         self.order = [name for name in own["order"] if name in replica.params]
+        self._rows.load(own, replica.params)
         replica.context.step, replica.context.ccr, replica.suspect = own["step"], own["ccr"], False
         fits = own["compressor"] == self._compressor.describe()
         self._extra = {tuple(names): text for names, text in own["buckets"]} if fits else {}

@@ -26,6 +26,7 @@ from sparsecoll.torch.layout import Layout, residual_dtype
 from sparsecoll.torch.options import Options
 from sparsecoll.torch.replica import Replica
 from sparsecoll.torch.rounds import JOINED, Row
+from sparsecoll.torch.row_gradients import RowBucket, nan_rows
 from sparsecoll.torch.tensors import named
 from sparsecoll.torch.timeline import Timeline, bucket_span
 from sparsecoll.transport.call import CollectiveCall
@@ -147,41 +148,54 @@ class HookState:
             self._commit()
             self._buckets.release(index)
         shapes, values = tuple(tuple(p.shape) for p in params.values()), bucket.buffer()
-        lengths = (0,) * index + (int(values.numel()),)
-        layout = Layout(index, lengths, names, shapes, residual_dtype(values.dtype), device_of(values))
+        rows = values.is_sparse  # DDP puts such a parameter into a bucket of its own
+        lengths = (0,) * index + (0 if rows else int(values.numel()),)
+        dtype, device = residual_dtype(values.dtype), device_of(values)
+        layout = Layout(index, lengths, names, shapes, dtype, device, rows=rows)
         with CollectiveCall(self.transport, "bind", self._timeout):
             if index == 0:
                 self._check_ranks()
-            return self._buckets.bind(Bucket(params, layout))
+            return self._buckets.bind(params, layout)
 
     def _scale(self, compressor: Compressor) -> float:
         return float(self._scaler.get_scale()) if self._scaler is not None and compressor.keeps_gradient else 1.0
 
-    def reduce(self, grads: GradBucket, joined: bool) -> None:
-        """Replace the gradients in a bucket by their mean, or by NaN if that fails; runs on the progress thread.
+    def reduce(self, grads: GradBucket, joined: bool) -> torch.Tensor:
+        """Return the mean of the gradients in a bucket, or NaN if that fails; runs on the progress thread.
 
         Args:
             joined: whether this rank has no more data, within DDP's `join()`.
         """
         if grads.index() == 0:
             self._begin()
+        values = grads.buffer()
         try:
             if self._failed is None:
-                self._mean(grads)
+                values = self._mean_of_rows(grads) if values.is_sparse else self._mean(grads)
                 if grads.is_last():
                     self._end(joined)
         except Exception as error:
             self._failed = error
             self._buckets.drop()
         if self._failed is not None:
-            grads.buffer().fill_(float("nan"))
+            (p, *_) = grads.parameters()
+            return nan_rows(p) if values.is_sparse else values.fill_(float("nan"))
+        return values
 
     def raise_failed(self) -> None:
         """Raise what a bucket has raised, except NonFiniteError with a GradScaler, which skips the step itself."""
         if self._failed is not None and (self._scaler is None or not isinstance(self._failed, NonFiniteError)):
             raise self._failed
 
-    def _mean(self, grads: GradBucket) -> None:
+    def _mean_of_rows(self, grads: GradBucket) -> torch.Tensor:
+        bucket, compressor = self._of(grads)
+        assert isinstance(bucket, RowBucket)
+        bucket.take(grads.buffer())
+        with bucket_span(self._timeline, bucket.layout.index, 0):
+            bucket.reduce(self.transport, compressor)
+        return bucket.mean_tensor()
+
+    def _mean(self, grads: GradBucket) -> torch.Tensor:
         bucket, compressor = self._of(grads)
         whole, scale, values = bucket.gradient_buffer(), self._scale(compressor), grads.buffer()
         torch.mul(values, 1 / scale, out=whole.tensor) if scale != 1.0 else whole.tensor.copy_(values)
@@ -198,6 +212,7 @@ class HookState:
             values.copy_(mean)
         if scale != 1.0:
             values.mul_(scale)
+        return values
 
     def _begin(self) -> None:
         """Start the reduction of a back-propagation."""
@@ -306,8 +321,7 @@ def comm_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[torc
     def job() -> None:
         try:
             with device.stream_context(event), torch.no_grad():
-                state.reduce(bucket, joined)
-                future.set_result(bucket.buffer())
+                future.set_result(state.reduce(bucket, joined))
         except Exception as error:  # of the device
             future.set_exception(error)  # type: ignore[arg-type]
 

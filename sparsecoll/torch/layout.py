@@ -6,7 +6,7 @@ import functools
 import itertools
 import math
 from bisect import bisect_right
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Container, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,6 +35,24 @@ def takes_part(p: torch.Tensor) -> bool:
     return p.requires_grad or p.grad is not None
 
 
+def has_rows(gradient: torch.Tensor | None) -> bool:
+    """Return whether a gradient is a sparse tensor of whole rows, as torch.nn.Embedding(sparse=True) makes it."""
+    return gradient is not None and gradient.is_sparse and gradient.sparse_dim() == 1 and gradient.numel() > 0
+
+
+def rows_like(p: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Return a coalesced sparse tensor of the shape and dtype of a parameter.
+
+    Args:
+        rows: ascending, unique.
+        values: of these rows, in the shape (len(rows), d).
+    """
+    values = values.reshape(-1, *p.shape[1:]).to(p.device, p.dtype)
+    return torch.sparse_coo_tensor(
+        rows.view(1, -1).to(p.device), values, p.shape, is_coalesced=True, check_invariants=False
+    )
+
+
 @dataclass(frozen=True)
 class Layout:
     """The parameters of one bucket and their offsets in its flat vector; the same on every rank.
@@ -46,6 +64,7 @@ class Layout:
         dtype: of the flat vector, float32 or float64.
         device: that holds it.
         small: whether these parameters are too small to be compressed.
+        rows: whether gradients are rows of the only parameter; the length is then 0.
     """
 
     index: int
@@ -55,6 +74,7 @@ class Layout:
     dtype: np.dtype[Any]
     device: CpuDevice = CPU
     small: bool = False
+    rows: bool = False
 
     @property
     def length(self) -> int:
@@ -116,7 +136,11 @@ class Layout:
 
 
 def cut(
-    params: dict[str, torch.Tensor], order: Sequence[str], bucket_bytes: int | None = None, dense_below: int = 0
+    params: dict[str, torch.Tensor],
+    order: Sequence[str],
+    bucket_bytes: int | None = None,
+    dense_below: int = 0,
+    rows: Container[str] = (),
 ) -> list[Layout]:
     """Lay parameters out in buckets, each of one dtype on one device.
 
@@ -125,6 +149,7 @@ def cut(
         order: names of the parameters that are to be laid out, in this order.
         bucket_bytes: most bytes of gradient in a bucket of several parameters; None: no limit.
         dense_below: parameters of fewer values come last, in buckets of their own (`Layout.small`).
+        rows: parameters whose gradients are rows; each is in a bucket of its own.
     """
     groups: list[tuple[bool, Any, CpuDevice, list[str]]] = []
     sizes: dict[tuple[bool, Any, CpuDevice], int] = {}
@@ -132,7 +157,10 @@ def cut(
     for small in (False, True):
         for name in order:
             p = params[name]
-            if (p.numel() < dense_below) != small:
+            if (p.numel() < dense_below and name not in rows) != small:
+                continue
+            if name in rows:
+                groups.append((small, residual_dtype(p.dtype), device_of(p), [name]))
                 continue
             key = (small, residual_dtype(p.dtype), device_of(p))
             size = p.numel() * key[1].itemsize
@@ -141,8 +169,17 @@ def cut(
                 groups.append((*key, open_[key]))
             open_[key].append(name)
             sizes[key] += size
-    lengths = tuple(sum(params[name].numel() for name in names) for *_, names in groups)
+    lengths = tuple(sum(params[name].numel() for name in names if name not in rows) for *_, names in groups)
     return [
-        Layout(index, lengths, tuple(names), tuple(tuple(params[n].shape) for n in names), dtype, device, small)
+        Layout(
+            index,
+            lengths,
+            tuple(names),
+            tuple(tuple(params[n].shape) for n in names),
+            dtype,
+            device,
+            small,
+            names[0] in rows,
+        )
         for index, (small, dtype, device, names) in enumerate(groups)
     ]

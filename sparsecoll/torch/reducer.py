@@ -130,7 +130,7 @@ class Reducer:
         self._sender.send_rest()
         replica = self._replica
         flags |= CHANGED * self._changed | SUSPECT * replica.suspect
-        row = Row(replica.context.step, flags, replica.params, replica.buffers.changed())
+        row = Row(replica.context.step, flags, replica.params, replica.buffers.changed(), sparse=replica.sparse_weights)
         digest = None if replica.warmed or replica.transport.size == 1 else fingerprint(replica.params.values())
         seconds, outcome, error = self._sender.wait(lambda: self._round(name, row, digest))
         if error is not None:
@@ -140,14 +140,15 @@ class Reducer:
                 self._spread_nan()
             raise error
         assert isinstance(outcome, Round)
-        changed, stale = outcome.flags & CHANGED, outcome.trainable != set(self.buckets.index_of)
+        changed, learned = outcome.flags & CHANGED, self.buckets.learn(outcome.rows, outcome.dense)
+        stale = learned or outcome.trainable != set(self.buckets.index_of)
         if not (changed or stale or outcome.over):
             self._accept(outcome, seconds)
             return outcome
         if self._again:
             self._send_at_the_end()
         self._drop()
-        if stale:  # parameters were frozen or unfrozen
+        if stale:  # parameters were frozen or unfrozen, or have gradients of another kind
             self.buckets.release()
             self.make_buckets(outcome.trainable)
         return None if changed or stale else outcome
@@ -172,8 +173,8 @@ class Reducer:
 
     def _spread_nan(self) -> None:
         """Gradients become NaN on all ranks, for code that reads them before the step."""
-        for p in (self._replica.params[name] for name in self.buckets.index_of):
-            p.grad = torch.full_like(p, float("nan"), requires_grad=False)
+        for name, index in self.buckets.index_of.items():
+            self._replica.params[name].grad = self.buckets[index][0].nan(name)
 
     def _send_at_the_end(self) -> None:
         """Send gradients when back-propagation has ended, from now on."""
@@ -195,8 +196,8 @@ class Reducer:
         self._means.clear()
         for name, index in self.buckets.index_of.items():
             bucket, compressor = self.buckets[index]
-            if name in outcome.used or (replica.params[name].requires_grad and bucket.part_of_mean(name).any()):
-                bucket.assign_grad(name, name in outcome.sparse, self.scale.of(compressor))
+            if name in outcome.used or (replica.params[name].requires_grad and bucket.has_mean(name)):
+                bucket.assign_grad(name, self.scale.of(compressor))
                 self._means.add(name)
         replica.broadcast_buffers(outcome)
         self._profiler.note(replica.transport, self._sender.last, seconds, replica.patience)

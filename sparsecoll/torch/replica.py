@@ -18,7 +18,7 @@ from sparsecoll.torch.compressors import StepContext
 from sparsecoll.torch.guards import warn_if_equal
 from sparsecoll.torch.options import Options
 from sparsecoll.torch.rounds import SUSPECT, Round, Row
-from sparsecoll.torch.tensors import Buffers, Named, check_whole, describe
+from sparsecoll.torch.tensors import Buffers, Named, check_whole, describe, sparse_weights
 from sparsecoll.transport import Transport
 from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.transport.collectives import allgather
@@ -37,6 +37,7 @@ class Replica:
 
     Attributes:
         params: by name.
+        sparse_weights: ids of the parameters whose modules say that their gradients are sparse.
         context: the number of steps taken, and what else compressors know.
         warmed: whether a reduction has succeeded.
         suspect: whether this rank's parameters may differ from the others'.
@@ -46,6 +47,7 @@ class Replica:
         self.transport, self.options = transport, options
         self.params: Named = {}
         self.buffers = Buffers(model)
+        self.sparse_weights = sparse_weights(model)
         self.context = StepContext()
         self.warmed = self.suspect = False
         self._model = model

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sparsecoll.errors import CommunicationError
-from sparsecoll.torch.layout import takes_part
+from sparsecoll.torch.layout import has_rows, takes_part
 from sparsecoll.torch.tensors import Named
 from sparsecoll.transport import Transport
 from sparsecoll.transport.collectives import allgather
@@ -28,7 +28,8 @@ class Round:
         steps: taken by each rank before this one.
         flags: any rank's.
         joined: the ranks that have run out of data.
-        used, sparse, trainable: parameters of which any rank has a gradient, a sparse one, and that take part.
+        used, rows, dense, trainable: parameters of which any rank has a gradient, one of rows (or a module that says
+            so), a dense one, and that take part.
         modules: by module with buffers, whether any rank has changed them.
         alike: whether all ranks that have data have the same `checksum`.
     """
@@ -37,7 +38,8 @@ class Round:
     flags: int
     joined: list[int]
     used: set[str]
-    sparse: set[str]
+    rows: set[str]
+    dense: set[str]
     trainable: set[str]
     modules: list[bool]
     alike: bool = True
@@ -58,7 +60,7 @@ class Round:
         return min(set(range(len(self.steps))) - set(self.joined), default=0)
 
 
-NOTHING = Round([], 0, [], set(), set(), set(), [])
+NOTHING = Round([], 0, [], set(), set(), set(), set(), [])
 
 
 class Row:
@@ -71,6 +73,7 @@ class Row:
         modules: by module with buffers, whether they have changed.
         trainable: which parameters take part; None, the default: those that want a gradient or have one.
         checksum: of options that must be the same on all ranks.
+        sparse: ids of the parameters whose modules say that their gradients are sparse.
     """
 
     def __init__(
@@ -81,14 +84,16 @@ class Row:
         modules: Sequence[bool] = (),
         trainable: Sequence[bool] | None = None,
         checksum: int = 0,
+        sparse: Collection[int] = (),
     ) -> None:
         here, tensors = not flags & JOINED, list(params.values())
         used = [here and p.grad is not None for p in tensors]
-        sparse = [p.grad is not None and p.grad.is_sparse for p in tensors]
+        rows = [has_rows(p.grad) or id(p) in sparse for p in tensors]
+        dense = [p.grad is not None and not has_rows(p.grad) for p in tensors]
         taking = [takes_part(p) for p in tensors] if trainable is None else trainable
         self._names = list(params)
         self._head = np.array([steps, flags, checksum], np.int64)
-        self._bits = np.array([*used, *sparse, *taking, *(here and changed for changed in modules)], np.uint8)
+        self._bits = np.array([*used, *rows, *dense, *taking, *(here and changed for changed in modules)], np.uint8)
 
     def exchange(self, transport: Transport) -> Round:
         """Exchange rows and combine them. Collective; called within a CollectiveCall.
@@ -108,7 +113,7 @@ class Row:
                 " step has to be decided alike, by the mean gradients or by a value that was summed over the ranks"
             )
         anywhere = np.unpackbits(np.bitwise_or.reduce(rows[:, head.nbytes :], axis=0), count=bits.size).astype(bool)
-        used, sparse, trainable, modules = np.split(anywhere, np.arange(1, 4) * len(names))
+        used, rows, dense, trainable, modules = np.split(anywhere, np.arange(1, 5) * len(names))
 
         def named(marks: NDArray[Any]) -> set[str]:
             return {names[i] for i in np.flatnonzero(marks).tolist()}
@@ -116,7 +121,9 @@ class Row:
         joined = np.flatnonzero(flags & JOINED).tolist()
         flag = int(np.bitwise_or.reduce(flags))
         alike = len(set(active[:, 2].tolist())) < 2
-        return Round(steps, flag, joined, named(used), named(sparse), named(trainable), modules.tolist(), alike)
+        return Round(
+            steps, flag, joined, named(used), named(rows), named(dense), named(trainable), modules.tolist(), alike
+        )
 
 
 def _counted(steps: list[int]) -> str:

@@ -103,10 +103,8 @@ class Sender:
         return time.perf_counter() - start
 
     def _reduce(self, bucket: Bucket, compressor: Compressor) -> None:
-        assert bucket.gradient is not None
-        out = bucket.mean_buffer(compressor.keeps_gradient)
-        compressor.allreduce_mean(self._replica.transport, bucket.gradient.array, out)
-        if bucket.layout.small and self._finite and not np.isfinite(out).all():
+        bucket.reduce(self._replica.transport, compressor)
+        if bucket.layout.small and self._finite and not bucket.mean_is_finite():
             self._refuse(bucket)
 
     def _refuse(self, bucket: Bucket) -> None:

@@ -251,7 +251,7 @@ class SparseSGD(torch.optim.Optimizer):
             outcome = self._round(flags)
             if not outcome.trainable:
                 return outcome, []
-            if outcome.trainable == self._flat.laid_out:
+            if self._flat.fits(outcome):
                 return outcome, sums
             self._flat.lay_out(outcome.trainable)
 
@@ -265,7 +265,7 @@ class SparseSGD(torch.optim.Optimizer):
         names, step, modules = self._flat.names, self._replica.context.step, self._replica.buffers.changed()
         checksum = zlib.crc32(json.dumps(common(self.param_groups)).encode())
         trainable = [here and takes_part(p) and live[p] for p in names]
-        row = Row(step, flags, self._replica.params, modules, trainable, checksum)
+        row = Row(step, flags, self._replica.params, modules, trainable, checksum, self._replica.sparse_weights)
 
         def digest(outcome: Round) -> int | None:
             first = not max(outcome.steps) and outcome.trainable == self._flat.laid_out

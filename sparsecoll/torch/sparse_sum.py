@@ -12,10 +12,10 @@ import torch
 from sparsecoll.algorithms import resolve
 from sparsecoll.select import Vector
 from sparsecoll.torch.compressors import TopK
-from sparsecoll.torch.device import Array
-from sparsecoll.torch.layout import Layout
+from sparsecoll.torch.device import CPU, Array
+from sparsecoll.torch.layout import Layout, rows_like
 from sparsecoll.transport import Transport
-from sparsecoll.vector import DenseVector
+from sparsecoll.vector import DenseVector, RowSparse
 
 
 @dataclass
@@ -107,9 +107,38 @@ class Update:
         p.sub_(buffer, alpha=lr * momentum)
 
 
-def updates(layout: Layout, value: Vector) -> Iterator[tuple[str, Update]]:
+class RowUpdate(Update):
+    """Rows of values to add to a tensor."""
+
+    def add_to(self, tensor: torch.Tensor, factor: float) -> None:
+        values = self.values.to(tensor.dtype).view(-1, *tensor.shape[1:])
+        tensor.index_add_(0, self.index, values, alpha=factor)  # type: ignore[arg-type]
+
+    def step(self, p: torch.Tensor, states: Any, group: dict[str, Any], ranks: int) -> None:
+        momentum, state = float(group["momentum"]), states[p] if group["momentum"] else {}
+        buffer = state.get("momentum_buffer")
+        if momentum == 0 or group["weight_decay"] or not (buffer is None or buffer.is_sparse):
+            if buffer is not None and buffer.is_sparse:
+                state["momentum_buffer"] = buffer.to_dense()
+            super().step(p, states, group, ranks)
+            return
+        share, damp = (-1 if group["maximize"] else 1) / ranks, 1 - float(group["dampening"])
+        assert self.index is not None
+        new = rows_like(p, self.index, self.values * share)
+        buffer = state["momentum_buffer"] = new if buffer is None else buffer.mul_(momentum).add_(new, alpha=damp)
+        lr = float(group["lr"])
+        if group["nesterov"]:
+            p.add_(new, alpha=-lr)
+        p.add_(buffer, alpha=-lr * (momentum if group["nesterov"] else 1.0))
+
+
+def updates(layout: Layout, value: Vector | RowSparse) -> Iterator[tuple[str, Update]]:
     """Yield the name and the part of a sum for each parameter of a bucket."""
     device, edges = layout.device, layout.offsets
+    if isinstance(value, RowSparse):
+        rows, values = CPU.tensor(value.rows), CPU.tensor(value.values)
+        yield layout.names[0], RowUpdate(device.to(rows), device.to(values))
+        return
     if isinstance(value, DenseVector):
         flat = device.tensor(value.values)
         for name, a, b in zip(layout.names, edges[:-1], edges[1:], strict=True):

@@ -43,6 +43,13 @@ def named(given: Any) -> Named:
     return result
 
 
+def sparse_weights(model: torch.nn.Module | None) -> set[int]:
+    """Return the ids of the parameters of modules with `sparse=True`, whose gradients are rows."""
+    tables = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+    modules = () if model is None else model.modules()
+    return {id(module.weight) for module in modules if isinstance(module, tables) and module.sparse}
+
+
 class Buffers:
     """A model's buffers, such as BatchNorm's running statistics, and which of them have changed."""
 

@@ -5,6 +5,7 @@ Both have `length` (number of coordinates), `nnz` (number of stored entries), `d
 """
 
 from sparsecoll.vector.dense import DenseVector
+from sparsecoll.vector.rows import RowSparse
 from sparsecoll.vector.sparse import SparseVector
 from sparsecoll.vector.values import (
     SMALLEST,
@@ -19,6 +20,7 @@ __all__ = [
     "SMALLEST",
     "VALUE_DTYPES",
     "DenseVector",
+    "RowSparse",
     "SparseVector",
     "accumulator_dtype",
     "check_value_dtype",

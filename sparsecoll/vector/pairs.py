@@ -26,7 +26,7 @@ def combined(indices: Any, values: Any, op: str | None) -> tuple[Any, Any]:
     if not indices.size or bool((indices[1:] > indices[:-1]).all()):
         return indices, values
     if bool((indices[1:] < indices[:-1]).any()):
-        indices, order = _sorted(indices)
+        indices, order = sorted_order(indices)
         values = values[order]
     first = run_starts(indices)
     starts = np.flatnonzero(first)
@@ -54,13 +54,13 @@ def run_starts(indices: Any) -> Any:
     return np.concatenate([asarray_like(np.ones(min(indices.size, 1), bool), indices), indices[1:] != indices[:-1]])
 
 
-def _sorted(indices: Any) -> tuple[Any, Any]:
+def sorted_order(indices: Any) -> tuple[Any, Any]:
     """Return the ascending indices and the positions that sort them, equal ones in the order given."""
     if not isinstance(indices, np.ndarray):
         order = indices.argsort()  # stable in CuPy
         return indices[order], order
-    bits = int(indices.size - 1).bit_length()
-    if int(indices.max()).bit_length() + bits > 64:
+    bits = int(indices.size).bit_length()
+    if int(indices.max(initial=0)).bit_length() + bits > 64:
         order = np.argsort(indices, kind="stable")
         return indices[order], order
     keys = indices.astype(np.uint64)  # index and position in one word: np.sort is vectorised, a stable argsort is not

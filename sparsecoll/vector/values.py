@@ -127,7 +127,7 @@ def pairs(indices: Any, values: Any, length: Any) -> tuple[Any, Any, int]:
         ValueError: indices are negative or out of range, the sizes differ, or length is negative.
         TypeError: a dtype is not supported, or only one of the arrays is on the GPU.
     """
-    length, given, values = _checked_length(length), asarray(indices), asarray(values)
+    length, given, values = checked_length(length), asarray(indices), asarray(values)
     if on_gpu(given) != on_gpu(values):
         where = ["CuPy" if on_gpu(array) else "NumPy" for array in (given, values)]
         raise TypeError(f"indices, values: expected both on the GPU or neither, got arrays of {' and '.join(where)}")
@@ -147,11 +147,11 @@ def pairs(indices: Any, values: Any, length: Any) -> tuple[Any, Any, int]:
     return contiguous(given, index_dtype(length)), contiguous(values), length
 
 
-def _checked_length(length: Any) -> int:
+def checked_length(length: Any, name: str = "length") -> int:
     if isinstance(length, bool) or not isinstance(length, (int, np.integer)):
-        raise TypeError(f"length: expected an integer, got {type(length).__name__}")
+        raise TypeError(f"{name}: expected an integer, got {type(length).__name__}")
     if not 0 <= length < 2**63:
-        raise ValueError(f"length: expected 0 <= length < 2^63, got {length}")
+        raise ValueError(f"{name}: expected 0 <= {name} < 2^63, got {length}")
     return int(length)
 
 

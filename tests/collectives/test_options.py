@@ -10,7 +10,7 @@ import sparsecoll
 from sparsecoll.collectives.options import CallOptions
 from sparsecoll.formats import FORMATS
 
-OWN = {"comm", "x", "algo", "root", "boundaries", "return_reduction"}
+OWN = {"comm", "x", "algo", "root", "boundaries", "owner", "return_reduction"}
 
 
 @pytest.mark.parametrize("name", ["allreduce", "reduce", "reduce_scatter", "allgather", "bcast"])

@@ -1,9 +1,11 @@
 """Training loops: kinds of parameters and optimizers."""
 
+import contextlib
+
 import torch
-from loop import WAITS, loop
+from loop import RAISES, WAITS, loop
 from loops_of_steps import plain
-from runs import ONE
+from runs import HOOK, ONE, plain_sgd
 
 # -- kinds of parameters and optimizers
 
@@ -84,6 +86,67 @@ for _name, _make in {
 
     _lookups.__name__ = f"sparse_embedding_{_name.lower().replace(' ', '_')}"
     loop(f"`Embedding(sparse=True)`, a rank without lookups, {_name}", model=Words, inner=_make, hook=WAITS)(_lookups)
+
+
+class Shelf(torch.nn.Module):
+    """Two tables with sparse gradients, one of them with a padding row, and a linear layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = torch.nn.Embedding(40, 5, sparse=True, padding_idx=3)
+        self.bag = torch.nn.EmbeddingBag(30, 5, sparse=True, mode="sum")
+        self.head = torch.nn.Linear(5, 2)
+        self.double()
+
+    def forward(self, x):
+        return self.head((self.table(x).sum(1) + self.bag(x % 30)).tanh()).square().sum()
+
+
+@loop(
+    "`Embedding` and `EmbeddingBag` with `sparse=True`: `padding_idx`, `no_sync()`, an empty batch on a rank,"
+    " `zero_grad(set_to_none=False)`",
+    model=Shelf,
+    inner=lambda params: torch.optim.SGD(params, 0.02, momentum=0.9),
+)
+def rows_accumulated(run):
+    for step in range(4):
+        run.optimizer.zero_grad(set_to_none=step % 2 == 0)
+        for part in range(2):
+            with run.no_sync() if part == 0 else contextlib.nullcontext():
+                loss = 0.0
+                for rank in run.ranks:
+                    generator = torch.Generator().manual_seed(100 * rank + 10 * step + part)
+                    count = 0 if (step, part, rank) == (2, 1, run.last) else 6
+                    x = torch.randint(0, 40, (count, 3), generator=generator)
+                    loss = loss + run.model(x) / len(run.ranks)
+                loss.backward()
+        run.optimizer.step()
+
+
+class Tied(Words):
+    """A table with sparse gradients, and dense ones where it is also the weight of a linear layer."""
+
+    def forward(self, x, head=True):
+        vectors = self.table(x).tanh()
+        return (torch.nn.functional.linear(vectors, self.table.weight) if head else vectors).square().mean()
+
+
+@loop(
+    "`Embedding(sparse=True)`, also the weight of a linear layer, in some steps and on some ranks",
+    model=Tied,
+    inner=plain_sgd,
+    hook=RAISES,
+)
+def rows_tied(run):
+    for step in range(4):
+        run.optimizer.zero_grad()
+        loss = 0.0
+        for rank in run.ranks:
+            x = torch.randint(0, 40, (6,), generator=torch.Generator().manual_seed(100 * rank + step))
+            head = run.way == HOOK or (step == 1 and rank == run.last) or step == 3
+            loss = loss + (run.model(x) if run.way == HOOK else run.model(x, head)) / len(run.ranks)
+        loss.backward()
+        run.optimizer.step()
 
 
 class Odd(torch.nn.Module):

@@ -23,8 +23,8 @@ class Back:
         """Whether vectors of other lengths than that of the caller's object can be converted."""
         return self.keyed
 
-    def __call__(self, y: SparseVector) -> Any:
-        """Return the vector itself, which is the result for vectors and dense types."""
+    def __call__(self, y: Any) -> Any:
+        """Return the vector, or the RowSparse, itself, which is the result for these and for dense types."""
         return y
 
     def fields(self) -> dict[str, Any]:

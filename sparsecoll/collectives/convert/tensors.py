@@ -22,7 +22,7 @@ from sparsecoll.vector.values import dtype_of
 BFLOAT16 = "torch.bfloat16"
 
 
-def _torch_array(tensor: Any) -> Any:
+def torch_array(tensor: Any) -> Any:
     """Return an array that shares the memory of a tensor; bfloat16 is that of ml_dtypes."""
     if str(tensor.dtype) != BFLOAT16:
         return from_dlpack(tensor.detach()) if tensor.device.type == "cuda" else tensor.detach().numpy()
@@ -36,7 +36,7 @@ def _torch_array(tensor: Any) -> Any:
 
 
 def tensor_of(array: Any) -> Any:
-    """Return a tensor that shares the memory of an array; invert `_torch_array`."""
+    """Return a tensor that shares the memory of an array; invert `torch_array`."""
     torch = importlib.import_module("torch")
     if on_gpu(array):
         return torch.from_dlpack(array)
@@ -54,15 +54,15 @@ def from_torch(x: Any) -> tuple[Vector, Back]:
             f" got {layout} on {getattr(x, 'device', '?')}"
         )
     if layout == "torch.strided":
-        return DenseVector(_torch_array(x.contiguous().view(-1))), Back()
+        return DenseVector(torch_array(x.contiguous().view(-1))), Back()
     x = x.detach().coalesce()
-    rows, values = _torch_array(x.indices()), x.values()
+    rows, values = torch_array(x.indices()), x.values()
     shape, width = tuple(x.shape), math.prod(x.shape[x.sparse_dim() :])
     length, indices = count(shape), flat_indices(rows, shape[: x.sparse_dim()])
     if x.dense_dim():
         row = asarray_like(np.arange(width, dtype=np.uint64), indices)
         indices = (indices.astype(np.uint64)[:, None] * np.uint64(width) + row[None, :]).reshape(-1)
-    vector = SparseVector(contiguous(indices, index_dtype(length)), _torch_array(values.reshape(-1)), length)
+    vector = SparseVector(contiguous(indices, index_dtype(length)), torch_array(values.reshape(-1)), length)
     return vector, ToTorch(x.sparse_dim(), shape)
 
 

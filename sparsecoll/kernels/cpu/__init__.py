@@ -10,6 +10,7 @@ from sparsecoll.kernels.cpu.folds import *
 from sparsecoll.kernels.cpu.merge import *
 from sparsecoll.kernels.cpu.quantization import *
 from sparsecoll.kernels.cpu.rice import *
+from sparsecoll.kernels.cpu.row_sums import *
 from sparsecoll.kernels.cpu.rows import *
 from sparsecoll.kernels.cpu.selection import *
 from sparsecoll.kernels.cpu.sums import *

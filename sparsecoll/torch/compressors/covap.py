@@ -82,7 +82,7 @@ class COVAP(ErrorFeedback):
     def _decide(self, interval: int) -> None:
         """Divide this bucket into shards and number them, given I."""
         self._interval, self._decided = interval, True
-        median = max(float(np.median(self.layout.lengths)), 1.0)
+        median = max(float(np.median([length for length in self.layout.lengths if length] or [1])), 1.0)
         counts = [min(max(int(length // median), 1), interval) for length in self.layout.lengths]
         self._first = sum(counts[: self.layout.index])
         parts, length = counts[self.layout.index], self.layout.length

@@ -35,7 +35,7 @@ class TopK(ErrorFeedback):
     replaces the gradient, and u is cleared where an entry that this rank sent entered the sum (factor masking, section
     3.3; not with an algorithm that sends all values, such as "dense"). Without the correction, momentum acts too late
     on gradients that waited in the residual. Use it with an optimizer without momentum: parameters that are too small
-    to be compressed get the same momentum and clipping.
+    to be compressed get the same momentum and clipping, parameters with sparse gradients (rows) none.
 
     Volume: that of the algorithm (see docs/algorithms.md). Memory: the residual, and u with momentum.
 

@@ -290,7 +290,7 @@ class ShardedReductions:
             self._buckets.release()
             for layout in self._layouts():
                 params = dict.fromkeys(layout.names, torch.empty(0))
-                self._buckets.bind(Bucket(params, layout))
+                self._buckets.bind(params, layout)
 
         self._replica.call("bind", bind)
 

@@ -1,0 +1,127 @@
+"""Collectives of rows: what `allreduce`, `reduce_scatter`, `allgather` and `bcast` do with RowSparse and with the types
+that consist of rows (see `convert.rows`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sparsecoll.algorithms.rows import OWNERS, ROW_ALGORITHMS, RowAlgorithm, RowOwners, resolve_rows
+from sparsecoll.algorithms.rows.owners import slices
+from sparsecoll.collectives import convert
+from sparsecoll.collectives.convert.back import Back
+from sparsecoll.collectives.messages import pack_rows
+from sparsecoll.collectives.options import CallOptions, check_boundaries
+from sparsecoll.errors import check_choice
+from sparsecoll.formats import Buffer
+from sparsecoll.transport.call import CollectiveCall
+from sparsecoll.transport.row_channel import RowChannel
+from sparsecoll.vector import RowSparse
+
+
+def as_rows(
+    x: Any, options: CallOptions, algo: Any = "auto", return_reduction: bool = False
+) -> tuple[RowSparse, Back] | None:
+    """Return x as rows, and what converts a result to its type; None if a call takes x for a vector.
+
+    Types of other libraries are vectors in calls that select entries or ask for what only vectors have.
+    """
+    if isinstance(x, RowSparse):
+        return convert.to_rows(x)
+    plain = options.k is None and options.density is None and options.format == "auto" and not return_reduction
+    known = isinstance(algo, RowAlgorithm) or (isinstance(algo, str) and algo in ROW_ALGORITHMS)
+    return convert.to_rows(x) if plain and known else None
+
+
+def allreduce_rows(
+    call: CollectiveCall, x: RowSparse, back: Back, algo: Any, options: CallOptions, return_reduction: bool
+) -> Any:
+    """Return `sparsecoll.allreduce` of rows."""
+    if return_reduction:
+        raise ValueError("return_reduction: expected False for rows, got True")
+    algorithm = resolve_rows(algo)
+    channel, sent, held = agree(call, x, options, {"algo": algorithm.describe()})
+    value = algorithm(channel, sent, held)
+    call.transport.waitall()
+    return back(options.result(value, call.transport))
+
+
+def reduce_scatter_rows(
+    call: CollectiveCall, x: RowSparse, back: Back, owner: Any, boundaries: Any, options: CallOptions
+) -> Any:
+    """Return `sparsecoll.reduce_scatter` of rows."""
+    if owner is not None and boundaries is not None:
+        raise ValueError(f"owner, boundaries: expected one of them, got {owner!r} and {boundaries!r}")
+    owner = "hash" if owner is None else owner
+    if not isinstance(owner, str):
+        raise TypeError(f"owner: expected one of {', '.join(map(repr, OWNERS))}, got {owner!r}")
+    check_choice("owner", owner, OWNERS)
+    edges = None if boundaries is None else check_boundaries(boundaries, x.n, call.transport.size)
+    channel, sent, _ = agree(call, x, options, {"owner": owner, "boundaries": edges})
+    if edges is None:
+        total = RowOwners(owner).reduce_scatter(channel, sent)
+    else:
+        with channel.phase("split"):
+            total = channel.merge(channel.exchange(sent, slices(sent, edges)))
+    call.transport.waitall()
+    return back(options.result(total.astype(x.dtype), call.transport))
+
+
+def allgather_rows(call: CollectiveCall, x: RowSparse, back: Back, options: CallOptions) -> list[Any]:
+    """Return `sparsecoll.allgather` of rows."""
+    channel, sent, held = agree(call, x, options, {})
+    with channel.phase("gather"):
+        parts = channel.allgather(sent, max(held))
+        call.transport.waitall()
+    parts[channel.rank] = parts[channel.rank].copy()
+    return [back(part.astype(x.dtype)) for part in parts]
+
+
+def agree(
+    call: CollectiveCall, x: RowSparse, options: CallOptions, arguments: dict[str, Any]
+) -> tuple[RowChannel, RowSparse, list[int]]:
+    """Validate the options and agree on the arguments; return the channel, what this rank sends, and all counts.
+
+    Args:
+        call: the call.
+        x: this rank's rows.
+        options: of the call.
+        arguments: those of this collective alone, by name, which must be the same on all ranks.
+    """
+    channel, sent = contribution(call, x, options)
+    call.signature |= {
+        "x": "rows",
+        "n": x.n,
+        "d": x.d,
+        "dtype": x.dtype.name,
+        **options.signature(),
+        **arguments,
+        "k": options.resolve_k(x.n),
+    }
+    return channel, sent, call.agree(sent.nnz, options.check)
+
+
+def contribution(call: CollectiveCall, x: RowSparse, options: CallOptions) -> tuple[RowChannel, RowSparse]:
+    """Return the channel of a call, and the rows that this rank sends, rounded as on the wire."""
+    check(x, options)
+    channel = RowChannel(call.transport, x, options.wire_dtype, options.operation)
+    with call.transport.phase("select"):
+        options.check_finite(x)
+        return channel, channel.round(options.prepared(x, call.transport))
+
+
+def check(x: RowSparse, options: CallOptions) -> None:
+    """Raise unless rows can be sent, and combined, with these options."""
+    if options.format != "auto":
+        raise ValueError(f"format: expected 'auto' for rows, which have one format, got {options.format!r}")
+    if x.on_gpu:
+        raise TypeError("x: expected rows in host memory, got CuPy arrays: use RowSparse(rows.get(), values.get(), n)")
+    if options.resolve_k(x.n) is not None:
+        raise ValueError("k, density: expected None for rows")
+    options.check_operation(x)
+    options.check_dtype(x.dtype)
+
+
+def packed(x: RowSparse, back: Back, options: CallOptions) -> Buffer:
+    """Return the message of `sparsecoll.bcast` of rows."""
+    check(x, options)
+    return pack_rows(options, x, back)

@@ -1,0 +1,96 @@
+"""Collectives of rows on the simulator: every owner method, operation and P, types of rows, and wrong arguments."""
+
+import numpy as np
+import pytest
+
+import sparsecoll
+from sparsecoll import CommunicationError, RowSparse, SparseVector, simulate
+from sparsecoll.algorithms.rows import OWNERS, RowOwners
+
+ALGORITHMS = ["auto", "allgather", *(RowOwners(owner) for owner in OWNERS)]
+N, D = 40, 3
+
+
+def rows_of(rank, dtype=np.float32, n=N, d=D):
+    """Rows with Zipf-like ids and values that are multiples of 1/8, of which every sum is exact; rank 2 has none."""
+    rng = np.random.default_rng(rank)
+    count = 0 if rank == 2 else 25
+    ids = (rng.zipf(1.2, count) - 1) % n
+    return RowSparse.from_pairs(ids, (rng.integers(-64, 64, (count, d)) / 8).astype(dtype), n)
+
+
+def stored(inputs):
+    return np.unique(np.concatenate([x.rows for x in inputs]))
+
+
+@pytest.mark.parametrize("P", range(1, 8))
+def test_sums_are_exact_and_the_same_on_all_ranks(P):
+    inputs = [rows_of(rank) for rank in range(P)]
+    expected = sum(x.to_dense() for x in inputs)
+    for algo in ALGORITHMS:
+        found = simulate(P, lambda comm, algo=algo: sparsecoll.allreduce(comm, inputs[comm.rank], algo)).results
+        assert all(y == found[0] for y in found)
+        assert np.array_equal(found[0].rows, stored(inputs)) and np.array_equal(found[0].to_dense(), expected)
+    for owner in OWNERS:
+        parts = simulate(P, lambda comm, o=owner: sparsecoll.reduce_scatter(comm, inputs[comm.rank], owner=o)).results
+        assert RowSparse.join(parts) == found[0]
+        if owner == "hash":
+            assert all((part.owners(P) == rank).all() for rank, part in enumerate(parts))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float64", "int32", "uint8", "complex64", "bool"])
+@pytest.mark.parametrize("op", ["sum", "mean", "min", "max", "prod", "replace", "logical_or"])
+def test_operations_are_those_of_the_entries_of_vectors(dtype, op):
+    if (op == "mean" and np.dtype(dtype).kind in "biu") or (op in ("min", "max") and dtype == "complex64"):
+        with pytest.raises(TypeError, match="op: expected"):
+            simulate(2, lambda comm: sparsecoll.allreduce(comm, rows_of(comm.rank, dtype), op=op))
+        return
+    inputs = [rows_of(rank, dtype) for rank in range(3)]
+    flat = [SparseVector((x.rows[:, None] * D + np.arange(D)).reshape(-1), x.values.reshape(-1), N * D) for x in inputs]
+    expected = simulate(3, lambda comm: sparsecoll.allreduce(comm, flat[comm.rank], op=op)).results[0]
+    for algo in ("allgather", "owners"):
+        y = simulate(3, lambda comm, a=algo: sparsecoll.allreduce(comm, inputs[comm.rank], a, op=op)).results[0]
+        assert np.array_equal(y.rows, stored(inputs)) and np.array_equal(y.values.reshape(-1), expected.values)
+
+
+def test_rows_that_cancel_stay():
+    def program(comm):
+        x = RowSparse([1, 3], np.array([[1.0, 2.0], [5.0, 0.0]]) * (-1) ** comm.rank, 6)
+        return sparsecoll.allreduce(comm, x, "owners")
+
+    assert simulate(2, program).results[1] == RowSparse([1, 3], np.zeros((2, 2)), 6)
+
+
+def test_gathers_and_broadcasts():
+    def program(comm):
+        x = rows_of(comm.rank)
+        return sparsecoll.allgather(comm, x), sparsecoll.bcast(comm, x if comm.rank == 1 else None, root=1)
+
+    for gathered, spread in simulate(4, program).results:
+        assert gathered == [rows_of(rank) for rank in range(4)] and spread == rows_of(1)
+
+
+@pytest.mark.parametrize(
+    "program, error, text",
+    [
+        (lambda c: sparsecoll.allreduce(c, rows_of(0, d=3 + c.rank)), CommunicationError, "d: expected the same"),
+        (lambda c: sparsecoll.allreduce(c, rows_of(0, n=40 + c.rank)), CommunicationError, "n: expected the same"),
+        (lambda c: sparsecoll.allreduce(c, rows_of(0), "oktopk"), ValueError, "algo: expected one of auto"),
+        (lambda c: sparsecoll.allreduce(c, rows_of(0), format="coo"), ValueError, "format: expected 'auto'"),
+        (lambda c: sparsecoll.reduce_scatter(c, rows_of(0), owner="zen"), ValueError, "owner: expected one of hash"),
+        (lambda c: sparsecoll.reduce_scatter(c, np.ones(3), owner="hash", k=1), ValueError, "owner: expected None"),
+        (lambda c: sparsecoll.reduce(c, rows_of(0)), TypeError, "got sparsecoll.vector.rows.RowSparse: use allreduce"),
+        (
+            lambda c: sparsecoll.allreduce(c, rows_of(0) if c.rank else SparseVector([1], np.ones(1), 9)),
+            CommunicationError,
+            "length: expected the same value on all ranks",
+        ),
+    ],
+)
+def test_wrong_arguments_raise_on_all_ranks(program, error, text):
+    def tried(comm):
+        with pytest.raises(error, match=text):
+            program(comm)
+        return sparsecoll.allreduce(comm, rows_of(comm.rank)).nnz
+
+    assert len(set(simulate(3, tried).results)) == 1
