@@ -176,7 +176,7 @@ def main() -> None:
     parser.add_argument("--render", action="store_true", help="only write the page")
     options = parser.parse_args()
     if options.render:
-        render(list(LINES))
+        render(list(LINES), BEST)
         return
     comm = default_comm()
     if comm.size > 1:
