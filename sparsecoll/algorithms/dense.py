@@ -32,12 +32,14 @@ class Dense(Algorithm):
     Vectors whose chunks are shorter than 32 KiB take ceil(log2 P) messages in each of the two steps: recursive halving
     by offsets (see `halving`), which adds in the order of its steps, and Bruck's allgather.
 
-    For sparse vectors the ranks also combine one bit per coordinate, so that the result has all indices that some rank
-    has, also those of zeros. Where a rank has no entry, operations other than the sum see their neutral element.
+    The sum of sparse vectors has all indices that some rank has, also those of zeros: -0.0 stands for a missing entry
+    of float32 and float64, since a sum is -0.0 only if nothing else is added. For other dtypes and operations, and if
+    values are rounded on the wire, the ranks also combine one bit per coordinate, and operations other than the sum see
+    their neutral element where a rank has no entry.
 
-    Volume: 2n(P-1)/P words of float32 (Ok-Topk, Table 1, Dense) in 2(P-1) or 2 ceil(log2 P) messages. Sparse vectors
-    take another n/16 words and 2 log2 P messages (3n/32 and 2 log2 P + 2 if P is not a power of two). Memory: 2n
-    values.
+    Volume: 2n(P-1)/P words of float32 (Ok-Topk, Table 1, Dense) in 2(P-1) or 2 ceil(log2 P) messages. The bits of
+    sparse vectors take another n/16 words and 2 log2 P messages (3n/32 and 2 log2 P + 2 if P is not a power of two).
+    Memory: 2n values.
 
     Args:
         k: as in `sparsecoll.Algorithm`.
@@ -54,11 +56,20 @@ class Dense(Algorithm):
 
     def __call__(self, channel: Channel, x: Vector, k: int) -> Reduction:
         size = channel.size
-        local = x if isinstance(x, DenseVector) else DenseVector(x.to_dense(channel.op.neutral(x.dtype)))
+        marked = channel.op.sums and x.dtype.name in ("float32", "float64") and not channel.rounds(x.dtype)
+        if isinstance(x, DenseVector):
+            local = x
+        elif marked:
+            local = DenseVector.marked(x)
+        else:
+            local = DenseVector(x.to_dense(channel.op.neutral(x.dtype)))
         edges = [x.length * j // size for j in range(size + 1)]
         short = is_short(x.length * x.dtype.itemsize, size)
         reduction = (_by_halving if short else _pairwise)(channel, x, local, edges)
-        if isinstance(x, SparseVector):
+        if isinstance(x, SparseVector) and marked:
+            assert isinstance(reduction.value, DenseVector)
+            reduction.value = reduction.value._stored()
+        elif isinstance(x, SparseVector):
             with channel.phase("pattern"):
                 bits = sum_counts(channel.transport, x._mask(), np.bitwise_or)
             assert isinstance(reduction.value, DenseVector)

@@ -151,15 +151,18 @@ class CallOptions:
             where = "in row" if isinstance(x, RowSparse) else "at index"
             raise ValueError(f"x: expected finite values, got NaN or infinity, the first {where} {index}")
 
-    def to_entries(self, x: Any, sums: bool, call: CollectiveCall | None = None) -> tuple[SparseVector, Back]:
+    def to_entries(
+        self, x: Any, sums: bool, call: CollectiveCall | None = None, apart: bool = False
+    ) -> tuple[SparseVector, Back]:
         """Return the entries that this rank sends, and a function that converts a result to the type of x.
 
         Args:
             x: the caller's argument, of any type that `convert.to_vector` takes.
             sums: whether the collective sends partial sums and first selects the top k of x.
             call: in which the ranks agree on the length of what has keys; None, the default, if one rank's counts.
+            apart: whether keys that are strings keep the indices that they have on this rank (default: False).
         """
-        vector, back = convert.to_vector(x) if call is None else to_common_vector(call, x, self.check)
+        vector, back = convert.to_vector(x) if call is None else to_common_vector(call, x, self.check, apart)
         self.check_operation(vector)
         self.check_dtype(vector.dtype, "partial sums" if sums else None)
         k = self.resolve_k(vector.length)
@@ -171,6 +174,13 @@ class CallOptions:
         assert isinstance(entries, SparseVector)
         self.check_finite(entries)
         return entries, back
+
+    def check_rows(self, x: RowSparse) -> None:
+        """Raise unless rows can be sent, and combined, with these options."""
+        if self.format != "auto":
+            raise ValueError(f"format: expected 'auto' for rows, which have one format, got {self.format!r}")
+        self.check_operation(x)
+        self.check_dtype(x.dtype)
 
     def channel(self, transport: Transport, length: int) -> Channel:
         """Return the channel of a call on vectors of this length."""
@@ -186,14 +196,18 @@ class CallOptions:
         mean = self.operation.name == "mean" and transport.size > 1
         return y._divide(transport.size) if mean else y  # type: ignore[return-value]
 
-    def agree(self, call: CollectiveCall, x: Any, sums: bool) -> tuple[Channel, SparseVector, Back]:
+    def agree(
+        self, call: CollectiveCall, x: Any, sums: bool, apart: bool = False
+    ) -> tuple[Channel, SparseVector, Back]:
         """Agree on the arguments of the call; return its channel and `to_entries`, rounded as on the wire."""
-        entries, back = self.to_entries(x, sums, call)
+        entries, back = self.to_entries(x, sums, call, apart)
+        length = {"length": None} if getattr(back, "apart", False) else {}
         call.signature |= {
             **convert.shape_of(x),
             **signature_of(entries, call.transport),
+            **length,
             **self.signature(),
-            "k": self.resolve_k(entries.length),
+            "k": None if length else self.resolve_k(entries.length),
         }
         call.agree(check=self.check)
         channel = self.channel(call.transport, entries.length)
@@ -213,12 +227,15 @@ def options_of(*given: Any) -> CallOptions:
         return CallOptions(*given)
 
 
-def to_common_vector(call: CollectiveCall, x: Any, check: bool) -> tuple[Vector, Back]:
-    """Return `convert.to_vector(x)`; types with keys get one length and one table of keys on all ranks. Collective."""
+def to_common_vector(call: CollectiveCall, x: Any, check: bool, apart: bool = False) -> tuple[Vector, Back]:
+    """Return `convert.to_vector(x)`; types with keys get one length and one table of keys on all ranks. Collective.
+
+    With `apart`, keys that are strings keep the indices that they have on this rank (default: False).
+    """
     vector, back = convert.to_vector(x)
     if back.keyed:
         assert isinstance(vector, SparseVector)
-        vector, back = agree_on_keys(call, vector, back, check)
+        vector, back = agree_on_keys(call, vector, back, check, apart)
     return vector, back
 
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from sparsecoll.collectives.options import CallOptions, check_root
+from sparsecoll.collectives.convert.back import Back
+from sparsecoll.collectives.convert.keyed import ToMapping, words_at
+from sparsecoll.collectives.options import CallOptions, check_root, options_of
 from sparsecoll.collectives.reduce_scatter import sum_of_region
 from sparsecoll.formats import Format
 from sparsecoll.transport import Transport, as_transport
 from sparsecoll.transport.call import CollectiveCall
+from sparsecoll.transport.channel import Channel
 from sparsecoll.vector import SparseVector
 
 
@@ -56,7 +59,8 @@ def reduce(
         CommunicationError: As in `sparsecoll.allreduce`.
 
     Volume: each rank receives 2k(P-1)/P words (identical supports) to k log2 P words (disjoint supports) if entries are
-    distributed evenly over the P parts, and at most 2k(P-1) if not; then the root receives the sum.
+    distributed evenly over the P parts, and at most 2k(P-1) if not; then the root receives the sum. Each rank sends
+    keys that are strings to the root, with their values.
 
     See Also:
         `sparsecoll.allreduce`, `sparsecoll.reduce_scatter`.
@@ -67,7 +71,7 @@ def reduce(
     >>> sparsecoll.simulate(2, program).results
     [None, array([1., 1., 0., 0., 2., 0.])]
     """
-    options = CallOptions(k, density, format, value_dtype, op, timeout, check, nonfinite, missing)
+    options = options_of(k, density, format, value_dtype, op, timeout, check, nonfinite, missing)
     transport = as_transport(comm, timeout)
     return transport.in_order(lambda: _reduce(transport, x, root, options))
 
@@ -75,15 +79,26 @@ def reduce(
 def _reduce(transport: Transport, x: Any, root: int, options: CallOptions) -> Any:
     with CollectiveCall(transport, "reduce", options.timeout) as call:
         call.signature["root"] = root = check_root(root, transport)
-        channel, entries, back = options.agree(call, x, sums=True)
-        n, P = entries.length, transport.size
-        mine = sum_of_region(channel, entries, [n * j // P for j in range(P + 1)])
-        with transport.phase("gather"):
-            if transport.rank != root:
-                channel.isend(root, mine)
-                transport.waitall()
-                return None
-            parts = [mine if rank == root else channel.recv(rank) for rank in range(P)]
+        channel, entries, back = options.agree(call, x, sums=True, apart=True)
+        united: tuple[SparseVector, Back] | None
+        if isinstance(back, ToMapping) and back.apart:
+            united = words_at(root, channel, entries, back)
+        else:
+            united = _entries_at(root, channel, entries, back)
         transport.waitall()
-        whole = SparseVector.concatenate([part.astype(entries.dtype) for part in parts])
+        if united is None:
+            return None
+        whole, back = united
         return back(options.result(whole, transport))
+
+
+def _entries_at(root: int, channel: Channel, entries: SparseVector, back: Back) -> tuple[SparseVector, Back] | None:
+    """Return the entries of all ranks combined, and what converts them, on the root; None on others. Collective."""
+    n, P = entries.length, channel.size
+    mine = sum_of_region(channel, entries, [n * j // P for j in range(P + 1)])
+    with channel.phase("gather"):
+        if channel.rank != root:
+            channel.isend(root, mine)
+            return None
+        parts = [mine if rank == root else channel.recv(rank) for rank in range(P)]
+    return SparseVector.concatenate([part.astype(entries.dtype) for part in parts]), back

@@ -50,6 +50,19 @@ class DenseVector(Values):
         """Return `length` uninitialised values, on the GPU if `like` is there."""
         return cls(empty(length, dtype, like.values))
 
+    @classmethod
+    def marked(cls, entries: SparseVector) -> DenseVector:
+        """Return float32 or float64 entries as a vector whose coordinates are -0.0 where no entry is stored.
+
+        Sums of these vectors are +0.0 or another number where some of them store an entry, since -0.0 is the sum of
+        nothing but -0.0: `_stored` tells the entries of the sum.
+        """
+        vector = cls.empty(entries.length, entries.dtype, entries)
+        with span("dense", entries.length):
+            vector.values[:] = -0.0
+            vector.add_at(entries.with_values(entries.values + entries.dtype.type(0)))
+        return vector
+
     @property
     def length(self) -> int:
         """Number of coordinates."""
@@ -97,6 +110,16 @@ class DenseVector(Values):
         indices += inside
         del set_bytes, inside
         return self.take(asarray_like(indices.astype(index_dtype(self.length)), self.values))
+
+    def _stored(self) -> SparseVector:
+        """Return the entries of a sum of `marked` vectors, zeros among them; the values of this one are lost."""
+        with span("dense", self.length):
+            bits = self.values.view(f"i{self.dtype.itemsize}")
+            sign = np.iinfo(bits.dtype).min
+            np.bitwise_xor(bits, sign, out=bits)  # 0 where nothing is stored
+            indices, stored = kernels_of(bits).select_at_least(bits, 1)
+            np.bitwise_xor(stored, sign, out=stored)
+        return self._of((indices, stored.view(self.dtype)))
 
     def _select_union(self, parts: Sequence[SparseVector]) -> SparseVector:
         """Return the values at the indices that some part stores, zeros among them."""

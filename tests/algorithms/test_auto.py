@@ -115,6 +115,14 @@ def test_measuring_waits_for_a_call_that_is_worth_it_and_counts_in_no_total():
         assert before == 0 < measured == after < 4e6
 
 
+def test_the_kernels_that_are_measured_are_those_that_will_run(monkeypatch):
+    started = []
+    monkeypatch.setattr(tune, "host_kernels", lambda: started.append(True))
+    tune._measured(sparsecoll.transport.LocalTransport(), tune.BRIEF)
+    simulate(2, lambda comm: tuning_of(comm.transport))
+    assert started == [True]
+
+
 def test_a_measurement_survives_a_failed_call_and_is_agreed_on_again():
     def program(comm, forgetful):
         transport = unmodelled(comm)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 import sparsecoll
 from sparsecoll import SparseVector, as_vector, like, simulate
+from sparsecoll.collectives.convert import words
 
 FEW = settings(max_examples=25, deadline=None)
 RANKS = [1, 2, 3, 5]
@@ -132,10 +133,10 @@ TEXTS = ["the cat the dog", "", "a cat \U0001f600 \udc80 the", "dog", "cat a \0"
 @pytest.mark.parametrize("P", RANKS)
 @pytest.mark.parametrize("kind", [str, bytes])
 def test_words(P, kind):
-    def words(text):
+    def split(text):
         return [word if kind is str else word.encode(errors="surrogatepass") for word in text.split(" ") if word]
 
-    counters = [Counter(words(text)) for text in TEXTS[:P]]
+    counters = [Counter(split(text)) for text in TEXTS[:P]]
     total = sum(counters, Counter())
 
     def program(comm):
@@ -149,7 +150,7 @@ def test_words(P, kind):
     assert results[0][1] == total and dict(item for r in results for item in r[3].items()) == total
     for sums, _, largest, part, gathered, sent in results:
         for y in sums:
-            assert type(y) is Counter and y == total and list(y) == sorted(total)
+            assert type(y) is Counter and y == total and list(y) == list(results[0][0][0])
         assert largest == functools.reduce(lambda a, b: a | b, counters) and type(part) is Counter
         assert gathered == counters and sent == dict(counters[0])
 
@@ -160,7 +161,7 @@ def test_words(P, kind):
 )
 def test_any_words(parts):
     results = simulate(len(parts), lambda comm: sparsecoll.allreduce(comm, parts[comm.rank], "sparcml")).results
-    assert all(y.keys() == set().union(*parts) and list(y) == sorted(y) for y in results)
+    assert all(y.keys() == set().union(*parts) and list(y) == list(results[0]) for y in results)
 
 
 def test_words_of_two_types_and_an_array():
@@ -177,11 +178,55 @@ def test_words_of_two_types_and_an_array():
         like({"b": 1}, as_vector({"a": 3, "b": 4}))
 
 
-def test_a_key_travels_to_its_owner_and_from_there_once():
-    words = {f"word number {number}": 1 for number in range(300)}
-    traffic = simulate(4, lambda comm: (sparsecoll.allreduce(comm, words), sparsecoll.traffic(comm))[1]).results
-    size = sum(map(len, words)) + 8 * len(words)
-    assert all(size < counts.phases["keys"].bytes_received < 1.75 * size for counts in traffic)
+def test_of_many_keys_each_travels_to_its_owner_and_from_there_once(monkeypatch):
+    parts = [{f"word number {number}": 1 for number in range(rank, 300)} for rank in range(4)]
+    others = [{"\0": rank} if rank else {} for rank in range(4)]
+
+    def program(comm):
+        y = sparsecoll.allreduce(comm, parts[comm.rank])
+        received = sparsecoll.traffic(comm).phases["keys"].bytes_received
+        assert sparsecoll.allreduce(comm, parts[comm.rank] | others[comm.rank]) == y | {"\0": 6}
+        return y, received
+
+    few = simulate(4, program).results
+    monkeypatch.setattr(words, "FEW", 100)
+    many = simulate(4, program).results
+    size = sum(map(len, parts[0])) + len(parts[0])
+    assert all(y == few[0][0] and list(y) == list(many[0][0]) for y, _ in many)
+    assert y_of(parts) == few[0][0]
+    assert all(size < received < 1.75 * size for _, received in many)
+
+
+def y_of(parts):
+    """The sum of all parts."""
+    total = Counter()
+    for part in parts:
+        total.update(part)
+    return total
+
+
+def test_words_are_sent_to_the_root_once():
+    parts = [Counter({f"{rank}{number}": number for number in range(100)}) for rank in range(3)]
+
+    def program(comm):
+        y = sparsecoll.reduce(comm, parts[comm.rank], 2)
+        top = sparsecoll.reduce(comm, parts[comm.rank], 2, k=3)
+        return y, top, sparsecoll.traffic(comm).phases["keys"].bytes_received
+
+    *others, (y, top, received) = simulate(3, program).results
+    assert y == y_of(parts) and top == y_of([dict(part.most_common(3)) for part in parts])
+    assert all(other == (None, None, 0) for other in others)
+    assert received < 2 * (sum(len(key) + 9 for key in parts[0]) + 3 * 13 + 16)
+
+
+def test_damaged_messages():
+    for keys in (["a", "", "long"], [b"a\0", b"b"], []):
+        text = words.Text.of(keys)
+        message = text.packed()
+        assert words.unpacked(message).keys("bytes" if b"b" in keys else "str") == keys
+        for wrong in (message[:-1], message[:4], np.concatenate([message, message[-1:]])):
+            with pytest.raises(sparsecoll.CommunicationError, match="do not hold"):
+                words.unpacked(wrong)
 
 
 def test_conversion_alone():

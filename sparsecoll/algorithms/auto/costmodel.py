@@ -31,6 +31,7 @@ CHOICES: dict[str, Callable[[], Algorithm]] = {
 # On a core with AVX-512, as perf/costs.py measures them; magnitudes matter, digits do not.
 MERGE = 5.5e-9  # seconds per input entry of a sum of PARTS sparse vectors, at a density of 1 %
 PARTS, PASS = 4, 0.4  # PASS: how much longer it takes for each doubling of their number
+UNION = 2.2e-9  # seconds per input entry of a sum of two sparse vectors, at any density
 DENSE_MERGE = 1.35e-9  # the same at high density, to which DENSE_MERGE_SPAN is added
 DENSE_MERGE_SPAN = 0.14e-9  # seconds per coordinate of such a sum
 CONCATENATE = 1.5e-9  # seconds per entry copied into the result, from and to memory
@@ -103,8 +104,10 @@ class Shape:
             share: of the coordinates in which they are.
             parts: number of vectors.
         """
+        if parts <= 2:
+            return t.call + t.merge / MERGE * UNION * entries
         dense = DENSE_MERGE * entries + DENSE_MERGE_SPAN * self.n * share
-        passes = 1 + PASS * math.log2(max(parts, 2) / PARTS)
+        passes = 1 + PASS * math.log2(parts / PARTS)
         return t.call + t.merge / MERGE * min(passes * MERGE * entries, dense)
 
 
@@ -117,10 +120,10 @@ def _overlapped(network: float, work: float, stages: int) -> float:
 def seconds(shape: Shape, t: Tuning) -> Mapping[str, float]:
     """Return the predicted seconds of each of CHOICES."""
     P, n, k = shape.P, shape.n, shape.k
-    pattern = 2 * rounds(P) * t.alpha + t.beta * n / 4 * (P - 1) / P  # a bit a coordinate, for sparse vectors
+    entries = CONCATENATE * (k + shape.entries(P)) * _code_speed(t)  # written to all values, and selected from them
     calls = {
         "allgather": _allgather(shape, t),
-        "dense": 2 * _dense_waits(shape, t) + 2 * t.beta * n * shape.value_bytes * (P - 1) / P + n * t.dense + pattern,
+        "dense": 2 * _dense_waits(shape, t) + 2 * t.beta * n * shape.value_bytes * (P - 1) / P + n * t.dense + entries,
         "recursive_double": _doubling(shape, t),
         "dynamic": _split(shape, t, k * shape.skew) + _gathered(shape, t),
         "halving": _halving(shape, t) + _gathered(shape, t),
@@ -136,7 +139,10 @@ def _burst(shape: Shape, t: Tuning) -> float:
 
 
 def _dense_waits(shape: Shape, t: Tuning) -> float:
-    return rounds(shape.P) * t.alpha if is_short(shape.n * shape.value_bytes, shape.P) else _burst(shape, t)
+    """Return the seconds of the messages of one step, without their bytes."""
+    if is_short(shape.n * shape.value_bytes, shape.P):
+        return rounds(shape.P) * (t.alpha + t.call)
+    return _burst(shape, t) + (shape.P - 1) * t.call
 
 
 def _allgather(shape: Shape, t: Tuning) -> float:
@@ -151,7 +157,7 @@ def _split(shape: Shape, t: Tuning, entries: float) -> float:
     """Return the seconds in which the entries of every region go to its owner and are summed there."""
     P, share = shape.P, 1 / shape.P
     part = shape.message(t, entries / P, share)
-    work = P * part.encode + (P - 1) * part.decode + shape.merging(t, entries, share, P)
+    work = (P - 1) * (part.encode + part.decode) + shape.merging(t, entries, share, P)
     return _burst(shape, t) + t.beta * (P - 1) * part.bytes + work
 
 

@@ -18,6 +18,7 @@ import numpy as np
 from sparsecoll import formats
 from sparsecoll.algorithms.auto import costmodel
 from sparsecoll.algorithms.base import Algorithm
+from sparsecoll.kernels import host_kernels
 from sparsecoll.transport import Transport, as_transport
 from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.transport.channel import Channel
@@ -50,7 +51,7 @@ class Effort:
 
 
 THOROUGH = Effort(warm=3, repeats=9, large=1 << 20, entries=1 << 15, values=1 << 21)
-BRIEF = Effort(warm=1, repeats=3, large=1 << 18, entries=1 << 13, values=1 << 18)  # some 1 MB sent, some 20 ms
+BRIEF = Effort(warm=6, repeats=7, large=1 << 18, entries=1 << 13, values=1 << 18)  # some 1 MB sent, some 20 ms
 CALLS = [(18, 18), (18, 4), (22, 4), (24, 4)]  # whole calls: log2 of n * P and of n / k
 DENSE = CALLS[1:3]  # those of the dense sum, whose time depends on n above all
 MIN_LENGTH = 1 << 14  # smallest n
@@ -137,6 +138,8 @@ def tuning_of(transport: Transport) -> Tuning:
 
 def _measured(transport: Transport, effort: Effort) -> Tuning:
     """Return the costs of messages and kernels, without whole calls; collective."""
+    if not transport.virtual:
+        host_kernels()  # small arrays would do without them at first
     one = _uniform(effort.entries, 100 * effort.entries)._slice_entries(0, 1)
 
     def small_work() -> None:
@@ -238,8 +241,8 @@ def _kernels(transport: Transport, effort: Effort) -> list[float]:
     parts = [x.take(np.arange(start, x.nnz, costmodel.PARTS)) for start in range(costmodel.PARTS)]
 
     def dense() -> SparseVector:
-        total = DenseVector(wide.to_dense())
-        return total.add(total, total.dtype, in_place=True).to_sparse()
+        total = DenseVector.marked(wide)
+        return total.add(total, total.dtype, in_place=True)._stored()
 
     return [
         _lower_quartile(transport, effort, lambda: SparseVector.merge(parts, x.dtype)),

@@ -56,7 +56,7 @@ def as_vector(x: Any) -> Vector:
               CPU or CUDA; of bfloat16, on the CPU where ml_dtypes is installed;
             - dict, Counter, OrderedDict or defaultdict from integers of at least 0 to numbers, in any order: the length
               is the largest key plus one, on which ranks agree in a collective; or from str or bytes: an index is the
-              position of a key among the sorted keys, in a collective those of all ranks;
+              position of a key among the sorted keys, in a collective that in a table of the keys of all ranks;
             - pandas Series with an integer index; repeated labels are summed;
             - dense NumPy or CuPy array, or any array with `__dlpack__`.
 
@@ -75,7 +75,7 @@ def as_vector(x: Any) -> Vector:
     >>> as_vector({7: 1, 2: 5}).indices
     array([2, 7], dtype=uint32)
     """
-    return to_vector(x)[0]
+    return _ordered(x)[0]
 
 
 def like(x: Any, vector: SparseVector) -> Any:
@@ -95,7 +95,7 @@ def like(x: Any, vector: SparseVector) -> Any:
     See Also:
         `sparsecoll.as_vector`.
     """
-    own, back = to_vector(x)
+    own, back = _ordered(x)
     if own.length != vector.length and not back.any_length:
         raise ValueError(f"vector: expected length {own.length}, got {vector.length}")
     return back(vector)
@@ -142,6 +142,14 @@ def to_vector(x: Any) -> tuple[Vector, Back]:
     raise TypeError(f"x: expected {TYPES}, got {type(x).__module__}.{type(x).__qualname__}{cure}")
 
 
+def _ordered(x: Any) -> tuple[Vector, Back]:
+    """Return `to_vector(x)` with ascending keys, so that an index stands for the same key in equal mappings."""
+    vector, back = to_vector(x)
+    if isinstance(back, ToMapping) and isinstance(vector, SparseVector):
+        return back.ordered(vector)
+    return vector, back
+
+
 def _flat(array: Any) -> Any:
     if isinstance(array, np.matrix):
         array = np.asarray(array)
@@ -156,4 +164,4 @@ def to_text(back: Back) -> str:
 def from_text(text: str) -> Back:
     """Invert `to_text`."""
     kind, fields = json.loads(text)
-    return BACKS[kind](**fields)
+    return BACKS[kind].of_fields(fields)

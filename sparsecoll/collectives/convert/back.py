@@ -31,6 +31,11 @@ class Back:
         """Return the fields by name, as JSON values."""
         return asdict(self)
 
+    @classmethod
+    def of_fields(cls, fields: dict[str, Any]) -> Back:
+        """Invert `fields`."""
+        return cls(**fields)
+
 
 @dataclass(frozen=True)
 class ToTriple(Back):

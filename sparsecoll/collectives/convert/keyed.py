@@ -1,13 +1,15 @@
 """Types that have keys and no length: mappings from integers or strings, and pandas Series with an integer index.
 
 Integers are indices. All ranks use the largest key of all ranks plus one as the length, and the wider of the ranks'
-dtypes; `agree_on_keys` finds both. The index of a string is its position in a table, see `words.py`.
+dtypes; `agree_on_keys` finds both. The index of a string is its position among the keys of a rank, and in a collective
+that in a table of the keys of all ranks, see `words.py`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -15,13 +17,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sparsecoll.collectives.convert.back import Back
-from sparsecoll.collectives.convert.words import table_of
+from sparsecoll.collectives.convert.words import Keys, Table, Text, table_of, unpacked
+from sparsecoll.kernels.keys import index_dtype
 from sparsecoll.transport.call import CollectiveCall
-from sparsecoll.vector import VALUE_DTYPES, SparseVector, dtype_of
+from sparsecoll.transport.channel import Channel
+from sparsecoll.vector import VALUE_DTYPES, DenseVector, SparseVector, accumulator_dtype, dtype_of
 from sparsecoll.vector.values import native_values
 
 MAPPINGS = {"dict": "builtins", "Counter": "collections", "OrderedDict": "collections", "defaultdict": "collections"}
 KEYS = ("integers", "str", "bytes")
+KINDS = 64  # more than types of keys times dtypes
 FACTORIES = {"int": int, "float": float, "None": None}
 
 
@@ -34,13 +39,12 @@ def from_mapping(x: Mapping[Any, Any]) -> tuple[SparseVector, Back]:
     if factory not in FACTORIES:
         raise TypeError(f"x: expected a defaultdict of int or float, got one of {factory}: use dict(x)")
     keys = list(x)
+    types = set(map(type, keys))
     for kind in (str, bytes):
-        if keys and all(isinstance(key, kind) for key in keys):
-            words = keys if kind is str else [key.decode("latin-1") for key in keys]
-            order = sorted(range(len(words)), key=words.__getitem__)
-            values = _numbers(list(x.values()))[order]
-            vector = SparseVector(np.arange(len(words)), values, len(words))
-            return vector, ToMapping(name, factory, kind.__name__, [words[position] for position in order])
+        if keys and all(issubclass(one, kind) for one in types):
+            indices, values = np.arange(len(keys), dtype=index_dtype(len(keys))), _numbers(list(x.values()))
+            vector = SparseVector.from_sorted_unchecked(indices, values, len(keys))
+            return vector, ToMapping(name, factory, kind.__name__, keys)
     return _vector(_keys(keys), _numbers(list(x.values()))), ToMapping(name, factory)
 
 
@@ -54,6 +58,9 @@ def _keys(keys: list[Any]) -> NDArray[Any]:
 
 
 def _numbers(values: list[Any]) -> NDArray[Any]:
+    if set(map(type, values)) == {int}:
+        with contextlib.suppress(OverflowError):
+            return np.fromiter(values, np.int64, len(values))
     array = np.array(values) if values else np.empty(0, np.int64)
     if array.dtype.kind not in "biufc" or array.dtype == np.uint64 or array.ndim != 1:
         what = type(next((v for v in values if not isinstance(v, (int, float, np.number))), values[0])).__name__
@@ -73,18 +80,20 @@ def _vector(keys: NDArray[Any], values: Any) -> SparseVector:
 
 @dataclass(frozen=True)
 class ToMapping(Back):
-    """Returns a mapping with ascending keys; values, and keys that are integers, are Python numbers.
+    """Returns a mapping, whose keys ascend if they are integers; values and these keys are Python numbers.
 
     Attributes:
         keys: "integers", "str" or "bytes".
-        words: the key of each index if these are str, or bytes in Latin-1.
+        words: the key of each index if these are str or bytes.
+        apart: whether each rank has its own words and indices, which `words_at` unites.
     """
 
     keyed: ClassVar[bool] = True
     kind: str
     factory: str
     keys: str = "integers"
-    words: Sequence[str] = ()
+    words: Keys = ()
+    apart: bool = False
 
     @property
     def any_length(self) -> bool:
@@ -94,13 +103,31 @@ class ToMapping(Back):
         made = getattr(importlib.import_module(MAPPINGS[self.kind]), self.kind)()
         if self.kind == "defaultdict":
             made.default_factory = FACTORIES[self.factory]
-        keys: list[Any] = y.indices.tolist()
+        keys: Any = y.indices.tolist()
         if self.keys != "integers":
-            keys = [self.words[index] for index in keys]
-        if self.keys == "bytes":
-            keys = [word.encode("latin-1") for word in keys]
+            words = self.words.keys if isinstance(self.words, Table) else self.words
+            keys = words if len(words) == y.nnz else map(words.__getitem__, keys)
         dict.update(made, zip(keys, y.values.tolist(), strict=True))
         return made
+
+    def fields(self) -> dict[str, Any]:
+        """Return the fields; keys that are bytes as Latin-1."""
+        words = [key.decode("latin-1") for key in self.words] if self.keys == "bytes" else list(self.words)
+        return {"kind": self.kind, "factory": self.factory, "keys": self.keys, "words": words}
+
+    @classmethod
+    def of_fields(cls, fields: dict[str, Any]) -> ToMapping:
+        words = fields["words"]
+        return cls(
+            **fields | {"words": [key.encode("latin-1") for key in words] if fields["keys"] == "bytes" else words}
+        )
+
+    def ordered(self, x: SparseVector) -> tuple[SparseVector, ToMapping]:
+        """Return the entries of x and this object with ascending keys."""
+        if self.keys == "integers":
+            return x, self
+        order = sorted(range(len(self.words)), key=self.words.__getitem__)
+        return x.with_values(x.values[order]), replace(self, words=[self.words[position] for position in order])
 
 
 def from_series(x: Any) -> tuple[SparseVector, Back]:
@@ -129,7 +156,9 @@ class ToSeries(Back):
         return pandas.Series(y.values, index=index, name=self.name)
 
 
-def agree_on_keys(call: CollectiveCall, x: SparseVector, back: Back, check: bool) -> tuple[SparseVector, Back]:
+def agree_on_keys(
+    call: CollectiveCall, x: SparseVector, back: Back, check: bool, apart: bool = False
+) -> tuple[SparseVector, Back]:
     """Return the entries of x as a vector of the length and the dtype that all ranks agree on. Collective.
 
     Args:
@@ -137,25 +166,60 @@ def agree_on_keys(call: CollectiveCall, x: SparseVector, back: Back, check: bool
         x: this rank's entries.
         back: what converts results to the caller's type.
         check: whether ranks compare their arguments.
+        apart: leave words as they are on each rank (see `ToMapping.apart`); for integers, nothing changes.
 
     Raises:
         TypeError: Keys are integers on some ranks and strings on others, or of two types of strings.
     """
     call.signature["keyed"] = True
-    length = max(call.agree(x.length, check))
     own = KEYS.index(getattr(back, "keys", KEYS[0])) * len(VALUE_DTYPES) + VALUE_DTYPES.index(x.dtype.name)
-    kinds = [kind for kind in call.agree(own + 1 if x.nnz else 0, check) if kind]  # 0 where there are no keys
-    if not kinds:
+    counts, kinds = np.divmod(call.agree(x.nnz * KINDS + own, check), KINDS)
+    kinds = kinds[counts > 0]
+    if not kinds.size:
         return x, back
-    found = {(kind - 1) // len(VALUE_DTYPES) for kind in kinds}
-    keys = KEYS[min(found)]
+    found = np.unique(kinds // len(VALUE_DTYPES)).tolist()
+    keys = KEYS[found[0]]
     if len(found) > 1 or (keys != KEYS[0] and not isinstance(back, ToMapping)):
-        types = " and ".join(KEYS[kind] for kind in sorted(found))
+        types = " and ".join(KEYS[kind] for kind in found)
         raise TypeError(f"x: expected keys of one type on all ranks, and a mapping for str or bytes, got {types}")
-    dtype = np.result_type(*(dtype_of(VALUE_DTYPES[(kind - 1) % len(VALUE_DTYPES)]) for kind in kinds))
-    if isinstance(back, ToMapping) and keys != KEYS[0]:
-        table = table_of(call.transport, back.words)
-        index_of = dict(zip(table, range(len(table)), strict=True))
-        indices = np.array([index_of[word] for word in back.words], np.int64)
-        return SparseVector(indices, x.values.astype(dtype), len(table)), replace(back, keys=keys, words=table)
-    return x._shifted(0, length).astype(dtype), back
+    x = x.astype(np.result_type(*(dtype_of(VALUE_DTYPES[kind]) for kind in set(kinds % len(VALUE_DTYPES)))))
+    if not isinstance(back, ToMapping) or keys == KEYS[0]:
+        return x._shifted(0, max(call.agree(x.length, check))), back
+    if apart:
+        return x, replace(back, keys=keys, apart=True)
+    text, indices = table_of(call.transport, back.words, int(counts.sum()))
+    return SparseVector.from_pairs(indices, x.values, len(text), None), replace(
+        back, keys=keys, words=Table(text, keys)
+    )
+
+
+def words_at(root: int, channel: Channel, x: SparseVector, back: ToMapping) -> tuple[SparseVector, Back] | None:
+    """Return the entries of all ranks combined, and what converts them, on the root; None on others. Collective.
+
+    Args:
+        root: receives the keys and the values of all ranks.
+        channel: of the call.
+        x: this rank's entries, in its own numbering (`ToMapping.apart`).
+        back: what converts them.
+    """
+    transport = channel.transport
+    words = back.words if x.nnz == x.length else [back.words[index] for index in x.indices.tolist()]
+    own = Text.of(words)
+    with channel.phase("keys"):
+        if channel.rank != root:
+            transport.isend(root, own.packed())
+            channel.isend_dense(root, DenseVector(x.values))
+            return None
+        texts, values = [], []
+        for rank in range(channel.size):
+            texts.append(own if rank == root else unpacked(transport.recv(rank)))
+            arrived = x if rank == root else channel.recv_dense(rank, x.dtype, len(texts[rank]))
+            values.append(arrived.values)
+    every = Text.concatenate(texts)
+    numbers, first = every.numbers()
+    ends = np.cumsum([len(text) for text in texts])[:-1]
+    with channel.phase("merge"):
+        each = zip(np.split(numbers, ends), values, strict=True)
+        parts = [SparseVector.from_pairs(own_numbers, own_values, first.size, None) for own_numbers, own_values in each]
+        whole = channel.merge(parts, accumulator_dtype(x.dtype)).astype(x.dtype)
+    return whole, replace(back, words=Table(every.take(first), back.keys))

@@ -1,59 +1,206 @@
-"""Keys that are strings: one sorted table of the keys of all ranks, in which a key's position is its index.
+"""Keys that are strings: one table of the different keys of all ranks, in which a key's position is its index.
 
-Every rank sends each key to the rank that its checksum names, which compares the keys themselves, so that no two keys
-can be taken for one. From there each key goes to all ranks once, however many ranks have it.
+Keys travel as one text and are numbered without a string object for each of them (`kernels.number_words`), so that two
+keys are never taken for one. A few keys go from every rank to all others. Many are divided by their hashes: every rank
+sends each key to the rank that its hash names, and from there it goes to all ranks once, however many ranks have it.
 """
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any, overload
 
 import numpy as np
+from numpy.typing import NDArray
 
 from sparsecoll.errors import CommunicationError
 from sparsecoll.formats import Buffer
+from sparsecoll.kernels import kernels_of
 from sparsecoll.transport import Transport
 from sparsecoll.transport.collectives import allgatherv
 
+FEW = 1 << 13  # keys of all ranks together that go to all of them at once
+ENCODING = ("utf-8", "surrogatepass")
+Keys = Sequence[Any]  # str or bytes, all of one type
 
-def table_of(transport: Transport, keys: Sequence[str]) -> list[str]:
-    """Return the keys of all ranks without repetitions, ascending. Collective.
 
-    Volume: a rank receives its share of the other ranks' keys, then all others of the table.
+class Text:
+    """Some keys, one after the other, in one array of bytes.
+
+    Args:
+        text: uint8, UTF-8 if the keys are str.
+        starts: int64, where each key begins.
+        stops: int64, where each key ends.
     """
-    rank, size = transport.rank, transport.size
-    mine: list[list[str]] = [[] for _ in range(size)]
-    for key in keys:
-        mine[zlib.crc32(key.encode(errors="surrogatepass")) % size].append(key)
+
+    def __init__(self, text: Buffer, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> None:
+        self.text, self.starts, self.stops = text, starts, stops
+
+    @classmethod
+    def of(cls, keys: Keys) -> Text:
+        """Return keys as a text in which each is followed by a zero, if none of them has one in it."""
+        text = np.frombuffer(_joined(keys), np.uint8)
+        stops = np.flatnonzero(text == 0)
+        if stops.size != len(keys):
+            sizes = np.array([len(_encoded(key)) for key in keys], np.int64)
+            stops = np.cumsum(sizes + 1) - 1
+        return cls(text, _starts(stops), stops)
+
+    @classmethod
+    def concatenate(cls, parts: Sequence[Text]) -> Text:
+        """Return the keys of all parts."""
+        offsets = np.cumsum([0, *(part.text.size for part in parts[:-1])])
+        starts, stops = (
+            np.concatenate([array + offset for array, offset in zip(arrays, offsets.tolist(), strict=True)])
+            for arrays in ([part.starts for part in parts], [part.stops for part in parts])
+        )
+        return cls(np.concatenate([part.text for part in parts]), starts, stops)
+
+    def __len__(self) -> int:
+        return self.starts.size
+
+    def take(self, positions: NDArray[np.int64]) -> Text:
+        """Return the keys at some positions."""
+        if positions.size == len(self):  # all of them
+            return self
+        starts, stops = self.starts[positions], self.stops[positions]
+        text = kernels_of(self.text).join_words(self.text, starts, stops)
+        stops = np.cumsum(stops - starts + 1) - 1
+        return Text(text, _starts(stops), stops)
+
+    def keys(self, kind: str) -> list[Any]:
+        """Return the keys as objects; `kind` is "str" or "bytes"."""
+        whole = self.text.tobytes()
+        if whole.count(0) == len(self):
+            return (whole.decode(*ENCODING).split("\0") if kind == "str" else whole.split(b"\0"))[:-1]
+        parts = [whole[a:b] for a, b in zip(self.starts.tolist(), self.stops.tolist(), strict=True)]
+        return [part.decode(*ENCODING) for part in parts] if kind == "str" else parts
+
+    def numbers(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the number of each key, equal ones for equal keys, and the position of the first key of each."""
+        return kernels_of(self.text).number_words(self.text, self.starts, self.stops)  # type: ignore[no-any-return]
+
+    def owners(self, ranks: int) -> NDArray[np.int64]:
+        """Return the rank that each key's hash names."""
+        hashes: NDArray[np.uint64] = kernels_of(self.text).word_hashes(self.text, self.starts, self.stops)
+        return (hashes % np.uint64(ranks)).astype(np.int64)
+
+    def packed(self) -> Buffer:
+        """Return one message: the number of keys, their sizes if some have a zero in them, and the text."""
+        plain = bool(np.count_nonzero(self.text == 0) == len(self))
+        sizes = [] if plain else (self.stops - self.starts).tolist()
+        head = np.array([len(self) if plain else ~len(self), *sizes], np.int64)
+        return np.concatenate([head.view(np.uint8), self.text])
+
+
+class Table(Sequence[Any]):
+    """The keys of a text, which become objects when the first one is asked for.
+
+    Args:
+        text: the keys.
+        kind: "str" or "bytes".
+    """
+
+    def __init__(self, text: Text, kind: str) -> None:
+        self._text, self._kind = text, kind
+        self._keys: list[Any] | None = None
+
+    @property
+    def keys(self) -> list[Any]:
+        """All keys."""
+        if self._keys is None:
+            self._keys = self._text.keys(self._kind)
+        return self._keys
+
+    def __len__(self) -> int:
+        return len(self._text)
+
+    @overload
+    def __getitem__(self, index: int) -> Any: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Any]: ...
+    def __getitem__(self, index: Any) -> Any:
+        return self.keys[index]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.keys)
+
+
+def table_of(transport: Transport, keys: Keys, total: int) -> tuple[Text, NDArray[np.int64]]:
+    """Return the different keys of all ranks, in the same order on all of them, and the index of each own key.
+
+    Collective.
+
+    Args:
+        transport: the ranks.
+        keys: of this rank.
+        total: number of keys of all ranks, repeated ones included.
+
+    Volume: all other ranks' keys, if they are few; otherwise a rank's share of them, then all others of the table.
+    """
+    own = Text.of(keys)
     with transport.phase("keys"):
-        for step in range(1, size):
-            transport.isend((rank + step) % size, packed(mine[(rank + step) % size]))
-        own = set(mine[rank])
-        for step in range(1, size):
-            own.update(unpacked(transport.recv((rank - step) % size)))
-        blocks = allgatherv(transport, packed(sorted(own)))
+        sent = own if total <= FEW else _owned(transport, own)
+        parts = [unpacked(block) for block in allgatherv(transport, sent.packed())]
         transport.waitall()
-    return sorted(key for block in blocks for key in unpacked(block))
+    if total <= FEW:
+        every = Text.concatenate(parts)
+        numbers, first = every.numbers()
+        start = sum(map(len, parts[: transport.rank]))
+        return every.take(first), numbers[start : start + len(own)]
+    table = Text.concatenate(parts)
+    return table, Text.concatenate([table, own]).numbers()[0][len(table) :]
 
 
-def packed(keys: Sequence[str]) -> Buffer:
-    """Return one message: the number of keys, their numbers of characters, and all of them in UTF-8."""
-    sizes = np.array([len(keys), *map(len, keys)], np.int64)
-    return np.concatenate([sizes.view(np.uint8), np.frombuffer("".join(keys).encode(errors="surrogatepass"), np.uint8)])
+def _owned(transport: Transport, own: Text) -> Text:
+    """Return the different keys of all ranks whose hash names this rank."""
+    rank, size = transport.rank, transport.size
+    owners = own.owners(size)
+    parts = [own.take(np.flatnonzero(owners == owner)) for owner in range(size)]
+    for step in range(1, size):
+        transport.isend((rank + step) % size, parts[(rank + step) % size].packed())
+    arrived = [unpacked(transport.recv((rank - step) % size)) for step in range(1, size)]
+    every = Text.concatenate([parts[rank], *arrived])
+    return every.take(every.numbers()[1])
 
 
-def unpacked(message: Buffer) -> list[str]:
-    """Invert `packed`.
+def unpacked(message: Buffer) -> Text:
+    """Invert `Text.packed`.
 
     Raises:
         CommunicationError: The message is damaged.
     """
     count = int(message[:8].copy().view(np.int64)[0]) if message.size >= 8 else -1
-    if not 0 <= count <= message.size // 8 - 1:
+    plain, count = count >= 0, count if count >= 0 else ~count
+    start = 8 if plain else 8 * count + 8
+    text = message[start:]
+    if count == 0 or start > message.size:
+        stops = np.empty(0, np.int64)
+    elif plain:
+        stops = np.flatnonzero(text == 0)
+    else:
+        stops = np.cumsum(message[8:start].copy().view(np.int64) + 1) - 1
+    starts = _starts(stops)
+    ends = int(stops[-1]) + 1 if stops.size else 0
+    if message.size < 8 or stops.size != count or ends != text.size or (stops < starts).any():
         raise CommunicationError(f"message: {message.size} bytes do not hold {count} keys")
-    ends = np.cumsum(message[8 : 8 * count + 8].copy().view(np.int64)).tolist()
-    text = message[8 * count + 8 :].tobytes().decode(errors="surrogatepass")
-    if ends != sorted(ends) or (ends[-1] if ends else 0) != len(text):
-        raise CommunicationError(f"message: {len(text)} characters are not {count} keys")
-    return [text[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+    return Text(text, starts, stops)
+
+
+def _joined(keys: Keys) -> bytes:
+    """Return the keys one after the other, each followed by a zero."""
+    if not len(keys):
+        return b""
+    return b"\0".join([*keys, b""]) if isinstance(keys[0], bytes) else "\0".join([*keys, ""]).encode(*ENCODING)
+
+
+def _encoded(key: str | bytes) -> bytes:
+    return key if isinstance(key, bytes) else key.encode(*ENCODING)
+
+
+def _starts(stops: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return where keys begin that end at `stops`, with one byte between them."""
+    starts = np.empty_like(stops)
+    starts[:1] = 0
+    np.add(stops[:-1], 1, out=starts[1:])
+    return starts

@@ -19,7 +19,7 @@ from sparsecoll.kernels.cpu.sums import end
 from sparsecoll.kernels.cpu.union import union_sum
 from sparsecoll.kernels.cpu.windows import are_dense, sum_in_windows
 from sparsecoll.kernels.keys import Array
-from sparsecoll.kernels.memory import empty
+from sparsecoll.kernels.memory import data_ptr, empty
 
 BLOCK = 1 << 17  # bytes of the entries merged at a time
 SAMPLES = 64  # indices for each thread, of which some divide the entries among threads
@@ -211,8 +211,8 @@ def _merged(indices: list[Array], values: list[Array], dtype: np.dtype[np.generi
     out_indices, out_sums = empty(room, indices[0].dtype), empty(room, dtype)
     width = max(min(room, BLOCK // (indices[0].itemsize + dtype.itemsize)), len(indices))
     keys, bits = np.empty((2, width), indices[0].dtype), np.empty((2, width), f"u{dtype.itemsize}")
-    index_at = np.array([i.ctypes.data for i in indices])
-    value_at = np.array([v.ctypes.data for v in values])
+    index_at = np.array([data_ptr(i) for i in indices])
+    value_at = np.array([data_ptr(v) for v in values])
     starts, active, stops, ends = np.zeros((4, len(indices) + 1), np.int64)
     state = (sizes, starts, active, stops, ends, keys, bits, bits.view(dtype), out_indices, out_sums)
     count = _merge_all(index_at, value_at, *state)
