@@ -30,7 +30,7 @@ from torch import nn
 
 from sparsecoll import simulate
 from sparsecoll.cli import bench
-from sparsecoll.torch import DistributedOptimizer
+from sparsecoll.torch import DistributedOptimizer, LocalOptimizer
 from sparsecoll.torch.compressors import ACPSGD, COVAP, DGC, QSGD, Compressor, DenseStream, OkTopk, PowerSGD, TopK
 from sparsecoll.torch.schedule import WarmUp
 from sparsecoll.transport import default_comm
@@ -40,23 +40,32 @@ MOMENTUM = 0.9
 DENSITY = 0.01
 
 
-def corrected(make: Callable[..., Compressor], **options: Any) -> Callable[[Task, int], Compressor]:
-    """A line with momentum in the compressor, for tasks that have one, and local clipping."""
+BEST = "allgather 1 %, 4 bits"
+# Momentum of lines that have another one, and as much more learning rate: what waits acts like momentum
+SHORTER = {BEST: 0.7, "oktopk 1 %, momentum 0.5": 0.5}
+
+
+def corrected(
+    make: Callable[..., Compressor], momentum: float = MOMENTUM, warm_up: float = 0.0, **options: Any
+) -> Callable[[Task, int], Compressor]:
+    """A line with momentum in the compressor, for tasks that have one, and local clipping; `warm_up` of all steps."""
 
     def made(task: Task, steps: int) -> Compressor:
-        own = {} if task.adam else {"momentum": MOMENTUM, "clip": task.clip}
-        density = WarmUp(DENSITY, max(1, steps // 10)) if options.get("warm_up") else DENSITY
-        return make(density, **own, **{name: value for name, value in options.items() if name != "warm_up"})
+        own = {} if task.adam else {"momentum": momentum, "clip": task.clip}
+        density = WarmUp(DENSITY, max(1, round(warm_up * steps))) if warm_up else DENSITY
+        return make(density, **own, **options)
 
     return made
 
 
 # (task, number of steps) -> compressor
 CORRECTED: dict[str, Callable[[Task, int], Compressor]] = {
+    BEST: corrected(TopK, algo="allgather", format="packed_codes", momentum=SHORTER[BEST], warm_up=0.02),
+    "oktopk 1 %, momentum 0.5": corrected(OkTopk, momentum=0.5),
     "oktopk 1 %": corrected(OkTopk),
-    "oktopk 1 %, warm-up": corrected(OkTopk, warm_up=True),
+    "oktopk 1 %, warm-up": corrected(OkTopk, warm_up=0.1),
     "allgather 1 %": corrected(TopK, algo="allgather"),
-    "allgather 1 %, warm-up": corrected(TopK, algo="allgather", warm_up=True),
+    "allgather 1 %, warm-up": corrected(TopK, algo="allgather", warm_up=0.1),
     "densestream 1 %": corrected(DenseStream),
     "cltk 1 %": corrected(TopK, algo="cltk"),
     "exdyna 1 %": corrected(TopK, algo="exdyna"),
@@ -73,7 +82,31 @@ OTHERS: dict[str, Callable[[Task, int], str | Compressor]] = {
     "qsgd 4 bits": lambda *_: QSGD(4),
     "qsgd 2 bits": lambda *_: QSGD(2),
 }
-LINES = {"dense": OTHERS["dense"], **CORRECTED, **OTHERS}
+LOCAL = {"10 local steps, 10 %, 4 bits": {"every": 10, "outer_lr": 2.0}}  # options of LocalOptimizer, for AdamW
+LOCALS: dict[str, Callable[[Task, int], str | Compressor]] = {
+    line: lambda *_: TopK(0.1, algo="allgather", format="packed_codes") for line in LOCAL
+}
+LINES = {"dense": OTHERS["dense"], **CORRECTED, **OTHERS, **LOCALS}
+
+
+def optimizers(
+    task: Task, line: str, model: nn.Module, comm: Any, steps: int
+) -> tuple[torch.optim.Optimizer, DistributedOptimizer | LocalOptimizer]:
+    """Return the optimizer of a line, without and with its wrapper."""
+    lr = task.lr * (1 - SHORTER.get(line, MOMENTUM)) / (1 - MOMENTUM)
+    inner: torch.optim.Optimizer
+    if task.adam:
+        inner = torch.optim.AdamW(model.parameters(), task.lr, betas=(0.9, 0.95), weight_decay=0.1)
+    else:
+        inner = torch.optim.SGD(model.parameters(), lr, momentum=0.0 if line in CORRECTED else MOMENTUM)
+    size = 1 << 18 if line.startswith("covap") else 25 << 20  # COVAP filters buckets, so it needs some
+    compressor = LINES[line](task, steps)
+    small = 0 if line == BEST or line in LOCAL else 1024
+    common = {"bucket_bytes": size, "dense_below": small}
+    if line in LOCAL:
+        return inner, LocalOptimizer(inner, model, comm, compressor, **common, **LOCAL[line])
+    overlap = task.clip is None
+    return inner, DistributedOptimizer(inner, model.named_parameters(), comm, compressor, overlap=overlap, **common)
 
 
 def train(comm: Any, name: str, line: str, seed: int, validate: bool = False) -> Row:
@@ -85,21 +118,8 @@ def train(comm: Any, name: str, line: str, seed: int, validate: bool = False) ->
     own = torch.arange(comm.rank, len(y) - len(y) % comm.size, comm.size)
     batch = task.batch // comm.size
     steps = int(task.epochs * (len(own) // batch))
-    inner: torch.optim.Optimizer
-    if task.adam:
-        inner = torch.optim.AdamW(model.parameters(), task.lr, betas=(0.9, 0.95), weight_decay=0.1)
-    else:
-        inner = torch.optim.SGD(model.parameters(), task.lr, momentum=0.0 if line in CORRECTED else MOMENTUM)
+    inner, optimizer = optimizers(task, line, model, comm, steps)
     schedule = torch.optim.lr_scheduler.LambdaLR(inner, lambda s: min((s + 1) / (0.1 * steps), (steps - s) / steps))
-    size = 1 << 18 if line.startswith("covap") else 25 << 20  # COVAP filters buckets, so it needs some
-    optimizer = DistributedOptimizer(
-        inner,
-        model.named_parameters(),
-        comm,
-        LINES[line](task, steps),
-        bucket_bytes=size,
-        overlap=task.clip is None,
-    )
     clip = None if line in CORRECTED else task.clip  # of each rank's own gradients
     shuffle = torch.Generator().manual_seed(1000 * seed + comm.rank)
     order: Iterator[torch.Tensor] = iter(())
@@ -116,7 +136,10 @@ def train(comm: Any, name: str, line: str, seed: int, validate: bool = False) ->
             nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
         schedule.step()
-        if step * POINTS // steps > (step - 1) * POINTS // steps and comm.rank == 0:
+        point = step * POINTS // steps > (step - 1) * POINTS // steps
+        if point and isinstance(optimizer, LocalOptimizer):
+            optimizer.synchronize()
+        if point and comm.rank == 0:
             received = (optimizer.traffic.total.bytes_received - before) / 1e6
             part = test if step == steps else (test[0][::5], test[1][::5])
             curve.append([step, received, quality(model, part, task.unit)])
@@ -153,7 +176,7 @@ def main() -> None:
     parser.add_argument("--render", action="store_true", help="only write the page")
     options = parser.parse_args()
     if options.render:
-        render(list(LINES))
+        render(list(LINES), BEST)
         return
     comm = default_comm()
     if comm.size > 1:

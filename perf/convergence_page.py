@@ -29,30 +29,34 @@ def together(rows: list[Row], name: str, line: str, P: int) -> list[Row]:
     return [row for row in rows if (row["task"], row["line"], row["P"]) == (name, line, P)]
 
 
+def compared(rows: list[Row], name: str, line: str, P: int) -> Row:
+    """Return a row of a table: final quality over the seeds (mean, deviation, difference to dense), bytes of a run."""
+    found, dense = together(rows, name, line, P), together(rows, name, "dense", P)
+    last = np.array([row["curve"][-1] for row in found])
+    alike = {row["seed"]: row["curve"][-1][2] for row in dense}
+    gaps = [row["curve"][-1][2] - alike[row["seed"]] for row in found if row["seed"] in alike]
+    deviation = f" +- {last[:, 2].std():.2f}" if len(found) > 1 else ""
+    return {
+        "seeds": len(found),
+        f"quality, {TASKS[name].unit}": f"{last[:, 2].mean():.2f}{deviation}",
+        "against dense": f"{np.mean(gaps):+.2f}" if gaps and line != "dense" else None,
+        "MB received": last[:, 1].mean(),
+        "times fewer": np.mean([row["curve"][-1][1] for row in dense]) / last[:, 1].mean(),
+    }
+
+
 def table(rows: list[Row], name: str, lines: list[str]) -> str:
-    """Return a table: final quality over the seeds (mean, deviation, difference to dense) and bytes of a run."""
-    shown = []
-    for P in sorted({row["P"] for row in rows if row["task"] == name}):
-        dense = together(rows, name, "dense", P)
-        for line in lines:
-            found = together(rows, name, line, P)
-            if not found:
-                continue
-            last = np.array([row["curve"][-1] for row in found])
-            alike = {row["seed"]: row["curve"][-1][2] for row in dense}
-            gaps = [row["curve"][-1][2] - alike[row["seed"]] for row in found if row["seed"] in alike]
-            shown.append(
-                {
-                    "P": P,
-                    "": line,
-                    "seeds": len(found),
-                    f"quality, {TASKS[name].unit}": f"{last[:, 2].mean():.2f} +- {last[:, 2].std():.2f}",
-                    "against dense": f"{np.mean(gaps):+.2f}" if gaps and line != "dense" else None,
-                    "MB received": last[:, 1].mean(),
-                    "times fewer": np.mean([row["curve"][-1][1] for row in dense]) / last[:, 1].mean(),
-                }
-            )
-    return markdown(shown)
+    """Return the table of a task."""
+    ranks = sorted({row["P"] for row in rows if row["task"] == name})
+    shown = [(P, line) for P in ranks for line in lines if together(rows, name, line, P)]
+    return markdown([{"P": P, "": line, **compared(rows, name, line, P)} for P, line in shown])
+
+
+def over_tasks(rows: list[Row], line: str) -> str:
+    """Return the table of a line."""
+    ranks = sorted({row["P"] for row in rows})
+    shown = [(name, P) for name in TASKS for P in ranks if together(rows, name, line, P) and not TASKS[name].adam]
+    return markdown([{"net": name, "P": P, **compared(rows, name, line, P)} for name, P in shown])
 
 
 def draw(rows: list[Row], P: int, lines: list[str]) -> None:
@@ -86,10 +90,11 @@ def draw(rows: list[Row], P: int, lines: list[str]) -> None:
     plt.close(figure)
 
 
-def render(lines: list[str]) -> None:
-    """Write docs/convergence.md and its figures."""
+def render(lines: list[str], best: str) -> None:
+    """Write docs/convergence.md, which recommends the line `best`, and its figures."""
     rows = load()
     for P in sorted({row["P"] for row in rows}):
         draw(rows, P, lines)
     commits = ", ".join(sorted({row["commit"] for row in rows}))
-    PAGE.write_text(TEXT.read_text().format(commits=commits, **{name: table(rows, name, lines) for name in TASKS}))
+    tables = {name: table(rows, name, lines) for name in TASKS}
+    PAGE.write_text(TEXT.read_text().format(commits=commits, best=over_tasks(rows, best), **tables))

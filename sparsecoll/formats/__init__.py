@@ -14,7 +14,7 @@ from sparsecoll.formats.bitmap import Bitmap
 from sparsecoll.formats.coo import Coo
 from sparsecoll.formats.dense import Dense
 from sparsecoll.formats.densestream import DenseStream
-from sparsecoll.formats.packed import Packed
+from sparsecoll.formats.packed import Packed, PackedCodes
 from sparsecoll.formats.quantized import Codes, Quantized
 from sparsecoll.formats.slots import Slots
 from sparsecoll.kernels.memory import data_ptr, to_host
@@ -29,6 +29,7 @@ FORMATS: dict[str, Format] = {
     "densestream": DenseStream(),
     "slots": Slots(),
     "quantized": Quantized(),
+    "packed_codes": PackedCodes(),
     "auto": Auto(),
 }
 
@@ -47,6 +48,7 @@ __all__ = [
     "DenseStream",
     "Format",
     "Packed",
+    "PackedCodes",
     "Quantized",
     "Slots",
     "add_into",

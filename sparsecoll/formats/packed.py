@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
 from sparsecoll.errors import CommunicationError
 from sparsecoll.formats.base import HEADER, Buffer, Format, Plan, WireDtype, first_index
+from sparsecoll.formats.quantized import Codes, check_dtype
 from sparsecoll.kernels import kernels_of
 from sparsecoll.kernels.memory import empty
 from sparsecoll.kernels.reference.rice import RICE_BLOCKS, RICE_PAD
 from sparsecoll.vector import SparseVector
 
 START = HEADER.size + 8
+BUCKET = 512  # number of values that share a scale
 
 
 @dataclass(frozen=True)
@@ -33,22 +35,21 @@ class Packed(Format):
 
     id = 4
     name = "packed"
-    has_values: ClassVar[bool] = True  # whether the message contains values
+    per_byte: ClassVar[int] = 1  # the most entries per byte of a message
 
     def plan(self, x: SparseVector, wire: WireDtype) -> Plan:
         kernels = kernels_of(x.values)
         block = kernels.rice_block(x.indices)
         table = kernels.rice_table(x.indices, block)
-        middle = self._middle(x.nnz, wire)
+        stop = START + self._value_bytes(x.nnz, wire)
+        middle = stop + stop % 2
         payload = middle + 2 + table.nbytes
         coded = sum(int(part.sum()) for part in kernels.rice_sizes(table, x.nnz, block))
 
         def write(buffer: Buffer) -> None:
             buffer[HEADER.size : START].view(np.uint64)[0] = first_index(x)
-            if self.has_values:
-                stop = START + x.nnz * wire.stored.itemsize
-                buffer[START:stop].view(wire.stored)[:] = wire.pack(x.values)
-                buffer[stop:middle] = 0
+            self._write_values(buffer[START:stop], x, wire)
+            buffer[stop:middle] = 0
             buffer[middle : middle + 2].view(np.uint16)[0] = block
             buffer[middle + 2 : payload].view(np.uint16)[:] = table
             kernels.rice_encode(x.indices, table, block, buffer[payload:])
@@ -56,9 +57,10 @@ class Packed(Format):
         return Plan(payload + coded + RICE_PAD, write)
 
     def decode(self, buffer: Buffer, length: int) -> SparseVector:
-        wire, index, nnz = self._read_header(buffer, length, 1 if self.has_values else 8)
+        wire, index, nnz = self._read_header(buffer, length, per_byte=self.per_byte)
         kernels = kernels_of(buffer)
-        middle = self._middle(nnz, wire)
+        stop = START + self._value_bytes(nnz, wire)
+        middle = stop + stop % 2
         block = int(buffer[middle : middle + 2].view(np.uint16)[0]) if buffer.size >= middle + 2 else 0
         if block not in RICE_BLOCKS:
             raise CommunicationError(f"message: packed with blocks of {block} in {buffer.size} bytes for {nnz} entries")
@@ -73,16 +75,18 @@ class Packed(Format):
         indices = kernels.rice_decode(table, buffer[payload:], block, first, nnz, length, index) if fits else None
         if indices is None:
             raise CommunicationError(f"message: packed indices are damaged or not below {length}")
-        if self.has_values:
-            values = wire.unpack(buffer[START : START + nnz * wire.stored.itemsize].view(wire.stored))
-        else:
-            values = empty(nnz, np.uint8, buffer).view(np.bool_)
-            values[:] = True
-        return SparseVector.from_sorted_unchecked(indices, values, length)
+        return SparseVector.from_sorted_unchecked(indices, self._values(buffer[START:stop], nnz, wire), length)
 
-    def _middle(self, nnz: int, wire: WireDtype) -> int:
-        """Return the offset, an even number, at which the values end and the coded gaps begin."""
-        return START + (nnz * wire.stored.itemsize + 1) // 2 * 2 * self.has_values
+    def _value_bytes(self, nnz: int, wire: WireDtype) -> int:
+        """Return the number of bytes of the values."""
+        return nnz * wire.stored.itemsize
+
+    def _write_values(self, stored: Buffer, x: SparseVector, wire: WireDtype) -> None:
+        stored.view(wire.stored)[:] = wire.pack(x.values)
+
+    def _values(self, stored: Buffer, nnz: int, wire: WireDtype) -> Any:
+        """Return the values in their bytes."""
+        return wire.unpack(stored.view(wire.stored))
 
 
 @dataclass(frozen=True)
@@ -95,4 +99,84 @@ class PackedIndices(Packed):
     id = 9
     name = "packed indices"
     lossy = True
-    has_values = False
+    per_byte = 8
+
+    def _value_bytes(self, nnz: int, wire: WireDtype) -> int:
+        return 0
+
+    def _write_values(self, stored: Buffer, x: SparseVector, wire: WireDtype) -> None:
+        pass
+
+    def _values(self, stored: Buffer, nnz: int, wire: WireDtype) -> Any:
+        values = empty(nnz, np.uint8, stored).view(np.bool_)
+        values[:] = True
+        return values
+
+
+@dataclass(frozen=True)
+class PackedCodes(Packed):
+    """As Packed, but with values of 8 or 4 bits: for error feedback, which makes up for the rounding.
+
+    Values are rounded to the nearest float of 8 bits (E4M3) or 4 bits (E3M0: sign * scale / 2^i for i of 0 to 6, or 0),
+    relative to the largest magnitude of 512 consecutive entries, the scale. Values that are levels do not change, so
+    that encoding twice gives the same as encoding once. No entry is dropped; small values may arrive as zeros. What
+    rounding takes does not count as contributed, and a residual keeps it. For float32 and float64, which arrive as
+    float32.
+
+    Size in bytes: 38 + 4 * ceil(nnz / 512) + nnz * bits / 8, and the table and the coded gaps of Packed. At a density
+    of 1 % an entry takes 12.2 bits with 4 bits, and 40.2 with float32.
+
+    Args:
+        bits: bits per value, sign included: 4 (the default) or 8.
+
+    Raises:
+        ValueError: `bits` is out of range.
+    """
+
+    id = 10
+    name = "packed_codes"
+    lossy = True
+    per_byte = 2
+
+    bits: int = 4
+
+    def __post_init__(self) -> None:
+        if self.bits not in (8, 4):
+            raise ValueError(f"bits: expected 8 or 4, got {self.bits}")
+
+    @property
+    def _codes(self) -> Codes:
+        return Codes(self.bits, "float", BUCKET)
+
+    def roundtrip(self, x: SparseVector, value_dtype: str | None = None) -> SparseVector:
+        """Return x with its values as a receiver gets them."""
+        check_dtype(self, x)
+        stored = empty(self._codes.size(0, x.nnz), np.uint8, x.values)
+        self._codes.encode(x.values, 0, None, stored)
+        return x.with_values(self._codes.values(stored, 0, x.nnz).astype(x.dtype, copy=False))
+
+    def plan(self, x: SparseVector, wire: WireDtype) -> Plan:
+        check_dtype(self, x)
+        plan = super().plan(x, wire)
+
+        def write(buffer: Buffer) -> None:
+            buffer[1] = 2  # whatever came in, float32 arrives
+            plan.write(buffer)
+
+        return Plan(plan.size, write)
+
+    def decode(self, buffer: Buffer, length: int) -> SparseVector:
+        bits = int(buffer[START : START + 4].view(np.uint32)[0]) if buffer.size >= START + 4 else 0
+        if bits not in (8, 4):
+            raise CommunicationError(f"message: packed values of {bits} bits in {buffer.size} bytes")
+        return super(PackedCodes, PackedCodes(bits)).decode(buffer, length)
+
+    def _value_bytes(self, nnz: int, wire: WireDtype) -> int:
+        return 4 + self._codes.size(0, nnz)
+
+    def _write_values(self, stored: Buffer, x: SparseVector, wire: WireDtype) -> None:
+        stored[:4].view(np.uint32)[0] = self.bits
+        self._codes.encode(x.values, 0, None, stored[4:])
+
+    def _values(self, stored: Buffer, nnz: int, wire: WireDtype) -> Any:
+        return self._codes.values(stored[4:], 0, nnz)

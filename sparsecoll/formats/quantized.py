@@ -136,8 +136,7 @@ class Quantized(Format):
         return self.decode(self.encode(x), x.length).astype(x.dtype)
 
     def plan(self, x: SparseVector, wire: WireDtype) -> Plan:
-        if x.dtype not in (np.float32, np.float64):
-            raise ValueError(f"format: expected float32 or float64 for {self!r}, got {x.dtype}")
+        check_dtype(self, x)
         first, count = first_index(x), x._span
 
         def write(buffer: Buffer) -> None:
@@ -167,3 +166,9 @@ def check_bucket(bucket: int) -> None:
     """Raise ValueError unless `bucket` is a number of values that may share a scale."""
     if not 8 <= bucket < 2**32:
         raise ValueError(f"bucket: expected in [8, 2^32), got {bucket}")
+
+
+def check_dtype(form: Format, x: SparseVector) -> None:
+    """Raise ValueError unless the values of x can be quantised."""
+    if x.dtype not in (np.float32, np.float64):
+        raise ValueError(f"format: expected float32 or float64 for {form!r}, got {x.dtype}")

@@ -9,6 +9,7 @@ from sparsecoll.torch.broadcasts import broadcast_model as broadcast
 from sparsecoll.torch.checkpoint import load, save
 from sparsecoll.torch.compressors import COMPRESSORS, Compressor
 from sparsecoll.torch.ddp import HookState, comm_hook
+from sparsecoll.torch.local import LocalOptimizer
 from sparsecoll.torch.optimizer import DistributedOptimizer
 from sparsecoll.torch.process_group import init_process_group
 from sparsecoll.torch.rowwise_adagrad import RowWiseAdagrad
@@ -23,6 +24,7 @@ __all__ = [
     "Constant",
     "DistributedOptimizer",
     "HookState",
+    "LocalOptimizer",
     "RowWiseAdagrad",
     "Schedule",
     "SparseSGD",

@@ -126,7 +126,7 @@ class Buckets:
         own = self._compressor
         if layout.rows:
             return RowSum(finite=not own.passes_nonfinite, local=not own.communicates)
-        return resolve("none" if layout.small and own.communicates else own)
+        return resolve(own.for_small() if layout.small else own)
 
     def release(self, start: int = 0) -> None:
         """Discard the buckets from number `start` on; the state of their parameters is kept."""

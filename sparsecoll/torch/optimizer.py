@@ -23,7 +23,7 @@ from sparsecoll.transport import as_transport
 from sparsecoll.transport.call import CollectiveCall
 
 
-def _forwarded(name: str) -> property:
+def forwarded(name: str) -> property:
     """An attribute of the wrapped optimizer."""
     return property(
         lambda self: getattr(self.optimizer, name), lambda self, value: setattr(self.optimizer, name, value)
@@ -46,6 +46,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
     running statistics) are set to rank 0's at the end of each back-propagation. A parameter that only some ranks use
     counts as zero on the others. The gradient of one that no rank uses stays None, so that the optimizer skips it,
     unless residuals contribute something.
+
+    Sparse gradients, as of torch.nn.Embedding(sparse=True), are summed as rows, exactly and whatever the compressor,
+    and take no memory of the table's size; `p.grad` is then the mean as a coalesced sparse tensor.
 
     A step that fails or is skipped leaves the residuals as they were before it.
 
@@ -114,15 +117,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
         def checked(_: CollectiveCall) -> tuple[Named, Compressor, Options]:
             options = Options(bucket_bytes, dense_below, overlap, gradient_as_bucket_view, verify, timeout, timeline)
             refuse_wrapped(model, "named_parameters")
-            return _of_optimizer(optimizer, named(named_parameters)), resolve(compressor), options
+            return of_optimizer(optimizer, named(named_parameters)), resolve(compressor), options
 
         params, own, options = collective(transport, "DistributedOptimizer", None, checked)
         self._engine = Engine(transport, own, optimizer, model, options)
         self._engine.add(params)
 
-    param_groups: Any = _forwarded("param_groups")
-    state: Any = _forwarded("state")
-    defaults: Any = _forwarded("defaults")
+    param_groups: Any = forwarded("param_groups")
+    state: Any = forwarded("state")
+    defaults: Any = forwarded("defaults")
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the wrapped optimizer, such as train() and eval() of schedule-free ones."""
@@ -309,7 +312,7 @@ def _replaced(state: dict[str, Any], result: Any) -> dict[str, Any]:
     return state if result is None else result  # type: ignore[no-any-return]
 
 
-def _of_optimizer(optimizer: torch.optim.Optimizer, params: Named) -> Named:
+def of_optimizer(optimizer: torch.optim.Optimizer, params: Named) -> Named:
     """Return the named parameters, after a check.
 
     Raises:

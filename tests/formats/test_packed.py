@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from corrupt_messages import check, damaged
 
+import sparsecoll
 from sparsecoll import CommunicationError, SparseVector, formats
-from sparsecoll.formats import FORMATS
+from sparsecoll.formats import FORMATS, PackedCodes
 from sparsecoll.formats.packed import PackedIndices
 
 
@@ -74,3 +75,40 @@ def test_damaged_indices_are_refused_or_valid():
         except CommunicationError:
             refused += 1
     assert refused > 1000
+
+
+def drawn(seed, nnz, dtype=np.float32, n=10**5):
+    rng = np.random.default_rng(seed)
+    return SparseVector(np.sort(rng.choice(n, nnz, replace=False)), rng.standard_t(4, nnz).astype(dtype), n)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("nnz", [0, 1, 511, 1000, 1001])
+@pytest.mark.parametrize(("bits", "error"), [(4, 1 / 3), (8, 1 / 16)])
+def test_values_in_few_bits(bits, error, nnz, dtype):
+    form, x = PackedCodes(bits), drawn(0, nnz, dtype)
+    message = form.encode(x)
+    y = formats.decode(message, x.length)
+    assert message.size == form.size(x) and y.dtype == np.float32 and np.array_equal(y.indices, x.indices)
+    assert np.array_equal(y.values, form.roundtrip(x).values) and form.roundtrip(x).dtype == dtype
+    assert np.array_equal(form.roundtrip(y).values, y.values)  # coding twice is coding once
+    for values, arrived in zip(np.split(x.values, [512]), np.split(y.values, [512]), strict=True):
+        least = np.abs(values).max(initial=0) * 2.0**-6
+        assert (np.abs(arrived - values) <= error * np.maximum(np.abs(values), 2 * least)).all()
+
+
+def test_values_of_4_bits_take_12_bits_with_their_indices_at_1_percent():
+    x = drawn(0, 10**4, n=10**6)
+    assert PackedCodes().size(x) * 8 / x.nnz < 12.4 and PackedCodes(8).size(x) * 8 / x.nnz < 16.4
+    for bad in (lambda: PackedCodes(2), lambda: PackedCodes().encode(drawn(0, 9, np.float16))):
+        with pytest.raises(ValueError, match="expected"):
+            bad()
+
+
+def test_a_sum_in_few_bits_conserves_what_rounding_takes():
+    def program(comm):
+        y = sparsecoll.allreduce(comm, drawn(comm.rank, 900), "allgather", format="packed_codes", return_reduction=True)
+        return y.value.to_dense(), y.contributed.to_dense()
+
+    results = sparsecoll.simulate(3, program).results
+    np.testing.assert_allclose(results[0][0], sum(own for _, own in results), rtol=1e-5, atol=1e-6)

@@ -9,7 +9,8 @@ from simulated import simulated  # noqa: E402
 import sparsecoll  # noqa: E402
 from sparsecoll import CommunicationError, OkTopk  # noqa: E402
 from sparsecoll.errors import NonFiniteError  # noqa: E402
-from sparsecoll.torch import DistributedOptimizer, SparseSGD  # noqa: E402
+from sparsecoll.torch import DistributedOptimizer, LocalOptimizer, SparseSGD  # noqa: E402
+from sparsecoll.torch.compressors import TopK  # noqa: E402
 from sparsecoll.transport import as_transport  # noqa: E402
 from sparsecoll.transport.collectives import node_members  # noqa: E402
 
@@ -167,3 +168,22 @@ def test_join_and_another_communicator(comm):
     go(range(3))
     assert len(set(half.allgather(bits(model)))) == 1
     half.Free()
+
+
+def test_local_steps_equal_the_simulator_and_ranks_meet_after_each_mean(comm):
+    def program(comm):
+        torch.set_num_threads(1)
+        model = net(comm.rank)
+        compressor = TopK(0.05, "allgather", format="packed_codes")
+        inner = torch.optim.AdamW(model.parameters(), 0.01)
+        optimizer = LocalOptimizer(inner, model, comm, compressor, every=3, dense_below=0)
+        for step in range(8):
+            optimizer.zero_grad()
+            model(data(comm.rank, step)).square().mean().backward()
+            optimizer.step()
+        optimizer.synchronize()
+        return bits(model)
+
+    mine = program(comm)
+    assert set(comm.allgather(mine)) == {mine}
+    assert simulated(comm, program) == mine

@@ -8,7 +8,7 @@ torch = pytest.importorskip("torch")
 from one_bucket import normal, one, step  # noqa: E402
 
 from sparsecoll import simulate  # noqa: E402
-from sparsecoll.torch import COMPRESSORS, WarmUp  # noqa: E402
+from sparsecoll.torch import COMPRESSORS, DistributedOptimizer, WarmUp  # noqa: E402
 from sparsecoll.torch.compressors import (  # noqa: E402
     DGC,
     StepContext,
@@ -63,6 +63,34 @@ def test_dgc_at_density_1_is_momentum_and_masks_what_it_sends():
     np.testing.assert_allclose(results[0], [1, 0, 0, 0])
     np.testing.assert_allclose(results[1], [0, 1.25, 0, 0])
     np.testing.assert_allclose(own.state()["residual"]["p0"].numpy(), [1, 0, 0, 0])
+
+
+@pytest.mark.parametrize("options", [{}, {"nesterov": True}], ids=["heavy ball", "nesterov"])
+@pytest.mark.parametrize("dense_below", [0, 10**6], ids=["dense", "small"])
+def test_momentum_of_values_that_are_all_sent_is_that_of_sgd(dense_below, options):
+    """Parameters too small to be compressed, or all with algo="dense": nothing waits, and nothing is masked."""
+
+    def program(comm):
+        params = [torch.nn.Parameter(torch.ones(50)) for _ in range(2)]
+        algo = "oktopk" if dense_below else "dense"
+        ours = DistributedOptimizer(
+            torch.optim.SGD(params[:1], 0.1),
+            [("p", params[0])],
+            comm,
+            TopK(0.1, algo, momentum=0.9, **options),
+            dense_below=dense_below,
+        )
+        plain = torch.optim.SGD(params[1:], 0.1, momentum=0.9, **options)
+        for count in range(4):
+            for p, ranks in zip(params, ([comm.rank], range(comm.size)), strict=True):
+                p.grad = None
+                sum((p * torch.from_numpy(normal(3, 50)[r]) * (count + 1)).sum() for r in ranks).backward()
+            params[1].grad /= comm.size
+            ours.step()
+            plain.step()
+        return (params[0] - params[1]).abs().max().item()
+
+    assert max(simulate(3, program).results) < 1e-5
 
 
 def test_nesterov_momentum_is_corrected_as_in_dgc():

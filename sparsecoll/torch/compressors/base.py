@@ -69,6 +69,10 @@ class Compressor(ABC):
         self.size, self._rank = transport.size, transport.rank
         self._epoch = transport.epoch
 
+    def for_small(self) -> Compressor | str:
+        """Return the compressor, or its name, of parameters that are too small to be compressed: the exact mean."""
+        return "none" if self.communicates else self
+
     def compensate(self, gradient: Array) -> Any:
         """Return acc, the gradient plus the residual of earlier steps, in the gradient's memory.
 

@@ -14,7 +14,7 @@ from sparsecoll.algorithms import Algorithm, Reduction, resolve
 from sparsecoll.formats import Format
 from sparsecoll.kernels import kernels_of
 from sparsecoll.select import Selector, Vector
-from sparsecoll.torch.compressors.base import ErrorFeedback, StepContext, write_mean
+from sparsecoll.torch.compressors.base import Compressor, ErrorFeedback, StepContext, write_mean
 from sparsecoll.torch.compressors.versions import Versions
 from sparsecoll.torch.device import Array
 from sparsecoll.torch.layout import Layout
@@ -33,8 +33,9 @@ class TopK(ErrorFeedback):
 
     With `momentum`, momentum is corrected (Deep Gradient Compression, section 3.1): u = momentum * u + gradient
     replaces the gradient, and u is cleared where an entry that this rank sent entered the sum (factor masking, section
-    3.3). Without the correction, momentum acts too late on gradients that waited in the residual. Use it with an
-    optimizer without momentum.
+    3.3; not with an algorithm that sends all values, such as "dense"). Without the correction, momentum acts too late
+    on gradients that waited in the residual. Use it with an optimizer without momentum: parameters that are too small
+    to be compressed get the same momentum and clipping, parameters with sparse gradients (rows) none.
 
     Volume: that of the algorithm (see docs/algorithms.md). Memory: the residual, and u with momentum.
 
@@ -97,6 +98,13 @@ class TopK(ErrorFeedback):
         if self.momentum:
             self._velocity = Versions(layout.zeros())
             self._versions.append(self._velocity)
+
+    def for_small(self) -> Compressor | str:
+        """Return the exact mean, with the momentum and the clipping that the optimizer and the loop leave to this."""
+        if not self.momentum and self.clip is None:
+            return super().for_small()
+        own = {name: getattr(self, name) for name in ("momentum", "nesterov", "clip", "clip_by")}
+        return TopK(1.0, "dense", **own)
 
     def compensate(self, gradient: Array, scale: float = 1.0, source: Array | None = None) -> DenseVector:
         """acc = scale * residual + gradient, formed in the pass that selects."""
@@ -174,7 +182,7 @@ class TopK(ErrorFeedback):
 
     def _mask(self, sent: Vector, contributed: Vector) -> None:
         """Clear u at the entries of `sent` that entered the sum; `contributed` may have other indices, too."""
-        if not self.momentum:
+        if not self.momentum or self._algorithm.takes_dense:  # what is sent in every step waits for nothing
             return
         velocity = self._velocity.trial
         assert velocity is not None

@@ -1,0 +1,269 @@
+"""LocalOptimizer: every rank takes some steps by itself, then all ranks move by the mean of their changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NoReturn
+
+import torch
+
+from sparsecoll.algorithms import Algorithm
+from sparsecoll.telemetry.traffic import Traffic
+from sparsecoll.torch.broadcasts import broadcast_optimizer, broadcast_tensors
+from sparsecoll.torch.calls import collective, communicator
+from sparsecoll.torch.compressors import Compressor
+from sparsecoll.torch.guards import refuse_wrapped
+from sparsecoll.torch.optimizer import DistributedOptimizer, forwarded, of_optimizer
+from sparsecoll.torch.options import check_integer
+from sparsecoll.torch.state import STATE
+from sparsecoll.torch.tensors import Buffers, Named, check_whole, model_of, named
+from sparsecoll.torch.timeline import Timeline
+from sparsecoll.transport import as_transport
+from sparsecoll.transport.call import CollectiveCall
+
+LOCAL = "sparsecoll_local"  # key of this optimizer's own part of a state_dict
+
+
+class LocalOptimizer(torch.optim.Optimizer):
+    """Wraps an optimizer: every rank steps by itself, and every few steps all ranks move by the mean of their changes.
+
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+        optimizer = LocalOptimizer(optimizer, model, every=10, compressor=QSGD(4, feedback=True))
+
+    This is DiLoCo (Douillard and others, 2023), with the sparse or low-bit changes and the error feedback of SparseLoCo
+    (2025) if the compressor has them. Adam-type optimizers divide a gradient by its recent size and so cannot follow a
+    compressor that delays entries; here they see every gradient of their rank, and what they make of it is compressed.
+
+    1. Every rank takes `every` steps of the wrapped optimizer on its own gradients. Nothing is sent.
+    2. The compressor, which may keep a residual, averages the ranks' changes: shared parameters - own parameters.
+    3. `torch.optim.SGD(outer_lr, outer_momentum)`, with Nesterov momentum if any, steps the shared parameters by the
+       mean, and every rank goes on from them. Buffers (BatchNorm) are set to those of rank 0.
+
+    After every `every`-th step, and after `synchronize`, parameters have the same bits on all ranks; in between they
+    differ. All ranks must take the same number of steps: call `synchronize()` after the last one. The state of the
+    wrapped optimizer stays local to each rank.
+
+    Args:
+        optimizer: torch optimizer of floating-point parameters.
+        named_parameters: `model.named_parameters()`, the model itself, or pairs (name, parameter) that include all of
+            the optimizer's parameters; the same on every rank. From a list of pairs the model's buffers are not known.
+        comm: communicator, as in `sparsecoll.allreduce`; None, the default, for the default process group of
+            torch.distributed, otherwise MPI.COMM_WORLD.
+        compressor: as in `DistributedOptimizer`, of the changes (default: "none").
+        every: number of steps from one mean to the next (default: 10).
+        outer_lr: learning rate of the step by the mean change (default: 1, which takes the mean of the parameters).
+        outer_momentum: its Nesterov momentum, in [0, 1) (default: 0, none; DiLoCo uses 0.9 with a rate of 0.7).
+        bucket_bytes: as in `DistributedOptimizer`.
+        dense_below: as in `DistributedOptimizer`.
+        verify: number of means after which the bits of all parameters are compared between ranks; 0, the default, for
+            never, and True for 100.
+        timeout: as in `DistributedOptimizer`.
+        timeline: as in `DistributedOptimizer`.
+
+    Raises:
+        ValueError, TypeError: On every rank, if an option or a parameter is invalid on some rank.
+        CommunicationError: On every rank, if ranks have different parameters, compressors or options.
+
+    Volume: that of the compressor, divided by `every`. Memory: the shared parameters, their mean change, and what
+    `DistributedOptimizer` and the compressor need.
+
+    See Also:
+        `sparsecoll.torch.DistributedOptimizer`, which averages gradients in every step.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        named_parameters: torch.nn.Module | Iterable[tuple[str, torch.Tensor]],
+        comm: Any = None,
+        compressor: str | Compressor | Algorithm = "none",
+        *,
+        every: int = 10,
+        outer_lr: float = 1.0,
+        outer_momentum: float = 0.0,
+        bucket_bytes: int | None = 25 << 20,
+        dense_below: int = 1024,
+        verify: bool | int = 0,
+        timeout: float | None = None,
+        timeline: Timeline | None = None,
+    ) -> None:
+        self.optimizer, self._every = optimizer, every
+        self._since = 0  # steps since the last mean
+        super().__setstate__({})  # the hooks of a torch optimizer; groups and state are the wrapped optimizer's
+        transport, model = communicator(comm), model_of(named_parameters)
+
+        def made(call: CollectiveCall) -> tuple[Named, Named, torch.optim.Optimizer]:
+            check_integer("every", every, 1)
+            refuse_wrapped(model, "named_parameters")
+            params = of_optimizer(optimizer, named(named_parameters))
+            check_whole(params.values())
+            shared = {name: p.detach().clone().requires_grad_(p.requires_grad) for name, p in params.items()}
+            outer = torch.optim.SGD(shared.values(), outer_lr, momentum=outer_momentum, nesterov=outer_momentum > 0)
+            call.signature |= {"every": every, "outer_lr": outer_lr, "outer_momentum": outer_momentum}
+            call.agree(entries=0)
+            return params, shared, outer
+
+        self._params, self._shared, outer = collective(transport, "LocalOptimizer", None, made)
+        self._buffers = Buffers(model)
+        self._outer = DistributedOptimizer(
+            outer,
+            self._shared.items(),
+            comm,
+            compressor,
+            bucket_bytes=bucket_bytes,
+            dense_below=dense_below,
+            overlap=False,
+            verify=verify,
+            timeout=timeout,
+            timeline=timeline,
+        )
+        self._follow()
+
+    param_groups: Any = forwarded("param_groups")
+    state: Any = forwarded("state")
+    defaults: Any = forwarded("defaults")
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the wrapped optimizer."""
+        if name == "optimizer":
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    @property
+    def _step_supports_amp_scaling(self) -> NoReturn:
+        """GradScaler.step reads this."""
+        raise RuntimeError(
+            "LocalOptimizer: expected a loop without GradScaler, which skips steps on single ranks: use bfloat16"
+        )
+
+    @property
+    def traffic(self) -> Traffic:
+        """Traffic of this rank, which later calls update."""
+        return self._outer.traffic
+
+    @torch.no_grad()
+    def _follow(self) -> None:
+        """Set the parameters to the shared ones, and the buffers to rank 0's. Collective."""
+        for name, p in self._params.items():
+            p.copy_(self._shared[name])
+        buffers = self._buffers.tensors.values()
+        if buffers:
+            transport = self._outer._engine.transport
+            collective(transport, "buffers", None, lambda _: broadcast_tensors(transport, buffers))
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """One step of the wrapped optimizer on this rank; every `every`-th call also is a `synchronize`.
+
+        Args:
+            closure: function that computes this rank's loss and gradients again and returns the loss.
+
+        Returns:
+            What the wrapped optimizer returns.
+
+        Raises:
+            NonFiniteError: On every rank, if a parameter has become NaN or infinity on some rank.
+            CommunicationError: The mean failed on some rank; the shared parameters and residuals are as before.
+        """
+        if not self._since:
+            self._begin()
+        result = self.optimizer.step() if closure is None else self.optimizer.step(closure)
+        self._since += 1
+        if self._since >= self._every:
+            self.synchronize()
+        return result
+
+    @torch.no_grad()
+    def _begin(self) -> None:
+        """All ranks start from the same parameters, which the user may have loaded since the last mean."""
+        for name, p in self._params.items():
+            self._shared[name].copy_(p)
+
+    def synchronize(self) -> None:
+        """Take the mean of the changes now, unless it was taken after the last step; collective.
+
+        Call it before evaluating, saving or shipping the model, after the same number of steps on every rank. The next
+        mean is taken `every` steps later. If this raises, `step` and `synchronize` take the mean once more.
+
+        Raises:
+            NonFiniteError: On every rank, if a parameter has become NaN or infinity on some rank.
+            CommunicationError: The mean failed on some rank; the shared parameters and residuals are as before.
+        """
+        if not self._since:
+            return
+        with torch.no_grad():
+            for name, p in self._params.items():
+                self._shared[name].requires_grad_(p.requires_grad)
+                self._shared[name].grad = self._shared[name] - p if p.requires_grad else None
+        self._outer.step()
+        self._outer.zero_grad()
+        self._since = 0
+        self._follow()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> NoReturn:
+        """Refused: make another LocalOptimizer."""
+        raise NotImplementedError("LocalOptimizer.add_param_group: expected all parameters when it is made")
+
+    def move(self, comm: Any) -> None:
+        """Continue on another communicator, such as that of `sparsecoll.shrink` after a rank was lost; collective on
+        it.
+
+        Parameters and the wrapped optimizer's state are set to those of the new rank 0 after the last mean; each rank
+        keeps its residuals, and the steps since that mean are dropped.
+
+        Args:
+            comm: communicator, as in `sparsecoll.allreduce`.
+        """
+        transport = as_transport(comm)
+        self._outer.move(comm)
+        self._since = 0
+        collective(transport, "move", None, lambda _: broadcast_optimizer(transport, self.optimizer))
+        self._follow()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the wrapped optimizer's state_dict, with the shared parameters and the state of the compressor.
+
+        Save one file per rank, with the model's own state_dict if steps were taken since the last mean.
+        """
+        outer = self._outer.state_dict()
+        own = {"since": self._since, "shared": {name: p.detach().clone() for name, p in self._shared.items()}}
+        inner: dict[str, Any] = self.optimizer.state_dict()
+        return {**inner, STATE: outer.pop(STATE), LOCAL: {**own, "outer": outer}}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned; collective. Load the model's state as well.
+
+        The state of a plain optimizer is accepted, too; the ranks then start from the model's parameters.
+
+        Args:
+            state_dict: a state that this rank saved, or that `redistribute` made.
+
+        Raises:
+            CommunicationError: The state was saved by another rank, or with another number of ranks.
+            ValueError: The state is of another model or compressor.
+        """
+        own = state_dict.get(LOCAL)
+        inner = {name: value for name, value in state_dict.items() if name not in (STATE, LOCAL)}
+        if own is None:
+            self._since = 0
+            self._outer.load_state_dict(self._outer.optimizer.state_dict())
+        else:
+            self._outer.load_state_dict({**own["outer"], STATE: state_dict[STATE]})
+            self._since = own["since"]
+            with torch.no_grad():
+                for name, p in own["shared"].items():
+                    self._shared[name].copy_(p)
+        self.optimizer.load_state_dict(inner)
+
+    def close(self) -> None:
+        """Take no more means: each rank goes on by itself."""
+        self._outer.close()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Call the wrapped optimizer's zero_grad."""
+        self.optimizer.zero_grad(set_to_none)
+
+    def __repr__(self) -> str:
+        return f"LocalOptimizer({self.optimizer!r}, every={self._every})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError("LocalOptimizer cannot be pickled: save its state_dict()")

@@ -1,0 +1,158 @@
+"""LocalOptimizer: the mean of what ranks have changed, with any optimizer and compressor."""
+
+import copy
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from nets import batch, bits, close, loss_of, net, parameters  # noqa: E402
+
+from sparsecoll import formats, simulate  # noqa: E402
+from sparsecoll.errors import CommunicationError, NonFiniteError  # noqa: E402
+from sparsecoll.torch import LocalOptimizer, redistribute  # noqa: E402
+from sparsecoll.torch.compressors import QSGD, TopK  # noqa: E402
+
+SPARSE = TopK(0.1, "allgather", format=formats.PackedCodes())
+
+
+def adamw(model):
+    return torch.optim.AdamW(model.parameters(), 0.01)
+
+
+def trained(comm, steps=7, compressor="none", make=adamw, **options):
+    """The model and the optimizer of a rank after some steps on its own batches."""
+    model = net(seed=comm.rank)  # only rank 0's parameters count
+    optimizer = LocalOptimizer(make(model), model, comm, compressor, **options)
+    go_on(comm, model, optimizer, 0, steps)
+    return model, optimizer
+
+
+def go_on(comm, model, optimizer, start, stop):
+    for step in range(start, stop):
+        optimizer.zero_grad()
+        loss_of(model, batch(comm.rank, step)).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("P", [1, 3])
+def test_without_compression_it_is_the_mean_of_the_parameters(P):
+    def alone():
+        models = [net() for _ in range(P)]
+        optimizers = [adamw(model) for model in models]
+        for step in range(7):
+            for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+                optimizer.zero_grad()
+                loss_of(model, batch(rank, step)).backward()
+                optimizer.step()
+            if step in (2, 5, 6):
+                with torch.no_grad():
+                    for ps in zip(*(model.parameters() for model in models), strict=True):
+                        mean = sum(p.clone() for p in ps) / P
+                        for p in ps:
+                            p.copy_(mean)
+        return parameters(models[0])
+
+    def program(comm):
+        model, optimizer = trained(comm, every=3)
+        optimizer.synchronize()
+        optimizer.synchronize()  # nothing is left to do
+        return parameters(model)
+
+    for result in simulate(P, program).results:
+        close(result, alone())
+
+
+def test_a_period_of_one_step_of_sgd_is_the_step_on_the_mean_gradient():
+    def sgd(model):
+        return torch.optim.SGD(model.parameters(), 0.1)
+
+    plain = net()
+    optimizer = sgd(plain)
+    for step in range(4):
+        optimizer.zero_grad()
+        (sum(loss_of(plain, batch(r, step)) for r in range(3)) / 3).backward()
+        optimizer.step()
+    for result in simulate(3, lambda comm: parameters(trained(comm, 4, make=sgd, every=1)[0])).results:
+        close(result, parameters(plain))
+
+
+@pytest.mark.parametrize("compressor", [SPARSE, QSGD(4, feedback=True)], ids=["4 bits", "qsgd"])
+def test_ranks_have_the_same_bits_after_a_mean_and_resume_with_them(compressor):
+    options = {"compressor": compressor, "every": 2, "outer_lr": 0.7, "outer_momentum": 0.9, "dense_below": 0}
+
+    def program(comm):
+        model, optimizer = trained(comm, 5, verify=1, **options)
+        saved, weights = copy.deepcopy((optimizer.state_dict(), model.state_dict()))
+        go_on(comm, model, optimizer, 5, 8)
+        again, other = trained(comm, 2, **options)  # other parameters, moments and residuals
+        again.load_state_dict(weights)
+        other.load_state_dict(saved)
+        go_on(comm, again, other, 5, 8)
+        return bits(model), bits(again), saved
+
+    results = simulate(3, program).results
+    assert len({pair[0] for pair in results}) == 1 and all(a == b for a, b, _ in results)
+    states = [saved for *_, saved in results]
+
+    def of_two(comm):
+        model, optimizer = trained(comm, 0, **options)
+        optimizer.load_state_dict(redistribute(copy.deepcopy(states), comm.rank, 2))
+        go_on(comm, model, optimizer, 5, 6)
+        with pytest.raises(CommunicationError, match="redistribute"):
+            optimizer.load_state_dict(states[0])
+        return bits(model)
+
+    assert len(set(simulate(2, of_two).results)) == 1
+
+
+def test_parameters_loaded_between_means_are_the_new_start():
+    def program(comm):
+        model, optimizer = trained(comm, 4, every=2)
+        model.load_state_dict(net(seed=9).state_dict())
+        optimizer.load_state_dict(adamw(model).state_dict())  # of a plain optimizer
+        start = parameters(model)
+        go_on(comm, model, optimizer, 0, 2)
+        return start, parameters(model)
+
+    for start, end in simulate(2, program).results:
+        assert max((a - b).abs().max() for a, b in zip(start, end, strict=True)) < 0.05
+
+
+def test_what_fails_fails_on_all_ranks_and_is_repeated():
+    def program(comm):
+        model, optimizer = trained(comm, 3, "topk", every=4, dense_below=0)
+        kept = [p.detach().clone() for p in model.parameters()]
+        if comm.rank == 1:
+            with torch.no_grad():
+                next(model.parameters()).fill_(float("nan"))
+        with pytest.raises(NonFiniteError, match="rank 1: gradient of '"):
+            go_on(comm, model, optimizer, 3, 4)
+        with torch.no_grad():
+            for p, old in zip(model.parameters(), kept, strict=True):
+                p.copy_(old)
+        optimizer.synchronize()
+        return bits(model)
+
+    assert len(set(simulate(3, program).results)) == 1
+
+
+def test_refusals():
+    def program(comm):
+        model = net()
+        for options, error in (({"every": 0}, ValueError), ({"outer_momentum": -1}, ValueError)):
+            with pytest.raises(error):
+                LocalOptimizer(adamw(model), model, comm, **options)
+        with pytest.raises(ValueError, match="all of the optimizer's parameters"):
+            LocalOptimizer(adamw(model), list(model.named_parameters())[1:], comm)
+        optimizer = LocalOptimizer(adamw(model), model, comm)
+        with pytest.raises(RuntimeError, match="bfloat16"):
+            scaler = torch.amp.GradScaler("cpu")
+            scaler.scale(loss_of(model, batch(0, 0))).backward()
+            scaler.step(optimizer)
+        with pytest.raises(CommunicationError, match="every"):
+            LocalOptimizer(adamw(model), model, comm, every=1 + comm.rank)
+        with pytest.raises(NotImplementedError):
+            optimizer.add_param_group({"params": []})
+
+    simulate(2, program)
