@@ -256,7 +256,9 @@ def tables(found: list[Row]) -> dict[str, str]:
 def other_tables() -> dict[str, str]:
     """Return the tables of perf/work.py and perf/overlap.py, and their commits."""
     work, overlap = (json.loads((RESULTS / f"{name}.json").read_text()) for name in ("work", "overlap"))
-    kinds = [{name: value for name, value in row.items() if name != "model"} for row in work["rows"] if row["CPU ms"]]
+    kinds = [
+        {name: value for name, value in row.items() if name != "model"} for row in work["rows"] if row["CPU ms"] > 0.1
+    ]
     found = {
         "work": markdown(kinds),
         "bandwidth": f"{work['about']['GB/s']:.0f}",
