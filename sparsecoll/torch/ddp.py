@@ -44,7 +44,8 @@ class HookState:
     `discard`, for a step that you skip after back-propagation. In DDP's `join()`, a rank that has no more data sends
     what waits in its residuals, which then change as if it had stepped with the others.
 
-    Every parameter is compressed, small ones too, since DDP puts them into the same buckets.
+    Every parameter is compressed, small ones too, since DDP puts them into the same buckets. Sparse gradients, as of
+    torch.nn.Embedding(sparse=True), are summed exactly, as rows.
 
     There is no `move`: DDP cannot change its process group, and the optimizer, whose state may differ between the ranks
     that are left, is not known here. After a rank was lost, make a new process group, DDP, HookState and optimizer, and

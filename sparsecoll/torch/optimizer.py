@@ -47,6 +47,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
     counts as zero on the others. The gradient of one that no rank uses stays None, so that the optimizer skips it,
     unless residuals contribute something.
 
+    Sparse gradients, as of torch.nn.Embedding(sparse=True), are summed as rows, exactly and whatever the compressor,
+    and take no memory of the table's size; `p.grad` is then the mean as a coalesced sparse tensor.
+
     A step that fails or is skipped leaves the residuals as they were before it.
 
     To accumulate gradients, run all back-propagations of a step but the last inside `no_sync()`, which saves

@@ -190,7 +190,9 @@ class SparseVector(Entries):
     def _first_not_finite(self) -> int | None:
         """Return the index of the first NaN or infinity."""
         kind = self._array.dtype.kind
-        if kind in "biu" or (kind == "f" and self.nnz <= FEW and not self.on_gpu and np.isfinite(self._array).all()):
+        if kind in "biu":
+            return None
+        if kind == "f" and self.nnz <= FEW and not self.on_gpu and b"\0" not in np.isfinite(self._array).tobytes():
             return None
         if self._key_range()[1] < self._nan_key() - 1:
             return None
