@@ -7,7 +7,7 @@ import sparsecoll
 from sparsecoll import CommunicationError, RowSparse, SparseVector, simulate
 from sparsecoll.algorithms.rows import OWNERS, RowOwners
 
-ALGORITHMS = ["auto", "allgather", *(RowOwners(owner) for owner in OWNERS)]
+ALGORITHMS = ["auto", "allgather", *(RowOwners(owner, hot) for owner in OWNERS for hot in (False, True))]
 N, D = 40, 3
 
 
@@ -94,3 +94,29 @@ def test_wrong_arguments_raise_on_all_ranks(program, error, text):
         return sparsecoll.allreduce(comm, rows_of(comm.rank)).nnz
 
     assert len(set(simulate(3, tried).results)) == 1
+
+
+@pytest.mark.parametrize("hot", [False, True])
+@pytest.mark.parametrize("value_dtype", [None, "float16"])
+def test_top_rows_with_error_feedback_conserve_mass(hot, value_dtype):
+    """The results of all steps and what is left in the residuals add up to all gradients."""
+    P, steps = 4, 3
+
+    def program(comm):
+        residual, sums = sparsecoll.RowResidual(N, D, np.float64), np.zeros((N, D))
+        for step in range(steps):
+            acc = residual.compensate(rows_of(comm.rank + 10 * step, np.float64) * (1 / 3))
+            y = sparsecoll.allreduce(comm, acc, RowOwners(hot=hot), k=3, value_dtype=value_dtype, return_reduction=True)
+            residual.update(y.contributed)
+            assert y.value.nnz <= 3 * P and y.traffic.total.bytes_received > 0
+            y.value.add_to(sums)
+        return sums, residual.rows.to_dense()
+
+    results = simulate(P, program).results
+    given = sum(rows_of(r + 10 * step, np.float64).to_dense() for r in range(P) for step in range(steps)) / 3
+    assert np.allclose(results[0][0] + sum(left for _, left in results), given, rtol=1e-12, atol=1e-12)
+
+
+def test_the_top_rows_are_those_of_largest_norm():
+    x = RowSparse([1, 3, 5, 7], np.array([[3.0, 4.0], [5.0, 0.0], [1e30, 1e30], [2e30, 0.0]], np.float32), 9)
+    assert x.topk(3).rows.tolist() == [1, 5, 7] and x.topk(1).rows.tolist() == [7] and x.topk(9) is x
