@@ -232,16 +232,15 @@ def volumes(options: argparse.Namespace) -> Iterator[Row]:
                 held = sum(x.nnz for x in inputs) / P
                 union = int(np.unique(np.concatenate([x.rows for x in inputs])).size)
                 given = {"table": table, "P": P, "exponent": exponent, "rows": held, "union": union}
-                yield from counted(P, inputs, d, given, held, union)
+                yield from counted(P, inputs, d, given, options.names)
 
 
-def counted(P: int, inputs: list[RowSparse], d: int, given: Row, held: float, union: int) -> Iterator[Row]:
-    """Yield a row for each algorithm; the values are of width d, of which the simulator copies the first times d."""
+def counted(P: int, inputs: list[RowSparse], d: int, given: Row, names: list[str]) -> Iterator[Row]:
+    """Yield a row for each algorithm, of rows that have d values or as many as the simulator's memory allows."""
+    held, union = given["rows"], given["union"]
     wide = min(d, 1024 // P)  # memory of the simulator: all ranks are in one process
     xs = [x.with_values(np.repeat(x.values, wide, axis=1)) for x in inputs]
-    for name in ("allgather", "owners, hash", "owners, quantile", "owners, range"):
-        if P > 64 and name in ("allgather", "owners, range"):  # minutes, for what smaller P show
-            continue
+    for name in names:
 
         def program(comm: Any, algo: Any = OURS[name]) -> tuple[int, int]:
             before = sparsecoll.traffic(comm).copy()
@@ -288,9 +287,10 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=7)
     parser.add_argument("--quick", action="store_true", help="without dense sums and DDP")
     parser.add_argument("--simulate", nargs="+", type=int, metavar="P", help="count volumes on the simulator")
+    parser.add_argument("--names", nargs="+", choices=OURS, default=list(OURS)[1:], help="algorithms to simulate")
     parser.add_argument("--interface", default="eth0", help="network interface for gloo, whose bytes are counted")
     parser.add_argument("--json", type=Path, help="save the rows")
-    parser.add_argument("--append", action="store_true", help="keep the rows of other inputs in the JSON file")
+    parser.add_argument("--append", action="store_true", help="keep other rows of the JSON file")
     options = parser.parse_args()
     comm = None if options.simulate else default_comm()
     kept = json.loads(options.json.read_text())["rows"] if options.append else []
@@ -305,14 +305,14 @@ def main() -> None:
             sys.stdout.write(f"{row['table']:<12}{row['exponent']:<6}{row['P']:<5}{row['name']:<34}{seconds}{moved}\n")
             sys.stdout.flush()
             if options.json:
-                new = {input_of(row) for row in found}
-                together = [row for row in kept if input_of(row) not in new] + found
+                new = {identity(row) for row in found}
+                together = [row for row in kept if identity(row) not in new] + found
                 options.json.write_text(json.dumps({"about": bench.about(), "rows": together}, indent=1) + "\n")
 
 
-def input_of(row: Row) -> tuple[str, int, float]:
-    """Return what rows of one input have in common."""
-    return row["table"], row["P"], row["exponent"]
+def identity(row: Row) -> tuple[str, int, float, str]:
+    """Return the values that identify a row."""
+    return row["table"], row["P"], row["exponent"], row["name"]
 
 
 if __name__ == "__main__":

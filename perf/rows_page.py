@@ -52,7 +52,7 @@ def alike(a: Row, b: Row) -> bool:
 def counted(rows: list[Row], exponent: float) -> str:
     """Return a table of the rows that a rank receives, beside the formulas, in rows of the batch's size."""
     shown = []
-    for row in rows:
+    for row in sorted(rows, key=lambda row: row["P"]):
         if row["exponent"] != exponent or row["table"] != "5M x 64":
             continue
         own = row["rows"] * row["d"] * 4
