@@ -1,13 +1,13 @@
 """Sums of embedding gradients: time, bytes and memory of the busiest rank, beside gloo, DDP, dense sums and by hand.
 
     python perf/testbed.py run -- python perf/rows.py --json perf/results/rows.json
+    mpirun -n 4 python perf/rows.py --memory "gloo, sparse" --append --json perf/results/rows_memory.json
     python perf/rows.py --simulate 4 16 64 256 --tables "5M x 64" --json perf/results/rows_volume.json
 
 Every rank has a batch of ids, drawn by Zipf's law; row 0 of the table is the most frequent one. All contestants get the
 distinct ids of the batch and a gradient for each, except that DDP runs the back-propagation of an embedding, and that
 rows named "from the batch" also sum the repeated ids. Seconds are medians of the slowest rank; bytes are what the link
-of the busiest rank carries in one direction, headers included; memory is by how much the largest resident size of a
-process grows in a call.
+of the busiest rank carries in one direction, headers included.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ def ddp(n: int, d: int) -> bench.Run:
 
 
 class Meter:
-    """Counts what a call moves over this rank's link, and by how much the process grows."""
+    """Counts what a call moves over this rank's link."""
 
     def __init__(self, transport: Any, interface: str) -> None:
         self._transport, self._folder = transport, Path("/sys/class/net", interface, "statistics")
@@ -167,22 +167,42 @@ class Meter:
     def _link(self) -> np.ndarray:
         return np.array([int((self._folder / f"{way}_bytes").read_text()) for way in ("tx", "rx")])
 
-    @staticmethod
-    def _memory(field: str) -> int:
-        text = Path("/proc/self/status").read_text()
-        return int(next(line.split()[1] for line in text.splitlines() if line.startswith(field))) * 1024
-
     def __call__(self, run: bench.Run, given: Any) -> dict[str, float]:
-        """Return bytes and memory of the busiest rank, and the mean bytes of all."""
-        Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts anew
-        before, resident = self._link(), self._memory("VmRSS")
+        """Return the bytes of the busiest rank, and the mean of all."""
+        before = self._link()
         run(given)
-        grown = self._memory("VmHWM") - resident
         sparsecoll.transport.collectives.allgather(self._transport, np.array([0]))
         moved = self._link() - before
-        every = sparsecoll.transport.collectives.allgather(self._transport, np.array([*moved, grown]))
-        busiest = every[:, :2].max(axis=1)
-        return {"bytes": int(busiest.max()), "mean": float(busiest.mean()), "memory": int(every[:, 2].max())}
+        busiest = sparsecoll.transport.collectives.allgather(self._transport, moved).max(axis=1)
+        return {"bytes": int(busiest.max()), "mean": float(busiest.mean())}
+
+
+def memory(options: argparse.Namespace, comm: Any) -> Iterator[Row]:
+    """Yield by how much the largest resident size of a process grows in the first long call of one contestant."""
+    Gloo(comm, None)
+    name, exponent = options.memory, options.exponents[0]
+    for table in options.tables:
+        n, d = TABLES[table]
+        for length in (100, n):  # a short call loads the code
+            batches = Batches(length, d, exponent, comm.rank, 1)
+            if name == "gloo, DDP with sparse=True":
+                run, make = ddp(length, d), batches.batch
+            elif name == "dense, MPI_Allreduce":
+                run, make = dense(comm, length, d), batches.rows
+            else:
+                run, make = contestants(comm, batches, length, d)[name]
+            given = make()
+            Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts anew
+            resident = status("VmRSS")
+            run(given)
+            grown = max(comm.allgather(status("VmHWM") - resident))
+        yield {"table": table, "P": comm.size, "exponent": exponent, "name": name, "memory": grown}
+
+
+def status(field: str) -> int:
+    """Return a field of /proc/self/status in bytes."""
+    text = Path("/proc/self/status").read_text()
+    return int(next(line.split()[1] for line in text.splitlines() if line.startswith(field))) * 1024
 
 
 def contestants(comm: Any, batches: Batches, n: int, d: int) -> dict[str, tuple[bench.Run, Callable[[], Any]]]:
@@ -287,6 +307,9 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=7)
     parser.add_argument("--quick", action="store_true", help="without dense sums and DDP")
     parser.add_argument("--simulate", nargs="+", type=int, metavar="P", help="count volumes on the simulator")
+    parser.add_argument(
+        "--memory", metavar="NAME", help="measure the memory of one contestant, in a process of its own"
+    )
     parser.add_argument("--names", nargs="+", choices=OURS, default=list(OURS)[1:], help="algorithms to simulate")
     parser.add_argument("--interface", default="eth0", help="network interface for gloo, whose bytes are counted")
     parser.add_argument("--json", type=Path, help="save the rows")
@@ -295,10 +318,13 @@ def main() -> None:
     comm = None if options.simulate else default_comm()
     kept = json.loads(options.json.read_text())["rows"] if options.append else []
     found: list[Row] = []
-    for row in volumes(options) if options.simulate else rows(options, comm):
+    measure = volumes(options) if options.simulate else memory(options, comm) if options.memory else rows(options, comm)
+    for row in measure:
         found.append(row)
         if comm is None or comm.rank == 0:
             seconds = f"{row['seconds'] * 1e3:>10.2f} ms" if "seconds" in row else ""
+            if "memory" in row:
+                seconds = f"{row['memory'] / 1e6:>10.1f} MB of memory"
             moved = (
                 f"{row['bytes'] / 1e6:>9.3f} MB, {row['bytes'] / row['mean']:.3f} of the mean" if "mean" in row else ""
             )
