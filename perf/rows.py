@@ -185,6 +185,7 @@ def memory(options: argparse.Namespace, comm: Any) -> Iterator[Row]:
         n, d = TABLES[table]
         for length in (100, n):  # a short call loads the code
             batches = Batches(length, d, exponent, comm.rank, 1)
+            make: Callable[[], Any]
             if name == "gloo, DDP with sparse=True":
                 run, make = ddp(length, d), batches.batch
             elif name == "dense, MPI_Allreduce":

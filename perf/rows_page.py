@@ -12,7 +12,8 @@ from typing import Any
 from report import Row, markdown
 
 ROOT = Path(__file__).parent.parent
-TIMED, COUNTED = ROOT / "perf/results/rows.json", ROOT / "perf/results/rows_volume.json"
+RESULTS = ROOT / "perf/results"
+TIMED, COUNTED, GROWN = (RESULTS / f"{name}.json" for name in ("rows", "rows_volume", "rows_memory"))
 PAGE, TEXT = ROOT / "docs/rows.md", ROOT / "perf/rows.in.md"
 
 
@@ -35,10 +36,9 @@ def timed(rows: list[Row], table: str) -> str:
                 "Zipf": str(row["exponent"]),
                 "": row["name"],
                 "ms": row["seconds"] * 1e3,
-                "times faster than gloo, sparse": f"{times:.2f}",
+                "times faster than gloo, sparse": f"{times:.2f}" if times > 0.1 else f"1/{1 / times:.0f}",
                 "MB of the busiest rank": row["bytes"] / 1e6 if "bytes" in row else None,
                 "busiest / mean": f"{row['bytes'] / row['mean']:.2f}" if "bytes" in row else None,
-                "MB of memory": row["memory"] / 1e6 if "memory" in row else None,
             }
         )
     return markdown(shown)
@@ -78,10 +78,12 @@ def main() -> None:
     about, rows = load(TIMED)
     _, volumes = load(COUNTED)
     text = TEXT.read_text()
+    grown = ", ".join(f"{row['name']} {row['memory'] / 1e6:,.0f} MB" for row in load(GROWN)[1])
     for place, value in {
         "{machine}": about["machine"],
-        "{versions}": ", ".join(f"{name} {version}" for name, version in about["versions"].items()),
+        "{versions}": ", ".join(f"{name} {version}" for name, version in about["versions"].items() if name != "MPI"),
         "{commit}": about["commit"][:9],
+        "{memory}": grown,
         "{wide}": timed(rows, "5M x 64"),
         "{long}": timed(rows, "300k x 512"),
         "{1.05}": counted(volumes, 1.05),
