@@ -16,12 +16,16 @@ import sysconfig
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.nn import functional
 
+import sparsecoll
 import sparsecoll.torch
+from sparsecoll.transport import as_transport
 
 WIDTH, WINDOW, NEGATIVES, BATCH = 64, 4, 5, 1020  # the batch of all ranks together; 1020 is divisible by 1 to 6
 SHOWN = "list", "integer", "directory", "thread"
@@ -82,53 +86,48 @@ def neighbours(model: SkipGram, words: list[str], word: str) -> list[str]:
     return [words[number] for number in order[1:5].tolist()]
 
 
-def shown(step: int, losses: list[float], model: SkipGram, batch: tuple[torch.Tensor, ...]) -> float:
-    """Print on rank 0, and return, the mean of these losses over all ranks."""
-    mean = torch.tensor(losses, dtype=torch.float64).mean()
-    dist.all_reduce(mean)
-    mean /= dist.get_world_size()
-    if dist.get_rank() == 0:
-        table = model.context.weight
-        here = len(torch.cat([words.flatten() for words in batch[1:]]).unique())
-        print(f"step {step}: loss {mean:.4f}; {here} rows here, {table.grad._nnz()} on all ranks, of {len(table)}")
-    return float(mean)
-
-
-def main(arguments: list[str] | None = None) -> list[float]:
+def train(comm: Any, path: str | None, steps: int) -> list[float]:
     """Train; return the mean losses that are printed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--text", help="file, or folder of .txt files")
-    parser.add_argument("--steps", type=int, default=1500)
-    given = parser.parse_args(arguments)
-    sparsecoll.torch.init_process_group()  # the processes of torchrun, or those of mpirun
-    rank, size = dist.get_rank(), dist.get_world_size()
-    if BATCH % size:
-        raise SystemExit(f"expected a number of ranks that divides {BATCH}, got {size}")
-    torch.set_num_threads(1)
+    if BATCH % comm.size:
+        raise SystemExit(f"expected a number of ranks that divides {BATCH}, got {comm.size}")
     torch.manual_seed(0)
-    words, ids, counts = read(given.text)
+    words, ids, counts = read(path)
     model = SkipGram(len(words), WIDTH)
     inner = torch.optim.SparseAdam(list(model.parameters()), lr=0.01)
-    optimizer = sparsecoll.torch.DistributedOptimizer(inner, model)
-    start, losses, kept = optimizer.traffic.copy(), [], []
-    for step, batch in zip(range(1, given.steps + 1), batches(ids, counts, rank, size), strict=False):
+    optimizer = sparsecoll.torch.DistributedOptimizer(inner, model, comm)
+    start, losses, shown = optimizer.traffic.copy(), [], []
+    for step, batch in zip(range(1, steps + 1), batches(ids, counts, comm.rank, comm.size), strict=False):
         optimizer.zero_grad()
         loss = model(*batch).mean()
         loss.backward()  # now .grad is the mean over all ranks, a sparse tensor with the rows of all ranks
         optimizer.step()
         losses.append(loss.item())
-        if step % max(given.steps // 3, 1) == 0:
-            kept.append(shown(step, losses, model, batch))
+        if step % (steps // 3) == 0:
+            shown.append(float(sparsecoll.allreduce(comm, np.array(losses), "dense", op="mean").values.mean()))
             losses.clear()
-    if rank == 0:
-        received = optimizer.traffic.since(start).total.bytes_received / given.steps
-        dense = 2 * (size - 1) / size * sum(4 * p.numel() for p in model.parameters())
+            if comm.rank == 0:
+                here = len(torch.cat([numbers.flatten() for numbers in batch[1:]]).unique())
+                rows = model.context.weight.grad._nnz()
+                print(f"step {step}: loss {shown[-1]:.4f}; {here} rows here, {rows} on all ranks, of {len(words)}")
+    if comm.rank == 0:
+        received = optimizer.traffic.since(start).total.bytes_received / steps
+        dense = 2 * (comm.size - 1) / comm.size * sum(4 * p.numel() for p in model.parameters())
         print(f"bytes received in a step: {received:,.0f}; with dense gradients {dense:,.0f}")
-        for word in SHOWN if given.text is None else words[:4]:
+        for word in SHOWN if path is None else words[:4]:
             print(f"{word}: {', '.join(neighbours(model, words, word))}")
     optimizer.close()
+    return shown
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--text", help="file, or folder of .txt files")
+    parser.add_argument("--steps", type=int, default=1500, help="at least 3 (default: 1500)")
+    arguments = parser.parse_args()
+    sparsecoll.torch.init_process_group()  # the processes of torchrun, or those of mpirun
+    torch.set_num_threads(1)
+    train(as_transport(None), arguments.text, arguments.steps)
     dist.destroy_process_group()
-    return kept
 
 
 if __name__ == "__main__":

@@ -177,13 +177,19 @@ class LazyAccumulator(DenseVector):
     `topk`, `threshold` and `magnitude_stats` add the pending addend in the pass that they make anyway; `sample` adds it
     to the sample. All other methods flush first. Call `flush` before you read `values`.
 
+    Args:
+        values: as of DenseVector.
+        source: array of the same length and dtype, of which `values` becomes a copy in that pass, before the addend is
+            added; None, the default, if `values` are there already.
+
     Attributes:
         clear_selected: whether the entries that a pass selects are removed from the vector, until `commit`.
     """
 
-    __slots__ = ("_pending", "_removed", "clear_selected")
+    __slots__ = ("_pending", "_removed", "_source", "clear_selected")
 
-    def __init__(self, values: Any) -> None:
+    def __init__(self, values: Any, source: Any = None) -> None:
+        self._source: NDArray[Any] | None = source
         self._pending: tuple[NDArray[Any], float] | None = None
         self._removed: SparseVector | None = None
         self.clear_selected = False
@@ -196,17 +202,25 @@ class LazyAccumulator(DenseVector):
         Raises:
             RuntimeError: An addition is pending, or removed entries are.
         """
-        if self._pending is not None or self._removed is not None:
+        if self._pending is not None or self._removed is not None or self._source is not None:
             raise RuntimeError("values: expected flush() before they are read, got an addition that is pending")
         return self._array
 
     def flush(self) -> LazyAccumulator:
         """Add the pending addend and put removed entries back; returns the vector itself."""
+        start, out = self._taken_over()
         if self._pending is not None:
-            self._kernels.accumulate(self._array, self._pending)
+            self._kernels.accumulate(start, self._pending, out)
             self._pending = None
+        elif out is not None:
+            out[:] = start
         self._put_back()
         return self
+
+    def _taken_over(self) -> tuple[NDArray[Any], NDArray[Any] | None]:
+        """Return where a pass begins, and where it writes if that is other memory; the source is not needed again."""
+        source, self._source = self._source, None
+        return (self._array, None) if source is None else (source, self._array)
 
     def add_later(self, gradient: NDArray[Any], scale: float) -> None:
         """Add scale * gradient in the next pass over memory."""
@@ -240,18 +254,20 @@ class LazyAccumulator(DenseVector):
         """Select in the pass that also adds the pending addend and, with `clear_selected`, removes the entries."""
         self._put_back()
         add, self._pending = self._pending, None
-        selected = self._of(kernel(self._array, *arguments, add=add, clear=self.clear_selected, **options))
+        start, out = self._taken_over()
+        selected = self._of(kernel(start, *arguments, add=add, out=out, clear=self.clear_selected, **options))
         self._removed = selected if self.clear_selected else None
         return selected
 
     def _lower_bound_key(self, expected_nnz: int) -> int:
         self._put_back()
-        return int(self._kernels.lower_bound_key(self._array, expected_nnz, self._pending))
+        start = self._array if self._source is None else self._source
+        return int(self._kernels.lower_bound_key(start, expected_nnz, self._pending))
 
     def sample(self, stride: int, offset: int) -> SparseVector:
         """Every stride-th value from index `offset` on, with its part of the pending addend, which stays pending."""
         self._put_back()
-        part = self._array[offset::stride].copy()
+        part = (self._array if self._source is None else self._source)[offset::stride].copy()
         if self._pending is not None:
             self._kernels.accumulate(part, (self._pending[0][offset::stride], self._pending[1]))
         return DenseVector(part).to_sparse(keep_zeros=True)

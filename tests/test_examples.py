@@ -46,11 +46,6 @@ def printed(capsys, monkeypatch):
     torch.set_num_threads(threads)
 
 
-def without_process_group(monkeypatch):
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.setenv(name, "")  # init_process_group sets them; what was there before comes back
-
-
 def test_demo_runs_without_mpirun(tmp_path):
     arguments = ["--epochs", "1", "--seeds", "1", "--batch", "50", "--density", "0.05", "--out", str(tmp_path)]
     run = subprocess.run([sys.executable, TRAIN, *arguments], capture_output=True, text=True, timeout=200)
@@ -113,16 +108,22 @@ def test_two_lines_make_a_plain_script_distributed(printed, monkeypatch):
     assert min(accuracy) > 85
 
 
-def test_word_vectors(printed, monkeypatch, tmp_path):
-    without_process_group(monkeypatch)
+def test_word_vectors_and_ngrams_have_the_losses_of_one_process(monkeypatch, tmp_path, capsys):
     (tmp_path / "a.txt").write_text(" ".join(f"w{chr(97 + i % 23)}{chr(97 + i * i % 11)}" for i in range(4000)))
-    *losses, received = printed("word2vec.py", "--text", tmp_path, "--steps", 30, BATCH=120).splitlines()[:4]
-    first, _, last = (float(line.split()[3].rstrip(";")) for line in losses)
-    assert last < 0.97 * first and received.startswith("bytes received in a step: 0;")
+    words, ngrams = loaded("word2vec.py"), loaded("ngram_table.py")
+    monkeypatch.setattr(words, "BATCH", 120)
+    monkeypatch.setattr(ngrams, "STEPS", 12)
+    for train in (lambda comm: words.train(comm, str(tmp_path), 15), ngrams.train):
+        (alone,), *several = (sparsecoll.simulate(P, train).results for P in (1, 3))
+        assert alone[-1] < 0.99 * alone[0]
+        for losses in several[0]:
+            np.testing.assert_allclose(losses, alone, rtol=1e-4)
+    assert "87,381 of 262,144 rows here" in capsys.readouterr().out
 
 
 def test_hook_of_ddp(printed, monkeypatch):
-    without_process_group(monkeypatch)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "")  # init_process_group sets them; what was there before comes back
     losses = [float(line.split()[-1]) for line in printed("ddp.py").splitlines()]
     assert losses[-1] < 0.5 * losses[0]
 

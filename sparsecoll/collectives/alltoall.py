@@ -27,8 +27,8 @@ def alltoall(
 
     Args:
         comm: communicator, as in `sparsecoll.allreduce`.
-        x: list or tuple of P sparse vectors or matrices as in `sparsecoll.allreduce`, x[j] for rank j. Their lengths,
-            dtypes and types may differ.
+        x: list or tuple of P sparse vectors or matrices as in `sparsecoll.allreduce`, or RowSparse, x[j] for rank j.
+            Their lengths, dtypes and types may differ.
         format: wire format, a name or a Format (default: "auto").
         value_dtype: dtype of the values on the wire, "float16", "bfloat16" or "float32"; None, the default, for that of
             each vector.

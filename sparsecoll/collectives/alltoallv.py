@@ -39,8 +39,8 @@ def alltoallv(
 
     Args:
         comm: communicator, as in `sparsecoll.allreduce`.
-        x: dict from rank to the sparse vector or matrix (as in `sparsecoll.allreduce`) that it receives; {} to send
-            none. Lengths, dtypes and types may differ. A rank may send to itself.
+        x: dict from rank to the sparse vector or matrix (as in `sparsecoll.allreduce`), or RowSparse, that it receives;
+            {} to send none. Lengths, dtypes and types may differ. A rank may send to itself.
         format: wire format, a name or a Format (default: "auto").
         value_dtype: dtype of the values on the wire, "float16", "bfloat16" or "float32"; None, the default, for that of
             each vector.

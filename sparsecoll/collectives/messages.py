@@ -86,7 +86,11 @@ def pack_all(options: CallOptions, xs: Sequence[Any], ranks: Sequence[int]) -> l
     messages = []
     for rank, x in zip(ranks, xs, strict=True):
         try:
-            messages.append(pack(options, *options.to_entries(x, sums=False)))
+            if isinstance(x, RowSparse):
+                options.check_rows(x)
+                messages.append(pack_rows(options, x, Back()))
+            else:
+                messages.append(pack(options, *options.to_entries(x, sums=False)))
         except (ValueError, TypeError) as error:
             raise type(error)(str(error).replace("x:", f"x[{rank}]:", 1)) from error
     return messages

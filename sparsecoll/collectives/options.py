@@ -175,6 +175,13 @@ class CallOptions:
         self.check_finite(entries)
         return entries, back
 
+    def check_rows(self, x: RowSparse) -> None:
+        """Raise unless rows can be sent, and combined, with these options."""
+        if self.format != "auto":
+            raise ValueError(f"format: expected 'auto' for rows, which have one format, got {self.format!r}")
+        self.check_operation(x)
+        self.check_dtype(x.dtype)
+
     def channel(self, transport: Transport, length: int) -> Channel:
         """Return the channel of a call on vectors of this length."""
         return Channel(transport, length, self.wire_format, self.wire_dtype, self.operation)

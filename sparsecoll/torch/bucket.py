@@ -7,8 +7,9 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 import torch
 
+from sparsecoll.telemetry.trace import span
 from sparsecoll.torch.compressors import Compressor
-from sparsecoll.torch.device import Array
+from sparsecoll.torch.device import CPU, Array
 from sparsecoll.torch.layout import Layout
 from sparsecoll.transport import Transport
 
@@ -38,15 +39,26 @@ class Bucket:
     residual and returns the memory of the old residual once the step is taken. Means become gradients without a copy,
     so that their buffer is free again when nobody holds those tensors any more.
 
+    A gradient is not copied if it is the only one of its bucket, or if it is in the flat vector already, as with
+    `as_view`: it is the source, which nobody writes to. A reduction that fails has then changed no gradient.
+
+    Args:
+        params: name -> parameter; those of the layout are taken.
+        layout: of the flat vector.
+        as_view: whether gradients become views of the source.
+
     Attributes:
         params: name -> parameter.
-        gradient: this rank's gradients, in `layout.dtype`; None outside of a reduction.
+        gradient: this rank's gradients, in `layout.dtype`, or memory if there is a source; None outside of a reduction.
+        source: this rank's gradients where they are not in `gradient`, or None.
         mean: the means, after a reduction.
     """
 
-    def __init__(self, params: Mapping[str, torch.Tensor], layout: Layout) -> None:
+    def __init__(self, params: Mapping[str, torch.Tensor], layout: Layout, as_view: bool = False) -> None:
         self.params = {name: params[name] for name in layout.names}
         self.layout = layout
+        self.source: Buffer | None = None
+        self._as_view, self._dtype = as_view, layout.device.zeros_tensor(0, layout.dtype).dtype
         self._known: dict[int, Buffer] = {}
         self._free: list[Buffer] = []
         self.gradient: Buffer | None = None
@@ -76,9 +88,44 @@ class Bucket:
         return self.gradient
 
     @torch.no_grad()
-    def copy_grad_in(self, name: str, scale: float = 1.0) -> None:
-        """Copy a parameter's gradient, divided by `scale`, into the gradient buffer: zeros if it has none."""
-        gradient, view = self.params[name].grad, self.gradient_buffer().views[name]
+    def take_grad(self, name: str, scale: float = 1.0) -> None:
+        """Take a parameter's gradient, divided by `scale`: zeros if it has none."""
+        p, whole = self.params[name], self.gradient_buffer()
+        flat = scale == 1.0 and self._is_flat(p)
+        if flat and len(self.params) == 1:
+            self.source = Buffer(self.layout.device.array(p.grad.view(-1)), self.layout)  # type: ignore[union-attr]
+            return
+        if self.source is None and self._as_view and scale == 1.0 and self.layout.device is CPU:
+            self.source = (self._around(p, name) if flat else None) or self._unused()
+        view = (self.source or whole).views[name]
+        if flat and p.grad.data_ptr() == view.data_ptr():  # type: ignore[union-attr]
+            return
+        with span("dense", view.numel()):
+            self._copy_in(view, p.grad, scale)
+        if flat and self.source is not None:
+            p.grad = view.data
+
+    def _is_flat(self, p: torch.Tensor) -> bool:
+        """Whether a parameter's gradient could be a part of the flat vector as it is; devices other than CPUs copy."""
+        gradient = p.grad
+        return (
+            gradient is not None
+            and self.layout.device is CPU
+            and gradient.dtype == p.dtype == self._dtype
+            and not (gradient.is_sparse or gradient.requires_grad)
+            and gradient.is_contiguous()
+            and p.is_contiguous()
+        )
+
+    def _around(self, p: torch.Tensor, name: str) -> Buffer | None:
+        """Return the buffer of which a parameter's gradient is a view already; None: it is not."""
+        where = p.grad.data_ptr()  # type: ignore[union-attr]
+        found = next((b for b in self._known.values() if b.views[name].data_ptr() == where), None)
+        if found in self._free:
+            self._free.remove(found)
+        return found
+
+    def _copy_in(self, view: torch.Tensor, gradient: torch.Tensor | None, scale: float) -> None:
         if gradient is None:
             view.zero_()
             return
@@ -121,20 +168,28 @@ class Bucket:
     def reduce(self, transport: Transport, compressor: Compressor) -> None:
         """Reduce the gradients to their mean. Collective."""
         assert self.gradient is not None
+        source = None if self.source is None else self.source.array
         out = self.mean_buffer(compressor.keeps_gradient)
-        compressor.allreduce_mean(transport, self.gradient.array, out)
+        compressor.allreduce_mean(transport, self.gradient.array, out, source)
+        if not compressor.communicates:  # the means are this rank's gradients
+            self.mean = self.gradient if self.source is None else self.source
 
     def accept(self) -> None:
         """Accept the reduction: the gradient buffer now belongs to the compressor, or holds the means."""
-        self.gradient = None
-        if self.mean is not None:
-            self._free.append(self.mean)  # not lent again before the gradients made of it are gone
+        unused = self.gradient if self.mean is not None and self.mean is self.source else None
+        self._release(self.source, self.mean, unused)  # not used again before the gradients made of them are gone
+        self.gradient = self.source = None
 
     def reset(self) -> None:
         """Drop the reduction, and free its buffers."""
-        held = {id(buffer): buffer for buffer in (self.gradient, self.mean) if buffer is not None}
-        self._free += [buffer for buffer in held.values() if buffer not in self._free]
-        self.gradient = self.mean = None
+        self._release(self.gradient, self.source, self.mean)
+        self.gradient = self.source = self.mean = None
+
+    def _release(self, *buffers: Buffer | None) -> None:
+        """Free buffers, except the memory of gradients that were not copied."""
+        for buffer in buffers:
+            if buffer is not None and id(buffer.array) in self._known and buffer not in self._free:
+                self._free.append(buffer)
 
     def part_of_mean(self, name: str) -> torch.Tensor:
         """Return a view of a parameter's mean."""

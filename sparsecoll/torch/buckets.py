@@ -110,7 +110,8 @@ class Buckets:
 
     def bind(self, params: Mapping[str, torch.Tensor], layout: Layout) -> tuple[Bucket, Compressor]:
         """Add a bucket with a compressor of its own. Collective."""
-        bucket, replica = (RowBucket if layout.rows else Bucket)(params, layout), self._replica
+        replica = self._replica
+        bucket = (RowBucket if layout.rows else Bucket)(params, layout, replica.options.gradient_as_bucket_view)
         compressor = self._compressor_of(layout)
         compressor.bind(layout, replica.transport, replica.context, replica.patience)
         layout.device.synchronize()  # jobs have a stream of their own

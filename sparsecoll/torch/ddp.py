@@ -44,7 +44,8 @@ class HookState:
     `discard`, for a step that you skip after back-propagation. In DDP's `join()`, a rank that has no more data sends
     what waits in its residuals, which then change as if it had stepped with the others.
 
-    Every parameter is compressed, small ones too, since DDP puts them into the same buckets.
+    Every parameter is compressed, small ones too, since DDP puts them into the same buckets. Sparse gradients, as of
+    torch.nn.Embedding(sparse=True), are summed exactly, as rows.
 
     There is no `move`: DDP cannot change its process group, and the optimizer, whose state may differ between the ranks
     that are left, is not known here. After a rank was lost, make a new process group, DDP, HookState and optimizer, and
@@ -198,16 +199,20 @@ class HookState:
     def _mean(self, grads: GradBucket) -> torch.Tensor:
         bucket, compressor = self._of(grads)
         whole, scale, values = bucket.gradient_buffer(), self._scale(compressor), grads.buffer()
-        torch.mul(values, 1 / scale, out=whole.tensor) if scale != 1.0 else whole.tensor.copy_(values)
-        keeps = compressor.keeps_gradient
-        absent = {name for name, view in whole.views.items() if _all_zero(view)} if keeps else set()
-        in_place = keeps and values.dtype == whole.tensor.dtype  # the means need no memory of their own
-        out = bucket.layout.device.array(values) if in_place else bucket.mean_buffer(keeps)
-        with bucket_span(self._timeline, bucket.layout.index, bucket.layout.length):
-            compressor.allreduce_mean(self.transport, whole.array, out)
-        mean = values if in_place else bucket.layout.device.tensor(out)
+        layout, keeps, like = bucket.layout, compressor.keeps_gradient, values.dtype == whole.tensor.dtype
+        source = values if like and scale == 1.0 and compressor.communicates else None
+        if source is None:
+            torch.mul(values, 1 / scale, out=whole.tensor) if scale != 1.0 else whole.tensor.copy_(values)
+        given = layout.split(whole.tensor if source is None else source)
+        absent = {name for name, view in given.items() if _all_zero(view)} if keeps else set()
+        in_place = keeps and like  # the means need no memory of their own
+        out = layout.device.array(values) if in_place else bucket.mean_buffer(keeps)
+        where = None if source is None else layout.device.array(source)
+        with bucket_span(self._timeline, layout.index, layout.length):
+            compressor.allreduce_mean(self.transport, whole.array, out, where)
+        mean = values if in_place else layout.device.tensor(out)
         if keeps:
-            self._leave_out(bucket.layout, compressor, absent, mean)
+            self._leave_out(layout, compressor, absent, mean)
         if not in_place:
             values.copy_(mean)
         if scale != 1.0:

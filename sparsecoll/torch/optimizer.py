@@ -36,7 +36,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
         optimizer = DistributedOptimizer(optimizer, model.named_parameters(), compressor="topk")
 
-    Write the training loop as for DistributedDataParallel. Gradients are copied into buckets, and a progress thread
+    Write the training loop as for DistributedDataParallel. Gradients are collected in buckets, and a progress thread
     compresses and reduces each bucket while back-propagation continues. When `backward()` returns, every `p.grad` is
     the mean, with the same bits on all ranks. Clipping, GradScaler, checks of the norm, skipped steps (`zero_grad()`
     instead of `step()`) and closures therefore work as on one process with the global batch. The first step records the
@@ -46,6 +46,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
     running statistics) are set to rank 0's at the end of each back-propagation. A parameter that only some ranks use
     counts as zero on the others. The gradient of one that no rank uses stays None, so that the optimizer skips it,
     unless residuals contribute something.
+
+    Sparse gradients, as of torch.nn.Embedding(sparse=True), are summed as rows, exactly and whatever the compressor,
+    and take no memory of the table's size; `p.grad` is then the mean as a coalesced sparse tensor.
 
     A step that fails or is skipped leaves the residuals as they were before it.
 
@@ -67,6 +70,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         bucket_bytes: bytes of gradient in a bucket (default: 25 MiB); None for one bucket with the whole model.
         dense_below: number of values below which a parameter is not compressed (default: 1024).
         overlap: whether gradients are reduced during back-propagation (the default) or in `step`.
+        gradient_as_bucket_view: as in DistributedDataParallel: whether every `p.grad` is a view of its bucket's flat
+            vector as soon as autograd has computed it (default: False). See "Memory".
         verify: number of steps after which the bits of all parameters and buffers are compared between ranks; 0, the
             default, for never, and True for 100.
         timeout: seconds to wait for a message before CommunicationError is raised; None, the default, for no limit,
@@ -80,7 +85,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         RuntimeError: `comm` is None, and a launcher that MPI does not recognize has started several processes.
 
     Memory: with error feedback three flat vectors of the size of the gradients (residual, gradient, mean), otherwise
-    one, and the state of the compressor.
+    one, and the state of the compressor; and autograd's own gradients until `backward()` returns. With
+    `gradient_as_bucket_view` each of these is freed when it has been copied, and the copies take one more flat vector;
+    where autograd adds to a gradient (accumulation, or after `zero_grad(set_to_none=False)`) nothing is copied. A large
+    gradient that is alone in its bucket is never copied, with or without this option.
 
     See Also:
         `sparsecoll.torch.SparseSGD`, `sparsecoll.torch.comm_hook`.
@@ -96,6 +104,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         bucket_bytes: int | None = 25 << 20,
         dense_below: int = 1024,
         overlap: bool = True,
+        gradient_as_bucket_view: bool = False,
         verify: bool | int = 0,
         timeout: float | None = None,
         timeline: Timeline | None = None,
@@ -106,7 +115,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         model = model_of(named_parameters)
 
         def checked(_: CollectiveCall) -> tuple[Named, Compressor, Options]:
-            options = Options(bucket_bytes, dense_below, overlap, verify, timeout, timeline)
+            options = Options(bucket_bytes, dense_below, overlap, gradient_as_bucket_view, verify, timeout, timeline)
             refuse_wrapped(model, "named_parameters")
             return _of_optimizer(optimizer, named(named_parameters)), resolve(compressor), options
 

@@ -20,6 +20,7 @@ class Options:
     bucket_bytes: int | None = 25 << 20
     dense_below: int = 1024
     overlap: bool = True
+    gradient_as_bucket_view: bool = False
     verify: bool | int = 0
     timeout: float | None = None
     timeline: Timeline | None = None
@@ -28,8 +29,9 @@ class Options:
         if self.bucket_bytes is not None:
             check_integer("bucket_bytes", self.bucket_bytes, 1)
         check_integer("dense_below", self.dense_below, 0)
-        if not isinstance(self.overlap, bool):
-            raise TypeError(f"overlap: expected True or False, got {self.overlap!r}")
+        for name in ("overlap", "gradient_as_bucket_view"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name}: expected True or False, got {getattr(self, name)!r}")
         if isinstance(self.verify, bool):
             self.verify = 100 * self.verify
         check_integer("verify", self.verify, 0)

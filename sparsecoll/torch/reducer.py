@@ -1,6 +1,6 @@
 """A reduction: the gradients of a back-propagation become their means over the ranks, on all ranks or on none.
 
-Gradients are copied into buckets, which the progress thread reduces on trial. Then one round of all ranks tells whether
+Gradients are taken into buckets, which the progress thread reduces on trial. Then one round of all ranks tells whether
 all went well everywhere, and only then gradients become means. What error feedback keeps of it becomes the state of the
 next step when the optimizer steps; until then it can be taken back.
 """
@@ -70,7 +70,7 @@ class Reducer:
             self._take_back({name})
 
     def send(self, name: str) -> None:
-        """Copy a gradient into its bucket, which is sent when it is full; in the first reduction, note the order."""
+        """Take a gradient into its bucket, which is sent when it is full; in the first reduction, note the order."""
         self._sender.came()
         if not self.buckets:
             if name not in self.buckets.order:
@@ -128,7 +128,7 @@ class Reducer:
         if not self.buckets:
             self.make_buckets()
         self._sender.send_rest()
-        replica = self._replica
+        replica, self._changed = self._replica, self._changed or self._sender.altered
         flags |= CHANGED * self._changed | SUSPECT * replica.suspect
         row = Row(replica.context.step, flags, replica.params, replica.buffers.changed(), sparse=replica.sparse_weights)
         digest = None if replica.warmed or replica.transport.size == 1 else fingerprint(replica.params.values())

@@ -60,12 +60,12 @@ class RowParameters:
 class RowBucket(Bucket):
     """One parameter whose gradients are rows: this rank's gradient, and the mean."""
 
-    def __init__(self, params: Mapping[str, torch.Tensor], layout: Layout) -> None:
+    def __init__(self, params: Mapping[str, torch.Tensor], layout: Layout, as_view: bool = False) -> None:
         super().__init__(params, layout)
         self._own: torch.Tensor | None = None
         self._mean: RowSparse | None = None
 
-    def copy_grad_in(self, name: str, scale: float = 1.0) -> None:
+    def take_grad(self, name: str, scale: float = 1.0) -> None:
         """Take a parameter's gradient; a dense one counts as none, since all ranks will learn of it at the end."""
         gradient = self.params[name].grad
         self.take(gradient if has_rows(gradient) else None)
@@ -92,7 +92,7 @@ class RowBucket(Bucket):
     def accumulate(self, residual: Any, weights: Mapping[str, tuple[float, float]]) -> Any:
         """Return b * gradient as rows, see `Bucket.accumulate`; they have no residual."""
         (name,) = self.params
-        self.copy_grad_in(name)
+        self.take_grad(name)
         return self.rows(weights[name][1])
 
     def reduce(self, transport: Transport, compressor: Compressor) -> None:
@@ -176,7 +176,7 @@ class RowSum(Compressor):
             )
         return total
 
-    def allreduce_mean(self, transport: Transport, gradient: Any, out: Any) -> None:
+    def allreduce_mean(self, transport: Transport, gradient: Any, out: Any, source: Any = None) -> None:
         """Set the mean of RowBucket `out` to that of all ranks' RowBucket `gradient`. Collective."""
         with CollectiveCall(transport, f"bucket {self.layout.index}", self.timeout):
             with span("select"):

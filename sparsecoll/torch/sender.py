@@ -47,6 +47,7 @@ class Sender:
     def begin(self) -> None:
         """Forget the last reduction."""
         self.taken: set[str] = set()
+        self._marks: list[tuple[torch.Tensor, torch.Tensor | None, int]] = []  # parameter, its gradient, its version
         self.failed: Exception | None = None
         self.first: float | None = None
         self.last = 0.0
@@ -68,14 +69,21 @@ class Sender:
         self.first = self.last if self.first is None else self.first
 
     def take(self, name: str) -> None:
-        """Copy a parameter's gradient into its bucket, and send the buckets that are complete and next in order."""
-        self._copy_in(self._buckets.index_of[name], name)
+        """Take a parameter's gradient into its bucket, and send the buckets that are complete and next in order."""
+        self._take(self._buckets.index_of[name], name)
+        p = self._replica.params[name]
+        self._marks.append((p, p.grad, -1 if p.grad is None else p.grad._version))
         while len(self._sent) < len(self._buckets) and not self._waiting[len(self._sent)]:
             self._isend()
 
-    def _copy_in(self, index: int, name: str) -> None:
+    @property
+    def altered(self) -> bool:
+        """Whether a gradient was replaced, or changed in place, since it was taken during back-propagation."""
+        return any(p.grad is not g or (g is not None and g._version != version) for p, g, version in self._marks)
+
+    def _take(self, index: int, name: str) -> None:
         bucket, compressor = self._buckets[index]
-        bucket.copy_grad_in(name, self._scale.of(compressor))
+        bucket.take_grad(name, self._scale.of(compressor))
         self.taken.add(name)
         self._waiting[index].discard(name)
 
@@ -125,7 +133,7 @@ class Sender:
         for index in range(len(self._sent), len(self._buckets)):
             bucket = self._buckets[index][0]
             for name in bucket.params if bucket.gradient is None else list(self._waiting[index]):
-                self._copy_in(index, name)
+                self._take(index, name)
             self._isend()
         if self._timeline is not None and self.first is not None:
             self._timeline.add("back-propagation", self.first, self.last)

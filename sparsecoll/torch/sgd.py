@@ -59,6 +59,8 @@ class SparseSGD(torch.optim.Optimizer):
     unless residuals contribute something. The residual of a parameter that is frozen, or has a learning rate of 0, is
     kept.
 
+    Sparse gradients, as of torch.nn.Embedding(sparse=True), are summed as rows, all of them and without a residual.
+
     Gradients are local to each rank until `step`, so that accumulating them needs no `no_sync`, and `zero_grad` instead
     of `step` skips a step; all ranks must take the same number of steps (see `join`). Clipping before `step` clips each
     rank's own gradients, unlike on one process with the global batch, and rank 0 logs a warning. DistributedOptimizer

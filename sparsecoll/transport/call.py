@@ -13,13 +13,13 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import struct
 import zlib
 from itertools import zip_longest
 from types import TracebackType
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from sparsecoll.errors import CommunicationError, NonFiniteError
 from sparsecoll.formats import Buffer
@@ -31,7 +31,8 @@ PHASES = 4  # messages of calls that follow each other never have the same tag
 NUMBERS = (TAGS - FIRST_TAG) // PHASES  # tags of a phase: by name before the ranks agree, by name with check=False,
 NAMES = 509  # (a prime that gives each name in use a number of its own)
 KEPT = NUMBERS - 2 * NAMES  # and one for each list of arguments that the ranks have agreed on
-AGREEMENT_BYTES = 16  # of a rank's number of entries and checksum of arguments
+ROW = struct.Struct("<qq")  # a rank's number of entries and checksum of arguments
+AGREEMENT_BYTES = ROW.size
 REPORT_SECONDS = 60.0  # how long a rank that failed waits for the reports of the others, if the call has no timeout
 VALUE_SHOWN, VALUES_SHOWN, ARGUMENTS_SHOWN = 120, 4, 3  # characters; values of an argument, arguments in an error
 KNOWN = {kind.__name__: kind for kind in (ValueError, TypeError, CommunicationError, NonFiniteError)}
@@ -129,11 +130,11 @@ class CollectiveCall:
             checksum = self.checksum() if check else 0
         counts: list[int] = []
         if entries is not None or (check and checksum not in transport.agreed):
-            row = np.array([-1 if entries is None else entries, checksum], np.int64)
-            rows = self._rows(row, message)
-            if (rows[:, 1] != checksum).any() or (rows[:, 0] < 0).any() != (entries is None):
+            rows = self._rows((-1 if entries is None else entries, checksum), message)
+            every, checksums = zip(*rows, strict=True)
+            if set(checksums) != {checksum} or (min(every) < 0) != (entries is None):
                 raise CallMismatch("ranks disagree")
-            counts = rows[:, 0].tolist() if entries is not None else []
+            counts = list(every) if entries is not None else []
         self._set_tag(self._number_of(checksum) if check else NAMES + self._number_of_name)
         return counts
 
@@ -153,21 +154,18 @@ class CollectiveCall:
             self._set_tag(number)
         return number is not None
 
-    def _rows(self, row: NDArray[np.int64], message: Buffer | None) -> NDArray[np.int64]:
+    def _rows(self, row: tuple[int, int], message: Buffer | None) -> list[tuple[int, int]]:
         """Return every rank's row, and set `gathered` to every rank's message."""
         transport = self.transport
         try:
             if message is None:
                 with transport.phase("agree"):
-                    return allgather(transport, row)
-            message[-AGREEMENT_BYTES:] = row.view(np.uint8)
+                    return list(map(tuple, allgather(transport, np.array(row, np.int64)).tolist()))
+            ROW.pack_into(message, message.size - AGREEMENT_BYTES, *row)
             with transport.phase("gather" if message.size > AGREEMENT_BYTES else "agree"):
                 blocks = allgatherv(transport, message)
-            ends = [block[-AGREEMENT_BYTES:] for block in blocks]
-            if any(end.size != AGREEMENT_BYTES for end in ends):
-                raise CallMismatch("ranks disagree")
-            rows = np.concatenate(ends).view(np.int64).reshape(-1, 2)
-        except (CommunicationError, ValueError) as error:  # not as long as those of this rank
+            rows: list[Any] = [ROW.unpack_from(block, block.size - AGREEMENT_BYTES) for block in blocks]
+        except (CommunicationError, ValueError, struct.error) as error:  # not as long as those of this rank
             if transport.broken:
                 raise
             raise CallMismatch("ranks disagree") from error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -77,12 +76,13 @@ def to_scipy(
     """
     sparse = importlib.import_module("scipy.sparse")
     cls, form = getattr(sparse, kind), kind[:3]
-    if max((*shape, indices.size)) > np.iinfo(np.int32).max:
+    if max((*shape, indices.size)) >= 1 << 31:
         index_dtype = "int64"
     if len(shape) == 2 and form in BY_ROWS:
         starts, columns = rows_of_flat(indices, (shape[0], shape[1]), index_dtype)
         by_rows = cls if form == "csr" else getattr(sparse, f"csr_{kind[4:]}")
-        made = copy.copy(_without_arrays(by_rows, shape, values.dtype))  # the constructor would validate them again
+        made = object.__new__(by_rows)
+        made.__dict__ |= _without_arrays(by_rows, shape, values.dtype).__dict__  # the constructor would validate them
         made.data, made.indices, made.indptr = values, columns, starts
         made.has_canonical_format = True
         if form == "bsr":

@@ -190,7 +190,9 @@ class SparseVector(Entries):
     def _first_not_finite(self) -> int | None:
         """Return the index of the first NaN or infinity."""
         kind = self._array.dtype.kind
-        if kind in "biu" or (kind == "f" and self.nnz <= FEW and not self.on_gpu and np.isfinite(self._array).all()):
+        if kind in "biu":
+            return None
+        if kind == "f" and self.nnz <= FEW and not self.on_gpu and b"\0" not in np.isfinite(self._array).tobytes():
             return None
         if self._key_range()[1] < self._nan_key() - 1:
             return None
@@ -256,12 +258,13 @@ class SparseVector(Entries):
     def _copy_if_overlapping(self, other: SparseVector | DenseVector) -> SparseVector:
         """Return the same entries in arrays that share no memory with those of `other`."""
         theirs = (other.indices, other.values) if isinstance(other, SparseVector) else (other.values,)
-        shared = [[may_share_memory(mine, array) for array in theirs] for mine in (self.indices, self._array)]
-        if not any(map(any, shared)):
-            return self
-        mine = zip((self.indices, self._array), shared, strict=True)
-        indices, values = (array.copy() if any(with_theirs) else array for array, with_theirs in mine)
-        return self._of((indices, values))
+        indices, values = self.indices, self._array
+        for array in theirs:
+            if may_share_memory(indices, array):
+                indices = indices.copy()
+            if may_share_memory(values, array):
+                values = values.copy()
+        return self if indices is self.indices and values is self._array else self._of((indices, values))
 
 
 def union_mask(parts: Sequence[SparseVector]) -> NDArray[np.uint8]:

@@ -5,7 +5,7 @@ import pytest
 from cases import case, same_bits
 
 import sparsecoll
-from sparsecoll import SparseVector, simulate
+from sparsecoll import RowSparse, SparseVector, simulate
 from sparsecoll.errors import CommunicationError
 from sparsecoll.transport.base import Transport
 
@@ -35,6 +35,21 @@ def test_types_differ_from_pair_to_pair_and_values_are_rounded():
         assert type(y) is type(matrix) and y.dtype == np.float64
         np.testing.assert_array_equal(y.toarray(), matrix.toarray().astype(np.float32))
     assert b == [{0: 0.5}, {1: 0.5}]
+
+
+def test_rows():
+    def program(comm):
+        x = [
+            RowSparse([comm.rank, 7], np.full((2, 3), 10.0 * comm.rank + to, np.float32), 9) for to in range(comm.size)
+        ]
+        with pytest.raises(ValueError, match="rank 0: format: expected 'auto' for rows"):
+            sparsecoll.alltoall(comm, x, format="coo")
+        return sparsecoll.alltoall(comm, x)
+
+    for to, parts in enumerate(simulate(3, program).results):
+        assert [part.rows.tolist() for part in parts] == [[0, 7], [1, 7], [2, 7]]
+        assert [part.shape for part in parts] == [(9, 3)] * 3
+        assert [set(part.values.ravel().tolist()) for part in parts] == [{10.0 * source + to} for source in range(3)]
 
 
 def test_errors_are_the_same_on_all_ranks():

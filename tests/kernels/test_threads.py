@@ -39,7 +39,10 @@ def test_selection(dtype, count, monkeypatch):
             with np.errstate(all="ignore"):
                 found = getattr(cpu, name)(mine, argument, add=(g, 2), clear=True, **extra[0])
                 expected = getattr(reference, name)(theirs, argument, add=(g, 2), clear=True, **extra[1])
+                apart = getattr(cpu, name)(x.copy(), argument, add=(g, 2), out=(out := np.empty_like(x)), clear=True)
             for a, b in zip((*found, mine, sums[0]), (*expected, theirs, sums[1]), strict=True):
+                np.testing.assert_array_equal(a, b)
+            for a, b in zip((*apart, out), (*expected, theirs), strict=True):
                 np.testing.assert_array_equal(a, b)
 
 

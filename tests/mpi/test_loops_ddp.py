@@ -6,6 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from loops_of_models import Shelf  # noqa: E402
 from runs import HOOK, Run, alike, net, plain_sgd, train  # noqa: E402
 
 from sparsecoll.errors import NonFiniteError  # noqa: E402
@@ -69,3 +70,35 @@ def test_in_ddps_join_no_step_is_discarded_and_errors_reach_all(comm):
                 with pytest.raises(RuntimeError, match="discard: expected all ranks to have data"):
                     run.state.discard()
             run.optimizer.step()
+
+
+@pytest.mark.parametrize("options", [{}, {"static_graph": True}], ids=str)
+def test_gradients_that_are_rows(comm, options):
+    run, last = Run(HOOK, comm, Shelf, plain_sgd, TOPK, verify=1, **options), comm.size - 1
+
+    def backward(step, factor=1.0):
+        x = torch.randint(0, 40, (6, 3), generator=torch.Generator().manual_seed(10 * comm.rank + step))
+        run.optimizer.zero_grad()
+        (run.model(x) * 1e-2 * factor).backward()
+
+    for step in range(3):
+        backward(step)
+        assert run.module.table.weight.grad.is_sparse and run.module.bag.weight.grad.is_sparse
+        run.optimizer.step()
+    kept = run.state.state_dict()
+    assert sorted(kept["tensors"]["residual"]) == ["net.head.bias", "net.head.weight"]
+    run.module.bag.weight.register_hook(lambda gradient: gradient * (float("nan") if comm.rank == last else 1.0))
+    with pytest.raises(NonFiniteError, match=rf"^rank {last}: gradient of 'net.bag.weight': expected finite values"):
+        backward(3)
+    assert run.module.bag.weight.grad.is_sparse and alike(comm, run.values())
+
+
+def test_rows_in_ddps_join(comm):
+    run = Run(HOOK, comm, Shelf, plain_sgd, TOPK)
+    with run.model.join():
+        for step in range(2 + comm.rank):
+            x = torch.randint(0, 40, (6, 3), generator=torch.Generator().manual_seed(10 * comm.rank + step))
+            run.optimizer.zero_grad()
+            (run.model(x) * 1e-2).backward()
+            run.optimizer.step()
+    assert alike(comm, run.values())

@@ -6,7 +6,9 @@ torch = pytest.importorskip("torch")
 
 from loop import FIND, RAISES, SAME  # noqa: E402
 from loops import LOOPS  # noqa: E402
-from runs import HOOK, ONE, SPARSE, WAYS, Run, alike, close, in_turn  # noqa: E402
+from runs import HOOK, ONE, OVERLAP, SPARSE, WAYS, Run, alike, bits, close, in_turn  # noqa: E402
+
+from sparsecoll.torch.compressors import TopK  # noqa: E402
 
 pytestmark = [pytest.mark.mpi, pytest.mark.usefixtures("process_group")]
 
@@ -25,6 +27,17 @@ def test_a_loop_does_what_one_process_does(comm, way, name):
     run.close()
     assert alike(comm, run.values())
     close(run.values(), alone.values(), loop.rtol)
+
+
+@pytest.mark.parametrize("name", [name for name, ways in RIGHT if OVERLAP in ways])
+def test_gradients_as_views_change_no_bit(comm, name):
+    loop, found = LOOPS[name], []
+    for as_view in (False, True):
+        run = Run(OVERLAP, comm, loop.model, loop.inner, TopK(0.2), gradient_as_bucket_view=as_view)
+        loop.body(run)
+        run.close()
+        found.append(bits(run.values()))
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("name", [name for name, loop in LOOPS.items() if loop.cell(HOOK) == RAISES])

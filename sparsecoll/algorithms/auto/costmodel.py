@@ -139,7 +139,10 @@ def _burst(shape: Shape, t: Tuning) -> float:
 
 
 def _dense_waits(shape: Shape, t: Tuning) -> float:
-    return rounds(shape.P) * t.alpha if is_short(shape.n * shape.value_bytes, shape.P) else _burst(shape, t)
+    """Return the seconds of the messages of one step, without their bytes."""
+    if is_short(shape.n * shape.value_bytes, shape.P):
+        return rounds(shape.P) * (t.alpha + t.call)
+    return _burst(shape, t) + (shape.P - 1) * t.call
 
 
 def _allgather(shape: Shape, t: Tuning) -> float:

@@ -1,7 +1,7 @@
 """Selection in one pass: the entries above a threshold, and the exact top k.
 
-A pass can also add scale * addend to the values before it selects, and set the selected values to zero. A chunk stays
-in the first-level cache between these steps, so that memory is read and written once.
+A pass can also add scale * addend to the values before it selects, set the selected values to zero, and do all this in
+other memory. A chunk stays in the first-level cache between these steps, so that memory is read and written once.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from sparsecoll.kernels.reference.selection import (
     magnitude_keys,
     moments_of,
     moments_of_lines,
+    moved,
 )
 from sparsecoll.kernels.sampling import stride_for
 
@@ -58,6 +59,20 @@ def _add(values, addend, scale, start, stop):  # type: ignore[no-untyped-def]
     target, source = values[start:stop], addend[start:stop]  # slices: plain loops over them are vectorised
     for i in range(target.size):
         target[i] += scale * values.dtype.type(source[i])
+
+
+@jit
+def _sum(values, addend, scale, out, start, stop):  # type: ignore[no-untyped-def]
+    target, first, second = out[start:stop], values[start:stop], addend[start:stop]
+    for i in range(target.size):
+        target[i] = first[i] + scale * out.dtype.type(second[i])
+
+
+@jit
+def _copy(values, out, start, stop):  # type: ignore[no-untyped-def]
+    target, source = out[start:stop], values[start:stop]
+    for i in range(target.size):
+        target[i] = source[i]
 
 
 @jit
@@ -121,7 +136,7 @@ def _take(bits, mask, key, indices, addend, scale, first, start, stop, out_i, ou
 
 @jit
 def _select(  # type: ignore[no-untyped-def]
-    values, bits, mask, key, indices, addend, added, scale, sums, lines, start, out_i, out_v, count, clear
+    values, bits, origin, mask, key, indices, addend, added, scale, sums, lines, start, out_i, out_v, count, clear
 ):
     """Select from `start` on until the end, or until the outputs are nearly full: (where it stopped, the count)."""
     often = False
@@ -130,7 +145,12 @@ def _select(  # type: ignore[no-untyped-def]
         if count + (stop - start) + BLOCK > out_i.size:
             break
         first = stop - (stop - start) % BLOCK
-        if addend is not None:
+        if origin is not None:
+            if addend is not None:
+                _sum(origin, addend, scale, values, start, stop)
+            else:
+                _copy(origin, bits, start, stop)
+        elif addend is not None:
             _add(values, addend, scale, start if added is None else first, stop)
         if sums is not None:
             _add_moments(values, start, stop, sums, lines)
@@ -173,6 +193,11 @@ def _accumulate(values, addend, scale):  # type: ignore[no-untyped-def]
 
 
 @jit
+def _accumulate_into(values, addend, scale, out):  # type: ignore[no-untyped-def]
+    _sum(values, addend, scale, out, 0, out.size)
+
+
+@jit
 def _permuted(length, half, key, out):  # type: ignore[no-untyped-def]
     mask, shift = (np.uint64(1) << np.uint64(half)) - np.uint64(1), np.uint64(half)
     for i in range(out.size):
@@ -211,10 +236,12 @@ def key_range(values: Array) -> tuple[int, int]:
     return int(lowest), int(highest)
 
 
-def accumulate(values: Array, add: Addend) -> None:
+def accumulate(values: Array, add: Addend, out: Array | None = None) -> None:
     addend, scale = add
     if np.float16 in (values.dtype, addend.dtype):
-        reference.accumulate(values, add)
+        reference.accumulate(values, add, out)
+    elif out is not None:
+        _accumulate_into(readonly(values), readonly(addend), values.dtype.type(scale), out)
     else:
         _accumulate(values, addend, values.dtype.type(scale))
 
@@ -233,29 +260,35 @@ def select_at_least(
     *,
     indices: Array | None = None,
     add: Addend | None = None,
+    out: Array | None = None,
     moments: Array | None = None,
     clear: bool = False,
 ) -> tuple[Array, Array]:
     if values.dtype == np.float16 or (add is not None and add[0].dtype == np.float16):  # no arithmetic here
+        values, out = moved(values, out), None
         if add is not None:
             accumulate(values, add)
         if moments is not None:
             moments[:] = moments_of(values)
         add = moments = None
-    bits, mask = _lanes_of(values, write=clear or add is not None)
+    origin, values = (None, values) if out is None else (readonly(values), out)
+    bits, mask = _lanes_of(values, write=clear or add is not None or origin is not None)
     if key > np.iinfo(mask.dtype).max:  # no value can reach it
+        values = values if origin is None else moved(origin, values)
         return reference.select_at_least(values, key, indices=indices, add=add, moments=moments)
     lines = None if moments is None else np.empty((-(-values.size // LINE), 4))
     addend, scale = (None, None) if add is None else (readonly(np.ascontiguousarray(add[0])), values.dtype.type(add[1]))
     floats = bits if addend is None and lines is None else values if addend is not None else readonly(values)
-    in_lanes = addend is not None and addend.dtype == values.dtype and values.dtype.kind == "f" and lines is None
-    added = addend.view(bits.dtype) if in_lanes and VECTORS else None  # type: ignore[union-attr]
+    origin = _lanes_of(origin)[0] if origin is not None and addend is None else origin  # it is only copied
+    in_lanes = addend is not None and addend.dtype == values.dtype and values.dtype.kind == "f"
+    in_lanes = in_lanes and lines is None and origin is None and VECTORS
+    added = addend.view(bits.dtype) if in_lanes else None  # type: ignore[union-attr]
     index = index_dtype(values.size) if indices is None else indices.dtype
     indices = None if indices is None else readonly(indices)
 
     def part(start: int, stop: int) -> tuple[Array, Array]:
         arrays: list[Any] = [
-            None if array is None else array[:stop] for array in (floats, bits, indices, addend, added)
+            None if array is None else array[:stop] for array in (floats, bits, origin, indices, addend, added)
         ]
         guess = expected * (stop - start) // max(values.size, 1)
         return _select_range(*arrays, mask, mask.dtype.type(key), scale, lines, start, guess, index, clear)  # type: ignore[call-arg]
@@ -271,6 +304,7 @@ def select_at_least(
 def _select_range(
     floats: Any,
     bits: Any,
+    origin: Any,
     indices: Any,
     addend: Any,
     added: Any,
@@ -291,7 +325,7 @@ def _select_range(
     sums = None if lines is None else np.empty((4, MOMENT_LANES))
     while True:
         state = (start, out_i, out_v, count, clear or None)
-        start, count = _select(floats, bits, mask, key, indices, addend, added, scale, sums, lines, *state)
+        start, count = _select(floats, bits, origin, mask, key, indices, addend, added, scale, sums, lines, *state)
         if start == size:
             return out_i[:count], out_v[:count]
         wanted = max(2 * count, int(1.1 * count * (size - begin) / max(start - begin, 1)))
@@ -357,12 +391,19 @@ def kth_key(values: Array, k: int) -> tuple[int, int]:
 
 
 def topk(
-    values: Array, k: int, *, indices: Array | None = None, add: Addend | None = None, clear: bool = False
+    values: Array,
+    k: int,
+    *,
+    indices: Array | None = None,
+    add: Addend | None = None,
+    out: Array | None = None,
+    clear: bool = False,
 ) -> tuple[Array, Array]:
     if k == 0:
-        return select_at_least(values, BEYOND, indices=indices, add=add)
+        return select_at_least(values, BEYOND, indices=indices, add=add, out=out)
     bound = lower_bound_key(values, k, add)
-    found_i, found_v = select_at_least(values, bound, k + (k >> 2), indices=indices, add=add, clear=clear)
+    found_i, found_v = select_at_least(values, bound, k + (k >> 2), indices=indices, add=add, out=out, clear=clear)
+    values = values if out is None else out
     if found_v.size < min(k, values.size):  # the sample was not typical, as for periodic data
         if clear:
             values[found_i] = found_v

@@ -9,7 +9,7 @@ import numpy as np
 from sparsecoll.kernels.gpu import device
 from sparsecoll.kernels.gpu.device import launch, types, u32
 from sparsecoll.kernels.keys import index_dtype
-from sparsecoll.kernels.reference.selection import MOMENT_ROWS, ROUNDS
+from sparsecoll.kernels.reference.selection import MOMENT_ROWS, ROUNDS, moved
 from sparsecoll.kernels.sampling import stride_for
 
 Array = Any  # of CuPy
@@ -43,7 +43,8 @@ def magnitude_keys(values: Array) -> Array:
     return bits & bits.dtype.type(np.iinfo(bits.dtype).max >> 1)
 
 
-def accumulate(values: Array, add: Addend) -> None:
+def accumulate(values: Array, add: Addend, out: Array | None = None) -> None:
+    values = moved(values, out)
     macros, addend, scale = _added(add)
     launch("selection", "accumulate", values.size, values, values.size, addend, scale, macros=types(values) + macros)
 
@@ -147,9 +148,11 @@ def select_at_least(
     *,
     indices: Array | None = None,
     add: Addend | None = None,
+    out: Array | None = None,
     moments: np.ndarray[Any, Any] | None = None,
     clear: bool = False,
 ) -> tuple[Array, Array]:
+    values = moved(values, out)
     above = min(key - 1, int(np.iinfo(_bits(values)).max))
     return _take(values, above, 0, expected, indices, add, moments, clear)
 
@@ -194,8 +197,15 @@ def _narrowed(values: Array, state: Array, rounds: int) -> tuple[int, int]:
 
 
 def topk(
-    values: Array, k: int, *, indices: Array | None = None, add: Addend | None = None, clear: bool = False
+    values: Array,
+    k: int,
+    *,
+    indices: Array | None = None,
+    add: Addend | None = None,
+    out: Array | None = None,
+    clear: bool = False,
 ) -> tuple[Array, Array]:
+    values = moved(values, out)
     if k == 0:
         return select_at_least(values, 1 << 64, indices=indices, add=add)
     bound, all_i, all_v = lower_bound_key(values, k, add), indices, values

@@ -49,8 +49,13 @@ def key_range(values: Array) -> tuple[int, int]:
     return (int(keys.min()), int(keys.max())) if keys.size else (0, 0)
 
 
-def accumulate(values: Array, add: Addend) -> None:
-    """values += scale * addend, in place, in the dtype of values; the product is rounded before the sum."""
+def accumulate(values: Array, add: Addend, out: Array | None = None) -> None:
+    """values += scale * addend, in the dtype of values; the product is rounded before the sum.
+
+    Args:
+        out: takes the sums instead of `values`, which then do not change; of the same dtype.
+    """
+    values = moved(values, out)
     with np.errstate(over="ignore", invalid="ignore"):
         values += values.dtype.type(add[1]) * add[0].astype(values.dtype, copy=False)
 
@@ -87,6 +92,14 @@ def _folded(terms: Array) -> Any:
     return columns[0]
 
 
+def moved(values: Array, out: Array | None) -> Array:
+    """The values, or `out` with a copy of them."""
+    if out is None:
+        return values
+    out[:] = values
+    return out
+
+
 def select_at_least(
     values: Array,
     key: int,
@@ -94,6 +107,7 @@ def select_at_least(
     *,
     indices: Array | None = None,
     add: Addend | None = None,
+    out: Array | None = None,
     moments: Array | None = None,
     clear: bool = False,
 ) -> tuple[Array, Array]:
@@ -102,9 +116,11 @@ def select_at_least(
     Args:
         expected: a guess of their number.
         add: first values += scale * addend, in place.
+        out: takes the place of `values`, which then do not change; of the same dtype.
         moments: float64[4], filled with the moments of the values after that.
         clear: values taken are zero in `values` afterwards.
     """
+    values = moved(values, out)
     if add is not None:
         accumulate(values, add)
     if moments is not None:
@@ -167,9 +183,16 @@ def topk_by_key(values: Array, key: int, ties: int, *, indices: Array | None = N
 
 
 def topk(
-    values: Array, k: int, *, indices: Array | None = None, add: Addend | None = None, clear: bool = False
+    values: Array,
+    k: int,
+    *,
+    indices: Array | None = None,
+    add: Addend | None = None,
+    out: Array | None = None,
+    clear: bool = False,
 ) -> tuple[Array, Array]:
     """The entries of the k largest magnitudes, ties by lower position; all if k >= n. As `select_at_least`."""
+    values = moved(values, out)
     if add is not None:
         accumulate(values, add)
     order = np.lexsort((np.arange(values.size), np.invert(magnitude_keys(values))))

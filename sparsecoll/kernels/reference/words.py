@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import defaultdict
+
 import numpy as np
 
 from sparsecoll.kernels.keys import Array
@@ -34,19 +37,16 @@ def number_words(text: Array, starts: Array, stops: Array) -> tuple[Array, Array
     Equal words have equal numbers, which count the different words in the order in which they first occur. The
     arguments are those of `word_hashes`.
     """
-    numbers: dict[bytes, int] = {}
-    found = np.empty(starts.size, np.int64)
-    first: list[int] = []
-    for position, (start, stop) in enumerate(zip(starts.tolist(), stops.tolist(), strict=True)):
-        word = text[start:stop].tobytes()
-        if word not in numbers:
-            numbers[word] = len(first)
-            first.append(position)
-        found[position] = numbers[word]
-    return found, np.array(first, np.int64)
+    numbers: defaultdict[bytes, int] = defaultdict(itertools.count().__next__)
+    found = np.fromiter(map(numbers.__getitem__, _words(text, starts, stops)), np.int64, starts.size)
+    return found, np.unique(found, return_index=True)[1].astype(np.int64)
 
 
 def join_words(text: Array, starts: Array, stops: Array) -> Array:
     """Return the words one after the other, each followed by a zero; uint8. For the arguments see `word_hashes`."""
-    words = [text[start:stop].tobytes() for start, stop in zip(starts.tolist(), stops.tolist(), strict=True)]
-    return np.frombuffer(b"\0".join([*words, b""]), np.uint8)
+    return np.frombuffer(b"\0".join([*_words(text, starts, stops), b""]), np.uint8)
+
+
+def _words(text: Array, starts: Array, stops: Array) -> list[bytes]:
+    whole = text.tobytes()
+    return [whole[start:stop] for start, stop in zip(starts.tolist(), stops.tolist(), strict=True)]

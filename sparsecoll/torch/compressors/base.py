@@ -59,6 +59,7 @@ class Compressor(ABC):
     passes_nonfinite: ClassVar[bool] = False  # whether means are NaN or infinite where a gradient is, without an error
     needs_all_buckets: ClassVar[bool] = False  # whether `bind` depends on the lengths of the buckets after this one
     replicated_state: ClassVar[frozenset[str]] = frozenset()  # kinds of state that are the same on all ranks
+    takes_source: ClassVar[bool] = False  # whether `compensate` has the argument `source`
     keeps_gradient = False  # whether the gradient's memory becomes part of the state, so that the mean needs its own
     wants_profile = False  # whether `StepContext.ccr` is to be measured in the first steps
 
@@ -69,7 +70,11 @@ class Compressor(ABC):
         self._epoch = transport.epoch
 
     def compensate(self, gradient: Array) -> Any:
-        """Return acc, the gradient plus the residual of earlier steps."""
+        """Return acc, the gradient plus the residual of earlier steps, in the gradient's memory.
+
+        With `takes_source`, there is an argument `source`: None, or an array that holds the gradient and must not
+        change; `gradient` is then only memory.
+        """
         return gradient
 
     @abstractmethod
@@ -84,12 +89,14 @@ class Compressor(ABC):
     def update(self, out: Array, message: Any, reduced: Any) -> None:
         """Write the mean over the ranks to `out`; what did not contribute stays in the trial state."""
 
-    def allreduce_mean(self, transport: Transport, gradient: Array, out: Array) -> None:
+    def allreduce_mean(self, transport: Transport, gradient: Array, out: Array, source: Array | None = None) -> None:
         """Write the (compressed) mean of all ranks' gradients to `out`. Collective.
 
         Args:
             gradient: this rank's gradient; its memory becomes the trial residual if `keeps_gradient`.
             out: array for the mean; it may be `gradient` unless `keeps_gradient`.
+            source: array that holds the gradient and does not change before the mean is written; `gradient` is then
+                only memory. None, the default: the gradient is in `gradient`.
 
         Raises:
             NonFiniteError: On every rank, if a gradient contains NaN or infinity and the method cannot pass that on.
@@ -97,10 +104,17 @@ class Compressor(ABC):
         self.sync(transport)
         with CollectiveCall(transport, f"bucket {self.layout.index}", self.timeout):
             with span("select", gradient.size):
-                message = self.message(self.compensate(gradient))
+                message = self.message(self._compensated(gradient, source))
             reduced = self.communicate(transport, message)
             with span("dense", gradient.size):
                 self.update(out, message, reduced)
+
+    def _compensated(self, gradient: Array, source: Array | None) -> Any:
+        if source is not None and self.takes_source:
+            return self.compensate(gradient, source=source)  # type: ignore[call-arg]
+        if source is not None:
+            gradient[:] = source
+        return self.compensate(gradient)
 
     def sync(self, transport: Transport) -> None:
         """Drop what may differ between ranks since a call has failed."""
@@ -191,9 +205,10 @@ class Compressor(ABC):
 class ErrorFeedback(Compressor):
     """A compressor with error feedback: acc = residual + gradient, residual = acc - contributed.
 
-    acc is formed in the gradient's memory, so that the residual does not change until the step has succeeded.
+    acc is formed in the memory of `gradient`, so that the residual does not change until the step has succeeded.
     """
 
+    takes_source = True
     keeps_gradient = True
 
     def bind(self, layout: Layout, transport: Transport, context: StepContext, timeout: float | None = None) -> None:
@@ -202,17 +217,17 @@ class ErrorFeedback(Compressor):
         self._versions = [self._residual]
         self._spare: list[Array] = []  # memory of versions other than the residual's, which is the bucket's
 
-    def compensate(self, gradient: Array, scale: float = 1.0) -> DenseVector:
+    def compensate(self, gradient: Array, scale: float = 1.0, source: Array | None = None) -> DenseVector:
         """acc = scale * residual + gradient."""
         if not self.keeps_gradient:
-            return DenseVector(gradient)
-        self.begin(gradient)
+            return DenseVector(gradient if source is None else source)
+        self.begin(gradient, source)
         self.acc.add_later(self._residual.current, scale)
         return self.acc.flush()
 
-    def begin(self, acc: Array) -> None:
-        """Take memory for acc; what stays behind in it becomes the trial residual."""
-        self.acc, self._residual.trial = LazyAccumulator(acc), acc
+    def begin(self, acc: Array, source: Array | None = None) -> None:
+        """Take memory for acc, which begins as what is in it or in `source`; what stays is the trial residual."""
+        self.acc, self._residual.trial = LazyAccumulator(acc, source), acc
 
     @property
     def residual(self) -> Array:
@@ -264,7 +279,7 @@ def write_mean(out: Array, value: Vector, size: int) -> None:
     if isinstance(value, DenseVector):
         np.divide(value.values, size, out=out, casting="same_kind")
         return
-    out.fill(0)
+    out.view(np.uint8).fill(0)  # bytes are set without reading the memory first
     DenseVector(out).add_at(value.with_values(value.values / value.dtype.type(size)))
 
 

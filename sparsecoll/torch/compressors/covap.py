@@ -106,10 +106,10 @@ class COVAP(ErrorFeedback):
         """The factor of residuals in this step."""
         return float(min(self.start + self.context.step // self.ascend_steps * self.ascend, 1.0))
 
-    def compensate(self, gradient: Array, scale: float = 1.0) -> DenseVector:
+    def compensate(self, gradient: Array, scale: float = 1.0, source: Array | None = None) -> DenseVector:
         if not self._decided and self.context.ccr is not None:
             self._decide(self._measured(self.context.ccr))
-        return super().compensate(gradient, self.coefficient)
+        return super().compensate(gradient, self.coefficient, source)
 
     def compress(self, acc: DenseVector) -> list[tuple[int, int]]:
         self.check_finite(acc)  # it may wait here for long
@@ -121,7 +121,7 @@ class COVAP(ErrorFeedback):
         return [self._reduce(transport, DenseVector(acc[a:b])) for a, b in message]
 
     def update(self, out: Array, message: list[tuple[int, int]], reduced: list[Reduction]) -> None:
-        out.fill(0)
+        out.view(np.uint8).fill(0)
         for (a, b), reduction in zip(message, reduced, strict=True):
             write_mean(out[a:b], reduction.value, self.size)
             self.acc.values[a:b] = 0

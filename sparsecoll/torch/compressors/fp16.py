@@ -27,6 +27,7 @@ class FP16(Compressor):
 
     name = "fp16"
     passes_nonfinite = True
+    takes_source = True
 
     value_dtype: str = "float16"
 
@@ -34,8 +35,11 @@ class FP16(Compressor):
         if self.value_dtype not in ("float16", "bfloat16"):
             raise ValueError(f"value_dtype: expected float16 or bfloat16, got {self.value_dtype!r}")
 
+    def compensate(self, gradient: Array, source: Array | None = None) -> Array:
+        """The gradient / P, in the memory of `gradient`."""
+        return np.divide(gradient if source is None else source, self.size, out=gradient)
+
     def compress(self, acc: Array) -> DenseVector:
-        np.divide(acc, self.size, out=acc)
         return DenseVector(acc)
 
     def communicate(self, transport: Transport, message: DenseVector) -> Reduction:

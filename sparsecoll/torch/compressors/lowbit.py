@@ -34,9 +34,9 @@ class LowBitMean(ErrorFeedback):
         """Seed of this compressor's random numbers, from which each rank, bucket and step derives its own."""
         return 0
 
-    def allreduce_mean(self, transport: Transport, gradient: Array, out: Array) -> None:
+    def allreduce_mean(self, transport: Transport, gradient: Array, out: Array, source: Array | None = None) -> None:
         self._out = DenseVector(out)
-        super().allreduce_mean(transport, gradient, out)
+        super().allreduce_mean(transport, gradient, out, source)
 
     def compress(self, acc: Array | DenseVector) -> DenseVector:
         return acc if isinstance(acc, DenseVector) else DenseVector(acc)

@@ -18,6 +18,10 @@ class NoCompression(Compressor):
 
     name = "none"
     passes_nonfinite = True
+    takes_source = True
+
+    def compensate(self, gradient: Array, source: Array | None = None) -> Array:
+        return gradient if source is None else source
 
     def compress(self, acc: Array) -> DenseVector:
         return DenseVector(acc)
@@ -39,8 +43,12 @@ class NoCommunication(Compressor):
     name = "free"
     communicates = False
     passes_nonfinite = True
+    takes_source = True
 
-    def compress(self, acc: Array) -> None:
+    def compensate(self, gradient: Array, source: Array | None = None) -> None:
+        return None
+
+    def compress(self, acc: None) -> None:
         return None
 
     def communicate(self, transport: Transport, message: None) -> None:

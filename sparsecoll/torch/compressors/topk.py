@@ -98,13 +98,15 @@ class TopK(ErrorFeedback):
             self._velocity = Versions(layout.zeros())
             self._versions.append(self._velocity)
 
-    def compensate(self, gradient: Array, scale: float = 1.0) -> DenseVector:
+    def compensate(self, gradient: Array, scale: float = 1.0, source: Array | None = None) -> DenseVector:
         """acc = scale * residual + gradient, formed in the pass that selects."""
         if self.clip is not None:
+            if source is not None:
+                gradient[:], source = source, None
             self._clip(gradient, self.clip / self.size**0.5)
         if self.momentum:
-            self._correct_momentum(gradient)
-        self.begin(gradient)
+            source = self._with_momentum(gradient, source)
+        self.begin(gradient, source)
         self.acc.add_later(self._residual.current, scale)
         return self.acc
 
@@ -115,17 +117,17 @@ class TopK(ErrorFeedback):
             if norm > most:
                 part.mul_(most / norm)
 
-    def _correct_momentum(self, gradient: Array) -> None:
-        """Replace the gradient by its momentum."""
-        velocity = self._spare.pop() if self._spare else self.layout.zeros()
+    def _with_momentum(self, gradient: Array, source: Array | None) -> Array | None:
+        """Return what replaces the gradient, or None if that is in `gradient`; the trial velocity is formed."""
+        velocity = self._velocity.trial = self._spare.pop() if self._spare else self.layout.zeros()
+        start = gradient if source is None else source
         if self.nesterov:
-            np.add(self._velocity.current, gradient, out=velocity)
+            np.add(self._velocity.current, start, out=velocity)
             np.multiply(velocity, self.momentum, out=velocity)
-            np.add(gradient, velocity, out=gradient)
-        else:
-            kernels_of(gradient).accumulate(gradient, (self._velocity.current, self.momentum))
-            velocity[:] = gradient
-        self._velocity.trial = velocity
+            np.add(start, velocity, out=gradient)
+            return None
+        kernels_of(gradient).accumulate(start, (self._velocity.current, self.momentum), velocity)
+        return velocity
 
     def reset(self) -> None:
         if self._densities.by_layer:

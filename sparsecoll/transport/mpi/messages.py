@@ -10,7 +10,7 @@ from mpi4py import MPI
 from sparsecoll.formats import Buffer
 from sparsecoll.kernels.memory import empty, on_gpu
 from sparsecoll.transport.base import CallMismatch
-from sparsecoll.transport.mpi.waiting import SPINS, Waiter
+from sparsecoll.transport.mpi.waiting import POLLS, SPINS, Waiter
 
 if TYPE_CHECKING:
     from sparsecoll.transport.mpi.transport import MpiTransport
@@ -136,5 +136,7 @@ class MpiReceive:
                 spins -= 1
             else:
                 waiter = waiter or transport.waiter(lambda: f"waits for a message of rank {self._source}")
-                transport.pause(waiter)
+                spins = POLLS - 1 if transport.pause(waiter) else 0
+        if waiter is not None:
+            transport.pace.note(waiter.waited)
         return self.incoming.joined()

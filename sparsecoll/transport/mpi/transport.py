@@ -17,7 +17,7 @@ from sparsecoll.telemetry.trace import span
 from sparsecoll.transport.base import ERROR_TAG, REVOKE_TAG, Transport
 from sparsecoll.transport.mpi import info
 from sparsecoll.transport.mpi.messages import IncomingMessage, MpiReceive
-from sparsecoll.transport.mpi.waiting import Waiter
+from sparsecoll.transport.mpi.waiting import Pace, Waiter
 from sparsecoll.transport.network import Tuning
 
 CHUNK = 1 << 30  # bytes; a longer message goes in several, so that counts fit an int on every MPI
@@ -33,6 +33,7 @@ class MpiTransport(Transport):
         chunk: bytes of the longest message that is sent as one.
         status: of the message that was probed last.
         expected: for each source, the receive requests that are not complete.
+        pace: how long this rank has waited lately.
     """
 
     def __init__(self, comm: MPI.Intracomm) -> None:
@@ -42,6 +43,7 @@ class MpiTransport(Transport):
         self.status = MPI.Status()
         self.threads = MPI.Query_thread() >= MPI.THREAD_MULTIPLE
         self.expected: list[deque[MpiReceive]] = [deque() for _ in range(self.size)]
+        self.pace = Pace()
         self._sources: set[int] = set()  # from which something may be expected
         self._sends: deque[tuple[Any, Buffer]] = deque()
         self._revoked = False  # whether this rank has revoked the communicator
@@ -78,12 +80,12 @@ class MpiTransport(Transport):
 
     def waiter(self, what: Callable[[], str], error: Exception | None = None) -> Waiter:
         """Return a Waiter with the timeout of the current call."""
-        return Waiter(self.comm, what, self.timeout, error)
+        return Waiter(self.comm, what, self.timeout, error, self.pace.expected)
 
-    def pause(self, waiter: Waiter) -> None:
-        """Pause between two polls; after the timeout the communicator is broken."""
+    def pause(self, waiter: Waiter) -> bool:
+        """Pause between two polls; return whether that was a sleep. After the timeout the communicator is broken."""
         try:
-            waiter.pause(self._moving)
+            return waiter.pause(self._moving)
         except CommunicationError as error:
             self.broken = str(error)
             raise

@@ -1,13 +1,15 @@
 """Polling MPI with patience: spin, then yield the core, then sleep between polls.
 
 MPI has no wait that sleeps. A message moves only while its sender and its receiver poll, so that they keep polling
-while one is on its way; a rank that waits for others to send sleeps for a fraction of the time that it has waited.
+while one is on its way; a rank that waits for others to send sleeps for a fraction of the time that it has waited, or,
+where the last waits were all long, of the time that it is likely to wait.
 """
 
 from __future__ import annotations
 
 import os
 import time
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 
@@ -18,9 +20,28 @@ from sparsecoll.transport.waiting import Watchdog
 SPINS = 20  # polls for a message before a Waiter is needed, which yields the core
 _YIELDS = 2000  # polls that yield it while a message is on its way; after them the rank sleeps between polls
 _YIELD_SECONDS = 1e-3  # for which a rank yields it while nothing is on its way
-_SLEEP_SECONDS, _LONGEST_SECONDS = 50e-6, 1e-3
+_SLEEP_SECONDS, _LONGEST_SECONDS = 50e-6, 2e-3
 _SLEEPS = 16  # the time waited so far, divided by that of a sleep
+_EXPECTED_SLEEPS = 4  # the time that a wait is expected to take, divided by that of a sleep
+_REMEMBERED = 3  # waits, all of which were long where the next one is expected to be
+POLLS = 3  # after a sleep: MPI may need several to find a message
 _yield_core = getattr(os, "sched_yield", partial(time.sleep, 0))  # sleep(0) takes as long as a short sleep on Linux
+
+
+class Pace:
+    """How long a rank has waited for messages lately."""
+
+    def __init__(self) -> None:
+        self._last: deque[float] = deque([0.0] * _REMEMBERED, _REMEMBERED)
+
+    def note(self, seconds: float) -> None:
+        """A wait is over."""
+        self._last.append(seconds)
+
+    @property
+    def expected(self) -> float:
+        """Seconds that a wait is likely to take: one short wait, as in a chain of messages, makes it short."""
+        return min(self._last)
 
 
 class Waiter(Watchdog):
@@ -31,28 +52,41 @@ class Waiter(Watchdog):
         what: says what the rank does, such as "waits for a message of rank 2".
         timeout: seconds until CommunicationError is raised; None for no limit.
         error: exception raised on this rank before; the first warning comes sooner and shows it.
+        expected: seconds that the wait is likely to take.
     """
 
     def __init__(
-        self, comm: MPI.Intracomm, what: Callable[[], str], timeout: float | None, error: Exception | None = None
+        self,
+        comm: MPI.Intracomm,
+        what: Callable[[], str],
+        timeout: float | None,
+        error: Exception | None = None,
+        expected: float = 0.0,
     ) -> None:
         super().__init__(comm.rank, what, timeout, error, partial(comm.Abort, 1))
         self._polls = 0
+        self._yield_seconds = 0.0 if expected > _YIELD_SECONDS else _YIELD_SECONDS
+        self._least = max(expected / _EXPECTED_SLEEPS, _SLEEP_SECONDS)
 
-    def pause(self, moving: Callable[[], bool] = lambda: True) -> None:
+    def pause(self, moving: Callable[[], bool] = lambda: True) -> bool:
         """Let some time pass; log a warning when it is due.
 
         Args:
             moving: tells whether a message is on its way, which polls move on (default: yes).
+
+        Returns:
+            Whether the rank has slept.
 
         Raises:
             CommunicationError: The timeout is over.
         """
         self._polls += 1
         self.check()
-        if self.waited < _YIELD_SECONDS:
+        waited = self.waited
+        brief = waited < self._yield_seconds
+        on_its_way = not brief and moving()
+        if brief or (on_its_way and self._polls < _YIELDS):
             _yield_core()
-        elif moving():
-            _yield_core() if self._polls < _YIELDS else time.sleep(_SLEEP_SECONDS)
-        else:
-            time.sleep(min(max(self.waited / _SLEEPS, _SLEEP_SECONDS), _LONGEST_SECONDS))
+            return False
+        time.sleep(_SLEEP_SECONDS if on_its_way else min(max(waited / _SLEEPS, self._least), _LONGEST_SECONDS))
+        return True

@@ -1,0 +1,176 @@
+"""Gradients that are not copied: views of the flat vector, and those that are alone in their bucket."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from nets import batch, bits, loss_of, net  # noqa: E402
+from one_bucket import step  # noqa: E402
+
+from sparsecoll import simulate  # noqa: E402
+from sparsecoll.torch import COMPRESSORS, DistributedOptimizer  # noqa: E402
+from sparsecoll.torch.bucket import Bucket  # noqa: E402
+from sparsecoll.torch.compressors import DGC, StepContext, TopK, resolve  # noqa: E402
+from sparsecoll.torch.layout import Layout  # noqa: E402
+
+P = 3
+WAYS = [(as_view, size) for as_view in (False, True) for size in (1, None)]  # bucket_bytes
+
+
+@pytest.mark.parametrize("name", [*(n for n in COMPRESSORS if n != "free"), "nesterov", "clipped"])
+def test_a_gradient_that_lies_elsewhere_gives_the_same_bits(name):
+    method = {"nesterov": DGC(0.1, nesterov=True), "clipped": DGC(0.1, clip=0.5)}.get(name, name)
+
+    def program(comm):
+        given, elsewhere = resolve(method), resolve(method)
+        for own in (given, elsewhere):
+            own.bind(Layout(0, (600,), ("p",), ((20, 30),), np.dtype(np.float32)), comm.transport, StepContext())
+        rng = np.random.default_rng(comm.rank)
+        for _ in range(3):
+            gradient = rng.standard_normal(600).astype(np.float32)
+            expected, source = step(given, comm.transport, gradient.copy()), gradient.copy()
+            memory = np.full(600, np.nan, np.float32)
+            out = np.empty(600, np.float32) if elsewhere.keeps_gradient else memory
+            elsewhere.allreduce_mean(comm.transport, memory, out, source)
+            elsewhere.keep()
+            elsewhere.commit()
+            np.testing.assert_array_equal(out, expected)
+            np.testing.assert_array_equal(source, gradient)
+            for own in (given, elsewhere):
+                own.context.step += 1
+
+    simulate(P, program)
+
+
+def made(comm, as_view, bucket_bytes, compressor="topk", **options):
+    model = net()
+    inner = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    options = {"bucket_bytes": bucket_bytes, "gradient_as_bucket_view": as_view, "dense_below": 0, **options}
+    return model, DistributedOptimizer(inner, model, comm, compressor, **options)
+
+
+def backward(comm, model, number):
+    loss_of(model, batch(comm.rank, number)).backward()
+
+
+@pytest.mark.parametrize("compressor", [DGC(0.1), "fp16"], ids=["dgc", "fp16"])
+def test_views_give_the_same_bits(compressor):
+    """Accumulation with and without no_sync, both kinds of zero_grad, clipping, a skipped step, frozen parameters."""
+
+    def program(comm):
+        found = []
+        for as_view, size in WAYS:
+            model, optimizer = made(comm, as_view, size, compressor)
+            for number in range(6):
+                optimizer.zero_grad(set_to_none=number % 2 == 0)
+                model[2].requires_grad_(number != 5)
+                if number in (2, 5):
+                    with optimizer.no_sync():
+                        backward(comm, model, 50 + number)
+                if number == 3:
+                    backward(comm, model, 60)
+                backward(comm, model, number)
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+                if number != 4:
+                    optimizer.step()
+            found.append((size, bits(model)))
+        for size in (1, None):
+            assert len({text for other, text in found if other == size}) == 1
+        return found
+
+    results = simulate(P, program).results
+    assert all(found == results[0] for found in results)
+
+
+def test_what_is_copied(monkeypatch):
+    """Nothing of gradients that are alone in their buckets, nor of views to which autograd adds."""
+    copied = []
+    copy_in = Bucket._copy_in
+    monkeypatch.setattr(Bucket, "_copy_in", lambda self, *a: (copied.append(1), copy_in(self, *a)))
+
+    def count(as_view, bucket_bytes, set_to_none):
+        def program(comm):
+            model, optimizer = made(comm, as_view, bucket_bytes)
+            counts = []
+            for number in range(4):
+                optimizer.zero_grad(set_to_none)
+                copied.clear()
+                backward(comm, model, number)
+                counts.append(len(copied))
+                if as_view:
+                    first, second = (p.grad for p in (model[0].weight, model[0].bias))
+                    alike = first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
+                    assert alike == (bucket_bytes is None)
+                optimizer.step()
+            return counts
+
+        return simulate(1, program).results[0]
+
+    assert count(False, 1, True) == count(True, 1, False) == [0] * 4
+    assert count(True, None, False) == [6, 0, 0, 0]
+    assert count(True, None, True) == count(False, None, True) == [6] * 4
+
+
+@dataclass
+class Fails(TopK):
+    """Raises in the bucket of the first layer, once."""
+
+    name = "fails"
+    times = [1]  # noqa: RUF012 - of all copies
+
+    def communicate(self, transport, message):
+        if transport.rank == 1 and "0.weight" in self.layout.names and self.context.step == 2 and self.times.pop():
+            self.times.append(0)
+            raise RuntimeError("on purpose")
+        return super().communicate(transport, message)
+
+
+@pytest.mark.parametrize(("as_view", "size"), WAYS)
+def test_a_reduction_that_fails_loses_no_gradient(as_view, size):
+    """The gradients are those of a plain back-propagation afterwards, and the step can be taken after all."""
+    Fails.times = [1]
+
+    def program(comm):
+        twin, sound = made(comm, False, size, TopK(0.1))
+        model, optimizer = made(comm, as_view, size, Fails(0.1))
+        for number in range(4):
+            plain = net()
+            plain.load_state_dict(model.state_dict())
+            backward(comm, plain, number)
+            for m, own in ((twin, sound), (model, optimizer)):
+                own.zero_grad()
+                try:
+                    backward(comm, m, number)
+                except RuntimeError as error:
+                    assert "on purpose" in str(error) and number == 2
+                    for p, q in zip(m.parameters(), plain.parameters(), strict=True):
+                        assert torch.equal(p.grad, q.grad)
+                own.step()
+            assert bits(twin) == bits(model)
+
+    simulate(P, program)
+
+
+@pytest.mark.parametrize(("as_view", "size"), WAYS)
+def test_a_gradient_that_a_later_hook_changes_is_sent_again(as_view, size):
+    def program(comm):
+        model, optimizer = made(comm, as_view, size, "none")
+        model[0].weight.register_post_accumulate_grad_hook(lambda p: [p.grad.mul_(2)].clear())
+        plain = net()
+        plain.load_state_dict(model.state_dict())
+        for number in range(2):
+            optimizer.zero_grad()
+            plain.zero_grad()
+            backward(comm, model, number)
+            (sum(loss_of(plain, batch(rank, number)) for rank in range(P)) / P).backward()
+            torch.testing.assert_close(model[0].weight.grad, 2 * plain[0].weight.grad, rtol=1e-9, atol=1e-12)
+
+    simulate(P, program)
+
+
+def test_option_is_checked():
+    with pytest.raises(TypeError, match="gradient_as_bucket_view: expected True or False, got 1"):
+        simulate(2, lambda comm: made(comm, 1, None))
