@@ -114,7 +114,7 @@ def agree(
 
 def contribution(call: CollectiveCall, x: RowSparse, options: CallOptions) -> tuple[RowChannel, RowSparse]:
     """Return the channel of a call, and the rows that this rank sends, rounded as on the wire."""
-    check(x, options)
+    options.check_rows(x)
     channel = RowChannel(call.transport, x, options.wire_dtype, options.operation)
     with call.transport.phase("select"):
         options.check_finite(x)
@@ -123,15 +123,7 @@ def contribution(call: CollectiveCall, x: RowSparse, options: CallOptions) -> tu
         return channel, channel.round(options.prepared(chosen, call.transport))
 
 
-def check(x: RowSparse, options: CallOptions) -> None:
-    """Raise unless rows can be sent, and combined, with these options."""
-    if options.format != "auto":
-        raise ValueError(f"format: expected 'auto' for rows, which have one format, got {options.format!r}")
-    options.check_operation(x)
-    options.check_dtype(x.dtype)
-
-
 def packed(x: RowSparse, back: Back, options: CallOptions) -> Buffer:
     """Return the message of `sparsecoll.bcast` of rows."""
-    check(x, options)
+    options.check_rows(x)
     return pack_rows(options, x, back)
