@@ -38,8 +38,8 @@ def test_sums_are_exact_and_the_same_on_all_ranks(P):
             assert all((part.owners(P) == rank).all() for rank, part in enumerate(parts))
 
 
-@pytest.mark.parametrize("dtype", ["float16", "float64", "int32", "uint8", "complex64", "bool"])
-@pytest.mark.parametrize("op", ["sum", "mean", "min", "max", "prod", "replace", "logical_or"])
+@pytest.mark.parametrize("dtype", ["float16", "uint8", "complex64", "bool"])
+@pytest.mark.parametrize("op", ["sum", "mean", "min", "prod", "replace"])
 def test_operations_are_those_of_the_entries_of_vectors(dtype, op):
     if (op == "mean" and np.dtype(dtype).kind in "biu") or (op in ("min", "max") and dtype == "complex64"):
         with pytest.raises(TypeError, match="op: expected"):
