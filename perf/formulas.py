@@ -67,3 +67,13 @@ def arctopk_words(n: int, k: int, P: int, columns: int, sketch: int = 4) -> floa
 def lowbit_words(n: int, P: int, bits: int, bucket: int = 512) -> float:
     """2n(P-1)/P times (bits + 32/bucket)/32: both phases of a dense sum, in codes and scales."""
     return dense_words(n, P) * (bits + 32 / bucket) / 32
+
+
+def gather_rows(r: float, P: int) -> float:
+    """r(P-1): rows received where every rank gets every other rank's r rows; a row is d values and a coded index."""
+    return r * (P - 1)
+
+
+def owner_rows(r: float, u: float, P: int) -> float:
+    """(r + u)(P-1)/P: rows received where owners sum them and all u sums are gathered; 2r(P-1)/P for equal rows."""
+    return (r + u) * (P - 1) / P

@@ -29,6 +29,7 @@ from sparsecoll.algorithms import (
     SparDL,
 )
 from sparsecoll.algorithms.auto.tune import tune
+from sparsecoll.algorithms.rows import RowAuto, RowGather, RowOwners
 from sparsecoll.collectives.allgather import allgather
 from sparsecoll.collectives.allreduce import allreduce
 from sparsecoll.collectives.allreduce_init import AllreducePlan, allreduce_init
@@ -56,7 +57,7 @@ from sparsecoll.collectives.reduce_scatter import reduce_scatter
 from sparsecoll.collectives.scan import scan
 from sparsecoll.collectives.scatter import scatter
 from sparsecoll.errors import CommunicationError, NonFiniteError
-from sparsecoll.residual import Residual
+from sparsecoll.residual import Residual, RowResidual
 from sparsecoll.telemetry.traffic import Traffic
 from sparsecoll.transport import DeadlockError, Simulation, shrink, simulate, traffic
 from sparsecoll.transport.network import Costs, Network, Tuning
@@ -88,6 +89,10 @@ __all__ = [
     "Reduction",
     "Request",
     "Residual",
+    "RowAuto",
+    "RowGather",
+    "RowOwners",
+    "RowResidual",
     "RowSparse",
     "Simulation",
     "SparCML",

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from sparsecoll.kernels.memory import empty
 from sparsecoll.select import Selector
-from sparsecoll.vector import DenseVector, SparseVector
+from sparsecoll.vector import DenseVector, RowSparse, SparseVector
 
 
 class Residual:
@@ -116,6 +116,59 @@ class Residual:
         self._acc.add_at(taken)
         if contributed is not None:
             self._acc.subtract_at(contributed)
+
+
+class RowResidual:
+    """Error feedback for rows: rows that were not sent stay, and are added to the next gradient. Memory: these rows.
+
+    Args:
+        n: number of rows of the table.
+        d: number of values in a row.
+        dtype: dtype of the residual (default: float32, also for float16 gradients).
+
+    Attributes:
+        rows: the residual (or, between `compensate` and `update`, acc), a RowSparse.
+
+    >>> residual = sparsecoll.RowResidual(9, 1)
+    >>> acc = residual.compensate(sparsecoll.RowSparse([2, 7], np.array([[1.0], [-4.0]], np.float32), 9))
+    >>> residual.update(acc.topk(1))
+    >>> residual.rows
+    RowSparse(shape=(9, 1), nnz=1, density=0.111, dtype=float32, rows=[2])
+    """
+
+    def __init__(self, n: int, d: int, dtype: Any = np.float32) -> None:
+        self.rows = RowSparse.empty(n, d, dtype)
+
+    def __repr__(self) -> str:
+        return f"RowResidual({self.rows!r})"
+
+    def compensate(self, gradient: RowSparse, scale: float = 1.0) -> RowSparse:
+        """Return acc = residual + scale * gradient, and keep it until `update`.
+
+        Args:
+            gradient: rows of a table of the same shape.
+            scale: factor of the gradient (default: 1).
+
+        Raises:
+            ValueError: The gradient is of a table of another shape.
+        """
+        if gradient.shape != self.rows.shape:
+            raise ValueError(f"gradient: expected shape {self.rows.shape}, got {gradient.shape}")
+        dtype = self.rows.dtype
+        own = gradient.astype(dtype)
+        scaled = own if scale == 1 else own.with_values(own.values * dtype.type(scale))
+        self.rows = RowSparse.merge([self.rows, scaled], dtype)
+        return self.rows
+
+    def update(self, contributed: RowSparse) -> None:
+        """Subtract this rank's rows that entered the result; rows of which nothing is left are dropped.
+
+        Args:
+            contributed: `Reduction.contributed` of the call.
+        """
+        dtype = self.rows.dtype
+        left = RowSparse.merge([self.rows, -contributed.astype(dtype)], dtype)
+        self.rows = left.take(np.flatnonzero((left.values != 0).any(axis=1)))
 
 
 class LazyAccumulator(DenseVector):

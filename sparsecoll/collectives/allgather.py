@@ -26,7 +26,8 @@ def allgather(
 
     Args:
         comm: communicator, as in `sparsecoll.allreduce`.
-        x: sparse vector or matrix as in `sparsecoll.allreduce`, with the same length and dtype on all ranks.
+        x: sparse vector, matrix or RowSparse as in `sparsecoll.allreduce`, with the same length and dtype on all
+            ranks.
         format: wire format, a name or a Format (default: "auto").
         value_dtype: dtype of the values on the wire, "float16", "bfloat16" or "float32"; None, the default, for that of
             x.

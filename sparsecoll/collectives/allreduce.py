@@ -50,8 +50,8 @@ def allreduce(
             one-dimensional DeviceMesh of torch.distributed, whose ranks the first call connects by sockets; None for
             the default process group if torch.distributed is initialized, otherwise for MPI.COMM_WORLD, or for one rank
             without MPI; or what `sparsecoll.simulate` passes to its function. The first call is collective.
-        x: SparseVector, tuple (indices, values, length), SciPy or pydata sparse matrix, torch tensor (dense or
-            sparse_coo), dict or Counter with keys of int, str or bytes, pandas Series with an integer index, or dense
+        x: SparseVector, RowSparse, tuple (indices, values, length), SciPy or pydata sparse matrix, torch tensor (dense
+            or sparse_coo), dict or Counter with keys of int, str or bytes, pandas Series with integer labels, or dense
             NumPy, CuPy or DLPack array of any shape, of bool, integers, floats or complex numbers (see
             `sparsecoll.as_vector`). Dtype, length and shape must be the same on all ranks (except of keyed types), and
             x must be on the GPU on all ranks or on none. It is not altered.
@@ -59,10 +59,11 @@ def allreduce(
             thresholds and boundaries between calls. "auto" (the default), "dense", "allgather", "sparcml",
             "densestream" and "hierarchical" form the exact sum of the selected entries, "oktopk" the top k of it,
             "gtopk" and "spardl" approximate that, and "cltk", "exdyna" and "arctopk" sum all ranks' values at indices
-            that they agree on. An operation of mpi4py in this place is taken for `op`.
+            that they agree on. An operation of mpi4py in this place is taken for `op`. Of a RowSparse "auto",
+            "allgather" or "owners", or a RowAuto, RowGather or RowOwners object.
         k: number of entries that each rank selects, and for "oktopk" also of the result. None, the default, stands for
             the algorithm's own k, or else the largest nnz of all ranks. A dense x requires `k` or `density`, except
-            with algo="dense".
+            with algo="dense". Of a RowSparse, k is the number of rows, those of largest norm; None is all of them.
         density: k as a fraction of the length, in (0, 1], instead of `k`; at least one entry is selected.
         format: wire format: name in `sparsecoll.formats.FORMATS`, or a Format object. "auto", the default, uses the
             smallest format for each message. Entries that a lossy format drops do not count as contributed.

@@ -31,7 +31,7 @@ def bcast(
 
     Args:
         comm: communicator, as in `sparsecoll.allreduce`.
-        x: on the root, a sparse vector or matrix as in `sparsecoll.allreduce`; ignored on the other ranks.
+        x: on the root, a sparse vector, matrix or RowSparse as in `sparsecoll.allreduce`; ignored on the other ranks.
         root: rank that has the vector (default: 0).
         format: wire format, a name or a Format (default: "auto").
         value_dtype: dtype of the values on the wire, "float16", "bfloat16" or "float32"; None, the default, for that of

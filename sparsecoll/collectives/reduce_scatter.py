@@ -45,7 +45,7 @@ def reduce_scatter(
 
     Args:
         comm: communicator, as in `sparsecoll.allreduce`.
-        x: vector or array as in `sparsecoll.allreduce`; a dense x requires `k` or `density`.
+        x: vector, array or RowSparse as in `sparsecoll.allreduce`; a dense x requires `k` or `density`.
         boundaries: P + 1 ascending indices from 0 to the length, the same on all ranks; None, the default, for P equal
             parts. Of a RowSparse, whose parts otherwise depend on `owner`, they are numbers of rows, up to n.
         owner: of a RowSparse, a hybrid torch.sparse_coo tensor or a BSR matrix: which rank a row goes to. "hash" (the
@@ -74,7 +74,8 @@ def reduce_scatter(
         CommunicationError: As in `sparsecoll.allreduce`.
 
     Volume: 2k(P-1)/P words (identical supports) to k log2 P words (disjoint supports) if entries are distributed evenly
-    over the parts, at most 2k(P-1) if not.
+    over the parts, at most 2k(P-1) if not. Of a RowSparse with r rows: r(P-1)/P rows, in P - 1 messages (see
+    `sparsecoll.RowOwners`).
 
     See Also:
         `sparsecoll.reduce`, `sparsecoll.allreduce`.

@@ -5,14 +5,18 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
+from sparsecoll.algorithms import Reduction
 from sparsecoll.algorithms.rows import OWNERS, ROW_ALGORITHMS, RowAlgorithm, RowOwners, resolve_rows
-from sparsecoll.algorithms.rows.owners import slices
+from sparsecoll.algorithms.rows.owners import owners_of, split
 from sparsecoll.collectives import convert
 from sparsecoll.collectives.convert.back import Back
 from sparsecoll.collectives.messages import pack_rows
 from sparsecoll.collectives.options import CallOptions, check_boundaries
 from sparsecoll.errors import check_choice
 from sparsecoll.formats import Buffer
+from sparsecoll.kernels.memory import to_host
 from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.transport.row_channel import RowChannel
 from sparsecoll.vector import RowSparse
@@ -36,13 +40,20 @@ def allreduce_rows(
     call: CollectiveCall, x: RowSparse, back: Back, algo: Any, options: CallOptions, return_reduction: bool
 ) -> Any:
     """Return `sparsecoll.allreduce` of rows."""
-    if return_reduction:
-        raise ValueError("return_reduction: expected False for rows, got True")
-    algorithm = resolve_rows(algo)
+    if return_reduction and not options.operation.sums:
+        raise ValueError(f"return_reduction: expected False unless op is 'sum' or 'mean', got op={options.op!r}")
+    transport, algorithm = call.transport, resolve_rows(algo)
+    before = transport.traffic.copy() if return_reduction else transport.traffic
     channel, sent, held = agree(call, x, options, {"algo": algorithm.describe()})
-    value = algorithm(channel, sent, held)
-    call.transport.waitall()
-    return back(options.result(value, call.transport))
+    found = algorithm(channel, sent, held)
+    transport.waitall()
+    value = options.result(found.value, transport)
+    if not return_reduction:
+        return back(value)
+    own = found.contributed(sent.copy()).astype(x.dtype)
+    reduction = Reduction(value, options.result(own, transport))  # type: ignore[arg-type]
+    reduction.traffic = transport.traffic.since(before)
+    return reduction
 
 
 def reduce_scatter_rows(
@@ -56,12 +67,13 @@ def reduce_scatter_rows(
         raise TypeError(f"owner: expected one of {', '.join(map(repr, OWNERS))}, got {owner!r}")
     check_choice("owner", owner, OWNERS)
     edges = None if boundaries is None else check_boundaries(boundaries, x.n, call.transport.size)
-    channel, sent, _ = agree(call, x, options, {"owner": owner, "boundaries": edges})
+    channel, sent, held = agree(call, x, options, {"owner": owner, "boundaries": edges})
     if edges is None:
-        total = RowOwners(owner).reduce_scatter(channel, sent)
+        total = RowOwners(owner).reduce_scatter(channel, sent, held)
     else:
         with channel.phase("split"):
-            total = channel.merge(channel.exchange(sent, slices(sent, edges)))
+            owners = owners_of(to_host(sent.rows), x.n, channel.size, edges)
+            total = channel.merge(channel.exchange(sent, split(np.arange(sent.nnz), owners, channel.size)))
     call.transport.waitall()
     return back(options.result(total.astype(x.dtype), call.transport))
 
@@ -102,26 +114,16 @@ def agree(
 
 def contribution(call: CollectiveCall, x: RowSparse, options: CallOptions) -> tuple[RowChannel, RowSparse]:
     """Return the channel of a call, and the rows that this rank sends, rounded as on the wire."""
-    check(x, options)
+    options.check_rows(x)
     channel = RowChannel(call.transport, x, options.wire_dtype, options.operation)
     with call.transport.phase("select"):
         options.check_finite(x)
-        return channel, channel.round(options.prepared(x, call.transport))
-
-
-def check(x: RowSparse, options: CallOptions) -> None:
-    """Raise unless rows can be sent, and combined, with these options."""
-    if options.format != "auto":
-        raise ValueError(f"format: expected 'auto' for rows, which have one format, got {options.format!r}")
-    if x.on_gpu:
-        raise TypeError("x: expected rows in host memory, got CuPy arrays: use RowSparse(rows.get(), values.get(), n)")
-    if options.resolve_k(x.n) is not None:
-        raise ValueError("k, density: expected None for rows")
-    options.check_operation(x)
-    options.check_dtype(x.dtype)
+        k = options.resolve_k(x.n)
+        chosen = x if k is None else x.topk(k)
+        return channel, channel.round(options.prepared(chosen, call.transport))
 
 
 def packed(x: RowSparse, back: Back, options: CallOptions) -> Buffer:
     """Return the message of `sparsecoll.bcast` of rows."""
-    check(x, options)
+    options.check_rows(x)
     return pack_rows(options, x, back)

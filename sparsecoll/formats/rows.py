@@ -36,9 +36,10 @@ def encode_rows(x: RowSparse, value_dtype: str | None = None, positions: Any = N
         room: bytes that are left for the caller to write at the end (default: 0).
     """
     wire = wire_dtype(x.dtype, value_dtype)
+    positions = None if positions is None else asarray_like(positions, x.values)
     numbers = x.rows if positions is None else x.rows[positions]
     with span("encode", int(numbers.size)):
-        coded = _coded(numbers, x.n, x.values)
+        coded = encode_numbers(numbers, x.n, x.values)
         block = int(numbers.size) * x.d * wire.stored.itemsize
         start = HEADER.size + _padded(block)
         buffer = empty(start + coded.size + room, np.uint8, x.values)
@@ -82,11 +83,11 @@ def decode_rows(buffer: Buffer, n: int, d: int) -> RowSparse:
     if buffer.size < start:
         raise CommunicationError(f"message: {buffer.size} bytes are too few for {count} rows of {d} values")
     with span("decode", count):
-        indices = INDICES.decode(buffer[start:], n).indices
-        if indices.size != count:
-            raise CommunicationError(f"message: {indices.size} indices where the header says {count} rows")
+        numbers = decode_numbers(buffer[start:], n)
+        if numbers.size != count:
+            raise CommunicationError(f"message: {numbers.size} indices where the header says {count} rows")
         stored = buffer[HEADER.size : HEADER.size + block].view(wire.stored)
-        return RowSparse.from_sorted_unchecked(indices.astype(np.int64), wire.unpack(stored).reshape(count, d), n)
+        return RowSparse.from_sorted_unchecked(numbers, wire.unpack(stored).reshape(count, d), n)
 
 
 def rounded_rows(x: RowSparse, value_dtype: str | None) -> RowSparse:
@@ -98,9 +99,32 @@ def rounded_rows(x: RowSparse, value_dtype: str | None) -> RowSparse:
     return x.with_values(cast(narrow, x.dtype))
 
 
-def _coded(numbers: Any, n: int, like: Any) -> Buffer:
+def encode_numbers(numbers: Any, n: int, like: Any) -> Buffer:
+    """Return ascending, unique row numbers below n as one message, in the memory that the array `like` is in."""
     marks = empty(int(numbers.size), np.uint8, like).view(np.bool_)  # not sent: their memory says where to encode
     return INDICES.encode(SparseVector.from_sorted_unchecked(numbers.astype(index_dtype(n)), marks, n))
+
+
+def decode_numbers(message: Buffer, n: int) -> Any:
+    """Invert `encode_numbers`, as int64; raise CommunicationError for anything else."""
+    return INDICES.decode(message, n).indices.astype(np.int64)
+
+
+def pack_values(values: Any, value_dtype: str | None) -> Buffer:
+    """Return 1-D values as a message of nothing else."""
+    return wire_dtype(values.dtype, value_dtype).pack(values).view(np.uint8)
+
+
+def unpack_values(message: Buffer, count: int, dtype: np.dtype[Any], value_dtype: str | None) -> Any:
+    """Invert `pack_values` for `count` values of `dtype`; bfloat16 becomes float32, others have the wire's dtype.
+
+    Raises:
+        CommunicationError: The message has another size.
+    """
+    wire = wire_dtype(dtype, value_dtype)
+    if message.size != count * wire.stored.itemsize:
+        raise CommunicationError(f"message: expected {count} values of {wire.name}, got {message.size} bytes")
+    return wire.unpack(message.view(wire.stored))
 
 
 def _padded(size: int) -> int:

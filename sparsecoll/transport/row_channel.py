@@ -46,9 +46,9 @@ class RowChannel:
         """
         return RowSparse.merge(parts, accumulator_dtype(self.dtype), self.op)
 
-    def encode(self, x: RowSparse, positions: Any = None) -> Buffer:
-        """Return x, or its rows at ascending positions, as one message."""
-        return encode_rows(x, self.value_dtype, positions)
+    def encode(self, x: RowSparse, positions: Any = None, room: int = 0) -> Buffer:
+        """Return x, or its rows at ascending positions, as one message; arguments as of `encode_rows`."""
+        return encode_rows(x, self.value_dtype, positions, room)
 
     def decode(self, message: Buffer) -> RowSparse:
         """Return the rows in a message; its values have the dtype of the message."""
@@ -80,6 +80,9 @@ class RowChannel:
             x: this rank's rows, rounded as on the wire.
             most: about the number of rows of each rank, the same on all ranks; see `Channel.allgather`.
         """
-        direct = is_direct(self.transport, most * self.d * self.dtype.itemsize)
-        blocks = allgatherv(self.transport, self.encode(x), direct)
+        blocks = allgatherv(self.transport, self.encode(x), self.is_direct(most))
         return [x if rank == self.rank else self.decode(block) for rank, block in enumerate(blocks)]
+
+    def is_direct(self, most: int) -> bool:
+        """Return whether messages of about so many rows are gathered directly, see `transport.collectives`."""
+        return is_direct(self.transport, most * self.d * self.dtype.itemsize)

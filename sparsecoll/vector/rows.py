@@ -11,15 +11,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sparsecoll.kernels import kernels_of, kernels_of_values
-from sparsecoll.kernels.keys import index_dtype
-from sparsecoll.kernels.memory import empty, to_host
+from sparsecoll.kernels.keys import index_dtype, is_float
+from sparsecoll.kernels.memory import asarray_like, empty, to_host
 from sparsecoll.telemetry.trace import span
 from sparsecoll.vector.dense import DenseVector
 from sparsecoll.vector.operation import SUM, Operation
 from sparsecoll.vector.pairs import run_starts, sorted_order
 from sparsecoll.vector.row_arrays import blocks_of, cast, checked, combined, folded, stacked, sums, taken
-from sparsecoll.vector.sparse import MULTIPLIERS
-from sparsecoll.vector.values import Values, accumulator_dtype, native_values
+from sparsecoll.vector.sparse import MULTIPLIERS, SparseVector
+from sparsecoll.vector.values import Values, accumulator_dtype, finite_difference, native_values
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -217,8 +217,7 @@ class RowSparse(Values):
         Args:
             ranks: number of ranks of the communicator.
         """
-        indices = self._indices
-        return kernels_of(indices).hash_slots(indices, ranks, MULTIPLIERS)  # type: ignore[no-any-return]
+        return hash_owners(self.rows, self.n, ranks)
 
     # Conversions
 
@@ -266,10 +265,21 @@ class RowSparse(Values):
 
     def take(self, positions: NDArray[np.int64]) -> Self:
         """Return the stored rows at ascending positions, copied."""
+        positions = asarray_like(positions, self.values)
         return self.from_sorted_unchecked(self.rows[positions], taken(self.values, positions), self.n)
 
-    def _slice(self, start: int, stop: int) -> Self:
+    def slice_rows(self, start: int, stop: int) -> Self:
+        """Return the stored rows at positions start..stop-1, as views."""
         return self.from_sorted_unchecked(self.rows[start:stop], self.values[start:stop], self.n)
+
+    def topk(self, k: int) -> Self:
+        """Return the k stored rows of largest Euclidean norm, ties by lower row; the rows themselves if nnz <= k."""
+        if k >= self.nnz:
+            return self
+        squares = _squares(self.values)
+        positions = asarray_like(np.arange(self.nnz, dtype=np.uint32), squares)
+        ordered = SparseVector.from_sorted_unchecked(positions, squares, self.nnz)
+        return self.take(ordered.topk(k).indices.astype(np.int64))
 
     def __getitem__(self, row: Any) -> NDArray[Any]:
         if isinstance(row, (bool, np.bool_)) or not isinstance(row, (int, np.integer)):
@@ -352,7 +362,32 @@ class RowSparse(Values):
 
     # What collectives ask for
 
+    def _rounding_error(self, rounded: Self) -> Self:
+        """Return self - rounded, which has the same rows, where they differ; infinities and NaN have no error."""
+        error = finite_difference(self.values, cast(rounded.values, self.dtype))
+        positions = np.flatnonzero((error != 0).any(axis=1))
+        return self.from_sorted_unchecked(self.rows[positions], error[positions], self.n)
+
     def _first_not_finite(self) -> int | None:
         """Return the row of the first NaN or infinity."""
         position = DenseVector(self.values.reshape(-1))._first_not_finite()
         return None if position is None else int(self.rows[position // self.d])
+
+
+def hash_owners(rows: NDArray[np.int64], n: int, ranks: int) -> NDArray[np.int64]:
+    """Return the rank to which each of some rows of a table of n rows belongs by a hash of its number."""
+    indices = rows.astype(index_dtype(n))
+    return kernels_of(indices).hash_slots(indices, ranks, MULTIPLIERS)  # type: ignore[no-any-return]
+
+
+def _squares(values: NDArray[Any]) -> NDArray[Any]:
+    """Return the sum of the squares of each row, in float64 where float32 overflows; of NaN it is NaN."""
+    if values.dtype.kind == "c":
+        return _squares(values.real) + _squares(values.imag)  # type: ignore[no-any-return]
+    floats = cast(values, accumulator_dtype(values.dtype)) if is_float(values.dtype) else values.astype(np.float64)
+    with np.errstate(over="ignore"):
+        on_host = isinstance(floats, np.ndarray)
+        squares: NDArray[Any] = np.einsum("ij,ij->i", floats, floats) if on_host else (floats * floats).sum(axis=1)
+    if squares.dtype == np.float32 and not bool(np.isfinite(squares).all()):
+        return _squares(floats.astype(np.float64))
+    return squares

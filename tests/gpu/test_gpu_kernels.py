@@ -354,3 +354,25 @@ def test_rice_codes(cp, gpu, size, seed, own, far, data):
             assert (found is None) == (wanted is None)
             if wanted is not None:
                 same(found, wanted)
+
+
+@pytest.mark.parametrize("dtype", COMPILED_DTYPES, ids=str)
+def test_sums_copies_and_scatter_additions_of_rows(cp, gpu, order, dtype):
+    for width in (1, 5):
+        parts = [values(dtype, size * width, size).reshape(size, width) for size in (40, 0, 700)]
+        rng = np.random.default_rng(width)
+        lengths = rng.integers(1, 4, 740)
+        starts = np.unique(np.minimum(np.cumsum([0, *lengths]), 740))
+        numbers = rng.permutation(740)
+        mine, theirs = cp.asarray(np.ones((starts.size - 1, width), dtype)), np.ones((starts.size - 1, width), dtype)
+        gpu.sum_rows([cp.asarray(part) for part in parts], cp.asarray(numbers), cp.asarray(starts), mine)
+        reference.sum_rows(parts, numbers, starts, theirs)
+        same(mine, theirs)
+        taken = cp.asarray(np.ones((50, width), dtype))
+        gpu.take_rows(cp.asarray(parts[2]), cp.asarray(numbers[:50] % 700), taken)
+        same(taken, parts[2][numbers[:50] % 700])
+        rows, table = np.sort(numbers[:40]), values(dtype, 740 * width, 3).reshape(740, width)
+        on = cp.asarray(table)
+        gpu.scatter_add_rows(on, cp.asarray(rows), cp.asarray(parts[0]))
+        reference.scatter_add_rows(table, rows, parts[0])
+        same(on, table)

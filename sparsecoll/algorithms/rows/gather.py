@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sparsecoll.algorithms.rows.base import RowAlgorithm
+from sparsecoll.algorithms.rows.base import RowAlgorithm, RowSum
 from sparsecoll.transport.row_channel import RowChannel
 from sparsecoll.vector import RowSparse
 
@@ -22,8 +22,8 @@ class RowGather(RowAlgorithm):
 
     name = "allgather"
 
-    def __call__(self, channel: RowChannel, x: RowSparse, held: Sequence[int]) -> RowSparse:
+    def __call__(self, channel: RowChannel, x: RowSparse, held: Sequence[int]) -> RowSum:
         with channel.phase("gather"):
             parts = channel.allgather(x, max(held))
         with channel.phase("merge"):
-            return channel.merge(parts).astype(x.dtype)
+            return RowSum(channel.merge(parts).astype(x.dtype))

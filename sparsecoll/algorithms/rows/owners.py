@@ -10,24 +10,29 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sparsecoll.algorithms.primitives import partition
-from sparsecoll.algorithms.rows.base import RowAlgorithm
+from sparsecoll.algorithms.rows import hot_rows
+from sparsecoll.algorithms.rows.balance import balanced
+from sparsecoll.algorithms.rows.base import RowAlgorithm, RowSum
 from sparsecoll.errors import check_choice
+from sparsecoll.kernels.keys import index_dtype
 from sparsecoll.kernels.memory import to_host
 from sparsecoll.transport.base import Transport
 from sparsecoll.transport.row_channel import RowChannel
 from sparsecoll.vector import RowSparse, SparseVector
+from sparsecoll.vector.rows import hash_owners
 
 OWNERS = ("hash", "quantile", "range")
+FEW_ROWS = 4  # up to so many times P^2 rows a rank, a row that all ranks have makes a hash uneven
 
 
 @dataclass
 class RowOwners(RowAlgorithm):
     """Exact sum of rows, added in rank order by the owner of each row.
 
-    1. Find the owner of each row (see `owner`).
-    2. Every rank sends each other one the rows that it owns, in P - 1 messages.
+    1. Find the hot rows, where that pays (see `hot`), and the owner of each other row (see `owner`).
+    2. Every rank sends each other one the rows that it owns, and a part of the block of hot rows, in P - 1 messages.
     3. The owners sum them, in rank order, and round the sums as on the wire.
-    4. Allgather the sums.
+    4. Balance the sums if a rank has a tenth more than the mean (see `balance.py`), and allgather them.
 
     Volume: r(P-1)/P rows in step 2 and u(P-1)/P in step 4, for r rows on each rank and u rows in the sum: 2r(P-1)/P if
     all ranks have the same rows, r(P-1)/P + r(P-1) if they share none.
@@ -37,6 +42,10 @@ class RowOwners(RowAlgorithm):
             distribution, as ZEN does (Wang and others, OSDI 2025). "range" gives each rank n/P successive rows.
             "quantile" gives each rank successive rows of which all ranks together hold as many as of every other
             rank's, found by counting, as Ok-Topk does (Li and Hoefler, PPoPP 2022).
+        hot: whether rows that at least half of the ranks have are summed as a dense block, of which every rank sums an
+            equal part. They are found by counting in P - 1 + log2 P short messages. None, the default, does so for
+            "quantile" and "range", whose hot rows would be those of few ranks, and for "hash" if a rank has fewer than
+            4 P^2 rows; never for other operations than sums, two ranks, and arrays on the GPU.
 
     Raises:
         ValueError: `owner` is none of these.
@@ -45,40 +54,90 @@ class RowOwners(RowAlgorithm):
     name = "owners"
 
     owner: str = "hash"
+    hot: bool | None = None
 
     def __post_init__(self) -> None:
         check_choice("owner", self.owner, OWNERS)
 
-    def __call__(self, channel: RowChannel, x: RowSparse, held: Sequence[int]) -> RowSparse:
-        total = channel.round(self.reduce_scatter(channel, x).astype(x.dtype))
+    def __call__(self, channel: RowChannel, x: RowSparse, held: Sequence[int]) -> RowSum:
+        with channel.phase("split"):
+            found, _ = self._sums(channel, x, held)
         with channel.phase("gather"):
-            parts = channel.allgather(total, max(held))
-        with channel.phase("merge"):
-            return RowSparse.join([part.astype(x.dtype) for part in parts])
+            if isinstance(found, hot_rows.Sums):
+                return hot_rows.allgather(channel, found, max(held), x.dtype)
+            rounded = channel.round(found.astype(x.dtype))
+            parts = channel.allgather(balanced(channel, rounded), max(held))
+            value = RowSparse.join([part.astype(x.dtype) for part in parts])
+            return RowSum(value, lambda: found._rounding_error(rounded))
 
-    def reduce_scatter(self, channel: RowChannel, x: RowSparse) -> RowSparse:
+    def reduce_scatter(self, channel: RowChannel, x: RowSparse, held: Sequence[int]) -> RowSparse:
         """Return the rows that this rank owns, combined over all ranks, in the accumulator dtype."""
         with channel.phase("split"):
-            positions = positions_of(channel.transport, x, self.owner)
-            return channel.merge(channel.exchange(x, positions))
+            found, edges = self._sums(channel, x, held, delivered=True)
+            if not isinstance(found, hot_rows.Sums):
+                return found
+            return hot_rows.to_owners(channel, found, owners_of(found.hot.rows, x.n, channel.size, edges))
+
+    def _sums(
+        self, channel: RowChannel, x: RowSparse, held: Sequence[int], delivered: bool = False
+    ) -> tuple[RowSparse | hot_rows.Sums, list[int] | None]:
+        """Return the sums that this rank forms, of hot rows apart if they are looked for, and the owners' edges.
+
+        Quantiles count a hot row once if its sum is delivered to its owner, otherwise not.
+        """
+        rows, size = to_host(x.rows), channel.size
+        places, hot = np.arange(x.nnz), None
+        if self._looks_for_hot_rows(channel, x, held):
+            hot = hot_rows.find(channel, x, split(places, owners_of(rows, x.n, size), size))
+            places = np.flatnonzero(~hot.among(rows))
+        share = hot.rows[channel.rank :: size] if hot is not None and delivered else rows[:0]
+        edges = edges_of(channel.transport, np.union1d(rows[places], share), x.n, self.owner)
+        positions = split(places, owners_of(rows[places], x.n, size, edges), size)
+        if hot is not None:
+            return hot_rows.reduce_scatter(channel, x, hot, positions), edges
+        return channel.merge(channel.exchange(x, positions)), edges
+
+    def _looks_for_hot_rows(self, channel: RowChannel, x: RowSparse, held: Sequence[int]) -> bool:
+        if channel.op.fold(x.dtype) is not None or channel.size <= 2 or x.on_gpu:
+            return False
+        few = FEW_ROWS * channel.size**2 > sum(held) / channel.size
+        return (self.owner != "hash" or few) if self.hot is None else self.hot
 
 
-def positions_of(transport: Transport, x: RowSparse, owner: str) -> list[NDArray[np.int64]]:
-    """Return for each rank the positions of the rows that it owns, ascending; collective for "quantile"."""
-    size = transport.size
+def edges_of(transport: Transport, rows: NDArray[np.int64], n: int, owner: str) -> list[int] | None:
+    """Return P + 1 edges: rank j owns the rows from edges[j] up to edges[j + 1]; None for owners by hash. Collective.
+
+    Args:
+        transport: of the ranks.
+        rows: this rank's rows, ascending, whose quantiles are taken.
+        n: number of rows of the table.
+        owner: see `RowOwners`.
+    """
     if owner == "hash":
-        owners = to_host(x.owners(size)).astype(np.min_scalar_type(max(size - 1, 1)))
-        order = np.argsort(owners, kind="stable")  # by radix sort up to 65,536 ranks
-        ends = np.searchsorted(owners[order], np.arange(size + 1))
-        return [order[a:b] for a, b in pairwise(ends.tolist())]
-    edges = [x.n * j // size for j in range(size + 1)]
-    if owner == "quantile":
-        numbers = SparseVector.from_sorted_unchecked(x._indices, x.rows, x.n)
-        edges = partition.boundaries(transport, numbers, "histogram")
-    return slices(x, edges)
+        return None
+    if owner == "range":
+        return [n * j // transport.size for j in range(transport.size + 1)]
+    indices = rows.astype(index_dtype(n))
+    return partition.boundaries(transport, SparseVector.from_sorted_unchecked(indices, indices, n), "histogram")
 
 
-def slices(x: RowSparse, edges: Sequence[int]) -> list[NDArray[np.int64]]:
-    """Return the positions of the rows between consecutive edges."""
-    ends = to_host(np.searchsorted(x.rows, np.array(edges, np.int64)))
-    return [np.arange(a, b) for a, b in pairwise(ends.tolist())]
+def owners_of(rows: NDArray[np.int64], n: int, size: int, edges: Sequence[int] | None = None) -> NDArray[np.int64]:
+    """Return the owner of each row by the edges of the owners' ranges, or by hash without edges."""
+    if edges is None:
+        return hash_owners(rows, n, size)
+    return np.searchsorted(np.array(edges[1:-1], np.int64), rows, side="right")
+
+
+def split(places: NDArray[np.int64], owners: NDArray[np.int64], size: int) -> list[NDArray[np.int64]]:
+    """Return for each of `size` ranks the places that it owns, ascending.
+
+    Args:
+        places: positions of rows, ascending.
+        owners: the owner of each.
+        size: number of ranks.
+    """
+    narrow = owners.astype(np.min_scalar_type(max(size - 1, 1)))  # sorted by radix up to 65,536 ranks
+    order = np.argsort(narrow, kind="stable")
+    ends = np.searchsorted(narrow[order], np.arange(size + 1))
+    grouped = places[order]
+    return [grouped[a:b] for a, b in pairwise(ends.tolist())]

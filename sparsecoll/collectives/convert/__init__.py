@@ -31,7 +31,7 @@ TYPES = (
     " (dense or sparse_coo), a dict or Counter, a pandas Series, or a dense NumPy, CuPy or DLPack array"
 )
 CURES = {
-    "RowSparse": "allreduce, reduce_scatter, allgather or bcast, or SparseVector.from_dense of x.to_dense()",
+    "RowSparse": "allreduce, reduce_scatter, allgather, bcast, alltoall or alltoallv, or x.to_dense()",
     "list": "np.asarray(x) of a dense one, SparseVector.from_pairs of pairs",
     "set": "dict.fromkeys(x, 1)",
     "DataFrame": "x.to_numpy(), or x.sparse.to_coo()",

@@ -15,33 +15,26 @@ from sparsecoll.kernels.memory import readonly
 
 
 @jit
-def _sum_rows(addresses, starts, width, like, out, first, last):  # type: ignore[no-untyped-def]
-    zero = out.dtype.type(0)
+def _sum_rows(addresses, starts, width, like, out_at, out, first, last):  # type: ignore[no-untyped-def]
+    zero, size = out.dtype.type(0), width * out.itemsize
     for u in range(first, last):
-        start, stop, base = starts[u], starts[u + 1], u * width
-        row = array_at(addresses[start], width, like)
+        start, stop = starts[u], starts[u + 1]
+        target, row = array_at(out_at + u * size, width, out), array_at(addresses[start], width, like)
         for j in range(width):
-            out[base + j] = zero + row[j]
+            target[j] = zero + row[j]
         for c in range(start + 1, stop):
             row = array_at(addresses[c], width, like)
             for j in range(width):
-                out[base + j] += row[j]
+                target[j] += row[j]
 
 
 @jit
-def _take_rows(values, positions, width, out, first, last):  # type: ignore[no-untyped-def]
-    for i in range(first, last):
-        source, target = positions[i] * width, i * width
-        for j in range(width):
-            out[target + j] = values[source + j]
-
-
-@jit
-def _scatter_add_rows(table, rows, width, values):  # type: ignore[no-untyped-def]
+def _scatter_add_rows(table_at, table, rows, width, values_at, values):  # type: ignore[no-untyped-def]
     for i in range(rows.size):
-        target, source = rows[i] * width, i * width
+        target = array_at(table_at + rows[i] * width * table.itemsize, width, table)
+        row = array_at(values_at + i * width * values.itemsize, width, values)
         for j in range(width):
-            table[target + j] += values[source + j]
+            target[j] += row[j]
 
 
 def _shared(function: Callable[..., Any], rows: int, width: int, *arguments: Any) -> None:
@@ -58,18 +51,13 @@ def sum_rows(parts: Sequence[Array], order: Array, starts: Array, out: Array) ->
     width, size = out.shape[1], parts[0].itemsize
     addresses = np.concatenate([p.ctypes.data + np.arange(p.shape[0]) * (width * size) for p in parts])[order]
     like = np.empty(0, parts[0].dtype)
-    _shared(_sum_rows, out.shape[0], width, addresses, readonly(starts), width, like, out.reshape(-1))
-
-
-def take_rows(values: Array, positions: Array, out: Array) -> None:
-    bits = f"u{values.itemsize}" if values.itemsize <= 8 else "u8"
-    words, copied = values.reshape(-1).view(bits), out.reshape(-1).view(bits)
-    width = values.shape[1] * values.itemsize // words.itemsize
-    _shared(_take_rows, positions.size, width, readonly(words), readonly(positions), width, copied)
+    given = (addresses, readonly(starts), width, like, out.ctypes.data, out[:0].reshape(-1))
+    _shared(_sum_rows, out.shape[0], width, *given)
 
 
 def scatter_add_rows(table: Array, rows: Array, values: Array) -> None:
     if table.dtype == np.float16 or values.dtype == np.float16:
         reference.scatter_add_rows(table, rows, values)
         return
-    _scatter_add_rows(table.reshape(-1), readonly(rows), table.shape[1], readonly(values.reshape(-1)))
+    kinds = table[:0].reshape(-1), values[:0].reshape(-1)
+    _scatter_add_rows(table.ctypes.data, kinds[0], readonly(rows), table.shape[1], values.ctypes.data, kinds[1])

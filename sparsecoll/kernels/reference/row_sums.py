@@ -28,7 +28,7 @@ def sum_rows(parts: Sequence[Array], order: Array, starts: Array, out: Array) ->
 
 def take_rows(values: Array, positions: Array, out: Array) -> None:
     """out[i] = values[positions[i]], of 2-D arrays of one dtype; the positions are int64."""
-    out[:] = values[positions]
+    np.take(values, positions, axis=0, out=out, mode="clip")
 
 
 def scatter_add_rows(table: Array, rows: Array, values: Array) -> None:

@@ -1,0 +1,69 @@
+"""Volume and balance of the algorithms for rows, counted on ids by Zipf's law, and what `auto` chooses."""
+
+import numpy as np
+import pytest
+from formulas import gather_rows, owner_rows
+
+import sparsecoll
+from sparsecoll import Network, RowSparse, simulate
+from sparsecoll.algorithms.rows import RowAuto, RowGather, RowOwners
+
+N, D, BATCH = 300_000, 16, 4096
+ROW = 4 * D
+
+
+def batch(rank, exponent):
+    """Distinct ids of a batch, the most frequent ones first in the table."""
+    probability = np.cumsum(np.arange(1, N + 1) ** -exponent)
+    ids = np.unique(np.searchsorted(probability / probability[-1], np.random.default_rng(rank).random(BATCH)))
+    return RowSparse(ids, np.ones((ids.size, D), np.float32), N)
+
+
+def measured(P, algorithm, inputs, scatter=False):
+    """Bytes received and sent by each rank, without the agreement."""
+
+    def program(comm):
+        if scatter:
+            sparsecoll.reduce_scatter(comm, inputs[comm.rank], owner=algorithm.owner)
+        else:
+            sparsecoll.allreduce(comm, inputs[comm.rank], algorithm)
+        total, agree = sparsecoll.traffic(comm).total, sparsecoll.traffic(comm).phases["agree"]
+        return total.bytes_received - agree.bytes_received, total.bytes_sent - agree.bytes_sent
+
+    return np.array(simulate(P, program).results)
+
+
+@pytest.mark.parametrize("exponent", [1.05, 1.2])
+@pytest.mark.parametrize("owner", ["hash", "quantile"])
+@pytest.mark.parametrize("P", [4, 7, 16])
+def test_the_busiest_rank_moves_a_tenth_more_than_the_mean_at_most(P, owner, exponent):
+    inputs = [batch(rank, exponent) for rank in range(P)]
+    held, union = [x.nnz for x in inputs], np.unique(np.concatenate([x.rows for x in inputs])).size
+    moved = measured(P, RowOwners(owner), inputs)
+    received = measured(P, RowOwners(owner), inputs, scatter=True)[:, 0]
+    assert moved.max() <= 1.1 * moved.mean() and received.max() <= 1.1 * received.mean()
+    expected = owner_rows(np.mean(held), union, P) * ROW
+    assert expected <= moved.mean() <= 1.12 * expected  # indices, and zeros of hot rows
+
+
+def test_gathering_takes_the_rows_of_the_others():
+    inputs = [batch(rank, 1.2) for rank in range(5)]
+    received = measured(5, RowGather(), inputs)[:, 0].sum()
+    expected = gather_rows(sum(x.nnz for x in inputs), 5) * ROW
+    assert expected <= received <= 1.05 * expected
+
+
+@pytest.mark.parametrize("P, shared, expected", [(2, True, "allgather"), (8, False, "allgather"), (8, True, "owners")])
+def test_auto_takes_owners_where_the_sum_has_few_rows(P, shared, expected, monkeypatch):
+    chosen = []
+    for kind in (RowGather, RowOwners):
+        call = kind.__call__
+        monkeypatch.setattr(kind, "__call__", lambda self, *a, call=call: chosen.append(self.name) or call(self, *a))
+    rows = np.arange(4000)
+
+    def program(comm):
+        own = rows * 8 + (0 if shared else comm.rank)
+        return sparsecoll.allreduce(comm, RowSparse(own, np.ones((4000, D), np.float32), N), RowAuto())
+
+    results = simulate(P, program, network=Network()).results
+    assert set(chosen) == {expected} and all(y == results[0] for y in results)
