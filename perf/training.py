@@ -38,7 +38,8 @@ from sparsecoll.transport import as_transport, default_comm
 from sparsecoll.transport.collectives import allgather
 
 ROOT = Path(__file__).parent.parent
-ROWS, PAGE, TEXT = ROOT / "perf/results/training.json", ROOT / "docs/training.md", ROOT / "perf/training.in.md"
+RESULTS, PAGE, TEXT = ROOT / "perf/results", ROOT / "docs/training.md", ROOT / "perf/training.in.md"
+ROWS = RESULTS / "training.json"
 LR, MOMENTUM = 0.01, 0.9
 COMPRESSED: dict[str, tuple[str | Compressor, dict[str, Any]]] = {  # name: (compressor, options)
     "free": ("free", {}),
@@ -51,6 +52,7 @@ COMPRESSED: dict[str, tuple[str | Compressor, dict[str, Any]]] = {  # name: (com
     "allgather 1 %": (TopK(0.01, algo="allgather"), {}),
     "oktopk 1 %": (OkTopk(0.01), {}),
     "densestream 1 %": ("densestream", {}),
+    "dgc 1 %": (DGC(0.01), {}),
     "dgc 0.1 %": (DGC(0.001), {}),
     "gaussiank 1 %": ("gaussiank", {}),
     "mstopk 1 %": ("mstopk", {}),
@@ -144,12 +146,14 @@ def lines(model_name: str, options: argparse.Namespace, comm: Any) -> Iterator[t
         model = made()
         momentum = 0.0 if getattr(compressor, "momentum", 0.0) else MOMENTUM
         inner = torch.optim.SGD(model.parameters(), LR, momentum=momentum)
+        settings = {"timeline": options.timeline, **settings}
         optimizer = DistributedOptimizer(inner, model.named_parameters(), comm, compressor, **settings)
         return Step(model, model, optimizer, options.batch, comm.rank)
 
     def sparse(algo: str) -> Step:
         model = made()
-        optimizer = SparseSGD(model.parameters(), LR, MOMENTUM, comm=comm, algo=algo, density=0.01)
+        settings: dict[str, Any] = {"comm": comm, "algo": algo, "density": 0.01, "timeline": options.timeline}
+        optimizer = SparseSGD(model.parameters(), LR, MOMENTUM, **settings)
         return Step(model, model, optimizer, options.batch, comm.rank)
 
     def ddp(register: Callable[[Any, Any], None], **settings: Any) -> Step:
@@ -249,6 +253,21 @@ def tables(found: list[Row]) -> dict[str, str]:
     return made
 
 
+def other_tables() -> dict[str, str]:
+    """Return the tables of perf/work.py and perf/overlap.py, and their commits."""
+    work, overlap = (json.loads((RESULTS / f"{name}.json").read_text()) for name in ("work", "overlap"))
+    kinds = [
+        {name: value for name, value in row.items() if name != "model"} for row in work["rows"] if row["CPU ms"] > 0.1
+    ]
+    found = {
+        "work": markdown(kinds),
+        "bandwidth": f"{work['about']['GB/s']:.0f}",
+        "work_commit": work["about"]["commit"],
+    }
+    found |= {name: markdown(overlap[name]) for name in ("overlap", "waits")}
+    return found | {"overlap_commit": overlap["about"]["commit"]}
+
+
 def main() -> None:
     """Measure and print; rank 0 saves the rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -261,11 +280,12 @@ def main() -> None:
     parser.add_argument("--interface", help="network interface for gloo")
     parser.add_argument("--json", type=Path, help="save the rows")
     parser.add_argument("--render", action="store_true", help="only write the page")
+    parser.set_defaults(timeline=None)  # perf/work.py has one
     options = parser.parse_args()
     if options.render:
         saved = json.loads(ROWS.read_text())
         about = {"commit": saved["about"]["commit"], "machine": saved["about"]["machine"]}
-        PAGE.write_text(TEXT.read_text().format(**about, **tables(saved["rows"])))
+        PAGE.write_text(TEXT.read_text().format(**about, **tables(saved["rows"]), **other_tables()))
         return
     torch.set_num_threads(1)
     comm = default_comm()
