@@ -62,7 +62,7 @@ def rows(cpu: Any, folder: Path | None) -> Iterator[report.Row]:
     llvm.initialize_all_targets()
     llvm.initialize_all_asmprinters()
     machine = llvm.Target.from_triple("aarch64-unknown-linux-gnu").create_target_machine(cpu="neoverse-n1", opt=3)
-    for module in (cpu.selection, cpu.merge, cpu.windows, cpu.codecs, cpu.rice, cpu.sums):
+    for module in (cpu.selection, cpu.largest, cpu.merge, cpu.windows, cpu.codecs, cpu.rice, cpu.sums):
         for name, kernel in sorted(vars(module).items()):
             for number, signature in enumerate(getattr(kernel, "signatures", ())):
                 code = optimised(kernel.inspect_llvm(signature), machine)

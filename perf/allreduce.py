@@ -14,9 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -60,14 +58,12 @@ class Gloo:
     """
 
     def __init__(self, comm: Any, interface: str | None) -> None:
+        import gloo
         import torch
 
         torch.set_num_threads(1)
-        if interface:
-            os.environ["GLOO_SOCKET_IFNAME"] = interface
         torch.sparse.check_sparse_tensor_invariants.disable()  # else it warns that they are not checked
-        where = comm.bcast(tempfile.mkdtemp(prefix="gloo-") if comm.rank == 0 else None)
-        torch.distributed.init_process_group("gloo", f"file://{where}/store", rank=comm.rank, world_size=comm.size)
+        gloo.start(comm, interface)
         self._torch = torch
         self.group = torch.distributed.group.WORLD
 

@@ -16,12 +16,12 @@ import argparse
 import json
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import gloo
 import torch
 import torch.distributed as dist
 from report import Row, markdown
@@ -169,16 +169,14 @@ def page(text: str) -> str:
 
 def start(interface: str | None) -> None:
     """Make the process group: torchrun's, or under mpirun one that meets at a file, since hosts may have no names."""
-    if interface:
-        os.environ["GLOO_SOCKET_IFNAME"] = interface
     if launcher.processes()[0] == "WORLD_SIZE":
+        if interface:
+            os.environ["GLOO_SOCKET_IFNAME"] = interface
         dist.init_process_group("gloo")
         return
     from mpi4py import MPI
 
-    world = MPI.COMM_WORLD
-    where = world.bcast(tempfile.mkdtemp(prefix="gloo-") if world.rank == 0 else None)
-    dist.init_process_group("gloo", f"file://{where}/store", rank=world.rank, world_size=world.size)
+    gloo.start(MPI.COMM_WORLD, interface)
 
 
 def say(text: str) -> None:

@@ -15,14 +15,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import gloo
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -142,10 +141,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     comm = default_comm()
-    if options.interface:
-        os.environ["GLOO_SOCKET_IFNAME"] = options.interface
-    where = comm.bcast(tempfile.mkdtemp(prefix="gloo-") if comm.rank == 0 else None)
-    dist.init_process_group("gloo", f"file://{where}/store", rank=comm.rank, world_size=comm.size)
+    gloo.start(comm, options.interface)
     found: dict[str, Any] = {"about": bench.about()}
     found["waits"] = list(waits(comm, {"MPI": comm, "sockets": dist.group.WORLD}))
     found["overlap"] = list(overlap(comm, options.repeat))

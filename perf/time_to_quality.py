@@ -13,17 +13,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import datasets
+import gloo
 import torch
-import torch.distributed as dist
 from nets import quality
 from report import Row, markdown
 from torch import nn
@@ -160,10 +158,7 @@ def main() -> None:
         return
     torch.set_num_threads(1)
     comm = default_comm()
-    if options.interface:
-        os.environ["GLOO_SOCKET_IFNAME"] = options.interface
-    where = comm.bcast(tempfile.mkdtemp(prefix="gloo-") if comm.rank == 0 else None)
-    dist.init_process_group("gloo", f"file://{where}/store", rank=comm.rank, world_size=comm.size)
+    gloo.start(comm, options.interface)
     rows: list[Row] = []
     for name, make in lines(comm, options.steps).items():
         if options.lines and not any(text in name for text in options.lines):

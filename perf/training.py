@@ -14,18 +14,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import gloo
 import numpy as np
 import torch
-import torch.distributed as dist
 from report import Row, markdown
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
@@ -290,10 +288,7 @@ def main() -> None:
     torch.set_num_threads(1)
     comm = default_comm()
     if options.gloo:
-        if options.interface:
-            os.environ["GLOO_SOCKET_IFNAME"] = options.interface
-        where = comm.bcast(tempfile.mkdtemp(prefix="gloo-") if comm.rank == 0 else None)
-        dist.init_process_group("gloo", f"file://{where}/store", rank=comm.rank, world_size=comm.size)
+        gloo.start(comm, options.interface)
     found: list[Row] = []
     for row in rows(options, comm):
         found.append(row)

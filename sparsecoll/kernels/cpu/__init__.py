@@ -7,6 +7,7 @@ float16 are formed in float32 (see `vector.accumulator_dtype`).
 
 from sparsecoll.kernels.cpu.codecs import *
 from sparsecoll.kernels.cpu.folds import *
+from sparsecoll.kernels.cpu.largest import *
 from sparsecoll.kernels.cpu.merge import *
 from sparsecoll.kernels.cpu.quantization import *
 from sparsecoll.kernels.cpu.rice import *

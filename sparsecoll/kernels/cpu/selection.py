@@ -1,4 +1,4 @@
-"""Selection in one pass: the entries above a threshold, and the exact top k.
+"""Selection in one pass: the entries above a threshold; `largest.py` has the exact top k.
 
 A pass can also add scale * addend to the values before it selects, set the selected values to zero, and do all this in
 other memory. A chunk stays in the first-level cache between these steps, so that memory is read and written once.
@@ -13,26 +13,20 @@ import numpy as np
 
 from sparsecoll.kernels import reference, threads
 from sparsecoll.kernels.cpu.lanes import BLOCK, VECTORS, compress_block, inlined, jit, magnitude_key
-from sparsecoll.kernels.keys import Addend, Array, bits_and_mask, index_dtype
+from sparsecoll.kernels.keys import Addend, Array, index_dtype
 from sparsecoll.kernels.memory import empty, readonly
 from sparsecoll.kernels.reference.selection import (
     MOMENT_LANES,
     MOMENT_ROWS,
     ROUNDS,
-    magnitude_keys,
     moments_of,
     moments_of_lines,
     moved,
 )
-from sparsecoll.kernels.sampling import stride_for
 
 OFTEN = 10  # entries taken of a chunk; after more of them, branches would often be predicted wrongly in the next one
 CHUNK = 2048  # items per chunk; a multiple of MOMENT_LANES and of lanes.BLOCK
 LINE = MOMENT_ROWS * MOMENT_LANES  # items of a line of moments; a multiple of CHUNK
-SMALL = 1 << 13  # up to this many values topk selects among all of them
-SAMPLE = 1 << 17  # size of the largest sample that bounds the k-th magnitude from below
-
-BEYOND = 1 << 64  # a key that no value reaches
 
 
 @jit
@@ -162,29 +156,10 @@ def _select(  # type: ignore[no-untyped-def]
 
 
 @jit
-def _select_all(bits, mask, key, indices, start, out_i, out_v, count):  # type: ignore[no-untyped-def]
+def select_all(bits, mask, key, indices, start, out_i, out_v, count):  # type: ignore[no-untyped-def]
     """Select from `start` to the end; the outputs have room for all items."""
     first = bits.size - (bits.size - start) % BLOCK
     return _take(bits, mask, key, indices, None, None, first, start, bits.size, out_i, out_v, count, None, True)
-
-
-@jit
-def _first_surplus_tie(bits, mask, key, ties):  # type: ignore[no-untyped-def]
-    """The position of the item with this key that follows the first `ties` of them; the size if there is none."""
-    for i in range(bits.size):
-        if magnitude_key(bits[i], mask) == key:
-            if ties == 0:
-                return i
-            ties -= 1
-    return bits.size
-
-
-@jit
-def _put_back(dense, positions, bits, mask, key, edge):  # type: ignore[no-untyped-def]
-    for i in range(bits.size):
-        m = magnitude_key(bits[i], mask)
-        if m < key or (m == key and i >= edge):
-            dense[positions[i]] = bits[i]
 
 
 @jit
@@ -214,7 +189,7 @@ def _permuted(length, half, key, out):  # type: ignore[no-untyped-def]
         out[i] = x
 
 
-def _lanes_of(values: Array, write: bool = False) -> tuple[Array, Any]:
+def lanes_of(values: Array, write: bool = False) -> tuple[Array, Any]:
     """(floats as unsigned bit patterns, integers as they are; the mask that removes the sign)."""
     if not values.flags.c_contiguous:
         raise ValueError("values: expected a contiguous array")
@@ -225,14 +200,14 @@ def _lanes_of(values: Array, write: bool = False) -> tuple[Array, Any]:
 
 
 def count_at_least(values: Array, key: int) -> int:
-    bits, mask = _lanes_of(values)
+    bits, mask = lanes_of(values)
     return 0 if key > np.iinfo(mask.dtype).max else int(_count(bits, mask, mask.dtype.type(key)))
 
 
 def key_range(values: Array) -> tuple[int, int]:
     if values.size == 0:
         return 0, 0
-    lowest, highest = _key_range(*_lanes_of(values))
+    lowest, highest = _key_range(*lanes_of(values))
     return int(lowest), int(highest)
 
 
@@ -272,14 +247,14 @@ def select_at_least(
             moments[:] = moments_of(values)
         add = moments = None
     origin, values = (None, values) if out is None else (readonly(values), out)
-    bits, mask = _lanes_of(values, write=clear or add is not None or origin is not None)
+    bits, mask = lanes_of(values, write=clear or add is not None or origin is not None)
     if key > np.iinfo(mask.dtype).max:  # no value can reach it
         values = values if origin is None else moved(origin, values)
         return reference.select_at_least(values, key, indices=indices, add=add, moments=moments)
     lines = None if moments is None else np.empty((-(-values.size // LINE), 4))
     addend, scale = (None, None) if add is None else (readonly(np.ascontiguousarray(add[0])), values.dtype.type(add[1]))
     floats = bits if addend is None and lines is None else values if addend is not None else readonly(values)
-    origin = _lanes_of(origin)[0] if origin is not None and addend is None else origin  # it is only copied
+    origin = lanes_of(origin)[0] if origin is not None and addend is None else origin  # it is only copied
     in_lanes = addend is not None and addend.dtype == values.dtype and values.dtype.kind == "f"
     in_lanes = in_lanes and lines is None and origin is None and VECTORS
     added = addend.view(bits.dtype) if in_lanes else None  # type: ignore[union-attr]
@@ -337,80 +312,3 @@ def _grown(array: Array, count: int, capacity: int) -> Array:
     larger = empty(capacity, array.dtype)
     larger[:count] = array[:count]
     return larger
-
-
-def _cut_at_ties(values: Array, key: int, ties: int) -> tuple[Any, int]:
-    """(typed key, position of the first item with this key that exceeds `ties`)."""
-    bits, mask = _lanes_of(values)
-    typed = mask.dtype.type(key)
-    return typed, int(_first_surplus_tie(bits, mask, typed, ties))
-
-
-def topk_by_key(values: Array, key: int, ties: int, *, indices: Array | None = None) -> Any:
-    index = index_dtype(values.size) if indices is None else indices.dtype
-    room = values.size + BLOCK
-    out = empty(room, index), empty(room, values.dtype)
-    return _topk_by_key_into(*out, values, indices, *_cut_at_ties(values, key, ties))
-
-
-def _topk_by_key_into(out_i: Array, out_v: Array, values: Array, indices: Array | None, key: Any, edge: int) -> Any:
-    """The outputs may be `indices` and `values` themselves: an item is written only after it was read."""
-    bits, mask = _lanes_of(values)
-    out_bits = _lanes_of(out_v, write=True)[0]
-    indices = None if indices is None else readonly(indices)
-    count = 0
-    for start, stop, least in ((0, edge, key), (edge, values.size, key + key.dtype.type(1))):
-        if least >= key:  # else the key was the largest one: nothing is above it
-            part = bits[:stop]
-            count = _select_all(part, mask, least, indices, start, out_i, out_bits, count)
-    return out_i[:count], out_v[:count]
-
-
-def lower_bound_key(values: Array, k: int, add: Addend | None = None) -> int:
-    if values.size <= SMALL or k > values.size // 2:
-        return 0
-    size = min(max(values.size >> 7, SMALL), SAMPLE)
-    stride = stride_for(values.size, size)
-    sample = values[::stride].copy()
-    if add is not None:
-        reference.accumulate(sample, (add[0][::stride], add[1]))
-    keys = magnitude_keys(sample)
-    expected = k * keys.size / values.size
-    rank = int(expected + 4 * np.sqrt(expected) + 4)
-    if rank >= keys.size:
-        return 0
-    return int(np.partition(keys, keys.size - 1 - rank)[keys.size - 1 - rank])
-
-
-def kth_key(values: Array, k: int) -> tuple[int, int]:
-    bits, mask = bits_and_mask(values)
-    keys = np.bitwise_and(bits, bits.dtype.type(mask), out=empty(bits.size, bits.dtype))
-    position = keys.size - k
-    keys.partition(position)
-    return int(keys[position]), k - int(np.count_nonzero(keys[position + 1 :] > keys[position]))
-
-
-def topk(
-    values: Array,
-    k: int,
-    *,
-    indices: Array | None = None,
-    add: Addend | None = None,
-    out: Array | None = None,
-    clear: bool = False,
-) -> tuple[Array, Array]:
-    if k == 0:
-        return select_at_least(values, BEYOND, indices=indices, add=add, out=out)
-    bound = lower_bound_key(values, k, add)
-    found_i, found_v = select_at_least(values, bound, k + (k >> 2), indices=indices, add=add, out=out, clear=clear)
-    values = values if out is None else out
-    if found_v.size < min(k, values.size):  # the sample was not typical, as for periodic data
-        if clear:
-            values[found_i] = found_v
-        found_i, found_v = select_at_least(values, 0, values.size, indices=indices, clear=clear)
-    if k >= found_v.size:
-        return found_i, found_v
-    typed, edge = _cut_at_ties(found_v, *kth_key(found_v, k))
-    if clear:
-        _put_back(_lanes_of(values, write=True)[0], readonly(found_i), *_lanes_of(found_v), typed, edge)
-    return _topk_by_key_into(found_i, found_v, found_v, found_i, typed, edge)  # type: ignore[no-any-return]

@@ -1,0 +1,115 @@
+"""The exact top k: a pass of `selection.py` above a bound taken from a sample, then the k largest of what it found."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from sparsecoll.kernels import reference
+from sparsecoll.kernels.cpu.lanes import BLOCK, jit, magnitude_key
+from sparsecoll.kernels.cpu.selection import lanes_of, select_all, select_at_least
+from sparsecoll.kernels.keys import Addend, Array, bits_and_mask, index_dtype
+from sparsecoll.kernels.memory import empty, readonly
+from sparsecoll.kernels.reference.selection import magnitude_keys
+from sparsecoll.kernels.sampling import stride_for
+
+SMALL = 1 << 13  # up to this many values topk selects among all of them
+SAMPLE = 1 << 17  # size of the largest sample that bounds the k-th magnitude from below
+BEYOND = 1 << 64  # a key that no value reaches
+
+
+@jit
+def _first_surplus_tie(bits, mask, key, ties):  # type: ignore[no-untyped-def]
+    """The position of the item with this key that follows the first `ties` of them; the size if there is none."""
+    for i in range(bits.size):
+        if magnitude_key(bits[i], mask) == key:
+            if ties == 0:
+                return i
+            ties -= 1
+    return bits.size
+
+
+@jit
+def _put_back(dense, positions, bits, mask, key, edge):  # type: ignore[no-untyped-def]
+    for i in range(bits.size):
+        m = magnitude_key(bits[i], mask)
+        if m < key or (m == key and i >= edge):
+            dense[positions[i]] = bits[i]
+
+
+def _cut_at_ties(values: Array, key: int, ties: int) -> tuple[Any, int]:
+    """(typed key, position of the first item with this key that exceeds `ties`)."""
+    bits, mask = lanes_of(values)
+    typed = mask.dtype.type(key)
+    return typed, int(_first_surplus_tie(bits, mask, typed, ties))
+
+
+def topk_by_key(values: Array, key: int, ties: int, *, indices: Array | None = None) -> Any:
+    index = index_dtype(values.size) if indices is None else indices.dtype
+    room = values.size + BLOCK
+    out = empty(room, index), empty(room, values.dtype)
+    return _topk_by_key_into(*out, values, indices, *_cut_at_ties(values, key, ties))
+
+
+def _topk_by_key_into(out_i: Array, out_v: Array, values: Array, indices: Array | None, key: Any, edge: int) -> Any:
+    """The outputs may be `indices` and `values` themselves: an item is written only after it was read."""
+    bits, mask = lanes_of(values)
+    out_bits = lanes_of(out_v, write=True)[0]
+    indices = None if indices is None else readonly(indices)
+    count = 0
+    for start, stop, least in ((0, edge, key), (edge, values.size, key + key.dtype.type(1))):
+        if least >= key:  # else the key was the largest one: nothing is above it
+            part = bits[:stop]
+            count = select_all(part, mask, least, indices, start, out_i, out_bits, count)
+    return out_i[:count], out_v[:count]
+
+
+def lower_bound_key(values: Array, k: int, add: Addend | None = None) -> int:
+    if values.size <= SMALL or k > values.size // 2:
+        return 0
+    size = min(max(values.size >> 7, SMALL), SAMPLE)
+    stride = stride_for(values.size, size)
+    sample = values[::stride].copy()
+    if add is not None:
+        reference.accumulate(sample, (add[0][::stride], add[1]))
+    keys = magnitude_keys(sample)
+    expected = k * keys.size / values.size
+    rank = int(expected + 4 * np.sqrt(expected) + 4)
+    if rank >= keys.size:
+        return 0
+    return int(np.partition(keys, keys.size - 1 - rank)[keys.size - 1 - rank])
+
+
+def kth_key(values: Array, k: int) -> tuple[int, int]:
+    bits, mask = bits_and_mask(values)
+    keys = np.bitwise_and(bits, bits.dtype.type(mask), out=empty(bits.size, bits.dtype))
+    position = keys.size - k
+    keys.partition(position)
+    return int(keys[position]), k - int(np.count_nonzero(keys[position + 1 :] > keys[position]))
+
+
+def topk(
+    values: Array,
+    k: int,
+    *,
+    indices: Array | None = None,
+    add: Addend | None = None,
+    out: Array | None = None,
+    clear: bool = False,
+) -> tuple[Array, Array]:
+    if k == 0:
+        return select_at_least(values, BEYOND, indices=indices, add=add, out=out)
+    bound = lower_bound_key(values, k, add)
+    found_i, found_v = select_at_least(values, bound, k + (k >> 2), indices=indices, add=add, out=out, clear=clear)
+    values = values if out is None else out
+    if found_v.size < min(k, values.size):  # the sample was not typical, as for periodic data
+        if clear:
+            values[found_i] = found_v
+        found_i, found_v = select_at_least(values, 0, values.size, indices=indices, clear=clear)
+    if k >= found_v.size:
+        return found_i, found_v
+    typed, edge = _cut_at_ties(found_v, *kth_key(found_v, k))
+    if clear:
+        _put_back(lanes_of(values, write=True)[0], readonly(found_i), *lanes_of(found_v), typed, edge)
+    return _topk_by_key_into(found_i, found_v, found_v, found_i, typed, edge)  # type: ignore[no-any-return]
