@@ -13,7 +13,7 @@ from sparsecoll.torch.broadcasts import broadcast_optimizer, broadcast_tensors
 from sparsecoll.torch.calls import collective, communicator
 from sparsecoll.torch.compressors import Compressor
 from sparsecoll.torch.guards import refuse_wrapped
-from sparsecoll.torch.optimizer import DistributedOptimizer, forwarded, of_optimizer
+from sparsecoll.torch.optimizer import DistributedOptimizer, Wrapper, of_optimizer
 from sparsecoll.torch.options import check_integer
 from sparsecoll.torch.state import STATE
 from sparsecoll.torch.tensors import Buffers, Named, check_whole, model_of, named
@@ -24,7 +24,7 @@ from sparsecoll.transport.call import CollectiveCall
 LOCAL = "sparsecoll_local"  # key of this optimizer's own part of a state_dict
 
 
-class LocalOptimizer(torch.optim.Optimizer):
+class LocalOptimizer(Wrapper):
     """Wraps an optimizer: every rank steps by itself, and every few steps all ranks move by the mean of their changes.
 
         optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
@@ -87,9 +87,8 @@ class LocalOptimizer(torch.optim.Optimizer):
         timeout: float | None = None,
         timeline: Timeline | None = None,
     ) -> None:
-        self.optimizer, self._every = optimizer, every
-        self._since = 0  # steps since the last mean
-        super().__setstate__({})  # the hooks of a torch optimizer; groups and state are the wrapped optimizer's
+        super().__init__(optimizer)
+        self._every, self._since = every, 0  # steps from one mean to the next, and since the last one
         transport, model = communicator(comm), model_of(named_parameters)
 
         def made(call: CollectiveCall) -> tuple[Named, Named, torch.optim.Optimizer]:
@@ -118,16 +117,6 @@ class LocalOptimizer(torch.optim.Optimizer):
             timeline=timeline,
         )
         self._follow()
-
-    param_groups: Any = forwarded("param_groups")
-    state: Any = forwarded("state")
-    defaults: Any = forwarded("defaults")
-
-    def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the wrapped optimizer."""
-        if name == "optimizer":
-            raise AttributeError(name)
-        return getattr(self.optimizer, name)
 
     @property
     def _step_supports_amp_scaling(self) -> NoReturn:
@@ -199,9 +188,23 @@ class LocalOptimizer(torch.optim.Optimizer):
         self._since = 0
         self._follow()
 
-    def add_param_group(self, param_group: dict[str, Any]) -> NoReturn:
-        """Refused: make another LocalOptimizer."""
-        raise NotImplementedError("LocalOptimizer.add_param_group: expected all parameters when it is made")
+    def add_param_group(
+        self, param_group: dict[str, Any], named_parameters: Iterable[tuple[str, torch.Tensor]] = ()
+    ) -> None:
+        """Add a group as in torch; collective. All ranks start from rank 0's values of these parameters.
+
+        Args:
+            param_group: as in torch; its options are those of the wrapped optimizer.
+            named_parameters: pairs (name, parameter); parameters without a name are called group<i>.<j>.
+        """
+        added = self._add_to_wrapped(param_group, named_parameters)
+        shared = {name: p.detach().clone().requires_grad_(p.requires_grad) for name, p in added.items()}
+        self._outer.add_param_group({"params": list(shared.values())}, shared.items())
+        self._params |= added
+        self._shared |= shared
+        with torch.no_grad():
+            for name, p in added.items():
+                p.copy_(shared[name])
 
     def move(self, comm: Any) -> None:
         """Continue on another communicator, such as that of `sparsecoll.shrink` after a rank was lost; collective on

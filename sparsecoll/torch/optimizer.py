@@ -30,7 +30,33 @@ def forwarded(name: str) -> property:
     )
 
 
-class DistributedOptimizer(torch.optim.Optimizer):
+class Wrapper(torch.optim.Optimizer):
+    """A torch optimizer that wraps another one, whose groups and state are its own, too."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        super().__setstate__({})  # the hooks of a torch optimizer
+
+    param_groups: Any = forwarded("param_groups")
+    state: Any = forwarded("state")
+    defaults: Any = forwarded("defaults")
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the wrapped optimizer, such as train() and eval() of schedule-free ones."""
+        if name == "optimizer":
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    def _add_to_wrapped(self, param_group: dict[str, Any], names: Iterable[tuple[str, torch.Tensor]]) -> Named:
+        """Add a group to the wrapped optimizer; return its parameters by name."""
+        number = len(self.optimizer.param_groups)
+        self.optimizer.add_param_group(param_group)
+        given = {id(p): name for name, p in names}
+        added = self.optimizer.param_groups[-1]["params"]
+        return {given.get(id(p), f"group{number}.{j}"): p for j, p in enumerate(added)}
+
+
+class DistributedOptimizer(Wrapper):
     """Wraps an optimizer, so that it steps on the mean of the gradients of all ranks, which are sent compressed.
 
         optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
@@ -109,8 +135,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         timeout: float | None = None,
         timeline: Timeline | None = None,
     ) -> None:
-        self.optimizer = optimizer
-        super().__setstate__({})  # the hooks of a torch optimizer; groups and state are the wrapped optimizer's
+        super().__init__(optimizer)
         transport = communicator(comm)
         model = model_of(named_parameters)
 
@@ -122,16 +147,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         params, own, options = collective(transport, "DistributedOptimizer", None, checked)
         self._engine = Engine(transport, own, optimizer, model, options)
         self._engine.add(params)
-
-    param_groups: Any = forwarded("param_groups")
-    state: Any = forwarded("state")
-    defaults: Any = forwarded("defaults")
-
-    def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the wrapped optimizer, such as train() and eval() of schedule-free ones."""
-        if name == "optimizer":
-            raise AttributeError(name)
-        return getattr(self.optimizer, name)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -247,11 +262,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             param_group: as in torch.
             named_parameters: pairs (name, parameter); parameters without a name are called group<i>.<j>.
         """
-        number = len(self.optimizer.param_groups)
-        self.optimizer.add_param_group(param_group)
-        names = {id(p): name for name, p in named_parameters}
-        added = self.optimizer.param_groups[-1]["params"]
-        self._engine.add({names.get(id(p), f"group{number}.{j}"): p for j, p in enumerate(added)})
+        self._engine.add(self._add_to_wrapped(param_group, named_parameters))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the wrapped optimizer's state_dict, with the compressor's state by parameter name under "sparsecoll".

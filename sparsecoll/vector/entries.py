@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from numbers import Number
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,14 +12,12 @@ from sparsecoll.kernels import kernels_of, kernels_of_values
 from sparsecoll.kernels.keys import index_dtype
 from sparsecoll.kernels.memory import empty, to_host
 from sparsecoll.telemetry.trace import listening, span
+from sparsecoll.vector.arithmetic import Arithmetic
 from sparsecoll.vector.operation import SUM, Operation
 from sparsecoll.vector.pairs import combined
 from sparsecoll.vector.scipy_arrays import scipy_entries, to_scipy
 from sparsecoll.vector.values import (
-    Values,
-    accumulator_dtype,
     dense_values,
-    native_values,
     pairs,
     saturating_cast,
     sparse_entries,
@@ -32,7 +29,7 @@ if TYPE_CHECKING:
 SHOWN = 4  # entries in a repr
 
 
-class Entries(Values):
+class Entries(Arithmetic):
     """Ascending, unique `indices` and their `values`, of a vector of `length` coordinates: the base of SparseVector."""
 
     __slots__ = ("indices", "length")
@@ -134,6 +131,10 @@ class Entries(Values):
         return self.nnz / self.length if self.length else 0.0
 
     @property
+    def _stored_at(self) -> NDArray[Any]:
+        return self.indices
+
+    @property
     def shape(self) -> tuple[int]:
         """(length,)."""
         return (self.length,)
@@ -230,69 +231,6 @@ class Entries(Values):
         if index > np.iinfo(self.indices.dtype).max:
             return self.nnz
         return int(np.searchsorted(self.indices, self.indices.dtype.type(index)))
-
-    # Arithmetic
-
-    def __add__(self, other: Any) -> Self:
-        if isinstance(other, (int, float)) and other == 0:  # where the built-in sum() starts
-            return self.copy()
-        if not isinstance(other, Entries):
-            return NotImplemented
-        if self.length != other.length:
-            raise ValueError(f"vectors: expected one length, got {self.length} and {other.length}")
-        dtype = np.result_type(self.dtype, other.dtype)
-        parts: list[Any] = [self.astype(dtype), other.astype(dtype)]
-        return self.merge(parts, accumulator_dtype(dtype)).astype(dtype)
-
-    __radd__ = __add__
-
-    def __sub__(self, other: Any) -> Self:
-        return self + -other if isinstance(other, Entries) else NotImplemented
-
-    def __neg__(self) -> Self:
-        return self.with_values(-self.values)
-
-    def __mul__(self, factor: Any) -> Any:
-        return self._scaled(np.multiply, factor)
-
-    __rmul__ = __mul__
-
-    def __truediv__(self, divisor: Any) -> Any:
-        return self._scaled(np.true_divide, divisor)
-
-    def _scaled(self, operation: np.ufunc, factor: Any) -> Any:
-        if not isinstance(factor, Number) and not (isinstance(factor, np.ndarray) and factor.ndim == 0):
-            return NotImplemented
-        return self.with_values(native_values(operation(self.values, factor)))
-
-    def __eq__(self, other: object) -> Any:
-        if not isinstance(other, Entries):
-            return NotImplemented
-        return (
-            (self.length, self.nnz, self.on_gpu) == (other.length, other.nnz, other.on_gpu)
-            and bool((self.indices == other.indices).all())
-            and bool((self.values == other.values).all())
-        )
-
-    __hash__ = None  # type: ignore[assignment]  # the arrays may be changed in place
-
-    # NumPy
-
-    __array_ufunc__ = None  # np.float32(2) * x comes here, too
-
-    def __array_function__(self, function: Any, *_: Any) -> Any:
-        raise TypeError(f"SparseVector: expected an array for {function.__name__}: use .to_dense() or .values")
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
-        if self.on_gpu:
-            raise TypeError(
-                "SparseVector: expected .to_dense().get() where NumPy is to take one on the GPU as an array"
-            )
-        if copy is False:
-            raise ValueError(
-                "SparseVector: expected copy=None or True, for to_dense() makes a new array; got copy=False"
-            )
-        return self.to_dense().astype(dtype or self.dtype, copy=False)
 
     def __repr__(self) -> str:
         first = zip(to_host(self.indices[:SHOWN]).tolist(), to_host(self.values[:SHOWN]).tolist(), strict=True)

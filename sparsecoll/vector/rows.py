@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
-from numbers import Number
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,12 +13,13 @@ from sparsecoll.kernels import kernels_of, kernels_of_values
 from sparsecoll.kernels.keys import index_dtype, is_float
 from sparsecoll.kernels.memory import asarray_like, empty, to_host
 from sparsecoll.telemetry.trace import span
+from sparsecoll.vector.arithmetic import Arithmetic
 from sparsecoll.vector.dense import DenseVector
 from sparsecoll.vector.operation import SUM, Operation
 from sparsecoll.vector.pairs import run_starts, sorted_order
 from sparsecoll.vector.row_arrays import blocks_of, cast, checked, combined, folded, stacked, sums, taken
 from sparsecoll.vector.sparse import MULTIPLIERS, SparseVector
-from sparsecoll.vector.values import Values, accumulator_dtype, finite_difference, native_values
+from sparsecoll.vector.values import accumulator_dtype, finite_difference, native_values
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 SHOWN = 4  # rows in a repr
 
 
-class RowSparse(Values):
+class RowSparse(Arithmetic):
     """Some rows of a table of shape (n, d): their ascending, unique numbers `rows` and their `values`.
 
     Rows that are not stored are zero. Stored rows may consist of zeros, and sums that cancel stay stored. A message has
@@ -205,6 +205,10 @@ class RowSparse(Values):
         raise ValueError("RowSparse: expected .nnz or .n where a truth value is asked for")
 
     @property
+    def _stored_at(self) -> NDArray[np.int64]:
+        return self.rows
+
+    @property
     def _indices(self) -> Any:
         """The rows as a SparseVector of length n stores them."""
         return self.rows.astype(index_dtype(self.n))
@@ -294,64 +298,9 @@ class RowSparse(Values):
         none[:] = 0
         return none
 
-    # Arithmetic
-
-    def __add__(self, other: Any) -> Self:
-        if isinstance(other, (int, float)) and other == 0:  # where the built-in sum() starts
-            return self.copy()
-        if not isinstance(other, RowSparse):
-            return NotImplemented
-        if self.shape != other.shape:
-            raise ValueError(f"rows: expected tables of one shape, got {self.shape} and {other.shape}")
-        dtype = np.result_type(self.dtype, other.dtype)
-        parts: list[Any] = [self.astype(dtype), other.astype(dtype)]
-        return self.merge(parts, accumulator_dtype(dtype)).astype(dtype)
-
-    __radd__ = __add__
-
-    def __sub__(self, other: Any) -> Self:
-        return self + -other if isinstance(other, RowSparse) else NotImplemented
-
-    def __neg__(self) -> Self:
-        return self.with_values(-self.values)
-
-    def __mul__(self, factor: Any) -> Any:
-        return self._scaled(np.multiply, factor)
-
-    __rmul__ = __mul__
-
-    def __truediv__(self, divisor: Any) -> Any:
-        return self._scaled(np.true_divide, divisor)
-
-    def _scaled(self, operation: np.ufunc, factor: Any) -> Any:
-        if not isinstance(factor, Number) and not (isinstance(factor, np.ndarray) and factor.ndim == 0):
-            return NotImplemented
-        return self.with_values(native_values(operation(self.values, factor)))
-
     def _divide(self, divisor: int) -> Self:
         """Return self / divisor, in its own dtype, rounded once."""
         return self.with_values(np.divide(self.values, divisor).astype(self.dtype, copy=False))
-
-    def __eq__(self, other: object) -> Any:
-        if not isinstance(other, RowSparse):
-            return NotImplemented
-        return (
-            (self.shape, self.nnz, self.on_gpu) == (other.shape, other.nnz, other.on_gpu)
-            and bool((self.rows == other.rows).all())
-            and bool((self.values == other.values).all())
-        )
-
-    __hash__ = None  # type: ignore[assignment]  # the arrays may be changed in place
-
-    __array_ufunc__ = None  # np.float32(2) * x comes here, too
-
-    def __array_function__(self, function: Any, *_: Any) -> Any:
-        raise TypeError(f"RowSparse: expected an array for {function.__name__}: use .to_dense() or .values")
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
-        if copy is False or self.on_gpu:
-            raise TypeError("RowSparse: expected .to_dense(), a new array, where NumPy is to take one as an array")
-        return self.to_dense().astype(dtype or self.dtype, copy=False)
 
     def __repr__(self) -> str:
         shown = [str(row) for row in to_host(self.rows[:SHOWN]).tolist()] + ["..."] * (self.nnz > SHOWN)

@@ -152,7 +152,22 @@ def test_refusals():
             scaler.step(optimizer)
         with pytest.raises(CommunicationError, match="every"):
             LocalOptimizer(adamw(model), model, comm, every=1 + comm.rank)
-        with pytest.raises(NotImplementedError):
-            optimizer.add_param_group({"params": []})
 
     simulate(2, program)
+
+
+@pytest.mark.parametrize("before", [0, 1])
+def test_a_group_that_is_added_is_shared_too(before):
+    def program(comm):
+        model, optimizer = trained(comm, before, every=3)
+        extra = torch.nn.Parameter(torch.full((5,), float(comm.rank)))
+        optimizer.add_param_group({"params": [extra], "lr": 0.1}, [("extra", extra)])
+        assert extra.tolist() == [0.0] * 5  # rank 0's
+        for step in range(before, 3):
+            optimizer.zero_grad()
+            (loss_of(model, batch(comm.rank, step)) + (comm.rank + 1) * extra.sum()).backward()
+            optimizer.step()
+        assert extra.abs().min() > 0
+        return bits(model), extra.tolist()
+
+    assert len({repr(result) for result in simulate(3, program).results}) == 1

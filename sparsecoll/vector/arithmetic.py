@@ -1,0 +1,116 @@
+"""Arithmetic: sums, multiples and comparison of what stores some of its values, in the words of NumPy and SciPy."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from numbers import Number
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sparsecoll.vector.values import Values, accumulator_dtype, native_values
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class Arithmetic(Values):
+    """The operators of SparseVector and RowSparse; sums store what either operand stores."""
+
+    __slots__ = ()
+
+    @property
+    @abstractmethod
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the array that this stands for."""
+
+    @property
+    @abstractmethod
+    def _stored_at(self) -> NDArray[Any]:
+        """Where values are stored: ascending, unique integers."""
+
+    @classmethod
+    @abstractmethod
+    def merge(cls, parts: Sequence[Any], dtype: np.dtype[Any]) -> Self:
+        """Return the sum of `parts`, added in their order."""
+
+    @abstractmethod
+    def astype(self, dtype: Any) -> Self:
+        """Return the values as `dtype`."""
+
+    @abstractmethod
+    def copy(self) -> Self:
+        """Return a copy that shares no memory with this."""
+
+    @abstractmethod
+    def with_values(self, values: NDArray[Any]) -> Self:
+        """Return other values that are stored at the same places."""
+
+    @abstractmethod
+    def to_dense(self) -> NDArray[Any]:
+        """Return a new array of this shape."""
+
+    def _is_alike(self, other: object) -> bool:
+        return isinstance(other, type(self)) or (isinstance(other, Arithmetic) and isinstance(self, type(other)))
+
+    def __add__(self, other: Any) -> Self:
+        if isinstance(other, (int, float)) and other == 0:  # where the built-in sum() starts
+            return self.copy()
+        if not self._is_alike(other):
+            return NotImplemented
+        if self.shape != other.shape:
+            raise ValueError(f"{type(self).__name__}: expected two of one shape, got {self.shape} and {other.shape}")
+        dtype = np.result_type(self.dtype, other.dtype)
+        return self.merge([self.astype(dtype), other.astype(dtype)], accumulator_dtype(dtype)).astype(dtype)
+
+    __radd__ = __add__
+
+    def __sub__(self, other: Any) -> Self:
+        return self + -other if self._is_alike(other) else NotImplemented
+
+    def __neg__(self) -> Self:
+        return self.with_values(-self.values)
+
+    def __mul__(self, factor: Any) -> Any:
+        return self._scaled(np.multiply, factor)
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, divisor: Any) -> Any:
+        return self._scaled(np.true_divide, divisor)
+
+    def _scaled(self, operation: np.ufunc, factor: Any) -> Any:
+        if not isinstance(factor, Number) and not (isinstance(factor, np.ndarray) and factor.ndim == 0):
+            return NotImplemented
+        return self.with_values(native_values(operation(self.values, factor)))
+
+    def __eq__(self, other: object) -> Any:
+        if not self._is_alike(other):
+            return NotImplemented
+        assert isinstance(other, Arithmetic)
+        mine, theirs = self._stored_at, other._stored_at
+        return (
+            (self.shape, mine.size, self.on_gpu) == (other.shape, theirs.size, other.on_gpu)
+            and bool((mine == theirs).all())
+            and bool((self.values == other.values).all())
+        )
+
+    __hash__ = None  # type: ignore[assignment]  # the arrays may be changed in place
+
+    # NumPy
+
+    __array_ufunc__ = None  # np.float32(2) * x comes here, too
+
+    def __array_function__(self, function: Any, *_: Any) -> Any:
+        name = type(self).__name__
+        raise TypeError(f"{name}: expected an array for {function.__name__}: use .to_dense() or .values")
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
+        name = type(self).__name__
+        if self.on_gpu:
+            raise TypeError(f"{name}: expected .to_dense().get() where NumPy is to take one on the GPU as an array")
+        if copy is False:
+            raise ValueError(f"{name}: expected copy=None or True, for to_dense() makes a new array; got copy=False")
+        return self.to_dense().astype(dtype or self.dtype, copy=False)
