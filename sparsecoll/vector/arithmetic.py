@@ -52,8 +52,18 @@ class Arithmetic(Values):
     def to_dense(self) -> NDArray[Any]:
         """Return a new array of this shape."""
 
+    def toarray(self) -> NDArray[Any]:
+        """Return a new array of this shape: `to_dense` in the words of SciPy."""
+        return self.to_dense()
+
     def _is_alike(self, other: object) -> bool:
-        return isinstance(other, type(self)) or (isinstance(other, Arithmetic) and isinstance(self, type(other)))
+        """Return whether `other` is of this type; raise TypeError if it is an array or a matrix."""
+        if isinstance(other, type(self)) or (isinstance(other, Arithmetic) and isinstance(self, type(other))):
+            return True
+        if hasattr(other, "shape"):
+            name, theirs = type(self).__name__, type(other).__name__
+            raise TypeError(f"{name}: expected another {name}, got {theirs}: use x.to_dense(), or {name}.from_dense")
+        return False
 
     def __add__(self, other: Any) -> Self:
         if isinstance(other, (int, float)) and other == 0:  # where the built-in sum() starts
@@ -72,6 +82,12 @@ class Arithmetic(Values):
 
     def __neg__(self) -> Self:
         return self.with_values(-self.values)
+
+    def __pos__(self) -> Self:
+        return self.copy()
+
+    def __abs__(self) -> Self:
+        return self.with_values(np.abs(self.values))
 
     def __mul__(self, factor: Any) -> Any:
         return self._scaled(np.multiply, factor)

@@ -159,6 +159,7 @@ def saturating_cast(values: Array, dtype: np.dtype[Any]) -> Array:
     """Return `values` as `dtype`; finite values beyond its range become its largest finite value, not infinity."""
     if values.dtype == dtype:
         return values
+    check_value_dtype(dtype)
     if dtype.name == "bfloat16":
         narrow: Array = kernels_of(values).to_bfloat16(saturating_cast(values, np.dtype(np.float32))).view(dtype)
         return narrow

@@ -125,6 +125,8 @@ def test_arithmetic():
         (np.array(2.0) * X, 2 * dense),
         (X / 4, dense / 4),
         (sum([X, Y]), dense + other),
+        (abs(X), abs(dense)),
+        (+X, dense),
     ):
         assert isinstance(mine, SparseVector)
         np.testing.assert_array_equal(np.asarray(mine), theirs)
@@ -154,6 +156,21 @@ def test_equality():
     assert nan != nan.copy()  # as in NumPy
 
 
+@pytest.mark.parametrize("do", ["x == a", "a == x", "x != a", "x + a", "a + x", "x - a"])
+def test_arrays_and_matrices_are_refused_rather_than_unequal(do):
+    for dense in (X.to_dense(), X.to_scipy(format="csr", shape=(2, 3)) if "a +" not in do else X.to_dense()):
+        with pytest.raises(
+            TypeError, match=r"SparseVector: expected another SparseVector, got .*: use x\.to_dense\(\)"
+        ):
+            eval(do, {"x": X, "a": dense})
+
+
+def test_a_dtype_that_is_not_supported_is_refused():
+    for dtype in (str, np.longdouble, object):
+        with pytest.raises(TypeError, match="values: expected dtype bool, int8"):
+            X.astype(dtype)
+
+
 def test_copies_and_pickles():
     for made in (X.copy(), copy.copy(X), copy.deepcopy(X), *(pickle.loads(pickle.dumps(X, p)) for p in range(2, 6))):
         assert made == X and made.dtype == X.dtype and type(made) is SparseVector
@@ -163,6 +180,8 @@ def test_copies_and_pickles():
 def test_as_an_array():
     dense = X.to_dense()
     np.testing.assert_array_equal(np.asarray(X), dense)
+    np.testing.assert_array_equal(X.toarray(), dense)
+    np.testing.assert_array_equal(np.array(X, dtype=np.int32, copy=True), dense.astype(np.int32))
     assert np.asarray(X, dtype=np.float32).dtype == np.float32 and np.array(X).dtype == np.float64
     with pytest.raises(ValueError, match="copy"):
         X.__array__(copy=False)
@@ -209,4 +228,5 @@ def test_magnitudes_of_complex_and_unsigned_values():
     assert x.topk(2).indices.tolist() == [1, 3] and x.threshold(5).nnz == 4 and x._first_not_finite() is None
     assert SparseVector([2], np.array([complex(0, np.nan)]), 4)._first_not_finite() == 2
     large = SparseVector([0, 1], np.array([2**64 - 1, 2**63], np.uint64), 4)
+    assert abs(x).values[0] == 5 and abs(x).dtype == np.float64
     assert large.topk(1).indices.tolist() == [0] and SparseVector([0], np.array([-128], np.int8), 1).threshold(128).nnz
