@@ -2,7 +2,7 @@
 
 from sparsecoll.collectives.allgather import allgather
 from sparsecoll.collectives.allreduce import allreduce
-from sparsecoll.collectives.allreduce_init import AllreducePlan, allreduce_init
+from sparsecoll.collectives.allreduce_init import allreduce_init
 from sparsecoll.collectives.alltoall import alltoall
 from sparsecoll.collectives.alltoallv import alltoallv
 from sparsecoll.collectives.bcast import bcast
@@ -22,22 +22,41 @@ from sparsecoll.collectives.nonblocking import (
     iscan,
     iscatter,
 )
+from sparsecoll.collectives.persistent import (
+    allgather_init,
+    alltoall_init,
+    alltoallv_init,
+    bcast_init,
+    exscan_init,
+    gather_init,
+    reduce_init,
+    reduce_scatter_init,
+    scan_init,
+    scatter_init,
+)
+from sparsecoll.collectives.plan import Plan
 from sparsecoll.collectives.reduce import reduce
 from sparsecoll.collectives.reduce_scatter import reduce_scatter
 from sparsecoll.collectives.scan import scan
 from sparsecoll.collectives.scatter import scatter
 
 __all__ = [
-    "AllreducePlan",
+    "Plan",
     "allgather",
+    "allgather_init",
     "allreduce",
     "allreduce_init",
     "alltoall",
+    "alltoall_init",
     "alltoallv",
+    "alltoallv_init",
     "as_vector",
     "bcast",
+    "bcast_init",
     "exscan",
+    "exscan_init",
     "gather",
+    "gather_init",
     "iallgather",
     "iallreduce",
     "ialltoall",
@@ -51,7 +70,11 @@ __all__ = [
     "iscatter",
     "like",
     "reduce",
+    "reduce_init",
     "reduce_scatter",
+    "reduce_scatter_init",
     "scan",
+    "scan_init",
     "scatter",
+    "scatter_init",
 ]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from sparsecoll.collectives.options import CallOptions
-from sparsecoll.collectives.rows import allgather_rows, as_rows
+from sparsecoll.collectives.blocking import blocking
+from sparsecoll.collectives.options import CallOptions, options_of
+from sparsecoll.collectives.rows import as_rows, prepare_allgather_rows
 from sparsecoll.formats import Format
-from sparsecoll.transport import Transport, as_transport
 from sparsecoll.transport.call import CollectiveCall
 
 
@@ -53,18 +54,21 @@ def allgather(
     >>> sparsecoll.simulate(3, program).results[2]
     [0, 1, 2]
     """
-    options = CallOptions(format=format, value_dtype=value_dtype, timeout=timeout, check=check, nonfinite="pass")
-    transport = as_transport(comm, timeout)
-    return transport.in_order(lambda: _allgather(transport, x, options))
+    options = options_of(None, None, format, value_dtype, "sum", timeout, check, "pass")
+    return blocking(comm, "allgather", options, lambda call: prepare_allgather(call, x, options))
 
 
-def _allgather(transport: Transport, x: Any, options: CallOptions) -> list[Any]:
-    with CollectiveCall(transport, "allgather", options.timeout) as call:
-        rows = as_rows(x, options)
-        if rows is not None:
-            return allgather_rows(call, *rows, options)
-        channel, entries, back = options.agree(call, x, sums=False)
-        with transport.phase("gather"):
+def prepare_allgather(call: CollectiveCall, x: Any, options: CallOptions) -> Callable[[], list[Any]]:
+    """Agree on the arguments of an allgather; return what sends the data (see `blocking.py`)."""
+    rows = as_rows(x, options)
+    if rows is not None:
+        return prepare_allgather_rows(call, *rows, options)
+    channel, entries, back = options.agree(call, x, sums=False)
+
+    def send() -> list[Any]:
+        with channel.phase("gather"):
             parts = channel.allgather(entries)
-            transport.waitall()
+            call.transport.waitall()
         return [back(part.astype(entries.dtype)) for part in parts]
+
+    return send

@@ -9,119 +9,59 @@ from sparsecoll.collectives import convert
 from sparsecoll.collectives.allreduce import contribution, early_message, returned, run, validated
 from sparsecoll.collectives.operations import is_mpi_op
 from sparsecoll.collectives.options import CallOptions, options_of
-from sparsecoll.errors import CommunicationError
+from sparsecoll.collectives.plan import Plan
 from sparsecoll.formats import Format
 from sparsecoll.select import Vector
-from sparsecoll.transport import Transport, as_transport
+from sparsecoll.transport import as_transport
 from sparsecoll.transport.call import AGREEMENT_BYTES, CollectiveCall
-from sparsecoll.transport.progress import Request, in_background
 
 NAME = "allreduce_init"
 
 
-class AllreducePlan:
-    """A persistent allreduce, as `sparsecoll.allreduce_init` returns it.
+class _Allreduce:
+    """What the calls of a plan have in common, found out with an example x."""
 
-    `plan(x)` does what `allreduce` does. `plan.start(x)` and `plan.wait()` do it in the background.
-
-    Args:
-        transport: the communicator.
-        x: example of the vectors.
-        algo: name or object of the algorithm.
-        options: options of the calls.
-    """
-
-    def __init__(self, transport: Transport, x: Any, algo: str | Algorithm, options: CallOptions) -> None:
-        self._transport, self._options = transport, options
-        self._request: Request[Any] | None = None
-        with CollectiveCall(transport, NAME, options.timeout) as call:
-            vector, back = convert.to_vector(x)
-            if back.keyed:
-                raise TypeError(f"x: expected a type with a length, got {type(x).__name__}: use allreduce")
-            self._kind = _kind_of(x, vector)
-            call.signature |= convert.shape_of(x)
-            options.check_operation(vector)
-            self._selecting = resolve(algo)
-            self._selecting.sync_epoch(transport.epoch)
-            arguments = validated(call, vector, self._selecting, options)
-            self._k = k = arguments.k
-            channel, counted = options.channel(transport, vector.length), k is None and not self._selecting.takes_dense
-            if counted and self._selecting.semantics != "exact_sum":
-                raise ValueError(f"k, density: expected one of them for algo={self._selecting.name!r}, got neither")
-            self._size, early = k or 0, False
-            if counted:
-                entries = contribution(vector, self._selecting, k, channel, options)
-                message = early_message(self._selecting, channel, entries)
-                self._size = max(call.agree(entries.nnz, options.check))
-                early = all(call.agree(int(message is not None and message.size > AGREEMENT_BYTES), options.check))
-            else:
-                call.agree(check=options.check)
-            self._algorithm, self._channel = self._selecting.settled(channel, vector, self._size, early)
-            transport.waitall()
+    def __init__(self, call: CollectiveCall, x: Any, algo: str | Algorithm, options: CallOptions) -> None:
+        transport, self._options = call.transport, options
+        vector, back = convert.to_vector(x)
+        if back.keyed:
+            raise TypeError(f"x: expected a type with a length, got {type(x).__name__}: use allreduce")
+        self._kind = _kind_of(x, vector)
+        call.signature |= convert.shape_of(x)
+        options.check_operation(vector)
+        self._selecting = resolve(algo)
+        self._selecting.sync_epoch(transport.epoch)
+        arguments = validated(call, vector, self._selecting, options)
+        self._k = k = arguments.k
+        channel, counted = options.channel(transport, vector.length), k is None and not self._selecting.takes_dense
+        if counted and self._selecting.semantics != "exact_sum":
+            raise ValueError(f"k, density: expected one of them for algo={self._selecting.name!r}, got neither")
+        self._size, early = k or 0, False
+        if counted:
+            entries = contribution(vector, self._selecting, k, channel, options)
+            message = early_message(self._selecting, channel, entries)
+            self._size = max(call.agree(entries.nnz, options.check))
+            early = all(call.agree(int(message is not None and message.size > AGREEMENT_BYTES), options.check))
+        else:
+            call.agree(check=options.check)
+        self._algorithm, self._channel = self._selecting.settled(channel, vector, self._size, early)
+        transport.waitall()
         self._signature, self._checksum = arguments.signature, arguments.checksum
 
-    def __call__(self, x: Any) -> Any:
-        """Return what `sparsecoll.allreduce` returns for x with the plan's arguments. Collective.
-
-        Args:
-            x: vector or array of the same type, length, dtype and shape as the example, not altered.
-
-        Raises:
-            ValueError: On every rank, if x differs from the example on some rank, or a value is not finite.
-            CommunicationError: As in `sparsecoll.allreduce`.
-        """
-        return self._transport.in_order(lambda: self._allreduce(x))
-
-    def start(self, x: Any) -> Request[Any]:
-        """Start the call for x in the background; return its Request, for which `wait` waits, too. Collective.
-
-        Args:
-            x: as for the plan itself; do not change it until the call has finished.
-
-        Raises:
-            CommunicationError: The call started before has not been waited for.
-        """
-        if self._request is not None:
-            raise CommunicationError("start: expected wait() for the call started before, got another start")
-        self._request = Request(in_background(self._transport, lambda: self._allreduce(x)))
-        return self._request
-
-    def test(self) -> bool:
-        """Return whether the started call has finished; True if none was started, as in MPI."""
-        return self._request is None or self._request.test()
-
-    def wait(self, timeout: float | None = None) -> Any:
-        """Wait for the started call; return its result or raise its exception.
-
-        Args:
-            timeout: seconds to wait; None, the default, for no limit.
-
-        Raises:
-            CommunicationError: The call has not finished within `timeout`, and `wait` may be called again; or none was
-                started.
-        """
-        if self._request is None:
-            raise CommunicationError("wait: expected a call started by start(x), got none")
-        try:
-            return self._request.wait(timeout)
-        finally:
-            if self._request.test():
-                self._request = None
-
-    def _allreduce(self, x: Any) -> Any:
-        transport, options = self._transport, self._options
-        with CollectiveCall(transport, NAME, options.timeout) as call:
-            call.signature = self._signature
-            vector, back = convert.to_vector(x)
-            kind = _kind_of(x, vector)
-            if kind != self._kind:
-                raise ValueError(f"x: expected {_described(self._kind)} as in allreduce_init, got {_described(kind)}")
-            for algorithm in (self._selecting, self._algorithm):
-                algorithm.sync_epoch(transport.epoch)
-            entries = contribution(vector, self._selecting, self._k, self._channel, options)
-            if not (options.check and call.resume(self._checksum)):
-                call.agree(check=options.check, checksum=self._checksum)
-            value = run(self._algorithm, self._channel, entries, self._size).value
+    def __call__(self, call: CollectiveCall, x: Any) -> Any:
+        """Return the result for x."""
+        transport, options = call.transport, self._options
+        call.signature = self._signature
+        vector, back = convert.to_vector(x)
+        kind = _kind_of(x, vector)
+        if kind != self._kind:
+            raise ValueError(f"x: expected {_described(self._kind)} as in allreduce_init, got {_described(kind)}")
+        for algorithm in (self._selecting, self._algorithm):
+            algorithm.sync_epoch(transport.epoch)
+        entries = contribution(vector, self._selecting, self._k, self._channel, options)
+        if not (options.check and call.resume(self._checksum)):
+            call.agree(check=options.check, checksum=self._checksum)
+        value = run(self._algorithm, self._channel, entries, self._size).value
         return returned(self._algorithm, value, x, vector, back, transport, options)
 
 
@@ -151,7 +91,7 @@ def allreduce_init(
     timeout: float | None = None,
     check: bool = True,
     nonfinite: str = "raise",
-) -> AllreducePlan:
+) -> Plan[Any]:
     """Prepare an `allreduce` that is repeated; return a plan, whose calls give the same bits. Collective.
 
     As a persistent collective of MPI-4, it validates the options, compares the arguments of all ranks, and lets "auto"
@@ -178,7 +118,7 @@ def allreduce_init(
         nonfinite: "raise" (the default) or "pass" values that are NaN or infinite.
 
     Returns:
-        AllreducePlan: `plan(x)` returns the sum, `plan.start(x)` and `plan.wait()` form it in the background.
+        Plan: `plan(x)` returns the sum, `plan.start(x)` and `plan.wait()` form it in the background.
 
     Raises:
         ValueError, TypeError, CommunicationError: As in `sparsecoll.allreduce`.
@@ -186,7 +126,7 @@ def allreduce_init(
     Volume: as of the first `sparsecoll.allreduce` with these arguments, without the data.
 
     See Also:
-        `sparsecoll.allreduce`, `sparsecoll.iallreduce`.
+        `sparsecoll.allreduce`, `sparsecoll.iallreduce`, `sparsecoll.Plan`.
 
     >>> def program(comm):
     ...     x = sparsecoll.SparseVector([comm.rank, 5], np.array([1.0, 2.0]), 8)
@@ -199,4 +139,10 @@ def allreduce_init(
         algo, op = "auto", algo
     options = options_of(k, density, format, value_dtype, op, timeout, check, nonfinite, missing)
     transport = as_transport(comm, timeout)
-    return transport.in_order(lambda: AllreducePlan(transport, x, algo, options))
+
+    def init() -> Plan[Any]:
+        with CollectiveCall(transport, NAME, timeout) as call:
+            perform = _Allreduce(call, x, algo, options)
+        return Plan(transport, NAME, timeout, perform)
+
+    return transport.in_order(init)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+from sparsecoll.collectives.blocking import blocking
 from sparsecoll.collectives.messages import pack_all, unpack
-from sparsecoll.collectives.options import CallOptions
+from sparsecoll.collectives.options import CallOptions, options_of
 from sparsecoll.formats import Format
-from sparsecoll.transport import Transport, as_transport
 from sparsecoll.transport.call import CollectiveCall
 
 
@@ -55,21 +56,22 @@ def alltoall(
     >>> sparsecoll.simulate(3, program).results[1]
     [1.0, 11.0, 21.0]
     """
-    options = CallOptions(format=format, value_dtype=value_dtype, timeout=timeout, check=check, nonfinite="pass")
-    transport = as_transport(comm, timeout)
-    return transport.in_order(lambda: _alltoall(transport, x, options))
+    options = options_of(None, None, format, value_dtype, "sum", timeout, check, "pass")
+    return blocking(comm, "alltoall", options, lambda call: prepare_alltoall(call, x, options))
 
 
-def _alltoall(transport: Transport, x: Any, options: CallOptions) -> list[Any]:
-    rank, P = transport.rank, transport.size
-    with CollectiveCall(transport, "alltoall", options.timeout) as call:
-        call.signature |= options.signature()
-        if not isinstance(x, (list, tuple)):
-            raise TypeError(f"x: expected a list of {P} vectors, one for each rank, got {type(x).__name__}")
-        if len(x) != P:
-            raise ValueError(f"x: expected a list of {P} vectors, one for each rank, got {len(x)}")
-        messages = pack_all(options, x, range(P))
-        call.agree(check=options.check)
+def prepare_alltoall(call: CollectiveCall, x: Any, options: CallOptions) -> Callable[[], list[Any]]:
+    """Agree on the arguments of an all-to-all; return what sends the data (see `blocking.py`)."""
+    transport, rank, P = call.transport, call.transport.rank, call.transport.size
+    call.signature |= options.signature()
+    if not isinstance(x, (list, tuple)):
+        raise TypeError(f"x: expected a list of {P} vectors, one for each rank, got {type(x).__name__}")
+    if len(x) != P:
+        raise ValueError(f"x: expected a list of {P} vectors, one for each rank, got {len(x)}")
+    messages = pack_all(options, x, range(P))
+    call.agree(check=options.check)
+
+    def send() -> list[Any]:
         with transport.phase("exchange"):
             for step in range(1, P):
                 transport.isend((rank + step) % P, messages[(rank + step) % P])
@@ -78,3 +80,5 @@ def _alltoall(transport: Transport, x: Any, options: CallOptions) -> list[Any]:
             arrived = {rank: messages[rank]} | {source: requests[source].wait() for source in sources}
             transport.waitall()
         return [unpack(arrived[source]) for source in range(P)]
+
+    return send

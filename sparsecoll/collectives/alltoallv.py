@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
 from sparsecoll.algorithms.primitives import halving
+from sparsecoll.collectives.blocking import blocking
 from sparsecoll.collectives.messages import pack_all, unpack
-from sparsecoll.collectives.options import CallOptions
+from sparsecoll.collectives.options import CallOptions, options_of
 from sparsecoll.formats import FORMATS, Format
-from sparsecoll.transport import Transport, as_transport
+from sparsecoll.transport import Transport
 from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.transport.channel import Channel
 from sparsecoll.vector import SparseVector
@@ -69,21 +70,28 @@ def alltoallv(
     >>> sparsecoll.simulate(4, program).results
     [[3], [0], [1], [2]]
     """
-    options = CallOptions(format=format, value_dtype=value_dtype, timeout=timeout, check=check, nonfinite="pass")
-    transport = as_transport(comm, timeout)
-    return transport.in_order(lambda: _alltoallv(transport, x, options))
+    options = options_of(None, None, format, value_dtype, "sum", timeout, check, "pass")
+    return blocking(comm, "alltoallv", options, lambda call: prepare_alltoallv(call, x, options))
 
 
-def _alltoallv(transport: Transport, x: Any, options: CallOptions) -> dict[int, Any]:
-    with CollectiveCall(transport, "alltoallv", options.timeout) as call:
-        call.signature |= options.signature()
-        destinations = _destinations(x, transport.size)
-        messages = dict(zip(destinations, pack_all(options, list(x.values()), destinations), strict=True))
-        call.agree(check=options.check)
+def prepare_alltoallv(call: CollectiveCall, x: Any, options: CallOptions) -> Callable[[], dict[int, Any]]:
+    """Agree on the arguments, and find the partners; return what sends the data (see `blocking.py`)."""
+    transport, own = call.transport, call.transport.rank
+    call.signature |= options.signature()
+    destinations = _destinations(x, transport.size)
+    known: dict[str, list[int]] = {} if call.plan is None else call.plan.known
+    if sorted(destinations) != known.setdefault("destinations", sorted(destinations)):
+        expected = f"vectors for ranks {known['destinations']} as in {call.name}"
+        raise ValueError(f"x: expected {expected}, got {sorted(destinations)}")
+    messages = dict(zip(destinations, pack_all(options, list(x.values()), destinations), strict=True))
+    call.agree(check=options.check)
+    if "sources" not in known:
         with transport.phase("partners"):
-            sources = find_sources(transport, destinations)
+            known["sources"] = find_sources(transport, destinations)
             transport.waitall()
-        own = transport.rank
+    sources = known["sources"]
+
+    def send() -> dict[int, Any]:
         with transport.phase("exchange"):
             for to in sorted(destinations, key=lambda to: (to - own) % transport.size):
                 if to != own:
@@ -92,6 +100,8 @@ def _alltoallv(transport: Transport, x: Any, options: CallOptions) -> dict[int, 
             arrived = {s: requests[s].wait() if s in requests else messages[s] for s in sources}
             transport.waitall()
         return {source: unpack(message) for source, message in arrived.items()}
+
+    return send
 
 
 def _destinations(x: Any, P: int) -> list[int]:

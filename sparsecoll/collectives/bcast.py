@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
+from sparsecoll.collectives.blocking import blocking
 from sparsecoll.collectives.messages import pack, unpack
-from sparsecoll.collectives.options import CallOptions, check_root
+from sparsecoll.collectives.options import CallOptions, check_root, options_of
 from sparsecoll.collectives.rows import as_rows, packed
 from sparsecoll.formats import Format
-from sparsecoll.transport import Transport, as_transport
 from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.transport.collectives import spread
 
@@ -59,19 +60,22 @@ def bcast(
     >>> sparsecoll.simulate(3, program).results
     [2, 2, 2]
     """
-    options = CallOptions(format=format, value_dtype=value_dtype, timeout=timeout, check=check, nonfinite="pass")
-    transport = as_transport(comm, timeout)
-    return transport.in_order(lambda: _bcast(transport, x, root, options))
+    options = options_of(None, None, format, value_dtype, "sum", timeout, check, "pass")
+    return blocking(comm, "bcast", options, lambda call: prepare_bcast(call, x, options, root))
 
 
-def _bcast(transport: Transport, x: Any, root: int, options: CallOptions) -> Any:
-    with CollectiveCall(transport, "bcast", options.timeout) as call:
-        call.signature["root"] = root = check_root(root, transport)
-        call.signature |= options.signature()
-        message = np.empty(0, np.uint8)
-        if transport.rank == root:
-            rows = as_rows(x, options)
-            message = packed(*rows, options) if rows else pack(options, *options.to_entries(x, sums=False))
-        call.agree(check=options.check)
+def prepare_bcast(call: CollectiveCall, x: Any, options: CallOptions, root: Any) -> Callable[[], Any]:
+    """Agree on the arguments of a broadcast; return what sends the data (see `blocking.py`)."""
+    transport, message = call.transport, np.empty(0, np.uint8)
+    call.signature["root"] = root = check_root(root, transport)
+    call.signature |= options.signature()
+    if transport.rank == root:
+        rows = as_rows(x, options)
+        message = packed(*rows, options) if rows else pack(options, *options.to_entries(x, sums=False))
+    call.agree(check=options.check)
+
+    def send() -> Any:
         with transport.phase("broadcast"):
             return unpack(spread(transport, message, root))
+
+    return send

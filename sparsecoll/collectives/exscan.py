@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from sparsecoll.collectives.options import CallOptions
-from sparsecoll.collectives.scan import scan_of
+from sparsecoll.collectives.blocking import blocking
+from sparsecoll.collectives.options import CallOptions, options_of
+from sparsecoll.collectives.scan import prepare_scan
 from sparsecoll.formats import Format
-from sparsecoll.transport import as_transport
+from sparsecoll.transport.call import CollectiveCall
 
 
 def exscan(
@@ -63,6 +65,10 @@ def exscan(
     >>> sparsecoll.simulate(3, program).results
     [0.0, 1.0, 2.0]
     """
-    options = CallOptions(k, density, format, value_dtype, op, timeout, check, nonfinite, missing)
-    transport = as_transport(comm, timeout)
-    return transport.in_order(lambda: scan_of(transport, x, options, inclusive=False))
+    options = options_of(k, density, format, value_dtype, op, timeout, check, nonfinite, missing)
+    return blocking(comm, "exscan", options, lambda call: prepare_exscan(call, x, options))
+
+
+def prepare_exscan(call: CollectiveCall, x: Any, options: CallOptions) -> Callable[[], Any]:
+    """Agree on the arguments of an exscan; return what sends the data (see `blocking.py`)."""
+    return prepare_scan(call, x, options, inclusive=False)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from sparsecoll.collectives.options import CallOptions, check_root
+from sparsecoll.collectives.blocking import blocking
+from sparsecoll.collectives.options import CallOptions, check_root, options_of
 from sparsecoll.formats import Format
-from sparsecoll.transport import Transport, as_transport
 from sparsecoll.transport.call import CollectiveCall
 
 
@@ -55,15 +56,17 @@ def gather(
     >>> sparsecoll.simulate(3, program).results
     [[0, 1, 2], None, None]
     """
-    options = CallOptions(format=format, value_dtype=value_dtype, timeout=timeout, check=check, nonfinite="pass")
-    transport = as_transport(comm, timeout)
-    return transport.in_order(lambda: _gather(transport, x, root, options))
+    options = options_of(None, None, format, value_dtype, "sum", timeout, check, "pass")
+    return blocking(comm, "gather", options, lambda call: prepare_gather(call, x, options, root))
 
 
-def _gather(transport: Transport, x: Any, root: int, options: CallOptions) -> list[Any] | None:
-    with CollectiveCall(transport, "gather", options.timeout) as call:
-        call.signature["root"] = root = check_root(root, transport)
-        channel, entries, back = options.agree(call, x, sums=False)
+def prepare_gather(call: CollectiveCall, x: Any, options: CallOptions, root: Any) -> Callable[[], list[Any] | None]:
+    """Agree on the arguments of a gather; return what sends the data (see `blocking.py`)."""
+    transport = call.transport
+    call.signature["root"] = root = check_root(root, transport)
+    channel, entries, back = options.agree(call, x, sums=False)
+
+    def send() -> list[Any] | None:
         with transport.phase("gather"):
             if transport.rank != root:
                 channel.isend(root, entries)
@@ -72,3 +75,5 @@ def _gather(transport: Transport, x: Any, root: int, options: CallOptions) -> li
             requests = [None if rank == root else channel.irecv(rank) for rank in range(transport.size)]
             parts = [entries.copy() if request is None else request.wait() for request in requests]
         return [back(part.astype(entries.dtype)) for part in parts]
+
+    return send

@@ -233,6 +233,8 @@ def to_common_vector(call: CollectiveCall, x: Any, check: bool, apart: bool = Fa
     With `apart`, keys that are strings keep the indices that they have on this rank (default: False).
     """
     vector, back = convert.to_vector(x)
+    if back.keyed and call.plan is not None:
+        raise TypeError(f"x: expected a type with a length for {call.name}, got {type(x).__name__}, which has keys")
     if back.keyed:
         assert isinstance(vector, SparseVector)
         vector, back = agree_on_keys(call, vector, back, check, apart)

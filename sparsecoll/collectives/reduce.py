@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+from sparsecoll.collectives.blocking import blocking
 from sparsecoll.collectives.convert.back import Back
 from sparsecoll.collectives.convert.keyed import ToMapping, words_at
 from sparsecoll.collectives.options import CallOptions, check_root, options_of
 from sparsecoll.collectives.reduce_scatter import sum_of_region
 from sparsecoll.formats import Format
-from sparsecoll.transport import Transport, as_transport
 from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.transport.channel import Channel
 from sparsecoll.vector import SparseVector
@@ -72,24 +73,26 @@ def reduce(
     [None, array([1., 1., 0., 0., 2., 0.])]
     """
     options = options_of(k, density, format, value_dtype, op, timeout, check, nonfinite, missing)
-    transport = as_transport(comm, timeout)
-    return transport.in_order(lambda: _reduce(transport, x, root, options))
+    return blocking(comm, "reduce", options, lambda call: prepare_reduce(call, x, options, root))
 
 
-def _reduce(transport: Transport, x: Any, root: int, options: CallOptions) -> Any:
-    with CollectiveCall(transport, "reduce", options.timeout) as call:
-        call.signature["root"] = root = check_root(root, transport)
-        channel, entries, back = options.agree(call, x, sums=True, apart=True)
-        united: tuple[SparseVector, Back] | None
+def prepare_reduce(call: CollectiveCall, x: Any, options: CallOptions, root: Any) -> Callable[[], Any]:
+    """Agree on the arguments of a reduce; return what sends the data (see `blocking.py`)."""
+    call.signature["root"] = root = check_root(root, call.transport)
+    channel, entries, back = options.agree(call, x, sums=True, apart=True)
+
+    def send() -> Any:
         if isinstance(back, ToMapping) and back.apart:
             united = words_at(root, channel, entries, back)
         else:
             united = _entries_at(root, channel, entries, back)
-        transport.waitall()
+        call.transport.waitall()
         if united is None:
             return None
-        whole, back = united
-        return back(options.result(whole, transport))
+        whole, kind = united
+        return kind(options.result(whole, call.transport))
+
+    return send
 
 
 def _entries_at(root: int, channel: Channel, entries: SparseVector, back: Back) -> tuple[SparseVector, Back] | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from sparsecoll import formats
@@ -11,12 +11,13 @@ from sparsecoll.algorithms.dense import sum_of_chunk
 from sparsecoll.algorithms.primitives import halving
 from sparsecoll.algorithms.primitives.exchange import exchange
 from sparsecoll.collectives import convert
+from sparsecoll.collectives.blocking import blocking
 from sparsecoll.collectives.operations import is_mpi_op
-from sparsecoll.collectives.options import CallOptions, check_boundaries, signature_of
-from sparsecoll.collectives.rows import reduce_scatter_rows
+from sparsecoll.collectives.options import CallOptions, check_boundaries, options_of, signature_of
+from sparsecoll.collectives.rows import prepare_reduce_scatter_rows
 from sparsecoll.formats import Format
 from sparsecoll.select import Vector
-from sparsecoll.transport import Transport, as_transport
+from sparsecoll.transport import Transport
 from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.transport.channel import Channel
 from sparsecoll.vector import DenseVector, RowSparse, SparseVector, accumulator_dtype
@@ -85,27 +86,38 @@ def reduce_scatter(
     >>> sparsecoll.simulate(3, program).results
     [[0], [], [5]]
     """
-    options = CallOptions(k, density, format, value_dtype, op, timeout, check, nonfinite, missing)
-    transport = as_transport(comm, timeout)
-    return transport.in_order(lambda: _reduce_scatter(transport, x, boundaries, owner, options))
+    options = options_of(k, density, format, value_dtype, op, timeout, check, nonfinite, missing)
+    return blocking(
+        comm,
+        "reduce_scatter",
+        options,
+        lambda call: prepare_reduce_scatter(call, x, options, boundaries, owner),
+    )
 
 
-def _reduce_scatter(transport: Transport, x: Any, boundaries: Any, owner: Any, options: CallOptions) -> Any:
-    with CollectiveCall(transport, "reduce_scatter", options.timeout) as call:
-        if is_mpi_op(boundaries):
-            raise TypeError("boundaries: expected indices or None, got an operation of mpi4py: use op=")
-        rows = convert.to_rows(x) if owner is not None or isinstance(x, RowSparse) else None
-        if rows is not None:
-            return reduce_scatter_rows(call, *rows, owner, boundaries, options)
-        if owner is not None:
-            raise ValueError(f"owner: expected None unless x consists of rows, got {owner!r} for {type(x).__name__}")
-        edges = None if boundaries is None else [int(edge) for edge in boundaries]
-        call.signature["boundaries"] = edges
-        channel, entries, back = options.agree(call, x, sums=True)
-        n, P = entries.length, transport.size
-        part = sum_of_region(channel, entries, check_boundaries(edges, n, P))
+def prepare_reduce_scatter(
+    call: CollectiveCall, x: Any, options: CallOptions, boundaries: Any, owner: Any
+) -> Callable[[], Any]:
+    """Agree on the arguments of a reduce-scatter; return what sends the data (see `blocking.py`)."""
+    transport = call.transport
+    if is_mpi_op(boundaries):
+        raise TypeError("boundaries: expected indices or None, got an operation of mpi4py: use op=")
+    rows = convert.to_rows(x) if owner is not None or isinstance(x, RowSparse) else None
+    if rows is not None:
+        return prepare_reduce_scatter_rows(call, *rows, owner, boundaries, options)
+    if owner is not None:
+        raise ValueError(f"owner: expected None unless x consists of rows, got {owner!r} for {type(x).__name__}")
+    edges = None if boundaries is None else [int(edge) for edge in boundaries]
+    call.signature["boundaries"] = edges
+    channel, entries, back = options.agree(call, x, sums=True)
+    edges = check_boundaries(edges, entries.length, transport.size)
+
+    def send() -> Any:
+        part = sum_of_region(channel, entries, edges)
         transport.waitall()
         return back(options.result(part.astype(entries.dtype), transport))
+
+    return send
 
 
 def sum_of_region(channel: Channel, entries: SparseVector, edges: Sequence[int]) -> SparseVector:

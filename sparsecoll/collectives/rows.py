@@ -3,6 +3,7 @@ that consist of rows (see `convert.rows`)."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -56,10 +57,10 @@ def allreduce_rows(
     return reduction
 
 
-def reduce_scatter_rows(
+def prepare_reduce_scatter_rows(
     call: CollectiveCall, x: RowSparse, back: Back, owner: Any, boundaries: Any, options: CallOptions
-) -> Any:
-    """Return `sparsecoll.reduce_scatter` of rows."""
+) -> Callable[[], Any]:
+    """Agree on the arguments of `sparsecoll.reduce_scatter` of rows; return what sends them (see `blocking.py`)."""
     if owner is not None and boundaries is not None:
         raise ValueError(f"owner, boundaries: expected one of them, got {owner!r} and {boundaries!r}")
     owner = "hash" if owner is None else owner
@@ -68,24 +69,34 @@ def reduce_scatter_rows(
     check_choice("owner", owner, OWNERS)
     edges = None if boundaries is None else check_boundaries(boundaries, x.n, call.transport.size)
     channel, sent, held = agree(call, x, options, {"owner": owner, "boundaries": edges})
-    if edges is None:
-        total = RowOwners(owner).reduce_scatter(channel, sent, held)
-    else:
-        with channel.phase("split"):
-            owners = owners_of(to_host(sent.rows), x.n, channel.size, edges)
-            total = channel.merge(channel.exchange(sent, split(np.arange(sent.nnz), owners, channel.size)))
-    call.transport.waitall()
-    return back(options.result(total.astype(x.dtype), call.transport))
 
-
-def allgather_rows(call: CollectiveCall, x: RowSparse, back: Back, options: CallOptions) -> list[Any]:
-    """Return `sparsecoll.allgather` of rows."""
-    channel, sent, held = agree(call, x, options, {})
-    with channel.phase("gather"):
-        parts = channel.allgather(sent, max(held))
+    def send() -> Any:
+        if edges is None:
+            total = RowOwners(owner).reduce_scatter(channel, sent, held)
+        else:
+            with channel.phase("split"):
+                owners = owners_of(to_host(sent.rows), x.n, channel.size, edges)
+                total = channel.merge(channel.exchange(sent, split(np.arange(sent.nnz), owners, channel.size)))
         call.transport.waitall()
-    parts[channel.rank] = parts[channel.rank].copy()
-    return [back(part.astype(x.dtype)) for part in parts]
+        return back(options.result(total.astype(x.dtype), call.transport))
+
+    return send
+
+
+def prepare_allgather_rows(
+    call: CollectiveCall, x: RowSparse, back: Back, options: CallOptions
+) -> Callable[[], list[Any]]:
+    """Agree on the arguments of `sparsecoll.allgather` of rows; return what sends them (see `blocking.py`)."""
+    channel, sent, held = agree(call, x, options, {})
+
+    def send() -> list[Any]:
+        with channel.phase("gather"):
+            parts = channel.allgather(sent, max(held))
+            call.transport.waitall()
+        parts[channel.rank] = parts[channel.rank].copy()
+        return [back(part.astype(x.dtype)) for part in parts]
+
+    return send
 
 
 def agree(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from sparsecoll.algorithms.primitives.prefix import prefix
-from sparsecoll.collectives.options import CallOptions
+from sparsecoll.collectives.blocking import blocking
+from sparsecoll.collectives.options import CallOptions, options_of
 from sparsecoll.formats import Format
-from sparsecoll.transport import Transport, as_transport
 from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.vector import accumulator_dtype
 
@@ -64,19 +65,21 @@ def scan(
     >>> sparsecoll.simulate(2, program).results
     [[1.0, 0.0, 0.0, 0.0, 1.0], [1.0, 1.0, 0.0, 0.0, 2.0]]
     """
-    options = CallOptions(k, density, format, value_dtype, op, timeout, check, nonfinite, missing)
-    transport = as_transport(comm, timeout)
-    return transport.in_order(lambda: scan_of(transport, x, options, inclusive=True))
+    options = options_of(k, density, format, value_dtype, op, timeout, check, nonfinite, missing)
+    return blocking(comm, "scan", options, lambda call: prepare_scan(call, x, options))
 
 
-def scan_of(transport: Transport, x: Any, options: CallOptions, inclusive: bool) -> Any:
-    """Return the result for the ranks before this one, and this one if `inclusive`, as the caller's type."""
-    with CollectiveCall(transport, "scan" if inclusive else "exscan", options.timeout) as call:
-        if options.operation.name in ("mean", "replace"):
-            raise ValueError(f"op: expected neither 'mean' nor 'replace' for a scan, got {options.operation.name!r}")
-        channel, entries, back = options.agree(call, x, sums=True)
-        with transport.phase("scan"):
+def prepare_scan(call: CollectiveCall, x: Any, options: CallOptions, inclusive: bool = True) -> Callable[[], Any]:
+    """Agree on the arguments of a scan, without this rank's x unless `inclusive`; return what sends the data."""
+    if options.operation.name in ("mean", "replace"):
+        raise ValueError(f"op: expected neither 'mean' nor 'replace' for a scan, got {options.operation.name!r}")
+    channel, entries, back = options.agree(call, x, sums=True)
+
+    def send() -> Any:
+        with channel.phase("scan"):
             own = channel.merge([entries], accumulator_dtype(entries.dtype))
             result = prefix(channel, own, inclusive)
-            transport.waitall()
+            call.transport.waitall()
         return back(result.astype(entries.dtype))
+
+    return send

@@ -21,10 +21,14 @@ class Request(Generic[T]):
 
     In a coroutine, `await request` does what `wait` does without blocking asyncio's event loop. A collective cannot be
     cancelled, because other ranks take part in it: if the task that awaits it is cancelled, the call continues.
+
+    Attributes:
+        waited_for: whether `wait` has returned the result or raised the exception of the call.
     """
 
     def __init__(self, future: Future[T]) -> None:
         self._future = future
+        self.waited_for = False
 
     def wait(self, timeout: float | None = None) -> T:
         """Wait for the call to finish; return its result or raise its exception.
@@ -42,6 +46,8 @@ class Request(Generic[T]):
             if self._future.done():
                 raise
             raise CommunicationError(f"request: expected to finish within {timeout} s, is still under way") from error
+        finally:
+            self.waited_for = self._future.done()
 
     def test(self) -> bool:
         """Return whether the call has finished, with a result or an exception."""

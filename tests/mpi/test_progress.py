@@ -86,6 +86,21 @@ def test_a_persistent_allreduce(comm):
         assert plan(xs[1]).nnz > 0
 
 
+def test_the_other_plans(comm):
+    x, P = case("random", comm.rank, comm.size), comm.size
+    kinds = {"alltoall": [x] * P, "alltoallv": {(comm.rank + 1) % P: x}, "scatter": [x] * P}
+    for name in ("reduce", "reduce_scatter", "allgather", "gather", "bcast", "scan", "exscan", *kinds):
+        given = kinds.get(name, x)
+        expected = repr(getattr(sparsecoll, name)(comm, given))
+        with getattr(sparsecoll, f"{name}_init")(comm, given) as plan:
+            results = [plan.start(given).wait() for _ in range(2)]
+            assert [repr(y) for y in (*results, plan(given))] == [expected] * 3
+    with sparsecoll.reduce_scatter_init(comm, x) as plan:
+        with pytest.raises(ValueError, match=f"rank {P - 1}: length: expected 2003 as in reduce_scatter_init, got 100"):
+            plan(x[:100] if comm.rank == P - 1 else x)
+        assert same_bits(plan(x), sparsecoll.reduce_scatter(comm, x))
+
+
 def test_the_others_of_the_family_and_await(comm):
     x, P = case("random", comm.rank, comm.size), comm.size
 
