@@ -40,18 +40,22 @@ MOMENTUM = 0.9
 DENSITY = 0.01
 
 
-BEST = "allgather 1 %, 4 bits"
+BEST = "allgather 1 %, 4 bits, Nesterov"
 # Momentum of lines that have another one, and as much more learning rate: what waits acts like momentum
-SHORTER = {BEST: 0.7, "oktopk 1 %, momentum 0.5": 0.5}
+SHORTER = {BEST: 0.7, "allgather 1 %, 4 bits": 0.7, "oktopk 1 %, momentum 0.5": 0.5}
 
 
 def corrected(
-    make: Callable[..., Compressor], momentum: float = MOMENTUM, warm_up: float = 0.0, **options: Any
+    make: Callable[..., Compressor],
+    momentum: float = MOMENTUM,
+    nesterov: bool = False,
+    warm_up: float = 0.0,
+    **options: Any,
 ) -> Callable[[Task, int], Compressor]:
     """A line with momentum in the compressor, for tasks that have one, and local clipping; `warm_up` of all steps."""
 
     def made(task: Task, steps: int) -> Compressor:
-        own = {} if task.adam else {"momentum": momentum, "clip": task.clip}
+        own = {} if task.adam else {"momentum": momentum, "nesterov": nesterov, "clip": task.clip}
         density = WarmUp(DENSITY, max(1, round(warm_up * steps))) if warm_up else DENSITY
         return make(density, **own, **options)
 
@@ -59,8 +63,10 @@ def corrected(
 
 
 # (task, number of steps) -> compressor
+FOUR_BITS: dict[str, Any] = {"momentum": 0.7, "warm_up": 0.02, "algo": "allgather", "format": "packed_codes"}
 CORRECTED: dict[str, Callable[[Task, int], Compressor]] = {
-    BEST: corrected(TopK, algo="allgather", format="packed_codes", momentum=SHORTER[BEST], warm_up=0.02),
+    BEST: corrected(TopK, nesterov=True, **FOUR_BITS),
+    "allgather 1 %, 4 bits": corrected(TopK, **FOUR_BITS),
     "oktopk 1 %, momentum 0.5": corrected(OkTopk, momentum=0.5),
     "oktopk 1 %": corrected(OkTopk),
     "oktopk 1 %, warm-up": corrected(OkTopk, warm_up=0.1),
@@ -74,6 +80,7 @@ CORRECTED: dict[str, Callable[[Task, int], Compressor]] = {
 }
 OTHERS: dict[str, Callable[[Task, int], str | Compressor]] = {
     "dense": lambda *_: "none",
+    "dense, Nesterov": lambda *_: "none",
     "oktopk 1 %, momentum outside": lambda *_: OkTopk(DENSITY),
     "powersgd rank 4": lambda *_: PowerSGD(4),
     "acpsgd rank 4": lambda *_: ACPSGD(4),
@@ -89,6 +96,11 @@ LOCALS: dict[str, Callable[[Task, int], str | Compressor]] = {
 LINES = {"dense": OTHERS["dense"], **CORRECTED, **OTHERS, **LOCALS}
 
 
+def made_for(task: Task, line: str) -> bool:
+    """Whether a line differs from others with the optimizer of a task."""
+    return line not in SHORTER and "Nesterov" not in line if task.adam else line not in LOCAL
+
+
 def optimizers(
     task: Task, line: str, model: nn.Module, comm: Any, steps: int
 ) -> tuple[torch.optim.Optimizer, DistributedOptimizer | LocalOptimizer]:
@@ -98,10 +110,11 @@ def optimizers(
     if task.adam:
         inner = torch.optim.AdamW(model.parameters(), task.lr, betas=(0.9, 0.95), weight_decay=0.1)
     else:
-        inner = torch.optim.SGD(model.parameters(), lr, momentum=0.0 if line in CORRECTED else MOMENTUM)
+        momentum = 0.0 if line in CORRECTED else MOMENTUM
+        inner = torch.optim.SGD(model.parameters(), lr, momentum=momentum, nesterov=line == "dense, Nesterov")
     size = 1 << 18 if line.startswith("covap") else 25 << 20  # COVAP filters buckets, so it needs some
     compressor = LINES[line](task, steps)
-    small = 0 if line == BEST or line in LOCAL else 1024
+    small = 0 if line.startswith("allgather 1 %, 4 bits") or line in LOCAL else 1024
     common = {"bucket_bytes": size, "dense_below": small}
     if line in LOCAL:
         return inner, LocalOptimizer(inner, model, comm, compressor, **common, **LOCAL[line])
@@ -187,6 +200,7 @@ def main() -> None:
         for seed in options.seeds
         for name in options.tasks
         for line in options.lines
+        if made_for(TASKS[name], line)
     ]
     have = set() if options.validate else {key_of(row) for row in load()}
     missing = [key for key in keys if key not in have]
