@@ -40,22 +40,29 @@ MOMENTUM = 0.9
 DENSITY = 0.01
 
 
-BEST = "allgather 1 %, 4 bits, Nesterov"
+BEST = "allgather 1 %, 4 bits, Nesterov, rate"
 # Momentum of lines that have another one, and as much more learning rate: what waits acts like momentum
-SHORTER = {BEST: 0.7, "allgather 1 %, 4 bits": 0.7, "oktopk 1 %, momentum 0.5": 0.5}
+SHORTER = {
+    BEST: 0.7,
+    "allgather 1 %, 4 bits, Nesterov": 0.7,
+    "allgather 1 %, 4 bits": 0.7,
+    "oktopk 1 %, momentum 0.5": 0.5,
+}
 
 
 def corrected(
     make: Callable[..., Compressor],
     momentum: float = MOMENTUM,
     nesterov: bool = False,
+    follow_lr: bool = False,
     warm_up: float = 0.0,
     **options: Any,
 ) -> Callable[[Task, int], Compressor]:
     """A line with momentum in the compressor, for tasks that have one, and local clipping; `warm_up` of all steps."""
+    sgd = {"momentum": momentum, "nesterov": nesterov, "follow_lr": follow_lr}
 
     def made(task: Task, steps: int) -> Compressor:
-        own = {} if task.adam else {"momentum": momentum, "nesterov": nesterov, "clip": task.clip}
+        own = {} if task.adam else {"clip": task.clip, **sgd}
         density = WarmUp(DENSITY, max(1, round(warm_up * steps))) if warm_up else DENSITY
         return make(density, **own, **options)
 
@@ -65,7 +72,8 @@ def corrected(
 # (task, number of steps) -> compressor
 FOUR_BITS: dict[str, Any] = {"momentum": 0.7, "warm_up": 0.02, "algo": "allgather", "format": "packed_codes"}
 CORRECTED: dict[str, Callable[[Task, int], Compressor]] = {
-    BEST: corrected(TopK, nesterov=True, **FOUR_BITS),
+    BEST: corrected(TopK, nesterov=True, follow_lr=True, **FOUR_BITS),
+    "allgather 1 %, 4 bits, Nesterov": corrected(TopK, nesterov=True, **FOUR_BITS),
     "allgather 1 %, 4 bits": corrected(TopK, **FOUR_BITS),
     "oktopk 1 %, momentum 0.5": corrected(OkTopk, momentum=0.5),
     "oktopk 1 %": corrected(OkTopk),

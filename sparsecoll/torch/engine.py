@@ -22,6 +22,7 @@ from sparsecoll.torch.options import Options
 from sparsecoll.torch.reducer import Reducer
 from sparsecoll.torch.replica import Replica
 from sparsecoll.torch.rounds import NOTHING
+from sparsecoll.torch.tensors import rates_of
 from sparsecoll.transport import Transport
 
 logger = logging.getLogger(__name__)
@@ -50,6 +51,7 @@ class Engine:
         self._compressor, self._optimizer, self._options = compressor, optimizer, options
         self._replica = Replica(transport, model, options)
         self.params = self._replica.params
+        self._replica.context.rates = partial(rates_of, optimizer, self.params)
         hooked = None if isinstance(model, torch.jit.ScriptModule) else model  # ScriptModules do not support hooks
         self._reducer = Reducer(self._replica, compressor, hooked)
         self.seconds = self._reducer.seconds

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -112,3 +112,9 @@ def check_whole(params: Iterable[torch.Tensor]) -> None:
                 f"params: expected whole tensors on every rank, got a {type(p).__name__} as FSDP and tensor parallelism"
                 " make: use sparsecoll.torch.fsdp.attach and a plain optimizer for a model of fully_shard"
             )
+
+
+def rates_of(optimizer: torch.optim.Optimizer, params: Named, names: Sequence[str]) -> list[float]:
+    """Return the learning rates of named parameters, 1 where the optimizer has none."""
+    rates = {id(p): float(group.get("lr", 1.0)) for group in optimizer.param_groups for p in group["params"]}
+    return [rates.get(id(params[name]), 1.0) for name in names]

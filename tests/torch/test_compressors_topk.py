@@ -15,6 +15,7 @@ from sparsecoll.torch.compressors import (  # noqa: E402
     TopK,
     resolve,
 )
+from sparsecoll.torch.compressors.rates import Rates  # noqa: E402
 from sparsecoll.torch.layout import Layout  # noqa: E402
 
 
@@ -126,3 +127,68 @@ def test_densestream_fills_its_blocks_with_true_values():
     kept = np.count_nonzero(results[0])
     bare, _ = one(COMPRESSORS["densestream"](0.3, algo="densestream"), g)[0]
     assert kept > 1.05 * np.count_nonzero(bare[0])
+
+
+def test_residuals_follow_the_learning_rate():
+    """What has waited is applied at the rates at which it came: lr * mean adds up to the sum of lr * gradient."""
+    shapes, g = ((2,), (2,)), np.array([4, 1, 2, 1], np.float32)
+    rates = [[1.0, 1.0], [0.5, 0.5], [0.25, 0.5], [0.5, 2.0]]  # alike, then not
+
+    def program(comm):
+        own, context = TopK(0.5, "allgather", follow_lr=True), StepContext()
+        context.rates = lambda names: rates[context.step]
+        own.bind(Layout(0, (4,), ("a", "b"), shapes, np.dtype(np.float32)), comm.transport, context)
+        applied, came = np.zeros(4), np.zeros(4)
+        for lr in (np.repeat(row, 2) for row in rates):
+            own.allreduce_mean(comm.transport, g.copy(), np.empty_like(g))  # thrown away
+            own.keep()
+            own.rollback()
+            applied += lr * step(own, comm.transport, g.copy())
+            came += lr * g
+            context.step += 1
+        waiting = np.repeat(own.extra_state()["rates"], 2) * own.residual
+        return came - applied - waiting
+
+    np.testing.assert_allclose(simulate(2, program).results, 0, atol=1e-5)
+    frozen = Rates(("a", "b"), lambda names: [0.0, 0.5])
+    assert frozen.factors(first=True) == [1.0, 1.0]  # no rate so far, then one of 0
+    frozen.commit()
+    assert frozen.factors(first=True) == [1.0, 1.0]
+    with pytest.raises(ValueError, match="follow_lr: expected False in a loop"):
+        one(TopK(follow_lr=True), normal(2, 10))
+
+
+def test_residuals_follow_a_schedule_in_a_loop():
+    """Also of groups with their own rates, over two back-propagations in a step, and from a checkpoint."""
+
+    def program(comm):
+        torch.manual_seed(0)
+        params = [torch.nn.Parameter(torch.zeros(40)) for _ in range(2)]
+        groups = [{"params": params[:1]}, {"params": params[1:], "lr": 0.5}]
+        gradient = torch.linspace(1, 2, 40)
+
+        def made():
+            named = [("a", params[0]), ("b", params[1])]
+            inner = torch.optim.SGD(groups, lr=1.0)
+            compressor = TopK(0.1, "allgather", follow_lr=True)
+            return DistributedOptimizer(inner, named, comm, compressor, dense_below=0)
+
+        optimizer, came = made(), torch.zeros(2)
+        for number in range(6):
+            if number == 3:
+                state, optimizer = optimizer.state_dict(), made()
+                optimizer.load_state_dict(state)
+            for i, group in enumerate(optimizer.param_groups):
+                group["lr"] = (1.0, 0.5)[i] / (1 + number * (1 + i))
+                came[i] += 2 * group["lr"] * float(gradient.sum())
+            optimizer.zero_grad()
+            for _ in range(2):
+                sum((p * gradient).sum() for p in params).backward()
+            optimizer.step()
+        tensors = optimizer.state_dict()["sparsecoll"]["tensors"]
+        rates = [group["lr"] for group in optimizer.param_groups]
+        waiting = [lr * float(tensors["residual"][name].sum()) for lr, name in zip(rates, "ab", strict=True)]
+        return [float(came[i] + params[i].detach().sum()) - waiting[i] for i in range(2)]
+
+    for lost in simulate(2, program).results:
+        assert lost == pytest.approx([0, 0], abs=1e-3)

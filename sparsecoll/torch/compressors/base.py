@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
@@ -37,10 +37,12 @@ class StepContext:
         step: number of steps taken before this one.
         ccr: communication-to-computation ratio: seconds of uncompressed communication divided by seconds of
             back-propagation; None until it is measured (COVAP).
+        rates: returns the learning rates of named parameters in this step; None in loops that do not know them.
     """
 
     step: int = 0
     ccr: float | None = None
+    rates: Callable[[Sequence[str]], list[float]] | None = None
 
 
 @dataclass

@@ -53,6 +53,7 @@ class DRAGONN(TopK):
         value_dtype: as in `TopK`.
         momentum: as in `TopK`.
         nesterov: as in `TopK`.
+        follow_lr: as in `TopK`.
         clip: as in `TopK`.
         clip_by: as in `TopK`.
         selective: whether only buckets for which it pays off are compressed (default: True), or all.

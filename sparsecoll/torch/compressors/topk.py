@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ from sparsecoll.formats import Format
 from sparsecoll.kernels import kernels_of
 from sparsecoll.select import Selector, Vector
 from sparsecoll.torch.compressors.base import Compressor, ErrorFeedback, StepContext, write_mean
+from sparsecoll.torch.compressors.rates import Rates
 from sparsecoll.torch.compressors.versions import Versions
 from sparsecoll.torch.device import Array
 from sparsecoll.torch.layout import Layout
@@ -52,6 +54,10 @@ class TopK(ErrorFeedback):
         momentum: factor of the momentum correction, in [0, 1) (default: 0, none).
         nesterov: Nesterov momentum: u = momentum * (u + gradient), and u + gradient replaces the gradient (default:
             False).
+        follow_lr: whether residuals are multiplied by the learning rate of the last step and divided by that of this
+            one, so that what has waited is applied at the rates at which it came, as if residuals were kept in units
+            of the learning rate times the gradient. For schedules of the learning rate in DistributedOptimizer;
+            the DDP hook and FSDP do not know it (default: False).
         clip: norm N; the gradients of a rank are clipped to a norm of N / sqrt(P) (section 3.2). None, the default, for
             no clipping.
         clip_by: "parameter" (the default) clips each parameter by its own norm; "bucket" clips by the norm of all
@@ -70,6 +76,7 @@ class TopK(ErrorFeedback):
     value_dtype: str | None = None
     momentum: float = 0.0
     nesterov: bool = False
+    follow_lr: bool = False
     clip: float | None = None
     clip_by: str = "parameter"
 
@@ -98,6 +105,14 @@ class TopK(ErrorFeedback):
         if self.momentum:
             self._velocity = Versions(layout.zeros())
             self._versions.append(self._velocity)
+        self._rates: Rates | None = None
+        if self.follow_lr:
+            if context.rates is None:
+                raise ValueError(
+                    "follow_lr: expected False in a loop that does not know the learning rate, got True: use"
+                    " DistributedOptimizer, or SparseSGD without momentum, whose residual follows the rate by itself"
+                )
+            self._rates = Rates(layout.names, context.rates)
 
     def for_small(self) -> Compressor | str:
         """Return the exact mean, with the momentum and the clipping that the optimizer and the loop leave to this."""
@@ -115,8 +130,19 @@ class TopK(ErrorFeedback):
         if self.momentum:
             source = self._with_momentum(gradient, source)
         self.begin(gradient, source)
-        self.acc.add_later(self._residual.current, scale)
+        self._add_residual(scale)
         return self.acc
+
+    def _add_residual(self, scale: float) -> None:
+        """Form acc in the pass that selects, or at once if learning rates have changed by different factors."""
+        residual, edges = self._residual.current, self.layout.offsets
+        factors = [1.0] if self._rates is None else self._rates.factors(first=residual is self._residual.base)
+        if len(set(factors)) == 1:
+            self.acc.add_later(residual, scale * factors[0])
+            return
+        acc = self.acc.flush().values
+        for factor, a, b in zip(factors, edges[:-1], edges[1:], strict=True):
+            acc[a:b] += scale * factor * residual[a:b]
 
     def _clip(self, gradient: Array, most: float) -> None:
         whole = [self.layout.device.tensor(gradient)]
@@ -193,16 +219,34 @@ class TopK(ErrorFeedback):
         else:
             velocity[sent.intersect(contributed).indices] = 0
 
+    def exclude(self, names: Collection[str]) -> None:
+        super().exclude(names)
+        if self._rates is not None:
+            self._rates.stay(names)
+
+    def rollback(self, names: Collection[str] | None = None) -> list[Array]:
+        if self._rates is not None:
+            self._rates.stay(self.layout.names if names is None else names)
+        return super().rollback(names)
+
+    def commit(self) -> list[Array]:
+        if self._rates is not None:
+            self._rates.commit()
+        return super().commit()
+
     def state(self) -> dict[str, dict[str, torch.Tensor]]:
         own = {"velocity": self.layout.by_name(self._velocity.base)} if self.momentum else {}
         return super().state() | own
 
     def extra_state(self) -> dict[str, Any]:
         layers = [selector.state_dict() for selector in self._selectors] if self._densities.by_layer else []
-        return {"algorithm": self._algorithm.state_dict(), "layers": layers}
+        rates = {} if self._rates is None else {"rates": self._rates.last}
+        return {"algorithm": self._algorithm.state_dict(), "layers": layers, **rates}
 
     def load_extra_state(self, state: dict[str, Any]) -> None:
         self._algorithm.load_state_dict(state["algorithm"])
+        if self._rates is not None:
+            self._rates.last = state["rates"]
         if self._densities.by_layer:
             for selector, saved in zip(self._selectors, state["layers"], strict=True):
                 selector.load_state_dict(saved)
