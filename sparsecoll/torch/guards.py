@@ -1,4 +1,4 @@
-"""Mistakes that would go unnoticed: gradients that DDP reduces too, the same samples on all ranks, local clipping."""
+"""Mistakes that would go unnoticed: means that DDP overwrites, equal samples on all ranks, local clipping, Adam."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from sparsecoll.torch.compressors import Compressor
 from sparsecoll.transport import Transport
 from sparsecoll.transport.collectives import allgather
 
@@ -61,6 +62,21 @@ def warn_if_equal(transport: Transport, digest: int) -> None:
             " samples. Give each rank its own part of the data, as with DistributedSampler(data, num_replicas=size,"
             " rank=rank), and its own seed",
             transport.size,
+        )
+
+
+def warn_of_adam(optimizer: torch.optim.Optimizer, compressor: Compressor) -> None:
+    """Warn of optimizers that divide a gradient by its own size, if most of its entries come late and added up."""
+    if compressor.sends_rarely and "betas" in optimizer.defaults:
+        name = type(optimizer).__name__
+        logger.warning(
+            "%s with %s: an entry that has waited in the residual comes as one large value, which %s divides by its own"
+            " size, so that the model learns little. Use QSGD(4) or 'fp16', LocalOptimizer, which compresses what %s"
+            " has changed, or torch.optim.SGD with momentum= in the compressor",
+            compressor.name,
+            name,
+            name,
+            name,
         )
 
 

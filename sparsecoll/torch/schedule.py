@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
+RARE = 0.1  # the density below which an entry waits for more than ten steps on average
+
 
 class Schedule(ABC):
     """A density that depends on the step. Derive from this class and define `at` for a schedule of your own."""
@@ -118,6 +120,11 @@ class Densities:
     def by_layer(self) -> bool:
         """Whether densities are given by layer."""
         return self.rules[0][0] is not None
+
+    @property
+    def final(self) -> float:
+        """The largest density of a layer in the end."""
+        return max(schedule.at(1 << 60) for _, schedule in self.rules)
 
     def k(self, length: int, step: int, name: str | None = None) -> int:
         """Return the number of entries to select, at least one.

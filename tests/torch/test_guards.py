@@ -1,4 +1,4 @@
-"""Mistakes that would go unnoticed: the same samples on all ranks, local clipping, gradients that DDP reduces too."""
+"""Mistakes that would go unnoticed: equal samples on all ranks, local clipping, means that DDP overwrites, Adam."""
 
 import logging
 
@@ -10,7 +10,7 @@ from nets import batch, bits, loss_of, net, train  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
 from sparsecoll import CommunicationError, simulate  # noqa: E402
-from sparsecoll.torch import DistributedOptimizer, init_process_group  # noqa: E402
+from sparsecoll.torch import DistributedOptimizer, WarmUp, init_process_group  # noqa: E402
 from sparsecoll.torch.compressors import TopK  # noqa: E402
 from sparsecoll.transport import default_comm, launcher  # noqa: E402
 
@@ -171,3 +171,25 @@ def test_torch_without_distributed_is_refused(monkeypatch):
     monkeypatch.setattr("torch.distributed.is_available", lambda: False)
     with pytest.raises(ImportError, match=r"sparsecoll.torch: expected PyTorch with torch.distributed, got one that"):
         importlib.reload(sparsecoll.torch)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "compressor", "warnings"),
+    [
+        (torch.optim.AdamW, "topk", 1),
+        (torch.optim.AdamW, WarmUp(0.01, 5), 1),
+        (torch.optim.AdamW, 0.2, 0),
+        (torch.optim.AdamW, "qsgd", 0),
+        (torch.optim.SGD, "topk", 0),
+    ],
+)
+def test_adam_behind_a_top_k_is_told_once(caplog, optimizer, compressor, warnings):
+    own = compressor if isinstance(compressor, str) else TopK(compressor)
+
+    def program(comm):
+        model = net()
+        DistributedOptimizer(optimizer(model.parameters(), 0.1), model, comm, own).close()
+
+    with caplog.at_level(logging.WARNING, "sparsecoll"):
+        simulate(P, program)
+    assert caplog.text.count("AdamW divides by its own size") == warnings

@@ -63,6 +63,7 @@ class Compressor(ABC):
     replicated_state: ClassVar[frozenset[str]] = frozenset()  # kinds of state that are the same on all ranks
     takes_source: ClassVar[bool] = False  # whether `compensate` has the argument `source`
     keeps_gradient = False  # whether the gradient's memory becomes part of the state, so that the mean needs its own
+    sends_rarely = False  # whether an entry waits in the residual for many steps
     wants_profile = False  # whether `StepContext.ccr` is to be measured in the first steps
 
     def bind(self, layout: Layout, transport: Transport, context: StepContext, timeout: float | None = None) -> None:

@@ -20,7 +20,7 @@ from sparsecoll.torch.compressors.rates import Rates
 from sparsecoll.torch.compressors.versions import Versions
 from sparsecoll.torch.device import Array
 from sparsecoll.torch.layout import Layout
-from sparsecoll.torch.schedule import Densities, Density
+from sparsecoll.torch.schedule import RARE, Densities, Density
 from sparsecoll.transport import Transport
 from sparsecoll.vector import DenseVector, SparseVector
 
@@ -81,8 +81,7 @@ class TopK(ErrorFeedback):
     clip_by: str = "parameter"
 
     def __post_init__(self) -> None:
-        Densities.of(self.density)
-        resolve(self.algo)
+        densities, algorithm = Densities.of(self.density), resolve(self.algo)
         if self.selector is not None and not isinstance(self.selector, Selector):
             raise TypeError(f"selector: expected an object of sparsecoll.select or None, got {self.selector!r}")
         if not 0 <= self.momentum < 1:
@@ -93,6 +92,7 @@ class TopK(ErrorFeedback):
             raise ValueError(f"clip: expected above 0, got {self.clip}")
         if self.clip_by not in ("parameter", "bucket"):
             raise ValueError(f"clip_by: expected 'parameter' or 'bucket', got {self.clip_by!r}")
+        self.sends_rarely = densities.final < RARE and not algorithm.takes_dense
 
     def bind(self, layout: Layout, transport: Transport, context: StepContext, timeout: float | None = None) -> None:
         super().bind(layout, transport, context, timeout)
