@@ -13,7 +13,7 @@ SEEDS ?= 1
 FAST := $(addprefix tests/,kernels formats select algorithms/test_contract.py transport collectives test_architecture.py)
 
 # What depends on the number of ranks; the rest of tests/mpi, training above all, shows on 3 ranks what it shows on 8.
-COLLECTIVES := $(patsubst %,tests/mpi/test_%.py,mpi collectives_mpi failures_mpi progress process_groups commands_mpi)
+COLLECTIVES := $(patsubst %,tests/mpi/test_%.py,mpi collectives_mpi contract_mpi failures_mpi progress process_groups commands_mpi)
 ON_THREE := tests/mpi $(addprefix --ignore=,$(COLLECTIVES))
 TRAINING := $(patsubst %,tests/mpi/test_%.py,torch_mpi distributed_optimizer training_loops)
 SHARDED := $(patsubst %,tests/mpi/test_%.py,fsdp fsdp_residuals fsdp_refusals)

@@ -27,7 +27,7 @@ from sparsecoll.vector import DenseVector, SparseVector, accumulator_dtype
 
 LEVELS = {"linear": (8, 4, 2, 1), "float": (8, 4)}  # numbers of bits
 ROUNDING = ("stochastic", "nearest")
-DTYPES = ("float16", "float32", "float64")
+DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 Span = tuple[int, int]
 
@@ -65,7 +65,7 @@ class LowBit(Algorithm):
     Raises:
         ValueError: An option is out of range, 1 bit is used without rounding="nearest", or `value_dtype` is given; or,
             on every rank, a value or sum is not finite, which has no scale, whatever `nonfinite` says.
-        TypeError: On every rank, if x does not hold float16, float32 or float64.
+        TypeError: On every rank, if x does not hold float16, bfloat16, float32 or float64.
 
     See Also:
         `sparsecoll.torch.compressors.QSGD`, `sparsecoll.torch.compressors.EFSignSGD`.

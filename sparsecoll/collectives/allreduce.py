@@ -270,13 +270,14 @@ def contribution(vector: Vector, algorithm: Algorithm, k: int | None, channel: C
     """Return what this rank contributes, as the receivers get it: finite, and k selected entries unless k is None."""
     transport = channel.transport
     with transport.phase("select"), span("select", vector.nnz):
-        x = options.prepared(vector, transport)
+        x = vector
         if k is not None or algorithm.semantics != "exact_sum":
             with index_of_nan(x):
                 if k is not None:
                     x = algorithm.select(x, k, channel.size)
                 elif isinstance(x, SparseVector):
                     check_order(x)
+        x = options.prepared(x, transport)
         if isinstance(x, DenseVector):
             entries: Vector = formats.rounded(x, channel.value_dtype)
         else:

@@ -1,64 +1,21 @@
 """Operations other than the sum: every one on every type and algorithm that offers it, against NumPy."""
 
-import functools
 import itertools
 
 import numpy as np
 import pytest
 from cases import same_bits
+from contract import EXACT, expected_of, input_of, offered
 
 import sparsecoll
 from sparsecoll import ALGORITHMS, SparseVector, simulate
 from sparsecoll.vector import VALUE_DTYPES
 from sparsecoll.vector.operation import OPERATIONS
 
-EXACT = [name for name, kind in ALGORITHMS.items() if kind().semantics == "exact_sum"]
+DTYPES = [name for name in VALUE_DTYPES if name != "bfloat16"]
 OTHERS = [name for name in ALGORITHMS if name not in EXACT]
 OBJECTS = [sparsecoll.SparCML(variant="recursive_double"), sparsecoll.SparCML(variant="dynamic")]
 OBJECTS += [sparsecoll.DenseStream(repartition="even"), sparsecoll.Hierarchical(inner="dense", inside="dense")]
-N = 40
-UFUNCS = {"sum": np.add, "mean": np.add, "min": np.minimum, "max": np.maximum, "prod": np.multiply}
-UFUNCS |= {"logical_and": np.logical_and, "logical_or": np.logical_or, "logical_xor": np.logical_xor}
-UFUNCS |= {"bitwise_and": np.bitwise_and, "bitwise_or": np.bitwise_or, "bitwise_xor": np.bitwise_xor}
-UFUNCS |= {"replace": lambda a, b: b}
-
-
-def offered(op, dtype):
-    kind = np.dtype(dtype).kind
-    if op == "mean":
-        return kind in "fc"
-    return kind in "biu" if op.startswith("bitwise") else not (op in ("min", "max") and kind == "c")
-
-
-def input_of(rank, P, dtype):
-    """Two entries that all ranks have, some that some have, one that only this one has; ranks 2 and 5 have none."""
-    rng = np.random.default_rng([rank, P])
-    if rank in (2, 5):
-        return SparseVector.empty(N, dtype)
-    indices = np.unique([3, 29, *rng.choice(N - 12, 6), N - 12 + rank])
-    drawn = rng.choice([0, 1, 2, 3, -1, -2, 0.5], indices.size)
-    drawn = drawn + 1j * rng.choice([0, 1, -2], indices.size) if np.dtype(dtype).kind == "c" else drawn
-    if np.dtype(dtype).kind not in "fc":
-        drawn = drawn.astype(np.int64)
-    return SparseVector(indices, drawn.astype(dtype), N)
-
-
-def expected_of(inputs, op, missing):
-    """The result by a loop over ranks, in a wide dtype."""
-    dtype, combine = inputs[0].dtype, UFUNCS[op]
-    wide = np.dtype(np.float32) if dtype == np.float16 else dtype
-    logical = op.startswith("logical")
-    union = np.unique(np.concatenate([x.indices for x in inputs]))
-    values = []
-    for index in union:
-        own = [x.to_dense()[index : index + 1].astype(wide) for x in inputs if missing == "zero" or index in x.indices]
-        own = [value != 0 for value in own] if logical else own
-        values.append(functools.reduce(combine, own)[0].astype(wide))
-    values = np.array(values, wide).astype(dtype)
-    return union, (values / len(inputs)).astype(dtype) if op == "mean" else values
-
-
-DTYPES = [name for name in VALUE_DTYPES if name != "bfloat16"]
 CALLS = [*EXACT, *OBJECTS, sparsecoll.reduce, sparsecoll.reduce_scatter]
 CASES = [(*c, d) for c in itertools.product(OPERATIONS, ("ignore", "zero")) for d in DTYPES if offered(c[0], d)]
 
@@ -178,3 +135,20 @@ def test_bfloat16():
     expected = {"sum": [4.5, -2, -2, -2, 768], "max": [1.5, -2, -2, -2, 258], "prod": [3.375, -2, -2, -2, 16908288]}
     for found, sent, top in simulate(3, program).results:
         assert all(values == expected[op] for op, values in found) and set(sent) == {np.dtype(bfloat16)} and top == [20]
+
+
+def test_entries_are_selected_by_the_values_of_the_caller():
+    """Not by what an operation makes of them: logical operations of 1 and 0, "replace" with zeros of all zeros."""
+
+    def program(comm):
+        dense = np.array([1, 0, 5, -7, 2, 0.5]) if comm.rank else np.array([9.0, 1, 0, 0, 3, 0])
+        found = []
+        for x in (dense, SparseVector.from_dense(dense)):
+            for call in (sparsecoll.allreduce, sparsecoll.reduce):
+                for op in ("logical_or", "replace"):
+                    y = call(comm, x, k=2, op=op, missing="zero")
+                    found.append(None if y is None else dict(zip(y.indices.tolist(), y.values.tolist(), strict=True)))
+        return found
+
+    expected = [{0: 1, 2: 1, 3: 1, 4: 1}, {0: 0, 2: 5, 3: -7, 4: 0}]
+    assert simulate(2, program).results[0] == 4 * expected

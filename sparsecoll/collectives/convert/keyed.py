@@ -74,7 +74,9 @@ def _numbers(values: list[Any]) -> NDArray[Any]:
 
 def _vector(keys: NDArray[Any], values: Any) -> SparseVector:
     if keys.size and int(keys.min()) < 0:
-        raise ValueError(f"x: expected keys of at least 0, got {int(keys.min())}")
+        raise ValueError(
+            f"x: expected keys of at least 0, got {int(keys.min())}: add a number to the keys of all ranks"
+        )
     return SparseVector.from_pairs(keys, values, int(keys.max()) + 1 if keys.size else 0)
 
 
@@ -107,7 +109,8 @@ class ToMapping(Back):
         if self.keys != "integers":
             words = self.words.keys if isinstance(self.words, Table) else self.words
             keys = words if len(words) == y.nnz else map(words.__getitem__, keys)
-        dict.update(made, zip(keys, y.values.tolist(), strict=True))
+        update = dict.update if self.kind == "Counter" else type(made).update  # that of a Counter adds
+        update(made, zip(keys, y.values.tolist(), strict=True))
         return made
 
     def fields(self) -> dict[str, Any]:
