@@ -29,19 +29,32 @@ def together(rows: list[Row], name: str, line: str, P: int) -> list[Row]:
     return [row for row in rows if (row["task"], row["line"], row["P"]) == (name, line, P)]
 
 
+def against_dense(rows: list[Row], name: str, line: str, P: int) -> tuple[float, float, float]:
+    """Return mean and standard error (NaN of one) of the difference to dense runs of the same seeds; times fewer."""
+    dense = {row["seed"]: row["curve"][-1] for row in together(rows, name, "dense", P)}
+    pairs = [(row["curve"][-1], dense[row["seed"]]) for row in together(rows, name, line, P) if row["seed"] in dense]
+    gaps = np.array([own[2] - other[2] for own, other in pairs])
+    error = float(gaps.std(ddof=1) / len(gaps) ** 0.5) if len(gaps) > 1 else float("nan")
+    return float(gaps.mean()), error, float(np.mean([other[1] / own[1] for own, other in pairs]))
+
+
+def plus_minus(mean: float, error: float, sign: str = "") -> str:
+    """Return both with two digits after the point, the error only if it is known."""
+    return f"{mean:{sign}.2f}" + (f" +- {error:.2f}" if error == error else "")
+
+
 def compared(rows: list[Row], name: str, line: str, P: int) -> Row:
     """Return a row of a table: final quality over the seeds (mean, deviation, difference to dense), bytes of a run."""
-    found, dense = together(rows, name, line, P), together(rows, name, "dense", P)
-    last = np.array([row["curve"][-1] for row in found])
-    alike = {row["seed"]: row["curve"][-1][2] for row in dense}
-    gaps = [row["curve"][-1][2] - alike[row["seed"]] for row in found if row["seed"] in alike]
-    deviation = f" +- {last[:, 2].std():.2f}" if len(found) > 1 else ""
+    last = np.array([row["curve"][-1] for row in together(rows, name, line, P)])
+    gap, error, fewer = against_dense(rows, name, line, P)
     return {
-        "seeds": len(found),
-        f"quality, {TASKS[name].unit}": f"{last[:, 2].mean():.2f}{deviation}",
-        "against dense": f"{np.mean(gaps):+.2f}" if gaps and line != "dense" else None,
+        "seeds": len(last),
+        f"quality, {TASKS[name].unit}": plus_minus(
+            last[:, 2].mean(), last[:, 2].std(ddof=1) if len(last) > 1 else float("nan")
+        ),
+        "against dense": plus_minus(gap, error, "+") if line != "dense" else None,
         "MB received": last[:, 1].mean(),
-        "times fewer": np.mean([row["curve"][-1][1] for row in dense]) / last[:, 1].mean(),
+        "times fewer": fewer,
     }
 
 
@@ -57,6 +70,12 @@ def over_tasks(rows: list[Row], line: str) -> str:
     ranks = sorted({row["P"] for row in rows})
     shown = [(name, P) for name in TASKS for P in ranks if together(rows, name, line, P) and not TASKS[name].adam]
     return markdown([{"net": name, "P": P, **compared(rows, name, line, P)} for name, P in shown])
+
+
+def gaps(rows: list[Row], line: str, P: int = 4) -> str:
+    """Return the mean differences to dense of a line, in percentage points."""
+    tasks = [name for name in TASKS if TASKS[name].unit == "%" and together(rows, name, line, P)]
+    return ", ".join(f"{name} {against_dense(rows, name, line, P)[0]:+.2f}" for name in tasks)
 
 
 def draw(rows: list[Row], P: int, lines: list[str]) -> None:
@@ -90,11 +109,46 @@ def draw(rows: list[Row], P: int, lines: list[str]) -> None:
     plt.close(figure)
 
 
-def render(lines: list[str], best: str) -> None:
-    """Write docs/convergence.md, which recommends the line `best`, and its figures."""
+def draw_against_bytes(rows: list[Row], lines: list[str]) -> None:
+    """Draw the difference to dense against how many times fewer bytes, a panel for each net; bars: standard errors."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(1, len(TASKS), figsize=(3.4 * len(TASKS), 4), layout="constrained")
+    colours, shown = plt.get_cmap("tab20"), {}
+    for axis, name in zip(axes, TASKS, strict=True):
+        found = {(row["line"], row["P"]) for row in rows if row["task"] == name and row["line"] != "dense"}
+        for line, P in sorted(found):
+            gap, error, fewer = against_dense(rows, name, line, P)
+            style = {"color": colours(lines.index(line) % 20), "marker": "o" if P == 4 else "s", "ls": "none"}
+            shown[line] = axis.errorbar(fewer, gap, error, mfc=None if P == 4 else "white", capsize=2, **style)
+        axis.axhspan(-0.2, 0.2, color="tab:green", alpha=0.12)
+        axis.axvline(50, color="grey", lw=0.8, ls=":")
+        axis.set(
+            title=name,
+            xscale="log",
+            xlim=(3, 300),
+            xlabel="times fewer bytes",
+            ylabel=f"against dense, {TASKS[name].unit}",
+        )
+        axis.grid(alpha=0.3)
+        if TASKS[name].unit != "%":  # lower is better
+            axis.invert_yaxis()
+    figure.legend(shown.values(), shown, loc="outside lower center", ncols=6, fontsize=8)
+    figure.savefig(FIGURES / "convergence_bytes.png", dpi=130)
+    plt.close(figure)
+
+
+def render(lines: list[str], best: str, before: str) -> None:
+    """Write docs/convergence.md, which recommends the line `best`, beside `before`, and its figures."""
     rows = load()
     for P in sorted({row["P"] for row in rows}):
         draw(rows, P, lines)
+    draw_against_bytes(rows, lines)
     commits = ", ".join(sorted({row["commit"] for row in rows}))
     tables = {name: table(rows, name, lines) for name in TASKS}
-    PAGE.write_text(TEXT.read_text().format(commits=commits, best=over_tasks(rows, best), **tables))
+    tables |= {"best": over_tasks(rows, best), "before": over_tasks(rows, before)}
+    ours = {line: gaps(rows, line) for line in lines}
+    PAGE.write_text(TEXT.read_text().format(commits=commits, ours=ours, **tables))
