@@ -139,11 +139,18 @@ class RowResidual:
     def __init__(self, n: int, d: int, dtype: Any = np.float32) -> None:
         self.rows = RowSparse.empty(n, d, dtype)
 
+    @classmethod
+    def of(cls, rows: RowSparse) -> RowResidual:
+        """Return the residual that holds these rows, whose arrays are shared and do not change."""
+        made = cls(rows.n, rows.d, rows.dtype)
+        made.rows = rows
+        return made
+
     def __repr__(self) -> str:
         return f"RowResidual({self.rows!r})"
 
     def compensate(self, gradient: RowSparse, scale: float = 1.0) -> RowSparse:
-        """Return acc = residual + scale * gradient, and keep it until `update`.
+        """Return acc = residual + scale * gradient, and keep it until `update`; it may share the gradient's arrays.
 
         Args:
             gradient: rows of a table of the same shape.
@@ -157,7 +164,7 @@ class RowResidual:
         dtype = self.rows.dtype
         own = gradient.astype(dtype)
         scaled = own if scale == 1 else own.with_values(own.values * dtype.type(scale))
-        self.rows = RowSparse.merge([self.rows, scaled], dtype)
+        self.rows = RowSparse.merge([self.rows, scaled], dtype) if self.rows.nnz else scaled
         return self.rows
 
     def update(self, contributed: RowSparse) -> None:
@@ -166,9 +173,11 @@ class RowResidual:
         Args:
             contributed: `Reduction.contributed` of the call.
         """
-        dtype = self.rows.dtype
-        left = RowSparse.merge([self.rows, -contributed.astype(dtype)], dtype)
-        self.rows = left.take(np.flatnonzero((left.values != 0).any(axis=1)))
+        acc, dtype = self.rows, self.rows.dtype
+        changed = np.isin(acc.rows, contributed.rows, kind=None)
+        left = RowSparse.merge([acc.take(np.flatnonzero(changed)), -contributed.astype(dtype)], dtype)
+        left = left.take(np.flatnonzero((left.values != 0).any(axis=1)))
+        self.rows = RowSparse.join([acc.take(np.flatnonzero(~changed)), left])
 
 
 class LazyAccumulator(DenseVector):

@@ -14,7 +14,7 @@ from sparsecoll.torch.buckets import Buckets
 from sparsecoll.torch.grad_scaler import Scaling
 from sparsecoll.torch.replica import Replica
 from sparsecoll.torch.rounds import Round
-from sparsecoll.torch.row_gradients import RowSum
+from sparsecoll.torch.row_sum import RowSum
 from sparsecoll.torch.sparse_sum import SparseSum
 from sparsecoll.torch.state import STATE, renamed
 from sparsecoll.torch.timeline import bucket_span
@@ -103,7 +103,8 @@ class Accumulator:
             assert isinstance(compressor, SparseSum | RowSum)
             with bucket.layout.device.stream_context():
                 compressor.timeout = self._replica.patience
-                acc.append(bucket.accumulate(compressor.residual, weights))
+                residual: Any = compressor.residual
+                acc.append(bucket.accumulate(residual, weights))
         return acc
 
     def _weights(self, groups: Iterable[Group], scale: float) -> dict[str, tuple[float, float]]:

@@ -14,7 +14,8 @@ from sparsecoll.torch.bucket import Bucket
 from sparsecoll.torch.compressors import Compressor, resolve
 from sparsecoll.torch.layout import Layout, cut, has_rows, takes_part
 from sparsecoll.torch.replica import Replica
-from sparsecoll.torch.row_gradients import RowBucket, RowParameters, RowSum
+from sparsecoll.torch.row_gradients import RowBucket, RowParameters
+from sparsecoll.torch.row_sum import RowSum
 from sparsecoll.torch.state import Tensors, check, collect, renamed, restore
 from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.transport.collectives import allgather, broadcast
@@ -125,7 +126,7 @@ class Buckets:
     def _compressor_of(self, layout: Layout) -> Compressor:
         own = self._compressor
         if layout.rows:
-            return RowSum(finite=not own.passes_nonfinite, local=not own.communicates)
+            return RowSum(**own.for_rows())
         return resolve(own.for_small() if layout.small else own)
 
     def release(self, start: int = 0) -> None:

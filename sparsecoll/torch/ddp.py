@@ -45,7 +45,7 @@ class HookState:
     what waits in its residuals, which then change as if it had stepped with the others.
 
     Every parameter is compressed, small ones too, since DDP puts them into the same buckets. Sparse gradients, as of
-    torch.nn.Embedding(sparse=True), are summed exactly, as rows.
+    torch.nn.Embedding(sparse=True), are summed as rows, as by DistributedOptimizer.
 
     There is no `move`: DDP cannot change its process group, and the optimizer, whose state may differ between the ranks
     that are left, is not known here. After a rank was lost, make a new process group, DDP, HookState and optimizer, and
@@ -191,10 +191,11 @@ class HookState:
     def _mean_of_rows(self, grads: GradBucket) -> torch.Tensor:
         bucket, compressor = self._of(grads)
         assert isinstance(bucket, RowBucket)
-        bucket.take(grads.buffer())
+        scale = self._scale(compressor)
+        bucket.take(grads.buffer(), scale)
         with bucket_span(self._timeline, bucket.layout.index, 0):
             bucket.reduce(self.transport, compressor)
-        return bucket.mean_tensor()
+        return bucket.mean_tensor(scale)
 
     def _mean(self, grads: GradBucket) -> torch.Tensor:
         bucket, compressor = self._of(grads)

@@ -73,8 +73,9 @@ class DistributedOptimizer(Wrapper):
     counts as zero on the others. The gradient of one that no rank uses stays None, so that the optimizer skips it,
     unless residuals contribute something.
 
-    Sparse gradients, as of torch.nn.Embedding(sparse=True), are summed as rows, exactly and whatever the compressor,
-    and take no memory of the table's size; `p.grad` is then the mean as a coalesced sparse tensor.
+    Sparse gradients, as of torch.nn.Embedding(sparse=True), are summed as rows and take no memory of the table's size;
+    `p.grad` is then the mean as a coalesced sparse tensor. The sum is exact, unless the compressor has a `row_density`
+    or a `value_dtype` (`TopK`, `FP16`).
 
     A step that fails or is skipped leaves the residuals as they were before it.
 

@@ -7,23 +7,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from sparsecoll.collectives.convert.back import Back
-from sparsecoll.collectives.options import CallOptions
-from sparsecoll.collectives.rows import allreduce_rows
-from sparsecoll.errors import NonFiniteError
-from sparsecoll.telemetry.trace import span
+from sparsecoll.residual import RowResidual
 from sparsecoll.torch.bucket import Bucket
 from sparsecoll.torch.compressors import Compressor
 from sparsecoll.torch.device import CPU
 from sparsecoll.torch.layout import Layout, has_rows, rows_like
 from sparsecoll.transport import Transport
-from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.vector import RowSparse
 
 
@@ -63,16 +57,17 @@ class RowBucket(Bucket):
     def __init__(self, params: Mapping[str, torch.Tensor], layout: Layout, as_view: bool = False) -> None:
         super().__init__(params, layout)
         self._own: torch.Tensor | None = None
+        self._scale = 1.0
         self._mean: RowSparse | None = None
 
     def take_grad(self, name: str, scale: float = 1.0) -> None:
         """Take a parameter's gradient; a dense one counts as none, since all ranks will learn of it at the end."""
         gradient = self.params[name].grad
-        self.take(gradient if has_rows(gradient) else None)
+        self.take(gradient if has_rows(gradient) else None, scale)
 
-    def take(self, gradient: torch.Tensor | None) -> None:
-        """Take a sparse gradient, whose arrays are shared; None: no rows."""
-        self._own = None if gradient is None else gradient.detach()
+    def take(self, gradient: torch.Tensor | None, scale: float = 1.0) -> None:
+        """Take a sparse gradient, divided by `scale`, whose arrays are shared; None: no rows."""
+        self._own, self._scale = None if gradient is None else gradient.detach(), scale
 
     def rows(self, factor: float = 1.0) -> RowSparse:
         """Return factor * gradient, with one entry for each row, in the dtype of the layout."""
@@ -84,16 +79,20 @@ class RowBucket(Bucket):
             raise ValueError(f"gradient: expected shape {(n, *rest)}, got {tuple(self._own.shape)}")
         values = self._own._values().reshape(-1, d).cpu()  # rows are sent from host memory
         values = values.to(torch.float64 if dtype == np.float64 else torch.float32)
-        if factor != 1.0:
-            values = values * factor
+        if factor != self._scale:
+            values = values * (factor / self._scale)
         indices = self._own._indices()[0].cpu()
         return RowSparse.from_pairs(CPU.array(indices.contiguous()), CPU.array(values.contiguous()), n)
 
     def accumulate(self, residual: Any, weights: Mapping[str, tuple[float, float]]) -> Any:
-        """Return b * gradient as rows, see `Bucket.accumulate`; they have no residual."""
+        """Return a * residual + b * gradient, all of them rows, see `Bucket.accumulate`."""
         (name,) = self.params
+        a, b = weights[name]
         self.take_grad(name)
-        return self.rows(weights[name][1])
+        kept = (
+            residual if a == 1 or not residual.nnz else residual.with_values(residual.values * residual.dtype.type(a))
+        )
+        return RowResidual.of(kept).compensate(self.rows(b))
 
     def reduce(self, transport: Transport, compressor: Compressor) -> None:
         compressor.allreduce_mean(transport, self, self)  # type: ignore[arg-type]
@@ -109,17 +108,17 @@ class RowBucket(Bucket):
         self._own = self._mean = None
 
     def has_mean(self, name: str) -> bool:
-        return False  # nothing waits in a residual
+        return self._mean is not None and self._mean.nnz > 0
 
-    def mean_tensor(self) -> torch.Tensor:
-        """Return the mean as a coalesced sparse tensor in the dtype of the parameter, and forget it."""
+    def mean_tensor(self, scale: float = 1.0) -> torch.Tensor:
+        """Return scale * mean as a coalesced sparse tensor in the dtype of the parameter, and forget it."""
         mean, self._mean = self._mean, None
         assert mean is not None
-        (p,) = self.params.values()
-        return rows_like(p, CPU.tensor(mean.rows), CPU.tensor(mean.values))
+        (p,), values = self.params.values(), CPU.tensor(mean.values)
+        return rows_like(p, CPU.tensor(mean.rows), values if scale == 1.0 else values * scale)
 
     def assign_grad(self, name: str, scale: float = 1.0) -> None:
-        self.params[name].grad = self.mean_tensor()
+        self.params[name].grad = self.mean_tensor(scale)
 
     def nan(self, name: str) -> torch.Tensor:
         return nan_rows(self.params[name])
@@ -128,58 +127,3 @@ class RowBucket(Bucket):
 def nan_rows(p: torch.Tensor) -> torch.Tensor:
     """Return a sparse gradient of a parameter whose first row is NaN."""
     return rows_like(p, torch.zeros(1, dtype=torch.int64), torch.full_like(p.detach()[:1], torch.nan))
-
-
-@dataclass
-class RowSum(Compressor):
-    """The exact mean of gradients of rows; nothing is dropped, so that there is no residual.
-
-    Args:
-        finite: whether NaN and infinity are refused.
-        local: whether nothing is sent, as by the compressor "free".
-    """
-
-    name = "rows"
-
-    finite: bool = True
-    local: bool = False
-
-    residual = np.zeros(0)  # as compressors with error feedback have one
-
-    def compress(self, acc: RowSparse) -> RowSparse:
-        if self.finite and acc._first_not_finite() is not None:
-            raise NonFiniteError(f"gradient of {self.layout.names[0]!r}: expected finite values, got NaN or infinity")
-        return acc
-
-    def communicate(self, transport: Transport, message: RowSparse) -> RowSparse:
-        with CollectiveCall(transport, "allreduce", self.timeout) as call:
-            options = CallOptions(timeout=self.timeout, nonfinite="pass")
-            total: RowSparse = allreduce_rows(call, message, Back(), "auto", options, False)
-        return total
-
-    def update(self, out: Any, message: RowSparse, reduced: RowSparse) -> None:
-        out.set_mean(reduced)
-
-    def allreduce_sum(self, transport: Transport, acc: RowSparse) -> RowSparse:
-        """Return the sum over the ranks. Called within a CollectiveCall.
-
-        Raises:
-            NonFiniteError: a value on some rank, or in the sum, is NaN or infinite; on every rank.
-        """
-        self.sync(transport)
-        if self.local:
-            return acc
-        total = self.communicate(transport, self.compress(acc))
-        if self.finite and total._first_not_finite() is not None:
-            raise NonFiniteError(
-                f"gradient of {self.layout.names[0]!r}: expected a finite sum over the ranks, got an overflow"
-            )
-        return total
-
-    def allreduce_mean(self, transport: Transport, gradient: Any, out: Any, source: Any = None) -> None:
-        """Set the mean of RowBucket `out` to that of all ranks' RowBucket `gradient`. Collective."""
-        with CollectiveCall(transport, f"bucket {self.layout.index}", self.timeout):
-            with span("select"):
-                rows = gradient.rows()
-            total = self.allreduce_sum(transport, rows)
-            out.set_mean(total if self.local else total._divide(self.size))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -141,6 +142,15 @@ class Densities:
             if pattern is None or (name is not None and fnmatchcase(name, pattern)):
                 return min(length, max(1, round(schedule.at(step) * length)))
         raise ValueError(f"density: expected a pattern for every layer, got none for {name!r} (add '*')")
+
+
+@contextlib.contextmanager
+def as_row_density() -> Iterator[None]:
+    """Context manager: errors name the argument `row_density`."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"row_{error}") from None
 
 
 def _schedule(density: float | Schedule) -> Schedule:

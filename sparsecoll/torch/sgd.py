@@ -23,6 +23,7 @@ from sparsecoll.torch.layout import takes_part
 from sparsecoll.torch.options import Options
 from sparsecoll.torch.replica import Replica
 from sparsecoll.torch.rounds import JOINED, SUSPECT, Round, Row
+from sparsecoll.torch.schedule import Density
 from sparsecoll.torch.sgd_options import check_group, common, compressor_of, names_of
 from sparsecoll.torch.sparse_sum import SparseSum, Update, updates
 from sparsecoll.torch.state import STATE
@@ -59,7 +60,8 @@ class SparseSGD(torch.optim.Optimizer):
     unless residuals contribute something. The residual of a parameter that is frozen, or has a learning rate of 0, is
     kept.
 
-    Sparse gradients, as of torch.nn.Embedding(sparse=True), are summed as rows, all of them and without a residual.
+    Sparse gradients, as of torch.nn.Embedding(sparse=True), are summed as rows: all of them and without a residual, or
+    with `row_density` those of largest norm.
 
     Gradients are local to each rank until `step`, so that accumulating them needs no `no_sync`, and `zero_grad` instead
     of `step` skips a step; all ranks must take the same number of steps (see `join`). Clipping before `step` clips each
@@ -87,6 +89,8 @@ class SparseSGD(torch.optim.Optimizer):
         format: wire format, a name or a Format (default: "auto").
         value_dtype: dtype of the values on the wire, "float16", "bfloat16" or "float32"; None, the default, for that of
             the gradients.
+        row_density: as in `sparsecoll.torch.compressors.TopK`: which rows of sparse gradients are sent (default: None,
+            all of them, without a residual).
         model: the model, whose buffers are kept the same and whose parameter names are used; required for this if
             `params` is not `model.parameters()`.
         verify: number of steps after which the bits of all parameters and buffers are compared between ranks; 0, the
@@ -123,6 +127,7 @@ class SparseSGD(torch.optim.Optimizer):
         k: int | None = None,
         format: str | Format = "auto",
         value_dtype: str | None = None,
+        row_density: Density | None = None,
         model: torch.nn.Module | None = None,
         verify: bool | int = 0,
         timeout: float | None = None,
@@ -148,7 +153,7 @@ class SparseSGD(torch.optim.Optimizer):
         self._watch = Watch("SparseSGD", "DistributedOptimizer clips the mean") if watched else None
 
         def build(_: CollectiveCall) -> tuple[SparseSum, Options]:
-            compressor = compressor_of(algo, density, k, format, value_dtype)
+            compressor = compressor_of(algo, density, k, format, value_dtype, row_density)
             options = Options(verify=verify, timeout=timeout, timeline=timeline)
             refuse_wrapped(known, "params")
             super(SparseSGD, self).__init__(params, defaults)

@@ -23,12 +23,15 @@ NUMBERS = ("lr", "momentum", "dampening", "weight_decay")
 FLAGS = ("nesterov", "maximize")
 
 
-def compressor_of(algo: Any, density: Any, k: Any, format: str | Format, value_dtype: str | None) -> SparseSum:
+def compressor_of(
+    algo: Any, density: Any, k: Any, format: str | Format, value_dtype: str | None, row_density: Any
+) -> SparseSum:
     """Return the compressor for these arguments of SparseSGD."""
     CallOptions(k, density if k is None else None).resolve_k(1)
     chosen: dict[str, Any] = {"density": float(density)} if k is None else {"k": int(k)}
     formats.resolve(format)
-    return SparseSum(algo=copy.deepcopy(resolve(algo)), format=format, value_dtype=value_dtype, **chosen)
+    common = {"format": format, "value_dtype": value_dtype, "row_density": row_density}
+    return SparseSum(algo=copy.deepcopy(resolve(algo)), **common, **chosen)
 
 
 def _check_parameter(p: torch.Tensor, compressor: SparseSum) -> None:

@@ -29,11 +29,8 @@ def restore(compressors: Iterable[Compressor], tensors: Tensors) -> Tensors:
     """Copy saved tensors into compressors; return those of parameters that no compressor has."""
     left = {kind: dict(entries) for kind, entries in tensors.items()}
     for compressor in compressors:
-        for kind, entries in compressor.state().items():
-            for name, own in entries.items():
-                saved = left.get(kind, {}).pop(name, None)
-                if saved is not None:
-                    own.copy_(saved)
+        own = {kind: set(entries) & set(left.get(kind, ())) for kind, entries in compressor.state().items()}
+        compressor.load_state({kind: {name: left[kind].pop(name) for name in names} for kind, names in own.items()})
     return {kind: entries for kind, entries in left.items() if entries}
 
 
@@ -112,12 +109,18 @@ def redistribute(states: Sequence[Mapping[str, Any]], rank: int, size: int) -> d
             tensors[kind] = {name: t.clone() for name, t in entries.items()}
             continue
         mine = [part["tensors"][kind] for part in own[rank::size]]
-        tensors[kind] = {
-            name: torch.stack([m[name] for m in mine]).sum(0).mul_(scale) if mine else torch.zeros_like(t)
-            for name, t in entries.items()
-        }
+        tensors[kind] = {name: _summed([m[name] for m in mine], t, scale) for name, t in entries.items()}
     new = {**own[0], "rank": rank, "size": size, "tensors": tensors, "buckets": [], "ccr": None}
     return {**states[0], STATE: new} if STATE in states[0] else new
+
+
+def _summed(parts: Sequence[torch.Tensor], like: torch.Tensor, scale: float) -> torch.Tensor:
+    """Return scale * the sum of parts, some of which may be sparse; zeros if there are none."""
+    if any(part.is_sparse != like.is_sparse for part in parts):
+        parts = [part.to_dense() if part.is_sparse else part for part in parts]
+    elif like.is_sparse:
+        return (sum(parts, torch.zeros_like(like)) * scale).coalesce()
+    return torch.stack([*parts]).sum(0).mul_(scale) if parts else torch.zeros_like(like)
 
 
 def _check_parts(own: Sequence[Mapping[str, Any]]) -> None:

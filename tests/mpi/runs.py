@@ -183,7 +183,7 @@ class Ledger:
             kept = {name.removeprefix("net."): t for name, t in kept.items()}
         else:
             kept = self.run.optimizer.state_dict()["sparsecoll"]["tensors"].get("residual", {})
-        return {name: kept.get(name, torch.zeros_like(p)).clone() for name, p in self.named.items()}
+        return {name: kept.get(name, torch.zeros_like(p)).clone().to_dense() for name, p in self.named.items()}
 
     def _total(self, tensors):
         flat = torch.cat([tensors[name].reshape(-1).double() for name in self.named]).numpy()

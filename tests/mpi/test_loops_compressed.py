@@ -188,8 +188,9 @@ def test_nan_on_one_rank(comm, name):
     assert all(p.isfinite().all() for p in run.params)
 
 
-def test_sparse_gradients_under_topk(comm):
-    run = Run(OVERLAP, comm, Words, plain_sgd, TopK(0.2, algo="allgather"))
+@pytest.mark.parametrize("row_density", [None, 0.1])
+def test_sparse_gradients_under_topk(comm, row_density):
+    run = Run(OVERLAP, comm, Words, plain_sgd, TopK(0.2, algo="allgather", row_density=row_density), dense_below=10)
     ledger = Ledger(run)
     for step in range(5):
         run.optimizer.zero_grad()

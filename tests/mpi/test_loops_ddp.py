@@ -1,5 +1,6 @@
 """The hook of DistributedDataParallel, over MPI: what it raises, and DDP's join()."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -7,7 +8,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from loops_of_models import Shelf  # noqa: E402
-from runs import HOOK, Run, alike, net, plain_sgd, train  # noqa: E402
+from runs import HOOK, Ledger, Run, alike, net, plain_sgd, train  # noqa: E402
 
 from sparsecoll.errors import NonFiniteError  # noqa: E402
 from sparsecoll.torch import WarmUp  # noqa: E402
@@ -72,29 +73,38 @@ def test_in_ddps_join_no_step_is_discarded_and_errors_reach_all(comm):
             run.optimizer.step()
 
 
+@pytest.mark.parametrize("row_density", [None, 0.05])
 @pytest.mark.parametrize("options", [{}, {"static_graph": True}], ids=str)
-def test_gradients_that_are_rows(comm, options):
-    run, last = Run(HOOK, comm, Shelf, plain_sgd, TOPK, verify=1, **options), comm.size - 1
+def test_gradients_that_are_rows(comm, options, row_density):
+    compressor = replace(TOPK, row_density=row_density)
+    run, last = Run(HOOK, comm, Shelf, plain_sgd, compressor, verify=1, **options), comm.size - 1
+    ledger = Ledger(run)
 
     def backward(step, factor=1.0):
         x = torch.randint(0, 40, (6, 3), generator=torch.Generator().manual_seed(10 * comm.rank + step))
         run.optimizer.zero_grad()
+        ledger.zero()
         (run.model(x) * 1e-2 * factor).backward()
 
     for step in range(3):
         backward(step)
         assert run.module.table.weight.grad.is_sparse and run.module.bag.weight.grad.is_sparse
         run.optimizer.step()
-    kept = run.state.state_dict()
-    assert sorted(kept["tensors"]["residual"]) == ["net.head.bias", "net.head.weight"]
+        if not options:
+            ledger.settle()
+    kept = run.state.state_dict()["tensors"]["residual"]
+    rows = [] if row_density is None else ["net.bag.weight", "net.table.weight"]
+    assert sorted(kept) == sorted([*rows, "net.head.bias", "net.head.weight"])
+    assert all(kept[name].is_sparse and kept[name]._nnz() < 40 for name in rows)
     run.module.bag.weight.register_hook(lambda gradient: gradient * (float("nan") if comm.rank == last else 1.0))
     with pytest.raises(NonFiniteError, match=rf"^rank {last}: gradient of 'net.bag.weight': expected finite values"):
         backward(3)
     assert run.module.bag.weight.grad.is_sparse and alike(comm, run.values())
 
 
-def test_rows_in_ddps_join(comm):
-    run = Run(HOOK, comm, Shelf, plain_sgd, TOPK)
+@pytest.mark.parametrize("row_density", [None, 0.05])
+def test_rows_in_ddps_join(comm, row_density):
+    run = Run(HOOK, comm, Shelf, plain_sgd, replace(TOPK, row_density=row_density))
     with run.model.join():
         for step in range(2 + comm.rank):
             x = torch.randint(0, 40, (6, 3), generator=torch.Generator().manual_seed(10 * comm.rank + step))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
@@ -75,6 +75,10 @@ class Compressor(ABC):
     def for_small(self) -> Compressor | str:
         """Return the compressor, or its name, of parameters that are too small to be compressed: the exact mean."""
         return "none" if self.communicates else self
+
+    def for_rows(self) -> dict[str, Any]:
+        """Return the options of `RowSum`, the compressor of gradients that are rows: the exact sum by default."""
+        return {"finite": not self.passes_nonfinite, "local": not self.communicates}
 
     def compensate(self, gradient: Array) -> Any:
         """Return acc, the gradient plus the residual of earlier steps, in the gradient's memory.
@@ -166,6 +170,13 @@ class Compressor(ABC):
         """Return tensors by kind ("residual", ...) and parameter name, as of the last step; views, not copies."""
         return {}
 
+    def load_state(self, saved: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+        """Copy saved tensors, of which `state` has all kinds and names, into the state."""
+        own = self.state()
+        for kind, entries in saved.items():
+            for name, t in entries.items():
+                own[kind][name].copy_(t.to_dense() if t.is_sparse else t)
+
     def extra_state(self) -> dict[str, Any]:
         """Return the other state of the bucket that a later run needs, as plain Python values."""
         return {}
@@ -239,7 +250,8 @@ class ErrorFeedback(Compressor):
     @property
     def residual(self) -> Array:
         """The residual that the next reduction begins with."""
-        return self._residual.current
+        current: Array = self._residual.current
+        return current
 
     def contributed(self, sent: Vector) -> None:
         """Subtract what contributed from acc; the rest is the trial residual."""

@@ -56,6 +56,7 @@ class DRAGONN(TopK):
         follow_lr: as in `TopK`.
         clip: as in `TopK`.
         clip_by: as in `TopK`.
+        row_density: as in `TopK`.
         selective: whether only buckets for which it pays off are compressed (default: True), or all.
         seed: seed of the hash functions (default: 0).
 

@@ -35,6 +35,9 @@ class FP16(Compressor):
         if self.value_dtype not in ("float16", "bfloat16"):
             raise ValueError(f"value_dtype: expected float16 or bfloat16, got {self.value_dtype!r}")
 
+    def for_rows(self) -> dict[str, Any]:
+        return super().for_rows() | {"value_dtype": self.value_dtype}
+
     def compensate(self, gradient: Array, source: Array | None = None) -> Array:
         """The gradient / P, in the memory of `gradient`."""
         return np.divide(gradient if source is None else source, self.size, out=gradient)

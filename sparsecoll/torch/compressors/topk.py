@@ -20,7 +20,7 @@ from sparsecoll.torch.compressors.rates import Rates
 from sparsecoll.torch.compressors.versions import Versions
 from sparsecoll.torch.device import Array
 from sparsecoll.torch.layout import Layout
-from sparsecoll.torch.schedule import RARE, Densities, Density
+from sparsecoll.torch.schedule import RARE, Densities, Density, as_row_density
 from sparsecoll.transport import Transport
 from sparsecoll.vector import DenseVector, SparseVector
 
@@ -50,7 +50,7 @@ class TopK(ErrorFeedback):
             top-k if it has none.
         format: wire format, a name or a Format (default: "auto").
         value_dtype: dtype of the values on the wire, "float16", "bfloat16" or "float32"; None, the default, for that of
-            the gradients.
+            the gradients. Residuals keep what rounding takes; rows that are sent without a residual lose it.
         momentum: factor of the momentum correction, in [0, 1) (default: 0, none).
         nesterov: Nesterov momentum: u = momentum * (u + gradient), and u + gradient replaces the gradient (default:
             False).
@@ -62,6 +62,10 @@ class TopK(ErrorFeedback):
             no clipping.
         clip_by: "parameter" (the default) clips each parameter by its own norm; "bucket" clips by the norm of all
             parameters of a bucket, which with `bucket_bytes=None` is the whole gradient, as published.
+        row_density: for sparse gradients, as of torch.nn.Embedding(sparse=True): the rows of largest Euclidean norm
+            that each rank sends, as a fraction of the rows of the table, with error feedback, whose residual holds
+            rows only. As `density`, a mapping has a rule for each table. None, the default, sends all rows, without a
+            residual.
 
     Raises:
         ValueError: An option is out of range.
@@ -79,9 +83,13 @@ class TopK(ErrorFeedback):
     follow_lr: bool = False
     clip: float | None = None
     clip_by: str = "parameter"
+    row_density: Density | None = None
 
     def __post_init__(self) -> None:
         densities, algorithm = Densities.of(self.density), resolve(self.algo)
+        if self.row_density is not None:
+            with as_row_density():
+                Densities.of(self.row_density)
         if self.selector is not None and not isinstance(self.selector, Selector):
             raise TypeError(f"selector: expected an object of sparsecoll.select or None, got {self.selector!r}")
         if not 0 <= self.momentum < 1:
@@ -120,6 +128,9 @@ class TopK(ErrorFeedback):
             return super().for_small()
         own = {name: getattr(self, name) for name in ("momentum", "nesterov", "clip", "clip_by")}
         return TopK(1.0, "dense", **own)
+
+    def for_rows(self) -> dict[str, Any]:
+        return super().for_rows() | {"density": self.row_density, "value_dtype": self.value_dtype}
 
     def compensate(self, gradient: Array, scale: float = 1.0, source: Array | None = None) -> DenseVector:
         """acc = scale * residual + gradient, formed in the pass that selects."""

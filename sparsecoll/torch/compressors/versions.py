@@ -1,8 +1,9 @@
-"""An array of state whose changes take effect only when a step has succeeded."""
+"""An array of state, or an object in its place, whose changes take effect only when a step has succeeded."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 
@@ -12,7 +13,8 @@ from sparsecoll.torch.device import Array
 class Versions:
     """Three versions of an array: after the last step, after the last reduction, and of the current reduction.
 
-    Most of the time they are the same array.
+    Most of the time they are the same array. With `keep`, `drop`, `commit` and a `rollback` of everything it may be any
+    object that nobody changes, such as a RowSparse.
 
     Attributes:
         base: after the last step of the optimizer; this version is saved.
@@ -20,9 +22,9 @@ class Versions:
         trial: of the current reduction, or None.
     """
 
-    def __init__(self, array: Array) -> None:
+    def __init__(self, array: Any) -> None:
         self.base = self.current = array
-        self.trial: Array | None = None
+        self.trial: Any = None
 
     def keep(self) -> list[Array]:
         """Accept the trial version; return arrays that are no longer needed."""

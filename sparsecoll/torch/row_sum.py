@@ -1,0 +1,169 @@
+"""The sum of gradients of rows over the ranks: the compressor of RowBucket."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from sparsecoll.algorithms import Reduction
+from sparsecoll.collectives.convert.back import Back
+from sparsecoll.collectives.options import CallOptions
+from sparsecoll.collectives.rows import allreduce_rows
+from sparsecoll.errors import NonFiniteError
+from sparsecoll.residual import RowResidual
+from sparsecoll.telemetry.trace import span
+from sparsecoll.torch.compressors import Compressor, StepContext
+from sparsecoll.torch.compressors.versions import Versions
+from sparsecoll.torch.device import CPU, Array
+from sparsecoll.torch.layout import Layout
+from sparsecoll.torch.schedule import Densities, Density, as_row_density
+from sparsecoll.transport import Transport
+from sparsecoll.transport.call import CollectiveCall
+from sparsecoll.vector import RowSparse
+
+
+@dataclass
+class RowSum(Compressor):
+    """The mean of gradients of rows: of all rows, or of those of largest norm, with error feedback.
+
+    Without `density` nothing stays behind, so that there is no residual, and what rounding takes is lost.
+
+    Args:
+        finite: whether NaN and infinity are refused.
+        local: whether nothing is sent, as by the compressor "free".
+        density: rows that each rank sends, as a fraction of those of the table; None, the default, for all that it has.
+        value_dtype: dtype of the values on the wire; None, the default, for their own.
+    """
+
+    name = "rows"
+
+    finite: bool = True
+    local: bool = False
+    density: Density | None = None
+    value_dtype: str | None = None
+
+    @property
+    def keeps_gradient(self) -> bool:  # type: ignore[override]
+        """Whether there is a residual."""
+        return self.density is not None
+
+    def bind(self, layout: Layout, transport: Transport, context: StepContext, timeout: float | None = None) -> None:
+        super().bind(layout, transport, context, timeout)
+        n, *rest = layout.shapes[0]
+        self._densities = None if self.density is None else Densities.of(self.density)
+        self._residual = Versions(RowSparse.empty(n, math.prod(rest), layout.dtype))
+
+    @property
+    def residual(self) -> RowSparse:
+        """The residual that the next reduction begins with."""
+        rows: RowSparse = self._residual.current
+        return rows
+
+    @property
+    def _sends_parts(self) -> bool:
+        """Whether values are divided by P before they are rounded, so that sums do not overflow if no value does."""
+        return self.value_dtype == "float16" and not self.keeps_gradient
+
+    def compensate(self, gradient: Any) -> RowSparse:
+        """Return acc, the rows of a gradient plus the residual."""
+        return RowResidual.of(self.residual).compensate(gradient)
+
+    def compress(self, acc: RowSparse) -> RowSparse:
+        (name,) = self.layout.names
+        if self.finite and acc._first_not_finite() is not None:
+            raise NonFiniteError(f"gradient of {name!r}: expected finite values, got NaN or infinity")
+        if self._densities is None:
+            return acc._divide(self.size) if self._sends_parts else acc
+        with as_row_density():
+            return acc.topk(self._densities.k(acc.n, self.context.step, name))
+
+    def communicate(self, transport: Transport, message: RowSparse) -> Reduction:
+        with CollectiveCall(transport, "allreduce", self.timeout) as call:
+            options = CallOptions(value_dtype=self.value_dtype, timeout=self.timeout, nonfinite="pass")
+            found = allreduce_rows(call, message, Back(), "auto", options, self.keeps_gradient)
+        reduction: Reduction = found if self.keeps_gradient else Reduction(found, found)
+        total = reduction.value
+        if self._sends_parts:
+            reduction.value = total.with_values(total.values * total.dtype.type(self.size))
+        return reduction
+
+    def update(self, out: Any, message: Any, reduced: RowSparse) -> None:
+        """Set the mean of RowBucket `out`, of a sum or, with `local`, of this rank's rows."""
+        out.set_mean(reduced if self.local else reduced._divide(self.size))
+
+    def allreduce_sum(self, transport: Transport, acc: RowSparse) -> RowSparse:
+        """Sum acc over the ranks; what remains of acc becomes the trial residual. Called within a CollectiveCall.
+
+        Raises:
+            NonFiniteError: a value on some rank, or in the sum, is NaN or infinite; on every rank.
+        """
+        self.sync(transport)
+        if self.local:
+            return acc
+        reduced = self.communicate(transport, self.compress(acc))
+        total: Any = reduced.value
+        if self.finite and total._first_not_finite() is not None:
+            raise NonFiniteError(
+                f"gradient of {self.layout.names[0]!r}: expected a finite sum over the ranks, got an overflow"
+            )
+        if self.keeps_gradient:
+            kept = RowResidual.of(acc)
+            kept.update(reduced.contributed)  # type: ignore[arg-type]
+            self._residual.trial = kept.rows
+        return total  # type: ignore[no-any-return]
+
+    def allreduce_mean(self, transport: Transport, gradient: Any, out: Any, source: Any = None) -> None:
+        """Set the mean of RowBucket `out` to that of all ranks' RowBucket `gradient`. Collective."""
+        with CollectiveCall(transport, f"bucket {self.layout.index}", self.timeout):
+            with span("select"):
+                acc = self.compensate(gradient.rows())
+            self.update(out, None, self.allreduce_sum(transport, acc))
+
+    # -- state
+
+    def keep(self) -> list[Array]:
+        self._residual.keep()
+        return []  # rows are nobody else's memory
+
+    def drop(self) -> None:
+        self._residual.drop()
+
+    def commit(self) -> list[Array]:
+        self._residual.commit()
+        return []
+
+    def rollback(self, names: Collection[str] | None = None) -> list[Array]:
+        if names is None or self.layout.names[0] in names:
+            self._residual.rollback()
+        return []
+
+    def rescale(self, factor: float) -> None:
+        kept = self.residual
+        self._residual = Versions(kept.with_values(kept.values * kept.dtype.type(factor)))
+
+    def state(self) -> dict[str, dict[str, torch.Tensor]]:
+        if not self.keeps_gradient:
+            return {}
+        (name,), (shape,), kept = self.layout.names, self.layout.shapes, self._residual.base
+        rows, values = torch.from_numpy(kept.rows)[None], torch.from_numpy(kept.values).reshape(-1, *shape[1:])
+        made = torch.sparse_coo_tensor(rows, values, shape, is_coalesced=True, check_invariants=False)
+        return {"residual": {name: made}}
+
+    def load_state(self, saved: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+        for t in saved.get("residual", {}).values():
+            self._residual = Versions(rows_of(t, self.layout.dtype))
+
+
+def rows_of(t: torch.Tensor, dtype: np.dtype[Any]) -> RowSparse:
+    """Return a copy of the rows of a tensor, sparse or dense, in `dtype`; of a dense one, those that are not zero."""
+    t, d = t.detach().cpu(), math.prod(t.shape[1:])
+    if not t.is_sparse:
+        return RowSparse.from_dense(CPU.array(t.reshape(-1, d).contiguous())).astype(dtype)
+    t = t.coalesce()
+    rows, values = t.indices()[0].clone(), t.values().reshape(-1, d).clone()
+    return RowSparse.from_pairs(CPU.array(rows), CPU.array(values), t.shape[0]).astype(dtype)
