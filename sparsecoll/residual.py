@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sparsecoll.kernels.memory import empty
+from sparsecoll.kernels.memory import empty, to_host
 from sparsecoll.select import Selector
 from sparsecoll.vector import DenseVector, RowSparse, SparseVector
 
@@ -174,7 +174,10 @@ class RowResidual:
             contributed: `Reduction.contributed` of the call.
         """
         acc, dtype = self.rows, self.rows.dtype
-        changed = np.isin(acc.rows, contributed.rows, kind=None)
+        own, sent = to_host(acc.rows), to_host(contributed.rows)
+        changed, found = np.zeros(own.size, np.bool_), np.searchsorted(own, sent)
+        inside = found < own.size
+        changed[found[inside][own[found[inside]] == sent[inside]]] = True
         left = RowSparse.merge([acc.take(np.flatnonzero(changed)), -contributed.astype(dtype)], dtype)
         left = left.take(np.flatnonzero((left.values != 0).any(axis=1)))
         self.rows = RowSparse.join([acc.take(np.flatnonzero(~changed)), left])

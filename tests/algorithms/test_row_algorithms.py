@@ -53,6 +53,27 @@ def test_gathering_takes_the_rows_of_the_others():
     assert expected <= received <= 1.05 * expected
 
 
+@pytest.mark.parametrize("P", [4, 16])
+def test_with_all_rows_on_all_ranks_owners_move_what_a_dense_sum_moves(P):
+    x = RowSparse(np.arange(2000), np.ones((2000, 64), np.float32), 2000)
+    moved = measured(P, RowOwners(), [x] * P)[:, 0].max()
+    assert moved <= 1.02 * owner_rows(2000, 2000, P) * 256
+
+
+@pytest.mark.parametrize("op", ["min", "max"])
+def test_hot_rows_balance_other_operations_than_sums(op):
+    inputs = [batch(rank, 1.2) for rank in range(4)]
+
+    def received(algorithm):
+        def program(comm):
+            sparsecoll.allreduce(comm, inputs[comm.rank], algorithm, op=op)
+            return sparsecoll.traffic(comm).total.bytes_received
+
+        return max(simulate(4, program).results)
+
+    assert received(RowOwners("range")) < 0.97 * received(RowOwners("range", hot=False))
+
+
 @pytest.mark.parametrize("P, shared, expected", [(2, True, "allgather"), (8, False, "allgather"), (8, True, "owners")])
 def test_auto_takes_owners_where_the_sum_has_few_rows(P, shared, expected, monkeypatch):
     chosen = []

@@ -48,7 +48,7 @@ def test_operations_are_those_of_the_entries_of_vectors(dtype, op):
     inputs = [rows_of(rank, dtype) for rank in range(3)]
     flat = [SparseVector((x.rows[:, None] * D + np.arange(D)).reshape(-1), x.values.reshape(-1), N * D) for x in inputs]
     expected = simulate(3, lambda comm: sparsecoll.allreduce(comm, flat[comm.rank], op=op)).results[0]
-    for algo in ("allgather", "owners"):
+    for algo in ("allgather", "owners", RowOwners(hot=True)):
         y = simulate(3, lambda comm, a=algo: sparsecoll.allreduce(comm, inputs[comm.rank], a, op=op)).results[0]
         assert np.array_equal(y.rows, stored(inputs)) and np.array_equal(y.values.reshape(-1), expected.values)
 

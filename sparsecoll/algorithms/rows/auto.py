@@ -57,8 +57,8 @@ class RowAuto(RowAlgorithm):
     2. Owners are faster if the sum has few rows. If its possible sizes leave the choice open, and the call takes at
        least ten times as long as that, sample the rows to estimate how many are distinct (`overlap.estimate`).
 
-    A dense sum is no choice: with every row on every rank, `RowOwners` moves what it moves, and a bit or so for each
-    row.
+    A dense sum is no choice: with every row on every rank, `RowOwners` moves what it moves, and less than a byte for
+    each row.
 
     Args:
         owner: as in `RowOwners` (default: "hash").

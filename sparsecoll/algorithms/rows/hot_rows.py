@@ -20,7 +20,8 @@ from sparsecoll.formats.rows import decode_numbers, encode_numbers, pack_values,
 from sparsecoll.transport.collectives import allgatherv, joined, separated
 from sparsecoll.transport.row_channel import RowChannel
 from sparsecoll.vector import RowSparse, accumulator_dtype
-from sparsecoll.vector.row_arrays import cast, sums, taken
+from sparsecoll.vector.operation import Operation
+from sparsecoll.vector.row_arrays import cast, folded, sums, taken
 
 SHARE = 0.5  # of the ranks that have a hot row: sending it dense costs at most twice as much
 
@@ -46,9 +47,9 @@ class HotRows:
         found = np.minimum(np.searchsorted(self.rows, rows), self.rows.size - 1)
         return self.rows[found] == rows  # type: ignore[no-any-return]
 
-    def block(self, x: RowSparse) -> NDArray[Any]:
-        """Return the values of the hot rows in x, one row after the other, with zeros for those that x lacks."""
-        block = np.zeros((self.rows.size, self.d), x.dtype)
+    def block(self, x: RowSparse, missing: Any = 0) -> NDArray[Any]:
+        """Return the values of the hot rows in x, one row after the other, with `missing` for those that x lacks."""
+        block = np.full((self.rows.size, self.d), missing, x.dtype)
         own = np.flatnonzero(self.among(x.rows))
         block[np.searchsorted(self.rows, x.rows[own])] = taken(x.values, own)
         return block.reshape(-1)
@@ -104,7 +105,7 @@ def find(channel: RowChannel, x: RowSparse, positions: Sequence[NDArray[np.int64
 
 
 def reduce_scatter(channel: RowChannel, x: RowSparse, hot: HotRows, positions: Sequence[NDArray[np.int64]]) -> Sums:
-    """Sum the rows of all ranks, in rank order, in P - 1 messages; collective.
+    """Combine the rows of all ranks, in rank order, in P - 1 messages; collective.
 
     Args:
         channel: of the call.
@@ -112,7 +113,8 @@ def reduce_scatter(channel: RowChannel, x: RowSparse, hot: HotRows, positions: S
         hot: the hot rows.
         positions: for each rank, the positions of the rows in x that it owns and that are not hot.
     """
-    rank, size, transport, block = channel.rank, channel.size, channel.transport, hot.block(x)
+    rank, size, transport = channel.rank, channel.size, channel.transport
+    block = hot.block(x, channel.op.neutral(x.dtype))
     parts = [block[low:high] for low, high in zip(hot.edges, hot.edges[1:], strict=False)]
     for step in range(1, size):
         to = (rank + step) % size
@@ -128,10 +130,19 @@ def reduce_scatter(channel: RowChannel, x: RowSparse, hot: HotRows, positions: S
         start = max(message.size - room, 0)
         values = unpack_values(message[start:], hot.width(rank), x.dtype, channel.value_dtype)
         received[source] = (channel.decode(message[:start]), values)
-    dtype = accumulator_dtype(x.dtype)
     cold = channel.merge([received[source][0] for source in range(size)])
-    addends = [cast(received[source][1].reshape(1, -1), dtype) for source in range(size)]
-    return Sums(cold, hot, sums(addends, np.arange(size), np.zeros(1, np.int64), dtype).reshape(-1))
+    return Sums(cold, hot, combined([received[source][1] for source in range(size)], x.dtype, channel.op))
+
+
+def combined(parts: Sequence[NDArray[Any]], of: np.dtype[Any], op: Operation) -> NDArray[Any]:
+    """Return arrays of one length combined in their order, in the accumulator dtype of values of dtype `of`."""
+    dtype, zero = accumulator_dtype(of), np.zeros(1, np.int64)
+    addends, order = [cast(part.reshape(1, -1), dtype) for part in parts], np.arange(len(parts))
+    if not addends[0].size:
+        return np.empty(0, dtype)
+    if op.fold(dtype) is None:
+        return sums(addends, order, zero, dtype).reshape(-1)  # type: ignore[no-any-return]
+    return folded(addends, order, zero, dtype, op).reshape(-1)  # type: ignore[no-any-return]
 
 
 def allgather(channel: RowChannel, found: Sums, most: int, dtype: np.dtype[Any]) -> RowSum:

@@ -45,7 +45,8 @@ class RowOwners(RowAlgorithm):
         hot: whether rows that at least half of the ranks have are summed as a dense block, of which every rank sums an
             equal part. They are found by counting in P - 1 + log2 P short messages. None, the default, does so for
             "quantile" and "range", whose hot rows would be those of few ranks, and for "hash" if a rank has fewer than
-            4 P^2 rows; never for other operations than sums, two ranks, and arrays on the GPU.
+            4 P^2 rows; never on two ranks, where it saves nothing, for "replace", for products of complex values, and
+            for arrays on the GPU.
 
     Raises:
         ValueError: `owner` is none of these.
@@ -90,15 +91,19 @@ class RowOwners(RowAlgorithm):
         if self._looks_for_hot_rows(channel, x, held):
             hot = hot_rows.find(channel, x, split(places, owners_of(rows, x.n, size), size))
             places = np.flatnonzero(~hot.among(rows))
-        share = hot.rows[channel.rank :: size] if hot is not None and delivered else rows[:0]
-        edges = edges_of(channel.transport, np.union1d(rows[places], share), x.n, self.owner)
+        counted = rows[places]
+        if hot is not None and delivered:
+            counted = np.sort(np.concatenate([counted, hot.rows[channel.rank :: size]]))
+        edges = edges_of(channel.transport, counted, x.n, self.owner)
         positions = split(places, owners_of(rows[places], x.n, size, edges), size)
         if hot is not None:
             return hot_rows.reduce_scatter(channel, x, hot, positions), edges
         return channel.merge(channel.exchange(x, positions)), edges
 
     def _looks_for_hot_rows(self, channel: RowChannel, x: RowSparse, held: Sequence[int]) -> bool:
-        if channel.op.fold(x.dtype) is not None or channel.size <= 2 or x.on_gpu:
+        op = channel.op  # of which a value that stands for a missing one must not change others: 1 + 0j turns -0 to 0
+        has_neutral = op.name != "replace" and (op.sums or x.dtype.kind != "c")
+        if not has_neutral or channel.size <= 2 or x.on_gpu:
             return False
         few = FEW_ROWS * channel.size**2 > sum(held) / channel.size
         return (self.owner != "hash" or few) if self.hot is None else self.hot
