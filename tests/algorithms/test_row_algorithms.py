@@ -53,11 +53,12 @@ def test_gathering_takes_the_rows_of_the_others():
     assert expected <= received <= 1.05 * expected
 
 
-@pytest.mark.parametrize("P", [4, 16])
-def test_with_all_rows_on_all_ranks_owners_move_what_a_dense_sum_moves(P):
-    x = RowSparse(np.arange(2000), np.ones((2000, 64), np.float32), 2000)
-    moved = measured(P, RowOwners(), [x] * P)[:, 0].max()
-    assert moved <= 1.02 * owner_rows(2000, 2000, P) * 256
+@pytest.mark.parametrize("d, most", [(64, 1.003), (16, 1.01), (4, 1.03)])
+def test_with_all_rows_on_all_ranks_owners_move_what_a_dense_sum_moves(d, most):
+    n = 20_000
+    x = RowSparse(np.arange(n), np.ones((n, d), np.float32), n)
+    moved = measured(4, RowOwners(), [x] * 4)[:, 0].max()
+    assert moved <= most * owner_rows(n, n, 4) * 4 * d
 
 
 @pytest.mark.parametrize("op", ["min", "max"])
