@@ -105,6 +105,7 @@ class HookState:
         self._buckets = Buckets(own, self._replica)
         self._failed: Exception | None = None  # raised by a bucket of this back-propagation, on all ranks
         self._joined = False  # whether a rank had no data in the last reduction
+        self._reduced = 0  # buckets of this back-propagation; DDP numbers all of a static graph's first one 0
         self._pending = self._warned = False
         register_optimizer_step_post_hook(partial(_stepped, weakref.ref(self)))
 
@@ -141,7 +142,7 @@ class HookState:
     def _of(self, bucket: GradBucket) -> tuple[Bucket, Compressor]:
         """Return the memory and the compressor of a bucket; collective if DDP has put other parameters into it."""
         params = {self._name(p): p for p in bucket.parameters()}
-        index, names = bucket.index(), tuple(params)
+        index, names = self._reduced - 1, tuple(params)
         if index < len(self._buckets) and self._buckets[index][0].layout.names == names:
             return self._buckets[index]
         self._check_group()
@@ -167,8 +168,9 @@ class HookState:
         Args:
             joined: whether this rank has no more data, within DDP's `join()`.
         """
-        if grads.index() == 0:
+        if self._reduced == 0:
             self._begin()
+        self._reduced += 1
         values = grads.buffer()
         try:
             if self._failed is None:
@@ -183,8 +185,14 @@ class HookState:
             return nan_rows(p) if values.is_sparse else values.fill_(float("nan"))
         return values
 
-    def raise_failed(self) -> None:
-        """Raise what a bucket has raised, except NonFiniteError with a GradScaler, which skips the step itself."""
+    def finish(self) -> None:
+        """End a back-propagation: accept a reduction of which DDP has not marked the last bucket, or raise its failure.
+
+        With a GradScaler NonFiniteError is not raised, since it skips the step itself.
+        """
+        if self._failed is None and self._reduced:
+            in_background(self.transport, lambda: self._end(False)).result()
+        self._reduced = 0
         if self._failed is not None and (self._scaler is None or not isinstance(self._failed, NonFiniteError)):
             raise self._failed
 
@@ -249,7 +257,7 @@ class HookState:
         with CollectiveCall(self.transport, "end of back-propagation", self._timeout), self.transport.phase("agree"):
             outcome = row.exchange(self.transport)
         self._buckets.keep()
-        self._pending, self._joined = True, bool(outcome.joined)
+        self._pending, self._joined, self._reduced = True, bool(outcome.joined), 0
         if joined:  # this rank's optimizer does not step, but others do
             self._replica.context.step = outcome.steps[outcome.root]
             self._commit()
@@ -333,8 +341,8 @@ def comm_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[torc
 
     request = in_background(state.transport, job)
     if not joined:  # an exception in the future would reach the user as "Unable to cast"
-        at_end_of_backward(state, lambda: after_callbacks(state.raise_failed))  # after DDP's own callback
+        at_end_of_backward(state, lambda: after_callbacks(state.finish))  # after DDP's own callback
     elif bucket.is_last():
         request.result()
-        state.raise_failed()
+        state.finish()
     return future
