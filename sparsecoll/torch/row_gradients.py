@@ -51,6 +51,12 @@ class RowParameters:
         self._rows, self._dense = (set(state.get(kind, ())) & set(names) for kind in ("rows", "dense"))
 
 
+def accumulated(residual: RowSparse, factor: float, gradient: RowSparse) -> RowSparse:
+    """Return factor * residual + gradient."""
+    kept = residual if factor == 1 else residual.with_values(residual.values * residual.dtype.type(factor))
+    return RowResidual.of(kept).compensate(gradient)
+
+
 class RowBucket(Bucket):
     """One parameter whose gradients are rows: this rank's gradient, and the mean."""
 
@@ -89,10 +95,7 @@ class RowBucket(Bucket):
         (name,) = self.params
         a, b = weights[name]
         self.take_grad(name)
-        kept = (
-            residual if a == 1 or not residual.nnz else residual.with_values(residual.values * residual.dtype.type(a))
-        )
-        return RowResidual.of(kept).compensate(self.rows(b))
+        return accumulated(residual, a, self.rows(b))
 
     def reduce(self, transport: Transport, compressor: Compressor) -> None:
         compressor.allreduce_mean(transport, self, self)  # type: ignore[arg-type]

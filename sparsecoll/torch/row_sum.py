@@ -18,9 +18,11 @@ from sparsecoll.errors import NonFiniteError
 from sparsecoll.residual import RowResidual
 from sparsecoll.telemetry.trace import span
 from sparsecoll.torch.compressors import Compressor, StepContext
+from sparsecoll.torch.compressors.rates import Rates
 from sparsecoll.torch.compressors.versions import Versions
 from sparsecoll.torch.device import CPU, Array
 from sparsecoll.torch.layout import Layout
+from sparsecoll.torch.row_gradients import accumulated
 from sparsecoll.torch.schedule import Densities, Density, as_row_density
 from sparsecoll.transport import Transport
 from sparsecoll.transport.call import CollectiveCall
@@ -38,6 +40,7 @@ class RowSum(Compressor):
         local: whether nothing is sent, as by the compressor "free".
         density: rows that each rank sends, as a fraction of those of the table; None, the default, for all that it has.
         value_dtype: dtype of the values on the wire; None, the default, for their own.
+        follow_lr: whether the residual follows the learning rate, see `TopK` (default: False).
     """
 
     name = "rows"
@@ -46,6 +49,7 @@ class RowSum(Compressor):
     local: bool = False
     density: Density | None = None
     value_dtype: str | None = None
+    follow_lr: bool = False
 
     @property
     def keeps_gradient(self) -> bool:  # type: ignore[override]
@@ -57,6 +61,7 @@ class RowSum(Compressor):
         n, *rest = layout.shapes[0]
         self._densities = None if self.density is None else Densities.of(self.density)
         self._residual = Versions(RowSparse.empty(n, math.prod(rest), layout.dtype))
+        self._rates = Rates(layout.names, context.rates) if self.follow_lr else None
 
     @property
     def residual(self) -> RowSparse:
@@ -71,7 +76,9 @@ class RowSum(Compressor):
 
     def compensate(self, gradient: Any) -> RowSparse:
         """Return acc, the rows of a gradient plus the residual."""
-        return RowResidual.of(self.residual).compensate(gradient)
+        first = self._residual.current is self._residual.base
+        (factor,) = [1.0] if self._rates is None else self._rates.factors(first)
+        return accumulated(self.residual, factor, gradient)
 
     def compress(self, acc: RowSparse) -> RowSparse:
         (name,) = self.layout.names
@@ -134,12 +141,16 @@ class RowSum(Compressor):
         self._residual.drop()
 
     def commit(self) -> list[Array]:
+        if self._rates is not None:
+            self._rates.commit()
         self._residual.commit()
         return []
 
     def rollback(self, names: Collection[str] | None = None) -> list[Array]:
         if names is None or self.layout.names[0] in names:
             self._residual.rollback()
+            if self._rates is not None:
+                self._rates.stay(self.layout.names)
         return []
 
     def rescale(self, factor: float) -> None:
@@ -153,6 +164,13 @@ class RowSum(Compressor):
         rows, values = torch.from_numpy(kept.rows)[None], torch.from_numpy(kept.values).reshape(-1, *shape[1:])
         made = torch.sparse_coo_tensor(rows, values, shape, is_coalesced=True, check_invariants=False)
         return {"residual": {name: made}}
+
+    def extra_state(self) -> dict[str, Any]:
+        return {} if self._rates is None else {"rates": self._rates.last}
+
+    def load_extra_state(self, state: dict[str, Any]) -> None:
+        if self._rates is not None:
+            self._rates.last = state["rates"]
 
     def load_state(self, saved: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
         for t in saved.get("residual", {}).values():

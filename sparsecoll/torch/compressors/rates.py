@@ -10,13 +10,21 @@ class Rates:
 
     Args:
         names: of the parameters.
-        of: returns their learning rates in this step.
+        of: returns their learning rates in this step; None in a loop that does not know them.
+
+    Raises:
+        ValueError: `of` is None.
 
     Attributes:
         last: learning rates in the last step in which they were above 0; 0 before the first one.
     """
 
-    def __init__(self, names: Sequence[str], of: Callable[[Sequence[str]], list[float]]) -> None:
+    def __init__(self, names: Sequence[str], of: Callable[[Sequence[str]], list[float]] | None) -> None:
+        if of is None:
+            raise ValueError(
+                "follow_lr: expected False in a loop that does not know the learning rate, got True: use"
+                " DistributedOptimizer, or SparseSGD without momentum, whose residual follows the rate by itself"
+            )
         self._names, self._of = names, of
         self.last = [0.0] * len(names)
         self._now = self.last

@@ -115,11 +115,6 @@ class TopK(ErrorFeedback):
             self._versions.append(self._velocity)
         self._rates: Rates | None = None
         if self.follow_lr:
-            if context.rates is None:
-                raise ValueError(
-                    "follow_lr: expected False in a loop that does not know the learning rate, got True: use"
-                    " DistributedOptimizer, or SparseSGD without momentum, whose residual follows the rate by itself"
-                )
             self._rates = Rates(layout.names, context.rates)
 
     def for_small(self) -> Compressor | str:
@@ -130,7 +125,11 @@ class TopK(ErrorFeedback):
         return TopK(1.0, "dense", **own)
 
     def for_rows(self) -> dict[str, Any]:
-        return super().for_rows() | {"density": self.row_density, "value_dtype": self.value_dtype}
+        return super().for_rows() | {
+            "density": self.row_density,
+            "value_dtype": self.value_dtype,
+            "follow_lr": self.follow_lr and self.row_density is not None,
+        }
 
     def compensate(self, gradient: Array, scale: float = 1.0, source: Array | None = None) -> DenseVector:
         """acc = scale * residual + gradient, formed in the pass that selects."""
