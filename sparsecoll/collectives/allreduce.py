@@ -11,8 +11,9 @@ from sparsecoll import formats
 from sparsecoll.algorithms import Algorithm, Reduction, SparCML, resolve
 from sparsecoll.collectives import convert
 from sparsecoll.collectives.convert.back import Back
+from sparsecoll.collectives.few_keys import combine_keys
 from sparsecoll.collectives.operations import is_mpi_op
-from sparsecoll.collectives.options import CallOptions, index_of_nan, options_of, signature_of, to_common_vector
+from sparsecoll.collectives.options import CallOptions, index_of_nan, options_of, signature_of
 from sparsecoll.collectives.rows import allreduce_rows, as_rows
 from sparsecoll.formats import Buffer, Format
 from sparsecoll.select import Vector
@@ -99,7 +100,8 @@ def allreduce(
 
     Volume: that of the algorithm (see its class), plus 4(P-1) words in calls whose arguments are new on the
     communicator and in calls without `k` and `density`. Later calls are compared by the tags of their messages. A
-    dict or a Series takes 8(P-1) words more, to agree on the length and the dtype.
+    dict or a Series takes 8(P-1) words more, to agree on the length and the dtype; with few keys, up to 8,192 on all
+    ranks together, "auto" sends all entries to all ranks in the ceil(log2 P) messages that compare the arguments.
 
     See Also:
         `sparsecoll.iallreduce`, `sparsecoll.reduce`, `sparsecoll.reduce_scatter`, `sparsecoll.allgather`,
@@ -147,7 +149,14 @@ def _allreduce(transport: Transport, x: Any, algo: Any, options: CallOptions, re
         rows = as_rows(x, options, algo, return_reduction)
         if rows is not None:
             return allreduce_rows(call, *rows, algo, options, return_reduction)
-        vector, back = to_common_vector(call, x, options.check)
+        vector, back = convert.to_vector(x)
+        if back.keyed:
+            assert isinstance(vector, SparseVector)
+            at_once = isinstance(algo, str) and algo == "auto" and not return_reduction
+            vector, back, combine = combine_keys(call, vector, back, options, {"algo": "auto"} if at_once else None)
+            if combine is not None:
+                whole, back = combine()
+                return back(options.result(whole, transport))
         if return_reduction and not options.operation.sums:
             raise ValueError(f"return_reduction: expected False unless op is 'sum' or 'mean', got op={options.op!r}")
         algorithm = resolve(algo)

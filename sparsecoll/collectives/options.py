@@ -13,7 +13,7 @@ import numpy as np
 from sparsecoll import formats
 from sparsecoll.collectives import convert
 from sparsecoll.collectives.convert.back import Back
-from sparsecoll.collectives.convert.keyed import agree_on_keys
+from sparsecoll.collectives.convert.keyed import agree_on_keys, agree_on_kinds
 from sparsecoll.collectives.operations import is_mpi_op, operation_of
 from sparsecoll.errors import NonFiniteError
 from sparsecoll.formats import Format
@@ -152,7 +152,7 @@ class CallOptions:
             raise ValueError(f"x: expected finite values, got NaN or infinity, the first {where} {index}")
 
     def to_entries(
-        self, x: Any, sums: bool, call: CollectiveCall | None = None, apart: bool = False
+        self, x: Any, sums: bool, call: CollectiveCall | None = None, common: tuple[Vector, Back] | None = None
     ) -> tuple[SparseVector, Back]:
         """Return the entries that this rank sends, and a function that converts a result to the type of x.
 
@@ -160,9 +160,11 @@ class CallOptions:
             x: the caller's argument, of any type that `convert.to_vector` takes.
             sums: whether the collective sends partial sums and first selects the top k of x.
             call: in which the ranks agree on the length of what has keys; None, the default, if one rank's counts.
-            apart: whether keys that are strings keep the indices that they have on this rank (default: False).
+            common: what `to_common_vector` returns, if it is known (default: None).
         """
-        vector, back = convert.to_vector(x) if call is None else to_common_vector(call, x, self.check, apart)
+        if common is None:
+            common = convert.to_vector(x) if call is None else to_common_vector(call, x, self.check)
+        vector, back = common
         self.check_operation(vector)
         self.check_dtype(vector.dtype, "partial sums" if sums else None)
         k = self.resolve_k(vector.length)
@@ -197,10 +199,10 @@ class CallOptions:
         return y._divide(transport.size) if mean else y  # type: ignore[return-value]
 
     def agree(
-        self, call: CollectiveCall, x: Any, sums: bool, apart: bool = False
+        self, call: CollectiveCall, x: Any, sums: bool, common: tuple[Vector, Back] | None = None
     ) -> tuple[Channel, SparseVector, Back]:
         """Agree on the arguments of the call; return its channel and `to_entries`, rounded as on the wire."""
-        entries, back = self.to_entries(x, sums, call, apart)
+        entries, back = self.to_entries(x, sums, call, common)
         length = {"length": None} if getattr(back, "apart", False) else {}
         call.signature |= {
             **convert.shape_of(x),
@@ -227,17 +229,14 @@ def options_of(*given: Any) -> CallOptions:
         return CallOptions(*given)
 
 
-def to_common_vector(call: CollectiveCall, x: Any, check: bool, apart: bool = False) -> tuple[Vector, Back]:
-    """Return `convert.to_vector(x)`; types with keys get one length and one table of keys on all ranks. Collective.
-
-    With `apart`, keys that are strings keep the indices that they have on this rank (default: False).
-    """
+def to_common_vector(call: CollectiveCall, x: Any, check: bool) -> tuple[Vector, Back]:
+    """Return `convert.to_vector(x)`; types with keys get one length and one table of keys on all ranks. Collective."""
     vector, back = convert.to_vector(x)
     if back.keyed and call.plan is not None:
         raise TypeError(f"x: expected a type with a length for {call.name}, got {type(x).__name__}, which has keys")
     if back.keyed:
         assert isinstance(vector, SparseVector)
-        vector, back = agree_on_keys(call, vector, back, check, apart)
+        vector, back = agree_on_keys(call, *agree_on_kinds(call, vector, back, check), check)
     return vector, back
 
 

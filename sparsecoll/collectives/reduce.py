@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from sparsecoll.collectives import convert
 from sparsecoll.collectives.blocking import blocking
 from sparsecoll.collectives.convert.back import Back
 from sparsecoll.collectives.convert.keyed import ToMapping, words_at
+from sparsecoll.collectives.few_keys import combine_keys
 from sparsecoll.collectives.options import CallOptions, check_root, options_of
 from sparsecoll.collectives.reduce_scatter import sum_of_region
 from sparsecoll.formats import Format
@@ -61,7 +63,7 @@ def reduce(
 
     Volume: each rank receives 2k(P-1)/P words (identical supports) to k log2 P words (disjoint supports) if entries are
     distributed evenly over the P parts, and at most 2k(P-1) if not; then the root receives the sum. Each rank sends
-    keys that are strings to the root, with their values.
+    keys that are strings to the root, with their values; few keys go to all ranks, as in `sparsecoll.allreduce`.
 
     See Also:
         `sparsecoll.allreduce`, `sparsecoll.reduce_scatter`.
@@ -79,7 +81,15 @@ def reduce(
 def prepare_reduce(call: CollectiveCall, x: Any, options: CallOptions, root: Any) -> Callable[[], Any]:
     """Agree on the arguments of a reduce; return what sends the data (see `blocking.py`)."""
     call.signature["root"] = root = check_root(root, call.transport)
-    channel, entries, back = options.agree(call, x, sums=True, apart=True)
+    vector, back = convert.to_vector(x)
+    common = (vector, back) if not back.keyed else None
+    if back.keyed and call.plan is None:
+        assert isinstance(vector, SparseVector)
+        vector, back, combine = combine_keys(call, vector, back, options, {}, apart=True)
+        if combine is not None:
+            return lambda: _result(combine(), options, call) if call.transport.rank == root else None
+        common = vector, back
+    channel, entries, back = options.agree(call, x, sums=True, common=common)
 
     def send() -> Any:
         if isinstance(back, ToMapping) and back.apart:
@@ -87,12 +97,14 @@ def prepare_reduce(call: CollectiveCall, x: Any, options: CallOptions, root: Any
         else:
             united = _entries_at(root, channel, entries, back)
         call.transport.waitall()
-        if united is None:
-            return None
-        whole, kind = united
-        return kind(options.result(whole, call.transport))
+        return None if united is None else _result(united, options, call)
 
     return send
+
+
+def _result(united: tuple[SparseVector, Back], options: CallOptions, call: CollectiveCall) -> Any:
+    whole, back = united
+    return back(options.result(whole, call.transport))
 
 
 def _entries_at(root: int, channel: Channel, entries: SparseVector, back: Back) -> tuple[SparseVector, Back] | None:

@@ -184,7 +184,8 @@ def test_of_many_keys_each_travels_to_its_owner_and_from_there_once(monkeypatch)
 
     def program(comm):
         y = sparsecoll.allreduce(comm, parts[comm.rank])
-        received = sparsecoll.traffic(comm).phases["keys"].bytes_received
+        phases = sparsecoll.traffic(comm).phases
+        received = phases["keys" if "keys" in phases else "gather"].bytes_received
         assert sparsecoll.allreduce(comm, parts[comm.rank] | others[comm.rank]) == y | {"\0": 6}
         return y, received
 
@@ -195,6 +196,53 @@ def test_of_many_keys_each_travels_to_its_owner_and_from_there_once(monkeypatch)
     assert all(y == few[0][0] and list(y) == list(many[0][0]) for y, _ in many)
     assert y_of(parts) == few[0][0]
     assert all(size < received < 1.75 * size for _, received in many)
+
+
+def received_in(comm, call):
+    """The result of a call, and the messages that this rank receives in it."""
+    before = sparsecoll.traffic(comm).copy()
+    y = call()
+    return y, sparsecoll.traffic(comm).since(before).total.messages_received
+
+
+@pytest.mark.parametrize("key", [int, str])
+def test_few_keys_take_one_round_and_a_rank_with_many_another_way(key):
+    def program(comm):
+        x = Counter({key(n): comm.rank for n in range(comm.rank, 40)})
+        sparsecoll.allreduce(comm, x)
+        few = received_in(comm, lambda: sparsecoll.allreduce(comm, x))
+        at_root = received_in(comm, lambda: sparsecoll.reduce(comm, x, 1))
+        many = Counter({key(n): 1 for n in range(3000 if comm.rank == 2 else 5)})
+        assert sparsecoll.allreduce(comm, many) == Counter({key(n): 4 if n < 5 else 1 for n in range(3000)})
+        largest = sparsecoll.allreduce(comm, x, op="max", missing="zero")
+        return x, few, at_root, largest, sparsecoll.allreduce(comm, {}), sparsecoll.reduce(comm, {}, 3)
+
+    results = simulate(4, program).results
+    total = y_of([x for x, *_ in results])
+    for rank, (_, few, at_root, largest, none, reduced) in enumerate(results):
+        assert few == (total, 2) and at_root[1] == 2 and at_root[0] == (total if rank == 1 else None)
+        assert (
+            largest == {key(n): min(n, 3) for n in range(40)} and none == {} and reduced == ({} if rank == 3 else None)
+        )
+
+
+def test_errors_of_few_keys_are_the_same_on_all_ranks():
+    def program(comm):
+        wrong = comm.rank == 1
+        for arguments, text in (
+            ({"x": {"a": np.nan} if wrong else {"a": 1.0}}, "rank 1: x: expected finite values"),
+            ({"op": "max" if wrong else "sum"}, "op: expected the same value on all ranks"),
+            ({"algo": "dense" if wrong else "auto"}, "expected the same value on all ranks"),
+            ({"format": "coo" if wrong else "auto"}, "expected the same value on all ranks"),
+            ({"k": 1 if wrong else None}, "expected the same value on all ranks"),
+            ({"op": "mean"}, "rank 0: op: expected 'sum' for int64, got 'mean'"),
+            ({"x": SparseVector([1], np.ones(1), 3) if wrong else {"a": 1.0}}, "expected the same value on all ranks"),
+        ):
+            with pytest.raises((ValueError, TypeError, sparsecoll.CommunicationError), match=text):
+                sparsecoll.allreduce(comm, **{"x": {"a": 1}} | arguments)
+        assert sparsecoll.allreduce(comm, {"a": 1} if wrong else {"a": 0.5}, op="mean") == {"a": 2 / 3}
+
+    simulate(3, program)
 
 
 def y_of(parts):

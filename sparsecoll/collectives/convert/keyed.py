@@ -1,7 +1,7 @@
 """Types that have keys and no length: mappings from integers or strings, and pandas Series with an integer index.
 
-Integers are indices. All ranks use the largest key of all ranks plus one as the length, and the wider of the ranks'
-dtypes; `agree_on_keys` finds both. The index of a string is its position among the keys of a rank, and in a collective
+Integers are indices. All ranks use the wider of their dtypes (`agree_on_kinds`), and the largest key of all ranks plus
+one as the length (`agree_on_keys`). The index of a string is its position among the keys of a rank, and in a collective
 that in a table of the keys of all ranks, see `words.py`.
 """
 
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from sparsecoll.collectives.convert.back import Back
 from sparsecoll.collectives.convert.words import Keys, Table, Text, table_of, unpacked
+from sparsecoll.formats import Buffer
 from sparsecoll.kernels.keys import index_dtype
 from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.transport.channel import Channel
@@ -159,41 +160,64 @@ class ToSeries(Back):
         return pandas.Series(y.values, index=index, name=self.name)
 
 
-def agree_on_keys(
-    call: CollectiveCall, x: SparseVector, back: Back, check: bool, apart: bool = False
-) -> tuple[SparseVector, Back]:
-    """Return the entries of x as a vector of the length and the dtype that all ranks agree on. Collective.
+def agree_on_kinds(
+    call: CollectiveCall, x: SparseVector, back: Back, check: bool, message: Buffer | None = None
+) -> tuple[SparseVector, Back, int]:
+    """Return the entries of x in the dtype of all ranks, what converts results, and the number of all ranks' keys.
+
+    Collective.
 
     Args:
         call: the call that needs them.
         x: this rank's entries.
         back: what converts results to the caller's type.
         check: whether ranks compare their arguments.
-        apart: leave words as they are on each rank (see `ToMapping.apart`); for integers, nothing changes.
+        message: what goes to all ranks at the same time, see `CollectiveCall.agree`; None, the default, for nothing.
 
     Raises:
         TypeError: Keys are integers on some ranks and strings on others, or of two types of strings.
     """
     call.signature["keyed"] = True
-    own = KEYS.index(getattr(back, "keys", KEYS[0])) * len(VALUE_DTYPES) + VALUE_DTYPES.index(x.dtype.name)
-    counts, kinds = np.divmod(call.agree(x.nnz * KINDS + own, check), KINDS)
+    counts, kinds = np.divmod(call.agree(kind_of(x, back), check, message), KINDS)
     kinds = kinds[counts > 0]
     if not kinds.size:
-        return x, back
+        return x, back, 0
     found = np.unique(kinds // len(VALUE_DTYPES)).tolist()
     keys = KEYS[found[0]]
     if len(found) > 1 or (keys != KEYS[0] and not isinstance(back, ToMapping)):
         types = " and ".join(KEYS[kind] for kind in found)
         raise TypeError(f"x: expected keys of one type on all ranks, and a mapping for str or bytes, got {types}")
     x = x.astype(np.result_type(*(dtype_of(VALUE_DTYPES[kind]) for kind in set(kinds % len(VALUE_DTYPES)))))
-    if not isinstance(back, ToMapping) or keys == KEYS[0]:
+    return x, replace(back, keys=keys) if isinstance(back, ToMapping) else back, int(counts.sum())
+
+
+def kind_of(x: SparseVector, back: Back) -> int:
+    """Return the number of keys, their type and the dtype of the values as one number."""
+    own = KEYS.index(getattr(back, "keys", KEYS[0])) * len(VALUE_DTYPES) + VALUE_DTYPES.index(x.dtype.name)
+    return x.nnz * KINDS + own
+
+
+def agree_on_keys(
+    call: CollectiveCall, x: SparseVector, back: Back, total: int, check: bool, apart: bool = False
+) -> tuple[SparseVector, Back]:
+    """Return the entries of x as a vector of the length that all ranks agree on. Collective.
+
+    Args:
+        call: the call that needs them.
+        x: this rank's entries, from `agree_on_kinds`.
+        back: what converts results to the caller's type.
+        total: the number of all ranks' keys.
+        check: whether ranks compare their arguments.
+        apart: leave words as they are on each rank (see `ToMapping.apart`); for integers, nothing changes.
+    """
+    if not total:
+        return x, back
+    if not isinstance(back, ToMapping) or back.keys == KEYS[0]:
         return x._shifted(0, max(call.agree(x.length, check))), back
     if apart:
-        return x, replace(back, keys=keys, apart=True)
-    text, indices = table_of(call.transport, back.words, int(counts.sum()))
-    return SparseVector.from_pairs(indices, x.values, len(text), None), replace(
-        back, keys=keys, words=Table(text, keys)
-    )
+        return x, replace(back, apart=True)
+    text, indices = table_of(call.transport, back.words, total)
+    return SparseVector.from_pairs(indices, x.values, len(text), None), replace(back, words=Table(text, back.keys))
 
 
 def words_at(root: int, channel: Channel, x: SparseVector, back: ToMapping) -> tuple[SparseVector, Back] | None:
@@ -218,11 +242,21 @@ def words_at(root: int, channel: Channel, x: SparseVector, back: ToMapping) -> t
             texts.append(own if rank == root else unpacked(transport.recv(rank)))
             arrived = x if rank == root else channel.recv_dense(rank, x.dtype, len(texts[rank]))
             values.append(arrived.values)
+    with channel.phase("merge"):
+        parts, back = united(texts, values, back)
+        return channel.merge(parts, accumulator_dtype(x.dtype)).astype(x.dtype), back
+
+
+def united(texts: list[Text], values: list[NDArray[Any]], back: ToMapping) -> tuple[list[SparseVector], ToMapping]:
+    """Return the entries of several ranks in one numbering of their words, and what converts such vectors.
+
+    Args:
+        texts: the words of each rank, all different.
+        values: the value of each word.
+        back: what converts the entries of this rank.
+    """
     every = Text.concatenate(texts)
     numbers, first = every.numbers()
-    ends = np.cumsum([len(text) for text in texts])[:-1]
-    with channel.phase("merge"):
-        each = zip(np.split(numbers, ends), values, strict=True)
-        parts = [SparseVector.from_pairs(own_numbers, own_values, first.size, None) for own_numbers, own_values in each]
-        whole = channel.merge(parts, accumulator_dtype(x.dtype)).astype(x.dtype)
-    return whole, replace(back, words=Table(every.take(first), back.keys))
+    each = zip(np.split(numbers, np.cumsum([len(text) for text in texts])[:-1]), values, strict=True)
+    parts = [SparseVector.from_pairs(own_numbers, own_values, first.size, None) for own_numbers, own_values in each]
+    return parts, replace(back, words=Table(every.take(first), back.keys))
