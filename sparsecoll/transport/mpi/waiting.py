@@ -2,9 +2,9 @@
 
 MPI has no wait that sleeps. A message moves only while its sender and its receiver poll, so that they keep polling
 while one is on its way: without a pause inside a machine, where it moves in small pieces, and after a few polls every
-50 us or more between machines, where the operating system buffers megabytes of it. A rank that waits for others to send sleeps
-for a fraction of the time that it has waited, or, where the last waits were all long, of the time that it is likely to
-wait.
+50 us or more between machines, where the operating system buffers megabytes of it. A rank that waits for others to
+send sleeps for a fraction of the time that it has waited, or, where the last waits were all long, of the time that it
+is likely to wait.
 """
 
 from __future__ import annotations
