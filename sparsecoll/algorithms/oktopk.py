@@ -69,7 +69,7 @@ class OkTopk(Algorithm):
         levels: 1 or 2 levels of split and reduce; None, the default, for the one that takes less time in the alpha-beta
             model, and 1 below 256 ranks. With two levels, regions belong to fixed ranks.
         tolerance: relative deviation of the number selected by a reused threshold from k, above which the call finds
-            the exact threshold (default: 0.1).
+            another one: the local one exactly, the global one to within half of this (default: 0.1).
 
     Raises:
         ValueError: An option is out of range; or, on every rank, a sum is NaN, which has no order.
@@ -225,15 +225,16 @@ class OkTopk(Algorithm):
     ) -> tuple[SparseVector, int, list[int] | None]:
         """Return the own entries of the global top k, the most of a rank, and, if unbalanced, those of each rank."""
         reuse = self._global
-        estimate = reduced if self.exact or reuse.due else reduced.threshold(reuse.value or 0.0, reduced.nnz)
+        exact = self.exact or reuse.due
+        estimate = reduced if exact else reduced.threshold(reuse.value or 0.0, reduced.nnz)
         row = [reduced.nnz, estimate.nnz, int(reduced._has_nan()), reduced._key_range()[1], load]
         sums, most, rows = sums_and_maxima(channel.transport, row)
         if most[2]:
             self._refuse_nan(channel, row[2])
         self._overloaded = most[4] * channel.size > MAX_LOAD_RATIO * (sums[4] + channel.size**2)
-        accepted = not (self.exact or reuse.due) and reuse.accepts(sums[1], k)
+        accepted = not exact and reuse.accepts(sums[1], k)
         if sums[0] > k and not accepted:
-            chosen, sizes = global_topk(channel.transport, reduced, k, sums[0], most[3], self._owners, reuse)
+            chosen, sizes = global_topk(channel.transport, reduced, k, sums[0], most[3], self._owners, reuse, exact)
             return chosen, max(sizes), sizes if self._unbalanced(sum(sizes), max(sizes)) else None
         if sums[0] > k:
             reuse.selected(sums[1], k)

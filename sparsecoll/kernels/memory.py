@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import numpy as np
@@ -20,6 +20,7 @@ T = TypeVar("T")
 
 SMALLEST = 1 << 18  # bytes; for smaller arrays malloc reuses memory itself
 RETAINED = 1 << 30  # bytes
+LARGER = 3  # sizes that are tried for a block: its own, and the next ones, up to 3/8 larger
 
 _lock = threading.Lock()
 _returned: deque[NDArray[np.uint8]] = deque()  # finalisers append to it; they may run anywhere, even inside `empty`
@@ -44,6 +45,13 @@ def _rounded_size(size: int) -> int:
     """The bytes to allocate: `size` rounded up to one of eight steps per power of two."""
     step = 1 << max(size.bit_length() - 4, 12)
     return -(-size // step) * step
+
+
+def _sizes_from(rounded: int) -> Iterator[int]:
+    """The sizes of blocks that may be used for one of `rounded` bytes: sparse results are not as long every time."""
+    for _ in range(LARGER):
+        yield rounded
+        rounded = _rounded_size(rounded + 1)
 
 
 def _release_block(raw: NDArray[np.uint8], returned: Any = _returned, lock: Any = _lock) -> None:
@@ -156,13 +164,14 @@ def empty(size: int, dtype: Any, like: Any = None) -> NDArray[Any]:
     rounded = _rounded_size(nbytes)
     with _lock:
         _file_returned()
-        if rounded in _free:
-            raw = _free[rounded].pop()
-            _total[0] -= rounded
-            if not _free[rounded]:
-                del _free[rounded]
-        else:
+        fitting = next((size for size in _sizes_from(rounded) if size in _free), None)
+        if fitting is None:
             raw = np.empty(rounded, np.uint8)
+        else:
+            raw = _free[fitting].pop()
+            _total[0] -= fitting
+            if not _free[fitting]:
+                del _free[fitting]
     return np.asarray(_Block(raw))[:nbytes].view(dtype)
 
 

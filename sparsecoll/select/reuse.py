@@ -49,15 +49,15 @@ class ThresholdReuse(Selector):
         """Return whether a count is within the tolerance of k."""
         return k <= count * (1 + self.tolerance) and count <= k * (1 + self.tolerance)
 
-    def found(self, value: float, count: int, count_above_probe: int) -> None:
-        """Store an exact threshold that `count` entries reach; `count_above_probe` entries reach PROBE times it."""
+    def found(self, value: float, count: int, count_above_probe: int, exact: bool = True) -> None:
+        """Store a threshold that `count` entries reach; `count_above_probe` entries reach PROBE times it."""
         usable = math.isfinite(value) and value > 0
         if usable and self.value is not None:  # how far it is from what was expected
             self.drift += self.INTEGRAL * min(max(math.log(value / self.value), -self.JUMP), self.JUMP)
         self.value = value * math.exp(self.drift) if usable else None
         ratio = math.log(count / max(count_above_probe, 1)) / math.log(self.PROBE) if count else 1.0
         self.slope = min(max(ratio, 0.25), 50.0)
-        self.age = 1
+        self.age = 1 if exact else self.age + 1
 
     def selected(self, count: int, k: int) -> None:
         """Adjust the threshold after it has selected `count` entries."""

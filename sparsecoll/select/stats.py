@@ -40,3 +40,11 @@ class MagnitudeStats:
     def threshold(self, t: float) -> SparseVector:
         """Return the entries of magnitude >= t."""
         return self._candidates.threshold(t) if t >= self._bound else self._x.threshold(t)
+
+    def reached_by(self, count: int) -> float:
+        """Return a threshold that more than `count` entries are known to reach: the bound, or else 0."""
+        return self._bound if self._candidates.nnz > count else 0.0
+
+    def topk(self, k: int) -> SparseVector:
+        """Return the k entries of largest magnitude."""
+        return (self._candidates if self._candidates.nnz >= k else self._x).topk(k)

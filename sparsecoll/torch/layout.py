@@ -15,6 +15,8 @@ import torch
 
 from sparsecoll.torch.device import CPU, Array, CpuDevice, device_of
 
+TINY = 25  # a bucket below this part of `bucket_bytes`, 1 MiB of 25 as the first one of DDP, waits for more
+
 
 def residual_dtype(dtype: torch.dtype) -> Any:
     """Return the dtype in which gradients of a parameter accumulate.
@@ -142,7 +144,11 @@ def cut(
     dense_below: int = 0,
     rows: Container[str] = (),
 ) -> list[Layout]:
-    """Lay parameters out in buckets, each of one dtype on one device.
+    """Lay parameters out in buckets, each of one dtype on one device; buckets are in the order in which they fill.
+
+    A parameter that does not fit into the open bucket closes it and opens the next one. If the open bucket has little
+    in it (below `bucket_bytes` / TINY), it waits for later parameters instead, and that parameter gets a bucket of its
+    own: every bucket has its messages, whatever its size, and a parameter alone in its bucket is not copied.
 
     Args:
         params: by name.
@@ -151,35 +157,34 @@ def cut(
         dense_below: parameters of fewer values come last, in buckets of their own (`Layout.small`).
         rows: parameters whose gradients are rows; each is in a bucket of its own.
     """
-    groups: list[tuple[bool, Any, CpuDevice, list[str]]] = []
-    sizes: dict[tuple[bool, Any, CpuDevice], int] = {}
+    last = {name: (params[name].numel() < dense_below and name not in rows, i) for i, name in enumerate(order)}
+    groups: list[list[str]] = []
     open_: dict[tuple[bool, Any, CpuDevice], list[str]] = {}
-    for small in (False, True):
-        for name in order:
-            p = params[name]
-            if (p.numel() < dense_below and name not in rows) != small:
-                continue
-            if name in rows:
-                groups.append((small, residual_dtype(p.dtype), device_of(p), [name]))
-                continue
-            key = (small, residual_dtype(p.dtype), device_of(p))
-            size = p.numel() * key[1].itemsize
-            if key not in open_ or (bucket_bytes is not None and sizes[key] + size > bucket_bytes):
-                open_[key], sizes[key] = [], 0
-                groups.append((*key, open_[key]))
-            open_[key].append(name)
-            sizes[key] += size
-    lengths = tuple(sum(params[name].numel() for name in names if name not in rows) for *_, names in groups)
+    sizes: dict[tuple[bool, Any, CpuDevice], int] = {}
+    for name in order:
+        key = (last[name][0], residual_dtype(params[name].dtype), device_of(params[name]))
+        size = params[name].numel() * key[1].itemsize
+        full = bucket_bytes is not None and key in open_ and sizes[key] + size > bucket_bytes
+        if name in rows or (full and sizes[key] * TINY < (bucket_bytes or 0)):
+            groups.append([name])
+            continue
+        if full or key not in open_:
+            open_[key], sizes[key] = [], 0
+            groups.append(open_[key])
+        open_[key].append(name)
+        sizes[key] += size
+    groups.sort(key=lambda names: last[names[-1]])
+    lengths = tuple(sum(params[name].numel() for name in names if name not in rows) for names in groups)
     return [
         Layout(
             index,
             lengths,
             tuple(names),
             tuple(tuple(params[n].shape) for n in names),
-            dtype,
-            device,
-            small,
+            residual_dtype(params[names[0]].dtype),
+            device_of(params[names[0]]),
+            last[names[0]][0],
             names[0] in rows,
         )
-        for index, (small, dtype, device, names) in enumerate(groups)
+        for index, names in enumerate(groups)
     ]

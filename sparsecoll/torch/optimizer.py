@@ -94,7 +94,9 @@ class DistributedOptimizer(Wrapper):
             torch.distributed, otherwise MPI.COMM_WORLD. Several optimizers may share it.
         compressor: name in `sparsecoll.torch.COMPRESSORS`, a Compressor object, or an Algorithm for `TopK(algo=...)`
             (default: "topk").
-        bucket_bytes: bytes of gradient in a bucket (default: 25 MiB); None for one bucket with the whole model.
+        bucket_bytes: bytes of gradient in a bucket (default: 25 MiB); None for one bucket with the whole model. Buckets
+            are sent in the order in which they fill. One that is less than 4 % full waits for later parameters if the
+            next one does not fit, and that one gets a bucket of its own.
         dense_below: number of values below which a parameter is not compressed (default: 1024).
         overlap: whether gradients are reduced during back-propagation (the default) or in `step`.
         gradient_as_bucket_view: as in DistributedDataParallel: whether every `p.grad` is a view of its bucket's flat

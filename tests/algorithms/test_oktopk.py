@@ -140,6 +140,24 @@ def test_abrupt_change_is_answered_by_exact_thresholds_in_the_same_step():
             assert words <= 6 * 1.1 * k * (P - 1) / P + (SEARCH_WORDS_PER_RANK + HEADER_WORDS_PER_RANK) * P
 
 
+def test_a_threshold_that_is_off_is_found_again_in_fewer_rounds():
+    """A sum that grows by 5 % in a call: the search begins around the last threshold, and need not be exact."""
+    k, P = 500, 4
+
+    def program(comm):
+        algorithm, rows = OkTopk(k=k), []
+        for step in range(6):
+            x = 1.05**step * np.random.default_rng([comm.rank, step % 2]).standard_normal(50_000)
+            y = sparsecoll.allreduce(comm, x.astype(np.float32), algorithm, return_reduction=True)
+            rows.append((y.value.nnz, y.traffic.phases["threshold"].messages_sent))
+        return rows
+
+    rows = simulate(P, program).results[0]
+    assert rows[0][0] == k
+    assert all(abs(nnz - k) <= 0.1 * k for nnz, _ in rows)
+    assert max(messages for _, messages in rows[1:]) < rows[0][1] / 2
+
+
 def test_data_that_moves_to_another_region_makes_the_next_call_repartition():
     k, P = 2000, 8
 

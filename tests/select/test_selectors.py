@@ -57,6 +57,9 @@ def test_number_selected():
         y = heavy(seed=seed)
         for selector in (SampledThreshold(), select.ThresholdReuse()):
             assert k / 1.25 <= selector.select(DenseVector(y), k).nnz <= 1.25 * k
+        assert 2 * k / 3 <= GaussianK().select(DenseVector(y), k).nnz <= 4 * k / 3
+    ties = DenseVector(np.repeat(np.arange(1.0, 21.0), 1000))
+    assert GaussianK().select(ties, 500).nnz == 500  # all thresholds select a multiple of 1000
     normal = np.random.default_rng(0).standard_normal(x.size)
     assert 2 * k / 3 <= GaussianK().select(DenseVector(normal), k).nnz <= 4 * k / 3
     assert RandomK().select(DenseVector(x), k).nnz == k

@@ -14,7 +14,7 @@ from sparsecoll import simulate  # noqa: E402
 from sparsecoll.torch import COMPRESSORS, DistributedOptimizer  # noqa: E402
 from sparsecoll.torch.bucket import Bucket  # noqa: E402
 from sparsecoll.torch.compressors import DGC, StepContext, TopK, resolve  # noqa: E402
-from sparsecoll.torch.layout import Layout  # noqa: E402
+from sparsecoll.torch.layout import Layout, cut  # noqa: E402
 
 P = 3
 WAYS = [(as_view, size) for as_view in (False, True) for size in (1, None)]  # bucket_bytes
@@ -43,6 +43,24 @@ def test_a_gradient_that_lies_elsewhere_gives_the_same_bits(name):
                 own.context.step += 1
 
     simulate(P, program)
+
+
+def test_few_values_wait_for_more_before_they_are_sent():
+    """They do not keep a large parameter from a bucket of its own; buckets are in the order in which they fill."""
+
+    def sizes(*counts, **options):
+        params = {str(i): torch.zeros(count) for i, count in enumerate(counts)}
+        layouts = cut(params, list(params), **options)
+        assert [layout.index for layout in layouts] == list(range(len(layouts)))
+        return [[counts[int(name)] for name in layout.names] for layout in layouts]
+
+    of_100 = {"bucket_bytes": 400}
+    assert sizes(2, 90, 1, 120, 30, 50, 60, **of_100) == [[2, 90, 1], [120], [30, 50], [60]]
+    assert sizes(2, 99, 1, 120, 1, **of_100) == [[99], [120], [2, 1, 1]]
+    assert sizes(4, 99, 5, 120, **of_100) == [[4], [99], [5], [120]]
+    assert sizes(1, 120, 2, 30, dense_below=3, **of_100) == [[120], [30], [1, 2]]
+    assert sizes(2, 99, 120) == [[2, 99, 120]]
+    assert sizes(2, 3, bucket_bytes=1) == [[2], [3]]
 
 
 def made(comm, as_view, bucket_bytes, compressor="topk", **options):

@@ -15,7 +15,7 @@ from sparsecoll.kernels.reference.selection import magnitude_keys
 from sparsecoll.kernels.sampling import stride_for
 
 SMALL = 1 << 13  # up to this many values topk selects among all of them
-SAMPLE = 1 << 17  # size of the largest sample that bounds the k-th magnitude from below
+SAMPLE = 1 << 15  # size of the largest sample that bounds the k-th magnitude from below
 BEYOND = 1 << 64  # a key that no value reaches
 
 

@@ -1,8 +1,10 @@
 """Polling MPI with patience: spin, then yield the core, then sleep between polls.
 
 MPI has no wait that sleeps. A message moves only while its sender and its receiver poll, so that they keep polling
-while one is on its way; a rank that waits for others to send sleeps for a fraction of the time that it has waited, or,
-where the last waits were all long, of the time that it is likely to wait.
+while one is on its way: without a pause inside a machine, where it moves in small pieces, and after a few polls every
+50 us or more between machines, where the operating system buffers megabytes of it. A rank that waits for others to
+send sleeps for a fraction of the time that it has waited, or, where the last waits were all long, of the time that it
+is likely to wait.
 """
 
 from __future__ import annotations
@@ -18,10 +20,11 @@ from mpi4py import MPI
 from sparsecoll.transport.waiting import Watchdog
 
 SPINS = 20  # polls for a message before a Waiter is needed, which yields the core
-_YIELDS = 2000  # polls that yield it while a message is on its way; after them the rank sleeps between polls
+_YIELDS, _YIELDS_BETWEEN_NODES = 2000, 50  # polls that yield it while a message is on its way, before it sleeps
 _YIELD_SECONDS = 1e-3  # for which a rank yields it while nothing is on its way
 _SLEEP_SECONDS, _LONGEST_SECONDS = 50e-6, 2e-3
 _SLEEPS = 16  # the time waited so far, divided by that of a sleep
+_MOVING_SLEEPS = 64  # the same while a message is on its way between machines
 _EXPECTED_SLEEPS = 4  # the time that a wait is expected to take, divided by that of a sleep
 _REMEMBERED = 3  # waits, all of which were long where the next one is expected to be
 POLLS = 3  # after a sleep: MPI may need several to find a message
@@ -53,6 +56,7 @@ class Waiter(Watchdog):
         timeout: seconds until CommunicationError is raised; None for no limit.
         error: exception raised on this rank before; the first warning comes sooner and shows it.
         expected: seconds that the wait is likely to take.
+        one_node: whether all ranks are on one machine.
     """
 
     def __init__(
@@ -62,9 +66,11 @@ class Waiter(Watchdog):
         timeout: float | None,
         error: Exception | None = None,
         expected: float = 0.0,
+        one_node: bool = True,
     ) -> None:
         super().__init__(comm.rank, what, timeout, error, partial(comm.Abort, 1))
         self._polls = 0
+        self._yields, self._one_node = (_YIELDS if one_node else _YIELDS_BETWEEN_NODES), one_node
         self._yield_seconds = 0.0 if expected > _YIELD_SECONDS else _YIELD_SECONDS
         self._least = max(expected / _EXPECTED_SLEEPS, _SLEEP_SECONDS)
 
@@ -85,8 +91,12 @@ class Waiter(Watchdog):
         waited = self.waited
         brief = waited < self._yield_seconds
         on_its_way = not brief and moving()
-        if brief or (on_its_way and self._polls < _YIELDS):
+        if brief or (on_its_way and self._polls < self._yields):
             _yield_core()
             return False
-        time.sleep(_SLEEP_SECONDS if on_its_way else min(max(waited / _SLEEPS, self._least), _LONGEST_SECONDS))
+        if not on_its_way:
+            seconds = max(waited / _SLEEPS, self._least)
+        else:
+            seconds = _SLEEP_SECONDS if self._one_node else max(waited / _MOVING_SLEEPS, _SLEEP_SECONDS)
+        time.sleep(min(seconds, _LONGEST_SECONDS))
         return True
