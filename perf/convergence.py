@@ -41,9 +41,11 @@ DENSITY = 0.01
 
 
 BEST = "allgather 1 %, 4 bits, Nesterov, rate"
+TWICE = "allgather 2 %, 4 bits, Nesterov, rate"  # with half of the ranks, as many bytes
 # Momentum of lines that have another one, and as much more learning rate: what waits acts like momentum
 SHORTER = {
     BEST: 0.7,
+    TWICE: 0.7,
     "allgather 1 %, 4 bits, Nesterov": 0.7,
     "allgather 1 %, 4 bits": 0.7,
     "oktopk 1 %, momentum 0.5": 0.5,
@@ -56,6 +58,7 @@ def corrected(
     nesterov: bool = False,
     follow_lr: bool = False,
     warm_up: float = 0.0,
+    density: float = DENSITY,
     **options: Any,
 ) -> Callable[[Task, int], Compressor]:
     """A line with momentum in the compressor, for tasks that have one, and local clipping; `warm_up` of all steps."""
@@ -63,8 +66,8 @@ def corrected(
 
     def made(task: Task, steps: int) -> Compressor:
         own = {} if task.adam else {"clip": task.clip, **sgd}
-        density = WarmUp(DENSITY, max(1, round(warm_up * steps))) if warm_up else DENSITY
-        return make(density, **own, **options)
+        schedule = WarmUp(density, max(1, round(warm_up * steps))) if warm_up else density
+        return make(schedule, **own, **options)
 
     return made
 
@@ -73,6 +76,7 @@ def corrected(
 FOUR_BITS: dict[str, Any] = {"momentum": 0.7, "warm_up": 0.02, "algo": "allgather", "format": "packed_codes"}
 CORRECTED: dict[str, Callable[[Task, int], Compressor]] = {
     BEST: corrected(TopK, nesterov=True, follow_lr=True, **FOUR_BITS),
+    TWICE: corrected(TopK, nesterov=True, follow_lr=True, density=2 * DENSITY, **FOUR_BITS),
     "allgather 1 %, 4 bits, Nesterov": corrected(TopK, nesterov=True, **FOUR_BITS),
     "allgather 1 %, 4 bits": corrected(TopK, **FOUR_BITS),
     "oktopk 1 %, momentum 0.5": corrected(OkTopk, momentum=0.5),
@@ -123,7 +127,7 @@ def optimizers(
         inner = torch.optim.SGD(model.parameters(), lr, momentum=momentum, nesterov=line == "dense, Nesterov")
     size = 1 << 18 if line.startswith("covap") else 25 << 20  # COVAP filters buckets, so it needs some
     compressor = LINES[line](task, steps)
-    small = 0 if line.startswith("allgather 1 %, 4 bits") or line in LOCAL else 1024
+    small = 0 if ", 4 bits" in line else 1024
     common = {"bucket_bytes": size, "dense_below": small}
     if line in LOCAL:
         return inner, LocalOptimizer(inner, model, comm, compressor, **common, **LOCAL[line])
