@@ -42,7 +42,7 @@ class Effort:
         large: bytes of the messages that measure bandwidth.
         entries: number of entries of the vectors that are encoded and merged.
         values: number of values of the dense vector.
-        native: bytes of the arrays that are summed by MPI's own allreduce.
+        native: bytes of the arrays that are summed by MPI's own allreduce; in one node also LONG_IN_ONE_NODE.
     """
 
     warm: int
@@ -54,11 +54,13 @@ class Effort:
 
 
 THOROUGH = Effort(3, 9, large=1 << 20, entries=1 << 15, values=1 << 21, native=(1 << 12, 1 << 18, 1 << 20, 1 << 22))
-BRIEF = Effort(6, 7, large=1 << 18, entries=1 << 13, values=1 << 18, native=(1 << 12, 1 << 18, 1 << 20))  # some 10 MB
+BRIEF = Effort(6, 7, large=1 << 18, entries=1 << 13, values=1 << 18, native=(1 << 12, 1 << 18))  # some 6 MB
+LONG_IN_ONE_NODE = 1 << 20  # bytes of an array that moves quickly in memory
+SHORT_TURNS = 40  # the interpreter reaches its speed after some twenty calls
 CALLS = [(18, 18), (18, 4), (22, 4), (24, 4)]  # whole calls: log2 of n * P and of n / k
 DENSE = CALLS[1:3]  # those of the dense sum, whose time depends on n above all
 MIN_LENGTH = 1 << 14  # smallest n
-MIN_TURNS, MAX_TURNS, MAX_SECONDS = 2, 15, 0.15  # a call is repeated until MAX_SECONDS have passed, within these limits
+MIN_TURNS, MAX_TURNS, MAX_SECONDS = 2, 15, 0.15  # a call is repeated until MAX_SECONDS have passed, so many times
 
 
 def tune(comm: Any) -> Tuning:
@@ -149,6 +151,7 @@ def _measured(transport: Transport, effort: Effort) -> Tuning:
         formats.decode(formats.encode(one), one.length)
         SparseVector.merge([one, one], one.dtype)
 
+    sizes = sorted({*effort.native, *([LONG_IN_ONE_NODE] if transport.one_node else [])})
     times = [
         _ring(transport, effort, LATENCY_BYTES, work=small_work),
         _ring(transport, effort, LATENCY_BYTES),
@@ -156,11 +159,11 @@ def _measured(transport: Transport, effort: Effort) -> Tuning:
         _ring(transport, effort, effort.large),
         _lower_quartile(transport, effort, small_work),
         *_kernels(transport, effort),
-        *(_native(transport, effort, size) for size in effort.native),
+        *(_native(transport, effort, size) for size in sizes),
     ]
     slowest = allgather(transport, np.array(times)).max(axis=0).tolist()
     worked, small, burst, large, call, merge, code, dense = slowest[:8]
-    native = [row for row in zip(map(float, effort.native), slowest[8:], strict=True) if row[1] < math.inf]
+    native = [row for row in zip(map(float, sizes), slowest[8:], strict=True) if row[1] < math.inf]
     alpha = max(worked - call, small) if transport.size > 1 else 0.0
     overhead, beta = (
         max(burst - small, 0.0) / (BURST_MESSAGES - 1),
@@ -187,7 +190,7 @@ def _call_inside(transport: Transport, effort: Effort, measured: Tuning) -> floa
         costmodel.seconds(shape, replace(measured, call=call))["allgather"] - costmodel.CALL_OVERHEAD * call
         for call in (0.0, 1.0)
     )
-    took = _call_seconds(Channel(transport, shape.n), costmodel.CHOICES["allgather"](), 1, 25)
+    took = _call_seconds(Channel(transport, shape.n), costmodel.CHOICES["allgather"](), 1, SHORT_TURNS, 25)
     return (took - without) / (calls - without)
 
 
@@ -206,12 +209,12 @@ def _whole_calls(transport: Transport, tuning: Tuning) -> dict[str, list[tuple[f
     return {name: sorted(calls) for name, calls in found.items()}
 
 
-def _call_seconds(channel: Channel, algorithm: Algorithm, k: int, percentile: float = 50) -> float:
+def _call_seconds(channel: Channel, algorithm: Algorithm, k: int, turns: int = MAX_TURNS, percent: float = 50) -> float:
     """Return a percentile of the seconds from a barrier to the last rank's return, the same on every rank."""
     transport = channel.transport
     vectors = [_uniform(k, channel.length, transport.rank + transport.size * turn) for turn in range(3)]
     times: list[float] = []
-    for turn in range(-2, MAX_TURNS):
+    for turn in range(-2, turns):
         x = vectors[turn % 3]
         allgather(transport, np.zeros(1, np.uint8))
         start = transport.now()
@@ -226,7 +229,7 @@ def _call_seconds(channel: Channel, algorithm: Algorithm, k: int, percentile: fl
             times.append(seconds)
         if len(times) >= MIN_TURNS and sum(times) > MAX_SECONDS:
             break
-    return float(np.percentile(times, percentile))
+    return float(np.percentile(times, percent))
 
 
 def _lower_quartile(transport: Transport, effort: Effort, call: Callable[[], object]) -> float:
