@@ -25,11 +25,13 @@ import numpy as np
 from entries import Entries, Run, in_turns, times_in_turns
 from report import Row
 
-from sparsecoll import Algorithm, Auto, allreduce, formats
+from sparsecoll import Algorithm, Allgather, Auto, allreduce, formats
 from sparsecoll.algorithms.auto import costmodel
 from sparsecoll.algorithms.auto.tune import tuning_of
 from sparsecoll.cli import bench
 from sparsecoll.transport import as_transport, default_comm
+from sparsecoll.transport.call import AGREEMENT_BYTES
+from sparsecoll.transport.channel import Channel
 
 CHOICES = [name for name in costmodel.CHOICES if name != "oktopk"]  # which gives the top k of the sum
 FEWEST, MOST = 3, 199  # timed calls of each
@@ -68,6 +70,9 @@ def points(comm: Any, lengths: list[int], densities: list[float], seconds: float
             predicted = {name: costmodel.seconds(shape, tuning)[name] for name in CHOICES}
             predicted = {name: seconds for name, seconds in predicted.items() if seconds < math.inf}
             entries = Entries(n, k, transport.rank)
+            early = Allgather().early(Channel(transport, n, form), entries())
+            if early is not None and early.size > AGREEMENT_BYTES:  # entries are sent with the arguments
+                predicted["allgather"] -= costmodel.agreement(transport.size, tuning)
             calls = [(_allreduce(comm, costmodel.CHOICES[name](), form), entries) for name in predicted]
             calls += [(_allreduce(comm, Auto()), entries), (_mpi_allreduce(comm, n), AsDense(entries))]
             each = seconds / len(calls) / 2  # a timed call comes after one that is not

@@ -15,7 +15,6 @@ from sparsecoll.algorithms.auto.costmodel import CHOICES, Shape
 from sparsecoll.algorithms.auto.tune import given_tuning, tuning_of
 from sparsecoll.algorithms.base import Algorithm, Reduction, check_order
 from sparsecoll.algorithms.dense import sums_natively
-from sparsecoll.algorithms.primitives.estimates import rounds
 from sparsecoll.errors import check_choice
 from sparsecoll.formats import FORMATS, Buffer
 from sparsecoll.formats.auto import choosing
@@ -198,7 +197,7 @@ def _sends_early(key: Class, one_node: bool, tuning: Tuning, given: bool) -> boo
     """Return whether entries go together with the arguments that are compared; `given` costs are not measured."""
     shape = _shape(key, one_node)
     seconds = {name: s for name, s in costmodel.seconds(shape, tuning).items() if name != "oktopk"}
-    shortest, saved = min(seconds.values()), rounds(shape.P) * tuning.alpha + 2 * tuning.call
+    shortest, saved = min(seconds.values()), costmodel.agreement(shape.P, tuning)
     measured = not given and shortest >= MIN_SECONDS
     sampled = shortest > SAMPLING_RATIO * overlap.seconds(shape.P, shape.k, tuning)
     return not measured and not sampled and seconds["allgather"] <= shortest + saved / 2  # others gain by overlap

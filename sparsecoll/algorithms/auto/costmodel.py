@@ -38,7 +38,6 @@ DENSE_MERGE_SPAN = 0.14e-9  # seconds per coordinate of such a sum
 CONCATENATE = 1.5e-9  # seconds per entry copied into the result, from and to memory
 ONE_PART = 1e-9  # seconds per entry of a vector that becomes the first partial sum
 SLOWEST = 2.0  # more is what a brief measurement on shared cores shows, not the speed of copies
-CALL_OVERHEAD = 4  # kernel calls that the arguments and counters of an allreduce cost
 
 
 @dataclass(frozen=True)
@@ -135,8 +134,12 @@ def seconds(shape: Shape, t: Tuning) -> Mapping[str, float]:
     }
     if not shape.native or P == 1:
         del calls["native"]
-    agreed = {name: rounds(P) * t.alpha + 2 * t.call + value for name, value in calls.items()}
-    return MappingProxyType({name: t.corrected(name, value) + CALL_OVERHEAD * t.call for name, value in agreed.items()})
+    return MappingProxyType({name: t.corrected(name, agreement(P, t) + value) for name, value in calls.items()})
+
+
+def agreement(P: int, t: Tuning) -> float:
+    """Return the seconds in which the ranks compare their arguments and numbers of entries."""
+    return rounds(P) * t.alpha + 2 * t.call
 
 
 def _burst(shape: Shape, t: Tuning) -> float:

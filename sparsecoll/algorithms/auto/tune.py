@@ -131,6 +131,7 @@ def tuning_of(transport: Transport) -> Tuning:
         return given
     if transport.tuning is None:
         with transport.set_up():
+            node_members(transport)
             known = transport.measured
             checksum = 0 if known is None else zlib.crc32(repr(known).encode()) | 1
             checksums = allgather(transport, np.array([checksum], np.uint32))
@@ -186,11 +187,9 @@ def _call_inside(transport: Transport, effort: Effort, measured: Tuning) -> floa
     if transport.size == 1:
         return 0.0
     shape = costmodel.Shape(MIN_LENGTH, 1, transport.size, 4, MIN_LENGTH, one_node=transport.one_node)
-    without, calls = (
-        costmodel.seconds(shape, replace(measured, call=call))["allgather"] - costmodel.CALL_OVERHEAD * call
-        for call in (0.0, 1.0)
-    )
-    took = _call_seconds(Channel(transport, shape.n), costmodel.CHOICES["allgather"](), 1, SHORT_TURNS, 25)
+    costs = [replace(measured, call=call) for call in (0.0, 1.0)]  # arguments have been compared by the timed calls
+    without, calls = (costmodel.seconds(shape, t)["allgather"] - costmodel.agreement(shape.P, t) for t in costs)
+    took = _call_seconds(Channel(transport, shape.n), costmodel.CHOICES["allgather"](), 1, SHORT_TURNS)
     return (took - without) / (calls - without)
 
 
@@ -204,13 +203,13 @@ def _whole_calls(transport: Transport, tuning: Tuning) -> dict[str, list[tuple[f
             n = max((1 << length) // transport.size, MIN_LENGTH)
             k = max(n >> share, 1)
             shape = costmodel.Shape(n, k, transport.size, 4, n, one_node=transport.one_node)
-            inside = costmodel.seconds(shape, tuning)[name] - costmodel.CALL_OVERHEAD * tuning.call
-            found[name].append((inside, _call_seconds(Channel(transport, n, form), make(), k)))
+            predicted = costmodel.seconds(shape, tuning)[name]
+            found[name].append((predicted, _call_seconds(Channel(transport, n, form), make(), k)))
     return {name: sorted(calls) for name, calls in found.items()}
 
 
-def _call_seconds(channel: Channel, algorithm: Algorithm, k: int, turns: int = MAX_TURNS, percent: float = 50) -> float:
-    """Return a percentile of the seconds from a barrier to the last rank's return, the same on every rank."""
+def _call_seconds(channel: Channel, algorithm: Algorithm, k: int, turns: int = MAX_TURNS) -> float:
+    """Return the median seconds of a call, from a barrier to the last rank's return, the same on every rank."""
     transport = channel.transport
     vectors = [_uniform(k, channel.length, transport.rank + transport.size * turn) for turn in range(3)]
     times: list[float] = []
@@ -229,7 +228,7 @@ def _call_seconds(channel: Channel, algorithm: Algorithm, k: int, turns: int = M
             times.append(seconds)
         if len(times) >= MIN_TURNS and sum(times) > MAX_SECONDS:
             break
-    return float(np.percentile(times, percent))
+    return float(np.median(times))
 
 
 def _lower_quartile(transport: Transport, effort: Effort, call: Callable[[], object]) -> float:
