@@ -189,7 +189,7 @@ def breakeven() -> Iterator[str]:
         yield f"{judged(found)} Commit {saved['about']['commit']}."
         columns = ("n", "density", "fastest", "ms", "quartiles", "auto ms", "auto / fastest", "MPI_Allreduce ms")
         columns += ("auto / MPI_Allreduce", "model / measured")
-        yield markdown([{column: r[column] for column in columns} for r in found])
+        yield markdown([{column: r.get(column) for column in columns} for r in found])
 
 
 def memory() -> Iterator[str]:

@@ -46,6 +46,7 @@ FIGURES = {  # what `tune` prints beside the numbers of a Tuning
     "merge": "input entry of a sparse sum",
     "code": "entry encoded and decoded",
     "dense": "value of a dense vector, added and converted to sparse",
+    "fixed": "call, beyond its messages and kernels",
 }
 
 

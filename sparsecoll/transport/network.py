@@ -98,6 +98,7 @@ class Tuning:
         calls: dict from algorithm to whole calls of growing size, each as (predicted seconds, measured seconds);
             predictions are corrected by these.
         native: MPI's own allreduce of growing size, each as (bytes, seconds); empty if it cannot be used.
+        fixed: seconds of a call beyond its messages and kernels, as ranks that share a core delay each other.
 
     See Also:
         `sparsecoll.tune`, `sparsecoll.Auto`.
@@ -112,6 +113,7 @@ class Tuning:
     dense: float = 2e-9
     calls: dict[str, list[tuple[float, float]]] = field(default_factory=dict, hash=False)
     native: list[tuple[float, float]] = field(default_factory=list, hash=False)
+    fixed: float = 0.0
 
     def native_seconds(self, size: float) -> float:
         """Return the seconds of MPI's own allreduce of `size` bytes; infinity far beyond the largest."""
@@ -150,7 +152,7 @@ class Tuning:
             saved = json.loads(Path(path).read_text())
             calls = {name: _pairs(rows) for name, rows in saved.pop("calls", {}).items()}
             native = _pairs(saved.pop("native", []))
-            missing = {f.name for f in fields(cls)} - {"calls", "native"} - set(saved)
+            missing = {f.name for f in fields(cls)} - {"calls", "native", "fixed"} - set(saved)
             if missing:
                 raise ValueError(f"missing: {', '.join(sorted(missing))}")
             return cls(**{name: float(value) for name, value in saved.items()}, calls=calls, native=native)

@@ -134,7 +134,9 @@ def seconds(shape: Shape, t: Tuning) -> Mapping[str, float]:
     }
     if not shape.native or P == 1:
         del calls["native"]
-    return MappingProxyType({name: t.corrected(name, agreement(P, t) + value) for name, value in calls.items()})
+    return MappingProxyType(
+        {name: t.corrected(name, t.fixed + agreement(P, t) + value) for name, value in calls.items()}
+    )
 
 
 def agreement(P: int, t: Tuning) -> float:

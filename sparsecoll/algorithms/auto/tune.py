@@ -176,21 +176,17 @@ def _measured(transport: Transport, effort: Effort) -> Tuning:
         return replace(measured, call=modelled.call, merge=modelled.merge, code=modelled.code, dense=modelled.dense)
     code = max(code - 2 * call / 3, code / 4)  # without what two calls take for the fewest entries
     measured = replace(measured, merge=merge / effort.entries, code=code / effort.entries, dense=dense / effort.values)
-    return replace(measured, call=max(_call_inside(transport, effort, measured), measured.call), native=native)
+    return replace(measured, native=native, fixed=_fixed(transport, measured))
 
 
-def _call_inside(transport: Transport, effort: Effort, measured: Tuning) -> float:
-    """Return the seconds of a kernel call inside a short collective one, where ranks on the same core delay each other.
-
-    They are those with which `allgather` of one entry is predicted to take as long as it does.
-    """
+def _fixed(transport: Transport, measured: Tuning) -> float:
+    """Return the seconds of a short call beyond what is predicted, where ranks that share a core delay each other."""
     if transport.size == 1:
         return 0.0
     shape = costmodel.Shape(MIN_LENGTH, 1, transport.size, 4, MIN_LENGTH, one_node=transport.one_node)
-    costs = [replace(measured, call=call) for call in (0.0, 1.0)]  # arguments have been compared by the timed calls
-    without, calls = (costmodel.seconds(shape, t)["allgather"] - costmodel.agreement(shape.P, t) for t in costs)
     took = _call_seconds(Channel(transport, shape.n), costmodel.CHOICES["allgather"](), 1, SHORT_TURNS)
-    return (took - without) / (calls - without)
+    compared = costmodel.agreement(transport.size, measured)  # before the timed calls
+    return max(took + compared - costmodel.seconds(shape, measured)["allgather"], 0.0)
 
 
 def _whole_calls(transport: Transport, tuning: Tuning) -> dict[str, list[tuple[float, float]]]:
