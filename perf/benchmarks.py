@@ -17,6 +17,7 @@ from pathlib import Path
 
 import plot
 import testbed
+from breakeven import judged
 from report import Row, markdown
 from rich.console import Console
 
@@ -53,7 +54,7 @@ def measure(console: Console) -> None:
         testbed.run(command).check_returncode()
     for name, rate in NETWORKS.items():
         console.print(f"[bold]break-even map, {name}[/bold]")
-        command = _python("perf/breakeven.py", "--repeat", "7", "--json", str(RESULTS / f"breakeven_{name}.json"))
+        command = _python("perf/breakeven.py", "--json", str(RESULTS / f"breakeven_{name}.json"))
         if rate is None:
             subprocess.run([MPIRUN, "-n", "2", *command], check=True, cwd=ROOT)
         else:
@@ -182,20 +183,13 @@ def levels() -> Iterator[str]:
 def breakeven() -> Iterator[str]:
     """Yield the text about the fastest algorithm for each length and density."""
     for name in NETWORKS:
-        found = rows(f"breakeven_{name}")
-        worst = max(r["auto / fastest"] for r in found)
-        over = sum(r["auto / MPI_Allreduce"] > 1.05 for r in found)
-        near = sum(abs(r["model / measured"] - 1) <= 0.2 for r in found)
-        half = sum(0.5 <= r["model / measured"] <= 2 for r in found)
+        saved = json.loads((RESULTS / f"breakeven_{name}.json").read_text())
+        found = saved["rows"]
         yield f"### {found[0]['P']} ranks, {name}"
-        yield (
-            f"`auto` is at most {worst:.2f} times as slow as the fastest choice; slower than MPI_Allreduce by more than"
-            f" 5 % in {over} of {len(found)} points; the model is within 20 % of the time measured in {near} of them,"
-            f" within a factor of 2 in {half}."
-        )
-        columns = ("n", "density", "fastest", "ms", "auto took", "auto ms", "auto / fastest", "MPI_Allreduce ms")
+        yield f"{judged(found)} Commit {saved['about']['commit']}."
+        columns = ("n", "density", "fastest", "ms", "quartiles", "auto ms", "auto / fastest", "MPI_Allreduce ms")
         columns += ("auto / MPI_Allreduce", "model / measured")
-        yield markdown([{column: r[column] for column in columns} for r in found])
+        yield markdown([{column: r.get(column) for column in columns} for r in found])
 
 
 def memory() -> Iterator[str]:

@@ -20,12 +20,10 @@ from typing import Any
 import numpy as np
 from entries import Entries
 
-import sparsecoll
-from sparsecoll import Costs, DenseVector, SparseVector, Tuning, formats
+from sparsecoll import Costs, DenseVector, SparseVector, formats
 from sparsecoll.algorithms.auto import costmodel
 from sparsecoll.cli import bench
 from sparsecoll.formats.costs import CODING, PACKED
-from sparsecoll.transport import LocalTransport
 
 REPEATS = 9
 ENTRIES = 1 << 18
@@ -92,20 +90,9 @@ def merging() -> dict[str, float]:
 
 
 def handling() -> dict[str, float]:
-    """Measure copying an entry, and the fixed overhead of an allreduce in kernel calls."""
+    """Measure copying an entry."""
     parts = uniform(ENTRIES, SPARSE).split([int(ENTRIES / SPARSE) * j // 8 for j in range(9)])
-    copy = seconds(lambda: SparseVector.concatenate(parts)) / ENTRIES
-    one = uniform(8, SPARSE)
-
-    def little() -> None:
-        formats.decode(formats.encode(one), one.length)
-        SparseVector.merge([one, one], one.dtype)
-
-    call, transport = seconds(little) / 3, LocalTransport()
-    whole = seconds(lambda: sparsecoll.allreduce(transport, one, "allgather"))
-    shape = costmodel.Shape(one.length, one.nnz, 1, 4, one.length)
-    inside = costmodel.seconds(shape, Tuning(call=call))["allgather"] - costmodel.CALL_OVERHEAD * call
-    return {"CONCATENATE": copy, "CALL_OVERHEAD": (whole - inside) / call}
+    return {"CONCATENATE": seconds(lambda: SparseVector.concatenate(parts)) / ENTRIES}
 
 
 def of_this_machine() -> Costs:
@@ -133,10 +120,7 @@ def charged(found: dict[str, float]) -> Costs:
 def built_in() -> dict[str, float]:
     """Return the built-in constants under the same names."""
     known = {f"{name}: {way}": value for name, each in CODING.items() for way, value in vars(each).items()}
-    known |= {
-        name: getattr(costmodel, name)
-        for name in ("MERGE", "DENSE_MERGE", "DENSE_MERGE_SPAN", "CONCATENATE", "CALL_OVERHEAD")
-    }
+    known |= {name: getattr(costmodel, name) for name in ("MERGE", "DENSE_MERGE", "DENSE_MERGE_SPAN", "CONCATENATE")}
     return known | {"PACKED": PACKED}
 
 

@@ -6,11 +6,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from sparsecoll import SparseVector
 from sparsecoll.cli import bench
 from sparsecoll.transport import Transport, as_transport
 from sparsecoll.transport.collectives import allgather
+
+Run = Callable[[Any], object]
 
 
 class Entries:
@@ -43,9 +46,16 @@ def compare(
 
 
 def in_turns(
-    transport: Transport, runs: Sequence[tuple[bench.Run, Callable[[], Any]]], repeat: int = 7, warm: int = 2
+    transport: Transport, runs: Sequence[tuple[Run, Callable[[], Any]]], repeat: int = 7, warm: int = 2
 ) -> list[float]:
-    """Return the median seconds of several functions on the slowest rank; collective.
+    """Return the median seconds of several functions on the slowest rank; see `times_in_turns`."""
+    return [float(np.median(times)) for times in times_in_turns(transport, runs, [repeat] * len(runs), warm)]
+
+
+def times_in_turns(
+    transport: Transport, runs: Sequence[tuple[Run, Callable[[], Any]]], repeats: Sequence[int], warm: int = 2
+) -> list[NDArray[np.float64]]:
+    """Return the seconds of several functions on the slowest rank, an array for each; collective.
 
     They are called in random order. Each is called twice in a row and the second call is timed, so that every one finds
     its own data in the caches.
@@ -53,19 +63,21 @@ def in_turns(
     Args:
         transport: connects the ranks before each call and after the last one; the functions may use another.
         runs: the functions, each with one that returns its next vector.
-        repeat: number of timed calls of each.
+        repeats: number of timed calls of each, spread evenly over the turns.
         warm: number of rounds before them.
     """
-    times = np.empty((repeat, len(runs)))
-    for turn in range(-warm, repeat):
+    times: list[list[float]] = [[] for _ in runs]
+    turns = max(repeats)
+    for turn in range(-warm, turns):
         for number in np.random.default_rng(turn + warm).permutation(len(runs)):
             run, vectors = runs[number]
+            if turn >= 0 and turn * repeats[number] // turns == (turn + 1) * repeats[number] // turns:
+                continue
             run(vectors())
             vector = vectors()
             bench.barrier(transport)
             start = transport.now()
             run(vector)
             if turn >= 0:
-                times[turn, number] = transport.now() - start
-    slowest = allgather(transport, times.reshape(-1)).reshape(-1, *times.shape).max(axis=0)
-    return np.median(slowest, axis=0).tolist()
+                times[number].append(transport.now() - start)
+    return [allgather(transport, np.array(some)).max(axis=0) for some in times]

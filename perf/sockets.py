@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from allreduce import OURS, Gloo
-from breakeven import Dense
+from breakeven import AsDense
 from entries import Entries, in_turns
 from report import Row
 
@@ -52,7 +52,7 @@ def long(comm: Any, gloo: Gloo, n: int, density: float) -> Iterator[Runs]:
 def short(comm: Any, gloo: Gloo, k: int) -> Iterator[Runs]:
     """Yield calls with sparse vectors that are timed together."""
     entries = Entries(SHORT, k, comm.rank)
-    dense = Dense(entries)
+    dense = AsDense(entries)
     runs: Runs = {MPI_ALLREDUCE: (bench.runner(comm, Call(MPI_ALLREDUCE, None)), dense)}
     runs |= {"gloo, dense": (gloo.dense, dense), "gloo, sparse": (gloo.sparse, entries)}
     yield runs | pairs(comm, gloo, "exact sum", Call("auto", None), entries)

@@ -1,9 +1,10 @@
-"""Dense: the sum of all n values, as MPI_Allreduce forms it, in a fixed order on any transport."""
+"""Dense: the sum of all n values, in a fixed order on any transport, or by MPI_Allreduce."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
@@ -29,6 +30,12 @@ class Dense(Algorithm):
        they arrive, in the cyclic order j, j - 1, j - 2, ...
     2. Every rank sends its summed chunk to every other rank.
 
+    With `native=True`, MPI's own allreduce (MPI_Iallreduce) does both, where it can: sums of finite float32 or float64
+    values in host memory, not rounded on the wire, on a whole MPI communicator. The order of additions is then MPI's,
+    so that a sum may differ from that on the simulator in its last bits. It has the same bits on all ranks: the first
+    call of each dtype and magnitude of n compares checksums of a sum of random values, and if they differ, steps 1 and
+    2 are used instead, as everywhere else.
+
     Vectors whose chunks are shorter than 32 KiB take ceil(log2 P) messages in each of the two steps: recursive halving
     by offsets (see `halving`), which adds in the order of its steps, and Bruck's allgather.
 
@@ -39,11 +46,13 @@ class Dense(Algorithm):
 
     Volume: 2n(P-1)/P words of float32 (Ok-Topk, Table 1, Dense) in 2(P-1) or 2 ceil(log2 P) messages. The bits of
     sparse vectors take another n/16 words and 2 log2 P messages (3n/32 and 2 log2 P + 2 if P is not a power of two).
-    Memory: 2n values.
+    With MPI's own allreduce, volume and messages are those of steps 1 and 2 in 2 ceil(log2 P) messages, whatever MPI
+    sends. Memory: 2n values; n with `native=True` and sparse vectors.
 
     Args:
         k: as in `sparsecoll.Algorithm`.
         selector: as in `sparsecoll.Algorithm`.
+        native: whether to use MPI's own allreduce where that is possible (default: False).
 
     See Also:
         `sparsecoll.allreduce`.
@@ -54,18 +63,17 @@ class Dense(Algorithm):
     takes_dense = True
     takes_ops = True
 
+    native: bool = False
+
     def __call__(self, channel: Channel, x: Vector, k: int) -> Reduction:
-        size = channel.size
-        marked = channel.op.sums and x.dtype.name in ("float32", "float64") and not channel.rounds(x.dtype)
+        marked = _adds_as_it_is(channel, x.dtype)
         if isinstance(x, DenseVector):
             local = x
         elif marked:
             local = DenseVector.marked(x)
         else:
             local = DenseVector(x.to_dense(channel.op.neutral(x.dtype)))
-        edges = [x.length * j // size for j in range(size + 1)]
-        short = is_short(x.length * x.dtype.itemsize, size)
-        reduction = (_by_halving if short else _pairwise)(channel, x, local, edges)
+        reduction = self._natively(channel, x, local) or _summed(channel, x, local)
         if isinstance(x, SparseVector) and marked:
             assert isinstance(reduction.value, DenseVector)
             reduction.value = reduction.value._stored()
@@ -75,6 +83,31 @@ class Dense(Algorithm):
             assert isinstance(reduction.value, DenseVector)
             reduction.value = reduction.value._select_mask(bits)
         return reduction
+
+    def _natively(self, channel: Channel, x: Vector, local: DenseVector) -> Reduction | None:
+        """Return the sum by MPI's own allreduce, or None, on all ranks, where that is not possible."""
+        if not (self.native and sums_natively(channel, x)):
+            return None
+        value = local if isinstance(x, SparseVector) else DenseVector.empty(x.length, x.dtype, x)
+        with channel.phase("allreduce"):
+            return Reduction(value, x) if channel.transport.allreduce(local.values, value.values) else None
+
+
+def sums_natively(channel: Channel, x: Vector) -> bool:
+    """Return whether MPI's own allreduce can sum such vectors with the options of this call, the same on all ranks."""
+    fits = channel.transport.native_sums and channel.size > 1 and channel.finite and not x.on_gpu
+    return fits and _adds_as_it_is(channel, x.dtype)
+
+
+def _adds_as_it_is(channel: Channel, dtype: np.dtype[Any]) -> bool:
+    """Return whether values are added in their own dtype, which is of floats that processors add."""
+    return dtype.char in "fd" and channel.op.sums and not channel.rounds(dtype)
+
+
+def _summed(channel: Channel, x: Vector, local: DenseVector) -> Reduction:
+    edges = [x.length * j // channel.size for j in range(channel.size + 1)]
+    short = is_short(x.length * x.dtype.itemsize, channel.size)
+    return (_by_halving if short else _pairwise)(channel, x, local, edges)
 
 
 def sum_of_chunk(channel: Channel, x: DenseVector, edges: list[int]) -> DenseVector:

@@ -46,6 +46,7 @@ FIGURES = {  # what `tune` prints beside the numbers of a Tuning
     "merge": "input entry of a sparse sum",
     "code": "entry encoded and decoded",
     "dense": "value of a dense vector, added and converted to sparse",
+    "fixed": "call, beyond its messages and kernels",
 }
 
 
@@ -90,10 +91,13 @@ def _tune(options: argparse.Namespace) -> None:
 
 def _tuning_lines(tuning: Tuning) -> Iterable[str]:
     figures = asdict(tuning)
-    calls = figures.pop("calls")
+    calls, native = figures.pop("calls"), figures.pop("native")
     yield f"{'figure':<10}{'nanoseconds':>14}  per"
     for name, seconds in figures.items():
         yield f"{name:<10}{seconds * 1e9:>14.3f}  {FIGURES.get(name, '')}"
+    if native:
+        sizes = ", ".join(f"{seconds * 1e3:.3f} ({size:,.0f} bytes)" for size, seconds in native)
+        yield f"\nMPI's own allreduce of float32, ms: {sizes}"
     if calls:
         yield f"\n{'algorithm':<16}  whole calls of growing size: measured ms (measured / predicted from the figures)"
     for name, rows in calls.items():

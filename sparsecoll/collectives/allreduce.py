@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -160,7 +161,7 @@ def _allreduce(transport: Transport, x: Any, algo: Any, options: CallOptions, re
         if return_reduction and not options.operation.sums:
             raise ValueError(f"return_reduction: expected False unless op is 'sum' or 'mean', got op={options.op!r}")
         algorithm = resolve(algo)
-        name = algo if isinstance(algo, str) and not back.keyed else None
+        name = None if back.keyed else (type(algorithm), algorithm.k, algorithm.describe())
         arguments = arguments_of(call, x, vector, algorithm, options, name)
         reduction = _reduce(call, vector, algorithm, options, arguments, arguments.k)
     if not return_reduction:
@@ -218,7 +219,7 @@ def early_message(algorithm: Algorithm, channel: Channel, entries: Vector) -> Bu
 
 
 def arguments_of(
-    call: CollectiveCall, x: Any, vector: Vector, algorithm: Algorithm, options: CallOptions, name: str | None
+    call: CollectiveCall, x: Any, vector: Vector, algorithm: Algorithm, options: CallOptions, name: Hashable | None
 ) -> Arguments:
     """Validate the arguments of a call on x.
 
@@ -228,7 +229,8 @@ def arguments_of(
         vector: x as a vector.
         algorithm: as resolved.
         options: the other arguments.
-        name: of the algorithm if the caller gave one, and x has a length; the arguments are then validated once.
+        name: what identifies the algorithm and its options, with which the arguments are validated once; None if x has
+            no length.
     """
     key = None
     if name is not None and not vector.on_gpu:

@@ -80,6 +80,7 @@ class CallOptions:
             "value_dtype": self.wire_dtype,
             "op": self.operation.name,
             "missing": self.missing,
+            "nonfinite": self.nonfinite,
         }
 
     def resolve_k(self, length: int, default: int | None = None) -> int | None:
@@ -186,7 +187,8 @@ class CallOptions:
 
     def channel(self, transport: Transport, length: int) -> Channel:
         """Return the channel of a call on vectors of this length."""
-        return Channel(transport, length, self.wire_format, self.wire_dtype, self.operation)
+        finite = self.nonfinite == "raise"
+        return Channel(transport, length, self.wire_format, self.wire_dtype, self.operation, finite)
 
     def prepared(self, x: V, transport: Transport) -> V:
         """Return what x contributes to the operation, in place of its values; x itself if nothing changes."""

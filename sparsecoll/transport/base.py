@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
+from numpy.typing import NDArray
+
 from sparsecoll.formats import Buffer
 from sparsecoll.telemetry.trace import span
 from sparsecoll.telemetry.traffic import Counts, Traffic
@@ -52,6 +54,7 @@ class Transport(ABC):
         threads: whether calls may run in a thread of their own.
         virtual: whether time is modelled.
         one_node: whether all ranks are on one machine, the same on all of them.
+        native_sums: whether there may be an `allreduce` of the network's own.
         gpu_direct: whether messages in GPU memory are sent without a copy in host memory.
         measured: the last measured costs, which other ranks need not have.
         tuning: measured costs that all ranks have, see `algorithms.auto.tune`; None if there are none.
@@ -61,6 +64,7 @@ class Transport(ABC):
         worker: executes all calls once there has been a nonblocking one, see `progress.Worker`; None before.
         tag: tag with which messages are sent, and expected to be received.
         calls: number of calls made on this transport.
+        met: number of the last call in which each rank has had a message of every other one.
         agreed: dict from the checksum of arguments on which all ranks have agreed to their number.
         epoch: number of calls that have failed, the same on all ranks.
         broken: why the communicator can no longer be used (a rank does not answer or is lost); "" if it can.
@@ -69,6 +73,7 @@ class Transport(ABC):
     threads = False
     virtual = False
     one_node = False
+    native_sums = False
     gpu_direct = True
     measured: Tuning | None
 
@@ -84,7 +89,7 @@ class Transport(ABC):
         self.sharers: dict[int, Any] = {}
         self.worker: Any = None
         self.tag = FIRST_TAG
-        self.calls = 0
+        self.calls = self.met = 0
         self.agreed: dict[int, int] = {}
         self.epoch = 0
         self.broken = ""
@@ -174,6 +179,31 @@ class Transport(ABC):
 
     def progress(self) -> None:  # noqa: B027 - a transport that needs no polling has nothing to do
         """Receive the messages that have arrived, before a long computation."""
+
+    def allreduce(self, values: NDArray[Any], out: NDArray[Any]) -> bool:
+        """Sum arrays in host memory by the network's own allreduce, with the same bits on all ranks; collective.
+
+        Messages cannot be counted. Counted are what a reduce-scatter and an allgather receive: 2m(P-1)/P bytes in
+        2 ceil(log2 P) messages.
+
+        Args:
+            values: array of m bytes of float32 or float64, of the same size on all ranks; without NaN and infinity, as
+                the payload of a NaN depends on the order in which it is added.
+            out: memory for the sum; may be `values`.
+
+        Returns:
+            Whether that was possible, the same on all ranks. Otherwise `out` has not been written.
+        """
+        return False
+
+    def _count_allreduce(self, size: int) -> None:
+        """Count an allreduce of `size` bytes."""
+        moved, messages = 2 * size * (self.size - 1) // self.size, 2 * (self.size - 1).bit_length()
+        for counts in self._counters():
+            counts.bytes_sent += moved
+            counts.bytes_received += moved
+            counts.messages_sent += messages
+            counts.messages_received += messages
 
     def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
         """Context manager: count and time the enclosed messages under `name`, without those of nested phases."""

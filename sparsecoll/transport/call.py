@@ -164,6 +164,7 @@ class CollectiveCall:
             every, checksums = zip(*rows, strict=True)
             if set(checksums) != {checksum} or (min(every) < 0) != (entries is None):
                 raise CallMismatch("ranks disagree")
+            transport.met = transport.calls
             counts = list(every) if entries is not None else []
         self._set_tag(self._number_of(checksum) if check else NAMES + self._number_of_name)
         return counts

@@ -28,6 +28,7 @@ class Channel:
         format: format of sparse messages (default: the smallest).
         value_dtype: name of the dtype of values on the wire; None, the default, for their own.
         op: how values of the same index are combined (default: the sum).
+        finite: whether all ranks' values are known to be finite (default: False).
 
     Attributes:
         rank: rank of this process.
@@ -42,6 +43,7 @@ class Channel:
         format: Format = FORMATS["auto"],
         value_dtype: str | None = None,
         op: Operation = SUM,
+        finite: bool = False,
     ) -> None:
         self.transport = transport
         self.rank, self.size = transport.rank, transport.size
@@ -49,15 +51,17 @@ class Channel:
         self.format = format
         self.value_dtype = value_dtype
         self.op = op
+        self.finite = finite
         self.gathered: list[Buffer] = []
 
     def with_format(self, format: Format) -> Channel:
         """Return a channel that sends sparse messages in another format."""
-        return Channel(self.transport, self.length, format, self.value_dtype, self.op)
+        return Channel(self.transport, self.length, format, self.value_dtype, self.op, self.finite)
 
     def group(self, members: list[int]) -> Channel:
         """Return a channel among some of the ranks, renumbered 0, 1, ...; this rank must be one of them."""
-        return Channel(group(self.transport, members), self.length, self.format, self.value_dtype, self.op)
+        transport = group(self.transport, members)
+        return Channel(transport, self.length, self.format, self.value_dtype, self.op, self.finite)
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Context manager: count and time the enclosed messages under this name."""

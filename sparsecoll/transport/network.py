@@ -8,6 +8,8 @@ import math
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
+NATIVE_REACH = 4  # times the largest array that was summed by MPI's own allreduce: up to here, time grows with size
+
 
 @dataclass(frozen=True)
 class Network:
@@ -95,6 +97,8 @@ class Tuning:
         dense: seconds per value of a dense vector: filled from a sparse one, added, and converted to sparse again.
         calls: dict from algorithm to whole calls of growing size, each as (predicted seconds, measured seconds);
             predictions are corrected by these.
+        native: MPI's own allreduce of growing size, each as (bytes, seconds); empty if it cannot be used.
+        fixed: seconds of a call beyond its messages and kernels, as ranks that share a core delay each other.
 
     See Also:
         `sparsecoll.tune`, `sparsecoll.Auto`.
@@ -108,17 +112,22 @@ class Tuning:
     code: float = 5e-9
     dense: float = 2e-9
     calls: dict[str, list[tuple[float, float]]] = field(default_factory=dict, hash=False)
+    native: list[tuple[float, float]] = field(default_factory=list, hash=False)
+    fixed: float = 0.0
+
+    def native_seconds(self, size: float) -> float:
+        """Return the seconds of MPI's own allreduce of `size` bytes; infinity far beyond the largest."""
+        largest, longest = self.native[-1] if self.native else (0.0, 0.0)
+        if size > NATIVE_REACH * largest:
+            return math.inf
+        return _interpolated(self.native, size) if size < largest else longest * size / largest
 
     def corrected(self, name: str, seconds: float) -> float:
         """Return predicted seconds, scaled by measured / predicted of calls of about that length (log-linear)."""
         calls = self.calls.get(name)
         if not calls:
             return seconds
-        at = min(max(seconds, calls[0][0]), calls[-1][0])
-        after = bisect.bisect_left(calls, (at, 0.0))
-        (lower, low), (upper, high) = calls[max(after - 1, 0)], calls[after]
-        share = math.log(at / lower) / math.log(upper / lower) if upper > lower else 0.0
-        return seconds * math.exp((1 - share) * math.log(low / lower) + share * math.log(high / upper))
+        return seconds * _interpolated([(predicted, took / predicted) for predicted, took in calls], seconds)
 
     def save(self, path: str | Path) -> None:
         """Write the costs as JSON.
@@ -141,16 +150,32 @@ class Tuning:
         """
         try:
             saved = json.loads(Path(path).read_text())
-            calls = {name: [(float(a), float(b)) for a, b in rows] for name, rows in saved.pop("calls", {}).items()}
-            missing = {f.name for f in fields(cls)} - {"calls"} - set(saved)
+            calls = {name: _pairs(rows) for name, rows in saved.pop("calls", {}).items()}
+            native = _pairs(saved.pop("native", []))
+            missing = {f.name for f in fields(cls)} - {"calls", "native", "fixed"} - set(saved)
             if missing:
                 raise ValueError(f"missing: {', '.join(sorted(missing))}")
-            return cls(**{name: float(value) for name, value in saved.items()}, calls=calls)
+            return cls(**{name: float(value) for name, value in saved.items()}, calls=calls, native=native)
         except (TypeError, AttributeError, ValueError) as error:
             names = ", ".join(f.name for f in fields(cls))
             raise ValueError(f"{path}: expected the numbers {names} ({error})") from None
 
 
+def _pairs(rows: list[list[float]]) -> list[tuple[float, float]]:
+    return [(float(a), float(b)) for a, b in rows]
+
+
+def _interpolated(points: list[tuple[float, float]], at: float) -> float:
+    """Return the value at `at` of a function given by points, log-linear between them, and constant beyond."""
+    at = min(max(at, points[0][0]), points[-1][0])
+    after = bisect.bisect_left(points, (at, 0.0))
+    (lower, low), (upper, high) = points[max(after - 1, 0)], points[after]
+    share = math.log(at / lower) / math.log(upper / lower) if upper > lower else 0.0
+    return math.exp((1 - share) * math.log(low) + share * math.log(high))
+
+
 # What `auto` assumes until a call is worth measuring for; magnitudes matter, digits do not.
-IN_ONE_NODE = Tuning(20e-6, 5e-6, 3e-10, 20e-6, 6e-9, 6e-9, 6e-10)
-BETWEEN_NODES = Tuning(50e-6, 5e-6, 8e-9, 20e-6, 6e-9, 6e-9, 6e-10)  # 1 Gb/s: what is short there is not measured
+IN_ONE_NODE = Tuning(*(20e-6, 5e-6, 3e-10, 20e-6, 6e-9, 6e-9, 6e-10), native=[(4e3, 1e-5), (4e5, 1e-4), (4e6, 1e-3)])
+BETWEEN_NODES = Tuning(  # 1 Gb/s: what is short there is not measured
+    *(50e-6, 5e-6, 8e-9, 20e-6, 6e-9, 6e-9, 6e-10), native=[(4e3, 2e-4), (4e5, 5e-3)]
+)

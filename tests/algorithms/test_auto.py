@@ -3,6 +3,7 @@ measured at most once, briefly, and not before a call is worth it."""
 
 import importlib
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -276,6 +277,27 @@ def test_predictions_are_corrected_by_whole_calls(tmp_path):
         assert tuning.corrected("allgather", seconds) == seconds
     tuning.save(tmp_path / "tuning.json")
     assert Tuning.load(tmp_path / "tuning.json") == tuning
+
+
+def test_mpis_own_allreduce_is_predicted_from_measured_sizes_and_where_it_can_be_used(tmp_path):
+    tuning = Tuning(call=0, native=[(1e3, 1e-5), (1e5, 1e-4)])
+    for size, seconds in ((10, 1e-5), (1e3, 1e-5), (1e4, 1e-4 / 10**0.5), (1e5, 1e-4), (2e5, 2e-4), (1e6, np.inf)):
+        assert tuning.native_seconds(size) == pytest.approx(seconds)
+    assert Tuning().native_seconds(1) == np.inf
+    tuning.save(tmp_path / "tuning.json")
+    assert Tuning.load(tmp_path / "tuning.json") == tuning
+    shape = costmodel.Shape(50_000, 40_000, 4, 4, 50_000)
+    assert "native" not in costmodel.seconds(shape, tuning)
+    assert costmodel.seconds(replace(shape, native=True), tuning)["native"] < costmodel.seconds(shape, tuning)["dense"]
+
+
+@pytest.mark.parametrize("P", [1, 3])
+def test_dense_sums_are_the_librarys_own_without_mpi(P):
+    def program(comm, algo):
+        return sparsecoll.allreduce(comm, SparseVector([comm.rank, 5], np.array([-1.0, 0.5]), 8), algo)
+
+    mine, theirs = (simulate(P, lambda comm, a=a: program(comm, a)).results[0] for a in (Dense(native=True), Dense()))
+    assert same_bits(mine, theirs)
 
 
 def test_set_up_is_in_no_phase_and_no_total():

@@ -14,7 +14,7 @@ from sparsecoll.algorithms.auto import costmodel, overlap
 from sparsecoll.algorithms.auto.costmodel import CHOICES, Shape
 from sparsecoll.algorithms.auto.tune import given_tuning, tuning_of
 from sparsecoll.algorithms.base import Algorithm, Reduction, check_order
-from sparsecoll.algorithms.primitives.estimates import rounds
+from sparsecoll.algorithms.dense import sums_natively
 from sparsecoll.errors import check_choice
 from sparsecoll.formats import FORMATS, Buffer
 from sparsecoll.formats.auto import choosing
@@ -27,24 +27,25 @@ from sparsecoll.transport.network import Tuning
 from sparsecoll.vector import SparseVector
 
 SEMANTICS = ("exact_sum", "top_k_of_sum")
-MIN_SECONDS = 2e-3  # predicted length of a call from which on the communicator is measured
+MIN_SECONDS = 1e-3  # predicted length of a call from which on the communicator is measured
 SAMPLING_RATIO = 10  # supports are sampled if the call takes at least so many times as long
 K_STEPS = 32  # choices depend on k rounded to one of so many steps per factor of e
 MAX_CHOICES = 4096  # number of choices that an object stores
 
 ALLGATHER = CHOICES["allgather"]()  # without state in calls that are sent early
 
-Class = tuple[int, int, int, int]  # n, k rounded, P, bytes of a value on the wire
+Class = tuple[int, int, int, int, bool]  # n, k rounded, P, bytes of a value on the wire, `Shape.native`
 
 
 @dataclass
 class Auto(Algorithm):
     """Runs the algorithm that a cost model predicts to be the fastest, with the fastest format.
 
-    1. Predict dense, allgather, recursive doubling, split and dynamic gather (`sparcml`), and recursive halving
-       (`densestream` with even regions); for "top_k_of_sum" also `oktopk`, while the sums of the others are truncated
-       to k entries. A call that takes less than 2 ms by the usual costs of a single machine or of 1 Gb/s Ethernet is
-       decided by those; the first longer one measures the communicator briefly (`tune.tuning_of`).
+    1. Predict dense, dense by MPI's own allreduce (`Dense(native=True)`), allgather, recursive doubling, split and
+       dynamic gather (`sparcml`), and recursive halving (`densestream` with even regions); for "top_k_of_sum" also
+       `oktopk`, while the sums of the others are truncated to k entries. A call that takes less than 1 ms by the
+       usual costs of a single machine or of 1 Gb/s Ethernet is decided by those; the first longer one measures the
+       communicator briefly (`tune.tuning_of`).
     2. If the call is predicted to take at least ten times as long as sampling the supports, sample the indices to find
        out how much supports overlap and how unevenly entries are distributed (`overlap.estimate`), and predict again.
        Otherwise assume uniform supports.
@@ -120,15 +121,15 @@ class Auto(Algorithm):
     def _class(channel: Channel, x: SparseVector, k: int) -> Class:
         n, width = x.length, formats.wire_dtype(x.dtype, channel.value_dtype).stored.itemsize
         about = min(max(1, round(math.exp(round(math.log(k) * K_STEPS) / K_STEPS))), n) if k else 0
-        return n, about, channel.size, width
+        return n, about, channel.size, width, sums_natively(channel, x)
 
     def early(self, channel: Channel, x: SparseVector) -> Buffer | None:
         if self.want != "exact_sum":
             return None
         given = self.tuning or given_tuning(channel.transport)
         tuning = given or self._usual(channel.transport)
-        n, k, P, width = self._class(channel, x, x.nnz)
-        if not _sends_early(n, k, P, width, channel.transport.one_node, tuning, given is not None):
+        key = self._class(channel, x, x.nnz)
+        if not _sends_early(key, channel.transport.one_node, tuning, given is not None):
             return np.empty(AGREEMENT_BYTES, np.uint8)
         return ALLGATHER.early(self._with_format(channel, tuning), x)
 
@@ -158,7 +159,7 @@ class Auto(Algorithm):
     def _chosen_for(self, channel: Channel, x: SparseVector, k: int) -> tuple[str, Channel]:
         """Return the name of the algorithm for a call, and the channel with the format for it."""
         key = self._class(channel, x, k)
-        shape = Shape(*key, x.length, one_node=channel.transport.one_node)
+        shape = _shape(key, channel.transport.one_node)
         tuning = self.costs(channel.transport, shape)
         chosen = self._chosen.get(key) or self._choose(channel, x, shape, tuning)
         if len(self._chosen) < MAX_CHOICES:
@@ -182,16 +183,21 @@ class Auto(Algorithm):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        self._chosen = {(n, k, P, width): name for n, k, P, width, name in state["chosen"]}
+        self._chosen = {tuple(key): name for *key, name in state["chosen"]}
         self._algorithm("oktopk").load_state_dict(state["oktopk"])
 
 
+def _shape(key: Class, one_node: bool) -> Shape:
+    n, k, P, width, native = key
+    return Shape(n, k, P, width, n, one_node=one_node, native=native)
+
+
 @functools.lru_cache(maxsize=1024)
-def _sends_early(n: int, k: int, P: int, width: int, one_node: bool, tuning: Tuning, given: bool) -> bool:
+def _sends_early(key: Class, one_node: bool, tuning: Tuning, given: bool) -> bool:
     """Return whether entries go together with the arguments that are compared; `given` costs are not measured."""
-    shape = Shape(n, k, P, width, n, one_node=one_node)
+    shape = _shape(key, one_node)
     seconds = {name: s for name, s in costmodel.seconds(shape, tuning).items() if name != "oktopk"}
-    shortest, saved = min(seconds.values()), rounds(shape.P) * tuning.alpha + 2 * tuning.call
+    shortest, saved = min(seconds.values()), costmodel.agreement(shape.P, tuning)
     measured = not given and shortest >= MIN_SECONDS
     sampled = shortest > SAMPLING_RATIO * overlap.seconds(shape.P, shape.k, tuning)
     return not measured and not sampled and seconds["allgather"] <= shortest + saved / 2  # others gain by overlap

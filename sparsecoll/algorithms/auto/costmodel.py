@@ -21,6 +21,7 @@ from sparsecoll.transport.network import Tuning
 
 CHOICES: dict[str, Callable[[], Algorithm]] = {
     "dense": Dense,
+    "native": lambda: Dense(native=True),
     "allgather": Allgather,
     "recursive_double": lambda: SparCML(variant="recursive_double"),
     "dynamic": lambda: SparCML(variant="dynamic"),
@@ -37,7 +38,6 @@ DENSE_MERGE_SPAN = 0.14e-9  # seconds per coordinate of such a sum
 CONCATENATE = 1.5e-9  # seconds per entry copied into the result, from and to memory
 ONE_PART = 1e-9  # seconds per entry of a vector that becomes the first partial sum
 SLOWEST = 2.0  # more is what a brief measurement on shared cores shows, not the speed of copies
-CALL_OVERHEAD = 4  # kernel calls that the arguments and counters of an allreduce cost
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,7 @@ class Shape:
             supports, k if all ranks have the same ones.
         skew: number of entries in the fullest of P even regions, divided by the mean.
         one_node: whether all ranks are on one machine.
+        native: whether MPI's own allreduce can sum these values.
     """
 
     n: int
@@ -71,6 +72,7 @@ class Shape:
     effective_length: float
     skew: float = 1.0
     one_node: bool = False
+    native: bool = False
 
     def entries(self, ranks: float) -> float:
         """Return the expected number of entries in the sum over that many ranks."""
@@ -124,13 +126,22 @@ def seconds(shape: Shape, t: Tuning) -> Mapping[str, float]:
     calls = {
         "allgather": _allgather(shape, t),
         "dense": 2 * _dense_waits(shape, t) + 2 * t.beta * n * shape.value_bytes * (P - 1) / P + n * t.dense + entries,
+        "native": t.native_seconds(n * shape.value_bytes) + n * t.dense + entries,
         "recursive_double": _doubling(shape, t),
         "dynamic": _split(shape, t, k * shape.skew) + _gathered(shape, t),
         "halving": _halving(shape, t) + _gathered(shape, t),
         "oktopk": _oktopk(shape, t),
     }
-    agreed = {name: rounds(P) * t.alpha + 2 * t.call + value for name, value in calls.items()}
-    return MappingProxyType({name: t.corrected(name, value) + CALL_OVERHEAD * t.call for name, value in agreed.items()})
+    if not shape.native or P == 1:
+        del calls["native"]
+    return MappingProxyType(
+        {name: t.corrected(name, t.fixed + agreement(P, t) + value) for name, value in calls.items()}
+    )
+
+
+def agreement(P: int, t: Tuning) -> float:
+    """Return the seconds in which the ranks compare their arguments and numbers of entries."""
+    return rounds(P) * t.alpha + 2 * t.call
 
 
 def _burst(shape: Shape, t: Tuning) -> float:

@@ -7,6 +7,7 @@ the same processes.
 from __future__ import annotations
 
 import functools
+import math
 import os
 import zlib
 from collections.abc import Callable
@@ -41,6 +42,7 @@ class Effort:
         large: bytes of the messages that measure bandwidth.
         entries: number of entries of the vectors that are encoded and merged.
         values: number of values of the dense vector.
+        native: bytes of the arrays that are summed by MPI's own allreduce; in one node also LONG_IN_ONE_NODE.
     """
 
     warm: int
@@ -48,14 +50,17 @@ class Effort:
     large: int
     entries: int
     values: int
+    native: tuple[int, ...]
 
 
-THOROUGH = Effort(warm=3, repeats=9, large=1 << 20, entries=1 << 15, values=1 << 21)
-BRIEF = Effort(warm=6, repeats=7, large=1 << 18, entries=1 << 13, values=1 << 18)  # some 1 MB sent, some 20 ms
+THOROUGH = Effort(3, 9, large=1 << 20, entries=1 << 15, values=1 << 21, native=(1 << 12, 1 << 18, 1 << 20, 1 << 22))
+BRIEF = Effort(6, 7, large=1 << 18, entries=1 << 13, values=1 << 18, native=(1 << 12, 1 << 18))  # some 6 MB
+LONG_IN_ONE_NODE = 1 << 20  # bytes of an array that moves quickly in memory
+SHORT_TURNS = 40  # the interpreter reaches its speed after some twenty calls
 CALLS = [(18, 18), (18, 4), (22, 4), (24, 4)]  # whole calls: log2 of n * P and of n / k
 DENSE = CALLS[1:3]  # those of the dense sum, whose time depends on n above all
 MIN_LENGTH = 1 << 14  # smallest n
-MIN_TURNS, MAX_TURNS, MAX_SECONDS = 2, 15, 0.15  # a call is repeated until MAX_SECONDS have passed, within these limits
+MIN_TURNS, MAX_TURNS, MAX_SECONDS = 2, 15, 0.15  # a call is repeated until MAX_SECONDS have passed, so many times
 
 
 def tune(comm: Any) -> Tuning:
@@ -66,7 +71,7 @@ def tune(comm: Any) -> Tuning:
     1 to 2^20 / P entries per rank, which shows what predictions from single costs miss, above all waiting and shared
     cores. The simulator needs no such calls; its computation has the costs given to `simulate`.
 
-    Volume: some 300 MB per rank, counted as `Traffic.set_up`; some 2 s on 4 ranks with 1 Gb/s.
+    Volume: some 350 MB per rank, counted as `Traffic.set_up`; some 3 s on 4 ranks with 1 Gb/s.
 
     Args:
         comm: communicator, as in `sparsecoll.allreduce`.
@@ -119,13 +124,14 @@ def tuning_of(transport: Transport) -> Tuning:
     A measurement serves all communicators of the same processes in the same order, and survives calls that fail; ranks
     check with a message of 4 bytes from each that all still have the same one.
 
-    Volume: at most 4 MB per communicator, counted as `Traffic.set_up`.
+    Volume: at most 15 MB per communicator, counted as `Traffic.set_up`.
     """
     given = given_tuning(transport)
     if given is not None:
         return given
     if transport.tuning is None:
         with transport.set_up():
+            node_members(transport)
             known = transport.measured
             checksum = 0 if known is None else zlib.crc32(repr(known).encode()) | 1
             checksums = allgather(transport, np.array([checksum], np.uint32))
@@ -146,6 +152,7 @@ def _measured(transport: Transport, effort: Effort) -> Tuning:
         formats.decode(formats.encode(one), one.length)
         SparseVector.merge([one, one], one.dtype)
 
+    sizes = sorted({*effort.native, *([LONG_IN_ONE_NODE] if transport.one_node else [])})
     times = [
         _ring(transport, effort, LATENCY_BYTES, work=small_work),
         _ring(transport, effort, LATENCY_BYTES),
@@ -153,8 +160,11 @@ def _measured(transport: Transport, effort: Effort) -> Tuning:
         _ring(transport, effort, effort.large),
         _lower_quartile(transport, effort, small_work),
         *_kernels(transport, effort),
+        *(_native(transport, effort, size) for size in sizes),
     ]
-    worked, small, burst, large, call, merge, code, dense = allgather(transport, np.array(times)).max(axis=0).tolist()
+    slowest = allgather(transport, np.array(times)).max(axis=0).tolist()
+    worked, small, burst, large, call, merge, code, dense = slowest[:8]
+    native = [row for row in zip(map(float, sizes), slowest[8:], strict=True) if row[1] < math.inf]
     alpha = max(worked - call, small) if transport.size > 1 else 0.0
     overhead, beta = (
         max(burst - small, 0.0) / (BURST_MESSAGES - 1),
@@ -165,29 +175,41 @@ def _measured(transport: Transport, effort: Effort) -> Tuning:
     if modelled is not None:  # the simulator's clock stands still while kernels run
         return replace(measured, call=modelled.call, merge=modelled.merge, code=modelled.code, dense=modelled.dense)
     code = max(code - 2 * call / 3, code / 4)  # without what two calls take for the fewest entries
-    return replace(measured, merge=merge / effort.entries, code=code / effort.entries, dense=dense / effort.values)
+    measured = replace(measured, merge=merge / effort.entries, code=code / effort.entries, dense=dense / effort.values)
+    return replace(measured, native=native, fixed=_fixed(transport, measured))
+
+
+def _fixed(transport: Transport, measured: Tuning) -> float:
+    """Return the seconds of a short call beyond what is predicted, where ranks that share a core delay each other."""
+    if transport.size == 1:
+        return 0.0
+    shape = costmodel.Shape(MIN_LENGTH, 1, transport.size, 4, MIN_LENGTH, one_node=transport.one_node)
+    took = _call_seconds(Channel(transport, shape.n), costmodel.CHOICES["allgather"](), 1, SHORT_TURNS)
+    compared = costmodel.agreement(transport.size, measured)  # before the timed calls
+    return max(took + compared - costmodel.seconds(shape, measured)["allgather"], 0.0)
 
 
 def _whole_calls(transport: Transport, tuning: Tuning) -> dict[str, list[tuple[float, float]]]:
     """Return (predicted seconds, measured seconds) of calls of growing size, for each choice of `auto`."""
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in costmodel.CHOICES}
+    choices = {name: make for name, make in costmodel.CHOICES.items() if name != "native"}  # measured by itself
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in choices}
     form = formats.Auto(beta=tuning.beta) if tuning.code else formats.Auto()
-    for name, make in costmodel.CHOICES.items():
+    for name, make in choices.items():
         for length, share in DENSE if name == "dense" else CALLS:
             n = max((1 << length) // transport.size, MIN_LENGTH)
             k = max(n >> share, 1)
             shape = costmodel.Shape(n, k, transport.size, 4, n, one_node=transport.one_node)
-            inside = costmodel.seconds(shape, tuning)[name] - costmodel.CALL_OVERHEAD * tuning.call
-            found[name].append((inside, _call_seconds(Channel(transport, n, form), make(), k)))
+            predicted = costmodel.seconds(shape, tuning)[name]
+            found[name].append((predicted, _call_seconds(Channel(transport, n, form), make(), k)))
     return {name: sorted(calls) for name, calls in found.items()}
 
 
-def _call_seconds(channel: Channel, algorithm: Algorithm, k: int) -> float:
-    """Return the median seconds of a call, from a barrier to the last rank's return; the same on every rank."""
+def _call_seconds(channel: Channel, algorithm: Algorithm, k: int, turns: int = MAX_TURNS) -> float:
+    """Return the median seconds of a call, from a barrier to the last rank's return, the same on every rank."""
     transport = channel.transport
     vectors = [_uniform(k, channel.length, transport.rank + transport.size * turn) for turn in range(3)]
     times: list[float] = []
-    for turn in range(-2, MAX_TURNS):
+    for turn in range(-2, turns):
         x = vectors[turn % 3]
         allgather(transport, np.zeros(1, np.uint8))
         start = transport.now()
@@ -219,17 +241,26 @@ def _lower_quartile(transport: Transport, effort: Effort, call: Callable[[], obj
 def _ring(
     transport: Transport, effort: Effort, size: int, count: int = 1, work: Callable[[], object] | None = None
 ) -> float:
-    rank, ranks = transport.rank, transport.size
+    rank, ranks, message = transport.rank, transport.size, np.zeros(size, np.uint8)
 
     def turn() -> None:
         if work is not None:
             work()
         for _ in range(count):
-            transport.isend((rank + 1) % ranks, np.zeros(size, np.uint8))
+            transport.isend((rank + 1) % ranks, message)
         for _ in range(count):
             transport.recv((rank - 1) % ranks)
 
     return _lower_quartile(transport, effort, turn) if ranks > 1 else 0.0
+
+
+def _native(transport: Transport, effort: Effort, size: int) -> float:
+    """Return the seconds of MPI's own allreduce; infinity where it cannot be used."""
+    values = np.zeros(size // 4, np.float32)
+    if transport.size == 1 or not transport.allreduce(values, values):
+        return math.inf
+    effort = replace(effort, warm=1, repeats=effort.repeats if size == effort.native[0] else 3)
+    return _lower_quartile(transport, effort, lambda: transport.allreduce(values, values))
 
 
 def _kernels(transport: Transport, effort: Effort) -> list[float]:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mpi4py import MPI
+from numpy.typing import NDArray
 
 from sparsecoll.errors import CommunicationError
 from sparsecoll.formats import Buffer
@@ -16,6 +17,7 @@ from sparsecoll.kernels.memory import on_gpu
 from sparsecoll.telemetry.trace import span
 from sparsecoll.transport.base import ERROR_TAG, REVOKE_TAG, Transport
 from sparsecoll.transport.mpi import info
+from sparsecoll.transport.mpi.allreduce import NativeSum
 from sparsecoll.transport.mpi.messages import IncomingMessage, MpiReceive
 from sparsecoll.transport.mpi.waiting import Pace, Waiter
 from sparsecoll.transport.network import Tuning
@@ -34,7 +36,10 @@ class MpiTransport(Transport):
         status: of the message that was probed last.
         expected: for each source, the receive requests that are not complete.
         pace: how long this rank has waited lately.
+        native_sum: MPI's own allreduce.
     """
+
+    native_sums = True
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         super().__init__(comm.Get_rank(), comm.Get_size())
@@ -49,6 +54,7 @@ class MpiTransport(Transport):
         self._revoked = False  # whether this rank has revoked the communicator
         self._direct: bool | None = None
         self._staging: Any = None
+        self.native_sum = NativeSum(self)
         self._processes: int | None = None
 
     @property
@@ -82,10 +88,15 @@ class MpiTransport(Transport):
         """Return a Waiter with the timeout of the current call."""
         return Waiter(self.comm, what, self.timeout, error, self.pace.expected, self.one_node)
 
-    def pause(self, waiter: Waiter) -> bool:
-        """Pause between two polls; return whether that was a sleep. After the timeout the communicator is broken."""
+    def pause(self, waiter: Waiter, moving: Callable[[], bool] | None = None) -> bool:
+        """Pause between two polls; return whether that was a sleep. After the timeout the communicator is broken.
+
+        Args:
+            waiter: of the event.
+            moving: see `Waiter.pause`; None, the default, for this rank's messages.
+        """
         try:
-            return waiter.pause(self._moving)
+            return waiter.pause(moving or self._moving)
         except CommunicationError as error:
             self.broken = str(error)
             raise
@@ -162,6 +173,14 @@ class MpiTransport(Transport):
                 queue.popleft()
             if not queue:
                 self._sources.discard(source)
+
+    def allreduce(self, values: NDArray[Any], out: NDArray[Any]) -> bool:
+        self._check()
+        return self.native_sum(values, out)
+
+    def reset(self) -> None:
+        super().reset()
+        self.native_sum.reset()
 
     # -- messages in GPU memory
 
