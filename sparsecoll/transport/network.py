@@ -116,8 +116,10 @@ class Tuning:
     fixed: float = 0.0
 
     def native_seconds(self, size: float) -> float:
-        """Return the seconds of MPI's own allreduce of `size` bytes; infinity far beyond the largest."""
-        largest, longest = self.native[-1] if self.native else (0.0, 0.0)
+        """Return the seconds of MPI's own allreduce of `size` bytes; infinity far beyond the largest, or without it."""
+        if not self.native:
+            return math.inf
+        largest, longest = self.native[-1]
         if size > NATIVE_REACH * largest:
             return math.inf
         return _interpolated(self.native, size) if size < largest else longest * size / largest
