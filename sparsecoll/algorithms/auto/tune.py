@@ -56,6 +56,8 @@ class Effort:
 THOROUGH = Effort(3, 9, large=1 << 20, entries=1 << 15, values=1 << 21, native=(1 << 12, 1 << 18, 1 << 20, 1 << 22))
 BRIEF = Effort(6, 7, large=1 << 18, entries=1 << 13, values=1 << 18, native=(1 << 12, 1 << 18))  # some 6 MB
 LONG_IN_ONE_NODE = 1 << 20  # bytes of an array that moves quickly in memory
+LONG_BETWEEN_NODES = 1 << 22  # bytes of the messages that measure bandwidth if those of `Effort.large` are QUICK
+QUICK = 1e-3  # seconds
 SHORT_TURNS = 40  # the interpreter reaches its speed after some twenty calls
 CALLS = [(18, 18), (18, 4), (22, 4), (24, 4)]  # whole calls: log2 of n * P and of n / k
 DENSE = CALLS[1:3]  # those of the dense sum, whose time depends on n above all
@@ -124,7 +126,7 @@ def tuning_of(transport: Transport) -> Tuning:
     A measurement serves all communicators of the same processes in the same order, and survives calls that fail; ranks
     check with a message of 4 bytes from each that all still have the same one.
 
-    Volume: at most 15 MB per communicator, counted as `Traffic.set_up`.
+    Volume: at most 27 MB per communicator, counted as `Traffic.set_up`.
     """
     given = given_tuning(transport)
     if given is not None:
@@ -166,10 +168,12 @@ def _measured(transport: Transport, effort: Effort) -> Tuning:
     worked, small, burst, large, call, merge, code, dense = slowest[:8]
     native = [row for row in zip(map(float, sizes), slowest[8:], strict=True) if row[1] < math.inf]
     alpha = max(worked - call, small) if transport.size > 1 else 0.0
-    overhead, beta = (
-        max(burst - small, 0.0) / (BURST_MESSAGES - 1),
-        max(large - small, 0.0) / (effort.large - LATENCY_BYTES),
-    )
+    overhead = max(burst - small, 0.0) / (BURST_MESSAGES - 1)
+    beta = max(large - small, 0.0) / (effort.large - LATENCY_BYTES)
+    if large < QUICK and not transport.one_node:  # short enough for buffers on the way, which are faster than the link
+        took = _ring(transport, replace(effort, warm=1, repeats=2), LONG_BETWEEN_NODES)
+        took = float(allgather(transport, np.array([took])).max())
+        beta = max(beta, (took - small) / (LONG_BETWEEN_NODES - LATENCY_BYTES))
     measured = Tuning(alpha, overhead, beta, call / 3)
     modelled = transport.modelled()
     if modelled is not None:  # the simulator's clock stands still while kernels run
