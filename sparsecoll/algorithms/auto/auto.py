@@ -97,8 +97,7 @@ class Auto(Algorithm):
 
     def predictions(self, shape: Shape, tuning: Tuning) -> dict[str, float]:
         """Return the predicted seconds of each choice."""
-        exact = self.want == "exact_sum"
-        return {name: s for name, s in costmodel.seconds(shape, tuning).items() if not exact or name != "oktopk"}
+        return _exact(shape, tuning) if self.want == "exact_sum" else dict(costmodel.seconds(shape, tuning))
 
     def costs(self, transport: Transport, shape: Shape) -> Tuning:
         """Return the costs with which a call of this shape is predicted."""
@@ -126,10 +125,10 @@ class Auto(Algorithm):
     def early(self, channel: Channel, x: SparseVector) -> Buffer | None:
         if self.want != "exact_sum":
             return None
-        given = self.tuning or given_tuning(channel.transport)
-        tuning = given or self._usual(channel.transport)
+        known = self.tuning or given_tuning(channel.transport) or channel.transport.tuning
+        tuning = known or self._usual(channel.transport)
         key = self._class(channel, x, x.nnz)
-        if not _sends_early(key, channel.transport.one_node, tuning, given is not None):
+        if not _sends_early(key, channel.transport.one_node, tuning, known is not None):
             return np.empty(AGREEMENT_BYTES, np.uint8)
         return ALLGATHER.early(self._with_format(channel, tuning), x)
 
@@ -193,11 +192,24 @@ def _shape(key: Class, one_node: bool) -> Shape:
 
 
 @functools.lru_cache(maxsize=1024)
-def _sends_early(key: Class, one_node: bool, tuning: Tuning, given: bool) -> bool:
-    """Return whether entries go together with the arguments that are compared; `given` costs are not measured."""
+def _sends_early(key: Class, one_node: bool, tuning: Tuning, known: bool) -> bool:
+    """Return whether entries go together with the arguments that are compared, by an allgather.
+
+    That saves agreeing on the number of entries and, in longer calls, sampling how much supports overlap, but not even
+    complete overlap is then of use. Costs that are not known yet are measured before a call that is worth it.
+    """
     shape = _shape(key, one_node)
-    seconds = {name: s for name, s in costmodel.seconds(shape, tuning).items() if name != "oktopk"}
-    shortest, saved = min(seconds.values()), costmodel.agreement(shape.P, tuning)
-    measured = not given and shortest >= MIN_SECONDS
-    sampled = shortest > SAMPLING_RATIO * overlap.seconds(shape.P, shape.k, tuning)
-    return not measured and not sampled and seconds["allgather"] <= shortest + saved / 2  # others gain by overlap
+    seconds = _exact(shape, tuning)
+    shortest, saved = min(seconds.values()), costmodel.agreement(shape.P, tuning) / 2  # others gain by overlap
+    if not known and shortest >= MIN_SECONDS:
+        return False
+    sampling = overlap.seconds(shape.P, shape.k, tuning)
+    if shortest > SAMPLING_RATIO * sampling:
+        shortest = min(_exact(replace(shape, effective_length=max(shape.k, 1)), tuning).values())
+        saved += sampling
+    return seconds["allgather"] <= shortest + saved
+
+
+def _exact(shape: Shape, tuning: Tuning) -> dict[str, float]:
+    """Return the predicted seconds of the choices for an exact sum."""
+    return {name: s for name, s in costmodel.seconds(shape, tuning).items() if name != "oktopk"}
