@@ -202,7 +202,7 @@ def main() -> None:
     parser.add_argument("--render", action="store_true", help="only write the page")
     options = parser.parse_args()
     if options.render:
-        render(list(LINES), BEST, "allgather 1 %, 4 bits")
+        render(list(LINES), [TWICE, BEST], "allgather 1 %, 4 bits")
         return
     comm = default_comm()
     if comm.size > 1:

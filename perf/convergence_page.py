@@ -65,11 +65,12 @@ def table(rows: list[Row], name: str, lines: list[str]) -> str:
     return markdown([{"P": P, "": line, **compared(rows, name, line, P)} for P, line in shown])
 
 
-def over_tasks(rows: list[Row], line: str) -> str:
-    """Return the table of a line."""
+def over_tasks(rows: list[Row], lines: list[str]) -> str:
+    """Return the table of lines, for the nets that SGD trains."""
     ranks = sorted({row["P"] for row in rows})
-    shown = [(name, P) for name in TASKS for P in ranks if together(rows, name, line, P) and not TASKS[name].adam]
-    return markdown([{"net": name, "P": P, **compared(rows, name, line, P)} for name, P in shown])
+    nets = [(name, P, line) for name in TASKS if not TASKS[name].adam for P in ranks for line in lines]
+    shown = [(name, P, line) for name, P, line in nets if together(rows, name, line, P)]
+    return markdown([{"net": name, "P": P, "line": line, **compared(rows, name, line, P)} for name, P, line in shown])
 
 
 def gaps(rows: list[Row], line: str, P: int = 4) -> str:
@@ -141,14 +142,14 @@ def draw_against_bytes(rows: list[Row], lines: list[str]) -> None:
     plt.close(figure)
 
 
-def render(lines: list[str], best: str, before: str) -> None:
-    """Write docs/convergence.md, which recommends the line `best`, beside `before`, and its figures."""
+def render(lines: list[str], best: list[str], before: str) -> None:
+    """Write docs/convergence.md, which recommends the lines `best`, beside `before`, and its figures."""
     rows = load()
     for P in sorted({row["P"] for row in rows}):
         draw(rows, P, lines)
     draw_against_bytes(rows, lines)
     commits = ", ".join(sorted({row["commit"] for row in rows}))
     tables = {name: table(rows, name, lines) for name in TASKS}
-    tables |= {"best": over_tasks(rows, best), "before": over_tasks(rows, before)}
+    tables |= {"best": over_tasks(rows, best), "before": over_tasks(rows, [before])}
     ours = {line: gaps(rows, line) for line in lines}
     PAGE.write_text(TEXT.read_text().format(commits=commits, ours=ours, **tables))
