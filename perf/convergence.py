@@ -40,13 +40,14 @@ MOMENTUM = 0.9
 DENSITY = 0.01
 
 
-BEST = "allgather 1 %, 4 bits, Nesterov, rate"
-TWICE = "allgather 2 %, 4 bits, Nesterov, rate"  # with half of the ranks, as many bytes
+BEST = "allgather 1 %, 4 bits, Nesterov"
+TWICE = "allgather 2 %, 4 bits, Nesterov"  # with half of the ranks, as many bytes
 # Momentum of lines that have another one, and as much more learning rate: what waits acts like momentum
 SHORTER = {
     BEST: 0.7,
     TWICE: 0.7,
-    "allgather 1 %, 4 bits, Nesterov": 0.7,
+    "allgather 1 %, 4 bits, Nesterov, rate": 0.7,
+    "allgather 2 %, 4 bits, Nesterov, rate": 0.7,
     "allgather 1 %, 4 bits": 0.7,
     "oktopk 1 %, momentum 0.5": 0.5,
 }
@@ -75,9 +76,12 @@ def corrected(
 # (task, number of steps) -> compressor
 FOUR_BITS: dict[str, Any] = {"momentum": 0.7, "warm_up": 0.02, "algo": "allgather", "format": "packed_codes"}
 CORRECTED: dict[str, Callable[[Task, int], Compressor]] = {
-    BEST: corrected(TopK, nesterov=True, follow_lr=True, **FOUR_BITS),
-    TWICE: corrected(TopK, nesterov=True, follow_lr=True, density=2 * DENSITY, **FOUR_BITS),
-    "allgather 1 %, 4 bits, Nesterov": corrected(TopK, nesterov=True, **FOUR_BITS),
+    BEST: corrected(TopK, nesterov=True, **FOUR_BITS),
+    TWICE: corrected(TopK, nesterov=True, density=2 * DENSITY, **FOUR_BITS),
+    "allgather 1 %, 4 bits, Nesterov, rate": corrected(TopK, nesterov=True, follow_lr=True, **FOUR_BITS),
+    "allgather 2 %, 4 bits, Nesterov, rate": corrected(
+        TopK, nesterov=True, follow_lr=True, density=2 * DENSITY, **FOUR_BITS
+    ),
     "allgather 1 %, 4 bits": corrected(TopK, **FOUR_BITS),
     "oktopk 1 %, momentum 0.5": corrected(OkTopk, momentum=0.5),
     "oktopk 1 %": corrected(OkTopk),
