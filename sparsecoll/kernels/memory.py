@@ -20,6 +20,7 @@ T = TypeVar("T")
 
 SMALLEST = 1 << 18  # bytes; for smaller arrays malloc reuses memory itself
 RETAINED = 1 << 30  # bytes
+ALIGNMENT = 64  # bytes: where larger arrays begin, as registers that are written past the caches must
 LARGER = 3  # sizes that are tried for a block: its own, and the next ones, up to 3/8 larger
 
 _lock = threading.Lock()
@@ -166,13 +167,19 @@ def empty(size: int, dtype: Any, like: Any = None) -> NDArray[Any]:
         _file_returned()
         fitting = next((size for size in _sizes_from(rounded) if size in _free), None)
         if fitting is None:
-            raw = np.empty(rounded, np.uint8)
+            raw = _aligned(rounded)
         else:
             raw = _free[fitting].pop()
             _total[0] -= fitting
             if not _free[fitting]:
                 del _free[fitting]
     return np.asarray(_Block(raw))[:nbytes].view(dtype)
+
+
+def _aligned(nbytes: int) -> NDArray[np.uint8]:
+    raw = np.empty(nbytes + ALIGNMENT, np.uint8)
+    start = -data_ptr(raw) % ALIGNMENT
+    return raw[start : start + nbytes]
 
 
 def release() -> None:

@@ -202,6 +202,10 @@ class DenseVector(Values):
             with span("dense", self.length):
                 self.values[:] = other.values
 
+    def copy_entries(self, entries: SparseVector, divisor: int) -> None:
+        """Copy entries / divisor, floats, into this vector, and zeros where no entry is stored."""
+        self._kernels.write_dense(self.values, entries.indices, entries.values, divisor)
+
     def add_at(self, entries: SparseVector) -> None:
         """self += entries, in place."""
         self._kernels.scatter_add(self.values, entries.indices, entries.values)

@@ -156,8 +156,11 @@ class Entries(Arithmetic):
         """
         with span("dense", self.length):
             dense = empty(self.length, self.dtype, self.values)
-            dense[:] = fill
-            dense[self.indices] = self.values
+            if isinstance(fill, int) and fill == 0:
+                kernels_of_values(dense).write_dense(dense, self.indices, self.values)
+            else:
+                dense[:] = fill
+                dense[self.indices] = self.values
         return dense
 
     def to_scipy(self, shape: tuple[int, ...] | None = None, format: str = "coo") -> Any:

@@ -207,6 +207,12 @@ def test_scattering(cp, gpu, dtype, size, seed, own):
         with np.errstate(all="ignore"):
             getattr(reference, name)(theirs, i, v)
         same(mine, theirs)
+    for divisor in (None, 3) if dense.dtype.kind == "f" else (None,):
+        mine, theirs = cp.asarray(dense), dense.copy()
+        gpu.write_dense(mine, cp.asarray(i), cp.asarray(v), divisor)
+        with np.errstate(all="ignore"):
+            reference.write_dense(theirs, i, v, divisor)
+        same(mine, theirs)
     if dense.dtype == np.float16:  # NumPy adds pairs of halves in half, as we do
         v = v.astype(np.float16)
     many = np.random.default_rng(seed).integers(0, dense.size + 3, size).astype(own)

@@ -12,7 +12,7 @@ from sparsecoll.kernels import cpu
 
 ROOT = Path(__file__).parent.parent.parent
 OTHERS = [name for name in ("avx512", "avx2", "portable") if name != cpu.lanes.SET]
-SUITES = ["tests/kernels/test_kernels.py", "tests/kernels/test_codecs.py"]
+SUITES = [f"tests/kernels/test_{name}.py" for name in ("kernels", "codecs", "streams")]
 DTYPES = {"portable": "float32 int64"}  # its loops are those of every type
 LANES_OF_EACH_WIDTH = "float32 float64 int32"
 

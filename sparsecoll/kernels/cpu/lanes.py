@@ -12,6 +12,9 @@ from typing import Any
 
 import numba
 
+from sparsecoll.kernels.keys import Array
+from sparsecoll.kernels.memory import ALIGNMENT, data_ptr
+
 logger = logging.getLogger(__name__)
 
 operations: Any
@@ -59,5 +62,17 @@ else:
 VECTORS = SET != "portable"  # there are all operations on blocks, and they also add
 compress_block = blocks.compress_block
 emit_block = blocks.emit_block
+end_stream = blocks.end_stream
 narrow_block = blocks.narrow_block
+stream_block = blocks.stream_block
 widen_block = blocks.widen_block
+STREAMED = 1 << 24  # bytes of an array from which on it is written past the caches: it would not stay there anyway
+
+
+def streams_to(array: Array) -> bool | None:
+    """Whether a pass that overwrites an array writes past the caches, which then do not read it first: True or None.
+
+    Such a pass and those that follow it take longer if the array would have stayed in the caches.
+    """
+    fits = array.nbytes >= STREAMED and data_ptr(array) % ALIGNMENT == 0
+    return True if VECTORS and fits else None

@@ -95,15 +95,19 @@ def array_at(address, size, like):  # type: ignore[no-untyped-def]
     return nb.carray(_pointer(address, like), (size,))
 
 
-narrow_block: Any = None  # these have no portable form
+end_stream: Any = None  # these have no portable form
+narrow_block: Any = None
+stream_block: Any = None
 widen_block: Any = None
 
 
 @_inline
-def compress_block(bits, start, mask, key, indices, addend, scale, out_i, out_v, count, clear, often):  # type: ignore[no-untyped-def]
+def compress_block(  # type: ignore[no-untyped-def]
+    bits, origin, start, mask, key, indices, addend, scale, out_i, out_v, count, clear, stream, often
+):
     """Append those of the BLOCK items from `start` on whose key is >= `key` to out_i and out_v; return the new count.
 
-    As in intrinsics/, but `addend` is None, and blocks with none are always skipped.
+    As in intrinsics/, but `origin` and `addend` are None, and blocks with none are always skipped.
     """
     # unsigned, since negative indices prevent vectorisation, and not of a constant length, which would be unrolled
     begin, end = np.uint64(start), np.uint64(min(start + BLOCK, bits.size))

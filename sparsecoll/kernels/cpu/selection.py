@@ -12,7 +12,16 @@ from typing import Any
 import numpy as np
 
 from sparsecoll.kernels import reference, threads
-from sparsecoll.kernels.cpu.lanes import BLOCK, VECTORS, compress_block, inlined, jit, magnitude_key
+from sparsecoll.kernels.cpu.lanes import (
+    BLOCK,
+    VECTORS,
+    compress_block,
+    end_stream,
+    inlined,
+    jit,
+    magnitude_key,
+    streams_to,
+)
 from sparsecoll.kernels.keys import Addend, Array, index_dtype
 from sparsecoll.kernels.memory import empty, readonly
 from sparsecoll.kernels.reference.selection import (
@@ -103,17 +112,24 @@ def _add_moments(values, start, stop, sums, lines):  # type: ignore[no-untyped-d
 
 
 @inlined
-def _take(bits, mask, key, indices, addend, scale, first, start, stop, out_i, out_v, count, clear, often):  # type: ignore[no-untyped-def]
+def _take(  # type: ignore[no-untyped-def]
+    bits, origin, mask, key, indices, addend, scale, first, start, stop, out_i, out_v, count, clear, stream, often
+):
     """Append the selected items of a chunk to the outputs, which have room for all of it and BLOCK more.
 
-    Items below `first` are handled BLOCK at a time; blocks with none are skipped unless some are so `often`.
+    Items below `first` are handled BLOCK at a time; blocks with none are skipped unless some are so `often`. Unless
+    `origin` is None, these items are read there, and written to `bits`.
     """
     if often:
-        for block in range(start, first, BLOCK):
-            count = compress_block(bits, block, mask, key, indices, addend, scale, out_i, out_v, count, clear, True)
+        for at in range(start, first, BLOCK):
+            count = compress_block(
+                bits, origin, at, mask, key, indices, addend, scale, out_i, out_v, count, clear, stream, True
+            )
     else:
-        for block in range(start, first, BLOCK):
-            count = compress_block(bits, block, mask, key, indices, addend, scale, out_i, out_v, count, clear, False)
+        for at in range(start, first, BLOCK):
+            count = compress_block(
+                bits, origin, at, mask, key, indices, addend, scale, out_i, out_v, count, clear, stream, False
+            )
     for i in range(first, stop):
         x = bits[i]
         if magnitude_key(x, mask) >= key:
@@ -130,9 +146,29 @@ def _take(bits, mask, key, indices, addend, scale, first, start, stop, out_i, ou
 
 @jit
 def _select(  # type: ignore[no-untyped-def]
-    values, bits, origin, mask, key, indices, addend, added, scale, sums, lines, start, out_i, out_v, count, clear
+    values,
+    bits,
+    origin,
+    source,
+    mask,
+    key,
+    indices,
+    addend,
+    added,
+    scale,
+    sums,
+    lines,
+    stream,
+    start,
+    out_i,
+    out_v,
+    count,
+    clear,
 ):
-    """Select from `start` on until the end, or until the outputs are nearly full: (where it stopped, the count)."""
+    """Select from `start` on until the end, or until the outputs are nearly full: (where it stopped, the count).
+
+    `source` and `added` are the bit patterns of `origin` and `addend` where `_take` adds them, else None.
+    """
     often = False
     while start < bits.size:
         stop = min(start + CHUNK, bits.size)
@@ -141,7 +177,7 @@ def _select(  # type: ignore[no-untyped-def]
         first = stop - (stop - start) % BLOCK
         if origin is not None:
             if addend is not None:
-                _sum(origin, addend, scale, values, start, stop)
+                _sum(origin, addend, scale, values, start if added is None else first, stop)
             else:
                 _copy(origin, bits, start, stop)
         elif addend is not None:
@@ -149,9 +185,28 @@ def _select(  # type: ignore[no-untyped-def]
         if sums is not None:
             _add_moments(values, start, stop, sums, lines)
         before = count
-        count = _take(bits, mask, key, indices, added, scale, first, start, stop, out_i, out_v, count, clear, often)
+        count = _take(
+            bits,
+            source,
+            mask,
+            key,
+            indices,
+            added,
+            scale,
+            first,
+            start,
+            stop,
+            out_i,
+            out_v,
+            count,
+            clear,
+            stream,
+            often,
+        )
         often = count - before > OFTEN
         start = stop
+    if stream is not None:
+        end_stream()
     return start, count
 
 
@@ -159,7 +214,8 @@ def _select(  # type: ignore[no-untyped-def]
 def select_all(bits, mask, key, indices, start, out_i, out_v, count):  # type: ignore[no-untyped-def]
     """Select from `start` to the end; the outputs have room for all items."""
     first = bits.size - (bits.size - start) % BLOCK
-    return _take(bits, mask, key, indices, None, None, first, start, bits.size, out_i, out_v, count, None, True)
+    stop = bits.size
+    return _take(bits, None, mask, key, indices, None, None, first, start, stop, out_i, out_v, count, None, None, True)
 
 
 @jit
@@ -256,17 +312,19 @@ def select_at_least(
     floats = bits if addend is None and lines is None else values if addend is not None else readonly(values)
     origin = lanes_of(origin)[0] if origin is not None and addend is None else origin  # it is only copied
     in_lanes = addend is not None and addend.dtype == values.dtype and values.dtype.kind == "f"
-    in_lanes = in_lanes and lines is None and origin is None and VECTORS
+    in_lanes = in_lanes and lines is None and VECTORS
     added = addend.view(bits.dtype) if in_lanes else None  # type: ignore[union-attr]
+    source = lanes_of(origin)[0] if in_lanes and origin is not None else None
+    stream = streams_to(bits) if source is not None else None
     index = index_dtype(values.size) if indices is None else indices.dtype
     indices = None if indices is None else readonly(indices)
 
     def part(start: int, stop: int) -> tuple[Array, Array]:
         arrays: list[Any] = [
-            None if array is None else array[:stop] for array in (floats, bits, origin, indices, addend, added)
+            None if array is None else array[:stop] for array in (floats, bits, origin, source, indices, addend, added)
         ]
-        guess = expected * (stop - start) // max(values.size, 1)
-        return _select_range(*arrays, mask, mask.dtype.type(key), scale, lines, start, guess, index, clear)  # type: ignore[call-arg]
+        guess, typed = expected * (stop - start) // max(values.size, 1), mask.dtype.type(key)
+        return _select_range(*arrays, mask, typed, scale, lines, stream, start, guess, index, clear)  # type: ignore[call-arg]
 
     count, unit = threads.count_for(values.size), CHUNK if lines is None else LINE
     edges = [values.size * t // count // unit * unit for t in range(count)] + [values.size]
@@ -280,6 +338,7 @@ def _select_range(
     floats: Any,
     bits: Any,
     origin: Any,
+    source: Any,
     indices: Any,
     addend: Any,
     added: Any,
@@ -287,6 +346,7 @@ def _select_range(
     key: Any,
     scale: Any,
     lines: Any,
+    stream: Any,
     start: int,
     expected: int,
     index: Any,
@@ -299,8 +359,8 @@ def _select_range(
     begin = start
     sums = None if lines is None else np.empty((4, MOMENT_LANES))
     while True:
-        state = (start, out_i, out_v, count, clear or None)
-        start, count = _select(floats, bits, origin, mask, key, indices, addend, added, scale, sums, lines, *state)
+        given = (floats, bits, origin, source, mask, key, indices, addend, added, scale, sums, lines, stream)
+        start, count = _select(*given, start, out_i, out_v, count, clear or None)
         if start == size:
             return out_i[:count], out_v[:count]
         wanted = max(2 * count, int(1.1 * count * (size - begin) / max(start - begin, 1)))

@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from sparsecoll.kernels import reference
-from sparsecoll.kernels.cpu.lanes import jit
+from sparsecoll.kernels.cpu.lanes import BLOCK, end_stream, jit, stream_block, streams_to
 from sparsecoll.kernels.keys import Array
-from sparsecoll.kernels.memory import empty
+from sparsecoll.kernels.memory import empty, readonly
 
+PART = 1 << 11  # coordinates of a dense vector that are put together before they are written past the caches
 WINDOW = 1 << 14  # coordinates looked up at a time: their 16 KiB of marks stay in the first-level cache
 DENSE_FROM = 64  # entries in a window from which on marks are faster than comparisons
 
@@ -42,6 +43,27 @@ def _scatter_add(dense, indices, values):  # type: ignore[no-untyped-def]
 def _scatter_subtract(dense, indices, values):  # type: ignore[no-untyped-def]
     for i in range(indices.size):
         dense[indices[i]] -= values[i]
+
+
+@jit
+def _stream_dense(bits, indices, values, divisor, part, part_bits):  # type: ignore[no-untyped-def]
+    """Write all values of a dense vector, whose bit patterns are `bits`; `part`, of PART items, is zero at first."""
+    i, size, one = np.uint64(0), np.uint64(indices.size), np.uint64(1)  # unsigned: negative ones would be looked at
+    for start in range(0, bits.size, PART):
+        base, count = np.uint64(start), min(PART, bits.size - start)
+        stop = base + np.uint64(count)
+        while i < size and np.uint64(indices[i]) < stop:
+            if divisor is None:
+                part[np.uint64(indices[i]) - base] = values[i]
+            else:
+                part[np.uint64(indices[i]) - base] = part.dtype.type(0) + values[i] / divisor
+            i += one
+        whole = count - count % BLOCK
+        for at in range(0, whole, BLOCK):
+            stream_block(part_bits, at, bits, start + at)
+        for at in range(whole, count):
+            bits[start + at] = part_bits[at]
+    end_stream()
 
 
 @jit
@@ -108,6 +130,28 @@ def scatter_subtract(dense: Array, indices: Array, values: Array) -> None:
         reference.scatter_subtract(dense, indices, values)
     else:
         _scatter_subtract(dense, indices, values.astype(dense.dtype, copy=False))
+
+
+def write_dense(dense: Array, indices: Array, values: Array, divisor: int | None = None) -> None:
+    known = dense.dtype == values.dtype and (divisor is None or dense.dtype in (np.float32, np.float64))
+    if not known or streams_to(dense) is None:
+        dense.view(np.uint8).fill(0)  # bytes are set without reading the memory first
+        if divisor is None:
+            dense[indices] = values
+        else:
+            scatter_add(dense, indices, np.divide(values, values.dtype.type(divisor)))
+        return
+    kind = np.dtype(f"u{dense.itemsize}")
+    part = np.zeros(PART, dense.dtype if divisor is not None else kind)
+    given = readonly(values if divisor is not None else values.view(kind))
+    _stream_dense(
+        dense.view(kind),
+        readonly(indices),
+        given,
+        None if divisor is None else dense.dtype.type(divisor),
+        part,
+        part.view(kind),
+    )
 
 
 def _positions(a: Array, b: Array, wanted: int) -> Array:

@@ -89,6 +89,14 @@ def scatter_subtract(dense: Array, indices: Array, values: Array) -> None:
     _scatter(dense, indices, values, -1)
 
 
+def write_dense(dense: Array, indices: Array, values: Array, divisor: int | None = None) -> None:
+    dense[:] = 0
+    if divisor is None:
+        dense[indices] = values
+    else:
+        scatter_add(dense, indices, np.divide(values, values.dtype.type(divisor)))
+
+
 def _scatter(dense: Array, indices: Array, values: Array, sign: int) -> None:
     given = (dense, indices, values, indices.size, np.int32(sign))
     launch("sums", "scatter", indices.size, *given, macros=(*types(dense, indices), _from(values)))

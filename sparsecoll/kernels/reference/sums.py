@@ -15,6 +15,7 @@ __all__ = [
     "merge_sum",
     "scatter_add",
     "scatter_subtract",
+    "write_dense",
 ]
 
 
@@ -42,6 +43,16 @@ def scatter_subtract(dense: Array, indices: Array, values: Array) -> None:
     """dense[indices] -= values, in place; indices are unique."""
     with np.errstate(over="ignore", invalid="ignore"):
         dense[indices] -= values.astype(dense.dtype)
+
+
+def write_dense(dense: Array, indices: Array, values: Array, divisor: int | None = None) -> None:
+    """dense = values at ascending unique indices, 0 elsewhere; with a divisor 0 + values / divisor, for floats."""
+    dense[:] = 0
+    if divisor is None:
+        dense[indices] = values
+        return
+    with np.errstate(over="ignore", invalid="ignore"):
+        scatter_add(dense, indices, np.divide(values, values.dtype.type(divisor)))
 
 
 def intersect(a: Array, b: Array) -> Array:

@@ -15,7 +15,6 @@ from sparsecoll.algorithms.dense import Dense
 from sparsecoll.collectives.allreduce import allreduce_vectors
 from sparsecoll.collectives.options import CallOptions
 from sparsecoll.errors import NonFiniteError
-from sparsecoll.kernels.memory import empty
 from sparsecoll.residual import LazyAccumulator
 from sparsecoll.select import Vector
 from sparsecoll.telemetry.trace import span
@@ -299,9 +298,7 @@ def write_mean(out: Array, value: Vector, size: int) -> None:
     if isinstance(value, DenseVector):
         np.divide(value.values, size, out=out, casting="same_kind")
         return
-    out.view(np.uint8).fill(0)  # bytes are set without reading the memory first
-    means = np.divide(value.values, value.dtype.type(size), out=empty(value.nnz, value.dtype, value.values))
-    DenseVector(out).add_at(value.with_values(means))
+    DenseVector(out).copy_entries(value, size)
 
 
 def measured(transport: Transport, call: Callable[[], object], device: CpuDevice, repeat: int = 5) -> float:

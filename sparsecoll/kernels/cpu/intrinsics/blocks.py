@@ -33,9 +33,13 @@ def _load(builder: Any, data: Any, offset: Any) -> Any:
     return loaded
 
 
-def _store(builder: Any, value: Any, data: Any, offset: Any) -> None:
+def _store(builder: Any, value: Any, data: Any, offset: Any, stream: bool = False) -> None:
+    """Write a register; with `stream` past the caches, to an address that is a multiple of its size."""
     stored = builder.store(value, builder.bitcast(builder.gep(data, [offset]), value.type.as_pointer()))
     stored.align = 1
+    if stream:
+        stored.align = value.type.count * value.type.element.width // 8
+        stored.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(I32, 1)]))
 
 
 def _call(builder: Any, name: str, result: Any, arguments: list[Any]) -> Any:
@@ -150,6 +154,7 @@ def _any(builder: Any, chosen: Any) -> Any:
 def compress_block(
     context: Any,
     bits: Any,
+    origin: Any,
     start: Any,
     mask: Any,
     key: Any,
@@ -160,29 +165,33 @@ def compress_block(
     out_v: Any,
     count: Any,
     clear: Any,
+    stream: Any,
     often: Any,
 ) -> Any:
     """Append those of the BLOCK items from `start` on whose key is >= `key` to out_i and out_v; return the new count.
 
-    `indices` gives their indices; None: their positions. Unless `addend` (bit patterns) is None, scale * addend is
-    added to the items first. Unless `clear` is None, the items taken are zero in `bits` afterwards. All arrays are
-    contiguous. Writes up to BLOCK items beyond the count. A block without such items is skipped by a branch, unless
-    there are some so `often` that the processor would often predict it wrongly.
+    The items are those of `bits`, or of `origin`, from which they are copied to `bits`; unless `stream` is None, past
+    the caches, and `bits` begins at a multiple of ALIGNMENT. `indices` gives their indices; None: their positions.
+    Unless `addend` (bit patterns) is None, scale * addend is added to the items first. Unless `clear` is None, the
+    items taken are zero in `bits` afterwards. All arrays are contiguous. Writes up to BLOCK items beyond the count. A
+    block without such items is skipped by a branch, unless there are some so `often` that the processor would often
+    predict it wrongly.
     """
-    signature = types.int64(
-        bits, types.int64, mask, key, indices, addend, scale, out_i, out_v, types.int64, clear, types.boolean
-    )
+    given_types = (bits, origin, types.int64, mask, key, indices, addend, scale, out_i, out_v, types.int64)
+    signature = types.int64(*given_types, clear, stream, types.boolean)
+    added, cleared, streamed = (not isinstance(kind, types.NoneType) for kind in (addend, clear, stream))
+    moved = added or not isinstance(origin, types.NoneType)
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        a_bits, start, mask, key, a_indices, a_addend, scale, a_i, a_v, count, _, often = arguments
-        source, starts = data_of(context, builder, bits, a_bits), _starts(builder, start)
-        items, written = [_load(builder, source, at) for at in starts], not isinstance(clear, types.NoneType)
-        if not isinstance(addend, types.NoneType):
-            added = data_of(context, builder, addend, a_addend)
+        a_bits, a_origin, start, mask, key, a_indices, a_addend, scale, a_i, a_v, count, _, _, often = arguments
+        target, starts = data_of(context, builder, bits, a_bits), _starts(builder, start)
+        source = target if isinstance(origin, types.NoneType) else data_of(context, builder, origin, a_origin)
+        items = [_load(builder, source, at) for at in starts]
+        if added:
+            terms = data_of(context, builder, addend, a_addend)
             items = [
-                _accumulated(builder, x, _load(builder, added, at), scale) for x, at in zip(items, starts, strict=True)
+                _accumulated(builder, x, _load(builder, terms, at), scale) for x, at in zip(items, starts, strict=True)
             ]
-            written = True
         given = None if isinstance(indices, types.NoneType) else data_of(context, builder, indices, a_indices)
         key, mask = _splat(builder, key), _splat(builder, mask)
         keys = [magnitude_of(builder, bits.dtype.signed, x, mask) for x in items]
@@ -195,15 +204,15 @@ def compress_block(
                 for x, k, at in zip(items, keys, starts, strict=True):
                     chosen = builder.icmp_unsigned(">=", k, key)
                     end = _append(builder, x, chosen, given, at, target_i, target_v, end)
-                    if not isinstance(clear, types.NoneType):
+                    if cleared:
                         x = builder.select(chosen, ir.Constant(x.type, None), x)
-                    if written:
-                        _store(builder, x, source, at)
+                    if moved or cleared:
+                        _store(builder, x, target, at, streamed)
                 after_some = builder.block
             with none:
                 for x, at in zip(items, starts, strict=True):
-                    if not isinstance(addend, types.NoneType):
-                        _store(builder, x, source, at)
+                    if moved:
+                        _store(builder, x, target, at, streamed)
                 after_none = builder.block
         result = builder.phi(count.type)
         result.add_incoming(end, after_some)
@@ -233,6 +242,35 @@ def emit_block(context: Any, bits: Any, start: Any, base: Any, out_i: Any, out_v
         return count
 
     return types.int64(bits, types.int64, types.uint64, out_i, out_v, types.int64), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def stream_block(context: Any, bits: Any, start: Any, out: Any, at: Any) -> Any:
+    """Move BLOCK items from `start` on to `out` from `at` on, past the caches, and set them to zero.
+
+    `out` begins at a multiple of ALIGNMENT, and `at` is one of BLOCK.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        source, target = data_of(context, builder, bits, arguments[0]), data_of(context, builder, out, arguments[2])
+        for here, there in zip(_starts(builder, arguments[1]), _starts(builder, arguments[3]), strict=True):
+            values = _load(builder, source, here)
+            _store(builder, values, target, there, stream=True)
+            _store(builder, ir.Constant(values.type, None), source, here)
+        return context.get_dummy_value()
+
+    return types.none(bits, types.int64, out, types.int64), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def end_stream(context: Any) -> Any:
+    """Let other threads see what was written past the caches before they see what is written from now on."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        _call(builder, "llvm.x86.sse.sfence", ir.VoidType(), [])
+        return context.get_dummy_value()
+
+    return types.none(), generate
 
 
 @intrinsic  # type: ignore[untyped-decorator]

@@ -1,0 +1,87 @@
+"""Passes that write past the caches: the same bits as the reference, whatever the alignment and the length."""
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from test_kernels import FEW, dtypes, equal, floats, indices, seeds, sizes, values
+
+from sparsecoll.kernels import cpu, memory, reference
+from sparsecoll.kernels.memory import ALIGNMENT
+
+
+def placed(array, offset):
+    """A copy that begins `offset` bytes after a multiple of ALIGNMENT."""
+    raw = np.empty(array.nbytes + 2 * ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % ALIGNMENT + offset
+    copy = raw[start : start + array.nbytes].view(array.dtype)
+    copy[:] = array
+    return copy
+
+
+@pytest.fixture
+def any_length(monkeypatch):
+    """Arrays of any length are written past the caches, if they are aligned."""
+    monkeypatch.setattr(cpu.lanes, "STREAMED", 0)
+
+
+ALIGNED = settings(FEW, suppress_health_check=[HealthCheck.function_scoped_fixture])
+offsets = st.sampled_from([0, 8, 32])
+
+
+@ALIGNED
+@given(dtypes, sizes, seeds, st.data())
+def test_selection_into_other_memory(any_length, dtype, size, seed, data):
+    v, g = (placed(values(dtype, size, seed + s), data.draw(offsets)) for s in (0, 1))
+    if dtype.kind == "f" and data.draw(st.booleans()):
+        with np.errstate(all="ignore"):
+            g = g.astype(data.draw(floats))
+    before = v.tobytes(), g.tobytes()
+    scale = data.draw(st.sampled_from([1.0, 0.1, -3.0])) if dtype.kind == "f" else 1
+    options = {"add": data.draw(st.sampled_from([None, (g, scale)])), "clear": data.draw(st.booleans())}
+    offset = data.draw(offsets)
+    for name, argument in (
+        ("select_at_least", 1),
+        ("select_at_least", 1 << 20),
+        ("select_at_least", 1 << 64),
+        ("topk", data.draw(st.integers(0, size))),
+    ):
+        mine, theirs = placed(np.ones(size, dtype), offset), np.ones(size, dtype)
+        found = getattr(cpu, name)(v, argument, **options, out=mine)
+        with np.errstate(all="ignore"):
+            expected = getattr(reference, name)(v, argument, **options, out=theirs)
+        for a, b in ((mine, theirs), *zip(found, expected, strict=True)):
+            np.testing.assert_array_equal(a, b)
+            if not np.isnan(np.asarray(b, np.float64)).any():
+                equal(a, b)
+    assert (v.tobytes(), g.tobytes()) == before
+
+
+@ALIGNED
+@given(dtypes, sizes, seeds, st.sampled_from([np.uint32, np.uint64]), st.data())
+def test_dense_vectors_of_entries(any_length, dtype, size, seed, own, data):
+    """All values are written: those of entries with their bits, or divided from +0 on, and zeros elsewhere."""
+    i = indices(size, seed, own)
+    length = (int(i[-1]) + 1 if i.size else 0) + data.draw(st.sampled_from([0, 1, 31, 32, cpu.sums.PART]))
+    v = values(dtype, i.size, seed + 1)
+    divisor = data.draw(st.sampled_from([None, 1, 3, 4])) if dtype.kind == "f" else None
+    if divisor and i.size:
+        v[0] = -np.finfo(dtype).smallest_subnormal  # its quotient is -0
+    mine, theirs = placed(np.ones(length, dtype), data.draw(offsets)), np.ones(length, dtype)
+    cpu.write_dense(mine, i, v, divisor)
+    reference.write_dense(theirs, i, v, divisor)
+    equal(mine, theirs)
+    assert not divisor or divisor < 3 or not i.size or not np.signbit(mine[int(i[0])])
+
+
+@pytest.mark.skipif(not cpu.lanes.VECTORS, reason="LLVM alone does not write past the caches")
+def test_only_long_aligned_arrays_are_written_past_the_caches():
+    size = cpu.lanes.STREAMED // 4
+    array = placed(np.zeros(size, np.float32), 0)
+    assert cpu.lanes.streams_to(array)
+    assert not cpu.lanes.streams_to(array[:-1]) and not cpu.lanes.streams_to(placed(array, 32))
+    assert cpu.lanes.streams_to(memory.empty(size, np.float32))  # those of the pool are aligned
+    done = memory.empty(size, np.float32)
+    cpu.topk(array, 3, add=(array, 1.0), out=done)
+    cpu.write_dense(done, np.array([3], np.uint32), np.array([8], np.float32), 2)
+    assert done[3] == 4 and np.count_nonzero(done) == 1
