@@ -55,7 +55,7 @@ class Allgather(Algorithm):
             self._edges = value._subdivide([0, x.length], stages)
             return Reduction(value, x)
         blocks = channel.gathered
-        if not blocks or not all(block.size for block in blocks):
+        if not blocks or not all(map(len, blocks)):
             with channel.phase("gather"):
                 direct = is_direct(channel.transport, k * (x.indices.itemsize + x.dtype.itemsize))
                 blocks = allgatherv(channel.transport, channel.encode(x), direct)

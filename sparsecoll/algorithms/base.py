@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
@@ -126,7 +127,7 @@ class Algorithm(Stateful, ABC):
 
     def describe(self) -> str:
         """Return name and options as a string, by which ranks compare their algorithms."""
-        options = ", ".join(f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if f.init)
+        options = ", ".join([f"{name}={getattr(self, name)!r}" for name in _options(type(self))])
         return f"{self.name}({options})"
 
     def sync_epoch(self, epoch: int) -> None:
@@ -136,9 +137,15 @@ class Algorithm(Stateful, ABC):
         self._epoch = epoch
 
 
+@functools.cache
+def _options(algorithm: type[Algorithm]) -> tuple[str, ...]:
+    return tuple(f.name for f in fields(algorithm) if f.init)
+
+
 def merged(channel: Channel, parts: list[SparseVector], x: SparseVector) -> SparseVector:
     """Return decoded vectors of all ranks combined in x's accumulator dtype, and converted to x's dtype."""
-    return channel.merge(parts, accumulator_dtype(x.dtype)).astype(x.dtype)
+    total = channel.merge(parts, accumulator_dtype(x.dtype))
+    return total if total.dtype == x.dtype else total.astype(x.dtype)
 
 
 class Loss:

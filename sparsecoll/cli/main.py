@@ -47,6 +47,7 @@ FIGURES = {  # what `tune` prints beside the numbers of a Tuning
     "code": "entry encoded and decoded",
     "dense": "value of a dense vector, added and converted to sparse",
     "fixed": "call, beyond its messages and kernels",
+    "sharing": "second of a kernel, while those of all ranks run",
 }
 
 

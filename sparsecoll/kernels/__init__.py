@@ -32,6 +32,7 @@ CHOICES = ("avx512", "avx2", "portable", "reference")  # of SPARSECOLL_KERNELS
 
 
 SMALL = 1 << 17  # values up to which NumPy takes a millisecond or two
+COMPILED = f"{__name__}.cpu"
 SPARED = 0.3  # seconds of processor time from the first call on in which small arrays do without Numba
 
 
@@ -66,7 +67,7 @@ def _spared(array: Any) -> bool:
 
     Which of two NaN stays in a sum is up to a compiler, so that arrays with NaN are left to Numba on every rank.
     """
-    if array.size > SMALL or f"{__name__}.cpu" in sys.modules:
+    if array.size > SMALL or COMPILED in sys.modules:
         return False
     return time.process_time() - _first_call() < SPARED and not (array.dtype.kind == "f" and np.isnan(array).any())
 

@@ -65,9 +65,10 @@ def as_transport(comm: Any, timeout: Any = None) -> Transport:
     if _is_mpi4py(comm):
         from sparsecoll.transport.mpi import mpi_transport
 
-        if is_world(comm) and comm.size == 1:
+        transport = mpi_transport(comm, timeout if usable(timeout) else None)
+        if transport.size == 1 and is_world(comm):
             _refuse_beside_group()
-        return mpi_transport(comm, timeout if usable(timeout) else None)
+        return transport
     if is_group(comm):
         return group_transport(comm, timeout if usable(timeout) else None)
     raise TypeError(
@@ -78,8 +79,10 @@ def as_transport(comm: Any, timeout: Any = None) -> Transport:
 
 def usable(timeout: Any) -> bool:
     """Return whether a timeout is valid: a number of seconds above 0, or None."""
+    if timeout is None:
+        return True
     number = isinstance(timeout, (int, float, np.integer, np.floating)) and not isinstance(timeout, bool)
-    return timeout is None or bool(number and timeout > 0 and math.isfinite(timeout))
+    return bool(number and timeout > 0 and math.isfinite(timeout))
 
 
 def traffic(comm: Any) -> Traffic:

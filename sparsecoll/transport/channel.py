@@ -118,7 +118,7 @@ class Channel:
 
     def rounds(self, dtype: np.dtype[Any]) -> bool:
         """Whether values of `dtype` are rounded on the wire."""
-        return formats.wire_dtype(dtype, self.value_dtype).name != dtype.name
+        return self.value_dtype is not None and formats.wire_dtype(dtype, self.value_dtype).name != dtype.name
 
     # -- dense vectors: messages hold nothing but values
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from typing import Any
 
@@ -90,15 +91,17 @@ def is_direct(transport: Transport, size: float) -> bool:
 def joined(blocks: Sequence[Buffer]) -> Buffer:
     """Return one message of at least one buffer: the sizes, then each buffer, padded to a multiple of 8 bytes."""
     sizes = [block.size for block in blocks]
+    padded = [(size + 7) // 8 * 8 for size in sizes]
     start = 8 * len(sizes)
-    message = empty(start + sum((size + 7) // 8 * 8 for size in sizes), np.uint8, blocks[0])
-    message[:start] = asarray_like(np.array(sizes, np.int64).view(np.uint8), message)
-    for block, size in zip(blocks, sizes, strict=True):
+    message = empty(start + sum(padded), np.uint8, blocks[0])
+    head = struct.pack(f"{len(sizes)}q", *sizes)
+    message[:start] = asarray_like(np.frombuffer(head, np.uint8), message)
+    for block, size, room in zip(blocks, sizes, padded, strict=True):
         end = start + size
         message[start:end] = block
-        if size % 8:
-            message[end : end + -size % 8] = 0
-        start = end + -size % 8
+        start += room
+        if end < start:
+            message[end:start] = 0
     return message
 
 
@@ -109,7 +112,7 @@ def separated(message: Buffer, count: int) -> list[Buffer]:
         CommunicationError: The message does not consist of `count` buffers.
     """
     start = 8 * count
-    sizes = to_host(message[:start]).view(np.int64).tolist() if message.size >= start else [-1]
+    sizes = struct.unpack_from(f"{count}q", to_host(message[:start])) if message.size >= start else (-1,)
     blocks = []
     for size in sizes:
         if size < 0:

@@ -98,7 +98,10 @@ class Tuning:
         calls: dict from algorithm to whole calls of growing size, each as (predicted seconds, measured seconds);
             predictions are corrected by these.
         native: MPI's own allreduce of growing size, each as (bytes, seconds); empty if it cannot be used.
-        fixed: seconds of a call beyond its messages and kernels, as ranks that share a core delay each other.
+        fixed: seconds of a call beyond its messages and kernels, as ranks that share a core delay each other; negative
+            if it takes less than they do alone.
+        sharing: seconds that the kernels of all ranks take at once, divided by their processor time: 2 if two ranks
+            share a core. `call`, `merge`, `code` and `dense` are those at once.
 
     See Also:
         `sparsecoll.tune`, `sparsecoll.Auto`.
@@ -114,6 +117,7 @@ class Tuning:
     calls: dict[str, list[tuple[float, float]]] = field(default_factory=dict, hash=False)
     native: list[tuple[float, float]] = field(default_factory=list, hash=False)
     fixed: float = 0.0
+    sharing: float = 1.0
 
     def native_seconds(self, size: float) -> float:
         """Return the seconds of MPI's own allreduce of `size` bytes; infinity far beyond the largest, or without it."""
@@ -154,7 +158,7 @@ class Tuning:
             saved = json.loads(Path(path).read_text())
             calls = {name: _pairs(rows) for name, rows in saved.pop("calls", {}).items()}
             native = _pairs(saved.pop("native", []))
-            missing = {f.name for f in fields(cls)} - {"calls", "native", "fixed"} - set(saved)
+            missing = {f.name for f in fields(cls)} - {"calls", "native", "fixed", "sharing"} - set(saved)
             if missing:
                 raise ValueError(f"missing: {', '.join(sorted(missing))}")
             return cls(**{name: float(value) for name, value in saved.items()}, calls=calls, native=native)

@@ -3,7 +3,9 @@ measured at most once, briefly, and not before a call is worth it."""
 
 import importlib
 import json
+import threading
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -313,3 +315,46 @@ def test_set_up_is_in_no_phase_and_no_total():
         return *counts, traffic.total.bytes_sent, traffic.set_up.bytes_sent, traffic.copy().set_up == traffic.set_up
 
     assert simulate(2, program).results == [(0, 8, 8, 8, True)] * 2
+
+
+def test_ranks_that_share_a_core_compute_longer_and_overlap_less():
+    """Costs are those of all ranks at once, which a kernel shorter than a time slice does not show."""
+    link = Tuning(alpha=1e-4, beta=3e-9, call=1e-5, merge=5e-9, code=5e-9)
+    shared = replace(link, call=2e-5, merge=1e-8, code=1e-8, sharing=2.0)
+    long = costmodel.Shape(10**7, 10**6, 4, 4, 10**7)
+    alone, together = costmodel.seconds(long, link), costmodel.seconds(long, shared)
+    assert together["allgather"] > 1.5 * alone["allgather"]  # its messages and its work no longer overlap
+    assert together["dynamic"] < 1.5 * alone["dynamic"]
+    assert alone["allgather"] < alone["dynamic"] and together["dynamic"] < together["allgather"]
+
+
+def test_what_does_not_fit_a_cache_takes_longer():
+    memory = Tuning(alpha=0, beta=1e-10, call=0, merge=5.5e-9, code=4e-9)
+
+    def per_entry(k, one_node):
+        return costmodel.seconds(costmodel.Shape(100 * k, k, 2, 4, 100 * k, one_node=one_node), memory)["allgather"] / k
+
+    assert per_entry(10**4, True) == pytest.approx(per_entry(10**4, False))
+    assert per_entry(10**6, True) > 1.2 * per_entry(10**4, True)
+    sums = [costmodel.Shape(10**9, 1, 2, 4, 10**9).merging(memory, 10**e) / 10**e for e in (4, 5, 6, 7)]
+    assert sums == pytest.approx([sums[0], sums[0], 1.25 * sums[0], 1.25 * sums[0]])
+
+
+def test_sharing_is_measured_and_the_same_on_all_ranks(monkeypatch):
+    """The processor time of rank r is 1 / (r + 2) of the time that passes: the median rank counts."""
+    own = threading.local()
+
+    def passed():
+        own.now += 1e-3
+        return own.now
+
+    monkeypatch.setattr(
+        tune, "time", SimpleNamespace(perf_counter=passed, thread_time=lambda: own.now / (own.rank + 2))
+    )
+
+    def program(comm):
+        own.now, own.rank = 0.0, comm.rank
+        return tune._sharing(comm.transport, lambda: None)
+
+    assert simulate(3, program).results == [pytest.approx(3.0)] * 3
+    assert simulate(1, program).results == [1.0]

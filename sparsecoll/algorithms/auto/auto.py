@@ -143,7 +143,7 @@ class Auto(Algorithm):
         return channel.with_format(choosing(tuning.beta if tuning.code else None))
 
     def __call__(self, channel: Channel, x: SparseVector, k: int) -> Reduction:
-        if channel.gathered and all(block.size for block in channel.gathered):
+        if channel.gathered and all(map(len, channel.gathered)):
             return ALLGATHER(channel, x, k)
         chosen, channel = self._chosen_for(channel, x, k)
         reduction = self._algorithm(chosen)(channel, x, k)

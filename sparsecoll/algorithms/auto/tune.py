@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import os
+import time
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -58,6 +59,8 @@ BRIEF = Effort(6, 7, large=1 << 18, entries=1 << 13, values=1 << 18, native=(1 <
 LONG_IN_ONE_NODE = 1 << 20  # bytes of an array that moves quickly in memory
 LONG_BETWEEN_NODES = 1 << 22  # bytes of the messages that measure bandwidth if those of `Effort.large` are QUICK
 QUICK = 1e-3  # seconds
+SHARING_SECONDS = 15e-3  # some time slices
+MOST_SHARING = 4.0  # more is what a moment shows in which others computed
 SHORT_TURNS = 40  # the interpreter reaches its speed after some twenty calls
 CALLS = [(18, 18), (18, 4), (22, 4), (24, 4)]  # whole calls: log2 of n * P and of n / k
 DENSE = CALLS[1:3]  # those of the dense sum, whose time depends on n above all
@@ -179,18 +182,46 @@ def _measured(transport: Transport, effort: Effort) -> Tuning:
     if modelled is not None:  # the simulator's clock stands still while kernels run
         return replace(measured, call=modelled.call, merge=modelled.merge, code=modelled.code, dense=modelled.dense)
     code = max(code - 2 * call / 3, code / 4)  # without what two calls take for the fewest entries
-    measured = replace(measured, merge=merge / effort.entries, code=code / effort.entries, dense=dense / effort.values)
-    return replace(measured, native=native, fixed=_fixed(transport, measured))
+    sharing = _sharing(transport, small_work)
+    measured = replace(
+        measured,
+        call=sharing * measured.call,
+        merge=sharing * merge / effort.entries,
+        code=sharing * code / effort.entries,
+        dense=sharing * dense / effort.values,
+        native=native,
+        sharing=sharing,
+    )
+    return replace(measured, fixed=_fixed(transport, measured))
+
+
+def _sharing(transport: Transport, work: Callable[[], object]) -> float:
+    """Return the seconds of `work` on all ranks at once, divided by its processor time; the median over the ranks.
+
+    A call that takes less than a time slice of the operating system does not show that ranks share a core.
+    """
+    if transport.size == 1:
+        return 1.0
+    allgather(transport, np.zeros(1, np.uint8))  # they begin together
+    start, used = time.perf_counter(), time.thread_time()
+    while time.perf_counter() - start < SHARING_SECONDS:
+        work()
+    took, used = time.perf_counter() - start, time.thread_time() - used
+    return max(float(np.median(allgather(transport, np.array([took / max(used, took / MOST_SHARING)])))), 1.0)
 
 
 def _fixed(transport: Transport, measured: Tuning) -> float:
-    """Return the seconds of a short call beyond what is predicted, where ranks that share a core delay each other."""
+    """Return the seconds of a short call beyond what is predicted, where ranks that share a core delay each other.
+
+    They are negative if the call takes less than that, down to the time of comparing the arguments.
+    """
     if transport.size == 1:
         return 0.0
     shape = costmodel.Shape(MIN_LENGTH, 1, transport.size, 4, MIN_LENGTH, one_node=transport.one_node)
     took = _call_seconds(Channel(transport, shape.n), costmodel.CHOICES["allgather"](), 1, SHORT_TURNS)
     compared = costmodel.agreement(transport.size, measured)  # before the timed calls
-    return max(took + compared - costmodel.seconds(shape, measured)["allgather"], 0.0)
+    predicted = costmodel.seconds(shape, measured)["allgather"]
+    return max(took + compared + measured.call - predicted, -compared)  # validating takes about as long as a kernel
 
 
 def _whole_calls(transport: Transport, tuning: Tuning) -> dict[str, list[tuple[float, float]]]:

@@ -117,10 +117,10 @@ def shape_of(x: Any) -> dict[str, list[int]]:
 
 def to_vector(x: Any) -> tuple[Vector, Back]:
     """Return `as_vector(x)`, and what converts a result to x's type (a SparseVector for a dense x)."""
-    if isinstance(x, np.ma.MaskedArray):
-        raise TypeError("x: expected an array without a mask, got a masked one: use x.filled(0)")
     if isinstance(x, (SparseVector, DenseVector)):
         return x, Back()
+    if isinstance(x, np.ma.MaskedArray):
+        raise TypeError("x: expected an array without a mask, got a masked one: use x.filled(0)")
     if isinstance(x, tuple) and len(x) == 3:
         return SparseVector(*x), ToTriple()
     if isinstance(x, np.ndarray) or on_gpu(x):

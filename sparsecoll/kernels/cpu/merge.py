@@ -182,7 +182,7 @@ def merge_sum(parts: Sequence[tuple[Array, Array]], dtype: np.dtype[np.generic])
         return parts[0][0], parts[0][1].astype(dtype) + dtype.type(0)  # -0 becomes +0, as in any sum that starts at +0
     indices = [np.ascontiguousarray(i) for i, _ in parts]
     values = [v for _, v in parts]
-    count = threads.count_for(sum(i.size for i in indices))
+    count = threads.count_for(sum([i.size for i in indices]))
     if count == 1:
         return _merged(indices, values, dtype)
     sample = np.sort(np.concatenate([i[:: max(1, i.size // (SAMPLES * count))] for i in indices]))
