@@ -50,6 +50,7 @@ SHORTER = {
     "allgather 2 %, 4 bits, Nesterov, rate": 0.7,
     "allgather 1 %, 4 bits": 0.7,
     "oktopk 1 %, momentum 0.5": 0.5,
+    "cltk 1 %, momentum 0.5": 0.5,
 }
 
 
@@ -90,6 +91,7 @@ CORRECTED: dict[str, Callable[[Task, int], Compressor]] = {
     "allgather 1 %, warm-up": corrected(TopK, algo="allgather", warm_up=0.1),
     "densestream 1 %": corrected(DenseStream),
     "cltk 1 %": corrected(TopK, algo="cltk"),
+    "cltk 1 %, momentum 0.5": corrected(TopK, momentum=0.5, algo="cltk"),
     "exdyna 1 %": corrected(TopK, algo="exdyna"),
     "arctopk 1 %": corrected(TopK, algo="arctopk"),
     "dgc 1 %": lambda task, _: DGC(DENSITY, momentum=0.0 if task.adam else MOMENTUM, clip=task.clip),

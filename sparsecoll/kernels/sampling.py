@@ -1,9 +1,13 @@
-"""The stride of a regular sample."""
+"""Regular samples: their stride, and the sample that bounds the k-th largest magnitude from below."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
+from sparsecoll.kernels.keys import Addend, Array
+
+SMALL = 1 << 13  # up to this many values the top k is selected among all of them
 _SMALL_PRIMES = 2 * 3 * 5 * 7 * 11 * 13
 
 
@@ -21,3 +25,26 @@ def stride_for(length: int, size: int) -> int:
     while math.gcd(stride, primes) > 1:
         stride += 1
     return stride
+
+
+def bounding_sample(
+    values: Array, k: int, add: Addend | None, most: int, accumulate: Callable[[Array, Addend], None]
+) -> tuple[Array, int] | None:
+    """A sample of `values + scale * addend`, and the rank in it of a key that at least k of them are likely to reach.
+
+    Args:
+        most: size of the largest sample.
+        accumulate: the kernel.
+
+    Returns:
+        (sample, rank), with 1 for the largest key; None if there are few values, or k is a large part of them.
+    """
+    if values.size <= SMALL or k > values.size // 2:
+        return None
+    stride = stride_for(values.size, min(max(values.size >> 7, SMALL), most))
+    sample = values[::stride].copy()
+    if add is not None:
+        accumulate(sample, (add[0][::stride], add[1]))
+    expected = k * sample.size / values.size
+    rank = int(expected + 4 * math.sqrt(expected) + 5)
+    return None if rank > sample.size else (sample, rank)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from sparsecoll.torch.bucket import Bucket
-from sparsecoll.torch.compressors import Compressor, resolve
+from sparsecoll.torch.compressors import Compressor, TopK, resolve
 from sparsecoll.torch.layout import Layout, cut, has_rows, takes_part
 from sparsecoll.torch.replica import Replica
 from sparsecoll.torch.row_gradients import RowBucket, RowParameters
@@ -127,7 +127,11 @@ class Buckets:
         own = self._compressor
         if layout.rows:
             return RowSum(**own.for_rows())
-        return resolve(own.for_small() if layout.small else own)
+        if not layout.small:
+            return resolve(own)
+        waits = self._parked.get("residual", {}).keys()  # of rows, or from when `dense_below` was another one
+        small = own.for_small()
+        return TopK(1.0, "dense") if small == "none" and not waits.isdisjoint(layout.names) else resolve(small)
 
     def release(self, start: int = 0) -> None:
         """Discard the buckets from number `start` on; the state of their parameters is kept."""

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparsecoll.kernels import cpu, reference
+from sparsecoll.kernels import cpu, reference, sampling
 from sparsecoll.kernels.keys import COMPILED_DTYPES, key_of, magnitude_of
 from sparsecoll.vector import accumulator_dtype
 
@@ -112,7 +112,7 @@ def test_exact_top_k(dtype, size, seed, share):
 def test_exact_top_k_survives_a_sample_that_misleads():
     """Large values exactly where the strided sample looks: its bound is far too high."""
     v = np.ones(1 << 18, np.float32)
-    v[:: (1 << 18) // cpu.largest.SMALL] = 100
+    v[:: (1 << 18) // sampling.SMALL] = 100
     for k in (100, 1 << 15, (1 << 15) + 5000):
         same_entries(cpu.topk(v, k), reference.topk(v, k))
         mine = v.copy()

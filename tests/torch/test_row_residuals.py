@@ -5,7 +5,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from nets import bits, close  # noqa: E402
-from tables import D, N, P, backward, table, train  # noqa: E402
+from tables import D, N, P, backward, loss_of, table, train  # noqa: E402
 
 import sparsecoll.torch  # noqa: E402
 from sparsecoll import simulate  # noqa: E402
@@ -121,6 +121,44 @@ def test_a_table_that_becomes_dense_keeps_its_residual():
 
     for kept, residual in simulate(P, program).results:
         assert kept.any() and not residual.is_sparse and torch.equal(residual, kept)
+
+
+@pytest.mark.parametrize("dense_below", [0, 1024])
+@pytest.mark.parametrize("resumed", [False, True])
+def test_what_waits_for_a_table_is_sent_with_its_dense_gradients(dense_below, resumed):
+    """All gradients = P * what has moved the table, also if it is so small that its dense gradients are exact."""
+
+    def program(comm):
+        embedding = table()
+        start, given = embedding.weight.detach().clone(), torch.zeros(N, D)
+
+        def wrapped():
+            inner = torch.optim.SGD(embedding.parameters(), 1.0)
+            return DistributedOptimizer(inner, embedding, comm, TopK(1.0, row_density=0.1), dense_below=dense_below)
+
+        optimizer = wrapped()
+        for step in range(4):
+            optimizer.zero_grad()
+            own = table()
+            for model in (own, embedding):
+                loss = loss_of(model, comm.rank, step)
+                if step >= 2 and comm.rank == 1:
+                    loss = loss + step * model.weight.sum()  # dense on one rank
+                loss.backward()
+            gradient = own.weight.grad
+            given += gradient.to_dense() if gradient.is_sparse else gradient
+            optimizer.step()
+            assert residual_of(optimizer).to_dense().any() == (step < 2)
+            if resumed:
+                state = optimizer.state_dict()
+                optimizer.close()
+                optimizer = wrapped()
+                optimizer.load_state_dict(state)
+        return start - embedding.weight.detach(), given
+
+    results = simulate(P, program).results
+    assert all(torch.equal(moved, results[0][0]) for moved, _ in results)
+    torch.testing.assert_close(P * results[0][0], sum(given for _, given in results), rtol=1e-4, atol=1e-4)
 
 
 def test_what_row_density_refuses():

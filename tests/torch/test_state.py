@@ -6,7 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from nets import bits, net, train  # noqa: E402
+from nets import P, batch, bits, loss_of, net, parameters, train  # noqa: E402
 
 import sparsecoll.torch  # noqa: E402
 from sparsecoll import simulate  # noqa: E402
@@ -43,6 +43,32 @@ def test_a_run_goes_on_bit_for_bit(make):
         return bits(again) == bits(whole)
 
     assert all(simulate(3, program).results)
+
+
+def test_what_waits_is_sent_by_parameters_that_are_small_after_loading():
+    def program(comm):
+        model, state = net(), None
+        start, given = parameters(model), [torch.zeros_like(p) for p in model.parameters()]
+        for step, dense_below in enumerate([0, 10_000]):
+            inner = torch.optim.SGD(model.parameters(), 1.0)
+            optimizer = DistributedOptimizer(inner, model, comm, OkTopk(0.05), dense_below=dense_below)
+            if state is not None:
+                optimizer.load_state_dict(state)
+            optimizer.zero_grad()
+            own = net()
+            own.load_state_dict(model.state_dict())
+            for one in (own, model):
+                loss_of(one, batch(comm.rank, step)).backward()
+            for total, p in zip(given, own.parameters(), strict=True):
+                total += p.grad
+            optimizer.step()
+            state = optimizer.state_dict()
+            assert any(t.any() for t in state["sparsecoll"]["tensors"]["residual"].values()) == (step == 0)
+        return [a - p for a, p in zip(start, parameters(model), strict=True)], given
+
+    results = simulate(P, program).results
+    for moved, *given in zip(results[0][0], *(given for _, given in results), strict=True):
+        torch.testing.assert_close(P * moved, sum(given))
 
 
 @pytest.mark.parametrize("make", [sparse, wrapped])

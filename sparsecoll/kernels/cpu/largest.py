@@ -11,10 +11,8 @@ from sparsecoll.kernels.cpu.lanes import BLOCK, jit, magnitude_key
 from sparsecoll.kernels.cpu.selection import lanes_of, select_all, select_at_least
 from sparsecoll.kernels.keys import Addend, Array, bits_and_mask, index_dtype
 from sparsecoll.kernels.memory import empty, readonly
-from sparsecoll.kernels.reference.selection import magnitude_keys
-from sparsecoll.kernels.sampling import stride_for
+from sparsecoll.kernels.sampling import bounding_sample
 
-SMALL = 1 << 13  # up to this many values topk selects among all of them
 SAMPLE = 1 << 15  # size of the largest sample that bounds the k-th magnitude from below
 BEYOND = 1 << 64  # a key that no value reaches
 
@@ -66,19 +64,8 @@ def _topk_by_key_into(out_i: Array, out_v: Array, values: Array, indices: Array 
 
 
 def lower_bound_key(values: Array, k: int, add: Addend | None = None) -> int:
-    if values.size <= SMALL or k > values.size // 2:
-        return 0
-    size = min(max(values.size >> 7, SMALL), SAMPLE)
-    stride = stride_for(values.size, size)
-    sample = values[::stride].copy()
-    if add is not None:
-        reference.accumulate(sample, (add[0][::stride], add[1]))
-    keys = magnitude_keys(sample)
-    expected = k * keys.size / values.size
-    rank = int(expected + 4 * np.sqrt(expected) + 4)
-    if rank >= keys.size:
-        return 0
-    return int(np.partition(keys, keys.size - 1 - rank)[keys.size - 1 - rank])
+    found = bounding_sample(values, k, add, SAMPLE, reference.accumulate)
+    return kth_key(*found)[0] if found else 0
 
 
 def kth_key(values: Array, k: int) -> tuple[int, int]:

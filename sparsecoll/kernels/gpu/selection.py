@@ -10,7 +10,7 @@ from sparsecoll.kernels.gpu import device
 from sparsecoll.kernels.gpu.device import launch, types, u32
 from sparsecoll.kernels.keys import index_dtype
 from sparsecoll.kernels.reference.selection import MOMENT_ROWS, ROUNDS, moved
-from sparsecoll.kernels.sampling import stride_for
+from sparsecoll.kernels.sampling import SMALL, bounding_sample
 
 Array = Any  # of CuPy
 Addend = tuple[Array, float]
@@ -18,7 +18,6 @@ Addend = tuple[Array, float]
 TILE = 4096  # items per block of threads, as in selection.cu; also the length of a line of moments
 SEGMENT = 1 << 30  # items per launch, whose counts have 31 bits
 DIGIT = 11  # bits per digit of the radix selection, as in selection.cu
-SMALL = 1 << 13  # up to this many values topk selects among all of them
 SAMPLE = 1 << 17  # size of the largest sample that bounds the k-th magnitude from below
 
 assert TILE == MOMENT_ROWS * device.THREADS
@@ -162,16 +161,8 @@ def topk_by_key(values: Array, key: int, ties: int, *, indices: Array | None = N
 
 
 def lower_bound_key(values: Array, k: int, add: Addend | None = None) -> int:
-    if values.size <= SMALL or k > values.size // 2:
-        return 0
-    size = min(max(values.size >> 7, SMALL), SAMPLE)
-    stride = stride_for(values.size, size)
-    sample = values[::stride].copy()
-    if add is not None:
-        accumulate(sample, (add[0][::stride], add[1]))
-    expected = k * sample.size / values.size
-    rank = int(expected + 4 * np.sqrt(expected) + 4)
-    return 0 if rank >= sample.size else kth_key(sample, rank + 1)[0]
+    found = bounding_sample(values, k, add, SAMPLE, accumulate)
+    return kth_key(*found)[0] if found else 0
 
 
 def kth_key(values: Array, k: int) -> tuple[int, int]:
