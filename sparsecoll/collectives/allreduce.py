@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -173,18 +173,26 @@ def _allreduce(transport: Transport, x: Any, algo: Any, options: CallOptions, re
 
 
 def allreduce_vectors(
-    transport: Transport, vector: Vector, algorithm: Algorithm, options: CallOptions, preselected: bool = False
+    transport: Transport,
+    vector: Vector,
+    algorithm: Algorithm,
+    options: CallOptions,
+    preselected: bool = False,
+    name: Hashable | None = None,
 ) -> Reduction:
     """`allreduce` of vectors, as the torch adapter uses it; may be called inside another CollectiveCall.
 
     Args:
         preselected: whether the vector consists of selected entries, all of which are sent (default: False).
+        name: what identifies the algorithm among those that are called with this object of options, with which the
+            arguments are validated once; None, the default, validates them in each call.
 
     Returns:
         The algorithm's Reduction; its value may be a DenseVector, and is a sum whatever `options.op` says.
     """
     with CollectiveCall(transport, "allreduce", options.timeout) as call:
-        arguments = validated(call, vector, algorithm, options)
+        key = None if name is None or vector.on_gpu else (name, type(vector), vector.length, vector.dtype)
+        arguments = _once(call, options, key, lambda: validated(call, vector, algorithm, options))
         return _reduce(call, vector, algorithm, options, arguments, None if preselected else arguments.k)
 
 
@@ -236,18 +244,29 @@ def arguments_of(
     if name is not None and not vector.on_gpu:
         shape = tuple(getattr(x, "shape", ()))
         key = (name, call.name, type(vector), vector.length, vector.dtype, shape)
-        found: Arguments | None = options.known.get(key)
-        if found is not None:
-            call.signature = found.signature
-            return found
-    call.signature |= convert.shape_of(x)
-    options.check_operation(vector)
-    arguments = validated(call, vector, algorithm, options)
+
+    def validate() -> Arguments:
+        call.signature |= convert.shape_of(x)
+        options.check_operation(vector)
+        return validated(call, vector, algorithm, options)
+
+    return _once(call, options, key, validate)
+
+
+def _once(
+    call: CollectiveCall, options: CallOptions, key: Hashable | None, validate: Callable[[], Arguments]
+) -> Arguments:
+    """Return what `validate` has returned for the same key, if it is not None, and the same object of options."""
+    found: Arguments | None = None if key is None else options.known.get(key)
+    if found is not None:
+        call.signature = found.signature
+        return found
+    found = validate()
     if key is not None:
         if len(options.known) >= MAX_KNOWN:
             options.known.clear()
-        options.known[key] = arguments
-    return arguments
+        options.known[key] = found
+    return found
 
 
 def validated(call: CollectiveCall, vector: Vector, algorithm: Algorithm, options: CallOptions) -> Arguments:

@@ -180,6 +180,10 @@ class Bucket:
         self._release(self.source, self.mean, unused)  # not used again before the gradients made of them are gone
         self.gradient = self.source = None
 
+    def assigned(self) -> None:
+        """Gradients have been made of the means; a mean that nobody else holds is freed with them."""
+        self.mean = None
+
     def reset(self) -> None:
         """Drop the reduction, and free its buffers."""
         self._release(self.gradient, self.source, self.mean)

@@ -199,6 +199,8 @@ class Reducer:
             if name in outcome.used or (replica.params[name].requires_grad and bucket.has_mean(name)):
                 bucket.assign_grad(name, self.scale.of(compressor))
                 self._means.add(name)
+        for bucket, _ in self.buckets:
+            bucket.assigned()
         replica.broadcast_buffers(outcome)
         self._profiler.note(replica.transport, self._sender.last, seconds, replica.patience)
         self._end()

@@ -1,5 +1,6 @@
 """Gradients that are not copied: views of the flat vector, and those that are alone in their bucket."""
 
+import sys
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +16,7 @@ from sparsecoll.torch import COMPRESSORS, DistributedOptimizer  # noqa: E402
 from sparsecoll.torch.bucket import Bucket  # noqa: E402
 from sparsecoll.torch.compressors import DGC, StepContext, TopK, resolve  # noqa: E402
 from sparsecoll.torch.layout import Layout, cut  # noqa: E402
+from sparsecoll.torch.schedule import WarmUp  # noqa: E402
 
 P = 3
 WAYS = [(as_view, size) for as_view in (False, True) for size in (1, None)]  # bucket_bytes
@@ -192,3 +194,38 @@ def test_a_gradient_that_a_later_hook_changes_is_sent_again(as_view, size):
 def test_option_is_checked():
     with pytest.raises(TypeError, match="gradient_as_bucket_view: expected True or False, got 1"):
         simulate(2, lambda comm: made(comm, 1, None))
+
+
+def test_a_gradient_that_is_the_mean_is_freed_by_zero_grad():
+    """Nothing holds it until the next reduction: a step would take the memory of two gradients."""
+
+    def program(comm):
+        p = torch.nn.Parameter(torch.ones(4000))
+        optimizer = DistributedOptimizer(torch.optim.SGD([p], 0.1), [("p", p)], comm, "free", dense_below=0)
+        for _ in range(2):
+            p.backward(torch.ones(4000))
+            storage = p.grad.untyped_storage()
+            optimizer.step()
+            optimizer.zero_grad()
+            assert torch._C._storage_Use_Count(storage._cdata) == 1  # this one
+
+    simulate(2, program)
+
+
+def test_arguments_of_a_bucket_are_validated_once(monkeypatch):
+    """And again if they change, as k does by a schedule."""
+    allreduce = sys.modules["sparsecoll.collectives.allreduce"]
+    calls, validated = [], allreduce.validated
+    monkeypatch.setattr(allreduce, "validated", lambda call, *given: calls.append(given) or validated(call, *given))
+
+    def program(comm):
+        p = torch.nn.Parameter(torch.zeros(4000))
+        density = WarmUp(0.01, steps=4, start=0.1, stages=1)
+        optimizer = DistributedOptimizer(torch.optim.SGD([p], 0.1), [("p", p)], comm, TopK(density), dense_below=0)
+        for factor in range(1, 9):
+            p.backward(torch.arange(4000.0) * (comm.rank + factor))
+            optimizer.step()
+            optimizer.zero_grad()
+
+    simulate(2, program)
+    assert len(calls) == 2 * 2  # ranks, values of k
