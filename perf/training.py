@@ -6,8 +6,10 @@
 
 Models: "vgg" (20 M parameters, two convolutional blocks and three linear layers, on 28 x 28 images) and "mlp" (107 M
 parameters), with random inputs. A step is forward, backward, reduction, and SGD with momentum; its time is that of the
-slowest rank, the median of --repeat steps. "plain" is torch.optim.SGD on each rank alone, which is computation only.
-"free" is DistributedOptimizer without communication. "exposed" is the time that a rank waits in `step`.
+slowest rank, the median of --repeat steps. "plain" is torch.optim.SGD on each rank alone, which is computation only; a
+step of it comes before each step of every other line, and "x plain" is the median of their ratios, so that neither the
+order of the lines nor what else the machine does favours one. "free" is DistributedOptimizer without communication.
+"exposed" is the time that a rank waits in `step`.
 """
 
 from __future__ import annotations
@@ -174,47 +176,52 @@ def lines(model_name: str, options: argparse.Namespace, comm: Any) -> Iterator[t
             yield name, lambda r=register, one=one: ddp(r, **one)
 
 
-def measure(step: Step, comm: Any, warm: int, repeat: int) -> Row:
-    """Return the median seconds of a step on the slowest rank, and their parts."""
+def measure(step: Step, comm: Any, warm: int, repeat: int, plain: Step | None = None) -> Row:
+    """Return the median seconds of a step on the slowest rank, their parts, and the ratio to steps of `plain`."""
     transport = as_transport(comm)
     for _ in range(warm):
         step()
     seconds = getattr(step.optimizer, "seconds", {})
     before, counted = dict(seconds), transport.traffic.copy()
-    times = []
-    for _ in range(repeat):
-        comm.Barrier()
-        start = time.perf_counter()
-        step()
-        times.append(time.perf_counter() - start)
+    times = [timed(one, comm) for _ in range(repeat) for one in ([] if plain is None else [plain]) + [step]]
     parts = {kind: (value - before[kind]) / repeat for kind, value in seconds.items()}
     table = allgather(transport, np.array([*times, *parts.values()]))
     moved = transport.traffic.since(counted)
-    slowest = table[:, :repeat].max(axis=0)
+    *beside, slowest = table[:, : len(times)].max(axis=0).reshape(repeat, -1).T
     row: Row = {"seconds": float(np.median(slowest)), "least": float(slowest.min()), "most": float(slowest.max())}
     row |= {"MB received": moved.total.bytes_received / repeat / 1e6}
-    return row | dict(zip(parts, table[:, repeat:].mean(axis=0).tolist(), strict=True))
+    row |= dict(zip(parts, table[:, len(times) :].mean(axis=0).tolist(), strict=True))
+    return row | {"x plain": float(np.median(slowest / beside[0])) if beside else None}
+
+
+def timed(step: Step, comm: Any) -> float:
+    """Return the seconds of one step, which all ranks begin together."""
+    comm.Barrier()
+    start = time.perf_counter()
+    step()
+    return time.perf_counter() - start
 
 
 def rows(options: argparse.Namespace, comm: Any) -> Iterator[Row]:
     """Measure and yield the rows, the same on every rank."""
     for model_name in options.models:
-        alone = 0.0
+        plain: Step | None = None
         for name, make in lines(model_name, options, comm):
             if options.lines and not any(text in name for text in options.lines):
                 continue
             step = make()
             measured = name == "covap"
-            found = measure(step, comm, options.warm + (7 if measured else 0), options.repeat)
-            alone = found["seconds"] if name == "plain" else alone
+            found = measure(step, comm, options.warm + (7 if measured else 0), options.repeat, plain)
             parameters = sum(p.numel() for p in step.model.parameters())
             row = {"model": model_name, "parameters": parameters, "P": comm.size, "line": name, **found}
             if measured:
                 row["ccr"] = step.optimizer.state_dict()["sparsecoll"]["ccr"]
             if isinstance(step.optimizer, DistributedOptimizer):
                 step.optimizer.close()
+            if name == "plain":
+                plain, row["x plain"] = step, 1.0
             del step
-            yield row | {"x plain": row["seconds"] / alone if alone else None}
+            yield row
 
 
 def hidden(rows: dict[str, Row], name: str) -> float | None:
@@ -222,8 +229,7 @@ def hidden(rows: dict[str, Row], name: str) -> float | None:
     alone, apart = rows.get("plain"), rows.get(f"{name}, no overlap")
     if alone is None or apart is None:
         return None
-    communication = apart["seconds"] - alone["seconds"]
-    return (apart["seconds"] - rows[name]["seconds"]) / min(alone["seconds"], communication)
+    return (apart["x plain"] - rows[name]["x plain"]) / min(1.0, apart["x plain"] - 1.0)
 
 
 def tables(found: list[Row]) -> dict[str, str]:
@@ -272,7 +278,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--lines", nargs="+", help="only lines whose name contains one of these")
     parser.add_argument("--batch", type=int, default=32, help="samples per rank and step")
-    parser.add_argument("--repeat", type=int, default=7)
+    parser.add_argument("--repeat", type=int, default=6)
     parser.add_argument("--warm", type=int, default=3)
     parser.add_argument("--no-gloo", dest="gloo", action="store_false", help="without DistributedDataParallel")
     parser.add_argument("--interface", help="network interface for gloo")
