@@ -11,7 +11,6 @@ outside of all kinds: agreements, plans of messages, Python.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import sys
 import threading
@@ -43,6 +42,24 @@ BYTES = {  # read and written for each unit of the amount of a span, with values
 }
 
 
+class _Timed:
+    """A span of Work: a class, since a generator would take a good part of what is to be measured."""
+
+    __slots__ = ("_inner", "_kind", "_seconds", "_start")
+
+    def __init__(self, seconds: dict[str, float], kind: str, inner: list[float]) -> None:
+        self._seconds, self._kind, self._inner = seconds, kind, inner
+
+    def __enter__(self) -> None:
+        self._inner.append(0.0)
+        self._start = time.thread_time()
+
+    def __exit__(self, *error: object) -> None:
+        whole = time.thread_time() - self._start
+        self._seconds[self._kind] += whole - self._inner.pop()
+        self._inner[-1] += whole
+
+
 class Work(Timeline):
     """Adds up CPU seconds and amounts by kind of work instead of recording spans; time in nested spans counts once.
 
@@ -60,21 +77,12 @@ class Work(Timeline):
         self.amounts = dict.fromkeys(self.seconds, 0)
         self._inner: dict[int, list[float]] = {}
 
-    @contextlib.contextmanager
-    def span(self, name: str, /, *, amount: int = 0, **_: Any) -> Iterator[None]:
+    def span(self, name: str, /, *, amount: int = 0, **_: Any) -> _Timed:
         """Time a span of this thread."""
         thread = threading.get_ident()
         kind = "copy" if thread == self.trainer else name if name in trace.KINDS else "other"
-        inner = self._inner.setdefault(thread, [0.0])
-        inner.append(0.0)
-        start = time.thread_time()
-        try:
-            yield
-        finally:
-            whole = time.thread_time() - start
-            self.seconds[kind] += whole - inner.pop()
-            self.amounts[kind] += amount
-            inner[-1] += whole
+        self.amounts[kind] += amount
+        return _Timed(self.seconds, kind, self._inner.setdefault(thread, [0.0]))
 
     def add(self, *_: Any, **__: Any) -> None:
         """Spans that are over have no CPU seconds."""
