@@ -208,7 +208,8 @@ def main() -> None:
     parser.add_argument("--render", action="store_true", help="only write the page")
     options = parser.parse_args()
     if options.render:
-        render(list(LINES), [TWICE, BEST], "allgather 1 %, 4 bits")
+        rate = [f"{line}, rate" for line in (TWICE, BEST)]
+        render(list(LINES), {"best": [TWICE, BEST], "rate": rate, "before": ["allgather 1 %, 4 bits"]})
         return
     comm = default_comm()
     if comm.size > 1:

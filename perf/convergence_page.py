@@ -142,14 +142,14 @@ def draw_against_bytes(rows: list[Row], lines: list[str]) -> None:
     plt.close(figure)
 
 
-def render(lines: list[str], best: list[str], before: str) -> None:
-    """Write docs/convergence.md, which recommends the lines `best`, beside `before`, and its figures."""
+def render(lines: list[str], compared_nets: dict[str, list[str]]) -> None:
+    """Write docs/convergence.md and its figures; `compared_nets` has the lines of its tables over all nets."""
     rows = load()
     for P in sorted({row["P"] for row in rows}):
         draw(rows, P, lines)
     draw_against_bytes(rows, lines)
     commits = ", ".join(sorted({row["commit"] for row in rows}))
     tables = {name: table(rows, name, lines) for name in TASKS}
-    tables |= {"best": over_tasks(rows, best), "before": over_tasks(rows, [before])}
+    tables |= {name: over_tasks(rows, shown) for name, shown in compared_nets.items()}
     ours = {line: gaps(rows, line) for line in lines}
     PAGE.write_text(TEXT.read_text().format(commits=commits, ours=ours, **tables))
