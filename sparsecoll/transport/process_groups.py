@@ -7,16 +7,20 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import weakref
 from dataclasses import dataclass
+from queue import SimpleQueue
 from typing import Any
 
 from sparsecoll.errors import CommunicationError
 from sparsecoll.transport.base import Transport
-from sparsecoll.transport.tcp import connect
+from sparsecoll.transport.tcp import TcpTransport, connect
 
 _transports: weakref.WeakKeyDictionary[Any, Transport | _Abandoned] = weakref.WeakKeyDictionary()
 _numbers: dict[str, int] = {}  # how many transports of a group of this name have been made
+_left: SimpleQueue[TcpTransport] = SimpleQueue()  # of groups that are gone; calls may be under way
+_closers: list[threading.Thread] = []  # the thread that closes those, once there is one
 
 
 @dataclass
@@ -61,7 +65,7 @@ def group_transport(comm: Any, timeout: float | None = None) -> Transport:
         except CommunicationError as error:
             transport = _Abandoned(str(error))
         else:
-            weakref.finalize(group, transport.close, "its process group was destroyed")
+            _close_with(group, transport)
         _transports[group] = transport
     if isinstance(transport, _Abandoned):
         raise CommunicationError(
@@ -73,6 +77,35 @@ def group_transport(comm: Any, timeout: float | None = None) -> Transport:
 def bind(transport: Transport) -> None:
     """Let the default group stand for a communicator of the same ranks."""
     _transports[default_group()] = transport
+
+
+def _close_with(group: Any, transport: TcpTransport) -> None:
+    """Close the transport when the group is gone."""
+    if not _closers:
+        _closers.append(threading.Thread(target=_close_left, name="sparsecoll-closer", daemon=True))
+        _closers[0].start()
+    weakref.finalize(group, _leave, transport)
+
+
+def _leave(transport: TcpTransport) -> None:
+    """Close a transport, or let the closer wait for its nonblocking calls.
+
+    The garbage collector calls this, on any thread and within any function: also while a thread starts, which holds a
+    lock of `threading` without which no thread can be joined. So nothing here may wait.
+    """
+    if transport.worker is None:
+        _close(transport)
+    else:
+        _left.put(transport)
+
+
+def _close_left() -> None:
+    while True:
+        _close(_left.get())
+
+
+def _close(transport: TcpTransport) -> None:
+    transport.close("its process group was destroyed")
 
 
 def _distributed() -> Any:
