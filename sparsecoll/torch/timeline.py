@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from torch._C._profiler import _RecordFunctionFast
+import torch
 
 from sparsecoll.telemetry import trace
 
@@ -87,7 +87,7 @@ def bucket_span(timeline: Timeline | None, index: int, length: int) -> Iterator[
     """
     name = f"bucket {index}"
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_RecordFunctionFast(f"sparsecoll: {name}"))  # costs nothing unless there is a profiler
+        stack.enter_context(torch.profiler.record_function(f"sparsecoll: {name}"))
         if timeline is not None:
             stack.enter_context(timeline.span(name, values=length))
             stack.enter_context(trace.record(timeline))

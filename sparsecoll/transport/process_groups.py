@@ -81,8 +81,8 @@ def bind(transport: Transport) -> None:
 
 def _close_with(group: Any, transport: TcpTransport) -> None:
     """Close the transport when the group is gone."""
-    if not _closers:
-        _closers.append(threading.Thread(target=_close_left, name="sparsecoll-closer", daemon=True))
+    if not any(thread.is_alive() for thread in _closers):  # a forked process has none
+        _closers[:] = [threading.Thread(target=_close_left, name="sparsecoll-closer", daemon=True)]
         _closers[0].start()
     weakref.finalize(group, _leave, transport)
 
