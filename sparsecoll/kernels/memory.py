@@ -29,19 +29,6 @@ _free: dict[int, list[NDArray[np.uint8]]] = {}  # by size, in the order in which
 _total = [0]  # bytes in _free; both are changed only while the lock is held
 
 
-class _Block:
-    """The owner of a piece of memory, and the base of the arrays that use it."""
-
-    __slots__ = ("__array_interface__", "raw")
-
-    def __init__(self, raw: NDArray[np.uint8]) -> None:
-        self.raw = raw
-        self.__array_interface__ = raw.__array_interface__
-
-    def __del__(self) -> None:
-        _release_block(self.raw)
-
-
 def _rounded_size(size: int) -> int:
     """The bytes to allocate: `size` rounded up to one of eight steps per power of two."""
     step = 1 << max(size.bit_length() - 4, 12)
@@ -53,15 +40,6 @@ def _sizes_from(rounded: int) -> Iterator[int]:
     for _ in range(LARGER):
         yield rounded
         rounded = _rounded_size(rounded + 1)
-
-
-def _release_block(raw: NDArray[np.uint8], returned: Any = _returned, lock: Any = _lock) -> None:
-    returned.append(raw)
-    if lock.acquire(blocking=False):  # otherwise the holder of the lock, or the next one, files it
-        try:
-            _file_returned()
-        finally:
-            lock.release()
 
 
 def _file_returned(free: Any = _free, returned: Any = _returned, total: Any = _total, limit: int = RETAINED) -> None:
@@ -78,6 +56,30 @@ def _file_returned(free: Any = _free, returned: Any = _returned, total: Any = _t
         free[size].pop(0)
         if not free[size]:
             del free[size]
+
+
+def _release_block(
+    raw: NDArray[np.uint8], returned: Any = _returned, lock: Any = _lock, file: Any = _file_returned
+) -> None:
+    returned.append(raw)
+    if lock.acquire(blocking=False):  # otherwise the holder of the lock, or the next one, files it
+        try:
+            file()
+        finally:
+            lock.release()
+
+
+class _Block:
+    """The owner of a piece of memory, and the base of the arrays that use it."""
+
+    __slots__ = ("__array_interface__", "raw")
+
+    def __init__(self, raw: NDArray[np.uint8]) -> None:
+        self.raw = raw
+        self.__array_interface__ = raw.__array_interface__
+
+    def __del__(self, release: Any = _release_block) -> None:
+        release(self.raw)
 
 
 def on_gpu(array: Any) -> bool:

@@ -100,6 +100,29 @@ def test_fused_accumulation_moments_and_clearing(dtype, size, seed, data):
 
 
 @FEW
+@given(floats, sizes, seeds, st.data())
+def test_momentum(dtype, size, seed, data):
+    """Heavy-ball and Nesterov velocities, with the sums in other memory or in place."""
+    dtype = np.dtype(dtype)
+    velocity, gradient = (values(dtype, size, seed + s) for s in (0, 1))
+    factor, in_place = data.draw(st.sampled_from([0.0, 0.7, 0.9])), data.draw(st.booleans())
+    results = []
+    for kernels in (cpu, reference):
+        given, own, sums = gradient.copy(), *(np.ones(size, dtype) for _ in range(2))
+        out = given if in_place else sums
+        with np.errstate(all="ignore"):
+            kernels.nesterov(velocity, given, factor, own, out)
+            results.append([own.copy(), out.copy()])
+            kernels.accumulate(gradient, (velocity, factor), own)
+        results[-1].append(own)
+        assert in_place or given.tobytes() == gradient.tobytes()
+    for a, b in zip(*results, strict=True):
+        np.testing.assert_array_equal(a, b)
+        if not np.isnan(np.asarray(b, np.float64)).any():
+            equal(a, b)
+
+
+@FEW
 @given(dtypes, sizes, seeds, st.floats(0, 1))
 def test_exact_top_k(dtype, size, seed, share):
     v = values(dtype, size, seed)

@@ -1,6 +1,8 @@
 """Memory is used again only after the last view of it is gone, and only so much is kept."""
 
 import gc
+import subprocess
+import sys
 import threading
 
 import numpy as np
@@ -89,3 +91,21 @@ def test_threads_never_share():
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+def test_arrays_that_outlive_the_modules_are_silent():
+    """Numba keeps the globals of the script that compiles a function until the interpreter has cleared all modules."""
+    script = """
+import numba, numpy as np
+from sparsecoll.kernels.memory import empty
+
+x = empty(1 << 20, np.uint8)
+
+@numba.njit
+def first(values):
+    return values[0]
+
+first(x)
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=True)
+    assert ended.stderr == ""

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from sparsecoll.kernels import reference, threads
+from sparsecoll.kernels.cpu.additions import accumulate, add_range, sum_range
 from sparsecoll.kernels.cpu.lanes import (
     BLOCK,
     VECTORS,
@@ -55,20 +56,6 @@ def _key_range(bits, mask):  # type: ignore[no-untyped-def]
         lowest = min(lowest, m)
         highest = max(highest, m)
     return lowest, highest
-
-
-@jit
-def _add(values, addend, scale, start, stop):  # type: ignore[no-untyped-def]
-    target, source = values[start:stop], addend[start:stop]  # slices: plain loops over them are vectorised
-    for i in range(target.size):
-        target[i] += scale * values.dtype.type(source[i])
-
-
-@jit
-def _sum(values, addend, scale, out, start, stop):  # type: ignore[no-untyped-def]
-    target, first, second = out[start:stop], values[start:stop], addend[start:stop]
-    for i in range(target.size):
-        target[i] = first[i] + scale * out.dtype.type(second[i])
 
 
 @jit
@@ -177,11 +164,11 @@ def _select(  # type: ignore[no-untyped-def]
         first = stop - (stop - start) % BLOCK
         if origin is not None:
             if addend is not None:
-                _sum(origin, addend, scale, values, start if added is None else first, stop)
+                sum_range(origin, addend, scale, values, start if added is None else first, stop)
             else:
                 _copy(origin, bits, start, stop)
         elif addend is not None:
-            _add(values, addend, scale, start if added is None else first, stop)
+            add_range(values, addend, scale, start if added is None else first, stop)
         if sums is not None:
             _add_moments(values, start, stop, sums, lines)
         before = count
@@ -216,16 +203,6 @@ def select_all(bits, mask, key, indices, start, out_i, out_v, count):  # type: i
     first = bits.size - (bits.size - start) % BLOCK
     stop = bits.size
     return _take(bits, None, mask, key, indices, None, None, first, start, stop, out_i, out_v, count, None, None, True)
-
-
-@jit
-def _accumulate(values, addend, scale):  # type: ignore[no-untyped-def]
-    _add(values, addend, scale, 0, values.size)
-
-
-@jit
-def _accumulate_into(values, addend, scale, out):  # type: ignore[no-untyped-def]
-    _sum(values, addend, scale, out, 0, out.size)
 
 
 @jit
@@ -265,16 +242,6 @@ def key_range(values: Array) -> tuple[int, int]:
         return 0, 0
     lowest, highest = _key_range(*lanes_of(values))
     return int(lowest), int(highest)
-
-
-def accumulate(values: Array, add: Addend, out: Array | None = None) -> None:
-    addend, scale = add
-    if np.float16 in (values.dtype, addend.dtype):
-        reference.accumulate(values, add, out)
-    elif out is not None:
-        _accumulate_into(readonly(values), readonly(addend), values.dtype.type(scale), out)
-    else:
-        _accumulate(values, addend, values.dtype.type(scale))
 
 
 def random_indices(length: int, count: int, key: int) -> Array:

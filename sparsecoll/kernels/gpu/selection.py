@@ -10,6 +10,7 @@ from sparsecoll.kernels.gpu import device
 from sparsecoll.kernels.gpu.device import launch, types, u32
 from sparsecoll.kernels.keys import index_dtype
 from sparsecoll.kernels.reference.selection import MOMENT_ROWS, ROUNDS, moved
+from sparsecoll.kernels.reference.selection import nesterov as nesterov
 from sparsecoll.kernels.sampling import SMALL, bounding_sample
 
 Array = Any  # of CuPy

@@ -20,6 +20,7 @@ __all__ = [
     "lower_bound_key",
     "magnitude_keys",
     "moments_of",
+    "nesterov",
     "random_indices",
     "select_at_least",
     "topk",
@@ -58,6 +59,18 @@ def accumulate(values: Array, add: Addend, out: Array | None = None) -> None:
     values = moved(values, out)
     with np.errstate(over="ignore", invalid="ignore"):
         values += values.dtype.type(add[1]) * add[0].astype(values.dtype, copy=False)
+
+
+def nesterov(velocity: Array, gradient: Array, factor: float, new_velocity: Array, out: Array) -> None:
+    """new_velocity = factor * (velocity + gradient), out = gradient + new_velocity.
+
+    Args:
+        velocity, gradient, new_velocity, out: of one dtype and length; `out` may be `gradient`, no others overlap.
+    """
+    with np.errstate(over="ignore", invalid="ignore"):
+        np.add(velocity, gradient, out=new_velocity)
+        np.multiply(new_velocity, out.dtype.type(factor), out=new_velocity)
+        np.add(gradient, new_velocity, out=out)
 
 
 def moments_of(values: Array) -> Array:

@@ -7,7 +7,6 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 from sparsecoll import select
@@ -165,12 +164,11 @@ class TopK(ErrorFeedback):
         """Return what replaces the gradient, or None if that is in `gradient`; the trial velocity is formed."""
         velocity = self._velocity.trial = self._spare.pop() if self._spare else self.layout.zeros()
         start = gradient if source is None else source
+        kernels = kernels_of(gradient)
         if self.nesterov:
-            np.add(self._velocity.current, start, out=velocity)
-            np.multiply(velocity, self.momentum, out=velocity)
-            np.add(start, velocity, out=gradient)
+            kernels.nesterov(self._velocity.current, start, self.momentum, velocity, gradient)
             return None
-        kernels_of(gradient).accumulate(start, (self._velocity.current, self.momentum), velocity)
+        kernels.accumulate(start, (self._velocity.current, self.momentum), velocity)
         return velocity
 
     def reset(self) -> None:
@@ -227,7 +225,8 @@ class TopK(ErrorFeedback):
         elif isinstance(sent, DenseVector):
             velocity[contributed.indices] = 0
         else:
-            velocity[sent.intersect(contributed).indices] = 0
+            all_of_it = sent.indices is contributed.indices
+            velocity[(sent if all_of_it else sent.intersect(contributed)).indices] = 0
 
     def exclude(self, names: Collection[str]) -> None:
         super().exclude(names)
