@@ -86,7 +86,7 @@ class MpiTransport(Transport):
 
     def waiter(self, what: Callable[[], str], error: Exception | None = None) -> Waiter:
         """Return a Waiter with the timeout of the current call."""
-        return Waiter(self.comm, what, self.timeout, error, self.pace.expected, self.one_node)
+        return Waiter(self.comm, what, self.timeout, error, self.pace.expected, self.one_node, self.overlapped)
 
     def pause(self, waiter: Waiter, moving: Callable[[], bool] | None = None) -> bool:
         """Pause between two polls; return whether that was a sleep. After the timeout the communicator is broken.

@@ -4,7 +4,8 @@ MPI has no wait that sleeps. A message moves only while its sender and its recei
 while one is on its way: without a pause inside a machine, where it moves in small pieces, and after a few polls every
 50 us or more between machines, where the operating system buffers megabytes of it. A rank that waits for others to
 send sleeps for a fraction of the time that it has waited, or, where the last waits were all long, of the time that it
-is likely to wait.
+is likely to wait. Before its first sleep it yields the core for a while, unless another thread of it computes and would
+lose that time.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ class Waiter(Watchdog):
         error: exception raised on this rank before; the first warning comes sooner and shows it.
         expected: seconds that the wait is likely to take.
         one_node: whether all ranks are on one machine.
+        overlapped: whether this rank computes meanwhile (a nonblocking call): between machines it then sleeps at once.
     """
 
     def __init__(
@@ -67,11 +69,13 @@ class Waiter(Watchdog):
         error: Exception | None = None,
         expected: float = 0.0,
         one_node: bool = True,
+        overlapped: bool = False,
     ) -> None:
         super().__init__(comm.rank, what, timeout, error, partial(comm.Abort, 1))
         self._polls = 0
         self._yields, self._one_node = (_YIELDS if one_node else _YIELDS_BETWEEN_NODES), one_node
-        self._yield_seconds = 0.0 if expected > _YIELD_SECONDS else _YIELD_SECONDS
+        at_once = expected > _YIELD_SECONDS or (overlapped and not one_node)
+        self._yield_seconds = 0.0 if at_once else _YIELD_SECONDS
         self._least = max(expected / _EXPECTED_SLEEPS, _SLEEP_SECONDS)
 
     def pause(self, moving: Callable[[], bool] = lambda: True) -> bool:
