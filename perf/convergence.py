@@ -31,7 +31,18 @@ from torch import nn
 from sparsecoll import simulate
 from sparsecoll.cli import bench
 from sparsecoll.torch import DistributedOptimizer, LocalOptimizer
-from sparsecoll.torch.compressors import ACPSGD, COVAP, DGC, QSGD, Compressor, DenseStream, OkTopk, PowerSGD, TopK
+from sparsecoll.torch.compressors import (
+    ACPSGD,
+    COVAP,
+    DGC,
+    QSGD,
+    Compressor,
+    DenseStream,
+    NesterovTopK,
+    OkTopk,
+    PowerSGD,
+    TopK,
+)
 from sparsecoll.torch.schedule import WarmUp
 from sparsecoll.transport import default_comm
 
@@ -77,8 +88,8 @@ def corrected(
 # (task, number of steps) -> compressor
 FOUR_BITS: dict[str, Any] = {"momentum": 0.7, "warm_up": 0.02, "algo": "allgather", "format": "packed_codes"}
 CORRECTED: dict[str, Callable[[Task, int], Compressor]] = {
-    BEST: corrected(TopK, nesterov=True, **FOUR_BITS),
-    TWICE: corrected(TopK, nesterov=True, density=2 * DENSITY, **FOUR_BITS),
+    BEST: corrected(NesterovTopK, momentum=0.7, nesterov=True, warm_up=0.02),
+    TWICE: corrected(NesterovTopK, momentum=0.7, nesterov=True, warm_up=0.02, density=2 * DENSITY),
     "allgather 1 %, 4 bits, Nesterov, rate": corrected(TopK, nesterov=True, follow_lr=True, **FOUR_BITS),
     "allgather 2 %, 4 bits, Nesterov, rate": corrected(
         TopK, nesterov=True, follow_lr=True, density=2 * DENSITY, **FOUR_BITS

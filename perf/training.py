@@ -33,7 +33,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 import sparsecoll.torch
 from sparsecoll.cli import bench
 from sparsecoll.torch import DistributedOptimizer, SparseSGD
-from sparsecoll.torch.compressors import COVAP, DGC, QSGD, Compressor, OkTopk, TopK
+from sparsecoll.torch.compressors import COVAP, DGC, QSGD, Compressor, NesterovTopK, OkTopk, TopK
 from sparsecoll.transport import as_transport, default_comm
 from sparsecoll.transport.collectives import allgather
 
@@ -54,6 +54,7 @@ COMPRESSED: dict[str, tuple[str | Compressor, dict[str, Any]]] = {  # name: (com
     "densestream 1 %": ("densestream", {}),
     "dgc 1 %": (DGC(0.01), {}),
     "dgc 0.1 %": (DGC(0.001), {}),
+    "nesterovtopk 2 %": (NesterovTopK(0.02), {}),
     "gaussiank 1 %": ("gaussiank", {}),
     "mstopk 1 %": ("mstopk", {}),
     "randomk 1 %": ("randomk", {}),

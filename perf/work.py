@@ -30,7 +30,15 @@ from sparsecoll.torch import Timeline
 from sparsecoll.transport import as_transport, default_comm
 from sparsecoll.transport.collectives import allgather
 
-LINES = ("free", "topk 1 %", "topk 1 %, whole model", "oktopk 1 %", "dgc 1 %", "SparseSGD, oktopk 1 %")
+LINES = (
+    "free",
+    "topk 1 %",
+    "topk 1 %, whole model",
+    "oktopk 1 %",
+    "dgc 1 %",
+    "nesterovtopk 2 %",
+    "SparseSGD, oktopk 1 %",
+)
 
 BYTES = {  # read and written for each unit of the amount of a span, with values of 4 bytes
     "copy": 8,  # a gradient into its bucket

@@ -15,7 +15,7 @@ from sparsecoll.torch.backward import at_end_of_backward
 from sparsecoll.torch.calls import mean_of, mean_of_loss
 from sparsecoll.torch.compressors import Compressor
 from sparsecoll.torch.device import device_of
-from sparsecoll.torch.guards import Watch, refuse_ddp, warn_of_adam
+from sparsecoll.torch.guards import Watch, refuse_ddp, warn_of_adam, warn_of_momentum
 from sparsecoll.torch.hooks import Hooks, enlist, synchronize_all
 from sparsecoll.torch.layout import residual_dtype
 from sparsecoll.torch.options import Options
@@ -59,6 +59,7 @@ class Engine:
         self._guard = None if hooked is None else hooked.register_forward_pre_hook(refuse_ddp)
         if transport.rank == 0:
             warn_of_adam(optimizer, compressor)
+            warn_of_momentum(optimizer, compressor)
         watched = not options.overlap and transport.rank == 0 and transport.size > 1
         self._watch = Watch("overlap=False", "To clip the mean, call synchronize() first") if watched else None
         self._synchronizing = True

@@ -1,8 +1,9 @@
-"""Mistakes that would go unnoticed: means that DDP overwrites, equal samples on all ranks, local clipping, Adam."""
+"""Mistakes that would go unnoticed: means that DDP overwrites, equal samples, local clipping, Adam, momentum twice."""
 
 from __future__ import annotations
 
 import logging
+import math
 import weakref
 import zlib
 from collections.abc import Iterable
@@ -77,6 +78,22 @@ def warn_of_adam(optimizer: torch.optim.Optimizer, compressor: Compressor) -> No
             name,
             name,
             name,
+        )
+
+
+def warn_of_momentum(optimizer: torch.optim.Optimizer, compressor: Compressor) -> None:
+    """Warn if the compressor has a momentum and the optimizer has one, too."""
+    own = getattr(compressor, "momentum", 0.0)
+    others = [group["momentum"] for group in optimizer.param_groups if group.get("momentum", 0.0)]
+    if own and others:
+        logger.warning(
+            "%s has a momentum of %s, and %s one of %s: gradients get both, as if the learning rate were %.2g times as"
+            " large. Use an optimizer without momentum, or a compressor with momentum=0",
+            compressor.name,
+            own,
+            type(optimizer).__name__,
+            others[0],
+            1 / (1 - others[0]) if others[0] < 1 else math.inf,
         )
 
 

@@ -20,7 +20,7 @@ from sparsecoll.torch.layout import Layout  # noqa: E402
 
 
 def test_presets_are_top_k_with_other_defaults():
-    for name in ("oktopk", "densestream", "dgc", "gaussiank", "mstopk"):
+    for name in ("nesterovtopk", "oktopk", "densestream", "dgc", "gaussiank", "mstopk"):
         assert isinstance(resolve(name), TopK) and COMPRESSORS[name](0.5, momentum=0.25).momentum == 0.25
 
 

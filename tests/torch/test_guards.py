@@ -193,3 +193,14 @@ def test_adam_behind_a_top_k_is_told_once(caplog, optimizer, compressor, warning
     with caplog.at_level(logging.WARNING, "sparsecoll"):
         simulate(P, program)
     assert caplog.text.count("AdamW divides by its own size") == warnings
+
+
+@pytest.mark.parametrize(("momentum", "compressor", "warnings"), [(0.9, "dgc", 1), (0.9, "topk", 0), (0.0, "dgc", 0)])
+def test_momentum_in_the_compressor_and_in_the_optimizer_is_told_once(caplog, momentum, compressor, warnings):
+    def program(comm):
+        model = net()
+        DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1, momentum), model, comm, compressor).close()
+
+    with caplog.at_level(logging.WARNING, "sparsecoll"):
+        simulate(P, program)
+    assert caplog.text.count("gradients get both, as if the learning rate were 10 times as large") == warnings

@@ -19,7 +19,7 @@ from sparsecoll.torch.compressors.efsignsgd import EFSignSGD
 from sparsecoll.torch.compressors.fp16 import FP16
 from sparsecoll.torch.compressors.none import NoCommunication, NoCompression
 from sparsecoll.torch.compressors.powersgd import PowerSGD
-from sparsecoll.torch.compressors.presets import DGC, DenseStream, GaussianK, MSTopK, OkTopk
+from sparsecoll.torch.compressors.presets import DGC, DenseStream, GaussianK, MSTopK, NesterovTopK, OkTopk
 from sparsecoll.torch.compressors.qsgd import QSGD
 from sparsecoll.torch.compressors.randomk import RandomK
 from sparsecoll.torch.compressors.topk import TopK
@@ -29,6 +29,7 @@ COMPRESSORS: dict[str, Callable[..., Compressor]] = {
     "free": NoCommunication,
     "fp16": FP16,
     "topk": TopK,
+    "nesterovtopk": NesterovTopK,
     "oktopk": OkTopk,
     "densestream": DenseStream,
     "dgc": DGC,
@@ -57,6 +58,7 @@ __all__ = [
     "ErrorFeedback",
     "GaussianK",
     "MSTopK",
+    "NesterovTopK",
     "NoCommunication",
     "NoCompression",
     "OkTopk",
