@@ -17,7 +17,8 @@ class ThresholdReuse(Selector):
     threshold^-slope locally, log(threshold) += error / slope + drift, where error = log(count / k) and `drift`
     integrates the error, so that a threshold that changes at a steady rate is followed without lag. If the count leaves
     [k/(1+tolerance), k(1+tolerance)], it is not used: the call finds the exact threshold instead, and `drift` is
-    corrected by the difference.
+    corrected by the difference. While thresholds change too fast for that, calls find the exact one at once, until the
+    reused one would have been accepted again: exact selection takes one pass, too.
 
     Args:
         period: number of calls from one exact threshold to the next (default: 32).
@@ -35,6 +36,7 @@ class ThresholdReuse(Selector):
     slope: float = field(default=1.0, init=False, repr=False)
     drift: float = field(default=0.0, init=False, repr=False)
     age: int = field(default=0, init=False, repr=False)
+    steady: bool = field(default=True, init=False, repr=False)  # whether the threshold fitted the last exact call
 
     PROBE = 1.1  # the slope is measured between the threshold and PROBE times it
     INTEGRAL = 0.5  # how much of an error counts as drift
@@ -74,21 +76,34 @@ class ThresholdReuse(Selector):
 
     def reset(self) -> None:
         """Make the next call exact."""
-        self.value, self.drift, self.age = None, 0.0, 0
+        self.value, self.drift, self.age, self.steady = None, 0.0, 0, True
 
     def select(self, x: Vector, k: int, exact: bool = False) -> SparseVector:
         """Select about k entries of x (at most (1 + tolerance) k); exactly k, if x has as many, if `exact` or due."""
         check_k(k)
         if x.nnz <= k or k == 0:
             return checked(x.topk(k))
-        if not (exact or self.due):
+        chosen: SparseVector | None = None
+        if not (exact or self.due) and self.steady:
             assert self.value is not None
             chosen = x.threshold(self.value, k)
             if self.accepts(chosen.nnz, k):
                 self.selected(chosen.nnz, k)
                 return checked(chosen)
-        chosen = checked(x.topk(k))
+        enough = chosen is not None and chosen.nnz > k  # then the k largest are among them
+        chosen = checked(chosen.topk(k) if enough else x.topk(k))  # type: ignore[union-attr]
         if chosen.nnz:
             lowest = chosen._magnitude_of(chosen._key_range()[0])
+            self._look_back(chosen, lowest)
             self.found(lowest, chosen.nnz, chosen._count_at_least(lowest * self.PROBE))
         return chosen
+
+    def _look_back(self, chosen: SparseVector, lowest: float) -> None:
+        """Note whether the threshold would have been accepted in this call, whose exact one is `lowest`."""
+        if self.value is None or not (0 < lowest < math.inf):
+            return
+        k = chosen.nnz
+        if self.value > lowest:
+            self.steady = self.accepts(chosen._count_at_least(self.value), k)
+        else:  # the number of entries above a lower one is not known
+            self.steady = self.slope * math.log(lowest / self.value) <= math.log(1 + self.tolerance)

@@ -46,6 +46,35 @@ def test_steady_decay_is_followed_without_lag():
     assert np.abs(np.array(counts[10:]) / 1000 - 1).mean() < 0.005
 
 
+class Counted(DenseVector):
+    """A vector that counts the passes over it."""
+
+    passes = 0
+
+    def topk(self, k):
+        Counted.passes += 1
+        return super().topk(k)
+
+    def threshold(self, *arguments):
+        Counted.passes += 1
+        return super().threshold(*arguments)
+
+
+@pytest.mark.parametrize(("spread", "passes"), [(0.0, 103), (0.3, 108)])
+def test_thresholds_that_change_too_fast_cost_no_second_pass(spread, passes, monkeypatch):
+    """Of norms that differ by 30 % from call to call, and of steady ones, from which one in 32 is exact."""
+    rng = np.random.default_rng(2)
+    x, reuse = rng.standard_normal(100_000), ThresholdReuse()
+    monkeypatch.setattr(Counted, "passes", 0)
+    for step in range(100):
+        y = x * 0.99**step * np.exp(spread * rng.standard_normal())
+        chosen = reuse.select(Counted(y), 1000)
+        assert 1000 / 1.1 <= chosen.nnz <= 1000 * 1.1
+        if spread and chosen.nnz == 1000:
+            assert set(chosen.indices.tolist()) == set(np.argsort(-np.abs(y))[:1000].tolist())
+    assert Counted.passes <= passes
+
+
 def test_all_equal_all_zero_and_empty_inputs():
     reuse = ThresholdReuse()
     for x in (np.ones(100), np.zeros(100), np.empty(0), np.ones(100)):
