@@ -61,7 +61,7 @@ class RowSum(Compressor):
         n, *rest = layout.shapes[0]
         self._densities = None if self.density is None else Densities.of(self.density)
         self._residual = Versions(RowSparse.empty(n, math.prod(rest), layout.dtype))
-        self._rates = Rates(layout.names, context.rates) if self.follow_lr else None
+        self._rates = Rates(layout.names, context.rates, context.last_rates) if self.follow_lr else None
 
     @property
     def residual(self) -> RowSparse:
@@ -134,10 +134,14 @@ class RowSum(Compressor):
     # -- state
 
     def keep(self) -> list[Array]:
+        if self._rates is not None:
+            self._rates.keep()
         self._residual.keep()
         return []  # rows are nobody else's memory
 
     def drop(self) -> None:
+        if self._rates is not None:
+            self._rates.drop()
         self._residual.drop()
 
     def commit(self) -> list[Array]:
@@ -170,7 +174,7 @@ class RowSum(Compressor):
 
     def load_extra_state(self, state: dict[str, Any]) -> None:
         if self._rates is not None:
-            self._rates.last = state["rates"]
+            self._rates.load(state["rates"])
 
     def load_state(self, saved: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
         for t in saved.get("residual", {}).values():

@@ -10,11 +10,12 @@ from runs import HOOK, LOCAL, OVERLAP, TIMEOUT, Ledger, Run, alike, bits, in_tur
 
 import sparsecoll  # noqa: E402
 from sparsecoll.torch import COMPRESSORS, DistributedOptimizer, Timeline  # noqa: E402
-from sparsecoll.torch.compressors import COVAP, DGC, DRAGONN, QSGD, OkTopk, PowerSGD, TopK, resolve  # noqa: E402
+from sparsecoll.torch.compressors import COVAP, DGC, DRAGONN, QSGD, NesterovTopK, OkTopk, PowerSGD, TopK, resolve  # noqa: E402
 
 pytestmark = [pytest.mark.mpi, pytest.mark.mpich, pytest.mark.usefixtures("process_group")]
 MADE = {"covap": COVAP(2, start=1.0), "dgc": DGC(momentum=0.0), "qsgd": QSGD(4, feedback=True)} | {
     "topk": TopK(0.1, algo="allgather"),
+    "nesterovtopk": NesterovTopK(0.1, momentum=0.0, nesterov=False),
     "dragonn": DRAGONN(0.1, selective=False),
     "oktopk": OkTopk(0.1),
 }

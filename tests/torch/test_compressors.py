@@ -21,6 +21,7 @@ from sparsecoll.torch.compressors import (  # noqa: E402
     DRAGONN,
     FP16,
     QSGD,
+    NesterovTopK,
     OkTopk,
     PowerSGD,
     RandomK,
@@ -29,8 +30,11 @@ from sparsecoll.torch.compressors import (  # noqa: E402
 )
 
 REPLICATED = [name for name in COMPRESSORS if name != "free"]
-CONSERVING = {name: resolve(name) for name in REPLICATED if name not in ("fp16", "qsgd", "dgc", "covap")} | {
+CONSERVING = {
+    name: resolve(name) for name in REPLICATED if name not in ("fp16", "qsgd", "dgc", "nesterovtopk", "covap")
+} | {
     "dgc without momentum": DGC(momentum=0.0),
+    "nesterovtopk without momentum": NesterovTopK(0.05, momentum=0.0, nesterov=False),
     "covap with coefficient 1": COVAP(interval=3, start=1.0),
     "qsgd with feedback": QSGD(2, feedback=True),
     "topk by layer": TopK({"4.*": 0.3, "*": 0.05}),

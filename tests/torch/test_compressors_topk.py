@@ -150,8 +150,9 @@ def test_residuals_follow_the_learning_rate():
         return came - applied - waiting
 
     np.testing.assert_allclose(simulate(2, program).results, 0, atol=1e-5)
-    frozen = Rates(("a", "b"), lambda names: [0.0, 0.5])
+    frozen = Rates(("a", "b"), lambda names: [0.0, 0.5], {})
     assert frozen.factors(first=True) == [1.0, 1.0]  # no rate so far, then one of 0
+    frozen.keep()
     frozen.commit()
     assert frozen.factors(first=True) == [1.0, 1.0]
     with pytest.raises(ValueError, match="follow_lr: expected False in a loop"):
@@ -159,16 +160,17 @@ def test_residuals_follow_the_learning_rate():
 
 
 def test_residuals_follow_a_schedule_in_a_loop():
-    """Also of groups with their own rates, over two back-propagations in a step, and from a checkpoint."""
+    """Also of groups with their own rates, over two back-propagations in a step, from a checkpoint, and when another
+    parameter is frozen, with which buckets are laid out again."""
 
     def program(comm):
         torch.manual_seed(0)
-        params = [torch.nn.Parameter(torch.zeros(40)) for _ in range(2)]
-        groups = [{"params": params[:1]}, {"params": params[1:], "lr": 0.5}]
+        params = [torch.nn.Parameter(torch.zeros(40)) for _ in range(3)]
+        groups = [{"params": [params[0], params[2]]}, {"params": params[1:2], "lr": 0.5}]
         gradient = torch.linspace(1, 2, 40)
 
         def made():
-            named = [("a", params[0]), ("b", params[1])]
+            named = list(zip("abc", params, strict=True))
             inner = torch.optim.SGD(groups, lr=1.0)
             compressor = TopK(0.1, "allgather", follow_lr=True)
             return DistributedOptimizer(inner, named, comm, compressor, dense_below=0)
@@ -182,6 +184,7 @@ def test_residuals_follow_a_schedule_in_a_loop():
                 group["lr"] = (1.0, 0.5)[i] / (1 + number * (1 + i))
                 came[i] += 2 * group["lr"] * float(gradient.sum())
             optimizer.zero_grad()
+            params[2].requires_grad_(number != 4)
             for _ in range(2):
                 sum((p * gradient).sum() for p in params).backward()
             optimizer.step()

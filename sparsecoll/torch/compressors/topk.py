@@ -114,7 +114,7 @@ class TopK(ErrorFeedback):
             self._versions.append(self._velocity)
         self._rates: Rates | None = None
         if self.follow_lr:
-            self._rates = Rates(layout.names, context.rates)
+            self._rates = Rates(layout.names, context.rates, context.last_rates)
 
     def for_small(self) -> Compressor | str:
         """Return the exact mean, with the momentum and the clipping that the optimizer and the loop leave to this."""
@@ -228,6 +228,16 @@ class TopK(ErrorFeedback):
             all_of_it = sent.indices is contributed.indices
             velocity[(sent if all_of_it else sent.intersect(contributed)).indices] = 0
 
+    def keep(self) -> list[Array]:
+        if self._rates is not None:
+            self._rates.keep()
+        return super().keep()
+
+    def drop(self) -> None:
+        if self._rates is not None:
+            self._rates.drop()
+        super().drop()
+
     def exclude(self, names: Collection[str]) -> None:
         super().exclude(names)
         if self._rates is not None:
@@ -255,7 +265,7 @@ class TopK(ErrorFeedback):
     def load_extra_state(self, state: dict[str, Any]) -> None:
         self._algorithm.load_state_dict(state["algorithm"])
         if self._rates is not None:
-            self._rates.last = state["rates"]
+            self._rates.load(state["rates"])
         if self._densities.by_layer:
             for selector, saved in zip(self._selectors, state["layers"], strict=True):
                 selector.load_state_dict(saved)
