@@ -52,7 +52,7 @@ DENSITY = 0.01
 
 
 BEST = "allgather 1 %, 4 bits, Nesterov"
-TWICE = "allgather 2 %, 4 bits, Nesterov"  # with half of the ranks, as many bytes
+TWICE = "allgather 2 %, 4 bits, Nesterov"
 # Momentum of lines that have another one, and as much more learning rate: what waits acts like momentum
 SHORTER = {
     BEST: 0.7,
@@ -220,7 +220,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.render:
         rate = [f"{line}, rate" for line in (TWICE, BEST)]
-        render(list(LINES), {"best": [TWICE, BEST], "rate": rate, "before": ["allgather 1 %, 4 bits"]})
+        render(list(LINES), {"best": [BEST, TWICE], "rate": rate, "before": ["allgather 1 %, 4 bits"]})
         return
     comm = default_comm()
     if comm.size > 1:

@@ -29,7 +29,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 
 from sparsecoll.cli import bench
 from sparsecoll.torch import DistributedOptimizer, WarmUp
-from sparsecoll.torch.compressors import TopK
+from sparsecoll.torch.compressors import NesterovTopK
 from sparsecoll.transport import default_comm
 
 ROOT = Path(__file__).parent.parent
@@ -65,9 +65,7 @@ def lines(comm: Any, steps: int) -> dict[str, Callable[[nn.Module], Made]]:
 
     def ours(model: nn.Module) -> Made:
         lr = LR * (1 - SHORTER) / (1 - MOMENTUM)
-        density = WarmUp(0.08 / comm.size, max(1, steps // 50))
-        options = {"algo": "allgather", "format": "packed_codes", "nesterov": True}
-        compressor = TopK(density, momentum=SHORTER, **options)
+        compressor = NesterovTopK(WarmUp(0.01, max(1, steps // 50)), momentum=SHORTER)
         inner = torch.optim.SGD(model.parameters(), lr)
         optimizer = DistributedOptimizer(inner, model.named_parameters(), comm, compressor, dense_below=0)
         return model, optimizer, lr

@@ -54,7 +54,7 @@ COMPRESSED: dict[str, tuple[str | Compressor, dict[str, Any]]] = {  # name: (com
     "densestream 1 %": ("densestream", {}),
     "dgc 1 %": (DGC(0.01), {}),
     "dgc 0.1 %": (DGC(0.001), {}),
-    "nesterovtopk 2 %": (NesterovTopK(0.02), {}),
+    "nesterovtopk 1 %": (NesterovTopK(0.01), {}),
     "gaussiank 1 %": ("gaussiank", {}),
     "mstopk 1 %": ("mstopk", {}),
     "randomk 1 %": ("randomk", {}),

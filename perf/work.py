@@ -36,7 +36,7 @@ LINES = (
     "topk 1 %, whole model",
     "oktopk 1 %",
     "dgc 1 %",
-    "nesterovtopk 2 %",
+    "nesterovtopk 1 %",
     "SparseSGD, oktopk 1 %",
 )
 

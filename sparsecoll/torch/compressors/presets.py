@@ -10,12 +10,12 @@ from sparsecoll.torch.schedule import Density
 
 
 def NesterovTopK(density: Density = 0.01, **options: Any) -> TopK:
-    """The setting of `TopK` that came nearest to dense training with SGD (see docs/convergence.md).
+    """The setting of `TopK` that stayed within 0.2 points of dense training with SGD (see docs/convergence.md).
 
     Each rank's top k with values of 4 bits, an allgather, and a Nesterov momentum of 0.7 with momentum correction and
     factor masking (Deep Gradient Compression, sections 3.1 to 3.3). In place of SGD with momentum 0.9, use it with
-    `torch.optim.SGD` without momentum at three times the learning rate, and with `density=WarmUp(0.08 / P, steps)` on P
-    ranks, where `steps` are 2 % of all: what waits acts like momentum, so that 0.7 is enough.
+    `torch.optim.SGD` without momentum at three times the learning rate, and with `density=WarmUp(0.01, steps)`, where
+    `steps` are 2 % of all: what waits acts like momentum, so that 0.7 is enough.
 
     Volume: about 1.5k(P-1) bytes at a density of 1 %, which grows with P: for many ranks use `OkTopk`.
 
