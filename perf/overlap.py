@@ -5,9 +5,7 @@
 
 Overlap: LAYERS layers of equal size, each in a bucket of its own, whose back-propagation takes as long in all as dense
 communication. It either computes (products of small matrices, which release the GIL) or waits for a device (sleep).
-"hidden" is (time without overlap - time with it) / min(back-propagation, communication). "at most": the last bucket can
-only be reduced after back-propagation, and where that computes, the CPU time of the progress thread cannot be hidden,
-since the rank has one core.
+"hidden" is (time without overlap - time with it) / min(back-propagation, communication).
 
 Waits: rank 1 waits for a message of rank 0, which comes after a given time. "core" is the CPU time of the thread that
 waits as a share of the time waited, "late" the microseconds from the end of that time until the message is there.
@@ -66,13 +64,8 @@ class Layer(torch.autograd.Function):
         return gradient, ctx.saved_tensors[0] * ctx.scale, None, None
 
 
-def seconds_of_step(
-    comm: Any, work: Callable[[], None], repeat: int, compressor: Any = None, **options: Any
-) -> tuple[float, float]:
-    """Return the median seconds of a step on the slowest rank, and CPU seconds of its progress thread.
-
-    Without compressor the step is one without communication.
-    """
+def seconds_of_step(comm: Any, work: Callable[[], None], repeat: int, compressor: Any = None, **options: Any) -> float:
+    """Return the median seconds of a step on the slowest rank; without compressor, of one without communication."""
     generator = torch.Generator().manual_seed(comm.rank)
     weights = [torch.nn.Parameter(torch.randn(VALUES, generator=generator)) for _ in range(LAYERS)]
     optimizer: Any = torch.optim.SGD(weights, 1e-6)
@@ -83,34 +76,30 @@ def seconds_of_step(
     for _ in range(repeat + 2):
         optimizer.zero_grad()
         comm.Barrier()
-        start, cpu = time.perf_counter(), time.process_time() - time.thread_time()
+        start = time.perf_counter()
         x = torch.zeros((), requires_grad=True)
         for weight in weights:
             x = Layer.apply(x, weight, work, 1.0 + comm.rank)  # type: ignore[no-untyped-call]
         x.backward()
         optimizer.step()
-        times.append((time.perf_counter() - start, time.process_time() - time.thread_time() - cpu))
+        times.append(time.perf_counter() - start)
     if compressor is not None:
         optimizer.close()
-    table = allgather(as_transport(comm), np.array(times[2:]).ravel()).reshape(comm.size, -1, 2)
-    seconds, cpu = np.median(table.max(axis=0), axis=0).tolist()
-    return seconds, cpu
+    return float(np.median(allgather(as_transport(comm), np.array(times[2:])).max(axis=0)))
 
 
 def overlap(comm: Any, repeat: int) -> Iterator[Row]:
     """Yield a row for each kind of work and compressor."""
-    dense = seconds_of_step(comm, lambda: None, repeat, "none")[0] - seconds_of_step(comm, lambda: None, repeat)[0]
+    dense = seconds_of_step(comm, lambda: None, repeat, "none") - seconds_of_step(comm, lambda: None, repeat)
     part = dense / LAYERS
     for kind, work in {"computes": lambda: products(part), "waits for a device": lambda: time.sleep(part)}.items():
-        alone, _ = seconds_of_step(comm, work, repeat)
+        alone = seconds_of_step(comm, work, repeat)
         for name, compressor in COMPRESSORS.items():
-            apart, cpu = seconds_of_step(comm, work, repeat, compressor, overlap=False)
-            with_overlap, _ = seconds_of_step(comm, work, repeat, compressor)
+            apart = seconds_of_step(comm, work, repeat, compressor, overlap=False)
+            with_overlap = seconds_of_step(comm, work, repeat, compressor)
             least = min(alone, apart - alone)
-            unhidden = max((apart - alone) / LAYERS, cpu if kind == "computes" else 0.0)
             row = {"back-propagation": kind, "compressor": name, "s alone": alone, "s without overlap": apart}
-            row |= {"s with overlap": with_overlap, "hidden": (apart - with_overlap) / least}
-            yield row | {"at most": (apart - alone - unhidden) / least}
+            yield row | {"s with overlap": with_overlap, "hidden": (apart - with_overlap) / least}
 
 
 def wait_of(transport: Transport, seconds: float) -> tuple[float, float]:
