@@ -238,13 +238,13 @@ def tables(found: list[Row]) -> dict[str, str]:
     made = {}
     for model_name in dict.fromkeys(row["model"] for row in found):
         rows = {row["line"]: row for row in found if row["model"] == model_name}
-        best = min((row["seconds"] for name, row in rows.items() if name.startswith("DDP, gloo")), default=None)
+        best = min((row["x plain"] for name, row in rows.items() if name.startswith("DDP, gloo")), default=None)
         shown = []
         for name, row in rows.items():
             if name in COVAPS:
                 continue
             line = {"line": name, "s / step": row["seconds"], "x plain": row["x plain"]}
-            line |= {"best DDP / this": best / row["seconds"] if best else None}
+            line |= {"best DDP / this": best / row["x plain"] if best else None}
             line |= {"MB received": row["MB received"] if row["MB received"] > 0.001 else None}
             line |= {kind: row.get(kind) for kind in ("select", "wait", "exposed")}
             shown.append(line | {"hidden": hidden(rows, name)})

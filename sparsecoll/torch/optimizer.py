@@ -93,7 +93,8 @@ class DistributedOptimizer(Wrapper):
         comm: communicator, as in `sparsecoll.allreduce`; None, the default, for the default process group of
             torch.distributed, otherwise MPI.COMM_WORLD. Several optimizers may share it.
         compressor: name in `sparsecoll.torch.COMPRESSORS`, a Compressor object, or an Algorithm for `TopK(algo=...)`
-            (default: "topk").
+            (default: "topk", which suits any optimizer; for SGD without momentum "nesterovtopk" is better, which has a
+            momentum of its own).
         bucket_bytes: bytes of gradient in a bucket (default: 25 MiB); None for one bucket with the whole model. Buckets
             are sent in the order in which they fill. One that is less than 4 % full waits for later parameters if the
             next one does not fit, and that one gets a bucket of its own.
