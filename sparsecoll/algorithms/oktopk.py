@@ -20,7 +20,7 @@ from sparsecoll.errors import NonFiniteError, check_choice
 from sparsecoll.select import ThresholdReuse, Vector
 from sparsecoll.transport.channel import Channel, VectorRequest
 from sparsecoll.transport.collectives import allgather, sums_and_maxima
-from sparsecoll.transport.network import Tuning
+from sparsecoll.transport.network import Tuning, given_tuning
 from sparsecoll.vector import SparseVector, accumulator_dtype
 
 MAX_K_RATIO = 2.0  # thresholds and boundaries are reused if k changes by at most this factor
@@ -167,7 +167,8 @@ class OkTopk(Algorithm):
     def _space_repartition(self, channel: Channel, x: SparseVector, k: int) -> tuple[list[int], list[int]]:
         """Return P + 1 boundaries and the owner of each region, the same on every rank."""
         edges = partition.boundaries(channel.transport, x, self.repartition)
-        levels = self.levels or oktopk_levels(k, channel.size, channel.transport.tuning or Tuning())
+        known = given_tuning(channel.transport) or channel.transport.tuning or Tuning()
+        levels = self.levels or oktopk_levels(k, channel.size, known)
         self._on_grid = levels == 2 and channel.size > 2
         if self._on_grid:
             return edges, grid.Grid(channel.size).order()

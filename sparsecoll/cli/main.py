@@ -17,7 +17,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from sparsecoll._version import __version__
-from sparsecoll.algorithms.auto.tune import FILE, tune
+from sparsecoll.algorithms.auto.tune import tune
 from sparsecoll.cli import bench
 from sparsecoll.cli.arguments import MPI_ALLREDUCE, Parser, algorithm_text, count, density, fail
 from sparsecoll.cli.job import check_mpi4py, joined
@@ -26,7 +26,7 @@ from sparsecoll.errors import CommunicationError
 from sparsecoll.formats import FORMATS
 from sparsecoll.transport import Transport, as_transport, launcher, simulate
 from sparsecoll.transport.call import CollectiveCall
-from sparsecoll.transport.network import Network, Tuning
+from sparsecoll.transport.network import FILE, Network, Tuning
 
 T = TypeVar("T")
 ALGOS = [MPI_ALLREDUCE, "auto", "allgather", "sparcml:variant=dynamic", "densestream", "oktopk"]

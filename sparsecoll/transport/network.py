@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import bisect
+import functools
 import json
 import math
+import os
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+if TYPE_CHECKING:
+    from sparsecoll.transport.base import Transport
+
+FILE = "SPARSECOLL_TUNING"  # environment variable: a file of costs
 NATIVE_REACH = 4  # times the largest array that was summed by MPI's own allreduce: up to here, time grows with size
 
 
@@ -165,6 +172,26 @@ class Tuning:
         except (TypeError, AttributeError, ValueError) as error:
             names = ", ".join(f.name for f in fields(cls))
             raise ValueError(f"{path}: expected the numbers {names} ({error})") from None
+
+
+def given_tuning(transport: Transport) -> Tuning | None:
+    """Return the costs that need no measurement: those in the file of SPARSECOLL_TUNING, or the simulator's.
+
+    Raises:
+        ValueError: The file does not exist or contains something else.
+    """
+    path = os.environ.get(FILE)
+    if not path:
+        return transport.modelled()
+    try:
+        return _loaded(path, os.stat(path).st_mtime_ns)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{FILE}: expected a file that `sparsecoll tune --save` wrote ({error})") from error
+
+
+@functools.lru_cache(maxsize=4)
+def _loaded(path: str, mtime_ns: int) -> Tuning:
+    return Tuning.load(path)
 
 
 def _pairs(rows: list[list[float]]) -> list[tuple[float, float]]:

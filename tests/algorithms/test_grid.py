@@ -8,7 +8,8 @@ from cases import case, same_bits
 from oracles import oracle
 
 import sparsecoll
-from sparsecoll import OkTopk, SparseVector, Tuning, simulate
+from sparsecoll import Costs, Network, OkTopk, SparseVector, Tuning, simulate
+from sparsecoll.algorithms.primitives import estimates
 from sparsecoll.algorithms.primitives.estimates import oktopk_levels
 from sparsecoll.algorithms.primitives.grid import Grid
 from sparsecoll.transport import collectives
@@ -87,6 +88,19 @@ def test_the_model_takes_two_levels_where_messages_cost_more_than_volume():
     assert OkTopk(levels=1).levels == 1
     with pytest.raises(ValueError, match="levels: expected None, 1 or 2"):
         OkTopk(levels=3)
+
+
+@pytest.mark.parametrize(("beta", "two"), [(8e-12, True), (8e-6, False)])
+def test_the_costs_that_are_given_decide(beta, two, monkeypatch):
+    """Those of the simulator's network here: for its own usual ones, of 1 Gb/s, the entries would be few."""
+    monkeypatch.setattr(estimates, "MANY_RANKS", 9)
+
+    def program(comm):
+        algo, x = OkTopk(), SparseVector(np.arange(500) * (1 + comm.rank), np.ones(500, np.float32), 5000)
+        sparsecoll.allreduce(comm, x, algo)
+        return algo._on_grid
+
+    assert set(simulate(9, program, Network(1e-6, beta), costs=Costs(call=1e-5)).results) == {two}
 
 
 @pytest.mark.parametrize("P", [1, 3, 5, 8, 11])

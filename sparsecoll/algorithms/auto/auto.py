@@ -12,7 +12,7 @@ import numpy as np
 from sparsecoll import formats
 from sparsecoll.algorithms.auto import costmodel, overlap
 from sparsecoll.algorithms.auto.costmodel import CHOICES, Shape
-from sparsecoll.algorithms.auto.tune import given_tuning, tuning_of
+from sparsecoll.algorithms.auto.tune import tuning_of
 from sparsecoll.algorithms.base import Algorithm, Reduction, check_order
 from sparsecoll.algorithms.dense import sums_natively
 from sparsecoll.errors import check_choice
@@ -23,7 +23,7 @@ from sparsecoll.transport import network
 from sparsecoll.transport.base import Transport
 from sparsecoll.transport.call import AGREEMENT_BYTES
 from sparsecoll.transport.channel import Channel
-from sparsecoll.transport.network import Tuning
+from sparsecoll.transport.network import Tuning, given_tuning
 from sparsecoll.vector import SparseVector
 
 SEMANTICS = ("exact_sum", "top_k_of_sum")

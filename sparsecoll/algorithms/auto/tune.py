@@ -6,9 +6,7 @@ the same processes.
 
 from __future__ import annotations
 
-import functools
 import math
-import os
 import time
 import zlib
 from collections.abc import Callable
@@ -25,10 +23,9 @@ from sparsecoll.transport import Transport, as_transport
 from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.transport.channel import Channel
 from sparsecoll.transport.collectives import allgather, node_members
-from sparsecoll.transport.network import Tuning
+from sparsecoll.transport.network import Tuning, given_tuning
 from sparsecoll.vector import DenseVector, SparseVector
 
-FILE = "SPARSECOLL_TUNING"
 LATENCY_BYTES = 8  # size of the messages that measure latency
 BURST_MESSAGES = 16  # number of messages in flight at once that measure `overhead`
 
@@ -99,26 +96,6 @@ def tune(comm: Any) -> Tuning:
             tuning = replace(tuning, calls=_whole_calls(transport, tuning))
         transport.waitall()
     return tuning
-
-
-def given_tuning(transport: Transport) -> Tuning | None:
-    """Return the costs that need no measurement: those in the file of SPARSECOLL_TUNING, or the simulator's.
-
-    Raises:
-        ValueError: The file does not exist or contains something else.
-    """
-    path = os.environ.get(FILE)
-    if not path:
-        return transport.modelled()
-    try:
-        return _loaded(path, os.stat(path).st_mtime_ns)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{FILE}: expected a file that `sparsecoll tune --save` wrote ({error})") from error
-
-
-@functools.lru_cache(maxsize=4)
-def _loaded(path: str, mtime_ns: int) -> Tuning:
-    return Tuning.load(path)
 
 
 def tuning_of(transport: Transport) -> Tuning:

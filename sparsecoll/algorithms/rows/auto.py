@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sparsecoll.algorithms.auto import overlap
-from sparsecoll.algorithms.auto.tune import given_tuning, tuning_of
+from sparsecoll.algorithms.auto.tune import tuning_of
 from sparsecoll.algorithms.primitives.estimates import fill_in, rounds
 from sparsecoll.algorithms.rows.base import RowAlgorithm, RowSum
 from sparsecoll.algorithms.rows.gather import RowGather
 from sparsecoll.algorithms.rows.owners import RowOwners
 from sparsecoll.formats import wire_dtype
 from sparsecoll.transport import network
-from sparsecoll.transport.network import Tuning
+from sparsecoll.transport.network import Tuning, given_tuning
 from sparsecoll.transport.row_channel import RowChannel
 from sparsecoll.vector import RowSparse, SparseVector
 
