@@ -71,8 +71,8 @@ def rivals(x: Any, k: int, repeat: int) -> Row:
         import torch
 
         if torch.cuda.is_available():
-            tensor = torch.from_dlpack(x)
-            with torch.cuda.stream(torch.cuda.ExternalStream(cupy.cuda.get_current_stream().ptr)):
+            tensor, stream = torch.from_dlpack(x), torch.cuda.Stream()
+            with torch.cuda.stream(stream), cupy.cuda.ExternalStream(stream.cuda_stream):  # for the events, too
                 found["torch.topk ms"] = milliseconds(lambda: torch.topk(tensor.abs(), k, sorted=False), repeat)
     if hasattr(cupy, "argpartition"):
         found["cupy.argpartition ms"] = milliseconds(lambda: cupy.argpartition(cupy.abs(x), x.size - k), repeat)

@@ -41,7 +41,7 @@ def packed(options: argparse.Namespace) -> Iterator[Row]:
         kernels = kernels_of(x.values)
         block = kernels.rice_block(x.indices)
         table = kernels.rice_table(x.indices, block)
-        coded = sum(int(part.sum()) for part in kernels.rice_sizes(table, x.nnz, block))
+        coded = int(kernels.rice_offsets(table, x.nnz, block)[-1])
         out = np.empty(coded + RICE_PAD, np.uint8)
 
         def encode(x: SparseVector = x, kernels: Any = kernels, out: np.ndarray = out) -> None:

@@ -123,14 +123,16 @@ class Step:
 
     def __init__(self, model: nn.Module, forward: nn.Module, optimizer: Any, batch: int, rank: int) -> None:
         self.model, self.forward, self.optimizer = model, forward, optimizer
-        generator = torch.Generator().manual_seed(rank)
-        self.x = torch.randn(batch, 784, generator=generator)
-        self.y = torch.randint(0, 10, (batch,), generator=generator)
+        generator, device = torch.Generator().manual_seed(rank), next(model.parameters()).device
+        self.x = torch.randn(batch, 784, generator=generator).to(device)
+        self.y = torch.randint(0, 10, (batch,), generator=generator).to(device)
 
     def __call__(self) -> None:
         self.optimizer.zero_grad()
         nn.functional.cross_entropy(self.forward(self.x), self.y).backward()
         self.optimizer.step()
+        if self.x.is_cuda:
+            torch.cuda.synchronize()
 
 
 def lines(model_name: str, options: argparse.Namespace, comm: Any) -> Iterator[tuple[str, Callable[[], Step]]]:
@@ -138,7 +140,7 @@ def lines(model_name: str, options: argparse.Namespace, comm: Any) -> Iterator[t
 
     def made() -> nn.Module:
         torch.manual_seed(0)
-        return MODELS[model_name]()
+        return MODELS[model_name]().to(options.device)
 
     def sgd(model: nn.Module) -> Any:
         return torch.optim.SGD(model.parameters(), LR, momentum=MOMENTUM)
@@ -279,6 +281,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--lines", nargs="+", help="only lines whose name contains one of these")
     parser.add_argument("--batch", type=int, default=32, help="samples per rank and step")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda; ranks on one host share its GPU")
     parser.add_argument("--repeat", type=int, default=6)
     parser.add_argument("--warm", type=int, default=3)
     parser.add_argument("--no-gloo", dest="gloo", action="store_false", help="without DistributedDataParallel")

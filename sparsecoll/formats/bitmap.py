@@ -27,8 +27,9 @@ class Bitmap(Format):
         middle = start + 8 * -(-x._span // 64)
 
         def write(buffer: Buffer) -> None:
-            buffer[16:24].view(np.uint64)[0] = first_index(x)
-            kernels_of(x.values).bitmap_write(x.indices, first_index(x), buffer[start:middle].view(np.uint64))
+            first = first_index(x)
+            buffer[16:24].view(np.uint64)[0] = first
+            kernels_of(x.values).bitmap_write(x.indices, first, buffer[start:middle].view(np.uint64))
             buffer[middle:].view(wire.stored)[:] = wire.pack(x.values)
 
         return Plan(middle + x.nnz * wire.stored.itemsize, write)

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from sparsecoll.errors import CommunicationError
-from sparsecoll.formats.base import HEADER, Buffer, Format, Plan, WireDtype, first_index
+from sparsecoll.formats.base import HEADER, Buffer, Format, Plan, WireDtype
 from sparsecoll.formats.quantized import Codes, check_dtype
 from sparsecoll.kernels import kernels_of
 from sparsecoll.kernels.memory import empty
@@ -44,13 +44,14 @@ class Packed(Format):
         stop = START + self._value_bytes(x.nnz, wire)
         middle = stop + stop % 2
         payload = middle + 2 + table.nbytes
-        coded = sum(int(part.sum()) for part in kernels.rice_sizes(table, x.nnz, block))
+        coded = int(kernels.rice_offsets(table, x.nnz, block)[-1])
 
         def write(buffer: Buffer) -> None:
-            buffer[HEADER.size : START].view(np.uint64)[0] = first_index(x)
+            buffer[HEADER.size : START].view(np.uint64)[:] = x.indices[:1] if x.nnz else 0
             self._write_values(buffer[START:stop], x, wire)
-            buffer[stop:middle] = 0
-            buffer[middle : middle + 2].view(np.uint16)[0] = block
+            if stop < middle:
+                buffer[stop:middle] = 0
+            buffer[middle : middle + 2].view(np.uint16)[:] = block
             buffer[middle + 2 : payload].view(np.uint16)[:] = table
             kernels.rice_encode(x.indices, table, block, buffer[payload:])
 
@@ -68,7 +69,7 @@ class Packed(Format):
         if buffer.size < payload + RICE_PAD:
             raise CommunicationError(f"message: {buffer.size} bytes are too few for {nnz} entries in packed")
         table = buffer[middle + 2 : payload].view(np.uint16)
-        coded = sum(int(part.sum()) for part in kernels.rice_sizes(table, nnz, block))
+        coded = int(kernels.rice_offsets(table, nnz, block)[-1])
         self._check_size(buffer, payload + coded + RICE_PAD, nnz)
         first = int(buffer[HEADER.size : START].view(np.uint64)[0]) if nnz else 0
         fits = first < length or nnz == 0

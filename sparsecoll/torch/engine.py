@@ -97,6 +97,10 @@ class Engine:
             self.number = enlist(self)
         self._reducer.release()
         self.params.update(new)
+        if self.transport.virtual:
+            # Virtual ranks are threads: their back-propagation stays in them. Otherwise autograd executes what is on a
+            # GPU, and so our hooks, in one thread for all ranks, and the first hook that waits stops the others.
+            torch.autograd.set_multithreading_enabled(False)
         self._hooks.attach(self.params)
         self._reducer.buckets.order = []
 

@@ -59,7 +59,8 @@ class DenseVector(Values):
         """
         vector = cls.empty(entries.length, entries.dtype, entries)
         with span("dense", entries.length):
-            vector.values[:] = -0.0
+            bits = vector.values.view(f"i{entries.dtype.itemsize}")
+            bits[:] = np.iinfo(bits.dtype).min  # -0.0; filled with the number, CuPy's arrays would be +0.0
             vector.add_at(entries.with_values(entries.values + entries.dtype.type(0)))
         return vector
 

@@ -220,13 +220,13 @@ class ndarray:
         self._host.sort()
 
     def fill(self, value):
-        self._host.fill(value)
+        self._host.fill(value or 0)  # CuPy clears the memory: -0.0 becomes +0.0
 
     def __getitem__(self, key):
         return _wrapped_of(self._host[_plain(key)], self)
 
     def __setitem__(self, key, value):
-        self._host[_plain(key)] = _plain(value)
+        self._host[_plain(key)] = 0 if isinstance(value, (int, float)) and not value else _plain(value)  # as `fill`
 
     def __iter__(self):
         return (self[i] for i in range(len(self)))
@@ -297,7 +297,7 @@ def _compiled(code: str, macros: tuple[str, ...]) -> tuple[ctypes.CDLL, dict[str
     """(library, the types of each kernel's parameters)."""
     run = functools.partial(subprocess.run, text=True, capture_output=True, check=True)
     expanded = run(["g++", "-E", "-P", *macros, "-x", "c++", "-"], input=code).stdout
-    declared = re.findall(r'extern "C" __global__ void (\w+)\(([^)]*)\)', expanded)
+    declared = re.findall(r'extern "C" __global__ void (?:__launch_bounds__\([^)]*\)\s+)?(\w+)\(([^)]*)\)', expanded)
     parameters = {
         name: [" ".join(p.replace("*", "* ").split()[:-1]) for p in text.split(",")] for name, text in declared
     }

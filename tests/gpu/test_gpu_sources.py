@@ -105,9 +105,9 @@ def test_the_pretence_finds_broken_kernels(cp, damage, monkeypatch):
 
     code = _code("selection")
     line = {
-        "barrier": ("  __syncthreads();\n  u64 overs_before", "  u64 overs_before"),
+        "barrier": ("  __syncthreads();\n  u32 base = shared_base", "  u32 base = shared_base"),
         "scan": ("base = scanned - sum", "base = scanned"),
-        "guard": ("is_over = i < n && (key > above || all)", "is_over = i < n + 1 && (key > above || all)"),
+        "guard": ("|| (place < left && (key > above || all))", "|| (place < left + 1 && (key > above || all))"),
     }[damage]
     assert line[0] in code
     values = np.random.default_rng(0).standard_normal(5000).astype(np.float32)
@@ -116,13 +116,16 @@ def test_the_pretence_finds_broken_kernels(cp, damage, monkeypatch):
     for order in "01":
         monkeypatch.setenv("SPARSECOLL_THREAD_ORDER", order)
         module = cp.RawModule(code=code.replace(*line), options=("--fmad=false",))
-        out_i, out_v, scratch = cp.empty(5000, np.uint32), cp.empty(5000, np.float32), cp.zeros(5, np.uint64)
-        null, u64 = np.uint64(0), np.uint64
-        given = (cp.asarray(values), u64(5000), np.uint32(0), np.uint32(1), null, null, null, null, np.float64(0))
+        v, scratch, tiles = cp.asarray(values), cp.zeros(4, np.uint64), cp.empty(2, np.uint64)
+        places, staged = cp.empty(1 << 17, np.uint16), cp.empty(1 << 17, np.float32)  # 16 bits of position too many
+        out_i, out_v = cp.empty(5000, np.uint32), cp.empty(5000, np.float32)
+        u32, u64, null = np.uint32, np.uint64, np.uint64(0)
+        what = (v, u64(5000), u32(0), u32(1), null)
         try:
-            module.get_function("take")(
-                (2,), (256,), (*given, np.uint32(0), out_i, out_v, null, u64(5000), null, scratch)
-            )
+            given = (*what, null, np.float64(0), places, staged, u64(5000), null, tiles, scratch)
+            module.get_function("stage")((2,), (256,), given)
+            given = (*what, null, null, u32(0), places, staged, tiles, u64(1), out_i, out_v, u64(5000), scratch)
+            module.get_function("gather")((1,), (256,), given)
             right.append(np.array_equal(out_i.get(), expected[0]) and int(scratch[1]) == 5000)
         except AssertionError:
             right.append(False)

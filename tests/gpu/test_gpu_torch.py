@@ -123,6 +123,17 @@ def test_options_of_top_k_and_its_state(place):
     assert all(x.tobytes() == y.tobytes() for x, y in zip(a, b, strict=True))
 
 
+def test_back_propagation_stays_in_the_thread_of_a_virtual_rank():
+    """Autograd has one thread per GPU, in which the hooks of the first virtual rank would wait for ever."""
+
+    def program(comm):
+        wrapped("topk")(comm, torch.nn.Linear(3, 2))
+        return torch._C._is_multithreading_enabled()
+
+    assert simulate(2, program).results == [False, False]
+    assert torch._C._is_multithreading_enabled()
+
+
 def test_a_tensor_that_is_nowhere_near(place):
     with pytest.raises(TypeError, match="expected tensors with values, got one on meta"):
         SparseSGD([torch.nn.Parameter(torch.empty(3, device="meta"))], 0.1)

@@ -37,7 +37,7 @@ def positions(draw, largest=2**62):
 
 def payload_of(kernels, indices, block=1024):
     table = kernels.rice_table(indices, block)
-    size = int(np.add(*kernels.rice_sizes(table, indices.size, block)).sum()) + RICE_PAD
+    size = int(kernels.rice_offsets(table, indices.size, block)[-1]) + RICE_PAD
     out = np.full(size, 77, np.uint8)
     kernels.rice_encode(indices, table, block, out)
     return table, out

@@ -32,15 +32,22 @@ def _kernel(source: str, name: str, macros: tuple[str, ...]) -> Any:
 
 
 def types(values: Any = None, indices: Any = None) -> tuple[str, ...]:
-    """The macros that define the types of values and indices in the CUDA sources, from arrays or dtypes."""
+    """The macros that define the types of values and indices in the CUDA sources, from arrays or dtypes.
+
+    Those that common.cu defines by default are left out, so that one compiled module serves all of their combinations.
+    """
+    return _macros(*(None if x is None else np.dtype(getattr(x, "dtype", x)) for x in (values, indices)))
+
+
+@functools.cache
+def _macros(values: np.dtype[Any] | None, indices: np.dtype[Any] | None) -> tuple[str, ...]:
     macros: tuple[str, ...] = ()
     if values is not None:
-        dtype = np.dtype(getattr(values, "dtype", values))
-        macros += (f"-DBITS=u{8 * dtype.itemsize}",)
-        if dtype.name in CODES:
-            macros += (f"-DVALUE={CODES[dtype.name]}", f"-DFLOATS={int(dtype.kind == 'f')}")
-    if indices is not None:
-        macros += (f"-DINDEX=u{8 * np.dtype(getattr(indices, 'dtype', indices)).itemsize}",)
+        macros += (f"-DBITS=u{8 * values.itemsize}",)
+        if values.name in CODES:
+            macros += (f"-DVALUE={CODES[values.name]}", f"-DFLOATS={int(values.kind == 'f')}")
+    if indices is not None and indices.itemsize == 8:
+        macros += ("-DINDEX=u64",)
     return macros
 
 

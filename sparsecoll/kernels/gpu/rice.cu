@@ -6,17 +6,16 @@
 
 __device__ u64 gap_of(const INDEX* indices, u64 j) { return j ? (u64)indices[j] - indices[j - 1] - 1 : 0; }
 
-// The parameter with the shortest code, and the bytes of the quotients.
-extern "C" __global__ void rice_table(const INDEX* indices, u64 count, u32 block, u16* table) {
-  u64 start = (u64)blockIdx.x * block, stop = start + block < count ? start + block : count, widest = 0;
+// The parameter with the shortest code of gaps start ... stop - 1, and the bytes of their quotients.
+__device__ u32 shortest(const INDEX* indices, u64 start, u64 stop, u32* unary) {
   __shared__ u64 bits_of[WARPS];
+  u64 widest = 0, least = ~0ull, quotients = 0;
   for (u64 j = start + threadIdx.x; j < stop; j += THREADS) widest |= gap_of(indices, j);
   for (int d = 16; d; d >>= 1) widest |= __shfl_xor_sync(ALL, widest, d);
   if (threadIdx.x % 32 == 0) bits_of[threadIdx.x / 32] = widest;
   __syncthreads();
   for (int w = 0; w < WARPS; w++) widest |= bits_of[w];
   u32 width = widest ? 64 - __clzll((i64)widest) : 0, best = 0;
-  u64 least = ~0ull, quotients = 0;
   for (u32 k = 0; k <= width && k <= LARGEST; k++) {
     u64 sum = 0;
     for (u64 j = start + threadIdx.x; j < stop; j += THREADS) sum += gap_of(indices, j) >> k;
@@ -24,7 +23,40 @@ extern "C" __global__ void rice_table(const INDEX* indices, u64 count, u32 block
     u64 length = (stop - start) * k + sum;
     if (length < least) least = length, best = k, quotients = sum;
   }
-  if (threadIdx.x == 0) table[blockIdx.x] = (u16)(best << SIZE_BITS | (stop - start + quotients + 7) / 8);
+  *unary = (u32)((stop - start + quotients + 7) / 8);
+  return best;
+}
+
+extern "C" __global__ void rice_table(const INDEX* indices, u64 count, u32 block, u16* table) {
+  u64 start = (u64)blockIdx.x * block, stop = start + block < count ? start + block : count;
+  u32 unary, k = shortest(indices, start, stop, &unary);
+  if (threadIdx.x == 0) table[blockIdx.x] = (u16)(k << SIZE_BITS | unary);
+}
+
+// What a sample of the gaps, RUN at every RUN * stride, takes in blocks of RUN, RUN / 4 and RUN / 8: the bytes are added
+// to lengths[0 ... 2]. One block of threads for each block of gaps: SHARES for each run.
+#define RUN 1024
+#define SHARES 13
+
+extern "C" __global__ void rice_sample(const INDEX* indices, u64 count, u64 stride, u64* lengths) {
+  u32 share = blockIdx.x % SHARES, kind = share == 0 ? 0 : share < 5 ? 1 : 2;
+  u64 block = kind == 0 ? RUN : kind == 1 ? RUN / 4 : RUN / 8, number = kind == 0 ? 0 : share - (kind == 1 ? 1 : 5);
+  u64 start = blockIdx.x / SHARES * stride * RUN + number * block, stop = start + block < count ? start + block : count;
+  if (start >= count) return;
+  u32 unary, k = shortest(indices, start, stop, &unary);
+  if (threadIdx.x == 0) atomicAdd(&lengths[kind], 2 + unary + ((stop - start) * k + 7) / 8);
+}
+
+// One block. offsets[b]: the byte at which block b of gaps begins in the payload; offsets[blocks]: the bytes of all.
+extern "C" __global__ void rice_offsets(const u16* table, u64 blocks, u64 count, u32 block, i64* offsets) {
+  u64 before = 0, total;
+  for (u64 round = 0; round < blocks; round += THREADS, before += total) {
+    u64 b = round + threadIdx.x, gaps = b + 1 < blocks ? block : count - b * block, bytes = 0;
+    if (b < blocks) bytes = (table[b] & ((1 << SIZE_BITS) - 1)) + (gaps * (table[b] >> SIZE_BITS) + 7) / 8;
+    u64 ahead = block_scan(bytes, &total);
+    if (b < blocks) offsets[b] = (i64)(before + ahead);
+  }
+  if (threadIdx.x == 0) offsets[blocks] = (i64)before;
 }
 
 __device__ void set_bits(u32* words, u64 bit, u64 value, u32 width) {  // width <= 56
@@ -88,5 +120,15 @@ extern "C" __global__ void rice_decode(const u16* table, const u8* payload, cons
     u64 here = j - start, quotient = ones[here] - (here ? ones[here - 1] + 1 : 0);
     if (quotient >> (63 - k)) atomicMax(damaged, 1u);  // no index is that large
     steps[j] = (quotient << k) + get_bits(bytes + unary, here * k, k) + 1;
+  }
+}
+
+// out[j] = first - 1 + ends[j], the sum of the steps up to j. damaged[0] becomes 1 where an index is not below `limit` or
+// not above the one before, as when a sum has wrapped around.
+extern "C" __global__ void rice_indices(const u64* ends, u64 count, u64 first, u64 limit, INDEX* out, u32* damaged) {
+  EVERY(j, count) {
+    u64 index = first - 1 + ends[j];
+    if (index >= limit || (j && ends[j - 1] >= ends[j])) atomicMax(damaged, 1u);
+    out[j] = (INDEX)index;
   }
 }

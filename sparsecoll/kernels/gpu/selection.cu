@@ -5,42 +5,9 @@
 #endif
 #define ROWS 16  // items of a thread: item r * THREADS + thread of the tile, so that warps read whole lines
 #define TILE (ROWS * THREADS)
-#define FLAG_OWN (1ull << 62)
-#define FLAG_ALL (2ull << 62)
-#define COUNTS ((1ull << 62) - 1)  // of a state: 31 bits of entries above the key, 31 bits of entries equal to it
-
-#if ADD
-__device__ BITS with_addend(BITS x, const void* addend, u64 i, number scale) {
-  number a = ROUND(READ_AS(ADD, addend, i));
-  return (BITS)TO_BITS(FROM_BITS(x) + ROUND(scale * a));
-}
-#endif
-
-// The counts of all tiles before `tile` (Merrill and Garland, "Single-pass Parallel Prefix Scan with Decoupled
-// Look-back", 2016). Called by one whole warp; tiles are numbered in the order in which blocks start.
-__device__ u64 look_back(volatile u64* states, u64 tile, u64 own) {
-  int lane = threadIdx.x % 32;
-  if (tile == 0) {
-    if (lane == 0) states[0] = FLAG_ALL | own;
-    return 0;
-  }
-  if (lane == 0) states[tile] = FLAG_OWN | own;
-  u64 before = 0;
-  for (i64 last = (i64)tile - 1;; last -= 32) {
-    u64 state = FLAG_ALL;  // in front of the first tile
-    if (last >= lane)
-      do state = states[last - lane];
-      while (state >> 62 == 0);
-    u32 whole = __ballot_sync(ALL, state >> 63);
-    int stop = whole ? __ffs(whole) - 1 : 31;
-    u64 part = lane <= stop ? state & COUNTS : 0;
-    for (int d = 16; d; d >>= 1) part += __shfl_xor_sync(ALL, part, d);
-    before += part;
-    if (whole) break;
-  }
-  if (lane == 0) states[tile] = FLAG_ALL | (before + own);
-  return before;
-}
+#define GROUP 32           // tiles whose entries a block of `gather` writes
+#define UNSTAGED ~0u       // in place of a tile's position among the staged entries
+#define SAMES 0x7fffffffu  // of counts: 31 bits of entries above the key, 31 bits of entries equal to it
 
 #if MOMENTS  // see reference.moments_of: the columns of a line, added by halves
 __device__ double block_tree(double x, int largest) {
@@ -88,38 +55,62 @@ extern "C" __global__ void fold_moments(const double* lines, u64 count, double* 
 }
 #endif
 
-// Entries with a key > `above`, and the first `ties` of those == `above` (all > and none == if `ties` is 0), in order,
-// into out_*[offset ...], as long as there is room. scratch: 0 tiles begun; 1 how many entries there are; 2 how many of
-// them are ties; then a state for each tile. All zero before.
-extern "C" __global__ void take(BITS* values, u64 n, BITS above, u32 all, u64 ties, const INDEX* indices, u64 first,
-                                const void* addend, double scale, u32 clear, INDEX* out_i, BITS* out_v, u64 offset,
-                                u64 room, double* moments, u64* scratch) {
-  __shared__ u32 counts[ROWS * WARPS];
-  __shared__ u64 shared[2];
-  int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  if (threadIdx.x == 0) shared[0] = atomicAdd(&scratch[0], 1ull);
-  __syncthreads();
-  u64 tile = shared[0], start = tile * TILE;
-  BITS items[ROWS];
-  u32 over = 0, same = 0;  // one bit a row
-  for (int r = 0; r < ROWS; r++) {
-    u64 i = start + (u64)r * THREADS + threadIdx.x;
-    items[r] = i < n ? values[i] : 0;
-  }
-  for (int r = 0; r < ROWS; r++) {
-    u64 i = start + (u64)r * THREADS + threadIdx.x;
-#if ADD
-    if (i < n) items[r] = with_addend(items[r], addend, i, ROUND(scale));
+// Entries with a key > `above` (all: every entry), and the first `ties` of those == `above`, in order: `stage` reads each
+// tile once and puts the tile's entries where there is room in `places` (their positions in the tile) and `staged`;
+// `gather` then knows the counts of all tiles, and moves the entries to where they belong. No tile waits for another,
+// and both read and write entries rather than values. A tile for which there is no room is read again by `gather`.
+//
+// tiles: of each, its position among the staged entries (32 bits), and how many entries are == and > `above` (16 each).
+// scratch: 0 room taken; 1 how many entries there are; 2 how many of them are ties; then the counts of each group of
+// tiles. All zero before.
+#if VALUE == 8 || VALUE == 18
+#define RESIDENT 3  // blocks per multiprocessor at least, so that enough loads are under way
+#elif ADD || MOMENTS
+#define RESIDENT 4
+#else
+#define RESIDENT 6
 #endif
+
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
+    stage(BITS* values, u64 n, BITS above, u32 all, u64 ties, const void* addend, double scale, u16* places,
+          BITS* staged, u64 room, double* moments, u64* tiles, u64* scratch) {
+  __shared__ u32 counts[ROWS * WARPS];
+  __shared__ u32 shared_base;
+  int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  u64 start = (u64)blockIdx.x * TILE, left = n - start;
+  BITS items[ROWS];
+  u32 hits = 0;  // one bit a row
+#pragma unroll
+  for (int r = 0; r < ROWS; r++) {
+    u32 place = (u32)r * THREADS + threadIdx.x;
+    items[r] = place < left ? values[start + place] : 0;
+  }
+#if ADD
+  number factor = ROUND(scale), addends[ROWS];
+#pragma unroll
+  for (int r = 0; r < ROWS; r++) {  // all loads before the first store, which might change what they read
+    u32 place = (u32)r * THREADS + threadIdx.x;
+    addends[r] = place < left ? ROUND(READ_AS(ADD, addend, start + place)) : 0;
+  }
+#pragma unroll
+  for (int r = 0; r < ROWS; r++) {
+    u32 place = (u32)r * THREADS + threadIdx.x;
+    items[r] = (BITS)TO_BITS(FROM_BITS(items[r]) + ROUND(factor * addends[r]));
+    if (place < left) values[start + place] = items[r];
+  }
+#endif
+#pragma unroll
+  for (int r = 0; r < ROWS; r++) {
+    u32 place = (u32)r * THREADS + threadIdx.x;
     BITS key = key_of(items[r]);
-    int is_over = i < n && (key > above || all), is_same = i < n && !all && ties && key == above;
-    u32 overs = __ballot_sync(ALL, is_over), sames = __ballot_sync(ALL, is_same);
-    over |= (u32)is_over << r;
-    same |= (u32)is_same << r;
-    if (lane == 0) counts[r * WARPS + warp] = __popc(overs) | __popc(sames) << 16;
+    int is_same = place < left && !all && ties && key == above;
+    int is_hit = is_same || (place < left && (key > above || all));
+    u32 hit = __ballot_sync(ALL, is_hit), sames = __ballot_sync(ALL, is_same);
+    hits |= (u32)is_hit << r;
+    if (lane == 0) counts[r * WARPS + warp] = __popc(hit) | __popc(sames) << 16;
   }
 #if MOMENTS
-  write_moments(items, start, n, moments + 4 * tile);
+  write_moments(items, start, n, moments + 4 * blockIdx.x);
 #endif
   __syncthreads();
   if (warp == 0) {  // counts of rows and warps become positions in the tile
@@ -130,42 +121,90 @@ extern "C" __global__ void take(BITS* values, u64 n, BITS above, u32 all, u64 ti
       u32 before = __shfl_up_sync(ALL, scanned, d);
       if (lane >= d) scanned += before;
     }
-    u32 total = __shfl_sync(ALL, scanned, 31), base = scanned - sum;
+    u32 base = scanned - sum;
     for (int j = 0; j < 4; j++) counts[4 * lane + j] = base, base += own[j];
-    u64 mine = (u64)(total & 0xffff) << 31 | total >> 16;
-    u64 before = look_back(scratch + 3, tile, mine);
-    if (lane == 0) {
-      shared[1] = before;
-      if (start + TILE >= n) {
-        u64 end = before + mine, tied = end & 0x7fffffff;
-        scratch[2] = tied < ties ? tied : ties;
-        scratch[1] = (end >> 31) + scratch[2];
-      }
+    if (lane == 31) {
+      u32 entries = scanned & 0xffff, sames = scanned >> 16;
+      u64 taken = entries ? atomicAdd(&scratch[0], (u64)entries) : 0;
+      shared_base = taken + entries <= room ? (u32)taken : UNSTAGED;
+      tiles[blockIdx.x] = (u64)shared_base << 32 | sames << 16 | (entries - sames);
+      if (entries) atomicAdd(&scratch[3 + blockIdx.x / GROUP], (u64)(entries - sames) << 31 | sames);
     }
   }
   __syncthreads();
-  u64 overs_before = shared[1] >> 31, sames_before = shared[1] & 0x7fffffff;
-  u32 lower = (1u << lane) - 1;
+  u32 base = shared_base, lower = (1u << lane) - 1;
+  if (base == UNSTAGED) return;
+#pragma unroll
   for (int r = 0; r < ROWS; r++) {
-    u32 overs = __ballot_sync(ALL, over >> r & 1), sames = __ballot_sync(ALL, same >> r & 1);
-    u64 i = start + (u64)r * THREADS + threadIdx.x;
-    int taken = 0;
-    if (i < n) {
-      u32 base = counts[r * WARPS + warp];
-      u64 o = overs_before + (base & 0xffff) + __popc(overs & lower);
-      u64 s = sames_before + (base >> 16) + __popc(sames & lower);
-      u64 position = o + (s < ties ? s : ties);
-      taken = ((over >> r & 1) || ((same >> r & 1) && s < ties)) && position < room;
-      if (taken) {
-        out_i[offset + position] = indices ? indices[i] : (INDEX)(first + i);
-        out_v[offset + position] = items[r];
-      }
-#if ADD
-      values[i] = taken && clear ? 0 : items[r];
-#else
-      if (taken && clear) values[i] = 0;
-#endif
+    int is_hit = hits >> r & 1;
+    u32 hit = __ballot_sync(ALL, is_hit);
+    if (is_hit) {
+      u64 position = base + (u64)(counts[r * WARPS + warp] & 0xffff) + __popc(hit & lower);
+      places[position] = (u16)(r * THREADS + threadIdx.x);
+      staged[position] = items[r];
     }
+  }
+}
+
+// One warp for each tile, PARTS blocks for each group. If there are more than `room` entries, nothing is written.
+#define PARTS (GROUP / WARPS)
+
+extern "C" __global__ void gather(BITS* values, u64 n, BITS above, u32 all, u64 ties, const INDEX* indices, u64 first,
+                                  u32 clear, const u16* places, const BITS* staged, const u64* tiles, u64 groups,
+                                  INDEX* out_i, BITS* out_v, u64 room, u64* scratch) {
+  int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  u64 group = blockIdx.x / PARTS, before = 0, whole = 0;
+  for (u64 g = threadIdx.x; g < groups; g += THREADS) {
+    u64 counts = scratch[3 + g];
+    whole += counts;
+    if (g < group) before += counts;
+  }
+  before = block_sum(before), whole = block_sum(whole);
+  u64 tied = (whole & SAMES) < ties ? whole & SAMES : ties, count = (whole >> 31) + tied;
+  if (blockIdx.x == 0 && threadIdx.x == 0) scratch[1] = count, scratch[2] = tied;
+  if (count > room) return;
+  u64 record = (group * GROUP + lane) * TILE < n ? tiles[group * GROUP + lane] : 0;
+  u64 own = (record & 0xffff) << 31 | (record >> 16 & 0xffff), scanned = own;
+  for (int d = 1; d < 32; d <<= 1) {
+    u64 ahead = __shfl_up_sync(ALL, scanned, d);
+    if (lane >= d) scanned += ahead;
+  }
+  scanned += before - own;
+  int tile = blockIdx.x % PARTS * WARPS + warp;
+  record = __shfl_sync(ALL, record, tile), scanned = __shfl_sync(ALL, scanned, tile);
+  u64 start = (group * GROUP + tile) * TILE, o = scanned >> 31, s = scanned & SAMES;
+  u32 base = (u32)(record >> 32), over = (u32)(record & 0xffff), same = (u32)(record >> 16 & 0xffff);
+  if (over + same == 0) return;
+  if (base != UNSTAGED && (same == 0 || s + same <= ties)) {  // all staged entries are taken
+    u64 position = o + (s < ties ? s : ties);
+#pragma unroll 4
+    for (u32 e = lane; e < over + same; e += 32) {
+      u64 i = start + places[(u64)base + e];
+      out_i[position + e] = indices ? indices[i] : (INDEX)(first + i);
+      out_v[position + e] = staged[(u64)base + e];
+      if (clear) values[i] = 0;
+    }
+    return;
+  }
+  u32 entries = base != UNSTAGED ? over + same : n - start < TILE ? (u32)(n - start) : TILE;
+  u32 lower = (1u << lane) - 1;
+  for (u32 e = lane; e - lane < entries; e += 32) {
+    int inside = e < entries;
+    u32 place = e;
+    BITS item = 0;
+    if (inside && base != UNSTAGED) place = places[(u64)base + e], item = staged[(u64)base + e];
+    if (inside && base == UNSTAGED) item = values[start + e];
+    BITS key = key_of(item);
+    int is_over = inside && (key > above || all), is_same = inside && !all && ties && key == above;
+    u32 overs = __ballot_sync(ALL, is_over), sames = __ballot_sync(ALL, is_same);
+    u64 ahead = s + __popc(sames & lower), position = o + __popc(overs & lower) + (ahead < ties ? ahead : ties);
+    if (is_over || (is_same && ahead < ties)) {
+      u64 i = start + place;
+      out_i[position] = indices ? indices[i] : (INDEX)(first + i);
+      out_v[position] = item;
+      if (clear) values[i] = 0;
+    }
+    o += __popc(overs), s += __popc(sames);
   }
 }
 
@@ -174,15 +213,14 @@ extern "C" __global__ void clear(BITS* values, const INDEX* positions, u64 count
   EVERY(i, count) values[positions[i]] = 0;
 }
 
-// values[positions[i]] = taken[i].
-extern "C" __global__ void put_back(BITS* values, const INDEX* positions, const BITS* taken, u64 count) {
-  EVERY(i, count) values[positions[i]] = taken[i];
-}
-
 // values += scale * addend.
 #if ADD
 extern "C" __global__ void accumulate(BITS* values, u64 n, const void* addend, double scale) {
-  EVERY(i, n) values[i] = with_addend(values[i], addend, i, ROUND(scale));
+  number factor = ROUND(scale);
+  EVERY(i, n) {
+    number a = ROUND(READ_AS(ADD, addend, i));
+    values[i] = (BITS)TO_BITS(FROM_BITS(values[i]) + ROUND(factor * a));
+  }
 }
 #endif
 
@@ -213,26 +251,18 @@ extern "C" __global__ void key_range(const BITS* values, u64 n, u64* result) {
   }
 }
 
-// The k-th largest key by digits of DIGIT bits. state: 0 ~smallest key, 1 largest key (as `key_range` leaves them),
-// 2 low end of the range that holds it, 3 bits of the range's width, 4 its rank in the range.
+// The k-th largest key, one digit of at most DIGIT bits a launch, from the leading one on. state: 0 the low end of the
+// range that holds it; 1 bits of the range's width; 2 its rank in the range; 3 blocks that are done; then the bins. All
+// zero before the first launch, whose `bits` and `k` are the width in bits of all keys and the rank; later ones give 0.
 #define DIGIT 11
 #define BINS (1 << DIGIT)
 
-__device__ u64 range_width(const u64* state) { return state[3] > DIGIT ? state[3] - DIGIT : 0; }
-
-extern "C" __global__ void kth_begin(u64* state, u64 k) {
-  if (threadIdx.x == 0 && blockIdx.x == 0) {
-    u64 width = state[1] - ~state[0];
-    state[2] = ~state[0];
-    state[3] = width ? 64 - __clzll((i64)width) : 0;
-    state[4] = k;
-  }
-}
-
-extern "C" __global__ void kth_count(const BITS* values, u64 n, const u64* state, u64* bins) {
+extern "C" __global__ void kth_digit(const BITS* values, u64 n, u64 bits, u64 k, u64* state) {
   __shared__ u32 own[BINS];
-  if (state[3] == 0) return;  // found
-  u64 low = state[2], width = state[3], shift = range_width(state);
+  __shared__ u64 chosen[2];
+  __shared__ int is_last;
+  u64 low = state[0], width = bits ? bits : state[1], rank = bits ? k : state[2], *bins = state + 4;
+  u64 shift = width > DIGIT ? width - DIGIT : 0;
   for (int b = threadIdx.x; b < BINS; b += THREADS) own[b] = 0;
   __syncthreads();
   EVERY(i, n) {
@@ -242,28 +272,28 @@ extern "C" __global__ void kth_count(const BITS* values, u64 n, const u64* state
   __syncthreads();
   for (int b = threadIdx.x; b < BINS; b += THREADS)
     if (own[b]) atomicAdd(&bins[b], (u64)own[b]);
-}
-
-// One block: the range becomes the bin with the k-th key in it, and the bins zero.
-extern "C" __global__ void kth_choose(u64* state, u64* bins) {
-  __shared__ u64 chosen[2];
-  if (state[3] == 0) return;
-  u64 shift = range_width(state), rank = state[4], own[BINS / THREADS], sum = 0, total;
-  for (int j = 0; j < BINS / THREADS; j++) {  // bins from the largest keys down
-    int b = BINS - 1 - (int)(threadIdx.x * (BINS / THREADS) + j);
-    own[j] = bins[b], bins[b] = 0, sum += own[j];
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) is_last = atomicAdd(&state[3], 1ull) == gridDim.x - 1;
+  __syncthreads();
+  if (!is_last) return;
+  u64 counts[BINS / THREADS], sum = 0, total;  // the last block: the range becomes the bin that holds the k-th key
+  for (int j = 0; j < BINS / THREADS; j++) {   // bins from the largest keys down
+    volatile u64* bin = &bins[BINS - 1 - (int)(threadIdx.x * (BINS / THREADS) + j)];
+    counts[j] = *bin, *bin = 0, sum += counts[j];
   }
   u64 above = block_scan(sum, &total);
-  for (int j = 0; j < BINS / THREADS; above += own[j], j++)
-    if (above < rank && rank <= above + own[j]) {
+  for (int j = 0; j < BINS / THREADS; above += counts[j], j++)
+    if (above < rank && rank <= above + counts[j]) {
       chosen[0] = BINS - 1 - (threadIdx.x * (BINS / THREADS) + j);
       chosen[1] = above;
     }
   __syncthreads();
   if (threadIdx.x == 0) {
-    state[2] += chosen[0] << shift;
-    state[3] = shift;
-    state[4] = rank - chosen[1];
+    state[0] = low + (chosen[0] << shift);
+    state[1] = shift;
+    state[2] = rank - chosen[1];
+    state[3] = 0;
   }
 }
 

@@ -17,8 +17,10 @@ Array = Any  # of CuPy
 Addend = tuple[Array, float]
 
 TILE = 4096  # items per block of threads, as in selection.cu; also the length of a line of moments
+GROUP, PARTS = 32, 4  # tiles of a group, and blocks of `gather` for each, as in selection.cu
 SEGMENT = 1 << 30  # items per launch, whose counts have 31 bits
 DIGIT = 11  # bits per digit of the radix selection, as in selection.cu
+SHARE, FEW_BLOCKS = 4096, 528  # values for a block that ends with atomics, of which there are not many at once
 SAMPLE = 1 << 17  # size of the largest sample that bounds the k-th magnitude from below
 
 assert TILE == MOMENT_ROWS * device.THREADS
@@ -61,14 +63,11 @@ def count_at_least(values: Array, key: int) -> int:
 def key_range(values: Array) -> tuple[int, int]:
     if values.size == 0:
         return 0, 0
-    low, high = _key_range(values, device.zeros(2, np.uint64)).get().tolist()
+    found = device.zeros(2, np.uint64)
+    blocks = min(-(-values.size // SHARE), FEW_BLOCKS)
+    launch("selection", "key_range", values.size, values, values.size, found, macros=types(values), blocks=blocks)
+    low, high = found.get().tolist()
     return low ^ ((1 << 64) - 1), high
-
-
-def _key_range(values: Array, found: Array) -> Array:
-    """Fill the first two items of `found` with the inverted bits of the smallest key and with the largest key."""
-    launch("selection", "key_range", values.size, values, values.size, found, macros=types(values))
-    return found
 
 
 def moments_of(values: Array) -> np.ndarray[Any, Any]:
@@ -88,38 +87,44 @@ def _take(
     clear: bool = False,
 ) -> tuple[Array, Array]:
     """The entries with a key > `above` (-1: all), and the first `ties` of those with this key."""
-    index = index_dtype(values.size) if indices is None else indices.dtype
+    index, bits = index_dtype(values.size) if indices is None else indices.dtype, _bits(values)
     room = min(values.size, expected + (expected >> 3) + TILE)
     out_i, out_v, have = device.empty(room, index), device.empty(room, values.dtype), 0
+    places, staged = device.empty(min(room, SEGMENT), np.uint16), device.empty(min(room, SEGMENT), values.dtype)
     lines = None if moments is None else device.empty(4 * -(-values.size // TILE), np.float64)
     for start in range(0, values.size, SEGMENT):
-        part = slice(start, start + SEGMENT)
-        segment = values[part]
-        own = None if indices is None else indices[part]
-        addition, summed = None if add is None else (add[0][part], add[1]), lines
+        segment = values[start : start + SEGMENT]
+        own = None if indices is None else indices[start : start + SEGMENT]
+        macros, addend, scale = _added(None if add is None else (add[0][start : start + SEGMENT], add[1]))
+        tiles = device.empty(-(-segment.size // TILE), np.uint64)
+        groups = -(-tiles.size // GROUP)
+        scratch = device.zeros(3 + groups, np.uint64)
+        what = (segment, segment.size, bits.type(max(above, 0)), u32(above < 0), ties)
+        launch(
+            "selection",
+            "stage",
+            segment.size,
+            *(*what, addend, scale, places, staged, staged.size),
+            *(None if lines is None else lines[4 * (start // TILE) :], tiles, scratch),
+            macros=(*types(values, index), *macros, *(() if lines is None else ("-DMOMENTS=1",))),
+            blocks=tiles.size,
+        )
         while True:
-            macros, addend, scale = _added(addition)
-            tiles = -(-segment.size // TILE)
-            scratch = device.zeros(3 + tiles, np.uint64)
+            given = (*what, own, start, u32(clear), places, staged, tiles, groups, out_i[have:], out_v[have:])
             launch(
                 "selection",
-                "take",
+                "gather",
                 segment.size,
-                *(segment, segment.size, _bits(values).type(max(above, 0)), u32(above < 0), ties),
-                *(own, start, addend, scale, u32(clear), out_i, out_v, have, room - have),
-                *(None if summed is None else summed[4 * (start // TILE) :], scratch),
-                macros=(*types(values, index), *macros, f"-DMOMENTS={int(summed is not None)}"),
-                blocks=tiles,
+                *(*given, room - have, scratch),
+                macros=types(values, index),
+                blocks=groups * PARTS,
             )
             count, tied = scratch[1:3].get().tolist()
             if have + count <= room:
                 break
-            if clear:
-                _put_back(values, out_i[have:], out_v[have:])
             left = values.size - start - segment.size
             room = min(have + count + (have + count) * left // values.size + TILE, values.size)
             out_i, out_v = _grown(out_i, have, room), _grown(out_v, have, room)
-            addition = summed = None  # done
         have, ties = have + count, ties - tied
     if moments is not None:
         folded = device.zeros(4, np.float64)
@@ -128,11 +133,6 @@ def _take(
         launch("selection", "fold_moments", count, lines, count, folded, macros=macros, blocks=1)
         moments[:] = folded.get()
     return out_i[:have], out_v[:have]
-
-
-def _put_back(values: Array, positions: Array, taken: Array) -> None:
-    given = (values, positions, taken, taken.size)
-    launch("selection", "put_back", taken.size, *given, macros=types(values, positions))
 
 
 def _grown(array: Array, count: int, room: int) -> Array:
@@ -166,25 +166,28 @@ def lower_bound_key(values: Array, k: int, add: Addend | None = None) -> int:
     return kth_key(*found)[0] if found else 0
 
 
+def _key_bits(values: Array) -> int:
+    return int(8 * values.dtype.itemsize - (values.dtype.kind == "f"))
+
+
 def kth_key(values: Array, k: int) -> tuple[int, int]:
-    state = _key_range(values, device.zeros(5, np.uint64))
-    launch("selection", "kth_begin", 1, state, k, macros=types(values))
-    return _narrowed(values, state, -(-8 * values.dtype.itemsize // DIGIT))
+    return _narrowed(values, k, -(-_key_bits(values) // DIGIT))
 
 
 def _certain_bound(values: Array, k: int) -> int:
     """A key that at least k values reach, and not many more, from one pass."""
-    bits = 8 * values.dtype.itemsize - (values.dtype.kind == "f")
-    return _narrowed(values, device.to_device(np.array([0, 0, 0, bits, k], np.uint64)), 1)[0]
+    return _narrowed(values, k, 1)[0]
 
 
-def _narrowed(values: Array, state: Array, rounds: int) -> tuple[int, int]:
-    """(smallest key with the leading digits of the k-th largest, its rank among those) after `rounds` digits."""
-    bins = device.zeros(1 << DIGIT, np.uint64)
-    for _ in range(rounds):  # without effect once the key is found
-        launch("selection", "kth_count", values.size, values, values.size, state, bins, macros=types(values))
-        launch("selection", "kth_choose", 1, state, bins, macros=types(values))
-    key, _, rank = state[2:5].get().tolist()
+def _narrowed(values: Array, k: int, digits: int) -> tuple[int, int]:
+    """(smallest key with the leading digits of the k-th largest, its rank among those), after `digits` digits."""
+    state = device.zeros(4 + (1 << DIGIT), np.uint64)
+    blocks = min(-(-values.size // SHARE), FEW_BLOCKS)
+    for digit in range(digits):
+        first = (_key_bits(values), k) if digit == 0 else (0, 0)
+        given = (values, values.size, *first, state)
+        launch("selection", "kth_digit", values.size, *given, macros=types(values), blocks=blocks)
+    key, _, rank = state[:3].get().tolist()
     return key, rank
 
 

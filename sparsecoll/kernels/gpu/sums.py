@@ -27,8 +27,8 @@ def merge_sum(parts: Sequence[tuple[Array, Array]], dtype: np.dtype[np.generic])
     index = parts[0][0].dtype if parts else np.dtype(np.uint32)
     if entries == 0:
         return device.empty(0, index), device.empty(0, dtype)
-    ends = np.array([(int(i[0]), int(i[-1])) for i, _ in parts if i.size], np.uint64)
-    low, high = int(ends[:, 0].min()), int(ends[:, 1].max())
+    ends = _joined([end for i, _ in parts if i.size for end in (i[:1], i[-1:])], index).get()
+    low, high = int(ends.min()), int(ends.max())
     if high - low < MAX_COORDINATES_PER_ENTRY * entries:
         return _in_window(parts, dtype, low, high - low + 1)
     indices = _joined([i for i, _ in parts], index)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ __all__ = [
     "rice_block",
     "rice_decode",
     "rice_encode",
-    "rice_sizes",
+    "rice_offsets",
     "rice_table",
 ]
 
@@ -27,23 +26,18 @@ _SIZE_BITS = 10  # of a table entry: unary bytes of the block; the parameter is 
 def rice_block(indices: Array) -> int:
     """The size of blocks, of RICE_BLOCKS, that codes a sample of the gaps shortest; the larger of two equal ones."""
     gaps, largest = _gaps(indices), RICE_BLOCKS[0]
-    return rice_shortest([gaps[run * largest : (run + 1) * largest] for run in rice_runs(gaps.size)])
+    sample, lengths = [gaps[run * largest : (run + 1) * largest] for run in rice_runs(gaps.size)], []
+    for block in RICE_BLOCKS:
+        parts = [run[i : i + block] for run in sample for i in range(0, run.size, block)]
+        coded = [(part, _best(part)) for part in parts]
+        lengths.append(sum(2 + (part.size + total + 7) // 8 + (part.size * k + 7) // 8 for part, (k, total) in coded))
+    return RICE_BLOCKS[int(np.argmin(lengths))]
 
 
 def rice_runs(count: int) -> range:
     """Which runs of RICE_BLOCKS[0] of `count` gaps are the sample."""
     runs = max(1, count // RICE_BLOCKS[0])
     return range(0, runs, -(-runs // min(RICE_SAMPLES, -(-runs // 16))))
-
-
-def rice_shortest(sample: Sequence[Array]) -> int:
-    """The size of blocks that codes these runs of gaps shortest."""
-    lengths = []
-    for block in RICE_BLOCKS:
-        parts = [run[i : i + block] for run in sample for i in range(0, run.size, block)]
-        coded = [(part, _best(part)) for part in parts]
-        lengths.append(sum(2 + (part.size + total + 7) // 8 + (part.size * k + 7) // 8 for part, (k, total) in coded))
-    return RICE_BLOCKS[int(np.argmin(lengths))]
 
 
 def _best(gaps: Array) -> tuple[int, int]:
@@ -74,7 +68,12 @@ def rice_table(indices: Array, block: int) -> Array:
     return np.array(table, np.uint16)
 
 
-def rice_sizes(table: Array, count: int, block: int) -> tuple[Array, Array]:
+def rice_offsets(table: Array, count: int, block: int) -> Array:
+    """int64: the byte at which each block begins in the payload, and, at the end, the bytes of all blocks."""
+    return np.concatenate([np.zeros(1, np.int64), np.cumsum(np.add(*_sizes(table, count, block)))])
+
+
+def _sizes(table: Array, count: int, block: int) -> tuple[Array, Array]:
     """(bytes of the unary part, bytes of the remainders) of each block."""
     counts = np.minimum(count - block * np.arange(table.size), block)
     return (table & 1023).astype(np.int64), (counts * (table >> _SIZE_BITS).astype(np.int64) + 7) // 8
@@ -83,11 +82,11 @@ def rice_sizes(table: Array, count: int, block: int) -> tuple[Array, Array]:
 def rice_encode(indices: Array, table: Array, block: int, out: Array) -> None:
     """Write the payload: for each block its quotients in unary (that many 0 bits, then a 1), then its k-bit remainders.
 
-    Bits fill bytes from the least significant one up. `out`: uint8, the sum of `rice_sizes` and RICE_PAD zero bytes.
+    Bits fill bytes from the least significant one up. `out`: uint8, the last of `rice_offsets` and RICE_PAD zero bytes.
     """
     out[:] = 0
     gaps, offset = _gaps(indices), 0
-    for number, (unary, rest) in enumerate(zip(*rice_sizes(table, indices.size, block), strict=True)):
+    for number, (unary, rest) in enumerate(zip(*_sizes(table, indices.size, block), strict=True)):
         part = gaps[number * block : (number + 1) * block]
         k = int(table[number]) >> _SIZE_BITS
         ones = np.cumsum((part >> np.uint64(k)).astype(np.int64) + 1) - 1
@@ -104,7 +103,7 @@ def rice_decode(
 ) -> Array | None:
     """The `count` indices; None if the payload is damaged: a block without enough ones, or an index >= limit."""
     indices, offset, index = np.empty(count, dtype), 0, first - 1
-    for number, (unary, rest) in enumerate(zip(*rice_sizes(table, count, block), strict=True)):
+    for number, (unary, rest) in enumerate(zip(*_sizes(table, count, block), strict=True)):
         k = int(table[number]) >> _SIZE_BITS
         start, stop = number * block, min((number + 1) * block, count)
         ones = np.flatnonzero(np.unpackbits(payload[offset : offset + unary], bitorder="little"))
