@@ -11,6 +11,7 @@ compared with the reference, under compute-sanitizer too where it is found; rank
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -70,8 +71,11 @@ def main() -> None:
     options = parser.parse_args()
     print(f"device: {device(options.pretend)}", flush=True)
     python, tests = [sys.executable, "-m", "pytest", "-q", "--color=no"], [str(HERE)]
+    over_ranks = ["--with-mpi", "-m", "mpi"]
     plain = os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}", "SPARSECOLL_GPU_TESTS": "all"}
-    steps: list[tuple[str, list[str], dict[str, str]]] = [("kernels and vectors", [*python, *tests], plain)]
+    spread = ["-n", str(min(16, os.cpu_count() or 1))] if importlib.util.find_spec("xdist") else []
+    alone = [*python, *spread, "-m", "not mpi", *tests]
+    steps: list[tuple[str, list[str], dict[str, str]]] = [("kernels, vectors and training", alone, plain)]
     sanitizer = shutil.which("compute-sanitizer")
     if sanitizer and not options.pretend:
         few = [str(HERE / "test_gpu_kernels.py"), "-k", "float32 or rice or blocks or bitmaps or slots or scattering"]
@@ -85,7 +89,7 @@ def main() -> None:
             if mpirun is None:
                 sys.exit("mpirun: not found")
             steps.append(
-                (f"{name}, {ranks} ranks", [mpirun, "-n", str(ranks), *python, "--with-mpi", *tests], environment)
+                (f"{name}, {ranks} ranks", [mpirun, "-n", str(ranks), *python, *over_ranks, *tests], environment)
             )
 
     over_mpi("MPI through the host", plain | {"SPARSECOLL_GPU_DIRECT": "0"})

@@ -157,9 +157,11 @@ def reference_stride(size):
     return stride_for(size, max(size >> 7, 1 << 13))
 
 
-def test_segments_follow_each_other(cp, gpu, monkeypatch):
-    """A vector longer than one launch can count: ties and positions go on over its segments."""
+@pytest.mark.parametrize("few", [0, 4096])
+def test_segments_follow_each_other(cp, gpu, monkeypatch, few):
+    """A vector longer than one launch can count: ties and positions go on over its segments, in both kinds of launch."""
     monkeypatch.setattr(gpu.selection, "SEGMENT", 4096)
+    monkeypatch.setattr(gpu.selection, "FEW_TILES", few)
     v = np.round(np.random.default_rng(1).standard_normal(13_000) * 2).astype(np.float32)
     key = int(key_of(2.0, v.dtype))
     for ties in (0, 1, 700, 13_000):

@@ -124,8 +124,8 @@ def test_the_pretence_finds_broken_kernels(cp, damage, monkeypatch):
         try:
             given = (*what, null, np.float64(0), places, staged, u64(5000), null, tiles, scratch)
             module.get_function("stage")((2,), (256,), given)
-            given = (*what, null, null, u32(0), places, staged, tiles, u64(1), out_i, out_v, u64(5000), scratch)
-            module.get_function("gather")((1,), (256,), given)
+            given = (*what, null, null, u32(0), places, staged, tiles, u64(1), u32(4))
+            module.get_function("gather")((4,), (256,), (*given, out_i, out_v, u64(5000), scratch))
             right.append(np.array_equal(out_i.get(), expected[0]) and int(scratch[1]) == 5000)
         except AssertionError:
             right.append(False)

@@ -87,7 +87,8 @@ def test_every_compressor(place, name, monkeypatch):
     theirs = simulate(2, lambda comm: train(comm, "cpu", wrapped(name))).results
     for a, b, other in zip(mine[0][0], theirs[0][0], mine[1][0], strict=True):
         assert name == "free" or a.tobytes() == other.tobytes()
-        np.testing.assert_allclose(a, b, rtol=0, atol=0 if place == "cpu" else 1e-4)
+        # gradients differ in their last bits, and a value between two levels goes to the other one
+        np.testing.assert_allclose(a, b, rtol=0, atol=0 if place == "cpu" else 1e-3 if name == "qsgd" else 1e-4)
 
 
 @pytest.mark.parametrize("algo", ["oktopk", "dense", "allgather"])

@@ -53,6 +53,6 @@ def rice_decode(
     steps, damaged = device.empty(count, np.uint64), device.zeros(1, np.uint32)
     given = (table, payload, rice_offsets(table, count, block), u32(block), count, steps, damaged)
     launch("rice", "rice_decode", count, *given, blocks=table.size)
-    given = (np.cumsum(steps), count, first, limit, indices, damaged)
-    launch("rice", "rice_indices", count, *given, macros=types(indices=indices))
+    ends = np.cumsum(steps)
+    launch("rice", "rice_indices", count, ends, count, first, limit, indices, damaged, macros=types(indices=indices))
     return None if int(damaged[0]) else indices

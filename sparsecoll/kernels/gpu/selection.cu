@@ -146,14 +146,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
   }
 }
 
-// One warp for each tile, PARTS blocks for each group. If there are more than `room` entries, nothing is written.
-#define PARTS (GROUP / WARPS)
+// `parts` blocks for each group of tiles: with WIDE of them each warp has a tile of its own, with GROUP of them each block.
+// If there are more than `room` entries, nothing is written.
+#define WIDE (GROUP / WARPS)
 
 extern "C" __global__ void gather(BITS* values, u64 n, BITS above, u32 all, u64 ties, const INDEX* indices, u64 first,
                                   u32 clear, const u16* places, const BITS* staged, const u64* tiles, u64 groups,
-                                  INDEX* out_i, BITS* out_v, u64 room, u64* scratch) {
-  int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  u64 group = blockIdx.x / PARTS, before = 0, whole = 0;
+                                  u32 parts, INDEX* out_i, BITS* out_v, u64 room, u64* scratch) {
+  int lane = threadIdx.x % 32, warp = threadIdx.x / 32, alone = parts == WIDE;
+  u64 group = blockIdx.x / parts, before = 0, whole = 0;
   for (u64 g = threadIdx.x; g < groups; g += THREADS) {
     u64 counts = scratch[3 + g];
     whole += counts;
@@ -170,7 +171,7 @@ extern "C" __global__ void gather(BITS* values, u64 n, BITS above, u32 all, u64 
     if (lane >= d) scanned += ahead;
   }
   scanned += before - own;
-  int tile = blockIdx.x % PARTS * WARPS + warp;
+  int tile = blockIdx.x % parts * (alone ? WARPS : 1) + (alone ? warp : 0);
   record = __shfl_sync(ALL, record, tile), scanned = __shfl_sync(ALL, scanned, tile);
   u64 start = (group * GROUP + tile) * TILE, o = scanned >> 31, s = scanned & SAMES;
   u32 base = (u32)(record >> 32), over = (u32)(record & 0xffff), same = (u32)(record >> 16 & 0xffff);
@@ -178,7 +179,7 @@ extern "C" __global__ void gather(BITS* values, u64 n, BITS above, u32 all, u64 
   if (base != UNSTAGED && (same == 0 || s + same <= ties)) {  // all staged entries are taken
     u64 position = o + (s < ties ? s : ties);
 #pragma unroll 4
-    for (u32 e = lane; e < over + same; e += 32) {
+    for (u32 e = alone ? lane : threadIdx.x; e < over + same; e += alone ? 32 : THREADS) {
       u64 i = start + places[(u64)base + e];
       out_i[position + e] = indices ? indices[i] : (INDEX)(first + i);
       out_v[position + e] = staged[(u64)base + e];
@@ -186,6 +187,7 @@ extern "C" __global__ void gather(BITS* values, u64 n, BITS above, u32 all, u64 
     }
     return;
   }
+  if (!alone && warp) return;
   u32 entries = base != UNSTAGED ? over + same : n - start < TILE ? (u32)(n - start) : TILE;
   u32 lower = (1u << lane) - 1;
   for (u32 e = lane; e - lane < entries; e += 32) {

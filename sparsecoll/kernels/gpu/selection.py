@@ -17,7 +17,8 @@ Array = Any  # of CuPy
 Addend = tuple[Array, float]
 
 TILE = 4096  # items per block of threads, as in selection.cu; also the length of a line of moments
-GROUP, PARTS = 32, 4  # tiles of a group, and blocks of `gather` for each, as in selection.cu
+GROUP, WARPS = 32, 8  # tiles of a group, and warps of a block, as in selection.cu and common.cu
+FEW_TILES = 4096  # up to so many have a block of `gather` each, and one more a warp
 SEGMENT = 1 << 30  # items per launch, whose counts have 31 bits
 DIGIT = 11  # bits per digit of the radix selection, as in selection.cu
 SHARE, FEW_BLOCKS = 4096, 528  # values for a block that ends with atomics, of which there are not many at once
@@ -97,7 +98,7 @@ def _take(
         own = None if indices is None else indices[start : start + SEGMENT]
         macros, addend, scale = _added(None if add is None else (add[0][start : start + SEGMENT], add[1]))
         tiles = device.empty(-(-segment.size // TILE), np.uint64)
-        groups = -(-tiles.size // GROUP)
+        groups, parts = -(-tiles.size // GROUP), GROUP if tiles.size <= FEW_TILES else GROUP // WARPS
         scratch = device.zeros(3 + groups, np.uint64)
         what = (segment, segment.size, bits.type(max(above, 0)), u32(above < 0), ties)
         launch(
@@ -110,14 +111,14 @@ def _take(
             blocks=tiles.size,
         )
         while True:
-            given = (*what, own, start, u32(clear), places, staged, tiles, groups, out_i[have:], out_v[have:])
+            given = (*what, own, start, u32(clear), places, staged, tiles, groups, u32(parts))
             launch(
                 "selection",
                 "gather",
                 segment.size,
-                *(*given, room - have, scratch),
+                *(*given, out_i[have:], out_v[have:], room - have, scratch),
                 macros=types(values, index),
-                blocks=groups * PARTS,
+                blocks=groups * parts,
             )
             count, tied = scratch[1:3].get().tolist()
             if have + count <= room:
