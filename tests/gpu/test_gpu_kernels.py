@@ -159,7 +159,7 @@ def reference_stride(size):
 
 @pytest.mark.parametrize("few", [0, 4096])
 def test_segments_follow_each_other(cp, gpu, monkeypatch, few):
-    """A vector longer than one launch can count: ties and positions go on over its segments, in both kinds of launch."""
+    """A vector longer than one launch can count: ties and positions go on over its segments; both kinds of launch."""
     monkeypatch.setattr(gpu.selection, "SEGMENT", 4096)
     monkeypatch.setattr(gpu.selection, "FEW_TILES", few)
     v = np.round(np.random.default_rng(1).standard_normal(13_000) * 2).astype(np.float32)
