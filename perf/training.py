@@ -272,7 +272,32 @@ def other_tables() -> dict[str, str]:
         "work_commit": work["about"]["commit"],
     }
     found |= {name: markdown(overlap[name]) for name in ("overlap", "waits")}
-    return found | {"overlap_commit": overlap["about"]["commit"]}
+    return found | {"overlap_commit": overlap["about"]["commit"], **more_cores()}
+
+
+def more_cores() -> dict[str, str]:
+    """Return the tables of the machine with 16 cores and a GPU: every run of a line."""
+    saved = json.loads((RESULTS / "training_16_cores.json").read_text())
+    found = {"cores_machine": saved["about"]["machine"], "cores_commits": saved["about"]["commit"]}
+    for device in ("cpu", "cuda"):
+        shown: dict[tuple[str, str], Row] = {}
+        for row in saved["rows"]:
+            if row["device"] == device:
+                new = {
+                    "million": round(row["parameters"] / 1e6),
+                    "line": row["line"],
+                    "s / step": f"{row['seconds']:.3g}",
+                }
+                new |= {
+                    "x plain": f"{row['x plain']:.3g}",
+                    "MB received": row["MB received"] if row["MB received"] > 0.001 else None,
+                }
+                new |= {kind: row.get(kind) or None for kind in ("select", "encode", "decode", "wait", "exposed")}
+                before = shown.setdefault((row["model"], row["line"]), new)
+                if before is not new:
+                    before |= {name: f"{before[name]}, {new[name]}" for name in ("s / step", "x plain")}
+        found[f"cores_{device}"] = markdown(sorted(shown.values(), key=lambda row: row["million"]))
+    return found
 
 
 def main() -> None:
