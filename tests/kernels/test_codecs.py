@@ -49,6 +49,8 @@ def test_rice(indices, block):
     assert cpu.rice_block(indices) == reference.rice_block(indices)
     (table, payload), (own_table, own_payload) = (payload_of(kernels, indices, block) for kernels in (reference, cpu))
     assert table.tolist() == own_table.tolist()
+    offsets = [kernels.rice_offsets(table, indices.size, block) for kernels in BOTH]
+    assert offsets[0].dtype == offsets[1].dtype and offsets[0].tolist() == offsets[1].tolist()
     assert payload.tobytes() == own_payload.tobytes()
     limit = int(indices[-1]) + 1
     arguments = (table, payload, block, int(indices[0]), indices.size, limit, indices.dtype)

@@ -17,7 +17,6 @@ from sparsecoll.kernels.cpu.rows import *
 from sparsecoll.kernels.cpu.selection import *
 from sparsecoll.kernels.cpu.sums import *
 from sparsecoll.kernels.cpu.words import *
-from sparsecoll.kernels.reference.rice import rice_offsets as rice_offsets  # fast enough in NumPy
 from sparsecoll.kernels.reference.row_sums import take_rows as take_rows
 from sparsecoll.kernels.reference.selection import magnitude_keys as magnitude_keys
 from sparsecoll.kernels.reference.selection import moments_of as moments_of

@@ -245,6 +245,14 @@ def _rice_decode(table, payload, block, first, limit, ones, out):  # type: ignor
     return True
 
 
+@jit
+def _rice_offsets(table, count, block, out):  # type: ignore[no-untyped-def]
+    out[0] = 0
+    for number in range(table.size):
+        entry, gaps = np.int64(table[number]), min(block, count - block * number)
+        out[number + 1] = out[number] + (entry & 1023) + ((gaps * (entry >> 10) + 7) >> 3)
+
+
 def rice_block(indices: Array) -> int:
     if indices.size == 0:
         return RICE_BLOCKS[0]
@@ -256,6 +264,12 @@ def rice_table(indices: Array, block: int) -> Array:
     table = np.empty(-(-indices.size // block), np.uint16)
     _rice_table(indices, block, np.empty(block, indices.dtype), table)
     return table
+
+
+def rice_offsets(table: Array, count: int, block: int) -> Array:
+    out = np.empty(table.size + 1, np.int64)
+    _rice_offsets(table, count, block, out)
+    return out
 
 
 def rice_encode(indices: Array, table: Array, block: int, out: Array) -> None:
