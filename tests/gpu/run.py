@@ -21,6 +21,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
 HERE = Path(__file__).parent
+OPEN_MPI = {  # for containers, where everything runs as root, and for more ranks than cores
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "PRTE_ALLOW_RUN_AS_ROOT": "1",
+    "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",
+}
 
 
 def device(pretend: bool) -> str:
@@ -88,9 +96,8 @@ def main() -> None:
             mpirun = shutil.which("mpirun", path=environment["PATH"])
             if mpirun is None:
                 sys.exit("mpirun: not found")
-            steps.append(
-                (f"{name}, {ranks} ranks", [mpirun, "-n", str(ranks), *python, *over_ranks, *tests], environment)
-            )
+            command = [mpirun, "-n", str(ranks), *python, *over_ranks, *tests]
+            steps.append((f"{name}, {ranks} ranks", command, environment | OPEN_MPI))
 
     over_mpi("MPI through the host", plain | {"SPARSECOLL_GPU_DIRECT": "0"})
     with tempfile.TemporaryDirectory() as folder:
