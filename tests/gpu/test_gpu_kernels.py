@@ -173,6 +173,23 @@ def test_segments_follow_each_other(cp, gpu, monkeypatch, few):
     same(*sums)
 
 
+@pytest.mark.parametrize("few", [0, 4096])
+def test_more_tiles_than_a_group_has(cp, gpu, monkeypatch, few):
+    """Entries go behind those of all groups before, staged or not, and ties are counted over all of them."""
+    monkeypatch.setattr(gpu.selection, "FEW_TILES", few)
+    v = np.round(np.random.default_rng(2).standard_normal(300_001) * 3).astype(np.float32)
+    v[50_000:200_000] = 1  # whole tiles of ties, some of whole groups
+    key = int(key_of(1.0, v.dtype))
+    for ties in (0, 10_000, 180_000, v.size):
+        all_same(gpu.topk_by_key(cp.asarray(v), key, ties), reference.topk_by_key(v, key, ties))
+    for expected in (5, v.size):
+        mine, theirs = cp.asarray(v), v.copy()
+        found = gpu.select_at_least(mine, key, expected, add=(cp.asarray(v), 0.5), clear=True)
+        all_same(found, reference.select_at_least(theirs, key, add=(v, 0.5), clear=True))
+        same(mine, theirs)
+    all_same(gpu.topk(cp.asarray(v), 30_000), reference.topk(v, 30_000))
+
+
 @FEW
 @given(dtype=dtypes, size=sizes, seed=seeds, scale=st.sampled_from([1.0, 0.3, -2.0]))
 def test_accumulation(cp, gpu, dtype, size, seed, scale):
@@ -363,6 +380,14 @@ def test_rice_codes(cp, gpu, size, seed, own, far, data):
             assert (found is None) == (wanted is None)
             if wanted is not None:
                 same(found, wanted)
+
+
+@pytest.mark.parametrize("blocks", [1, 16, 4096, 4097, 9000])
+def test_offsets_of_many_rice_blocks(cp, gpu, blocks):
+    rng = np.random.default_rng(blocks)
+    table = (rng.integers(0, 57, blocks) << 10 | rng.integers(0, 1024, blocks)).astype(np.uint16)
+    count = 128 * blocks - 5
+    same(gpu.rice_offsets(cp.asarray(table), count, 128), reference.rice_offsets(table, count, 128))
 
 
 @pytest.mark.parametrize("dtype", COMPILED_DTYPES, ids=str)

@@ -47,14 +47,22 @@ extern "C" __global__ void rice_sample(const INDEX* indices, u64 count, u64 stri
   if (threadIdx.x == 0) atomicAdd(&lengths[kind], 2 + unary + ((stop - start) * k + 7) / 8);
 }
 
-// One block. offsets[b]: the byte at which block b of gaps begins in the payload; offsets[blocks]: the bytes of all.
+// One block, whose threads take EACH entries of the table at a time. offsets[b]: the byte at which block b of gaps begins
+// in the payload; offsets[blocks]: the bytes of all.
+#define EACH 16
+
 extern "C" __global__ void rice_offsets(const u16* table, u64 blocks, u64 count, u32 block, i64* offsets) {
   u64 before = 0, total;
-  for (u64 round = 0; round < blocks; round += THREADS, before += total) {
-    u64 b = round + threadIdx.x, gaps = b + 1 < blocks ? block : count - b * block, bytes = 0;
-    if (b < blocks) bytes = (table[b] & ((1 << SIZE_BITS) - 1)) + (gaps * (table[b] >> SIZE_BITS) + 7) / 8;
-    u64 ahead = block_scan(bytes, &total);
-    if (b < blocks) offsets[b] = (i64)(before + ahead);
+  for (u64 round = 0; round < blocks; round += THREADS * EACH, before += total) {
+    u64 first = round + (u64)threadIdx.x * EACH, bytes[EACH], sum = 0;
+    for (int j = 0; j < EACH; j++) {
+      u64 b = first + j, gaps = b + 1 < blocks ? block : count - b * block;
+      bytes[j] = b < blocks ? (table[b] & ((1 << SIZE_BITS) - 1)) + (gaps * (table[b] >> SIZE_BITS) + 7) / 8 : 0;
+      sum += bytes[j];
+    }
+    u64 ahead = before + block_scan(sum, &total);
+    for (int j = 0; j < EACH; ahead += bytes[j], j++)
+      if (first + j < blocks) offsets[first + j] = (i64)ahead;
   }
   if (threadIdx.x == 0) offsets[blocks] = (i64)before;
 }

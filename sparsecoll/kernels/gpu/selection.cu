@@ -57,8 +57,8 @@ extern "C" __global__ void fold_moments(const double* lines, u64 count, double* 
 
 // Entries with a key > `above` (all: every entry), and the first `ties` of those == `above`, in order: `stage` reads each
 // tile once and puts the tile's entries where there is room in `places` (their positions in the tile) and `staged`;
-// `gather` then knows the counts of all tiles, and moves the entries to where they belong. No tile waits for another,
-// and both read and write entries rather than values. A tile for which there is no room is read again by `gather`.
+// `gather` then knows the counts of all tiles, and moves the entries to where they belong. No tile waits for another. A
+// tile for which there is no room is read again by `gather`.
 //
 // tiles: of each, its position among the staged entries (32 bits), and how many entries are == and > `above` (16 each).
 // scratch: 0 room taken; 1 how many entries there are; 2 how many of them are ties; then the counts of each group of
