@@ -35,9 +35,10 @@ PARTS, PASS = 4, 0.4  # PASS: how much longer it takes for each doubling of thei
 UNION = 2.2e-9  # seconds per input entry of a sum of two sparse vectors, at any density
 DENSE_MERGE = 1.35e-9  # the same at high density, to which DENSE_MERGE_SPAN is added
 DENSE_MERGE_SPAN = 0.14e-9  # seconds per coordinate of such a sum
-CONCATENATE = 1.5e-9  # seconds per entry copied into the result, from and to memory
-CACHED_ENTRIES, CACHED_BYTES = 1 << 17, 1 << 18  # what is summed at once, and sent on one machine, within a cache
-UNCACHED_SUM, UNCACHED_BYTE = 1.25, 2.5  # times as long: sums of 4 times as many entries, messages 8 times as long
+CONCATENATE = 1.2e-9  # seconds per entry copied into the result, from and to memory
+CACHED_ENTRIES, CACHED_VALUES = 1 << 17, 1 << 18  # what is summed at once within a cache, or new memory soon at hand
+UNCACHED_SUM, UNCACHED_VALUE = 2.2, 1.8  # how many times as long each takes if there are UNCACHED times as many
+UNCACHED = 64
 ONE_PART = 1e-9  # seconds per entry of a vector that becomes the first partial sum
 SLOWEST = 2.0  # more is what a brief measurement shows, not the speed of copies
 
@@ -99,11 +100,6 @@ class Shape:
             found.append(Message(32 + size, encode, decode))
         return min(found, key=lambda m: t.beta * m.bytes + m.encode + m.decode)
 
-    def moving(self, t: Tuning, size: float, count: float = 1) -> float:
-        """Return the seconds to move the bytes of `count` messages of `size` bytes."""
-        uncached = _beyond(CACHED_BYTES, size, 8) if self.one_node else 0.0
-        return t.beta * count * size * (1 + (UNCACHED_BYTE - 1) * uncached)
-
     def merging(self, t: Tuning, entries: float, share: float = 1.0, parts: int = 2) -> float:
         """Return the seconds to sum sparse vectors.
 
@@ -113,7 +109,7 @@ class Shape:
             share: of the coordinates in which they are.
             parts: number of vectors.
         """
-        speed = t.merge / MERGE * (1 + (UNCACHED_SUM - 1) * _beyond(CACHED_ENTRIES, entries, 4))
+        speed = t.merge / MERGE * (1 + (UNCACHED_SUM - 1) * _uncached(entries, CACHED_ENTRIES))
         if parts <= 2:
             return t.call + speed * UNION * entries
         dense = DENSE_MERGE * entries + DENSE_MERGE_SPAN * self.n * share
@@ -121,9 +117,9 @@ class Shape:
         return t.call + speed * min(passes * MERGE * entries, dense)
 
 
-def _beyond(cached: int, size: float, times: int) -> float:
-    """Return 0 for what fits a cache, 1 for what is so many times larger, and in between by the logarithm."""
-    return min(max(math.log(max(size, 1) / cached, times), 0), 1)
+def _uncached(size: float, cached: int) -> float:
+    """Return 0 for what fits a cache, 1 for UNCACHED times as much, and in between by the logarithm."""
+    return min(max(math.log(max(size, 1) / cached, UNCACHED), 0), 1)
 
 
 def _overlapped(network: float, work: float, stages: int, t: Tuning) -> float:
@@ -140,11 +136,12 @@ def seconds(shape: Shape, t: Tuning) -> Mapping[str, float]:
     P, n, k = shape.P, shape.n, shape.k
     entries = CONCATENATE * (k + shape.entries(P)) * _code_speed(t)  # written to all values, and selected from them
     chunk = n * shape.value_bytes / P
-    dense = 2 * _dense_waits(shape, t) + 2 * shape.moving(t, chunk, P - 1) + n * t.dense + entries
+    values = n * t.dense * (1 + (UNCACHED_VALUE - 1) * _uncached(n, CACHED_VALUES))
+    dense = 2 * _dense_waits(shape, t) + 2 * t.beta * chunk * (P - 1) + values + entries
     calls = {
         "allgather": _allgather(shape, t),
         "dense": dense,
-        "native": t.native_seconds(n * shape.value_bytes) + n * t.dense + entries,
+        "native": t.native_seconds(n * shape.value_bytes) + values + entries,
         "recursive_double": _doubling(shape, t),
         "dynamic": _split(shape, t, k * shape.skew) + _gathered(shape, t),
         "halving": _halving(shape, t) + _gathered(shape, t),
@@ -180,7 +177,7 @@ def _allgather(shape: Shape, t: Tuning) -> float:
     stages = chunks(k * (shape.value_bytes + 1), shape.one_node)
     work = own.encode + (P - 1) * own.decode + stages * shape.merging(t, P * k / stages, 1 / stages, P)
     work += (stages - 1) * (P + 1) * t.call
-    network = shape.moving(t, own.bytes / stages, (P - 1) * stages)
+    network = t.beta * own.bytes * (P - 1)
     return rounds(P) * t.alpha + _overlapped(network, work, stages, t)
 
 
@@ -189,7 +186,7 @@ def _split(shape: Shape, t: Tuning, entries: float) -> float:
     P, share = shape.P, 1 / shape.P
     part = shape.message(t, entries / P, share)
     work = (P - 1) * (part.encode + part.decode) + shape.merging(t, entries, share, P)
-    return _burst(shape, t) + shape.moving(t, part.bytes, P - 1) + work
+    return _burst(shape, t) + t.beta * part.bytes * (P - 1) + work
 
 
 def _gathered(shape: Shape, t: Tuning) -> float:
@@ -198,7 +195,7 @@ def _gathered(shape: Shape, t: Tuning) -> float:
     part = shape.message(t, total / P, 1 / P)
     fullest = min(shape.skew * part.bytes, shape.message(t, shape.n / P, 1 / P).bytes)
     work = part.encode + P * part.decode + CONCATENATE * total * _code_speed(t)
-    return rounds(P) * t.alpha + shape.moving(t, fullest, P - 1) + work
+    return rounds(P) * t.alpha + t.beta * fullest * (P - 1) + work
 
 
 def _code_speed(t: Tuning) -> float:
@@ -240,7 +237,7 @@ def _doubling(shape: Shape, t: Tuning) -> float:
     for step in range(core.bit_length() - 1):
         entries = shape.entries(2**step * shape.P / core)
         sent = shape.message(t, entries, sparse=True)
-        seconds += t.alpha + shape.moving(t, sent.bytes) + sent.encode + sent.decode
+        seconds += t.alpha + t.beta * sent.bytes + sent.encode + sent.decode
         seconds += shape.merging(t, 2 * entries)
     return seconds
 
@@ -252,7 +249,7 @@ def _halving(shape: Shape, t: Tuning) -> float:
         share = regions / P
         entries = shape.entries(summed) * share * min(shape.skew, 1 / share)
         sent = shape.message(t, entries, share)
-        seconds += t.alpha + shape.moving(t, sent.bytes) + sent.encode + sent.decode
+        seconds += t.alpha + t.beta * sent.bytes + sent.encode + sent.decode
         seconds += shape.merging(t, 2 * entries, share)
         summed *= 2
     return seconds

@@ -18,6 +18,7 @@ import numpy as np
 from sparsecoll import formats
 from sparsecoll.algorithms.auto import costmodel
 from sparsecoll.algorithms.base import Algorithm
+from sparsecoll.algorithms.primitives import estimates
 from sparsecoll.kernels import host_kernels
 from sparsecoll.transport import Transport, as_transport
 from sparsecoll.transport.call import CollectiveCall
@@ -27,6 +28,7 @@ from sparsecoll.transport.network import Tuning, given_tuning
 from sparsecoll.vector import DenseVector, SparseVector
 
 LATENCY_BYTES = 8  # size of the messages that measure latency
+FEW = 8  # by which the entries of kernels are divided, to tell what a call takes however few they are
 BURST_MESSAGES = 16  # number of messages in flight at once that measure `overhead`
 
 
@@ -56,7 +58,7 @@ BRIEF = Effort(6, 7, large=1 << 18, entries=1 << 13, values=1 << 18, native=(1 <
 LONG_IN_ONE_NODE = 1 << 20  # bytes of an array that moves quickly in memory
 LONG_BETWEEN_NODES = 1 << 22  # bytes of the messages that measure bandwidth if those of `Effort.large` are QUICK
 QUICK = 1e-3  # seconds
-SHARING_SECONDS = 15e-3  # some time slices
+SHARING_SECONDS = 30e-3  # some time slices
 MOST_SHARING = 4.0  # more is what a moment shows in which others computed
 SHORT_TURNS = 40  # the interpreter reaches its speed after some twenty calls
 CALLS = [(18, 18), (18, 4), (22, 4), (24, 4)]  # whole calls: log2 of n * P and of n / k
@@ -136,7 +138,7 @@ def _measured(transport: Transport, effort: Effort) -> Tuning:
 
     sizes = sorted({*effort.native, *([LONG_IN_ONE_NODE] if transport.one_node else [])})
     times = [
-        _ring(transport, effort, LATENCY_BYTES, work=small_work),
+        _together(transport, effort, small_work),
         _ring(transport, effort, LATENCY_BYTES),
         _ring(transport, effort, LATENCY_BYTES, BURST_MESSAGES),
         _ring(transport, effort, effort.large),
@@ -147,7 +149,8 @@ def _measured(transport: Transport, effort: Effort) -> Tuning:
     slowest = allgather(transport, np.array(times)).max(axis=0).tolist()
     worked, small, burst, large, call, merge, code, dense = slowest[:8]
     native = [row for row in zip(map(float, sizes), slowest[8:], strict=True) if row[1] < math.inf]
-    alpha = max(worked - call, small) if transport.size > 1 else 0.0
+    rounds = max(estimates.rounds(transport.size), 1)
+    alpha = max((worked - call) / rounds, small) if transport.size > 1 else 0.0
     overhead = max(burst - small, 0.0) / (BURST_MESSAGES - 1)
     beta = max(large - small, 0.0) / (effort.large - LATENCY_BYTES)
     if large < QUICK and not transport.one_node:  # short enough for buffers on the way, which are faster than the link
@@ -158,7 +161,6 @@ def _measured(transport: Transport, effort: Effort) -> Tuning:
     modelled = transport.modelled()
     if modelled is not None:  # the simulator's clock stands still while kernels run
         return replace(measured, call=modelled.call, merge=modelled.merge, code=modelled.code, dense=modelled.dense)
-    code = max(code - 2 * call / 3, code / 4)  # without what two calls take for the fewest entries
     sharing = _sharing(transport, small_work)
     measured = replace(
         measured,
@@ -173,7 +175,7 @@ def _measured(transport: Transport, effort: Effort) -> Tuning:
 
 
 def _sharing(transport: Transport, work: Callable[[], object]) -> float:
-    """Return the seconds of `work` on all ranks at once, divided by its processor time; the median over the ranks.
+    """Return the seconds of `work` on all ranks at once, divided by their processor time.
 
     A call that takes less than a time slice of the operating system does not show that ranks share a core.
     """
@@ -184,7 +186,8 @@ def _sharing(transport: Transport, work: Callable[[], object]) -> float:
     while time.perf_counter() - start < SHARING_SECONDS:
         work()
     took, used = time.perf_counter() - start, time.thread_time() - used
-    return max(float(np.median(allgather(transport, np.array([took / max(used, took / MOST_SHARING)])))), 1.0)
+    took, used = allgather(transport, np.array([took, max(used, took / MOST_SHARING)])).sum(axis=0).tolist()
+    return float(max(took / used, 1.0))
 
 
 def _fixed(transport: Transport, measured: Tuning) -> float:
@@ -198,7 +201,7 @@ def _fixed(transport: Transport, measured: Tuning) -> float:
     took = _call_seconds(Channel(transport, shape.n), costmodel.CHOICES["allgather"](), 1, SHORT_TURNS)
     compared = costmodel.agreement(transport.size, measured)  # before the timed calls
     predicted = costmodel.seconds(shape, measured)["allgather"]
-    return max(took + compared + measured.call - predicted, -compared)  # validating takes about as long as a kernel
+    return max(took + compared + 2 * measured.call - predicted, -compared)  # validating takes as long as two kernels
 
 
 def _whole_calls(transport: Transport, tuning: Tuning) -> dict[str, list[tuple[float, float]]]:
@@ -250,14 +253,21 @@ def _lower_quartile(transport: Transport, effort: Effort, call: Callable[[], obj
     return float(np.percentile(times, 25))
 
 
-def _ring(
-    transport: Transport, effort: Effort, size: int, count: int = 1, work: Callable[[], object] | None = None
-) -> float:
+def _together(transport: Transport, effort: Effort, work: Callable[[], object]) -> float:
+    """Return the seconds of a work and of an allgather after it, in which every rank waits for all others."""
+    row = np.zeros(LATENCY_BYTES, np.uint8)
+
+    def turn() -> None:
+        work()
+        allgather(transport, row)
+
+    return _lower_quartile(transport, effort, turn) if transport.size > 1 else 0.0
+
+
+def _ring(transport: Transport, effort: Effort, size: int, count: int = 1) -> float:
     rank, ranks, message = transport.rank, transport.size, np.zeros(size, np.uint8)
 
     def turn() -> None:
-        if work is not None:
-            work()
         for _ in range(count):
             transport.isend((rank + 1) % ranks, message)
         for _ in range(count):
@@ -276,9 +286,18 @@ def _native(transport: Transport, effort: Effort, size: int) -> float:
 
 
 def _kernels(transport: Transport, effort: Effort) -> list[float]:
-    """Return the seconds to merge entries, to encode and decode them, and to process dense values."""
+    """Return the seconds to merge entries, to encode and decode them, and to process dense values.
+
+    What a call takes however few they are is not in these: it is told by a second call, with fewer of them.
+    """
     if transport.virtual:
         return [0.0] * 3
+    few = replace(effort, entries=effort.entries // FEW, values=effort.values // FEW)
+    both = zip(_kernel_calls(transport, effort), _kernel_calls(transport, few), strict=True)
+    return [max(took - short, took / 4) * FEW / (FEW - 1) for took, short in both]
+
+
+def _kernel_calls(transport: Transport, effort: Effort) -> list[float]:
     x, wide = _uniform(effort.entries, 100 * effort.entries), _uniform(effort.values // 16, effort.values)
     form = formats.FORMATS["packed"]
     parts = [x.take(np.arange(start, x.nnz, costmodel.PARTS)) for start in range(costmodel.PARTS)]

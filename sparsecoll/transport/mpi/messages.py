@@ -10,7 +10,7 @@ from mpi4py import MPI
 from sparsecoll.formats import Buffer
 from sparsecoll.kernels.memory import empty, on_gpu
 from sparsecoll.transport.base import CallMismatch
-from sparsecoll.transport.mpi.waiting import POLLS, SPINS, Waiter
+from sparsecoll.transport.mpi.waiting import POLLS, SPINS, Waiter, yield_core
 
 if TYPE_CHECKING:
     from sparsecoll.transport.mpi.transport import MpiTransport
@@ -134,6 +134,7 @@ class MpiReceive:
                 queue.popleft()
             elif spins:
                 spins -= 1
+                yield_core()
             else:
                 waiter = waiter or transport.waiter(lambda: f"waits for a message of rank {self._source}")
                 spins = POLLS - 1 if transport.pause(waiter) else 0

@@ -1,11 +1,12 @@
-"""Polling MPI with patience: spin, then yield the core, then sleep between polls.
+"""Polling MPI with patience: yield the core between polls, then sleep.
 
 MPI has no wait that sleeps. A message moves only while its sender and its receiver poll, so that they keep polling
 while one is on its way: without a pause inside a machine, where it moves in small pieces, and after a few polls every
 50 us or more between machines, where the operating system buffers megabytes of it. A rank that waits for others to
 send sleeps for a fraction of the time that it has waited, or, where the last waits were all long, of the time that it
-is likely to wait. Before its first sleep it yields the core for a while, unless another thread of it computes and would
-lose that time.
+is likely to wait. Before its first sleep it yields the core for a while: where ranks share cores, the one that is to send
+may need this one's, and the yield takes half a microsecond where they do not. If another thread of it computes, which
+would lose that time, it does so for a few polls only.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from mpi4py import MPI
 
 from sparsecoll.transport.waiting import Watchdog
 
-SPINS = 20  # polls for a message before a Waiter is needed, which yields the core
+SPINS = 20  # polls for a message before a Waiter is needed
 _YIELDS, _YIELDS_BETWEEN_NODES = 2000, 50  # polls that yield it while a message is on its way, before it sleeps
 _YIELD_SECONDS = 1e-3  # for which a rank yields it while nothing is on its way
 _SLEEP_SECONDS, _LONGEST_SECONDS = 50e-6, 2e-3
@@ -29,7 +30,7 @@ _MOVING_SLEEPS = 64  # the same while a message is on its way between machines
 _EXPECTED_SLEEPS = 4  # the time that a wait is expected to take, divided by that of a sleep
 _REMEMBERED = 3  # waits, all of which were long where the next one is expected to be
 POLLS = 3  # after a sleep: MPI may need several to find a message
-_yield_core = getattr(os, "sched_yield", partial(time.sleep, 0))  # sleep(0) takes as long as a short sleep on Linux
+yield_core = getattr(os, "sched_yield", partial(time.sleep, 0))  # sleep(0) takes as long as a short sleep on Linux
 
 
 class Pace:
@@ -96,7 +97,7 @@ class Waiter(Watchdog):
         brief = waited < self._yield_seconds
         on_its_way = not brief and moving()
         if brief or (on_its_way and self._polls < self._yields):
-            _yield_core()
+            yield_core()
             return False
         if not on_its_way:
             seconds = max(waited / _SLEEPS, self._least)
