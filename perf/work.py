@@ -142,7 +142,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     comm = default_comm()
-    options.gloo, options.timeline = False, Work()
+    options.gloo, options.device, options.timeline = False, "cpu", Work()
     comm.Barrier()
     rate = float(np.median(allgather(as_transport(comm), np.array([bandwidth()]))))
     found = {"about": bench.about() | {"GB/s": rate / 1e9}, "rows": list(rows(comm, options, rate))}
