@@ -127,8 +127,10 @@ class MpiReceive:
 
     def wait(self) -> Buffer:
         """Wait for the message; earlier requests of this source are served first."""
-        transport, queue, spins = self._transport, self._transport.expected[self._source], SPINS
+        transport, queue = self._transport, self._transport.expected[self._source]
+        spins = POLLS if transport.overlapped and not transport.one_node else SPINS
         waiter: Waiter | None = None
+        slept = False  # before anything of the message was here
         while not self.incoming.complete:
             if queue[0].poll():
                 queue.popleft()
@@ -137,7 +139,13 @@ class MpiReceive:
                 yield_core()
             else:
                 waiter = waiter or transport.waiter(lambda: f"waits for a message of rank {self._source}")
-                spins = POLLS - 1 if transport.pause(waiter) else 0
+                begun = queue[0].incoming.begun
+                if slept and begun:
+                    transport.connections.came()
+                paused = transport.pause(waiter)
+                slept, spins = paused and not begun, POLLS - 1 if paused else 0
+        if slept:
+            transport.connections.came()
         if waiter is not None:
             transport.pace.note(waiter.waited)
         return self.incoming.joined()

@@ -18,6 +18,7 @@ from sparsecoll.telemetry.trace import span
 from sparsecoll.transport.base import ERROR_TAG, REVOKE_TAG, Transport
 from sparsecoll.transport.mpi import info
 from sparsecoll.transport.mpi.allreduce import NativeSum
+from sparsecoll.transport.mpi.connections import Connections
 from sparsecoll.transport.mpi.messages import IncomingMessage, MpiReceive
 from sparsecoll.transport.mpi.waiting import Pace, Waiter
 from sparsecoll.transport.network import Tuning
@@ -36,6 +37,7 @@ class MpiTransport(Transport):
         status: of the message that was probed last.
         expected: for each source, the receive requests that are not complete.
         pace: how long this rank has waited lately.
+        connections: by which messages may come from other machines.
         native_sum: MPI's own allreduce.
     """
 
@@ -49,6 +51,7 @@ class MpiTransport(Transport):
         self.threads = MPI.Query_thread() >= MPI.THREAD_MULTIPLE
         self.expected: list[deque[MpiReceive]] = [deque() for _ in range(self.size)]
         self.pace = Pace()
+        self.connections = Connections()
         self._sources: set[int] = set()  # from which something may be expected
         self._sends: deque[tuple[Any, Buffer]] = deque()
         self._revoked = False  # whether this rank has revoked the communicator
@@ -86,7 +89,9 @@ class MpiTransport(Transport):
 
     def waiter(self, what: Callable[[], str], error: Exception | None = None) -> Waiter:
         """Return a Waiter with the timeout of the current call."""
-        return Waiter(self.comm, what, self.timeout, error, self.pace.expected, self.one_node, self.overlapped)
+        pace, alone = self.pace.expected, self.nodes is not None and len(self.nodes) == self.size
+        one_node, overlapped = self.one_node, self.overlapped
+        return Waiter(self.comm, what, self.timeout, error, pace, one_node, overlapped, self.connections, alone)
 
     def pause(self, waiter: Waiter, moving: Callable[[], bool] | None = None) -> bool:
         """Pause between two polls; return whether that was a sleep. After the timeout the communicator is broken.

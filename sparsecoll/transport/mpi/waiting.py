@@ -4,9 +4,10 @@ MPI has no wait that sleeps. A message moves only while its sender and its recei
 while one is on its way: without a pause inside a machine, where it moves in small pieces, and after a few polls every
 50 us or more between machines, where the operating system buffers megabytes of it. A rank that waits for others to
 send sleeps for a fraction of the time that it has waited, or, where the last waits were all long, of the time that it
-is likely to wait. Before its first sleep it yields the core for a while: where ranks share cores, the one that is to send
-may need this one's, and the yield takes half a microsecond where they do not. If another thread of it computes, which
-would lose that time, it does so for a few polls only.
+is likely to wait. Between machines something that comes on a connection ends the sleep (`connections.py`), and the
+sleep may be longer once that has proved true. Before its first sleep a rank yields the core for a while: where ranks
+share cores, the one that is to send may need this one's, and a yield takes half a microsecond where they do not. If
+another thread of it computes, which would lose that time, it does so for a few polls only.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from functools import partial
 
 from mpi4py import MPI
 
+from sparsecoll.transport.mpi.connections import Connections
 from sparsecoll.transport.waiting import Watchdog
 
 SPINS = 20  # polls for a message before a Waiter is needed
@@ -26,7 +28,9 @@ _YIELDS, _YIELDS_BETWEEN_NODES = 2000, 50  # polls that yield it while a message
 _YIELD_SECONDS = 1e-3  # for which a rank yields it while nothing is on its way
 _SLEEP_SECONDS, _LONGEST_SECONDS = 50e-6, 2e-3
 _SLEEPS = 16  # the time waited so far, divided by that of a sleep
-_MOVING_SLEEPS = 64  # the same while a message is on its way between machines
+_MOVING_SLEEPS = 32  # the same while a message is on its way between machines
+_ANNOUNCED_SLEEPS = 2  # the same for the limit of a sleep that a message ends,
+_ANNOUNCED_SECONDS, _LONGEST_ANNOUNCED_SECONDS = 2e-3, 10e-3  # which is within these
 _EXPECTED_SLEEPS = 4  # the time that a wait is expected to take, divided by that of a sleep
 _REMEMBERED = 3  # waits, all of which were long where the next one is expected to be
 POLLS = 3  # after a sleep: MPI may need several to find a message
@@ -60,6 +64,8 @@ class Waiter(Watchdog):
         expected: seconds that the wait is likely to take.
         one_node: whether all ranks are on one machine.
         overlapped: whether this rank computes meanwhile (a nonblocking call): between machines it then sleeps at once.
+        connections: by which messages come from other machines.
+        alone: whether no message comes from this machine.
     """
 
     def __init__(
@@ -71,12 +77,15 @@ class Waiter(Watchdog):
         expected: float = 0.0,
         one_node: bool = True,
         overlapped: bool = False,
+        connections: Connections | None = None,
+        alone: bool = False,
     ) -> None:
         super().__init__(comm.rank, what, timeout, error, partial(comm.Abort, 1))
         self._polls = 0
-        self._yields, self._one_node = (_YIELDS if one_node else _YIELDS_BETWEEN_NODES), one_node
-        at_once = expected > _YIELD_SECONDS or (overlapped and not one_node)
-        self._yield_seconds = 0.0 if at_once else _YIELD_SECONDS
+        self._connections, self._alone, self._one_node = None if one_node else connections, alone, one_node
+        sleeps = overlapped and not one_node
+        self._yields = _YIELDS if one_node else 0 if sleeps else _YIELDS_BETWEEN_NODES
+        self._yield_seconds = 0.0 if sleeps or expected > _YIELD_SECONDS else _YIELD_SECONDS
         self._least = max(expected / _EXPECTED_SLEEPS, _SLEEP_SECONDS)
 
     def pause(self, moving: Callable[[], bool] = lambda: True) -> bool:
@@ -99,9 +108,22 @@ class Waiter(Watchdog):
         if brief or (on_its_way and self._polls < self._yields):
             yield_core()
             return False
+        self._sleep(waited, on_its_way)
+        return True
+
+    def _sleep(self, waited: float, on_its_way: bool) -> None:
         if not on_its_way:
             seconds = max(waited / _SLEEPS, self._least)
         else:
             seconds = _SLEEP_SECONDS if self._one_node else max(waited / _MOVING_SLEEPS, _SLEEP_SECONDS)
-        time.sleep(min(seconds, _LONGEST_SECONDS))
-        return True
+        seconds = min(seconds, _LONGEST_SECONDS)
+        connections = self._connections
+        announced = connections is not None and connections.announcing and self._alone
+        if connections is None or (on_its_way and not announced):
+            time.sleep(seconds)
+            return
+        if on_its_way:  # some bytes gather before they wake this rank
+            time.sleep(seconds)
+        if announced:
+            seconds = min(max(waited / _ANNOUNCED_SLEEPS, _ANNOUNCED_SECONDS), _LONGEST_ANNOUNCED_SECONDS)
+        connections.sleep(seconds, on_its_way)
