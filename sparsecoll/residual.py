@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from sparsecoll.kernels.keys import Momentum
 from sparsecoll.kernels.memory import empty, to_host
+from sparsecoll.kernels.reference.selection import begun
 from sparsecoll.select import Selector
 from sparsecoll.vector import DenseVector, RowSparse, SparseVector
 
@@ -187,7 +189,8 @@ class LazyAccumulator(DenseVector):
     """A DenseVector to which an addend is added in the next pass over it, which may also clear what it selects.
 
     `topk`, `threshold` and `magnitude_stats` add the pending addend in the pass that they make anyway; `sample` adds it
-    to the sample. All other methods flush first. Call `flush` before you read `values`.
+    to the sample. All other methods flush first. Call `flush` before you read `values`. With `momentum_later`, the pass
+    begins by replacing the values, a gradient, by those with momentum.
 
     Args:
         values: as of DenseVector.
@@ -198,10 +201,11 @@ class LazyAccumulator(DenseVector):
         clear_selected: whether the entries that a pass selects are removed from the vector, until `commit`.
     """
 
-    __slots__ = ("_pending", "_removed", "_source", "clear_selected")
+    __slots__ = ("_momentum", "_pending", "_removed", "_source", "clear_selected")
 
     def __init__(self, values: Any, source: Any = None) -> None:
         self._source: NDArray[Any] | None = source
+        self._momentum: Momentum | None = None
         self._pending: tuple[NDArray[Any], float] | None = None
         self._removed: SparseVector | None = None
         self.clear_selected = False
@@ -214,25 +218,33 @@ class LazyAccumulator(DenseVector):
         Raises:
             RuntimeError: An addition is pending, or removed entries are.
         """
-        if self._pending is not None or self._removed is not None or self._source is not None:
+        left = self._pending, self._removed, self._source, self._momentum
+        if any(part is not None for part in left):
             raise RuntimeError("values: expected flush() before they are read, got an addition that is pending")
         return self._array
 
     def flush(self) -> LazyAccumulator:
         """Add the pending addend and put removed entries back; returns the vector itself."""
-        start, out = self._taken_over()
+        start, out, momentum = self._taken_over()
+        kernels = self._kernels
+        start, out = begun(start, out, momentum, kernels.accumulate, kernels.nesterov)
         if self._pending is not None:
-            self._kernels.accumulate(start, self._pending, out)
+            kernels.accumulate(start, self._pending, out)
             self._pending = None
         elif out is not None:
             out[:] = start
         self._put_back()
         return self
 
-    def _taken_over(self) -> tuple[NDArray[Any], NDArray[Any] | None]:
-        """Return where a pass begins, and where it writes if that is other memory; the source is not needed again."""
+    def _taken_over(self) -> tuple[NDArray[Any], NDArray[Any] | None, Momentum | None]:
+        """Return where a pass begins, where it writes if that is other memory, and the momentum; they are used once."""
         source, self._source = self._source, None
-        return (self._array, None) if source is None else (source, self._array)
+        momentum, self._momentum = self._momentum, None
+        return (self._array, None, momentum) if source is None else (source, self._array, momentum)
+
+    def momentum_later(self, momentum: Momentum) -> None:
+        """Replace the values, a gradient, by those with momentum in the next pass over memory, before the addition."""
+        self._momentum = momentum
 
     def add_later(self, gradient: NDArray[Any], scale: float) -> None:
         """Add scale * gradient in the next pass over memory."""
@@ -266,22 +278,26 @@ class LazyAccumulator(DenseVector):
         """Select in the pass that also adds the pending addend and, with `clear_selected`, removes the entries."""
         self._put_back()
         add, self._pending = self._pending, None
-        start, out = self._taken_over()
-        selected = self._of(kernel(start, *arguments, add=add, out=out, clear=self.clear_selected, **options))
+        start, out, momentum = self._taken_over()
+        options |= {"add": add, "out": out, "clear": self.clear_selected, "momentum": momentum}
+        selected = self._of(kernel(start, *arguments, **options))
         self._removed = selected if self.clear_selected else None
         return selected
 
     def _lower_bound_key(self, expected_nnz: int) -> int:
         self._put_back()
+        if self._momentum is not None:
+            self.flush()
         start = self._array if self._source is None else self._source
         return int(self._kernels.lower_bound_key(start, expected_nnz, self._pending))
 
     def sample(self, stride: int, offset: int) -> SparseVector:
         """Every stride-th value from index `offset` on, with its part of the pending addend, which stays pending."""
         self._put_back()
-        part = (self._array if self._source is None else self._source)[offset::stride].copy()
+        start, every = self._array if self._source is None else self._source, slice(offset, None, stride)
+        part = start[every].copy() if self._momentum is None else self._momentum.of_part(start, every)
         if self._pending is not None:
-            self._kernels.accumulate(part, (self._pending[0][offset::stride], self._pending[1]))
+            self._kernels.accumulate(part, (self._pending[0][every], self._pending[1]))
         return DenseVector(part).to_sparse(keep_zeros=True)
 
 

@@ -8,13 +8,38 @@ comparing magnitudes.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[Any]
 Addend = tuple[Array, float]  # (addend, scale): values += scale * addend, in the dtype of values
+
+
+class Momentum(NamedTuple):
+    """What replaces a gradient: new_velocity = factor * velocity + gradient.
+
+    Attributes:
+        velocity: of the dtype and length of the gradient.
+        factor: of the velocity.
+        new_velocity: memory for the new velocity; overlaps neither the old one nor the gradient.
+        nesterov: new_velocity = factor * (velocity + gradient), and gradient + new_velocity replaces the gradient.
+    """
+
+    velocity: Array
+    factor: float
+    new_velocity: Array
+    nesterov: bool
+
+    def of_part(self, gradient: Array, part: slice) -> Array:
+        """Return what replaces a part of the gradient; no velocity is written."""
+        values, velocity = gradient[part], self.velocity[part]
+        typed = values.dtype.type(self.factor)
+        with np.errstate(over="ignore", invalid="ignore"):
+            added: Array = typed * (velocity + values) if self.nesterov else typed * velocity
+            return np.add(values, added)  # type: ignore[no-any-return]
+
 
 COMPILED_DTYPES = tuple(map(np.dtype, ("float16", "float32", "float64", "int32", "int64")))  # that all kernels take
 _UINT32: np.dtype[Any] = np.dtype(np.uint32)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from sparsecoll.kernels.keys import Addend, Array
+from sparsecoll.kernels.keys import Addend, Array, Momentum
 
 SMALL = 1 << 13  # up to this many values the top k is selected among all of them
 _SMALL_PRIMES = 2 * 3 * 5 * 7 * 11 * 13
@@ -28,13 +28,19 @@ def stride_for(length: int, size: int) -> int:
 
 
 def bounding_sample(
-    values: Array, k: int, add: Addend | None, most: int, accumulate: Callable[[Array, Addend], None]
+    values: Array,
+    k: int,
+    add: Addend | None,
+    most: int,
+    accumulate: Callable[[Array, Addend], None],
+    momentum: Momentum | None = None,
 ) -> tuple[Array, int] | None:
     """A sample of `values + scale * addend`, and the rank in it of a key that at least k of them are likely to reach.
 
     Args:
         most: size of the largest sample.
         accumulate: the kernel.
+        momentum: what replaces the values before the addition.
 
     Returns:
         (sample, rank), with 1 for the largest key; None if there are few values, or k is a large part of them.
@@ -42,7 +48,7 @@ def bounding_sample(
     if values.size <= SMALL or k > values.size // 2:
         return None
     stride = stride_for(values.size, min(max(values.size >> 7, SMALL), most))
-    sample = values[::stride].copy()
+    sample = values[::stride].copy() if momentum is None else momentum.of_part(values, slice(None, None, stride))
     if add is not None:
         accumulate(sample, (add[0][::stride], add[1]))
     expected = k * sample.size / values.size

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sparsecoll.kernels import reference
-from sparsecoll.kernels.keys import COMPILED_DTYPES, key_of
+from sparsecoll.kernels.keys import COMPILED_DTYPES, Momentum, key_of
 from sparsecoll.kernels.reference.quantization import code_bytes
 from sparsecoll.kernels.reference.rice import RICE_BLOCKS, RICE_PAD
 from sparsecoll.vector import accumulator_dtype
@@ -107,6 +107,8 @@ def test_fused_accumulation_moments_and_clearing(cp, gpu, order, dtype, size, se
     add, clear = data.draw(st.booleans()), data.draw(st.booleans())
     key, k = data.draw(st.sampled_from([1, 1 << 20, 1 << 64])), data.draw(st.integers(0, size))
     expected = data.draw(st.sampled_from([0, size]))
+    velocity = values(dtype, size, seed + 2)
+    momentum = data.draw(st.sampled_from([None, False, True])) if dtype.kind == "f" else None  # or Nesterov's
     for name, arguments, moments in (
         ("select_at_least", (key, expected), True),
         ("select_at_least", (key, expected), False),
@@ -114,6 +116,11 @@ def test_fused_accumulation_moments_and_clearing(cp, gpu, order, dtype, size, se
     ):
         mine, theirs, sums = cp.asarray(v), v.copy(), (np.zeros(4), np.zeros(4))
         extra = [{"moments": m} if moments else {} for m in sums]
+        news = cp.asarray(velocity), velocity.copy()
+        if momentum is not None:
+            olds = cp.asarray(velocity), velocity
+            for options, old, new in zip(extra, olds, news, strict=True):
+                options["momentum"] = Momentum(old, 0.7, new, momentum)
         found = getattr(gpu, name)(
             mine, *arguments, add=(cp.asarray(g), scale) if add else None, clear=clear, **extra[0]
         )
@@ -124,6 +131,7 @@ def test_fused_accumulation_moments_and_clearing(cp, gpu, order, dtype, size, se
         all_same(found, wanted)
         same(mine, theirs)
         same(*sums)
+        same(*news)
 
 
 @pytest.mark.parametrize("dtype", COMPILED_DTYPES, ids=str)

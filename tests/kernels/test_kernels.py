@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparsecoll.kernels import cpu, reference, sampling
+from sparsecoll.kernels import cpu, keys, reference, sampling
 from sparsecoll.kernels.keys import COMPILED_DTYPES, key_of, magnitude_of
+from sparsecoll.kernels.reference.selection import begun
 from sparsecoll.vector import accumulator_dtype
 
 FEW = settings(max_examples=int(os.environ.get("SPARSECOLL_EXAMPLES", "60")), deadline=None)
@@ -120,6 +121,44 @@ def test_momentum(dtype, size, seed, data):
         np.testing.assert_array_equal(a, b)
         if not np.isnan(np.asarray(b, np.float64)).any():
             equal(a, b)
+
+
+@FEW
+@given(floats, sizes, seeds, st.data())
+def test_momentum_in_the_pass_that_selects(dtype, size, seed, data):
+    """Velocities are formed, and all else is done, as if momentum came first."""
+    dtype = np.dtype(dtype)
+    gradient, velocity, g = (values(dtype, size, seed + s) for s in range(3))
+    other = data.draw(st.sampled_from([dtype, dtype, np.dtype(np.float64)]))  # of the addend
+    options = {"add": data.draw(st.sampled_from([None, (g.astype(other), 0.5)])), "clear": data.draw(st.booleans())}
+    factor, nesterov, in_place = data.draw(st.sampled_from([0.0, 0.7])), *(data.draw(st.booleans()) for _ in range(2))
+    k = data.draw(st.integers(0, size))
+    for name, argument, moments in (
+        ("select_at_least", 1, True),
+        ("select_at_least", 1, False),
+        ("select_at_least", 1 << 64, False),
+        ("topk", k, False),
+    ):
+        results = []
+        for kernels in (cpu, reference):
+            mine, new, sums, out = gradient.copy(), np.ones(size, dtype), np.zeros(4), np.ones(size, dtype)
+            extra = ({"moments": sums} if moments else {}) | ({} if in_place else {"out": out})
+            momentum = keys.Momentum(velocity, factor, new, nesterov)
+            with np.errstate(all="ignore"):
+                found = getattr(kernels, name)(mine, argument, momentum=momentum, **options, **extra)
+            results.append((*found, mine if in_place else out, new, sums))
+            assert in_place or mine.tobytes() == gradient.tobytes()
+        for a, b in zip(*results, strict=True):
+            np.testing.assert_array_equal(a, b)
+        given, (whole, out) = gradient.copy(), (np.ones(size, dtype), np.ones(size, dtype))
+        with np.errstate(all="ignore"):
+            start, out = begun(given, out, keys.Momentum(velocity, factor, whole, nesterov))
+            first = start if out is None else start.copy()
+        np.testing.assert_array_equal(results[0][3], whole)
+        part = slice(1, None, 3)
+        np.testing.assert_array_equal(
+            keys.Momentum(velocity, factor, whole, nesterov).of_part(gradient, part), first[part]
+        )
 
 
 @FEW

@@ -46,6 +46,24 @@ def test_selection(dtype, count, monkeypatch):
                 np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_selection_with_momentum(nesterov, count, monkeypatch):
+    several(monkeypatch, count)
+    for size in SIZES:
+        x, v, g = (gradient(np.float32, size, seed) for seed in range(3))
+        for name, argument in (("select_at_least", keys.key_of(60, x.dtype)), ("topk", size // 50)):
+            results = []
+            for kernels in (cpu, reference):
+                new, out = np.empty_like(x), np.empty_like(x)
+                momentum = keys.Momentum(v, 0.7, new, nesterov)
+                with np.errstate(all="ignore"):
+                    found = getattr(kernels, name)(x, argument, add=(g, 2), out=out, clear=True, momentum=momentum)
+                results.append((*found, out, new))
+            for a, b in zip(*results, strict=True):
+                np.testing.assert_array_equal(a, b)
+
+
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
 @pytest.mark.parametrize("dense", [False, True])
 def test_merge_sum(count, dense, monkeypatch):

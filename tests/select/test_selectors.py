@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 import sparsecoll
 from sparsecoll import DenseVector, Residual, SparseVector, select
 from sparsecoll.kernels import kernels_of
+from sparsecoll.kernels.keys import Momentum
 from sparsecoll.kernels.sampling import stride_for
+from sparsecoll.residual import LazyAccumulator
 from sparsecoll.select import SELECTORS, GaussianK, Hashed, MSTopK, RandomK, SampledThreshold, TopK
 from sparsecoll.select.stats import MagnitudeStats
 
@@ -92,6 +94,49 @@ def test_fused_with_error_feedback_equals_the_separate_steps(name, dtype):
         np.testing.assert_array_equal(taken.indices, chosen.indices)
         np.testing.assert_array_equal(taken.values, chosen.values)
         np.testing.assert_array_equal(fused.array, plain.array)
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("apart", [False, True])
+def test_momentum_in_the_pass_that_selects_equals_the_separate_steps(name, nesterov, apart):
+    """Velocity, sum with the residual, selection and clearing; the gradient stays as it is if it is `apart`."""
+    rng, mine, theirs = np.random.default_rng(3), SELECTORS[name](), SELECTORS[name]()
+    velocity, residual = (rng.standard_normal(30_000).astype(np.float32) for _ in range(2))
+    for _ in range(4):
+        gradient = (rng.standard_normal(30_000) ** 3 * rng.choice([1, 8])).astype(np.float32)
+        given, new, out = gradient.copy(), np.empty_like(gradient), np.empty_like(gradient)
+        acc = LazyAccumulator(out, given) if apart else LazyAccumulator(given)
+        acc.momentum_later(Momentum(velocity, 0.7, new, nesterov))
+        acc.add_later(residual, 0.5)
+        acc.clear_selected = True
+        taken = mine.select(acc, 400)
+        acc.commit(taken)
+        factor = np.float32(0.7)
+        velocity = factor * (velocity + gradient) if nesterov else factor * velocity + gradient
+        expected = (gradient + velocity if nesterov else velocity) + np.float32(0.5) * residual
+        chosen = theirs.select(DenseVector(expected), 400)
+        assert same_bits(taken, chosen)
+        expected[chosen.indices] = 0
+        np.testing.assert_array_equal(new, velocity)
+        np.testing.assert_array_equal(acc.values, expected)
+        assert not apart or given.tobytes() == gradient.tobytes()
+        residual = expected
+
+
+@pytest.mark.parametrize("pending", [False, True])
+def test_momentum_waits_for_a_pass_and_is_never_lost(pending):
+    gradient, velocity, new = np.arange(4.0), np.ones(4), np.empty(4)
+    acc = LazyAccumulator(np.empty(4), gradient)
+    acc.momentum_later(Momentum(velocity, 0.5, new, False))
+    if pending:
+        acc.add_later(np.full(4, 10.0), 2.0)
+    with pytest.raises(RuntimeError, match="flush"):
+        _ = acc.values
+    assert acc.sample(2, 1).values.tolist() == [1.5 + 20 * pending, 3.5 + 20 * pending]
+    assert acc.flush().values.tolist() == (gradient + 0.5 + 20 * pending).tolist()
+    assert new.tolist() == (gradient + 0.5).tolist() and gradient.tolist() == [0, 1, 2, 3]
+    assert acc.flush().values.tolist() == (gradient + 0.5 + 20 * pending).tolist()
 
 
 @settings(max_examples=60, deadline=None)

@@ -37,7 +37,7 @@ def _accumulate_into(values, addend, scale, out):  # type: ignore[no-untyped-def
 
 
 @jit
-def _velocity_range(velocity, gradient, factor, new_velocity, start, stop):  # type: ignore[no-untyped-def]
+def velocity_range(velocity, gradient, factor, new_velocity, start, stop):  # type: ignore[no-untyped-def]
     target, first, second = new_velocity[start:stop], velocity[start:stop], gradient[start:stop]
     for i in range(target.size):
         target[i] = factor * (first[i] + second[i])
@@ -47,7 +47,7 @@ def _velocity_range(velocity, gradient, factor, new_velocity, start, stop):  # t
 def _nesterov(velocity, factor, new_velocity, values):  # type: ignore[no-untyped-def]
     for start in range(0, values.size, PART):
         stop = min(start + PART, values.size)
-        _velocity_range(velocity, values, factor, new_velocity, start, stop)
+        velocity_range(velocity, values, factor, new_velocity, start, stop)
         add_range(values, new_velocity, values.dtype.type(1), start, stop)
 
 
@@ -55,7 +55,7 @@ def _nesterov(velocity, factor, new_velocity, values):  # type: ignore[no-untype
 def _nesterov_into(velocity, gradient, factor, new_velocity, out):  # type: ignore[no-untyped-def]
     for start in range(0, out.size, PART):
         stop = min(start + PART, out.size)
-        _velocity_range(velocity, gradient, factor, new_velocity, start, stop)
+        velocity_range(velocity, gradient, factor, new_velocity, start, stop)
         sum_range(gradient, new_velocity, out.dtype.type(1), out, start, stop)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from sparsecoll.kernels import reference
 from sparsecoll.kernels.cpu.lanes import BLOCK, jit, magnitude_key
 from sparsecoll.kernels.cpu.selection import lanes_of, select_all, select_at_least
-from sparsecoll.kernels.keys import Addend, Array, bits_and_mask, index_dtype
+from sparsecoll.kernels.keys import Addend, Array, Momentum, bits_and_mask, index_dtype
 from sparsecoll.kernels.memory import empty, readonly
 from sparsecoll.kernels.sampling import bounding_sample
 
@@ -64,7 +64,11 @@ def _topk_by_key_into(out_i: Array, out_v: Array, values: Array, indices: Array 
 
 
 def lower_bound_key(values: Array, k: int, add: Addend | None = None) -> int:
-    found = bounding_sample(values, k, add, SAMPLE, reference.accumulate)
+    return _bound(values, k, add, None)
+
+
+def _bound(values: Array, k: int, add: Addend | None, momentum: Momentum | None) -> int:
+    found = bounding_sample(values, k, add, SAMPLE, reference.accumulate, momentum)
     return kth_key(*found)[0] if found else 0
 
 
@@ -84,11 +88,14 @@ def topk(
     add: Addend | None = None,
     out: Array | None = None,
     clear: bool = False,
+    momentum: Momentum | None = None,
 ) -> tuple[Array, Array]:
     if k == 0:
-        return select_at_least(values, BEYOND, indices=indices, add=add, out=out)
-    bound = lower_bound_key(values, k, add)
-    found_i, found_v = select_at_least(values, bound, k + (k >> 2), indices=indices, add=add, out=out, clear=clear)
+        return select_at_least(values, BEYOND, indices=indices, add=add, out=out, momentum=momentum)
+    bound, room = _bound(values, k, add, momentum), k + (k >> 2)
+    found_i, found_v = select_at_least(
+        values, bound, room, indices=indices, add=add, out=out, clear=clear, momentum=momentum
+    )
     values = values if out is None else out
     if found_v.size < min(k, values.size):  # the sample was not typical, as for periodic data
         if clear:

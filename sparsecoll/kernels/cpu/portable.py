@@ -103,11 +103,28 @@ widen_block: Any = None
 
 @_inline
 def compress_block(  # type: ignore[no-untyped-def]
-    bits, origin, start, mask, key, indices, addend, scale, out_i, out_v, count, clear, stream, often
+    bits,
+    origin,
+    start,
+    mask,
+    key,
+    indices,
+    addend,
+    scale,
+    velocity,
+    new_velocity,
+    factor,
+    out_i,
+    out_v,
+    count,
+    clear,
+    stream,
+    nesterov,
+    often,
 ):
     """Append those of the BLOCK items from `start` on whose key is >= `key` to out_i and out_v; return the new count.
 
-    As in intrinsics/, but `origin` and `addend` are None, and blocks with none are always skipped.
+    As in intrinsics/, but `origin`, `addend` and `velocity` are None, and blocks with none are always skipped.
     """
     # unsigned, since negative indices prevent vectorisation, and not of a constant length, which would be unrolled
     begin, end = np.uint64(start), np.uint64(min(start + BLOCK, bits.size))

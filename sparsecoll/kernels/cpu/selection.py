@@ -1,7 +1,8 @@
 """Selection in one pass: the entries above a threshold; `largest.py` has the exact top k.
 
-A pass can also add scale * addend to the values before it selects, set the selected values to zero, and do all this in
-other memory. A chunk stays in the first-level cache between these steps, so that memory is read and written once.
+A pass can also replace a gradient by one with momentum, add scale * addend to the values before it selects, set the
+selected values to zero, and do all this in other memory. A chunk stays in the first-level cache between these steps, so
+that memory is read and written once.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from sparsecoll.kernels import reference, threads
-from sparsecoll.kernels.cpu.additions import accumulate, add_range, sum_range
+from sparsecoll.kernels.cpu.additions import accumulate, add_range, nesterov, sum_range, velocity_range
 from sparsecoll.kernels.cpu.lanes import (
     BLOCK,
     VECTORS,
@@ -23,12 +24,13 @@ from sparsecoll.kernels.cpu.lanes import (
     magnitude_key,
     streams_to,
 )
-from sparsecoll.kernels.keys import Addend, Array, index_dtype
+from sparsecoll.kernels.keys import Addend, Array, Momentum, index_dtype
 from sparsecoll.kernels.memory import empty, readonly
 from sparsecoll.kernels.reference.selection import (
     MOMENT_LANES,
     MOMENT_ROWS,
     ROUNDS,
+    begun,
     moments_of,
     moments_of_lines,
     moved,
@@ -100,7 +102,26 @@ def _add_moments(values, start, stop, sums, lines):  # type: ignore[no-untyped-d
 
 @inlined
 def _take(  # type: ignore[no-untyped-def]
-    bits, origin, mask, key, indices, addend, scale, first, start, stop, out_i, out_v, count, clear, stream, often
+    bits,
+    origin,
+    mask,
+    key,
+    indices,
+    addend,
+    scale,
+    velocity,
+    new_velocity,
+    factor,
+    nesterov,
+    first,
+    start,
+    stop,
+    out_i,
+    out_v,
+    count,
+    clear,
+    stream,
+    often,
 ):
     """Append the selected items of a chunk to the outputs, which have room for all of it and BLOCK more.
 
@@ -110,12 +131,46 @@ def _take(  # type: ignore[no-untyped-def]
     if often:
         for at in range(start, first, BLOCK):
             count = compress_block(
-                bits, origin, at, mask, key, indices, addend, scale, out_i, out_v, count, clear, stream, True
+                bits,
+                origin,
+                at,
+                mask,
+                key,
+                indices,
+                addend,
+                scale,
+                velocity,
+                new_velocity,
+                factor,
+                out_i,
+                out_v,
+                count,
+                clear,
+                stream,
+                nesterov,
+                True,
             )
     else:
         for at in range(start, first, BLOCK):
             count = compress_block(
-                bits, origin, at, mask, key, indices, addend, scale, out_i, out_v, count, clear, stream, False
+                bits,
+                origin,
+                at,
+                mask,
+                key,
+                indices,
+                addend,
+                scale,
+                velocity,
+                new_velocity,
+                factor,
+                out_i,
+                out_v,
+                count,
+                clear,
+                stream,
+                nesterov,
+                False,
             )
     for i in range(first, stop):
         x = bits[i]
@@ -129,6 +184,17 @@ def _take(  # type: ignore[no-untyped-def]
             if clear is not None:
                 bits[i] = 0
     return count
+
+
+@jit
+def _move(gradient, velocity, factor, nesterov, new_velocity, out, start, stop):  # type: ignore[no-untyped-def]
+    """Write the new velocity and what replaces the gradient."""
+    if nesterov is None:
+        sum_range(gradient, velocity, factor, new_velocity, start, stop)
+        _copy(new_velocity, out, start, stop)
+    else:
+        velocity_range(velocity, gradient, factor, new_velocity, start, stop)
+        sum_range(gradient, new_velocity, out.dtype.type(1), out, start, stop)
 
 
 @jit
@@ -151,10 +217,15 @@ def _select(  # type: ignore[no-untyped-def]
     out_v,
     count,
     clear,
+    velocity,
+    new_velocity,
+    factor,
+    nesterov,
 ):
     """Select from `start` on until the end, or until the outputs are nearly full: (where it stopped, the count).
 
-    `source` and `added` are the bit patterns of `origin` and `addend` where `_take` adds them, else None.
+    `source` and `added` are the bit patterns of `origin` and `addend` where `_take` adds them, else None. It then also
+    replaces a gradient by that with momentum, unless `velocity` is None.
     """
     often = False
     while start < bits.size:
@@ -162,7 +233,10 @@ def _select(  # type: ignore[no-untyped-def]
         if count + (stop - start) + BLOCK > out_i.size:
             break
         first = stop - (stop - start) % BLOCK
-        if origin is not None:
+        if velocity is not None:
+            _move(values if origin is None else origin, velocity, factor, nesterov, new_velocity, values, first, stop)
+            add_range(values, addend, scale, first, stop)
+        elif origin is not None:
             if addend is not None:
                 sum_range(origin, addend, scale, values, start if added is None else first, stop)
             else:
@@ -180,6 +254,10 @@ def _select(  # type: ignore[no-untyped-def]
             indices,
             added,
             scale,
+            velocity,
+            new_velocity,
+            factor,
+            nesterov,
             first,
             start,
             stop,
@@ -202,7 +280,28 @@ def select_all(bits, mask, key, indices, start, out_i, out_v, count):  # type: i
     """Select from `start` to the end; the outputs have room for all items."""
     first = bits.size - (bits.size - start) % BLOCK
     stop = bits.size
-    return _take(bits, None, mask, key, indices, None, None, first, start, stop, out_i, out_v, count, None, None, True)
+    return _take(
+        bits,
+        None,
+        mask,
+        key,
+        indices,
+        None,
+        None,
+        None,
+        None,
+        None,
+        None,
+        first,
+        start,
+        stop,
+        out_i,
+        out_v,
+        count,
+        None,
+        None,
+        True,
+    )
 
 
 @jit
@@ -261,7 +360,12 @@ def select_at_least(
     out: Array | None = None,
     moments: Array | None = None,
     clear: bool = False,
+    momentum: Momentum | None = None,
 ) -> tuple[Array, Array]:
+    mask = lanes_of(values)[1]
+    beyond = key > np.iinfo(mask.dtype).max  # no value can reach it
+    if momentum is not None and (beyond or moments is not None or not _in_lanes(values, add, momentum)):
+        (values, out), momentum = begun(values, out, momentum, accumulate, nesterov), None
     if values.dtype == np.float16 or (add is not None and add[0].dtype == np.float16):  # no arithmetic here
         values, out = moved(values, out), None
         if add is not None:
@@ -269,29 +373,33 @@ def select_at_least(
         if moments is not None:
             moments[:] = moments_of(values)
         add = moments = None
-    origin, values = (None, values) if out is None else (readonly(values), out)
-    bits, mask = lanes_of(values, write=clear or add is not None or origin is not None)
-    if key > np.iinfo(mask.dtype).max:  # no value can reach it
-        values = values if origin is None else moved(origin, values)
+    if beyond:
+        values = moved(values, out)
         return reference.select_at_least(values, key, indices=indices, add=add, moments=moments)
+    origin, values = (None, values) if out is None else (readonly(values), out)
+    bits = lanes_of(values, write=clear or add is not None or origin is not None)[0]
     lines = None if moments is None else np.empty((-(-values.size // LINE), 4))
     addend, scale = (None, None) if add is None else (readonly(np.ascontiguousarray(add[0])), values.dtype.type(add[1]))
     floats = bits if addend is None and lines is None else values if addend is not None else readonly(values)
     origin = lanes_of(origin)[0] if origin is not None and addend is None else origin  # it is only copied
-    in_lanes = addend is not None and addend.dtype == values.dtype and values.dtype.kind == "f"
-    in_lanes = in_lanes and lines is None and VECTORS
+    in_lanes = lines is None and _in_lanes(values, add)
     added = addend.view(bits.dtype) if in_lanes else None  # type: ignore[union-attr]
     source = lanes_of(origin)[0] if in_lanes and origin is not None else None
     stream = streams_to(bits) if source is not None else None
+    velocity = new_velocity = factor = with_nesterov = None
+    if momentum is not None:
+        velocity, new_velocity = readonly(momentum.velocity), momentum.new_velocity
+        factor, with_nesterov = values.dtype.type(momentum.factor), momentum.nesterov or None
+        stream = stream and streams_to(new_velocity)
     index = index_dtype(values.size) if indices is None else indices.dtype
     indices = None if indices is None else readonly(indices)
 
     def part(start: int, stop: int) -> tuple[Array, Array]:
-        arrays: list[Any] = [
-            None if array is None else array[:stop] for array in (floats, bits, origin, source, indices, addend, added)
-        ]
+        given = velocity, new_velocity, floats, bits, origin, source, indices, addend, added
+        old, new, *arrays = [None if array is None else array[:stop] for array in given]
         guess, typed = expected * (stop - start) // max(values.size, 1), mask.dtype.type(key)
-        return _select_range(*arrays, mask, typed, scale, lines, stream, start, guess, index, clear)  # type: ignore[call-arg]
+        moving = old, new, factor, with_nesterov
+        return _select_range(*arrays, mask, typed, scale, lines, stream, start, guess, index, clear, moving)  # type: ignore
 
     count, unit = threads.count_for(values.size), CHUNK if lines is None else LINE
     edges = [values.size * t // count // unit * unit for t in range(count)] + [values.size]
@@ -299,6 +407,14 @@ def select_at_least(
     if lines is not None:
         moments[:] = moments_of_lines(lines)  # type: ignore[index]
     return out_i, out_v.view(values.dtype)
+
+
+def _in_lanes(values: Array, add: Addend | None, momentum: Momentum | None = None) -> bool:
+    """Whether `_take` adds an addend, and before that the momentum: where all are of the same floats."""
+    if add is None or not VECTORS or values.dtype.char not in "fd":
+        return False
+    others = [add[0]] if momentum is None else [add[0], momentum.velocity, momentum.new_velocity]
+    return all(array.dtype == values.dtype for array in others)
 
 
 def _select_range(
@@ -318,6 +434,7 @@ def _select_range(
     expected: int,
     index: Any,
     clear: bool,
+    moving: tuple[Any, ...],
 ) -> tuple[Array, Array]:
     """(indices, bits) of the entries selected from `start` to the end, in arrays that grow as needed."""
     count, size = 0, bits.size
@@ -327,7 +444,7 @@ def _select_range(
     sums = None if lines is None else np.empty((4, MOMENT_LANES))
     while True:
         given = (floats, bits, origin, source, mask, key, indices, addend, added, scale, sums, lines, stream)
-        start, count = _select(*given, start, out_i, out_v, count, clear or None)
+        start, count = _select(*given, start, out_i, out_v, count, clear or None, *moving)
         if start == size:
             return out_i[:count], out_v[:count]
         wanted = max(2 * count, int(1.1 * count * (size - begin) / max(start - begin, 1)))

@@ -8,8 +8,8 @@ import numpy as np
 
 from sparsecoll.kernels.gpu import device
 from sparsecoll.kernels.gpu.device import launch, types, u32
-from sparsecoll.kernels.keys import index_dtype
-from sparsecoll.kernels.reference.selection import MOMENT_ROWS, ROUNDS, moved
+from sparsecoll.kernels.keys import Momentum, index_dtype
+from sparsecoll.kernels.reference.selection import MOMENT_ROWS, ROUNDS, begun, moved
 from sparsecoll.kernels.reference.selection import nesterov as nesterov
 from sparsecoll.kernels.sampling import SMALL, bounding_sample
 
@@ -152,8 +152,9 @@ def select_at_least(
     out: Array | None = None,
     moments: np.ndarray[Any, Any] | None = None,
     clear: bool = False,
+    momentum: Momentum | None = None,
 ) -> tuple[Array, Array]:
-    values = moved(values, out)
+    values = moved(*begun(values, out, momentum, accumulate))
     above = min(key - 1, int(np.iinfo(_bits(values)).max))
     return _take(values, above, 0, expected, indices, add, moments, clear)
 
@@ -200,8 +201,9 @@ def topk(
     add: Addend | None = None,
     out: Array | None = None,
     clear: bool = False,
+    momentum: Momentum | None = None,
 ) -> tuple[Array, Array]:
-    values = moved(values, out)
+    values = moved(*begun(values, out, momentum, accumulate))
     if k == 0:
         return select_at_least(values, 1 << 64, indices=indices, add=add)
     bound, all_i, all_v = lower_bound_key(values, k, add), indices, values

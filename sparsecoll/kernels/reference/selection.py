@@ -6,11 +6,12 @@ Selections break ties by larger magnitude, then by lower position.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from sparsecoll.kernels.keys import Addend, Array, bits_and_mask, index_dtype
+from sparsecoll.kernels.keys import Addend, Array, Momentum, bits_and_mask, index_dtype
 
 __all__ = [
     "accumulate",
@@ -73,6 +74,25 @@ def nesterov(velocity: Array, gradient: Array, factor: float, new_velocity: Arra
         np.add(gradient, new_velocity, out=out)
 
 
+def begun(
+    values: Array,
+    out: Array | None,
+    momentum: Momentum | None,
+    add: Callable[..., None] = accumulate,
+    add_nesterov: Callable[..., None] = nesterov,
+) -> tuple[Array, Array | None]:
+    """Form the new velocity, by kernels; return what replaces the values, and where it is to be moved, if anywhere."""
+    if momentum is None:
+        return values, out
+    velocity, factor, new_velocity, is_nesterov = momentum
+    target = values if out is None else out
+    if is_nesterov:
+        add_nesterov(velocity, values, factor, new_velocity, target)
+        return target, None
+    add(values, (velocity, factor), new_velocity)
+    return new_velocity, target
+
+
 def moments_of(values: Array) -> Array:
     """float64: sum of x, of x^2, of |x|, and the largest |x| (NaN passed over). Their order of additions is fixed.
 
@@ -123,6 +143,7 @@ def select_at_least(
     out: Array | None = None,
     moments: Array | None = None,
     clear: bool = False,
+    momentum: Momentum | None = None,
 ) -> tuple[Array, Array]:
     """The entries with a key >= `key`: (their `indices`, or positions if None; their values), ascending.
 
@@ -132,8 +153,9 @@ def select_at_least(
         out: takes the place of `values`, which then do not change; of the same dtype.
         moments: float64[4], filled with the moments of the values after that.
         clear: values taken are zero in `values` afterwards.
+        momentum: the values are a gradient, which this replaces before all else.
     """
-    values = moved(values, out)
+    values = moved(*begun(values, out, momentum))
     if add is not None:
         accumulate(values, add)
     if moments is not None:
@@ -203,9 +225,10 @@ def topk(
     add: Addend | None = None,
     out: Array | None = None,
     clear: bool = False,
+    momentum: Momentum | None = None,
 ) -> tuple[Array, Array]:
     """The entries of the k largest magnitudes, ties by lower position; all if k >= n. As `select_at_least`."""
-    values = moved(values, out)
+    values = moved(*begun(values, out, momentum))
     if add is not None:
         accumulate(values, add)
     order = np.lexsort((np.arange(values.size), np.invert(magnitude_keys(values))))

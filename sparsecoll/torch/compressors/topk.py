@@ -12,7 +12,7 @@ import torch
 from sparsecoll import select
 from sparsecoll.algorithms import Algorithm, Reduction, resolve
 from sparsecoll.formats import Format
-from sparsecoll.kernels import kernels_of
+from sparsecoll.kernels.keys import Momentum
 from sparsecoll.select import Selector, Vector
 from sparsecoll.torch.compressors.base import Compressor, ErrorFeedback, StepContext, write_mean
 from sparsecoll.torch.compressors.rates import Rates
@@ -136,9 +136,10 @@ class TopK(ErrorFeedback):
             if source is not None:
                 gradient[:], source = source, None
             self._clip(gradient, self.clip / self.size**0.5)
-        if self.momentum:
-            source = self._with_momentum(gradient, source)
         self.begin(gradient, source)
+        if self.momentum:
+            new_velocity = self._velocity.trial = self._spare.pop() if self._spare else self.layout.zeros()
+            self.acc.momentum_later(Momentum(self._velocity.current, self.momentum, new_velocity, self.nesterov))
         self._add_residual(scale)
         return self.acc
 
@@ -159,17 +160,6 @@ class TopK(ErrorFeedback):
             norm = float(torch.linalg.vector_norm(part))
             if norm > most:
                 part.mul_(most / norm)
-
-    def _with_momentum(self, gradient: Array, source: Array | None) -> Array | None:
-        """Return what replaces the gradient, or None if that is in `gradient`; the trial velocity is formed."""
-        velocity = self._velocity.trial = self._spare.pop() if self._spare else self.layout.zeros()
-        start = gradient if source is None else source
-        kernels = kernels_of(gradient)
-        if self.nesterov:
-            kernels.nesterov(self._velocity.current, start, self.momentum, velocity, gradient)
-            return None
-        kernels.accumulate(start, (self._velocity.current, self.momentum), velocity)
-        return velocity
 
     def reset(self) -> None:
         if self._densities.by_layer:

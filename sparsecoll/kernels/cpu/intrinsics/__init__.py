@@ -37,7 +37,9 @@ def _probe(words, halves, raw):  # type: ignore[no-untyped-def]
     """Uses each of the above once."""
     key, count = np.uint32(1), 0
     if REGISTER:
-        count = compress_block(words, None, 0, key, key, None, None, None, words, words, count, None, None, False)
+        count = compress_block(
+            words, None, 0, key, key, None, None, None, None, None, None, words, words, count, None, None, None, False
+        )
         count = emit_block(words, 0, np.uint64(0), words, words, count)
         narrow_block(words, 0, halves)
         widen_block(halves, 0, words)

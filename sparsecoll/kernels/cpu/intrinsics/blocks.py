@@ -131,12 +131,23 @@ def _append(
     return builder.add(count, _popcount(builder, chosen, count.type))
 
 
+def _floats(values: Any) -> Any:
+    """The type of the floats of which these are bit patterns."""
+    return ir.VectorType({32: ir.FloatType(), 64: ir.DoubleType()}[values.type.element.width], LANES)
+
+
 def _accumulated(builder: Any, values: Any, addend: Any, scale: Any) -> Any:
-    """values + scale * addend of float bit patterns; the product is rounded before the sum."""
-    float_type = {32: ir.FloatType(), 64: ir.DoubleType()}[values.type.element.width]
-    floats = ir.VectorType(float_type, LANES)
-    product = builder.fmul(_splat(builder, scale), builder.bitcast(addend, floats))
-    return builder.bitcast(builder.fadd(builder.bitcast(values, floats), product), values.type)
+    """values + scale * addend of float bit patterns; the product is rounded before the sum. No scale (None) is 1."""
+    term = builder.bitcast(addend, _floats(values))
+    if scale is not None:
+        term = builder.fmul(_splat(builder, scale), term)
+    return builder.bitcast(builder.fadd(builder.bitcast(values, _floats(values)), term), values.type)
+
+
+def _scaled_sum(builder: Any, first: Any, second: Any, scale: Any) -> Any:
+    """scale * (first + second) of float bit patterns; the sum is rounded before the product."""
+    total = builder.fadd(*(builder.bitcast(term, _floats(first)) for term in (first, second)))
+    return builder.bitcast(builder.fmul(_splat(builder, scale), total), first.type)
 
 
 def _starts(builder: Any, start: Any) -> list[Any]:
@@ -161,32 +172,52 @@ def compress_block(
     indices: Any,
     addend: Any,
     scale: Any,
+    velocity: Any,
+    new_velocity: Any,
+    factor: Any,
     out_i: Any,
     out_v: Any,
     count: Any,
     clear: Any,
     stream: Any,
+    nesterov: Any,
     often: Any,
 ) -> Any:
     """Append those of the BLOCK items from `start` on whose key is >= `key` to out_i and out_v; return the new count.
 
     The items are those of `bits`, or of `origin`, from which they are copied to `bits`; unless `stream` is None, past
     the caches, and `bits` begins at a multiple of ALIGNMENT. `indices` gives their indices; None: their positions.
-    Unless `addend` (bit patterns) is None, scale * addend is added to the items first. Unless `clear` is None, the
-    items taken are zero in `bits` afterwards. All arrays are contiguous. Writes up to BLOCK items beyond the count. A
+    Unless `addend` (bit patterns) is None, scale * addend is added to the items first, and before that, unless
+    `velocity` is None, `kernels.keys.Momentum` replaces them. Unless `clear` is None, the items taken
+    are zero in `bits` afterwards. All arrays are contiguous. Writes up to BLOCK items beyond the count. A
     block without such items is skipped by a branch, unless there are some so `often` that the processor would often
     predict it wrongly.
     """
-    given_types = (bits, origin, types.int64, mask, key, indices, addend, scale, out_i, out_v, types.int64)
-    signature = types.int64(*given_types, clear, stream, types.boolean)
+    momentum_types = velocity, new_velocity, factor
+    given_types = bits, origin, types.int64, mask, key, indices, addend, scale, *momentum_types, out_i, out_v
+    signature = types.int64(*given_types, types.int64, clear, stream, nesterov, types.boolean)
     added, cleared, streamed = (not isinstance(kind, types.NoneType) for kind in (addend, clear, stream))
     moved = added or not isinstance(origin, types.NoneType)
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        a_bits, a_origin, start, mask, key, a_indices, a_addend, scale, a_i, a_v, count, _, _, often = arguments
+        a_bits, a_origin, start, mask, key, a_indices, a_addend, scale, *momentum, a_i, a_v, count, _, _, _, often = (
+            arguments
+        )
         target, starts = data_of(context, builder, bits, a_bits), _starts(builder, start)
         source = target if isinstance(origin, types.NoneType) else data_of(context, builder, origin, a_origin)
         items = [_load(builder, source, at) for at in starts]
+        if not isinstance(velocity, types.NoneType):
+            kinds = zip((velocity, new_velocity), momentum, strict=False)
+            old, new = (builder.bitcast(data_of(context, builder, *kind), target.type) for kind in kinds)
+            moving = [_load(builder, old, at) for at in starts]
+            if isinstance(nesterov, types.NoneType):
+                items = [_accumulated(builder, x, v, momentum[2]) for x, v in zip(items, moving, strict=True)]
+                moving = items
+            else:
+                moving = [_scaled_sum(builder, v, x, momentum[2]) for x, v in zip(items, moving, strict=True)]
+                items = [_accumulated(builder, x, v, None) for x, v in zip(items, moving, strict=True)]
+            for v, at in zip(moving, starts, strict=True):
+                _store(builder, v, new, at, streamed)
         if added:
             terms = data_of(context, builder, addend, a_addend)
             items = [
