@@ -48,6 +48,7 @@ BYTES = {  # read and written for each unit of the amount of a span, with values
     "merge": 8 + 8,
     "dense": 4,  # the mean
 }
+MOMENTUM, VELOCITIES = ("dgc", "nesterovtopk"), 8  # lines whose selection also reads and writes a velocity
 
 
 class _Timed:
@@ -125,7 +126,8 @@ def rows(comm: Any, options: argparse.Namespace, rate: float) -> Iterator[Row]:
             mine = [[work.seconds[kind], work.amounts[kind]] for kind in kinds]
             table = np.median(allgather(as_transport(comm), np.array(mine).ravel()), axis=0).reshape(-1, 2)
             for kind, (seconds, amount) in zip(kinds, (table / options.repeat).tolist(), strict=True):
-                size = amount * BYTES.get(kind, 0)
+                velocities = VELOCITIES * (kind == "select" and line.startswith(MOMENTUM))
+                size = amount * (BYTES.get(kind, 0) + velocities)
                 row = {"model": model_name, "line": line, "kind": kind, "CPU ms": 1e3 * seconds}
                 yield row | {"MB": size / 1e6 or None, "bound, ms": 1e3 * size / rate or None}
             if hasattr(step.optimizer, "close"):
