@@ -75,7 +75,7 @@ def test_what_comes_ends_a_sleep_and_is_known_to_have_announced_the_message(conn
 def test_room_to_send_ends_a_sleep_of_a_rank_that_sends(connections, pair):
     near, far = pair
     near.setblocking(False)
-    assert slept(connections, 0.02, sending=True) >= 0.02  # there is room: nothing to wait for
+    assert slept(connections, 0.02, moving=True) >= 0.02  # there is room: nothing to wait for
     while True:
         try:
             near.send(bytes(1 << 20))
@@ -84,29 +84,33 @@ def test_room_to_send_ends_a_sleep_of_a_rank_that_sends(connections, pair):
     assert slept(connections, 0.02) >= 0.02
     reader = threading.Timer(0.05, lambda: [far.recv(1 << 20) for _ in range(8)])
     reader.start()
-    assert slept(connections, LONG, sending=True) < LONG / 2
+    assert slept(connections, LONG, moving=True) < LONG / 2
     near.close()  # the reader finds the end
     reader.join()
 
 
 def test_bytes_that_nobody_reads_do_not_keep_a_rank_awake(connections, pair):
     pair[1].send(b"1")
+    slept(connections, 0.01)
+    connections.came()
+    assert connections.announcing
+    assert all(slept(connections, LONG, moving=True) < LONG / 2 for _ in range(60))  # bytes of a message on its way
     times = [slept(connections, 0.01) for _ in range(60)]
-    assert times[0] < 0.01 and sum(seconds >= 0.01 for seconds in times) > 30
+    assert times[0] < 0.01 and sum(seconds >= 0.01 for seconds in times) > 30 and not connections.announcing
 
 
 def test_connections_that_were_closed_are_forgotten(connections, pair):
     slept(connections, 0)
     pair[0].close()
     slept(connections, 0)
-    assert slept(connections, 0.02, sending=True) >= 0.02
+    assert slept(connections, 0.02, moving=True) >= 0.02
 
 
 def test_a_system_that_does_not_list_connections(monkeypatch):
     waiter()
     module = importlib.import_module("sparsecoll.transport.mpi.connections")
     monkeypatch.setattr(module, "DIRECTORY", "/nowhere")
-    assert slept(module.Connections(), 0.02, sending=True) >= 0.02
+    assert slept(module.Connections(), 0.02, moving=True) >= 0.02
 
 
 @pytest.mark.parametrize("announcing", [False, True])

@@ -34,12 +34,12 @@ class Connections:
         self._woken = False
         self._instant = 0
 
-    def sleep(self, seconds: float, sending: bool = False) -> None:
+    def sleep(self, seconds: float, moving: bool = False) -> None:
         """Sleep until something has come, at most for `seconds`.
 
         Args:
             seconds: the limit.
-            sending: whether this rank also waits for room to send (default: False).
+            moving: whether a message is on its way, so that this rank also waits for room to send (default: False).
         """
         now = time.monotonic()
         if now - self._scanned >= SCAN_SECONDS:
@@ -47,9 +47,10 @@ class Connections:
             self._scanned = now = time.monotonic()
         self._woken = False
         if self._watched is None:
+            self.announcing = False
             time.sleep(seconds)
             return
-        full = self._full() if sending else []
+        full = self._full() if moving else []
         for number in full:
             self._watched.modify(number, select.POLLIN | select.POLLOUT)
         events = self._watched.poll(1e3 * seconds)
@@ -60,9 +61,11 @@ class Connections:
             if event & select.POLLNVAL:  # closed since
                 self._watched.unregister(number)
                 self._all.remove(number)
+        if moving:  # its bytes end one sleep after the other
+            return
         self._instant = self._instant + 1 if self._woken and time.monotonic() - now < INSTANT else 0
         if self._instant >= MOST_INSTANT:
-            self._watched, self._instant = None, 0
+            self._watched, self._instant, self.announcing = None, 0, False
 
     def came(self) -> None:
         """After the last sleep there was a message, or a part of it."""
