@@ -106,6 +106,26 @@ def test_connections_that_were_closed_are_forgotten(connections, pair):
     assert slept(connections, 0.02, moving=True) >= 0.02
 
 
+def test_a_short_sleep_ends_by_itself_and_looks_afterwards(connections, pair):
+    pair[1].send(b"1")
+    assert slept(connections, 1e-4) >= 1e-4
+    connections.came()
+    assert connections.announcing and pair[0].recv(9) == b"1"
+    slept(connections, 1e-4)
+    connections.came()
+    assert not connections.announcing
+
+
+def test_sockets_stay_as_they_are(connections, pair):
+    for timeout in (None, 5.0):
+        socket.setdefaulttimeout(timeout)
+        try:
+            slept(type(connections)(), 0.001)
+        finally:
+            socket.setdefaulttimeout(None)
+        assert os.get_blocking(pair[0].fileno()) and pair[0].fileno() >= 0
+
+
 def test_a_system_that_does_not_list_connections(monkeypatch):
     waiter()
     module = importlib.import_module("sparsecoll.transport.mpi.connections")

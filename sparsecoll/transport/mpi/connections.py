@@ -14,6 +14,7 @@ import socket
 import time
 
 SCAN_SECONDS = 1.0  # between searches for connections, since MPI opens and closes some at any time
+SHORTEST = 1e-3  # seconds; poll() counts milliseconds, so that a shorter sleep is over before it looks
 INSTANT = 1e-4  # seconds; bytes that nobody reads end a sleep as soon as it begins,
 MOST_INSTANT = 10  # and after so many of these in a row, connections are not watched until the next search
 DIRECTORY = "/proc/self/fd"  # Linux; elsewhere a rank sleeps for the given time
@@ -50,10 +51,13 @@ class Connections:
             self.announcing = False
             time.sleep(seconds)
             return
+        if seconds < SHORTEST:
+            time.sleep(seconds)
+            seconds = 0.0
         full = self._full() if moving else []
         for number in full:
             self._watched.modify(number, select.POLLIN | select.POLLOUT)
-        events = self._watched.poll(1e3 * seconds)
+        events = self._watched.poll(int(1e3 * seconds))
         for number in full:
             self._watched.modify(number, select.POLLIN)
         self._woken = bool(events)
@@ -81,6 +85,10 @@ class Connections:
 
     def _scan(self) -> None:
         self._all, self._watched = [], None
+        if (
+            socket.getdefaulttimeout() is not None
+        ):  # with one, Python would make the sockets that it looks at nonblocking
+            return
         try:
             numbers = [int(name) for name in os.listdir(DIRECTORY)]
         except OSError:
