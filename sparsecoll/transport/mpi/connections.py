@@ -8,6 +8,7 @@ which is as short as without them unless the last message that came in a sleep h
 
 from __future__ import annotations
 
+import math
 import os
 import select
 import socket
@@ -31,7 +32,7 @@ class Connections:
         self.announcing = False
         self._watched: select.poll | None = None
         self._all: list[int] = []
-        self._scanned = -SCAN_SECONDS
+        self._scanned = -math.inf
         self._woken = False
         self._instant = 0
 
