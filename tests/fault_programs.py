@@ -88,6 +88,7 @@ def die(comm, what, timeout=1, leave=True):
     if PIDS:  # torchrun would wait for a process that is stopped
         os.kill(PIDS[LAST], signal.SIGKILL)
     if leave:
+        time.sleep(2)  # MPICH never returns from sending to a process that has gone: the others may still report
         os._exit(0)  # MPI_Finalize would wait for the dead
 
 

@@ -92,6 +92,7 @@ def test_a_host_cut_off_in_mid_call_is_given_up(hosts):
             survivors |= {row["rank"]: row for row in rows if row["rank"] < 2}
             if len(survivors) == 2:
                 testbed.down()  # mpirun itself would wait for the host
+                process.terminate()
         if process.wait() == 2:  # another MPI's mpirun
             pytest.skip(process.stderr.read())
     assert set(survivors) == {0, 1}, printed
