@@ -62,14 +62,17 @@ def rows(cpu: Any, folder: Path | None) -> Iterator[report.Row]:
     llvm.initialize_all_targets()
     llvm.initialize_all_asmprinters()
     machine = llvm.Target.from_triple("aarch64-unknown-linux-gnu").create_target_machine(cpu="neoverse-n1", opt=3)
-    for module in (cpu.selection, cpu.largest, cpu.merge, cpu.windows, cpu.codecs, cpu.rice, cpu.sums):
-        for name, kernel in sorted(vars(module).items()):
-            for number, signature in enumerate(getattr(kernel, "signatures", ())):
-                code = optimised(kernel.inspect_llvm(signature), machine)
-                found = [f"{word}.{lanes}" for word, lanes in VECTOR.findall(code) if word not in PLAIN]
-                yield {"kernel": name, "vector instructions": len(found), "among them": " ".join(sorted(set(found)))}
-                if folder is not None:
-                    (folder / f"{name}-{number}.s").write_text(code)
+    parts = (cpu.selection, cpu.selection_pass, cpu.largest, cpu.merge, cpu.windows, cpu.codecs, cpu.rice, cpu.sums)
+    kernels = {
+        kernel: name for module in parts for name, kernel in vars(module).items() if hasattr(kernel, "signatures")
+    }
+    for kernel, name in sorted(kernels.items(), key=lambda item: item[1]):
+        for number, signature in enumerate(kernel.signatures):
+            code = optimised(kernel.inspect_llvm(signature), machine)
+            found = [f"{word}.{lanes}" for word, lanes in VECTOR.findall(code) if word not in PLAIN]
+            yield {"kernel": name, "vector instructions": len(found), "among them": " ".join(sorted(set(found)))}
+            if folder is not None:
+                (folder / f"{name}-{number}.s").write_text(code)
 
 
 def main() -> None:

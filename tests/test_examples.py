@@ -84,7 +84,7 @@ def test_kernels_are_compiled_once_and_cached_on_disk():
     code = (
         "import numpy as np; from sparsecoll import select; from sparsecoll.kernels import cpu; "
         "select.topk(np.random.default_rng(0).standard_normal(100_000).astype(np.float32), 100); "
-        "stats = cpu.selection._select.stats; "
+        "stats = cpu.selection_pass.select_chunks.stats; "
         "print(sum(stats.cache_misses.values()), sum(stats.cache_hits.values()))"
     )
     environment = {k: v for k, v in os.environ.items() if k != "SPARSECOLL_KERNELS"}

@@ -8,7 +8,8 @@ import numpy as np
 
 from sparsecoll.kernels import reference
 from sparsecoll.kernels.cpu.lanes import BLOCK, jit, magnitude_key
-from sparsecoll.kernels.cpu.selection import lanes_of, select_all, select_at_least
+from sparsecoll.kernels.cpu.selection import lanes_of, select_at_least
+from sparsecoll.kernels.cpu.selection_pass import select_all
 from sparsecoll.kernels.keys import Addend, Array, Momentum, bits_and_mask, index_dtype
 from sparsecoll.kernels.memory import empty, readonly
 from sparsecoll.kernels.sampling import bounding_sample
