@@ -168,7 +168,7 @@ class OkTopk(Algorithm):
         """Return P + 1 boundaries and the owner of each region, the same on every rank."""
         edges = partition.boundaries(channel.transport, x, self.repartition)
         known = given_tuning(channel.transport) or channel.transport.tuning or Tuning()
-        levels = self.levels or oktopk_levels(k, channel.size, known)
+        levels = self.levels or oktopk_levels(x.length, k, channel.size, known)
         self._on_grid = levels == 2 and channel.size > 2
         if self._on_grid:
             return edges, grid.Grid(channel.size).order()
@@ -179,7 +179,11 @@ class OkTopk(Algorithm):
     # 3. split and reduce
 
     def _split_and_reduce(self, channel: Channel, x: SparseVector, k: int) -> tuple[SparseVector, int]:
-        """Return the sum of the own region in the accumulator dtype, and the number of entries added. Equation (1)."""
+        """Return the sum of the own region in the accumulator dtype, and the number of entries added. Equation (1).
+
+        Entries are added when at least as many as the sum has are there, so that with many ranks the sum is not read
+        and written again for every bucket.
+        """
         rank, size = channel.rank, channel.size
         chunks = self._chunk_count(x, k, channel)
         edges = self._chunk_edges(chunks)
@@ -191,6 +195,7 @@ class OkTopk(Algorithm):
         first = region_of[rank] * chunks
         reduced = [SparseVector.merge([part], accumulator_dtype(x.dtype)) for part in parts[first : first + chunks]]
         load = sum(part.nnz for part in reduced)
+        waiting: list[list[SparseVector]] = [[] for _ in reduced]
 
         def stages() -> Iterator[list[VectorRequest]]:
             for chunk, bucket in order:
@@ -204,7 +209,10 @@ class OkTopk(Algorithm):
             sources = [(rank - step) % size for step in bucket]
             entries = [check_region(part, low, high, source) for part, source in zip(arrived, sources, strict=True)]
             load += sum(part.nnz for part in entries)
-            reduced[chunk] = SparseVector.merge([reduced[chunk], *entries], reduced[chunk].dtype)
+            waiting[chunk] += entries
+            if bucket is buckets[-1] or sum(part.nnz for part in waiting[chunk]) >= reduced[chunk].nnz:
+                reduced[chunk] = SparseVector.merge([reduced[chunk], *waiting[chunk]], reduced[chunk].dtype)
+                waiting[chunk].clear()
         return SparseVector.concatenate(reduced), load
 
     @staticmethod

@@ -83,8 +83,8 @@ def test_messages_and_volume(P, similar):
 
 def test_the_model_takes_two_levels_where_messages_cost_more_than_volume():
     slow, fast = Tuning(alpha=50e-6, beta=8e-9), Tuning(alpha=50e-6, beta=8e-8)
-    assert oktopk_levels(1000, 8, slow) == oktopk_levels(10**7, 300, slow) == 1
-    assert oktopk_levels(1000, 4096, slow) == 2 and oktopk_levels(10**6, 1000, fast) == 1
+    assert oktopk_levels(10**5, 1000, 8, slow) == oktopk_levels(10**9, 10**7, 300, slow) == 1
+    assert oktopk_levels(10**5, 1000, 4096, slow) == 2 and oktopk_levels(10**8, 10**6, 1000, fast) == 1
     assert OkTopk(levels=1).levels == 1
     with pytest.raises(ValueError, match="levels: expected None, 1 or 2"):
         OkTopk(levels=3)

@@ -228,6 +228,25 @@ def test_bucket_size_does_not_change_the_bits():
     assert all(len(set(row)) == 1 for row in simulate(7, program).results)
 
 
+def test_sums_are_not_read_again_for_every_bucket(monkeypatch):
+    """However small a bucket is and however many ranks there are, an entry is merged about twice."""
+    P, k, merged = 32, 4000, [0]
+    merge = SparseVector.merge
+
+    def counting(parts, *args):
+        merged[0] += sum(part.nnz for part in parts)
+        return merge(parts, *args)
+
+    monkeypatch.setattr(SparseVector, "merge", staticmethod(counting))
+
+    def program(comm):
+        x = np.random.default_rng(comm.rank).standard_normal(20_000).astype(np.float32)
+        return sparsecoll.allreduce(comm, x, OkTopk(bucket=1), k=k).nnz
+
+    assert simulate(P, program).results == [k] * P
+    assert merged[0] <= 3 * P * k
+
+
 def test_destination_rotation_avoids_the_hot_spot():
     """In every step of split and reduce each rank sends to another destination (Figure 2b)."""
     P, k = 8, 8000

@@ -206,7 +206,7 @@ def _code_speed(t: Tuning) -> float:
 def _oktopk(shape: Shape, t: Tuning) -> float:
     """Return the seconds of a call that finds neither thresholds nor boundaries: split and reduce, sizes, gather."""
     P, k = shape.P, shape.k
-    if oktopk_levels(k, P, t) == 2:
+    if oktopk_levels(shape.n, k, P, t) == 2:
         return _oktopk_on_grid(shape, t)
     own, part = shape.message(t, k), shape.message(t, k / P, 1 / P)
     split = P * part.encode + (P - 1) * part.decode + shape.merging(t, k, 1 / P, P)

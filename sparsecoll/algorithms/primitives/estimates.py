@@ -22,16 +22,23 @@ def rounds(P: int) -> int:
     return (P - 1).bit_length()
 
 
-def oktopk_split_seconds(k: int, P: int, t: Tuning) -> tuple[float, float]:
+def oktopk_split_seconds(n: int, k: int, P: int, t: Tuning) -> tuple[float, float]:
     """Return the seconds of Ok-Topk's split and reduce in one level and in two.
 
-    A second level saves about P - 2 sqrt(P) messages, and sends and sums k entries once more.
+    In one level a rank encodes, decodes and sums while bytes are on their way; in two it sums what has arrived of a
+    level before it sends to the next one. A second level saves about P - 2 sqrt(P) messages, and sends the entries of
+    the sums of sqrt(P) ranks once more.
     """
-    message, width, volume = t.overhead + 4 * t.call, math.sqrt(P), k * (ENTRY_BYTES * t.beta + t.code + t.merge)
-    return t.alpha + P * message + volume, 2 * t.alpha + 2 * width * message + 2 * volume
+    message, width = t.overhead + 2 * t.call, math.sqrt(P)
+
+    def level(entries: float) -> float:
+        return t.alpha + max(entries * ENTRY_BYTES * t.beta, width * message + entries * t.code) + entries * t.merge
+
+    one = t.alpha + max(k * ENTRY_BYTES * t.beta, P * message + k * (t.code + t.merge))
+    return one, level(k) + level(fill_in(n, k, width) / width)
 
 
-def oktopk_levels(k: int, P: int, t: Tuning) -> int:
+def oktopk_levels(n: int, k: int, P: int, t: Tuning) -> int:
     """Return the number of levels of Ok-Topk's split and reduce that takes less time."""
-    one, two = oktopk_split_seconds(k, P, t)
+    one, two = oktopk_split_seconds(n, k, P, t)
     return 2 if P >= MANY_RANKS and two < one else 1

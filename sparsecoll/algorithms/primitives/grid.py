@@ -63,14 +63,14 @@ class Grid:
         return same if same < self.size else (rank % self.width + column) % (self.rows - 1) * self.width + column
 
     def senders(self, rank: int) -> list[int]:
-        """Return the ranks that send this one the entries of its column, in the order of their offsets."""
+        """Return the ranks that send this one the entries of its column, in the order in which they do so."""
         row, column = divmod(rank, self.width)
         own = self.row(row)
         start = own.index(rank)
         last = self.row(self.rows - 1) if column >= self.rest else []
         return [
-            *own[start + 1 :],
-            *own[:start],
+            *reversed(own[:start]),
+            *reversed(own[start + 1 :]),
             *(r for r in last if self.receiver(r, column) == rank and r not in own),
         ]
 
