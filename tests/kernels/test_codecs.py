@@ -30,6 +30,7 @@ def positions(draw, largest=2**62):
         gaps = (2.0 ** rng.uniform(0, 50, count)).astype(np.int64)
     start = draw(st.integers(0, min(2**20, largest - 1)))
     indices = start + np.cumsum(gaps) - gaps[0]
+    indices[draw(st.sampled_from([1, 512, 1024])) :] += draw(st.sampled_from([0, 0, 2**53 + 1, 2**60 + 1]))
     indices = indices[indices < largest]
     narrow = indices[-1] < 2**32 and draw(st.booleans())
     return indices.astype(np.uint32 if narrow else np.uint64)

@@ -20,7 +20,9 @@ def _gaps(indices, start, count, gaps):  # type: ignore[no-untyped-def]
     """Write the gaps of a block; return their sum."""
     block = indices[start : start + count]
     one = indices.dtype.type(1)
-    gaps[0] = block[0] - indices[start - 1] - one if start > 0 else 0
+    gaps[0] = 0
+    if start > 0:  # one expression with a 0 of another type would be a float64
+        gaps[0] = block[0] - indices[start - 1] - one
     for j in range(1, count):
         gaps[j] = block[j] - block[j - 1] - one
     return np.uint64(gaps[0]) + np.uint64(block[count - 1] - block[0]) - np.uint64(count - 1)
