@@ -105,4 +105,4 @@ class Hierarchical(Algorithm):
         with channel.phase("inside"):
             channel.with_format(FORMATS["coo"]).isend(first, x)
             message, bits = separated(channel.transport.recv(first), 2)
-        return Reduction(channel.decode(message), x._select_mask(bits))
+        return Reduction(channel.decode(message).astype(x.dtype), x._select_mask(bits))

@@ -117,3 +117,16 @@ def test_state_and_options():
         Hierarchical(inside="shared")
     with pytest.raises(ValueError, match="ranks_per_node: expected at least 1"):
         simulate(2, lambda comm: None, ranks_per_node=0)
+
+
+def test_ranks_that_do_not_lead_their_node_get_the_dtype_of_the_input():
+    """Such as bfloat16, which no format decodes to."""
+    bfloat16 = pytest.importorskip("ml_dtypes").bfloat16
+
+    def program(comm):
+        x = SparseVector([1, 2 + comm.rank], np.array([1 / 3, 2.0], bfloat16), 9)
+        y = sparsecoll.allreduce(comm, x, "hierarchical", op="mean")
+        return y.dtype.name, y.values.tobytes()
+
+    results = simulate(4, program, ranks_per_node=2).results
+    assert results[0][0] == "bfloat16" and len(set(results)) == 1
