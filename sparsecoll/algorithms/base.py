@@ -25,9 +25,9 @@ class Reduction:
 
     Attributes:
         value: the result, with the same bits on every rank.
-        contributed: this rank's share of `value`: its entries that entered the result, with the values that entered.
-            The sum over the ranks is `value` (up to rounding), so that residual = acc - contributed loses nothing.
-            Computed from the caller's x when it is first read.
+        contributed: this rank's entries that entered the result, with the values that entered, so that
+            residual = acc - contributed loses nothing. Their sum over the ranks (their mean, if `op` is "mean") is
+            `value`, up to rounding. Computed from the caller's x when it is first read.
         traffic: Traffic of this rank in this call.
 
     Args:
@@ -45,7 +45,7 @@ class Reduction:
 
     @property
     def contributed(self) -> Vector:
-        """This rank's share of `value`; computed when it is first read."""
+        """What of this rank's entries has entered `value`; computed when it is first read."""
         if callable(self._contributed):
             self._contributed = self._contributed()
         return self._contributed

@@ -167,7 +167,7 @@ def _allreduce(transport: Transport, x: Any, algo: Any, options: CallOptions, re
     if not return_reduction:
         return returned(algorithm, reduction.value, x, vector, back, transport, options)
     value = result_of(reduction.value, vector, transport, options)
-    scaled = Reduction(value, result_of(reduction.contributed, vector, transport, options))
+    scaled = Reduction(value, reduction.contributed.to_sparse()._copy_if_overlapping(vector))
     scaled.traffic = transport.traffic.since(before)
     return scaled
 

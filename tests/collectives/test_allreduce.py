@@ -184,8 +184,23 @@ def test_contributed_sums_up_to_the_result_and_no_result_is_the_callers_array(al
 
     results = simulate(P, program).results
     for value, _ in results:
-        np.testing.assert_allclose(value, np.sum([share for _, share in results], axis=0), rtol=1e-6)
+        np.testing.assert_allclose(value, np.mean([share for _, share in results], axis=0), rtol=1e-6)
         assert value[1] == 1.0
+
+
+@pytest.mark.parametrize("op", ["sum", "mean"])
+@pytest.mark.parametrize("algo", ["allgather", "oktopk"])
+def test_a_residual_keeps_nothing_of_what_was_sent_whole(algo, op):
+    def program(comm):
+        residual = sparsecoll.Residual(8)
+        for _ in range(3):
+            acc = residual.compensate(np.arange(8, dtype=np.float32))
+            y = sparsecoll.allreduce(comm, acc, algo, k=8, op=op, return_reduction=True)
+            residual.update(y.contributed)
+        return np.abs(residual.array).max(), y.value.to_dense().tolist()
+
+    scale = 4 if op == "sum" else 1
+    assert simulate(4, program).results == [(0.0, [scale * i for i in range(8)])] * 4
 
 
 def test_kinds_of_numbers_and_arrays_that_numpy_users_have():
