@@ -91,6 +91,7 @@ class Bucket:
     def take_grad(self, name: str, scale: float = 1.0) -> None:
         """Take a parameter's gradient, divided by `scale`: zeros if it has none."""
         p, whole = self.params[name], self.gradient_buffer()
+        self._check(name, p, whole.views[name])
         flat = scale == 1.0 and self._is_flat(p)
         if flat and len(self.params) == 1:
             self.source = Buffer(self.layout.device.array(p.grad.view(-1)), self.layout)  # type: ignore[union-attr]
@@ -124,6 +125,16 @@ class Bucket:
         if found in self._free:
             self._free.remove(found)
         return found
+
+    @staticmethod
+    def _check(name: str, p: torch.Tensor, view: torch.Tensor) -> None:
+        """Raise unless a parameter is as it was when the bucket was made."""
+        if p.shape != view.shape or (p.dtype == torch.float64) != (view.dtype == torch.float64):
+            raise ValueError(
+                f"parameter {name!r}: expected shape {tuple(view.shape)} and a dtype that is summed in {view.dtype}, as"
+                f" when the optimizer was wrapped, got {tuple(p.shape)} and {p.dtype}: convert a model before you wrap"
+                " its optimizer"
+            )
 
     def _copy_in(self, view: torch.Tensor, gradient: torch.Tensor | None, scale: float) -> None:
         if gradient is None:

@@ -307,7 +307,9 @@ def _all_zero(gradient: torch.Tensor) -> bool:
 def _stepped(state: "weakref.ref[HookState]", optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Commit after the step of an optimizer that has the parameters of this state."""
     alive = state()
-    if alive is not None and alive._pending and any(id(p) in alive._names for p in optimizer.param_groups[0]["params"]):
+    if alive is None or not alive._pending:
+        return
+    if any(id(p) in alive._names for group in optimizer.param_groups for p in group["params"]):
         alive._commit()
         if not alive._joined:
             alive._replica.compare_if_due()

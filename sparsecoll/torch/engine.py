@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -16,13 +17,13 @@ from sparsecoll.torch.calls import mean_of, mean_of_loss
 from sparsecoll.torch.compressors import Compressor
 from sparsecoll.torch.device import device_of
 from sparsecoll.torch.guards import Watch, refuse_ddp, warn_of_adam, warn_of_momentum
-from sparsecoll.torch.hooks import Hooks, enlist, synchronize_all
+from sparsecoll.torch.hooks import Hooks, enlist, owner_of, synchronize_all
 from sparsecoll.torch.layout import residual_dtype
 from sparsecoll.torch.options import Options
 from sparsecoll.torch.reducer import Reducer
 from sparsecoll.torch.replica import Replica
 from sparsecoll.torch.rounds import NOTHING
-from sparsecoll.torch.tensors import rates_of
+from sparsecoll.torch.tensors import Named, options_of, rates_of
 from sparsecoll.transport import Transport
 
 logger = logging.getLogger(__name__)
@@ -52,6 +53,7 @@ class Engine:
         self._replica = Replica(transport, model, options)
         self.params = self._replica.params
         self._replica.context.rates = partial(rates_of, optimizer, self.params)
+        self._replica.alike = partial(options_of, optimizer)
         hooked = None if isinstance(model, torch.jit.ScriptModule) else model  # ScriptModules do not support hooks
         self._reducer = Reducer(self._replica, compressor, hooked)
         self.seconds = self._reducer.seconds
@@ -65,6 +67,10 @@ class Engine:
         self._synchronizing = True
         self._unusable: NonFiniteError | None = None  # what the next step raises
         self._joined = False  # whether this rank has no more data
+        self._replaced = ""  # name of a parameter that an optimizer made later steps, too
+        self._stepping = False
+        before = getattr(optimizer, "register_step_pre_hook", None)
+        self._step_guard = None if before is None else before(partial(_before_wrapped_step, weakref.ref(self)))
         self._outcome = NOTHING  # of the last reduction
         self.number = -1
         self.discard()
@@ -96,7 +102,7 @@ class Engine:
         if self.number < 0:
             self.number = enlist(self)
         self._reducer.release()
-        self.params.update(new)
+        self.params.update(self._taken_over(new))
         if self.transport.virtual:
             # Virtual ranks are threads: their back-propagation stays in them. Otherwise autograd executes what is on a
             # GPU, and so our hooks, in one thread for all ranks, and the first hook that waits stops the others.
@@ -104,21 +110,55 @@ class Engine:
         self._hooks.attach(self.params)
         self._reducer.buckets.order = []
 
+    def _taken_over(self, params: Named) -> Named:
+        """Take parameters over from other engines; return those that this one is to reduce.
+
+        A parameter is reduced by the engine whose optimizer steps it, whatever else is in `named_parameters`. Where
+        both do so, the later one replaces the other, as when a cell of a notebook is run again.
+        """
+        own, taken = _stepped(self._optimizer), dict(params)
+        for name, p in params.items():
+            other = owner_of(p)
+            if other is None or other is self:
+                continue
+            if id(p) not in own:
+                del taken[name]
+            elif id(p) in _stepped(other._optimizer):
+                other.close(replaced=name)
+            else:
+                other._give_up(p)
+        return taken
+
+    def _give_up(self, p: torch.Tensor) -> None:
+        """Leave a parameter to an engine whose optimizer steps it."""
+        names = [name for name, own in self.params.items() if own is p]
+        self.discard()
+        self._hooks.remove(dict.fromkeys(names, p))
+        self._reducer.release()
+        for name in names:
+            del self.params[name]
+        self._reducer.buckets.order = []
+
     def _add_unknown(self) -> None:
         """Add parameters that were put into the optimizer and are not known here yet. Collective if there are any."""
         known, groups = {id(p) for p in self.params.values()}, self._optimizer.param_groups
+        if all(id(p) in known for group in groups for p in group["params"]):
+            return
         all_params = {f"group{i}.{j}": p for i, group in enumerate(groups) for j, p in enumerate(group["params"])}
-        added = {name: p for name, p in all_params.items() if id(p) not in known}
-        if added:
-            self.add(added)
+        self.add({name: p for name, p in all_params.items() if id(p) not in known})
 
-    def close(self) -> None:
-        """Take the hooks off the parameters; nothing is reduced any more."""
-        self._hooks.remove()
+    def close(self, replaced: str = "") -> None:
+        """Take the hooks off the parameters; nothing is reduced any more.
+
+        Args:
+            replaced: name of a parameter that an optimizer made later steps, so that a further step is an error.
+        """
+        self._hooks.remove(self.params)
         self._reducer.close()
-        if self._guard is not None:
-            self._guard.remove()
-        self.closed = True
+        for guard in (self._guard, self._step_guard):
+            if guard is not None:
+                guard.remove()
+        self.closed, self._replaced = True, replaced
 
     def move(self, transport: Transport) -> None:
         """Go on over another communicator, with rank 0's parameters, buffers and optimizer state; collective on it."""
@@ -179,6 +219,12 @@ class Engine:
 
     def ensure_means(self) -> None:
         """Make gradients the means. Collective where they are not yet."""
+        if self._replaced:
+            raise RuntimeError(
+                f"DistributedOptimizer: expected parameters that no other one steps, got {self._replaced!r}, which one"
+                " made later steps, too, and reduces now: give one DistributedOptimizer the parameters of both models"
+                " (those without gradients are skipped), or leave each shared one to a single optimizer"
+            )
         if not self.closed and (self._dirty or not self._reduced):
             self.asked = True
             synchronize_all(self.transport)
@@ -209,6 +255,15 @@ class Engine:
         local = float(sum(value.item() for value in found.values()))
         anywhere = mean_of(self.transport, local, self._replica.patience)
         found[torch.device("cpu")] = torch.tensor(float(anywhere > 0))
+
+    @contextlib.contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Context manager in which the wrapped optimizer steps."""
+        self._stepping = True
+        try:
+            yield
+        finally:
+            self._stepping = False
 
     def after_step(self) -> None:
         """The optimizer has stepped."""
@@ -270,3 +325,19 @@ class Engine:
         self._reducer.buckets.load_state_dict(lambda: state, load)
         self._reducer.loaded()
         self.discard()
+
+
+def _stepped(optimizer: torch.optim.Optimizer) -> set[int]:
+    """Return the ids of the parameters that an optimizer steps."""
+    return {id(p) for group in optimizer.param_groups for p in group["params"]}
+
+
+def _before_wrapped_step(engine: weakref.ref[Engine], *_: Any) -> None:
+    """A hook of the wrapped optimizer: raise unless DistributedOptimizer has called its step."""
+    alive = engine()
+    if alive is not None and not (alive.closed or alive._stepping):
+        raise RuntimeError(
+            "step: expected a call of DistributedOptimizer's step(), got one of the optimizer that it wraps, which"
+            " loses residuals and may step before gradients are means: call step() and zero_grad() of the"
+            " DistributedOptimizer only, or close() it first"
+        )

@@ -39,6 +39,18 @@ def refuse_wrapped(model: Any, argument: str) -> None:
         raise TypeError(f"{argument}: expected a plain model, got a DistributedDataParallel, {CURE}")
 
 
+def refuse_renormalized(model: torch.nn.Module | None, transport: Transport) -> None:
+    """Raise if a module of the model changes rows of its parameter in the forward pass, on each rank others."""
+    tables = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+    for name, module in () if model is None or transport.size == 1 else model.named_modules():
+        if isinstance(module, tables) and module.max_norm is not None:
+            raise ValueError(
+                f"{type(module).__name__} {name!r}: expected max_norm=None, got {module.max_norm}, which scales rows"
+                " that a rank looks up, so that parameters would differ: scale all rows after step() instead, as by"
+                " weight.data.renorm_(2, 0, max_norm)"
+            )
+
+
 def refuse_ddp(*_: Any) -> None:
     """A hook before a model's forward pass: raise if a DistributedDataParallel calls the model."""
     if getattr(DistributedDataParallel, "_active_ddp_module", None) is not None and torch.is_grad_enabled():

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import MutableMapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from sparsecoll.errors import CommunicationError
 from sparsecoll.torch.calls import collective
@@ -21,7 +23,13 @@ from sparsecoll.transport.collectives import allgather
 if TYPE_CHECKING:
     from sparsecoll.torch.engine import Engine
 
-OWNER = "_sparsecoll_engine"  # attribute of a parameter: a weak reference to the owner of its hook
+_owners: MutableMapping[torch.Tensor, weakref.ref[Engine]] = WeakTensorKeyDictionary()  # by parameter
+
+
+def owner_of(p: torch.Tensor) -> Engine | None:
+    """Return the engine that reduces a parameter's gradients, unless it is closed or gone."""
+    reference = _owners.get(p)
+    return None if reference is None else reference()
 
 
 class Hooks:
@@ -32,23 +40,20 @@ class Hooks:
         self._handles: dict[str, tuple[torch.Tensor, Any]] = {}
 
     def attach(self, params: Named) -> None:
-        """Hook the parameters that require gradients; those of another owner are taken over."""
+        """Own these parameters, and hook those that require gradients."""
         for name, p in params.items():
+            _owners[p] = self._owner
             if p.requires_grad and name not in self._handles:
-                other = getattr(p, OWNER, lambda: None)()
-                if other is not None and other is not self._owner():
-                    other.close()  # of an optimizer that this one replaces: a notebook's cell was run again
-                setattr(p, OWNER, self._owner)
                 hook = partial(_call, self._owner, name)
                 self._handles[name] = p, p.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
-    def remove(self) -> None:
-        """Remove all hooks."""
-        for p, handle in self._handles.values():
-            handle.remove()
-            if getattr(p, OWNER, lambda: None)() is self._owner():
-                delattr(p, OWNER)
-        self._handles = {}
+    def remove(self, params: Named) -> None:
+        """Own these parameters no more."""
+        for name, p in params.items():
+            if name in self._handles:
+                self._handles.pop(name)[1].remove()
+            if owner_of(p) is self._owner():
+                _owners.pop(p, None)
 
 
 def _call(owner: weakref.ref[Engine], name: str, _: torch.Tensor) -> None:

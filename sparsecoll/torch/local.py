@@ -16,7 +16,7 @@ from sparsecoll.torch.guards import refuse_wrapped
 from sparsecoll.torch.optimizer import DistributedOptimizer, Wrapper, of_optimizer
 from sparsecoll.torch.options import check_integer
 from sparsecoll.torch.state import STATE
-from sparsecoll.torch.tensors import Buffers, Named, check_whole, model_of, named
+from sparsecoll.torch.tensors import Named, check_buffers, check_whole, describe, model_of, named
 from sparsecoll.torch.timeline import Timeline
 from sparsecoll.transport import as_transport
 from sparsecoll.transport.call import CollectiveCall
@@ -103,7 +103,7 @@ class LocalOptimizer(Wrapper):
             return params, shared, outer
 
         self._params, self._shared, outer = collective(transport, "LocalOptimizer", None, made)
-        self._buffers = Buffers(model)
+        self._model = model
         self._outer = DistributedOptimizer(
             outer,
             self._shared.items(),
@@ -135,10 +135,18 @@ class LocalOptimizer(Wrapper):
         """Set the parameters to the shared ones, and the buffers to rank 0's. Collective."""
         for name, p in self._params.items():
             p.copy_(self._shared[name])
-        buffers = self._buffers.tensors.values()
+        if self._model is None:
+            return
+        buffers, transport = dict(self._model.named_buffers()), self._outer._engine.transport
+
+        def broadcast(call: CollectiveCall) -> None:
+            check_buffers(buffers)
+            call.signature |= describe(buffers, "buffer")
+            call.agree(entries=0)
+            broadcast_tensors(transport, buffers.values())
+
         if buffers:
-            transport = self._outer._engine.transport
-            collective(transport, "buffers", None, lambda _: broadcast_tensors(transport, buffers))
+            collective(transport, "buffers", None, broadcast)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """One step of the wrapped optimizer on this rank; every `every`-th call also is a `synchronize`.
@@ -164,6 +172,7 @@ class LocalOptimizer(Wrapper):
     @torch.no_grad()
     def _begin(self) -> None:
         """All ranks start from the same parameters, which the user may have loaded since the last mean."""
+        self._add_unknown()
         for name, p in self._params.items():
             self._shared[name].copy_(p)
 
@@ -179,6 +188,7 @@ class LocalOptimizer(Wrapper):
         """
         if not self._since:
             return
+        self._add_unknown()
         with torch.no_grad():
             for name, p in self._params.items():
                 self._shared[name].requires_grad_(p.requires_grad)
@@ -197,7 +207,19 @@ class LocalOptimizer(Wrapper):
             param_group: as in torch; its options are those of the wrapped optimizer.
             named_parameters: pairs (name, parameter); parameters without a name are called group<i>.<j>.
         """
-        added = self._add_to_wrapped(param_group, named_parameters)
+        self._add(self._add_to_wrapped(param_group, named_parameters))
+
+    def _add_unknown(self) -> None:
+        """Add parameters that were put into the wrapped optimizer itself. Collective if there are any."""
+        known = {id(p) for p in self._params.values()}
+        groups = enumerate(self.optimizer.param_groups)
+        pairs = ((f"group{i}.{j}", p) for i, group in groups for j, p in enumerate(group["params"]))
+        added = {name: p for name, p in pairs if id(p) not in known}
+        if added:
+            self._add(added)
+
+    def _add(self, added: Named) -> None:
+        """Share parameters, with rank 0's values. Collective."""
         shared = {name: p.detach().clone().requires_grad_(p.requires_grad) for name, p in added.items()}
         self._outer.add_param_group({"params": list(shared.values())}, shared.items())
         self._params |= added

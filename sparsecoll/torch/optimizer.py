@@ -89,7 +89,8 @@ class DistributedOptimizer(Wrapper):
             gradients are reduced in float32.
         named_parameters: `model.named_parameters()`, the model itself, or pairs (name, parameter) that include all of
             the optimizer's parameters; the same on every rank. From a list of pairs the model's buffers are not known:
-            see `sparsecoll.torch.broadcast`.
+            see `sparsecoll.torch.broadcast`. Two optimizers may be given one model if each parameter is stepped by at
+            most one of them, which then reduces its gradients.
         comm: communicator, as in `sparsecoll.allreduce`; None, the default, for the default process group of
             torch.distributed, otherwise MPI.COMM_WORLD. Several optimizers may share it.
         compressor: name in `sparsecoll.torch.COMPRESSORS`, a Compressor object, or an Algorithm for `TopK(algo=...)`
@@ -238,7 +239,8 @@ class DistributedOptimizer(Wrapper):
 
     def _stepped(self, closure: Callable[[], Any] | None) -> Any:
         try:
-            result = self.optimizer.step() if closure is None else self.optimizer.step(closure)
+            with self._engine.stepping():
+                result = self.optimizer.step() if closure is None else self.optimizer.step(closure)
         except Exception as error:
             if not getattr(error, "on_all_ranks", False):
                 self._engine.failed_step(error)

@@ -20,7 +20,7 @@ from sparsecoll.torch.hooks import is_shared
 from sparsecoll.torch.profiler import Profiler
 from sparsecoll.torch.reduced_grads import ReducedGrads
 from sparsecoll.torch.replica import Replica
-from sparsecoll.torch.rounds import CHANGED, JOINED, NOTHING, SUSPECT, Round, Row
+from sparsecoll.torch.rounds import CHANGED, JOINED, NOTHING, Round, Row
 from sparsecoll.torch.sender import Sender
 
 logger = logging.getLogger(__name__)
@@ -129,8 +129,10 @@ class Reducer:
             self.make_buckets()
         self._sender.send_rest()
         replica, self._changed = self._replica, self._changed or self._sender.altered
-        flags |= CHANGED * self._changed | SUSPECT * replica.suspect
-        row = Row(replica.context.step, flags, replica.params, replica.buffers.changed(), sparse=replica.sparse_weights)
+        modules = replica.buffers.changed()
+        flags |= CHANGED * self._changed | replica.flags
+        sparse, checksum = replica.sparse_weights, replica.checksum
+        row = Row(replica.context.step, flags, replica.params, modules, checksum=checksum, sparse=sparse)
         digest = None if replica.warmed or replica.transport.size == 1 else fingerprint(replica.params.values())
         seconds, outcome, error = self._sender.wait(lambda: self._round(name, row, digest))
         if error is not None:

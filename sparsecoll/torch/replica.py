@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
@@ -15,10 +16,10 @@ from sparsecoll.errors import CommunicationError
 from sparsecoll.torch.broadcasts import broadcast_optimizer, broadcast_tensors
 from sparsecoll.torch.calls import collective
 from sparsecoll.torch.compressors import StepContext
-from sparsecoll.torch.guards import warn_if_equal
+from sparsecoll.torch.guards import refuse_renormalized, warn_if_equal
 from sparsecoll.torch.options import Options
-from sparsecoll.torch.rounds import SUSPECT, Round, Row
-from sparsecoll.torch.tensors import Buffers, Named, check_whole, describe, sparse_weights
+from sparsecoll.torch.rounds import REPLACED, SUSPECT, Round, Row
+from sparsecoll.torch.tensors import Buffers, Named, check_buffers, check_whole, describe, sparse_weights
 from sparsecoll.transport import Transport
 from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.transport.collectives import allgather
@@ -39,6 +40,7 @@ class Replica:
         params: by name.
         sparse_weights: ids of the parameters whose modules say that their gradients are sparse.
         context: the number of steps taken, and what else compressors know.
+        alike: returns options that must be the same on all ranks.
         warmed: whether a reduction has succeeded.
         suspect: whether this rank's parameters may differ from the others'.
     """
@@ -49,8 +51,14 @@ class Replica:
         self.buffers = Buffers(model)
         self.sparse_weights = sparse_weights(model)
         self.context = StepContext()
+        self.alike: Callable[[], dict[str, Any]] = dict
         self.warmed = self.suspect = False
         self._model = model
+
+    @property
+    def flags(self) -> int:
+        """What the other ranks have to know of this one, see `Row`, after `buffers.changed()`."""
+        return SUSPECT * self.suspect | REPLACED * self.buffers.replaced
 
     @property
     def patience(self) -> float | None:
@@ -84,10 +92,22 @@ class Replica:
             return outcome
 
         outcome = self.call(name, exchange, "agree")
+        if not outcome.alike:
+            self.call("step", self._disagree)
         if outcome.flags & SUSPECT:
             self.compare()
             self.suspect = False
         return outcome
+
+    @property
+    def checksum(self) -> int:
+        """Of the options that must be the same on all ranks."""
+        return zlib.crc32(json.dumps(self.alike()).encode())
+
+    def _disagree(self, call: CollectiveCall) -> None:
+        """Raise an error that names the option that differs between ranks."""
+        call.signature |= self.alike()
+        call.agree()
 
     @property
     def tensors(self) -> Named:
@@ -111,6 +131,8 @@ class Replica:
 
         def introduce(call: CollectiveCall) -> None:
             check_whole(tensors.values())
+            check_buffers(self.buffers.tensors)
+            refuse_renormalized(self._model, self.transport)
             check()
             call.signature |= {**describe(tensors), **signature}
             call.agree(entries=0)
@@ -152,14 +174,18 @@ class Replica:
 
     def broadcast_buffers(self, outcome: Round) -> None:
         """Make buffers that a forward pass has changed those of the lowest rank that has data. Collective."""
+        replaced = outcome.flags & REPLACED
+        tensors = list(self.buffers.tensors.values()) if replaced else self.buffers.of(outcome.modules)
 
-        tensors = self.buffers.of(outcome.modules)
-
-        def broadcast(_: CollectiveCall) -> None:
+        def broadcast(call: CollectiveCall) -> None:
+            if replaced:
+                check_buffers(self.buffers.tensors)
+                call.signature |= describe(self.buffers.tensors, "buffer")
+                call.agree(entries=0)
             broadcast_tensors(self.transport, tensors, outcome.root)
             self.transport.waitall()
 
-        if tensors:
+        if tensors or replaced:
             self.call("buffers", broadcast)
             self.buffers.mark()
 

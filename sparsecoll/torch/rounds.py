@@ -18,6 +18,7 @@ from sparsecoll.transport.collectives import allgather
 CHANGED = 1  # a gradient has changed after it was sent: the reduction has to be made again
 JOINED = 2  # this rank has run out of data
 SUSPECT = 4  # this rank's parameters may differ from the others'
+REPLACED = 8  # this rank's model has other buffers than before
 
 
 @dataclass

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -22,7 +20,7 @@ from sparsecoll.torch.guards import Watch, fingerprint, refuse_wrapped
 from sparsecoll.torch.layout import takes_part
 from sparsecoll.torch.options import Options
 from sparsecoll.torch.replica import Replica
-from sparsecoll.torch.rounds import JOINED, SUSPECT, Round, Row
+from sparsecoll.torch.rounds import JOINED, Round, Row
 from sparsecoll.torch.schedule import Density
 from sparsecoll.torch.sgd_options import check_group, common, compressor_of, names_of
 from sparsecoll.torch.sparse_sum import SparseSum, Update, updates
@@ -163,6 +161,7 @@ class SparseSGD(torch.optim.Optimizer):
 
         self._compressor, options = collective(transport, "SparseSGD", None, build)
         self._replica = Replica(transport, known, options)
+        self._replica.alike = lambda: common(self.param_groups)
         self._flat = Accumulator(self._compressor, self._replica)
         self._model, self._built = known, True
         self._introduce()
@@ -264,13 +263,14 @@ class SparseSGD(torch.optim.Optimizer):
 
     def _round(self, flags: int) -> Round:
         """Agree on whether the sums succeeded, and on which parameters have gradients. Collective."""
-        flags |= SUSPECT * self._replica.suspect
+        modules = self._replica.buffers.changed()
+        flags |= self._replica.flags
         here = not flags & JOINED
         live = {
             p: bool(group["lr"] != 0 or group["momentum"] != 0) for group in self.param_groups for p in group["params"]
         }
-        names, step, modules = self._flat.names, self._replica.context.step, self._replica.buffers.changed()
-        checksum = zlib.crc32(json.dumps(common(self.param_groups)).encode())
+        names, step = self._flat.names, self._replica.context.step
+        checksum = self._replica.checksum
         trainable = [here and takes_part(p) and live[p] for p in names]
         row = Row(step, flags, self._replica.params, modules, trainable, checksum, self._replica.sparse_weights)
 
@@ -278,15 +278,7 @@ class SparseSGD(torch.optim.Optimizer):
             first = not max(outcome.steps) and outcome.trainable == self._flat.laid_out
             return fingerprint(names) if first and self._replica.transport.size > 1 else None
 
-        outcome = self._replica.agree("end of step", row, digest)
-        if not outcome.alike:
-            self._replica.call("step", self._disagree)
-        return outcome
-
-    def _disagree(self, call: CollectiveCall) -> None:
-        """Raise an error that names the option that differs between ranks."""
-        call.signature |= common(self.param_groups)
-        call.agree()
+        return self._replica.agree("end of step", row, digest)
 
     def _update(self, outcome: Round, sums: Sums) -> None:
         """Update parameters, residuals and buffers by sums that are the same on all ranks."""

@@ -10,6 +10,8 @@ import torch
 
 Named = dict[str, torch.Tensor]
 
+COMPARED_BYTES = 16 << 20  # of a buffer of which a copy is kept, to notice what version counters do not tell
+
 
 def model_of(given: Any) -> torch.nn.Module | None:
     """Return the model, given itself or a generator of its `parameters()` or `named_parameters()`; else None."""
@@ -51,44 +53,123 @@ def sparse_weights(model: torch.nn.Module | None) -> set[int]:
 
 
 class Buffers:
-    """A model's buffers, such as BatchNorm's running statistics, and which of them have changed."""
+    """A model's buffers, such as BatchNorm's running statistics, as they are now, and which of them have changed.
+
+    Attributes:
+        replaced: whether the last call of `changed` found other names, shapes or dtypes than the last `mark`.
+    """
 
     def __init__(self, model: torch.nn.Module | None) -> None:
-        self.tensors: Named = {}
-        self._modules: list[list[str]] = []
-        if model is not None:
-            for prefix, module in model.named_modules():
-                own = {f"{prefix}.{name}".lstrip("."): b for name, b in module.named_buffers(recurse=False)}
-                own = {name: b for name, b in own.items() if not any(b is other for other in self.tensors.values())}
-                if own:
-                    self.tensors |= own
-                    self._modules.append(list(own))
-        self.mark()
+        self._model = model
+        self._marked = _buffers_by_module(model)
+        self._versions = [_versions(own) for own in self._marked]
+        self._copies = [_copies(own) for own in self._marked]
+        self._told: list[bool] = [False] * len(self._marked)  # those whose versions told of the last change
+        self.replaced = False
 
-    def _counts(self) -> list[int]:
-        return [sum(self.tensors[name]._version for name in names) for names in self._modules]
+    @property
+    def tensors(self) -> Named:
+        """All buffers by name."""
+        return {name: b for own in _buffers_by_module(self._model) for name, b in own.items()}
 
     def mark(self) -> None:
         """Let `changed` report changes from now on."""
-        self._marked = self._counts()
+        modules = _buffers_by_module(self._model)
+        told = self._told if len(modules) == len(self._marked) else [False] * len(modules)
+        self._marked, self._versions = modules, [_versions(own) for own in modules]
+        self._copies = [{} if is_told else _copies(own) for own, is_told in zip(modules, told, strict=True)]
+        self._told, self.replaced = [False] * len(modules), False
 
     def changed(self) -> list[bool]:
-        """Return for each module with buffers whether one of them was changed in place since `mark`.
+        """Return for each module that had buffers at the last `mark` whether one of them has changed since.
 
-        A forward pass changes a running mean without raising its version counter, but raises that of the number of
-        batches.
+        Most forward passes assign another tensor or raise a version counter. Others write to `.data`, or have a kernel
+        write (`F.batch_norm`), so that values are compared as well, up to COMPARED_BYTES for each buffer.
         """
-        return [now != then for now, then in zip(self._counts(), self._marked, strict=True)]
+        modules = _buffers_by_module(self._model)
+        self.replaced = [*map(_forms, modules)] != [*map(_forms, self._marked)]
+        if self.replaced:
+            return [True] * len(self._marked)
+        told, differ = [], []
+        for now, then, versions, copies in zip(modules, self._marked, self._versions, self._copies, strict=True):
+            told.append(any(b is not then[name] for name, b in now.items()) or _versions(now) != versions)
+            differ.append(
+                told[-1] or any(name not in copies or not _equal(b, copies[name]) for name, b in _compared(now).items())
+            )
+        self._told = told
+        return differ
 
     def of(self, modules: Iterable[bool]) -> list[torch.Tensor]:
-        """Return the buffers of the modules for which `modules` is True."""
-        return [self.tensors[name] for names, is_ in zip(self._modules, modules, strict=True) if is_ for name in names]
+        """Return the buffers of the modules, as of the last `mark`, for which `modules` is True."""
+        tensors = self.tensors
+        return [tensors[name] for own, is_ in zip(self._marked, modules, strict=True) if is_ for name in own]
 
 
-def describe(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+def _buffers_by_module(model: torch.nn.Module | None) -> list[Named]:
+    """Return the buffers that have values by name for each module that has any of its own; each buffer once."""
+    found: list[Named] = []
+    seen: set[int] = set()
+    for prefix, module in () if model is None else model.named_modules():
+        if not module._buffers:
+            continue
+        own = {f"{prefix}.{name}".lstrip("."): b for name, b in module.named_buffers(recurse=False)}
+        own = {name: b for name, b in own.items() if id(b) not in seen and not torch.nn.parameter.is_lazy(b)}
+        seen |= set(map(id, own.values()))
+        if own:
+            found.append(own)
+    return found
+
+
+def _forms(tensors: Named) -> list[tuple[str, torch.Size, torch.dtype]]:
+    return [(name, b.shape, b.dtype) for name, b in tensors.items()]
+
+
+def _versions(tensors: Named) -> list[int]:
+    return [0 if b.is_inference() else b._version for b in tensors.values()]
+
+
+def _compared(tensors: Named) -> Named:
+    return {name: b for name, b in tensors.items() if not b.is_sparse and b.nbytes <= COMPARED_BYTES}
+
+
+@torch.no_grad()
+def _copies(tensors: Named) -> Named:
+    return {name: b.detach().clone() for name, b in _compared(tensors).items()}
+
+
+def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype and a.device == b.device and torch.equal(a, b)
+
+
+def check_buffers(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raise unless buffers can be set to those of another rank.
+
+    Raises:
+        TypeError: one is sparse, or was made in inference mode.
+        ValueError: elements of one share memory.
+    """
+    for name, b in tensors.items():
+        if b.layout is not torch.strided:
+            raise TypeError(
+                f"buffer {name!r}: expected a dense tensor, which ranks can keep the same, got one of layout"
+                f" {str(b.layout).removeprefix('torch.')}: keep it as a plain attribute of the module"
+            )
+        if b.is_inference():
+            raise TypeError(
+                f"buffer {name!r}: expected a tensor that can be written to, got one made in inference_mode:"
+                " make it outside, or register a clone()"
+            )
+        if any(size > 1 and stride == 0 for size, stride in zip(b.shape, b.stride(), strict=True)):
+            raise ValueError(
+                f"buffer {name!r}: expected elements with memory of their own, got an expanded tensor:"
+                " register its clone()"
+            )
+
+
+def describe(tensors: Mapping[str, torch.Tensor], kind: str = "parameter") -> dict[str, str]:
     """Return name, shape and dtype of each tensor, for ranks to compare; an error shows only those that differ."""
     return {
-        f"parameter {i}": f"{name!r}, {tuple(t.shape)}, {str(t.dtype).removeprefix('torch.')}"
+        f"{kind} {i}": f"{name!r}, {tuple(t.shape)}, {str(t.dtype).removeprefix('torch.')}"
         for i, (name, t) in enumerate(tensors.items())
     }
 
@@ -112,6 +193,16 @@ def check_whole(params: Iterable[torch.Tensor]) -> None:
                 f"params: expected whole tensors on every rank, got a {type(p).__name__} as FSDP and tensor parallelism"
                 " make: use sparsecoll.torch.fsdp.attach and a plain optimizer for a model of fully_shard"
             )
+
+
+def options_of(optimizer: torch.optim.Optimizer) -> dict[str, float]:
+    """Return the learning rates of an optimizer's groups, which must be the same on all ranks."""
+    rates = ((i, group.get("lr")) for i, group in enumerate(optimizer.param_groups))
+    return {
+        f"lr of param_groups[{i}]": float(rate)
+        for i, rate in rates
+        if isinstance(rate, (int, float)) or (torch.is_tensor(rate) and rate.is_cpu and rate.numel() == 1)
+    }
 
 
 def rates_of(optimizer: torch.optim.Optimizer, params: Named, names: Sequence[str]) -> list[float]:

@@ -228,3 +228,18 @@ def test_covap_limits_the_interval_that_it_measures(ccr, most, interval, caplog)
 
     assert simulate(2, program).results == [interval] * 2
     assert caplog.text.count("I is limited to max_interval=16") == int(ccr > most)
+
+
+def test_fp16_tells_a_scaler_of_values_beyond_its_range():
+    """As torch's own hook does: they become infinite, before or after they are summed."""
+
+    def program(comm):
+        model = torch.nn.Linear(4, 1, bias=False)
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.0), model, comm, "fp16", dense_below=0)
+        scales = torch.tensor([1.0, 6e4, 2e5, 1e6 if comm.rank == 0 else -9e5])
+        (model.weight * scales).sum().backward()
+        optimizer.step()
+        return model.weight.grad[0].tolist()
+
+    for small, near, beyond, on_one in simulate(2, program).results:
+        assert small == 1.0 and near == np.float16(6e4) and beyond == np.inf and not np.isfinite(on_one)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from sparsecoll.algorithms import Reduction
+from sparsecoll.kernels import kernels_of
 from sparsecoll.torch.compressors.base import Compressor, write_mean
 from sparsecoll.torch.device import Array
 from sparsecoll.transport import Transport
@@ -19,7 +20,8 @@ class FP16(Compressor):
     """The dense mean, with values of 16 bits on the wire that are summed in 32 bits. Volume: n(P-1)/P words.
 
     Gradients are divided by P before they are rounded, so that sums do not overflow if gradients do not. There is no
-    error feedback: the rounding error is lost, as in the fp16 hooks of other frameworks.
+    error feedback: the rounding error is lost, as in the fp16 hooks of other frameworks. Values beyond the range of
+    float16 (65,504) become infinite, so that a GradScaler notices.
 
     Args:
         value_dtype: "float16" (the default) or "bfloat16".
@@ -40,7 +42,16 @@ class FP16(Compressor):
 
     def compensate(self, gradient: Array, source: Array | None = None) -> Array:
         """The gradient / P, in the memory of `gradient`."""
-        return np.divide(gradient if source is None else source, self.size, out=gradient)
+        return self._overflowed(np.divide(gradient if source is None else source, self.size, out=gradient))
+
+    def _overflowed(self, values: Array) -> Array:
+        """Make values infinite that would be sent as the largest one of float16."""
+        if self.value_dtype == "float16" and values.size:
+            largest = values.dtype.type(np.finfo(np.float16).max)
+            if kernels_of(values).key_range(values)[1] >= int(largest.view(f"u{values.dtype.itemsize}")):
+                beyond = abs(values) >= largest
+                values[beyond] = np.copysign(np.inf, values[beyond])
+        return values
 
     def compress(self, acc: Array) -> DenseVector:
         return DenseVector(acc)
@@ -50,3 +61,4 @@ class FP16(Compressor):
 
     def update(self, out: Array, message: Any, reduced: Reduction) -> None:
         write_mean(out, reduced.value, 1)
+        self._overflowed(out)

@@ -1,0 +1,205 @@
+"""Parameters and buffers stay the same on all ranks; who steps a parameter reduces it; or an error is raised."""
+
+import io
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from nets import batch, bits, loss_of, net, train  # noqa: E402
+
+from sparsecoll import CommunicationError, simulate  # noqa: E402
+from sparsecoll.torch import DistributedOptimizer, LocalOptimizer, SparseSGD  # noqa: E402
+
+
+def wrapped(model, comm, **options):
+    inner = torch.optim.SGD(model.parameters(), 0.1)
+    return DistributedOptimizer(inner, model, comm, "none", **options)
+
+
+def sparse(model, comm):
+    return SparseSGD(model.parameters(), 0.1, comm=comm)
+
+
+def local(model, comm):
+    return LocalOptimizer(torch.optim.SGD(model.parameters(), 0.1), model, comm, every=1)
+
+
+class Centred(torch.nn.Module):
+    """Subtracts a running mean, which the forward pass changes in one of several ways."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.way, self.layer = way, net()
+        self.register_buffer("mean", torch.zeros(12, dtype=torch.float64))
+        self.register_buffer("variance", torch.ones(12, dtype=torch.float64))
+
+    def forward(self, x):
+        new = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        if self.way == "assigned":
+            self.mean = new
+        elif self.way == "data":
+            self.mean.data.copy_(new)
+        elif self.way == "late" and not hasattr(self, "count"):
+            self.register_buffer("count", x[0].detach().clone())
+        elif self.way == "kernel":
+            x = torch.nn.functional.batch_norm(x, self.mean, self.variance, training=True)
+        return self.layer(x - self.mean)
+
+
+@pytest.mark.parametrize("make", [wrapped, sparse, local])
+@pytest.mark.parametrize("way", ["assigned", "data", "late", "kernel"])
+def test_buffers_are_the_same_however_a_forward_pass_changes_them(make, way):
+    def program(comm):
+        model = Centred(way)
+        optimizer = (
+            make(model, comm) if make is not sparse else SparseSGD(model.parameters(), 0.1, comm=comm, model=model)
+        )
+        train(comm, model, optimizer, range(3))
+        return bits(model), [b.tolist() for b in model.buffers()]
+
+    first, *others = simulate(3, program).results
+    assert all(other == first for other in others)
+
+
+def test_buffers_that_were_converted_or_added_after_wrapping_are_kept_the_same():
+    def program(comm):
+        model = net()
+        model.register_buffer("spare", torch.zeros(2))
+        optimizer = wrapped(model, comm)
+        train(comm, model, optimizer, range(2))
+        model.spare = model.spare.double() + comm.rank
+        model.append(torch.nn.BatchNorm1d(3).double())
+        optimizer.add_param_group({"params": model[-1].parameters()})
+        train(comm, model, optimizer, range(2, 5))
+        return bits(model), [b.tolist() for b in model.buffers()]
+
+    first, *others = simulate(3, program).results
+    assert all(other == first for other in others)
+
+
+@pytest.mark.parametrize(
+    ("made", "error", "text"),
+    [
+        (lambda: torch.arange(3.0).expand(4, 3), ValueError, "buffer 'b': .*clone"),
+        (lambda: torch.eye(3).to_sparse(), TypeError, "buffer 'b': .*layout sparse_coo"),
+    ],
+)
+def test_buffers_that_ranks_cannot_keep_the_same_are_refused(made, error, text):
+    def program(comm):
+        model = net()
+        model.register_buffer("b", made())
+        with pytest.raises(error, match=text):
+            wrapped(model, comm)
+
+    simulate(2, program)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_parameter_is_reduced_by_the_optimizer_that_steps_it(overlap):
+    """As in a GAN whose optimizers are both given the whole model."""
+
+    def program(comm):
+        model = torch.nn.ModuleDict({"G": torch.nn.Linear(12, 12), "D": net(dtype=torch.float32)})
+        inner = {name: torch.optim.SGD(part.parameters(), 0.1) for name, part in model.items()}
+        both = {
+            name: DistributedOptimizer(own, model.named_parameters(), comm, "none", overlap=overlap)
+            for name, own in inner.items()
+        }
+        for step in range(4):
+            x, y = batch(comm.rank, step, torch.float32)
+            optimizer = both["GD"[step % 2]]
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(model["D"](model["G"](x)), y).backward()
+            optimizer.step()
+        return bits(model)
+
+    assert len(set(simulate(3, program).results)) == 1
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_an_optimizer_that_another_one_has_replaced_raises_when_it_steps(overlap):
+    def program(comm):
+        model = net()
+        first = wrapped(model, comm, overlap=overlap)
+        second = wrapped(model, comm, overlap=overlap)
+        train(comm, model, second, range(2))  # as when a cell of a notebook is run again
+        with pytest.raises(RuntimeError, match=r"expected parameters that no other one steps, got '0\.weight'"):
+            train(comm, model, first, range(2))
+        return bits(model)
+
+    assert len(set(simulate(2, program).results)) == 1
+
+
+def test_a_step_of_the_wrapped_optimizer_is_refused():
+    def program(comm):
+        model = net()
+        inner = torch.optim.SGD(model.parameters(), 0.1)
+        optimizer = DistributedOptimizer(inner, model, comm)
+        loss_of(model, batch(comm.rank, 0)).backward()
+        with pytest.raises(RuntimeError, match="expected a call of DistributedOptimizer's step"):
+            inner.step()
+        optimizer.close()
+        inner.step()
+
+    simulate(2, program)
+
+
+def test_learning_rates_that_differ_between_ranks_are_refused():
+    def program(comm):
+        model = net()
+        optimizer = wrapped(model, comm)
+        train(comm, model, optimizer, range(2))
+        optimizer.param_groups[0]["lr"] = 0.1 + 0.1 * comm.rank
+        with pytest.raises(CommunicationError, match=r"lr of param_groups\[0\]: expected the same value"):
+            train(comm, model, optimizer, range(1))
+
+    simulate(2, program)
+
+
+def test_a_local_optimizer_shares_parameters_that_the_wrapped_one_was_given():
+    def program(comm):
+        model, late = net(), torch.nn.Linear(3, 3).double()
+        inner = torch.optim.SGD(model.parameters(), 0.1)
+        optimizer = LocalOptimizer(inner, model, comm, every=2)
+        whole = torch.nn.Sequential(model, late)
+        torch.nn.init.normal_(late.weight, generator=torch.Generator().manual_seed(comm.rank))
+        train(comm, whole, optimizer, range(1))
+        inner.add_param_group({"params": list(late.parameters())})
+        train(comm, whole, optimizer, range(1, 4))
+        return bits(whole)
+
+    assert len(set(simulate(3, program).results)) == 1
+
+
+def test_parameters_that_were_converted_after_wrapping_are_refused():
+    def program(comm):
+        model = net(dtype=torch.float32)
+        optimizer = wrapped(model, comm)
+        train(comm, model, optimizer, range(2), torch.float32)
+        model.double()
+        with pytest.raises(ValueError, match="convert a model before you wrap"):
+            train(comm, model, optimizer, range(1))
+
+    simulate(2, program)
+
+
+def test_a_module_that_scales_the_rows_it_looks_up_is_refused():
+    def program(comm):
+        with pytest.raises(ValueError, match="Embedding '0': expected max_norm=None"):
+            wrapped(torch.nn.Sequential(torch.nn.Embedding(9, 3, max_norm=1.0)), comm)
+
+    simulate(2, program)
+
+
+def test_a_model_can_be_saved_whole():
+    def program(comm):
+        model = net()
+        optimizer = wrapped(model, comm)
+        train(comm, model, optimizer, range(1))
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        return bits(torch.load(file, weights_only=False)) == bits(model)
+
+    assert all(simulate(2, program).results)
