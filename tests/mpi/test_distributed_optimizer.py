@@ -132,7 +132,8 @@ def test_the_ddp_hooks_residuals_are_saved_by_name(process_group):
     model.register_comm_hook(states[0], comm_hook)
     model(torch.ones(3, 20)).sum().backward()
     assert not states[0].state_dict()["tensors"]["residual"][names[0]].any()  # the step is not taken yet
-    torch.optim.SGD(model.parameters(), 0.1).step()
+    others = torch.nn.Linear(2, 2)  # such as the weights of a loss, which DDP does not know
+    torch.optim.SGD([{"params": others.parameters()}, {"params": model.parameters()}], 0.1).step()
     saved = states[0].state_dict()
     assert set(saved["tensors"]["residual"]) == set(names) and saved["step"] == 1
     assert any(t.abs().sum() > 0 for t in saved["tensors"]["residual"].values())

@@ -256,7 +256,13 @@ def test_buffers_of_batchnorm_and_frozen_parameters(comm):
         run.optimizer.zero_grad()
         run.module.eval()
         run.loss(5).backward()
-        with pytest.raises(sparsecoll.CommunicationError, match=r"'1\.running_mean' on rank 1"):
+        run.optimizer.step()
+        assert alike(comm, run.values())  # a buffer is set to rank 0's whoever has changed it
+        if comm.rank == 1:
+            run.module[0].bias.data[3] += 1.0
+        run.optimizer.zero_grad()
+        run.loss(6).backward()
+        with pytest.raises(sparsecoll.CommunicationError, match=r"'0\.bias' on rank 1"):
             run.optimizer.step()
     run.close()
 
