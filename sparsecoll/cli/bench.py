@@ -26,6 +26,7 @@ from sparsecoll._version import __version__
 from sparsecoll.cli.arguments import MPI_ALLREDUCE, algorithm
 from sparsecoll.collectives import allreduce
 from sparsecoll.formats import Format
+from sparsecoll.kernels import host_kernels
 from sparsecoll.telemetry import trace
 from sparsecoll.transport import Transport, as_transport, traffic
 from sparsecoll.transport.collectives import allgather
@@ -126,6 +127,8 @@ def measure(
         beyond what it held before (too low if earlier calls left buffers behind: measure it in a fresh process).
     """
     transport = as_transport(comm)
+    if not transport.virtual:
+        host_kernels()  # small arrays would do without them at first
     _reset_peak_memory()
     before, times, kinds = _memory("VmRSS"), [], []
     run = run or runner(comm, call)

@@ -11,6 +11,7 @@ from sparsecoll import Costs, Network, SparseVector, simulate
 from sparsecoll.cli import arguments, bench
 from sparsecoll.cli.bench import Call
 from sparsecoll.cli.main import main
+from sparsecoll.transport import LocalTransport
 
 
 def test_algorithms_by_text():
@@ -76,6 +77,17 @@ def test_a_row_is_the_same_on_all_ranks_and_its_parts_add_up():
     assert row["least"] <= row["seconds"] <= row["most"] and parts == pytest.approx(row["seconds"], rel=0.05)
     assert row["select"] == pytest.approx(20_000e-9 + 1e-6) and row["merge"] == pytest.approx(800 * 4e-8 + 1e-6)
     assert row["encode"] > 0 and row["decode"] > 0 and row["wait"] > 0
+
+
+def test_the_kernels_start_before_calls_are_timed(monkeypatch):
+    started = []
+    monkeypatch.setattr(bench, "host_kernels", lambda: started.append(True))
+    bench.measure(
+        LocalTransport(), Call("allgather", 0.1), bench.heavy_tailed(100, 0), 1, run=lambda _: (*started, 0, 0, 0)
+    )
+    assert started == [True]
+    simulate(2, lambda comm: bench.measure(comm, Call("allgather", 0.1), bench.heavy_tailed(100, 0), 1))
+    assert started == [True]  # the simulator's seconds are modelled
 
 
 def test_calls_take_turns():
