@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import math
 import sys
 import types
 import typing
@@ -57,6 +58,17 @@ def density(text: str) -> float:
     if not 0 < share <= 1:
         raise argparse.ArgumentTypeError(f"expected a number above 0 and up to 1, such as 0.01, got {text!r}")
     return share
+
+
+def seconds(text: str) -> float:
+    """Return a finite number of seconds of at least 0."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a finite number of at least 0, such as 50e-6, got {text!r}")
+    return number
 
 
 def algorithm_text(text: str) -> str:

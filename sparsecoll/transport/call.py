@@ -27,6 +27,7 @@ from sparsecoll.formats import Buffer
 from sparsecoll.transport import usable
 from sparsecoll.transport.base import FIRST_TAG, TAGS, CallMismatch, Transport
 from sparsecoll.transport.collectives import allgather, allgatherv, node_members
+from sparsecoll.transport.waiting import check_environment
 
 PHASES = 4  # messages of calls that follow each other never have the same tag
 NUMBERS = (TAGS - FIRST_TAG) // PHASES  # tags of a phase: by name before the ranks agree, by name with check=False,
@@ -83,7 +84,8 @@ class CollectiveCall:
             which may be called once.
 
     Raises:
-        ValueError, TypeError: Raised on some rank; the text, the same on every rank, names the first such rank.
+        ValueError, TypeError: Raised on some rank; the text, the same on every rank, names the first such rank. Also if
+            SPARSECOLL_ON_TIMEOUT has a value that means nothing.
         CommunicationError: Arguments differ, or a rank failed with another exception.
     """
 
@@ -105,6 +107,7 @@ class CollectiveCall:
             if not usable(self._timeout):
                 kind = ValueError if isinstance(self._timeout, (int, float)) else TypeError
                 raise kind(f"timeout: expected seconds above 0, or None to wait for ever, got {self._timeout!r}")
+            check_environment()
             if transport.nodes is None:
                 with transport.set_up():
                     node_members(transport)

@@ -9,7 +9,9 @@ import math
 import os
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 if TYPE_CHECKING:
     from sparsecoll.transport.base import Transport
@@ -29,15 +31,15 @@ class Network:
         beta: inverse bandwidth, in seconds per byte (default: 8e-9, which is 1 Gb/s).
 
     Raises:
-        ValueError: One of them is negative.
+        ValueError: One of them is negative, infinite or NaN.
+        TypeError: One of them is not a number.
     """
 
     alpha: float = 50e-6
     beta: float = 8e-9
 
     def __post_init__(self) -> None:
-        if self.alpha < 0 or self.beta < 0:
-            raise ValueError(f"Network: expected alpha >= 0 and beta >= 0, got {self.alpha} and {self.beta}")
+        _check_costs(self)
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,10 @@ class Costs:
         dense_merge_span: seconds per coordinate in that model; 0 switches it off.
         dense: seconds per value of a dense vector.
         call: seconds per kernel call, however small.
+
+    Raises:
+        ValueError: One of them is negative, infinite or NaN.
+        TypeError: One of them is not a number.
     """
 
     select: float = 0.0
@@ -64,6 +70,9 @@ class Costs:
     dense_merge_span: float = 0.0
     dense: float = 0.0
     call: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check_costs(self)
 
     def seconds(self, kind: str, amount: int, span: int = 0) -> float:
         """Return the seconds of one span of work.
@@ -192,6 +201,15 @@ def given_tuning(transport: Transport) -> Tuning | None:
 @functools.lru_cache(maxsize=4)
 def _loaded(path: str, mtime_ns: int) -> Tuning:
     return Tuning.load(path)
+
+
+def _check_costs(costs: Any) -> None:
+    """Raise unless all fields are finite numbers of at least 0."""
+    for name, value in vars(costs).items():
+        if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
+            raise TypeError(f"{name}: expected a number of seconds, got {value!r}")
+        if not 0 <= value < math.inf:
+            raise ValueError(f"{name}: expected a finite number of seconds of at least 0, got {value}")
 
 
 def _pairs(rows: list[list[float]]) -> list[tuple[float, float]]:

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from sparsecoll.telemetry.trace import record
 from sparsecoll.telemetry.traffic import Traffic
 from sparsecoll.transport.network import Costs, Network
@@ -143,15 +145,24 @@ def simulate(
     Raises:
         DeadlockError: All ranks wait; the message says which rank waits for which.
         ValueError: `P` or `ranks_per_node` is below 1.
+        TypeError: An argument has a wrong type.
+        RuntimeError: A communicator of a simulation that has ended is used.
         Exception: The first exception that `fn` raised on some rank; the other ranks are stopped.
 
     >>> simulate(3, lambda comm: comm.rank).results
     [0, 1, 2]
     """
-    if P < 1:
-        raise ValueError(f"P: expected at least 1, got {P}")
-    if ranks_per_node < 1:
-        raise ValueError(f"ranks_per_node: expected at least 1, got {ranks_per_node}")
+    for name, count in (("P", P), ("ranks_per_node", ranks_per_node)):
+        if isinstance(count, bool) or not isinstance(count, (int, np.integer)):
+            raise TypeError(f"{name}: expected an integer, got {count!r}")
+        if count < 1:
+            raise ValueError(f"{name}: expected at least 1, got {count}")
+    if not callable(fn):
+        raise TypeError(f"fn: expected a function of a communicator, got {fn!r}")
+    models: list[tuple[str, Any, type]] = [("network", network, Network), ("inside", inside, Network)]
+    for name, model, kind in [*models, ("costs", costs, Costs)]:
+        if model is not None and not isinstance(model, kind):
+            raise TypeError(f"{name}: expected a sparsecoll.{kind.__name__} or None, got {model!r}")
     world = World(P, network or Network(), ranks_per_node, inside or Network(1e-6, 1e-10))
     members = list(range(P))
     transports = [SimTransport(world, members, rank, costs) for rank in members]

@@ -103,8 +103,13 @@ class World:
         ended = f"; ended: {sorted(self.finished)}" if self.finished else ""
         return f"deadlock among {self.size} virtual ranks: " + ", ".join(lines) + ended
 
+    def _check_running(self) -> None:
+        if self.done.is_set():
+            raise RuntimeError("comm: expected one of a running simulation, got one of a simulation that has ended")
+
     def take(self, route: Route) -> Message:
         """Return the next message on a route; pass the baton on until there is one."""
+        self._check_running()
         rank = route[2]
         while not self.mail.get(route):
             self.waiting[rank] = route
@@ -116,6 +121,7 @@ class World:
 
     def deliver(self, route: Route, message: Message) -> None:
         """Put a message into the receiver's mailbox; a receiver that waits for it can run again."""
+        self._check_running()
         self.mail.setdefault(route, deque()).append(message)
         if self.waiting.get(route[2]) == route:
             del self.waiting[route[2]]

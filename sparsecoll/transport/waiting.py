@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import time
 from collections.abc import Callable
 
-from sparsecoll.errors import CommunicationError
+from sparsecoll.errors import CommunicationError, check_choice
 
 logger = logging.getLogger(__name__)
 
 WATCHDOG_SECONDS = 60.0  # between warnings of a rank that waits
 ERROR_SHOWN_SECONDS = 1.0  # before a rank that waits after an exception shows it
 ON_TIMEOUT = "SPARSECOLL_ON_TIMEOUT"  # environment variable: "raise" (the default) or "abort"
+
+
+@functools.cache
+def check_environment() -> None:
+    """Raise ValueError if SPARSECOLL_ON_TIMEOUT has a value that means nothing."""
+    check_choice(ON_TIMEOUT, os.environ.get(ON_TIMEOUT) or "raise", ("raise", "abort"))
 
 
 class Watchdog:

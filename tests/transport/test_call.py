@@ -16,6 +16,7 @@ from sparsecoll.algorithms import resolve
 from sparsecoll.transport.base import FIRST_TAG, TAGS
 from sparsecoll.transport.call import KEPT, NUMBERS, CollectiveCall, number_of_name
 from sparsecoll.transport.collectives import allgather
+from sparsecoll.transport.waiting import check_environment
 
 
 @pytest.mark.parametrize("P", [2, 5])
@@ -171,6 +172,25 @@ def test_a_report_of_differences_fits_a_screen():
 
     text = simulate(6, program).results[0]
     assert len(text) < 2000 and "and 2 other values" in text and "length: expected the same value" in text
+
+
+@pytest.mark.parametrize("value", ["abrt", "Abort"])
+def test_what_a_timeout_does_is_refused_if_it_is_misspelt(value, monkeypatch):
+    monkeypatch.setenv("SPARSECOLL_ON_TIMEOUT", value)
+    check_environment.cache_clear()
+    x, texts = SparseVector([1], np.ones(1), 9), []
+    with pytest.raises(ValueError, match=f"SPARSECOLL_ON_TIMEOUT: expected one of raise, abort, got '{value}'"):
+        sparsecoll.allreduce(sparsecoll.transport.LocalTransport(), x)
+
+    def program(comm):
+        with pytest.raises(ValueError, match="rank 0: SPARSECOLL_ON_TIMEOUT"):
+            sparsecoll.allreduce(comm, x)
+        texts.append(comm.rank)
+
+    simulate(3, program)
+    assert sorted(texts) == [0, 1, 2]
+    monkeypatch.setenv("SPARSECOLL_ON_TIMEOUT", "")
+    assert simulate(2, lambda comm: sparsecoll.allreduce(comm, x).values[0]).results == [2, 2]
 
 
 @pytest.mark.parametrize(

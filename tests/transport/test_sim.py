@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import sparsecoll
-from sparsecoll import DeadlockError, Network, SparseVector, simulate
+from sparsecoll import Costs, DeadlockError, Network, SparseVector, simulate
 
 BYTES = np.zeros(1000, np.uint8)
 
@@ -86,8 +86,42 @@ def test_runs_are_repeatable_and_1024_ranks_fit():
 def test_bad_arguments():
     with pytest.raises(ValueError, match="P: expected at least 1"):
         simulate(0, lambda comm: None)
-    with pytest.raises(ValueError, match="Network"):
-        Network(alpha=-1)
+    wrong = (
+        ({"P": 2.0}, "P: expected an integer, got 2.0"),
+        ({"P": "4"}, "P: expected an integer, got '4'"),
+        ({"ranks_per_node": 1.5}, "ranks_per_node: expected an integer, got 1.5"),
+        ({"fn": None}, "fn: expected a function of a communicator, got None"),
+        ({"network": "10gbit"}, "network: expected a sparsecoll.Network or None, got '10gbit'"),
+        ({"inside": (1e-6, 1e-9)}, r"inside: expected a sparsecoll.Network or None, got \(1e-06, 1e-09\)"),
+        ({"costs": 5}, "costs: expected a sparsecoll.Costs or None, got 5"),
+    )
+    for argument, message in wrong:
+        with pytest.raises(TypeError, match=message):
+            simulate(**{"P": 2, "fn": lambda comm: comm.rank, **argument})
+    assert simulate(np.int64(2), lambda comm: comm.rank, ranks_per_node=np.int32(2)).results == [0, 1]
+
+
+@pytest.mark.parametrize("kind, name", [(Network, "alpha"), (Network, "beta"), (Costs, "select"), (Costs, "call")])
+def test_costs_are_finite_numbers_of_at_least_zero(kind, name):
+    for wrong in (-1, float("nan"), float("inf"), np.float32(-1e-6)):
+        with pytest.raises(ValueError, match=f"{name}: expected a finite number of seconds of at least 0, got"):
+            kind(**{name: wrong})
+    for wrong in ("1e-6", True, None):
+        with pytest.raises(TypeError, match=f"{name}: expected a number of seconds, got {wrong!r}"):
+            kind(**{name: wrong})
+    kind(**{name: 0}), kind(**{name: np.float64(1e-6)})
+
+
+def test_a_communicator_after_its_simulation_says_so():
+    comms = simulate(2, lambda comm: comm).results
+    for comm in comms:
+        for use in (comm.Barrier, lambda c=comm: sparsecoll.allreduce(c, SparseVector([1], np.ones(1), 9), k=1)):
+            with pytest.raises(RuntimeError, match="comm: expected one of a running simulation, got one of a simulat"):
+                use()
+    with pytest.raises(DeadlockError):
+        simulate(2, lambda comm: comms.append(comm) or comm.transport.recv(1 - comm.rank))
+    with pytest.raises(RuntimeError, match="comm: expected one of a running simulation"):
+        comms[-1].Barrier()
 
 
 def test_traffic_is_a_readable_table_and_a_dict():
