@@ -60,7 +60,7 @@ def density(text: str) -> float:
     return share
 
 
-def seconds(text: str) -> float:
+def cost(text: str) -> float:
     """Return a finite number of seconds of at least 0."""
     try:
         number = float(text)

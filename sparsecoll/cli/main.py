@@ -19,7 +19,7 @@ from rich.table import Table
 from sparsecoll._version import __version__
 from sparsecoll.algorithms.auto.tune import tune
 from sparsecoll.cli import bench
-from sparsecoll.cli.arguments import MPI_ALLREDUCE, Parser, algorithm_text, count, density, fail, seconds
+from sparsecoll.cli.arguments import MPI_ALLREDUCE, Parser, algorithm_text, cost, count, density, fail
 from sparsecoll.cli.job import check_mpi4py, joined
 from sparsecoll.cli.report import Report, check_writable, save
 from sparsecoll.errors import CommunicationError
@@ -277,8 +277,8 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--ranks", nargs="+", type=count, default=[4, 16, 64], help="numbers of virtual ranks")
     command.add_argument("--ranks-per-node", type=count, default=1, help="virtual ranks per node (default: 1)")
     command.add_argument("--network", choices=NETWORKS, default="1gbit", help="modelled network (default: 1gbit)")
-    command.add_argument("--alpha", type=seconds, help="seconds per message, instead of the network's")
-    command.add_argument("--beta", type=seconds, help="seconds per byte, instead of the network's")
+    command.add_argument("--alpha", type=cost, help="seconds per message, instead of the network's")
+    command.add_argument("--beta", type=cost, help="seconds per byte, instead of the network's")
     command.add_argument("--repeat", type=count, default=3, help="calls per row (default: 3)")
 
     command = add("plot", _plot)
