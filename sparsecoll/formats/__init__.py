@@ -11,7 +11,7 @@ import numpy as np
 
 from sparsecoll.errors import CommunicationError, check_choice
 from sparsecoll.formats.auto import Auto
-from sparsecoll.formats.base import HEADER, WIRE_DTYPES, Buffer, Format, rounded, wire_dtype
+from sparsecoll.formats.base import HEADER, WIRE_DTYPES, Buffer, Chooser, Format, rounded, wire_dtype
 from sparsecoll.formats.bitmap import Bitmap
 from sparsecoll.formats.coo import Coo
 from sparsecoll.formats.dense import Dense
@@ -71,14 +71,20 @@ def resolve(format: str | Format) -> Format:
 
     Raises:
         ValueError: No format has the name.
-        TypeError: `format` is neither a name nor a Format.
+        TypeError: `format` is neither a name nor a Format, or receivers would not know its messages.
     """
-    if isinstance(format, Format):
-        return format
-    if not isinstance(format, str):
+    if isinstance(format, str):
+        check_choice("format", format, FORMATS)
+        format = FORMATS[format]
+    if not isinstance(format, Format):
         raise TypeError(f"format: expected a name or a Format, got {type(format).__name__}")
-    check_choice("format", format, FORMATS)
-    return FORMATS[format]
+    known = _by_id(getattr(format, "id", 0))
+    if not isinstance(format, Chooser if known is None else type(known)):
+        raise TypeError(
+            f"format: expected an object of a class in FORMATS, got {format!r}: a format of one's own needs an id that"
+            " no other has, and an entry in sparsecoll.formats.FORMATS on every rank"
+        )
+    return format
 
 
 def encode(x: SparseVector, format: str | Format = "auto", value_dtype: str | None = None) -> Buffer:
@@ -138,10 +144,15 @@ def add_into(dense: DenseVector, buffers: Iterable[Buffer]) -> None:
 
 
 def _of(buffer: Buffer) -> Format:
-    form = _BY_ID.get(int(buffer[0])) if buffer.size else None
+    form = _by_id(int(buffer[0])) if buffer.size else None
     if form is None:
         raise CommunicationError(f"message: no format has the id {int(buffer[0]) if buffer.size else None}")
     return form
+
+
+def _by_id(number: int) -> Format | None:
+    """Return the format of that id; None if FORMATS has none, even after it was extended."""
+    return _BY_ID.get(number) or next((form for form in FORMATS.values() if form.id == number > 0), None)
 
 
 def _aligned(buffer: Buffer) -> Buffer:

@@ -1,11 +1,13 @@
 """Every format: round trip, exact size beforehand, stated rounding, and no damage from damaged messages."""
 
+from dataclasses import dataclass
+
 import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from sparsecoll import CommunicationError, DenseVector, SparseVector, formats
+from sparsecoll import CommunicationError, DenseVector, SparseVector, allreduce, formats, simulate
 from sparsecoll.formats import FORMATS
 from sparsecoll.vector import VALUE_DTYPES
 
@@ -131,6 +133,57 @@ def test_options_and_names():
         formats.resolve("zip")
     with pytest.raises(TypeError, match="expected a name or a Format, got int"):
         formats.resolve(3)
+
+
+@dataclass(frozen=True)
+class Own(formats.Format):
+    """A format of a user's own: coo with another id."""
+
+    id = 77
+    name = "own"
+
+    def plan(self, x, wire):
+        return FORMATS["coo"].plan(x, wire)
+
+    def decode(self, buffer, length):
+        message = buffer.copy()
+        message[0] = FORMATS["coo"].id
+        return formats.decode(message, length)
+
+
+class Nameless(Own):
+    """A format of a user's own, without an id that a receiver knows."""
+
+    id = None
+
+
+class SameId(Own):
+    """A format of a user's own that receivers take for coo."""
+
+    id = FORMATS["coo"].id
+
+
+@pytest.mark.parametrize("form", [Own(), Nameless(), SameId()])
+def test_formats_that_receivers_do_not_know_are_refused(form):
+    x = SparseVector([1, 5], np.array([1.0, 2.0]), 9)
+
+    def program(comm):
+        with pytest.raises(TypeError, match=r"rank 1: format: expected an object of a class in FORMATS.*needs an id"):
+            allreduce(comm, x, "allgather", format=form if comm.rank == 1 else "coo")
+        return allreduce(comm, x, "allgather", format="coo").values.tolist()
+
+    assert simulate(3, program).results == [[3.0, 6.0]] * 3
+
+
+def test_a_format_of_ones_own_in_formats(monkeypatch):
+    monkeypatch.setitem(FORMATS, "own", Own())
+    x = SparseVector([1, 5], np.array([1.0, 2.0]), 9)
+    for form in ("own", Own()):
+        y = simulate(3, lambda comm, f=form: allreduce(comm, x, "allgather", format=f)).results[2]
+        assert y.values.tolist() == [3.0, 6.0]
+    monkeypatch.setitem(FORMATS, "own", SameId())
+    with pytest.raises(TypeError, match="an id that no other has"):
+        formats.resolve("own")
 
 
 @settings(max_examples=300, deadline=None)
