@@ -14,6 +14,7 @@ from sparsecoll.kernels.keys import Momentum
 from sparsecoll.kernels.memory import empty, to_host
 from sparsecoll.kernels.reference.selection import begun
 from sparsecoll.select import Selector
+from sparsecoll.select.base import selected
 from sparsecoll.vector import DenseVector, RowSparse, SparseVector
 
 
@@ -95,14 +96,15 @@ class Residual:
             SparseVector of the entries to send. If the selector raises, the gradient has been added and nothing taken.
 
         Raises:
-            ValueError: The gradient has another length.
+            ValueError: The gradient has another length, or the selector returns a vector of another length.
+            TypeError: The selector returns something else than a SparseVector, or one of another dtype.
             NonFiniteError: There is a NaN among the selected values.
         """
         self._acc.add_later(gradient, scale)
         self._acc.clear_selected = True
         chosen: SparseVector | None = None
         try:
-            chosen = selector.select(self._acc, k)
+            chosen = selected(selector, self._acc, k)
         finally:
             self._acc.clear_selected = False
             self._acc.commit(chosen)

@@ -10,11 +10,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from sparsecoll import select
 from sparsecoll.errors import CommunicationError, NonFiniteError
 from sparsecoll.formats import Buffer
-from sparsecoll.select import Selector, Vector
-from sparsecoll.select.base import Stateful
+from sparsecoll.select import Selector, Vector, topk
+from sparsecoll.select.base import Stateful, check_selector, selected
 from sparsecoll.telemetry.traffic import Traffic
 from sparsecoll.transport.channel import Channel
 from sparsecoll.vector import DenseVector, SparseVector, accumulator_dtype
@@ -65,6 +64,7 @@ class Algorithm(Stateful, ABC):
 
     Raises:
         ValueError: `k` is negative, or another option is out of range.
+        TypeError: `selector` is neither a selector nor None.
     """
 
     name: ClassVar[str]
@@ -85,6 +85,7 @@ class Algorithm(Stateful, ABC):
     def __post_init__(self) -> None:
         if self.k is not None and self.k < 0:
             raise ValueError(f"k: expected at least 0, got {self.k}")
+        check_selector(self.selector)
 
     def select(self, x: Vector, k: int, ranks: int = 1) -> SparseVector:
         """Select this rank's entries to send; local, may use state of earlier calls.
@@ -93,8 +94,11 @@ class Algorithm(Stateful, ABC):
             x: SparseVector or DenseVector.
             k: number of entries.
             ranks: number of ranks of the communicator.
+
+        Raises:
+            ValueError, TypeError: The selector returns something else than entries of x, see `select.base.selected`.
         """
-        return select.topk(x, k) if self.selector is None else self.selector.select(x, k)
+        return topk(x, k) if self.selector is None else selected(self.selector, x, k)
 
     def early(self, channel: Channel, x: SparseVector) -> Buffer | None:
         """Return a message of x that is sent together with the arguments of a call without k, see `Channel.gathered`.

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from sparsecoll import select
 from sparsecoll.algorithms.base import Algorithm, Reduction
 from sparsecoll.algorithms.primitives.agreed import INDICES, sum_at
 from sparsecoll.select import Vector
@@ -47,7 +46,7 @@ class CLTk(Algorithm):
         leader, message = self._calls % channel.size, np.empty(0, np.uint8)
         with channel.phase("indices"):
             if channel.rank == leader:
-                chosen = select.topk(x, k) if self.selector is None else self.selector.select(x, k)
+                chosen = super().select(x, k)
                 message = INDICES.encode(chosen)
             indices = INDICES.decode(spread(channel.transport, message, leader), x.length).indices
         with channel.phase("values"):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from sparsecoll.algorithms.base import Algorithm, Loss, Reduction, check_order
-from sparsecoll.select import Vector, topk
+from sparsecoll.select import Vector
 from sparsecoll.transport.channel import Channel
 from sparsecoll.transport.collectives import node_members
 from sparsecoll.vector import SparseVector, accumulator_dtype
@@ -65,7 +65,7 @@ class HiTopK(Algorithm):
         if chunk is not None:
             owners = channel.group([members[position] for members in nodes])
             share = k * (position + 1) // chunks - k * position // chunks
-            chosen = topk(chunk, share) if self.selector is None else self.selector.select(chunk, share)
+            chosen = super().select(chunk, share)
             total = self._between(owners, chunk, chosen, x, loss)
         with channel.phase("inside"):
             value = self._gather(inside, mine[:chunks], mine, total)

@@ -115,7 +115,7 @@ class OkTopk(Algorithm):
     def select(self, x: Vector, k: int, ranks: int = 1) -> SparseVector:
         """Select Topk(x): about k entries by the reused threshold (see `tolerance`), exactly k every tau' calls."""
         if self.selector is not None:
-            return self.selector.select(x, k)
+            return super().select(x, k)
         self._adapt_state_to(x.length, k)
         return self._local.select(x, k, self.exact)
 

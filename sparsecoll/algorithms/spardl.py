@@ -58,7 +58,7 @@ class SparDL(Algorithm):
     def select(self, x: Vector, k: int, ranks: int = 1) -> SparseVector:
         """Select the top k/T of each block."""
         if self.selector is not None:
-            return self.selector.select(x, k)
+            return super().select(x, k)
         blocks, parts = self._blocks(ranks), []
         edges, shares = self._edges(x.length, blocks), self._edges(k, blocks)
         for (start, stop), (below, share) in zip(pairwise(edges), pairwise(shares), strict=True):

@@ -73,6 +73,31 @@ class Selector(Stateful, ABC):
         """
 
 
+def selected(selector: Selector, x: Vector, k: int) -> SparseVector:
+    """Return the entries of x that a selector chooses, which may be a class of the user's.
+
+    Raises:
+        TypeError: It returns something else than a SparseVector, or one of another dtype.
+        ValueError: It returns a vector of another length.
+    """
+    chosen = selector.select(x, k)
+    if not isinstance(chosen, SparseVector):
+        raise TypeError(f"selector: expected {selector!r} to return a SparseVector, got {type(chosen).__name__}")
+    if chosen.dtype != x.dtype:
+        raise TypeError(f"selector: expected {selector!r} to return entries of {x.dtype} as x has, got {chosen.dtype}")
+    if chosen.length != x.length:
+        raise ValueError(
+            f"selector: expected {selector!r} to return a vector of length {x.length} as x has, got {chosen.length}"
+        )
+    return chosen
+
+
+def check_selector(selector: Any) -> None:
+    """Raise TypeError unless `selector` is a Selector or None."""
+    if selector is not None and not isinstance(selector, Selector):
+        raise TypeError(f"selector: expected an object of sparsecoll.select or None, got {selector!r}")
+
+
 def as_vector(x: Any) -> Vector:
     """Return a vector as it is, and an array as a DenseVector."""
     return x if isinstance(x, (SparseVector, DenseVector)) else DenseVector(x)

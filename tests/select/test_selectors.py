@@ -1,6 +1,9 @@
 """Every selector: about k of the largest entries, fused with error feedback in one pass, conserving, resumable."""
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +17,7 @@ from sparsecoll.kernels import kernels_of
 from sparsecoll.kernels.keys import Momentum
 from sparsecoll.kernels.sampling import stride_for
 from sparsecoll.residual import LazyAccumulator
-from sparsecoll.select import SELECTORS, GaussianK, Hashed, MSTopK, RandomK, SampledThreshold, TopK
+from sparsecoll.select import SELECTORS, GaussianK, Hashed, MSTopK, RandomK, SampledThreshold, Selector, TopK
 from sparsecoll.select.stats import MagnitudeStats
 
 ALL = sorted(SELECTORS)
@@ -269,6 +272,63 @@ def test_algorithms_take_a_selector():
                 comm, heavy(), sparsecoll.Allgather(selector=RandomK(seed=comm.rank)), k=5
             ),
         )
+
+
+@dataclass
+class Wrong(Selector):
+    """A selector of a user's own that returns something else than entries of x."""
+
+    name = "wrong"
+
+    make: Callable[[SparseVector], Any] | None = None
+
+    def select(self, x, k):
+        return self.make(x.topk(k))
+
+
+WRONG = [  # what it makes of the entries, and the error
+    (
+        lambda y: SparseVector(y.indices, y.values, y.length + 1),
+        ValueError,
+        "a vector of length 5000 as x has, got 5001",
+    ),
+    (lambda y: y.astype(np.float64), TypeError, "entries of float32 as x has, got float64"),
+    (lambda y: y.to_dense(), TypeError, "a SparseVector, got ndarray"),
+]
+
+
+@pytest.mark.parametrize("make, kind, message", WRONG)
+@pytest.mark.parametrize("name", [*sparsecoll.ALGORITHMS, "hitopk"])
+def test_what_a_selector_returns_is_checked_on_all_ranks(name, make, kind, message):
+    algorithm = sparsecoll.HiTopK if name == "hitopk" else sparsecoll.ALGORITHMS[name]
+    if name in ("arctopk", "exdyna"):
+        pytest.skip("selects by itself")
+    x = heavy()[:5000]
+    if name == "hitopk":
+        message = message.replace("5000", r"\d+").replace("5001", r"\d+")
+
+    def program(comm):
+        algo = algorithm(selector=Wrong(make) if comm.rank == 0 else select.TopK())
+        with pytest.raises(kind, match=f"rank 0: selector: expected .* to return {message}"):
+            sparsecoll.allreduce(comm, x, algo, k=10, check=False)
+        return sparsecoll.allreduce(comm, x, algorithm(), k=10).nnz
+
+    assert min(sparsecoll.simulate(3, program).results) > 0
+
+
+@pytest.mark.parametrize("make, kind, message", WRONG)
+def test_what_a_selector_returns_is_checked_when_a_residual_is_taken(make, kind, message):
+    x = heavy()[:5000]
+    residual = sparsecoll.Residual(5000)
+    with pytest.raises(kind, match=message):
+        residual.take(x, Wrong(make), 10)
+
+
+@pytest.mark.parametrize("algorithm", sparsecoll.ALGORITHMS.values())
+def test_selectors_are_objects(algorithm):
+    for wrong in ("dgc", select.TopK, 5):
+        with pytest.raises(TypeError, match=r"selector: expected an object of sparsecoll\.select or None, got"):
+            algorithm(selector=wrong)
 
 
 def test_bad_options():
