@@ -72,10 +72,11 @@ def cost(text: str) -> float:
 
 
 def algorithm_text(text: str) -> str:
-    """Return the text of a valid algorithm, or MPI_ALLREDUCE."""
+    """Return the text of a valid algorithm, or MPI_ALLREDUCE; k is that of --density."""
     try:
-        if text != MPI_ALLREDUCE:
-            algorithm(text)
+        k = None if text == MPI_ALLREDUCE else algorithm(text).k
+        if k is not None:
+            raise ValueError(f"{text}: expected --density instead of k, which it would override, got k={k}")
     except (ValueError, TypeError) as error:
         raise argparse.ArgumentTypeError(str(error).removeprefix("algo: ")) from None
     return text

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from sparsecoll._version import __version__
 from sparsecoll.cli.arguments import MPI_ALLREDUCE, algorithm
 from sparsecoll.collectives import allreduce
+from sparsecoll.collectives.options import CallOptions
 from sparsecoll.formats import Format
 from sparsecoll.kernels import host_kernels
 from sparsecoll.telemetry import trace
@@ -71,14 +72,14 @@ def from_file(path: str | Path, rank: int) -> Gradients:
     """Return the vector in a .npy file; `{rank}` in the name stands for the rank.
 
     Raises:
-        OSError: The file cannot be read.
-        ValueError: The file does not contain a 1-D array of floats.
+        ValueError: The file cannot be read, or does not contain a 1-D array of floats.
     """
     name = str(path).replace("{rank}", str(rank))
     try:
         base = np.load(name)
-    except (ValueError, EOFError) as error:
-        raise ValueError(f"{name}: expected a .npy file with a 1-D array of floats ({error})") from None
+    except (ValueError, EOFError, OSError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise ValueError(f"{name}: expected a .npy file with a 1-D array of floats ({why})") from None
     if not isinstance(base, np.ndarray):
         raise ValueError(f"{name}: expected a .npy file with a 1-D array of floats, got an archive")
     if base.ndim != 1 or base.dtype.kind != "f" or base.size == 0:
@@ -220,6 +221,15 @@ def calls(
             for form in ["auto"] if dense else formats:
                 for value_dtype in [None] if algo == MPI_ALLREDUCE else value_dtypes:
                     yield Call(algo, density, form, value_dtype)
+
+
+def check(some: Sequence[Call], dtype: np.dtype[Any]) -> None:
+    """Raise ValueError if an algorithm cannot send values of this dtype in the format and the dtype of a call."""
+    for call in some:
+        if call.algo != MPI_ALLREDUCE:
+            chosen = algorithm(call.algo)
+            options = CallOptions(format=call.format, value_dtype=call.value_dtype)
+            options.check_dtype(dtype, f"algo={chosen.name!r}" if chosen.sends_sums else None)
 
 
 def about() -> Row:

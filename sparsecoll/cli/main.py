@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import Progress
@@ -47,7 +49,7 @@ FIGURES = {  # what `tune` prints beside the numbers of a Tuning
     "code": "entry encoded and decoded",
     "dense": "value of a dense vector, added and converted to sparse",
     "fixed": "call, beyond its messages and kernels",
-    "sharing": "second of a kernel, while those of all ranks run",
+    "sharing": "ratio, no time: of a kernel while those of all ranks run, to its time alone",
 }
 
 
@@ -95,7 +97,8 @@ def _tuning_lines(tuning: Tuning) -> Iterable[str]:
     calls, native = figures.pop("calls"), figures.pop("native")
     yield f"{'figure':<10}{'nanoseconds':>14}  per"
     for name, seconds in figures.items():
-        yield f"{name:<10}{seconds * 1e9:>14.3f}  {FIGURES.get(name, '')}"
+        number = seconds if name == "sharing" else seconds * 1e9
+        yield f"{name:<10}{number:>14.3f}  {FIGURES.get(name, '')}"
     if native:
         sizes = ", ".join(f"{seconds * 1e3:.3f} ({size:,.0f} bytes)" for size, seconds in native)
         yield f"\nMPI's own allreduce of float32, ms: {sizes}"
@@ -120,12 +123,15 @@ def _bench_on(comm: Any, options: argparse.Namespace) -> None:
         rest = [algo for algo in options.algo if algo != MPI_ALLREDUCE]
         options.algo = rest if as_transport(comm).size == 1 or "dense" in rest else ["dense", *rest]
     calls = list(bench.calls(options.algo, options.density, options.format, options.value_dtype))
+    rank, given = as_transport(comm).rank, None
+    with _checking_arguments():
+        if options.gradient:
+            given = _everywhere(comm, partial(bench.from_file, options.gradient, rank), lambda given: given.n)
+        _everywhere(comm, partial(bench.check, calls, given.base.dtype if given else np.dtype(np.float32)))
 
     def rows() -> Iterable[bench.Row]:
-        for n in [None] if options.gradient else options.n:
-            vectors = _everywhere(
-                comm, partial(_vectors, options.gradient, n, as_transport(comm).rank), lambda given: given.n
-            )
+        for n in [0] if given else options.n:
+            vectors = given or _everywhere(comm, partial(bench.heavy_tailed, n, rank))
             for call in calls:
                 yield bench.measure(comm, call, vectors, options.repeat)
 
@@ -135,10 +141,6 @@ def _bench_on(comm: Any, options: argparse.Namespace) -> None:
         _everywhere(comm, partial(report.add, row) if report else lambda: None)
 
 
-def _vectors(gradient: str | None, n: int | None, rank: int) -> bench.Gradients:
-    return bench.heavy_tailed(n, rank) if n else bench.from_file(gradient or "", rank)
-
-
 def _simulate(options: argparse.Namespace) -> None:
     """Run allreduces on virtual ranks with a modelled network: exact bytes and messages, modelled seconds.
 
@@ -146,12 +148,14 @@ def _simulate(options: argparse.Namespace) -> None:
     """
     if launcher.rank() != 0:
         return  # one process does it all
-    check_writable(options.json)
-    if MPI_ALLREDUCE in options.algo:
-        raise ValueError(f"--algo: {MPI_ALLREDUCE} is MPI's own and cannot be simulated; use dense")
+    calls = list(bench.calls(options.algo, options.density, options.format, options.value_dtype))
+    with _checking_arguments():
+        check_writable(options.json)
+        if MPI_ALLREDUCE in options.algo:
+            raise ValueError(f"--algo: {MPI_ALLREDUCE} is MPI's own and cannot be simulated; use dense")
+        bench.check(calls, np.dtype(np.float32))
     given = {name: getattr(options, name) for name in ("alpha", "beta") if getattr(options, name) is not None}
     network = replace(NETWORKS[options.network], **given)
-    calls = list(bench.calls(options.algo, options.density, options.format, options.value_dtype))
 
     def measured(ranks: int, n: int, call: bench.Call) -> bench.Row:
         def program(comm: Any) -> bench.Row:
@@ -174,8 +178,11 @@ def _plot(options: argparse.Namespace) -> None:
         return
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError("plot needs matplotlib, which is not installed: pip install matplotlib")
-    for path in options.rows:
-        for figure in plot.figures(plot.rows_of(path), options.out, path.stem):
+    with _checking_arguments():
+        rows = [(path, plot.rows_of(path)) for path in options.rows]
+        plot.make_folder(options.out)
+    for path, some in rows:
+        for figure in plot.figures(some, options.out, path.stem):
             sys.stdout.write(f"{figure}\n")
 
 
@@ -207,7 +214,18 @@ def _everywhere(comm: Any, work: Callable[[], T], length: Callable[[T], int] | N
 
 def _check_writable(comm: Any, *paths: Path | None) -> None:
     """Check before measuring that the files can be written; collective."""
-    _everywhere(comm, partial(check_writable, *paths if _writes(comm) else ()))
+    with _checking_arguments():
+        _everywhere(comm, partial(check_writable, *paths if _writes(comm) else ()))
+
+
+@contextlib.contextmanager
+def _checking_arguments() -> Iterator[None]:
+    """Context manager: what is raised inside is due to an argument, for which the exit status is 2."""
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        error.of_argument = True  # type: ignore[union-attr]
+        raise
 
 
 def _writes(comm: Any) -> bool:
@@ -274,7 +292,9 @@ def _parser() -> argparse.ArgumentParser:
 
     command = add("simulate", _simulate)
     add_calls(command, ["dense", *ALGOS[2:]], 100_000, [0.01])
-    command.add_argument("--ranks", nargs="+", type=count, default=[4, 16, 64], help="numbers of virtual ranks")
+    command.add_argument(
+        "--ranks", nargs="+", type=count, default=[4, 16, 64], help="numbers of virtual ranks (default: 4 16 64)"
+    )
     command.add_argument("--ranks-per-node", type=count, default=1, help="virtual ranks per node (default: 1)")
     command.add_argument("--network", choices=NETWORKS, default="1gbit", help="modelled network (default: 1gbit)")
     command.add_argument("--alpha", type=cost, help="seconds per message, instead of the network's")
@@ -295,4 +315,4 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         options.run(options)
     except (ValueError, TypeError, OSError, OverflowError, MemoryError, CommunicationError) as error:
-        fail(str(error), 1, getattr(error, "on_all_ranks", False))
+        fail(str(error), 2 if getattr(error, "of_argument", False) else 1, getattr(error, "on_all_ranks", False))

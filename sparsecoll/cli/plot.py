@@ -17,6 +17,8 @@ from sparsecoll.telemetry.trace import KINDS
 PARTS = (*KINDS, "other")
 HATCHES = dict(zip(PARTS, ("///", "...", "\\\\\\", "xx", "++", "", "--"), strict=True))
 STYLES = [(marker, dash) for dash in ("-", "--", ":") for marker in "osD^vP*X"]
+NEEDED = ("n", "P", "density", "seconds")  # columns without which there is no figure
+NUMBERS = (*NEEDED, *PARTS, "bytes_received")
 WIDTH = 7.0  # inches; a text column
 
 
@@ -24,16 +26,34 @@ def rows_of(path: str | Path) -> list[Row]:
     """Return the rows in a file that `bench --json` wrote.
 
     Raises:
-        ValueError: The file contains something else.
+        ValueError: The file cannot be read, or contains something else.
     """
     try:
         content = json.loads(Path(path).read_text())
-    except ValueError as error:  # of JSON or of UTF-8
-        raise ValueError(f"{path}: expected the JSON rows of a bench ({error})") from None
+    except (ValueError, OSError) as error:  # of JSON or of UTF-8
+        why = getattr(error, "strerror", None) or error
+        raise ValueError(f"{path}: expected the JSON rows of a bench ({why})") from None
     rows = content.get("rows") if isinstance(content, dict) else None
     if not isinstance(rows, list) or not rows or not all(isinstance(r, dict) and "algo" in r for r in rows):
         raise ValueError(f"{path}: expected the rows of a bench, got something else")
+    for row in rows:
+        wrong = [name for name in NUMBERS if name in row and not isinstance(row[name], (int, float, type(None)))]
+        wrong += [name for name in NEEDED if row.get(name) is None]
+        if wrong:
+            raise ValueError(f"{path}: expected a number for {', '.join(wrong)} in each row of a bench, got {row}")
     return rows
+
+
+def make_folder(path: Path) -> None:
+    """Create the folder for the figures, if there is none.
+
+    Raises:
+        ValueError: That is not possible.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"{path}: expected a folder for the figures ({error.strerror})") from None
 
 
 def label(row: Row) -> str:

@@ -48,7 +48,7 @@ class Report:
 
     def _line(self, row: Row) -> str:
         dense, received = self._dense.get((row["P"], row["n"])), row["bytes_received"]
-        ratio = "-" if dense is None else f"{dense / row['seconds']:.2f}" if row["seconds"] else "inf"
+        ratio = "-" if dense is None or not row["seconds"] else f"{dense / row['seconds']:.2f}"
         moved = "-" if received is None else f"{received / 1e6:.2f}" if received >= 1e6 else f"{received / 1e6:.3g}"
         what = f"{row['algo']:<{self._width}}{row['P']:>5}{row['n']:>13,}{row['density']:>9.4g}{row['format']:>12}"
         numbers = f"{row['value_dtype']:>10}{row['seconds'] * 1e3:>10.2f}{ratio:>9}{moved:>9}"

@@ -125,12 +125,31 @@ def test_commands(tmp_path, capsys):
     main(["plot", str(path), "--out", str(tmp_path / "figures")])
     drawn = capsys.readouterr().out.split()
     assert len(drawn) == 2 and all("<svg" in Path(name).read_text() for name in drawn)
-    for content, message in (("[]", "expected the rows of a bench"), ("{nonsense", "expected the JSON rows")):
+    for content, message in (
+        ("[]", "expected the rows of a bench"),
+        ("{nonsense", "expected the JSON rows"),
+        (
+            '{"rows": [{"algo": "x"}]}',
+            "expected a number for n, P, density, seconds in each row of a bench, got {'algo'",
+        ),
+        ('{"rows": [{"algo": "x", "n": 9, "P": "2", "density": 1, "seconds": 1}]}', "expected a number for P in each"),
+    ):
         (tmp_path / "other.json").write_text(content)
-        with pytest.raises(SystemExit):
+        with pytest.raises(SystemExit) as ended:
             main(["plot", str(tmp_path / "other.json")])
+        assert ended.value.code == 2
         printed = capsys.readouterr().err
         assert printed.startswith(f"sparsecoll: {tmp_path / 'other.json'}: {message}") and printed.count("\n") == 1
+
+
+def test_a_folder_for_figures_that_is_a_file(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    row = {"algo": "x", "n": 9, "P": 2, "density": 0.1, "seconds": 1}
+    (tmp_path / "rows.json").write_text(json.dumps({"rows": [row]}))
+    with pytest.raises(SystemExit) as ended:
+        main(["plot", str(tmp_path / "rows.json"), "--out", str(tmp_path / "rows.json")])
+    assert ended.value.code == 2
+    assert "rows.json: expected a folder for the figures (File exists)" in capsys.readouterr().err
 
 
 def test_gradient_from_a_file(tmp_path, capsys):
@@ -139,6 +158,10 @@ def test_gradient_from_a_file(tmp_path, capsys):
     main(["bench", "--gradient", str(tmp_path / "g{rank}.npy"), *options])
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[:3] for line in lines[1:]] == [["allgather", "1", "3,000"], ["dense", "1", "3,000"]]
+    np.save(tmp_path / "int.npy", np.arange(9))
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "--gradient", str(tmp_path / "int.npy")])
+    assert ended.value.code == 2 and "expected a 1-D array of floats, got int64" in capsys.readouterr().err
 
 
 def test_rows_are_saved_as_they_come(tmp_path, monkeypatch):

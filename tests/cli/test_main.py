@@ -12,7 +12,7 @@ import pytest
 
 from sparsecoll import Tuning, simulate
 from sparsecoll.cli import doctor
-from sparsecoll.cli.main import main
+from sparsecoll.cli.main import _tuning_lines, main
 from sparsecoll.transport import LocalTransport
 
 ROOT = Path(__file__).parent.parent.parent
@@ -132,12 +132,18 @@ def test_simulate_counts_and_models(tmp_path, capsys):
         ("bench --repeat 0", "argument --repeat: expected a whole number"),
         ("bench --density 2", "argument --density: expected a number above 0 and up to 1, such as 0.01, got '2'"),
         ("bench --json no/folder.json", "no/folder.json: expected a file in an existing folder, got no folder 'no'"),
-        ("bench --gradient no.npy --repeat 1", "[Errno 2] No such file or directory: 'no.npy'"),
+        ("bench --gradient no.npy --repeat 1", "no.npy: expected a .npy file with a 1-D array of floats (No such file"),
         ("tune --save no/folder.json", "no/folder.json: expected a file in an existing folder"),
         ("simulate --alpha -1", "argument --alpha: expected a finite number of at least 0, such as 50e-6, got '-1'"),
         ("simulate --beta nan", "argument --beta: expected a finite number of at least 0"),
         ("simulate --algo MPI_Allreduce", "--algo: MPI_Allreduce is MPI's own and cannot be simulated"),
-        ("plot no.json", "[Errno 2]"),
+        ("plot no.json", "no.json: expected the JSON rows of a bench (No such file or directory)"),
+        (
+            "bench --algo allgather oktopk --format slots",
+            "format: expected one that loses nothing with algo='oktopk'",
+        ),
+        ("simulate --format slots", "format: expected one that loses nothing with algo='sparcml'"),
+        ("simulate --algo oktopk:k=5", "argument --algo: oktopk:k=5: expected --density instead of k"),
         ("benhc", "argument COMMAND: invalid choice: 'benhc'"),
     ],
 )
@@ -146,7 +152,7 @@ def test_errors_are_one_line(arguments, expected, capsys, monkeypatch):
     with pytest.raises(SystemExit) as ended:
         main(arguments.split())
     printed = capsys.readouterr()
-    assert ended.value.code in (1, 2) and printed.out == ""
+    assert ended.value.code == 2 and printed.out == ""
     assert printed.err.startswith(f"sparsecoll: {expected}") and printed.err.count("\n") == 1
 
 
@@ -179,6 +185,30 @@ def test_bench_on_one_rank_says_so(capsys, monkeypatch):
     monkeypatch.setenv("PMI_SIZE", "3")
     main(small)
     assert "this job has 1 rank, but PMI_SIZE=3" in capsys.readouterr().err
+
+
+def test_simulate_on_one_rank_has_no_ratio(capsys):
+    main(["simulate", "--ranks", "1", "--n", "1000", "--algo", "dense", "allgather", "--repeat", "1"])
+    assert [line.split()[7] for line in capsys.readouterr().out.splitlines()[1:]] == ["-", "-"]
+
+
+def test_help_names_the_default_ranks(capsys):
+    with pytest.raises(SystemExit):
+        main(["simulate", "--help"])
+    assert "(default: 4 16 64)" in " ".join(capsys.readouterr().out.split())
+
+
+def test_an_error_while_measuring_has_another_status(capsys, monkeypatch):
+    monkeypatch.setattr("sparsecoll.cli.bench.measure", lambda *_: int("x"))
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "--n", "1000", "--algo", "allgather"])
+    assert ended.value.code == 1 and "invalid literal" in capsys.readouterr().err
+
+
+def test_sharing_is_a_ratio():
+    lines = list(_tuning_lines(Tuning(beta=2e-9, sharing=1.5)))
+    rows = {line.split()[0]: line.split()[1] for line in lines[:10]}
+    assert (rows["beta"], rows["sharing"]) == ("2.000", "1.500")
 
 
 def test_tune_has_heads(capsys):
