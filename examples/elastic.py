@@ -64,8 +64,8 @@ def main() -> None:
     args = parser.parse_args()
     sparsecoll.torch.init_process_group()
     model = torch.nn.Sequential(torch.nn.Linear(20, 100), torch.nn.ReLU(), torch.nn.Linear(100, 3))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    optimizer = sparsecoll.torch.DistributedOptimizer(optimizer, model.named_parameters(), compressor="topk")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sparsecoll.torch.DistributedOptimizer(optimizer, model.named_parameters(), compressor="nesterovtopk")
     start = load(args.folder, model, optimizer)
     data, (x, y) = samples(4000, seed=0), samples(300, seed=1).tensors
     sampler = DistributedSampler(data, seed=42)

@@ -12,7 +12,7 @@ images, labels = mnist_data()  # sorted by label
 x, y = torch.tensor(images / 255, dtype=torch.float32), torch.tensor(labels)
 model = torch.nn.Sequential(torch.nn.Linear(784, 512), torch.nn.ReLU(), torch.nn.Linear(512, 10))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-optimizer = sparsecoll.torch.DistributedOptimizer(optimizer, model.named_parameters())  # (2)
+optimizer = sparsecoll.torch.DistributedOptimizer(optimizer, model.named_parameters(), compressor="qsgd")  # (2)
 
 for _ in range(300):
     batch = 5 * torch.randint(0, 1000, (32,))

@@ -38,10 +38,10 @@ class SparCML(Algorithm):
     "recursive_double" and "split_allgather" never send dense windows or bitmaps; otherwise messages are in the format
     that the call asks for.
 
-    Volume in words of COO, where K is the number of entries of the sum: recursive_double between 2k log2 P and 2k(P-1);
-    split_allgather 2k(P-1)/P + 2K(P-1)/P, between 4k(P-1)/P and 2k(P-1)(1 + 1/P); dynamic at most (2k + n)(P-1)/P
-    (Ok-Topk, Table 1, TopkDSA). Messages: log2 P (plus 2 if P is not a power of two), or P - 1 + log2 P. Memory: the
-    entries.
+    Volume in words of COO, where K is the number of entries of the sum: recursive_double between 2k log2 P and 2k(P-1),
+    or 2k(floor(log2 P) + 1) and 2kP if P is not a power of two; split_allgather 2k(P-1)/P + 2K(P-1)/P, between
+    4k(P-1)/P and 2k(P-1)(1 + 1/P); dynamic at most (2k + n)(P-1)/P (Ok-Topk, Table 1, TopkDSA). Messages:
+    log2 P (plus 2 if P is not a power of two), or P - 1 + log2 P. Memory: the entries.
 
     Args:
         k: as in `sparsecoll.Algorithm`.

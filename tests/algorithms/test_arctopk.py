@@ -19,6 +19,14 @@ def test_volume(name, P):
     assert volume.received <= formulas.arctopk_words(400_000, k, P, columns) + HEADER_WORDS * P
 
 
+@pytest.mark.parametrize("P", [3, 8])
+def test_volume_of_few_entries_is_that_of_the_sketch(P):
+    n, k = 400_000, 200  # below sqrt(n)
+    volume = measure(ARCTopK, "random", P, k, n)
+    words = 2 * (k + n / k) * (P - 1) / P
+    assert 0.9 * words <= volume.received <= words + HEADER_WORDS * P
+
+
 def test_the_signs_are_balanced_and_new_in_each_call():
     signs = random_signs(3, 500, 4)
     assert set(np.unique(signs)) == {-1, 1} and abs(signs.mean()) < 0.1

@@ -72,6 +72,14 @@ def test_volume_of_recursive_doubling(P):
         assert volume.messages == estimates.rounds(P)
 
 
+@pytest.mark.parametrize("P", [3, 5, 12])
+def test_volume_of_recursive_doubling_if_ranks_are_no_power_of_two(P):
+    k, log = 2000, P.bit_length() - 1
+    for name, words in (("same", 2 * k * (log + 1)), ("disjoint", 2 * k * P)):
+        volume = measure(lambda: SparCML(variant="recursive_double"), name, P, k)
+        assert words * 0.99 <= volume.received <= words + HEADER_WORDS * (log + 2)
+
+
 def test_streams_go_dense_past_the_break_even():
     """Half-full regions: 8 bytes an entry for COO, 4 a coordinate for the dense stream; a few entries stay sparse."""
 
