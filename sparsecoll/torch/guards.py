@@ -79,8 +79,11 @@ def warn_if_equal(transport: Transport, digest: int) -> None:
 
 
 def warn_of_adam(optimizer: torch.optim.Optimizer, compressor: Compressor) -> None:
-    """Warn of optimizers that divide a gradient by its own size, if most of its entries come late and added up."""
-    if compressor.sends_rarely and "betas" in optimizer.defaults:
+    """Warn of optimizers that divide a gradient by its own size, if most of its entries come late and added up.
+
+    SparseAdam takes sparse gradients only, whose rows are summed exactly.
+    """
+    if compressor.sends_rarely and "betas" in optimizer.defaults and not isinstance(optimizer, torch.optim.SparseAdam):
         name = type(optimizer).__name__
         logger.warning(
             "%s with %s: an entry that has waited in the residual comes as one large value, which %s divides by its own"
