@@ -107,8 +107,8 @@ class CollectiveCall:
             if not usable(self._timeout):
                 kind = ValueError if isinstance(self._timeout, (int, float)) else TypeError
                 raise kind(f"timeout: expected seconds above 0, or None to wait for ever, got {self._timeout!r}")
-            check_environment()
             if transport.nodes is None:
+                check_environment()
                 with transport.set_up():
                     node_members(transport)
         except BaseException as error:
