@@ -31,13 +31,27 @@ def as_unsigned(indices: Any, dtype: np.dtype[Any]) -> Any:
     return indices.view(dtype) if indices.dtype.itemsize == dtype.itemsize else indices.astype(dtype)
 
 
+def check_below(indices: Any, size: int, where: str) -> None:
+    """Raise ValueError if one of the integers is negative, or `size` or more; the message says `where` they are."""
+    if indices.size and int(indices.view(f"u{indices.itemsize}").max()) >= size:  # those below 0 are the largest
+        low, high = int(indices.min()), int(indices.max())
+        raise ValueError(f"x: expected indices of at least 0 and below {size} {where}, got {low if low < 0 else high}")
+
+
 def flat_indices(coordinates: Any, shape: tuple[int, ...]) -> Any:
-    """Return flat indices; `coordinates` has an array for each dimension."""
+    """Return flat indices; `coordinates` has an array for each dimension.
+
+    Raises:
+        ValueError: A coordinate is outside the shape, or the arrays differ in length.
+    """
+    if len({row.size for row in coordinates}) > 1:
+        raise ValueError(f"x: expected as many indices in each dimension, got {[row.size for row in coordinates]}")
     dtype = index_dtype(count(shape))
-    flat = as_unsigned(coordinates[0], dtype)
-    for row, size in zip(coordinates[1:], shape[1:], strict=True):
+    flat: Any = None
+    for dimension, (row, size) in enumerate(zip(coordinates, shape, strict=True)):
+        check_below(row, size, f"in dimension {dimension}")
         own = as_unsigned(row, dtype)
-        flat = own if size >> 8 * dtype.itemsize else flat * dtype.type(size) + own
+        flat = own if flat is None or size >> 8 * dtype.itemsize else flat * dtype.type(size) + own
     return flat
 
 
@@ -61,19 +75,40 @@ def _as_signed(indices: Any, dtype: np.dtype[Any]) -> Any:
     return indices.view(dtype) if indices.dtype.itemsize == dtype.itemsize else indices.astype(dtype)
 
 
-def flat_of_rows(starts: NDArray[Any], columns: NDArray[Any], shape: tuple[int, int]) -> tuple[NDArray[Any], bool]:
-    """Return flat indices of a matrix by rows, and whether they are strictly ascending.
+def used_indices(x: Any, rows: int, width: int) -> NDArray[Any]:
+    """Return the indices in use of a matrix that is compressed by rows, or by columns or rows of blocks.
 
     Args:
-        starts: positions in `columns`, one a row and the end (CSR).
-        columns: column of each entry, from 0 to shape[1] - 1.
+        x: with indptr, indices and data, as SciPy's CSR; what comes after indptr[-1] is spare room.
+        rows: number of rows.
+        width: number of columns.
+
+    Raises:
+        ValueError: indptr does not ascend from 0 to at most the number of stored entries, or an index is outside the
+            matrix: compiled code would write past the end of its arrays.
+    """
+    starts, stored = x.indptr, min(len(x.indices), len(x.data))
+    if len(starts) != rows + 1 or starts[0] != 0 or starts[-1] > stored or bool((starts[1:] < starts[:-1]).any()):
+        raise ValueError(
+            f"x: expected indptr to ascend from 0 to at most {stored} stored entries, in {rows + 1} items,"
+            " got others: x.check_format() of SciPy says which"
+        )
+    indices: NDArray[Any] = x.indices[: starts[-1]]
+    check_below(indices, width, f"in {x.format} format")
+    return indices
+
+
+def flat_of_rows(x: Any, shape: tuple[int, int]) -> tuple[NDArray[Any], bool]:
+    """Return flat indices of a matrix by rows (CSR), and whether they are strictly ascending.
+
+    Args:
+        x: as `used_indices` takes and checks it.
         shape: rows and columns.
     """
-    dtype = index_dtype(count(shape))
-    flat = empty(columns.size, dtype)
-    columns = contiguous(columns)
+    columns = contiguous(used_indices(x, *shape))
+    flat = empty(columns.size, index_dtype(count(shape)))
     unsigned = columns.view(f"u{columns.itemsize}")
-    return flat, kernels_of(flat).join_rows(contiguous(starts), unsigned, shape[1], flat)
+    return flat, kernels_of(flat).join_rows(contiguous(x.indptr), unsigned, shape[1], flat)
 
 
 def rows_of_flat(flat: NDArray[Any], shape: tuple[int, int], dtype: Any) -> tuple[NDArray[Any], NDArray[Any]]:

@@ -20,7 +20,13 @@ def combined(indices: Any, values: Any, op: str | None) -> tuple[Any, Any]:
         values: as many values.
         op: how values of the same index are combined, in the order given: "sum", "min", "max" or "replace", which keeps
             the last one; None raises ValueError for a repeated index.
+
+    Raises:
+        ValueError: An index is repeated and op is None; `op` is another; or there are more indices than values, or
+            fewer.
     """
+    if indices.size != values.size:
+        raise ValueError(f"x: expected as many values as indices, got {values.size} for {indices.size}")
     if op is not None and op not in COMBINE:
         raise ValueError(f"op: expected {', '.join(map(repr, COMBINE))} or None, got {op!r}")
     if not indices.size or bool((indices[1:] > indices[:-1]).all()):

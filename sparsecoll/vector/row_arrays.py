@@ -9,8 +9,10 @@ import numpy as np
 
 from sparsecoll.kernels import kernels_of, kernels_of_values
 from sparsecoll.kernels.memory import asarray_like, contiguous, empty, on_gpu
+from sparsecoll.vector.coordinates import used_indices
 from sparsecoll.vector.operation import Operation
 from sparsecoll.vector.pairs import COMBINE, run_starts, sorted_order
+from sparsecoll.vector.scipy_arrays import block_shape
 from sparsecoll.vector.values import accumulator_dtype, asarray, checked_length, native_values, saturating_cast
 
 
@@ -141,12 +143,13 @@ def cast(values: Any, dtype: np.dtype[Any]) -> Any:
 
 
 def blocks_of(x: Any) -> tuple[Any, Any]:
-    """Return the numbers of the stored blocks of a SciPy BSR matrix, and their values, one block in a row."""
+    """Return the numbers of the stored blocks of a SciPy BSR matrix, and their values, one block in a row.
+
+    Raises:
+        ValueError: As `used_indices`.
+    """
     size = x.blocksize[0] * x.blocksize[1]
-    wide = -(-x.shape[1] // max(x.blocksize[1], 1))
-    stored = int(x.indptr[-1])
-    columns = x.indices[:stored].astype(np.int64)
-    if columns.size and not 0 <= int(columns.min()) <= int(columns.max()) < wide:
-        raise ValueError(f"x: expected block columns from 0 to {wide - 1}, got others: see x.check_format()")
-    block_rows = np.repeat(np.arange(x.indptr.size - 1, dtype=np.int64), np.diff(x.indptr))
-    return block_rows * wide + columns, np.ascontiguousarray(x.data[:stored]).reshape(stored, size)
+    high, wide = block_shape(x)
+    columns = used_indices(x, high, wide).astype(np.int64)
+    block_rows = np.repeat(np.arange(high, dtype=np.int64), np.diff(x.indptr))
+    return block_rows * wide + columns, np.ascontiguousarray(x.data[: columns.size]).reshape(columns.size, size)

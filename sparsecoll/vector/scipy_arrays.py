@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sparsecoll.vector.coordinates import coordinates, count, flat_indices, flat_of_rows, rows_of_flat
+from sparsecoll.vector.coordinates import coordinates, count, flat_indices, flat_of_rows, rows_of_flat, used_indices
 from sparsecoll.vector.pairs import combined
 from sparsecoll.vector.values import native_values
 
@@ -19,13 +19,18 @@ BY_ROWS = ("csr", "csc", "bsr", "lil")  # SciPy converts these to CSR without so
 
 
 def scipy_entries(x: Any) -> tuple[NDArray[Any], NDArray[Any], int]:
-    """Return ascending flat indices, values and length of a SciPy sparse array or matrix; duplicates are summed."""
+    """Return ascending flat indices, values and length of a SciPy sparse array or matrix; duplicates are summed.
+
+    Raises:
+        ValueError: The arrays of x are not those of a matrix of its shape. SciPy's own code, which is compiled, would
+            read and write outside of them.
+    """
     length, form = count(x.shape), x.format
-    if form in BY_ROWS and x.ndim == 2:
-        if form == "csc":  # whose conversion does not check them
-            _check(x, x.shape[0])
+    if form in BY_ROWS:
+        shape = (*(1,) * (2 - x.ndim), *x.shape)  # a vector in CSR format is a matrix of one row
+        _check_before_conversion(x)
         rows = x if form == "csr" else x.tocsr()
-        (indices, ascending), values = _flat_of_csr(rows), rows.data[: rows.indptr[-1]]
+        (indices, ascending), values = flat_of_rows(rows, shape), rows.data[: rows.indptr[-1]]
         if ascending:
             return indices, native_values(values), length
     else:
@@ -35,18 +40,21 @@ def scipy_entries(x: Any) -> tuple[NDArray[Any], NDArray[Any], int]:
     return *combined(indices, native_values(values), "sum"), length
 
 
-def _flat_of_csr(x: Any) -> tuple[NDArray[Any], bool]:
-    return flat_of_rows(x.indptr, _check(x, x.shape[1]), x.shape)
+def _check_before_conversion(x: Any) -> None:
+    """Raise ValueError if a matrix cannot be converted to CSR: SciPy does not check it."""
+    height, width = x.shape if x.ndim == 2 else (1, *x.shape)
+    if x.format == "csc":
+        used_indices(x, width, height)
+    elif x.format == "bsr":
+        used_indices(x, *block_shape(x))
+    elif x.format == "lil" and list(map(len, x.rows)) != list(map(len, x.data)):
+        raise ValueError("x: expected as many values as indices in each row in lil format, got others")
 
 
-def _check(x: Any, limit: int) -> NDArray[Any]:
-    """Return the indices in use of a compressed matrix; raise ValueError if one is negative, or `limit` or more."""
-    indices: NDArray[Any] = x.indices[: x.indptr[-1]]
-    if indices.size and int(indices.view(f"u{indices.itemsize}").max()) >= limit:
-        raise ValueError(
-            f"x: expected indices from 0 to {limit - 1} in {x.format} format, got others: see x.check_format()"
-        )
-    return indices
+def block_shape(x: Any) -> tuple[int, int]:
+    """Return the rows and columns of blocks of a BSR matrix."""
+    (height, width), (m, n) = x.blocksize, x.shape
+    return -(-m // max(height, 1)), -(-n // max(width, 1))
 
 
 @functools.lru_cache(maxsize=16)

@@ -128,8 +128,99 @@ def test_compressed_matrices_that_are_broken(form, wrong):
     sparse = pytest.importorskip("scipy.sparse")
     x = getattr(sparse, f"{form}_array")(np.eye(3))
     x.indices[1] = wrong
-    with pytest.raises(ValueError, match=f"x: expected indices from 0 to 2 in {form} format"):
+    with pytest.raises(
+        ValueError, match=f"x: expected indices of at least 0 and below 3 in {form} format, got {wrong}"
+    ):
         as_vector(x)
+
+
+@pytest.mark.parametrize("form", ["csr", "csc", "bsr"])
+@pytest.mark.parametrize(("position", "wrong"), [(0, 1), (1, 2**30), (1, -1), (-1, 2**30), (-1, -1)])
+def test_starts_of_compressed_matrices_that_are_broken(form, position, wrong):
+    sparse = pytest.importorskip("scipy.sparse")
+    x = sparse.csr_array(np.kron(np.eye(3), np.ones((2, 2)))).asformat(form)
+    x.indptr[position] = wrong
+    for convert in (as_vector, lambda x: sparsecoll.allreduce(None, x)):  # which takes the blocks of BSR as rows
+        with pytest.raises(ValueError, match="x: expected indptr to ascend from 0 to at most"):
+            convert(x)
+
+
+def test_starts_are_as_many_as_rows_and_entries_as_many_as_indices():
+    sparse = pytest.importorskip("scipy.sparse")
+    x = sparse.csr_array(np.eye(3))
+    x.indptr = np.array([0, 3], np.int32)
+    with pytest.raises(ValueError, match="x: expected indptr to ascend from 0 to at most 3 stored entries, in 4 items"):
+        as_vector(x)
+    x = sparse.csr_array(np.eye(3))
+    x.data = x.data[:2]
+    with pytest.raises(ValueError, match="x: expected indptr to ascend from 0 to at most 2 stored entries"):
+        as_vector(x)
+    x = sparse.coo_array(np.eye(3))
+    x.data = x.data[:1]
+    with pytest.raises(ValueError, match="x: expected as many values as indices, got 1 for 3"):
+        as_vector(x)
+    x = sparse.coo_array(np.eye(3))
+    x.coords = (x.coords[0], x.coords[1][:1])
+    with pytest.raises(ValueError, match=r"x: expected as many indices in each dimension, got \[3, 1\]"):
+        as_vector(x)
+    x = sparse.lil_array(np.eye(3))
+    x.rows[1] = [0, 1, 2]
+    with pytest.raises(ValueError, match="x: expected as many values as indices in each row in lil format"):
+        as_vector(x)
+
+
+@pytest.mark.parametrize(("dimension", "size"), [(0, 3), (1, 4), (2, 5)])
+@pytest.mark.parametrize("wrong", ["size", -1, 2**29])
+def test_coordinates_that_are_out_of_range(dimension, size, wrong):
+    wrong = size if wrong == "size" else wrong
+    sparse, pydata, torch = (pytest.importorskip(name) for name in ("scipy.sparse", "sparse", "torch"))
+    shape, coords, values = (3, 4, 5), [[0, 1], [1, 2], [2, 3]], np.ones(2)
+    x, y = sparse.coo_array((values, coords), shape=shape), pydata.COO(coords, values, shape=shape)
+    z = torch.sparse_coo_tensor(coords, torch.ones(2), shape, is_coalesced=True, check_invariants=False)
+    hybrid = torch.sparse_coo_tensor(coords, torch.ones(2, 7), (*shape, 7), check_invariants=False)
+    for arrays in (x.coords, y.coords, z._indices(), hybrid._indices()):
+        arrays[dimension][1] = wrong
+    message = f"x: expected indices of at least 0 and below {size} in dimension {dimension}, got {wrong}"
+    for broken in (x, y, z, hybrid):
+        for convert in (as_vector, lambda x: sparsecoll.allreduce(None, x)):
+            with pytest.raises(ValueError, match=message):
+                convert(broken)
+
+
+@pytest.mark.parametrize("shape", [(4, 6), (2, 3, 4)])
+@pytest.mark.parametrize("axes", [(0,), (1,)])
+def test_compressed_arrays_of_pydata_that_are_broken(shape, axes):
+    sparse = pytest.importorskip("sparse")
+    x = sparse.GCXS.from_numpy(np.ones(shape), compressed_axes=axes)
+    x.indices[3] = -1
+    with pytest.raises(ValueError, match="in gcxs format, got -1"):
+        as_vector(x)
+    x.indptr[1] = 2**30
+    with pytest.raises(ValueError, match="x: expected indptr to ascend"):
+        as_vector(x)
+
+
+def test_all_ranks_raise_for_a_broken_matrix():
+    sparse = pytest.importorskip("scipy.sparse")
+
+    def program(comm):
+        x = sparse.coo_array(np.eye(3))
+        x.coords[0][1] += 5 * (comm.rank == 1)
+        with pytest.raises((ValueError, sparsecoll.CommunicationError)) as error:
+            sparsecoll.allreduce(comm, x)
+        return str(error.value), sparsecoll.allreduce(comm, np.ones(1), "dense").values.tolist()
+
+    for message, total in simulate(3, program).results:
+        assert "below 3 in dimension 0, got 6" in message and total == [3.0]
+
+
+def test_rows_in_csr_format_with_spare_room():
+    sparse = pytest.importorskip("scipy.sparse")
+    x = sparse.csr_array(np.array([0.0, 2.0, 0.0]))
+    if x.ndim != 1:
+        pytest.skip("this SciPy has no arrays of one dimension")
+    x.data, x.indices = np.append(x.data, 7.0), np.append(x.indices, 0).astype(x.indices.dtype)
+    assert as_vector(x) == SparseVector([1], np.array([2.0]), 3)
 
 
 def test_blocks_keep_their_size():

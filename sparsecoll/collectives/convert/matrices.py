@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,7 @@ import numpy as np
 
 from sparsecoll.collectives.convert.back import Back
 from sparsecoll.vector import SparseVector
-from sparsecoll.vector.coordinates import coordinates, count, flat_indices, flat_of_rows, rows_of_flat
+from sparsecoll.vector.coordinates import coordinates, count, flat_indices, flat_of_rows, rows_of_flat, used_indices
 from sparsecoll.vector.pairs import combined
 from sparsecoll.vector.scipy_arrays import to_scipy
 from sparsecoll.vector.values import native_values
@@ -48,8 +49,11 @@ def from_pydata(x: Any) -> tuple[SparseVector, Back]:
     axes = tuple(int(axis) for axis in getattr(x, "compressed_axes", None) or ())
     back = ToPydata(form, tuple(map(int, x.shape)), axes)
     if back.by_rows:
-        flat, values = flat_of_rows(x.indptr, x.indices, x.shape)[0], x.data
+        flat, values = flat_of_rows(x, x.shape)[0], x.data[: x.indptr[-1]]
     else:
+        if form == "gcxs" and x.ndim > 1:  # whose conversion does not check them
+            rows = math.prod(x.shape[axis] for axis in axes)
+            used_indices(x, rows, math.prod(size for axis, size in enumerate(x.shape) if axis not in axes))
         coo = x if form == "coo" else x.tocoo() if form == "gcxs" else x.to_coo()
         flat, values = flat_indices(coo.coords, coo.shape), coo.data
     entries = combined(flat, native_values(values), "sum")

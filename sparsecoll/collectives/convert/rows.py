@@ -13,7 +13,7 @@ import numpy as np
 from sparsecoll.collectives.convert.back import Back
 from sparsecoll.collectives.convert.tensors import tensor_of, torch_array
 from sparsecoll.vector import RowSparse
-from sparsecoll.vector.coordinates import coordinates, count
+from sparsecoll.vector.coordinates import coordinates, count, flat_indices
 from sparsecoll.vector.row_arrays import blocks_of
 
 
@@ -39,21 +39,9 @@ def _from_hybrid(x: Any) -> tuple[RowSparse, Back] | None:
     d = math.prod(shape[len(outer) :])
     if not x.dense_dim() or not outer or not d:
         return None
-    numbers = _flat(x._indices(), outer)
+    numbers = flat_indices(torch_array(x._indices()), outer)
     values = torch_array(x._values().reshape(-1, d))
     return RowSparse.from_pairs(numbers, values, count(outer)), ToHybrid(len(outer), shape)
-
-
-def _flat(indices: Any, shape: tuple[int, ...]) -> Any:
-    """Return flat indices in C order as int64; raise ValueError if one is out of range in its dimension."""
-    count(shape)
-    flat = torch_array(indices[0])
-    for row, size in zip(indices[1:], shape[1:], strict=True):
-        own = torch_array(row)
-        if own.size and not 0 <= int(own.min()) <= int(own.max()) < size:
-            raise ValueError(f"x: expected indices from 0 to {size - 1}, got {int(own.min())} to {int(own.max())}")
-        flat = flat * size + own
-    return flat
 
 
 @dataclass(frozen=True)
