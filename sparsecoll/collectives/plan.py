@@ -54,7 +54,8 @@ class Plan(Generic[T]):
                 same there. It is not altered. None, the default, where x is ignored.
 
         Raises:
-            ValueError: On every rank, if x differs from the example on some rank, or a value is not finite.
+            ValueError: On every rank, if x differs from the example on some rank, or a value is not finite. In a
+                gather, scan, exscan or alltoallv, ranks that wait for no message of that rank raise in a later one.
             CommunicationError: As in the blocking call; or the plan has been freed.
         """
         return self._transport.in_order(lambda: self._call(x))

@@ -106,6 +106,30 @@ def test_another_kind_of_x_is_refused_on_all_ranks(name, error):
     assert len(set(simulate(2, program).results)) == 1
 
 
+@pytest.mark.parametrize("name", ["gather_init", "scan_init", "exscan_init", "alltoallv_init"])
+def test_all_ranks_repeat_a_step_that_ends_with_a_call_of_all(name):
+    """As docs/reliability.md says: some ranks do not wait for the one that refuses x."""
+
+    def program(comm, failing):
+        x = case("random", comm.rank, comm.size)
+        right, wrong = (
+            (x, x[:100]) if name != "alltoallv_init" else ({(comm.rank + to) % comm.size: x} for to in (1, 2))
+        )
+        plan, steps, failed = getattr(sparsecoll, name)(comm, right), [], False
+        while len(steps) < 4:
+            try:
+                plan(wrong if len(steps) == 1 and comm.rank == failing and not failed else right)
+                sparsecoll.allreduce(comm, {0: 1})
+                steps.append(None)
+            except ValueError as error:
+                steps, failed = [*steps[:1], str(error)], True
+        return steps
+
+    for failing in range(5):
+        (steps,) = {tuple(steps) for steps in simulate(5, lambda comm, rank=failing: program(comm, rank)).results}
+        assert steps[1].startswith(f"rank {failing}: ") and steps == (None, steps[1], None, None)
+
+
 def test_other_kinds_on_all_ranks_are_refused():
     sparse = pytest.importorskip("scipy.sparse")
     x = sparse.csr_array(np.diag([1.0, 2.0, 0.0, 0.0]))
