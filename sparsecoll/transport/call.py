@@ -260,10 +260,22 @@ def _raised_error(reports: list[dict[str, Any]]) -> Exception:
             if kind in KNOWN:
                 return KNOWN[kind](f"rank {rank}: {text}")
             return CommunicationError(f"rank {rank} failed: {kind}: {text}")
-    different = _differences([report["call"] for report in reports])
+    calls = [report["call"] for report in reports]
+    different = _different_kinds(calls) or _differences(calls)
     if not different:
         different = _differences([{"calls on this communicator": report["number"]} for report in reports])
     return CommunicationError("; ".join(different) or "ranks: expected the same calls on all of them, got others")
+
+
+def _different_kinds(calls: list[dict[str, Any]]) -> list[str]:
+    """Return a text if x is of different kinds in the same call: then most of the other arguments differ, too."""
+    kinds = [
+        "a type with keys" if call.get("keyed") else "rows" if call.get("x") == "rows" else "a vector"
+        for call in calls
+        if {"keyed", "length", "n"} & call.keys()
+    ]
+    same_call = len(kinds) == len(calls) and len({call["call"] for call in calls}) == 1
+    return _differences([{"x": kind} for kind in kinds]) if same_call else []
 
 
 def _differences(calls: list[dict[str, Any]]) -> list[str]:

@@ -68,8 +68,14 @@ class Request(Generic[T]):
         Raises:
             CommunicationError: Some call has not finished within `timeout`. All continue, and they may be waited for
                 again.
+            TypeError: One of `requests` is something else.
         """
         requests = list(requests)
+        for position, request in enumerate(requests):
+            if not isinstance(request, Request):
+                raise TypeError(
+                    f"requests: expected Requests of sparsecoll, got {type(request).__name__} at position {position}"
+                )
         pending = wait([request._future for request in requests], timeout).not_done
         if pending:
             expected = f"expected all {len(requests)} to finish within {timeout} s"
@@ -119,7 +125,10 @@ def completed_future(call: Callable[[], T]) -> Future[T]:
 
 
 class Worker:
-    """One thread that executes calls in FIFO order."""
+    """One thread that executes calls in FIFO order.
+
+    When the interpreter shuts down, the queued calls are executed, and later ones, of handlers of atexit, at once.
+    """
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="sparsecoll-progress")
@@ -127,7 +136,10 @@ class Worker:
 
     def submit(self, call: Callable[[], T]) -> Future[T]:
         """Queue a call and return its future."""
-        return self._pool.submit(bind_current_stream(call))
+        try:
+            return self._pool.submit(bind_current_stream(call))
+        except RuntimeError:  # the interpreter has ended the thread
+            return completed_future(call)
 
     def in_order(self, call: Callable[[], T]) -> T:
         """Execute a blocking call after the queued ones; immediately if it is made within one of them."""

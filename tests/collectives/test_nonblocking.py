@@ -2,6 +2,8 @@
 
 import asyncio
 import inspect
+import subprocess
+import sys
 import time
 
 import numpy as np
@@ -135,3 +137,21 @@ def test_a_request_outlives_the_loop_in_which_it_was_awaited():
         return request
 
     assert asyncio.run(main()).wait().nnz == 5
+
+
+def test_waitall_takes_nothing_but_requests():
+    with pytest.raises(TypeError, match="requests: expected Requests of sparsecoll, got NoneType at position 1"):
+        Request.waitall([sparsecoll.iallreduce(LocalTransport(), {0: 1}), None])
+
+
+def test_handlers_of_atexit_make_calls_at_once():
+    """The thread of nonblocking calls has ended by then."""
+    program = """
+import atexit
+from sparsecoll.transport.progress import Worker
+worker = Worker()
+atexit.register(lambda: print(worker.in_order(lambda: "blocking"), worker.submit(lambda: "in order").result()))
+worker.submit(lambda: print("queued"))
+"""
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert result.stdout.split("\n")[:2] == ["queued", "blocking in order"]

@@ -185,3 +185,15 @@ def test_values_beyond_half_precision_and_infinities():
     assert np.isinf(simulate(3, lambda comm: program(comm, np.inf)).results[0]).all()
     with pytest.raises(ValueError, match="in row 2"):
         simulate(3, lambda c: sparsecoll.allreduce(c, RowSparse([2], np.full((1, 2), np.inf, np.float32), 9)))
+
+
+def test_rows_on_some_ranks_alone():
+    def program(comm):
+        x = rows_of(comm.rank)
+        text = "^x: expected the same value on all ranks, got 'rows' on ranks 0, 2, 'a vector' on rank 1$"
+        for call in (sparsecoll.allreduce, sparsecoll.allgather):
+            with pytest.raises(sparsecoll.CommunicationError, match=text):
+                call(comm, x if comm.rank != 1 else sparsecoll.SparseVector([1], np.ones(1), 3))
+        return sparsecoll.allreduce(comm, x).nnz
+
+    assert len(set(simulate(3, program).results)) == 1

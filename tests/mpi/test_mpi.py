@@ -143,6 +143,19 @@ def test_duplicate_is_cached_and_freed_with_the_users_communicator(comm, mpi):
     gc.collect()
 
 
+def test_a_plan_ends_with_its_communicator(comm):
+    if comm.size == 1:
+        pytest.skip("one rank sends nothing")
+    mine, x = comm.Dup(), case("random", comm.rank, comm.size)
+    plan = sparsecoll.allreduce_init(mine, x)
+    plan.start(x)
+    plan.wait()
+    mine.Free()
+    for call in (plan, lambda x: plan.start(x).wait()):
+        with pytest.raises(CommunicationError, match="communicator is out of use since it was freed"):
+            call(x)
+
+
 def test_sub_communicators_work_apart(comm):
     half = comm.Split(comm.rank % 2, comm.rank)
     y = sparsecoll.allreduce(half, SparseVector([comm.rank], np.ones(1), comm.size))

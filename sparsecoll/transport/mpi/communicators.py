@@ -86,10 +86,12 @@ def _free(comm: MPI.Comm, keyval: int, transport: MpiTransport | _Abandoned) -> 
         return
     if transport.worker is not None:
         transport.worker.close()
+        transport.worker = None
     # The duplicate of a broken one is kept: a new communicator would receive the messages left in it.
     if not MPI.Is_finalized() and not transport.broken:
         transport.native_sum.free()
         transport.comm.Free()
+    transport.close()
 
 
 def shrink(comm: MPI.Intracomm) -> MPI.Intracomm:

@@ -250,6 +250,11 @@ class MpiTransport(Transport):
         with contextlib.suppress(MPI.Exception):
             self._send_to_all(report, REVOKE_TAG)
 
+    def close(self) -> None:
+        """Refuse later calls, such as those of plans: the user's communicator has been freed."""
+        self.broken = self.broken or "it was freed, which ends its plans, too"
+        self._revoked = True  # the others are told nothing: they have freed it as well
+
     def _send_to_all(self, report: Buffer, tag: int) -> None:
         for peer in range(self.size):
             if peer != self.rank:
