@@ -21,8 +21,9 @@ from sparsecoll.transport.network import Tuning
 
 T = TypeVar("T")
 
-ERROR_TAG, REVOKE_TAG = 0, 1  # the tags of reports, see `sparsecoll.transport.call`
-FIRST_TAG = 2  # the lowest tag of a message
+PHASES = 4  # messages of calls that follow each other never have the same tag
+ERROR_TAG, REVOKE_TAG = 0, PHASES  # the tags of reports, see `sparsecoll.transport.call`; over MPI one for each phase
+FIRST_TAG = REVOKE_TAG + 1  # the lowest tag of a message
 TAGS = 16383  # tags are below this: MPI's tag has one bit more, and every MPI has 32,767 tags
 
 

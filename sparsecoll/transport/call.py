@@ -25,11 +25,10 @@ import numpy as np
 from sparsecoll.errors import CommunicationError, NonFiniteError
 from sparsecoll.formats import Buffer
 from sparsecoll.transport import usable
-from sparsecoll.transport.base import FIRST_TAG, TAGS, CallMismatch, Transport
+from sparsecoll.transport.base import FIRST_TAG, PHASES, TAGS, CallMismatch, Transport
 from sparsecoll.transport.collectives import allgather, allgatherv, node_members
 from sparsecoll.transport.waiting import check_environment
 
-PHASES = 4  # messages of calls that follow each other never have the same tag
 NUMBERS = (TAGS - FIRST_TAG) // PHASES  # tags of a phase: by name before the ranks agree, by name with check=False,
 NAMES = 509  # (a prime that gives each name in use a number of its own)
 KEPT = NUMBERS - 2 * NAMES  # and one for each list of arguments that the ranks have agreed on

@@ -1,5 +1,7 @@
 """Dense sums by MPI's own allreduce: the same bits on all ranks, with the same failures as any other call."""
 
+import time
+
 import numpy as np
 import pytest
 from cases import same_bits
@@ -87,3 +89,27 @@ def test_nan_and_sums_that_differ_are_left_to_the_librarys_own(own, monkeypatch)
     monkeypatch.setattr(as_transport(own).native_sum, "_is_same", lambda *_: False)
     y = sparsecoll.allreduce(own, np.ones(9, np.float32), Dense(native=True), return_reduction=True)
     assert y.value.values[0] == own.size and (y.traffic.phases["split"].messages_sent if own.size > 1 else True)
+
+
+def test_a_rank_that_fails_in_the_next_call_does_not_take_the_others_out_of_this_one(own, monkeypatch):
+    """The last rank is still in MPI_Iallreduce when the report of the next call comes."""
+
+    class Late:
+        def __init__(self, request):
+            self.request, self.end = request, time.monotonic() + 0.5
+
+        def Test(self):
+            return time.monotonic() > self.end and self.request.Test()
+
+    x, native_sum = np.ones(LENGTH, np.float32), type(as_transport(own).native_sum)
+    wait = native_sum._wait
+    for _ in range(2):
+        sparsecoll.allreduce(own, x, Dense(native=True))
+    if own.rank == own.size - 1:
+        monkeypatch.setattr(native_sum, "_wait", lambda self, request: wait(self, Late(request)))
+    y = sparsecoll.allreduce(own, x, Dense(native=True))
+    monkeypatch.undo()
+    assert y.values[0] == own.size
+    with pytest.raises(ValueError, match="rank 0: x: expected finite values"):
+        sparsecoll.allreduce(own, x * np.nan if own.rank == 0 else x, Dense(native=True))
+    assert sparsecoll.allreduce(own, x, Dense(native=True)).values[0] == own.size

@@ -10,7 +10,7 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 
 from sparsecoll.kernels.memory import empty
-from sparsecoll.transport.base import ERROR_TAG, REVOKE_TAG, CallMismatch
+from sparsecoll.transport.base import CallMismatch
 from sparsecoll.transport.collectives import allgather
 from sparsecoll.transport.mpi.waiting import POLLS, SPINS, Waiter
 
@@ -24,8 +24,9 @@ class NativeSum:
     """Sums arrays over the ranks by MPI_Iallreduce on a communicator of its own.
 
     All ranks enter it only after each has had a message of this call from every other one, so that MPI never combines
-    the arrays of different calls. A rank that waits looks for reports of errors. A reduction that it leaves because of
-    one is never finished, and neither is its communicator used again: the next sum duplicates another one.
+    the arrays of different calls. A rank that waits looks for reports of errors in this call. A reduction that it
+    leaves because of one is never finished, and neither is its communicator used again: the next sum duplicates another
+    one.
 
     Args:
         transport: the ranks.
@@ -102,7 +103,7 @@ class NativeSum:
             waiter = waiter or transport.waiter(lambda: "waits in MPI_Iallreduce for the other ranks")
             if transport.pause(waiter, lambda: True):  # only polls move it on
                 spins = POLLS - 1
-                if any(transport.comm.Iprobe(MPI.ANY_SOURCE, 2 * tag) for tag in (ERROR_TAG, REVOKE_TAG)):
+                if transport.reported():
                     raise CallMismatch("a rank has failed")
 
     def free(self) -> None:

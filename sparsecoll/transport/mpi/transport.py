@@ -15,7 +15,7 @@ from sparsecoll.errors import CommunicationError
 from sparsecoll.formats import Buffer
 from sparsecoll.kernels.memory import on_gpu
 from sparsecoll.telemetry.trace import span
-from sparsecoll.transport.base import ERROR_TAG, REVOKE_TAG, Transport
+from sparsecoll.transport.base import ERROR_TAG, FIRST_TAG, PHASES, REVOKE_TAG, Transport
 from sparsecoll.transport.mpi import info
 from sparsecoll.transport.mpi.allreduce import NativeSum
 from sparsecoll.transport.mpi.connections import Connections
@@ -214,7 +214,7 @@ class MpiTransport(Transport):
 
     def exchange_errors(self, report: Buffer, error: Exception | None = None) -> list[Buffer | None]:
         self._check()
-        self._send_to_all(report, ERROR_TAG)
+        self._send_to_all(report, ERROR_TAG + self.calls % PHASES)
         channels: dict[int, IncomingMessage] = {}
         for source, queue in enumerate(self.expected):  # the first chunks of a message may be here
             channels[source] = queue[0].incoming if queue else IncomingMessage(self, source)
@@ -231,7 +231,7 @@ class MpiTransport(Transport):
                 except MPI.Exception as failed:
                     raise self.lost(f"receiving from rank {source}", failed) from failed
                 arrived = True
-                if incoming.tag not in (ERROR_TAG, REVOKE_TAG):
+                if incoming.tag >= FIRST_TAG:
                     channels[source] = IncomingMessage(self, source)
                     continue
                 reports[source] = incoming.joined()
@@ -242,6 +242,14 @@ class MpiTransport(Transport):
                 self.pause(waiter)
         self.waitall()
         return reports
+
+    def reported(self) -> bool:
+        """Return whether there is a report of an error in this call, or of a communicator that is broken.
+
+        One of the next calls is not for this call, which its sender has finished.
+        """
+        tags = (REVOKE_TAG, *(ERROR_TAG + (self.calls - back) % PHASES for back in (0, 1)))
+        return any(self.comm.Iprobe(MPI.ANY_SOURCE, 2 * tag) for tag in tags)
 
     def revoke(self, report: Buffer) -> None:
         if self._revoked:
