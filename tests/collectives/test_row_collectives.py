@@ -83,7 +83,7 @@ def test_gathers_and_broadcasts():
         (
             lambda c: sparsecoll.allreduce(c, rows_of(0) if c.rank else SparseVector([1], np.ones(1), 9)),
             CommunicationError,
-            "length: expected the same value on all ranks",
+            "x: expected the same value on all ranks, got 'a vector' on rank 0",
         ),
     ],
 )
