@@ -143,7 +143,7 @@ def test_duplicate_is_cached_and_freed_with_the_users_communicator(comm, mpi):
     gc.collect()
 
 
-def test_a_plan_ends_with_its_communicator(comm):
+def test_a_plan_ends_with_its_communicator(comm, mpi):
     if comm.size == 1:
         pytest.skip("one rank sends nothing")
     mine, x = comm.Dup(), case("random", comm.rank, comm.size)
