@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from sparsecoll.transport import LocalTransport, Transport, as_transport, is_world, launcher
+from sparsecoll.transport import LocalTransport, Transport, as_transport, is_alone, launcher
 from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.transport.collectives import allgather
 from sparsecoll.transport.progress import completed_future
@@ -26,7 +26,7 @@ def communicator(comm: Any) -> Transport:
             own. `comm` is None, or the same world given explicitly.
     """
     transport = as_transport(comm)
-    if comm is not None and transport.size == 1 and (isinstance(transport, LocalTransport) or is_world(comm)):
+    if comm is not None and transport.size == 1 and (isinstance(transport, LocalTransport) or is_alone(comm)):
         launcher.refuse_one_rank()
     return transport
 

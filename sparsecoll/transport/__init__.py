@@ -25,7 +25,7 @@ __all__ = [
     "Transport",
     "as_transport",
     "default_comm",
-    "is_world",
+    "is_alone",
     "shrink",
     "simulate",
     "traffic",
@@ -49,8 +49,8 @@ def as_transport(comm: Any, timeout: Any = None) -> Transport:
     Raises:
         TypeError: `comm` is none of these.
         ValueError: This process is not in the group, the group was destroyed, or the mesh has several dimensions.
-        RuntimeError: `comm` is None and stands for one rank, but a launcher has started several processes; or it is a
-            COMM_WORLD of one rank beside a process group of several.
+        RuntimeError: `comm` is None and stands for one rank, but a launcher has started several processes; or it is of
+            an MPI that knows of one process, beside a process group of several, and not MPI.COMM_SELF.
         CommunicationError: Not all ranks made their first call within the timeout.
     """
     if isinstance(comm, Transport):
@@ -66,7 +66,7 @@ def as_transport(comm: Any, timeout: Any = None) -> Transport:
         from sparsecoll.transport.mpi import mpi_transport
 
         transport = mpi_transport(comm, timeout if usable(timeout) else None)
-        if transport.size == 1 and is_world(comm):
+        if transport.size == 1 and is_alone(comm):
             _refuse_beside_group()
         return transport
     if is_group(comm):
@@ -134,13 +134,13 @@ def _is_mpi4py(comm: Any) -> bool:
     return kind.__module__ == "mpi4py.MPI" or any(base.__module__.startswith("mpi4py") for base in kind.__mro__)
 
 
-def is_world(comm: Any) -> bool:
-    """Return whether a communicator is MPI.COMM_WORLD."""
+def is_alone(comm: Any) -> bool:
+    """Return whether a communicator is of an MPI that knows of one process, except MPI.COMM_SELF, which says so."""
     if not _is_mpi4py(comm):
         return False
     from sparsecoll.transport.mpi import world
 
-    return bool(comm == world())
+    return bool(world().Get_size() == 1 and comm != world(self=True))
 
 
 def _refuse_beside_group() -> None:
@@ -148,9 +148,9 @@ def _refuse_beside_group() -> None:
     group = default_group()
     if group is not None and group.size() > 1:
         raise RuntimeError(
-            f"comm: expected the {group.size()} ranks of torch.distributed, got MPI.COMM_WORLD, which has one: each"
-            " process would work on its own. Pass the process group, or None for the default one, or comm=MPI.COMM_SELF"
-            " if that is what you want"
+            f"comm: expected the {group.size()} ranks of torch.distributed, got one of an MPI that knows of"
+            " one: each process would work on its own. Pass the process group, or None for the default one, or"
+            " comm=MPI.COMM_SELF if that is what you want"
         )
 
 

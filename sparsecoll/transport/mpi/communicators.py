@@ -106,6 +106,6 @@ def shrink(comm: MPI.Intracomm) -> MPI.Intracomm:
         raise CommunicationError(f"shrink: this MPI cannot go on without lost ranks: {error}") from error
 
 
-def world() -> MPI.Intracomm:
-    """Return MPI.COMM_WORLD."""
-    return MPI.COMM_WORLD
+def world(self: bool = False) -> MPI.Intracomm:
+    """Return MPI.COMM_WORLD, or MPI.COMM_SELF."""
+    return MPI.COMM_SELF if self else MPI.COMM_WORLD
