@@ -78,9 +78,9 @@ class Buffers:
         modules = _buffers_by_module(self._model)
         if self.replaced or len(modules) != len(self._marked):
             self._told, self._differ = [False] * len(modules), [True] * len(modules)
-            self._copies = [{} for _ in modules]
+            self._copies, self._versions = [{} for _ in modules], [[] for _ in modules]
         for i, own in enumerate(modules):
-            if self._differ[i]:
+            if self._differ[i] or _versions(own) != self._versions[i]:  # which a broadcast has raised
                 self._copies[i] = {} if self._told[i] else _copies(own)
         self._marked, self._versions = modules, [_versions(own) for own in modules]
         self._told = self._differ = [False] * len(modules)

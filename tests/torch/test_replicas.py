@@ -78,6 +78,25 @@ def test_buffers_that_were_converted_or_added_after_wrapping_are_kept_the_same()
     assert all(other == first for other in others)
 
 
+def test_buffers_that_nobody_has_changed_are_not_sent_again():
+    """Neither after the start, nor after one rank has changed one."""
+
+    def program(comm):
+        model = net()
+        model.register_buffer("spare", torch.full((5,), float(comm.rank)))
+        optimizer = wrapped(model, comm)
+        sent = [optimizer.traffic.phases["broadcast"].messages_received]
+        for step in range(4):
+            if step == 2 and comm.rank == 1:
+                model.spare.data += 1
+            train(comm, model, optimizer, [step])
+            sent.append(optimizer.traffic.phases["broadcast"].messages_received)
+        return sent, model.spare.tolist()
+
+    for sent, values in simulate(3, program).results[1:]:
+        assert sent[0] == sent[1] == sent[2] < sent[3] == sent[4] and values == [0.0] * 5
+
+
 @pytest.mark.parametrize(
     ("made", "error", "text"),
     [
