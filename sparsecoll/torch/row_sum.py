@@ -18,6 +18,7 @@ from sparsecoll.errors import NonFiniteError
 from sparsecoll.residual import RowResidual
 from sparsecoll.telemetry.trace import span
 from sparsecoll.torch.compressors import Compressor, StepContext
+from sparsecoll.torch.compressors.base import overflowed
 from sparsecoll.torch.compressors.rates import Rates
 from sparsecoll.torch.compressors.versions import Versions
 from sparsecoll.torch.device import CPU, Array
@@ -85,7 +86,7 @@ class RowSum(Compressor):
         if self.finite and acc._first_not_finite() is not None:
             raise NonFiniteError(f"gradient of {name!r}: expected finite values, got NaN or infinity")
         if self._densities is None:
-            return acc._divide(self.size) if self._sends_parts else acc
+            return _overflowed(acc._divide(self.size)) if self._sends_parts else acc
         with as_row_density():
             return acc.topk(self._densities.k(acc.n, self.context.step, name))
 
@@ -94,9 +95,9 @@ class RowSum(Compressor):
             options = CallOptions(value_dtype=self.value_dtype, timeout=self.timeout, nonfinite="pass")
             found = allreduce_rows(call, message, Back(), "auto", options, self.keeps_gradient)
         reduction: Reduction = found if self.keeps_gradient else Reduction(found, found)
-        total = reduction.value
+        total: Any = reduction.value
         if self._sends_parts:
-            reduction.value = total.with_values(total.values * total.dtype.type(self.size))
+            reduction.value = total.with_values(_overflowed(total).values * total.dtype.type(self.size))
         return reduction
 
     def update(self, out: Any, message: Any, reduced: RowSparse) -> None:
@@ -179,6 +180,11 @@ class RowSum(Compressor):
     def load_state(self, saved: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
         for t in saved.get("residual", {}).values():
             self._residual = Versions(rows_of(t, self.layout.dtype))
+
+
+def _overflowed(rows: RowSparse) -> RowSparse:
+    """Return rows whose values beyond the range of float16 are infinite, see `overflowed`."""
+    return rows.with_values(overflowed(rows.values.flatten()).reshape(rows.values.shape))
 
 
 def rows_of(t: torch.Tensor, dtype: np.dtype[Any]) -> RowSparse:

@@ -286,3 +286,16 @@ def test_no_memory_of_the_tables_size(way):
 
     more, size, received = simulate(2, program).results[0]
     assert more < size / 4 and received < size * 1.5  # the table, at the start, and some rows
+
+
+def test_fp16_tells_a_scaler_of_rows_beyond_its_range():
+    def program(comm):
+        table = torch.nn.Embedding(6, 2, sparse=True)
+        optimizer = DistributedOptimizer(torch.optim.SGD(table.parameters(), 0.0), table, comm, "fp16")
+        scales = torch.tensor([1.0, 6e4, 1e6 if comm.rank == 0 else -9e5])
+        (table(torch.tensor([0, 2, 3])) * scales[:, None]).sum().backward()
+        optimizer.step()
+        return table.weight.grad.to_dense()[[0, 2, 3], 0].tolist()
+
+    for small, near, beyond in simulate(2, program).results:
+        assert small == 1.0 and near == np.float16(6e4) and not np.isfinite(beyond)

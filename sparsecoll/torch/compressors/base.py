@@ -15,6 +15,7 @@ from sparsecoll.algorithms.dense import Dense
 from sparsecoll.collectives.allreduce import allreduce_vectors
 from sparsecoll.collectives.options import CallOptions
 from sparsecoll.errors import NonFiniteError
+from sparsecoll.kernels import kernels_of
 from sparsecoll.residual import LazyAccumulator
 from sparsecoll.select import Vector
 from sparsecoll.telemetry.trace import span
@@ -304,6 +305,15 @@ class ErrorFeedback(Compressor):
 
     def state(self) -> dict[str, dict[str, torch.Tensor]]:
         return {"residual": self.layout.by_name(self._residual.base)} if self.keeps_gradient else {}
+
+
+def overflowed(values: Array) -> Array:
+    """Make values infinite, in place, that are sent as the largest one of float16, or were received as such."""
+    largest = values.dtype.type(np.finfo(np.float16).max)
+    if values.size and kernels_of(values).key_range(values)[1] >= int(largest.view(f"u{values.dtype.itemsize}")):
+        beyond = abs(values) >= largest
+        values[beyond] = np.copysign(np.inf, values[beyond])
+    return values
 
 
 def write_mean(out: Array, value: Vector, size: int) -> None:

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 
 from sparsecoll.algorithms import Reduction
-from sparsecoll.kernels import kernels_of
-from sparsecoll.torch.compressors.base import Compressor, write_mean
+from sparsecoll.torch.compressors.base import Compressor, overflowed, write_mean
 from sparsecoll.torch.device import Array
 from sparsecoll.transport import Transport
 from sparsecoll.vector import DenseVector
@@ -45,13 +44,7 @@ class FP16(Compressor):
         return self._overflowed(np.divide(gradient if source is None else source, self.size, out=gradient))
 
     def _overflowed(self, values: Array) -> Array:
-        """Make values infinite that would be sent as the largest one of float16."""
-        if self.value_dtype == "float16" and values.size:
-            largest = values.dtype.type(np.finfo(np.float16).max)
-            if kernels_of(values).key_range(values)[1] >= int(largest.view(f"u{values.dtype.itemsize}")):
-                beyond = abs(values) >= largest
-                values[beyond] = np.copysign(np.inf, values[beyond])
-        return values
+        return overflowed(values) if self.value_dtype == "float16" else values
 
     def compress(self, acc: Array) -> DenseVector:
         return DenseVector(acc)
