@@ -34,7 +34,7 @@ from sparsecoll.transport.call import AGREEMENT_BYTES
 from sparsecoll.transport.channel import Channel
 
 CHOICES = [name for name in costmodel.CHOICES if name != "oktopk"]  # which gives the top k of the sum
-FEWEST, MOST = 3, 199  # timed calls of each
+FEWEST, MOST = 5, 199  # timed calls of each
 FACTOR, NEAR, MPI_NEAR, MODEL = 1.05, 20e-6, 50e-6, 0.2  # the goals, and how far a prediction may be off
 
 
@@ -74,11 +74,18 @@ def points(comm: Any, lengths: list[int], densities: list[float], seconds: float
             if early is not None and early.size > AGREEMENT_BYTES:  # entries are sent with the arguments
                 predicted["allgather"] -= costmodel.agreement(transport.size, tuning)
             calls = [(_allreduce(comm, costmodel.CHOICES[name](), form), entries) for name in predicted]
-            calls += [(_allreduce(comm, Auto()), entries), (_mpi_allreduce(comm, n), AsDense(entries))]
+            auto = Auto()
+            calls += [(_allreduce(comm, auto), entries), (_mpi_allreduce(comm, n), AsDense(entries))]
             each = seconds / len(calls) / 2  # a timed call comes after one that is not
             once = in_turns(transport, calls, repeat=1, warm=0)
             repeats = [min(max(round(each / took), FEWEST), MOST) for took in once]
-            yield _row(shape, density, predicted, times_in_turns(transport, calls, repeats, warm=1))
+            times = times_in_turns(transport, calls, repeats, warm=1)
+            yield _row(shape, density, predicted, times) | {"auto takes": _taken(auto)}
+
+
+def _taken(auto: Auto) -> str:
+    """Return what `auto` has chosen; it stores no choice of calls whose entries are sent with the arguments."""
+    return " ".join(sorted({name for *_, name in auto.state_dict()["chosen"]})) or "allgather"
 
 
 def _row(shape: costmodel.Shape, density: float, predicted: dict[str, float], times: list[Any]) -> Row:

@@ -19,7 +19,7 @@ from sparsecoll.vector import SparseVector
 
 COO = Coo()
 SMALL_NNZ = 32  # up to so many entries, formats other than coo and packed would save a few bytes at most
-SAMPLES, SAMPLE_NNZ = 8, 128  # number of runs of entries, and entries per run, by which DenseStream is judged
+SAMPLES = 512  # number of pairs of neighbouring entries by which DenseStream is judged
 
 
 @dataclass(frozen=True)
@@ -87,11 +87,9 @@ class Auto(Chooser):
     @staticmethod
     def _hopeless(form: Format, x: SparseVector, wire: WireDtype, best: int) -> bool:
         """Return whether a sample predicts that DenseStream, the slowest to plan, is 10 % larger than the best."""
-        if not isinstance(form, DenseStream) or x.nnz <= 2 * SAMPLES * SAMPLE_NNZ:
+        if not isinstance(form, DenseStream) or x.nnz <= 2 * SAMPLES:
             return False
-        starts = [(x.nnz - SAMPLE_NNZ) * i // (SAMPLES - 1) for i in range(SAMPLES)]
-        sample = SparseVector.concatenate([x._slice_entries(a, a + SAMPLE_NNZ) for a in starts])
-        return form.plan(sample, wire).size * x.nnz > 1.1 * best * SAMPLES * SAMPLE_NNZ
+        return form.estimate(x, wire, SAMPLES) > 1.1 * best
 
     def sparse(self) -> Format:
         return choosing(self.beta, ("coo", "packed"))

@@ -57,6 +57,19 @@ def test_size_lies_between_the_bounds_of_equation_3():
         assert body(together) / 1000 * x.nnz < body(x) <= (2 * 4 + 4) * x.nnz
 
 
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_the_size_that_a_sample_of_neighbours_suggests_is_near_that_of_the_plan(dtype):
+    rng, wire = np.random.default_rng(2), wire_dtype(np.dtype(dtype), None)
+    for length in (10**6, 2**40):
+        for share in (0.003, 0.1, 0.6):
+            spread = vector(np.flatnonzero(rng.random(10**6) < share), dtype, length)
+            runs = vector(np.flatnonzero(np.repeat(rng.random(10**4) < share, 100)), dtype, length)
+            for x in (spread, runs):
+                assert FORM.estimate(x, wire, 512) == pytest.approx(FORM.size(x), rel=0.1)
+    few = vector([3, 5], dtype)
+    assert FORM.estimate(few, wire, 512) == FORM.size(few)
+
+
 def test_zeros_inside_blocks_carry_their_true_values_at_no_cost():
     rng = np.random.default_rng(1)
     dense = rng.standard_normal(20_000).astype(np.float32)

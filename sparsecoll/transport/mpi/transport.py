@@ -123,7 +123,7 @@ class MpiTransport(Transport):
     def _check(self) -> None:
         if self.broken:
             raise CommunicationError(
-                f"communicator is out of use since {self.broken}; go on with a new one, such as comm.Dup()"
+                f"communicator is out of use since {self.broken}; go on with a new one, such as MPI.COMM_WORLD.Dup()"
             )
 
     # -- sending
