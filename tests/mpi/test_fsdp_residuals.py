@@ -53,6 +53,29 @@ def test_nothing_is_lost(comm, nodes):
 
 
 @LAYOUTS
+def test_gradients_are_accumulated_also_where_a_part_of_the_mean_is_zero(comm, nodes):
+    """The first outputs have all the large gradients, so that nothing is sent of what other ranks have."""
+
+    class Uneven(Linear):
+        def forward(self, x):
+            return super().forward(x) * 1e-3 + self.a(x)[:, 0].sum()
+
+    model, reductions = attached(nodes, sparsecoll.torch.compressors.TopK(0.02), Uneven())
+    optimizer = torch.optim.SGD(model.parameters(), 1.0, foreach=True)
+    before = whole(model.parameters())
+    for step in range(4):
+        model(batch(comm.rank, step)[0]).backward()
+        if step % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    model(batch(comm.rank, 4)[0]).backward()
+    optimizer.zero_grad(set_to_none=False)  # in place of step
+    model(batch(comm.rank, 5)[0]).backward()
+    optimizer.step()
+    conserved(model, reductions, [0, 1, 2, 3, 5], before, Uneven())
+
+
+@LAYOUTS
 def test_layers_that_are_frozen_or_unused(comm, nodes):
     """An unused layer has zeros as its gradient, and so it is sent what waits in its residual."""
     model, reductions = attached(nodes, sparsecoll.torch.compressors.TopK(0.1), Linear())

@@ -19,7 +19,7 @@ from sparsecoll.errors import CommunicationError, NonFiniteError
 from sparsecoll.torch.backward import after_callbacks, at_end_of_backward
 from sparsecoll.torch.bucket import Bucket
 from sparsecoll.torch.buckets import Buckets
-from sparsecoll.torch.calls import collective
+from sparsecoll.torch.calls import collective, mean_of
 from sparsecoll.torch.compressors import Compressor
 from sparsecoll.torch.fsdp.checkpoint import Checkpoint
 from sparsecoll.torch.fsdp.groups import Group, ReduceScatter, Shard
@@ -183,11 +183,16 @@ class ShardedReductions:
         if [layout.names for layout in self._layouts()] != [bucket.layout.names for bucket, _ in self._buckets]:
             self._bind()  # parameters were frozen or unfrozen
 
+    @property
+    def _updated(self) -> bool:
+        """Whether parameters have changed since the last reduction."""
+        return self._marks != [shard.param._version for shard in self._shards]
+
     def _settle(self) -> None:
-        """Commit if parameters have changed, roll back if gradients were thrown away; else they are accumulated."""
-        if self._marks != [shard.param._version for shard in self._shards]:
+        """Commit if parameters have changed, roll back if gradients were thrown away; else they add up. Collective."""
+        if self._updated:
             self._commit()
-        elif all(_gone(shard.param.grad) for shard in self._shards):
+        elif self._thrown_away():
             self.discard()
             if not self._warned and self._scaler is None and self._transport.rank == self._node.rank == 0:
                 self._warned = True
@@ -195,6 +200,14 @@ class ShardedReductions:
                     "gradients were thrown away without a step of an optimizer, so residuals are as they were before"
                     " it. If your loop has updated the parameters by itself, do that in place, not by way of p.data"
                 )
+
+    def _thrown_away(self) -> bool:
+        """Return whether gradients are None or zero on all ranks that share the parameters. Collective.
+
+        A rank alone cannot tell: its part may be empty, or no entry that was sent lies in it.
+        """
+        here = all(_gone(shard.param.grad) for shard in self._shards)
+        return mean_of(self._node, float(here), self._replica.patience) == 1.0
 
     def _end(self) -> None:
         """At the end of back-propagation: accept the reductions if they have succeeded on all ranks."""
@@ -308,8 +321,8 @@ class ShardedReductions:
             raise RuntimeError(
                 "state_dict: expected a call after back-propagation, got one while gradients are reduced"
             )
-        if self._pending:
-            self._settle()
+        if self._pending and self._updated:
+            self._commit()
         return self._checkpoint.saved(self._buckets.state_dict(), self._shards)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
