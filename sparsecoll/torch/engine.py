@@ -244,8 +244,11 @@ class Engine:
         If it has divided gradients by its scale already, it has looked at this rank's own: let it know of all ranks'.
         """
         scale, own = self._reducer.scale, scaler._per_optimizer_states[id(optimizer)]
+        means = self._reduced and not self._dirty
+        if means and not self.closed:
+            self._check_scale(scaler)
         scale.scaler = scaler
-        if self.closed or (self._reduced and not self._dirty):
+        if means or self.closed:
             return
         if own["stage"] is not torch.amp.grad_scaler.OptState.UNSCALED:
             self.ensure_means()
@@ -255,6 +258,20 @@ class Engine:
         local = float(sum(value.item() for value in found.values()))
         anywhere = mean_of(self.transport, local, self._replica.patience)
         found[torch.device("cpu")] = torch.tensor(float(anywhere > 0))
+
+    def _check_scale(self, scaler: torch.amp.GradScaler) -> None:
+        """Raise if residuals got gradients that were divided by another scale than that of the scaler that steps."""
+        scale, used = self._reducer.scale, self._reducer.scale.scale
+        if scale.fits(scaler) or not self._reducer.has_residuals:
+            return
+        scale.scaler = scaler
+        self.discard()
+        raise RuntimeError(
+            f"GradScaler: expected one whose scale is {used:g}, by which gradients were divided before they were added"
+            f" to residuals, got one of {scaler.get_scale():g}: this step cannot be taken. After zero_grad() and"
+            " update() of the scaler, the next one is right. If a state was loaded, load the scaler's, too, or set"
+            " state_dict['sparsecoll']['scale'] to the scale of the loop before you load it"
+        )
 
     @contextlib.contextmanager
     def stepping(self) -> Iterator[None]:
@@ -315,15 +332,15 @@ class Engine:
     # -- saved state
 
     def state_dict(self) -> dict[str, Any]:
-        """See `Buckets.state_dict`; refused while gradients are sent."""
+        """See `Buckets.state_dict`, with the scale of gradients; refused while they are sent."""
         if self._reducer.under_way:
             raise RuntimeError("state_dict: expected a call after back-propagation, got one while gradients are sent")
-        return self._reducer.buckets.state_dict()
+        return {**self._reducer.buckets.state_dict(), "scale": self._reducer.scale.now}
 
     def load_state_dict(self, state: Mapping[str, Any] | None, load: Callable[[], None]) -> None:
         """See `Buckets.load_state_dict`. Collective."""
         self._reducer.buckets.load_state_dict(lambda: state, load)
-        self._reducer.loaded()
+        self._reducer.loaded(None if state is None else state.get("scale", 1.0))
         self.discard()
 
 

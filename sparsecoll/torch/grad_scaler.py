@@ -20,23 +20,33 @@ class LossScale:
 
     Attributes:
         scaler: the torch.amp.GradScaler that has scaled the loss, once it is known.
-        unscaled: whether it has divided the gradients by its scale.
+        saved: the scale with which a state was loaded, until the scaler is known; None before the first step, as long
+            as residuals hold nothing.
+        unscaled: whether the scaler has divided the gradients by its scale.
         scale: of the gradients of the reduction under way.
     """
 
     def __init__(self) -> None:
         self.scaler: torch.amp.GradScaler | None = None
+        self.saved: float | None = None
         self.unscaled = False
         self.scale = 1.0
 
     @property
     def now(self) -> float:
         """The scaler's scale."""
-        return 1.0 if self.scaler is None else float(self.scaler.get_scale())
+        if self.scaler is not None:
+            return float(self.scaler.get_scale())
+        return 1.0 if self.saved is None else self.saved
 
     def begin(self, unscaled: bool) -> None:
         """Note the scale of the gradients of a new reduction."""
         self.unscaled, self.scale = unscaled, 1.0 if unscaled else self.now
+
+    def fits(self, scaler: torch.amp.GradScaler) -> bool:
+        """Return whether residuals got gradients without the scale of a scaler, or can still be divided by it."""
+        first = self.scaler is None and self.saved is None
+        return first or scaler is self.scaler or self.scale == scaler.get_scale()
 
     def of(self, compressor: Compressor) -> float:
         """Return what gradients are divided by before they are added to a residual, which is kept unscaled."""
@@ -45,7 +55,12 @@ class LossScale:
     @property
     def was_unknown(self) -> bool:
         """Whether gradients were reduced with the scale in them, since the scaler was found only at the step."""
-        return self.scaler is not None and self.scale == 1.0 and not self.unscaled
+        return self.saved is None and self.scaler is not None and self.scale == 1.0 and not self.unscaled
+
+    def stepped(self) -> None:
+        """The optimizer has stepped."""
+        self.unscaled = False
+        self.saved = 1.0 if self.saved is None else self.saved
 
 
 class Scaling:

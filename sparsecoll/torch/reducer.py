@@ -46,6 +46,11 @@ class Reducer:
         self._end()
 
     @property
+    def has_residuals(self) -> bool:
+        """Whether a bucket has a residual."""
+        return any(compressor.keeps_gradient for _, compressor in self.buckets)
+
+    @property
     def under_way(self) -> bool:
         """Whether gradients were sent, which `discard` has not thrown away since."""
         return self._sender.begun and not self._broken_off
@@ -222,9 +227,10 @@ class Reducer:
         if self.scale.was_unknown:
             for _, compressor in self.buckets:
                 compressor.rescale(1 / self.scale.now)
+        self.scale.stepped()
         self.buckets.commit()
         self._means.clear()
-        self._opened = self.scale.unscaled = False
+        self._opened = False
         self._profiler.stepped()
 
     def discard(self) -> None:
@@ -235,8 +241,13 @@ class Reducer:
         self._means.clear()
         self._opened = self.scale.unscaled = False
 
-    def loaded(self) -> None:
-        """The buckets' state was loaded: make them as they were when it was saved. Collective."""
+    def loaded(self, scale: float | None) -> None:
+        """The buckets' state was loaded: make them as they were when it was saved. Collective.
+
+        Args:
+            scale: of the gradients, when it was saved; None if it is empty.
+        """
+        self.scale.saved = scale
         self._means.clear()
         self._end()
         if self.buckets.order:

@@ -1,5 +1,6 @@
 """Saved state: one format for all ways in, and files of another kind."""
 
+import copy
 import io
 
 import pytest
@@ -20,10 +21,10 @@ def sparse(comm, model):
     return SparseSGD(model.parameters(), 0.1, comm=comm, algo=ALGORITHM, density=0.1)
 
 
-def wrapped(comm, model):
+def wrapped(comm, model, algo=ALGORITHM):
     inner = torch.optim.SGD(model.parameters(), 0.1)
     options = {"bucket_bytes": 6000, "dense_below": 10}
-    return DistributedOptimizer(inner, model.named_parameters(), comm, OkTopk(0.1, algo=ALGORITHM), **options)
+    return DistributedOptimizer(inner, model.named_parameters(), comm, OkTopk(0.1, algo=algo), **options)
 
 
 @pytest.mark.parametrize("make", [sparse, wrapped])
@@ -43,6 +44,58 @@ def test_a_run_goes_on_bit_for_bit(make):
         return bits(again) == bits(whole)
 
     assert all(simulate(3, program).results)
+
+
+def scaled(comm, model, optimizer, scaler, steps, overflows=()):
+    for step in steps:
+        optimizer.zero_grad()
+        loss = loss_of(model, batch(comm.rank, step)) * (float("inf") if step in overflows else 1.0)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+
+@pytest.mark.parametrize("change", ["same", "grows", "shrinks"])
+def test_a_run_with_a_grad_scaler_goes_on_bit_for_bit(change):
+    """The residual is saved unscaled, and in the first step after loading the scaler is known only at its end."""
+
+    def program(comm):
+        def made():
+            scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=4 if change == "grows" else 100)
+            model = net()
+            return model, wrapped(comm, model, "allgather"), scaler
+
+        overflows = [3] if change == "shrinks" else []
+        model, optimizer, scaler = made()
+        scaled(comm, model, optimizer, scaler, range(4), overflows)
+        states = model.state_dict(), optimizer.state_dict(), scaler.state_dict()
+        again = made()
+        for one, state in zip(again, copy.deepcopy(states), strict=True):
+            one.load_state_dict(state)
+        for loop in ((model, optimizer, scaler), again):
+            scaled(comm, *loop, range(4, 7))
+        return scaler.get_scale(), bits(model) == bits(again[0])
+
+    assert simulate(2, program).results == [({"same": 2.0**10, "grows": 2.0**11, "shrinks": 2.0**9}[change], True)] * 2
+
+
+def test_a_state_of_another_scale_is_refused_until_the_scale_is_known():
+    def program(comm):
+        model = net()
+        optimizer = wrapped(comm, model, "allgather")
+        train(comm, model, optimizer, range(3))
+        again = net()
+        again.load_state_dict(model.state_dict())
+        other, scaler = wrapped(comm, again, "allgather"), torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        other.load_state_dict(optimizer.state_dict())
+        with pytest.raises(RuntimeError, match=r"expected one whose scale is 1, .* got one of 1024"):
+            scaled(comm, again, other, scaler, [3])
+        other.zero_grad()
+        scaled(comm, again, other, scaler, range(3, 6))
+        train(comm, model, optimizer, range(3, 6))
+        return bits(model) == bits(again)
+
+    assert all(simulate(2, program).results)
 
 
 def test_what_waits_is_sent_by_parameters_that_are_small_after_loading():
@@ -81,7 +134,7 @@ def test_all_ways_in_save_the_same_keys(make):
 
     (state,) = simulate(1, program).results
     keys = {"rank", "size", "compressor", "replicated", "step", "ccr", "order", "rows", "dense", "tensors", "buckets"}
-    assert keys <= set(state) <= keys | {"params", "rated"}
+    assert keys <= set(state) <= keys | {"params", "rated", "scale"}
     assert all(isinstance(names, list) and isinstance(text, str) for names, text in state["buckets"])
 
 
