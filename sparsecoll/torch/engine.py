@@ -236,6 +236,8 @@ class Engine:
             error = self._unusable
             self.discard()
             raise error
+        if not self.closed:
+            self._check_scale(None)
         self._reducer.take_back_missing()
 
     def before_scalers_step(self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
@@ -243,15 +245,16 @@ class Engine:
 
         If it has divided gradients by its scale already, it has looked at this rank's own: let it know of all ranks'.
         """
+        if self.closed:
+            return
         scale, own = self._reducer.scale, scaler._per_optimizer_states[id(optimizer)]
         means = self._reduced and not self._dirty
-        if means and not self.closed:
+        if means:
             self._check_scale(scaler)
         scale.scaler = scaler
-        if means or self.closed:
-            return
-        if own["stage"] is not torch.amp.grad_scaler.OptState.UNSCALED:
+        if means or own["stage"] is not torch.amp.grad_scaler.OptState.UNSCALED:
             self.ensure_means()
+            scale.steps = True
             return
         scale.begin(unscaled=True)
         found = own["found_inf_per_device"]
@@ -259,18 +262,19 @@ class Engine:
         anywhere = mean_of(self.transport, local, self._replica.patience)
         found[torch.device("cpu")] = torch.tensor(float(anywhere > 0))
 
-    def _check_scale(self, scaler: torch.amp.GradScaler) -> None:
-        """Raise if residuals got gradients that were divided by another scale than that of the scaler that steps."""
+    def _check_scale(self, scaler: torch.amp.GradScaler | None) -> None:
+        """Raise if residuals got gradients that were divided by another scale than what takes the step, see `fits`."""
         scale, used = self._reducer.scale, self._reducer.scale.scale
         if scale.fits(scaler) or not self._reducer.has_residuals:
             return
-        scale.scaler = scaler
+        scale.follow(scaler)
         self.discard()
+        given = "none that calls step()" if scaler is None else f"one of {scaler.get_scale():g}"
         raise RuntimeError(
             f"GradScaler: expected one whose scale is {used:g}, by which gradients were divided before they were added"
-            f" to residuals, got one of {scaler.get_scale():g}: this step cannot be taken. After zero_grad() and"
-            " update() of the scaler, the next one is right. If a state was loaded, load the scaler's, too, or set"
-            " state_dict['sparsecoll']['scale'] to the scale of the loop before you load it"
+            f" to residuals, got {given}: this step cannot be taken. After zero_grad(), and update() if unscale_() was"
+            " called, the next one is right. If a state was loaded, load the scaler's, too, or set"
+            " state_dict['sparsecoll']['scale'] to the scale of the loop (1 without a scaler) before you load it"
         )
 
     @contextlib.contextmanager

@@ -22,6 +22,7 @@ class LossScale:
         scaler: the torch.amp.GradScaler that has scaled the loss, once it is known.
         saved: the scale with which a state was loaded, until the scaler is known; None before the first step, as long
             as residuals hold nothing.
+        steps: whether the scaler takes the step with these gradients.
         unscaled: whether the scaler has divided the gradients by its scale.
         scale: of the gradients of the reduction under way.
     """
@@ -29,7 +30,7 @@ class LossScale:
     def __init__(self) -> None:
         self.scaler: torch.amp.GradScaler | None = None
         self.saved: float | None = None
-        self.unscaled = False
+        self.steps = self.unscaled = False
         self.scale = 1.0
 
     @property
@@ -41,10 +42,16 @@ class LossScale:
 
     def begin(self, unscaled: bool) -> None:
         """Note the scale of the gradients of a new reduction."""
-        self.unscaled, self.scale = unscaled, 1.0 if unscaled else self.now
+        self.steps, self.unscaled, self.scale = False, unscaled, 1.0 if unscaled else self.now
 
-    def fits(self, scaler: torch.amp.GradScaler) -> bool:
-        """Return whether residuals got gradients without the scale of a scaler, or can still be divided by it."""
+    def fits(self, scaler: torch.amp.GradScaler | None) -> bool:
+        """Return whether residuals got gradients without the scale of a scaler, or can still be divided by it.
+
+        Args:
+            scaler: that takes the step; None in a step that one may have taken already.
+        """
+        if scaler is None:
+            return self.steps or self.scale == 1.0
         first = self.scaler is None and self.saved is None
         return first or scaler is self.scaler or self.scale == scaler.get_scale()
 
@@ -59,8 +66,16 @@ class LossScale:
 
     def stepped(self) -> None:
         """The optimizer has stepped."""
-        self.unscaled = False
+        self.end()
         self.saved = 1.0 if self.saved is None else self.saved
+
+    def follow(self, scaler: torch.amp.GradScaler | None) -> None:
+        """Take the scale of this scaler from the next reduction on; None: there is none."""
+        self.scaler, self.saved = scaler, 1.0
+
+    def end(self) -> None:
+        """The step was taken or given up."""
+        self.steps = self.unscaled = False
 
 
 class Scaling:

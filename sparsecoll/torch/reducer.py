@@ -238,8 +238,9 @@ class Reducer:
         if self._sender.begun:
             self._changed = self._broken_off = True  # what was sent is sent again with the next back-propagation
         self.buckets.rollback()
+        self.scale.end()
         self._means.clear()
-        self._opened = self.scale.unscaled = False
+        self._opened = False
 
     def loaded(self, scale: float | None) -> None:
         """The buckets' state was loaded: make them as they were when it was saved. Collective.
