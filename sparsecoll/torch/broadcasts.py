@@ -54,17 +54,21 @@ def _described(value: Any) -> Any:
     return {"tensor": [list(value.shape), str(value.dtype).removeprefix("torch."), *stored]}
 
 
-def _sparse(p: torch.Tensor, old: Any, shape: list[int], dtype: torch.dtype, dims: int, nnz: int) -> torch.Tensor:
-    """Return a coalesced sparse tensor: `old` if it has as many entries, otherwise one of undefined entries."""
-    if torch.is_tensor(old) and old.is_sparse and old._nnz() == nnz:
-        return old
+def _made(p: torch.Tensor, shape: list[int], dtype: torch.dtype, *stored: int) -> torch.Tensor:
+    """Return a tensor of state of a parameter, to be filled; a coalesced sparse one if entries are `stored`."""
+    if not stored:
+        return torch.zeros(shape, dtype=dtype, device=p.device if shape else "cpu")
+    dims, nnz = stored
     indices = torch.zeros(dims, nnz, dtype=torch.int64, device=p.device)
     values = torch.zeros(nnz, *shape[dims:], dtype=dtype, device=p.device)
     return torch.sparse_coo_tensor(indices, values, shape, is_coalesced=True, check_invariants=False)
 
 
 def broadcast_optimizer(transport: Transport, optimizer: torch.optim.Optimizer, root: int = 0) -> None:
-    """Broadcast an optimizer's state: its tensors and numbers, and the numbers in its parameter groups. Collective."""
+    """Broadcast an optimizer's state: its tensors and numbers, and the numbers in its parameter groups. Collective.
+
+    What only other ranks have is removed, as the momentum of a first step that the root has not taken.
+    """
     params = [p for group in optimizer.param_groups for p in group["params"]]
     plain = (bool, int, float, str, type(None))
     for entries in (optimizer.state.get(p, {}) for p in params):
@@ -85,22 +89,19 @@ def broadcast_optimizer(transport: Transport, optimizer: torch.optim.Optimizer, 
     for group, numbers in zip(optimizer.param_groups, roots["groups"], strict=True):
         group.update(numbers)
     tensors = []
-    for p, entries in zip(params, roots["state"], strict=True):
+    for p, known, entries in zip(params, table["state"], roots["state"], strict=True):
+        for key in known.keys() - entries.keys():
+            del optimizer.state[p][key]
         for key, value in sorted(entries.items()):
             own = optimizer.state[p]
             if not isinstance(value, dict):
                 own[key] = value
                 continue
             shape, dtype, *stored = value["tensor"]
-            old = own.get(key)
-            if stored:
-                new = own[key] = _sparse(p, old, shape, getattr(torch, dtype), *stored)
-                tensors += [new._indices(), new._values()]
-                continue
-            if not torch.is_tensor(old) or list(old.shape) != shape:
-                like = p if shape else torch.empty((), device="cpu")
-                own[key] = torch.zeros(shape, dtype=getattr(torch, dtype), device=like.device)
-            tensors.append(own[key])
+            if _described(own.get(key)) != value:
+                own[key] = _made(p, shape, getattr(torch, dtype), *stored)
+            new = own[key]
+            tensors += [new._indices(), new._values()] if stored else [new]
     broadcast_tensors(transport, tensors, root)
 
 

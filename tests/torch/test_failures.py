@@ -1,5 +1,6 @@
 """Steps that fail: on all ranks, with state from which training goes on."""
 
+import contextlib
 import signal
 import subprocess
 import sys
@@ -111,6 +112,32 @@ def test_another_communicator_keeps_residuals_and_levels_parameters():
 
     results = simulate(P, program).results
     assert all(kept for kept, _ in results) and len({after for _, after in results}) == 1
+
+
+def test_state_of_a_step_that_rank_0_has_not_taken_is_removed():
+    """The first step fails on rank 0 alone; another rank's momentum has another dtype."""
+
+    def program(comm):
+        model = net()
+        inner = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+        optimizer = DistributedOptimizer(inner, model.named_parameters(), comm, "none")
+        failing = inner.register_step_pre_hook(lambda *_: {}["memory"]) if comm.rank == 0 else None
+        with pytest.raises(KeyError) if failing else contextlib.nullcontext():
+            step(comm, model, optimizer, 0)
+        if failing:
+            failing.remove()
+        optimizer.move(comm)
+        empty = not any(state.get("momentum_buffer") is not None for state in inner.state.values())
+        train(comm, model, optimizer, range(2))
+        if comm.rank == 1:
+            for state in inner.state.values():
+                state["momentum_buffer"] = state["momentum_buffer"].float()
+        optimizer.move(comm)
+        train(comm, model, optimizer, range(2))
+        return empty, bits(model), [state["momentum_buffer"].tolist() for state in inner.state.values()]
+
+    first, *others = simulate(P, program).results
+    assert first[0] and all(other == first for other in others)
 
 
 def test_a_checkpoint_is_the_old_or_the_new_one(tmp_path, monkeypatch):
