@@ -37,7 +37,7 @@ class SparseSum(TopK):
         return super().count() if self.k is None else self.k
 
     def compress(self, acc: Vector) -> Vector:
-        if self._algorithm.takes_dense or self._algorithm.selector is not None:  # which may pass NaN by
+        if self._algorithm.selector is not None:  # which may pass NaN by
             self.check_finite(acc)
         return super().compress(acc)
 

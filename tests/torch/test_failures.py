@@ -15,7 +15,7 @@ from nets import batch, bits, loss_of, net, train  # noqa: E402
 import sparsecoll.torch  # noqa: E402
 from sparsecoll import simulate  # noqa: E402
 from sparsecoll.torch import COMPRESSORS, DistributedOptimizer, SparseSGD  # noqa: E402
-from sparsecoll.torch.compressors import DGC, OkTopk  # noqa: E402
+from sparsecoll.torch.compressors import DGC, DRAGONN, OkTopk, TopK  # noqa: E402
 
 P = 3
 RAISING = [name for name in COMPRESSORS if name not in ("free", "none", "fp16", "covap")]  # those let NaN through
@@ -37,8 +37,18 @@ def residuals_are_finite(optimizer):
     return all(bool(torch.isfinite(t).all()) for t in held)
 
 
+class Uncompressed(DRAGONN):
+    """What DRAGONN decides where the network is fast."""
+
+    def _pays(self, transport, layout):
+        return False
+
+
+DENSE = [TopK(algo="dense"), TopK(algo="dense", momentum=0.9), Uncompressed(), Uncompressed(momentum=0.9)]
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("name", [*RAISING, "SparseSGD"])
+@pytest.mark.parametrize("name", [*RAISING, *DENSE, "SparseSGD"], ids=str)
 def test_training_goes_on_after_a_bad_gradient(name, value):
     """One rank has a NaN in step 2: all raise, the step is not taken, residuals stay finite, steps 3 to 5 are made."""
 

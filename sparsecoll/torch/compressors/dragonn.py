@@ -106,7 +106,7 @@ class DRAGONN(TopK):
 
     def compress(self, acc: Vector) -> Vector:
         if not self.compressed:
-            return self.acc.flush()
+            return self._whole()
         chosen = super().compress(acc)
         assert isinstance(chosen, SparseVector)
         self.check_finite(chosen)

@@ -168,15 +168,24 @@ class TopK(ErrorFeedback):
 
     def compress(self, acc: Vector) -> Vector:
         if self._algorithm.takes_dense:
-            return self.acc.flush()
+            return self._whole()
         self._algorithm.sync_epoch(self._epoch)
         if self._densities.by_layer:
             return self._layer_by_layer(self.acc.flush())
         self._k = self.count()
         chosen = self._algorithm.select(acc, self._k, self.size)
-        if chosen is acc:  # selected in the call, perhaps by another rank alone: a NaN might stay behind
-            self.check_finite(self.acc.flush())
-        return chosen
+        # what is selected in the call, perhaps by another rank alone, might leave a NaN behind
+        return self._whole() if chosen is acc else chosen
+
+    def _whole(self) -> DenseVector:
+        """Return all of acc.
+
+        Raises:
+            NonFiniteError: It contains NaN or infinity.
+        """
+        acc = self.acc.flush()
+        self.check_finite(acc)
+        return acc
 
     def count(self) -> int:
         """k in this step."""
