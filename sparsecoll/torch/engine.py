@@ -353,10 +353,18 @@ def _stepped(optimizer: torch.optim.Optimizer) -> set[int]:
     return {id(p) for group in optimizer.param_groups for p in group["params"]}
 
 
-def _before_wrapped_step(engine: weakref.ref[Engine], *_: Any) -> None:
+def _before_wrapped_step(engine: weakref.ref[Engine], optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """A hook of the wrapped optimizer: raise unless DistributedOptimizer has called its step."""
     alive = engine()
-    if alive is not None and not (alive.closed or alive._stepping):
+    if alive is None:
+        owners = (owner_of(p) for group in optimizer.param_groups for p in group["params"])
+        if not any(owner is not None for owner in owners):  # one that was made later has a hook of its own
+            raise RuntimeError(
+                "step: expected a call of DistributedOptimizer's step(), got one of the optimizer that it wraps, and"
+                " the DistributedOptimizer is gone, so that gradients are this rank's own: keep it and call its step()"
+                " and zero_grad(), or close() it to train on one rank"
+            )
+    elif not (alive.closed or alive._stepping):
         raise RuntimeError(
             "step: expected a call of DistributedOptimizer's step(), got one of the optimizer that it wraps, which"
             " loses residuals and may step before gradients are means: call step() and zero_grad() of the"

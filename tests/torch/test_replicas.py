@@ -1,5 +1,6 @@
 """Parameters and buffers stay the same on all ranks; who steps a parameter reduces it; or an error is raised."""
 
+import gc
 import io
 
 import pytest
@@ -162,6 +163,28 @@ def test_a_step_of_the_wrapped_optimizer_is_refused():
         inner.step()
 
     simulate(2, program)
+
+
+def test_a_step_without_the_optimizer_that_has_wrapped_it_is_refused():
+    """Unless it was closed, or another one has come in its place."""
+
+    def program(comm):
+        model = net()
+        inner = torch.optim.SGD(model.parameters(), 0.1)
+        DistributedOptimizer(inner, model, comm, "none")  # nobody keeps it
+        gc.collect()
+        loss_of(model, batch(comm.rank, 0)).backward()
+        with pytest.raises(RuntimeError, match=r"DistributedOptimizer is gone.*keep it"):
+            inner.step()
+        optimizer = DistributedOptimizer(inner, model, comm, "none")
+        train(comm, model, optimizer, range(2))
+        own = net()
+        closed = torch.optim.SGD(own.parameters(), 0.1)
+        DistributedOptimizer(closed, own, comm, "none").close()
+        closed.step()
+        return bits(model)
+
+    assert len(set(simulate(2, program).results)) == 1
 
 
 def test_learning_rates_that_differ_between_ranks_are_refused():
