@@ -321,17 +321,19 @@ class Engine:
             yield
         self.discard()
         self._joined, self._outcome, buckets = True, NOTHING, self._reducer.buckets
-        try:
-            while not self._outcome.over:
-                buckets.commit()
-                for name in buckets.index_of:
-                    self.params[name].grad = None
-                self.asked = True
-                synchronize_all(self.transport)
-        finally:
-            self._joined = False
-        self.discard()
-        self._replica.follow("join", self._optimizer, self._outcome.furthest)
+        with self._replica.leaving():
+            try:
+                while not self._outcome.over:
+                    buckets.commit()
+                    for name in buckets.index_of:
+                        self.params[name].grad = None
+                    self.asked = True
+                    synchronize_all(self.transport)
+                    self._replica.keep_up(self._outcome)
+            finally:
+                self._joined = False
+            self.discard()
+            self._replica.follow("join", self._optimizer, self._outcome.furthest)
 
     # -- saved state
 

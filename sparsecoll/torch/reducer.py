@@ -137,7 +137,7 @@ class Reducer:
         modules = replica.buffers.changed()
         flags |= CHANGED * self._changed | replica.flags
         sparse, checksum = replica.sparse_weights, replica.checksum
-        row = Row(replica.context.step, flags, replica.params, modules, checksum=checksum, sparse=sparse)
+        row = Row(replica.steps, flags, replica.params, modules, checksum=checksum, sparse=sparse)
         digest = None if replica.warmed or replica.transport.size == 1 else fingerprint(replica.params.values())
         seconds, outcome, error = self._sender.wait(lambda: self._round(name, row, digest))
         if error is not None:

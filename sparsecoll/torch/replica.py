@@ -43,6 +43,7 @@ class Replica:
         alike: returns options that must be the same on all ranks.
         warmed: whether a reduction has succeeded.
         suspect: whether this rank's parameters may differ from the others'.
+        left: the number of steps that this rank had taken when it ran out of data; None while it has some.
     """
 
     def __init__(self, transport: Transport, model: torch.nn.Module | None, options: Options) -> None:
@@ -53,12 +54,18 @@ class Replica:
         self.context = StepContext()
         self.alike: Callable[[], dict[str, Any]] = dict
         self.warmed = self.suspect = False
+        self.left: int | None = None
         self._model = model
 
     @property
     def flags(self) -> int:
         """What the other ranks have to know of this one, see `Row`, after `buffers.changed()`."""
         return SUSPECT * self.suspect | REPLACED * self.buffers.replaced
+
+    @property
+    def steps(self) -> int:
+        """The number of steps that this rank has taken; `context` has that of the ranks that have data."""
+        return self.context.step if self.left is None else self.left
 
     @property
     def patience(self) -> float | None:
@@ -149,7 +156,7 @@ class Replica:
         def follow(call: CollectiveCall) -> None:
             call.signature |= describe(tensors)
             call.agree()
-            steps = allgather(self.transport, np.array([self.context.step], np.int64))
+            steps = allgather(self.transport, np.array([self.steps], np.int64))
             broadcast_tensors(self.transport, tensors.values(), root)
             broadcast_optimizer(self.transport, optimizer, root)
             self.context.step = int(steps[root, 0])
@@ -171,6 +178,20 @@ class Replica:
                     self.call("join", lambda _: failed.result())
                 error.__traceback__ = traceback
             raise
+
+    @contextlib.contextmanager
+    def leaving(self) -> Iterator[None]:
+        """Context manager for a rank that has run out of data and takes part in the others' reductions."""
+        self.left = self.context.step
+        try:
+            yield
+        finally:
+            self.left = None
+
+    def keep_up(self, outcome: Round) -> None:
+        """On a rank that has run out of data: the others step after a reduction, and compressors count their steps."""
+        if outcome.steps and not outcome.over:
+            self.context.step = outcome.steps[outcome.root] + 1
 
     def broadcast_buffers(self, outcome: Round) -> None:
         """Make buffers that a forward pass has changed those of the lowest rank that has data. Collective."""

@@ -269,7 +269,7 @@ class SparseSGD(torch.optim.Optimizer):
         live = {
             p: bool(group["lr"] != 0 or group["momentum"] != 0) for group in self.param_groups for p in group["params"]
         }
-        names, step = self._flat.names, self._replica.context.step
+        names, step = self._flat.names, self._replica.steps
         checksum = self._replica.checksum
         trainable = [here and takes_part(p) and live[p] for p in names]
         row = Row(step, flags, self._replica.params, modules, trainable, checksum, self._replica.sparse_weights)
@@ -321,19 +321,21 @@ class SparseSGD(torch.optim.Optimizer):
         """
         with self._replica.reporting():
             yield
-        while True:
-            for p in self._flat.names:
-                p.grad = None
-            try:
-                outcome, sums = self._reduced(JOINED)
-            except NonFiniteError:  # those who have data skip the step
-                continue
-            if outcome.over:
-                break
-            self._replica.broadcast_buffers(outcome)
-            if sums:
-                self._flat.commit(self.param_groups)
-        self._replica.follow("join", self, outcome.furthest)
+        with self._replica.leaving():
+            while True:
+                for p in self._flat.names:
+                    p.grad = None
+                try:
+                    outcome, sums = self._reduced(JOINED)
+                except NonFiniteError:  # those who have data skip the step
+                    continue
+                if outcome.over:
+                    break
+                self._replica.broadcast_buffers(outcome)
+                if sums:
+                    self._flat.commit(self.param_groups)
+                self._replica.keep_up(outcome)
+            self._replica.follow("join", self, outcome.furthest)
 
     def move(self, comm: Any) -> None:
         """Continue on another communicator, such as that of `sparsecoll.shrink` after a rank was lost; collective on

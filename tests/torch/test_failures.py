@@ -14,8 +14,8 @@ from nets import batch, bits, loss_of, net, train  # noqa: E402
 
 import sparsecoll.torch  # noqa: E402
 from sparsecoll import simulate  # noqa: E402
-from sparsecoll.torch import COMPRESSORS, DistributedOptimizer, SparseSGD  # noqa: E402
-from sparsecoll.torch.compressors import DGC, DRAGONN, OkTopk, TopK  # noqa: E402
+from sparsecoll.torch import COMPRESSORS, DistributedOptimizer, SparseSGD, WarmUp  # noqa: E402
+from sparsecoll.torch.compressors import ACPSGD, COVAP, DGC, DRAGONN, OkTopk, TopK  # noqa: E402
 
 P = 3
 RAISING = [name for name in COMPRESSORS if name not in ("free", "none", "fp16", "covap")]  # those let NaN through
@@ -148,6 +148,32 @@ def test_state_of_a_step_that_rank_0_has_not_taken_is_removed():
 
     first, *others = simulate(P, program).results
     assert first[0] and all(other == first for other in others)
+
+
+@pytest.mark.parametrize(
+    "compressor", [TopK(WarmUp(0.01, steps=8)), ACPSGD(rank=2), COVAP(interval=3, start=1.0)], ids=str
+)
+def test_a_rank_without_data_counts_the_steps_of_the_others(compressor):
+    """Compressors that do something else in other steps do the same on all ranks, and nothing is lost."""
+
+    def program(comm):
+        p = torch.nn.Parameter(torch.zeros(128, 32))
+        generator, given = torch.Generator().manual_seed(comm.rank), torch.zeros(128, 32)
+        optimizer = DistributedOptimizer(torch.optim.SGD([p], 1.0), [("p", p)], comm, compressor)
+        with optimizer.join():
+            for _ in range((2, 6, 4)[comm.rank]):
+                optimizer.zero_grad()
+                g = torch.randn(128, 32, generator=generator)
+                given += g
+                (p * g).sum().backward()
+                optimizer.step()
+        state = optimizer.state_dict()["sparsecoll"]
+        assert state["step"] == 6
+        return p.detach().clone(), state["tensors"]["residual"]["p"], given
+
+    moved, residuals, given = zip(*simulate(P, program).results, strict=True)
+    assert all(torch.equal(p, moved[0]) for p in moved)
+    torch.testing.assert_close(sum(residuals) - P * moved[0], sum(given), atol=1e-4, rtol=1e-4)
 
 
 def test_a_checkpoint_is_the_old_or_the_new_one(tmp_path, monkeypatch):
