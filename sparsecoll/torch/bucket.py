@@ -104,7 +104,7 @@ class Bucket:
         with span("dense", view.numel()):
             self._copy_in(view, p.grad, scale)
         if flat and self.source is not None:
-            p.grad = view.data
+            p.grad.data = view  # type: ignore[union-attr]  # the same tensor: another one would count as a new gradient
 
     def _is_flat(self, p: torch.Tensor) -> bool:
         """Whether a parameter's gradient could be a part of the flat vector as it is; devices other than CPUs copy."""

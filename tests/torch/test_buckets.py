@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from nets import batch, bits, loss_of, net  # noqa: E402
+from nets import batch, bits, loss_of, net, residuals  # noqa: E402
 from one_bucket import step  # noqa: E402
 
 from sparsecoll import simulate  # noqa: E402
@@ -103,6 +103,28 @@ def test_views_give_the_same_bits(compressor):
 
     results = simulate(P, program).results
     assert all(found == results[0] for found in results)
+
+
+def test_a_mean_that_moves_to_another_buffer_counts():
+    """A parameter that had no gradient before comes first and opens a buffer, to which the means of others move."""
+
+    def program(comm):
+        a, b, c = params = [torch.nn.Parameter(torch.zeros(400)) for _ in range(3)]
+        named, inner = list(zip("abc", params, strict=True)), torch.optim.SGD(params, 1.0)
+        options = {"gradient_as_bucket_view": True, "dense_below": 0}
+        optimizer = DistributedOptimizer(inner, named, comm, TopK(0.05, "allgather"), **options)
+        total, generator = torch.zeros(400), torch.Generator().manual_seed(comm.rank)
+        for _ in range(2):
+            optimizer.zero_grad()
+            for other in (c, b):
+                gradient = torch.randn(400, generator=generator)
+                total += gradient
+                ((a * gradient).sum() + (other * gradient).sum()).backward()
+            optimizer.step()
+        return a.detach(), total - residuals(optimizer)["a"]
+
+    results = simulate(2, program).results
+    torch.testing.assert_close(-2 * results[0][0], sum(moved for _, moved in results))
 
 
 def test_what_is_copied(monkeypatch):
