@@ -16,7 +16,7 @@ from sparsecoll.torch.layout import Layout, cut, has_rows, takes_part
 from sparsecoll.torch.replica import Replica
 from sparsecoll.torch.row_gradients import RowBucket, RowParameters
 from sparsecoll.torch.row_sum import RowSum
-from sparsecoll.torch.state import Tensors, check, collect, renamed, restore
+from sparsecoll.torch.state import Tensors, check, collect, joined, renamed, restore
 from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.transport.collectives import allgather, broadcast
 
@@ -44,6 +44,8 @@ class Buckets:
         self._rows = RowParameters()
         self._pairs: list[tuple[Bucket, Compressor]] = []
         self._parked: Tensors = {}  # tensors of parameters that are in no bucket
+        self._reduced = False  # whether a reduction was accepted since the last step
+        self._base: Tensors = {}  # as of the last step, of buckets that were released after such a reduction
         self._extra: dict[tuple[str, ...], str] = {}  # saved state of buckets that are still to be made, as JSON
 
     def __len__(self) -> int:
@@ -134,10 +136,14 @@ class Buckets:
         return TopK(1.0, "dense") if small == "none" and not waits.isdisjoint(layout.names) else resolve(small)
 
     def release(self, start: int = 0) -> None:
-        """Discard the buckets from number `start` on; the state of their parameters is kept."""
-        if self._pairs[start:]:
-            self.commit()
-            self._parked = collect([compressor for _, compressor in self._pairs[start:]], self._parked)
+        """Discard the buckets from number `start` on; their parameters keep their state, and that before this step."""
+        gone = [compressor for _, compressor in self._pairs[start:]]
+        if gone:
+            if self._reduced:
+                self._base = joined(collect(gone, {}), self._base)  # a bucket may be released twice before a step
+            for compressor in gone:
+                compressor.commit()
+            self._parked = collect(gone, self._parked)
             del self._pairs[start:]
             self.index_of = {name: i for name, i in self.index_of.items() if i < start}
 
@@ -154,6 +160,7 @@ class Buckets:
 
     def keep(self) -> None:
         """Accept the reduction: the next one starts from the trial states."""
+        self._reduced = True
         for bucket, compressor in self:
             bucket.recycle(compressor.keep())
             bucket.accept()
@@ -169,11 +176,24 @@ class Buckets:
         """Make the state of the last accepted reduction permanent, because the optimizer has stepped."""
         for bucket, compressor in self:
             bucket.recycle(compressor.commit())
+        self._reduced, self._base = False, {}
 
     def rollback(self, names: Collection[str] | None = None) -> None:
         """Return to the state of the last step, for all parameters or for those named."""
+        if self._base:
+            self._restore_base(names)
         for bucket, compressor in self:
             bucket.recycle(compressor.rollback(names))
+        if names is None:
+            self._reduced, self._base = False, {}
+
+    def _restore_base(self, names: Collection[str] | None) -> None:
+        """Let the state of the last step be in the buckets that were made since; a rollback of theirs returns to it."""
+        base = self._base
+        if names is not None:  # gradients may be gone on this rank alone: what is the same on all ranks stays
+            kinds = base.keys() - self._compressor.replicated_state
+            base = {kind: {name: t for name, t in base[kind].items() if name in names} for kind in kinds}
+        self._parked = restore([compressor for _, compressor in self], joined(self._parked, base))
 
     # -- saved state
 
@@ -190,7 +210,7 @@ class Buckets:
             "ccr": self._replica.context.ccr,
             "order": list(self.order),
             **self._rows.state(),
-            "tensors": collect([compressor for _, compressor in self], self._parked),
+            "tensors": joined(collect([compressor for _, compressor in self], self._parked), self._base),
             "buckets": extra + waiting,
         }
 
@@ -232,7 +252,7 @@ class Buckets:
 
         own = replica.call("load_state_dict", read)
         self._pairs, self.index_of = [], {}
-        self._parked = own["tensors"]
+        self._parked, self._reduced, self._base = own["tensors"], False, {}
         self.order = [name for name in own["order"] if name in replica.params]
         self._rows.load(own, replica.params)
         replica.context.step, replica.context.ccr, replica.suspect = own["step"], own["ccr"], False

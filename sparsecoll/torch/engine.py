@@ -166,7 +166,7 @@ class Engine:
         self._reducer.release()
         self._replica.follow("move", self._optimizer)
         self.number = enlist(self)
-        self.discard()
+        self._begin()  # gradients are reduced again, unless zero_grad() gives the step up
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -303,6 +303,10 @@ class Engine:
     def discard(self) -> None:
         """Give this step up: gradients are about to be thrown away, and residuals are as they were before it."""
         self._reducer.discard()
+        self._begin()
+
+    def _begin(self) -> None:
+        """Nothing has been reduced."""
         self._reduced = self._dirty = self.asked = False
         self._unusable = None
 

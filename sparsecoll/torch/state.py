@@ -25,6 +25,11 @@ def collect(compressors: Iterable[Compressor], parked: Tensors) -> Tensors:
     return tensors
 
 
+def joined(tensors: Tensors, others: Tensors) -> Tensors:
+    """Return the tensors of both; those of `others` where both have one of a kind and name."""
+    return {kind: tensors.get(kind, {}) | others.get(kind, {}) for kind in tensors | others}
+
+
 def restore(compressors: Iterable[Compressor], tensors: Tensors) -> Tensors:
     """Copy saved tensors into compressors; return those of parameters that no compressor has."""
     left = {kind: dict(entries) for kind, entries in tensors.items()}

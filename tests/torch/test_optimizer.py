@@ -7,7 +7,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from nets import batch, bits, close, loss_of, net, parameters, train  # noqa: E402
+from nets import batch, bits, close, loss_of, net, parameters, residuals, train  # noqa: E402
 
 from sparsecoll import CommunicationError, simulate  # noqa: E402
 from sparsecoll.torch import DistributedOptimizer, Timeline  # noqa: E402
@@ -292,6 +292,44 @@ def test_added_groups_keep_what_residuals_hold():
 
     results = simulate(3, program).results
     assert len(set(results)) == 1 and results[0][1] == 0.25
+
+
+@pytest.mark.parametrize("taken", [True, False])
+@pytest.mark.parametrize("how", ["unfreeze", "move", "add"])
+def test_buckets_that_are_made_again_between_backward_and_step(how, taken):
+    """Residuals keep what gradients have left there if the step is taken, and are as before if it is skipped."""
+
+    def program(comm):
+        a, b = (torch.nn.Parameter(torch.zeros(400), requires_grad=name == "a") for name in "ab")
+        known = {"a": a} if how == "add" else {"a": a, "b": b}
+        inner = torch.optim.SGD(known.values(), 1.0)
+        optimizer = DistributedOptimizer(inner, known.items(), comm, TopK(0.05, algo="allgather"), dense_below=0)
+        generator = torch.Generator().manual_seed(comm.rank)
+
+        def backward():
+            gradient = torch.randn(400, generator=generator)
+            ((a + b) * gradient).sum().backward()
+            return gradient
+
+        total = backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        given = backward()
+        if how == "unfreeze":
+            b.requires_grad_(True)
+            given += backward()
+        elif how == "move":
+            optimizer.move(comm.Dup())
+        else:
+            optimizer.add_param_group({"params": [b]})
+        if taken:
+            total += given
+            optimizer.step()
+        optimizer.zero_grad()
+        return a.detach(), total - residuals(optimizer)["a"]
+
+    results = simulate(2, program).results
+    torch.testing.assert_close(-2 * results[0][0], sum(moved for _, moved in results))
 
 
 def test_one_rank_without_mpirun_and_close():
