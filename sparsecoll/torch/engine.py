@@ -179,6 +179,10 @@ class Engine:
 
     # -- back-propagation
 
+    def accumulating(self, name: str) -> None:
+        """Back-propagation has found a gradient of a parameter, before it is added (on the thread that does so)."""
+        self._reducer.accumulating(name)
+
     def accumulated(self, name: str) -> None:
         """A parameter's gradient is complete (on the thread that back-propagates)."""
         self._reducer.accumulated(name)

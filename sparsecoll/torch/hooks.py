@@ -37,26 +37,34 @@ class Hooks:
 
     def __init__(self, owner: Engine) -> None:
         self._owner = weakref.ref(owner)
-        self._handles: dict[str, tuple[torch.Tensor, Any]] = {}
+        self._handles: dict[str, tuple[torch.Tensor, tuple[Any, Any]]] = {}
 
     def attach(self, params: Named) -> None:
         """Own these parameters, and hook those that require gradients."""
         for name, p in params.items():
             _owners[p] = self._owner
             if p.requires_grad and name not in self._handles:
-                hook = partial(_call, self._owner, name)
-                self._handles[name] = p, p.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+                before, after = (partial(hook, self._owner, name) for hook in (_before, _after))
+                handles = p.register_hook(before), p.register_post_accumulate_grad_hook(after)  # type: ignore[no-untyped-call]
+                self._handles[name] = p, handles
 
     def remove(self, params: Named) -> None:
         """Own these parameters no more."""
         for name, p in params.items():
             if name in self._handles:
-                self._handles.pop(name)[1].remove()
+                for handle in self._handles.pop(name)[1]:
+                    handle.remove()
             if owner_of(p) is self._owner():
                 _owners.pop(p, None)
 
 
-def _call(owner: weakref.ref[Engine], name: str, _: torch.Tensor) -> None:
+def _before(owner: weakref.ref[Engine], name: str, _: torch.Tensor) -> None:
+    alive = owner()
+    if alive is not None:
+        alive.accumulating(name)
+
+
+def _after(owner: weakref.ref[Engine], name: str, _: torch.Tensor) -> None:
     alive = owner()
     if alive is not None:
         alive.accumulated(name)

@@ -19,6 +19,7 @@ class ReducedGrads:
     def __init__(self, params: Named) -> None:
         self._params = params
         self._means: dict[str, tuple[torch.Tensor, int]] = {}  # the gradient, and its version
+        self._whole: set[str] = set()  # whose gradient was the mean when it was last looked at
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._means)
@@ -40,31 +41,39 @@ class ReducedGrads:
         """No gradient is a mean any more."""
         self._means = {}
 
-    def accumulated(self, name: str) -> bool:
-        """Autograd has added to a gradient; return whether it was a mean, which the sum has replaced as a tensor."""
+    def look(self, name: str) -> None:
+        """Note whether a parameter's gradient is still the mean, before autograd may add to it."""
+        if self.is_replaced(name):
+            self._whole.discard(name)
+        else:
+            self._whole.add(name)
+
+    def accumulated(self, name: str) -> None:
+        """Autograd has added to a gradient. If it was the mean, the sum counts as the mean, also as another tensor.
+
+        It is another tensor with create_graph, and if a dense gradient is added to rows.
+        """
         if name not in self._means:
-            return False
-        gradient, version = self._means[name]
-        self._means[name] = gradient, version + 1
-        return not _same(self._params[name].grad, gradient)
+            return
+        (mean, version), gradient = self._means[name], self._params[name].grad
+        assert gradient is not None
+        if gradient is mean:
+            self._means[name] = mean, version + 1
+        elif name in self._whole:
+            self._means[name] = gradient, gradient._version - (mean._version - version)
+
+    def is_replaced(self, name: str) -> bool:
+        """Return whether the gradient of a parameter was a mean, and is another tensor now, or None."""
+        return name in self._means and self._params[name].grad is not self._means[name][0]
 
     def replaced(self) -> set[str]:
         """Return the parameters whose gradient is another tensor now, or None: their means were thrown away."""
-        return {name for name, (gradient, _) in self._means.items() if not _same(self._params[name].grad, gradient)}
+        return set(filter(self.is_replaced, self._means))
 
-    def changed(self, first: str) -> str | None:
-        """Return the last of the parameters whose means were changed in place.
-
-        Args:
-            first: the parameter to whose gradient a new back-propagation has added already.
-        """
+    def changed(self) -> str | None:
+        """Return the last of the parameters whose means were changed in place."""
         gone, found = self.replaced(), None
         for name, (gradient, version) in self._means.items():
-            if name not in gone and gradient._version > version + (name == first):
+            if name not in gone and gradient._version > version:
                 found = name
         return found
-
-
-def _same(grad: torch.Tensor | None, mean: torch.Tensor) -> bool:
-    """Whether a gradient is still this tensor, or (with create_graph) a sum that contains it."""
-    return grad is mean or (grad is not None and grad.grad_fn is not None)

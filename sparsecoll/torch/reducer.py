@@ -67,11 +67,16 @@ class Reducer:
         self.buckets.release()
         self._end()
 
+    def accumulating(self, name: str) -> None:
+        """Autograd may be about to add to a parameter's gradient."""
+        self._means.look(name)
+
     def accumulated(self, name: str) -> None:
         """Autograd has added to a parameter's gradient."""
+        self._means.accumulated(name)
         if not self._opened:
-            self._open(name)
-        if self._means.accumulated(name):
+            self._open()
+        elif self._means.is_replaced(name):
             self._take_back({name})
 
     def send(self, name: str) -> None:
@@ -89,17 +94,21 @@ class Reducer:
         else:
             self._sender.take(name)
 
-    def _open(self, first: str = "") -> None:
-        """A reduction begins (`first` has a gradient already): take back what was kept of gradients thrown away."""
+    def _open(self, unscaled: bool = False) -> None:
+        """A reduction begins: take back what was kept of gradients thrown away.
+
+        Args:
+            unscaled: whether a GradScaler has divided the gradients by its scale.
+        """
         self._opened = True
-        changed = self._means.changed(first)
+        changed = self._means.changed()
         if changed is not None:
             self._sender.failed = RuntimeError(
                 f"gradient of {changed!r}: expected step() or zero_grad() of the optimizer before the next"
                 " back-propagation, got a gradient that was changed in place after it had been reduced"
             )
         self._take_back(self._means.replaced())
-        self.scale.begin(unscaled=not first and self.scale.unscaled)
+        self.scale.begin(unscaled)
 
     def _take_back(self, names: set[str]) -> None:
         """Gradients of these parameters were thrown away after they had been reduced: residuals are as before."""
@@ -129,7 +138,7 @@ class Reducer:
         if self._opened:
             self._take_back(self._means.replaced())
         else:
-            self._open()
+            self._open(self.scale.unscaled)
         if not self.buckets:
             self.make_buckets()
         self._sender.send_rest()

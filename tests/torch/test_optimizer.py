@@ -150,6 +150,29 @@ def test_accumulation_without_no_sync_is_one_large_batch_too(compressor, overlap
         torch.testing.assert_close(2 * moved + sum(r[1][i] for r in results), sum(r[0][i] for r in results))
 
 
+@pytest.mark.filterwarnings("ignore:Using backward")
+@pytest.mark.parametrize("thrown_away", [False, True])
+@pytest.mark.parametrize("way", ["create_graph", "rows"])
+def test_accumulation_into_another_tensor_is_told_from_a_gradient_thrown_away(way, thrown_away):
+    """Autograd makes the sum of a mean and a gradient a new tensor with create_graph, and of rows and a dense one."""
+
+    def program(comm):
+        p = torch.nn.Parameter(torch.zeros(40, 8))
+        compressor = TopK(0.1, algo="allgather", row_density=0.1)
+        optimizer = DistributedOptimizer(torch.optim.SGD([p], 1.0), [("p", p)], comm, compressor, dense_below=0)
+        first, second = torch.randn(2, 40, 8, generator=torch.Generator().manual_seed(comm.rank))
+        used = torch.nn.functional.embedding(torch.arange(40), p, sparse=True) if way == "rows" else p
+        (used * first).sum().backward(create_graph=way == "create_graph")
+        if thrown_away:
+            p.grad = None
+        (p * second).sum().backward(create_graph=way == "create_graph")
+        optimizer.step()
+        return p.detach(), second + (not thrown_away) * first - residuals(optimizer)["p"]
+
+    results = simulate(2, program).results
+    torch.testing.assert_close(-2 * results[0][0], sum(moved for _, moved in results))
+
+
 def test_unused_and_frozen_parameters():
     """Unused everywhere: untouched, weight decay or not. Unused on some ranks: zeros there. Frozen: left alone."""
 
