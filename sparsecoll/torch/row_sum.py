@@ -77,8 +77,7 @@ class RowSum(Compressor):
 
     def compensate(self, gradient: Any) -> RowSparse:
         """Return acc, the rows of a gradient plus the residual."""
-        first = self._residual.current is self._residual.base
-        (factor,) = [1.0] if self._rates is None else self._rates.factors(first)
+        (factor,) = [1.0] if self._rates is None else self._rates.factors()
         return accumulated(self.residual, factor, gradient)
 
     def compress(self, acc: RowSparse) -> RowSparse:

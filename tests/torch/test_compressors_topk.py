@@ -151,12 +151,32 @@ def test_residuals_follow_the_learning_rate():
 
     np.testing.assert_allclose(simulate(2, program).results, 0, atol=1e-5)
     frozen = Rates(("a", "b"), lambda names: [0.0, 0.5], {})
-    assert frozen.factors(first=True) == [1.0, 1.0]  # no rate so far, then one of 0
+    assert frozen.factors() == [1.0, 1.0]  # no rate so far, then one of 0
     frozen.keep()
     frozen.commit()
-    assert frozen.factors(first=True) == [1.0, 1.0]
+    assert frozen.factors() == [1.0, 1.0]
     with pytest.raises(ValueError, match="follow_lr: expected False in a loop"):
         one(TopK(follow_lr=True), normal(2, 10))
+
+
+def test_a_residual_that_is_taken_back_alone_follows_the_learning_rate():
+    """One of two parameters' gradients is thrown away between two reductions of a step; the other's residual stays."""
+
+    def program(comm):
+        own, context = TopK(0.5, "allgather", follow_lr=True), StepContext()
+        context.rates = lambda names: [0.1 if context.step else 1.0] * 2
+        own.bind(Layout(0, (4,), ("a", "b"), ((2,), (2,)), np.dtype(np.float32)), comm.transport, context)
+        step(own, comm.transport, np.array([4, 1, 3, 2], np.float32))
+        context.step, means = 1, []
+        for names in ({"a"}, ()):
+            means.append(np.empty(4, np.float32))
+            own.allreduce_mean(comm.transport, np.zeros(4, np.float32), means[-1])
+            own.keep()
+            own.rollback(names)
+        return means
+
+    for means in simulate(2, program).results:
+        np.testing.assert_allclose(means, [[0, 10, 0, 20], [0, 10, 0, 0]], rtol=1e-6)
 
 
 def test_residuals_follow_a_schedule_in_a_loop():

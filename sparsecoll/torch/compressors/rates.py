@@ -32,15 +32,11 @@ class Rates:
         self.last = [known.get(name, 0.0) for name in names]
         self._kept = self._trial = self.last  # of the last reduction that was accepted, and of the one under way
 
-    def factors(self, first: bool) -> list[float]:
-        """Return, by parameter, the factors of the residuals in a reduction.
-
-        Args:
-            first: whether it is the first one since the last step; others find residuals that follow already.
-        """
-        pairs = list(zip(self._of(self._names), self.last, strict=True))
-        self._trial = [now or last for now, last in pairs]
-        return [last / now if first and last and now else 1.0 for now, last in pairs]
+    def factors(self) -> list[float]:
+        """Return, by parameter, the factors of the residuals in a reduction: 1 where an earlier one has applied it."""
+        pairs = list(zip(self._of(self._names), self._kept, strict=True))
+        self._trial = [now or kept for now, kept in pairs]
+        return [kept / now if kept and now else 1.0 for now, kept in pairs]
 
     def stay(self, names: Collection[str]) -> None:
         """The residuals of these parameters are as they were after the last step."""

@@ -146,7 +146,7 @@ class TopK(ErrorFeedback):
     def _add_residual(self, scale: float) -> None:
         """Form acc in the pass that selects, or at once if learning rates have changed by different factors."""
         residual, edges = self._residual.current, self.layout.offsets
-        factors = [1.0] if self._rates is None else self._rates.factors(first=residual is self._residual.base)
+        factors = [1.0] if self._rates is None else self._rates.factors()
         if len(set(factors)) == 1:
             self.acc.add_later(residual, scale * factors[0])
             return
