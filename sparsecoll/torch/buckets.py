@@ -190,8 +190,8 @@ class Buckets:
     def _restore_base(self, names: Collection[str] | None) -> None:
         """Let the state of the last step be in the buckets that were made since; a rollback of theirs returns to it."""
         base = self._base
-        if names is not None:  # gradients may be gone on this rank alone: what is the same on all ranks stays
-            kinds = base.keys() - self._compressor.replicated_state
+        if names is not None:  # gone on this rank alone, perhaps: what ranks share stays, but for rates of residuals
+            kinds = base.keys() - (self._compressor.replicated_state - {"rate"})
             base = {kind: {name: t for name, t in base[kind].items() if name in names} for kind in kinds}
         self._parked = restore([compressor for _, compressor in self], joined(self._parked, base))
 

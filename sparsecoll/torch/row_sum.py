@@ -62,7 +62,7 @@ class RowSum(Compressor):
         n, *rest = layout.shapes[0]
         self._densities = None if self.density is None else Densities.of(self.density)
         self._residual = Versions(RowSparse.empty(n, math.prod(rest), layout.dtype))
-        self._rates = Rates(layout.names, context.rates, context.last_rates) if self.follow_lr else None
+        self._rates = Rates(layout.names, context.rates) if self.follow_lr else None
 
     @property
     def residual(self) -> RowSparse:
@@ -154,7 +154,7 @@ class RowSum(Compressor):
         if names is None or self.layout.names[0] in names:
             self._residual.rollback()
             if self._rates is not None:
-                self._rates.stay(self.layout.names)
+                self._rates.rollback(names)
         return []
 
     def rescale(self, factor: float) -> None:
@@ -167,18 +167,17 @@ class RowSum(Compressor):
         (name,), (shape,), kept = self.layout.names, self.layout.shapes, self._residual.base
         rows, values = torch.from_numpy(kept.rows)[None], torch.from_numpy(kept.values).reshape(-1, *shape[1:])
         made = torch.sparse_coo_tensor(rows, values, shape, is_coalesced=True, check_invariants=False)
-        return {"residual": {name: made}}
-
-    def extra_state(self) -> dict[str, Any]:
-        return {} if self._rates is None else {"rates": self._rates.last}
+        rates = {} if self._rates is None else {"rate": self._rates.state()}
+        return {"residual": {name: made}, **rates}
 
     def load_extra_state(self, state: dict[str, Any]) -> None:
-        if self._rates is not None:
+        if self._rates is not None and "rates" in state:  # of an older version, which saved them by bucket
             self._rates.load(state["rates"])
 
     def load_state(self, saved: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
         for t in saved.get("residual", {}).values():
             self._residual = Versions(rows_of(t, self.layout.dtype))
+        super().load_state({"rate": saved.get("rate", {})})
 
 
 def _overflowed(rows: RowSparse) -> RowSparse:

@@ -146,11 +146,11 @@ def test_residuals_follow_the_learning_rate():
             applied += lr * step(own, comm.transport, g.copy())
             came += lr * g
             context.step += 1
-        waiting = np.repeat(own.extra_state()["rates"], 2) * own.residual
+        waiting = np.repeat(list(own.state()["rate"].values()), 2) * own.residual
         return came - applied - waiting
 
     np.testing.assert_allclose(simulate(2, program).results, 0, atol=1e-5)
-    frozen = Rates(("a", "b"), lambda names: [0.0, 0.5], {})
+    frozen = Rates(("a", "b"), lambda names: [0.0, 0.5])
     assert frozen.factors() == [1.0, 1.0]  # no rate so far, then one of 0
     frozen.keep()
     frozen.commit()

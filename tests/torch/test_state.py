@@ -2,17 +2,18 @@
 
 import copy
 import io
+import json
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from nets import P, batch, bits, loss_of, net, parameters, train  # noqa: E402
+from nets import P, batch, bits, loss_of, net, parameters, residuals, train  # noqa: E402
 
 import sparsecoll.torch  # noqa: E402
 from sparsecoll import simulate  # noqa: E402
 from sparsecoll.torch import DistributedOptimizer, SparseSGD, redistribute  # noqa: E402
-from sparsecoll.torch.compressors import OkTopk  # noqa: E402
+from sparsecoll.torch.compressors import OkTopk, TopK  # noqa: E402
 
 ALGORITHM = sparsecoll.OkTopk(tau=3, tau_prime=4)
 
@@ -122,6 +123,40 @@ def test_what_waits_is_sent_by_parameters_that_are_small_after_loading():
     results = simulate(P, program).results
     for moved, *given in zip(results[0][0], *(given for _, given in results), strict=True):
         torch.testing.assert_close(P * moved, sum(given))
+
+
+@pytest.mark.parametrize("how", ["alike", "other buckets", "redistributed", "of an older version"])
+def test_residuals_follow_the_learning_rate_after_loading(how):
+    """Rates are saved by parameter; an older version has saved them by bucket."""
+
+    def program(comm):
+        def made(bucket_bytes):
+            params = {name: torch.nn.Parameter(torch.zeros(40)) for name in "ab"}
+            inner, compressor = torch.optim.SGD(params.values(), 1.0), TopK(0.1, "allgather", follow_lr=True)
+            options = {"bucket_bytes": bucket_bytes, "dense_below": 0}
+            return sum(params.values()), DistributedOptimizer(inner, params.items(), comm, compressor, **options)
+
+        whole, optimizer = made(None)
+        whole.backward(torch.linspace(1, 2, 40))
+        optimizer.step()
+        state = optimizer.state_dict()
+        if how == "redistributed":
+            state = redistribute(comm.allgather(state), comm.rank, comm.size)
+        if how == "of an older version":
+            own = state["sparsecoll"]
+            rates = {"rates": [float(rate) for rate in own["tensors"].pop("rate").values()]}
+            own["buckets"] = [[names, json.dumps(json.loads(text) | rates)] for names, text in own["buckets"]]
+        whole, optimizer = made(1 if how == "other buckets" else None)
+        optimizer.load_state_dict(state)
+        before = residuals(optimizer)
+        optimizer.param_groups[0]["lr"] = 0.1
+        whole.backward(torch.zeros(40))
+        optimizer.step()
+        for name, after in residuals(optimizer).items():
+            assert after.any()
+            torch.testing.assert_close(after, torch.where(after == 0, 0, 10 * before[name]))
+
+    simulate(2, program)
 
 
 @pytest.mark.parametrize("make", [sparse, wrapped])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 import numpy as np
@@ -40,13 +40,11 @@ class StepContext:
         ccr: communication-to-computation ratio: seconds of uncompressed communication divided by seconds of
             back-propagation; None until it is measured (COVAP).
         rates: returns the learning rates of named parameters in this step; None in loops that do not know them.
-        last_rates: name -> learning rate of the last step, of parameters whose residuals follow it.
     """
 
     step: int = 0
     ccr: float | None = None
     rates: Callable[[Sequence[str]], list[float]] | None = None
-    last_rates: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass

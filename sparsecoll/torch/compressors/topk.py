@@ -71,6 +71,7 @@ class TopK(ErrorFeedback):
     """
 
     name = "topk"
+    replicated_state = frozenset({"rate"})
 
     density: Density = 0.01
     algo: str | Algorithm = "auto"
@@ -114,7 +115,7 @@ class TopK(ErrorFeedback):
             self._versions.append(self._velocity)
         self._rates: Rates | None = None
         if self.follow_lr:
-            self._rates = Rates(layout.names, context.rates, context.last_rates)
+            self._rates = Rates(layout.names, context.rates)
 
     def for_small(self) -> Compressor | str:
         """Return the exact mean, with the momentum and the clipping that the optimizer and the loop leave to this."""
@@ -240,11 +241,11 @@ class TopK(ErrorFeedback):
     def exclude(self, names: Collection[str]) -> None:
         super().exclude(names)
         if self._rates is not None:
-            self._rates.stay(names)
+            self._rates.exclude(names)
 
     def rollback(self, names: Collection[str] | None = None) -> list[Array]:
         if self._rates is not None:
-            self._rates.stay(self.layout.names if names is None else names)
+            self._rates.rollback(names)
         return super().rollback(names)
 
     def commit(self) -> list[Array]:
@@ -254,16 +255,16 @@ class TopK(ErrorFeedback):
 
     def state(self) -> dict[str, dict[str, torch.Tensor]]:
         own = {"velocity": self.layout.by_name(self._velocity.base)} if self.momentum else {}
-        return super().state() | own
+        rates = {} if self._rates is None else {"rate": self._rates.state()}
+        return super().state() | own | rates
 
     def extra_state(self) -> dict[str, Any]:
         layers = [selector.state_dict() for selector in self._selectors] if self._densities.by_layer else []
-        rates = {} if self._rates is None else {"rates": self._rates.last}
-        return {"algorithm": self._algorithm.state_dict(), "layers": layers, **rates}
+        return {"algorithm": self._algorithm.state_dict(), "layers": layers}
 
     def load_extra_state(self, state: dict[str, Any]) -> None:
         self._algorithm.load_state_dict(state["algorithm"])
-        if self._rates is not None:
+        if self._rates is not None and "rates" in state:  # of an older version, which saved them by bucket
             self._rates.load(state["rates"])
         if self._densities.by_layer:
             for selector, saved in zip(self._selectors, state["layers"], strict=True):
