@@ -117,8 +117,10 @@ class RowBucket(Bucket):
         """Return scale * mean as a coalesced sparse tensor in the dtype of the parameter, and forget it."""
         mean, self._mean = self._mean, None
         assert mean is not None
-        (p,), values = self.params.values(), CPU.tensor(mean.values)
-        return rows_like(p, CPU.tensor(mean.rows), values if scale == 1.0 else values * scale)
+        (p,), rows, values = self.params.values(), CPU.tensor(mean.rows), CPU.tensor(mean.values)
+        if not mean.nnz:  # autograd resizes what it adds rows to if there are none, which NumPy's memory does not allow
+            rows, values = rows.clone(), values.clone()
+        return rows_like(p, rows, values if scale == 1.0 else values * scale)
 
     def assign_grad(self, name: str, scale: float = 1.0) -> None:
         self.params[name].grad = self.mean_tensor(scale)

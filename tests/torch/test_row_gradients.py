@@ -126,6 +126,23 @@ def test_a_parameter_without_a_module_that_says_so():
         assert kinds == [None, True, True, None] and weight == [1, 0, -1, 1] and rows == ["weight"]
 
 
+def test_rows_are_added_to_a_mean_without_rows():
+    """As after zero_grad(set_to_none=False), and a back-propagation that looks nothing up."""
+
+    def program(comm):
+        embedding, other = table(), torch.nn.Parameter(torch.zeros(1))
+        named = [("weight", embedding.weight), ("other", other)]
+        optimizer = DistributedOptimizer(torch.optim.SGD([p for _, p in named], 1.0), named, comm, "none")
+        backward(embedding, comm.rank, 0)
+        optimizer.zero_grad(set_to_none=False)
+        other.sum().backward()
+        assert embedding.weight.grad._nnz() == 0
+        backward(embedding, comm.rank, 1)
+        return rows_of(embedding.weight.grad).nnz
+
+    assert min(simulate(2, program).results) > 0
+
+
 @pytest.mark.parametrize("way", ["DistributedOptimizer", "SparseSGD"])
 def test_a_dense_gradient_on_one_rank_makes_it_dense_on_all(way, caplog):
     def run(make, ranks):
