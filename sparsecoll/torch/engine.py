@@ -304,6 +304,19 @@ class Engine:
         self._replica.suspect = True
         logger.error("rank %d: the wrapped optimizer's step failed: %s", self.transport.rank, error)
 
+    def skip(self) -> None:
+        """Give this step up, because gradients are set to zero.
+
+        Raises:
+            RuntimeError: Within `join`, a rank has no more data. It has kept what contributed already.
+        """
+        if self._reduced and self._outcome.joined and self._reducer.has_residuals and not self.closed:
+            raise RuntimeError(
+                "zero_grad: expected step() first, since a rank has left join() and cannot learn that this step is"
+                " skipped: decide before backward(), or take the step with a learning rate of 0"
+            )
+        self.discard()
+
     def discard(self) -> None:
         """Give this step up: gradients are about to be thrown away, and residuals are as they were before it."""
         self._reducer.discard()

@@ -255,8 +255,11 @@ class DistributedOptimizer(Wrapper):
 
         Args:
             set_to_none: as in torch.
+
+        Raises:
+            RuntimeError: Within `join`, the step was to be skipped after a rank had left, which cannot learn of it.
         """
-        self._engine.discard()
+        self._engine.skip()
         self.optimizer.zero_grad(set_to_none)
 
     def add_param_group(

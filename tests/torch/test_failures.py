@@ -176,6 +176,28 @@ def test_a_rank_without_data_counts_the_steps_of_the_others(compressor):
     torch.testing.assert_close(sum(residuals) - P * moved[0], sum(given), atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("compressor", [DGC(0.1), "none"], ids=["dgc", "none"])
+def test_a_step_is_not_skipped_after_a_rank_has_left(compressor):
+    """With residuals: that rank has kept what it contributed. The error is raised on all ranks."""
+
+    def program(comm):
+        model = net()
+        inner = torch.optim.SGD(model.parameters(), 0.1)
+        optimizer = DistributedOptimizer(inner, model, comm, compressor)
+        with optimizer.join():
+            train(comm, model, optimizer, range(3 if comm.rank else 2))
+            if comm.rank:
+                loss_of(model, batch(comm.rank, 3)).backward()
+                optimizer.zero_grad()
+        return bits(model)
+
+    if compressor == "none":
+        assert len(set(simulate(P, program).results)) == 1
+        return
+    with pytest.raises((RuntimeError, sparsecoll.CommunicationError), match="a rank has left join"):
+        simulate(P, program)
+
+
 def test_a_checkpoint_is_the_old_or_the_new_one(tmp_path, monkeypatch):
     path = tmp_path / "rank0.pt"
     sparsecoll.torch.save({"step": 1, "w": torch.ones(3)}, path)
