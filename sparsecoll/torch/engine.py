@@ -13,7 +13,7 @@ import torch
 
 from sparsecoll.errors import NonFiniteError
 from sparsecoll.torch.backward import at_end_of_backward
-from sparsecoll.torch.calls import mean_of, mean_of_loss
+from sparsecoll.torch.calls import mean_of_loss
 from sparsecoll.torch.compressors import Compressor
 from sparsecoll.torch.device import device_of
 from sparsecoll.torch.guards import Watch, refuse_ddp, warn_of_adam, warn_of_momentum
@@ -244,27 +244,22 @@ class Engine:
             self._check_scale(None)
         self._reducer.take_back_missing()
 
-    def before_scalers_step(self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
-        """A scaler is about to look for gradients of `optimizer` that are not finite. Collective unless they are means.
+    def before_unscaling(self, scaler: torch.amp.GradScaler) -> None:
+        """A scaler is about to divide gradients by its scale, all of them or none. Collective unless they are means."""
+        if not self.closed and (self._dirty or not self._reduced):
+            self._reducer.scale.scaler = scaler
+            self.ensure_means()
 
-        If it has divided gradients by its scale already, it has looked at this rank's own: let it know of all ranks'.
-        """
+    def before_scalers_step(self, scaler: torch.amp.GradScaler) -> None:
+        """A scaler is about to look for gradients that are not finite. Collective unless they are means."""
         if self.closed:
             return
-        scale, own = self._reducer.scale, scaler._per_optimizer_states[id(optimizer)]
-        means = self._reduced and not self._dirty
-        if means:
+        scale = self._reducer.scale
+        if self._reduced and not self._dirty:
             self._check_scale(scaler)
         scale.scaler = scaler
-        if means or own["stage"] is not torch.amp.grad_scaler.OptState.UNSCALED:
-            self.ensure_means()
-            scale.steps = True
-            return
-        scale.begin(unscaled=True)
-        found = own["found_inf_per_device"]
-        local = float(sum(value.item() for value in found.values()))
-        anywhere = mean_of(self.transport, local, self._replica.patience)
-        found[torch.device("cpu")] = torch.tensor(float(anywhere > 0))
+        self.ensure_means()
+        scale.steps = True
 
     def _check_scale(self, scaler: torch.amp.GradScaler | None) -> None:
         """Raise if residuals got gradients that were divided by another scale than what takes the step, see `fits`."""

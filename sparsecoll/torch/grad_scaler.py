@@ -23,14 +23,13 @@ class LossScale:
         saved: the scale with which a state was loaded, until the scaler is known; None before the first step, as long
             as residuals hold nothing.
         steps: whether the scaler takes the step with these gradients.
-        unscaled: whether the scaler has divided the gradients by its scale.
         scale: of the gradients of the reduction under way.
     """
 
     def __init__(self) -> None:
         self.scaler: torch.amp.GradScaler | None = None
         self.saved: float | None = None
-        self.steps = self.unscaled = False
+        self.steps = False
         self.scale = 1.0
 
     @property
@@ -40,9 +39,9 @@ class LossScale:
             return float(self.scaler.get_scale())
         return 1.0 if self.saved is None else self.saved
 
-    def begin(self, unscaled: bool) -> None:
+    def begin(self) -> None:
         """Note the scale of the gradients of a new reduction."""
-        self.steps, self.unscaled, self.scale = False, unscaled, 1.0 if unscaled else self.now
+        self.steps, self.scale = False, self.now
 
     def fits(self, scaler: torch.amp.GradScaler | None) -> bool:
         """Return whether residuals got gradients without the scale of a scaler, or can still be divided by it.
@@ -62,7 +61,7 @@ class LossScale:
     @property
     def was_unknown(self) -> bool:
         """Whether gradients were reduced with the scale in them, since the scaler was found only at the step."""
-        return self.saved is None and self.scaler is not None and self.scale == 1.0 and not self.unscaled
+        return self.saved is None and self.scaler is not None and self.scale == 1.0
 
     def stepped(self) -> None:
         """The optimizer has stepped."""
@@ -75,7 +74,7 @@ class LossScale:
 
     def end(self) -> None:
         """The step was taken or given up."""
-        self.steps = self.unscaled = False
+        self.steps = False
 
 
 class Scaling:

@@ -158,8 +158,20 @@ class DistributedOptimizer(Wrapper):
         """GradScaler.step reads this, from whose frame the scaler, and with it the scale of gradients, is taken."""
         scaler = calling_scaler()
         if scaler is not None:
-            self._engine.before_scalers_step(scaler, self)
+            self._engine.before_scalers_step(scaler)
         return False
+
+    @property
+    def param_groups(self) -> Any:
+        """The groups of the wrapped optimizer. GradScaler.unscale_ reads them before it looks at the gradients."""
+        scaler = calling_scaler()
+        if scaler is not None:
+            self._engine.before_unscaling(scaler)
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: Any) -> None:
+        self.optimizer.param_groups = groups
 
     @property
     def traffic(self) -> Traffic:

@@ -94,12 +94,8 @@ class Reducer:
         else:
             self._sender.take(name)
 
-    def _open(self, unscaled: bool = False) -> None:
-        """A reduction begins: take back what was kept of gradients thrown away.
-
-        Args:
-            unscaled: whether a GradScaler has divided the gradients by its scale.
-        """
+    def _open(self) -> None:
+        """A reduction begins: take back what was kept of gradients thrown away."""
         self._opened = True
         changed = self._means.changed()
         if changed is not None:
@@ -108,7 +104,7 @@ class Reducer:
                 " back-propagation, got a gradient that was changed in place after it had been reduced"
             )
         self._take_back(self._means.replaced())
-        self.scale.begin(unscaled)
+        self.scale.begin()
 
     def _take_back(self, names: set[str]) -> None:
         """Gradients of these parameters were thrown away after they had been reduced: residuals are as before."""
@@ -138,7 +134,7 @@ class Reducer:
         if self._opened:
             self._take_back(self._means.replaced())
         else:
-            self._open(self.scale.unscaled)
+            self._open()
         if not self.buckets:
             self.make_buckets()
         self._sender.send_rest()

@@ -21,9 +21,17 @@ def sgd(params):
 
 
 def scaled(
-    way, comm, steps, overflow=lambda step, rank: False, clip=None, compressor="none", enabled=True, parts=1, mean=True
+    way,
+    comm,
+    steps,
+    overflow=lambda step, rank: False,
+    clip=None,
+    compressor="none",
+    enabled=True,
+    parts=1,
+    mean="before",
 ):
-    """Train with a GradScaler; returns the run, and the scales of all steps."""
+    """Train with a GradScaler; returns the run, and the scales of all steps. `mean`: when gradients are reduced."""
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2, enabled=enabled)
     run = Run(way, comm, single, sgd, compressor, torch.float32, scaler if enabled else None)
     scales = []
@@ -35,9 +43,11 @@ def scaled(
                 loss = loss * float("inf")
             scaler.scale(loss).backward()
         if clip is not None:
-            if mean:
+            if mean == "before":
                 run.mean()
             scaler.unscale_(run.optimizer)
+            if mean == "after":
+                run.mean()
             torch.nn.utils.clip_grad_norm_(run.params, clip)
         scaler.step(run.optimizer)
         scaler.update()
@@ -82,19 +92,20 @@ def test_residuals_do_not_know_of_the_scale(comm, way, clip):
         torch.testing.assert_close(t, expected, rtol=1e-4, atol=1e-6, msg=name)
 
 
+@pytest.mark.parametrize("mean", ["by unscale_", "after"])
 @pytest.mark.parametrize("compressor", ["none", "topk"])
-def test_unscaling_each_ranks_gradients_before_they_are_sent(comm, compressor):
-    """overlap=False: all ranks skip together, and residuals do not know of the scale."""
+def test_unscaling_reduces_gradients_that_are_still_local(comm, compressor, mean):
+    """overlap=False: what is unscaled and clipped is the mean, whether or not synchronize() was called before."""
     compressor = TOPK if compressor == "topk" else "none"
     where = OVERFLOWS["on one rank"](comm.size - 1)
-    alone, scales = scaled(ONE, comm, 7, where, 1e6)
-    run, own = scaled(LOCAL, comm, 7, where, 1e6, compressor, mean=False)
+    alone, scales = scaled(ONE, comm, 7, where, 0.2)
+    run, own = scaled(LOCAL, comm, 7, where, 0.2, compressor, mean=mean)
     assert own == scales and alike(comm, run.values())
     if compressor == "none":
         close(run.values(), alone.values(), 1e-5)
         return
-    plain, _ = scaled(LOCAL, comm, 7, clip=0.2, compressor=compressor, enabled=False, mean=False)
-    run, _ = scaled(LOCAL, comm, 7, clip=0.2, compressor=compressor, mean=False)
+    plain, _ = scaled(LOCAL, comm, 7, clip=0.2, compressor=compressor, enabled=False)
+    run, _ = scaled(LOCAL, comm, 7, clip=0.2, compressor=compressor, mean=mean)
     close(run.values(), plain.values(), 1e-6)
     for (name, t), (_, expected) in zip(residuals(run), residuals(plain), strict=True):
         torch.testing.assert_close(t, expected, rtol=1e-4, atol=1e-6, msg=name)
