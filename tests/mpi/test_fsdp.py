@@ -96,6 +96,16 @@ def test_all_compressors_between_nodes(comm, name):
         train(model, torch.optim.SGD(model.parameters(), 0.01), comm.rank, [3])
 
 
+def test_replicas_are_compared_whichever_parameters_the_optimizer_has_first(comm):
+    model, _ = attached(MIDDLE, verify=1)
+    first = torch.nn.Linear(2, 2).parameters(), model.first.requires_grad_(False).parameters(), model.out.parameters()
+    optimizer = torch.optim.SGD([{"params": [*group]} for group in first], 0.1)
+    with torch.no_grad():
+        model.out.bias.to_local().add_(comm.rank)
+    with pytest.raises(CommunicationError, match="verify: expected the same bits on all ranks after step 1"):
+        train(model, optimizer, comm.rank, [0])
+
+
 def test_activation_checkpoints(comm):
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
     from torch.distributed.fsdp import fully_shard

@@ -380,5 +380,5 @@ def _stepped(reductions: weakref.ref[ShardedReductions], optimizer: torch.optim.
     alive = reductions()
     if alive is not None and (alive._pending or alive._reduced):
         known = {id(shard.param) for shard in alive._shards}
-        if any(id(p) in known for p in optimizer.param_groups[0]["params"]):
+        if any(id(p) in known for group in optimizer.param_groups for p in group["params"]):
             alive.stepped()
