@@ -144,10 +144,11 @@ def test_a_shard_group_of_one_rank(comm):
     """Without replicas there is nothing to reduce, also where gradients are accumulated."""
     net, mesh = Linear(), mesh_of(W)
     model = sharded(Linear(), mesh)
-    _ = sparsecoll.torch.fsdp.attach(model)
+    reductions = sparsecoll.torch.fsdp.attach(model)
     for step in range(2):
         data = batch(comm.rank, step)[0]
         model(data).backward()
         net(data).backward()
     for own, other in zip(model.parameters(), net.parameters(), strict=True):
         torch.testing.assert_close(own.grad.full_tensor(), other.grad)
+    assert set(reductions.state_dict()["tensors"]["residual"]) == set(net.state_dict())

@@ -203,6 +203,53 @@ def test_a_checkpoint_continues_with_any_layout(comm, tmp_path_factory, old, new
         assert all(map(torch.equal, whole(model.parameters()), expected))
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "method"), [(None, None, "topk"), (None, W, "topk"), (W, None, "topk"), (W, W, "powersgd")]
+)
+def test_a_checkpoint_has_the_state_of_a_frozen_layer(comm, tmp_path_factory, old, new, method):
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+
+    path = comm.bcast(str(tmp_path_factory.mktemp("checkpoint")))
+    model, reductions = attached(old, method, Net())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    train(model, optimizer, comm.rank, range(2))
+    model.twice.requires_grad_(False)
+    train(model, optimizer, comm.rank, [2])
+    saved = reductions.state_dict()
+    state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    dcp.save({**state, "sparsecoll": saved}, checkpoint_id=path)
+    model.twice.requires_grad_(True)
+    train(model, optimizer, comm.rank, [3])
+    expected = whole(model.parameters())
+    net = Net(seed=7)
+    net.twice.requires_grad_(False)
+    model, reductions = attached(new, method, net)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    resume(dcp, model, optimizer, reductions, path)
+    before, after = (s["tensors"]["residual"]["twice.weight"].full_tensor() for s in (saved, reductions.state_dict()))
+    assert before.any()
+    torch.testing.assert_close(after.mean(0), before.mean(0), atol=1e-7, rtol=1e-6)
+    model.twice.requires_grad_(True)
+    train(model, optimizer, comm.rank, [3])
+    if new == old:
+        assert all(map(torch.equal, whole(model.parameters()), expected))
+
+
+def test_a_layer_that_was_never_trained_has_no_state(comm, tmp_path_factory):
+    import torch.distributed.checkpoint as dcp
+
+    path = comm.bcast(str(tmp_path_factory.mktemp("checkpoint")))
+    net = Linear()
+    net.b.requires_grad_(False)
+    _, reductions = attached(None, "topk", net)
+    dcp.save({"sparsecoll": reductions.state_dict()}, checkpoint_id=path)
+    model, other = attached(None, "topk", Linear())
+    model.b.requires_grad_(False)
+    other.load(path)
+    assert set(other.state_dict()["tensors"]["residual"]) == {"a.weight", "a.bias"}
+
+
 def test_a_checkpoint_without_this_state_is_refused(comm, tmp_path_factory):
     import torch.distributed.checkpoint as dcp
 

@@ -64,6 +64,13 @@ class Checkpoint:
         first = ShardPlacement(0)
         return (first,) if self._scattered else (first, ShardPlacement(shard.dim + 1))
 
+    def _parts_of(self, shard: Shard) -> dict[str, int]:
+        """Return the parts of a parameter that this rank has a residual for: name in the layout -> size."""
+        if not self._scattered:
+            return {shard.name: shard.shape[shard.dim]}
+        parts = len(self._ranks[0])
+        return dict(zip(shard.names(parts), shard.sizes(parts), strict=True))
+
     # -- from the state of buckets
 
     def saved(self, state: Mapping[str, Any], shards: Sequence[Shard]) -> dict[str, Any]:
@@ -90,18 +97,15 @@ class Checkpoint:
                     yield kind, name, _dtensor(t, mesh, (ShardPlacement(0),), (mesh.size(), *t.shape))
                 continue
             for name, shard in known.items():
+                if entries.keys().isdisjoint(self._parts_of(shard)):  # it has never been trained
+                    continue
                 t = self._own(entries, shard)
                 mesh, size = self._mesh(t.device.type, whole=True), (self._owners, *shard.param.shape)
                 yield kind, name, _dtensor(t, mesh, self._placements(shard), size)
 
     def _own(self, entries: Mapping[str, torch.Tensor], shard: Shard) -> torch.Tensor:
         """Return this rank's values for a parameter, without padding."""
-        if not self._scattered:
-            return entries[shard.name].narrow(shard.dim, 0, shard.shape[shard.dim])
-        parts = [
-            entries[f"{shard.name} (part {i})"].narrow(shard.dim, 0, size)
-            for i, size in enumerate(shard.sizes(len(self._ranks[0])))
-        ]
+        parts = [entries[name].narrow(shard.dim, 0, size) for name, size in self._parts_of(shard).items()]
         return torch.cat(parts, shard.dim)
 
     # -- to the state of buckets
@@ -142,12 +146,9 @@ class Checkpoint:
         own = rows[0] if rows.shape[0] == 1 else rows.sum(0)
         if t.shape[0] != self._owners:
             own = own * (self._owners / t.shape[0])
-        if not self._scattered:
-            yield shard.name, _padded(own, shard)
-            return
-        sizes = shard.sizes(len(self._ranks[0]))
-        for i, part in enumerate(torch.split(own, sizes, shard.dim)):
-            yield f"{shard.name} (part {i})", _padded(part, shard)
+        parts = self._parts_of(shard)
+        for name, part in zip(parts, torch.split(own, list(parts.values()), shard.dim), strict=True):
+            yield name, _padded(part, shard)
 
     # -- from a checkpoint of any number of ranks
 
@@ -177,32 +178,36 @@ class Checkpoint:
         ranks = {name.rpartition(".")[2] for name in metadata if name.startswith(f"{key}.buckets.")}
         known = {shard.name: shard for shard in shards}
         same = ranks == {str(rank) for part in self._ranks for rank in part}
-        for kind, entries in template["tensors"].items():
-            for name, t in list(entries.items()):
-                path = f"{key}.tensors.{kind}.{name}"
-                if path not in metadata:
-                    raise ValueError(f"checkpoint: expected {kind} of {name!r}, got none")
-                size = metadata[path].size
-                if size != t.shape:
-                    if size[1:] == t.shape[1:] == known[name].param.shape:
-                        entries[name] = _zeros(size, t)
-                        same = False
-                    else:
-                        del entries[name]
+        for kind in state["tensors"]:
+            entries, replicated = template["tensors"].setdefault(kind, {}), kind in state["replicated"]
+            for name, shard in known.items():
+                own, stored = entries.pop(name, None), metadata.get(f"{key}.tensors.{kind}.{name}")
+                if stored is None:
+                    if own is not None and shard.param.requires_grad:
+                        raise ValueError(f"checkpoint: expected {kind} of {name!r}, got none")
+                elif own is not None and stored.size == own.shape:
+                    entries[name] = own
+                elif not replicated and stored.size[1:] == shard.param.shape:
+                    entries[name] = self._zeros(stored, shard, whole=True)
+                    same = same and stored.size[0] == self._owners
+                elif replicated and own is None and saved == method and stored.size[0] == len(self._ranks[0]):
+                    entries[name] = self._zeros(stored, shard, whole=False)  # of a layer that is frozen here
         if not same:
             template["buckets"] = {}
         load({key: template}, storage_reader=reader)
         return template
+
+    def _zeros(self, stored: Any, shard: Shard, whole: bool) -> DTensor:
+        """Return zeros of the size and dtype of a tensor in a checkpoint, over all ranks or over this replica's."""
+        mesh = self._mesh(shard.local.device.type, whole)
+        placements = self._placements(shard) if whole else (ShardPlacement(0),)
+        return zeros(tuple(stored.size), dtype=stored.properties.dtype, device_mesh=mesh, placements=placements)
 
 
 def _dtensor(local: torch.Tensor, mesh: DeviceMesh, placements: Placements, size: tuple[int, ...]) -> DTensor:
     stride = tuple(torch.empty(size, device="meta").stride())
     part = local.unsqueeze(0).contiguous()
     return DTensor.from_local(part, mesh, placements, run_check=False, shape=torch.Size(size), stride=stride)
-
-
-def _zeros(size: Sequence[int], like: DTensor) -> DTensor:
-    return zeros(tuple(size), dtype=like.dtype, device_mesh=like.device_mesh, placements=like.placements)
 
 
 def _padded(part: torch.Tensor, shard: Shard) -> torch.Tensor:

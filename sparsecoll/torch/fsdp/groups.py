@@ -45,6 +45,10 @@ class Shard:
         whole, most = self.param.shape[self.dim], self.padded[self.dim]
         return [max(0, min(most, whole - most * part)) for part in range(parts)]
 
+    def names(self, parts: int) -> list[str]:
+        """Return the names of all parts, as a layout of `parts` ranks has them."""
+        return [self.name] if parts == 1 else [f"{self.name} (part {i})" for i in range(parts)]
+
 
 class Group:
     """The parameters of one `fully_shard` call: FSDP gathers them together, and reduces their gradients together.
@@ -61,21 +65,24 @@ class Group:
         self._names = [_clean(f"{names[id(info.module)]}.{info.param_name}".lstrip(".")) for info in infos]
 
     @property
-    def shards(self) -> list[Shard]:
-        """The trainable parameters, in the order in which their gradients are laid out."""
+    def parameters(self) -> list[Shard]:
+        """All parameters, those that are not trained among them."""
         return [
             Shard(
                 name, p.sharded_param, p.fsdp_placement.dim, tuple(p.sharded_size), tuple(p.padded_sharded_param_size)
             )
             for name, p in zip(self._names, self._group.fsdp_params, strict=True)
-            if p.sharded_param.requires_grad
         ]
+
+    @property
+    def shards(self) -> list[Shard]:
+        """The trainable parameters, in the order in which their gradients are laid out."""
+        return [shard for shard in self.parameters if shard.param.requires_grad]
 
     @property
     def frozen(self) -> dict[str, torch.Tensor]:
         """The values on this rank of the parameters that are not trained, by name."""
-        params = [p.sharded_param for p in self._group.fsdp_params]
-        return {name: p.to_local().detach() for name, p in zip(self._names, params, strict=True) if not p.requires_grad}
+        return {shard.name: shard.local for shard in self.parameters if not shard.param.requires_grad}
 
     @property
     def shard_group(self) -> Any:
@@ -118,7 +125,7 @@ class Group:
     def layout(self, index: int, lengths: tuple[int, ...], parts: int) -> Layout:
         """Return the layout of the gradients of `parts` ranks, one after the other, as FSDP lays them out."""
         shards = self.shards
-        names = [shard.name if parts == 1 else f"{shard.name} (part {i})" for i in range(parts) for shard in shards]
+        names = [name for part in zip(*(shard.names(parts) for shard in shards), strict=True) for name in part]
         shapes = [shard.padded for _ in range(parts) for shard in shards]
         whole = shards[0].local if shards else torch.empty(0)
         dtype = residual_dtype(self.reduce_dtype)

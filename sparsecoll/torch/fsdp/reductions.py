@@ -86,6 +86,10 @@ class ShardedReductions:
     def _shards(self) -> list[Shard]:
         return [shard for group in self._groups for shard in group.shards]
 
+    @property
+    def _parameters(self) -> list[Shard]:
+        return [shard for group in self._groups for shard in group.parameters]
+
     # -- hooks
 
     def install(self) -> None:
@@ -323,7 +327,7 @@ class ShardedReductions:
             )
         if self._pending and self._updated:
             self._commit()
-        return self._checkpoint.saved(self._buckets.state_dict(), self._shards)
+        return self._checkpoint.saved(self._buckets.state_dict(), self._parameters)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned, after torch.distributed.checkpoint has filled it. Collective.
@@ -335,10 +339,9 @@ class ShardedReductions:
         Raises:
             ValueError: The state is of other parameters or another compressor.
         """
-        layouts = self._layouts()
-        shapes = {name: shape for layout in layouts for name, shape in zip(layout.names, layout.shapes, strict=True)}
+        shapes = {name: shard.padded for shard in self._parameters for name in shard.names(self._parts)}
         self._replica.params = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
-        own = completed_future(lambda: self._checkpoint.loaded(state, self._shards, self._transport))
+        own = completed_future(lambda: self._checkpoint.loaded(state, self._parameters, self._transport))
         self._buckets.load_state_dict(own.result)
         self._bind()
         self._pending = False
@@ -361,7 +364,7 @@ class ShardedReductions:
             ValueError: The checkpoint has no such state, or that of other parameters or another compressor.
         """
         own = self._buckets.state_dict()
-        self.load_state_dict(self._checkpoint.read(own, self._shards, checkpoint_id, storage_reader, key))
+        self.load_state_dict(self._checkpoint.read(own, self._parameters, checkpoint_id, storage_reader, key))
 
 
 END = "end of back-propagation"
