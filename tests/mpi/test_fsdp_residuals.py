@@ -77,13 +77,15 @@ def test_gradients_are_accumulated_also_where_a_part_of_the_mean_is_zero(comm, n
 
 @LAYOUTS
 def test_layers_that_are_frozen_or_unused(comm, nodes):
-    """An unused layer has zeros as its gradient, and so it is sent what waits in its residual."""
+    """Also right after a step that was skipped. A layer whose gradient is zero is sent what waits in its residual."""
     model, reductions = attached(nodes, sparsecoll.torch.compressors.TopK(0.1), Linear())
     optimizer = torch.optim.SGD(model.parameters(), 1.0)
     before = whole(model.parameters())
     model(batch(comm.rank, 0)[0]).backward()
     optimizer.step()
     optimizer.zero_grad()
+    model(batch(comm.rank, 2)[0]).backward()
+    optimizer.zero_grad()  # in place of step
     for p in model.b.parameters():
         p.requires_grad_(False)
     for _ in range(3):

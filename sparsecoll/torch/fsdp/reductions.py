@@ -73,7 +73,7 @@ class ShardedReductions:
         self._reduced: set[int] = set()  # groups that have been reduced in it
         self._failed: Exception | None = None
         self._pending = self._warned = False  # whether there are reduced gradients that no step has used
-        self._marks: list[int] = []
+        self._marks: list[int] = []  # versions after the last reduction, also of frozen parameters: freezing is no step
         self._replica.warmed = True  # the timeout holds from the first reduction on
         self._bind()
         register_optimizer_step_post_hook(partial(_stepped, weakref.ref(self)))
@@ -190,7 +190,7 @@ class ShardedReductions:
     @property
     def _updated(self) -> bool:
         """Whether parameters have changed since the last reduction."""
-        return self._marks != [shard.param._version for shard in self._shards]
+        return self._marks != [shard.param._version for shard in self._parameters]
 
     def _settle(self) -> None:
         """Commit if parameters have changed, roll back if gradients were thrown away; else they add up. Collective."""
@@ -225,7 +225,7 @@ class ShardedReductions:
         if error is None:
             self._buckets.keep()
             self._pending = True
-            self._marks = [shard.param._version for shard in self._shards]
+            self._marks = [shard.param._version for shard in self._parameters]
             return
         self.discard()
         for shard in self._shards:
