@@ -4,7 +4,21 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from sharded_models import LAYOUTS, MIDDLE, TORCHRUN, Chain, Linear, Net, W, attached, batch, conserved, train, whole  # noqa: E402
+from sharded_models import (  # noqa: E402
+    LAYOUTS,
+    MIDDLE,
+    TORCHRUN,
+    Chain,
+    Linear,
+    Net,
+    W,
+    attached,
+    batch,
+    conserved,
+    mean_gradients,
+    train,
+    whole,
+)
 
 import sparsecoll.torch.fsdp  # noqa: E402
 from sparsecoll import NonFiniteError  # noqa: E402
@@ -164,6 +178,44 @@ def test_a_grad_scaler_skips_the_step_on_all_ranks(comm, nodes):
         optimizer.zero_grad()
     assert scaler.get_scale() == 32
     conserved(model, reductions, [0, 2], before)
+
+
+@LAYOUTS
+@pytest.mark.parametrize(
+    ("dtype", "factor"), [(torch.float16, None), (torch.float64, None), (torch.float32, 3.0), (torch.float64, 3.0)]
+)
+def test_residuals_do_not_have_the_factors_of_torch(comm, nodes, dtype, factor):
+    """It divides float16 and float64 before a sum and after it, and by another factor if that is set."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    options = {"mp_policy": MixedPrecisionPolicy(reduce_dtype=dtype)}
+    model, reductions = attached(nodes, sparsecoll.torch.compressors.TopK(0.1), Linear(), options=options)
+    net, shards = Linear(), W // (nodes or 1)
+    if factor is not None and shards > 1:  # torch divides twice if there is nothing to sum
+        model.set_gradient_divide_factor(factor)
+        model.set_force_sum_reduction_for_comms(True)
+        net.register_forward_hook(lambda module, inputs, output: output * shards / factor)
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    before = whole(model.parameters())
+    for step in range(3):
+        optimizer.zero_grad()
+        model(batch(comm.rank, step)[0]).backward()
+        optimizer.step()
+    rounding = 1e-2 if dtype == torch.float16 else 1e-5
+    conserved(model, reductions, range(3), before, net, rtol=rounding, atol=rounding)
+
+
+@LAYOUTS
+def test_a_grad_scaler_keeps_small_gradients_in_float16(comm, nodes):
+    """The mean is scaled before it is rounded."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
+    options = {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float16)}
+    model, _ = attached(nodes, sparsecoll.torch.compressors.TopK(1.0), Linear(), options=options, grad_scaler=scaler)
+    scaler.scale(model(batch(comm.rank, 0)[0]) * 1e-7).backward()
+    for own, expected in zip(whole(p.grad for p in model.parameters()), mean_gradients([0], Linear()), strict=True):
+        torch.testing.assert_close(own / scaler.get_scale() * 1e7, expected, rtol=1e-2, atol=1e-2)
 
 
 PAIRS = [(None, None), (None, 1), (MIDDLE, MIDDLE), (MIDDLE, W), (W, MIDDLE), (1, None)]

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import _get_gradient_divide_factors
 
 from sparsecoll.torch.device import device_of
 from sparsecoll.torch.layout import Layout, residual_dtype
@@ -121,6 +122,23 @@ class Group:
             or getattr(p.sharded_param, "_post_accumulate_grad_hooks", None)
             for p in group.fsdp_params
         )
+
+    def divisor(self, values: torch.Tensor) -> float:
+        """Return by what torch divides gradients after they have been reduced.
+
+        That is not 1 if `values` are float16 or float64, of which torch only makes sums: it divides by the rest of the
+        number of ranks before; or with `set_force_sum_reduction_for_comms`.
+        """
+        group = self._group
+        _, after, *_ = _get_gradient_divide_factors(
+            self.shard_group,
+            None,
+            values.dtype,
+            values.device.type,
+            group.gradient_divide_factor,
+            group.force_sum_reduction_for_comms,
+        )
+        return after or 1.0
 
     def layout(self, index: int, lengths: tuple[int, ...], parts: int) -> Layout:
         """Return the layout of the gradients of `parts` ranks, one after the other, as FSDP lays them out."""

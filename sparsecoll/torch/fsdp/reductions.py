@@ -128,7 +128,8 @@ class ShardedReductions:
         device = self._buckets[index][0].layout.device
         again = index in self._reduced
         self._reduced.add(index)
-        job = partial(self._job, index, values, out, factor, again, device.record_event())
+        divisor = self._groups[index].divisor(values)
+        job = partial(self._job, index, values, out, factor, divisor, again, device.record_event())
         self._jobs.append(in_background(self._transport, job))
         if self._groups[index].reads_at_once(out):
             self._jobs[-1].result()
@@ -137,7 +138,16 @@ class ShardedReductions:
     # -- a reduction, on the progress thread
 
     @torch.no_grad()
-    def _job(self, index: int, values: torch.Tensor, out: torch.Tensor, factor: float, again: bool, event: Any) -> None:
+    def _job(
+        self,
+        index: int,
+        values: torch.Tensor,
+        out: torch.Tensor,
+        factor: float,
+        divisor: float,
+        again: bool,
+        event: Any,
+    ) -> None:
         bucket, compressor = self._buckets[index]
         with bucket.layout.device.stream_context(event):
             try:
@@ -146,35 +156,49 @@ class ShardedReductions:
                         bucket.recycle(compressor.keep())
                         bucket.accept()
                     with CollectiveCall(self._transport, f"module {index}", compressor.timeout):
-                        self._mean(bucket, compressor, values, out, factor)
+                        self._mean(bucket, compressor, values, out, factor, divisor)
             except Exception as error:
                 self._failed = error
             if self._failed is not None:
                 out.fill_(float("nan"))
 
     def _mean(
-        self, bucket: Bucket, compressor: Compressor, values: torch.Tensor, out: torch.Tensor, factor: float
+        self,
+        bucket: Bucket,
+        compressor: Compressor,
+        values: torch.Tensor,
+        out: torch.Tensor,
+        factor: float,
+        divisor: float,
     ) -> None:
+        """Write factor * the mean of values to `out`, which torch divides by `divisor` afterwards.
+
+        Residuals are kept in units of what the optimizer is given, whichever factors torch and a GradScaler have.
+        """
         layout, keeps = bucket.layout, compressor.keeps_gradient
         if values.numel() != layout.length:
             raise RuntimeError(
                 f"gradients: expected {layout.length} values of {layout.names[0]!r} and others, got {values.numel()}:"
                 " parameters were frozen or unfrozen between the forward pass and its end"
             )
-        scale = float(self._scaler.get_scale()) if self._scaler is not None and keeps else 1.0
+        scale = float(self._scaler.get_scale()) if self._scaler is not None else 1.0
+        before, after = (factor / (divisor * scale), divisor * scale) if keeps else (1.0, factor)
         whole = bucket.gradient_buffer()
-        if values.data_ptr() != whole.tensor.data_ptr():
+        if values.dtype != whole.tensor.dtype:
+            values = whole.tensor.copy_(values)  # which has the range for the factor
+        if before != 1.0:
+            torch.mul(values, before, out=whole.tensor)
+        elif values.data_ptr() != whole.tensor.data_ptr():
             whole.tensor.copy_(values)
-        if scale != 1.0:
-            whole.tensor.mul_(1 / scale)
         in_place = keeps and out.dtype == whole.tensor.dtype
         mean = layout.device.array(out) if in_place else bucket.mean_buffer(keeps)[: out.numel()]
         with bucket_span(self._replica.options.timeline, layout.index, layout.length):
             compressor.allreduce_mean(self._transport, whole.array, mean)
+        reduced = out if in_place else layout.device.tensor(mean)
+        if after != 1.0:
+            reduced.mul_(after)
         if not in_place:
-            out.copy_(layout.device.tensor(mean))
-        if scale * factor != 1.0:
-            out.mul_(scale * factor)
+            out.copy_(reduced)
 
     # -- a back-propagation
 
