@@ -47,6 +47,7 @@ class LocalOptimizer(Wrapper):
         optimizer: torch optimizer of floating-point parameters.
         named_parameters: `model.named_parameters()`, the model itself, or pairs (name, parameter) that include all of
             the optimizer's parameters; the same on every rank. From a list of pairs the model's buffers are not known.
+            Several optimizers may be given one model if each parameter is stepped by at most one of them.
         comm: communicator, as in `sparsecoll.allreduce`; None, the default, for the default process group of
             torch.distributed, otherwise MPI.COMM_WORLD.
         compressor: as in `DistributedOptimizer`, of the changes (default: "none").
@@ -91,18 +92,23 @@ class LocalOptimizer(Wrapper):
         self._every, self._since = every, 0  # steps from one mean to the next, and since the last one
         transport, model = communicator(comm), model_of(named_parameters)
 
-        def made(call: CollectiveCall) -> tuple[Named, Named, torch.optim.Optimizer]:
+        def made(call: CollectiveCall) -> tuple[Named, Named, Named, torch.optim.Optimizer]:
             check_integer("every", every, 1)
             refuse_wrapped(model, "named_parameters")
-            params = of_optimizer(optimizer, named(named_parameters))
-            check_whole(params.values())
+            given = of_optimizer(optimizer, named(named_parameters))
+            check_whole(given.values())
+            own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            params = {name: p for name, p in given.items() if id(p) in own}
+            others = {name: p for name, p in given.items() if id(p) not in own}
             shared = {name: p.detach().clone().requires_grad_(p.requires_grad) for name, p in params.items()}
             outer = torch.optim.SGD(shared.values(), outer_lr, momentum=outer_momentum, nesterov=outer_momentum > 0)
             call.signature |= {"every": every, "outer_lr": outer_lr, "outer_momentum": outer_momentum}
+            call.signature |= describe(others, "other parameter")
             call.agree(entries=0)
-            return params, shared, outer
+            broadcast_tensors(transport, others.values())
+            return given, params, shared, outer
 
-        self._params, self._shared, outer = collective(transport, "LocalOptimizer", None, made)
+        self._given, self._params, self._shared, outer = collective(transport, "LocalOptimizer", None, made)
         self._model = model
         self._outer = DistributedOptimizer(
             outer,
@@ -205,15 +211,16 @@ class LocalOptimizer(Wrapper):
 
         Args:
             param_group: as in torch; its options are those of the wrapped optimizer.
-            named_parameters: pairs (name, parameter); parameters without a name are called group<i>.<j>.
+            named_parameters: pairs (name, parameter). Parameters without a name have the one under which the model has
+                them, otherwise they are called group<i>.<j>.
         """
-        self._add(self._add_to_wrapped(param_group, named_parameters))
+        self._add(self._add_to_wrapped(param_group, [*self._given.items(), *named_parameters]))
 
     def _add_unknown(self) -> None:
         """Add parameters that were put into the wrapped optimizer itself. Collective if there are any."""
-        known = {id(p) for p in self._params.values()}
+        known, names = {id(p) for p in self._params.values()}, {id(p): name for name, p in self._given.items()}
         groups = enumerate(self.optimizer.param_groups)
-        pairs = ((f"group{i}.{j}", p) for i, group in groups for j, p in enumerate(group["params"]))
+        pairs = ((names.get(id(p), f"group{i}.{j}"), p) for i, group in groups for j, p in enumerate(group["params"]))
         added = {name: p for name, p in pairs if id(p) not in known}
         if added:
             self._add(added)

@@ -171,3 +171,44 @@ def test_a_group_that_is_added_is_shared_too(before):
         return bits(model), extra.tolist()
 
     assert len({repr(result) for result in simulate(3, program).results}) == 1
+
+
+def test_two_optimizers_of_one_model_leave_each_others_parameters_alone():
+    """As in a GAN: each is given the whole model, and means are taken in the middle of the other's rounds."""
+
+    def run(comm, whole):
+        model = net(seed=comm.rank)
+        halves = model[:2], model[2:]
+        optimizers = [
+            LocalOptimizer(adamw(half), model if whole else half, comm, every=every)
+            for half, every in zip(halves, (3, 4), strict=True)
+        ]
+        for step in range(8):
+            for optimizer in optimizers:
+                model.zero_grad()
+                loss_of(model, batch(comm.rank, step)).backward()
+                optimizer.step()
+        for optimizer in optimizers:
+            optimizer.synchronize()
+        return bits(model)
+
+    def program(comm):
+        model = net(seed=comm.rank)
+        LocalOptimizer(adamw(model[:2]), model, comm)
+        assert bits(model) == bits(net(0))  # the others begin with rank 0's values, too
+        return run(comm, True), run(comm, False)
+
+    assert len({text for pair in simulate(2, program).results for text in pair}) == 1
+
+
+def test_a_layer_that_joins_the_optimizer_later_keeps_its_name():
+    def program(comm):
+        model = net(seed=comm.rank)
+        optimizer = LocalOptimizer(adamw(model[4]), model, comm, every=2)
+        optimizer.add_param_group({"params": model[2].parameters()})
+        optimizer.optimizer.add_param_group({"params": model[0].parameters()})
+        go_on(comm, model, optimizer, 0, 2)
+        assert set(optimizer.state_dict()["sparsecoll"]["order"]) == {name for name, _ in model.named_parameters()}
+        return bits(model)
+
+    assert len(set(simulate(2, program).results)) == 1
