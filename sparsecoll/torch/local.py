@@ -13,6 +13,7 @@ from sparsecoll.torch.broadcasts import broadcast_optimizer, broadcast_tensors
 from sparsecoll.torch.calls import collective, communicator
 from sparsecoll.torch.compressors import Compressor
 from sparsecoll.torch.guards import refuse_wrapped
+from sparsecoll.torch.layout import takes_part
 from sparsecoll.torch.optimizer import DistributedOptimizer, Wrapper, of_optimizer
 from sparsecoll.torch.options import check_integer
 from sparsecoll.torch.state import STATE
@@ -42,6 +43,11 @@ class LocalOptimizer(Wrapper):
     After every `every`-th step, and after `synchronize`, parameters have the same bits on all ranks; in between they
     differ. All ranks must take the same number of steps: call `synchronize()` after the last one. The state of the
     wrapped optimizer stays local to each rank.
+
+    Parameters that are frozen, or that the wrapped optimizer does not have, are those of rank 0 at the start and then
+    left to each rank. One that is frozen between two means takes part in the next one. If you move frozen parameters
+    yourself, as those of a teacher that follows its student, do so right after a mean, when all ranks have the same
+    student, or call `sparsecoll.torch.broadcast(teacher)` before you evaluate, save or unfreeze them.
 
     Args:
         optimizer: torch optimizer of floating-point parameters.
@@ -90,6 +96,7 @@ class LocalOptimizer(Wrapper):
     ) -> None:
         super().__init__(optimizer)
         self._every, self._since = every, 0  # steps from one mean to the next, and since the last one
+        self._moved: set[str] = set()  # parameters that took part in these steps; a mean of their changes is due
         transport, model = communicator(comm), model_of(named_parameters)
 
         def made(call: CollectiveCall) -> tuple[Named, Named, Named, torch.optim.Optimizer]:
@@ -122,7 +129,7 @@ class LocalOptimizer(Wrapper):
             timeout=timeout,
             timeline=timeline,
         )
-        self._follow()
+        self._follow(self._params)
 
     @property
     def _step_supports_amp_scaling(self) -> NoReturn:
@@ -137,10 +144,10 @@ class LocalOptimizer(Wrapper):
         return self._outer.traffic
 
     @torch.no_grad()
-    def _follow(self) -> None:
-        """Set the parameters to the shared ones, and the buffers to rank 0's. Collective."""
-        for name, p in self._params.items():
-            p.copy_(self._shared[name])
+    def _follow(self, names: Iterable[str]) -> None:
+        """Set the named parameters to the shared ones, and the buffers to rank 0's. Collective."""
+        for name in names:
+            self._params[name].copy_(self._shared[name])
         if self._model is None:
             return
         buffers, transport = dict(self._model.named_buffers()), self._outer._engine.transport
@@ -167,8 +174,7 @@ class LocalOptimizer(Wrapper):
             NonFiniteError: On every rank, if a parameter has become NaN or infinity on some rank.
             CommunicationError: The mean failed on some rank; the shared parameters and residuals are as before.
         """
-        if not self._since:
-            self._begin()
+        self._begin()
         result = self.optimizer.step() if closure is None else self.optimizer.step(closure)
         self._since += 1
         if self._since >= self._every:
@@ -177,10 +183,17 @@ class LocalOptimizer(Wrapper):
 
     @torch.no_grad()
     def _begin(self) -> None:
-        """All ranks start from the same parameters, which the user may have loaded since the last mean."""
-        self._add_unknown()
-        for name, p in self._params.items():
-            self._shared[name].copy_(p)
+        """Before a step: note where parameters start that it may move, and that did not take part since the last mean.
+
+        All ranks start from the same values, which the user may have loaded since then.
+        """
+        if not self._since:
+            self._add_unknown()
+            self._moved.clear()
+        for name in self._params.keys() - self._moved:
+            if takes_part(self._params[name]):
+                self._moved.add(name)
+                self._shared[name].copy_(self._params[name])
 
     def synchronize(self) -> None:
         """Take the mean of the changes now, unless it was taken after the last step; collective.
@@ -196,13 +209,15 @@ class LocalOptimizer(Wrapper):
             return
         self._add_unknown()
         with torch.no_grad():
-            for name, p in self._params.items():
-                self._shared[name].requires_grad_(p.requires_grad)
-                self._shared[name].grad = self._shared[name] - p if p.requires_grad else None
+            for name, shared in self._shared.items():
+                moved = name in self._moved  # which tells also of one that was frozen since then
+                shared.requires_grad_(moved)
+                shared.grad = shared - self._params[name] if moved else None
         self._outer.step()
+        self._moved = {name for name, shared in self._shared.items() if shared.grad is not None}  # on some rank
         self._outer.zero_grad()
         self._since = 0
-        self._follow()
+        self._follow(self._moved)
 
     def add_param_group(
         self, param_group: dict[str, Any], named_parameters: Iterable[tuple[str, torch.Tensor]] = ()
@@ -249,7 +264,7 @@ class LocalOptimizer(Wrapper):
         self._outer.move(comm)
         self._since = 0
         collective(transport, "move", None, lambda _: broadcast_optimizer(transport, self.optimizer))
-        self._follow()
+        self._follow(self._moved)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the wrapped optimizer's state_dict, with the shared parameters and the state of the compressor.
@@ -257,7 +272,8 @@ class LocalOptimizer(Wrapper):
         Save one file per rank, with the model's own state_dict if steps were taken since the last mean.
         """
         outer = self._outer.state_dict()
-        own = {"since": self._since, "shared": {name: p.detach().clone() for name, p in self._shared.items()}}
+        shared = {name: p.detach().clone() for name, p in self._shared.items()}
+        own = {"since": self._since, "moved": sorted(self._moved), "shared": shared}
         inner: dict[str, Any] = self.optimizer.state_dict()
         return {**inner, STATE: outer.pop(STATE), LOCAL: {**own, "outer": outer}}
 
@@ -276,11 +292,11 @@ class LocalOptimizer(Wrapper):
         own = state_dict.get(LOCAL)
         inner = {name: value for name, value in state_dict.items() if name not in (STATE, LOCAL)}
         if own is None:
-            self._since = 0
+            self._since, self._moved = 0, set()
             self._outer.load_state_dict(self._outer.optimizer.state_dict())
         else:
             self._outer.load_state_dict({**own["outer"], STATE: state_dict[STATE]})
-            self._since = own["since"]
+            self._since, self._moved = own["since"], set(own["moved"])
             with torch.no_grad():
                 for name, p in own["shared"].items():
                     self._shared[name].copy_(p)

@@ -212,3 +212,54 @@ def test_a_layer_that_joins_the_optimizer_later_keeps_its_name():
         return bits(model)
 
     assert len(set(simulate(2, program).results)) == 1
+
+
+@pytest.mark.parametrize("in_optimizer", [False, True])
+def test_frozen_parameters_that_the_user_moves_stay_where_they_are(in_optimizer):
+    """As those of a teacher that follows its student."""
+
+    def program(comm):
+        model, others = net(seed=comm.rank), net(seed=9).requires_grad_(False)
+        model.register_module("teacher", others[0])
+        stepped = model.parameters() if in_optimizer else model[:5].parameters()
+        optimizer = LocalOptimizer(torch.optim.SGD(stepped, 0.1), model, comm, every=2, verify=1)
+        expected = others[0].weight.clone()
+        for step in range(6):
+            optimizer.zero_grad()
+            loss_of(model[:5], batch(comm.rank, step)).backward()
+            optimizer.step()
+            others[0].weight.lerp_(model[0].weight.detach(), 0.1)
+            expected.lerp_(model[0].weight.detach(), 0.1)
+        assert torch.equal(others[0].weight, expected)
+        return bits(model[:5]), bits(others[0])
+
+    (student, teacher), (same, other) = simulate(2, program).results
+    assert student == same and teacher != other
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_what_a_layer_has_learned_before_it_is_frozen_takes_part_in_the_next_mean(resumed):
+    def sgd(model):
+        return torch.optim.SGD(model.parameters(), 0.1)
+
+    def program(comm):
+        model, optimizer = trained(comm, 4, make=sgd, every=3)
+        if resumed:
+            saved, weights = copy.deepcopy((optimizer.state_dict(), model.state_dict()))
+            model, optimizer = trained(comm, 2, make=sgd, every=3)
+            model.load_state_dict(weights)
+            optimizer.load_state_dict(saved)
+        model[0].requires_grad_(False)
+        mine = model[0].weight.clone()
+        go_on(comm, model, optimizer, 4, 6)
+        mean, first = model[0].weight.clone(), bits(model)
+        go_on(comm, model, optimizer, 6, 9)
+        assert torch.equal(mean, model[0].weight)
+        model[0].requires_grad_(True)
+        go_on(comm, model, optimizer, 9, 12)
+        assert not torch.equal(mean, model[0].weight)
+        return mine, mean, first, bits(model)
+
+    (mine, mean, *rest), (other, _, *same) = simulate(2, program).results
+    assert rest == same
+    close([mean], [(mine + other) / 2])
