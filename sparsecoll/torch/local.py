@@ -171,7 +171,8 @@ class LocalOptimizer(Wrapper):
             What the wrapped optimizer returns.
 
         Raises:
-            NonFiniteError: On every rank, if a parameter has become NaN or infinity on some rank.
+            NonFiniteError: On every rank, if a parameter has become NaN or infinity on some rank. "none" and "fp16" do
+                not look, which would take another pass over memory: the parameter is then so on all ranks.
             CommunicationError: The mean failed on some rank; the shared parameters and residuals are as before.
         """
         self._begin()
@@ -202,7 +203,8 @@ class LocalOptimizer(Wrapper):
         mean is taken `every` steps later. If this raises, `step` and `synchronize` take the mean once more.
 
         Raises:
-            NonFiniteError: On every rank, if a parameter has become NaN or infinity on some rank.
+            NonFiniteError: On every rank, if a parameter has become NaN or infinity on some rank. "none" and "fp16" do
+                not look, which would take another pass over memory: the parameter is then so on all ranks.
             CommunicationError: The mean failed on some rank; the shared parameters and residuals are as before.
         """
         if not self._since:

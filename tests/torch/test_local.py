@@ -137,6 +137,20 @@ def test_what_fails_fails_on_all_ranks_and_is_repeated():
     assert len(set(simulate(3, program).results)) == 1
 
 
+@pytest.mark.parametrize("compressor", ["none", "fp16"])
+def test_nan_is_passed_on_to_all_ranks_where_nobody_looks(compressor):
+    def program(comm):
+        model, optimizer = trained(comm, 1, compressor, every=2)
+        if comm.rank == 1:
+            with torch.no_grad():
+                model[0].bias[3] = float("nan")
+        optimizer.synchronize()
+        return model[0].bias.isnan().tolist(), bits(model[2])
+
+    (nans, rest), other = simulate(2, program).results
+    assert nans == [i == 3 for i in range(24)] and other == (nans, rest)
+
+
 def test_refusals():
     def program(comm):
         model = net()
