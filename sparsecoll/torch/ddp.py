@@ -61,9 +61,9 @@ class HookState:
         timeout: seconds to wait for a message before CommunicationError is raised; None, the default, for no limit.
         grad_scaler: the torch.amp.GradScaler of the loop, if there is one: gradients are unscaled before they are added
             to a residual, and values that are not finite are passed on to all ranks, so that it skips the step.
-        verify: number of steps after which the bits of all parameters are compared between ranks, when the first of
-            their optimizers has stepped, while all ranks have data; 0, the default, for never, and True for 100.
-            Buffers are left to DDP, which broadcasts them before each forward pass.
+        verify: number of steps after which the bits of all parameters are compared between ranks, in the next
+            back-propagation, while all ranks have data; 0, the default, for never, and True for 100. Buffers are left
+            to DDP, which broadcasts them before each forward pass.
         timeline: records spans of the buckets; None, the default, for nothing.
 
     Raises:
@@ -107,6 +107,7 @@ class HookState:
         self._joined = False  # whether a rank had no data in the last reduction
         self._reduced = 0  # buckets of this back-propagation; DDP numbers all of a static graph's first one 0
         self._pending = self._warned = False
+        self._unverified = False  # whether there was a step since parameters were last compared
         register_optimizer_step_post_hook(partial(_stepped, weakref.ref(self)))
 
     def _check_group(self) -> None:
@@ -173,6 +174,8 @@ class HookState:
         self._reduced += 1
         values = grads.buffer()
         try:
+            if self._reduced == 1:
+                self._verify()
             if self._failed is None:
                 values = self._mean_of_rows(grads) if values.is_sparse else self._mean(grads)
                 if grads.is_last():
@@ -238,6 +241,16 @@ class HookState:
                 " skipped, call discard() of the HookState, and within no_sync() nothing is sent"
             )
 
+    def _verify(self) -> None:
+        """Compare the replicas if that is due. Collective.
+
+        Not yet when an optimizer has stepped: several may do so for one step, and what ZeroRedundancyOptimizer wraps
+        steps before that has sent the parameters to the other ranks, or on some ranks not at all.
+        """
+        if self._unverified and not self._joined:
+            self._replica.compare_if_due()
+        self._unverified = False
+
     def _leave_out(self, layout: Layout, compressor: Compressor, absent: set[str], mean: torch.Tensor) -> None:
         """Set means to zero for parameters without a gradient on any rank, since DDP would throw them away."""
         names = layout.names
@@ -266,6 +279,7 @@ class HookState:
         """Make the state of the last reduction permanent, because the optimizer has stepped."""
         self._buckets.commit()
         self._replica.context.step += self._pending
+        self._unverified |= self._pending
         self._pending = False
 
     def discard(self) -> None:
@@ -311,8 +325,6 @@ def _stepped(state: "weakref.ref[HookState]", optimizer: torch.optim.Optimizer, 
         return
     if any(id(p) in alive._names for group in optimizer.param_groups for p in group["params"]):
         alive._commit()
-        if not alive._joined:
-            alive._replica.compare_if_due()
 
 
 def comm_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

@@ -9,6 +9,7 @@ torch = pytest.importorskip("torch")
 
 from loops_of_models import Shelf  # noqa: E402
 from runs import HOOK, Ledger, Run, alike, net, plain_sgd, train  # noqa: E402
+from torch.distributed.optim import ZeroRedundancyOptimizer  # noqa: E402
 
 from sparsecoll.errors import NonFiniteError  # noqa: E402
 from sparsecoll.torch import WarmUp  # noqa: E402
@@ -57,6 +58,20 @@ def test_ddps_join_loses_no_gradient(comm, compressor, caplog):
         total = torch.from_numpy(comm.allreduce(mine.numpy()))
         torch.testing.assert_close((start[name] - p.detach()) / 0.1 * comm.size, total)
     assert not caplog.records
+
+
+@pytest.mark.parametrize("layers", [2, 4])
+def test_replicas_are_compared_when_zero_has_sent_its_parameters(comm, layers):
+    """ZeroRedundancyOptimizer lets each rank step some of the parameters, or none, then sends them."""
+
+    def model():
+        return torch.nn.Sequential(*(torch.nn.Linear(6, 6, bias=False) for _ in range(layers)), torch.nn.Linear(6, 1))
+
+    def zero(params):
+        return ZeroRedundancyOptimizer(params, torch.optim.SGD, lr=0.1)
+
+    run = train(Run(HOOK, comm, lambda: model().double(), zero, TOPK, verify=1), range(4))
+    assert alike(comm, run.values()) and run.state.state_dict()["step"] == 4
 
 
 def test_in_ddps_join_no_step_is_discarded_and_errors_reach_all(comm):
