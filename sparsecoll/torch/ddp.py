@@ -147,9 +147,7 @@ class HookState:
         if index < len(self._buckets) and self._buckets[index][0].layout.names == names:
             return self._buckets[index]
         self._check_group()
-        if index < len(self._buckets):  # DDP has rebuilt all buckets
-            self._commit()
-            self._buckets.release(index)
+        self._buckets.release(index)  # those of before DDP has rebuilt all of them, if it has
         shapes, values = tuple(tuple(p.shape) for p in params.values()), bucket.buffer()
         rows = values.is_sparse  # DDP puts such a parameter into a bucket of its own
         lengths = (0,) * index + (0 if rows else int(values.numel()),)

@@ -60,6 +60,24 @@ def test_ddps_join_loses_no_gradient(comm, compressor, caplog):
     assert not caplog.records
 
 
+@pytest.mark.parametrize("skipped", [0, 1])
+def test_a_step_that_is_skipped_after_two_reductions_leaves_no_trace(comm, skipped):
+    """DDP rebuilds its buckets in the second back-propagation, in the middle of the first step."""
+    run = Run(HOOK, comm, net, plain_sgd, TOPK)
+    ledger = Ledger(run)
+    for step in range(3):
+        run.optimizer.zero_grad()
+        ledger.zero()
+        for part in range(2):
+            run.loss(step, part).backward()
+        if step == skipped:
+            run.state.discard()
+        else:
+            run.optimizer.step()
+            ledger.settle()
+    assert run.state.state_dict()["step"] == 2
+
+
 @pytest.mark.parametrize("layers", [2, 4])
 def test_replicas_are_compared_when_zero_has_sent_its_parameters(comm, layers):
     """ZeroRedundancyOptimizer lets each rank step some of the parameters, or none, then sends them."""
