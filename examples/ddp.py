@@ -18,7 +18,7 @@ def main() -> None:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(50, 400), torch.nn.ReLU(), torch.nn.Linear(400, 5))
     model = DistributedDataParallel(model)
-    model.register_comm_hook(sparsecoll.torch.HookState(compressor="topk"), sparsecoll.torch.comm_hook)
+    model.register_comm_hook(sparsecoll.torch.HookState(None, "topk", model), sparsecoll.torch.comm_hook)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
     teacher = torch.randn(50, 5, generator=torch.Generator().manual_seed(9))
     generator = torch.Generator().manual_seed(1 + dist.get_rank())

@@ -27,6 +27,7 @@ from sparsecoll.torch.options import Options
 from sparsecoll.torch.replica import Replica
 from sparsecoll.torch.rounds import JOINED, Row
 from sparsecoll.torch.row_gradients import RowBucket, nan_rows
+from sparsecoll.torch.state import UNNAMED
 from sparsecoll.torch.tensors import named
 from sparsecoll.torch.timeline import Timeline, bucket_span
 from sparsecoll.transport.call import CollectiveCall
@@ -57,7 +58,7 @@ class HookState:
         compressor: name in `sparsecoll.torch.COMPRESSORS`, a Compressor object, except COVAP, which needs to know all
             buckets, or a sparsecoll.Algorithm object, for top k over it (default: "topk").
         named_parameters: the model, its DistributedDataParallel, or pairs (name, parameter), for names in `state_dict`
-            and errors; without them parameters are numbered.
+            and errors; without them parameters are numbered as DDP passes them, and no state can be loaded.
         timeout: seconds to wait for a message before CommunicationError is raised; None, the default, for no limit.
         grad_scaler: the torch.amp.GradScaler of the loop, if there is one: gradients are unscaled before they are added
             to a residual, and values that are not finite are passed on to all ranks, so that it skips the step.
@@ -102,6 +103,7 @@ class HookState:
         self._params = self._replica.params
         self._params.update(named(named_parameters.module if wrapped else named_parameters))  # type: ignore[union-attr]
         self._names = {id(p): name for name, p in self._params.items()}
+        self._named = len(self._names)  # those that come later are numbered
         self._buckets = Buckets(own, self._replica)
         self._failed: Exception | None = None  # raised by a bucket of this back-propagation, on all ranks
         self._joined = False  # whether a rank had no data in the last reduction
@@ -293,7 +295,10 @@ class HookState:
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's residuals and other tensors by kind and parameter name, as of the last step."""
-        return self._buckets.state_dict()
+        state = self._buckets.state_dict()
+        if len(self._names) > self._named and state["tensors"] and self.transport.rank == 0:
+            logger.warning("state_dict: expected names of parameters, without which it cannot be loaded%s", UNNAMED)
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned; collective. Bit for bit if DDP builds the same buckets as before.

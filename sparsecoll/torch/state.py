@@ -13,6 +13,7 @@ from sparsecoll.transport import Transport
 
 STATE = "sparsecoll"  # key of the library's own part of a state_dict, which has at least these keys
 KEYS = frozenset({"rank", "size", "compressor", "replicated", "step", "ccr", "order", "tensors", "buckets"})
+UNNAMED = ": pass the model to HookState, both where the state is saved and where it is loaded"
 Tensors = dict[str, dict[str, torch.Tensor]]
 
 
@@ -66,7 +67,8 @@ def check(
     for kind, entries in state["tensors"].items():
         for name, t in entries.items():
             if name not in params:
-                raise ValueError(f"state_dict: expected names of parameters, got {name!r}")
+                cure = "" if params and not name.isdigit() else UNNAMED
+                raise ValueError(f"state_dict: expected names of parameters, got {name!r}{cure}")
             expected = tuple(params[name].shape)
             if kind not in compressor.replicated_state and tuple(t.shape) != expected:
                 raise ValueError(f"state_dict: {kind} of {name!r}: expected shape {expected}, got {tuple(t.shape)}")

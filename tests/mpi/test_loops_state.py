@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch")
 from loops_of_steps import Raise  # noqa: E402
 from runs import HOOK, LOCAL, OPTIONS, OVERLAP, Run, alike, bits, draw, net, plain_sgd, sgd, train  # noqa: E402
 
-from sparsecoll.torch import DistributedOptimizer, HookState, redistribute  # noqa: E402
+from sparsecoll.torch import DistributedOptimizer, HookState, comm_hook, redistribute  # noqa: E402
 from sparsecoll.torch.compressors import OkTopk, TopK  # noqa: E402
 
 pytestmark = [pytest.mark.mpi, pytest.mark.mpich, pytest.mark.usefixtures("process_group")]
@@ -200,6 +200,24 @@ def test_the_hook_refuses_a_group_of_another_size(comm, mpi):
     if comm.size > 1:
         with pytest.raises(ValueError, match=f"expected the {comm.size} ranks of DDP's process group"):
             HookState(mpi.COMM_SELF, "topk")
+
+
+def test_the_hook_needs_the_models_names_to_save_and_load_its_state(comm, caplog):
+    def saved(with_names):
+        parallel = torch.nn.parallel.DistributedDataParallel(net())
+        state = HookState(comm, TopK(0.1, algo="allgather"), parallel if with_names else ())
+        parallel.register_comm_hook(state, comm_hook)
+        parallel(draw(comm.rank, 0)[0]).sum().backward()
+        return state, state.state_dict()
+
+    named, names = saved(True)
+    assert not caplog.records
+    named.load_state_dict(names)
+    _, numbers = saved(False)
+    assert len(caplog.records) == (comm.rank == 0)
+    for state, other in ((named, numbers), (HookState(comm, TopK(0.1, algo="allgather")), names)):
+        with pytest.raises(ValueError, match=r"expected names of parameters, got .*: pass the model to HookState"):
+            state.load_state_dict(other)
 
 
 def test_options_are_those_of_all_ranks(comm):
