@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sparsecoll.kernels.keys import Momentum
+from sparsecoll.kernels.keys import COMPILED_DTYPES, Momentum
 from sparsecoll.kernels.memory import empty, to_host
 from sparsecoll.kernels.reference.selection import begun
 from sparsecoll.select import Selector
@@ -68,6 +68,8 @@ class Residual:
 
         Raises:
             ValueError: The gradient has another length.
+            TypeError: The gradient is something else than an array, as a tensor is, or of a dtype that would lose more
+                than digits, as complex numbers in a real residual.
         """
         self._acc.add_later(gradient, scale)
         return self._acc.flush()
@@ -97,7 +99,8 @@ class Residual:
 
         Raises:
             ValueError: The gradient has another length, or the selector returns a vector of another length.
-            TypeError: The selector returns something else than a SparseVector, or one of another dtype.
+            TypeError: The gradient is one that `compensate` refuses, or the selector returns something else than a
+                SparseVector, or one of another dtype.
             NonFiniteError: There is a NaN among the selected values.
         """
         self._acc.add_later(gradient, scale)
@@ -230,9 +233,9 @@ class LazyAccumulator(DenseVector):
         start, out, momentum = self._taken_over()
         kernels = self._kernels
         start, out = begun(start, out, momentum, kernels.accumulate, kernels.nesterov)
-        if self._pending is not None:
-            kernels.accumulate(start, self._pending, out)
-            self._pending = None
+        add, self._pending = self._pending, None
+        if add is not None:
+            kernels.accumulate(start, add, out)
         elif out is not None:
             out[:] = start
         self._put_back()
@@ -250,8 +253,16 @@ class LazyAccumulator(DenseVector):
 
     def add_later(self, gradient: NDArray[Any], scale: float) -> None:
         """Add scale * gradient in the next pass over memory."""
+        array, given = type(self._array), type(gradient)
+        if not issubclass(given, array):
+            raise TypeError(f"gradient: expected a {array.__module__}.ndarray, got {given.__module__}.{given.__name__}")
         if gradient.shape != self._array.shape:
             raise ValueError(f"gradient: expected shape {self._array.shape}, got {gradient.shape}")
+        if gradient.dtype != self.dtype:
+            if not np.can_cast(gradient.dtype, self.dtype, "same_kind"):
+                raise TypeError(f"gradient: expected a dtype that can be added to {self.dtype}, got {gradient.dtype}")
+            if gradient.dtype not in COMPILED_DTYPES:  # bfloat16 and other byte orders among them
+                gradient = gradient.astype(self.dtype)
         if self._pending is not None:
             self.flush()
         self._pending = (gradient, scale)

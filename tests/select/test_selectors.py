@@ -188,6 +188,48 @@ def test_compensation_waits_for_the_first_use_and_is_never_lost():
         residual.compensate(np.ones(9))
 
 
+@pytest.mark.parametrize("use", [Residual.compensate, lambda residual, x: residual.take(x, TopK(), 2)])
+def test_a_gradient_that_is_refused_leaves_a_residual_usable(use):
+    residual = Residual(6)
+    residual.compensate(np.ones(6, np.float32))
+    for wrong in (1j * np.ones(6), SparseVector([0], np.ones(1, np.float32), 6), [1.0] * 6, np.ones(6, "U1")):
+        with pytest.raises(TypeError, match="gradient: expected"):
+            use(residual, wrong)
+        assert residual.array.tolist() == [1] * 6
+    with pytest.raises(TypeError, match="gradient: expected a dtype that can be added to int64, got float64"):
+        use(Residual(6, np.int64), np.ones(6))
+
+
+def test_a_tensor_is_refused_as_a_gradient():
+    torch = pytest.importorskip("torch")
+    with pytest.raises(TypeError, match=r"gradient: expected a numpy.ndarray, got torch.Tensor"):
+        Residual(6).compensate(torch.ones(6))
+
+
+def test_an_addition_that_fails_is_not_repeated(monkeypatch):
+    residual = Residual(6)
+
+    def fail(*_):
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kernels_of(residual.array), "accumulate", fail)
+        with pytest.raises(MemoryError):
+            residual.compensate(np.ones(6, np.float32))
+    assert residual.compensate(np.full(6, 2.0)).values.tolist() == [2] * 6
+
+
+@pytest.mark.parametrize("dtype", [">f4", ">i8", "int8", "bool", "float16", "bfloat16"])
+@pytest.mark.parametrize("n", [6, 40_000])
+def test_gradients_of_other_dtypes(dtype, n):
+    if dtype == "bfloat16":
+        pytest.importorskip("ml_dtypes")
+    residual, gradient = Residual(n), np.ones(n, np.dtype(dtype))
+    residual.compensate(gradient, 0.5)
+    assert residual.take(gradient, TopK(), 2).values.tolist() == [1.5, 1.5]
+    assert residual.array[2:].tolist() == [1.5] * (n - 2)
+
+
 @pytest.mark.parametrize("name", ALL)
 def test_state_goes_on_with_the_same_choices(name):
     first, x = SELECTORS[name](), heavy(20_000)
