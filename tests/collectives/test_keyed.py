@@ -99,6 +99,9 @@ WRONG = {
     "values": ({1: "a"}, TypeError, "values such as str"),
     "big": ({1: 2**64}, TypeError, "x: expected values of bool, int below 2^63, float or complex"),
     "unsigned": ({1: 2**63}, TypeError, "x: expected values of bool, int below 2^63, float or complex"),
+    "unsigned beside signed": ({1: 2**63 + 1, 2: 5}, TypeError, "got uint64 from values such as int"),
+    "unsigned words": ({"a": 2**64 - 1, "b": -5}, TypeError, "got uint64 from values such as int"),
+    "unsigned of NumPy": ({1: np.uint64(3), 2: np.int64(-5)}, TypeError, "got uint64 from values such as uint64"),
     "subclass": (type("Mine", (dict,), {})({1: 1}), TypeError, r"got Mine: use dict(x)"),
     "factory": (defaultdict(list, {1: 1}), TypeError, r"got one of list: use dict(x)"),
 }

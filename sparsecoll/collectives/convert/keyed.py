@@ -59,15 +59,18 @@ def _keys(keys: list[Any]) -> NDArray[Any]:
 
 
 def _numbers(values: list[Any]) -> NDArray[Any]:
-    if set(map(type, values)) == {int}:
+    types = set(map(type, values))
+    if types == {int}:
         with contextlib.suppress(OverflowError):
             return np.fromiter(values, np.int64, len(values))
     array = np.array(values) if values else np.empty(0, np.int64)
-    if array.dtype.kind not in "biufc" or array.dtype == np.uint64 or array.ndim != 1:
+    # NumPy makes floats of integers of which some need int64 and others uint64
+    rounded = array.dtype.kind == "f" and all(issubclass(one, (int, np.integer, np.bool_)) for one in types)
+    if rounded or array.dtype.kind not in "biufc" or array.dtype == np.uint64 or array.ndim != 1:
         what = type(next((v for v in values if not isinstance(v, (int, float, np.number))), values[0])).__name__
         raise TypeError(
             "x: expected values of bool, int below 2^63, float or complex,"
-            f" got {array.dtype} from values such as {what}"
+            f" got {'uint64' if rounded else array.dtype} from values such as {what}"
         )
     wide = {"b": np.bool_, "f": np.float64, "c": np.complex128}
     return array.astype(wide.get(array.dtype.kind, np.int64), copy=False)
