@@ -164,10 +164,10 @@ def _allreduce(transport: Transport, x: Any, algo: Any, options: CallOptions, re
         name = None if back.keyed else (type(algorithm), algorithm.k, algorithm.describe())
         arguments = arguments_of(call, x, vector, algorithm, options, name)
         reduction = _reduce(call, vector, algorithm, options, arguments, arguments.k)
-    if not return_reduction:
-        return returned(algorithm, reduction.value, x, vector, back, transport, options)
-    value = result_of(reduction.value, vector, transport, options)
-    scaled = Reduction(value, reduction.contributed.to_sparse()._copy_if_overlapping(vector))
+        if not return_reduction:
+            return returned(algorithm, reduction.value, x, vector, back, transport, options)
+        value = result_of(reduction.value, vector, transport, options)
+        scaled = Reduction(value, reduction.contributed.to_sparse()._copy_if_overlapping(vector))
     scaled.traffic = transport.traffic.since(before)
     return scaled
 
@@ -320,9 +320,29 @@ def run(algorithm: Algorithm, channel: Channel, entries: Vector, k: int) -> Redu
     """Combine the entries of all ranks and wait for the messages that this takes."""
     if channel.op.name == "replace":  # partial results of trees are not of ranks that follow each other
         entries, algorithm = entries.to_sparse(keep_zeros=True), SparCML(variant="split_allgather")
-    reduction = algorithm(channel, entries, k)  # type: ignore[arg-type]
+    reduction = _checked(algorithm, algorithm(channel, entries, k), entries)  # type: ignore[arg-type]
     channel.transport.waitall()
     return reduction
+
+
+def _checked(algorithm: Algorithm, reduction: Any, entries: Vector) -> Reduction:
+    """Return what an algorithm returns, which may be a class of the user's.
+
+    Raises:
+        TypeError: It is something else than a Reduction of a vector, or one of another dtype than the entries.
+        ValueError: It has another length.
+    """
+    value = reduction.value if isinstance(reduction, Reduction) else None
+    if not isinstance(value, (SparseVector, DenseVector)):
+        wrong = type(value if isinstance(reduction, Reduction) else reduction).__name__
+        raise TypeError(f"algo: expected {algorithm!r} to return a Reduction of a vector, got {wrong}")
+    if value.dtype != entries.dtype:
+        raise TypeError(f"algo: expected {algorithm!r} to return values of {entries.dtype} as x has, got {value.dtype}")
+    if value.length != entries.length:
+        raise ValueError(
+            f"algo: expected {algorithm!r} to return a vector of length {entries.length} as x has, got {value.length}"
+        )
+    return reduction  # type: ignore[no-any-return]
 
 
 def returned(

@@ -1,5 +1,7 @@
 """`sparsecoll.allreduce`: types, options, and the same clear error on every rank."""
 
+import dataclasses
+
 import formulas
 import numpy as np
 import pytest
@@ -303,3 +305,39 @@ def test_valid_arguments_do_not_hide_later_invalid_ones():
 
     expected = [None, "TypeError", "TypeError", None, "TypeError", "TypeError", None]
     assert simulate(2, program).results == [expected, expected]
+
+
+@dataclasses.dataclass
+class Returning(sparsecoll.Algorithm):
+    """An algorithm of the user's that returns something else on rank 0."""
+
+    name = "returning"
+    semantics = "exact_sum"
+    wrong: object = None
+
+    def __call__(self, channel, x, k):
+        return self.wrong if channel.rank == 0 else sparsecoll.Reduction(x, x)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "kind", "text"),
+    [
+        (None, TypeError, "a Reduction of a vector, got NoneType"),
+        (sparsecoll.Reduction(None, None), TypeError, "a Reduction of a vector, got NoneType"),
+        (sparsecoll.Reduction(GOOD.astype(np.float32), GOOD), TypeError, "values of float64 as x has, got float32"),
+        (sparsecoll.Reduction(SparseVector([0], np.ones(1), 99), GOOD), ValueError, "of length 50 as x has, got 99"),
+    ],
+)
+@pytest.mark.parametrize("planned", [False, True])
+def test_what_an_algorithm_returns_is_checked_on_all_ranks(wrong, kind, text, planned):
+    """The ranks that have returned already hear of it in their next call."""
+
+    def program(comm):
+        algo = Returning(wrong=wrong)
+        call = sparsecoll.allreduce_init(comm, GOOD, algo) if planned else sparsecoll.allreduce
+        with pytest.raises(kind, match=f"rank 0: algo: expected .* to return .*{text}"):
+            call(GOOD) if planned else call(comm, GOOD, algo)
+            sparsecoll.allreduce(comm, GOOD)
+        return sparsecoll.allreduce(comm, GOOD).nnz
+
+    assert simulate(3, program).results == [2] * 3
