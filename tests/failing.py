@@ -1,6 +1,9 @@
-"""Transports that fail at a given message."""
+"""Transports that fail at a given message, and processes that must make no calls."""
 
-from sparsecoll import ALGORITHMS
+import os
+import signal
+
+from sparsecoll import ALGORITHMS, CommunicationError
 from sparsecoll.algorithms import Auto, Hierarchical
 from sparsecoll.transport.network import Tuning
 
@@ -32,3 +35,20 @@ def fail_at(transport, method, number):
 
 def unpatch(transport, method):
     vars(transport).pop(method, None)
+
+
+def refused_in_a_fork(*calls):
+    """Whether a forked process is refused each of these calls, within 30 s."""
+    child = os.fork()
+    if child:
+        return os.waitpid(child, 0)[1] == 0
+    done = 0
+    try:
+        signal.alarm(30)
+        for call in calls:
+            try:
+                call()
+            except CommunicationError as error:
+                done += "out of use since this process was forked; make calls in" in str(error)
+    finally:
+        os._exit(done != len(calls))

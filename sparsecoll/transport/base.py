@@ -7,6 +7,8 @@ do not block; so algorithms need no tags. A message that was sent from GPU memor
 from __future__ import annotations
 
 import contextlib
+import os
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -14,6 +16,7 @@ from typing import Any, Protocol, TypeVar
 
 from numpy.typing import NDArray
 
+from sparsecoll.errors import CommunicationError
 from sparsecoll.formats import Buffer
 from sparsecoll.telemetry.trace import span
 from sparsecoll.telemetry.traffic import Counts, Traffic
@@ -24,6 +27,7 @@ T = TypeVar("T")
 PHASES = 4  # messages of calls that follow each other never have the same tag
 ERROR_TAG, REVOKE_TAG = 0, PHASES  # the tags of reports, see `sparsecoll.transport.call`; over MPI one for each phase
 FIRST_TAG = REVOKE_TAG + 1  # the lowest tag of a message
+FORKED, CALL_PARENT = "this process was forked", "make calls in the process that it was forked from"
 TAGS = 16383  # tags are below this: MPI's tag has one bit more, and every MPI has 32,767 tags
 
 
@@ -70,6 +74,7 @@ class Transport(ABC):
         agreed: dict from the checksum of arguments on which all ranks have agreed to their number.
         epoch: number of calls that have failed, the same on all ranks.
         broken: why the communicator can no longer be used (a rank does not answer or is lost); "" if it can.
+        cure: what to do then.
     """
 
     threads = False
@@ -77,6 +82,7 @@ class Transport(ABC):
     one_node = False
     native_sums = False
     gpu_direct = True
+    cure = ""
     measured: Tuning | None
 
     def __init__(self, rank: int, size: int) -> None:
@@ -98,6 +104,15 @@ class Transport(ABC):
         self.broken = ""
         self._phase: Counts | None = None
         self._setting_up = False
+        _living.add(self)
+
+    def forked(self) -> None:
+        """Forget, in a forked process, what only the process that it was forked from has: the worker's thread."""
+        self.worker = None
+
+    def _check(self) -> None:
+        if self.broken:
+            raise out_of_use(self.broken, self.cure)
 
     def reset(self) -> None:
         """Discard what the ranks have found out together; after a failed call, only some of them may have it."""
@@ -233,6 +248,23 @@ class Transport(ABC):
         for counts in self._counters():
             counts.bytes_received += buffer.size
             counts.messages_received += 1
+
+
+def out_of_use(why: str, cure: str) -> CommunicationError:
+    """Return what is raised by calls on a communicator that can no longer be used."""
+    return CommunicationError(f"communicator is out of use since {why}; {cure}")
+
+
+_living: weakref.WeakSet[Transport] = weakref.WeakSet()
+
+
+def _forget() -> None:
+    for transport in list(_living):
+        transport.forked()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)
 
 
 class _Phase:

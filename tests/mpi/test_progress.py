@@ -1,11 +1,13 @@
 """Nonblocking calls over MPI: several in flight complete in order, errors come at wait, memory stays."""
 
 import asyncio
+import os
 import tracemalloc
 
 import numpy as np
 import pytest
 from cases import case, same_bits
+from failing import refused_in_a_fork
 from simulated import simulated
 
 import sparsecoll
@@ -121,6 +123,22 @@ def test_the_others_of_the_family_and_await(comm):
     with pytest.raises(ValueError, match=f"rank {P - 1}: x: expected a sparse one"):
         sparsecoll.Request.waitall([bad, sparsecoll.igather(comm, x)])
     assert sparsecoll.gather(comm, x, P - 1) is None or comm.rank == P - 1
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
+@pytest.mark.parametrize("nonblocking", [False, True])
+def test_a_forked_process_takes_no_part(comm, nonblocking):
+    """It has no thread for nonblocking calls, and its messages would be taken for those of its parent."""
+    if comm.size == 1:
+        pytest.skip("a call of one rank takes no messages")
+    x = case("random", comm.rank, comm.size)
+    expected, plan = sparsecoll.allreduce(comm, x), sparsecoll.reduce_init(comm, x)
+    if nonblocking:
+        sparsecoll.iallreduce(comm, x).wait()
+    calls = [lambda: sparsecoll.allreduce(comm, x), lambda: sparsecoll.ibcast(comm, x).wait(), lambda: plan(x)]
+    assert comm.rank or refused_in_a_fork(*calls)
+    assert same_bits(sparsecoll.allreduce(comm, x), expected)
 
 
 @pytest.mark.mpich

@@ -10,10 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 from cases import DISTRIBUTIONS, case, same_bits
-from failing import algorithm, fail_at, unpatch
+from failing import algorithm, fail_at, refused_in_a_fork, unpatch
 
 import sparsecoll
 from sparsecoll import ALGORITHMS, CommunicationError, OkTopk, SparseVector, simulate
+from sparsecoll.transport import base
 from sparsecoll.transport.base import CallMismatch
 from sparsecoll.transport.tcp import addresses, connect, rendezvous
 from sparsecoll.transport.tcp import transport as tcp
@@ -372,6 +373,24 @@ def test_a_forked_process_holds_no_connection(monkeypatch):
     assert run(2, program) == [0, 0]
 
 
+@pytest.mark.parametrize("nonblocking", [False, True])
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
+def test_a_call_in_a_forked_process_is_refused_at_once(nonblocking):
+    """Also if its parent has a worker, whose thread it has not; the parent goes on."""
+
+    def program(transport):
+        x = SparseVector([transport.rank], np.ones(1), 9)
+        call = sparsecoll.iallreduce if nonblocking else sparsecoll.allreduce
+        first = call(transport, x)
+        if nonblocking:
+            first.wait()
+        calls = [lambda: sparsecoll.allreduce(transport, x), lambda: sparsecoll.iallreduce(transport, x).wait()]
+        refused = transport.rank == 1 or refused_in_a_fork(*calls)
+        return refused, sparsecoll.allreduce(transport, x).nnz
+
+    assert run(2, program) == [(True, 2)] * 2
+
+
 def test_a_wait_is_logged(monkeypatch, caplog):
     monkeypatch.setattr("sparsecoll.transport.waiting.WATCHDOG_SECONDS", 0.1)
     late = threading.Event()
@@ -395,4 +414,5 @@ def test_nothing_is_left_behind():
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(3):
         run(3, lambda transport: sparsecoll.iallreduce(transport, np.ones(9), "dense").wait())
-    assert len(os.listdir("/proc/self/fd")) == before and all(t.broken for t in tcp._open)
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert all(t.broken for t in base._living if isinstance(t, tcp.TcpTransport))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from dataclasses import dataclass
 from typing import Any, cast
@@ -9,11 +10,13 @@ from typing import Any, cast
 from mpi4py import MPI
 
 from sparsecoll.errors import CommunicationError
+from sparsecoll.transport.base import CALL_PARENT, FORKED, out_of_use
 from sparsecoll.transport.mpi.transport import MpiTransport
 from sparsecoll.transport.mpi.waiting import Waiter
 
 _keyval_lock = threading.Lock()
 _keyval: list[int] = []
+_forked: list[bool] = []  # not empty in a process that was forked from one that uses MPI
 
 
 @dataclass
@@ -38,8 +41,11 @@ def mpi_transport(comm: MPI.Intracomm, timeout: float | None = None) -> MpiTrans
 
     Raises:
         TypeError: `comm` is not an intracommunicator.
-        CommunicationError: Not all ranks made their first call within the timeout, now or earlier.
+        CommunicationError: Not all ranks made their first call within the timeout, now or earlier; or this process was
+            forked from one that uses MPI.
     """
+    if _forked:  # nothing of MPI may be called here
+        raise out_of_use(FORKED, CALL_PARENT)
     if comm == MPI.COMM_NULL:
         raise TypeError("comm: expected an mpi4py intracommunicator, got MPI.COMM_NULL (or one that was freed)")
     if not isinstance(comm, MPI.Intracomm):
@@ -109,3 +115,12 @@ def shrink(comm: MPI.Intracomm) -> MPI.Intracomm:
 def world(self: bool = False) -> MPI.Intracomm:
     """Return MPI.COMM_WORLD, or MPI.COMM_SELF."""
     return MPI.COMM_SELF if self else MPI.COMM_WORLD
+
+
+def _forget() -> None:
+    if MPI.Is_initialized():
+        _forked.append(True)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)

@@ -15,7 +15,7 @@ from sparsecoll.errors import CommunicationError
 from sparsecoll.formats import Buffer
 from sparsecoll.kernels.memory import on_gpu
 from sparsecoll.telemetry.trace import span
-from sparsecoll.transport.base import ERROR_TAG, FIRST_TAG, PHASES, REVOKE_TAG, Transport
+from sparsecoll.transport.base import CALL_PARENT, ERROR_TAG, FIRST_TAG, FORKED, PHASES, REVOKE_TAG, Transport
 from sparsecoll.transport.mpi import info
 from sparsecoll.transport.mpi.allreduce import NativeSum
 from sparsecoll.transport.mpi.connections import Connections
@@ -42,6 +42,7 @@ class MpiTransport(Transport):
     """
 
     native_sums = True
+    cure = "go on with a new one, such as MPI.COMM_WORLD.Dup()"
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         super().__init__(comm.Get_rank(), comm.Get_size())
@@ -119,12 +120,6 @@ class MpiTransport(Transport):
         """Mark the communicator as broken by an error of MPI, and return the exception to raise."""
         self.broken = f"rank {self.rank} failed in {what}: {error.Get_error_string()}"
         return CommunicationError(self.broken)
-
-    def _check(self) -> None:
-        if self.broken:
-            raise CommunicationError(
-                f"communicator is out of use since {self.broken}; go on with a new one, such as MPI.COMM_WORLD.Dup()"
-            )
 
     # -- sending
 
@@ -262,6 +257,12 @@ class MpiTransport(Transport):
         """Refuse later calls, such as those of plans: the user's communicator has been freed."""
         self.broken = self.broken or "it was freed, which ends its plans, too"
         self._revoked = True  # the others are told nothing: they have freed it as well
+
+    def forked(self) -> None:
+        """Refuse calls: the other ranks would take their messages for those of the process that was forked."""
+        super().forked()
+        self.broken, self.cure = FORKED, CALL_PARENT
+        self._revoked = True  # the others are told nothing
 
     def _send_to_all(self, report: Buffer, tag: int) -> None:
         for peer in range(self.size):

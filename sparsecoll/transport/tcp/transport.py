@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import select
 import socket
 import time
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +14,7 @@ from sparsecoll.errors import CommunicationError
 from sparsecoll.formats import Buffer
 from sparsecoll.kernels.memory import on_gpu
 from sparsecoll.telemetry.trace import span
-from sparsecoll.transport.base import ERROR_TAG, REVOKE_TAG, CallMismatch, Transport
+from sparsecoll.transport.base import CALL_PARENT, ERROR_TAG, FORKED, REVOKE_TAG, CallMismatch, Transport
 from sparsecoll.transport.network import Tuning
 from sparsecoll.transport.tcp.connection import CHUNK, Connection, Disconnected, IncomingMessage
 from sparsecoll.transport.waiting import Watchdog
@@ -24,7 +22,6 @@ from sparsecoll.transport.waiting import Watchdog
 FAREWELL_SECONDS = 1.0  # in which a rank that revokes the communicator sends its report
 
 _measured: dict[int, Tuning] = {}  # by a checksum of the processes; only what all of them have in common is used
-_open: weakref.WeakSet[TcpTransport] = weakref.WeakSet()
 
 
 class TcpReceive:
@@ -63,6 +60,7 @@ class TcpTransport(Transport):
 
     threads = True
     gpu_direct = False
+    cure = "go on with a new one, such as torch.distributed.new_group()"
 
     def __init__(self, rank: int, sockets: dict[int, socket.socket], machines: list[int], processes: int) -> None:
         self._processes = processes
@@ -79,7 +77,6 @@ class TcpTransport(Transport):
         self._sends: set[Connection] = set()
         self._revoked = False  # whether this rank has revoked the communicator
         self._staging: Any = None
-        _open.add(self)
 
     @property
     def measured(self) -> Tuning | None:  # type: ignore[override]
@@ -118,6 +115,13 @@ class TcpTransport(Transport):
         if self.worker is not None:
             self.worker.close()
         self._abandon(why)
+
+    def forked(self) -> None:
+        """Close the copies of the sockets, or peers would not notice when the process that was forked ends."""
+        super().forked()
+        self.broken, self.cure = FORKED, CALL_PARENT
+        self._revoked = True  # the others are told nothing
+        self._abandon(FORKED)
 
     def _abandon(self, why: str) -> None:
         self.broken = self.broken or why
@@ -162,13 +166,6 @@ class TcpTransport(Transport):
             self._poll.register(connection.socket, events)
         else:
             self._poll.unregister(connection.socket)
-
-    def _check(self) -> None:
-        if self.broken:
-            raise CommunicationError(
-                f"communicator is out of use since {self.broken}; go on with a new one, such as"
-                " torch.distributed.new_group()"
-            )
 
     # -- sending
 
@@ -310,12 +307,3 @@ class TcpTransport(Transport):
             if peer != self.rank:
                 with contextlib.suppress(CallMismatch):  # what it sent before it was gone tells more
                     self._post(peer, report, tag)
-
-
-def _forget() -> None:
-    """In a forked process: close its copies of the sockets, or peers would not notice when the parent ends."""
-    for transport in list(_open):
-        transport._abandon("this process was forked")
-
-
-os.register_at_fork(after_in_child=_forget)
