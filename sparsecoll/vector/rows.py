@@ -239,10 +239,15 @@ class RowSparse(Arithmetic):
         """Add the rows to a contiguous array of shape (n, d), in place: table[rows] += values.
 
         Raises:
-            ValueError: The table has another shape, or is not contiguous.
+            ValueError: The table has another shape, is not contiguous, or cannot be written to.
+            TypeError: The table is of a dtype that would lose more than digits, as integers of floats.
         """
         if table.shape != self.shape or not table.flags.c_contiguous:
             raise ValueError(f"table: expected a contiguous array of shape {self.shape}, got shape {table.shape}")
+        if not getattr(table.flags, "writeable", True):  # CuPy's arrays have no such flag
+            raise ValueError("table: expected an array that can be written to, got a read-only one")
+        if not np.can_cast(self.dtype, table.dtype, "same_kind"):
+            raise TypeError(f"table: expected a dtype to which {self.dtype} can be added, got {table.dtype}")
         kernels_of_values(table).scatter_add_rows(table, self.rows, cast(self.values, table.dtype))
 
     def to_scipy(self) -> Any:

@@ -61,6 +61,18 @@ def test_rows_are_added_to_a_table():
         x_of().add_to(np.ones((2, 6)).T)
 
 
+def test_a_table_that_cannot_take_the_rows_is_left_as_it_is():
+    table = np.zeros((6, 2), np.float32)
+    table.flags.writeable = False
+    with pytest.raises(ValueError, match="table: expected an array that can be written to"):
+        x_of().add_to(table)
+    whole = np.zeros((6, 2), np.int64)
+    for dtype, into in ((np.float32, whole), (complex, whole.astype(float))):
+        with pytest.raises(TypeError, match=f"table: expected a dtype to which {np.dtype(dtype)} can be added, got"):
+            x_of(dtype).add_to(into)
+    assert not table.any() and not whole.any()
+
+
 def test_bsr_matrices():
     sparse = pytest.importorskip("scipy.sparse")
     x = x_of()
