@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Hashable, Iterator, Sequence
+import operator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -266,11 +267,19 @@ def check_root(root: Any, transport: Transport) -> int:
     return int(root)
 
 
-def check_boundaries(boundaries: Sequence[int] | None, length: int, parts: int) -> list[int]:
-    """Return the boundaries as integers, those of equal parts for None; raise ValueError if they are invalid."""
-    if boundaries is None:
+def as_edges(boundaries: Any) -> list[int] | None:
+    """Return boundaries as integers, None as it is; raise TypeError unless they are integers."""
+    try:
+        return None if boundaries is None else [operator.index(edge) for edge in boundaries]
+    except TypeError:
+        raise TypeError(f"boundaries: expected a sequence of integers or None, got {boundaries!r}") from None
+
+
+def check_boundaries(boundaries: Any, length: int, parts: int) -> list[int]:
+    """Return the boundaries as integers, those of equal parts for None; raise as `as_edges` or ValueError if wrong."""
+    edges = as_edges(boundaries)
+    if edges is None:
         return [length * j // parts for j in range(parts + 1)]
-    edges = [int(edge) for edge in boundaries]
     if len(edges) != parts + 1 or edges[0] != 0 or edges[-1] != length or edges != sorted(edges):
         raise ValueError(f"boundaries: expected {parts + 1} ascending ones from 0 to {length}, got {edges}")
     return edges

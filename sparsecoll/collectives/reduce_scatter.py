@@ -13,7 +13,7 @@ from sparsecoll.algorithms.primitives.exchange import exchange
 from sparsecoll.collectives import convert
 from sparsecoll.collectives.blocking import blocking
 from sparsecoll.collectives.operations import is_mpi_op
-from sparsecoll.collectives.options import CallOptions, check_boundaries, options_of, signature_of
+from sparsecoll.collectives.options import CallOptions, as_edges, check_boundaries, options_of, signature_of
 from sparsecoll.collectives.rows import prepare_reduce_scatter_rows
 from sparsecoll.formats import Format
 from sparsecoll.select import Vector
@@ -107,7 +107,7 @@ def prepare_reduce_scatter(
         return prepare_reduce_scatter_rows(call, *rows, owner, boundaries, options)
     if owner is not None:
         raise ValueError(f"owner: expected None unless x consists of rows, got {owner!r} for {type(x).__name__}")
-    edges = None if boundaries is None else [int(edge) for edge in boundaries]
+    edges = as_edges(boundaries)
     call.signature["boundaries"] = edges
     channel, entries, back = options.agree(call, x, sums=True)
     edges = check_boundaries(edges, entries.length, transport.size)

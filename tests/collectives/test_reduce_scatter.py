@@ -33,6 +33,20 @@ def test_boundaries_of_ones_own():
             simulate(3, lambda comm, wrong=wrong: sparsecoll.reduce_scatter(comm, inputs[comm.rank], wrong))
 
 
+@pytest.mark.parametrize("wrong", [[0, 2.9, 6.9, 10], np.linspace(0, 10, 4), "abc", 3])
+def test_boundaries_are_integers(wrong):
+    x, rows = SparseVector([2, 3, 6], np.ones(3), 10), sparsecoll.RowSparse([2], np.ones((1, 1)), 10)
+
+    def program(comm):
+        for call in (sparsecoll.reduce_scatter, sparsecoll.scatter):
+            for given in (x, rows) if call is sparsecoll.reduce_scatter else (x,):
+                with pytest.raises(TypeError, match="rank 0: boundaries: expected a sequence of integers or None, got"):
+                    call(comm, given, boundaries=wrong)
+        return sparsecoll.reduce_scatter(comm, x, np.array([0, 3, 6, 10])).nnz
+
+    assert simulate(3, program).results == [1, 1, 1]
+
+
 def test_bytes_of_reduce_scatter():
     """2k(P-1)/P words for equal supports, k log2 P for disjoint ones."""
     P, k, n = 8, 800, 80_000
