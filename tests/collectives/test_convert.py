@@ -284,6 +284,26 @@ def test_torch_hybrid_rows_of_an_embedding(sparse_dim):
     assert top.sparse_dim() == sparse_dim and int((top.to_dense() != 0).sum()) <= 3
 
 
+def test_torch_hybrid_rows_of_no_values():
+    torch = pytest.importorskip("torch")
+    for shape in ((4, 0), (4, 2, 0), (4, 0, 3)):
+        x = torch.sparse_coo_tensor([[1, 3]], torch.ones(2, *shape[1:]), shape, check_invariants=False)
+
+        def program(comm, x=x):
+            return [call(comm, x) for call in (sparsecoll.allreduce, sparsecoll.reduce, sparsecoll.scan)]
+
+        for y in (like(x, as_vector(x)), *simulate(2, program).results[0]):
+            assert y.is_sparse and y.shape == x.shape and (y.sparse_dim(), y.dense_dim()) == (1, len(shape) - 1)
+
+
+def test_torch_tensors_without_a_sparse_dimension_are_refused():
+    torch = pytest.importorskip("torch")
+    row = torch.sparse_coo_tensor(torch.empty(0, 1), torch.ones(1, 5), (5,), check_invariants=False)
+    for x in (torch.tensor(3.0).to_sparse(), row):
+        with pytest.raises(ValueError, match="rank 0: x: expected a tensor with a sparse dimension, got shape"):
+            simulate(2, lambda comm, x=x: sparsecoll.allreduce(comm, x))
+
+
 def test_torch_tensors_that_were_never_coalesced():
     torch = pytest.importorskip("torch")
     x = torch.sparse_coo_tensor([[3, 1, 3]], [1.0, 2.0, 4.0], (5,))

@@ -55,6 +55,8 @@ def from_torch(x: Any) -> tuple[Vector, Back]:
         )
     if layout == "torch.strided":
         return DenseVector(torch_array(x.contiguous().view(-1))), Back()
+    if not x.sparse_dim():
+        raise ValueError(f"x: expected a tensor with a sparse dimension, got shape {list(x.shape)} without one")
     x = x.detach().coalesce()
     rows, values = torch_array(x.indices()), x.values()
     shape, width = tuple(x.shape), math.prod(x.shape[x.sparse_dim() :])
@@ -83,6 +85,6 @@ class ToTorch(Back):
             rows, position = row[first], np.cumsum(first) - 1
             values = torch.zeros(len(rows), int(width), dtype=values.dtype, device=values.device)
             values[tensor_of(position), tensor_of(column.astype(np.int64))] = tensor_of(y.values)
-            values = values.view(-1, *shape[self.sparse_dim :])
+            values = values.view(len(rows), *shape[self.sparse_dim :])
         index = torch.stack([tensor_of(row) for row in coordinates(rows, shape[: self.sparse_dim])])
         return torch.sparse_coo_tensor(index, values, shape, is_coalesced=True, check_invariants=False)
