@@ -271,13 +271,13 @@ class LazyAccumulator(DenseVector):
         """Make the removal of `selected` final, and put back the other entries that were removed.
 
         Args:
-            selected: entries among those that the last pass selected; None puts all of them back.
+            selected: entries of this vector, usually those that the last pass selected; None puts those back.
         """
         if selected is None:
             self.flush()
         elif self._removed is None:  # the selector read values without removing them
             self.flush().values[selected.indices] = 0
-        elif self._removed.nnz != selected.nnz:
+        elif not _at_same_indices(selected, self._removed):
             self._put_back()
             self._array[selected.indices] = 0
         self._removed = None
@@ -312,6 +312,11 @@ class LazyAccumulator(DenseVector):
         if self._pending is not None:
             self._kernels.accumulate(part, (self._pending[0][every], self._pending[1]))
         return DenseVector(part).to_sparse(keep_zeros=True)
+
+
+def _at_same_indices(a: SparseVector, b: SparseVector) -> bool:
+    """Return whether two vectors have the same indices; most often they are one object, which takes no time."""
+    return a is b or (a.nnz == b.nnz and bool((a.indices == b.indices).all()))
 
 
 def _flushed(method: Callable[..., Any]) -> Callable[..., Any]:

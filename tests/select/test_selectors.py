@@ -188,6 +188,23 @@ def test_compensation_waits_for_the_first_use_and_is_never_lost():
         residual.compensate(np.ones(9))
 
 
+@dataclass
+class Others(Selector):
+    """Looks for the largest entries, and returns as many others."""
+
+    name = "others"
+
+    def select(self, x, k):
+        x.topk(k)
+        return SparseVector(np.arange(k), np.arange(1, k + 1, dtype=np.float32), x.length)
+
+
+def test_what_a_selector_removed_and_does_not_return_is_put_back():
+    residual, gradient = Residual(6), np.arange(1, 7, dtype=np.float32)
+    taken = residual.take(gradient, Others(), 2)
+    assert taken.values.tolist() == [1, 2] and residual.array.tolist() == [0, 0, 3, 4, 5, 6]
+
+
 @pytest.mark.parametrize("use", [Residual.compensate, lambda residual, x: residual.take(x, TopK(), 2)])
 def test_a_gradient_that_is_refused_leaves_a_residual_usable(use):
     residual = Residual(6)
