@@ -22,13 +22,15 @@ class Slots(Format):
 
     An entry that hashes to an occupied slot overwrites it, and the overwritten entry is not sent: it has to stay in the
     residual. The i-th of n entries (in index order) arrives with probability ((m - 1) / m)^(n - i) (Lemma A.5). Change
-    the seed from message to message, so that other entries collide.
+    the seed from message to message, so that other entries collide. Without `m`, the overwritten entries go to free
+    slots, so that nothing is lost: a table whose size follows from the message would drop other entries each time that
+    a message, or a part of one, is encoded again.
 
     Size in bytes: 24 + m * (index bytes + value bytes), whatever the number of entries. Unused slots contain the
     largest index.
 
     Args:
-        m: number of slots; None, the default, for twice the number of entries of each message.
+        m: number of slots; None, the default, for twice the number of entries of each message, of which none is lost.
         seed: seed of the hash function. The receiver does not need it, so ranks may have different ones.
 
     Raises:
@@ -56,10 +58,18 @@ class Slots(Format):
         kernels = kernels_of(x.values)
         slots = empty(2 * x.nnz if self.m is None else self.m, np.int64, x.indices)
         kernels.slots_write(kernels.hash_slots(x.indices, max(slots.size, 1), (a, b, c)), slots)
+        if self.m is None:
+            overwritten = empty(x.nnz, np.bool_, x.indices)
+            overwritten[:] = True
+            overwritten[slots[slots >= 0]] = False
+            entries = np.flatnonzero(overwritten)
+            slots[np.flatnonzero(slots < 0)[: entries.size]] = entries
         return slots
 
     def roundtrip(self, x: SparseVector, value_dtype: str | None = None) -> SparseVector:
         """Return the entries that no later one overwrites, rounded as on the wire."""
+        if self.m is None:
+            return super().roundtrip(x, value_dtype)
         slots = self._entries(x)
         return rounded(x.take(np.sort(slots[slots >= 0])), value_dtype)
 

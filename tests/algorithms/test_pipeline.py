@@ -124,6 +124,17 @@ def test_learned_boundaries_cost_no_message_and_foreign_ones_raise_on_every_rank
         assert len(texts) == 1 and "boundaries: expected entries from" in texts.pop()
 
 
+@pytest.mark.parametrize("format", ["slots", formats.Slots(m=500), "quantized", "packed_codes"])
+def test_lossy_formats_give_the_same_bits_for_long_messages(format, monkeypatch):
+    """They stay whole: a part of a rounded message would be rounded by other scales."""
+    whole = outcome(Allgather, "random", 3, format=format)
+    monkeypatch.setattr(pipeline, "CHUNK_BYTES", CHUNK)
+    for mine, theirs in zip(outcome(Allgather, "random", 3, format=format), whole, strict=True):
+        for a, b in zip(mine, theirs, strict=True):
+            for x, y in zip(a, b, strict=True):
+                np.testing.assert_array_equal(x, y)
+
+
 def test_a_new_seed_of_a_lossy_format_costs_no_message():
     def program(comm):
         x, agreed = SparseVector([comm.rank, 9], np.ones(2, np.float32), 10), []

@@ -102,6 +102,59 @@ def test_allreduce_with_slots_conserves_and_needs_an_algorithm_that_sends_no_sum
         assert value.tobytes() == results[0][0].tobytes()
 
 
+def test_without_a_number_of_slots_nothing_is_lost_however_often_it_is_sent_on():
+    x = vector(1000, 10**6)
+    for part in (x, *x.split([0, 3000, 10**5, 10**6])):
+        form = Slots(seed=5)
+        message = form.encode(part)
+        assert message.size == form.size(part) == 24 + 2 * part.nnz * 8
+        assert formats.decode(message, x.length) == form.roundtrip(part) == part
+
+
+class Ring(sparsecoll.Algorithm):
+    """Sends on what it has received, as in docs/architecture.md."""
+
+    name = "ring"
+    semantics = "exact_sum"
+    sends_sums = False
+
+    def __call__(self, channel, x, k):
+        parts = {channel.rank: x}
+        for source in range(channel.rank, channel.rank - channel.size + 1, -1):
+            channel.isend((channel.rank + 1) % channel.size, parts[source % channel.size])
+            parts[(source - 1) % channel.size] = channel.recv((channel.rank - 1) % channel.size)
+        return sparsecoll.Reduction(channel.merge([parts[rank] for rank in range(channel.size)], x.dtype), x)
+
+
+TAKES_LOSSY = [Ring, *(algo for algo in sparsecoll.ALGORITHMS.values() if not algo.sends_sums)]
+
+
+@pytest.mark.parametrize("format", ["slots", Slots(seed=7), Slots(m=900)])
+@pytest.mark.parametrize("algo", TAKES_LOSSY, ids=lambda algo: algo.name)
+@pytest.mark.parametrize("P", [1, 2, 3])
+def test_every_algorithm_reports_what_arrives_on_all_ranks(P, algo, format):
+    def program(comm):
+        x = vector(500, 10**4, comm.rank)
+        r = sparsecoll.allreduce(comm, x, algo(), k=400, format=format, return_reduction=True)
+        return r.value.to_dense(), r.contributed.to_dense()
+
+    results = sparsecoll.simulate(P, program).results
+    assert {value.tobytes() for value, _ in results} == {results[0][0].tobytes()}
+    np.testing.assert_allclose(results[0][0], np.sum([c for _, c in results], axis=0), atol=1e-6)
+
+
+@pytest.mark.parametrize("P", [1, 3])
+def test_gathered_vectors_lose_nothing_without_a_number_of_slots(P):
+    vectors = [vector(500, 10**4, rank) for rank in range(P)]
+
+    def program(comm):
+        x = vectors[comm.rank]
+        return sparsecoll.allgather(comm, x, format="slots"), sparsecoll.gather(comm, x, root=0, format="slots")
+
+    results = sparsecoll.simulate(P, program).results
+    assert [everywhere for everywhere, _ in results] == [vectors] * P and results[0][1] == vectors
+
+
 def test_bad_number_of_slots():
     for m in (0, -1, 2**32):
         with pytest.raises(ValueError, match=r"m: expected in \(0, 2\^32\)"):
