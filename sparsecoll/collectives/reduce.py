@@ -116,4 +116,4 @@ def _entries_at(root: int, channel: Channel, entries: SparseVector, back: Back) 
             channel.isend(root, mine)
             return None
         parts = [mine if rank == root else channel.recv(rank) for rank in range(P)]
-    return SparseVector.concatenate([part.astype(entries.dtype) for part in parts]), back
+    return SparseVector.concatenate([part.astype(entries.dtype) for part in parts])._copy_if_overlapping(entries), back

@@ -115,7 +115,7 @@ def prepare_reduce_scatter(
     def send() -> Any:
         part = sum_of_region(channel, entries, edges)
         transport.waitall()
-        return back(options.result(part.astype(entries.dtype), transport))
+        return back(options.result(part.astype(entries.dtype)._copy_if_overlapping(entries), transport))
 
     return send
 

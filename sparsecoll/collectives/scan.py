@@ -80,6 +80,6 @@ def prepare_scan(call: CollectiveCall, x: Any, options: CallOptions, inclusive: 
             own = channel.merge([entries], accumulator_dtype(entries.dtype))
             result = prefix(channel, own, inclusive)
             call.transport.waitall()
-        return back(result.astype(entries.dtype))
+        return back(result.astype(entries.dtype)._copy_if_overlapping(entries))
 
     return send

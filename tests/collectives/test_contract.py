@@ -1,11 +1,57 @@
 """Every pair of (call, operation, type of values, type of x, format), on 1 to 9 virtual ranks (over MPI: tests/mpi)."""
 
+import numpy as np
 import pytest
 from contract import CASES, check
 
-from sparsecoll import simulate
+import sparsecoll
+from sparsecoll import RowSparse, SparseVector, kernels, simulate
+
+VECTORS = {
+    "allreduce": lambda comm, x: sparsecoll.allreduce(comm, x),
+    "reduce": lambda comm, x: sparsecoll.reduce(comm, x, 0),
+    "reduce_scatter": lambda comm, x: sparsecoll.reduce_scatter(comm, x),
+    "scan": lambda comm, x: sparsecoll.scan(comm, x),
+    "iscan": lambda comm, x: sparsecoll.iscan(comm, x).wait(),
+    "scan_init": lambda comm, x: sparsecoll.scan_init(comm, x)(x),
+    "exscan": lambda comm, x: sparsecoll.exscan(comm, x),
+    "allgather": lambda comm, x: sparsecoll.allgather(comm, x),
+    "gather": lambda comm, x: sparsecoll.gather(comm, x, 0),
+    "bcast": lambda comm, x: sparsecoll.bcast(comm, x, 0),
+    "scatter": lambda comm, x: sparsecoll.scatter(comm, [x] * comm.size, 0),
+    "alltoall": lambda comm, x: sparsecoll.alltoall(comm, [x] * comm.size),
+    "alltoallv": lambda comm, x: list(sparsecoll.alltoallv(comm, {comm.rank: x}).values()),
+}
+ROWS = ("allreduce", "reduce_scatter", "allgather", "bcast", "alltoall", "alltoallv")
 
 
 @pytest.mark.parametrize("P", range(1, 10))
 def test_what_is_offered_is_right_and_what_is_not_is_refused(P):
     simulate(P, lambda comm: check(comm, CASES[P % 4 :: 4]), ranks_per_node=2)
+
+
+@pytest.mark.parametrize("others", [0, 70], ids=["alone", "all"])
+@pytest.mark.parametrize("P", [1, 2])
+@pytest.mark.parametrize("call", VECTORS)
+def test_results_share_no_memory_with_x(call, P, others, monkeypatch):
+    """Also where the other ranks have no entries, in messages of any kind."""
+    monkeypatch.setattr(kernels, "_spared", lambda array: False)
+
+    def program(comm):
+        count = 70 if comm.rank == 0 else others
+        vector = SparseVector(np.arange(count), np.arange(1.0, count + 1), 100)
+        rows = RowSparse(np.arange(count), np.ones((count, 3)), 100)
+        for x in (vector, rows) if call in ROWS else (vector,):
+            results = VECTORS[call](comm, x)
+            for y in results if isinstance(results, list) else [results]:
+                assert y is None or not _overlap(_arrays(x), _arrays(y))
+
+    simulate(P, program)
+
+
+def _arrays(x):
+    return (x.values, x.indices if isinstance(x, SparseVector) else x.rows)
+
+
+def _overlap(some, others):
+    return any(np.shares_memory(a, b) for a in some for b in others)
