@@ -304,6 +304,24 @@ def test_torch_tensors_without_a_sparse_dimension_are_refused():
             simulate(2, lambda comm, x=x: sparsecoll.allreduce(comm, x))
 
 
+@pytest.mark.parametrize("format", ["auto", "coo", "packed"])
+@pytest.mark.parametrize("sparse_dim", [1, 2])
+def test_torch_complex128_begins_at_a_multiple_of_16(sparse_dim, format):
+    """Elsewhere torch crashes; in a message, values begin at a multiple of 8."""
+    torch = pytest.importorskip("torch")
+
+    def program(comm):
+        for entries in range(1, 6):
+            dense = np.zeros((5, 7), np.complex128)
+            dense[:entries, 1] = 1 + 2j
+            x = torch.from_numpy(dense).to_sparse(sparse_dim)
+            for y in (sparsecoll.bcast(comm, x, 0, format=format), *sparsecoll.allgather(comm, x, format=format)):
+                assert y._values().data_ptr() % 16 == 0
+                assert torch.equal(y.to_dense(), x.to_dense())
+
+    simulate(2, program)
+
+
 def test_torch_tensors_that_were_never_coalesced():
     torch = pytest.importorskip("torch")
     x = torch.sparse_coo_tensor([[3, 1, 3]], [1.0, 2.0, 4.0], (5,))

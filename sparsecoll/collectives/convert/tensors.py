@@ -12,7 +12,7 @@ import numpy as np
 
 from sparsecoll.collectives.convert.back import Back
 from sparsecoll.kernels.keys import index_dtype
-from sparsecoll.kernels.memory import asarray_like, contiguous, from_dlpack, on_gpu
+from sparsecoll.kernels.memory import asarray_like, contiguous, data_ptr, from_dlpack, on_gpu
 from sparsecoll.select import Vector
 from sparsecoll.vector import DenseVector, SparseVector
 from sparsecoll.vector.coordinates import coordinates, count, flat_indices
@@ -36,10 +36,12 @@ def torch_array(tensor: Any) -> Any:
 
 
 def tensor_of(array: Any) -> Any:
-    """Return a tensor that shares the memory of an array; invert `torch_array`."""
+    """Return a tensor that shares the memory of an array where torch can use it; invert `torch_array`."""
     torch = importlib.import_module("torch")
     if on_gpu(array):
         return torch.from_dlpack(array)
+    if data_ptr(array) % array.itemsize:  # complex128 of a message: NumPy needs 8 bytes, torch crashes without 16
+        array = array.copy()
     if array.dtype.name == "bfloat16":
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(array)
