@@ -79,7 +79,11 @@ class Residual:
 
         Args:
             contributed: `Reduction.contributed` of the call.
+
+        Raises:
+            ValueError: It has another length.
         """
+        self._check_length("contributed", contributed)
         if isinstance(contributed, SparseVector):
             self._acc.subtract_at(contributed)
         else:
@@ -119,10 +123,20 @@ class Residual:
         Args:
             taken: what `take` returned.
             contributed: `Reduction.contributed` of the call; None, the default, if nothing contributed.
+
+        Raises:
+            ValueError: One of them has another length; the residual is as before.
         """
+        self._check_length("taken", taken)
+        if contributed is not None:
+            self._check_length("contributed", contributed)
         self._acc.add_at(taken)
         if contributed is not None:
             self._acc.subtract_at(contributed)
+
+    def _check_length(self, name: str, vector: SparseVector | DenseVector) -> None:
+        if vector.length != self._acc.length:
+            raise ValueError(f"{name}: expected length {self._acc.length}, got {vector.length}")
 
 
 class RowResidual:
@@ -179,7 +193,12 @@ class RowResidual:
 
         Args:
             contributed: `Reduction.contributed` of the call.
+
+        Raises:
+            ValueError: It is of a table of another shape.
         """
+        if contributed.shape != self.rows.shape:
+            raise ValueError(f"contributed: expected shape {self.rows.shape}, got {contributed.shape}")
         acc, dtype = self.rows, self.rows.dtype
         own, sent = to_host(acc.rows), to_host(contributed.rows)
         changed, found = np.zeros(own.size, np.bool_), np.searchsorted(own, sent)

@@ -96,6 +96,22 @@ def test_residual_conserves():
     assert not residual.array.any()
 
 
+def test_a_residual_refuses_entries_of_another_length_and_stays_as_it_was():
+    """The kernels that add entries write where an index says."""
+    residual = Residual(6)
+    fits, foreign = (SparseVector([1], np.ones(1, np.float32), length) for length in (6, 7))
+    one = DenseVector(np.ones(1, np.float32))  # NumPy would subtract it everywhere
+    for call, text in (
+        (lambda: residual.update(foreign), "contributed: expected length 6, got 7"),
+        (lambda: residual.update(one), "contributed: expected length 6, got 1"),
+        (lambda: residual.restore(foreign), "taken: expected length 6, got 7"),
+        (lambda: residual.restore(fits, foreign), "contributed: expected length 6, got 7"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            call()
+        assert not residual.array.any()
+
+
 def test_vector_views_and_counts():
     x = SparseVector([1, 4, 2**32 - 1], np.array([1.0, 2, 3]), 2**32)
     assert x.indices.dtype == np.uint32

@@ -109,3 +109,5 @@ def test_what_is_refused(rows, values, n, error, text):
 def test_a_residual_of_another_shape_is_refused():
     with pytest.raises(ValueError, match="gradient: expected shape"):
         sparsecoll.RowResidual(5, 2).compensate(x_of())
+    with pytest.raises(ValueError, match=r"contributed: expected shape \(5, 2\), got \(6, 2\)"):
+        sparsecoll.RowResidual(5, 2).update(x_of())
