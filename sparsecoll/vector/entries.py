@@ -68,8 +68,9 @@ class Entries(Arithmetic):
             indices: 1-D integer array, each index in [0, length). It is sorted only if it is not ascending.
             values: 1-D array of a dtype that SparseVector supports, as many as indices.
             length: number of coordinates, at most 2^63 - 1.
-            op: how the values of a repeated index are combined: "sum" (the default; in the order given), "min", "max",
-                or "replace" (the last one is kept). None raises ValueError for a repeated index.
+            op: how the values of a repeated index are combined: "sum" (the default; in the order given, float16 and
+                bfloat16 in float32 and rounded once), "min", "max", or "replace" (the last one is kept). None raises
+                ValueError for a repeated index.
 
         Raises:
             ValueError: An index is out of range, the sizes differ, or `op` is not one of these.

@@ -8,6 +8,7 @@ import numpy as np
 
 from sparsecoll.kernels import kernels_of_values
 from sparsecoll.kernels.memory import asarray_like, empty
+from sparsecoll.vector.values import accumulator_dtype, saturating_cast
 
 COMBINE = ("sum", "min", "max", "replace")
 
@@ -45,11 +46,12 @@ def combined(indices: Any, values: Any, op: str | None) -> tuple[Any, Any]:
 
 
 def _combine(op: str, values: Any, first: Any, starts: Any) -> Any:
-    if op == "sum":  # one after the other, in the order given
-        sums = empty(int(starts.size), values.dtype, values)
+    if op == "sum":  # one after the other, in the order given; float16 and bfloat16 are rounded once
+        addends = saturating_cast(values, accumulator_dtype(values.dtype))
+        sums = empty(int(starts.size), addends.dtype, values)
         sums[:] = 0
-        kernels_of_values(values).scatter_add_marked(sums, (np.cumsum(first) - 1).astype(np.uint64), values)
-        return sums
+        kernels_of_values(sums).scatter_add_marked(sums, (np.cumsum(first) - 1).astype(np.uint64), addends)
+        return saturating_cast(sums, values.dtype)
     if op == "replace":
         return values[np.concatenate([starts[1:], asarray_like(np.array([values.size]), starts)]) - 1]
     return (np.minimum if op == "min" else np.maximum).reduceat(values, starts)

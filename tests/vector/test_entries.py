@@ -44,6 +44,17 @@ def test_sums_of_pairs_are_formed_in_the_order_given():
     assert SparseVector.from_pairs(indices, values, 5).values.tolist() == [3.0, (1e16 + 1.0) - 1e16]
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_sums_of_pairs_in_16_bits_are_formed_in_32_and_rounded_once(dtype):
+    dtype = dtype if dtype == "float16" else pytest.importorskip("ml_dtypes").bfloat16
+    given = {7: [1] * 3000, 2: [6e4, 6e4, -6e4], 4: [6e4, 6e4]}
+    indices = np.repeat(list(given), [len(values) for values in given.values()])
+    x = SparseVector.from_pairs(indices, np.concatenate(list(given.values())).astype(dtype), 9)
+    assert x.dtype == dtype and x.indices.tolist() == [2, 4, 7]
+    last = 65504 if dtype == "float16" else 120_000  # a finite sum stays finite
+    assert x.values.tolist() == np.array([6e4, last, 3000]).astype(dtype).tolist()
+
+
 def test_pairs_that_are_sorted_are_not_copied():
     indices, values = np.array([1, 4], np.uint32), np.array([2.0, -3.0])
     x = SparseVector.from_pairs(indices, values, 6)
