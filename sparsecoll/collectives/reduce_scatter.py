@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -155,9 +156,11 @@ def reduce_scatter_vectors(transport: Transport, vector: Vector, options: CallOp
                 sum_of_chunk(channel, vector, edges), lambda: formats.rounded(vector, channel.value_dtype)
             )
         else:
-            sent = channel.roundtrip(vector)
+            sent = [channel.roundtrip(region) for region in vector.split(edges)]  # a lossy format rounds each by itself
             with channel.phase("split"):
-                total = channel.merge(exchange(channel, sent.split(edges)), accumulator_dtype(sent.dtype))
-            reduction = Reduction(total._shifted(-edges[rank], n // size), sent)
+                total = channel.merge(exchange(channel, sent), accumulator_dtype(vector.dtype))
+            reduction = Reduction(
+                total._shifted(-edges[rank], n // size), functools.partial(SparseVector.concatenate, sent)
+            )
         transport.waitall()
         return reduction
