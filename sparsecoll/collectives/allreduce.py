@@ -18,7 +18,7 @@ from sparsecoll.collectives.options import CallOptions, index_of_nan, options_of
 from sparsecoll.collectives.rows import allreduce_rows, as_rows
 from sparsecoll.formats import Buffer, Format
 from sparsecoll.select import Vector
-from sparsecoll.select.base import check_order
+from sparsecoll.select.base import check_like, check_order
 from sparsecoll.telemetry.trace import span
 from sparsecoll.transport import Transport, as_transport
 from sparsecoll.transport.call import CollectiveCall
@@ -336,12 +336,7 @@ def _checked(algorithm: Algorithm, reduction: Any, entries: Vector) -> Reduction
     if not isinstance(value, (SparseVector, DenseVector)):
         wrong = type(value if isinstance(reduction, Reduction) else reduction).__name__
         raise TypeError(f"algo: expected {algorithm!r} to return a Reduction of a vector, got {wrong}")
-    if value.dtype != entries.dtype:
-        raise TypeError(f"algo: expected {algorithm!r} to return values of {entries.dtype} as x has, got {value.dtype}")
-    if value.length != entries.length:
-        raise ValueError(
-            f"algo: expected {algorithm!r} to return a vector of length {entries.length} as x has, got {value.length}"
-        )
+    check_like(f"algo: expected {algorithm!r}", value, entries)
     return reduction  # type: ignore[no-any-return]
 
 

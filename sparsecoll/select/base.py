@@ -83,13 +83,16 @@ def selected(selector: Selector, x: Vector, k: int) -> SparseVector:
     chosen = selector.select(x, k)
     if not isinstance(chosen, SparseVector):
         raise TypeError(f"selector: expected {selector!r} to return a SparseVector, got {type(chosen).__name__}")
-    if chosen.dtype != x.dtype:
-        raise TypeError(f"selector: expected {selector!r} to return entries of {x.dtype} as x has, got {chosen.dtype}")
-    if chosen.length != x.length:
-        raise ValueError(
-            f"selector: expected {selector!r} to return a vector of length {x.length} as x has, got {chosen.length}"
-        )
+    check_like(f"selector: expected {selector!r}", chosen, x)
     return chosen
+
+
+def check_like(who: str, got: Vector, x: Vector) -> None:
+    """Raise TypeError or ValueError, which begins with `who`, unless what it returns has the dtype and length of x."""
+    if got.dtype != x.dtype:
+        raise TypeError(f"{who} to return entries of {x.dtype} as x has, got {got.dtype}")
+    if got.length != x.length:
+        raise ValueError(f"{who} to return a vector of length {x.length} as x has, got {got.length}")
 
 
 def check_selector(selector: Any) -> None:

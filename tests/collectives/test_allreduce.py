@@ -324,7 +324,7 @@ class Returning(sparsecoll.Algorithm):
     [
         (None, TypeError, "a Reduction of a vector, got NoneType"),
         (sparsecoll.Reduction(None, None), TypeError, "a Reduction of a vector, got NoneType"),
-        (sparsecoll.Reduction(GOOD.astype(np.float32), GOOD), TypeError, "values of float64 as x has, got float32"),
+        (sparsecoll.Reduction(GOOD.astype(np.float32), GOOD), TypeError, "entries of float64 as x has, got float32"),
         (sparsecoll.Reduction(SparseVector([0], np.ones(1), 99), GOOD), ValueError, "of length 50 as x has, got 99"),
     ],
 )
