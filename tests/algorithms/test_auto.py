@@ -308,6 +308,16 @@ def test_predictions_are_corrected_by_whole_calls(tmp_path):
     assert Tuning.load(tmp_path / "tuning.json") == tuning
 
 
+def test_whole_calls_contain_what_predictions_do(monkeypatch):
+    """Timed calls repeat, without comparing arguments, which is a part of what is predicted."""
+    monkeypatch.setattr(tune, "_call_seconds", lambda *_: 0.25)
+    tuning = Tuning(alpha=1e-2, call=1e-3)
+    calls = simulate(4, lambda comm: tune._whole_calls(comm.transport, tuning)).results[0]
+    compared = costmodel.agreement(4, tuning)
+    assert compared >= 2e-2
+    assert {round(took, 9) for rows in calls.values() for _, took in rows} == {round(0.25 + compared + 2e-3, 9)}
+
+
 def test_mpis_own_allreduce_is_predicted_from_measured_sizes_and_where_it_can_be_used(tmp_path):
     tuning = Tuning(call=0, native=[(1e3, 1e-5), (1e5, 1e-4)])
     for size, seconds in ((10, 1e-5), (1e3, 1e-5), (1e4, 1e-4 / 10**0.5), (1e5, 1e-4), (2e5, 2e-4), (1e6, np.inf)):

@@ -199,9 +199,13 @@ def _fixed(transport: Transport, measured: Tuning) -> float:
         return 0.0
     shape = costmodel.Shape(MIN_LENGTH, 1, transport.size, 4, MIN_LENGTH, one_node=transport.one_node)
     took = _call_seconds(Channel(transport, shape.n), costmodel.CHOICES["allgather"](), 1, SHORT_TURNS)
-    compared = costmodel.agreement(transport.size, measured)  # before the timed calls
     predicted = costmodel.seconds(shape, measured)["allgather"]
-    return max(took + compared + 2 * measured.call - predicted, -compared)  # validating takes as long as two kernels
+    return max(took + _untimed(transport, measured) - predicted, -costmodel.agreement(transport.size, measured))
+
+
+def _untimed(transport: Transport, measured: Tuning) -> float:
+    """Return the seconds of a call beyond `_call_seconds`, in which arguments are neither validated nor compared."""
+    return costmodel.agreement(transport.size, measured) + 2 * measured.call  # validating takes as long as two kernels
 
 
 def _whole_calls(transport: Transport, tuning: Tuning) -> dict[str, list[tuple[float, float]]]:
@@ -209,18 +213,19 @@ def _whole_calls(transport: Transport, tuning: Tuning) -> dict[str, list[tuple[f
     choices = {name: make for name, make in costmodel.CHOICES.items() if name != "native"}  # measured by itself
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in choices}
     form = formats.Auto(beta=tuning.beta) if tuning.code else formats.Auto()
+    untimed = _untimed(transport, tuning)
     for name, make in choices.items():
         for length, share in DENSE if name == "dense" else CALLS:
             n = max((1 << length) // transport.size, MIN_LENGTH)
             k = max(n >> share, 1)
             shape = costmodel.Shape(n, k, transport.size, 4, n, one_node=transport.one_node)
             predicted = costmodel.seconds(shape, tuning)[name]
-            found[name].append((predicted, _call_seconds(Channel(transport, n, form), make(), k)))
+            found[name].append((predicted, _call_seconds(Channel(transport, n, form), make(), k) + untimed))
     return {name: sorted(calls) for name, calls in found.items()}
 
 
 def _call_seconds(channel: Channel, algorithm: Algorithm, k: int, turns: int = MAX_TURNS) -> float:
-    """Return the median seconds of a call, from a barrier to the last rank's return, the same on every rank."""
+    """Return the median seconds, the same on all ranks, of a repeated call: from a barrier to the last return."""
     transport = channel.transport
     vectors = [_uniform(k, channel.length, transport.rank + transport.size * turn) for turn in range(3)]
     times: list[float] = []
