@@ -5,6 +5,7 @@ torch is imported by the user; a process that has not imported torch.distributed
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 import threading
@@ -19,7 +20,7 @@ from sparsecoll.transport.tcp import TcpTransport, connect
 
 _transports: weakref.WeakKeyDictionary[Any, Transport | _Abandoned] = weakref.WeakKeyDictionary()
 _numbers: dict[str, int] = {}  # how many transports of a group of this name have been made
-_left: SimpleQueue[TcpTransport] = SimpleQueue()  # of groups that are gone; calls may be under way
+_left: SimpleQueue[TcpTransport | None] = SimpleQueue()  # of groups that are gone; None ends the closer
 _closers: list[threading.Thread] = []  # the thread that closes those, once there is one
 
 
@@ -93,15 +94,29 @@ def _leave(transport: TcpTransport) -> None:
     The garbage collector calls this, on any thread and within any function: also while a thread starts, which holds a
     lock of `threading` without which no thread can be joined. So nothing here may wait.
     """
-    if transport.worker is None:
+    if transport.worker is None or not _closers:
         _close(transport)
     else:
         _left.put(transport)
 
 
 def _close_left() -> None:
-    while True:
-        _close(_left.get())
+    while (transport := _left.get()) is not None:
+        _close(transport)
+        del transport
+
+
+@atexit.register
+def _end_closer() -> None:
+    """Wait for the closer: a thread that still runs when the interpreter is finalized may abort the process.
+
+    Nonblocking calls have been completed by now, so that later transports are closed at once, by `_leave` itself.
+    """
+    closers = [thread for thread in _closers if thread.is_alive()]
+    _closers.clear()
+    for thread in closers:
+        _left.put(None)
+        thread.join()
 
 
 def _close(transport: TcpTransport) -> None:

@@ -1,0 +1,30 @@
+"""The end of a process: no thread of the library runs while the interpreter is finalized, which may abort it."""
+
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("torch.distributed")
+
+PROGRAM = """
+import atexit, sys, threading
+groups = []
+atexit.register(lambda: print([t.name for t in threading.enumerate()], groups[0].broken))  # the last handler
+import numpy as np, torch.distributed as dist, sparsecoll
+from sparsecoll.transport import as_transport
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+x = sparsecoll.SparseVector([1], np.ones(1), 10)
+sparsecoll.iallreduce(dist.group.WORLD, x).wait()
+groups.append(as_transport(dist.group.WORLD))
+if sys.argv[1] == "destroyed":
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("group", ["destroyed", "left"])
+def test_no_thread_is_left_and_transports_are_closed(group):
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, group], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "['MainThread'] its process group was destroyed\n"), done.stderr
