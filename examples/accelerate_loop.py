@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import sparsecoll.torch
 
 
-def prepare(accelerator, model, optimizer, *others, compressor="topk"):
+def prepare(accelerator, model, optimizer, *others, compressor="qsgd"):
     """accelerator.prepare(model, optimizer, ...) with DistributedOptimizer instead of DistributedDataParallel."""
     if accelerator.num_processes != dist.get_world_size():
         expected, count = dist.get_world_size(), accelerator.num_processes
@@ -71,7 +71,7 @@ def accelerated(accumulate: int = 1, mixed_precision: str = "no") -> Accelerator
     )
 
 
-def train(accelerator, compressor="topk", epochs=2, clip=1.0, folder=None, resume_at=0):
+def train(accelerator, compressor="qsgd", epochs=2, clip=1.0, folder=None, resume_at=0):
     """Train and return (model, accuracy). Save the state in `folder` after each epoch; resume at epoch `resume_at`."""
     set_seed(42, device_specific=True)  # initial weights come from rank 0, dropout differs between ranks
     model = torch.nn.Sequential(
@@ -111,7 +111,7 @@ def evaluate(accelerator, model, loader) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--compressor", default="topk")
+    parser.add_argument("--compressor", default="qsgd")
     parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument("--accumulate", type=int, default=1, help="back-propagations per step (%(default)s)")
     parser.add_argument("--out", default="accelerate-results", help="folder for the state (%(default)s)")

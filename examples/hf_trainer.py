@@ -27,7 +27,7 @@ class SparseTrainer(Trainer):
     Rank 0 saves the checkpoint; each other rank adds a file with its residuals.
     """
 
-    def __init__(self, *args, compressor="topk", **kwargs):
+    def __init__(self, *args, compressor="qsgd", **kwargs):
         super().__init__(*args, **kwargs)
         self.compressor, self.resumed_from = compressor, None
         self.add_callback(SaveResiduals())
@@ -78,7 +78,7 @@ def counting(count: int, seed: int, length: int = 12, vocabulary: int = 40) -> l
     return [{"input_ids": row, "labels": row} for row in rows]
 
 
-def trainer(compressor="topk", folder="hf-results", **options) -> SparseTrainer:
+def trainer(compressor="qsgd", folder="hf-results", **options) -> SparseTrainer:
     """Return a Trainer of a small GPT-2; `options` are those of TrainingArguments."""
     torch.set_num_threads(1)  # mpirun, unlike torchrun, leaves every rank all cores
     sparsecoll.torch.init_process_group()  # before Transformers reads the number of processes
@@ -110,7 +110,7 @@ def trainer(compressor="topk", folder="hf-results", **options) -> SparseTrainer:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--compressor", default="topk")
+    parser.add_argument("--compressor", default="qsgd")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--accumulate", type=int, default=1, help="back-propagations per step (%(default)s)")
     parser.add_argument("--out", default="hf-results", help="folder for checkpoints (%(default)s)")

@@ -34,7 +34,7 @@ class SparseStrategy(DDPStrategy):
 
 
 class Classifier(lightning.LightningModule):
-    def __init__(self, compressor="topk", folder="lightning-results"):
+    def __init__(self, compressor="qsgd", folder="lightning-results"):
         super().__init__()
         self.compressor, self.folder = compressor, Path(folder)
         self.net = torch.nn.Sequential(
@@ -76,7 +76,7 @@ def samples(count: int, seed: int) -> TensorDataset:
     return TensorDataset(x, x[:, :3].argmax(1))
 
 
-def fit(compressor="topk", folder="lightning-results", resume=None, batch=8, **options):
+def fit(compressor="qsgd", folder="lightning-results", resume=None, batch=8, **options):
     """Train and return (trainer, module); `options` are those of Trainer."""
     torch.set_num_threads(1)  # mpirun, unlike torchrun, leaves every rank all cores
     sparsecoll.torch.init_process_group()
@@ -101,7 +101,7 @@ def fit(compressor="topk", folder="lightning-results", resume=None, batch=8, **o
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--compressor", default="topk")
+    parser.add_argument("--compressor", default="qsgd")
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--accumulate", type=int, default=1, help="back-propagations per step (%(default)s)")
     parser.add_argument("--out", default="lightning-results", help="folder for checkpoints (%(default)s)")

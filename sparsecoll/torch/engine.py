@@ -357,7 +357,7 @@ class Engine:
         """See `Buckets.state_dict`, with the scale of gradients; refused while they are sent."""
         if self._reducer.under_way:
             raise RuntimeError("state_dict: expected a call after back-propagation, got one while gradients are sent")
-        return {**self._reducer.buckets.state_dict(), "scale": self._reducer.scale.now}
+        return {**self._reducer.buckets.state_dict(), "scale": self._reducer.scale.known}
 
     def load_state_dict(self, state: Mapping[str, Any] | None, load: Callable[[], None]) -> None:
         """See `Buckets.load_state_dict`. Collective."""

@@ -39,6 +39,11 @@ class LossScale:
             return float(self.scaler.get_scale())
         return 1.0 if self.saved is None else self.saved
 
+    @property
+    def known(self) -> float | None:
+        """`now`, for states; None before the first step, whose loop may have a scaler or not."""
+        return None if self.scaler is None and self.saved is None else self.now
+
     def begin(self) -> None:
         """Note the scale of the gradients of a new reduction."""
         self.steps, self.scale = False, self.now

@@ -80,6 +80,24 @@ def test_a_run_with_a_grad_scaler_goes_on_bit_for_bit(change):
     assert simulate(2, program).results == [({"same": 2.0**10, "grows": 2.0**11, "shrinks": 2.0**9}[change], True)] * 2
 
 
+@pytest.mark.parametrize("overflows", [[], [0]])
+def test_a_state_that_is_loaded_before_the_first_step_says_nothing_of_a_scaler(overflows):
+    """Accelerate loads an optimizer's own state when it wraps one."""
+
+    def program(comm):
+        found = []
+        for loads in (False, True):
+            model = net()
+            optimizer, scaler = wrapped(comm, model, "allgather"), torch.amp.GradScaler("cpu", init_scale=2.0**10)
+            if loads:
+                optimizer.load_state_dict(optimizer.state_dict())
+            scaled(comm, model, optimizer, scaler, range(4), overflows)
+            found.append(bits(model))
+        return found[0] == found[1]
+
+    assert all(simulate(2, program).results)
+
+
 def test_a_state_of_another_scale_is_refused_until_the_scale_is_known():
     def program(comm):
         model = net()
