@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
-import datasets
+import real_data
 import torch
 from torch import nn
 from torch.nn import functional
@@ -119,7 +119,7 @@ class Transformer(nn.Module):
 class Task:
     """A net, its data, and how it is trained: by SGD with a momentum of 0.9, or by AdamW."""
 
-    data: Callable[[], tuple[datasets.Set, datasets.Set]]
+    data: Callable[[], tuple[real_data.Set, real_data.Set]]
     net: Callable[[torch.Tensor], nn.Module]
     epochs: float
     lr: float
@@ -134,17 +134,17 @@ class Task:
 
 
 TASKS = {
-    "vgg": Task(datasets.fashion_mnist, vgg, 3, 0.1),
-    "resnet": Task(datasets.fashion_mnist, resnet, 3, 0.2),
-    "resnet9": Task(datasets.fashion_mnist, resnet, 9, 0.2),
-    "lstm": Task(datasets.emails, lambda _: Spam(), 16, 1.0, clip=1.0),
-    "mlp": Task(datasets.speech, mlp, 8, 0.1, batch=256),
-    "text": Task(datasets.addresses, lambda x: Transformer(x.shape[1]), 0.25, 2e-3, batch=32, adam=True),
+    "vgg": Task(real_data.fashion_mnist, vgg, 3, 0.1),
+    "resnet": Task(real_data.fashion_mnist, resnet, 3, 0.2),
+    "resnet9": Task(real_data.fashion_mnist, resnet, 9, 0.2),
+    "lstm": Task(real_data.emails, lambda _: Spam(), 16, 1.0, clip=1.0),
+    "mlp": Task(real_data.speech, mlp, 8, 0.1, batch=256),
+    "text": Task(real_data.addresses, lambda x: Transformer(x.shape[1]), 0.25, 2e-3, batch=32, adam=True),
 }
 
 
 @cache
-def data(name: str, validate: bool = False) -> tuple[datasets.Set, datasets.Set]:
+def data(name: str, validate: bool = False) -> tuple[real_data.Set, real_data.Set]:
     """Return (train, test) of a task, which each process reads once; with `validate`, the last sixth of train as test.
 
     Options are chosen by the latter, so that no choice has seen the test set.
@@ -156,7 +156,7 @@ def data(name: str, validate: bool = False) -> tuple[datasets.Set, datasets.Set]
     return (train[0][:cut], train[1][:cut]), (train[0][cut:], train[1][cut:])
 
 
-def quality(model: nn.Module, test: datasets.Set, unit: str = "%") -> float:
+def quality(model: nn.Module, test: real_data.Set, unit: str = "%") -> float:
     """Return the share of right answers in %, or the mean loss in bits per byte."""
     model.eval()
     total = 0.0

@@ -19,8 +19,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import datasets
 import gloo
+import real_data
 import torch
 from nets import quality
 from report import Row, markdown
@@ -80,7 +80,7 @@ def lines(comm: Any, steps: int) -> dict[str, Callable[[nn.Module], Made]]:
 
 def train(comm: Any, make: Callable[[nn.Module], Made], steps: int, points: int) -> list[list[float]]:
     """Train; return (step, seconds, accuracy) of rank 0."""
-    (x, y), test = datasets.fashion_mnist()
+    (x, y), test = real_data.fashion_mnist()
     torch.manual_seed(0)
     called, optimizer, lr = make(net())
     model = getattr(called, "module", called)
