@@ -308,12 +308,8 @@ def contribution(vector: Vector, algorithm: Algorithm, k: int | None, channel: C
                 elif isinstance(x, SparseVector):
                     check_order(x)
         x = options.prepared(x, transport)
-        if isinstance(x, DenseVector):
-            entries: Vector = formats.rounded(x, channel.value_dtype)
-        else:
-            entries = channel.roundtrip(x)
-    options.check_finite(entries)
-    return entries
+        options.check_finite(x)
+        return formats.rounded(x, channel.value_dtype) if isinstance(x, DenseVector) else channel.roundtrip(x)
 
 
 def run(algorithm: Algorithm, channel: Channel, entries: Vector, k: int) -> Reduction:

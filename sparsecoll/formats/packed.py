@@ -9,7 +9,7 @@ import numpy as np
 
 from sparsecoll.errors import CommunicationError
 from sparsecoll.formats.base import HEADER, Buffer, Format, Plan, WireDtype
-from sparsecoll.formats.quantized import Codes, check_dtype
+from sparsecoll.formats.quantized import Codes, check_dtype, encode_finite
 from sparsecoll.kernels import kernels_of
 from sparsecoll.kernels.memory import empty
 from sparsecoll.kernels.reference.rice import RICE_BLOCKS, RICE_PAD
@@ -121,8 +121,8 @@ class PackedCodes(Packed):
     Values are rounded to the nearest float of 8 bits (E4M3) or 4 bits (E3M0: sign * scale / 2^i for i of 0 to 6, or 0),
     relative to the largest magnitude of 512 consecutive entries, the scale. Values that are levels do not change, so
     that encoding twice gives the same as encoding once. No entry is dropped; small values may arrive as zeros. What
-    rounding takes does not count as contributed, and a residual keeps it. For float32 and float64, which arrive as
-    float32.
+    rounding takes does not count as contributed, and a residual keeps it. For finite float32 and float64, which
+    arrive as float32.
 
     Size in bytes: 38 + 4 * ceil(nnz / 512) + nnz * bits / 8, and the table and the coded gaps of Packed. At a density
     of 1 % an entry takes 12.2 bits with 4 bits, and 40.2 with float32.
@@ -153,7 +153,7 @@ class PackedCodes(Packed):
         """Return x with its values as a receiver gets them."""
         check_dtype(self, x)
         stored = empty(self._codes.size(0, x.nnz), np.uint8, x.values)
-        self._codes.encode(x.values, 0, None, stored)
+        encode_finite(self, self._codes, x.values, 0, None, stored)
         return x.with_values(self._codes.values(stored, 0, x.nnz).astype(x.dtype, copy=False))
 
     def plan(self, x: SparseVector, wire: WireDtype) -> Plan:
@@ -177,7 +177,7 @@ class PackedCodes(Packed):
 
     def _write_values(self, stored: Buffer, x: SparseVector, wire: WireDtype) -> None:
         stored[:4].view(np.uint32)[0] = self.bits
-        self._codes.encode(x.values, 0, None, stored[4:])
+        encode_finite(self, self._codes, x.values, 0, None, stored[4:])
 
     def _values(self, stored: Buffer, nnz: int, wire: WireDtype) -> Any:
         return self._codes.values(stored[4:], 0, nnz)

@@ -52,7 +52,7 @@ class Codes:
                 NaN or infinity.
         """
         scales, codes = self._split(message, first, values.size)
-        narrow = contiguous(values, np.float32)
+        narrow = contiguous(saturating_cast(values, np.dtype(np.float32)), np.float32)
         in_place = keep_error and narrow is values
         with span("encode", values.size):
             how = (first, self.bits, self.levels, self.bucket, seed)
@@ -145,8 +145,9 @@ class Quantized(Format):
             buffer[HEADER.size : START] = asarray_like(stated.view(np.uint8), buffer)
             values = empty(count, np.float32, x.values)
             values[:] = 0
-            values[(x.indices - x.indices.dtype.type(first)).astype(np.int64)] = x.values
-            self._codes.encode(values, first, self.seed, buffer[START:])
+            narrow = saturating_cast(x.values, values.dtype)
+            values[(x.indices - x.indices.dtype.type(first)).astype(np.int64)] = narrow
+            encode_finite(self, self._codes, values, first, self.seed, buffer[START:])
 
         return Plan(START + self._codes.size(first, count), write)
 
@@ -160,6 +161,12 @@ class Quantized(Format):
         codes = Quantized(options & 255, 0, options >> 8)._codes
         self._check_size(buffer, START + codes.size(first, count), nnz)
         return nonzero_entries(codes.values(buffer[START:], first, count), first, nnz, length)
+
+
+def encode_finite(form: Format, codes: Codes, values: Any, first: int, seed: int | None, message: Buffer) -> None:
+    """Write `codes.encode` of the values; raise ValueError if one is NaN or infinite, which no scale can express."""
+    if not codes.encode(values, first, seed, message):
+        raise ValueError(f"x: expected finite values with format={form!r}, got NaN or infinity")
 
 
 def check_bucket(bucket: int) -> None:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 import sparsecoll
 from sparsecoll import SparseVector, formats
-from sparsecoll.formats import Quantized
+from sparsecoll.formats import PackedCodes, Quantized
 
 
 def vector(seed=0, n=5000, nnz=3000, dtype=np.float32):
@@ -54,6 +54,22 @@ def test_bad_options_and_dtypes():
             Quantized(**options)
     with pytest.raises(ValueError, match="expected float32 or float64"):
         Quantized().encode(vector(dtype=np.float16))
+
+
+@pytest.mark.parametrize("form", [Quantized(8), Quantized(2), PackedCodes(8), PackedCodes(4)], ids=str)
+def test_only_finite_values(form):
+    """Large ones of float64 become the largest of float32; what no scale can express is refused on all ranks."""
+
+    def program(comm, value, nonfinite):
+        x = SparseVector([1, 2, 5], np.array([value, 2.0, 3.0]), 10)
+        return sparsecoll.allreduce(comm, x, "allgather", format=form, nonfinite=nonfinite).to_dense()
+
+    for nonfinite in ("raise", "pass"):
+        large = sparsecoll.simulate(2, lambda comm, how=nonfinite: program(comm, -1e300, how)).results[0]
+        np.testing.assert_allclose(large[1], 2 * np.finfo(np.float32).min.astype(np.float64), rtol=1e-6)
+        for value in (np.nan, np.inf):
+            with pytest.raises(ValueError, match="rank 0: x: expected finite values"):
+                sparsecoll.simulate(2, lambda comm, how=nonfinite, v=value: program(comm, v, how))
 
 
 def test_allreduce_conserves_what_quantisation_takes():
