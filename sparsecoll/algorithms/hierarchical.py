@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from sparsecoll.algorithms.base import Algorithm, Loss, Reduction
 from sparsecoll.formats import FORMATS
-from sparsecoll.select import Vector
+from sparsecoll.select import Vector, topk
 from sparsecoll.transport.channel import Channel
 from sparsecoll.transport.collectives import joined, node_members, separated
 from sparsecoll.vector import DenseVector, SparseVector, accumulator_dtype
@@ -64,8 +64,9 @@ class Hierarchical(Algorithm):
         return self._between.takes_ops
 
     def select(self, x: Vector, k: int, ranks: int = 1) -> SparseVector:
-        """Select as `inner` does."""
-        return super().select(x, k) if self.selector is not None else self._between.select(x, k, ranks)
+        """Select as `inner` does; the top k where that takes dense vectors as they are."""
+        entries = super().select(x, k) if self.selector is not None else self._between.select(x, k, ranks)
+        return entries if isinstance(entries, SparseVector) else topk(x, k)
 
     def __call__(self, channel: Channel, x: SparseVector, k: int) -> Reduction:
         with channel.phase("nodes"):

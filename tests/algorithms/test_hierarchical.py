@@ -28,6 +28,21 @@ def test_any_inner_algorithm(inner, name, P, ranks_per_node):
         np.testing.assert_array_equal(entered, oracle(inputs, inner, max(x.nnz for x in inputs)))
 
 
+@pytest.mark.parametrize("inner", INNER)
+def test_dense_arrays(inner):
+    """Also of inner algorithms that take dense vectors as they are."""
+    inputs = [np.random.default_rng(rank).standard_normal(600) for rank in range(5)]
+
+    def program(comm):
+        algo = Hierarchical(inner=inner)
+        return sparsecoll.allreduce(comm, inputs[comm.rank], algo, k=40, return_reduction=True)
+
+    results = simulate(5, program, ranks_per_node=2).results
+    assert all(same_bits(results[0].value, r.value) for r in results) and results[0].value.nnz
+    entered = sum(r.contributed.to_dense() for r in results)
+    np.testing.assert_allclose(entered, results[0].value.to_dense(), atol=1e-12)
+
+
 @pytest.mark.parametrize("inner", ["allgather", "oktopk", "gtopk"])
 @pytest.mark.parametrize("dtype", ["float32", "float16", "int64"])
 def test_dense_sums_inside_the_node_give_the_same(inner, dtype):
