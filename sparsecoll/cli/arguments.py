@@ -44,7 +44,7 @@ def count(text: str) -> int:
         whole = int(number)
     except (ValueError, OverflowError):
         whole, number = 0, 1.0
-    if whole != number or whole < 1:
+    if whole != number or not 1 <= whole <= sys.maxsize:
         raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, such as 8 or 24e6, got {text!r}")
     return whole
 

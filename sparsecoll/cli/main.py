@@ -81,6 +81,9 @@ def _tune(options: argparse.Namespace) -> None:
     with joined() as comm:
         _warn_of_one_rank(comm)
         _check_writable(comm, options.json, options.save)
+        with _checking_arguments():
+            if options.save and as_transport(comm).size == 1:
+                raise ValueError("--save: expected at least 2 ranks, between which a message costs something, got 1")
         tuning = tune(comm)
         if not _writes(comm):
             return
@@ -180,6 +183,9 @@ def _plot(options: argparse.Namespace) -> None:
         raise ValueError("plot needs matplotlib, which is not installed: pip install matplotlib")
     with _checking_arguments():
         rows = [(path, plot.rows_of(path)) for path in options.rows]
+        stems = [path.stem for path in options.rows]
+        if len(set(stems)) < len(stems):
+            raise ValueError(f"FILE: expected files of different names, after which figures are called, got {stems}")
         plot.make_folder(options.out)
     for path, some in rows:
         for figure in plot.figures(some, options.out, path.stem):
@@ -223,7 +229,7 @@ def _checking_arguments() -> Iterator[None]:
     """Context manager: what is raised inside is due to an argument, for which the exit status is 2."""
     try:
         yield
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, CommunicationError) as error:
         error.of_argument = True  # type: ignore[union-attr]
         raise
 

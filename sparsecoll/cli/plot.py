@@ -81,15 +81,16 @@ def _axes(height: float = 3.6) -> Any:
 def stacked(rows: Sequence[Row], path: str | Path, title: str = "") -> None:
     """A bar for each row: milliseconds by kind of work (mean over the ranks)."""
     figure, axes = _axes(1.2 + 0.32 * len(rows))
-    names = [label(r) + ("" if r["density"] in (None, 1.0) else f", {r['density']:.1%}") for r in rows]
+    names = [label(r) + ("" if r["density"] in (None, 1.0) else f", {100 * r['density']:.3g} %") for r in rows]
+    positions = range(len(rows))  # rows may have the same name
     left = [0.0] * len(rows)
     for part in PARTS:
         widths = [1e3 * r.get(part, 0.0) for r in rows]
         if any(widths):
-            axes.barh(
-                names, widths, left=left, label=part, hatch=HATCHES[part], edgecolor="black", linewidth=0.4, height=0.7
-            )
+            look = {"hatch": HATCHES[part], "edgecolor": "black", "linewidth": 0.4, "height": 0.7}
+            axes.barh(positions, widths, left=left, label=part, **look)
         left = [a + b for a, b in zip(left, widths, strict=True)]
+    axes.set_yticks(positions, names)
     axes.invert_yaxis()
     axes.set_xlabel("milliseconds")
     axes.set_title(title, fontsize="medium", loc="left")
@@ -167,5 +168,5 @@ def figures(rows: Sequence[Row], folder: str | Path, stem: str) -> list[Path]:
         if len({row["P"] for row in some}) > 1:
             for y, what in (("seconds", "time"), ("bytes_received", "volume")):
                 made.append(Path(folder, f"{stem}_{what}_n{n}_d{density:g}.svg"))
-                lines(some, "P", y, made[-1], f"n = {n:,}, density {density:.1%}", SCALES[y])
+                lines(some, "P", y, made[-1], f"n = {n:,}, density {100 * density:.3g} %", SCALES[y])
     return made

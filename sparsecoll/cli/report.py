@@ -27,7 +27,7 @@ class Report:
     def __init__(self, algos: Sequence[str], path: Path | None = None) -> None:
         self._path = path
         self._rows: list[Row] = []
-        self._dense: dict[tuple[int, int], float] = {}  # seconds of the dense sum, by P and n
+        self._dense: dict[tuple[Any, ...], float] = {}  # seconds of dense sums, by P, n and the dtype of values
         self._width = max(map(len, algos), default=0) + 2
 
     def add(self, row: Row) -> None:
@@ -36,7 +36,8 @@ class Report:
             sys.stdout.write(self._heads() + "\n")
         self._rows.append(row)
         if row["algo"] in DENSE:
-            self._dense.setdefault((row["P"], row["n"]), row["seconds"])
+            for key in _dense_sums(row):
+                self._dense.setdefault(key, row["seconds"])
         sys.stdout.write(self._line(row) + "\n")
         sys.stdout.flush()
         if self._path:
@@ -47,12 +48,18 @@ class Report:
         return what + f"{'values':>10}{'ms':>10}{'x dense':>9}{'MB in':>9}" + "".join(f"{kind:>8}" for kind in SHOWN)
 
     def _line(self, row: Row) -> str:
-        dense, received = self._dense.get((row["P"], row["n"])), row["bytes_received"]
+        dense = next((self._dense[key] for key in _dense_sums(row) if key in self._dense), None)
+        received = row["bytes_received"]
         ratio = "-" if dense is None or not row["seconds"] else f"{dense / row['seconds']:.2f}"
         moved = "-" if received is None else f"{received / 1e6:.2f}" if received >= 1e6 else f"{received / 1e6:.3g}"
         what = f"{row['algo']:<{self._width}}{row['P']:>5}{row['n']:>13,}{row['density']:>9.4g}{row['format']:>12}"
         numbers = f"{row['value_dtype']:>10}{row['seconds'] * 1e3:>10.2f}{ratio:>9}{moved:>9}"
         return what + numbers + "".join(f"{row[kind] * 1e3:>8.1f}" for kind in SHOWN)
+
+
+def _dense_sums(row: Row) -> list[tuple[Any, ...]]:
+    """Return the dense sums that a row is compared with: that of the same dtype on the wire, else the first one."""
+    return [(row["P"], row["n"], row["value_dtype"]), (row["P"], row["n"])]
 
 
 def save(path: Path, content: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ from sparsecoll import Costs, Network, SparseVector, simulate
 from sparsecoll.cli import arguments, bench
 from sparsecoll.cli.bench import Call
 from sparsecoll.cli.main import main
+from sparsecoll.cli.report import SHOWN, Report
 from sparsecoll.transport import LocalTransport
 
 
@@ -140,6 +141,38 @@ def test_commands(tmp_path, capsys):
         assert ended.value.code == 2
         printed = capsys.readouterr().err
         assert printed.startswith(f"sparsecoll: {tmp_path / 'other.json'}: {message}") and printed.count("\n") == 1
+
+
+def test_every_row_has_a_bar_of_its_own(tmp_path):
+    plot = pytest.importorskip("sparsecoll.cli.plot")
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    densities = [0.0001, 0.0002, 0.0004, 0.0004]
+    plot.stacked([{"algo": "a", "density": d, "select": 1.0} for d in densities], tmp_path / "bars.svg")
+    axes = pyplot.figure(pyplot.get_fignums()[-1]).axes[0]
+    assert [tick.get_text() for tick in axes.get_yticklabels()] == [f"a, {100 * d:g} %" for d in densities]
+    assert sorted({bar.get_y() for bar in axes.patches}) == sorted(bar.get_y() for bar in axes.patches)
+
+
+def test_figures_that_would_have_the_same_name_are_refused(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    row = {"algo": "x", "n": 9, "P": 2, "density": 0.1, "seconds": 1}
+    paths = [tmp_path / folder / "rows.json" for folder in "ab"]
+    for path in paths:
+        path.parent.mkdir()
+        path.write_text(json.dumps({"rows": [row]}))
+    with pytest.raises(SystemExit) as ended:
+        main(["plot", *map(str, paths), "--out", str(tmp_path)])
+    assert ended.value.code == 2 and "FILE: expected files of different names" in capsys.readouterr().err
+
+
+def test_rows_are_compared_with_the_dense_sum_of_their_own_dtype(capsys):
+    report = Report(["dense", "allgather"])
+    row = {"P": 2, "n": 9, "density": 1.0, "format": "auto", "bytes_received": 1, **dict.fromkeys(SHOWN, 0.0)}
+    for algo, dtype, seconds in (("dense", "float16", 1.0), ("dense", "float32", 2.0), ("allgather", "float32", 1.0)):
+        report.add({**row, "algo": algo, "value_dtype": dtype, "seconds": seconds})
+    report.add({**row, "algo": "allgather", "value_dtype": "bfloat16", "seconds": 1.0})
+    lines = capsys.readouterr().out.splitlines()[1:]
+    assert [line.split()[7] for line in lines] == ["1.00", "1.00", "2.00", "1.00"]
 
 
 def test_a_folder_for_figures_that_is_a_file(tmp_path, capsys):

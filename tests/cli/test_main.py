@@ -134,6 +134,11 @@ def test_simulate_counts_and_models(tmp_path, capsys):
         ("bench --json no/folder.json", "no/folder.json: expected a file in an existing folder, got no folder 'no'"),
         ("bench --gradient no.npy --repeat 1", "no.npy: expected a .npy file with a 1-D array of floats (No such file"),
         ("tune --save no/folder.json", "no/folder.json: expected a file in an existing folder"),
+        (
+            "tune --save tuning.json",
+            "--save: expected at least 2 ranks, between which a message costs something, got 1",
+        ),
+        ("simulate --n 1e30", "argument --n/--length: expected a whole number"),
         ("simulate --alpha -1", "argument --alpha: expected a finite number of at least 0, such as 50e-6, got '-1'"),
         ("simulate --beta nan", "argument --beta: expected a finite number of at least 0"),
         ("simulate --algo MPI_Allreduce", "--algo: MPI_Allreduce is MPI's own and cannot be simulated"),

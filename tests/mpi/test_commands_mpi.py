@@ -39,7 +39,7 @@ def test_what_one_rank_sees_ends_all(comm, folder, capfd):
     for arguments, expected, status in (
         (["bench", *ALGOS, "--json", str(folder / "no" / "rows.json")], "expected a file in an existing folder", 2),
         (gradient, f"rank {last}: {folder / f'g{last}.npy'}: expected a .npy file", 2),
-        (gradient, "length: expected the same value on all ranks", 1),
+        (gradient, "length: expected the same value on all ranks", 2),
     ):
         if expected.startswith("rank") and comm.rank != last:
             np.save(folder / f"g{comm.rank}.npy", np.ones(3000, np.float32))
@@ -55,14 +55,15 @@ def test_what_one_rank_sees_ends_all(comm, folder, capfd):
 
 def test_doctor_and_tune_on_the_ranks_of_the_job(comm, folder, capfd):
     """Doctor finds them all, and measures the transport that they use."""
-    main(["tune", "--save", str(folder / "tuning.json")])
+    main(["tune", *(["--save", str(folder / "tuning.json")] if comm.size > 1 else [])])
     main(["doctor", "--json", str(folder / "findings.json")])
     printed = capfd.readouterr().out
     comm.Barrier()
     if comm.rank:
         assert printed == ""
         return
-    assert json.loads((folder / "tuning.json").read_text())["alpha"] > 0 and "sparsecoll doctor" in printed
+    assert "sparsecoll doctor" in printed
+    assert comm.size == 1 or json.loads((folder / "tuning.json").read_text())["alpha"] > 0
     found = {row["subject"]: row["found"] for row in json.loads((folder / "findings.json").read_text())["findings"]}
     assert found["ranks"].startswith(f"{comm.size} on ")
     if comm.size > 1:
