@@ -126,7 +126,8 @@ def simulate(
 ) -> Simulation:
     """Run fn(comm) on P virtual ranks in this process, without MPI.
 
-    The library's code, its results and the bytes that it counts are the same as over MPI; time is modelled.
+    The library's code, its results and the bytes that it counts are the same as over MPI; time is modelled. Only "auto"
+    may choose another algorithm than there, because it chooses by the costs of the network.
 
     Args:
         P: number of virtual ranks, at least 1 (1024 are fine).
