@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping
+import zlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -34,7 +35,7 @@ class Buckets:
 
     Attributes:
         index_of: parameter name -> number of its bucket.
-        order: names of the parameters in the order in which they are laid out.
+        order: names of the parameters in the order in which they are laid out, the same on all ranks.
     """
 
     def __init__(self, compressor: Compressor, replica: Replica) -> None:
@@ -59,15 +60,16 @@ class Buckets:
 
     # -- layout
 
-    def make(self, trainable: Collection[str] | None) -> None:
-        """Create the buckets in rank 0's `order`, then of parameters that it lacks, last ones first. Collective.
+    def make(self, trainable: Collection[str] | None, came: Sequence[str] = ()) -> None:
+        """Create the buckets in `order`, then as they came on rank 0, then of all others, last ones first. Collective.
 
         Args:
             trainable: names of the parameters that take part; None: those that want gradients on some rank.
+            came: names of the parameters in the order in which this rank's gradients came.
         """
 
         def lay_out(_: CollectiveCall) -> None:
-            self.order = self._agree_on_order(trainable)
+            self.order = self._agree_on_order(trainable, came)
             self.lay_out(self._replica.options.bucket_bytes, self._replica.options.dense_below)
             self._replica.transport.waitall()
 
@@ -85,11 +87,11 @@ class Buckets:
                 )
         return bool(changed)
 
-    def _agree_on_order(self, trainable: Collection[str] | None) -> list[str]:
+    def _agree_on_order(self, trainable: Collection[str] | None, came: Sequence[str]) -> list[str]:
         transport, params = self._replica.transport, self._replica.params
         names = list(params)
         numbers = {name: i for i, name in enumerate(names)}
-        known = [*self.order, *(name for name in reversed(names) if name not in set(self.order))]
+        known = list(dict.fromkeys([*self.order, *came, *reversed(names)]))
         on = set(trainable or ())
         if trainable is None:
             sparse = self._replica.sparse_weights
@@ -246,9 +248,11 @@ class Buckets:
                 load()
             except KeyError as error:
                 raise ValueError(f"state_dict: expected that of an optimizer, got one without {error}") from error
-            allgather(replica.transport, np.zeros(1, np.uint8))  # no rank returns before all have loaded
+            own = own or {"step": 0, "ccr": None, "order": [], "tensors": {}, "compressor": ""}
+            order = zlib.crc32(json.dumps(own["order"]).encode())
+            orders = allgather(replica.transport, np.array([order], np.uint32))  # none returns before all have loaded
             replica.transport.waitall()
-            return own or {"step": 0, "ccr": None, "order": [], "tensors": {}, "compressor": ""}
+            return own if (orders == order).all() else {**own, "order": []}  # a rank's own, of before the first buckets
 
         own = replica.call("load_state_dict", read)
         self._pairs, self.index_of = [], {}

@@ -61,6 +61,7 @@ class Reducer:
         """No reduction is under way."""
         self._sender.begin()
         self._changed = self._again = self._broken_off = self._opened = False
+        self._came: dict[str, None] = {}  # parameters, in the order of their gradients, as long as there are no buckets
 
     def release(self) -> None:
         """Give up the reduction and the buckets, which are rebuilt in the next one; residuals are kept."""
@@ -83,8 +84,7 @@ class Reducer:
         """Take a gradient into its bucket, which is sent when it is full; in the first reduction, note the order."""
         self._sender.came()
         if not self.buckets:
-            if name not in self.buckets.order:
-                self.buckets.order.append(name)
+            self._came[name] = None
             return
         wait = not self._early or self._profiler.active or self._broken_off or is_shared(self._replica.transport)
         if wait or name not in self.buckets.index_of:
@@ -174,7 +174,7 @@ class Reducer:
 
     def make_buckets(self, trainable: set[str] | None = None) -> None:
         """Lay the parameters out in the order in which rank 0's gradients came. Collective."""
-        self.buckets.make(trainable)
+        self.buckets.make(trainable, list(self._came))
         self._sender.laid_out()
 
     def _drop(self) -> None:
@@ -240,6 +240,7 @@ class Reducer:
 
     def discard(self) -> None:
         """Gradients are about to be thrown away: residuals are as they were after the last step."""
+        self._came = {}
         if self._sender.begun:
             self._changed = self._broken_off = True  # what was sent is sent again with the next back-propagation
         self.buckets.rollback()

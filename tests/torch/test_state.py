@@ -177,6 +177,39 @@ def test_residuals_follow_the_learning_rate_after_loading(how):
     simulate(2, program)
 
 
+@pytest.mark.parametrize("how", ["alike", "of an older version"])
+def test_a_run_goes_on_whose_first_step_was_skipped_before_it_was_saved(how):
+    """A rank knew the parameters that it had gradients of, which an older version has saved as their order."""
+
+    def program(comm):
+        def made():
+            params = {name: torch.nn.Parameter(torch.zeros(40)) for name in "abc"}
+            inner = torch.optim.SGD(params.values(), 1.0)
+            return params, DistributedOptimizer(inner, params.items(), comm, "topk", dense_below=0, overlap=False)
+
+        def step(params, optimizer, names):
+            for i, name in enumerate(names):
+                params[name].backward(torch.linspace(1, 2, 40) * (comm.rank + i + 1))
+            optimizer.step()
+
+        params, optimizer = made()
+        own = "cab"[comm.rank :]
+        sum(params[name].sum() for name in own).backward()
+        optimizer.zero_grad()
+        state = copy.deepcopy(optimizer.state_dict())
+        if how == "of an older version":
+            state["sparsecoll"]["order"] = list(own)
+        again, other = made()
+        other.load_state_dict(state)
+        for loop in ((params, optimizer), (again, other)):
+            for names in ("abc", "bca"):
+                step(*loop, names)
+        assert any(p.any() for p in params.values())
+        return all(params[name].equal(again[name]) for name in params)
+
+    assert all(simulate(3, program).results)
+
+
 @pytest.mark.parametrize("make", [sparse, wrapped])
 def test_all_ways_in_save_the_same_keys(make):
     def program(comm):
