@@ -122,7 +122,9 @@ class Buckets:
         layout.device.synchronize()  # jobs have a stream of their own
         self._parked = restore([compressor], self._parked)
         if layout.names in self._extra:
-            compressor.load_extra_state(json.loads(self._extra.pop(layout.names)))
+            saved = json.loads(self._extra.pop(layout.names))
+            if _has_keys_of(json.loads(json.dumps(compressor.extra_state())), saved):
+                compressor.load_extra_state(saved)  # otherwise `dense_below` was another one: begin with none
         self._pairs.append((bucket, compressor))
         self.index_of |= dict.fromkeys(layout.names, len(self) - 1)
         return self._pairs[-1]
@@ -263,3 +265,12 @@ class Buckets:
         fits = own["compressor"] == self._compressor.describe()
         self._extra = {tuple(names): text for names, text in own["buckets"]} if fits else {}
         return own
+
+
+def _has_keys_of(own: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:
+    """Return whether a saved state has the keys of one's own, and so the parts of both that are mappings."""
+    return own.keys() <= saved.keys() and all(
+        _has_keys_of(part, saved[key])
+        for key, part in own.items()
+        if isinstance(part, Mapping) and isinstance(saved[key], Mapping)
+    )

@@ -13,7 +13,7 @@ from nets import P, batch, bits, loss_of, net, parameters, residuals, train  # n
 import sparsecoll.torch  # noqa: E402
 from sparsecoll import simulate  # noqa: E402
 from sparsecoll.torch import DistributedOptimizer, SparseSGD, redistribute  # noqa: E402
-from sparsecoll.torch.compressors import OkTopk, TopK  # noqa: E402
+from sparsecoll.torch.compressors import COVAP, Compressor, OkTopk, RandomK, TopK  # noqa: E402
 
 ALGORITHM = sparsecoll.OkTopk(tau=3, tau_prime=4)
 
@@ -141,6 +141,30 @@ def test_what_waits_is_sent_by_parameters_that_are_small_after_loading():
     results = simulate(P, program).results
     for moved, *given in zip(results[0][0], *(given for _, given in results), strict=True):
         torch.testing.assert_close(P * moved, sum(given))
+
+
+@pytest.mark.parametrize(
+    "given", ["auto", "oktopk", RandomK(0.1), COVAP(interval=2)], ids=lambda c: getattr(c, "name", c)
+)
+@pytest.mark.parametrize("change", [(0, 10_000), (10_000, 0), (0, 10_000, 0)], ids=str)
+def test_parameters_are_compressed_or_not_by_another_limit_after_loading(given, change):
+    """A bucket of the same parameters has then a compressor of another kind, or a sum that sends what waits."""
+
+    def program(comm):
+        model, state = net(dtype=torch.float32), None
+        for dense_below in change:
+            inner = torch.optim.SGD(model.parameters(), 0.1)
+            compressor = given if isinstance(given, Compressor) else TopK(0.05, given)
+            optimizer = DistributedOptimizer(inner, model, comm, compressor, bucket_bytes=None, dense_below=dense_below)
+            if state is not None:
+                optimizer.load_state_dict(state)
+            train(comm, model, optimizer, range(3), torch.float32)
+            state = optimizer.state_dict()
+            optimizer.close()
+        return bits(model)
+
+    results = simulate(2, program).results
+    assert results[0] == results[1]
 
 
 @pytest.mark.parametrize("how", ["alike", "other buckets", "redistributed", "of an older version"])
