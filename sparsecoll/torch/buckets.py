@@ -203,6 +203,8 @@ class Buckets:
 
     def state_dict(self) -> dict[str, Any]:
         """Return tensors by kind and parameter name as of the last step, and other state by bucket."""
+        for _, compressor in self:
+            compressor.sync(self._replica.transport)  # what the next call would drop
         extra = [[list(c.layout.names), json.dumps(c.extra_state())] for _, c in self]
         waiting = [[list(names), text] for names, text in self._extra.items()]
         return {

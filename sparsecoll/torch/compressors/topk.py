@@ -163,6 +163,7 @@ class TopK(ErrorFeedback):
                 part.mul_(most / norm)
 
     def reset(self) -> None:
+        self._algorithm.reset()
         if self._densities.by_layer:
             for selector in self._selectors:
                 selector.reset()
