@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -11,7 +12,7 @@ from typing import Any, Generic, TypeVar
 
 from sparsecoll.errors import CommunicationError
 from sparsecoll.kernels.memory import bind_current_stream
-from sparsecoll.transport.base import Transport
+from sparsecoll.transport.base import CALL_PARENT, FORKED, Transport, out_of_use
 
 T = TypeVar("T")
 
@@ -28,6 +29,7 @@ class Request(Generic[T]):
 
     def __init__(self, future: Future[T]) -> None:
         self._future = future
+        self._process = os.getpid()
         self.waited_for = False
 
     def wait(self, timeout: float | None = None) -> T:
@@ -38,8 +40,9 @@ class Request(Generic[T]):
 
         Raises:
             CommunicationError: The call has not finished within `timeout`. It continues, and `wait` may be called
-                again.
+                again. Or this process was forked while the call was under way, and cannot wait for it.
         """
+        self._refuse_in_a_fork()
         try:
             return self._future.result(timeout)
         except FutureTimeout as error:
@@ -50,8 +53,18 @@ class Request(Generic[T]):
             self.waited_for = self._future.done()
 
     def test(self) -> bool:
-        """Return whether the call has finished, with a result or an exception."""
+        """Return whether the call has finished, with a result or an exception.
+
+        Raises:
+            CommunicationError: This process was forked while the call was under way.
+        """
+        self._refuse_in_a_fork()
         return self._future.done()
+
+    def _refuse_in_a_fork(self) -> None:
+        """Raise in a forked process, which has no thread that could finish the call."""
+        if os.getpid() != self._process and not self._future.done():
+            raise out_of_use(FORKED, CALL_PARENT)
 
     def cancel(self) -> None:
         """Raise CommunicationError: a collective that was started cannot be cancelled, as in MPI."""
@@ -67,7 +80,7 @@ class Request(Generic[T]):
 
         Raises:
             CommunicationError: Some call has not finished within `timeout`. All continue, and they may be waited for
-                again.
+                again. Or this process was forked while a call was under way, and cannot wait for it.
             TypeError: One of `requests` is something else.
         """
         requests = list(requests)
@@ -76,6 +89,7 @@ class Request(Generic[T]):
                 raise TypeError(
                     f"requests: expected Requests of sparsecoll, got {type(request).__name__} at position {position}"
                 )
+            request._refuse_in_a_fork()
         pending = wait([request._future for request in requests], timeout).not_done
         if pending:
             expected = f"expected all {len(requests)} to finish within {timeout} s"
@@ -85,6 +99,7 @@ class Request(Generic[T]):
     def __await__(self) -> Generator[Any, None, T]:
         import asyncio
 
+        self._refuse_in_a_fork()
         loop, finished = asyncio.get_running_loop(), asyncio.Event()
 
         def wake(_: Future[T]) -> None:

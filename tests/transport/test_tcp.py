@@ -1,5 +1,6 @@
 """TcpTransport: ranks as threads of one process, each with sockets of its own."""
 
+import asyncio
 import json
 import os
 import socket
@@ -389,6 +390,31 @@ def test_a_call_in_a_forked_process_is_refused_at_once(nonblocking):
         return refused, sparsecoll.allreduce(transport, x).nnz
 
     assert run(2, program) == [(True, 2)] * 2
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
+def test_a_forked_process_is_refused_to_wait_for_a_call_of_its_parent():
+    """It has no thread that could finish the call; what has finished can be read."""
+
+    async def awaited(request):
+        return await request
+
+    def program(transport):
+        x = SparseVector([transport.rank], np.ones(1), 9)
+        finished = sparsecoll.iallreduce(transport, x)
+        finished.wait()
+        if transport.rank == 0:
+            forked.wait(60)
+            return sparsecoll.iallreduce(transport, x).wait().nnz
+        request = sparsecoll.iallreduce(transport, x)
+        waits = [request.wait, request.test, lambda: sparsecoll.Request.waitall([finished, request])]
+        assert refused_in_a_fork(*waits, lambda: asyncio.run(awaited(request)))
+        assert not refused_in_a_fork(finished.wait)
+        forked.set()
+        return request.wait().nnz
+
+    forked = threading.Event()
+    assert run(2, program) == [2, 2]
 
 
 def test_a_wait_is_logged(monkeypatch, caplog):
