@@ -288,10 +288,19 @@ class LocalOptimizer(Wrapper):
             state_dict: a state that this rank saved, or that `redistribute` made.
 
         Raises:
-            CommunicationError: The state was saved by another rank, or with another number of ranks.
-            ValueError: The state is of another model or compressor.
+            CommunicationError: The state was saved by another rank, or with another number of ranks, or ranks load
+                states of different steps.
+            ValueError: The state is of another model or compressor, or lacks what cannot be known without it.
         """
-        own = state_dict.get(LOCAL)
+
+        def read(call: CollectiveCall) -> dict[str, Any] | None:
+            own = self._own(state_dict)
+            since = None if own is None else own["since"]
+            call.signature |= {"steps since the last mean": since}
+            call.agree(entries=0)
+            return own
+
+        own = collective(self._outer._engine.transport, "LocalOptimizer.load_state_dict", None, read)
         inner = {name: value for name, value in state_dict.items() if name not in (STATE, LOCAL)}
         if own is None:
             self._since, self._moved = 0, set()
@@ -303,6 +312,30 @@ class LocalOptimizer(Wrapper):
                 for name, p in own["shared"].items():
                     self._shared[name].copy_(p)
         self.optimizer.load_state_dict(inner)
+
+    def _own(self, state_dict: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Return this optimizer's own part of a state, or None for that of a plain optimizer.
+
+        Raises:
+            ValueError: It lacks something, or is of other parameters.
+        """
+        own = state_dict.get(LOCAL)
+        if own is None:
+            return None
+        missing = {"since", "shared", "outer"}.difference(own) | {STATE}.difference(state_dict)
+        if missing:
+            raise ValueError(f"state_dict: expected that of LocalOptimizer, got one without {min(missing)!r}")
+        unknown = own["shared"].keys() - self._shared.keys()
+        if unknown:
+            raise ValueError(f"state_dict: expected names of parameters, got {min(unknown)!r}")
+        if "moved" not in own and own["since"]:
+            raise ValueError(
+                f"state_dict: expected one with 'moved', got one of an older version, saved {own['since']} steps after"
+                " a mean: save it right after a mean, where 'moved' is not needed, as by calling synchronize() before"
+                f" state_dict(), or set state_dict[{LOCAL!r}]['moved'] to the names of the parameters that were not"
+                " frozen in these steps"
+            )
+        return {"moved": own["shared"], **own}
 
     def close(self) -> None:
         """Take no more means: each rank goes on by itself."""
