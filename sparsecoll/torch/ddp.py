@@ -63,8 +63,9 @@ class HookState:
         grad_scaler: the torch.amp.GradScaler of the loop, if there is one: gradients are unscaled before they are added
             to a residual, and values that are not finite are passed on to all ranks, so that it skips the step.
         verify: number of steps after which the bits of all parameters are compared between ranks, in the next
-            back-propagation, while all ranks have data; 0, the default, for never, and True for 100. Buffers are left
-            to DDP, which broadcasts them before each forward pass.
+            back-propagation, while all ranks have data; 0, the default, for never, and True for 100. Call `verify()`
+            after the last step, which no back-propagation follows. Buffers are left to DDP, which broadcasts them
+            before each forward pass.
         timeline: records spans of the buckets; None, the default, for nothing.
 
     Raises:
@@ -292,6 +293,17 @@ class HookState:
             raise RuntimeError("discard: expected all ranks to have data, got one that has left DDP's join()")
         self._buckets.rollback()
         self._pending = False
+
+    def verify(self) -> None:
+        """Compare the bits of all parameters between ranks now, whatever the argument `verify`; collective.
+
+        Call it between steps: after those of all optimizers, and before the next forward pass.
+
+        Raises:
+            CommunicationError: On every rank, if they differ; the text names the first parameter that does.
+        """
+        self._replica.compare()
+        self._unverified = False
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's residuals and other tensors by kind and parameter name, as of the last step."""

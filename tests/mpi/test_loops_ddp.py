@@ -11,7 +11,7 @@ from loops_of_models import Shelf  # noqa: E402
 from runs import HOOK, Ledger, Run, alike, net, plain_sgd, train  # noqa: E402
 from torch.distributed.optim import ZeroRedundancyOptimizer  # noqa: E402
 
-from sparsecoll.errors import NonFiniteError  # noqa: E402
+from sparsecoll.errors import CommunicationError, NonFiniteError  # noqa: E402
 from sparsecoll.torch import WarmUp  # noqa: E402
 from sparsecoll.torch.compressors import ACPSGD, TopK  # noqa: E402
 
@@ -90,6 +90,12 @@ def test_replicas_are_compared_when_zero_has_sent_its_parameters(comm, layers):
 
     run = train(Run(HOOK, comm, lambda: model().double(), zero, TOPK, verify=1), range(4))
     assert alike(comm, run.values()) and run.state.state_dict()["step"] == 4
+    run.state.verify()
+    if comm.rank == 1:
+        run.params[-1].data += 1
+    if comm.size > 1:
+        with pytest.raises(CommunicationError, match=r"after step 4, got others than rank 0's in '.*bias' on rank 1"):
+            run.state.verify()
 
 
 def test_in_ddps_join_no_step_is_discarded_and_errors_reach_all(comm):

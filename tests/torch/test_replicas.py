@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 from nets import batch, bits, loss_of, net, train  # noqa: E402
 
 from sparsecoll import CommunicationError, simulate  # noqa: E402
-from sparsecoll.torch import DistributedOptimizer, LocalOptimizer, SparseSGD  # noqa: E402
+from sparsecoll.torch import DistributedOptimizer, HookState, LocalOptimizer, SparseSGD  # noqa: E402
 
 
 def wrapped(model, comm, **options):
@@ -197,6 +197,19 @@ def test_learning_rates_that_differ_between_ranks_are_refused():
             train(comm, model, optimizer, range(1))
 
     simulate(2, program)
+
+
+def test_the_hooks_replicas_are_compared_when_asked_to():
+    def program(comm):
+        model = net()
+        state = HookState(comm, "none", model)
+        state.verify()
+        if comm.rank == 2:
+            model[2].bias.data[0] += 1
+        with pytest.raises(CommunicationError, match=r"got others than rank 0's in '2\.bias' on rank 2"):
+            state.verify()
+
+    simulate(3, program)
 
 
 def test_a_local_optimizer_shares_parameters_that_the_wrapped_one_was_given():
