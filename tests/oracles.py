@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from sparsecoll import ALGORITHMS, SparseVector
-from sparsecoll.algorithms.arctopk import random_signs
+from sparsecoll.algorithms.arctopk import CUT, random_signs
+from sparsecoll.select.randomk import mix
 
 
 @dataclass(frozen=True)
@@ -95,8 +96,10 @@ def arctopk(inputs: list[SparseVector], k: int) -> np.ndarray:
     matrix.ravel()[: total.size] = total
     norms = np.square(matrix.astype(np.float64) @ random_signs(0, columns, sketch)).sum(axis=1)
     chosen = np.sort(np.argsort(-norms, kind="stable")[: -(-k // columns)])
-    indices = (chosen[:, None] * columns + np.arange(columns)).ravel()
-    kept, indices = np.zeros_like(total), indices[indices < total.size][:k]
+    rows = [range(row * columns, min((row + 1) * columns, total.size)) for row in chosen.tolist()]
+    left_out, weakest = max(sum(map(len, rows)) - k, 0), rows[int(norms[chosen].argmin())] if rows else range(0)
+    gone = [weakest[(mix(0, CUT) + i) % len(weakest)] for i in range(left_out)]
+    kept, indices = np.zeros_like(total), sorted({i for row in rows for i in row} - set(gone))
     kept[indices] = total[indices]
     return kept
 

@@ -21,6 +21,7 @@ from sparsecoll.select.randomk import mix
 from sparsecoll.transport.channel import Channel
 from sparsecoll.vector import DenseVector, SparseVector, accumulator_dtype
 
+CUT = 1 << 32  # tells this random number from the words of the signs
 LONGEST = 1 << 26  # values of a sketch; it would be longer for few entries of very long vectors
 
 
@@ -33,7 +34,8 @@ class ARCTopK(Algorithm):
     2. The ranks sum these sketches of n/c rows, as `dense` does. The norm of a row of the sum estimates the norm of
        the same row of the sum of all vectors.
     3. All ranks choose k entries, those of the k/c rows of largest estimated norm, and sum the values that they have
-       there, as `dense` does. No index travels, and nothing is gathered.
+       there, as `dense` does. No index travels, and nothing is gathered. If c does not divide k, a part of the last of
+       these rows is left out, another one in each call, so that no entry waits for ever.
 
     The rows are chosen by the sum over all ranks, unlike in `cltk`, which follows one rank, but as whole rows: the
     result approximates the top k if large entries are neighbours, as in the gradients of a layer's units. x may be
@@ -97,11 +99,21 @@ class ARCTopK(Algorithm):
             own = _sketch(x, rows, random_signs(self._calls, columns, sketch))
             total = Dense()(channel, own, 0).value
             assert isinstance(total, DenseVector)
-            chosen = _largest(total.values.reshape(rows, sketch), -(-k // columns))
+            chosen, weakest = _largest(total.values.reshape(rows, sketch), -(-k // columns))
         inside = asarray_like(np.tile(np.arange(columns), chosen.size), chosen)
         indices = np.repeat(chosen * columns, columns) + inside
         entries: NDArray[np.int64] = indices[indices < x.length]
-        return entries[:k]  # of the last row perhaps a part
+        left_out = entries.size - k
+        if left_out <= 0:
+            return entries
+        start = weakest * columns  # only the last row may be shorter, so that those before it are whole
+        length = min(columns, entries.size - start)
+        gap = mix(self._calls, CUT) % length
+        window = asarray_like(np.sort((gap + np.arange(left_out)) % length), chosen) + start
+        keep = asarray_like(np.ones(entries.size, np.bool_), chosen)
+        keep[window] = False
+        kept: NDArray[np.int64] = entries[keep]
+        return kept
 
     def _shape(self, n: int, k: int) -> tuple[int, int]:
         """Return the length of a row and the number of its projections."""
@@ -138,8 +150,10 @@ def _sketch(x: Vector, rows: int, signs: NDArray[np.int8]) -> DenseVector:
     return sums
 
 
-def _largest(table: NDArray[Any], count: int) -> NDArray[np.int64]:
-    """Return the numbers of the `count` rows of largest norm, ascending; the same for the same bits on any CPU.
+def _largest(table: NDArray[Any], count: int) -> tuple[NDArray[np.int64], int]:
+    """Return the numbers of the `count` rows of largest norm, ascending, and the position of the smallest among them.
+
+    They are the same for the same bits on any CPU.
 
     Raises:
         NonFiniteError: A value is NaN.
@@ -149,4 +163,5 @@ def _largest(table: NDArray[Any], count: int) -> NDArray[np.int64]:
         raise NonFiniteError(
             "x: expected values that can be ordered by magnitude, got NaN, or infinities of both signs"
         )
-    return DenseVector(norms).topk(count).indices.astype(np.int64)
+    top = DenseVector(norms).topk(count)
+    return top.indices.astype(np.int64), int(top.values.argmin())

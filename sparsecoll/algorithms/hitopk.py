@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from sparsecoll.algorithms.base import Algorithm, Loss, Reduction, check_order
+from sparsecoll.algorithms.primitives.partition import shares
 from sparsecoll.select import Vector
 from sparsecoll.transport.channel import Channel
 from sparsecoll.transport.collectives import node_members
@@ -20,7 +21,7 @@ class HiTopK(Algorithm):
 
     1. Inside a node: reduce-scatter of the chunks, with all entries.
     2. The owner of a chunk selects its k/m largest entries (with the `selector`, if there is one; shares differ by one
-       if m does not divide k).
+       if m does not divide k, and if k is below m, the k chunks that have a share are others in each call).
     3. Between nodes: allgather of the selected entries among the owners of the same chunk (Bruck), which sum them.
     4. Inside a node: allgather of the summed chunks.
 
@@ -48,6 +49,8 @@ class HiTopK(Algorithm):
     name = "hitopk"
     semantics = "approximate_top_k"
 
+    _calls: int = field(default=0, init=False, repr=False)
+
     def select(self, x: Vector, k: int, ranks: int = 1) -> Vector:  # type: ignore[override]
         """Return x: entries are selected from the sums of nodes."""
         return x
@@ -64,11 +67,11 @@ class HiTopK(Algorithm):
             chunk = self._reduce_scatter(inside, mine[:chunks], mine, x.to_sparse().split(edges))
         if chunk is not None:
             owners = channel.group([members[position] for members in nodes])
-            share = k * (position + 1) // chunks - k * position // chunks
-            chosen = super().select(chunk, share)
+            chosen = super().select(chunk, shares(k, chunks, self._calls)[position])
             total = self._between(owners, chunk, chosen, x, loss)
         with channel.phase("inside"):
             value = self._gather(inside, mine[:chunks], mine, total)
+        self._calls += 1
         return Reduction(check_order(value), partial(loss.subtract_from, x))
 
     @staticmethod

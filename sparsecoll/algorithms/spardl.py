@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 
 from sparsecoll.algorithms.base import Algorithm, Loss, Reduction, check_order
 from sparsecoll.algorithms.primitives.halving import reduce_scatter
+from sparsecoll.algorithms.primitives.partition import shares
 from sparsecoll.select import Vector, topk
 from sparsecoll.transport.channel import Channel
 from sparsecoll.vector import DenseVector, SparseVector, accumulator_dtype
@@ -20,7 +21,8 @@ class SparDL(Algorithm):
 
     The P ranks form d teams of T = P/d. The vector has T blocks of equal width, one for each rank of a team.
 
-    1. Select the k/T largest entries of each block (`select`; shares differ by one if T does not divide k).
+    1. Select the k/T largest entries of each block (`select`; shares differ by one if T does not divide k, and if k is
+       below T, the k blocks that have a share are others in each call).
     2. Spar-Reduce-Scatter in each team: ceil(log2 T) messages with distances T/2, ..., 1; after each merge a block is
        truncated to its k/T largest entries, so that messages do not grow.
     3. Spar-All-Gather: the d ranks that hold the same block in different teams exchange and sum it, and truncate it to
@@ -50,6 +52,8 @@ class SparDL(Algorithm):
 
     teams: int = 1
 
+    _calls: int = field(default=0, init=False, repr=False)
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.teams < 1:
@@ -60,12 +64,12 @@ class SparDL(Algorithm):
         if self.selector is not None:
             return super().select(x, k)
         blocks, parts = self._blocks(ranks), []
-        edges, shares = self._edges(x.length, blocks), self._edges(k, blocks)
-        for (start, stop), (below, share) in zip(pairwise(edges), pairwise(shares), strict=True):
+        edges = self._edges(x.length, blocks)
+        for (start, stop), share in zip(pairwise(edges), shares(k, blocks, self._calls), strict=True):
             if isinstance(x, DenseVector):
-                part = topk(x.slice(start, stop), share - below)._shifted(start, x.length)
+                part = topk(x.slice(start, stop), share)._shifted(start, x.length)
             else:
-                part = topk(x.split([start, stop])[0], share - below)
+                part = topk(x.split([start, stop])[0], share)
             parts.append(part)
         return SparseVector.concatenate(parts)
 
@@ -97,14 +101,13 @@ class SparDL(Algorithm):
         with team.phase("gather"):
             mine = loss.round(block, x.dtype, own=peers.rank == 0)
             value = SparseVector.concatenate(team.allgather(mine))
+        self._calls += 1
         return Reduction(check_order(value.astype(x.dtype)), partial(loss.subtract_from, x))
 
     def _largest(self, part: SparseVector, edges: list[int], k: int) -> SparseVector:
         """Return the k/T largest entries of each block; the part itself if no block has more."""
-        positions, shares = part.searchsorted(edges).tolist(), self._edges(k, len(edges) - 1)
-        ranges = [
-            (start, stop, b - a) for (start, stop), (a, b) in zip(pairwise(positions), pairwise(shares), strict=True)
-        ]
+        positions, allowed = part.searchsorted(edges).tolist(), shares(k, len(edges) - 1, self._calls)
+        ranges = [(start, stop, share) for (start, stop), share in zip(pairwise(positions), allowed, strict=True)]
         if all(stop - start <= share for start, stop, share in ranges):
             return part
         return SparseVector.concatenate([part._slice_entries(start, stop).topk(share) for start, stop, share in ranges])

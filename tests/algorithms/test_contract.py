@@ -168,6 +168,27 @@ def test_float16_is_summed_in_float32_and_infinity_passes(algo):
         np.testing.assert_array_equal(y.values, np.array([65504, np.inf], np.float16))
 
 
+@pytest.mark.parametrize(("n", "k"), [(60, 2), (203, 9), (200, 50)])
+@pytest.mark.parametrize("algo", [*ALGORITHMS, "hitopk"])
+def test_no_coordinate_waits_for_ever(algo, n, k):
+    """With error feedback and a constant gradient, every coordinate is sent again and again, also with k < P."""
+    gradient, turns = np.random.default_rng(n + k).uniform(0.5, 1.5, n), 12 * n // k
+
+    def program(comm):
+        algorithm = sparsecoll.HiTopK() if algo == "hitopk" else ALGORITHMS[algo]()
+        residual, late = np.zeros(n), np.zeros(n, bool)
+        for turn in range(turns):
+            residual += gradient
+            reduction = sparsecoll.allreduce(comm, residual, algorithm, k=k, return_reduction=True)
+            residual -= reduction.contributed.to_dense()
+            if turn >= turns // 2:
+                late |= reduction.value.to_dense() != 0
+        return late.sum(), residual.max()
+
+    for sent, waiting in simulate(3, program, ranks_per_node=3).results:
+        assert sent == n and waiting < 1.5 * turns / 2
+
+
 @pytest.mark.parametrize("algo", ALGORITHMS)
 def test_repeats_give_the_same_bits(algo):
     """Random floats, whose sums depend on the order of addition."""

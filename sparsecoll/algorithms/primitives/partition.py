@@ -39,6 +39,17 @@ def boundaries(transport: Transport, x: SparseVector, method: str) -> list[int]:
     return [0, *(edge for edge, _ in quantiles(transport, x.indices, targets, length, total, slack)), length]
 
 
+def shares(k: int, parts: int, call: int) -> list[int]:
+    """Return how many of k entries each of several parts of the index space may have, which differ by at most one.
+
+    If there are fewer entries than parts, other parts have one in each call, so that no part never has any.
+    """
+    edges = [k * j // parts for j in range(parts + 1)]
+    each = [above - below for below, above in pairwise(edges)]
+    first = call % parts if k < parts else 0
+    return each[first:] + each[:first]
+
+
 def _averaged(transport: Transport, x: SparseVector) -> list[int]:
     """Return the mean of the quantiles of all ranks that have entries; [] if none has."""
     size, length = transport.size, x.length
