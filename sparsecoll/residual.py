@@ -81,9 +81,11 @@ class Residual:
             contributed: `Reduction.contributed` of the call.
 
         Raises:
-            ValueError: It has another length.
+            ValueError: It has another length; the residual is as before.
+            TypeError: It is no vector, or of a dtype that would lose more than digits, as complex numbers in a real
+                residual; the residual is as before.
         """
-        self._check_length("contributed", contributed)
+        check_part("contributed", contributed, self._acc)
         if isinstance(contributed, SparseVector):
             self._acc.subtract_at(contributed)
         else:
@@ -126,17 +128,24 @@ class Residual:
 
         Raises:
             ValueError: One of them has another length; the residual is as before.
+            TypeError: One of them is no vector, or of a dtype as `update` refuses it; the residual is as before.
         """
-        self._check_length("taken", taken)
+        check_part("taken", taken, self._acc)
         if contributed is not None:
-            self._check_length("contributed", contributed)
+            check_part("contributed", contributed, self._acc)
         self._acc.add_at(taken)
         if contributed is not None:
             self._acc.subtract_at(contributed)
 
-    def _check_length(self, name: str, vector: SparseVector | DenseVector) -> None:
-        if vector.length != self._acc.length:
-            raise ValueError(f"{name}: expected length {self._acc.length}, got {vector.length}")
+
+def check_part(name: str, part: Any, acc: DenseVector) -> None:
+    """Raise TypeError or ValueError, which begins with `name`, unless a vector can be subtracted from `acc`."""
+    if not isinstance(part, (SparseVector, DenseVector)):
+        raise TypeError(f"{name}: expected a SparseVector or DenseVector, got {type(part).__name__}")
+    if part.length != acc.length:
+        raise ValueError(f"{name}: expected length {acc.length}, got {part.length}")
+    if part.dtype != acc.dtype and not np.can_cast(part.dtype, acc.dtype, "same_kind"):
+        raise TypeError(f"{name}: expected a dtype that can be added to {acc.dtype}, got {part.dtype}")
 
 
 class RowResidual:

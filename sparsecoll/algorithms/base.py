@@ -13,7 +13,7 @@ import numpy as np
 from sparsecoll.errors import CommunicationError, NonFiniteError
 from sparsecoll.formats import Buffer
 from sparsecoll.select import Selector, Vector, topk
-from sparsecoll.select.base import Stateful, check_selector, selected
+from sparsecoll.select.base import Stateful, check_like, check_selector, selected
 from sparsecoll.telemetry.traffic import Traffic
 from sparsecoll.transport.channel import Channel
 from sparsecoll.vector import DenseVector, SparseVector, accumulator_dtype
@@ -38,16 +38,77 @@ class Reduction:
         self.value = value
         self.traffic = Traffic()
         self._contributed = contributed
+        self._expected: tuple[Algorithm, np.dtype[Any], int] | None = None
 
     def __repr__(self) -> str:
         return f"Reduction(value={self.value!r}, received {self.traffic.total.bytes_received:,} bytes)"
 
     @property
     def contributed(self) -> Vector:
-        """What of this rank's entries has entered `value`; computed when it is first read."""
+        """What of this rank's entries has entered `value`; computed when it is first read.
+
+        Raises:
+            TypeError: An algorithm of the user's returned something else than a vector, or one of another dtype than x.
+            ValueError: It returned a vector of another length.
+        """
         if callable(self._contributed):
-            self._contributed = self._contributed()
+            contributed = self._contributed()
+            self._check(contributed)
+            self._contributed = contributed
         return self._contributed
+
+    def check(self, algorithm: Algorithm, x: Vector) -> None:
+        """Compare `value` and `contributed` with x; a `contributed` that is not yet computed when it is first read.
+
+        Args:
+            algorithm: what returned the Reduction, for the message of an error.
+            x: the entries that were reduced.
+
+        Raises:
+            TypeError: One of them is no vector, or of another dtype than x. `contributed` may have the dtype in which
+                values of x are summed.
+            ValueError: One of them has another length.
+        """
+        if not isinstance(self.value, (SparseVector, DenseVector)):
+            raise TypeError(
+                f"algo: expected {algorithm!r} to return a Reduction of a vector, got {type(self.value).__name__}"
+            )
+        check_like(f"algo: expected {algorithm!r}", self.value, x)
+        self._expected = algorithm, x.dtype, x.length
+        if not callable(self._contributed):
+            self._check(self._contributed)
+
+    def _check(self, contributed: Any) -> None:
+        if self._expected is None:
+            return
+        algorithm, dtype, length = self._expected
+        if not isinstance(contributed, (SparseVector, DenseVector)):
+            wrong = type(contributed).__name__
+        elif contributed.dtype not in (dtype, accumulator_dtype(dtype)):
+            wrong = str(contributed.dtype)
+        elif contributed.length != length:
+            raise ValueError(f"{_who(algorithm)} of length {length} as x has, got {contributed.length}")
+        else:
+            return
+        raise TypeError(f"{_who(algorithm)} of {dtype} as x has, got {wrong}")
+
+
+def _who(algorithm: Algorithm) -> str:
+    return f"algo: expected {algorithm!r} to return a Reduction whose `contributed` is a vector"
+
+
+def checked(algorithm: Algorithm, reduction: Any, x: Vector) -> Reduction:
+    """Return what an algorithm returns, which may be a class of the user's, after `Reduction.check`.
+
+    Raises:
+        TypeError: It is something else than a Reduction, or as `Reduction.check` raises.
+        ValueError: As `Reduction.check` raises.
+    """
+    if not isinstance(reduction, Reduction):
+        wrong = type(reduction).__name__
+        raise TypeError(f"algo: expected {algorithm!r} to return a Reduction of a vector, got {wrong}")
+    reduction.check(algorithm, x)
+    return reduction
 
 
 @dataclass

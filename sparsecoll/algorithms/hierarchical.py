@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from sparsecoll.algorithms.base import Algorithm, Loss, Reduction
+from sparsecoll.algorithms.base import Algorithm, Loss, Reduction, checked
 from sparsecoll.formats import FORMATS
 from sparsecoll.select import Vector, topk
 from sparsecoll.transport.channel import Channel
@@ -78,7 +78,8 @@ class Hierarchical(Algorithm):
             parts = [x, *(channel.recv(rank) for rank in mine[1:])]
             total = self._merged(channel, parts)
             entering = channel.round(total)
-        reduction = self._between(channel.group([members[0] for members in nodes]), entering, k)
+        between = channel.group([members[0] for members in nodes])
+        reduction = checked(self._between, self._between(between, entering, k), entering)
         value = reduction.value.to_sparse()
         contributed = reduction.contributed.to_sparse() if channel.op.sums else entering
         with channel.phase("inside"):

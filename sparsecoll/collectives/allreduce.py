@@ -10,6 +10,7 @@ import numpy as np
 
 from sparsecoll import formats
 from sparsecoll.algorithms import Algorithm, Reduction, SparCML, resolve
+from sparsecoll.algorithms.base import checked
 from sparsecoll.collectives import convert
 from sparsecoll.collectives.convert.back import Back
 from sparsecoll.collectives.few_keys import combine_keys
@@ -18,7 +19,7 @@ from sparsecoll.collectives.options import CallOptions, index_of_nan, options_of
 from sparsecoll.collectives.rows import allreduce_rows, as_rows
 from sparsecoll.formats import Buffer, Format
 from sparsecoll.select import Vector
-from sparsecoll.select.base import check_like, check_order
+from sparsecoll.select.base import check_order
 from sparsecoll.telemetry.trace import span
 from sparsecoll.transport import Transport, as_transport
 from sparsecoll.transport.call import CollectiveCall
@@ -316,24 +317,9 @@ def run(algorithm: Algorithm, channel: Channel, entries: Vector, k: int) -> Redu
     """Combine the entries of all ranks and wait for the messages that this takes."""
     if channel.op.name == "replace":  # partial results of trees are not of ranks that follow each other
         entries, algorithm = entries.to_sparse(keep_zeros=True), SparCML(variant="split_allgather")
-    reduction = _checked(algorithm, algorithm(channel, entries, k), entries)  # type: ignore[arg-type]
+    reduction = checked(algorithm, algorithm(channel, entries, k), entries)  # type: ignore[arg-type]
     channel.transport.waitall()
     return reduction
-
-
-def _checked(algorithm: Algorithm, reduction: Any, entries: Vector) -> Reduction:
-    """Return what an algorithm returns, which may be a class of the user's.
-
-    Raises:
-        TypeError: It is something else than a Reduction of a vector, or one of another dtype than the entries.
-        ValueError: It has another length.
-    """
-    value = reduction.value if isinstance(reduction, Reduction) else None
-    if not isinstance(value, (SparseVector, DenseVector)):
-        wrong = type(value if isinstance(reduction, Reduction) else reduction).__name__
-        raise TypeError(f"algo: expected {algorithm!r} to return a Reduction of a vector, got {wrong}")
-    check_like(f"algo: expected {algorithm!r}", value, entries)
-    return reduction  # type: ignore[no-any-return]
 
 
 def returned(

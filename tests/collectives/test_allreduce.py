@@ -341,3 +341,36 @@ def test_what_an_algorithm_returns_is_checked_on_all_ranks(wrong, kind, text, pl
         return sparsecoll.allreduce(comm, GOOD).nnz
 
     assert simulate(3, program).results == [2] * 3
+
+
+@pytest.mark.parametrize(
+    ("contributed", "kind", "text"),
+    [
+        (None, TypeError, "of float64 as x has, got NoneType"),
+        (GOOD.astype(np.float32), TypeError, "of float64 as x has, got float32"),
+        (SparseVector([0], np.ones(1), 5), ValueError, "of length 50 as x has, got 5"),
+        (SparseVector([2**39], np.ones(1), 2**40), ValueError, f"of length 50 as x has, got {2**40}"),
+    ],
+)
+@pytest.mark.parametrize("later", [False, True])
+@pytest.mark.parametrize("nodes", [False, True])
+def test_what_an_algorithm_says_that_contributed_is_checked_on_all_ranks(contributed, kind, text, later, nodes):
+    """Kernels write where its indices say."""
+
+    def program(comm):
+        algo = Returning(wrong=sparsecoll.Reduction(GOOD, (lambda: contributed) if later else contributed))
+        if nodes:
+            algo = sparsecoll.Hierarchical(inner=algo)
+        with pytest.raises(kind, match=f"rank 0: algo: expected .* whose `contributed` is a vector {text}"):
+            sparsecoll.allreduce(comm, GOOD, algo, return_reduction=True)
+            sparsecoll.allreduce(comm, GOOD)
+        return sparsecoll.allreduce(comm, GOOD).nnz
+
+    assert simulate(4, program, ranks_per_node=2).results == [2] * 4
+
+
+def test_contributed_may_have_the_dtype_in_which_values_are_summed():
+    x = GOOD.astype(np.float16)
+    algo = Returning(wrong=sparsecoll.Reduction(x, x.astype(np.float32)))
+    y = simulate(1, lambda comm: sparsecoll.allreduce(comm, x, algo, return_reduction=True)).results[0]
+    assert y.contributed.values.tolist() == x.values.tolist()

@@ -110,6 +110,10 @@ def test_a_residual_refuses_entries_of_another_length_and_stays_as_it_was():
         with pytest.raises(ValueError, match=text):
             call()
         assert not residual.array.any()
+    for wrong, got in ((None, "NoneType"), (np.ones(6), "ndarray"), (fits.astype(np.complex64), "complex64")):
+        with pytest.raises(TypeError, match=f"contributed: expected .* got {got}"):
+            residual.update(wrong)
+        assert not residual.array.any()
 
 
 def test_vector_views_and_counts():

@@ -1,5 +1,7 @@
 """TopK and its presets: densities, momentum correction, clipping."""
 
+from dataclasses import dataclass
+
 import numpy as np
 import pytest
 
@@ -7,10 +9,11 @@ torch = pytest.importorskip("torch")
 
 from one_bucket import normal, one, step  # noqa: E402
 
-from sparsecoll import simulate  # noqa: E402
+from sparsecoll import Algorithm, Reduction, SparseVector, simulate  # noqa: E402
 from sparsecoll.torch import COMPRESSORS, DistributedOptimizer, WarmUp  # noqa: E402
 from sparsecoll.torch.compressors import (  # noqa: E402
     DGC,
+    ErrorFeedback,
     StepContext,
     TopK,
     resolve,
@@ -215,3 +218,45 @@ def test_residuals_follow_a_schedule_in_a_loop():
 
     for lost in simulate(2, program).results:
         assert lost == pytest.approx([0, 0], abs=1e-3)
+
+
+@dataclass
+class Elsewhere(Algorithm):
+    """An algorithm of the user's whose `contributed` is a vector of another length."""
+
+    name = "elsewhere"
+    semantics = "exact_sum"
+    sends_sums = False
+    later: bool = False
+
+    def __call__(self, channel, x, k):
+        other = SparseVector([2**39], np.ones(1, x.dtype), 2**40)
+        return Reduction(channel.merge(channel.allgather(x), x.dtype), (lambda: other) if self.later else other)
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_what_contributed_has_the_length_of_the_bucket(later):
+    """The residual is memory, in which kernels write where an index says."""
+    with pytest.raises(ValueError, match="`contributed` is a vector of length 1000 as x has, got 1099511627776"):
+        one(TopK(0.1, algo=Elsewhere(later=later)), normal(2, 1000))
+
+
+@dataclass
+class Cut(ErrorFeedback):
+    """A compressor of the user's that subtracts a vector of another length."""
+
+    name = "cut"
+
+    def compress(self, acc):
+        return acc.topk(5)
+
+    def communicate(self, transport, message):
+        return message
+
+    def update(self, out, message, reduced):
+        self.contributed(SparseVector(message.indices, message.values, 2**40))
+
+
+def test_a_compressors_residual_refuses_entries_of_another_length():
+    with pytest.raises(ValueError, match="contributed: expected length 1000, got 1099511627776"):
+        one(Cut(), normal(1, 1000))

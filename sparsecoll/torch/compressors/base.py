@@ -16,7 +16,7 @@ from sparsecoll.collectives.allreduce import allreduce_vectors
 from sparsecoll.collectives.options import CallOptions
 from sparsecoll.errors import NonFiniteError
 from sparsecoll.kernels import kernels_of
-from sparsecoll.residual import LazyAccumulator
+from sparsecoll.residual import LazyAccumulator, check_part
 from sparsecoll.select import Vector
 from sparsecoll.telemetry.trace import span
 from sparsecoll.torch.compressors.versions import Versions
@@ -266,11 +266,18 @@ class ErrorFeedback(Compressor):
         return current
 
     def contributed(self, sent: Vector) -> None:
-        """Subtract what contributed from acc; the rest is the trial residual."""
+        """Subtract what contributed from acc; the rest is the trial residual.
+
+        Raises:
+            ValueError: `sent` has another length than acc.
+            TypeError: It is no vector, or of a dtype that cannot be added to acc.
+        """
         acc = self.acc.flush()
         if sent is acc:
             acc.values.fill(0)
-        elif isinstance(sent, SparseVector):
+            return
+        check_part("contributed", sent, acc)
+        if isinstance(sent, SparseVector):
             acc.subtract_at(sent)
         else:
             np.subtract(acc.values, sent.values, out=acc.values)
