@@ -16,6 +16,7 @@ from sparsecoll.kernels.reference.selection import begun
 from sparsecoll.select import Selector
 from sparsecoll.select.base import selected
 from sparsecoll.vector import DenseVector, RowSparse, SparseVector
+from sparsecoll.vector.values import can_add
 
 
 class Residual:
@@ -144,7 +145,7 @@ def check_part(name: str, part: Any, acc: DenseVector) -> None:
         raise TypeError(f"{name}: expected a SparseVector or DenseVector, got {type(part).__name__}")
     if part.length != acc.length:
         raise ValueError(f"{name}: expected length {acc.length}, got {part.length}")
-    if part.dtype != acc.dtype and not np.can_cast(part.dtype, acc.dtype, "same_kind"):
+    if not can_add(part.dtype, acc.dtype):
         raise TypeError(f"{name}: expected a dtype that can be added to {acc.dtype}, got {part.dtype}")
 
 
@@ -287,7 +288,7 @@ class LazyAccumulator(DenseVector):
         if gradient.shape != self._array.shape:
             raise ValueError(f"gradient: expected shape {self._array.shape}, got {gradient.shape}")
         if gradient.dtype != self.dtype:
-            if not np.can_cast(gradient.dtype, self.dtype, "same_kind"):
+            if not can_add(gradient.dtype, self.dtype):
                 raise TypeError(f"gradient: expected a dtype that can be added to {self.dtype}, got {gradient.dtype}")
             if gradient.dtype not in COMPILED_DTYPES:  # bfloat16 and other byte orders among them
                 gradient = gradient.astype(self.dtype)

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from sparsecoll.formats import FORMATS
+
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCKS = [
@@ -33,10 +35,12 @@ def test_block_runs(block, capsys, monkeypatch):
             pytest.skip("no g++ for a pretended GPU")
         monkeypatch.syspath_prepend(ROOT / "tests/gpu")
         importlib.import_module("fake_cupy").device_library()
-    environment = dict(os.environ)
+    environment, known = dict(os.environ), dict(FORMATS)
     exec(compile(block, "block", "exec"), {"__name__": "block"})
     os.environ.clear()
     os.environ.update(environment)
+    FORMATS.clear()
+    FORMATS.update(known)
     if "init_process_group" in block:
         distributed = importlib.import_module("torch.distributed")
         if distributed.is_initialized():

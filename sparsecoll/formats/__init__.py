@@ -11,7 +11,7 @@ import numpy as np
 
 from sparsecoll.errors import CommunicationError, check_choice
 from sparsecoll.formats.auto import Auto
-from sparsecoll.formats.base import HEADER, WIRE_DTYPES, Buffer, Chooser, Format, rounded, wire_dtype
+from sparsecoll.formats.base import HEADER, WIRE_DTYPES, Buffer, Chooser, Format, Plan, WireDtype, rounded, wire_dtype
 from sparsecoll.formats.bitmap import Bitmap
 from sparsecoll.formats.coo import Coo
 from sparsecoll.formats.dense import Dense
@@ -51,8 +51,10 @@ __all__ = [
     "Format",
     "Packed",
     "PackedCodes",
+    "Plan",
     "Quantized",
     "Slots",
+    "WireDtype",
     "add_into",
     "decode",
     "encode",
@@ -109,11 +111,13 @@ def decode(buffer: Buffer, length: int) -> SparseVector:
         length: length of the vector.
 
     Raises:
-        CommunicationError: The message is truncated, corrupted, or for a vector of another length.
+        CommunicationError: The message is truncated, corrupted, or for a vector of another length, or the `decode` of
+            a user's format returns a vector of another length.
+        TypeError: The `decode` of a user's format returns something else than a SparseVector.
     """
     form = _of(buffer)
     with span("decode", entries(buffer) if listening() else 0):
-        return form.decode(_aligned(buffer), length)
+        return form.decoded(_aligned(buffer), length)
 
 
 def entries(buffer: Buffer) -> int:
@@ -135,7 +139,9 @@ def add_into(dense: DenseVector, buffers: Iterable[Buffer]) -> None:
         buffers: messages, uint8, in any format.
 
     Raises:
-        CommunicationError: A message is invalid; the messages before it have been added.
+        CommunicationError: A message is invalid, or has values that cannot be added to those of `dense`, as complex
+            numbers to real ones; the messages before it have been added.
+        TypeError: The `decode` of a user's format returns something else than a SparseVector.
     """
     for buffer in buffers:
         form = _of(buffer)

@@ -25,6 +25,7 @@ from sparsecoll.kernels.keys import index_dtype
 from sparsecoll.kernels.memory import asarray_like, empty, to_host
 from sparsecoll.telemetry.trace import span
 from sparsecoll.vector import DenseVector, SparseVector, saturating_cast
+from sparsecoll.vector.values import can_add
 
 Buffer = NDArray[np.uint8]
 
@@ -139,7 +140,8 @@ class Format(ABC):
     Attributes:
         id: number in the header of a message; 1 to 255.
         name: key in FORMATS.
-        lossy: whether entries may be missing on arrival.
+        lossy: whether entries may be missing on arrival, or their values may differ from those of the dtype on the
+            wire (default: False). Algorithms that encode partial sums refuse lossy formats.
     """
 
     id: ClassVar[int]
@@ -209,8 +211,15 @@ class Format(ABC):
         return buffer
 
     def roundtrip(self, x: SparseVector, value_dtype: str | None = None) -> SparseVector:
-        """Return what a receiver of `encode(x)` gets, in x's own dtype; x itself if nothing changes."""
-        return rounded(x, value_dtype)
+        """Return what a receiver of `encode(x)` gets, in x's own dtype; x itself if nothing changes.
+
+        What is returned here counts as contributed, and is then encoded: encoding it must not change it again. A lossy
+        format encodes and decodes x, unless its class knows a faster way; others round the values as on the wire.
+        """
+        if not self.lossy:
+            return rounded(x, value_dtype)
+        form, plan = self.planned(x, wire := wire_dtype(x.dtype, value_dtype))
+        return form.decoded(form._written(plan, x, wire, 0), x.length).astype(x.dtype)
 
     def sparse(self) -> Format:
         """Return the format for messages that are sparse in any case: `auto` then chooses between coo and packed."""
@@ -221,11 +230,45 @@ class Format(ABC):
         return Smaller(self.sparse(), dense)
 
     def add_into(self, dense: DenseVector, buffer: Buffer) -> None:
-        """Add the vector in a message to `dense`, in place."""
-        dense.add_at(self.decode(buffer, dense.length))
+        """Add the vector in a message to `dense`, in place.
 
-    def _read_header(self, buffer: Buffer, length: int, per_byte: int = 1) -> tuple[WireDtype, np.dtype[Any], int]:
-        """Return (wire dtype, index dtype, nnz) from the header, validated for at most `per_byte` entries per byte."""
+        Raises:
+            CommunicationError: The message is invalid, or its values cannot be added to those of `dense`, as complex
+                numbers to real ones.
+        """
+        y = self.decoded(buffer, dense.length)
+        check_addition(y.dtype, dense)
+        dense.add_at(y)
+
+    def decoded(self, buffer: Buffer, length: int) -> SparseVector:
+        """Return what `decode` returns, which may be a method of the user's.
+
+        Raises:
+            TypeError: It returns something else than a SparseVector.
+            CommunicationError: It returns a vector of another length, or raises it.
+        """
+        y = self.decode(buffer, length)
+        if not isinstance(y, SparseVector):
+            raise TypeError(f"format: expected decode of {self!r} to return a SparseVector, got {type(y).__name__}")
+        if y.length != length:
+            raise CommunicationError(
+                f"message: expected decode of {self!r} to return a vector of length {length}, got {y.length}"
+            )
+        return y
+
+    def read_header(self, buffer: Buffer, length: int, per_byte: int = 1) -> tuple[WireDtype, np.dtype[Any], int]:
+        """Return (wire dtype, index dtype, nnz) from the header of a message; for `decode`.
+
+        Args:
+            buffer: the message.
+            length: length of the vector.
+            per_byte: the largest number of entries in a byte of a message (default: 1), so that a damaged number of
+                entries is noticed before memory is allocated for them.
+
+        Raises:
+            CommunicationError: The header is incomplete, of another format, or does not fit the length and the size of
+                the message.
+        """
         if buffer.size < HEADER.size:
             raise CommunicationError(f"message: expected at least {HEADER.size} bytes, got {buffer.size}")
         header = to_host(buffer[: HEADER.size])
@@ -240,11 +283,18 @@ class Format(ABC):
             )
         return _BY_ID[value_id], expected, int(nnz)
 
-    def _check_size(self, buffer: Buffer, expected: int, nnz: int) -> None:
+    def check_size(self, buffer: Buffer, expected: int, nnz: int) -> None:
+        """Raise CommunicationError unless a message of `nnz` entries has the expected size in bytes; for `decode`."""
         if buffer.size != expected:
             raise CommunicationError(
                 f"message: expected {expected} bytes for {nnz} entries in {self.name}, got {buffer.size}"
             )
+
+
+def check_addition(dtype: np.dtype[Any], dense: DenseVector) -> None:
+    """Raise CommunicationError unless values of `dtype`, in a message, can be added to those of `dense`."""
+    if not can_add(dtype, dense.dtype):
+        raise CommunicationError(f"message: expected values that can be added to {dense.dtype}, got {dtype}")
 
 
 class Chooser(Format):

@@ -35,7 +35,7 @@ class Bitmap(Format):
         return Plan(middle + x.nnz * wire.stored.itemsize, write)
 
     def decode(self, buffer: Buffer, length: int) -> SparseVector:
-        wire, index, nnz = self._read_header(buffer, length)
+        wire, index, nnz = self.read_header(buffer, length)
         middle = buffer.size - nnz * wire.stored.itemsize
         if middle < 24 or middle % 8:
             raise CommunicationError(f"message: a bitmap message of {nnz} entries cannot have {buffer.size} bytes")

@@ -31,8 +31,8 @@ class Coo(Format):
         return Plan(max(where.stop, what.stop), write)
 
     def decode(self, buffer: Buffer, length: int) -> SparseVector:
-        wire, index, nnz = self._read_header(buffer, length)
-        self._check_size(buffer, HEADER.size + nnz * (index.itemsize + wire.stored.itemsize), nnz)
+        wire, index, nnz = self.read_header(buffer, length)
+        self.check_size(buffer, HEADER.size + nnz * (index.itemsize + wire.stored.itemsize), nnz)
         where, what = index_and_value_bytes(HEADER.size, nnz, index, wire)
         indices, stored = buffer[where].view(index), buffer[what].view(wire.stored)
         if kernels_of(buffer).first_unsorted(indices, length) >= 0:

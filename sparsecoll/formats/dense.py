@@ -36,7 +36,7 @@ class Dense(Format):
         return Plan(HEADER.size + 8 + x._span * wire.stored.itemsize, write)
 
     def decode(self, buffer: Buffer, length: int) -> SparseVector:
-        wire, _, nnz = self._read_header(buffer, length)
+        wire, _, nnz = self.read_header(buffer, length)
         if buffer.size < 24 or (buffer.size - 24) % wire.stored.itemsize:
             raise CommunicationError(f"message: a dense message cannot have {buffer.size} bytes")
         first = int(buffer[16:24].view(np.uint64)[0])

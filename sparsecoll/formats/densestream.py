@@ -102,7 +102,7 @@ class DenseStream(Format):
         return START + new_block + x.nnz * wire.stored.itemsize + (x.nnz - 1) * float(added.mean())
 
     def decode(self, buffer: Buffer, length: int) -> SparseVector:
-        wire, index, nnz = self._read_header(buffer, length)
+        wire, index, nnz = self.read_header(buffer, length)
         starts, lengths, values = self._read_blocks(buffer, length, wire)
         positions, nonzeros = kernels_of_values(values).select_at_least(values, 1, nnz)
         if positions.size > nnz:

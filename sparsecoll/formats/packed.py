@@ -58,7 +58,7 @@ class Packed(Format):
         return Plan(payload + coded + RICE_PAD, write)
 
     def decode(self, buffer: Buffer, length: int) -> SparseVector:
-        wire, index, nnz = self._read_header(buffer, length, per_byte=self.per_byte)
+        wire, index, nnz = self.read_header(buffer, length, per_byte=self.per_byte)
         kernels = kernels_of(buffer)
         stop = START + self._value_bytes(nnz, wire)
         middle = stop + stop % 2
@@ -70,7 +70,7 @@ class Packed(Format):
             raise CommunicationError(f"message: {buffer.size} bytes are too few for {nnz} entries in packed")
         table = buffer[middle + 2 : payload].view(np.uint16)
         coded = int(kernels.rice_offsets(table, nnz, block)[-1])
-        self._check_size(buffer, payload + coded + RICE_PAD, nnz)
+        self.check_size(buffer, payload + coded + RICE_PAD, nnz)
         first = int(buffer[HEADER.size : START].view(np.uint64)[0]) if nnz else 0
         fits = first < length or nnz == 0
         indices = kernels.rice_decode(table, buffer[payload:], block, first, nnz, length, index) if fits else None

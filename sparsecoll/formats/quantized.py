@@ -131,10 +131,6 @@ class Quantized(Format):
     def _codes(self) -> Codes:
         return Codes(self.bits, "linear", self.bucket)
 
-    def roundtrip(self, x: SparseVector, value_dtype: str | None = None) -> SparseVector:
-        """Return the quantized values, without those that became zero."""
-        return self.decode(self.encode(x), x.length).astype(x.dtype)
-
     def plan(self, x: SparseVector, wire: WireDtype) -> Plan:
         check_dtype(self, x)
         first, count = first_index(x), x._span
@@ -152,14 +148,14 @@ class Quantized(Format):
         return Plan(START + self._codes.size(first, count), write)
 
     def decode(self, buffer: Buffer, length: int) -> SparseVector:
-        _, _, nnz = self._read_header(buffer, length, per_byte=4)
+        _, _, nnz = self.read_header(buffer, length, per_byte=4)
         stated = buffer[HEADER.size : START].view(np.uint64).tolist() if buffer.size >= START else (0, length + 1, 0)
         first, count, options = stated
         valid = options & 255 in (2, 4, 8) and 8 <= options >> 8 < 2**32
         if not valid or first + count > length or count > 4 * buffer.size:
             raise CommunicationError(f"message: {count} quantised values from {first} on do not fit length {length}")
         codes = Quantized(options & 255, 0, options >> 8)._codes
-        self._check_size(buffer, START + codes.size(first, count), nnz)
+        self.check_size(buffer, START + codes.size(first, count), nnz)
         return nonzero_entries(codes.values(buffer[START:], first, count), first, nnz, length)
 
 

@@ -8,7 +8,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sparsecoll.errors import CommunicationError
-from sparsecoll.formats.base import HEADER, Buffer, Format, Plan, WireDtype, index_and_value_bytes, rounded
+from sparsecoll.formats.base import (
+    HEADER,
+    Buffer,
+    Format,
+    Plan,
+    WireDtype,
+    check_addition,
+    index_and_value_bytes,
+    rounded,
+)
 from sparsecoll.kernels import kernels_of
 from sparsecoll.kernels.memory import empty
 from sparsecoll.vector import DenseVector, SparseVector
@@ -69,7 +78,7 @@ class Slots(Format):
     def roundtrip(self, x: SparseVector, value_dtype: str | None = None) -> SparseVector:
         """Return the entries that no later one overwrites, rounded as on the wire."""
         if self.m is None:
-            return super().roundtrip(x, value_dtype)
+            return rounded(x, value_dtype)
         slots = self._entries(x)
         return rounded(x.take(np.sort(slots[slots >= 0])), value_dtype)
 
@@ -93,11 +102,11 @@ class Slots(Format):
 
     def _read(self, buffer: Buffer, length: int) -> tuple[NDArray[np.generic], NDArray[np.generic], int]:
         """Return the index and the value of each slot, and the number of slots used, all validated."""
-        wire, index, nnz = self._read_header(buffer, length)
+        wire, index, nnz = self.read_header(buffer, length)
         slots = (buffer.size - START) // (index.itemsize + wire.stored.itemsize)
         if buffer.size < START or slots != int(buffer[HEADER.size : START].view(np.uint64)[0]):
             raise CommunicationError(f"message: {buffer.size} bytes do not hold the slots that the header promises")
-        self._check_size(buffer, START + slots * (index.itemsize + wire.stored.itemsize), nnz)
+        self.check_size(buffer, START + slots * (index.itemsize + wire.stored.itemsize), nnz)
         where, what = index_and_value_bytes(START, slots, index, wire)
         indices, values = buffer[where].view(index), wire.unpack(buffer[what].view(wire.stored))
         inside, marked = np.count_nonzero(indices < length), np.count_nonzero(indices == np.iinfo(indices.dtype).max)
@@ -115,4 +124,6 @@ class Slots(Format):
 
     def add_into(self, dense: DenseVector, buffer: Buffer) -> None:
         """Sparse decoding (section 4.3): slot by slot, in any order; nothing is sorted."""
-        dense.scatter_add(*self._read(buffer, dense.length)[:2])
+        indices, values, _ = self._read(buffer, dense.length)
+        check_addition(values.dtype, dense)
+        dense.scatter_add(indices, values)

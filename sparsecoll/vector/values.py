@@ -56,6 +56,11 @@ def accumulator_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
     return np.dtype(np.float32) if dtype.itemsize == 2 and is_float(dtype) else dtype
 
 
+def can_add(dtype: np.dtype[Any], to: np.dtype[Any]) -> bool:
+    """Return whether values of `dtype` can be added to those of `to`, of which nothing but digits is lost."""
+    return dtype == to or (np.can_cast(dtype, to, "same_kind") and (dtype.kind != "c" or to.kind == "c"))
+
+
 def check_value_dtype(dtype: np.dtype[Any]) -> None:
     """Raise TypeError unless `dtype` is one of VALUE_DTYPES."""
     if dtype not in _NUMPY_DTYPES and dtype.name not in VALUE_DTYPES:

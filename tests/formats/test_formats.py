@@ -7,9 +7,11 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from sparsecoll import CommunicationError, DenseVector, SparseVector, allreduce, formats, simulate
+import sparsecoll
+from sparsecoll import CommunicationError, DenseVector, Residual, SparseVector, allreduce, formats, simulate
 from sparsecoll.formats import FORMATS
 from sparsecoll.vector import VALUE_DTYPES
+from sparsecoll.vector.values import dtype_of
 
 FEW = settings(max_examples=80, deadline=None)
 LOSSLESS = [name for name, form in FORMATS.items() if not form.lossy]
@@ -184,6 +186,108 @@ def test_a_format_of_ones_own_in_formats(monkeypatch):
     monkeypatch.setitem(FORMATS, "own", SameId())
     with pytest.raises(TypeError, match="an id that no other has"):
         formats.resolve("own")
+
+
+@dataclass(frozen=True)
+class Half(Own):
+    """A lossy format of a user's own: the entries at even positions, with their values truncated, to integers."""
+
+    id = 78
+    name = "half"
+    lossy = True
+
+    def plan(self, x, wire):
+        plan = FORMATS["coo"].plan(x.take(np.arange(0, x.nnz, 2)).with_values(np.trunc(x.values[::2])), wire)
+
+        def write(buffer):
+            plan.write(buffer)
+            buffer[8:16].view(np.uint64)[0] = (x.nnz + 1) // 2
+
+        return formats.Plan(plan.size, write)
+
+
+@pytest.mark.parametrize("value_dtype", [None, "float16"])
+def test_what_a_lossy_format_of_ones_own_loses_does_not_count_as_contributed(monkeypatch, value_dtype):
+    monkeypatch.setitem(FORMATS, "half", Half())
+    x = SparseVector([1, 3, 5], np.array([1.5, 2.5, 3.5], np.float32), 9)
+    y = Half().roundtrip(x, value_dtype)
+    assert (y.indices.tolist(), y.values.tolist(), y.dtype) == ([1, 5], [1.0, 3.0], x.dtype)
+
+
+def test_a_residual_keeps_what_a_lossy_format_of_ones_own_loses(monkeypatch):
+    monkeypatch.setitem(FORMATS, "sign", Sign())
+
+    def program(comm):
+        residual, given, total = Residual(50), np.zeros(50), np.zeros(50)
+        for step in range(5):
+            gradient = np.random.default_rng((comm.rank, step)).integers(-8, 8, 50).astype(np.float32)
+            given += gradient
+            acc = residual.compensate(gradient)
+            reduction = allreduce(comm, acc, "allgather", k=20, format="sign", return_reduction=True)
+            residual.update(reduction.contributed)
+            total += reduction.value.to_dense()
+        return given, total, residual.array
+
+    results = simulate(3, program).results
+    assert results[0][1].any()
+    np.testing.assert_array_equal(sum(r[0] for r in results), results[0][1] + sum(r[2] for r in results))
+
+
+@dataclass(frozen=True)
+class Sign(Own):
+    """A lossy format of a user's own: the sign of each entry, times the largest magnitude."""
+
+    id = 79
+    name = "sign"
+    lossy = True
+
+    def plan(self, x, wire):
+        return FORMATS["coo"].plan(x.with_values(np.sign(x.values) * np.abs(x.values).max(initial=0)), wire)
+
+
+@dataclass(frozen=True)
+class Misread(Own):
+    """A format of a user's own whose messages are read as something else."""
+
+    id = 80
+    name = "misread"
+
+    def decode(self, buffer, length):
+        y = super().decode(buffer, length)
+        return y.values if length == 8 else SparseVector(y.indices, y.values, 10 * length)
+
+
+@pytest.mark.parametrize("name", ["allreduce", "allgather", "bcast", "gather", "reduce"])
+def test_a_format_that_returns_another_length_is_refused_by_all_calls(monkeypatch, name):
+    monkeypatch.setitem(FORMATS, "misread", Misread())
+    call = getattr(sparsecoll, name)
+    text = r"message: expected decode of Misread\(\) to return a vector of length 9, got 90"
+
+    def program(comm):
+        x = SparseVector([1, 5], np.array([1.0, 2.0]), 9)
+        with pytest.raises(CommunicationError, match=text):
+            call(comm, x, format="misread")
+            allreduce(comm, x)
+        return allreduce(comm, x).nnz
+
+    assert simulate(2, program).results == [2, 2]
+    message = Misread().encode(SparseVector([1, 5], np.array([1.0, 2.0]), 9))
+    with pytest.raises(CommunicationError, match=text):
+        formats.add_into(DenseVector(np.zeros(9)), [message])
+    with pytest.raises(TypeError, match="to return a SparseVector, got ndarray"):
+        formats.decode(message, 8)
+
+
+@pytest.mark.parametrize("name", [*LOSSLESS, "slots"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int64"])
+def test_complex_messages_are_not_added_into_real_vectors(name, dtype):
+    x = SparseVector([1, 5], np.array([1.0, 2.0j], np.complex64), 9)
+    dense = DenseVector(np.zeros(9, dtype_of(dtype)))
+    with pytest.raises(
+        CommunicationError, match=f"message: expected values that can be added to {dtype}, got complex64"
+    ):
+        formats.add_into(dense, [formats.encode(x, name)])
+    assert not dense.values.astype(float).any()
 
 
 @settings(max_examples=300, deadline=None)
