@@ -17,7 +17,8 @@ class MSTopK(Selector):
 
     1. The threshold lies between the mean magnitude and the largest one. Each of `samplings` steps halves the interval
        by counting the entries that reach its middle. t1 is the lowest threshold tried that at most k entries reach (k1
-       of them), t2 the highest one that more entries reach.
+       of them), t2 the highest one that more entries reach. If a magnitude, or the sum of all, is infinite, the k
+       largest entries are found exactly instead.
     2. Take the k1 entries of magnitude >= t1, and k - k1 consecutive ones of those in [t2, t1), from a random one on.
 
     Args:
@@ -37,8 +38,8 @@ class MSTopK(Selector):
             return checked(x.topk(k))
         self._calls += 1
         stats = MagnitudeStats(x, k + k // 2)
-        if not math.isfinite(stats.largest):
-            return checked(stats.threshold(math.inf))
+        if not math.isfinite(stats.largest) or not math.isfinite(stats.mean_magnitude):
+            return checked(stats.topk(k))
         low, high = 0.0, 1.0
         t1, t2 = math.inf, SMALLEST
         for _ in range(self.samplings):

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import sparsecoll
 from sparsecoll import DenseVector, Residual, SparseVector, select
+from sparsecoll.errors import NonFiniteError
 from sparsecoll.kernels import kernels_of
 from sparsecoll.kernels.keys import Momentum
 from sparsecoll.kernels.sampling import stride_for
@@ -68,6 +69,30 @@ def test_number_selected():
     normal = np.random.default_rng(0).standard_normal(x.size)
     assert 2 * k / 3 <= GaussianK().select(DenseVector(normal), k).nnz <= 4 * k / 3
     assert RandomK().select(DenseVector(x), k).nnz == k
+
+
+@pytest.mark.parametrize("infinite", [1, 3, 1000, 1001])
+def test_exactly_k_with_infinite_values_and_sums(infinite):
+    x, k = heavy(), 1000
+    x[:infinite] = -np.inf
+    for vector in (DenseVector(x), DenseVector(x).to_sparse()):
+        assert MSTopK().select(vector, k) == select.topk(vector, k)
+    assert MSTopK().select(DenseVector(np.nan_to_num(x.astype(np.float64))), k).nnz == k
+    x[-1] = np.nan
+    with pytest.raises(NonFiniteError):
+        MSTopK().select(DenseVector(x), k)
+
+
+def test_no_integer_reaches_an_infinite_threshold():
+    for dtype in ("bool", "int8", "int64", "uint64", "float16", "float32", "complex64"):
+        x = np.ones(5, dtype)
+        for vector in (x, DenseVector(x).to_sparse()):
+            assert select.threshold(vector, np.inf).nnz == 0 and select.threshold(vector, 1).nnz == 5
+        for t in (np.inf, -np.inf, np.nan):
+            assert DenseVector(x).threshold(t).nnz == 0
+        for t in (-np.inf, np.nan):
+            with pytest.raises(ValueError, match="t: expected at least 0"):
+                select.threshold(x, t)
 
 
 def test_only_large_entries():
