@@ -105,9 +105,10 @@ class Residual:
             SparseVector of the entries to send. If the selector raises, the gradient has been added and nothing taken.
 
         Raises:
-            ValueError: The gradient has another length, or the selector returns a vector of another length.
-            TypeError: The gradient is one that `compensate` refuses, or the selector returns something else than a
-                SparseVector, or one of another dtype.
+            ValueError: The gradient has another length, or a selector of the user's returns a vector of another length
+                or other values than those of the vector.
+            TypeError: The gradient is one that `compensate` refuses, or a selector of the user's returns something else
+                than a SparseVector, or one of another dtype, or its options are not the fields of a dataclass.
             NonFiniteError: There is a NaN among the selected values.
         """
         self._acc.add_later(gradient, scale)

@@ -13,10 +13,12 @@ import numpy as np
 from sparsecoll.errors import CommunicationError, NonFiniteError
 from sparsecoll.formats import Buffer
 from sparsecoll.select import Selector, Vector, topk
-from sparsecoll.select.base import Stateful, check_like, check_selector, selected
+from sparsecoll.select.base import Stateful, check_like, check_options, check_selector, selected
 from sparsecoll.telemetry.traffic import Traffic
 from sparsecoll.transport.channel import Channel
 from sparsecoll.vector import DenseVector, SparseVector, accumulator_dtype
+
+SEMANTICS = ("exact_sum", "rounded_sum", "top_k_of_sum", "approximate_top_k")
 
 
 class Reduction:
@@ -111,6 +113,23 @@ def checked(algorithm: Algorithm, reduction: Any, x: Vector) -> Reduction:
     return reduction
 
 
+def check_class(algorithm: Algorithm) -> None:
+    """Compare what a class of the user's defines with the interface.
+
+    Raises:
+        TypeError: It has no name, or its options are not the fields of a dataclass.
+        ValueError: `semantics` is none of SEMANTICS.
+    """
+    check_options("algo", algorithm)
+    name = getattr(algorithm, "name", None)
+    if not isinstance(name, str):
+        kind = type(algorithm).__name__
+        raise TypeError(f"algo: expected a class with a string `name`, got {kind} with {name}: add name = '...' to it")
+    if algorithm.semantics not in SEMANTICS:
+        expected, got = ", ".join(map(repr, SEMANTICS)), algorithm.semantics
+        raise ValueError(f"algo: expected `semantics` of {name!r} to be one of {expected}, got {got!r}")
+
+
 @dataclass
 class Algorithm(Stateful, ABC):
     """A sparse allreduce algorithm: derive a dataclass of its options, and define `__call__`.
@@ -141,7 +160,11 @@ class Algorithm(Stateful, ABC):
     @property
     @abstractmethod
     def semantics(self) -> str:
-        """The kind of result: "exact_sum", "top_k_of_sum" or "approximate_top_k"; a plain attribute of most classes."""
+        """The kind of result, one of SEMANTICS; a plain attribute of most classes.
+
+        "exact_sum" is the sum of all entries sent, "rounded_sum" the same up to rounding, "top_k_of_sum" its k largest
+        entries, and "approximate_top_k" about these.
+        """
 
     def __post_init__(self) -> None:
         if self.k is not None and self.k < 0:

@@ -19,7 +19,7 @@ from sparsecoll.collectives.options import CallOptions, index_of_nan, options_of
 from sparsecoll.collectives.rows import allreduce_rows, as_rows
 from sparsecoll.formats import Buffer, Format
 from sparsecoll.select import Vector
-from sparsecoll.select.base import check_order
+from sparsecoll.select.base import check_like, check_order
 from sparsecoll.telemetry.trace import span
 from sparsecoll.transport import Transport, as_transport
 from sparsecoll.transport.call import CollectiveCall
@@ -305,12 +305,28 @@ def contribution(vector: Vector, algorithm: Algorithm, k: int | None, channel: C
         if k is not None or algorithm.semantics != "exact_sum":
             with index_of_nan(x):
                 if k is not None:
-                    x = algorithm.select(x, k, channel.size)
+                    x = _selected(algorithm, x, k, channel.size)
                 elif isinstance(x, SparseVector):
                     check_order(x)
         x = options.prepared(x, transport)
         options.check_finite(x)
         return formats.rounded(x, channel.value_dtype) if isinstance(x, DenseVector) else channel.roundtrip(x)
+
+
+def _selected(algorithm: Algorithm, x: Vector, k: int, ranks: int) -> Vector:
+    """Return what an algorithm selects, which may be a class of the user's.
+
+    Raises:
+        TypeError: It is no vector, or one of another dtype than x.
+        ValueError: It has another length.
+    """
+    chosen: Any = algorithm.select(x, k, ranks)
+    if not isinstance(chosen, (SparseVector, DenseVector)):
+        got = type(chosen).__name__
+        raise TypeError(f"algo: expected select of {algorithm!r} to return a SparseVector, got {got}")
+    if chosen.dtype != x.dtype or chosen.length != x.length:
+        check_like(f"algo: expected select of {algorithm!r}", chosen, x)
+    return chosen
 
 
 def run(algorithm: Algorithm, channel: Channel, entries: Vector, k: int) -> Reduction:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import sys
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields, replace
+from inspect import get_annotations, signature
 from typing import Any, ClassVar
+
+from numpy.typing import NDArray
 
 from sparsecoll.errors import NonFiniteError
 from sparsecoll.vector import SMALLEST, DenseVector, SparseVector
@@ -48,6 +53,54 @@ class Stateful:
         return {f.name: part for f, part in parts.items() if not f.init or isinstance(part, Stateful)}
 
 
+def check_options(argument: str, part: Stateful) -> None:
+    """Raise TypeError unless the options of an object, which may be of a class of the user's, are dataclass fields.
+
+    Ranks compare these fields, and `reset` makes a new object of them.
+
+    Args:
+        argument: what the message begins with.
+        part: an Algorithm or a Selector.
+    """
+    kind: type = type(part)
+    wrong = _not_fields(kind)
+    if wrong:
+        raise TypeError(f"{argument}: expected a dataclass, whose options are its fields, got {wrong}")
+
+
+@functools.cache
+def _not_fields(kind: type) -> str:
+    """Return what of a class derived from Stateful makes options that are no fields, and the cure; "" if nothing."""
+    for base in kind.__mro__:
+        if not issubclass(base, Stateful) or "__dataclass_fields__" in vars(base):
+            continue
+        if "__init__" in vars(base):
+            return f"{base.__name__} with an __init__ of its own: add @dataclass, and make its options annotated fields"
+        options = [name for name, hint in _annotations(base).items() if not _is_class_variable(hint)]
+        if options:
+            return f"{base.__name__}, which is none, with {', '.join(options)}: add @dataclass"
+    options, arguments = [f.name for f in fields(kind) if f.init], list(signature(kind).parameters)
+    if sorted(options) != sorted(arguments):
+        return (
+            f"{kind.__name__} with an __init__ of {', '.join(arguments) or 'nothing'} beside the fields"
+            f" {', '.join(options) or 'none'}: make its options annotated fields, and let @dataclass write __init__"
+        )
+    return ""
+
+
+def _annotations(kind: type) -> dict[str, Any]:
+    if sys.version_info >= (3, 14):
+        import annotationlib
+
+        return annotationlib.get_annotations(kind, format=annotationlib.Format.STRING)
+    return get_annotations(kind)
+
+
+def _is_class_variable(hint: Any) -> bool:
+    text = hint if isinstance(hint, str) else str(hint)
+    return text.partition("[")[0].rpartition(".")[2] == "ClassVar"
+
+
 @dataclass
 class Selector(Stateful, ABC):
     """A method of choosing about k entries of a vector: derive a dataclass of its options, and define `select`.
@@ -77,14 +130,33 @@ def selected(selector: Selector, x: Vector, k: int) -> SparseVector:
     """Return the entries of x that a selector chooses, which may be a class of the user's.
 
     Raises:
-        TypeError: It returns something else than a SparseVector, or one of another dtype.
-        ValueError: It returns a vector of another length.
+        TypeError: Its options are not the fields of a dataclass, or it returns something else than a SparseVector, or
+            one of another dtype.
+        ValueError: It returns a vector of another length, or other entries than x has.
     """
+    check_options("selector", selector)
     chosen = selector.select(x, k)
     if not isinstance(chosen, SparseVector):
         raise TypeError(f"selector: expected {selector!r} to return a SparseVector, got {type(chosen).__name__}")
     check_like(f"selector: expected {selector!r}", chosen, x)
+    if not _built_in(type(selector)):
+        own = x.intersect(chosen) if isinstance(x, SparseVector) else x.take(chosen.indices)
+        if own.nnz != chosen.nnz or not _same(own.values, chosen.values).all():
+            raise ValueError(
+                f"selector: expected {selector!r} to return entries of x with their values, got others: return"
+                " x.take(indices), x.topk(k) or the like"
+            )
     return chosen
+
+
+def _same(a: NDArray[Any], b: NDArray[Any]) -> NDArray[Any]:
+    """Return where values are the same, NaN and NaN among them."""
+    return (a == b) | ((a != a) & (b != b))  # type: ignore[no-any-return]
+
+
+@functools.cache
+def _built_in(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] == "sparsecoll"
 
 
 def check_like(who: str, got: Vector, x: Vector) -> None:
@@ -96,9 +168,12 @@ def check_like(who: str, got: Vector, x: Vector) -> None:
 
 
 def check_selector(selector: Any) -> None:
-    """Raise TypeError unless `selector` is a Selector or None."""
-    if selector is not None and not isinstance(selector, Selector):
+    """Raise TypeError unless `selector` is a Selector whose options are the fields of a dataclass, or None."""
+    if selector is None:
+        return
+    if not isinstance(selector, Selector):
         raise TypeError(f"selector: expected an object of sparsecoll.select or None, got {selector!r}")
+    check_options("selector", selector)
 
 
 def as_vector(x: Any) -> Vector:

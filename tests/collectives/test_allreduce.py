@@ -374,3 +374,65 @@ def test_contributed_may_have_the_dtype_in_which_values_are_summed():
     algo = Returning(wrong=sparsecoll.Reduction(x, x.astype(np.float32)))
     y = simulate(1, lambda comm: sparsecoll.allreduce(comm, x, algo, return_reduction=True)).results[0]
     assert y.contributed.values.tolist() == x.values.tolist()
+
+
+@dataclasses.dataclass
+class Nameless(Returning):
+    name = None
+
+
+@dataclasses.dataclass
+class Unknown(Returning):
+    semantics = "exact"
+
+
+class NoFields(Returning):
+    def __init__(self, scale=1):
+        super().__init__()
+        self.scale = scale
+
+
+class Undecorated(Returning):
+    scale: int = 1
+
+
+@dataclasses.dataclass
+class SelectsElsewhere(Returning):
+    def select(self, x, k, ranks=1):
+        return SparseVector([0], np.ones(1), 51) if k == 1 else x.topk(k).values
+
+
+@pytest.mark.parametrize(
+    ("algo", "kind", "text"),
+    [
+        (Nameless, TypeError, "expected a class with a string `name`, got Nameless with None: add name"),
+        (Unknown, ValueError, "expected `semantics` of 'returning' to be one of 'exact_sum', .*, got 'exact'"),
+        (NoFields, TypeError, "expected a dataclass, .*, got NoFields with an __init__ of its own: add @dataclass"),
+        (
+            Undecorated,
+            TypeError,
+            "expected a dataclass, .* got Undecorated, which is none, with scale: add @dataclass",
+        ),
+        (SelectsElsewhere, ValueError, "expected select of .* a vector of length 50 as x has, got 51"),
+    ],
+)
+def test_what_a_class_of_the_users_lacks_is_told_on_all_ranks(algo, kind, text):
+    def program(comm):
+        with pytest.raises(kind, match=f"rank 1: algo: {text}"):
+            sparsecoll.allreduce(comm, GOOD, algo() if comm.rank == 1 else "allgather", k=1, check=False)
+        if algo is SelectsElsewhere:
+            with pytest.raises(TypeError, match=r"rank 0: algo: expected select of .* a SparseVector, got ndarray"):
+                sparsecoll.allreduce(comm, GOOD, algo(), k=2)
+        return sparsecoll.allreduce(comm, GOOD).nnz
+
+    assert simulate(3, program).results == [2] * 3
+
+
+class WithoutOptions(Returning):
+    def __call__(self, channel, x, k):
+        return sparsecoll.Reduction(channel.merge(channel.allgather(x), x.dtype), x)
+
+
+def test_a_subclass_without_options_needs_no_decorator():
+    results = simulate(2, lambda comm: sparsecoll.allreduce(comm, GOOD, WithoutOptions()).values.tolist()).results
+    assert results == [(2 * GOOD.values).tolist()] * 2
