@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -12,7 +13,12 @@ RARE = 0.1  # the density below which an entry waits for more than ten steps on 
 
 
 class Schedule(ABC):
-    """A density that depends on the step. Derive from this class and define `at` for a schedule of your own."""
+    """A density that depends on the step. Derive from this class and define `at` for a schedule of your own.
+
+    `at` is called only for steps that are taken, in any order, and must return the same density on every rank. Ranks
+    compare their schedules by `repr`, which shows the attributes of the object; define `__repr__` if some of them
+    differ between ranks or change from step to step.
+    """
 
     @abstractmethod
     def at(self, step: int) -> float:
@@ -24,6 +30,24 @@ class Schedule(ABC):
         Returns:
             Fraction of the entries to send, in (0, 1].
         """
+
+    def settles_at(self) -> float | None:
+        """Return the density of all late steps; None, the default, if it is not known.
+
+        Rank 0 warns of optimizers that do not go with a low density, and `DRAGONN` chooses by it which buckets to
+        compress. If it is None, the density counts as low for the warning, and `DRAGONN` takes that of the step in
+        which it chooses, the first one as a rule.
+        """
+        return None
+
+    def __repr__(self) -> str:
+        options = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
+        return without_addresses(f"{type(self).__qualname__}({options})")
+
+
+def without_addresses(text: str) -> str:
+    """Return a representation of an object without addresses in memory, which differ between ranks."""
+    return re.sub(r" at 0x[0-9A-Fa-f]+", "", text)
 
 
 def _check(density: float) -> float:
@@ -49,6 +73,9 @@ class Constant(Schedule):
         _check(self.density)
 
     def at(self, step: int) -> float:
+        return self.density
+
+    def settles_at(self) -> float:
         return self.density
 
 
@@ -85,6 +112,9 @@ class WarmUp(Schedule):
     def at(self, step: int) -> float:
         stage = min(step * self.stages // self.steps, self.stages)
         return float(self.start * (self.density / self.start) ** (stage / self.stages))
+
+    def settles_at(self) -> float:
+        return self.at(self.steps)
 
 
 Density = float | Schedule | Mapping[str, "float | Schedule"]
@@ -123,24 +153,27 @@ class Densities:
         return self.rules[0][0] is not None
 
     @property
-    def final(self) -> float:
-        """The largest density of a layer in the end."""
-        return max(schedule.at(1 << 60) for _, schedule in self.rules)
+    def rare(self) -> bool:
+        """Whether entries of all layers wait for many steps in the end, as far as is known."""
+        ends = [_settled(schedule) for _, schedule in self.rules]
+        return all(end is None or end < RARE for end in ends)
 
-    def k(self, length: int, step: int, name: str | None = None) -> int:
+    def k(self, length: int, step: int, name: str | None = None, settled: bool = False) -> int:
         """Return the number of entries to select, at least one.
 
         Args:
             length: number of values in the bucket or layer.
             step: number of optimizer steps before this one.
             name: name of the layer; None for a bucket.
+            settled: whether to return that of late steps instead, where it is known (default: False).
 
         Raises:
             ValueError: No pattern matches the name.
         """
         for pattern, schedule in self.rules:
             if pattern is None or (name is not None and fnmatchcase(name, pattern)):
-                return min(length, max(1, round(schedule.at(step) * length)))
+                end = _settled(schedule) if settled else None
+                return min(length, max(1, round((schedule.at(step) if end is None else end) * length)))
         raise ValueError(f"density: expected a pattern for every layer, got none for {name!r} (add '*')")
 
 
@@ -151,6 +184,11 @@ def as_row_density() -> Iterator[None]:
         yield
     except ValueError as error:
         raise ValueError(f"row_{error}") from None
+
+
+def _settled(schedule: Schedule) -> float | None:
+    end = schedule.settles_at()
+    return None if end is None else _check(end)
 
 
 def _schedule(density: float | Schedule) -> Schedule:

@@ -21,7 +21,7 @@ from sparsecoll.torch.layout import takes_part
 from sparsecoll.torch.options import Options
 from sparsecoll.torch.replica import Replica
 from sparsecoll.torch.rounds import JOINED, Round, Row
-from sparsecoll.torch.schedule import Density
+from sparsecoll.torch.schedule import Density, Schedule
 from sparsecoll.torch.sgd_options import check_group, common, compressor_of, names_of
 from sparsecoll.torch.sparse_sum import SparseSum, Update, updates
 from sparsecoll.torch.state import STATE
@@ -81,8 +81,8 @@ class SparseSGD(torch.optim.Optimizer):
         comm: communicator, as in `sparsecoll.allreduce`; None, the default, for the default process group of
             torch.distributed, otherwise MPI.COMM_WORLD. Several optimizers may share it.
         algo: name in `sparsecoll.ALGORITHMS`, or an Algorithm object, which is copied (default: "oktopk").
-        density: fraction of all parameters that each rank selects, in (0, 1] (default: 0.01). Ignored by algo="dense",
-            which sends all.
+        density: fraction of all parameters that each rank selects, in (0, 1], or a Schedule (default: 0.01). Ignored by
+            algo="dense", which sends all.
         k: number of entries that each rank selects, instead of `density`.
         format: wire format, a name or a Format (default: "auto").
         value_dtype: dtype of the values on the wire, "float16", "bfloat16" or "float32"; None, the default, for that of
@@ -121,7 +121,7 @@ class SparseSGD(torch.optim.Optimizer):
         differentiable: bool = False,
         comm: Any = None,
         algo: str | Algorithm = "oktopk",
-        density: float = 0.01,
+        density: float | Schedule = 0.01,
         k: int | None = None,
         format: str | Format = "auto",
         value_dtype: str | None = None,

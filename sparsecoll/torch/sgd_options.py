@@ -16,6 +16,7 @@ from sparsecoll.collectives.options import CallOptions
 from sparsecoll.formats import Format
 from sparsecoll.torch.device import device_of
 from sparsecoll.torch.layout import residual_dtype
+from sparsecoll.torch.schedule import Schedule
 from sparsecoll.torch.sparse_sum import SparseSum
 from sparsecoll.torch.tensors import check_whole
 
@@ -27,8 +28,12 @@ def compressor_of(
     algo: Any, density: Any, k: Any, format: str | Format, value_dtype: str | None, row_density: Any
 ) -> SparseSum:
     """Return the compressor for these arguments of SparseSGD."""
-    CallOptions(k, density if k is None else None).resolve_k(1)
-    chosen: dict[str, Any] = {"density": float(density)} if k is None else {"k": int(k)}
+    if k is None and isinstance(density, Mapping):
+        raise TypeError("density: expected a number or a Schedule with SparseSGD, got a mapping")
+    chosen: dict[str, Any] = {"density": density}
+    if k is not None or not isinstance(density, Schedule):
+        CallOptions(k, density if k is None else None).resolve_k(1)
+        chosen = {"density": float(density)} if k is None else {"k": int(k)}
     formats.resolve(format)
     common = {"format": format, "value_dtype": value_dtype, "row_density": row_density}
     return SparseSum(algo=copy.deepcopy(resolve(algo)), **common, **chosen)

@@ -22,6 +22,7 @@ from sparsecoll.telemetry.trace import span
 from sparsecoll.torch.compressors.versions import Versions
 from sparsecoll.torch.device import Array, CpuDevice
 from sparsecoll.torch.layout import Layout
+from sparsecoll.torch.schedule import without_addresses
 from sparsecoll.transport import Transport
 from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.transport.collectives import allgatherv
@@ -189,8 +190,12 @@ class Compressor(ABC):
 
     def describe(self) -> str:
         """Return name and options as a string, by which ranks compare their compressors."""
-        options = ", ".join(f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if f.init)
+        options = ", ".join(f"{name}={value}" for name, value in self.describe_options().items())
         return f"{self.name}({options})"
+
+    def describe_options(self) -> dict[str, str]:
+        """Return the options as they are represented, without addresses in memory."""
+        return {f.name: without_addresses(repr(getattr(self, f.name))) for f in fields(self) if f.init}
 
     def check_finite(self, x: Vector) -> None:
         """Raise if a vector to be sent contains NaN or infinity.

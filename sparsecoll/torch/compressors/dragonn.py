@@ -97,12 +97,12 @@ class DRAGONN(TopK):
         return bool(cost < full - (P - 1) * (tuning.alpha + tuning.beta * message.size))
 
     def _entries(self, layout: Layout) -> int:
-        """Return k after the warm-up."""
-        step, edges = 1 << 60, layout.offsets
+        """Return k of late steps, or of this one where that is not known."""
+        step, edges = self.context.step, layout.offsets
         if not self._densities.by_layer:
-            return self._densities.k(layout.length, step)
+            return self._densities.k(layout.length, step, settled=True)
         parts = zip(layout.names, edges[:-1], edges[1:], strict=True)
-        return max(sum(self._densities.k(b - a, step, name) for name, a, b in parts), 1)
+        return max(sum(self._densities.k(b - a, step, name, True) for name, a, b in parts), 1)
 
     def compress(self, acc: Vector) -> Vector:
         if not self.compressed:

@@ -11,7 +11,7 @@ from sparsecoll.select import Vector
 from sparsecoll.torch.compressors.base import ErrorFeedback, StepContext, write_mean
 from sparsecoll.torch.device import Array
 from sparsecoll.torch.layout import Layout
-from sparsecoll.torch.schedule import RARE, Densities, Density
+from sparsecoll.torch.schedule import Densities, Density
 from sparsecoll.transport import Transport
 from sparsecoll.vector import DenseVector, SparseVector
 
@@ -40,7 +40,7 @@ class RandomK(ErrorFeedback):
         densities = Densities.of(self.density)
         if densities.by_layer:
             raise ValueError("density: expected a number or a Schedule, got a mapping")
-        self.sends_rarely = densities.final < RARE
+        self.sends_rarely = densities.rare
 
     def bind(self, layout: Layout, transport: Transport, context: StepContext, timeout: float | None = None) -> None:
         super().bind(layout, transport, context, timeout)

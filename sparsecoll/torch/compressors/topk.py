@@ -19,7 +19,7 @@ from sparsecoll.torch.compressors.rates import Rates
 from sparsecoll.torch.compressors.versions import Versions
 from sparsecoll.torch.device import Array
 from sparsecoll.torch.layout import Layout
-from sparsecoll.torch.schedule import RARE, Densities, Density, as_row_density
+from sparsecoll.torch.schedule import Densities, Density, as_row_density
 from sparsecoll.transport import Transport
 from sparsecoll.vector import DenseVector, SparseVector
 
@@ -100,7 +100,7 @@ class TopK(ErrorFeedback):
             raise ValueError(f"clip: expected above 0, got {self.clip}")
         if self.clip_by not in ("parameter", "bucket"):
             raise ValueError(f"clip_by: expected 'parameter' or 'bucket', got {self.clip_by!r}")
-        self.sends_rarely = densities.final < RARE and not algorithm.takes_dense
+        self.sends_rarely = densities.rare and not algorithm.takes_dense
 
     def bind(self, layout: Layout, transport: Transport, context: StepContext, timeout: float | None = None) -> None:
         super().bind(layout, transport, context, timeout)

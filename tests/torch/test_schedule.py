@@ -1,0 +1,125 @@
+"""Schedules of a user's own: which steps they are asked for, how ranks compare them, and where they are taken."""
+
+import logging
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from nets import bits, net, parameters, train  # noqa: E402
+from one_bucket import normal, one  # noqa: E402
+
+from sparsecoll import CommunicationError, Network, simulate  # noqa: E402
+from sparsecoll.torch import Constant, DistributedOptimizer, Schedule, SparseSGD, WarmUp  # noqa: E402
+from sparsecoll.torch.compressors import DRAGONN, RandomK, TopK  # noqa: E402
+
+
+class Table(Schedule):
+    """Knows the steps of the run only."""
+
+    def __init__(self, *densities):
+        self.densities = densities
+
+    def at(self, step):
+        return self.densities[step]
+
+
+class Plain(Schedule):
+    def at(self, step):
+        return 0.25 if step < 2 else 0.05
+
+
+class Settled(Table):
+    def __init__(self, end, *densities):
+        super().__init__(*densities)
+        self.end = end
+
+    def settles_at(self):
+        return self.end
+
+
+@dataclass
+class ByFunction(Schedule):
+    function: object
+
+    def at(self, step):
+        return self.function(step)
+
+
+@pytest.mark.parametrize("compressor", [TopK, RandomK, lambda density: TopK({"*": density}), DRAGONN])
+def test_a_schedule_is_asked_for_steps_that_are_taken_only(compressor):
+    results, own = one(compressor(Table(0.2, 0.1, 0.05)), normal(2, 400), steps=3)[0]
+    if isinstance(own, TopK) and not isinstance(own, DRAGONN):
+        assert np.count_nonzero(results[2]) <= 2 * 20 < np.count_nonzero(results[0])
+
+
+@pytest.mark.parametrize(
+    ("schedule", "warnings"),
+    [
+        (Table(0.5, 0.5), 1),
+        (Settled(0.5, 0.01, 0.01), 0),
+        (Settled(0.01, 0.5, 0.5), 1),
+        ({"0.*": Table(0.5, 0.5), "*": 0.5}, 0),
+    ],
+    ids=str,
+)
+def test_a_density_whose_end_is_not_known_counts_as_low(caplog, schedule, warnings):
+    model = net()
+    with caplog.at_level(logging.WARNING, "sparsecoll"):
+        DistributedOptimizer(torch.optim.AdamW(model.parameters()), model, None, TopK(schedule)).close()
+    assert caplog.text.count("AdamW divides by its own size") == warnings
+
+
+def test_dragonn_chooses_by_late_steps_where_they_are_known():
+    gradients, network = normal(3, 100_000), Network(1e-3, 1e-5)
+    for schedule, expected in ((Table(1.0), False), (Settled(0.001, 1.0), True), (Settled(1.0, 0.001), False)):
+        assert [own.compressed for _, own in one(DRAGONN(schedule), gradients, network=network)] == [expected] * 3
+
+
+def test_where_schedules_settle():
+    assert Constant(0.2).settles_at() == 0.2 and Plain().settles_at() is None
+    assert WarmUp(0.001, 8).settles_at() == WarmUp(0.001, 8).at(1000)
+    with pytest.raises(ValueError, match=r"density: expected in \(0, 1\], got 2"):
+        TopK(Settled(2, 0.1))
+
+
+def test_schedules_are_compared_by_their_attributes():
+    def program(comm):
+        for schedule in (Plain(), Table(0.5, 0.1), ByFunction(lambda step: 0.5)):
+            model = net(dtype=torch.float32)
+            compressor = TopK({"0.*": schedule, "*": 0.1})
+            optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model, comm, compressor)
+            train(comm, model, optimizer, range(2), torch.float32)
+            optimizer.close()
+        with pytest.raises(CommunicationError, match=r"Table\(densities=\(0.5, 0.2\)\)"):
+            given = TopK(Table(0.5, 0.1 + 0.1 * comm.rank))
+            DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model, comm, given)
+
+    simulate(2, program)
+    assert repr(Plain()) == "Plain()"
+
+
+def test_sparse_sgd_takes_a_schedule():
+    def program(comm):
+        model = net()
+        optimizer = SparseSGD(model.parameters(), 0.1, comm=comm, density=Table(0.5, 0.01, 0.2), algo="allgather")
+        counts, before = [], parameters(model)
+        for step in range(3):
+            train(comm, model, optimizer, [step])
+            after = parameters(model)
+            counts.append(sum(int((a != b).sum()) for a, b in zip(after, before, strict=True)))
+            before = after
+        return counts, bits(model)
+
+    results = simulate(2, program).results
+    total = sum(p.numel() for p in net().parameters())
+    for (first, second, third), model in results:
+        assert first > 0.45 * total and 0 < second <= 0.02 * total + 2 < third <= 0.4 * total + 2
+        assert model == results[0][1]
+
+
+def test_sparse_sgd_refuses_a_mapping():
+    with pytest.raises(TypeError, match="density: expected a number or a Schedule with SparseSGD, got a mapping"):
+        SparseSGD(net().parameters(), density={"*": 0.1})
