@@ -9,11 +9,12 @@ torch = pytest.importorskip("torch")
 
 from one_bucket import normal, one, step  # noqa: E402
 
-from sparsecoll import Algorithm, Reduction, SparseVector, simulate  # noqa: E402
+from sparsecoll import Algorithm, ExDyna, LowBit, Reduction, SparseVector, select, simulate  # noqa: E402
 from sparsecoll.torch import COMPRESSORS, DistributedOptimizer, WarmUp  # noqa: E402
 from sparsecoll.torch.compressors import (  # noqa: E402
     DGC,
     ErrorFeedback,
+    GaussianK,
     StepContext,
     TopK,
     resolve,
@@ -31,6 +32,21 @@ def test_topk_by_layer_takes_each_layers_share():
     g = [np.arange(1, 101, dtype=np.float32)]
     results, _ = one(TopK({"p0": 0.1, "*": 0.5}), g, shapes=((60,), (40,)))[0]
     assert np.flatnonzero(results[0]).tolist() == [*range(54, 60), *range(80, 100)]
+
+
+@pytest.mark.parametrize("algo", ["dense", LowBit(), "exdyna", "arctopk", ExDyna(tau_prime=2)], ids=str)
+def test_a_selector_without_effect_is_refused(algo):
+    for make in (lambda: TopK(algo=algo, selector=select.GaussianK()), lambda: GaussianK(algo=algo)):
+        with pytest.raises(ValueError, match=r"selector: expected None with .*, which .*, got GaussianK"):
+            make()
+    DGC(algo=algo, selector=None)
+
+
+def test_a_selector_of_layers_goes_with_algorithms_that_select_by_themselves():
+    g = [np.arange(1, 101, dtype=np.float32)]
+    for algo in ("exdyna", "arctopk"):
+        method = TopK({"p0": 0.1, "*": 0.5}, algo=algo, selector=select.SampledThreshold())
+        assert 0 < np.count_nonzero(one(method, g, shapes=((60,), (40,)))[0][0][0]) < 60
 
 
 def test_warm_up_selects_what_it_says():

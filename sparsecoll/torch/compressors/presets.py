@@ -77,7 +77,7 @@ def DGC(density: Density = 0.01, **options: Any) -> TopK:
 
     Args:
         density: as in `TopK`.
-        **options: of `TopK`.
+        **options: of `TopK`; an `algo` that selects by itself, or "dense", needs `selector=None`.
 
     Returns:
         TopK with `algo="allgather"`, `selector=select.SampledThreshold()` and `momentum=0.9`.

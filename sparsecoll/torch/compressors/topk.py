@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -46,7 +46,8 @@ class TopK(ErrorFeedback):
         algo: name in `sparsecoll.ALGORITHMS`, or an Algorithm object, of which each bucket gets a copy (default:
             "auto").
         selector: the selector of `sparsecoll.select`; None, the default, for the algorithm's own selection, or exact
-            top-k if it has none.
+            top-k if it has none. It must be None with an algorithm that sends all values and, unless `density` is a
+            mapping, with one that always selects by itself ("exdyna", "arctopk").
         format: wire format, a name or a Format (default: "auto").
         value_dtype: dtype of the values on the wire, "float16", "bfloat16" or "float32"; None, the default, for that of
             the gradients. Residuals keep what rounding takes; rows that are sent without a residual lose it.
@@ -67,7 +68,7 @@ class TopK(ErrorFeedback):
             residual.
 
     Raises:
-        ValueError: An option is out of range.
+        ValueError: An option is out of range, or the algorithm has no use for the selector.
     """
 
     name = "topk"
@@ -92,6 +93,13 @@ class TopK(ErrorFeedback):
                 Densities.of(self.row_density)
         if self.selector is not None and not isinstance(self.selector, Selector):
             raise TypeError(f"selector: expected an object of sparsecoll.select or None, got {self.selector!r}")
+        if self.selector is not None:
+            if algorithm.takes_dense:
+                raise ValueError(
+                    f"selector: expected None with {algorithm.name}, which sends all values, got {self.selector!r}"
+                )
+            if not densities.by_layer:
+                replace(algorithm, selector=self.selector)  # raises if the algorithm selects by itself
         if not 0 <= self.momentum < 1:
             raise ValueError(f"momentum: expected in [0, 1), got {self.momentum}")
         if self.nesterov and not self.momentum:
