@@ -69,9 +69,16 @@ def check(
             if name not in params:
                 cure = "" if params and not name.isdigit() else UNNAMED
                 raise ValueError(f"state_dict: expected names of parameters, got {name!r}{cure}")
-            expected = tuple(params[name].shape)
-            if kind not in compressor.replicated_state and tuple(t.shape) != expected:
-                raise ValueError(f"state_dict: {kind} of {name!r}: expected shape {expected}, got {tuple(t.shape)}")
+            expected = compressor.state_shape(kind, tuple(params[name].shape))
+            if expected is not None and tuple(t.shape) != expected:
+                text = f"state_dict: {kind} of {name!r}: expected shape {expected}, got {tuple(t.shape)}"
+                if kind in compressor.replicated_state:
+                    kinds = " and ".join(map(repr, sorted(compressor.replicated_state)))
+                    text += (
+                        f" of {saved}, and this is {method}: use the options with which it was saved, or delete {kinds}"
+                        " from its 'tensors' on all ranks, which begins with new ones"
+                    )
+                raise ValueError(text)
 
 
 def check_keys(state: Any) -> None:

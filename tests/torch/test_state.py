@@ -14,7 +14,7 @@ from nets import P, batch, bits, loss_of, net, parameters, residuals, train  # n
 import sparsecoll.torch  # noqa: E402
 from sparsecoll import simulate  # noqa: E402
 from sparsecoll.torch import DistributedOptimizer, SparseSGD, redistribute  # noqa: E402
-from sparsecoll.torch.compressors import COVAP, Compressor, OkTopk, RandomK, TopK  # noqa: E402
+from sparsecoll.torch.compressors import ACPSGD, COVAP, Compressor, OkTopk, PowerSGD, RandomK, TopK  # noqa: E402
 
 ALGORITHM = sparsecoll.OkTopk(tau=3, tau_prime=4)
 
@@ -265,6 +265,33 @@ def test_a_state_that_lacks_a_residual_on_one_rank_is_refused_on_all():
             optimizer.load_state_dict(state)
 
     simulate(3, program)
+
+
+@pytest.mark.parametrize("method", [PowerSGD, ACPSGD])
+@pytest.mark.parametrize(("before", "after"), [(1, 4), (4, 1), (2, 40)])  # 40: no matrix is small enough
+def test_factors_of_another_rank_are_refused(method, before, after):
+    def program(comm):
+        def made(rank):
+            model = net()
+            inner = torch.optim.SGD(model.parameters(), 0.1)
+            return model, DistributedOptimizer(inner, model, comm, method(rank), dense_below=0)
+
+        model, optimizer = made(before)
+        train(comm, model, optimizer, range(2))
+        state = copy.deepcopy(optimizer.state_dict())
+        model, optimizer = made(after)
+        with pytest.raises(ValueError, match=r"state_dict: p of '\d\.weight': expected shape \(\d+, \d+\), got") as got:
+            optimizer.load_state_dict(state)
+        assert f", {before}) of {method.name}(rank={before}" in str(got.value)
+        assert f"this is {method.name}(rank={after}" in str(got.value)
+        for kind in ("p", "q"):  # the cure
+            del state["sparsecoll"]["tensors"][kind]
+        optimizer.load_state_dict(state)
+        train(comm, model, optimizer, range(2, 4))
+        return bits(model)
+
+    results = simulate(2, program).results
+    assert results[0] == results[1]
 
 
 def test_redistribute_refuses_a_rank_that_there_is_not():

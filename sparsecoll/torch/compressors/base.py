@@ -174,6 +174,10 @@ class Compressor(ABC):
         """Return tensors by kind ("residual", ...) and parameter name, as of the last step; views, not copies."""
         return {}
 
+    def state_shape(self, kind: str, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+        """Return the shape of a kind of state of a parameter of a given shape; None, which is not compared."""
+        return None if kind in self.replicated_state else shape
+
     def load_state(self, saved: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
         """Copy saved tensors, of which `state` has all kinds and names, into the state."""
         own = self.state()

@@ -47,11 +47,9 @@ class LowRank(ErrorFeedback):
         self._low: list[tuple[int, int, int]] = []  # (number, rows, columns) of those that are compressed
         rows: list[tuple[int, ...]] = []
         columns: list[tuple[int, ...]] = []
-        for index, (shape, length) in enumerate(zip(layout.shapes, np.diff(layout.offsets).tolist(), strict=True)):
-            n = shape[0] if len(shape) > 1 else 1
-            m = length // max(n, 1)
-            r = min(self.rank, n, m)
-            if len(shape) > 1 and (n + m) * r < n * m:
+        for index, shape in enumerate(layout.shapes):
+            n, m, r = self._factored(shape)
+            if r:
                 self._low.append((index, n, m))
                 rows.append((n, r))
                 columns.append((m, r))
@@ -66,6 +64,17 @@ class LowRank(ErrorFeedback):
         )
         self._base = self._factors = first  # as of the last step, as of the last reduction
         self._trial: Factors | None = None
+
+    def _factored(self, shape: tuple[int, ...]) -> tuple[int, int, int]:
+        """Return rows, columns and the rank of the factors of a parameter; rank 0 if it is sent densely."""
+        n = shape[0] if len(shape) > 1 else 1
+        m = math.prod(shape) // max(n, 1)
+        r = min(self.rank, n, m)
+        return n, m, r if len(shape) > 1 and (n + m) * r < n * m else 0
+
+    def state_shape(self, kind: str, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+        n, m, r = self._factored(shape)
+        return {"p": (n, r), "q": (m, r)}.get(kind, super().state_shape(kind, shape))
 
     @property
     def p(self) -> list[torch.Tensor]:
