@@ -162,7 +162,7 @@ class HookState:
             return self._buckets.bind(params, layout)
 
     def _scale(self, compressor: Compressor) -> float:
-        return float(self._scaler.get_scale()) if self._scaler is not None and compressor.keeps_gradient else 1.0
+        return float(self._scaler.get_scale()) if self._scaler is not None and compressor.unscales else 1.0
 
     def reduce(self, grads: GradBucket, joined: bool) -> torch.Tensor:
         """Return the mean of the gradients in a bucket, or NaN if that fails; runs on the progress thread.

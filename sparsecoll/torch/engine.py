@@ -23,7 +23,7 @@ from sparsecoll.torch.options import Options
 from sparsecoll.torch.reducer import Reducer
 from sparsecoll.torch.replica import Replica
 from sparsecoll.torch.rounds import NOTHING
-from sparsecoll.torch.tensors import Named, options_of, rates_of
+from sparsecoll.torch.tensors import Named, momenta_of, options_of, rates_of
 from sparsecoll.transport import Transport
 
 logger = logging.getLogger(__name__)
@@ -53,6 +53,7 @@ class Engine:
         self._replica = Replica(transport, model, options)
         self.params = self._replica.params
         self._replica.context.rates = partial(rates_of, optimizer, self.params)
+        self._replica.context.momenta = partial(momenta_of, optimizer, self.params)
         self._replica.alike = partial(options_of, optimizer)
         hooked = None if isinstance(model, torch.jit.ScriptModule) else model  # ScriptModules do not support hooks
         self._reducer = Reducer(self._replica, compressor, hooked)
@@ -61,7 +62,7 @@ class Engine:
         self._guard = None if hooked is None else hooked.register_forward_pre_hook(refuse_ddp)
         if transport.rank == 0:
             warn_of_adam(optimizer, compressor)
-            warn_of_momentum(optimizer, compressor)
+            warn_of_momentum(optimizer, compressor, self._replica.sparse_weights)
         watched = not options.overlap and transport.rank == 0 and transport.size > 1
         self._watch = Watch("overlap=False", "To clip the mean, call synchronize() first") if watched else None
         self._synchronizing = True

@@ -60,8 +60,8 @@ class LossScale:
         return first or scaler is self.scaler or self.scale == scaler.get_scale()
 
     def of(self, compressor: Compressor) -> float:
-        """Return what gradients are divided by before they are added to a residual, which is kept unscaled."""
-        return self.scale if compressor.keeps_gradient else 1.0
+        """Return what gradients are divided by before they are clipped or added to a residual, which is unscaled."""
+        return self.scale if compressor.unscales else 1.0
 
     @property
     def was_unknown(self) -> bool:

@@ -6,7 +6,7 @@ import logging
 import math
 import weakref
 import zlib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from sparsecoll.torch.compressors import Compressor
+from sparsecoll.torch.compressors import Compressor, StepContext
 from sparsecoll.transport import Transport
 from sparsecoll.transport.collectives import allgather
 
@@ -96,10 +96,18 @@ def warn_of_adam(optimizer: torch.optim.Optimizer, compressor: Compressor) -> No
         )
 
 
-def warn_of_momentum(optimizer: torch.optim.Optimizer, compressor: Compressor) -> None:
-    """Warn if the compressor has a momentum and the optimizer has one, too."""
+def warn_of_momentum(optimizer: torch.optim.Optimizer, compressor: Compressor, tables: Collection[int] = ()) -> None:
+    """Warn if the compressor has a momentum and the optimizer has one, too.
+
+    Args:
+        tables: ids of parameters that do not get the momentum of the compressor.
+    """
     own = getattr(compressor, "momentum", 0.0)
-    others = [group["momentum"] for group in optimizer.param_groups if group.get("momentum", 0.0)]
+    others = [
+        group["momentum"]
+        for group in optimizer.param_groups
+        if group.get("momentum", 0.0) and any(id(p) not in tables for p in group["params"])
+    ]
     if own and others:
         logger.warning(
             "%s has a momentum of %s, and %s one of %s: gradients get both, as if the learning rate were %.2g times as"
@@ -110,6 +118,25 @@ def warn_of_momentum(optimizer: torch.optim.Optimizer, compressor: Compressor) -
             others[0],
             1 / (1 - others[0]) if others[0] < 1 else math.inf,
         )
+
+
+def warn_of_momentum_of_rows(name: str, momentum: float, context: StepContext) -> None:
+    """Warn once of a parameter with sparse gradients if neither the compressor nor the optimizer has a momentum for it.
+
+    Args:
+        momentum: of the compressor, for dense gradients only.
+        context: of the parameter's model.
+    """
+    if context.warned or (context.momenta is not None and any(context.momenta([name]))):
+        return
+    context.warned = True
+    logger.warning(
+        "the momentum of %s in the compressor is not applied to the sparse gradient of %r: give this table a parameter"
+        " group of its own with momentum= in the optimizer, which applies it to the mean, or make it with"
+        " Embedding(sparse=False)",
+        momentum,
+        name,
+    )
 
 
 class Watch:

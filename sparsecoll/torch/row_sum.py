@@ -22,6 +22,7 @@ from sparsecoll.torch.compressors.base import overflowed
 from sparsecoll.torch.compressors.rates import Rates
 from sparsecoll.torch.compressors.versions import Versions
 from sparsecoll.torch.device import CPU, Array
+from sparsecoll.torch.guards import warn_of_momentum_of_rows
 from sparsecoll.torch.layout import Layout
 from sparsecoll.torch.row_gradients import accumulated
 from sparsecoll.torch.schedule import Densities, Density, as_row_density
@@ -42,6 +43,8 @@ class RowSum(Compressor):
         density: rows that each rank sends, as a fraction of those of the table; None, the default, for all that it has.
         value_dtype: dtype of the values on the wire; None, the default, for their own.
         follow_lr: whether the residual follows the learning rate, see `TopK` (default: False).
+        clip: norm N; a rank's gradient is clipped to a norm of N / sqrt(P). None, the default, for no clipping.
+        momentum: that of dense gradients, which rows do not get: rank 0 warns of it (default: 0).
     """
 
     name = "rows"
@@ -51,11 +54,17 @@ class RowSum(Compressor):
     density: Density | None = None
     value_dtype: str | None = None
     follow_lr: bool = False
+    clip: float | None = None
+    momentum: float = 0.0
 
     @property
     def keeps_gradient(self) -> bool:  # type: ignore[override]
         """Whether there is a residual."""
         return self.density is not None
+
+    @property
+    def unscales(self) -> bool:
+        return self.keeps_gradient or self.clip is not None
 
     def bind(self, layout: Layout, transport: Transport, context: StepContext, timeout: float | None = None) -> None:
         super().bind(layout, transport, context, timeout)
@@ -63,6 +72,8 @@ class RowSum(Compressor):
         self._densities = None if self.density is None else Densities.of(self.density)
         self._residual = Versions(RowSparse.empty(n, math.prod(rest), layout.dtype))
         self._rates = Rates(layout.names, context.rates) if self.follow_lr else None
+        if self.momentum and transport.rank == 0:
+            warn_of_momentum_of_rows(layout.names[0], self.momentum, context)
 
     @property
     def residual(self) -> RowSparse:
@@ -78,7 +89,12 @@ class RowSum(Compressor):
     def compensate(self, gradient: Any) -> RowSparse:
         """Return acc, the rows of a gradient plus the residual."""
         (factor,) = [1.0] if self._rates is None else self._rates.factors()
-        return accumulated(self.residual, factor, gradient)
+        return accumulated(self.residual, factor, gradient if self.clip is None else self._clipped(gradient))
+
+    def _clipped(self, gradient: RowSparse) -> RowSparse:
+        assert self.clip is not None
+        most, norm = self.clip / self.size**0.5, float(np.linalg.norm(gradient.values.astype(np.float64)))
+        return gradient.with_values(gradient.values * gradient.dtype.type(most / norm)) if norm > most else gradient
 
     def compress(self, acc: RowSparse) -> RowSparse:
         (name,) = self.layout.names

@@ -8,6 +8,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from nets import batch, bits, loss_of, net, parameters, train  # noqa: E402
+from tables import backward, table  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
 from sparsecoll import CommunicationError, simulate  # noqa: E402
@@ -242,3 +243,33 @@ def test_momentum_in_the_compressor_and_in_the_optimizer_is_told_once(caplog, mo
     with caplog.at_level(logging.WARNING, "sparsecoll"):
         simulate(P, program)
     assert caplog.text.count("gradients get both, as if the learning rate were 10 times as large") == warnings
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "compressor", "warnings"),
+    [
+        (lambda params: torch.optim.SGD(params, 0.1), "nesterovtopk", 1),
+        (lambda params: torch.optim.SGD(params, 0.1), "topk", 0),
+        (lambda params: torch.optim.SGD([{"params": params, "momentum": 0.7}], 0.1), "dgc", 0),
+        (torch.optim.SparseAdam, "dgc", 0),
+    ],
+)
+def test_momentum_that_rows_do_not_get_is_told_once(caplog, optimizer, compressor, warnings):
+    def program(comm):
+        embedding, other = table(), table()
+        model = torch.nn.ModuleList([embedding, other])
+        wrapped = DistributedOptimizer(optimizer(model.parameters()), model, comm, compressor)
+        for step in range(4):
+            wrapped.zero_grad()
+            backward(embedding, comm.rank, step)
+            if step in (1, 3):
+                backward(other, comm.rank, step)
+            other.requires_grad_(step != 1)  # buckets are made again
+            wrapped.step()
+        wrapped.close()
+
+    with caplog.at_level(logging.WARNING, "sparsecoll"):
+        simulate(P, program)
+    assert "gradients get both" not in caplog.text
+    assert len([r for r in caplog.records if "is not applied to the sparse gradient of" in r.message]) == warnings
+    assert ("of '0.weight': give this table" in caplog.text or "of '1.weight': give" in caplog.text) == bool(warnings)

@@ -161,6 +161,34 @@ def test_what_waits_for_a_table_is_sent_with_its_dense_gradients(dense_below, re
     torch.testing.assert_close(P * results[0][0], sum(given for _, given in results), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("clip", [0.5, 1e3])
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("row_density", [None, 1.0])
+@pytest.mark.parametrize("clip_by", ["parameter", "bucket"])
+def test_clipping_is_that_of_dense_gradients(clip, scaled, row_density, clip_by):
+    def program(comm):
+        models = []
+        for sparse in (True, False):
+            embedding = table(torch.float64)
+            embedding.sparse = sparse
+            inner = torch.optim.SGD(embedding.parameters(), 0.1)
+            compressor = TopK(1.0, "dense", clip=clip, clip_by=clip_by, row_density=row_density)
+            optimizer = DistributedOptimizer(inner, embedding, comm, compressor, dense_below=0)
+            scaler = torch.amp.GradScaler("cpu", init_scale=4.0, enabled=scaled)
+            for step in range(3):
+                optimizer.zero_grad()
+                scaler.scale(loss_of(embedding, comm.rank, step)).backward()
+                scaler.step(optimizer)
+                scaler.update()
+            models.append(embedding.weight.detach())
+        return models
+
+    for rows, dense in simulate(P, program).results:
+        torch.testing.assert_close(rows, dense)
+        moved = (dense - table(torch.float64).weight.detach()).norm()
+        assert (moved < 3 * 0.1 * 0.5) == (clip == 0.5)
+
+
 def test_what_row_density_refuses():
     with pytest.raises(ValueError, match=r"row_density: expected in \(0, 1\], got 2"):
         TopK(row_density=2)

@@ -41,11 +41,15 @@ class StepContext:
         ccr: communication-to-computation ratio: seconds of uncompressed communication divided by seconds of
             back-propagation; None until it is measured (COVAP).
         rates: returns the learning rates of named parameters in this step; None in loops that do not know them.
+        momenta: returns the optimizer's momenta of named parameters; None in loops that do not know them.
+        warned: whether rank 0 has told that the compressor's momentum is not that of rows.
     """
 
     step: int = 0
     ccr: float | None = None
     rates: Callable[[Sequence[str]], list[float]] | None = None
+    momenta: Callable[[Sequence[str]], list[float]] | None = None
+    warned: bool = False
 
 
 @dataclass
@@ -68,6 +72,11 @@ class Compressor(ABC):
     keeps_gradient = False  # whether the gradient's memory becomes part of the state, so that the mean needs its own
     sends_rarely = False  # whether an entry waits in the residual for many steps
     wants_profile = False  # whether `StepContext.ccr` is to be measured in the first steps
+
+    @property
+    def unscales(self) -> bool:
+        """Whether a GradScaler's scale is taken out of gradients first: residuals are kept without it."""
+        return self.keeps_gradient
 
     def bind(self, layout: Layout, transport: Transport, context: StepContext, timeout: float | None = None) -> None:
         """Allocate the state of a bucket; collective, since compressors may measure or agree here."""

@@ -36,7 +36,8 @@ class TopK(ErrorFeedback):
     replaces the gradient, and u is cleared where an entry that this rank sent entered the sum (factor masking, section
     3.3; not with an algorithm that sends all values, such as "dense"). Without the correction, momentum acts too late
     on gradients that waited in the residual. Use it with an optimizer without momentum: parameters that are too small
-    to be compressed get the same momentum and clipping, parameters with sparse gradients (rows) none.
+    to be compressed get the same momentum and clipping, and parameters with sparse gradients (rows) the clipping only:
+    rank 0 warns if they get no momentum of the optimizer's either.
 
     Volume: that of the algorithm (see docs/algorithms.md). Memory: the residual, and u with momentum.
 
@@ -61,7 +62,8 @@ class TopK(ErrorFeedback):
         clip: norm N; the gradients of a rank are clipped to a norm of N / sqrt(P) (section 3.2). None, the default, for
             no clipping.
         clip_by: "parameter" (the default) clips each parameter by its own norm; "bucket" clips by the norm of all
-            parameters of a bucket, which with `bucket_bytes=None` is the whole gradient, as published.
+            parameters of a bucket, which with `bucket_bytes=None` is the whole gradient, as published. A parameter with
+            sparse gradients is a bucket of its own.
         row_density: for sparse gradients, as of torch.nn.Embedding(sparse=True): the rows of largest Euclidean norm
             that each rank sends, as a fraction of the rows of the table, with error feedback, whose residual holds
             rows only. As `density`, a mapping has a rule for each table. None, the default, sends all rows, without a
@@ -137,6 +139,8 @@ class TopK(ErrorFeedback):
             "density": self.row_density,
             "value_dtype": self.value_dtype,
             "follow_lr": self.follow_lr and self.row_density is not None,
+            "clip": self.clip,
+            "momentum": self.momentum,
         }
 
     def compensate(self, gradient: Array, scale: float = 1.0, source: Array | None = None) -> DenseVector:
