@@ -99,7 +99,7 @@ class Engine:
         signature = {
             name: getattr(self._options, name) for name in ("bucket_bytes", "dense_below", "overlap", "verify")
         }
-        self._replica.introduce(new, {"compressor": self._compressor.describe(), **signature}, check)
+        self._replica.introduce(new, {**self._compressor.signature(), **signature}, check)
         if self.number < 0:
             self.number = enlist(self)
         self._reducer.release()

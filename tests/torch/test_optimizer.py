@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch")
 
 from nets import batch, bits, close, loss_of, net, parameters, residuals, train  # noqa: E402
 
-from sparsecoll import CommunicationError, simulate  # noqa: E402
+from sparsecoll import CommunicationError, select, simulate  # noqa: E402
 from sparsecoll.torch import DistributedOptimizer, Timeline  # noqa: E402
 from sparsecoll.torch.compressors import TopK  # noqa: E402
 
@@ -279,8 +279,12 @@ def test_ranks_that_disagree_get_the_same_error():
         model = net()
         inner = torch.optim.SGD(model.parameters(), 0.1)
         density = 0.1 if comm.rank else 0.2
+        with pytest.raises(CommunicationError, match=r"compressor\.density: expected the same value") as got:
+            method = TopK(density, "oktopk", select.SampledThreshold())
+            DistributedOptimizer(inner, model.named_parameters(), comm, method)
+        assert str(got.value).endswith("got '0.2' on rank 0, '0.1' on rank 1")
         with pytest.raises(CommunicationError, match="compressor: expected the same value on all ranks"):
-            DistributedOptimizer(inner, model.named_parameters(), comm, TopK(density))
+            DistributedOptimizer(inner, model.named_parameters(), comm, "topk" if comm.rank else "qsgd")
         with pytest.raises(CommunicationError, match="parameter 0: expected the same"):
             named = [(f"{comm.rank}.{name}", p) for name, p in model.named_parameters()]
             DistributedOptimizer(inner, named, comm)

@@ -203,11 +203,15 @@ class Compressor(ABC):
 
     def describe(self) -> str:
         """Return name and options as a string, by which ranks compare their compressors."""
-        options = ", ".join(f"{name}={value}" for name, value in self.describe_options().items())
+        options = ", ".join(f"{name}={value}" for name, value in self._described().items())
         return f"{self.name}({options})"
 
-    def describe_options(self) -> dict[str, str]:
-        """Return the options as they are represented, without addresses in memory."""
+    def signature(self) -> dict[str, str]:
+        """Return name and options by what errors call them, so that an error names the one that ranks do not share."""
+        options = {f"compressor.{name}": value for name, value in self._described().items()}
+        return {"compressor": self.name, **options}
+
+    def _described(self) -> dict[str, str]:
         return {f.name: without_addresses(repr(getattr(self, f.name))) for f in fields(self) if f.init}
 
     def check_finite(self, x: Vector) -> None:

@@ -90,7 +90,7 @@ def attach(
     node = as_transport(groups[0].shard_group, timeout)
     transport = node if replicas is None else _replicas(replicas, groups, node, timeout)
     replica = Replica(transport, None, options)
-    ranks = _introduce(replica, node, groups, {"compressor": own.describe(), "verify": options.verify})
+    ranks = _introduce(replica, node, groups, {**own.signature(), "verify": options.verify})
     checkpoint = Checkpoint(ranks, None if replicas is None else _group(replicas), groups[0].shard_group)
     reductions = ShardedReductions(groups, replica, node, own, checkpoint, grad_scaler)
     reductions.install()
