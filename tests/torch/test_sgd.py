@@ -54,7 +54,8 @@ def test_uncompressed_steps_are_those_of_torch_sgd(options, settings, schedule):
 def test_replicas_stay_the_same_bits_and_the_loss_falls(algo):
     def program(comm):
         model = net(seed=comm.rank, dtype=torch.float32)
-        optimizer = SparseSGD(model.parameters(), 0.1, 0.9, comm=comm, algo=algo, density=0.05, verify=10)
+        momentum = 0.5 if algo == "arctopk" else 0.9  # whole rows come late, with which 0.9 oscillates
+        optimizer = SparseSGD(model.parameters(), 0.1, momentum, comm=comm, algo=algo, density=0.05, verify=10)
         data = batch(comm.rank, 0, torch.float32)
         first = loss_of(model, data).item()
         for _ in range(80):
