@@ -34,8 +34,8 @@ class ARCTopK(Algorithm):
     2. The ranks sum these sketches of n/c rows, as `dense` does. The norm of a row of the sum estimates the norm of
        the same row of the sum of all vectors.
     3. All ranks choose k entries, those of the k/c rows of largest estimated norm, and sum the values that they have
-       there, as `dense` does. No index travels, and nothing is gathered. If c does not divide k, a part of the last of
-       these rows is left out, another one in each call, so that no entry waits for ever.
+       there, as `dense` does. No index travels, and nothing is gathered. If c does not divide k, a part of the smallest
+       of these rows is left out, another one in each call, so that no entry waits for ever.
 
     The rows are chosen by the sum over all ranks, unlike in `cltk`, which follows one rank, but as whole rows: the
     result approximates the top k if large entries are neighbours, as in the gradients of a layer's units. x may be
@@ -109,7 +109,7 @@ class ARCTopK(Algorithm):
         start = weakest * columns  # only the last row may be shorter, so that those before it are whole
         length = min(columns, entries.size - start)
         gap = mix(self._calls, CUT) % length
-        window = asarray_like(np.sort((gap + np.arange(left_out)) % length), chosen) + start
+        window = asarray_like((gap + np.arange(left_out)) % length, chosen) + start
         keep = asarray_like(np.ones(entries.size, np.bool_), chosen)
         keep[window] = False
         kept: NDArray[np.int64] = entries[keep]
