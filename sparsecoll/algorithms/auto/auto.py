@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from sparsecoll import formats
-from sparsecoll.algorithms.auto import costmodel, overlap
+from sparsecoll.algorithms.auto import costmodel, overlap, trial
 from sparsecoll.algorithms.auto.costmodel import CHOICES, Shape
 from sparsecoll.algorithms.auto.tune import tuning_of
 from sparsecoll.algorithms.base import Algorithm, Reduction, check_order
@@ -50,16 +50,23 @@ class Auto(Algorithm):
     2. If the call is predicted to take at least ten times as long as sampling the supports, sample the indices to find
        out how much supports overlap and how unevenly entries are distributed (`overlap.estimate`), and predict again.
        Otherwise assume uniform supports.
-    3. Run the fastest. If the caller did not set the format, messages use the one that takes the least time to encode
+    3. If other algorithms are predicted to take less than 1.4 times as long, and the call takes more than 1 ms, try
+       them on these entries, two to four times each, and let the shortest time decide (`trial.fastest`). All trials of
+       the same processes together take some 0.2 s; then predictions decide.
+    4. Run the fastest. If the caller did not set the format, messages use the one that takes the least time to encode
        and send.
+
+    Nothing is measured and nothing is tried with given costs (`tuning` or SPARSECOLL_TUNING), nor on the simulator.
 
     In a short call without k and density, ranks for whose number of entries `allgather` is predicted to be the fastest,
     with the messages that compare arguments saved, send their entries with them; if all do, the rest is `allgather`'s.
 
     The same input gives the same bits in every repetition on a communicator: a choice depends on n, k (or the ranks'
-    numbers of entries), P, the bytes of a value, the indices, and costs that are fixed before the first choice that
-    uses them. An object keeps the choice of the first call of each class (n, k to within 3 %, P, bytes of a value)
-    until a call fails. All ranks have the same numbers, so all make the same choice.
+    numbers of entries), P, the bytes of a value, the indices, costs that are fixed before the first choice that uses
+    them, and trials whose outcome the communicator keeps. An object keeps the choice of the first call of each class
+    (n, k to within 3 %, P, bytes of a value) until a call fails. All ranks have the same numbers, so all make the same
+    choice. Another run of the program measures anew, and where two algorithms take nearly the same time, it may choose
+    the other one, whose sums differ in their last bits: to repeat them, give the costs or name the algorithm.
 
     Args:
         k: as in `sparsecoll.Algorithm`.
@@ -81,6 +88,7 @@ class Auto(Algorithm):
     tuning: Tuning | None = None
     _algorithms: dict[str, Algorithm] = field(default_factory=dict, init=False, repr=False, compare=False)
     _chosen: dict[Class, str] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _early: dict[Class, bool] = field(default_factory=dict, init=False, repr=False, compare=False)  # of this rank's nnz
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -96,13 +104,17 @@ class Auto(Algorithm):
         """Whether the result is not a top k."""
         return self.want == "exact_sum"
 
+    def _given(self, transport: Transport) -> Tuning | None:
+        """Return the costs that need no measurement; None if there are none."""
+        return self.tuning or given_tuning(transport)
+
     def predictions(self, shape: Shape, tuning: Tuning) -> dict[str, float]:
         """Return the predicted seconds of each choice."""
         return _exact(shape, tuning) if self.want == "exact_sum" else dict(costmodel.seconds(shape, tuning))
 
     def costs(self, transport: Transport, shape: Shape) -> Tuning:
         """Return the costs with which a call of this shape is predicted."""
-        given = self.tuning or given_tuning(transport)
+        given = self._given(transport)
         if given is not None:
             return given
         usual = self._usual(transport)
@@ -110,13 +122,18 @@ class Auto(Algorithm):
             return usual
         return tuning_of(transport)
 
-    def _choose(self, channel: Channel, x: SparseVector, shape: Shape, tuning: Tuning) -> str:
+    def _choose(self, channel: Channel, x: SparseVector, k: int, key: Class, tuning: Tuning) -> str:
+        transport = channel.transport
+        shape = _shape(key, transport.one_node)
         seconds = self.predictions(shape, tuning)
         if shape.P > 1 and min(seconds.values()) > SAMPLING_RATIO * overlap.seconds(shape.P, shape.k, tuning):
-            length, skew = overlap.estimate(channel.transport, x, shape.k)
+            length, skew = overlap.estimate(transport, x, shape.k)
             if length < UNIFORM * shape.n or skew > 1 / UNIFORM:
                 seconds = self.predictions(replace(shape, effective_length=max(length, shape.k), skew=skew), tuning)
-        return min(seconds, key=lambda name: seconds[name])
+        short = shape.P == 1 or min(seconds.values()) < MIN_SECONDS
+        if short or self.want != "exact_sum" or x.on_gpu or self._given(transport) is not None:
+            return trial.close(seconds)[0]
+        return trial.fastest(self._with_format(channel, tuning), x, k, seconds, key)
 
     @staticmethod
     def _class(channel: Channel, x: SparseVector, k: int) -> Class:
@@ -127,13 +144,13 @@ class Auto(Algorithm):
     def early(self, channel: Channel, x: SparseVector) -> Buffer | None:
         if self.want != "exact_sum":
             return None
-        known = self.tuning or given_tuning(channel.transport) or channel.transport.tuning
-        tuning = known or self._usual(channel.transport)
-        key = self._class(channel, x, x.nnz)
-        chosen = self._chosen.get(key)
-        if chosen is None and _sends_early(key, channel.transport.one_node, tuning, known is not None):
-            chosen = "allgather"
-        if chosen != "allgather":
+        transport, key = channel.transport, self._class(channel, x, x.nnz)
+        given = self._given(transport)
+        tuning = given or transport.tuning or self._usual(transport)
+        sends = self._early.get(key)
+        if sends is None:
+            sends = _sends_early(key, transport.one_node, tuning, given is not None, transport.tuning is not None)
+        if not sends:
             return np.empty(AGREEMENT_BYTES, np.uint8)
         return ALLGATHER.early(self._with_format(channel, tuning), x)
 
@@ -163,11 +180,12 @@ class Auto(Algorithm):
     def _chosen_for(self, channel: Channel, x: SparseVector, k: int) -> tuple[str, Channel]:
         """Return the name of the algorithm for a call, and the channel with the format for it."""
         key = self._class(channel, x, k)
-        shape = _shape(key, channel.transport.one_node)
-        tuning = self.costs(channel.transport, shape)
-        chosen = self._chosen.get(key) or self._choose(channel, x, shape, tuning)
+        tuning = self.costs(channel.transport, _shape(key, channel.transport.one_node))
+        chosen = self._chosen.get(key) or self._choose(channel, x, k, key, tuning)
         if len(self._chosen) < MAX_CHOICES:
             self._chosen[key] = chosen
+        if len(self._early) < MAX_CHOICES:
+            self._early[self._class(channel, x, x.nnz)] = chosen == "allgather"
         return chosen, self._with_format(channel, tuning)
 
     def _algorithm(self, name: str) -> Algorithm:
@@ -197,16 +215,17 @@ def _shape(key: Class, one_node: bool) -> Shape:
 
 
 @functools.lru_cache(maxsize=1024)
-def _sends_early(key: Class, one_node: bool, tuning: Tuning, known: bool) -> bool:
+def _sends_early(key: Class, one_node: bool, tuning: Tuning, given: bool, measured: bool) -> bool:
     """Return whether entries go together with the arguments that are compared, by an allgather.
 
     That saves agreeing on the number of entries and, in longer calls, sampling how much supports overlap, but not even
-    complete overlap is then of use. Costs that are not known yet are measured before a call that is worth it.
+    complete overlap is then of use. In a call that is worth it, costs that are neither given nor measured are measured
+    first, and algorithms that are nearly as fast are tried.
     """
     shape = _shape(key, one_node)
     seconds = _exact(shape, tuning)
     shortest, saved = min(seconds.values()), costmodel.agreement(shape.P, tuning) / 2  # others gain by overlap
-    if not known and shortest >= MIN_SECONDS:
+    if not given and shortest >= MIN_SECONDS and not (measured and trial.close(seconds) == ["allgather"]):
         return False
     sampling = overlap.seconds(shape.P, shape.k, tuning)
     if shortest > SAMPLING_RATIO * sampling:

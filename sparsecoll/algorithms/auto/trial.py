@@ -1,0 +1,72 @@
+"""Trials of the algorithms between which predictions do not decide."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+
+import numpy as np
+
+from sparsecoll.algorithms.auto.costmodel import CHOICES
+from sparsecoll.transport.channel import Channel
+from sparsecoll.transport.collectives import allgather
+from sparsecoll.transport.network import Measured
+from sparsecoll.vector import SparseVector
+
+CLOSE = 1.4  # predictions are wrong by up to so much: one that is longer by less may be of the fastest algorithm
+TURNS = 4  # at most so many, of which the shortest counts: the first one also asks for memory
+FEWEST = 2  # turns without which there is no trial
+SECONDS = 0.2  # all trials of the same processes together
+LONGER = 2.0  # times as long as predicted a trial is assumed to take
+
+
+def close(predicted: Mapping[str, float]) -> list[str]:
+    """Return the algorithms that may be the fastest, in the order of their predictions."""
+    names, limit = sorted(predicted, key=lambda name: predicted[name]), CLOSE * min(predicted.values())
+    return [name for name in names if predicted[name] <= limit]
+
+
+def fastest(channel: Channel, x: SparseVector, k: int, predicted: Mapping[str, float], call: Hashable) -> str:
+    """Return the algorithm that takes the least time on these entries, the same on all ranks; collective.
+
+    Those whose predictions are close are tried, once for all communicators of the same processes, unless that takes
+    longer than what is left of SECONDS: then it is the one with the shortest prediction. Messages are counted as
+    `Traffic.set_up`.
+
+    Args:
+        channel: as in a call of the algorithms, after the communicator has been measured (`tune.tuning_of`).
+        x: as in a call of the algorithms.
+        k: as in a call of the algorithms.
+        predicted: seconds of each of the algorithms, the same on all ranks.
+        call: what identifies calls that take as long as this one.
+    """
+    names, known = close(predicted), channel.transport.known
+    if len(names) == 1 or known is None or channel.transport.virtual:
+        return names[0]
+    tried = repr((call, names))
+    if tried not in known.trials:
+        turns = int((SECONDS - known.trial_seconds) / (LONGER * sum(predicted[name] for name in names)))
+        if turns < FEWEST:
+            return names[0]
+        name, seconds = _tried(channel, x, k, names, min(turns, TURNS))
+        known = Measured(known.tuning, known.trials | {tried: name}, known.trial_seconds + seconds)
+        channel.transport.known = channel.transport.measured = known
+    return known.trials[tried]
+
+
+def _tried(channel: Channel, x: SparseVector, k: int, names: list[str], turns: int) -> tuple[str, float]:
+    """Return the fastest of these algorithms and the seconds that all took."""
+    transport = channel.transport
+    with transport.set_up():
+        times = np.array([[_seconds(channel, name, x, k) for name in names] for _ in range(turns)])
+        slowest = np.max(np.split(allgather(transport, times.ravel()), transport.size), axis=0).reshape(times.shape)
+    return names[int(slowest.min(axis=0).argmin())], float(slowest.sum())
+
+
+def _seconds(channel: Channel, name: str, x: SparseVector, k: int) -> float:
+    """Return the seconds of a call on this rank, after all ranks have met."""
+    transport = channel.transport
+    allgather(transport, np.zeros(1, np.uint8))
+    start = transport.now()
+    CHOICES[name]()(channel, x, k).value.to_sparse()
+    transport.waitall()
+    return transport.now() - start
