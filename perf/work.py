@@ -1,11 +1,12 @@
 """CPU time of the library's own work in a training step, by kind, beside what memory bandwidth allows.
 
-    python perf/testbed.py run -- python perf/work.py --json perf/results/work.json
+    python perf/testbed.py run -- python perf/work.py --interface eth0 --json perf/results/work.json
     python perf/training.py --render                      # docs/training.md has the table
 
 The lines are those of perf/training.py. "bound" is the bytes that the work must read and write at least, divided by
 the bandwidth of a rank that adds one array to another while all others do so. "other" is what the progress thread does
-outside of all kinds: agreements, plans of messages, Python.
+outside of all kinds: messages, agreements, plans, Python; its bound, which counts "wait", too, is the CPU time in which
+plain sockets carry the bytes that a step receives.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from plain_sockets import PlainSockets
 from report import Row, markdown
 from training import MODELS, lines
 
@@ -108,9 +110,16 @@ def bandwidth(repeat: int = 5, size: int = 1 << 24) -> float:
     return 12 * size / float(np.median(times))
 
 
-def rows(comm: Any, options: argparse.Namespace, rate: float) -> Iterator[Row]:
-    """Yield a row for each line and kind of work: medians over the ranks, per step."""
-    work = options.timeline
+def rows(comm: Any, options: argparse.Namespace, rate: float, carried: float) -> Iterator[Row]:
+    """Yield a row for each line and kind of work: medians over the ranks, per step.
+
+    Args:
+        comm: communicator of all ranks.
+        options: those of the command line.
+        rate: bytes per second of `bandwidth`.
+        carried: CPU seconds for each byte of a message.
+    """
+    work, transport = options.timeline, as_transport(comm)
     for model_name in options.models:
         for line, make in lines(model_name, options, comm):
             if line not in LINES:
@@ -119,17 +128,20 @@ def rows(comm: Any, options: argparse.Namespace, rate: float) -> Iterator[Row]:
             for _ in range(3):
                 step()
             work.reset()
+            before = transport.traffic.copy()
             with trace.record(work):
                 for _ in range(options.repeat):
                     step()
             kinds = [*work.seconds]
+            work.amounts["other"] = transport.traffic.since(before).total.bytes_received
             mine = [[work.seconds[kind], work.amounts[kind]] for kind in kinds]
-            table = np.median(allgather(as_transport(comm), np.array(mine).ravel()), axis=0).reshape(-1, 2)
+            table = np.median(allgather(transport, np.array(mine).ravel()), axis=0).reshape(-1, 2)
             for kind, (seconds, amount) in zip(kinds, (table / options.repeat).tolist(), strict=True):
                 velocities = VELOCITIES * (kind == "select" and line.startswith(MOMENTUM))
-                size = amount * (BYTES.get(kind, 0) + velocities)
+                size = amount * (1 if kind == "other" else BYTES.get(kind, 0) + velocities)
+                bound = size * carried if kind == "other" else size / rate
                 row = {"model": model_name, "line": line, "kind": kind, "CPU ms": 1e3 * seconds}
-                yield row | {"MB": size / 1e6 or None, "bound, ms": 1e3 * size / rate or None}
+                yield row | {"MB": size / 1e6 or None, "bound, ms": 1e3 * bound or None}
             if hasattr(step.optimizer, "close"):
                 step.optimizer.close()
 
@@ -140,16 +152,19 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["vgg"])
     parser.add_argument("--batch", type=int, default=32, help="samples per rank and step")
     parser.add_argument("--repeat", type=int, default=7)
+    parser.add_argument("--interface", help="network interface for plain sockets")
     parser.add_argument("--json", type=Path, help="save the rows")
     options = parser.parse_args()
     torch.set_num_threads(1)
     comm = default_comm()
     options.gloo, options.device, options.timeline = False, "cpu", Work()
     comm.Barrier()
-    rate = float(np.median(allgather(as_transport(comm), np.array([bandwidth()]))))
-    found = {"about": bench.about() | {"GB/s": rate / 1e9}, "rows": list(rows(comm, options, rate))}
+    own = np.array([bandwidth(), PlainSockets(comm, options.interface).cpu_seconds_per_byte()])
+    rate, carried = np.median(allgather(as_transport(comm), own), axis=0).tolist()
+    costs = {"GB/s": rate / 1e9, "ms per MB": carried * 1e9}
+    found = {"about": bench.about() | costs, "rows": list(rows(comm, options, rate, carried))}
     if comm.rank == 0:
-        sys.stdout.write(f"{rate / 1e9:.0f} GB/s\n{markdown(found['rows'])}\n")
+        sys.stdout.write(f"{costs}\n{markdown(found['rows'])}\n")
         if options.json:
             options.json.write_text(json.dumps(found, indent=1) + "\n")
 

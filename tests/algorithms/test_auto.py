@@ -19,8 +19,9 @@ from sparsecoll.algorithms.auto.tune import tuning_of
 from sparsecoll.algorithms.primitives import estimates
 from sparsecoll.cli.main import main
 from sparsecoll.telemetry.traffic import Counts
+from sparsecoll.transport.channel import Channel
 from sparsecoll.transport.collectives import allgather
-from sparsecoll.transport.network import Costs
+from sparsecoll.transport.network import Costs, Measured
 
 tune = importlib.import_module("sparsecoll.algorithms.auto.tune")
 
@@ -224,6 +225,23 @@ def test_what_predictions_do_not_decide_is_tried(tried):
     assert simulate(2, lambda comm: [trying(comm)() for _ in range(3)]).results == [[["halving"]] * 3] * 2
     assert set(tried) == {(rank, name) for rank in range(2) for name in ("dynamic", "halving", "allgather")}
     assert len(tried) == 2 * 3 * trial.TURNS
+
+
+@pytest.mark.parametrize(
+    ("seconds", "saved", "fastest"),
+    [(0.0097, 0.0, "dynamic"), (0.009, 0.0, "allgather"), (0.0115, 0.002, "dynamic"), (0.0115, 0.003, "allgather")],
+)
+def test_the_predicted_one_is_taken_unless_another_is_much_faster(seconds, saved, fastest, monkeypatch):
+    """An allgather is faster in a call than in a trial by what the comparison of arguments takes."""
+    monkeypatch.setattr(trial, "_seconds", lambda _, name, x, k: {"dynamic": 0.01, "allgather": seconds}[name])
+    predicted = {"dynamic": 0.01, "allgather": 0.011, "dense": 0.02}
+
+    def program(comm):
+        unmodelled(comm).virtual = False
+        comm.transport.known = Measured(Tuning())
+        return trial.fastest(Channel(comm.transport, 9), LONG, LONG.nnz, predicted, {"allgather": saved}, "call")
+
+    assert simulate(2, program).results == [fastest] * 2
 
 
 def test_trials_end_when_their_time_is_over(tried, monkeypatch):

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from sparsecoll import formats
+from sparsecoll.algorithms.allgather import Allgather
 from sparsecoll.algorithms.auto import costmodel, overlap, trial
 from sparsecoll.algorithms.auto.costmodel import CHOICES, Shape
 from sparsecoll.algorithms.auto.tune import tuning_of
@@ -33,7 +34,7 @@ UNIFORM = 0.9  # an estimate from which uniform supports differ by less is taken
 K_STEPS = 32  # choices depend on k rounded to one of so many steps per factor of e
 MAX_CHOICES = 4096  # number of choices that an object stores
 
-ALLGATHER = CHOICES["allgather"]()  # without state in calls that are sent early
+ALLGATHER = Allgather()  # without state in calls that are sent early
 
 Class = tuple[int, int, int, int, bool]  # n, k rounded, P, bytes of a value on the wire, `Shape.native`
 
@@ -133,7 +134,11 @@ class Auto(Algorithm):
         short = shape.P == 1 or min(seconds.values()) < MIN_SECONDS
         if short or self.want != "exact_sum" or x.on_gpu or self._given(transport) is not None:
             return trial.close(seconds)[0]
-        return trial.fastest(self._with_format(channel, tuning), x, k, seconds, key)
+        saved = {}
+        if channel.gathered and ALLGATHER.sends_at_once(channel, x, k):  # later calls send it with their arguments
+            saved["allgather"] = costmodel.agreement(shape.P, tuning)
+            seconds = {**seconds, "allgather": seconds["allgather"] - saved["allgather"]}
+        return trial.fastest(self._with_format(channel, tuning), x, k, seconds, saved, key)
 
     @staticmethod
     def _class(channel: Channel, x: SparseVector, k: int) -> Class:

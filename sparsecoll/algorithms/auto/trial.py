@@ -16,6 +16,7 @@ CLOSE = 1.4  # predictions are wrong by up to so much: one that is longer by les
 TURNS = 4  # at most so many, of which the shortest counts: the first one also asks for memory
 FEWEST = 2  # turns without which there is no trial
 SECONDS = 0.2  # all trials of the same processes together
+GAIN = 0.95  # an algorithm must be so much faster than the predicted one to be taken instead
 LONGER = 2.0  # times as long as predicted a trial is assumed to take
 
 
@@ -25,7 +26,14 @@ def close(predicted: Mapping[str, float]) -> list[str]:
     return [name for name in names if predicted[name] <= limit]
 
 
-def fastest(channel: Channel, x: SparseVector, k: int, predicted: Mapping[str, float], call: Hashable) -> str:
+def fastest(
+    channel: Channel,
+    x: SparseVector,
+    k: int,
+    predicted: Mapping[str, float],
+    saved: Mapping[str, float],
+    call: Hashable,
+) -> str:
     """Return the algorithm that takes the least time on these entries, the same on all ranks; collective.
 
     Those whose predictions are close are tried, once for all communicators of the same processes, unless that takes
@@ -37,6 +45,7 @@ def fastest(channel: Channel, x: SparseVector, k: int, predicted: Mapping[str, f
         x: as in a call of the algorithms.
         k: as in a call of the algorithms.
         predicted: seconds of each of the algorithms, the same on all ranks.
+        saved: by how many seconds some algorithms are faster in a call than in a trial.
         call: what identifies calls that take as long as this one.
     """
     names, known = close(predicted), channel.transport.known
@@ -47,19 +56,23 @@ def fastest(channel: Channel, x: SparseVector, k: int, predicted: Mapping[str, f
         turns = int((SECONDS - known.trial_seconds) / (LONGER * sum(predicted[name] for name in names)))
         if turns < FEWEST:
             return names[0]
-        name, seconds = _tried(channel, x, k, names, min(turns, TURNS))
+        name, seconds = _tried(channel, x, k, names, [saved.get(name, 0.0) for name in names], min(turns, TURNS))
         known = Measured(known.tuning, known.trials | {tried: name}, known.trial_seconds + seconds)
         channel.transport.known = channel.transport.measured = known
     return known.trials[tried]
 
 
-def _tried(channel: Channel, x: SparseVector, k: int, names: list[str], turns: int) -> tuple[str, float]:
-    """Return the fastest of these algorithms and the seconds that all took."""
+def _tried(
+    channel: Channel, x: SparseVector, k: int, names: list[str], saved: list[float], turns: int
+) -> tuple[str, float]:
+    """Return the fastest of these algorithms, the first one unless another is much faster, and the seconds of all."""
     transport = channel.transport
     with transport.set_up():
         times = np.array([[_seconds(channel, name, x, k) for name in names] for _ in range(turns)])
         slowest = np.max(np.split(allgather(transport, times.ravel()), transport.size), axis=0).reshape(times.shape)
-    return names[int(slowest.min(axis=0).argmin())], float(slowest.sum())
+    least = slowest.min(axis=0) - saved
+    best = int(least.argmin())
+    return names[best if least[best] < GAIN * least[0] else 0], float(slowest.sum())
 
 
 def _seconds(channel: Channel, name: str, x: SparseVector, k: int) -> float:
