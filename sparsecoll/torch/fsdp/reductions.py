@@ -1,9 +1,8 @@
-"""The reductions of a sharded model's gradients: when they are made, and what becomes of the residuals."""
+"""The reductions of a sharded model's gradients: when they are made, and that they succeed on all ranks or on none."""
 
 from __future__ import annotations
 
 import json
-import logging
 import os
 import weakref
 from collections.abc import Mapping
@@ -19,11 +18,12 @@ from sparsecoll.errors import CommunicationError, NonFiniteError
 from sparsecoll.torch.backward import after_callbacks, at_end_of_backward
 from sparsecoll.torch.bucket import Bucket
 from sparsecoll.torch.buckets import Buckets
-from sparsecoll.torch.calls import collective, mean_of
+from sparsecoll.torch.calls import collective
 from sparsecoll.torch.compressors import Compressor
 from sparsecoll.torch.fsdp.checkpoint import Checkpoint
 from sparsecoll.torch.fsdp.groups import Group, ReduceScatter, Shard
 from sparsecoll.torch.fsdp.scatter import reduce_scatter_tensors
+from sparsecoll.torch.fsdp.steps import Steps
 from sparsecoll.torch.layout import Layout
 from sparsecoll.torch.replica import Replica
 from sparsecoll.torch.rounds import Row
@@ -32,8 +32,6 @@ from sparsecoll.transport import Transport
 from sparsecoll.transport.call import KNOWN, CollectiveCall
 from sparsecoll.transport.collectives import allgatherv
 from sparsecoll.transport.progress import completed_future, in_background
-
-logger = logging.getLogger(__name__)
 
 
 class ShardedReductions:
@@ -72,8 +70,7 @@ class ShardedReductions:
         self._jobs: list[Future[None]] = []  # of the back-propagation that is under way
         self._reduced: set[int] = set()  # groups that have been reduced in it
         self._failed: Exception | None = None
-        self._pending = self._warned = False  # whether there are reduced gradients that no step has used
-        self._marks: list[int] = []  # versions after the last reduction, also of frozen parameters: freezing is no step
+        self._steps = Steps(groups, replica, node, self._buckets, warns=grad_scaler is None)
         self._replica.warmed = True  # the timeout holds from the first reduction on
         self._bind()
         register_optimizer_step_post_hook(partial(_stepped, weakref.ref(self)))
@@ -206,36 +203,9 @@ class ShardedReductions:
         """Before the first reduction of a back-propagation: find out what has become of the last one."""
         if self._reduced:
             return
-        if self._pending:
-            self._settle()
+        self._steps.settle()
         if [layout.names for layout in self._layouts()] != [bucket.layout.names for bucket, _ in self._buckets]:
             self._bind()  # parameters were frozen or unfrozen
-
-    @property
-    def _updated(self) -> bool:
-        """Whether parameters have changed since the last reduction."""
-        return self._marks != [shard.param._version for shard in self._parameters]
-
-    def _settle(self) -> None:
-        """Commit if parameters have changed, roll back if gradients were thrown away; else they add up. Collective."""
-        if self._updated:
-            self._commit()
-        elif self._thrown_away():
-            self.discard()
-            if not self._warned and self._scaler is None and self._transport.rank == self._node.rank == 0:
-                self._warned = True
-                logger.warning(
-                    "gradients were thrown away without a step of an optimizer, so residuals are as they were before"
-                    " it. If your loop has updated the parameters by itself, do that in place, not by way of p.data"
-                )
-
-    def _thrown_away(self) -> bool:
-        """Return whether gradients are None or zero on all ranks that share the parameters. Collective.
-
-        A rank alone cannot tell: its part may be empty, or no entry that was sent lies in it.
-        """
-        here = all(_gone(shard.param.grad) for shard in self._shards)
-        return mean_of(self._node, float(here), self._replica.patience) == 1.0
 
     def _end(self) -> None:
         """At the end of back-propagation: accept the reductions if they have succeeded on all ranks."""
@@ -247,9 +217,7 @@ class ShardedReductions:
         agreed = completed_future(lambda: self._agree(failed))
         error = agreed.exception()
         if error is None:
-            self._buckets.keep()
-            self._pending = True
-            self._marks = [shard.param._version for shard in self._parameters]
+            self._steps.accept()
             return
         self.discard()
         for shard in self._shards:
@@ -283,12 +251,6 @@ class ShardedReductions:
             return KNOWN.get(kind, CommunicationError)(text)
         return None
 
-    def _commit(self) -> None:
-        """Make the state of the last reductions permanent, because parameters were updated."""
-        self._buckets.commit()
-        self._replica.context.step += self._pending
-        self._pending = False
-
     def stepped(self) -> None:
         """Take note that an optimizer has stepped.
 
@@ -299,11 +261,7 @@ class ShardedReductions:
             raise RuntimeError(
                 "step: expected a step after back-propagation, got one within it, where residuals are not known yet"
             )
-        if self._pending:
-            self._commit()
-            if not self._scattered:
-                self._replica.params = {shard.name: shard.local for shard in self._shards}
-                self._replica.compare_if_due()
+        self._steps.stepped()
 
     def discard(self) -> None:
         """Skip the step after back-propagation, on all ranks: residuals return to what they were before it.
@@ -314,9 +272,7 @@ class ShardedReductions:
         for job in self._jobs:
             job.result()
         self._jobs, self._reduced, self._failed = [], set(), None
-        self._buckets.drop()
-        self._buckets.rollback()
-        self._pending = False
+        self._steps.rollback()
 
     # -- layout
 
@@ -349,8 +305,7 @@ class ShardedReductions:
             raise RuntimeError(
                 "state_dict: expected a call after back-propagation, got one while gradients are reduced"
             )
-        if self._pending and self._updated:
-            self._commit()
+        self._steps.commit_if_updated()
         return self._checkpoint.saved(self._buckets.state_dict(), self._parameters)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -368,7 +323,7 @@ class ShardedReductions:
         own = completed_future(lambda: self._checkpoint.loaded(state, self._parameters, self._transport))
         self._buckets.load_state_dict(own.result)
         self._bind()
-        self._pending = False
+        self._steps.pending = False
 
     def load(
         self,
@@ -394,18 +349,10 @@ class ShardedReductions:
 END = "end of back-propagation"
 
 
-def _gone(gradient: torch.Tensor | None) -> bool:
-    """Return whether a gradient was thrown away: None, or zero everywhere."""
-    if gradient is None:
-        return True
-    values = gradient.to_local().view(-1)  # type: ignore[attr-defined]
-    return not values[:1024].any() and not values.any()
-
-
 def _stepped(reductions: weakref.ref[ShardedReductions], optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Commit after the step of an optimizer that has parameters of this model."""
     alive = reductions()
-    if alive is not None and (alive._pending or alive._reduced):
+    if alive is not None and (alive._steps.pending or alive._reduced):
         known = {id(shard.param) for shard in alive._shards}
         if any(id(p) in known for group in optimizer.param_groups for p in group["params"]):
             alive.stepped()
