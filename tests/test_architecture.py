@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "sparsecoll"
 
 LAYERS = [  # one room a floor; a module may import from its own room and from those above it in this list
-    "errors _version",
+    "errors classes _version",
     "telemetry",
     "kernels",
     "vector",

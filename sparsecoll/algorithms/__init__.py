@@ -8,7 +8,7 @@ from __future__ import annotations
 from sparsecoll.algorithms.allgather import Allgather
 from sparsecoll.algorithms.arctopk import ARCTopK
 from sparsecoll.algorithms.auto import Auto
-from sparsecoll.algorithms.base import Algorithm, Reduction, check_class
+from sparsecoll.algorithms.base import Algorithm, Reduction, check_algorithm
 from sparsecoll.algorithms.cltk import CLTk
 from sparsecoll.algorithms.dense import Dense
 from sparsecoll.algorithms.densestream import DenseStream
@@ -68,7 +68,7 @@ def resolve(algo: str | Algorithm) -> Algorithm:
             fields of a dataclass.
     """
     if isinstance(algo, Algorithm):
-        check_class(algo)
+        check_algorithm(algo)
         return algo
     if isinstance(algo, type) and issubclass(algo, Algorithm):
         raise TypeError(f"algo: expected a name or an Algorithm object, got the class: use {algo.__name__}()")

@@ -10,10 +10,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from sparsecoll.classes import check_class
 from sparsecoll.errors import CommunicationError, NonFiniteError
 from sparsecoll.formats import Buffer
 from sparsecoll.select import Selector, Vector, topk
-from sparsecoll.select.base import Stateful, check_like, check_options, check_selector, selected
+from sparsecoll.select.base import Stateful, check_like, check_selector, selected
 from sparsecoll.telemetry.traffic import Traffic
 from sparsecoll.transport.channel import Channel
 from sparsecoll.vector import DenseVector, SparseVector, accumulator_dtype
@@ -113,21 +114,17 @@ def checked(algorithm: Algorithm, reduction: Any, x: Vector) -> Reduction:
     return reduction
 
 
-def check_class(algorithm: Algorithm) -> None:
+def check_algorithm(algorithm: Algorithm) -> None:
     """Compare what a class of the user's defines with the interface.
 
     Raises:
         TypeError: It has no name, or its options are not the fields of a dataclass.
         ValueError: `semantics` is none of SEMANTICS.
     """
-    check_options("algo", algorithm)
-    name = getattr(algorithm, "name", None)
-    if not isinstance(name, str):
-        kind = type(algorithm).__name__
-        raise TypeError(f"algo: expected a class with a string `name`, got {kind} with {name}: add name = '...' to it")
+    check_class("algo", algorithm)
     if algorithm.semantics not in SEMANTICS:
         expected, got = ", ".join(map(repr, SEMANTICS)), algorithm.semantics
-        raise ValueError(f"algo: expected `semantics` of {name!r} to be one of {expected}, got {got!r}")
+        raise ValueError(f"algo: expected `semantics` of {algorithm.name!r} to be one of {expected}, got {got!r}")
 
 
 @dataclass

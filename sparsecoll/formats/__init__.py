@@ -9,6 +9,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from sparsecoll.classes import check_class
 from sparsecoll.errors import CommunicationError, check_choice
 from sparsecoll.formats.auto import Auto
 from sparsecoll.formats.base import HEADER, WIRE_DTYPES, Buffer, Chooser, Format, Plan, WireDtype, rounded, wire_dtype
@@ -73,13 +74,15 @@ def resolve(format: str | Format) -> Format:
 
     Raises:
         ValueError: No format has the name.
-        TypeError: `format` is neither a name nor a Format, or receivers would not know its messages.
+        TypeError: `format` is neither a name nor a Format, receivers would not know its messages, or its class has no
+            name, or options that are not the fields of a dataclass.
     """
     if isinstance(format, str):
         check_choice("format", format, FORMATS)
         format = FORMATS[format]
     if not isinstance(format, Format):
         raise TypeError(f"format: expected a name or a Format, got {type(format).__name__}")
+    check_class("format", format)
     known = _by_id(getattr(format, "id", 0))
     if not isinstance(format, Chooser if known is None else type(known)):
         raise TypeError(

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-import sys
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields, replace
-from inspect import get_annotations, signature
 from typing import Any, ClassVar
 
 from numpy.typing import NDArray
 
+from sparsecoll.classes import check_options
 from sparsecoll.errors import NonFiniteError
 from sparsecoll.vector import SMALLEST, DenseVector, SparseVector
 
@@ -51,54 +50,6 @@ class Stateful:
     def _state(self) -> dict[str, Any]:
         parts = {f: getattr(self, f.name) for f in fields(self) if f.compare}
         return {f.name: part for f, part in parts.items() if not f.init or isinstance(part, Stateful)}
-
-
-def check_options(argument: str, part: Stateful) -> None:
-    """Raise TypeError unless the options of an object, which may be of a class of the user's, are dataclass fields.
-
-    Ranks compare these fields, and `reset` makes a new object of them.
-
-    Args:
-        argument: what the message begins with.
-        part: an Algorithm or a Selector.
-    """
-    kind: type = type(part)
-    wrong = _not_fields(kind)
-    if wrong:
-        raise TypeError(f"{argument}: expected a dataclass, whose options are its fields, got {wrong}")
-
-
-@functools.cache
-def _not_fields(kind: type) -> str:
-    """Return what of a class derived from Stateful makes options that are no fields, and the cure; "" if nothing."""
-    for base in kind.__mro__:
-        if not issubclass(base, Stateful) or "__dataclass_fields__" in vars(base):
-            continue
-        if "__init__" in vars(base):
-            return f"{base.__name__} with an __init__ of its own: add @dataclass, and make its options annotated fields"
-        options = [name for name, hint in _annotations(base).items() if not _is_class_variable(hint)]
-        if options:
-            return f"{base.__name__}, which is none, with {', '.join(options)}: add @dataclass"
-    options, arguments = [f.name for f in fields(kind) if f.init], list(signature(kind).parameters)
-    if sorted(options) != sorted(arguments):
-        return (
-            f"{kind.__name__} with an __init__ of {', '.join(arguments) or 'nothing'} beside the fields"
-            f" {', '.join(options) or 'none'}: make its options annotated fields, and let @dataclass write __init__"
-        )
-    return ""
-
-
-def _annotations(kind: type) -> dict[str, Any]:
-    if sys.version_info >= (3, 14):
-        import annotationlib
-
-        return annotationlib.get_annotations(kind, format=annotationlib.Format.STRING)
-    return get_annotations(kind)
-
-
-def _is_class_variable(hint: Any) -> bool:
-    text = hint if isinstance(hint, str) else str(hint)
-    return text.partition("[")[0].rpartition(".")[2] == "ClassVar"
 
 
 @dataclass
