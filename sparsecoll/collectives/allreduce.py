@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from sparsecoll.collectives import convert
 from sparsecoll.collectives.convert.back import Back
 from sparsecoll.collectives.few_keys import combine_keys
 from sparsecoll.collectives.operations import is_mpi_op
-from sparsecoll.collectives.options import CallOptions, index_of_nan, options_of, signature_of
+from sparsecoll.collectives.options import NOTHING, CallOptions, index_of_nan, options_of, signature_of
 from sparsecoll.collectives.rows import allreduce_rows, as_rows
 from sparsecoll.formats import Buffer, Format
 from sparsecoll.select import Vector
@@ -180,6 +180,7 @@ def allreduce_vectors(
     options: CallOptions,
     preselected: bool = False,
     name: Hashable | None = None,
+    alike: Mapping[str, Any] = NOTHING,
 ) -> Reduction:
     """`allreduce` of vectors, as the torch adapter uses it; may be called inside another CollectiveCall.
 
@@ -187,13 +188,22 @@ def allreduce_vectors(
         preselected: whether the vector consists of selected entries, all of which are sent (default: False).
         name: what identifies the algorithm among those that are called with this object of options, with which the
             arguments are validated once; None, the default, validates them in each call.
+        alike: what else all ranks must have alike, by what errors call it: JSON values that can be hashed (default:
+            nothing).
 
     Returns:
         The algorithm's Reduction; its value may be a DenseVector, and is a sum whatever `options.op` says.
     """
     with CollectiveCall(transport, "allreduce", options.timeout) as call:
-        key = None if name is None or vector.on_gpu else (name, type(vector), vector.length, vector.dtype)
-        arguments = _once(call, options, key, lambda: validated(call, vector, algorithm, options))
+        key = None
+        if name is not None and not vector.on_gpu:
+            key = (name, *alike.items(), type(vector), vector.length, vector.dtype)
+
+        def validate() -> Arguments:
+            call.signature |= alike
+            return validated(call, vector, algorithm, options)
+
+        arguments = _once(call, options, key, validate)
         return _reduce(call, vector, algorithm, options, arguments, None if preselected else arguments.k)
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -27,6 +28,7 @@ from sparsecoll.vector.operation import Operation
 
 V = TypeVar("V", bound="SparseVector | DenseVector | RowSparse")
 S = TypeVar("S", bound="SparseVector | RowSparse")
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 VALUE_DTYPES_ON_THE_WIRE = ("float16", "bfloat16", "float32")
 
 

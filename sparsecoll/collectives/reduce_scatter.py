@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from sparsecoll import formats
@@ -14,7 +14,7 @@ from sparsecoll.algorithms.primitives.exchange import exchange
 from sparsecoll.collectives import convert
 from sparsecoll.collectives.blocking import blocking
 from sparsecoll.collectives.operations import is_mpi_op
-from sparsecoll.collectives.options import CallOptions, as_edges, check_boundaries, options_of, signature_of
+from sparsecoll.collectives.options import NOTHING, CallOptions, as_edges, check_boundaries, options_of, signature_of
 from sparsecoll.collectives.rows import prepare_reduce_scatter_rows
 from sparsecoll.formats import Format
 from sparsecoll.select import Vector
@@ -131,13 +131,16 @@ def sum_of_region(channel: Channel, entries: SparseVector, edges: Sequence[int])
         return halving.reduce_scatter(channel, whole, edges, channel.round, pairs=True)
 
 
-def reduce_scatter_vectors(transport: Transport, vector: Vector, options: CallOptions) -> Reduction:
+def reduce_scatter_vectors(
+    transport: Transport, vector: Vector, options: CallOptions, alike: Mapping[str, Any] = NOTHING
+) -> Reduction:
     """Reduce-scatter as the torch adapter uses it, into P equal regions; may be called inside another CollectiveCall.
 
     A rank sends its own entries only, in P - 1 messages, so that nothing but their rounding is lost.
 
     Args:
         vector: selected entries, all of which are sent, or a dense vector, of a length that P divides.
+        alike: what else all ranks must have alike, by what errors call it (default: nothing).
 
     Returns:
         Reduction: its value is this rank's region, from index 0 on, in the accumulator dtype.
@@ -148,7 +151,7 @@ def reduce_scatter_vectors(transport: Transport, vector: Vector, options: CallOp
             raise ValueError(f"x: expected a length that {size} ranks divide, got {n}")
         options.check_dtype(vector.dtype)
         kind = "dense" if isinstance(vector, DenseVector) else "sparse"
-        call.signature |= {**signature_of(vector, transport), **options.signature(), "x": kind}
+        call.signature |= {**alike, **signature_of(vector, transport), **options.signature(), "x": kind}
         call.agree()
         channel, edges = options.channel(transport, n), [n // size * j for j in range(size + 1)]
         if isinstance(vector, DenseVector):

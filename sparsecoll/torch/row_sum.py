@@ -30,6 +30,8 @@ from sparsecoll.transport import Transport
 from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.vector import RowSparse
 
+ROWS = "rows by row_density, which may depend on the step alone"  # what errors call their number if ranks differ
+
 
 @dataclass
 class RowSum(Compressor):
@@ -72,6 +74,7 @@ class RowSum(Compressor):
         self._densities = None if self.density is None else Densities.of(self.density)
         self._residual = Versions(RowSparse.empty(n, math.prod(rest), layout.dtype))
         self._rates = Rates(layout.names, context.rates) if self.follow_lr else None
+        self._alike: dict[str, int] = {}  # what else ranks compare in a call
         if self.momentum and transport.rank == 0:
             warn_of_momentum_of_rows(layout.names[0], self.momentum, context)
 
@@ -103,10 +106,12 @@ class RowSum(Compressor):
         if self._densities is None:
             return _overflowed(acc._divide(self.size)) if self._sends_parts else acc
         with as_row_density():
-            return acc.topk(self._densities.k(acc.n, self.context.step, name))
+            self._alike = {ROWS: self._densities.k(acc.n, self.context.step, name)}
+        return acc.topk(self._alike[ROWS])
 
     def communicate(self, transport: Transport, message: RowSparse) -> Reduction:
         with CollectiveCall(transport, "allreduce", self.timeout) as call:
+            call.signature |= self._alike
             options = CallOptions(value_dtype=self.value_dtype, timeout=self.timeout, nonfinite="pass")
             found = allreduce_rows(call, message, Back(), "auto", options, self.keeps_gradient)
         reduction: Reduction = found if self.keeps_gradient else Reduction(found, found)

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import numbers
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
+ENTRIES = "entries by density, which may depend on the step alone"  # what errors call k if ranks have another one
 RARE = 0.1  # the density below which an entry waits for more than ten steps on average
 
 
 class Schedule(ABC):
     """A density that depends on the step. Derive from this class and define `at` for a schedule of your own.
 
-    `at` is called only for steps that are taken, in any order, and must return the same density on every rank. Ranks
-    compare their schedules by `repr`, which shows the attributes of the object; define `__repr__` if some of them
-    differ between ranks or change from step to step.
+    `at` is called only for steps that are taken, in any order, and must return the same density on every rank: what is
+    no number in (0, 1], or gives another number of entries than on other ranks, is an error on all ranks. Ranks compare
+    their schedules by `repr`, which shows the attributes of the object; define `__repr__` if some of them differ
+    between ranks or change from step to step.
     """
 
     @abstractmethod
@@ -50,9 +53,18 @@ def without_addresses(text: str) -> str:
     return re.sub(r" at 0x[0-9A-Fa-f]+", "", text)
 
 
-def _check(density: float) -> float:
-    if isinstance(density, bool) or not isinstance(density, (int, float)) or not 0 < density <= 1:
-        raise ValueError(f"density: expected in (0, 1], got {density!r}")
+def _check(density: float, schedule: Schedule | None = None, method: str = "") -> float:
+    """Return a density, of the named method of a schedule if there is one.
+
+    Raises:
+        ValueError: It is outside (0, 1].
+        TypeError: It is no number.
+    """
+    source = "" if schedule is None else f" from {method} of {schedule!r}: return the share of the entries as a float"
+    if isinstance(density, bool) or not isinstance(density, numbers.Real):
+        raise TypeError(f"density: expected a number in (0, 1], got {density!r}{source}")
+    if not 0 < density <= 1:
+        raise ValueError(f"density: expected in (0, 1], got {density!r}{source}")
     return float(density)
 
 
@@ -65,6 +77,7 @@ class Constant(Schedule):
 
     Raises:
         ValueError: The density is outside (0, 1].
+        TypeError: It is no number.
     """
 
     density: float
@@ -93,6 +106,7 @@ class WarmUp(Schedule):
 
     Raises:
         ValueError: A density is outside (0, 1], or `steps` or `stages` is below 1.
+        TypeError: A density is no number.
 
     >>> [round(WarmUp(0.001, steps=8).at(step), 4) for step in (0, 2, 4, 6, 8)]
     [0.25, 0.0629, 0.0158, 0.004, 0.001]
@@ -140,6 +154,7 @@ class Densities:
 
         Raises:
             ValueError: A density is outside (0, 1], or the mapping is empty.
+            TypeError: A density is neither a number nor a Schedule.
         """
         if isinstance(density, Mapping):
             if not density:
@@ -168,12 +183,14 @@ class Densities:
             settled: whether to return that of late steps instead, where it is known (default: False).
 
         Raises:
-            ValueError: No pattern matches the name.
+            ValueError: No pattern matches the name, or a schedule returns a density outside (0, 1].
+            TypeError: A schedule returns something else than a number.
         """
         for pattern, schedule in self.rules:
             if pattern is None or (name is not None and fnmatchcase(name, pattern)):
                 end = _settled(schedule) if settled else None
-                return min(length, max(1, round((schedule.at(step) if end is None else end) * length)))
+                density = _check(schedule.at(step), schedule, f"at({step})") if end is None else end
+                return min(length, max(1, round(density * length)))
         raise ValueError(f"density: expected a pattern for every layer, got none for {name!r} (add '*')")
 
 
@@ -182,13 +199,13 @@ def as_row_density() -> Iterator[None]:
     """Context manager: errors name the argument `row_density`."""
     try:
         yield
-    except ValueError as error:
-        raise ValueError(f"row_{error}") from None
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"row_{error}") from None
 
 
 def _settled(schedule: Schedule) -> float | None:
     end = schedule.settles_at()
-    return None if end is None else _check(end)
+    return None if end is None else _check(end, schedule, "settles_at()")
 
 
 def _schedule(density: float | Schedule) -> Schedule:

@@ -36,6 +36,10 @@ class SparseSum(TopK):
     def count(self) -> int:
         return super().count() if self.k is None else self.k
 
+    @property
+    def compared(self) -> dict[str, Any]:
+        return super().compared if self.k is None else {}
+
     def compress(self, acc: Vector) -> Vector:
         if self._algorithm.selector is not None:  # which may pass NaN by
             self.check_finite(acc)

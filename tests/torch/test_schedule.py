@@ -120,6 +120,74 @@ def test_sparse_sgd_takes_a_schedule():
         assert model == results[0][1]
 
 
+class Faulty(Schedule):
+    """Whose third step is wrong."""
+
+    def __init__(self, wrong):
+        self._wrong = wrong
+
+    def __repr__(self):
+        return "Faulty()"
+
+    def at(self, step):
+        return self._wrong if step == 2 else np.float32(0.1)
+
+
+WAYS = {  # what takes a schedule, and what errors call it
+    "topk": (TopK, "entries by density"),
+    "by layer": (lambda density: TopK({"0.*": density, "*": 0.5}), "entries by density"),
+    "randomk": (RandomK, "entries by density"),
+    "dragonn": (lambda density: DRAGONN(density, selective=False), "entries by density"),
+    "rows": (lambda density: TopK(0.1, row_density=density), "rows by row_density"),
+    "SparseSGD": (None, "entries by density"),
+}
+
+
+def steps_of(comm, name, schedule):
+    """Take two steps and try a third one; return what that raises."""
+    make, _ = WAYS[name]
+    torch.manual_seed(0)
+    model = torch.nn.Embedding(50, 4, sparse=True) if name == "rows" else net(dtype=torch.float32)
+    if make is None:
+        optimizer = SparseSGD(model.parameters(), 0.1, comm=comm, density=schedule)
+    else:
+        inner = torch.optim.SGD(model.parameters(), 0.1)
+        optimizer = DistributedOptimizer(inner, model, comm, make(schedule), dense_below=0)
+    rows, inputs, error = torch.arange(30), torch.linspace(0, 1, 24).view(2, 12), None
+    for step in range(3):
+        optimizer.zero_grad()
+        try:
+            x = rows + comm.rank if name == "rows" else inputs * (step + comm.rank)
+            model(x).square().sum().backward()
+            optimizer.step()
+        except Exception as raised:
+            assert error is None and step == 2
+            error = raised
+    return error
+
+
+@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize(
+    ("wrong", "kind"), [(1.5, ValueError), (0, ValueError), (float("nan"), ValueError), (None, TypeError)]
+)
+def test_what_a_schedule_returns_is_checked_on_all_ranks(name, wrong, kind):
+    argument = WAYS[name][1].split()[-1]
+    number = "a number " if kind is TypeError else ""
+    text = f"rank 1: {argument}: expected {number}in (0, 1], got {wrong} from at(2) of Faulty(): return the share"
+    for error in simulate(2, lambda comm: steps_of(comm, name, Faulty(wrong if comm.rank else 0.1))).results:
+        assert type(error) is kind and text in str(error)
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_a_density_that_differs_between_ranks_is_refused_by_name(name):
+    text = f"{WAYS[name][1]}, which may depend on the step alone: expected the same value on all ranks, got "
+    errors = simulate(3, lambda comm: steps_of(comm, name, Faulty(0.5 if comm.rank == 1 else 0.1))).results
+    assert len({str(error) for error in errors}) == 1
+    assert type(errors[0]) is CommunicationError and str(errors[0]).startswith(text)
+    assert "on ranks 0, 2" in str(errors[0])
+    assert simulate(2, lambda comm: steps_of(comm, name, Faulty(0.5))).results == [None, None]
+
+
 def test_sparse_sgd_refuses_a_mapping():
     with pytest.raises(TypeError, match="density: expected a number or a Schedule with SparseSGD, got a mapping"):
         SparseSGD(net().parameters(), density={"*": 0.1})

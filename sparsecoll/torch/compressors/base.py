@@ -13,7 +13,7 @@ import torch
 from sparsecoll.algorithms import Algorithm, Reduction
 from sparsecoll.algorithms.dense import Dense
 from sparsecoll.collectives.allreduce import allreduce_vectors
-from sparsecoll.collectives.options import CallOptions
+from sparsecoll.collectives.options import NOTHING, CallOptions
 from sparsecoll.errors import NonFiniteError
 from sparsecoll.kernels import kernels_of
 from sparsecoll.residual import LazyAccumulator, check_part
@@ -225,12 +225,19 @@ class Compressor(ABC):
             name = self.layout.name_at(index)
             raise NonFiniteError(f"gradient of {name!r}: expected finite values, got NaN or infinity")
 
-    def _reduce(self, transport: Transport, message: Vector, algorithm: Algorithm = DENSE, **options: Any) -> Reduction:
-        """Allreduce what was selected."""
+    def _reduce(
+        self,
+        transport: Transport,
+        message: Vector,
+        algorithm: Algorithm = DENSE,
+        alike: Mapping[str, Any] = NOTHING,
+        **options: Any,
+    ) -> Reduction:
+        """Allreduce what was selected; ranks compare what is `alike`, too."""
         if isinstance(message, SparseVector):
             self.check_finite(message)
         given = self._options_of(algorithm, options)
-        return allreduce_vectors(transport, message, algorithm, given, preselected=True, name=id(algorithm))
+        return allreduce_vectors(transport, message, algorithm, given, True, id(algorithm), alike)
 
     def _options_of(self, algorithm: Algorithm, options: dict[str, Any]) -> CallOptions:
         """Return the options of a call, the same object for the same ones, with which arguments are validated once."""
@@ -242,10 +249,10 @@ class Compressor(ABC):
             self._given[key] = algorithm, CallOptions(timeout=self.timeout, nonfinite="pass", **options)
         return self._given[key][1]
 
-    def _gather(self, transport: Transport, message: Array) -> list[Array]:
-        """Return all ranks' messages of bytes, in rank order."""
+    def _gather(self, transport: Transport, message: Array, alike: Mapping[str, Any] = NOTHING) -> list[Array]:
+        """Return all ranks' messages of bytes, in rank order; ranks compare what is `alike`, too."""
         with CollectiveCall(transport, "compressor", self.timeout) as call:
-            call.signature |= {"compressor": self.describe(), "length": self.layout.length}
+            call.signature |= {**alike, "compressor": self.describe(), "length": self.layout.length}
             call.agree()
             with transport.phase("gather"):
                 blocks = allgatherv(transport, message)

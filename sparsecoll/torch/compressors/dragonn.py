@@ -117,7 +117,7 @@ class DRAGONN(TopK):
         if not self.compressed:
             return self._reduce(transport, message, DENSE)
         assert isinstance(message, SparseVector)
-        return self._gather(transport, self._slots.encode(message, self.value_dtype))
+        return self._gather(transport, self._slots.encode(message, self.value_dtype), self.compared)
 
     def update(self, out: Array, message: Vector, reduced: Any) -> None:
         if not self.compressed:

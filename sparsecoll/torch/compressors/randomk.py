@@ -11,7 +11,7 @@ from sparsecoll.select import Vector
 from sparsecoll.torch.compressors.base import ErrorFeedback, StepContext, write_mean
 from sparsecoll.torch.device import Array
 from sparsecoll.torch.layout import Layout
-from sparsecoll.torch.schedule import Densities, Density
+from sparsecoll.torch.schedule import ENTRIES, Densities, Density
 from sparsecoll.transport import Transport
 from sparsecoll.vector import DenseVector, SparseVector
 
@@ -52,10 +52,11 @@ class RandomK(ErrorFeedback):
 
     def compress(self, acc: Vector) -> SparseVector:
         self.check_finite(acc)  # it may not be drawn for long
-        return self._selector.select(acc, self._densities.k(self.layout.length, self.context.step))
+        self._k = self._densities.k(self.layout.length, self.context.step)
+        return self._selector.select(acc, self._k)
 
     def communicate(self, transport: Transport, message: SparseVector) -> Reduction:
-        return self._reduce(transport, DenseVector(message.values))
+        return self._reduce(transport, DenseVector(message.values), alike={ENTRIES: self._k})
 
     def update(self, out: Array, message: SparseVector, reduced: Reduction) -> None:
         self.contributed(message)

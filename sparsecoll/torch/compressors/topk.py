@@ -19,7 +19,7 @@ from sparsecoll.torch.compressors.rates import Rates
 from sparsecoll.torch.compressors.versions import Versions
 from sparsecoll.torch.device import Array
 from sparsecoll.torch.layout import Layout
-from sparsecoll.torch.schedule import Densities, Density, as_row_density
+from sparsecoll.torch.schedule import ENTRIES, Densities, Density, as_row_density
 from sparsecoll.transport import Transport
 from sparsecoll.vector import DenseVector, SparseVector
 
@@ -186,7 +186,7 @@ class TopK(ErrorFeedback):
         self._algorithm.sync_epoch(self._epoch)
         if self._densities.by_layer:
             return self._layer_by_layer(self.acc.flush())
-        self._k = self.count()
+        self._counts = [self.count()]
         chosen = self._algorithm.select(acc, self._k, self.size)
         # what is selected in the call, perhaps by another rank alone, might leave a NaN behind
         return self._whole() if chosen is acc else chosen
@@ -207,17 +207,25 @@ class TopK(ErrorFeedback):
 
     def _layer_by_layer(self, acc: DenseVector) -> SparseVector:
         """Return the largest entries of each layer."""
-        values, edges, parts = acc.values, self.layout.offsets, []
-        self._k = 0
-        layers = zip(self.layout.names, self._selectors, edges[:-1], edges[1:], strict=True)
-        for name, selector, a, b in layers:
-            k = self._densities.k(b - a, self.context.step, name)
-            self._k += k
+        values, edges, parts, step = acc.values, self.layout.offsets, [], self.context.step
+        layers = list(zip(self.layout.names, edges[:-1], edges[1:], strict=True))
+        self._counts = [self._densities.k(b - a, step, name) for name, a, b in layers]
+        for (_, a, b), selector, k in zip(layers, self._selectors, self._counts, strict=True):
             parts.append(selector.select(DenseVector(values[a:b]), k)._shifted(a, self.layout.length))
         return SparseVector.concatenate(parts)
 
+    @property
+    def _k(self) -> int:
+        """Number of entries that this step selects."""
+        return sum(self._counts)
+
+    @property
+    def compared(self) -> dict[str, Any]:
+        """What ranks compare of what this step selects: a number, or one for each layer."""
+        return {ENTRIES: ", ".join(map(str, self._counts)) if self._densities.by_layer else self._k}
+
     def communicate(self, transport: Transport, message: Vector) -> Reduction:
-        options: dict[str, Any] = {} if self._algorithm.takes_dense else {"k": self._k}
+        options: dict[str, Any] = {} if self._algorithm.takes_dense else {"k": self._k, "alike": self.compared}
         return self._reduce(
             transport, message, self._algorithm, format=self.format, value_dtype=self.value_dtype, **options
         )

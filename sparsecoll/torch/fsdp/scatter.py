@@ -10,7 +10,7 @@ import torch
 
 from sparsecoll import algorithms
 from sparsecoll.algorithms import Algorithm, Reduction
-from sparsecoll.collectives.options import CallOptions
+from sparsecoll.collectives.options import NOTHING, CallOptions
 from sparsecoll.collectives.reduce_scatter import reduce_scatter_vectors
 from sparsecoll.select import Vector
 from sparsecoll.torch.compressors import FP16, Compressor, NoCompression, TopK
@@ -22,13 +22,20 @@ from sparsecoll.vector import DenseVector, SparseVector
 class Scattered(Compressor):
     """What the classes below have in common: the sum of messages is scattered, `allreduce_mean` writes one region."""
 
-    def _reduce(self, transport: Transport, message: Vector, algorithm: Any = None, **options: Any) -> Reduction:
+    def _reduce(
+        self,
+        transport: Transport,
+        message: Vector,
+        algorithm: Any = None,
+        alike: Mapping[str, Any] = NOTHING,
+        **options: Any,
+    ) -> Reduction:
         """Reduce-scatter what was selected."""
         if isinstance(message, SparseVector):
             self.check_finite(message)
         options.pop("k", None)
         return reduce_scatter_vectors(
-            transport, message, CallOptions(timeout=self.timeout, nonfinite="pass", **options)
+            transport, message, CallOptions(timeout=self.timeout, nonfinite="pass", **options), alike
         )
 
 
