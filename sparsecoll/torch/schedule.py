@@ -38,8 +38,7 @@ class Schedule(ABC):
         """Return the density of all late steps; None, the default, if it is not known.
 
         Rank 0 warns of optimizers that do not go with a low density, and `DRAGONN` chooses by it which buckets to
-        compress. If it is None, the density counts as low for the warning, and `DRAGONN` takes that of the step in
-        which it chooses, the first one as a rule.
+        compress. If it is None, the density counts as low for the warning, and `DRAGONN` chooses in every step.
         """
         return None
 
@@ -166,6 +165,11 @@ class Densities:
     def by_layer(self) -> bool:
         """Whether densities are given by layer."""
         return self.rules[0][0] is not None
+
+    @property
+    def settles(self) -> bool:
+        """Whether the density of late steps is known for all layers."""
+        return all(_settled(schedule) is not None for _, schedule in self.rules)
 
     @property
     def rare(self) -> bool:

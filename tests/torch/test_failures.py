@@ -40,8 +40,8 @@ def residuals_are_finite(optimizer):
 class Uncompressed(DRAGONN):
     """What DRAGONN decides where the network is fast."""
 
-    def _pays(self, transport, layout):
-        return False
+    def _pays_up_to(self, transport, layout):
+        return -1
 
 
 DENSE = [TopK(algo="dense"), TopK(algo="dense", momentum=0.9), Uncompressed(), Uncompressed(momentum=0.9)]

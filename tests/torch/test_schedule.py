@@ -1,5 +1,6 @@
 """Schedules of a user's own: which steps they are asked for, how ranks compare them, and where they are taken."""
 
+import json
 import logging
 from dataclasses import dataclass
 
@@ -10,10 +11,12 @@ torch = pytest.importorskip("torch")
 
 from nets import bits, net, parameters, train  # noqa: E402
 from one_bucket import normal, one  # noqa: E402
+from one_bucket import step as one_step  # noqa: E402
 
 from sparsecoll import CommunicationError, Network, simulate  # noqa: E402
 from sparsecoll.torch import Constant, DistributedOptimizer, Schedule, SparseSGD, WarmUp  # noqa: E402
-from sparsecoll.torch.compressors import DRAGONN, RandomK, TopK  # noqa: E402
+from sparsecoll.torch.compressors import DRAGONN, RandomK, StepContext, TopK  # noqa: E402
+from sparsecoll.torch.layout import Layout  # noqa: E402
 
 
 class Table(Schedule):
@@ -76,6 +79,37 @@ def test_dragonn_chooses_by_late_steps_where_they_are_known():
     gradients, network = normal(3, 100_000), Network(1e-3, 1e-5)
     for schedule, expected in ((Table(1.0), False), (Settled(0.001, 1.0), True), (Settled(1.0, 0.001), False)):
         assert [own.compressed for _, own in one(DRAGONN(schedule), gradients, network=network)] == [expected] * 3
+
+
+def test_dragonn_chooses_in_every_step_where_the_end_is_not_known():
+    """A density that begins high; nothing is lost where the choice changes, and a later run chooses alike."""
+    table, gradients = Table(1.0, 0.9, 0.01, 1e-4, 1.0, 0.001), normal(3, 100_000)
+    layout = Layout(0, (100_000,), ("p",), ((100_000,),), np.dtype(np.float32))
+
+    def program(comm):
+        own, later, total, choices = DRAGONN(table), DRAGONN(table), np.zeros(100_000), []
+        own.bind(layout, comm.transport, StepContext())
+        later.bind(layout, comm.transport, StepContext(step=5))
+        for _ in range(6):
+            total += 3 * one_step(own, comm.transport, gradients[comm.rank].copy()).astype(np.float64)
+            choices.append(own.compressed)
+            own.context.step += 1
+        later.load_extra_state(json.loads(json.dumps(own.extra_state())))
+        one_step(later, comm.transport, gradients[comm.rank].copy())
+        return choices, later.compressed, total, own.residual.astype(np.float64)
+
+    results = simulate(3, program, network=Network(1e-3, 1e-5)).results
+    for choices, later, total, _ in results:
+        assert choices == [False, False, True, True, False, True] and later
+        np.testing.assert_allclose(total + sum(r for *_, r in results), 6 * sum(gradients), atol=1e-3)
+
+
+def test_dragonn_counts_the_layers_of_this_step():
+    density = {"p0": Table(1.0, 0.001), "*": 0.001}
+    shapes, network = ((50_000,), (50_000,)), Network(1e-3, 1e-5)
+    for steps, expected in ((1, False), (2, True)):
+        results = one(DRAGONN(density), normal(3, 100_000), steps, shapes, network=network)
+        assert [own.compressed for _, own in results] == [expected] * 3
 
 
 def test_where_schedules_settle():

@@ -34,7 +34,8 @@ class DRAGONN(TopK):
 
     Efficiency-aware tensor selection (equation (1)): a bucket of d values is compressed only if
     T_comp(d) < T_full(d) - T_spr(d). The seconds to compress and to decode a message of its dtype and length are
-    measured when the bucket is created, as are alpha and beta of the communicator:
+    measured when the bucket is created, as are alpha and beta of the communicator. Late steps decide for all, if the
+    schedule of the density tells theirs (see `Schedule.settles_at`); otherwise every step is decided by its own k:
 
         T_full(d) = 2(P-1)(alpha + beta d A / P),  T_spr(d) = (P-1)(alpha + beta gamma d A)
 
@@ -78,36 +79,55 @@ class DRAGONN(TopK):
 
     def bind(self, layout: Layout, transport: Transport, context: StepContext, timeout: float | None = None) -> None:
         super().bind(layout, transport, context, timeout)
-        self.compressed = layout.length > 0 and (not self.selective or self._pays(transport, layout))
+        self.compressed = False
+        self._most = layout.length or -1
+        if self.selective and layout.length:
+            self._most = self._pays_up_to(transport, layout)
 
-    def _pays(self, transport: Transport, layout: Layout) -> bool:
-        """Evaluate equation (1); the same result on every rank."""
+    def _pays_up_to(self, transport: Transport, layout: Layout) -> int:
+        """Return for how many entries at most equation (1) holds, -1 for none; the same on every rank.
+
+        The number of entries of late steps, where it is known, decides for all steps. Otherwise each step has its own
+        answer, by a line through the seconds of few entries and of many.
+        """
+        tuning, P, n = tuning_of(transport), transport.size, layout.length
+        full = 2 * (P - 1) * (tuning.alpha + tuning.beta * n * layout.dtype.itemsize / P)
+        if self._densities.settles:
+            return n if self._seconds(transport, layout, self._late_entries(layout)) < full else -1
+        few, many = 1, max(2, n // 10)
+        low, high = (self._seconds(transport, layout, k) for k in (few, many))
+        if low >= full:
+            return -1
+        slope = max(high - low, 0.0) / (many - few)
+        return n if low + slope * n < full else int(few + (full - low) / slope)
+
+    def _seconds(self, transport: Transport, layout: Layout, k: int) -> float:
+        """Return T_comp + T_spr for k entries of a bucket, the same on every rank; collective."""
         tuning, P = tuning_of(transport), transport.size
         gradient = asarray_like(
             np.random.default_rng(0).standard_normal(layout.length).astype(layout.dtype), layout.zeros()
         )
         vector, out, selector = DenseVector(gradient), DenseVector(layout.zeros()), select.SampledThreshold()
-        k = self._entries(layout)
         form = Slots(k)
         message = form.encode(form.roundtrip(selector.select(vector, k)))
         encode = measured(transport, lambda: form.encode(form.roundtrip(selector.select(vector, k))), layout.device)
         decode = measured(transport, lambda: formats.add_into(out, [message]), layout.device)
         cost = float(allgather(transport, np.array([encode + P * decode])).max())
-        full = 2 * (P - 1) * (tuning.alpha + tuning.beta * gradient.nbytes / P)
-        return bool(cost < full - (P - 1) * (tuning.alpha + tuning.beta * message.size))
+        return cost + (P - 1) * (tuning.alpha + tuning.beta * message.size)
 
-    def _entries(self, layout: Layout) -> int:
-        """Return k of late steps, or of this one where that is not known."""
+    def _late_entries(self, layout: Layout) -> int:
+        """Return k of late steps."""
         step, edges = self.context.step, layout.offsets
         if not self._densities.by_layer:
             return self._densities.k(layout.length, step, settled=True)
         parts = zip(layout.names, edges[:-1], edges[1:], strict=True)
         return max(sum(self._densities.k(b - a, step, name, True) for name, a, b in parts), 1)
 
-    def compress(self, acc: Vector) -> Vector:
+    def _selected(self, acc: Vector) -> Vector:
+        self.compressed = self._k <= self._most
         if not self.compressed:
             return self._whole()
-        chosen = super().compress(acc)
+        chosen = super()._selected(acc)
         assert isinstance(chosen, SparseVector)
         self.check_finite(chosen)
         self._slots = Slots(max(self._k, 1), mix(self.seed, self.context.step))
@@ -115,7 +135,7 @@ class DRAGONN(TopK):
 
     def communicate(self, transport: Transport, message: Vector) -> Any:
         if not self.compressed:
-            return self._reduce(transport, message, DENSE)
+            return self._reduce(transport, message, DENSE, self.compared)
         assert isinstance(message, SparseVector)
         return self._gather(transport, self._slots.encode(message, self.value_dtype), self.compared)
 
@@ -132,8 +152,9 @@ class DRAGONN(TopK):
         np.divide(out, self.size, out=out)
 
     def extra_state(self) -> dict[str, Any]:
-        return super().extra_state() | {"compressed": self.compressed}
+        return super().extra_state() | {"compressed": self._most}
 
     def load_extra_state(self, state: dict[str, Any]) -> None:
         super().load_extra_state(state)
-        self.compressed = state["compressed"]
+        most = state["compressed"]  # True or False in states of an older version
+        self._most = (self.layout.length or -1 if most else -1) if isinstance(most, bool) else most

@@ -184,9 +184,21 @@ class TopK(ErrorFeedback):
         if self._algorithm.takes_dense:
             return self._whole()
         self._algorithm.sync_epoch(self._epoch)
+        self._counts = self._entries()
+        return self._selected(acc)
+
+    def _entries(self) -> list[int]:
+        """Return the number of entries to select in this step, or those of each layer."""
+        if not self._densities.by_layer:
+            return [self.count()]
+        edges, step = self.layout.offsets, self.context.step
+        layers = zip(self.layout.names, edges[:-1], edges[1:], strict=True)
+        return [self._densities.k(b - a, step, name) for name, a, b in layers]
+
+    def _selected(self, acc: Vector) -> Vector:
+        """Return what this rank sends, of as many entries as were counted."""
         if self._densities.by_layer:
             return self._layer_by_layer(self.acc.flush())
-        self._counts = [self.count()]
         chosen = self._algorithm.select(acc, self._k, self.size)
         # what is selected in the call, perhaps by another rank alone, might leave a NaN behind
         return self._whole() if chosen is acc else chosen
@@ -207,10 +219,8 @@ class TopK(ErrorFeedback):
 
     def _layer_by_layer(self, acc: DenseVector) -> SparseVector:
         """Return the largest entries of each layer."""
-        values, edges, parts, step = acc.values, self.layout.offsets, [], self.context.step
-        layers = list(zip(self.layout.names, edges[:-1], edges[1:], strict=True))
-        self._counts = [self._densities.k(b - a, step, name) for name, a, b in layers]
-        for (_, a, b), selector, k in zip(layers, self._selectors, self._counts, strict=True):
+        values, edges, parts = acc.values, self.layout.offsets, []
+        for selector, k, a, b in zip(self._selectors, self._counts, edges[:-1], edges[1:], strict=True):
             parts.append(selector.select(DenseVector(values[a:b]), k)._shifted(a, self.layout.length))
         return SparseVector.concatenate(parts)
 
