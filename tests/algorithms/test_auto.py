@@ -275,10 +275,10 @@ def test_nothing_is_tried_again_after_a_failed_call_or_with_given_costs(tried, t
 
 
 def test_a_rank_sends_entries_early_once_a_trial_was_for_allgather(tried, monkeypatch):
-    """Also a rank with fewer entries than the fullest, by whose number of entries the choice is made."""
+    """Where its number of entries is about that of the fullest rank, by which the choice is made."""
     monkeypatch.setattr(trial, "_seconds", lambda channel, name, x, k: float(name != "allgather"))
     monkeypatch.setattr(importlib.import_module("sparsecoll.algorithms.auto.auto"), "_sends_early", lambda *_: False)
-    vectors = [SparseVector(LONG.indices[:k], LONG.values[:k], LONG.length) for k in (1000, 5000)]
+    vectors = [SparseVector(LONG.indices[:k], LONG.values[:k], LONG.length) for k in (5050, 5080)]
 
     def program(comm):
         auto, phases = Auto(), []

@@ -89,7 +89,6 @@ class Auto(Algorithm):
     tuning: Tuning | None = None
     _algorithms: dict[str, Algorithm] = field(default_factory=dict, init=False, repr=False, compare=False)
     _chosen: dict[Class, str] = field(default_factory=dict, init=False, repr=False, compare=False)
-    _early: dict[Class, bool] = field(default_factory=dict, init=False, repr=False, compare=False)  # of this rank's nnz
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -152,10 +151,10 @@ class Auto(Algorithm):
         transport, key = channel.transport, self._class(channel, x, x.nnz)
         given = self._given(transport)
         tuning = given or transport.tuning or self._usual(transport)
-        sends = self._early.get(key)
-        if sends is None:
-            sends = _sends_early(key, transport.one_node, tuning, given is not None, transport.tuning is not None)
-        if not sends:
+        chosen, known = self._chosen.get(key), (given is not None, transport.tuning is not None)
+        if chosen is None and _sends_early(key, transport.one_node, tuning, *known):
+            chosen = "allgather"
+        if chosen != "allgather":
             return np.empty(AGREEMENT_BYTES, np.uint8)
         return ALLGATHER.early(self._with_format(channel, tuning), x)
 
@@ -189,8 +188,6 @@ class Auto(Algorithm):
         chosen = self._chosen.get(key) or self._choose(channel, x, k, key, tuning)
         if len(self._chosen) < MAX_CHOICES:
             self._chosen[key] = chosen
-        if len(self._early) < MAX_CHOICES:
-            self._early[self._class(channel, x, x.nnz)] = chosen == "allgather"
         return chosen, self._with_format(channel, tuning)
 
     def _algorithm(self, name: str) -> Algorithm:
