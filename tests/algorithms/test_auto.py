@@ -256,6 +256,13 @@ def test_trials_end_when_their_time_is_over(tried, monkeypatch):
     assert len(tried) == 2 * 3 * 3
 
 
+def test_a_trial_that_takes_longer_than_predicted_ends_and_decides_nothing(tried, monkeypatch):
+    times = {"dynamic": 0.3, "halving": 0.1, "allgather": 0.1}
+    monkeypatch.setattr(trial, "_seconds", lambda _, name, x, k: tried.append(name) or times[name])
+    assert simulate(2, lambda comm: trying(comm)()).results == [["dynamic"]] * 2
+    assert len(tried) == 2 * 3
+
+
 def test_nothing_is_tried_again_after_a_failed_call_or_with_given_costs(tried, tmp_path, monkeypatch):
     def program(comm):
         chosen = trying(comm)
@@ -276,7 +283,7 @@ def test_nothing_is_tried_again_after_a_failed_call_or_with_given_costs(tried, t
 
 def test_a_rank_sends_entries_early_once_a_trial_was_for_allgather(tried, monkeypatch):
     """Where its number of entries is about that of the fullest rank, by which the choice is made."""
-    monkeypatch.setattr(trial, "_seconds", lambda channel, name, x, k: float(name != "allgather"))
+    monkeypatch.setattr(trial, "_seconds", lambda channel, name, x, k: (name != "allgather") / 100)
     monkeypatch.setattr(importlib.import_module("sparsecoll.algorithms.auto.auto"), "_sends_early", lambda *_: False)
     vectors = [SparseVector(LONG.indices[:k], LONG.values[:k], LONG.length) for k in (5050, 5080)]
 

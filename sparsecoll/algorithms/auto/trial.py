@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 
 import numpy as np
+from numpy.typing import NDArray
 
 from sparsecoll.algorithms.auto.costmodel import CHOICES
 from sparsecoll.transport.channel import Channel
@@ -14,7 +15,7 @@ from sparsecoll.vector import SparseVector
 
 CLOSE = 1.4  # predictions are wrong by up to so much: one that is longer by less may be of the fastest algorithm
 TURNS = 4  # at most so many, of which the shortest counts: the first one also asks for memory
-FEWEST = 2  # turns without which there is no trial
+FEWEST = 2  # turns without which a trial decides nothing
 SECONDS = 0.2  # all trials of the same processes together
 GAIN = 0.95  # an algorithm must be so much faster than the predicted one to be taken instead
 LONGER = 2.0  # times as long as predicted a trial is assumed to take
@@ -53,26 +54,31 @@ def fastest(
         return names[0]
     tried = repr((call, names))
     if tried not in known.trials:
-        turns = int((SECONDS - known.trial_seconds) / (LONGER * sum(predicted[name] for name in names)))
+        left = SECONDS - known.trial_seconds
+        turns = int(left / (LONGER * sum(predicted[name] for name in names)))
         if turns < FEWEST:
             return names[0]
-        name, seconds = _tried(channel, x, k, names, [saved.get(name, 0.0) for name in names], min(turns, TURNS))
+        gains = [saved.get(name, 0.0) for name in names]
+        name, seconds = _tried(channel, x, k, names, gains, min(turns, TURNS), left)
         known = Measured(known.tuning, known.trials | {tried: name}, known.trial_seconds + seconds)
         channel.transport.known = channel.transport.measured = known
     return known.trials[tried]
 
 
 def _tried(
-    channel: Channel, x: SparseVector, k: int, names: list[str], saved: list[float], turns: int
+    channel: Channel, x: SparseVector, k: int, names: list[str], saved: list[float], turns: int, left: float
 ) -> tuple[str, float]:
     """Return the fastest of these algorithms, the first one unless another is much faster, and the seconds of all."""
     transport = channel.transport
+    slowest: list[NDArray[np.float64]] = []
     with transport.set_up():
-        times = np.array([[_seconds(channel, name, x, k) for name in names] for _ in range(turns)])
-        slowest = np.max(np.split(allgather(transport, times.ravel()), transport.size), axis=0).reshape(times.shape)
-    least = slowest.min(axis=0) - saved
+        while len(slowest) < turns and np.sum(slowest) < left:
+            own = np.array([_seconds(channel, name, x, k) for name in names])
+            slowest.append(allgather(transport, own).max(axis=0))
+    least = np.min(slowest, axis=0) - saved
     best = int(least.argmin())
-    return names[best if least[best] < GAIN * least[0] else 0], float(slowest.sum())
+    decides = len(slowest) >= FEWEST and least[best] < GAIN * least[0]
+    return names[best if decides else 0], float(np.sum(slowest))
 
 
 def _seconds(channel: Channel, name: str, x: SparseVector, k: int) -> float:
