@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from sparsecoll.torch.calls import collective
 from sparsecoll.torch.compressors import StepContext
@@ -46,27 +47,36 @@ class Profiler:
     def note(self, transport: Transport, end: float, seconds: list[float], timeout: float | None) -> None:
         """Measure a step, if it is to be measured; the last one gives `StepContext.ccr`. Collective.
 
-        A reduction is timed by the rank that came to it last.
+        A reduction is timed by the rank that came to it last. Measuring begins anew if the number of buckets changes.
 
         Args:
-            end: when the last gradient came, by time.perf_counter.
+            end: when the last gradient came, by time.perf_counter; 0 if that is not known.
             seconds: of the reductions, by bucket.
         """
         if not self.active:
             return
         begin = self._stepped + (end - self._stepped) / 3 if self._begin is None else self._begin
+        if self._rows and len(self._rows[-1]) != 1 + len(seconds):
+            self._rows.clear()
         self._rows.append([max(end - begin, 0.0), *seconds])
         if len(self._rows) < STEPS.stop:
             return
-        own = np.median(np.array(self._rows[STEPS]), axis=0)
+        measured = np.array(self._rows[STEPS])
+        own = np.median(measured, axis=0)
+        own[0] = np.median(_known(measured[:, 0]))
         rows = collective(transport, "profile", timeout, lambda _: allgather(transport, own))
-        compute = float(rows[:, 0].mean())
+        compute = float(_known(rows[:, 0]).mean())
         self._context.ccr = float(rows[:, 1:].min(axis=0).sum()) / compute if compute > 0 else 1.0
 
     def close(self) -> None:
         """Remove the hook from the model."""
         if self._handle is not None:
             self._handle.remove()
+
+
+def _known(seconds: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the seconds of back-propagation that are known, which are not 0; one 0 if none are."""
+    return seconds[seconds > 0] if (seconds > 0).any() else np.zeros(1)
 
 
 def _forward(profiler: weakref.ref[Profiler], *_: Any) -> None:

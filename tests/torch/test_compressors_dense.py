@@ -24,6 +24,7 @@ from sparsecoll.torch.compressors import (  # noqa: E402
     resolve,
 )
 from sparsecoll.torch.layout import Layout  # noqa: E402
+from sparsecoll.torch.profiler import Profiler  # noqa: E402
 
 
 @pytest.mark.parametrize(
@@ -215,6 +216,44 @@ def test_covap_measures_its_interval_the_same_on_all_ranks():
 
     results = simulate(3, program).results
     assert len({str(r) for r in results}) == 1 and results[0][0] > 0
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_covap_measures_anew_if_layers_are_unfrozen_meanwhile(overlap):
+    """The number of buckets changes; it raised in every step from then on."""
+
+    def program(comm):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*[torch.nn.Linear(20, 20) for _ in range(4)])
+        inner = torch.optim.SGD(model.parameters(), 0.1)
+        settings = {"bucket_bytes": 2000, "overlap": overlap, "verify": 1}
+        optimizer = DistributedOptimizer(inner, model.named_parameters(), comm, "covap", **settings)
+        found = []
+        for turn in range(14):
+            for p in model[:2].parameters():
+                p.requires_grad_(turn >= 4)
+            optimizer.zero_grad()
+            model(torch.randn(4, 20) + comm.rank).square().mean().backward()
+            optimizer.step()
+            found.append(optimizer.state_dict()["sparsecoll"]["ccr"])
+        return found, bits(model)
+
+    results = simulate(3, program).results
+    assert len({str(r) for r in results}) == 1
+    ratios = results[0][0]
+    assert ratios[9] is None and ratios[-1] > 0
+
+
+def test_the_profiler_leaves_out_steps_whose_last_gradient_is_not_known():
+    def program(comm):
+        context = StepContext()
+        profiler = Profiler(None, context, True)
+        for turn in range(7):
+            profiler._begin = 1.0
+            profiler.note(comm.transport, 0.0 if turn in (2, 3, 4) or comm.rank == 1 else 3.0, [1.0, 2.0], None)
+        return context.ccr
+
+    assert simulate(3, program).results == [1.5] * 3
 
 
 @pytest.mark.parametrize(("ccr", "most", "interval"), [(0.3, 16, 1), (2.1, 16, 3), (583.0, 16, 16), (583.0, 600, 583)])
