@@ -16,7 +16,7 @@ from sparsecoll.torch.guards import refuse_wrapped
 from sparsecoll.torch.layout import takes_part
 from sparsecoll.torch.optimizer import DistributedOptimizer, Wrapper, of_optimizer
 from sparsecoll.torch.options import check_integer
-from sparsecoll.torch.state import STATE
+from sparsecoll.torch.state import STATE, is_trial_step
 from sparsecoll.torch.tensors import Named, check_buffers, check_whole, describe, model_of, named
 from sparsecoll.torch.timeline import Timeline
 from sparsecoll.transport import as_transport
@@ -175,6 +175,8 @@ class LocalOptimizer(Wrapper):
                 not look, which would take another pass over memory: the parameter is then so on all ranks.
             CommunicationError: The mean failed on some rank; the shared parameters and residuals are as before.
         """
+        if is_trial_step(self):
+            return self.optimizer.step()
         self._begin()
         result = self.optimizer.step() if closure is None else self.optimizer.step(closure)
         self._since += 1

@@ -16,7 +16,7 @@ from sparsecoll.torch.engine import Engine
 from sparsecoll.torch.grad_scaler import calling_scaler
 from sparsecoll.torch.guards import refuse_wrapped
 from sparsecoll.torch.options import Options
-from sparsecoll.torch.state import STATE
+from sparsecoll.torch.state import STATE, is_trial_step
 from sparsecoll.torch.tensors import Named, model_of, named
 from sparsecoll.torch.timeline import Timeline
 from sparsecoll.transport import as_transport
@@ -237,6 +237,9 @@ class DistributedOptimizer(Wrapper):
                 pass that on. The step is not taken.
             CommunicationError: A reduction failed, or an earlier step failed on another rank.
         """
+        if is_trial_step(self):
+            with self._engine.stepping():
+                return self.optimizer.step()
         if closure is None:
             self._engine.before_step()
             return self._stepped(None)

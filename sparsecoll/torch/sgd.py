@@ -24,7 +24,7 @@ from sparsecoll.torch.rounds import JOINED, Round, Row
 from sparsecoll.torch.schedule import Density, Schedule
 from sparsecoll.torch.sgd_options import check_group, common, compressor_of, names_of
 from sparsecoll.torch.sparse_sum import SparseSum, Update, updates
-from sparsecoll.torch.state import STATE
+from sparsecoll.torch.state import STATE, is_trial_step
 from sparsecoll.torch.tensors import model_of
 from sparsecoll.torch.timeline import Timeline
 from sparsecoll.transport import as_transport
@@ -227,6 +227,8 @@ class SparseSGD(torch.optim.Optimizer):
             CommunicationError: On every rank, if the reduction failed, a closure raised on some rank, or learning
                 rates, steps or (with `verify`) bits differ.
         """
+        if is_trial_step(self):
+            return None
         loss = None if closure is None else mean_loss(self._replica.transport, closure, self._replica.patience)
         scaler, self._scaler = self._scaler, None
         scaling = None if scaler is None else Scaling(self, scaler)

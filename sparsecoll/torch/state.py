@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -14,7 +15,24 @@ from sparsecoll.transport import Transport
 STATE = "sparsecoll"  # key of the library's own part of a state_dict, which has at least these keys
 KEYS = frozenset({"rank", "size", "compressor", "replicated", "step", "ccr", "order", "tensors", "buckets"})
 UNNAMED = ": pass the model to HookState, both where the state is saved and where it is loaded"
+CHECKPOINT = "torch.distributed.checkpoint.state_dict"  # torch's module of get_state_dict and set_state_dict
 Tensors = dict[str, dict[str, torch.Tensor]]
+
+
+def is_trial_step(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether torch.distributed.checkpoint takes this step, for an optimizer without state to make its own.
+
+    Its functions do so with gradients of zero and lr = 0, on all ranks, before they save or load. They expect that
+    nothing else comes of it: no step counts, and residuals are not sent.
+    """
+    if any(group.get("lr") != 0 for group in optimizer.param_groups):
+        return False
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code.co_name == "_init_optim_state" and frame.f_globals.get("__name__") == CHECKPOINT:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def collect(compressors: Iterable[Compressor], parked: Tensors) -> Tensors:

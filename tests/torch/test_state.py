@@ -10,10 +10,11 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from nets import P, batch, bits, loss_of, net, parameters, residuals, train  # noqa: E402
+from torch.distributed.checkpoint.state_dict import _init_optim_state  # noqa: E402
 
 import sparsecoll.torch  # noqa: E402
 from sparsecoll import simulate  # noqa: E402
-from sparsecoll.torch import DistributedOptimizer, SparseSGD, redistribute  # noqa: E402
+from sparsecoll.torch import DistributedOptimizer, SparseSGD, WarmUp, redistribute  # noqa: E402
 from sparsecoll.torch.compressors import ACPSGD, COVAP, Compressor, OkTopk, PowerSGD, RandomK, TopK  # noqa: E402
 
 ALGORITHM = sparsecoll.OkTopk(tau=3, tau_prime=4)
@@ -342,3 +343,60 @@ def test_a_file_that_torch_cannot_load_is_named(tmp_path, content):
         sparsecoll.torch.load(path)
     with pytest.raises(OSError, match=str(tmp_path)):
         sparsecoll.torch.load(tmp_path)
+
+
+def local(comm, model):
+    return sparsecoll.torch.LocalOptimizer(
+        torch.optim.SGD(model.parameters(), 0.1), model, comm, every=2, compressor=TopK(0.1)
+    )
+
+
+def scheduled(comm, model):
+    return SparseSGD(model.parameters(), 0.1, comm=comm, density=WarmUp(0.05, steps=8))
+
+
+def views(comm, model):
+    inner = torch.optim.SGD(model.parameters(), 0.1)
+    return DistributedOptimizer(inner, model.named_parameters(), comm, TopK(0.1), gradient_as_bucket_view=True)
+
+
+@pytest.mark.parametrize("make", [sparse, scheduled, wrapped, views, local])
+def test_the_step_that_torchs_checkpoints_take_changes_nothing(make):
+    """They take one with lr = 0 and gradients of zero if the optimizer has no state: residuals were sent and lost."""
+
+    def program(comm, saves):
+        model = net()
+        optimizer = make(comm, model)
+        found = []
+        for step in range(6):
+            loss_of(model, batch(comm.rank, step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if saves:
+                _init_optim_state(optimizer)
+            found.append((bits(model), str(optimizer.state_dict()["sparsecoll"])))
+        return found
+
+    assert (
+        simulate(3, lambda comm: program(comm, True)).results == simulate(3, lambda comm: program(comm, False)).results
+    )
+
+
+def test_the_step_that_torchs_checkpoints_take_leaves_tables_sparse_and_makes_state():
+    def program(comm):
+        table = torch.nn.Embedding(50, 4, sparse=True)
+        inner = torch.optim.SGD(table.parameters(), 0.1)
+        optimizer = DistributedOptimizer(inner, table.named_parameters(), comm, "none")
+        sparse = []
+        for _ in range(3):
+            table(torch.tensor([comm.rank, 5])).sum().backward()
+            optimizer.step()
+            sparse.append(table.weight.grad.is_sparse)
+            optimizer.zero_grad()
+            _init_optim_state(optimizer)
+        model = net()
+        adam = DistributedOptimizer(torch.optim.AdamW(model.parameters()), model.named_parameters(), comm, "none")
+        _init_optim_state(adam)
+        return sparse, len(adam.state), optimizer.state_dict()["sparsecoll"]["step"]
+
+    assert simulate(2, program).results == [([True] * 3, len(list(net().parameters())), 3)] * 2
