@@ -126,6 +126,8 @@ def main() -> None:
     arguments = parser.parse_args()
     sparsecoll.torch.init_process_group()  # the processes of torchrun, or those of mpirun
     torch.set_num_threads(1)
+    if arguments.steps < 3:
+        parser.error(f"--steps: expected at least 3, got {arguments.steps}")
     train(as_transport(None), arguments.text, arguments.steps)
     dist.destroy_process_group()
 

@@ -120,7 +120,8 @@ def redistribute(states: Sequence[Mapping[str, Any]], rank: int, size: int) -> d
     and boundaries are found again.
 
     Args:
-        states: list of the `state_dict()` of all ranks 0, 1, ... of a DistributedOptimizer, SparseSGD or HookState.
+        states: list of the `state_dict()` of all ranks 0, 1, ... of a DistributedOptimizer, SparseSGD, LocalOptimizer
+            or HookState.
         rank: the new rank whose state is returned, 0 to size - 1.
         size: new number of ranks.
 

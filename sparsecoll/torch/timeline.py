@@ -16,11 +16,11 @@ from sparsecoll.telemetry import trace
 
 
 class Timeline:
-    """Records spans of time; pass one to DistributedOptimizer, SparseSGD or HookState as `timeline`.
+    """Records spans of time; pass one as `timeline` to a wrapper, a HookState or `sparsecoll.torch.fsdp.attach`.
 
-    The trace has a row per thread: "back-propagation" on the training thread, and on the progress thread one span per
-    bucket, with nested spans by kind of work (select, encode, decode, merge, dense, wait). A span takes some 200 bytes
-    of memory until `clear`.
+    The trace has a row per thread: on the progress thread one span per bucket, with nested spans by kind of work
+    (select, encode, decode, merge, dense, wait), and on the training thread, with DistributedOptimizer alone,
+    "back-propagation", from the first gradient to the last one. A span takes some 200 bytes of memory until `clear`.
 
     Args:
         rank: process number in the trace (default: 0).
