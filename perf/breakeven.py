@@ -32,7 +32,6 @@ from sparsecoll.cli import bench
 from sparsecoll.transport import as_transport, default_comm
 from sparsecoll.transport.call import AGREEMENT_BYTES
 from sparsecoll.transport.channel import Channel
-from sparsecoll.transport.network import Measured
 
 CHOICES = [name for name in costmodel.CHOICES if name != "oktopk"]  # which gives the top k of the sum
 FEWEST, MOST = 5, 199  # timed calls of each
@@ -78,7 +77,6 @@ def points(comm: Any, lengths: list[int], densities: list[float], seconds: float
             auto = Auto()
             calls += [(_allreduce(comm, auto), entries), (_mpi_allreduce(comm, n), AsDense(entries))]
             each = seconds / len(calls) / 2  # a timed call comes after one that is not
-            transport.known = Measured(tuning)  # trials as in a program with calls of this kind alone
             once = in_turns(transport, calls, repeat=1, warm=0)
             repeats = [min(max(round(each / took), FEWEST), MOST) for took in once]
             times = times_in_turns(transport, calls, repeats, warm=1)

@@ -43,13 +43,9 @@ class Allgather(Algorithm):
     _edges: list[int] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def early(self, channel: Channel, x: SparseVector) -> Buffer | None:
-        if not self.sends_at_once(channel, x, x.nnz):
+        if self._stages(channel, x, x.nnz) > 1:
             return np.empty(AGREEMENT_BYTES, np.uint8)
         return channel.format.encode(x, channel.value_dtype, room=AGREEMENT_BYTES)
-
-    def sends_at_once(self, channel: Channel, x: SparseVector, k: int) -> bool:
-        """Return whether k entries like those of x go in one message, which may be sent early."""
-        return self._stages(channel, x, k) == 1
 
     def __call__(self, channel: Channel, x: SparseVector, k: int) -> Reduction:
         stages = self._stages(channel, x, k)

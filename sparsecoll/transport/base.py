@@ -20,7 +20,7 @@ from sparsecoll.errors import CommunicationError
 from sparsecoll.formats import Buffer
 from sparsecoll.telemetry.trace import span
 from sparsecoll.telemetry.traffic import Counts, Traffic
-from sparsecoll.transport.network import Measured, Tuning
+from sparsecoll.transport.network import Tuning
 
 T = TypeVar("T")
 
@@ -61,8 +61,8 @@ class Transport(ABC):
         one_node: whether all ranks are on one machine, the same on all of them.
         native_sums: whether there may be an `allreduce` of the network's own.
         gpu_direct: whether messages in GPU memory are sent without a copy in host memory.
-        measured: what was measured last, which other ranks need not have.
-        known: what was measured and all ranks have, see `algorithms.auto.tune`; None if there is nothing.
+        measured: the last measured costs, which other ranks need not have.
+        tuning: measured costs that all ranks have, see `algorithms.auto.tune`; None if there are none.
         nodes: the ranks on each node, see `collectives.node_members`; None if not known yet.
         groups: transports of some of the ranks, see `group.group`.
         sharers: weak references to the objects that make calls by themselves, by number.
@@ -83,7 +83,7 @@ class Transport(ABC):
     native_sums = False
     gpu_direct = True
     cure = ""
-    measured: Measured | None
+    measured: Tuning | None
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
@@ -91,7 +91,7 @@ class Transport(ABC):
         self.traffic = Traffic()
         self.timeout: float | None = None
         self.measured = None
-        self.known: Measured | None = None
+        self.tuning: Tuning | None = None
         self.nodes: list[list[int]] | None = None
         self.groups: dict[tuple[int, ...], Transport] = {}
         self.sharers: dict[int, Any] = {}
@@ -117,15 +117,10 @@ class Transport(ABC):
     def reset(self) -> None:
         """Discard what the ranks have found out together; after a failed call, only some of them may have it."""
         self.agreed.clear()
-        self.nodes = self.known = None
+        self.nodes = self.tuning = None
         for group in self.groups.values():
             group.reset()
         self.epoch += 1
-
-    @property
-    def tuning(self) -> Tuning | None:
-        """Measured costs that all ranks have; None if there are none."""
-        return None if self.known is None else self.known.tuning
 
     def in_order(self, function: Callable[[], T]) -> T:
         """Execute a blocking call after earlier nonblocking ones; immediately if it is made within one of them."""

@@ -183,21 +183,6 @@ class Tuning:
             raise ValueError(f"{path}: expected the numbers {names} ({error})") from None
 
 
-@dataclass(frozen=True)
-class Measured:
-    """What has been measured on a communicator and serves others of the same processes.
-
-    Args:
-        tuning: the costs.
-        trials: dict from what was tried to the fastest algorithm, see `algorithms.auto.trial`.
-        trial_seconds: how long the trials took.
-    """
-
-    tuning: Tuning
-    trials: dict[str, str] = field(default_factory=dict)
-    trial_seconds: float = 0.0
-
-
 def given_tuning(transport: Transport) -> Tuning | None:
     """Return the costs that need no measurement: those in the file of SPARSECOLL_TUNING, or the simulator's.
 

@@ -11,7 +11,6 @@ import sparsecoll
 from sparsecoll import Network, SparCML, SparseVector, Tuning, simulate
 from sparsecoll.algorithms import sparcml
 from sparsecoll.algorithms.primitives import estimates
-from sparsecoll.transport.network import Measured
 
 VARIANTS = ["recursive_double", "split_allgather", "dynamic"]
 
@@ -156,7 +155,7 @@ def test_auto_takes_the_measured_network_where_it_is_known():
 
     def program(comm, known):
         x = np.random.default_rng(comm.rank).standard_normal(100_000).astype(np.float32)
-        comm.transport.known = Measured(Tuning(alpha=1e-7, beta=8e-9)) if known else None
+        comm.transport.tuning = Tuning(alpha=1e-7, beta=8e-9) if known else None
         y = sparsecoll.allreduce(comm, x, "sparcml", k=4000, return_reduction=True)
         return "split" in y.traffic.phases
 

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 
 from sparsecoll import formats
-from sparsecoll.algorithms.allgather import Allgather
-from sparsecoll.algorithms.auto import costmodel, overlap, trial
+from sparsecoll.algorithms.auto import costmodel, overlap
 from sparsecoll.algorithms.auto.costmodel import CHOICES, Shape
 from sparsecoll.algorithms.auto.tune import tuning_of
 from sparsecoll.algorithms.base import Algorithm, Reduction, check_order
@@ -34,7 +33,7 @@ UNIFORM = 0.9  # an estimate from which uniform supports differ by less is taken
 K_STEPS = 32  # choices depend on k rounded to one of so many steps per factor of e
 MAX_CHOICES = 4096  # number of choices that an object stores
 
-ALLGATHER = Allgather()  # without state in calls that are sent early
+ALLGATHER = CHOICES["allgather"]()  # without state in calls that are sent early
 
 Class = tuple[int, int, int, int, bool]  # n, k rounded, P, bytes of a value on the wire, `Shape.native`
 
@@ -51,23 +50,16 @@ class Auto(Algorithm):
     2. If the call is predicted to take at least ten times as long as sampling the supports, sample the indices to find
        out how much supports overlap and how unevenly entries are distributed (`overlap.estimate`), and predict again.
        Otherwise assume uniform supports.
-    3. If other algorithms are predicted to take less than 1.4 times as long, and the call takes more than 1 ms, try
-       them on these entries, two to four times each, and let the shortest time decide (`trial.fastest`). All trials of
-       the same processes together take some 0.2 s; then predictions decide.
-    4. Run the fastest. If the caller did not set the format, messages use the one that takes the least time to encode
+    3. Run the fastest. If the caller did not set the format, messages use the one that takes the least time to encode
        and send.
-
-    Nothing is measured and nothing is tried with given costs (`tuning` or SPARSECOLL_TUNING), nor on the simulator.
 
     In a short call without k and density, ranks for whose number of entries `allgather` is predicted to be the fastest,
     with the messages that compare arguments saved, send their entries with them; if all do, the rest is `allgather`'s.
 
     The same input gives the same bits in every repetition on a communicator: a choice depends on n, k (or the ranks'
-    numbers of entries), P, the bytes of a value, the indices, costs that are fixed before the first choice that uses
-    them, and trials whose outcome the communicator keeps. An object keeps the choice of the first call of each class
-    (n, k to within 3 %, P, bytes of a value) until a call fails. All ranks have the same numbers, so all make the same
-    choice. Another run of the program measures anew, and where two algorithms take nearly the same time, it may choose
-    the other one, whose sums differ in their last bits: to repeat them, give the costs or name the algorithm.
+    numbers of entries), P, the bytes of a value, the indices, and costs that are fixed before the first choice that
+    uses them. An object keeps the choice of the first call of each class (n, k to within 3 %, P, bytes of a value)
+    until a call fails. All ranks have the same numbers, so all make the same choice.
 
     Args:
         k: as in `sparsecoll.Algorithm`.
@@ -104,17 +96,13 @@ class Auto(Algorithm):
         """Whether the result is not a top k."""
         return self.want == "exact_sum"
 
-    def _given(self, transport: Transport) -> Tuning | None:
-        """Return the costs that need no measurement; None if there are none."""
-        return self.tuning or given_tuning(transport)
-
     def predictions(self, shape: Shape, tuning: Tuning) -> dict[str, float]:
         """Return the predicted seconds of each choice."""
         return _exact(shape, tuning) if self.want == "exact_sum" else dict(costmodel.seconds(shape, tuning))
 
     def costs(self, transport: Transport, shape: Shape) -> Tuning:
         """Return the costs with which a call of this shape is predicted."""
-        given = self._given(transport)
+        given = self.tuning or given_tuning(transport)
         if given is not None:
             return given
         usual = self._usual(transport)
@@ -122,22 +110,13 @@ class Auto(Algorithm):
             return usual
         return tuning_of(transport)
 
-    def _choose(self, channel: Channel, x: SparseVector, k: int, key: Class, tuning: Tuning) -> str:
-        transport = channel.transport
-        shape = _shape(key, transport.one_node)
+    def _choose(self, channel: Channel, x: SparseVector, shape: Shape, tuning: Tuning) -> str:
         seconds = self.predictions(shape, tuning)
         if shape.P > 1 and min(seconds.values()) > SAMPLING_RATIO * overlap.seconds(shape.P, shape.k, tuning):
-            length, skew = overlap.estimate(transport, x, shape.k)
+            length, skew = overlap.estimate(channel.transport, x, shape.k)
             if length < UNIFORM * shape.n or skew > 1 / UNIFORM:
                 seconds = self.predictions(replace(shape, effective_length=max(length, shape.k), skew=skew), tuning)
-        short = shape.P == 1 or min(seconds.values()) < MIN_SECONDS
-        if short or self.want != "exact_sum" or x.on_gpu or self._given(transport) is not None:
-            return trial.close(seconds)[0]
-        saved = {}
-        if channel.gathered and ALLGATHER.sends_at_once(channel, x, k):  # later calls send it with their arguments
-            saved["allgather"] = costmodel.agreement(shape.P, tuning)
-            seconds = {**seconds, "allgather": seconds["allgather"] - saved["allgather"]}
-        return trial.fastest(self._with_format(channel, tuning), x, k, seconds, saved, key)
+        return min(seconds, key=lambda name: seconds[name])
 
     @staticmethod
     def _class(channel: Channel, x: SparseVector, k: int) -> Class:
@@ -148,11 +127,11 @@ class Auto(Algorithm):
     def early(self, channel: Channel, x: SparseVector) -> Buffer | None:
         if self.want != "exact_sum":
             return None
-        transport, key = channel.transport, self._class(channel, x, x.nnz)
-        given = self._given(transport)
-        tuning = given or transport.tuning or self._usual(transport)
-        chosen, known = self._chosen.get(key), (given is not None, transport.tuning is not None)
-        if chosen is None and _sends_early(key, transport.one_node, tuning, *known):
+        known = self.tuning or given_tuning(channel.transport) or channel.transport.tuning
+        tuning = known or self._usual(channel.transport)
+        key = self._class(channel, x, x.nnz)
+        chosen = self._chosen.get(key)
+        if chosen is None and _sends_early(key, channel.transport.one_node, tuning, known is not None):
             chosen = "allgather"
         if chosen != "allgather":
             return np.empty(AGREEMENT_BYTES, np.uint8)
@@ -184,8 +163,9 @@ class Auto(Algorithm):
     def _chosen_for(self, channel: Channel, x: SparseVector, k: int) -> tuple[str, Channel]:
         """Return the name of the algorithm for a call, and the channel with the format for it."""
         key = self._class(channel, x, k)
-        tuning = self.costs(channel.transport, _shape(key, channel.transport.one_node))
-        chosen = self._chosen.get(key) or self._choose(channel, x, k, key, tuning)
+        shape = _shape(key, channel.transport.one_node)
+        tuning = self.costs(channel.transport, shape)
+        chosen = self._chosen.get(key) or self._choose(channel, x, shape, tuning)
         if len(self._chosen) < MAX_CHOICES:
             self._chosen[key] = chosen
         return chosen, self._with_format(channel, tuning)
@@ -217,17 +197,16 @@ def _shape(key: Class, one_node: bool) -> Shape:
 
 
 @functools.lru_cache(maxsize=1024)
-def _sends_early(key: Class, one_node: bool, tuning: Tuning, given: bool, measured: bool) -> bool:
+def _sends_early(key: Class, one_node: bool, tuning: Tuning, known: bool) -> bool:
     """Return whether entries go together with the arguments that are compared, by an allgather.
 
     That saves agreeing on the number of entries and, in longer calls, sampling how much supports overlap, but not even
-    complete overlap is then of use. In a call that is worth it, costs that are neither given nor measured are measured
-    first, and algorithms that are nearly as fast are tried.
+    complete overlap is then of use. Costs that are not known yet are measured before a call that is worth it.
     """
     shape = _shape(key, one_node)
     seconds = _exact(shape, tuning)
     shortest, saved = min(seconds.values()), costmodel.agreement(shape.P, tuning) / 2  # others gain by overlap
-    if not given and shortest >= MIN_SECONDS and not (measured and trial.close(seconds) == ["allgather"]):
+    if not known and shortest >= MIN_SECONDS:
         return False
     sampling = overlap.seconds(shape.P, shape.k, tuning)
     if shortest > SAMPLING_RATIO * sampling:

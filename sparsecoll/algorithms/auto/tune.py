@@ -24,7 +24,7 @@ from sparsecoll.transport import Transport, as_transport
 from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.transport.channel import Channel
 from sparsecoll.transport.collectives import allgather, node_members
-from sparsecoll.transport.network import Measured, Tuning, given_tuning
+from sparsecoll.transport.network import Tuning, given_tuning
 from sparsecoll.vector import DenseVector, SparseVector
 
 LATENCY_BYTES = 8  # size of the messages that measure latency
@@ -64,7 +64,6 @@ SHORT_TURNS = 40  # the interpreter reaches its speed after some twenty calls
 CALLS = [(18, 18), (18, 4), (22, 4), (24, 4)]  # whole calls: log2 of n * P and of n / k
 DENSE = CALLS[1:3]  # those of the dense sum, whose time depends on n above all
 MIN_LENGTH = 1 << 14  # smallest n
-COLD_BYTES = 1 << 20  # written between two calls, as programs use the caches for something else, too
 MIN_TURNS, MAX_TURNS, MAX_SECONDS = 2, 15, 0.15  # a call is repeated until MAX_SECONDS have passed, so many times
 
 
@@ -106,25 +105,25 @@ def tuning_of(transport: Transport) -> Tuning:
 
     If no costs are given, the first call on a communicator and the first one after a failure are collective.
 
-    A measurement, with the trials since (`trial.py`), serves all communicators of the same processes in the same order,
-    and survives calls that fail; ranks check with a message of 4 bytes from each that all still have the same one.
+    A measurement serves all communicators of the same processes in the same order, and survives calls that fail; ranks
+    check with a message of 4 bytes from each that all still have the same one.
 
     Volume: at most 27 MB per communicator, counted as `Traffic.set_up`.
     """
     given = given_tuning(transport)
     if given is not None:
         return given
-    if transport.known is None:
+    if transport.tuning is None:
         with transport.set_up():
             node_members(transport)
             known = transport.measured
             checksum = 0 if known is None else zlib.crc32(repr(known).encode()) | 1
             checksums = allgather(transport, np.array([checksum], np.uint32))
             if known is None or (checksums != checksum).any():
-                known = Measured(_measured(transport, BRIEF))
+                known = _measured(transport, BRIEF)
                 transport.waitall()
-        transport.known = transport.measured = known
-    return transport.known.tuning
+        transport.tuning = transport.measured = known
+    return transport.tuning
 
 
 def _measured(transport: Transport, effort: Effort) -> Tuning:
@@ -201,8 +200,12 @@ def _fixed(transport: Transport, measured: Tuning) -> float:
     shape = costmodel.Shape(MIN_LENGTH, 1, transport.size, 4, MIN_LENGTH, one_node=transport.one_node)
     took = _call_seconds(Channel(transport, shape.n), costmodel.CHOICES["allgather"](), 1, SHORT_TURNS)
     predicted = costmodel.seconds(shape, measured)["allgather"]
-    compared = costmodel.agreement(transport.size, measured)
-    return max(took + compared - predicted, -compared)
+    return max(took + _untimed(transport, measured) - predicted, -costmodel.agreement(transport.size, measured))
+
+
+def _untimed(transport: Transport, measured: Tuning) -> float:
+    """Return the seconds of a call beyond `_call_seconds`, in which arguments are neither validated nor compared."""
+    return costmodel.agreement(transport.size, measured) + 2 * measured.call  # validating takes as long as two kernels
 
 
 def _whole_calls(transport: Transport, tuning: Tuning) -> dict[str, list[tuple[float, float]]]:
@@ -210,32 +213,26 @@ def _whole_calls(transport: Transport, tuning: Tuning) -> dict[str, list[tuple[f
     choices = {name: make for name, make in costmodel.CHOICES.items() if name != "native"}  # measured by itself
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in choices}
     form = formats.Auto(beta=tuning.beta) if tuning.code else formats.Auto()
-    compared = costmodel.agreement(transport.size, tuning)
+    untimed = _untimed(transport, tuning)
     for name, make in choices.items():
         for length, share in DENSE if name == "dense" else CALLS:
             n = max((1 << length) // transport.size, MIN_LENGTH)
             k = max(n >> share, 1)
             shape = costmodel.Shape(n, k, transport.size, 4, n, one_node=transport.one_node)
             predicted = costmodel.seconds(shape, tuning)[name]
-            found[name].append((predicted, _call_seconds(Channel(transport, n, form), make(), k) + compared))
+            found[name].append((predicted, _call_seconds(Channel(transport, n, form), make(), k) + untimed))
     return {name: sorted(calls) for name, calls in found.items()}
 
 
 def _call_seconds(channel: Channel, algorithm: Algorithm, k: int, turns: int = MAX_TURNS) -> float:
-    """Return the median seconds, the same on all ranks, of a repeated call: from a barrier to the last return.
-
-    Its arguments are not compared. Validating them takes about as long as two kernels, which are called instead.
-    """
-    transport, cold = channel.transport, np.zeros(COLD_BYTES, np.uint8)
-    one = _uniform(1, channel.length)
+    """Return the median seconds, the same on all ranks, of a repeated call: from a barrier to the last return."""
+    transport = channel.transport
     vectors = [_uniform(k, channel.length, transport.rank + transport.size * turn) for turn in range(3)]
     times: list[float] = []
     for turn in range(-2, turns):
         x = vectors[turn % 3]
-        cold += 1
         allgather(transport, np.zeros(1, np.uint8))
         start = transport.now()
-        formats.decode(formats.encode(one), one.length)
         with CollectiveCall(transport, "tune", transport.timeout) as call:
             call.signature["algo"] = algorithm.describe()
             call.agree()

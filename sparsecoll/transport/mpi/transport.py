@@ -21,11 +21,11 @@ from sparsecoll.transport.mpi.allreduce import NativeSum
 from sparsecoll.transport.mpi.connections import Connections
 from sparsecoll.transport.mpi.messages import IncomingMessage, MpiReceive
 from sparsecoll.transport.mpi.waiting import Pace, Waiter
-from sparsecoll.transport.network import Measured
+from sparsecoll.transport.network import Tuning
 
 CHUNK = 1 << 30  # bytes; a longer message goes in several, so that counts fit an int on every MPI
 
-_measured: dict[int, Measured] = {}  # by a checksum of the processes; only what all of them have in common is used
+_measured: dict[int, Tuning] = {}  # by a checksum of the processes; only what all of them have in common is used
 
 
 class MpiTransport(Transport):
@@ -62,14 +62,14 @@ class MpiTransport(Transport):
         self._processes: int | None = None
 
     @property
-    def measured(self) -> Measured | None:  # type: ignore[override]
+    def measured(self) -> Tuning | None:  # type: ignore[override]
         """What was measured last on this or any other communicator of the same processes in the same order."""
         return _measured.get(self._checksum())
 
     @measured.setter
-    def measured(self, measured: Measured | None) -> None:
-        if measured is not None:
-            _measured[self._checksum()] = measured
+    def measured(self, tuning: Tuning | None) -> None:
+        if tuning is not None:
+            _measured[self._checksum()] = tuning
 
     def _checksum(self) -> int:
         if self._processes is None:

@@ -15,13 +15,13 @@ from sparsecoll.formats import Buffer
 from sparsecoll.kernels.memory import on_gpu
 from sparsecoll.telemetry.trace import span
 from sparsecoll.transport.base import CALL_PARENT, ERROR_TAG, FORKED, REVOKE_TAG, CallMismatch, Transport
-from sparsecoll.transport.network import Measured
+from sparsecoll.transport.network import Tuning
 from sparsecoll.transport.tcp.connection import CHUNK, Connection, Disconnected, IncomingMessage
 from sparsecoll.transport.waiting import Watchdog
 
 FAREWELL_SECONDS = 1.0  # in which a rank that revokes the communicator sends its report
 
-_measured: dict[int, Measured] = {}  # by a checksum of the processes; only what all of them have in common is used
+_measured: dict[int, Tuning] = {}  # by a checksum of the processes; only what all of them have in common is used
 
 
 class TcpReceive:
@@ -79,14 +79,14 @@ class TcpTransport(Transport):
         self._staging: Any = None
 
     @property
-    def measured(self) -> Measured | None:  # type: ignore[override]
+    def measured(self) -> Tuning | None:  # type: ignore[override]
         """What was measured last on this or any other communicator of the same processes in the same order."""
         return _measured.get(self._processes)
 
     @measured.setter
-    def measured(self, measured: Measured | None) -> None:
-        if measured is not None:
-            _measured[self._processes] = measured
+    def measured(self, tuning: Tuning | None) -> None:
+        if tuning is not None:
+            _measured[self._processes] = tuning
 
     @property
     def chunk(self) -> int:
