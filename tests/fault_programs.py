@@ -158,6 +158,18 @@ def shrunk(comm):
     os._exit(0)
 
 
+def finalized(comm):
+    """Calls after MPI has been finalized: MPI deletes attributes of its own communicator then, not those of `comm`."""
+    plans = [sparsecoll.allreduce_init(each, vector(), "allgather") for each in (WORLD, comm)]
+    MPI.Finalize()
+    calls = [lambda: call(comm), lambda: call(None), lambda: sparsecoll.iallreduce(comm, vector()).wait()]
+    calls += [lambda: sparsecoll.traffic(comm), *(lambda plan=plan: plan(vector()) for plan in plans)]
+    for each in calls:
+        with outcome_reported():
+            each()
+    sys.exit()
+
+
 def sum_of_all(comm):
     """What `call` must give: the K largest sums of ones."""
     total = np.zeros(N, np.float32)
@@ -187,6 +199,7 @@ PROGRAMS = {
     "stopped": lambda comm: die(comm, by(signal.SIGSTOP)),
     "cut": lambda comm: die(comm, cut),
     "shrunk": shrunk,
+    "finalized": finalized,
 }
 
 if __name__ == "__main__":

@@ -170,3 +170,14 @@ def test_survivors_go_on_where_mpi_can(ulfm):
     for rank in (0, 1):
         last = rows["shrunk"][rank][-1]
         assert last["size"] == 2 and last["sum"] == last["expected"], text
+
+
+def test_calls_after_mpi_was_finalized_raise():
+    """MPI itself would abort the process."""
+    needs("mpirun")
+    rows, text, status = job("mpirun", ("finalized",))
+    assert status == 0, text
+    for rank in range(3):
+        errors = [row["error"] for row in rows["finalized"][rank]]
+        assert len(errors) == 6, text
+        assert all(e.startswith("communicator is out of use since MPI.Finalize() was called; call it") for e in errors)

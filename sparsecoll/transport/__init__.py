@@ -51,7 +51,7 @@ def as_transport(comm: Any, timeout: Any = None) -> Transport:
         ValueError: This process is not in the group, the group was destroyed, or the mesh has several dimensions.
         RuntimeError: `comm` is None and stands for one rank, but a launcher has started several processes; or it is of
             an MPI that knows of one process, beside a process group of several, and not MPI.COMM_SELF.
-        CommunicationError: Not all ranks made their first call within the timeout.
+        CommunicationError: Not all ranks made their first call within the timeout, or MPI has been finalized.
     """
     if isinstance(comm, Transport):
         return comm

@@ -11,7 +11,7 @@ from mpi4py import MPI
 
 from sparsecoll.errors import CommunicationError
 from sparsecoll.transport.base import CALL_PARENT, FORKED, out_of_use
-from sparsecoll.transport.mpi.transport import MpiTransport
+from sparsecoll.transport.mpi.transport import CALL_BEFORE, FINALIZED, MpiTransport
 from sparsecoll.transport.mpi.waiting import Waiter
 
 _keyval_lock = threading.Lock()
@@ -42,10 +42,12 @@ def mpi_transport(comm: MPI.Intracomm, timeout: float | None = None) -> MpiTrans
     Raises:
         TypeError: `comm` is not an intracommunicator.
         CommunicationError: Not all ranks made their first call within the timeout, now or earlier; or this process was
-            forked from one that uses MPI.
+            forked from one that uses MPI, or MPI has been finalized.
     """
     if _forked:  # nothing of MPI may be called here
         raise out_of_use(FORKED, CALL_PARENT)
+    if MPI.Is_finalized():  # which would abort the process
+        raise out_of_use(FINALIZED, CALL_BEFORE)
     if comm == MPI.COMM_NULL:
         raise TypeError("comm: expected an mpi4py intracommunicator, got MPI.COMM_NULL (or one that was freed)")
     if not isinstance(comm, MPI.Intracomm):

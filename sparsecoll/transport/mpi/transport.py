@@ -24,6 +24,8 @@ from sparsecoll.transport.mpi.waiting import Pace, Waiter
 from sparsecoll.transport.network import Tuning
 
 CHUNK = 1 << 30  # bytes; a longer message goes in several, so that counts fit an int on every MPI
+FINALIZED = "MPI.Finalize() was called"
+CALL_BEFORE = "call it after the last use of sparsecoll: a process cannot start MPI again"
 
 _measured: dict[int, Tuning] = {}  # by a checksum of the processes; only what all of them have in common is used
 
@@ -120,6 +122,12 @@ class MpiTransport(Transport):
         """Mark the communicator as broken by an error of MPI, and return the exception to raise."""
         self.broken = f"rank {self.rank} failed in {what}: {error.Get_error_string()}"
         return CommunicationError(self.broken)
+
+    def _check(self) -> None:
+        if MPI.Is_finalized():  # any other function of MPI would abort the process
+            self.broken, self.cure = FINALIZED, CALL_BEFORE
+            self._revoked = True  # the others are told nothing
+        super()._check()
 
     # -- sending
 
