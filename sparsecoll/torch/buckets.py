@@ -47,6 +47,7 @@ class Buckets:
         self._parked: Tensors = {}  # tensors of parameters that are in no bucket
         self._reduced = False  # whether a reduction was accepted since the last step
         self._base: Tensors = {}  # as of the last step, of buckets that were released after such a reduction
+        self._warned = False  # whether it was told that residuals are lost
         self._extra: dict[tuple[str, ...], str] = {}  # saved state of buckets that are still to be made, as JSON
 
     def __len__(self) -> int:
@@ -259,6 +260,8 @@ class Buckets:
             return own if (orders == order).all() else {**own, "order": []}  # a rank's own, of before the first buckets
 
         own = replica.call("load_state_dict", read)
+        if not own["compressor"]:
+            self._warn_of_loss()
         self._pairs, self.index_of = [], {}
         self._parked, self._reduced, self._base = own["tensors"], False, {}
         self.order = [name for name in own["order"] if name in replica.params]
@@ -267,6 +270,21 @@ class Buckets:
         fits = own["compressor"] == self._compressor.describe()
         self._extra = {tuple(names): text for names, text in own["buckets"]} if fits else {}
         return own
+
+    def _warn_of_loss(self) -> None:
+        """Tell once, on rank 0, that a state without residuals takes the place of those that are here."""
+        if self._warned or self._replica.transport.rank:
+            return
+        states = [self._parked, *(compressor.state() for _, compressor in self)]
+        kinds = {kind for state in states for kind in state} - self._compressor.replicated_state
+        tensors = (t for state in states for kind in kinds & state.keys() for t in state[kind].values())
+        if any(bool((t._values() if t.is_sparse else t).any()) for t in tensors):
+            self._warned = True
+            logger.warning(
+                "load_state_dict: expected a state with residuals, got one without, as get_state_dict of"
+                " torch.distributed.checkpoint makes it: what waited in the residuals is lost. Save"
+                " optimizer.state_dict() of every rank with sparsecoll.torch.save, and load that"
+            )
 
 
 def _has_keys_of(own: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:

@@ -27,7 +27,7 @@ from sparsecoll.torch.options import Options
 from sparsecoll.torch.replica import Replica
 from sparsecoll.torch.rounds import JOINED, Row
 from sparsecoll.torch.row_gradients import RowBucket, nan_rows
-from sparsecoll.torch.state import UNNAMED
+from sparsecoll.torch.state import UNNAMED, is_trial_step
 from sparsecoll.torch.tensors import named
 from sparsecoll.torch.timeline import Timeline, bucket_span
 from sparsecoll.transport.call import CollectiveCall
@@ -336,7 +336,7 @@ def _all_zero(gradient: torch.Tensor) -> bool:
 def _stepped(state: "weakref.ref[HookState]", optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Commit after the step of an optimizer that has the parameters of this state."""
     alive = state()
-    if alive is None or not alive._pending:
+    if alive is None or not alive._pending or is_trial_step(optimizer):
         return
     if any(id(p) in alive._names for group in optimizer.param_groups for p in group["params"]):
         alive._commit()

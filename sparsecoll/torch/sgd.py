@@ -228,7 +228,7 @@ class SparseSGD(torch.optim.Optimizer):
                 rates, steps or (with `verify`) bits differ.
         """
         if is_trial_step(self):
-            return None
+            return self._make_state()
         loss = None if closure is None else mean_loss(self._replica.transport, closure, self._replica.patience)
         scaler, self._scaler = self._scaler, None
         scaling = None if scaler is None else Scaling(self, scaler)
@@ -249,6 +249,14 @@ class SparseSGD(torch.optim.Optimizer):
             scaling.settle(False)
         self._update(outcome, sums)
         return loss
+
+    def _make_state(self) -> None:
+        """Make the momentum that torch.distributed.checkpoint fills when it loads; zero, as if there were none."""
+        sparse = self._replica.sparse_weights  # whose momentum is sparse, too
+        for group in self.param_groups:
+            for p in group["params"]:
+                if group["momentum"] and p.grad is not None and id(p) not in sparse:
+                    self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
 
     def _reduced(self, flags: int, scaling: Scaling | None = None) -> tuple[Round, Sums]:
         """Sum acc over the ranks. No state changes yet, and all ranks know that all have succeeded."""
@@ -368,7 +376,8 @@ class SparseSGD(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned, to continue with the same bits on as many ranks; collective.
 
-        The state_dict of a plain torch.optim.SGD is accepted, too; residuals are then empty.
+        The state_dict of a plain torch.optim.SGD is accepted, too; residuals are then empty, and rank 0 warns
+        if they were not.
 
         Args:
             state_dict: a state that this rank saved.

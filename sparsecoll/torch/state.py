@@ -25,7 +25,7 @@ def is_trial_step(optimizer: torch.optim.Optimizer) -> bool:
     Its functions do so with gradients of zero and lr = 0, on all ranks, before they save or load. They expect that
     nothing else comes of it: no step counts, and residuals are not sent.
     """
-    if any(group.get("lr") != 0 for group in optimizer.param_groups):
+    if any(group.get("lr", 0) != 0 for group in optimizer.param_groups):  # a few optimizers have none
         return False
     frame = inspect.currentframe()
     while frame is not None:

@@ -19,6 +19,7 @@ from sharded_models import (  # noqa: E402
     train,
     whole,
 )
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict  # noqa: E402
 
 import sparsecoll.torch.fsdp  # noqa: E402
 from sparsecoll import NonFiniteError  # noqa: E402
@@ -64,6 +65,25 @@ def test_nothing_is_lost(comm, nodes):
             p.sub_(p.grad)  # by hand
     model.zero_grad()
     conserved(model, reductions, taken, before)
+
+
+@LAYOUTS
+def test_the_step_that_torchs_checkpoints_take_is_no_step(comm, nodes):
+    """After a step that is skipped, and after one by hand."""
+    model, reductions = attached(nodes, sparsecoll.torch.compressors.TopK(0.1), Linear())
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    before = whole(model.parameters())
+    for step in range(6):
+        model(batch(comm.rank, step)[0]).backward()
+        if step % 3 == 0:
+            optimizer.step()
+        elif step % 3 == 1:
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.sub_(p.grad)
+        optimizer.zero_grad()
+        get_optimizer_state_dict(model, optimizer)
+    conserved(model, reductions, [0, 1, 3, 4], before)
 
 
 @LAYOUTS

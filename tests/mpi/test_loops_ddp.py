@@ -9,6 +9,7 @@ torch = pytest.importorskip("torch")
 
 from loops_of_models import Shelf  # noqa: E402
 from runs import HOOK, Ledger, Run, alike, net, plain_sgd, train  # noqa: E402
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict  # noqa: E402
 from torch.distributed.optim import ZeroRedundancyOptimizer  # noqa: E402
 
 from sparsecoll.errors import CommunicationError, NonFiniteError  # noqa: E402
@@ -75,6 +76,24 @@ def test_a_step_that_is_skipped_after_two_reductions_leaves_no_trace(comm, skipp
         else:
             run.optimizer.step()
             ledger.settle()
+    assert run.state.state_dict()["step"] == 2
+
+
+def test_the_step_that_torchs_checkpoints_take_is_no_step(comm):
+    """It comes after one that is skipped, whose gradients are gone, and before `discard`."""
+    run = Run(HOOK, comm, net, plain_sgd, TOPK)
+    ledger = Ledger(run)
+    for step in range(4):
+        ledger.zero()
+        run.loss(step).backward()
+        if step % 2:
+            run.optimizer.zero_grad()
+            get_optimizer_state_dict(run.model, run.optimizer)
+            run.state.discard()
+        else:
+            run.optimizer.step()
+            ledger.settle()
+            run.optimizer.zero_grad()
     assert run.state.state_dict()["step"] == 2
 
 

@@ -3,6 +3,7 @@
 import copy
 import io
 import json
+import logging
 from functools import partial
 
 import pytest
@@ -10,7 +11,11 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from nets import P, batch, bits, loss_of, net, parameters, residuals, train  # noqa: E402
-from torch.distributed.checkpoint.state_dict import _init_optim_state  # noqa: E402
+from torch.distributed.checkpoint.state_dict import (  # noqa: E402
+    _init_optim_state,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 import sparsecoll.torch  # noqa: E402
 from sparsecoll import simulate  # noqa: E402
@@ -400,3 +405,69 @@ def test_the_step_that_torchs_checkpoints_take_leaves_tables_sparse_and_makes_st
         return sparse, len(adam.state), optimizer.state_dict()["sparsecoll"]["step"]
 
     assert simulate(2, program).results == [([True] * 3, len(list(net().parameters())), 3)] * 2
+
+
+class WithoutRate(torch.optim.Optimizer):
+    """An optimizer whose groups have no learning rate."""
+
+    def __init__(self, params):
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                p.sub_(p.grad, alpha=0.1)
+
+
+def without_rate(comm, model):
+    return DistributedOptimizer(WithoutRate(model.parameters()), model.named_parameters(), comm, TopK(0.1))
+
+
+@pytest.mark.parametrize("make", [wrapped, without_rate, sparse, local])
+def test_get_optimizer_state_dict_changes_nothing(make):
+    def program(comm, saves):
+        model = net()
+        optimizer = make(comm, model)
+        for step in range(4):
+            train(comm, model, optimizer, [step])
+            optimizer.zero_grad()
+            if saves:
+                get_optimizer_state_dict(model, optimizer)
+        return bits(model), str(optimizer.state_dict()["sparsecoll"])
+
+    assert simulate(2, lambda c: program(c, True)).results == simulate(2, lambda c: program(c, False)).results
+
+
+def test_torchs_checkpoints_find_sparse_sgds_momentum_in_a_new_optimizer():
+    """dcp.load fills only what the state of the new one has."""
+
+    def program(comm):
+        old, new = net(), net()
+        first = SparseSGD(old.parameters(), 0.1, 0.9, comm=comm, density=0.1)
+        train(comm, old, first, range(3))
+        second = SparseSGD(new.parameters(), 0.1, 0.9, comm=comm, density=0.1)
+        saved, found = get_optimizer_state_dict(old, first), get_optimizer_state_dict(new, second)
+        keys = {name: list(entries) for name, entries in saved["state"].items()}
+        assert {name: list(entries) for name, entries in found["state"].items()} == keys
+        set_optimizer_state_dict(new, second, saved)
+        pairs = zip(old.parameters(), new.parameters(), strict=True)
+        return all(first.state[p]["momentum_buffer"].equal(second.state[q]["momentum_buffer"]) for p, q in pairs)
+
+    assert all(simulate(2, program).results)
+
+
+@pytest.mark.parametrize("make", [wrapped, sparse, local])
+def test_a_state_that_takes_residuals_away_is_told_once(make, caplog):
+    def program(comm):
+        model = net()
+        optimizer = make(comm, model)
+        optimizer.load_state_dict(torch.optim.SGD(model.parameters(), 0.1).state_dict())  # nothing is lost
+        for step in range(2):
+            train(comm, model, optimizer, [2 * step, 2 * step + 1])
+            optimizer.zero_grad()
+            set_optimizer_state_dict(model, optimizer, get_optimizer_state_dict(model, optimizer))
+
+    with caplog.at_level(logging.WARNING, "sparsecoll"):
+        simulate(2, program)
+    assert ["what waited in the residuals is lost" in r.getMessage() for r in caplog.records] == [True]

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from sparsecoll.errors import CommunicationError, NonFiniteError
 from sparsecoll.torch.backward import after_callbacks, at_end_of_backward
@@ -27,6 +27,7 @@ from sparsecoll.torch.fsdp.steps import Steps
 from sparsecoll.torch.layout import Layout
 from sparsecoll.torch.replica import Replica
 from sparsecoll.torch.rounds import Row
+from sparsecoll.torch.state import is_trial_step
 from sparsecoll.torch.timeline import bucket_span
 from sparsecoll.transport import Transport
 from sparsecoll.transport.call import KNOWN, CollectiveCall
@@ -73,6 +74,7 @@ class ShardedReductions:
         self._steps = Steps(groups, replica, node, self._buckets, warns=grad_scaler is None)
         self._replica.warmed = True  # the timeout holds from the first reduction on
         self._bind()
+        register_optimizer_step_pre_hook(partial(_before_step, weakref.ref(self)))
         register_optimizer_step_post_hook(partial(_stepped, weakref.ref(self)))
 
     @property
@@ -349,10 +351,19 @@ class ShardedReductions:
 END = "end of back-propagation"
 
 
+def _before_step(reductions: weakref.ref[ShardedReductions], optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Before a step that changes nothing but versions, see whether the loop has taken one by itself."""
+    alive = reductions()
+    if alive is not None and is_trial_step(optimizer):
+        alive._steps.commit_if_updated()
+
+
 def _stepped(reductions: weakref.ref[ShardedReductions], optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Commit after the step of an optimizer that has parameters of this model."""
     alive = reductions()
-    if alive is not None and (alive._steps.pending or alive._reduced):
+    if alive is not None and is_trial_step(optimizer):
+        alive._steps.pass_over()
+    elif alive is not None and (alive._steps.pending or alive._reduced):
         known = {id(shard.param) for shard in alive._shards}
         if any(id(p) in known for group in optimizer.param_groups for p in group["params"]):
             alive.stepped()

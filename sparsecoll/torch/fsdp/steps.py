@@ -69,6 +69,11 @@ class Steps:
             self._replica.params = {shard.name: shard.local for group in self._groups for shard in group.shards}
             self._replica.compare_if_due()
 
+    def pass_over(self) -> None:
+        """Let the versions of parameters that an optimizer has just written to, without a change, tell of no step."""
+        if self.pending:
+            self._marks = self._versions()
+
     def rollback(self) -> None:
         """Return to the state before the back-propagation."""
         self._buckets.drop()
