@@ -124,10 +124,10 @@ def main() -> None:
     parser.add_argument("--text", help="file, or folder of .txt files")
     parser.add_argument("--steps", type=int, default=1500, help="at least 3 (default: 1500)")
     arguments = parser.parse_args()
-    sparsecoll.torch.init_process_group()  # the processes of torchrun, or those of mpirun
-    torch.set_num_threads(1)
     if arguments.steps < 3:
         parser.error(f"--steps: expected at least 3, got {arguments.steps}")
+    sparsecoll.torch.init_process_group()  # the processes of torchrun, or those of mpirun
+    torch.set_num_threads(1)
     train(as_transport(None), arguments.text, arguments.steps)
     dist.destroy_process_group()
 

@@ -108,6 +108,13 @@ def test_two_lines_make_a_plain_script_distributed(printed, monkeypatch):
     assert min(accuracy) > 85
 
 
+def test_word2vec_refuses_too_few_steps(printed, capsys):
+    """It shows the loss after each third of them."""
+    with pytest.raises(SystemExit):
+        printed("word2vec.py", "--steps", 2)
+    assert "--steps: expected at least 3, got 2" in capsys.readouterr().err
+
+
 def test_word_vectors_and_ngrams_have_the_losses_of_one_process(monkeypatch, tmp_path, capsys):
     (tmp_path / "a.txt").write_text(" ".join(f"w{chr(97 + i % 23)}{chr(97 + i * i % 11)}" for i in range(4000)))
     words, ngrams = loaded("word2vec.py"), loaded("ngram_table.py")
