@@ -8,6 +8,7 @@ next step when the optimizer steps; until then it can be taken back.
 from __future__ import annotations
 
 import logging
+from typing import NoReturn
 
 import torch
 
@@ -146,16 +147,13 @@ class Reducer:
         digest = None if replica.warmed or replica.transport.size == 1 else fingerprint(replica.params.values())
         seconds, outcome, error = self._sender.wait(lambda: self._round(name, row, digest))
         if error is not None:
-            self._drop()
-            self._opened = False
-            if isinstance(error, NonFiniteError):
-                self._spread_nan()
-            raise error
+            self._fail(error)
         assert isinstance(outcome, Round)
         changed, learned = outcome.flags & CHANGED, self.buckets.learn(outcome.rows, outcome.dense)
         stale = learned or outcome.trainable != set(self.buckets.index_of)
         if not (changed or stale or outcome.over):
-            self._accept(outcome, seconds)
+            self._profile(seconds)
+            self._accept(outcome)
             return outcome
         if self._again:
             self._send_at_the_end()
@@ -183,6 +181,14 @@ class Reducer:
         self._end()
         self._opened = True
 
+    def _fail(self, error: Exception) -> NoReturn:
+        """Raise what a reduction has failed with; the next one begins anew."""
+        self._drop()
+        self._opened = False
+        if isinstance(error, NonFiniteError):
+            self._spread_nan()
+        raise error
+
     def _spread_nan(self) -> None:
         """Gradients become NaN on all ranks, for code that reads them before the step."""
         for name, index in self.buckets.index_of.items():
@@ -197,7 +203,14 @@ class Reducer:
             self._replica.transport.rank,
         )
 
-    def _accept(self, outcome: Round, seconds: list[float]) -> None:
+    def _profile(self, seconds: list[float]) -> None:
+        """Measure the step, while gradients are still this rank's own. Collective in the last step of measuring."""
+        try:
+            self._profiler.note(self._replica.transport, self._sender.last, seconds, self._replica.patience)
+        except Exception as error:
+            self._fail(error)
+
+    def _accept(self, outcome: Round) -> None:
         """The reduction is good on all ranks: gradients become means."""
         replica = self._replica
         self.buckets.keep()
@@ -214,7 +227,6 @@ class Reducer:
         for bucket, _ in self.buckets:
             bucket.assigned()
         replica.broadcast_buffers(outcome)
-        self._profiler.note(replica.transport, self._sender.last, seconds, replica.patience)
         self._end()
 
     # -- a step, or none

@@ -8,11 +8,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from nets import bits, net, train  # noqa: E402
+from nets import batch, bits, loss_of, net, train  # noqa: E402
 from one_bucket import OPTIONS, normal, one, step  # noqa: E402
 
-from sparsecoll import simulate  # noqa: E402
+from sparsecoll import CommunicationError, simulate  # noqa: E402
 from sparsecoll.torch import DistributedOptimizer  # noqa: E402
+from sparsecoll.torch.calls import collective  # noqa: E402
 from sparsecoll.torch.compressors import (  # noqa: E402
     ACPSGD,
     COVAP,
@@ -242,6 +243,37 @@ def test_covap_measures_anew_if_layers_are_unfrozen_meanwhile(overlap):
     assert len({str(r) for r in results}) == 1
     ratios = results[0][0]
     assert ratios[9] is None and ratios[-1] > 0
+
+
+def test_a_failure_while_covap_measures_leaves_gradients_as_they_were(monkeypatch):
+    """They were means already, and the reduction did not end."""
+
+    failed = set()
+
+    def fail_once(transport, *args):
+        if transport.rank in failed:
+            return collective(transport, *args)
+        failed.add(transport.rank)
+        raise CommunicationError("no answer")
+
+    def program(comm):
+        model, alone = net(), net()
+        optimizer = DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), 0.1), model.named_parameters(), comm, "covap", **OPTIONS
+        )
+        train(comm, model, optimizer, range(6))
+        alone.load_state_dict(model.state_dict())
+        loss_of(alone, batch(comm.rank, 6)).backward()
+        optimizer.zero_grad()
+        with pytest.raises(CommunicationError, match="no answer"):
+            loss_of(model, batch(comm.rank, 6)).backward()
+        assert all(map(torch.equal, (p.grad for p in model.parameters()), (p.grad for p in alone.parameters())))
+        train(comm, model, optimizer, range(6, 10))
+        return optimizer.state_dict()["sparsecoll"]["ccr"], bits(model)
+
+    monkeypatch.setattr("sparsecoll.torch.profiler.collective", fail_once)
+    results = simulate(3, program).results
+    assert len({str(r) for r in results}) == 1 and results[0][0] > 0
 
 
 def test_the_profiler_leaves_out_steps_whose_last_gradient_is_not_known():
