@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict  # 
 
 import sparsecoll.torch.fsdp  # noqa: E402
 from sparsecoll import NonFiniteError  # noqa: E402
+from sparsecoll.torch.compressors import QSGD, EFSignSGD  # noqa: E402
 
 pytestmark = [pytest.mark.mpi, TORCHRUN, pytest.mark.usefixtures("process_group")]
 
@@ -275,6 +276,27 @@ def test_a_checkpoint_continues_with_any_layout(comm, tmp_path_factory, old, new
     train(model, optimizer, comm.rank, [2])
     if new == old:
         assert all(map(torch.equal, whole(model.parameters()), expected))
+
+
+@pytest.mark.parametrize("compressor", [EFSignSGD(), QSGD(2, feedback=True)], ids=lambda c: c.name)
+def test_what_pads_parameters_has_no_residual(comm, tmp_path_factory, compressor):
+    """Codes without a zero left one there, which no checkpoint has."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+
+    path = comm.bcast(str(tmp_path_factory.mktemp("checkpoint")))
+    model, reductions = attached(MIDDLE, compressor)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    train(model, optimizer, comm.rank, range(3))
+    state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    dcp.save({**state, "sparsecoll": reductions.state_dict()}, checkpoint_id=path)
+    train(model, optimizer, comm.rank, range(3, 6))
+    expected = whole(model.parameters())
+    model, reductions = attached(MIDDLE, compressor, Net(seed=7))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    resume(dcp, model, optimizer, reductions, path)
+    train(model, optimizer, comm.rank, range(3, 6))
+    assert all(map(torch.equal, whole(model.parameters()), expected))
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -148,6 +148,19 @@ class Group:
         whole = shards[0].local if shards else torch.empty(0)
         dtype = residual_dtype(self.reduce_dtype)
         return Layout(index, lengths, tuple(names), tuple(shapes), dtype, device_of(whole))
+
+    def padding(self, views: Mapping[str, torch.Tensor], parts: int) -> Iterator[torch.Tensor]:
+        """Yield what pads parameters, as views.
+
+        Args:
+            views: of a flat tensor of `layout`, by name.
+            parts: number of ranks of `layout`.
+        """
+        for shard in self.shards:
+            sizes = [shard.shape[shard.dim]] if parts == 1 else shard.sizes(parts)
+            for name, size in zip(shard.names(parts), sizes, strict=True):
+                if size < shard.padded[shard.dim]:
+                    yield views[name].narrow(shard.dim, size, shard.padded[shard.dim] - size)
 
     def length(self, parts: int) -> int:
         """Return the number of values in `layout`."""
