@@ -136,7 +136,7 @@ class Sender:
                 self._take(index, name)
             self._isend()
         if self._timeline is not None and self.first is not None:
-            self._timeline.add("back-propagation", self.first, self.last)
+            self._timeline.add("gradients", self.first, self.last)
 
     def wait(self, end: Callable[[], Any]) -> tuple[list[float], Any, Exception | None]:
         """Wait for all buckets and for `end`, a call that is made after them.

@@ -20,7 +20,8 @@ class Timeline:
 
     The trace has a row per thread: on the progress thread one span per bucket, with nested spans by kind of work
     (select, encode, decode, merge, dense, wait), and on the training thread, with DistributedOptimizer alone,
-    "back-propagation", from the first gradient to the last one. A span takes some 200 bytes of memory until `clear`.
+    "gradients", from the first gradient to the last one: back-propagation without what it computes before the first. A
+    span takes some 200 bytes of memory until `clear`.
 
     Args:
         rank: process number in the trace (default: 0).

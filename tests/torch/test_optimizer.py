@@ -393,7 +393,7 @@ def test_timeline(tmp_path):
     timelines[1].save(tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     names = {event["name"] for event in events}
-    assert {"back-propagation", "bucket 0", "bucket 1", "select", "encode", "wait"} <= names
+    assert {"gradients", "bucket 0", "bucket 1", "select", "encode", "wait"} <= names
     spans = [e for e in events if e["ph"] == "X"]
     assert all(e["pid"] == 1 and e["dur"] >= 0 and e["ts"] >= 0 for e in spans)
     buckets = [e for e in spans if e["name"].startswith("bucket")]
