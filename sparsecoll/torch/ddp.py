@@ -43,7 +43,8 @@ class HookState:
     Residuals belong to parameters, not to buckets, so that nothing is lost when DDP rebuilds its buckets. They change
     when an optimizer with these parameters steps. A back-propagation that fails leaves them as they were, and so does
     `discard`, for a step that you skip after back-propagation. In DDP's `join()`, a rank that has no more data sends
-    what waits in its residuals, which then change as if it had stepped with the others.
+    what waits in its residuals, which then change as if it had stepped with the others. `load_state_dict` says how a
+    run resumes bit for bit.
 
     Every parameter is compressed, small ones too, since DDP puts them into the same buckets. Sparse gradients, as of
     torch.nn.Embedding(sparse=True), are summed as rows, as by DistributedOptimizer.
@@ -313,7 +314,13 @@ class HookState:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned; collective. Bit for bit if DDP builds the same buckets as before.
+        """Restore what `state_dict` returned; collective.
+
+        Training continues bit for bit if DDP has rebuilt its buckets before: it does so after its first
+        back-propagation, or after the second one with `static_graph=True`, and never with
+        `find_unused_parameters=True`. Otherwise the first step has the initial buckets, in which most compressors send
+        other entries or codes; no gradient is lost. So call `backward()` of any batch, `discard()` and `zero_grad()`,
+        and load the states of model, optimizer and hook afterwards.
 
         Args:
             state: a state that this rank saved.

@@ -1,23 +1,27 @@
-"""The hook of DistributedDataParallel, over MPI: what it raises, and DDP's join()."""
+"""The hook of DistributedDataParallel, over MPI: what it raises, how a run resumes, and DDP's join()."""
 
+import copy
+import re
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
 from loops_of_models import Shelf  # noqa: E402
-from runs import HOOK, Ledger, Run, alike, net, plain_sgd, train  # noqa: E402
+from runs import HOOK, Ledger, Run, alike, bits, draw, net, plain_sgd, train  # noqa: E402
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict  # noqa: E402
 from torch.distributed.optim import ZeroRedundancyOptimizer  # noqa: E402
 
 from sparsecoll.errors import CommunicationError, NonFiniteError  # noqa: E402
 from sparsecoll.torch import WarmUp  # noqa: E402
-from sparsecoll.torch.compressors import ACPSGD, TopK  # noqa: E402
+from sparsecoll.torch.compressors import ACPSGD, DGC, EFSignSGD, OkTopk, RandomK, TopK  # noqa: E402
 
 pytestmark = [pytest.mark.mpi, pytest.mark.mpich, pytest.mark.usefixtures("process_group")]
 TOPK = TopK(0.1, algo="allgather")
+PAGE = Path(__file__).parent.parent.parent / "docs" / "torch.md"
 
 
 @pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"static_graph": True}], ids=str)
@@ -35,6 +39,26 @@ def test_nan_on_one_rank_raises_the_same_on_all(comm, options):
         run.model.zero_grad()
         train(run, [step + 1])
     assert alike(comm, run.values())
+
+
+@pytest.mark.parametrize("options", [{}, {"static_graph": True}, {"find_unused_parameters": True}], ids=str)
+@pytest.mark.parametrize("compressor", [EFSignSGD(), RandomK(0.1), ACPSGD(2), OkTopk(), DGC(0.1)], ids=lambda c: c.name)
+def test_a_run_resumes_bit_for_bit_when_ddp_has_rebuilt_its_buckets(comm, compressor, options):
+    """They are rebuilt by the function of docs/torch.md; DDP never does with find_unused_parameters=True."""
+    (block,) = re.findall(r"^```python\n([^`]*def rebuild[^`]*)^```", PAGE.read_text(), re.M)
+    names = {}
+    exec(block, names)
+    whole = train(Run(HOOK, comm, net, plain_sgd, compressor, **options), range(3))
+    model, own = copy.deepcopy((whole.module.state_dict(), whole.state.state_dict()))
+    train(whole, range(3, 6))
+    again = Run(HOOK, comm, net, plain_sgd, compressor, **options)
+    if "find_unused_parameters" not in options:
+        x, y = draw(comm.rank, 9)
+        names["rebuild"](again.model, again.state, lambda out: (out - y).square().mean(), x, 1 + len(options))
+    again.module.load_state_dict(model)
+    again.state.load_state_dict(own)
+    train(again, range(3, 6))
+    assert bits(again.values()) == bits(whole.values()) and alike(comm, again.values())
 
 
 @pytest.mark.parametrize("compressor", [TOPK, TopK(WarmUp(0.05, 8), algo="allgather"), ACPSGD(2), "none"], ids=str)
