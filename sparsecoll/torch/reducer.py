@@ -152,7 +152,7 @@ class Reducer:
         changed, learned = outcome.flags & CHANGED, self.buckets.learn(outcome.rows, outcome.dense)
         stale = learned or outcome.trainable != set(self.buckets.index_of)
         if not (changed or stale or outcome.over):
-            self._profile(seconds)
+            self._follow_up(outcome, seconds)
             self._accept(outcome)
             return outcome
         if self._again:
@@ -203,9 +203,10 @@ class Reducer:
             self._replica.transport.rank,
         )
 
-    def _profile(self, seconds: list[float]) -> None:
-        """Measure the step, while gradients are still this rank's own. Collective in the last step of measuring."""
+    def _follow_up(self, outcome: Round, seconds: list[float]) -> None:
+        """Broadcast buffers and measure the step: gradients are as they were if that fails. Collective."""
         try:
+            self._replica.broadcast_buffers(outcome)
             self._profiler.note(self._replica.transport, self._sender.last, seconds, self._replica.patience)
         except Exception as error:
             self._fail(error)
@@ -226,7 +227,6 @@ class Reducer:
                 self._means.add(name)
         for bucket, _ in self.buckets:
             bucket.assigned()
-        replica.broadcast_buffers(outcome)
         self._end()
 
     # -- a step, or none

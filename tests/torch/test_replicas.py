@@ -2,6 +2,7 @@
 
 import gc
 import io
+from functools import partial
 
 import pytest
 
@@ -11,6 +12,7 @@ from nets import batch, bits, loss_of, net, train  # noqa: E402
 
 from sparsecoll import CommunicationError, simulate  # noqa: E402
 from sparsecoll.torch import DistributedOptimizer, HookState, LocalOptimizer, SparseSGD  # noqa: E402
+from sparsecoll.torch.compressors import TopK  # noqa: E402
 
 
 def wrapped(model, comm, **options):
@@ -96,6 +98,31 @@ def test_buffers_that_nobody_has_changed_are_not_sent_again():
 
     for sent, values in simulate(3, program).results[1:]:
         assert sent[0] == sent[1] == sent[2] < sent[3] == sent[4] and values == [0.0] * 5
+
+
+def test_buffers_that_cannot_be_sent_leave_gradients_as_they_were():
+    """They were means already, and the reduction did not end."""
+
+    def program(comm, fails):
+        model, alone = net(), net()
+        inner, topk = torch.optim.SGD(model.parameters(), 0.1), TopK(0.1, algo="allgather")
+        optimizer = DistributedOptimizer(inner, model, comm, topk, dense_below=0)
+        train(comm, model, optimizer, range(2))
+        if fails:
+            alone.load_state_dict(model.state_dict())
+            loss_of(alone, batch(comm.rank, 2)).backward()
+            model.register_buffer("spare", torch.zeros(3 + comm.rank))
+            optimizer.zero_grad()
+            with pytest.raises(CommunicationError, match="spare"):
+                loss_of(model, batch(comm.rank, 2)).backward()
+            assert all(map(torch.equal, (p.grad for p in model.parameters()), (p.grad for p in alone.parameters())))
+            del model.spare
+            optimizer.step()
+        train(comm, model, optimizer, range(2 + fails, 5))
+        return bits(model)
+
+    failed, undisturbed = (simulate(2, partial(program, fails=fails)).results for fails in (True, False))
+    assert failed == undisturbed
 
 
 @pytest.mark.parametrize(
