@@ -2,10 +2,13 @@
 
 import torch
 
+import sparsecoll
 from sparsecoll import simulate
-from sparsecoll.torch import SparseSGD
+from sparsecoll.torch import DistributedOptimizer, SparseSGD
+from sparsecoll.torch.compressors import OkTopk
 
 P = 3
+ALGORITHM = sparsecoll.OkTopk(tau=3, tau_prime=4)
 EXACT = [{"algo": "dense"}, {"algo": "allgather", "density": 1.0}, {"algo": "oktopk", "density": 1.0}]  # no compression
 
 
@@ -67,3 +70,13 @@ def compared(run, *, P=P, **options):
 
 def mean_loss(model, ranks, step):
     return sum(loss_of(model, batch(rank, step)) for rank in ranks) / len(ranks)
+
+
+def sparse(comm, model):
+    return SparseSGD(model.parameters(), 0.1, comm=comm, algo=ALGORITHM, density=0.1)
+
+
+def wrapped(comm, model, algo=ALGORITHM):
+    inner = torch.optim.SGD(model.parameters(), 0.1)
+    options = {"bucket_bytes": 6000, "dense_below": 10}
+    return DistributedOptimizer(inner, model.named_parameters(), comm, OkTopk(0.1, algo=algo), **options)
