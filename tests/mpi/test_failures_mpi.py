@@ -37,6 +37,8 @@ def test_a_rank_that_fails_between_messages_is_heard_by_all(comm, name, chunk):
             unpatch(transport, method)
             assert len(set(comm.allgather(text))) == 1
             assert text in (None, f"rank {culprit} failed: Fault: {method} {number}")
+            if text is None:  # Ok-Topk may go on with its thresholds, which may leave out the smallest entry
+                algo.reset()
             y = sparsecoll.allreduce(comm, x, algo, k=K, timeout=60)
             np.testing.assert_array_equal(y.to_dense(), expected)
     finally:
