@@ -12,12 +12,12 @@ import pytest
 from sparsecoll.transport.progress import in_background
 
 
-def waiter(**options):
+def waiter(timeout=None, **options):
     try:
         from sparsecoll.transport.mpi.waiting import Waiter
     except (ImportError, RuntimeError) as error:
         pytest.skip(f"needs MPI: {error}")
-    return Waiter(SimpleNamespace(rank=0, Abort=print), str, None, **options)
+    return Waiter(SimpleNamespace(rank=0, Abort=print), str, timeout, **options)
 
 
 @pytest.mark.parametrize("one_node", [False, True])
@@ -146,11 +146,22 @@ def test_sleeps_are_longer_where_messages_end_them_and_all_come_from_elsewhere(a
     options = {"one_node": False, "overlapped": True, "connections": connections, "alone": alone}
     assert waiter(**options).pause(lambda: moving)
     if moving:
-        assert calls == ([(pytest.approx(2e-3), True)] if announcing and alone else [])
+        assert calls == ([(pytest.approx(10e-3), True)] if announcing and alone else [])
     else:
-        assert calls == [(pytest.approx(2e-3 if announcing and alone else 50e-6), False)]
+        assert calls == [(pytest.approx(10e-3 if announcing and alone else 50e-6), False)]
     calls.clear()
     assert waiter(**options | {"one_node": True}, expected=1.0).pause(lambda: moving) == (not moving) and not calls
+
+
+@pytest.mark.parametrize(
+    "expected, timeout, limit", [(0.0, None, 0.01), (0.02, None, 0.04), (60.0, None, 0.05), (60.0, 0.03, 0.03)]
+)
+def test_a_sleep_that_a_message_ends_lasts_about_as_long_as_waits_do(expected, timeout, limit):
+    calls = []
+    connections = SimpleNamespace(announcing=True, sleep=lambda seconds, moving: calls.append(seconds))
+    options = {"one_node": False, "overlapped": True, "connections": connections, "alone": True}
+    assert waiter(timeout, expected=expected, **options).pause(lambda: False)
+    assert calls == [pytest.approx(limit, rel=0.2)]
 
 
 def test_nonblocking_calls_are_overlapped_and_blocking_ones_are_not():

@@ -128,7 +128,8 @@ class MpiReceive:
     def wait(self) -> Buffer:
         """Wait for the message; earlier requests of this source are served first."""
         transport, queue = self._transport, self._transport.expected[self._source]
-        spins = POLLS if transport.overlapped and not transport.one_node else SPINS
+        at_once = transport.overlapped or transport.pace.slow  # between machines, a rank then sleeps at once
+        spins = POLLS if at_once and not transport.one_node else SPINS
         waiter: Waiter | None = None
         slept = False  # before anything of the message was here
         while not self.incoming.complete:

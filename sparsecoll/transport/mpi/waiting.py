@@ -30,7 +30,8 @@ _SLEEP_SECONDS, _LONGEST_SECONDS = 50e-6, 2e-3
 _SLEEPS = 16  # the time waited so far, divided by that of a sleep
 _MOVING_SLEEPS = 32  # the same while a message is on its way between machines
 _ANNOUNCED_SLEEPS = 2  # the same for the limit of a sleep that a message ends,
-_ANNOUNCED_SECONDS, _LONGEST_ANNOUNCED_SECONDS = 2e-3, 10e-3  # which is within these
+_ANNOUNCED_SECONDS, _LONGEST_ANNOUNCED_SECONDS = 10e-3, 50e-3  # which is within these,
+_ANNOUNCED_EXPECTED = 2  # and at least so many times the time that a wait is expected to take
 _EXPECTED_SLEEPS = 4  # the time that a wait is expected to take, divided by that of a sleep
 _REMEMBERED = 3  # waits, all of which were long where the next one is expected to be
 POLLS = 3  # after a sleep: MPI may need several to find a message
@@ -51,6 +52,11 @@ class Pace:
     def expected(self) -> float:
         """Seconds that a wait is likely to take: one short wait, as in a chain of messages, makes it short."""
         return min(self._last)
+
+    @property
+    def slow(self) -> bool:
+        """Whether the next wait is likely to be so long that a rank sleeps at once."""
+        return self.expected > _YIELD_SECONDS
 
 
 class Waiter(Watchdog):
@@ -87,6 +93,7 @@ class Waiter(Watchdog):
         self._yields = _YIELDS if one_node else 0 if sleeps else _YIELDS_BETWEEN_NODES
         self._yield_seconds = 0.0 if sleeps or expected > _YIELD_SECONDS else _YIELD_SECONDS
         self._least = max(expected / _EXPECTED_SLEEPS, _SLEEP_SECONDS)
+        self._least_announced = max(expected * _ANNOUNCED_EXPECTED, _ANNOUNCED_SECONDS)
 
     def pause(self, moving: Callable[[], bool] = lambda: True) -> bool:
         """Let some time pass; log a warning when it is due.
@@ -101,17 +108,17 @@ class Waiter(Watchdog):
             CommunicationError: The timeout is over.
         """
         self._polls += 1
-        self.check()
+        due = self.check()
         waited = self.waited
         brief = waited < self._yield_seconds
         on_its_way = not brief and moving()
         if brief or (on_its_way and self._polls < self._yields):
             yield_core()
             return False
-        self._sleep(waited, on_its_way)
+        self._sleep(waited, on_its_way, due)
         return True
 
-    def _sleep(self, waited: float, on_its_way: bool) -> None:
+    def _sleep(self, waited: float, on_its_way: bool, most: float) -> None:
         if not on_its_way:
             seconds = max(waited / _SLEEPS, self._least)
         else:
@@ -125,5 +132,6 @@ class Waiter(Watchdog):
         if on_its_way:  # some bytes gather before they wake this rank
             time.sleep(seconds)
         if announced:
-            seconds = min(max(waited / _ANNOUNCED_SLEEPS, _ANNOUNCED_SECONDS), _LONGEST_ANNOUNCED_SECONDS)
+            limit = min(max(waited / _ANNOUNCED_SLEEPS, self._least_announced), _LONGEST_ANNOUNCED_SECONDS)
+            seconds = min(limit, most)
         connections.sleep(seconds, on_its_way)
