@@ -93,6 +93,7 @@ def mlp() -> nn.Module:
 
 
 MODELS = {"vgg": vgg, "mlp": mlp}
+BATCH = 32  # samples per rank and step
 
 
 def ddp_lines() -> dict[str, Callable[[Any, Any], None]]:
@@ -216,7 +217,8 @@ def rows(options: argparse.Namespace, comm: Any) -> Iterator[Row]:
             measured = name == "covap"
             found = measure(step, comm, options.warm + (7 if measured else 0), options.repeat, plain)
             parameters = sum(p.numel() for p in step.model.parameters())
-            row = {"model": model_name, "parameters": parameters, "P": comm.size, "line": name, **found}
+            row = {"model": model_name, "parameters": parameters, "batch": options.batch, "P": comm.size, "line": name}
+            row |= found
             if measured:
                 row["ccr"] = step.optimizer.state_dict()["sparsecoll"]["ccr"]
             if isinstance(step.optimizer, DistributedOptimizer):
@@ -236,10 +238,11 @@ def hidden(rows: dict[str, Row], name: str) -> float | None:
 
 
 def tables(found: list[Row]) -> dict[str, str]:
-    """Return the tables of the page by name."""
+    """Return the tables of the page by name: that of the net, and of the batch where it is another one."""
     made = {}
-    for model_name in dict.fromkeys(row["model"] for row in found):
-        rows = {row["line"]: row for row in found if row["model"] == model_name}
+    for model, batch in dict.fromkeys((row["model"], row["batch"]) for row in found):
+        rows = {row["line"]: row for row in found if (row["model"], row["batch"]) == (model, batch)}
+        model_name = model if batch == BATCH else f"{model}_{batch}"
         best = min((row["x plain"] for name, row in rows.items() if name.startswith("DDP, gloo")), default=None)
         shown = []
         for name, row in rows.items():
@@ -300,18 +303,32 @@ def more_cores() -> dict[str, str]:
     return found
 
 
+def key(row: Row) -> tuple[Any, ...]:
+    """Return what a row is of."""
+    return row["model"], row["batch"], row["line"]
+
+
+def kept(file: Path) -> dict[tuple[Any, ...], Row]:
+    """Return the rows that are in a file by their keys; raise ValueError unless they are of this commit."""
+    saved, now = json.loads(file.read_text()), bench.about()["commit"]
+    if saved["about"]["commit"] != now:
+        raise ValueError(f"--update: expected rows of {now} in {file}, got those of {saved['about']['commit']}")
+    return {key(row): row for row in saved["rows"]}
+
+
 def main() -> None:
     """Measure and print; rank 0 saves the rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--lines", nargs="+", help="only lines whose name contains one of these")
-    parser.add_argument("--batch", type=int, default=32, help="samples per rank and step")
+    parser.add_argument("--batch", type=int, default=BATCH, help="samples per rank and step")
     parser.add_argument("--device", default="cpu", help="cpu or cuda; ranks on one host share its GPU")
     parser.add_argument("--repeat", type=int, default=6)
     parser.add_argument("--warm", type=int, default=3)
     parser.add_argument("--no-gloo", dest="gloo", action="store_false", help="without DistributedDataParallel")
     parser.add_argument("--interface", help="network interface for gloo")
     parser.add_argument("--json", type=Path, help="save the rows")
+    parser.add_argument("--update", action="store_true", help="keep the other rows of that file, of the same commit")
     parser.add_argument("--render", action="store_true", help="only write the page")
     parser.set_defaults(timeline=None)  # perf/work.py has one
     options = parser.parse_args()
@@ -324,9 +341,9 @@ def main() -> None:
     comm = default_comm()
     if options.gloo:
         gloo.start(comm, options.interface)
-    found: list[Row] = []
+    found = kept(options.json) if options.update else {}
     for row in rows(options, comm):
-        found.append(row)
+        found[key(row)] = row
         if comm.rank == 0:
             parts = " ".join(f"{kind} {row[kind]:.3f}" for kind in ("select", "wait", "exposed") if kind in row)
             sys.stdout.write(
@@ -335,7 +352,8 @@ def main() -> None:
             )
             sys.stdout.flush()
             if options.json:
-                options.json.write_text(json.dumps({"about": bench.about(), "rows": found}, indent=1) + "\n")
+                saved = {"about": bench.about(), "rows": [*found.values()]}
+                options.json.write_text(json.dumps(saved, indent=1) + "\n")
 
 
 if __name__ == "__main__":
