@@ -24,8 +24,8 @@ class Allgather(Algorithm):
        the arguments that the ranks compare. On one machine, vectors of 128 KiB and more are sent from every rank to
        every other one. Between nodes, those of 512 KiB and more are divided into chunks of the index space for this, so
        that one chunk is summed while the next ones are in flight, unless the format is lossy. The chunks are those in
-       which the last sum had equal numbers of entries.
-    2. Sum all vectors in one pass.
+       which the last vectors had equal numbers of entries, as far as their chunks show.
+    2. Sum all vectors in one pass, or leave that to the caller who wants dense values (`Channel.deferred`).
 
     Volume: 2k(P-1) words with COO (Ok-Topk, Table 1) in ceil(log2 P) messages, or P - 1 messages per chunk. Memory: the
     entries, never P*n.
@@ -50,9 +50,7 @@ class Allgather(Algorithm):
     def __call__(self, channel: Channel, x: SparseVector, k: int) -> Reduction:
         stages = self._stages(channel, x, k)
         if stages > 1 and channel.size > 1:
-            value = self._pipelined(channel, x, stages)
-            self._edges = value._subdivide([0, x.length], stages)
-            return Reduction(value, x)
+            return self._pipelined(channel, x, stages)
         blocks = channel.gathered
         if not blocks or not all(map(len, blocks)):
             with channel.phase("gather"):
@@ -60,6 +58,8 @@ class Allgather(Algorithm):
                 blocks = allgatherv(channel.transport, channel.encode(x), direct)
         own = -1 if channel.format.lossy else channel.rank  # a lossy format may change x once more
         parts = [x if rank == own else channel.decode(block) for rank, block in enumerate(blocks)]
+        if channel.deferred:
+            return Reduction(lambda: merged(channel, parts, x), x, [parts])
         with channel.phase("merge"):
             return Reduction(merged(channel, parts, x), x)
 
@@ -70,12 +70,35 @@ class Allgather(Algorithm):
             return 1
         return pipeline.chunks(entries * (x.dtype.itemsize + 1), channel.transport.one_node)
 
-    def _pipelined(self, channel: Channel, x: SparseVector, stages: int) -> SparseVector:
+    def _pipelined(self, channel: Channel, x: SparseVector, stages: int) -> Reduction:
         fits = len(self._edges) == stages + 1 and self._edges[-1] == x.length
         edges = self._edges if fits else [x.length * j // stages for j in range(stages + 1)]
+        chunks: list[list[SparseVector]] = []
+        sums: list[SparseVector] = []
         with channel.phase("gather"):
-            sums = []
             for (low, high), parts in zip(pairwise(edges), pipeline.allgather(channel, x.split(edges)), strict=True):
-                checked = [check_region(part, low, high, source) for source, part in enumerate(parts)]
-                sums.append(merged(channel, checked, x))
-            return SparseVector.concatenate(sums)
+                chunks.append([check_region(part, low, high, source) for source, part in enumerate(parts)])
+                if not channel.deferred:
+                    sums.append(merged(channel, chunks[-1], x))
+        self._edges = rebalanced(edges, [sum(part.nnz for part in chunk) for chunk in chunks])
+        if not channel.deferred:
+            return Reduction(SparseVector.concatenate(sums), x)
+        return Reduction(lambda: SparseVector.concatenate([merged(channel, c, x) for c in chunks]), x, chunks)
+
+
+def rebalanced(edges: list[int], counts: list[int]) -> list[int]:
+    """Return edges of as many chunks with equal numbers of entries, if those of each chunk are spread evenly.
+
+    Args:
+        edges: those of the chunks, ascending.
+        counts: number of entries of each chunk.
+    """
+    total, found, below, chunk = sum(counts), [edges[0]], 0, 0
+    for number in range(1, len(counts)):
+        wanted = total * number // len(counts)
+        while chunk < len(counts) - 1 and below + counts[chunk] < wanted:
+            below += counts[chunk]
+            chunk += 1
+        low, high = edges[chunk : chunk + 2]
+        found.append(low + (high - low) * (wanted - below) // max(counts[chunk], 1))
+    return [*found, edges[-1]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
@@ -31,17 +31,37 @@ class Reduction:
             residual = acc - contributed loses nothing. Their sum over the ranks (their mean, if `op` is "mean") is
             `value`, up to rounding. Computed from the caller's x when it is first read.
         traffic: Traffic of this rank in this call.
+        parts: vectors whose sum `value` is as long as nobody has read `value`, as `DenseVector.copy_sum` takes them;
+            None where it is formed.
 
     Args:
-        value: the result.
+        value: the result, or a function that returns it.
         contributed: this rank's share, or a function that returns it.
+        parts: see above; they have the dtype and the length of the result (default: None).
     """
 
-    def __init__(self, value: Vector, contributed: Vector | Callable[[], Vector]) -> None:
-        self.value = value
+    def __init__(
+        self,
+        value: Vector | Callable[[], Vector],
+        contributed: Vector | Callable[[], Vector],
+        parts: Sequence[Sequence[SparseVector]] | None = None,
+    ) -> None:
+        self._value = value
+        self.parts = parts
         self.traffic = Traffic()
         self._contributed = contributed
         self._expected: tuple[Algorithm, np.dtype[Any], int] | None = None
+
+    @property
+    def value(self) -> Vector:
+        """The result, with the same bits on every rank."""
+        if callable(self._value):
+            self._value, self.parts = self._value(), None
+        return self._value
+
+    @value.setter
+    def value(self, value: Vector) -> None:
+        self._value, self.parts = value, None
 
     def __repr__(self) -> str:
         return f"Reduction(value={self.value!r}, received {self.traffic.total.bytes_received:,} bytes)"
@@ -72,11 +92,11 @@ class Reduction:
                 values of x are summed.
             ValueError: One of them has another length.
         """
-        if not isinstance(self.value, (SparseVector, DenseVector)):
-            raise TypeError(
-                f"algo: expected {algorithm!r} to return a Reduction of a vector, got {type(self.value).__name__}"
-            )
-        check_like(f"algo: expected {algorithm!r}", self.value, x)
+        if self.parts is None:
+            if not isinstance(self.value, (SparseVector, DenseVector)):
+                wrong = type(self.value).__name__
+                raise TypeError(f"algo: expected {algorithm!r} to return a Reduction of a vector, got {wrong}")
+            check_like(f"algo: expected {algorithm!r}", self.value, x)
         self._expected = algorithm, x.dtype, x.length
         if not callable(self._contributed):
             self._check(self._contributed)

@@ -181,6 +181,7 @@ def allreduce_vectors(
     preselected: bool = False,
     name: Hashable | None = None,
     alike: Mapping[str, Any] = NOTHING,
+    deferred: bool = False,
 ) -> Reduction:
     """`allreduce` of vectors, as the torch adapter uses it; may be called inside another CollectiveCall.
 
@@ -190,6 +191,7 @@ def allreduce_vectors(
             arguments are validated once; None, the default, validates them in each call.
         alike: what else all ranks must have alike, by what errors call it: JSON values that can be hashed (default:
             nothing).
+        deferred: whether the result may be a sum that is not formed yet, see `Reduction.parts` (default: False).
 
     Returns:
         The algorithm's Reduction; its value may be a DenseVector, and is a sum whatever `options.op` says.
@@ -204,7 +206,8 @@ def allreduce_vectors(
             return validated(call, vector, algorithm, options)
 
         arguments = _once(call, options, key, validate)
-        return _reduce(call, vector, algorithm, options, arguments, None if preselected else arguments.k)
+        k = None if preselected else arguments.k
+        return _reduce(call, vector, algorithm, options, arguments, k, deferred)
 
 
 def _reduce(
@@ -214,6 +217,7 @@ def _reduce(
     options: CallOptions,
     arguments: Arguments,
     selected: int | None,
+    deferred: bool = False,
 ) -> Reduction:
     """Select entries, compare the arguments of all ranks, and run the algorithm."""
     transport = call.transport
@@ -224,7 +228,7 @@ def _reduce(
     counted = arguments.k is None and not algorithm.takes_dense  # one that takes dense vectors does not use k
     message = early_message(algorithm, channel, entries) if counted else None
     held = call.agree(entries.nnz if counted else None, options.check, message, arguments.checksum)
-    channel.gathered = call.gathered
+    channel.gathered, channel.deferred = call.gathered, deferred
     reduction = run(algorithm, channel, entries, max(held) if counted else arguments.k or 0)
     transport.traffic.total.seconds += transport.now() - start
     return reduction

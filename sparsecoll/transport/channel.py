@@ -34,6 +34,7 @@ class Channel:
         rank: rank of this process.
         size: number of ranks.
         gathered: every rank's vector as a message, in rank order, if these have been sent together with the arguments.
+        deferred: whether the caller can take a sum as `Reduction.parts` (False unless the caller sets it).
     """
 
     def __init__(
@@ -53,10 +54,13 @@ class Channel:
         self.op = op
         self.finite = finite
         self.gathered: list[Buffer] = []
+        self.deferred = False
 
     def with_format(self, format: Format) -> Channel:
         """Return a channel that sends sparse messages in another format."""
-        return Channel(self.transport, self.length, format, self.value_dtype, self.op, self.finite)
+        other = Channel(self.transport, self.length, format, self.value_dtype, self.op, self.finite)
+        other.deferred = self.deferred
+        return other
 
     def group(self, members: list[int]) -> Channel:
         """Return a channel among some of the ranks, renumbered 0, 1, ...; this rank must be one of them."""

@@ -207,6 +207,16 @@ class DenseVector(Values):
         """Copy entries / divisor, floats, into this vector, and zeros where no entry is stored."""
         self._kernels.write_dense(self.values, entries.indices, entries.values, divisor)
 
+    def copy_sum(self, parts: Sequence[Sequence[SparseVector]], divisor: int) -> None:
+        """Copy (sum of vectors) / divisor into this vector, of float32 or float64, without forming the sum as entries.
+
+        Args:
+            parts: groups of as many vectors each; the indices of a group are below those of the next one.
+            divisor: at least 1.
+        """
+        entries = [(part.indices, part.values) for group in parts for part in group]
+        self._kernels.write_sum(self.values, entries, divisor, len(parts[0]))
+
     def add_at(self, entries: SparseVector) -> None:
         """self += entries, in place."""
         self._kernels.scatter_add(self.values, entries.indices, entries.values)

@@ -1,12 +1,19 @@
 """Long messages that travel in chunks: the same bits as in one, and on the simulator less time."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 from cases import support
 
 import sparsecoll
 from sparsecoll import Allgather, Costs, Network, OkTopk, SparseVector, formats, simulate
+from sparsecoll.algorithms.allgather import rebalanced
 from sparsecoll.algorithms.primitives import pipeline
+from sparsecoll.collectives.allreduce import allreduce_vectors
+from sparsecoll.collectives.options import CallOptions
+from sparsecoll.transport import as_transport
+from sparsecoll.vector import DenseVector
 
 N, K = 5000, 400
 CHUNK = 100  # bytes
@@ -51,6 +58,37 @@ def test_the_same_bits_in_chunks(make, name, P, monkeypatch):
         for a, b in zip(mine, theirs, strict=True):
             for x, y in zip(a, b, strict=True):
                 np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.parametrize("chunk", [CHUNK, 1 << 18])
+@pytest.mark.parametrize("algo", [Allgather, sparsecoll.Auto])
+@pytest.mark.parametrize("options", [{}, {"value_dtype": "float16"}], ids=str)
+def test_a_sum_that_is_left_to_the_caller_has_the_same_bits(options, algo, chunk, monkeypatch):
+    monkeypatch.setattr(pipeline, "CHUNK_BYTES", chunk)
+    vectors = list(inputs("skewed", 5))
+
+    def program(comm):
+        transport, algorithm, given = as_transport(comm), algo(), CallOptions(k=K, **options)
+        for _ in range(3):  # later calls have other chunks
+            call = partial(allreduce_vectors, transport, vectors[comm.rank], algorithm, given, True)
+            formed, left = call(), call(deferred=True)
+            assert formed.parts is None and left.parts
+            mean = DenseVector(np.ones(N, np.float32))
+            mean.copy_sum(left.parts, 5)
+            np.testing.assert_array_equal(mean.values, formed.value.to_dense() / np.float32(5))
+            np.testing.assert_array_equal(left.value.indices, formed.value.indices)
+            np.testing.assert_array_equal(left.value.values, formed.value.values)
+            assert left.parts is None
+
+    simulate(5, program)
+
+
+def test_chunks_are_balanced_by_the_entries_of_the_last_ones():
+    assert rebalanced([0, 100, 200, 300], [30, 30, 30]) == [0, 100, 200, 300]
+    assert rebalanced([0, 100, 200, 300], [90, 0, 0]) == [0, 33, 66, 300]
+    assert rebalanced([0, 100, 200, 300], [0, 0, 3]) == [0, 233, 266, 300]
+    assert rebalanced([0, 1, 2, 3, 4], [0, 0, 0, 0]) == [0, 0, 0, 0, 4]
+    assert rebalanced([0, 0, 0, 8], [0, 0, 40]) == [0, 2, 5, 8]
 
 
 @pytest.mark.parametrize("make", [Allgather, OkTopk])

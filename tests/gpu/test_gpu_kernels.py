@@ -240,6 +240,13 @@ def test_scattering(cp, gpu, dtype, size, seed, own):
         with np.errstate(all="ignore"):
             reference.write_dense(theirs, i, v, divisor)
         same(mine, theirs)
+    if dense.dtype.char in "fd":
+        mine, theirs, other = cp.asarray(dense), dense.copy(), indices(size, seed + 3, own)
+        parts = [(i, v), (other, values(np.dtype(dtype), other.size, seed + 4))]
+        gpu.write_sum(mine, [(cp.asarray(a), cp.asarray(b)) for a, b in parts], 3, 2)
+        with np.errstate(all="ignore"):
+            reference.write_sum(theirs, parts, 3, 2)
+        same(mine, theirs)
     if dense.dtype == np.float16:  # NumPy adds pairs of halves in half, as we do
         v = v.astype(np.float16)
     many = np.random.default_rng(seed).integers(0, dense.size + 3, size).astype(own)

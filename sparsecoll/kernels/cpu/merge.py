@@ -13,9 +13,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from sparsecoll.kernels import reference, threads
-from sparsecoll.kernels.cpu.codecs import from_float16
 from sparsecoll.kernels.cpu.lanes import array_at, jit
-from sparsecoll.kernels.cpu.sums import end
+from sparsecoll.kernels.cpu.sums import as_contiguous, end
 from sparsecoll.kernels.cpu.union import union_sum
 from sparsecoll.kernels.cpu.windows import are_dense, sum_in_windows
 from sparsecoll.kernels.keys import Array
@@ -201,7 +200,7 @@ def merge_sum(parts: Sequence[tuple[Array, Array]], dtype: np.dtype[np.generic])
 
 
 def _merged(indices: list[Array], values: list[Array], dtype: np.dtype[np.generic]) -> tuple[Array, Array]:
-    values = [_as(v, dtype) for v in values]
+    values = [as_contiguous(v, dtype) for v in values]
     if len(indices) == 2:
         return union_sum(indices[0], values[0], indices[1], values[1])
     if are_dense(indices, dtype):
@@ -217,9 +216,3 @@ def _merged(indices: list[Array], values: list[Array], dtype: np.dtype[np.generi
     state = (sizes, starts, active, stops, ends, keys, bits, bits.view(dtype), out_indices, out_sums)
     count = _merge_all(index_at, value_at, *state)
     return out_indices[:count], out_sums[:count]
-
-
-def _as(values: Array, dtype: np.dtype[np.generic]) -> Array:
-    if values.dtype == np.float16 and dtype == np.float32:
-        return from_float16(values)
-    return np.ascontiguousarray(values, dtype)

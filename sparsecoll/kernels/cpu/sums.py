@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from sparsecoll.kernels import reference
-from sparsecoll.kernels.cpu.lanes import BLOCK, end_stream, jit, stream_block, streams_to
+from sparsecoll.kernels.cpu.codecs import from_float16
+from sparsecoll.kernels.cpu.lanes import BLOCK, array_at, end_stream, jit, stream_block, streams_to
 from sparsecoll.kernels.keys import Array
-from sparsecoll.kernels.memory import empty, readonly
+from sparsecoll.kernels.memory import data_ptr, empty, readonly
 
 PART = 1 << 11  # coordinates of a dense vector that are put together before they are written past the caches
 WINDOW = 1 << 14  # coordinates looked up at a time: their 16 KiB of marks stay in the first-level cache
@@ -67,6 +70,60 @@ def _stream_dense(bits, indices, values, divisor, part, part_bits):  # type: ign
 
 
 @jit
+def _add_below(indices, values, start, base, stop, part):  # type: ignore[no-untyped-def]
+    """Add entries from `start` on, with indices below `stop`, to `part`, which begins at `base`; where they end."""
+    i, size, one, zero = np.uint64(start), np.uint64(indices.size), np.uint64(1), part.dtype.type(0)
+    while i < size and np.uint64(indices[i]) < stop:
+        j = np.uint64(indices[i]) - base
+        part[j] = (part[j] + values[i]) + zero  # of two NaN the first one stays, as in merge.py
+        i += one
+    return np.int64(i)
+
+
+@jit
+def _write_sum(  # type: ignore[no-untyped-def]
+    dense, bits, index_at, value_at, sizes, starts, together, divisor, inverse, part, part_bits, like, stream
+):
+    """Write all values of the sum of vectors; past the caches, by way of `part`, unless `stream` is None."""
+    group = 0
+    for start in range(0, dense.size, PART):
+        base, count = np.uint64(start), min(PART, dense.size - start)
+        if stream is None:
+            block = dense[start : start + count]
+            block[:] = 0
+        else:
+            block = part
+        left = False
+        while group < sizes.size and not left:
+            for p in range(group, group + together):
+                indices, values = array_at(index_at[p], sizes[p], like), array_at(value_at[p], sizes[p], part)
+                starts[p] = _add_below(indices, values, starts[p], base, base + np.uint64(count), block)
+                left |= starts[p] < sizes[p]
+            group += 0 if left else together
+        _divide(block, divisor, inverse)
+        if stream is not None:
+            whole = count - count % BLOCK
+            for at in range(0, whole, BLOCK):
+                stream_block(part_bits, at, bits, start + at)
+            for at in range(whole, count):
+                bits[start + at] = part_bits[at]
+    if stream is not None:
+        end_stream()
+
+
+@jit
+def _divide(values, divisor, inverse):  # type: ignore[no-untyped-def]
+    """values = 0 + values / divisor, by a product with the inverse where that is exact."""
+    zero = values.dtype.type(0)
+    if inverse is None:
+        for i in range(values.size):
+            values[i] = zero + values[i] / divisor
+    else:
+        for i in range(values.size):
+            values[i] = zero + values[i] * inverse
+
+
+@jit
 def _common(a, b, wanted, out):  # type: ignore[no-untyped-def]
     """Write the positions in `a` of the indices that are in `b` (wanted = 1) or are not (wanted = 0); their number."""
     count, i, j = 0, 0, 0
@@ -118,6 +175,13 @@ def _first_unsorted(indices, length):  # type: ignore[no-untyped-def]
     return -1
 
 
+def as_contiguous(values: Array, dtype: np.dtype[np.generic]) -> Array:
+    """Return values as a contiguous array of `dtype`, themselves if they are one."""
+    if values.dtype == np.float16 and dtype == np.float32:
+        return from_float16(values)
+    return np.ascontiguousarray(values, dtype)
+
+
 def scatter_add(dense: Array, indices: Array, values: Array) -> None:
     if dense.dtype == np.float16:
         reference.scatter_add(dense, indices, values)
@@ -151,6 +215,28 @@ def write_dense(dense: Array, indices: Array, values: Array, divisor: int | None
         None if divisor is None else dense.dtype.type(divisor),
         part,
         part.view(kind),
+    )
+
+
+def write_sum(dense: Array, parts: Sequence[tuple[Array, Array]], divisor: int, together: int) -> None:
+    indices = [np.ascontiguousarray(i) for i, _ in parts]
+    values = [as_contiguous(v, dense.dtype) for _, v in parts]
+    inverse = dense.dtype.type(1 / divisor) if divisor & (divisor - 1) == 0 else None  # exact for powers of two
+    part, bits = np.zeros(PART, dense.dtype), np.dtype(f"u{dense.itemsize}")
+    _write_sum(
+        dense,
+        dense.view(bits),
+        np.array([data_ptr(i) for i in indices]),
+        np.array([data_ptr(v) for v in values]),
+        np.array([i.size for i in indices]),
+        np.zeros(len(parts), np.int64),
+        together,
+        dense.dtype.type(divisor),
+        inverse,
+        part,
+        part.view(bits),
+        readonly(indices[0]),
+        streams_to(dense),
     )
 
 

@@ -97,6 +97,14 @@ def write_dense(dense: Array, indices: Array, values: Array, divisor: int | None
         scatter_add(dense, indices, np.divide(values, values.dtype.type(divisor)))
 
 
+def write_sum(dense: Array, parts: Sequence[tuple[Array, Array]], divisor: int, together: int) -> None:
+    dense[:] = 0
+    for indices, values in parts:
+        scatter_add(dense, indices, values)
+    dense /= dense.dtype.type(divisor)
+    dense += 0
+
+
 def _scatter(dense: Array, indices: Array, values: Array, sign: int) -> None:
     given = (dense, indices, values, indices.size, np.int32(sign))
     launch("sums", "scatter", indices.size, *given, macros=(*types(dense, indices), _from(values)))

@@ -16,6 +16,7 @@ __all__ = [
     "scatter_add",
     "scatter_subtract",
     "write_dense",
+    "write_sum",
 ]
 
 
@@ -53,6 +54,19 @@ def write_dense(dense: Array, indices: Array, values: Array, divisor: int | None
         return
     with np.errstate(over="ignore", invalid="ignore"):
         scatter_add(dense, indices, np.divide(values, values.dtype.type(divisor)))
+
+
+def write_sum(dense: Array, parts: Sequence[tuple[Array, Array]], divisor: int, together: int) -> None:
+    """dense = 0 + (sum of sparse vectors) / divisor, in float32 or float64; the sum is that of `merge_sum`.
+
+    The vectors are given in groups of `together`; the indices of a group are below those of the next one.
+    """
+    dense[:] = 0
+    for indices, values in parts:
+        scatter_add(dense, indices, values)
+    with np.errstate(over="ignore", invalid="ignore"):
+        dense /= dense.dtype.type(divisor)
+    dense += 0
 
 
 def intersect(a: Array, b: Array) -> Array:

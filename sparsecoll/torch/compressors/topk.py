@@ -243,7 +243,10 @@ class TopK(ErrorFeedback):
     def update(self, out: Array, message: Any, reduced: Reduction) -> None:
         self.contributed(reduced.contributed)
         self._mask(message, reduced.contributed)
-        write_mean(out, reduced.value, self.size)
+        if reduced.parts is not None and out.dtype == self.acc.dtype and out.dtype.char in "fd":
+            DenseVector(out).copy_sum(reduced.parts, self.size)
+        else:
+            write_mean(out, reduced.value, self.size)
 
     def _mask(self, sent: Vector, contributed: Vector) -> None:
         """Clear u at the entries of `sent` that entered the sum; `contributed` may have other indices, too."""
