@@ -120,7 +120,8 @@ ERRORS = {
     ),
     "NaN": (lambda x: x * np.nan, "rank 1: x: expected finite values"),
     "type": (lambda x: "no", "rank 1: x: expected a SparseVector, "),
-    "keys": (lambda x: {1: 2}, "rank 1: x: expected a SparseVector of length 2003"),
+    "keys": (lambda x: {1: 2}, "rank 1: x: expected a type with a length, got dict: use allreduce"),
+    "words": (lambda x: dict(zip(map(str, range(2003)), [0.5] * 2003, strict=True)), "rank 1: x: expected a type with"),
 }
 
 
