@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import sparsecoll
-from sparsecoll import DenseVector, Residual, SparseVector, select
+from sparsecoll import DenseVector, Residual, RowResidual, RowSparse, SparseVector, select
 from sparsecoll.errors import NonFiniteError
 from sparsecoll.kernels import kernels_of
 from sparsecoll.kernels.keys import Momentum
@@ -208,6 +208,16 @@ def test_compensation_waits_for_the_first_use_and_is_never_lost():
     assert (residual.array == 5).all()
     with pytest.raises(ValueError, match=r"gradient: expected shape \(10,\), got \(9,\)"):
         residual.compensate(np.ones(9))
+
+
+def test_whole_numbers_are_not_scaled_by_fractions():
+    residual, rows = Residual(2, np.int32), RowResidual(2, 1, np.int32)
+    some = RowSparse([0], np.array([[4]], np.int32), 2)
+    for form, gradient in ((residual, np.array([4, 2], np.int32)), (rows, some)):
+        form.compensate(gradient, scale=2.0)
+        with pytest.raises(ValueError, match=r"scale: expected a whole number for a residual of int32, got 0\.5"):
+            form.compensate(gradient, scale=0.5)
+    assert residual.array.tolist() == [8, 4] and rows.rows.values.tolist() == [[8]]
 
 
 @pytest.mark.parametrize("use", [Residual.compensate, lambda residual, x: residual.take(x, TopK(), 2)])
