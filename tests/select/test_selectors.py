@@ -313,6 +313,14 @@ def test_hashed_changes_its_losers():
     assert Hashed(m=100, threshold=TopK()).select(x, 100).nnz < 80
 
 
+@pytest.mark.parametrize("make", [DenseVector, lambda values: SparseVector(np.arange(values.size), values, 9000)])
+def test_moments_of_complex_values_are_those_of_their_magnitudes(make):
+    values = (1j * np.random.default_rng(0).standard_normal(9000)).astype(np.complex64)
+    own, expected = MagnitudeStats(make(values), 90), MagnitudeStats(DenseVector(np.abs(values)), 90)
+    for name in ("mean", "deviation", "mean_magnitude", "largest"):
+        assert getattr(own, name) == getattr(expected, name)
+
+
 def test_survey_counts_on_both_sides_of_its_bound():
     x = heavy(50_000)
     stats = MagnitudeStats(DenseVector(x), 500)
