@@ -68,7 +68,7 @@ class Residual:
             DenseVector acc, a view.
 
         Raises:
-            ValueError: The gradient has another length.
+            ValueError: The gradient has another length, or the scale of whole numbers is not one.
             TypeError: The gradient is something else than an array, as a tensor is, or of a dtype that would lose more
                 than digits, as complex numbers in a real residual.
         """
@@ -105,8 +105,8 @@ class Residual:
             SparseVector of the entries to send. If the selector raises, the gradient has been added and nothing taken.
 
         Raises:
-            ValueError: The gradient has another length, or a selector of the user's returns a vector of another length
-                or other values than those of the vector.
+            ValueError: The gradient has another length, or the scale of whole numbers is not one, or a selector of the
+                user's returns a vector of another length or other values than those of the vector.
             TypeError: The gradient is one that `compensate` refuses, or a selector of the user's returns something else
                 than a SparseVector, or one of another dtype, or its options are not the fields of a dataclass.
             NonFiniteError: There is a NaN among the selected values.
@@ -150,6 +150,22 @@ def check_part(name: str, part: Any, acc: DenseVector) -> None:
         raise TypeError(f"{name}: expected a dtype that can be added to {acc.dtype}, got {part.dtype}")
 
 
+def check_rows(name: str, part: Any, rows: RowSparse) -> None:
+    """Raise TypeError or ValueError, which begins with `name`, unless `part` can be added to `rows`."""
+    if not isinstance(part, RowSparse):
+        raise TypeError(f"{name}: expected a RowSparse, got {type(part).__name__}")
+    if part.shape != rows.shape:
+        raise ValueError(f"{name}: expected shape {rows.shape}, got {part.shape}")
+    if not can_add(part.dtype, rows.dtype):
+        raise TypeError(f"{name}: expected a dtype that can be added to {rows.dtype}, got {part.dtype}")
+
+
+def check_scale(scale: float, dtype: np.dtype[Any]) -> None:
+    """Raise ValueError unless the multiples of a gradient of this dtype are of it."""
+    if dtype.kind in "biu" and not float(scale).is_integer():
+        raise ValueError(f"scale: expected a whole number for a residual of {dtype}, got {scale}")
+
+
 class RowResidual:
     """Error feedback for rows: rows that were not sent stay, and are added to the next gradient. Memory: these rows.
 
@@ -189,10 +205,12 @@ class RowResidual:
             scale: factor of the gradient (default: 1).
 
         Raises:
-            ValueError: The gradient is of a table of another shape.
+            ValueError: The gradient is of a table of another shape, or the scale of whole numbers is not one.
+            TypeError: The gradient is no RowSparse, or of a dtype that would lose more than digits, as complex numbers
+                in a real residual.
         """
-        if gradient.shape != self.rows.shape:
-            raise ValueError(f"gradient: expected shape {self.rows.shape}, got {gradient.shape}")
+        check_rows("gradient", gradient, self.rows)
+        check_scale(scale, self.rows.dtype)
         dtype = self.rows.dtype
         own = gradient.astype(dtype)
         scaled = own if scale == 1 else own.with_values(own.values * dtype.type(scale))
@@ -207,9 +225,9 @@ class RowResidual:
 
         Raises:
             ValueError: It is of a table of another shape.
+            TypeError: It is no RowSparse, or of a dtype that would lose more than digits.
         """
-        if contributed.shape != self.rows.shape:
-            raise ValueError(f"contributed: expected shape {self.rows.shape}, got {contributed.shape}")
+        check_rows("contributed", contributed, self.rows)
         acc, dtype = self.rows, self.rows.dtype
         own, sent = to_host(acc.rows), to_host(contributed.rows)
         changed, found = np.zeros(own.size, np.bool_), np.searchsorted(own, sent)
@@ -293,6 +311,7 @@ class LazyAccumulator(DenseVector):
                 raise TypeError(f"gradient: expected a dtype that can be added to {self.dtype}, got {gradient.dtype}")
             if gradient.dtype not in COMPILED_DTYPES:  # bfloat16 and other byte orders among them
                 gradient = gradient.astype(self.dtype)
+        check_scale(scale, self.dtype)
         if self._pending is not None:
             self.flush()
         self._pending = (gradient, scale)

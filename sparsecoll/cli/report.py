@@ -44,7 +44,7 @@ class Report:
             save(self._path, {"about": about(), "rows": self._rows})
 
     def _heads(self) -> str:
-        what = f"{'algo':<{self._width}}{'P':>5}{'n':>13}{'density':>9}{'format':>12}"
+        what = f"{'algo':<{self._width}}{'P':>5}{'n':>13}{'density':>9}{'format':>14}"
         return what + f"{'values':>10}{'ms':>10}{'x dense':>9}{'MB in':>9}" + "".join(f"{kind:>8}" for kind in SHOWN)
 
     def _line(self, row: Row) -> str:
@@ -52,7 +52,7 @@ class Report:
         received = row["bytes_received"]
         ratio = "-" if dense is None or not row["seconds"] else f"{dense / row['seconds']:.2f}"
         moved = "-" if received is None else f"{received / 1e6:.2f}" if received >= 1e6 else f"{received / 1e6:.3g}"
-        what = f"{row['algo']:<{self._width}}{row['P']:>5}{row['n']:>13,}{row['density']:>9.4g}{row['format']:>12}"
+        what = f"{row['algo']:<{self._width}}{row['P']:>5}{row['n']:>13,}{row['density']:>9.4g}{row['format']:>14}"
         numbers = f"{row['value_dtype']:>10}{row['seconds'] * 1e3:>10.2f}{ratio:>9}{moved:>9}"
         return what + numbers + "".join(f"{row[kind] * 1e3:>8.1f}" for kind in SHOWN)
 

@@ -7,6 +7,7 @@ from typing import Any
 from sparsecoll.algorithms import Algorithm, resolve
 from sparsecoll.collectives import convert
 from sparsecoll.collectives.allreduce import contribution, early_message, returned, run, validated
+from sparsecoll.collectives.convert.back import Back
 from sparsecoll.collectives.operations import is_mpi_op
 from sparsecoll.collectives.options import CallOptions, options_of
 from sparsecoll.collectives.plan import Plan
@@ -23,9 +24,7 @@ class _Allreduce:
 
     def __init__(self, call: CollectiveCall, x: Any, algo: str | Algorithm, options: CallOptions) -> None:
         transport, self._options = call.transport, options
-        vector, back = convert.to_vector(x)
-        if back.keyed:
-            raise TypeError(f"x: expected a type with a length, got {type(x).__name__}: use allreduce")
+        vector, _ = _to_vector(x)
         self._kind = _kind_of(x, vector)
         call.signature |= convert.shape_of(x)
         options.check_operation(vector)
@@ -52,7 +51,7 @@ class _Allreduce:
         """Return the result for x."""
         transport, options = call.transport, self._options
         call.signature = self._signature
-        vector, back = convert.to_vector(x)
+        vector, back = _to_vector(x)
         kind = _kind_of(x, vector)
         if kind != self._kind:
             raise ValueError(f"x: expected {_described(self._kind)} as in allreduce_init, got {_described(kind)}")
@@ -63,6 +62,14 @@ class _Allreduce:
             call.agree(check=options.check, checksum=self._checksum)
         value = run(self._algorithm, self._channel, entries, self._size).value
         return returned(self._algorithm, value, x, vector, back, transport, options)
+
+
+def _to_vector(x: Any) -> tuple[Vector, Back]:
+    """Return `convert.to_vector(x)`; raise TypeError if x has keys, on which the calls of a plan do not agree."""
+    vector, back = convert.to_vector(x)
+    if back.keyed:
+        raise TypeError(f"x: expected a type with a length, got {type(x).__name__}: use allreduce")
+    return vector, back
 
 
 def _kind_of(x: Any, vector: Vector) -> tuple[Any, ...]:

@@ -101,7 +101,7 @@ class CallOptions:
                 raise TypeError(f"density: expected a number in (0, 1], got {density!r}")
             if not 0 < density <= 1:
                 raise ValueError(f"density: expected in (0, 1], got {density}")
-            return max(1, round(density * length))
+            return max(1, round(float(density) * length))
         k = default if k is None else k
         if k is None:
             return None

@@ -45,7 +45,7 @@ def allreduce_rows(
         raise ValueError(f"return_reduction: expected False unless op is 'sum' or 'mean', got op={options.op!r}")
     transport, algorithm = call.transport, resolve_rows(algo)
     before = transport.traffic.copy() if return_reduction else transport.traffic
-    channel, sent, held = agree(call, x, options, {"algo": algorithm.describe()})
+    channel, sent, held = agree(call, x, back, options, {"algo": algorithm.describe()})
     found = algorithm(channel, sent, held)
     transport.waitall()
     value = options.result(found.value, transport)
@@ -68,7 +68,7 @@ def prepare_reduce_scatter_rows(
         raise TypeError(f"owner: expected one of {', '.join(map(repr, OWNERS))}, got {owner!r}")
     check_choice("owner", owner, OWNERS)
     edges = None if boundaries is None else check_boundaries(boundaries, x.n, call.transport.size)
-    channel, sent, held = agree(call, x, options, {"owner": owner, "boundaries": edges})
+    channel, sent, held = agree(call, x, back, options, {"owner": owner, "boundaries": edges})
 
     def send() -> Any:
         if edges is None:
@@ -87,7 +87,7 @@ def prepare_allgather_rows(
     call: CollectiveCall, x: RowSparse, back: Back, options: CallOptions
 ) -> Callable[[], list[Any]]:
     """Agree on the arguments of `sparsecoll.allgather` of rows; return what sends them (see `blocking.py`)."""
-    channel, sent, held = agree(call, x, options, {})
+    channel, sent, held = agree(call, x, back, options, {})
 
     def send() -> list[Any]:
         with channel.phase("gather"):
@@ -100,21 +100,25 @@ def prepare_allgather_rows(
 
 
 def agree(
-    call: CollectiveCall, x: RowSparse, options: CallOptions, arguments: dict[str, Any]
+    call: CollectiveCall, x: RowSparse, back: Back, options: CallOptions, arguments: dict[str, Any]
 ) -> tuple[RowChannel, RowSparse, list[int]]:
     """Validate the options and agree on the arguments; return the channel, what this rank sends, and all counts.
 
     Args:
         call: the call.
         x: this rank's rows.
+        back: what converts a result to the caller's type, whose shape and blocks say where a row's values are.
         options: of the call.
         arguments: those of this collective alone, by name, which must be the same on all ranks.
     """
     channel, sent = contribution(call, x, options)
+    layout = {name: list(value) for name, value in back.fields().items() if name in ("shape", "blocksize")}
     call.signature |= {
         "x": "rows",
         "n": x.n,
         "d": x.d,
+        "shape": list(x.shape),
+        **layout,
         "dtype": x.dtype.name,
         **options.signature(),
         **arguments,

@@ -78,7 +78,10 @@ class Arithmetic(Values):
     __radd__ = __add__
 
     def __sub__(self, other: Any) -> Self:
-        return self + -other if self._is_alike(other) else NotImplemented
+        if not self._is_alike(other):
+            return NotImplemented
+        negated: Self = -other.astype(np.result_type(self.dtype, other.dtype))  # its own may wrap
+        return self + negated
 
     def __neg__(self) -> Self:
         return self.with_values(-self.values)

@@ -174,7 +174,7 @@ class DenseVector(Values):
         return type(self)(values)
 
     def astype(self, dtype: Any) -> DenseVector:
-        """Return the values as `dtype`; finite ones beyond its range become its largest finite value."""
+        """Return the values as `dtype`; see `SparseVector.astype`."""
         return DenseVector(saturating_cast(self.values, np.dtype(dtype)))
 
     def add(self, other: DenseVector, dtype: Any, in_place: bool) -> DenseVector:

@@ -187,7 +187,9 @@ class Entries(Arithmetic):
         return to_scipy(to_host(self.indices), to_host(self.values), shape, f"{format}_array")
 
     def astype(self, dtype: Any) -> Self:
-        """Return the entries as `dtype`; finite values beyond its range become its largest finite value."""
+        """Return the entries as `dtype`, as NumPy casts them; where real floats become narrower ones, finite values
+        beyond their range become the largest finite one.
+        """
         return self.with_values(saturating_cast(self.values, np.dtype(dtype)))
 
     def copy(self) -> Self:

@@ -259,7 +259,9 @@ class RowSparse(Arithmetic):
         return sparse.bsr_array((values, columns, starts), shape=self.shape, blocksize=(1, self.d))
 
     def astype(self, dtype: Any) -> Self:
-        """Return the rows as `dtype`; finite values beyond its range become its largest finite value."""
+        """Return the rows as `dtype`, as NumPy casts them; where real floats become narrower ones, finite values beyond
+        their range become the largest finite one.
+        """
         return self.with_values(cast(self.values, np.dtype(dtype)))
 
     def copy(self) -> Self:

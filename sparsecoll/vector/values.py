@@ -161,7 +161,7 @@ def checked_length(length: Any, name: str = "length") -> int:
 
 
 def saturating_cast(values: Array, dtype: np.dtype[Any]) -> Array:
-    """Return `values` as `dtype`; finite values beyond its range become its largest finite value, not infinity."""
+    """Return `values` as `dtype`; real floats beyond the range of a narrower one become its largest, not infinity."""
     if values.dtype == dtype:
         return values
     check_value_dtype(dtype)

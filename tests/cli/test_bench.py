@@ -12,6 +12,7 @@ from sparsecoll.cli import arguments, bench
 from sparsecoll.cli.bench import Call
 from sparsecoll.cli.main import main
 from sparsecoll.cli.report import SHOWN, Report
+from sparsecoll.formats import FORMATS
 from sparsecoll.transport import LocalTransport
 
 
@@ -173,6 +174,14 @@ def test_rows_are_compared_with_the_dense_sum_of_their_own_dtype(capsys):
     report.add({**row, "algo": "allgather", "value_dtype": "bfloat16", "seconds": 1.0})
     lines = capsys.readouterr().out.splitlines()[1:]
     assert [line.split()[7] for line in lines] == ["1.00", "1.00", "2.00", "1.00"]
+
+
+def test_columns_are_apart(capsys):
+    report = Report(["allgather"])
+    for name in FORMATS:
+        row = {"algo": "allgather", "P": 2, "n": 9, "density": 0.01234, "format": name, "bytes_received": 1}
+        report.add(row | {"value_dtype": "bfloat16", "seconds": 1.0} | dict.fromkeys(SHOWN, 0.0))
+    assert {len(line.split()) for line in capsys.readouterr().out.splitlines()[1:]} == {9 + len(SHOWN)}
 
 
 def test_a_folder_for_figures_that_is_a_file(tmp_path, capsys):

@@ -48,6 +48,16 @@ def test_auto_adds_in_the_order_of_allreduce(k):
     assert all(simulate(8, program).results)
 
 
+@pytest.mark.parametrize("op", ["sum", "max"])
+def test_an_example_with_nan_that_may_pass(op):
+    def program(comm):
+        x = SparseVector([0, comm.rank + 1], np.array([1.0, np.nan if comm.rank == 2 else 2.0]), 4)
+        return sparsecoll.allreduce_init(comm, x, op=op, nonfinite="pass")(x).values.tolist()
+
+    for values in simulate(3, program).results:
+        assert values[:3] == [3.0 if op == "sum" else 1.0, 2.0, 2.0] and np.isnan(values[3])
+
+
 def test_later_calls_send_data_alone():
     """allgather: 16 bytes and 8 for each entry of a message, where allreduce also sends 16 bytes to each rank."""
 
@@ -120,7 +130,8 @@ ERRORS = {
     ),
     "NaN": (lambda x: x * np.nan, "rank 1: x: expected finite values"),
     "type": (lambda x: "no", "rank 1: x: expected a SparseVector, "),
-    "keys": (lambda x: {1: 2}, "rank 1: x: expected a SparseVector of length 2003"),
+    "keys": (lambda x: {1: 2}, "rank 1: x: expected a type with a length, got dict: use allreduce"),
+    "words": (lambda x: dict(zip(map(str, range(2003)), [0.5] * 2003, strict=True)), "rank 1: x: expected a type with"),
 }
 
 

@@ -359,6 +359,14 @@ def test_any_library_by_dlpack():
     assert np.shares_memory(x.values, dense)
 
 
+def test_torch_tensors_that_are_conjugated_or_negated_lazily():
+    torch = pytest.importorskip("torch")
+    x = torch.tensor([0, 1 + 2j])
+    assert as_vector(x.conj()).to_dense().tolist() == [0, 1 - 2j]
+    assert as_vector(x.conj().imag).to_dense().tolist() == [0, -2]
+    assert as_vector(x.to_sparse().conj()).values.tolist() == [1 - 2j]
+
+
 def test_what_is_no_vector():
     for wrong in ([1.0, 2.0], "text", None, {1, 2}):
         with pytest.raises(TypeError, match="x: expected a SparseVector"):

@@ -307,3 +307,53 @@ def test_series():
     ):
         with pytest.raises(TypeError, match=text):
             as_vector(wrong)
+
+
+def test_labels_that_the_index_of_a_rank_does_not_hold():
+    pandas = pytest.importorskip("pandas")
+
+    def program(comm):
+        dtype, label = ("int64", 1000) if comm.rank else ("int8", 5)
+        x = pandas.Series([1.0, 2.0], index=pandas.Index([3, label], dtype=dtype))
+        return sparsecoll.allreduce(comm, x), sparsecoll.reduce(comm, x), sparsecoll.allreduce(comm, x[:1])
+
+    for rank, (y, on_root, narrow) in enumerate(simulate(2, program).results):
+        assert y.to_dict() == {3: 2.0, 5: 2.0, 1000: 2.0} and y.index.dtype == "int64"
+        assert on_root is None if rank else on_root.equals(y)
+        assert narrow.to_dict() == {3: 2.0} and narrow.index.dtype == ("int64" if rank else "int8")
+
+
+def test_names_of_a_series_are_kept():
+    pandas = pytest.importorskip("pandas")
+    x = pandas.Series([1.0], index=pandas.Index([5], name=("a", 1)), name=2.5)
+
+    def program(comm):
+        return sparsecoll.allreduce(comm, x), sparsecoll.bcast(comm, x)
+
+    for y, sent in simulate(2, program).results:
+        assert (y.name, y.index.name, sent.name, sent.index.name) == (2.5, ("a", 1), "2.5", "('a', 1)")
+
+
+@pytest.mark.parametrize("call", ["allreduce", "reduce", "reduce_scatter", "allgather", "gather", "scan"])
+def test_nothing_on_all_ranks_is_of_one_dtype(call):
+    pandas = pytest.importorskip("pandas")
+
+    def program(comm):
+        empty = pandas.Series([], index=pandas.Index([], dtype="int64"), dtype="float32" if comm.rank else "int8")
+        y = getattr(sparsecoll, call)(comm, empty)
+        getattr(sparsecoll, call)(comm, {} if comm.rank else empty)
+        return None if y is None else (y[-1] if isinstance(y, list) else y).dtype
+
+    assert set(simulate(2, program).results) <= {np.dtype(np.float32), None}
+
+
+def test_integers_that_have_no_common_type_are_refused():
+    pandas = pytest.importorskip("pandas")
+
+    def program(comm):
+        x = pandas.Series([2**60 + 1], index=[1], dtype="uint64" if comm.rank else "int64")
+        with pytest.raises(TypeError, match=r"expected integers of one type on all ranks, got int64 and uint64: use"):
+            sparsecoll.allreduce(comm, x)
+        return sparsecoll.allreduce(comm, x.astype(np.int64))[1]
+
+    assert simulate(2, program).results == [2**61 + 2] * 2

@@ -24,6 +24,9 @@ def test_k_is_given_or_a_share_of_the_length_or_the_algorithms_own():
     assert CallOptions().resolve_k(100) is None and CallOptions().resolve_k(100, 7) == 7
     assert CallOptions(k=np.int64(3)).resolve_k(100, 7) == 3
     assert CallOptions(density=0.02).resolve_k(100, 7) == 2 and CallOptions(density=1e-9).resolve_k(100) == 1
+    for density in (np.float16(0.5), np.float32(0.5), np.float64(0.5)):
+        assert CallOptions(density=density).resolve_k(10**6) == 500_000
+    assert CallOptions(density=np.uint8(1)).resolve_k(10**6) == 10**6
 
 
 def test_names_and_objects_mean_the_same():

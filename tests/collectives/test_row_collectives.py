@@ -197,3 +197,35 @@ def test_rows_on_some_ranks_alone():
         return sparsecoll.allreduce(comm, x).nnz
 
     assert len(set(simulate(3, program).results)) == 1
+
+
+@pytest.mark.parametrize("call", [sparsecoll.allreduce, sparsecoll.allgather])
+@pytest.mark.parametrize(
+    ("shape", "blocks", "text"),
+    [
+        ((6, 6), (3, 2), r"^blocksize: expected .* \[2, 3\] on rank 0, \[3, 2\] on rank 1$"),
+        ((4, 9), (2, 3), r"^shape: expected .* \[6, 6\] on rank 0, \[4, 9\] on rank 1$"),
+        ((6, 6), (1, 2), r"^n: expected .*; d: .*; blocksize: expected .* \[2, 3\] on rank 0, \[1, 2\] on rank 1$"),
+    ],
+)
+def test_blocks_of_other_shapes_are_refused(call, shape, blocks, text):
+    """The first two are as many rows of as many values, which stand for other entries of the matrix."""
+    sparse = pytest.importorskip("scipy.sparse")
+
+    def program(comm):
+        x = sparse.bsr_array(np.eye(6) if comm.rank == 0 else np.ones(shape), blocksize=blocks if comm.rank else (2, 3))
+        with pytest.raises(CommunicationError, match=text):
+            call(comm, x)
+
+    simulate(2, program)
+
+
+def test_hybrid_tensors_of_other_shapes_are_refused():
+    torch = pytest.importorskip("torch")
+
+    def program(comm):
+        x = torch.ones((4, 2, 3) if comm.rank else (4, 6)).to_sparse(1)
+        with pytest.raises(CommunicationError, match=r"shape: .* \[4, 6\] on rank 0, \[4, 2, 3\] on rank 1"):
+            sparsecoll.allreduce(comm, x)
+
+    simulate(2, program)

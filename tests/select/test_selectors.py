@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import sparsecoll
-from sparsecoll import DenseVector, Residual, SparseVector, select
+from sparsecoll import DenseVector, Residual, RowResidual, RowSparse, SparseVector, select
 from sparsecoll.errors import NonFiniteError
 from sparsecoll.kernels import kernels_of
 from sparsecoll.kernels.keys import Momentum
@@ -210,6 +210,16 @@ def test_compensation_waits_for_the_first_use_and_is_never_lost():
         residual.compensate(np.ones(9))
 
 
+def test_whole_numbers_are_not_scaled_by_fractions():
+    residual, rows = Residual(2, np.int32), RowResidual(2, 1, np.int32)
+    some = RowSparse([0], np.array([[4]], np.int32), 2)
+    for form, gradient in ((residual, np.array([4, 2], np.int32)), (rows, some)):
+        form.compensate(gradient, scale=2.0)
+        with pytest.raises(ValueError, match=r"scale: expected a whole number for a residual of int32, got 0\.5"):
+            form.compensate(gradient, scale=0.5)
+    assert residual.array.tolist() == [8, 4] and rows.rows.values.tolist() == [[8]]
+
+
 @pytest.mark.parametrize("use", [Residual.compensate, lambda residual, x: residual.take(x, TopK(), 2)])
 def test_a_gradient_that_is_refused_leaves_a_residual_usable(use):
     residual = Residual(6)
@@ -301,6 +311,14 @@ def test_hashed_changes_its_losers():
     seen = np.unique(np.concatenate([selector.select(x, 100).indices for _ in range(30)]))
     assert seen.size == 100
     assert Hashed(m=100, threshold=TopK()).select(x, 100).nnz < 80
+
+
+@pytest.mark.parametrize("make", [DenseVector, lambda values: SparseVector(np.arange(values.size), values, 9000)])
+def test_moments_of_complex_values_are_those_of_their_magnitudes(make):
+    values = (1j * np.random.default_rng(0).standard_normal(9000)).astype(np.complex64)
+    own, expected = MagnitudeStats(make(values), 90), MagnitudeStats(DenseVector(np.abs(values)), 90)
+    for name in ("mean", "deviation", "mean_magnitude", "largest"):
+        assert getattr(own, name) == getattr(expected, name)
 
 
 def test_survey_counts_on_both_sides_of_its_bound():

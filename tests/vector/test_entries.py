@@ -159,6 +159,15 @@ def test_dtypes_of_sums_are_numpys(a, b):
     assert (X.astype(a) * 2).dtype == a and (X.astype(a) / 2).dtype == (np.ones(1, a) / 2).dtype
 
 
+@pytest.mark.parametrize("b", ["bool", "int8", "uint8", "uint64"])
+@pytest.mark.parametrize("a", ["int16", "uint32", "float32", "complex64"])
+def test_differences_of_two_dtypes_are_numpys(a, b):
+    """What is subtracted is negated in the dtype of the result: -1 of uint8 is 255, and -(-128) of int8 is -128."""
+    first, second = np.array([5, 1], a), np.array([1, 0 if b == "bool" else np.iinfo(b).min], b)
+    difference = SparseVector([1, 3], first, 6) - SparseVector([1, 3], second, 6)
+    assert difference.dtype == (first - second).dtype and difference.values.tolist() == (first - second).tolist()
+
+
 def test_equality():
     assert X.copy() == X and X.astype(np.int32) == X
     for other in (Y, 2 * X, X[:5], SparseVector([1, 3, 4], np.array([2.0, 0.0, -3.0]), 6), None, 3):

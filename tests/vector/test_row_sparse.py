@@ -111,3 +111,16 @@ def test_a_residual_of_another_shape_is_refused():
         sparsecoll.RowResidual(5, 2).compensate(x_of())
     with pytest.raises(ValueError, match=r"contributed: expected shape \(5, 2\), got \(6, 2\)"):
         sparsecoll.RowResidual(5, 2).update(x_of())
+
+
+@pytest.mark.parametrize("use", [sparsecoll.RowResidual.compensate, sparsecoll.RowResidual.update])
+def test_a_residual_refuses_what_would_lose_more_than_digits(use):
+    residual = sparsecoll.RowResidual(6, 2)
+    residual.compensate(x_of())
+    for wrong, text in (
+        (1j * x_of(), "expected a dtype that can be added to float32, got complex"),
+        (x_of().to_dense(), "expected a RowSparse, got ndarray"),
+    ):
+        with pytest.raises(TypeError, match=text):
+            use(residual, wrong)
+    assert residual.rows == x_of()

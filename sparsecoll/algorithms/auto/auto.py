@@ -157,7 +157,8 @@ class Auto(Algorithm):
     def settled(self, channel: Channel, x: Vector, k: int, early: bool) -> tuple[Algorithm, Channel]:
         if self.want != "exact_sum":
             return self, channel
-        chosen, channel = self._chosen_for(channel, channel.roundtrip(self.select(x, k)), k)
+        entries = x if isinstance(x, SparseVector) and x.nnz <= k else self.select(x, k)  # NaN cannot be selected
+        chosen, channel = self._chosen_for(channel, channel.roundtrip(entries), k)
         return self._algorithm("allgather" if early else chosen), channel
 
     def _chosen_for(self, channel: Channel, x: SparseVector, k: int) -> tuple[str, Channel]:

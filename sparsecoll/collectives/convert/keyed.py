@@ -144,23 +144,30 @@ def from_series(x: Any) -> tuple[SparseVector, Back]:
         if keys.size:
             raise TypeError(f"x: expected a Series with an integer index, got one of {keys.dtype}")
         keys = keys.astype(np.int64)
-    names = [name if name is None or isinstance(name, (str, int)) else str(name) for name in (x.name, x.index.name)]
-    return _vector(keys, native_values(x.to_numpy())), ToSeries(names[0], names[1], keys.dtype.name)
+    return _vector(keys, native_values(x.to_numpy())), ToSeries(x.name, x.index.name, keys.dtype.name)
 
 
 @dataclass(frozen=True)
 class ToSeries(Back):
-    """Returns a pandas Series with an ascending index."""
+    """Returns a pandas Series with an ascending index, of int64 if its own dtype does not hold all ranks' labels."""
 
     keyed: ClassVar[bool] = True
-    name: str | int | None
-    index_name: str | int | None
+    name: Any
+    index_name: Any
     index_dtype: str
 
     def __call__(self, y: SparseVector) -> Any:
         pandas = importlib.import_module("pandas")
-        index = pandas.Index(y.indices.astype(self.index_dtype), name=self.index_name)
+        dtype = self.index_dtype if y.length - 1 <= np.iinfo(self.index_dtype).max else "int64"
+        index = pandas.Index(y.indices.astype(dtype), name=self.index_name)
         return pandas.Series(y.values, index=index, name=self.name)
+
+    def fields(self) -> dict[str, Any]:
+        """Return the fields; names that JSON does not have as text."""
+        return {
+            name: value if value is None or isinstance(value, (str, int)) else str(value)
+            for name, value in super().fields().items()
+        }
 
 
 def agree_on_kinds(
@@ -182,15 +189,17 @@ def agree_on_kinds(
     """
     call.signature["keyed"] = True
     counts, kinds = np.divmod(call.agree(kind_of(x, back), check, message), KINDS)
-    kinds = kinds[counts > 0]
-    if not kinds.size:
-        return x, back, 0
+    kinds = kinds[counts > 0] if counts.any() else kinds
     found = np.unique(kinds // len(VALUE_DTYPES)).tolist()
     keys = KEYS[found[0]]
     if len(found) > 1 or (keys != KEYS[0] and not isinstance(back, ToMapping)):
         types = " and ".join(KEYS[kind] for kind in found)
         raise TypeError(f"x: expected keys of one type on all ranks, and a mapping for str or bytes, got {types}")
-    x = x.astype(np.result_type(*(dtype_of(VALUE_DTYPES[kind]) for kind in set(kinds % len(VALUE_DTYPES)))))
+    dtypes = {dtype_of(VALUE_DTYPES[kind]) for kind in (kinds % len(VALUE_DTYPES)).tolist()}
+    wide = np.result_type(*dtypes)
+    if wide.kind == "f" and all(dtype.kind in "iu" for dtype in dtypes):
+        raise TypeError("x: expected integers of one type on all ranks, got int64 and uint64: use x.astype(np.int64)")
+    x = x.astype(wide)
     return x, replace(back, keys=keys) if isinstance(back, ToMapping) else back, int(counts.sum())
 
 

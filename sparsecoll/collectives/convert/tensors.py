@@ -25,7 +25,8 @@ BFLOAT16 = "torch.bfloat16"
 def torch_array(tensor: Any) -> Any:
     """Return an array that shares the memory of a tensor; bfloat16 is that of ml_dtypes."""
     if str(tensor.dtype) != BFLOAT16:
-        return from_dlpack(tensor.detach()) if tensor.device.type == "cuda" else tensor.detach().numpy()
+        tensor = tensor.detach().resolve_conj().resolve_neg()  # copies only what these bits defer
+        return from_dlpack(tensor) if tensor.device.type == "cuda" else tensor.numpy()
     if tensor.device.type == "cuda":
         raise TypeError("x: expected another dtype on the GPU, got torch.bfloat16: use x.float()")
     try:

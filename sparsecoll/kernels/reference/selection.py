@@ -96,13 +96,16 @@ def begun(
 def moments_of(values: Array) -> Array:
     """float64: sum of x, of x^2, of |x|, and the largest |x| (NaN passed over). Their order of additions is fixed.
 
+    Complex numbers count by their magnitudes.
+
     A line is MOMENT_ROWS rows of MOMENT_LANES items: its columns are added from the first row on, then by halves. The
     sums of all lines are added in the same way.
     """
     lines, size = [], MOMENT_ROWS * MOMENT_LANES
     with np.errstate(over="ignore", invalid="ignore"):
         for start in range(0, values.size, size):
-            x = values[start : start + size].astype(np.float64)
+            line = values[start : start + size]
+            x = (np.abs(line) if line.dtype.kind == "c" else line).astype(np.float64)
             largest = np.fmax.reduce(np.abs(x), initial=0.0)
             lines.append([_folded(x), _folded(x * x), _folded(np.abs(x)), largest])
     return moments_of_lines(np.array(lines).reshape(-1, 4))
