@@ -68,7 +68,7 @@ def packed(options: argparse.Namespace) -> Iterator[Row]:
 
 
 def quantized(options: argparse.Namespace) -> Iterator[Row]:
-    """Quantised values: GB/s of float32 that are read or written, in buckets of 512 values; 1 M values at a time."""
+    """Quantized values: GB/s of float32 that are read or written, in buckets of 512 values; 1 M values at a time."""
     x = heavy(1 << 20)
     kinds = [(8, "linear"), (4, "linear"), (2, "linear"), (8, "float"), (4, "float"), (2, "mean"), (1, "mean")]
     for bits, levels in kinds:

@@ -163,14 +163,14 @@ def main() -> None:
     about = machine()
     versions = ", ".join(f"{name} {version}" for name, version in about.items() if name != "cpu")
     sets = f"kernels {', '.join(options.kernels)}"
-    made = f"Made by `python perf/kernels.py`: one thread, {about['cpu']}, {sets}; {versions}."
+    made = f"Measured by `python perf/kernels.py`: one thread, {about['cpu']}, {sets}; {versions}."
     heading = ["# Kernels: measured", made]
     if {"avx512", "avx2"} <= set(options.kernels):
         heading.append(
-            "This processor has AVX-512. The code of `avx2` contains none of it (a test reads the code), and NumPy and"
-            " torch are kept from it beside `avx2` and `portable`; `portable` is what LLVM makes of plain loops for"
-            " this processor. The figures of `avx2` are those of AVX2 code here: processors that have AVX2 only do less"
-            " in a cycle."
+            "This processor has AVX-512. The code of `avx2` contains no AVX-512 instructions (a test checks the"
+            " code), and NumPy and torch do not use them in comparisons with `avx2` and `portable`. `portable` is the"
+            " code that LLVM generates from plain loops for this processor. The figures of `avx2` are those of AVX2"
+            " code on this processor; processors that have AVX2 only do less per cycle."
         )
     heading.append(NOTES.read_text().strip())
     report.run([across(section) for section in SECTIONS], options, heading, {"machine": about})

@@ -194,7 +194,7 @@ def main() -> None:
     k = round(options.density * options.n)
     heading = [
         "# Volume: counted",
-        f"Made by `python perf/volume.py`: n = {options.n:,}, k = {k:,} (table1), COO, float32.",
+        f"Counted by `python perf/volume.py`: n = {options.n:,}, k = {k:,} (table1), COO, float32.",
     ]
     about = {"version": sparsecoll.__version__, "n": options.n, "density": options.density}
     report.run(SECTIONS, options, heading, about)

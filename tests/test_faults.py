@@ -143,7 +143,7 @@ def test_the_timeout_covers_the_first_call_on_a_communicator(badly):
     for rank in (0, 1):
         assert "for all ranks to make their first call on the communicator" in rows[rank][0]["error"], text
         assert rows[rank][0]["seconds"] < 5.5 and rows[rank][1]["seconds"] < 5.5
-        assert "go on with a new one" in rows[rank][1]["error"]
+        assert "continue with a new one" in rows[rank][1]["error"]
     assert rows[2][0]["error"] and rows[2][0]["seconds"] < 10
 
 

@@ -29,13 +29,14 @@ LONGEST = 1 << 26  # values of a sketch; it would be longer for few entries of v
 class ARCTopK(Algorithm):
     """The exact sum of all ranks' values in the rows of a matrix whose sums are estimated to be the largest.
 
-    1. The vector is read as a matrix with rows of c values (`columns`). Each rank multiplies it by the same random
+    1. The vector is treated as a matrix with rows of c values (`columns`). Each rank multiplies it by the same random
        matrix of s columns (`sketch`) of -1 and 1, another one in each call.
     2. The ranks sum these sketches of n/c rows, as `dense` does. The norm of a row of the sum estimates the norm of
        the same row of the sum of all vectors.
     3. All ranks choose k entries, those of the k/c rows of largest estimated norm, and sum the values that they have
-       there, as `dense` does. No index travels, and nothing is gathered. If c does not divide k, a part of the smallest
-       of these rows is left out, another one in each call, so that no entry waits for ever.
+       there, as `dense` does. No indices are sent, and nothing is gathered. If c does not divide k, a part of the
+       smallest of these rows is omitted, a different part in each call, so that no entry stays in the residual for
+       ever.
 
     The rows are chosen by the sum over all ranks, unlike in `cltk`, which follows one rank, but as whole rows: the
     result approximates the top k if large entries are neighbours, as in the gradients of a layer's units. x may be

@@ -27,9 +27,9 @@ class Reduction:
 
     Attributes:
         value: the result, with the same bits on every rank.
-        contributed: this rank's entries that entered the result, with the values that entered, so that
-            residual = acc - contributed loses nothing. Their sum over the ranks (their mean, if `op` is "mean") is
-            `value`, up to rounding. Computed from the caller's x when it is first read.
+        contributed: this rank's entries that entered the result, with the values that entered. Their sum over the
+            ranks (their mean, if `op` is "mean") is `value`, up to rounding; residual = acc - contributed.
+            Computed from the caller's x when it is first read.
         traffic: Traffic of this rank in this call.
         parts: vectors whose sum `value` is as long as nobody has read `value`, as `DenseVector.copy_sum` takes them;
             None where it is formed.

@@ -30,19 +30,19 @@ class Dense(Algorithm):
        they arrive, in the cyclic order j, j - 1, j - 2, ...
     2. Every rank sends its summed chunk to every other rank.
 
-    With `native=True`, MPI's own allreduce (MPI_Iallreduce) does both, where it can: sums of finite float32 or float64
-    values in host memory, not rounded on the wire, on a whole MPI communicator. The order of additions is then MPI's,
-    so that a sum may differ from that on the simulator in its last bits. It has the same bits on all ranks: the first
-    call of each dtype and magnitude of n compares checksums of a sum of random values, and if they differ, steps 1 and
-    2 are used instead, as everywhere else.
+    With `native=True`, MPI's own allreduce (MPI_Iallreduce) does both, for sums of finite float32 or float64 values in
+    host memory, not rounded on the wire, on a whole MPI communicator. The order of additions is then MPI's, so a sum
+    may differ from that on the simulator in its last bits. It has the same bits on all ranks: the first call of each
+    dtype and magnitude of n compares checksums of a sum of random values. If they differ, and in all other cases, steps
+    1 and 2 are used.
 
     Vectors whose chunks are shorter than 32 KiB take ceil(log2 P) messages in each of the two steps: recursive halving
     by offsets (see `halving`), which adds in the order of its steps, and Bruck's allgather.
 
-    The sum of sparse vectors has all indices that some rank has, also those of zeros: -0.0 stands for a missing entry
-    of float32 and float64, since a sum is -0.0 only if nothing else is added. For other dtypes and operations, and if
-    values are rounded on the wire, the ranks also combine one bit per coordinate, and operations other than the sum see
-    their neutral element where a rank has no entry.
+    The sum of sparse vectors has an entry at every index at which some rank has one, even if it is zero: -0.0 marks a
+    missing entry of float32 and float64, since a sum is -0.0 only if all its terms are. For other dtypes and
+    operations, and if values are rounded on the wire, the ranks also combine one bit per coordinate; in operations
+    other than the sum, a missing entry counts as the neutral element.
 
     Volume: 2n(P-1)/P words of float32 (Ok-Topk, Table 1, Dense) in 2(P-1) or 2 ceil(log2 P) messages. The bits of
     sparse vectors take another n/16 words and 2 log2 P messages (3n/32 and 2 log2 P + 2 if P is not a power of two).
@@ -52,7 +52,7 @@ class Dense(Algorithm):
     Args:
         k: as in `sparsecoll.Algorithm`.
         selector: as in `sparsecoll.Algorithm`.
-        native: whether to use MPI's own allreduce where that is possible (default: False).
+        native: whether to use MPI's own allreduce if possible (default: False).
 
     See Also:
         `sparsecoll.allreduce`.

@@ -18,7 +18,7 @@ class GTopk(Algorithm):
     2. Broadcast tree: the root's k entries go back along the same edges, with one bit for each entry that went up that
        edge: whether it is part of the result or was truncated on the way.
     3. contributed = the own entries that were not truncated on any level. An index can be in the result without this
-       rank's contribution, so that the indices of the result alone would lose mass.
+       rank's contribution, so the indices of the result alone do not show what contributed.
 
     Volume: the root receives and sends at most 2k log2 P words each, in ceil(log2 P) messages each (Ok-Topk, Table 1,
     gTopk); the bits take k/32 words. Memory: k entries per level.

@@ -19,8 +19,8 @@ class Hierarchical(Algorithm):
     1. Inside: every rank sends its entries to the first rank of its node (through shared memory, as COO, since encoding
        costs more than sending there), which sums them in rank order.
     2. Between: the first ranks run `inner` on the sums of their nodes.
-    3. Inside: the result goes to every rank of the node, with one bit for each entry that it sent: whether it
-       contributed. What rounding or truncation removed from the node's sum stays with the first rank.
+    3. Inside: the first rank sends the result to every rank of its node, with one bit for each entry that the rank
+       sent: whether it contributed. What rounding or truncation removed from the node's sum stays with the first rank.
 
     Nodes are found by MPI_Comm_split_type(MPI_COMM_TYPE_SHARED); on the simulator by `ranks_per_node`.
 

@@ -29,10 +29,10 @@ class HiTopK(Algorithm):
     `algo=sparsecoll.HiTopK()` or, with the paper's selection, `sparsecoll.torch.compressors.MSTopK(
     algo=sparsecoll.HiTopK())`. x may be dense or sparse.
 
-    What the owner does not select from the node's sum stays with it, so that `contributed` may be negative at indices
-    that this rank did not have. A sum over N nodes has at most Nk entries. With one rank per node this is `allgather`.
-    Messages inside a node are in the smallest format, without rounding; between nodes they are in the format that the
-    call asks for.
+    Entries that the owner does not select from the node's sum stay in its residual, so that `contributed` may be
+    negative at indices that this rank did not have. A sum over N nodes has at most Nk entries. With one rank per node
+    this is `allgather`. Messages inside a node are in the smallest format, without rounding; between nodes they are in
+    the format that the call asks for.
 
     Volume for N nodes: each rank receives 2(k/m)(N-1) words from other nodes in ceil(log2 N) messages; inside the node,
     n(m-1)/m words of a dense x, then the result. Any P, also nodes of different sizes. Memory: the entries of a node's

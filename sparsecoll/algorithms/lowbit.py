@@ -1,6 +1,6 @@
 """LowBit: the sum of all n values in few bits a value, by two phases.
 
-The owner of each region sums what the others send quantised, quantises the sum again, and sends it to all, as the
+The owner of each region sums what the others send quantized, quantizes the sum again, and sends it to all, as the
 two-way compression of Tang and others ("DoubleSqueeze", ICML 2019) and of Zheng, Huang, Kwok ("Communication-Efficient
 Distributed Blockwise Momentum SGD with Error-Feedback", NeurIPS 2019), with each rank the server of one region.
 """
@@ -36,15 +36,15 @@ Span = tuple[int, int]
 class LowBit(Algorithm):
     """Sum of all n values in 8, 4, 2 or 1 bits a value, at any number of ranks.
 
-    1. Reduce-scatter: rank j owns the j-th of P regions, of whole buckets. Every rank quantises its values in the
+    1. Reduce-scatter: rank j owns the j-th of P regions, of whole buckets. Every rank quantizes its values in the
        regions of the others and sends them to the owners; its own region it adds as it is, without rounding.
     2. The owner adds what arrives in rank order owner, owner - 1, owner - 2, ..., in float32 (float64 for float64).
-    3. It quantises the sum and sends it to all. Every rank decodes the same bytes, the owner too.
+    3. It quantizes the sum and sends it to all. Every rank decodes the same bytes, the owner too.
 
-    Both steps are divided into chunks, of which some are in flight while others are quantised and added. The rounding
-    errors, those of the sum too, are not part of `contributed` (those of a sum are its owner's), so that a residual
-    keeps them and the next sum makes up for them; the owner's share of them enters it without another rounding. With
-    one rank nothing is rounded.
+    Both steps are divided into chunks, of which some are in flight while others are quantized and added. The rounding
+    errors of the values and of the sum are not part of `contributed` (those of a sum are its owner's), so that a
+    residual keeps them and they enter the next sum; the owner's share enters it without another rounding. With one rank
+    nothing is rounded.
 
     A dense x gives a dense array of its shape and dtype; with `return_reduction` and for a sparse x a SparseVector.
 
@@ -56,9 +56,10 @@ class LowBit(Algorithm):
         bits: bits per value, sign included: 8 (the default), 4, 2 or 1.
         levels: "linear" (the default) for multiples of the largest magnitude of a bucket divided by 2^(bits-1) - 1, as
             in QSGD, or "float" for floats of 8 bits (E4M3) or 4 bits (E3M0), for values of very different magnitudes.
-        rounding: "stochastic" (the default) rounds up or down at random so that sums are right on average. "nearest"
-            rounds to the nearest level, for use with error feedback, of which it leaves less; with 1 bit the levels
-            are then the mean magnitude of a bucket with both signs (EF-SignSGD), and with 2 bits 5/8 and 15/8 of it.
+        rounding: "stochastic" (the default) rounds up or down at random so that sums are unbiased. "nearest"
+            rounds to the nearest level, for use with error feedback, since its errors are smaller; with 1 bit the
+            levels are then the mean magnitude of a bucket with both signs (EF-SignSGD), and with 2 bits 5/8 and 15/8 of
+            it.
         bucket: number of values that share a scale (default: 512).
         seed: seed of the stochastic rounding (default: 0); each rank and call derives its own from it.
 
@@ -139,11 +140,11 @@ class LowBit(Algorithm):
 
 
 class TwoPhases:
-    """One sum: the parts of x go to their owners quantised, and the sums of the owners to all.
+    """One sum: the parts of x go to their owners quantized, and the sums of the owners to all.
 
     Args:
         channel: channel of the messages.
-        codes: how values are quantised.
+        codes: how values are quantized.
         seed: seed of the stochastic rounding; None to round to the nearest level.
         x: this rank's values.
         value: memory of the result.
@@ -197,7 +198,7 @@ class TwoPhases:
         return [self._transport.irecv((self._rank - step) % self._size) if b > a else None for step, (a, b) in steps]
 
     def _send_parts(self, chunk: int) -> list[ReceiveRequest | None]:
-        """Quantise and send a chunk of each other rank's region; start to receive those of the own one."""
+        """Quantize and send a chunk of each other rank's region; start to receive those of the own one."""
         with self._channel.phase("split"):
             for step in range(1, self._size):
                 to = (self._rank + step) % self._size
@@ -212,7 +213,7 @@ class TwoPhases:
     def _send_sum(
         self, chunk: int, requests: list[ReceiveRequest | None]
     ) -> tuple[list[ReceiveRequest | None], Buffer]:
-        """Add a chunk of the own region, quantise and send the sum; start to receive those of the other regions."""
+        """Add a chunk of the own region, quantize and send the sum; start to receive those of the other regions."""
         a, b = self._span(self._rank, chunk)
         total = self._total[a - self._low : b - self._low]
         if b > a and not (self._take and total.dtype == self._x.dtype):
@@ -246,7 +247,7 @@ class TwoPhases:
         message = empty(self._codes.size(first, values.size), np.uint8, values)
         if not self._codes.encode(values, first, seed, message, keep_error):
             raise NonFiniteError(
-                f"x: expected finite values and sums, which alone can be quantised, got NaN or infinity between index"
+                f"x: expected finite values and sums, which alone can be quantized, got NaN or infinity between index"
                 f" {first} and {first + values.size - 1}"
             )
         return message

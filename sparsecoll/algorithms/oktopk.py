@@ -62,7 +62,7 @@ class OkTopk(Algorithm):
         balance_factor: ratio of the largest to the mean part above which the result is balanced before the allgatherv
             (default: 4).
         repartition: how the regions are found. "histogram" (the default) uses quantiles of the entries of all ranks
-            together, which balances any distribution, and gives each rank the region of which it has most.
+            together, which balances any distribution, and gives each rank the region of which it has the most entries.
             "average", as published, averages the quantiles of each rank, which requires similar supports. "even" makes
             regions of equal width.
         exact: always select exactly k entries, locally and globally (default: False).

@@ -29,8 +29,8 @@ class SparDL(Algorithm):
        its k/T largest entries after every merge, by recursive doubling (R-SAG) if d is a power of two, otherwise by one
        allgather of all d blocks (B-SAG with whole blocks).
     4. Allgather of the T blocks in each team (Bruck).
-    5. Global residual collection: what a merge truncates stays with the rank that merges (with the first of those that
-       merge the same), so that `contributed` may be negative at indices that this rank did not have.
+    5. Global residual collection: entries that a merge truncates stay in the residual of the rank that merges (of the
+       first one if several merge the same), so `contributed` may be negative at indices that this rank did not have.
 
     Volume: 2k(P - d)/P words each for steps 2 and 4, and 2kd/P for each of the log2 d merges of step 3 (for each of the
     other d - 1 teams if d is not a power of two), exactly if blocks are full. One team takes 4k(P-1)/P. Messages:

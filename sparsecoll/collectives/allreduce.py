@@ -57,16 +57,16 @@ def allreduce(
             or sparse_coo), dict or Counter with keys of int, str or bytes, pandas Series with integer labels, or dense
             NumPy, CuPy or DLPack array of any shape, of bool, integers, floats or complex numbers (see
             `sparsecoll.as_vector`). Dtype, length and shape must be the same on all ranks (except of keyed types), and
-            x must be on the GPU on all ranks or on none. It is not altered.
+            x must be on the GPU on all ranks or on none. It is not changed.
         algo: name in `sparsecoll.ALGORITHMS`, which creates a new algorithm object, or an Algorithm object, which keeps
             thresholds and boundaries between calls. "auto" (the default), "dense", "allgather", "sparcml",
-            "densestream" and "hierarchical" form the exact sum of the selected entries, "oktopk" the top k of it,
+            "densestream" and "hierarchical" compute the exact sum of the selected entries, "oktopk" its top k,
             "gtopk" and "spardl" approximate that, and "cltk", "exdyna" and "arctopk" sum all ranks' values at indices
-            that they agree on. An operation of mpi4py in this place is taken for `op`. Of a RowSparse "auto",
+            that they agree on. An operation of mpi4py in this place is used as `op`. For a RowSparse: "auto",
             "allgather" or "owners", or a RowAuto, RowGather or RowOwners object.
         k: number of entries that each rank selects, and for "oktopk" also of the result. None, the default, stands for
             the algorithm's own k, or else the largest nnz of all ranks. A dense x requires `k` or `density`, except
-            with algo="dense". Of a RowSparse, k is the number of rows, those of largest norm; None is all of them.
+            with algo="dense". For a RowSparse, the k rows of largest norm are selected; None selects all rows.
         density: k as a fraction of the length, in (0, 1], instead of `k`; at least one entry is selected.
         format: wire format: name in `sparsecoll.formats.FORMATS`, or a Format object. "auto", the default, uses the
             smallest format for each message. Entries that a lossy format drops do not count as contributed.
@@ -74,11 +74,12 @@ def allreduce(
             None, the default, for the dtype of x. The rounding error does not count as contributed.
         op: "sum" (the default), "mean" (the sum divided by P), "min", "max", "prod", "logical_and", "logical_or",
             "logical_xor", "bitwise_and", "bitwise_or", "bitwise_xor", or "replace" (the value of the highest rank that
-            has one); or MPI.SUM, MPI.MAX, MPI.LAND and so on of mpi4py. The result has an entry wherever some rank has
-            one. Operations other than the sum and the mean need an algorithm that forms exact sums. Sums of bool are
-            the logical or; logical operations return 1 and 0 and take NaN for true; "min" and "max" of a NaN are NaN.
-        missing: what operations do where some ranks have no entry: "ignore" (the default) combines those of the other
-            ranks, "zero" takes the missing ones for zeros. Sums and means are the same in both cases.
+            has one); or MPI.SUM, MPI.MAX, MPI.LAND and so on of mpi4py. The result has an entry wherever at least one
+            rank has one. Operations other than the sum and the mean need an algorithm that computes exact sums. Sums of
+            bool are the logical or; logical operations return 1 and 0 and count NaN as true; "min" and "max" of a NaN
+            are NaN.
+        missing: what operations do where some ranks have no entry: "ignore" (the default) combines the entries of the
+            other ranks, "zero" counts missing entries as zeros. Sums and means are the same in both cases.
         timeout: seconds to wait for a message. A rank that has waited longer raises CommunicationError, and the
             communicator cannot be used afterwards. None, the default, waits without limit and logs a warning once a
             minute.
@@ -89,9 +90,8 @@ def allreduce(
             (default: False); for sums and means only.
 
     Returns:
-        The result, of the same type as x and in the same memory; a SparseVector if x is dense, or with `LowBit` a dense
-        array or tensor. float16 values
-        are combined in float32 and rounded once.
+        The result, of the same type as x, on the host or on the GPU like x; a SparseVector if x is dense, or with
+        `LowBit` a dense array or tensor. float16 values are combined in float32 and rounded once.
 
     Raises:
         ValueError: On every rank, if an argument is invalid on some rank, or a value is not finite.
@@ -102,8 +102,9 @@ def allreduce(
 
     Volume: that of the algorithm (see its class), plus 4(P-1) words in calls whose arguments are new on the
     communicator and in calls without `k` and `density`. Later calls are compared by the tags of their messages. A
-    dict or a Series takes 8(P-1) words more, to agree on the length and the dtype; with few keys, up to 8,192 on all
-    ranks together, "auto" sends all entries to all ranks in the ceil(log2 P) messages that compare the arguments.
+    dict or a Series takes 8(P-1) more words, by which the ranks agree on the length and the dtype; with few keys, up to
+    8,192 on all ranks together, "auto" sends all entries to all ranks in the ceil(log2 P) messages that compare the
+    arguments.
 
     See Also:
         `sparsecoll.iallreduce`, `sparsecoll.reduce`, `sparsecoll.reduce_scatter`, `sparsecoll.allgather`,

@@ -23,7 +23,7 @@ def alltoall(
 ) -> list[Any]:
     """Send x[j] to rank j, and return what every rank has sent to this one. Collective.
 
-    Every rank sends one message to every other one, in the order rank + 1, rank + 2, ... Where most pairs of ranks have
+    Every rank sends one message to every other one, in the order rank + 1, rank + 2, ... If most pairs of ranks have
     nothing to send, `sparsecoll.alltoallv` takes fewer messages.
 
     Args:
@@ -38,14 +38,15 @@ def alltoall(
 
     Returns:
         List of P vectors, in the order of the ranks that have sent them, each of the type and shape that it has there,
-        rounded as on the wire. Where that is a type of SciPy, pydata, pandas or torch, every rank needs the library.
+        rounded as on the wire. For a type of SciPy, pydata, pandas or torch, every rank needs that library.
 
     Raises:
         ValueError: On every rank, if an argument is invalid on some rank, or a vector is dense.
         TypeError: On every rank, if an argument has a wrong type on some rank.
         CommunicationError: As in `sparsecoll.allreduce`.
 
-    Volume: each rank receives P - 1 messages: the entries, 2 words each in COO, and some 100 bytes that say the type.
+    Volume: each rank receives P - 1 messages: the entries, 2 words each in COO, and some 100 bytes that describe the
+    type.
 
     See Also:
         `sparsecoll.alltoallv`, `sparsecoll.reduce_scatter`, which sums what a rank receives.

@@ -35,8 +35,8 @@ def alltoallv(
        rank receives those with itself as the destination.
     2. Every rank sends one message to each of its destinations.
 
-    This does what NBX (Hoefler, Siebert and Lumsdaine, PPoPP 2010) does by synchronous sends and a nonblocking barrier,
-    in as many rounds, with messages that can be counted and an order that repeats.
+    NBX (Hoefler, Siebert and Lumsdaine, PPoPP 2010) does the same by synchronous sends and a nonblocking barrier. This
+    algorithm takes as many rounds; its messages can be counted, and their order is the same in every run.
 
     Args:
         comm: communicator, as in `sparsecoll.allreduce`.
@@ -50,8 +50,7 @@ def alltoallv(
 
     Returns:
         Dict from each rank that has sent to this one, ascending, to its vector, of the type and shape that it has
-        there, rounded as on the wire. Where that is a type of SciPy, pydata, pandas or torch, the receiver needs the
-        library.
+        there, rounded as on the wire. For a type of SciPy, pydata, pandas or torch, the receiver needs that library.
 
     Raises:
         ValueError: On every rank, if an argument is invalid on some rank, or a vector is dense.
@@ -59,7 +58,7 @@ def alltoallv(
         CommunicationError: As in `sparsecoll.allreduce`.
 
     Volume: ceil(log2 P) messages with at most two words for each pair that passes through this rank (about log2 P words
-    for each partner), then one message from each partner: its entries and some 100 bytes that say the type.
+    for each partner), then one message from each partner: its entries and some 100 bytes that describe the type.
 
     See Also:
         `sparsecoll.alltoall`, `sparsecoll.reduce_scatter`, which sums what a rank receives.

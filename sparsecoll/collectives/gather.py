@@ -24,7 +24,7 @@ def gather(
     """Gather every rank's sparse vector on one rank. Collective.
 
     Every other rank sends its vector to the root, in one message. For the sum of the vectors use `sparsecoll.reduce`,
-    which moves less.
+    which sends fewer bytes.
 
     Args:
         comm: communicator, as in `sparsecoll.allreduce`.

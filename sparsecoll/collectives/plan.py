@@ -20,8 +20,8 @@ T = TypeVar("T")
 class Plan(Generic[T]):
     """A persistent collective, as `sparsecoll.allreduce_init`, `sparsecoll.reduce_init` and the others return it.
 
-    `plan(x)` does what the blocking call does. `plan.start(x)` and `plan.wait()` do it in the background. After
-    `plan.free()`, or the end of a `with` statement, the plan cannot be called.
+    `plan(x)` returns the result of the blocking call. `plan.start(x)` starts the call in the background, and
+    `plan.wait()` returns its result. After `plan.free()`, or the end of a `with` statement, the plan cannot be called.
 
     Args:
         transport: the communicator.

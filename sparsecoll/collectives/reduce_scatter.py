@@ -49,11 +49,11 @@ def reduce_scatter(
         comm: communicator, as in `sparsecoll.allreduce`.
         x: vector, array or RowSparse as in `sparsecoll.allreduce`; a dense x requires `k` or `density`.
         boundaries: P + 1 ascending indices from 0 to the length, the same on all ranks; None, the default, for P equal
-            parts. Of a RowSparse, whose parts otherwise depend on `owner`, they are numbers of rows, up to n.
-        owner: of a RowSparse, a hybrid torch.sparse_coo tensor or a BSR matrix: which rank a row goes to. "hash" (the
-            default for a RowSparse without `boundaries`) decides by a hash of its number (see
-            `sparsecoll.RowSparse.owners`), "range" gives each rank n/P successive rows, and "quantile" successive rows
-            of which all ranks together hold as many as of every other rank's. None, the default, for other types.
+            parts. For a RowSparse, they are row numbers from 0 to n; without them, its parts depend on `owner`.
+        owner: for a RowSparse, a hybrid torch.sparse_coo tensor or a BSR matrix: which rank receives a row. "hash"
+            (the default for a RowSparse without `boundaries`) chooses it by a hash of the row number (see
+            `sparsecoll.RowSparse.owners`), "range" gives each rank n/P successive rows, and "quantile" gives each rank
+            successive rows so that the ranks' stored rows are divided equally. None, the default, for other types.
         k: number of entries that each rank selects; None, the default, for all entries of x.
         density: k as a fraction of the length, in (0, 1], instead of `k`.
         format: wire format, a name or a lossless Format (default: "auto").
@@ -76,7 +76,7 @@ def reduce_scatter(
         CommunicationError: As in `sparsecoll.allreduce`.
 
     Volume: 2k(P-1)/P words (identical supports) to k log2 P words (disjoint supports) if entries are distributed evenly
-    over the parts, at most 2k(P-1) if not. Of a RowSparse with r rows: r(P-1)/P rows, in P - 1 messages (see
+    over the parts, at most 2k(P-1) if not. For a RowSparse with r rows: r(P-1)/P rows, in P - 1 messages (see
     `sparsecoll.RowOwners`).
 
     See Also:

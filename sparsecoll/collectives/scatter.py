@@ -43,15 +43,15 @@ def scatter(
 
     Returns:
         This rank's vector, of the type and shape that it has on the root, rounded as on the wire; a part of a vector
-        has the indices and the length of the whole. Where that is a type of SciPy, pydata, pandas or torch, every rank
-        needs the library.
+        has the indices and the length of the whole. For a type of SciPy, pydata, pandas or torch, every rank needs that
+        library.
 
     Raises:
         ValueError: On every rank, if an argument is invalid on some rank, or a vector is dense.
         TypeError: On every rank, if an argument has a wrong type on some rank.
         CommunicationError: As in `sparsecoll.allreduce`.
 
-    Volume: each rank receives its own vector, 2k words of COO, and some 100 bytes that say its type.
+    Volume: each rank receives its own vector, 2k words of COO, and some 100 bytes that describe its type.
 
     See Also:
         `sparsecoll.gather`, `sparsecoll.reduce_scatter`, `sparsecoll.bcast`.

@@ -1,4 +1,4 @@
-"""Quantised values: a dense window in few bits a value (as SparCML's second stage; QSGD, Alistarh and others, 2017)."""
+"""Quantized values: a dense window in few bits a value (as SparCML's second stage; QSGD, Alistarh and others, 2017)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ START = HEADER.size + 24
 
 @dataclass(frozen=True)
 class Codes:
-    """Messages of quantised dense values: a float32 scale for each bucket, then the codes of all values.
+    """Messages of quantized dense values: a float32 scale for each bucket, then the codes of all values.
 
     Args:
         bits: bits per value.
@@ -153,7 +153,7 @@ class Quantized(Format):
         first, count, options = stated
         valid = options & 255 in (2, 4, 8) and 8 <= options >> 8 < 2**32
         if not valid or first + count > length or count > 4 * buffer.size:
-            raise CommunicationError(f"message: {count} quantised values from {first} on do not fit length {length}")
+            raise CommunicationError(f"message: {count} quantized values from {first} on do not fit length {length}")
         codes = Quantized(options & 255, 0, options >> 8)._codes
         self.check_size(buffer, START + codes.size(first, count), nnz)
         return nonzero_entries(codes.values(buffer[START:], first, count), first, nnz, length)
@@ -172,6 +172,6 @@ def check_bucket(bucket: int) -> None:
 
 
 def check_dtype(form: Format, x: SparseVector) -> None:
-    """Raise ValueError unless the values of x can be quantised."""
+    """Raise ValueError unless the values of x can be quantized."""
     if x.dtype not in (np.float32, np.float64):
         raise ValueError(f"format: expected float32 or float64 for {form!r}, got {x.dtype}")

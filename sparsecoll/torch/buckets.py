@@ -281,8 +281,8 @@ class Buckets:
         if any(bool((t._values() if t.is_sparse else t).any()) for t in tensors):
             self._warned = True
             logger.warning(
-                "load_state_dict: expected a state with residuals, got one without, as get_state_dict of"
-                " torch.distributed.checkpoint makes it: what waited in the residuals is lost. Save"
+                "load_state_dict: expected a state with residuals, got one without them, such as from get_state_dict of"
+                " torch.distributed.checkpoint: the values in the residuals are lost. Save"
                 " optimizer.state_dict() of every rank with sparsecoll.torch.save, and load that"
             )
 

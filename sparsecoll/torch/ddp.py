@@ -43,21 +43,20 @@ class HookState:
     Residuals belong to parameters, not to buckets, so that nothing is lost when DDP rebuilds its buckets. They change
     when an optimizer with these parameters steps. A back-propagation that fails leaves them as they were, and so does
     `discard`, for a step that you skip after back-propagation. In DDP's `join()`, a rank that has no more data sends
-    what waits in its residuals, which then change as if it had stepped with the others. `load_state_dict` says how a
-    run resumes bit for bit.
+    values from its residuals, which then change as in a step. See `load_state_dict` for how to resume bit for bit.
 
     Every parameter is compressed, small ones too, since DDP puts them into the same buckets. Sparse gradients, as of
     torch.nn.Embedding(sparse=True), are summed as rows, as by DistributedOptimizer.
 
-    There is no `move`: DDP cannot change its process group, and the optimizer, whose state may differ between the ranks
-    that are left, is not known here. After a rank was lost, make a new process group, DDP, HookState and optimizer, and
-    load into them a checkpoint that `redistribute` has made of the files of all ranks.
+    There is no `move`: DDP cannot change its process group, and the hook does not know the optimizer, whose state may
+    differ between the surviving ranks. After the loss of a rank, create a new process group, DDP, HookState and
+    optimizer, and load a checkpoint that `redistribute` has converted from the files of all ranks.
 
     Args:
         comm: DDP's process group, or an mpi4py intracommunicator with its ranks in the same order; None, the default,
             for the default process group.
         compressor: name in `sparsecoll.torch.COMPRESSORS`, a Compressor object, except COVAP, which needs to know all
-            buckets, or a sparsecoll.Algorithm object, for top k over it (default: "topk").
+            buckets, or a sparsecoll.Algorithm object, which then sums the top k (default: "topk").
         named_parameters: the model, its DistributedDataParallel, or pairs (name, parameter), for names in `state_dict`
             and errors; without them parameters are numbered as DDP passes them, and no state can be loaded.
         timeout: seconds to wait for a message before CommunicationError is raised; None, the default, for no limit.
@@ -70,9 +69,9 @@ class HookState:
         timeline: records spans of the buckets; None, the default, for nothing.
 
     Raises:
-        ValueError: The communicator and DDP's process group have other ranks (if their number is the same, that is
-            raised by the first back-propagation), the compressor cannot be used here, or
-            `verify` or `timeout` is out of range.
+        ValueError: The communicator and DDP's process group have different ranks (if their number is the same, this is
+            raised by the first back-propagation), the compressor cannot be used here, or `verify` or `timeout` is out
+            of range.
         TypeError: `verify`, `timeout` or `timeline` has a wrong type.
 
     See Also:
@@ -239,8 +238,8 @@ class HookState:
         if self._pending and not self._warned and self.transport.rank == 0:
             self._warned = True
             logger.warning(
-                "gradients were reduced twice without a step of the optimizer between; that adds them up. If a step was"
-                " skipped, call discard() of the HookState, and within no_sync() nothing is sent"
+                "gradients were reduced twice without a step of the optimizer in between, which adds them up. If you"
+                " skip a step, call discard() of the HookState; to accumulate gradients locally, use no_sync()"
             )
 
     def _verify(self) -> None:
@@ -288,7 +287,7 @@ class HookState:
         """Skip the step after back-propagation, on all ranks: residuals return to what they were before it.
 
         Raises:
-            RuntimeError: In DDP's `join()`, a rank has no more data. It cannot learn that this step is skipped.
+            RuntimeError: In DDP's `join()`, a rank has no more data. It would not skip this step.
         """
         if self._joined and self._pending:
             raise RuntimeError("discard: expected all ranks to have data, got one that has left DDP's join()")
@@ -316,11 +315,11 @@ class HookState:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned; collective.
 
-        Training continues bit for bit if DDP has rebuilt its buckets before: it does so after its first
-        back-propagation, or after the second one with `static_graph=True`, and never with
-        `find_unused_parameters=True`. Otherwise the first step has the initial buckets, in which most compressors send
-        other entries or codes; no gradient is lost. So call `backward()` of any batch, `discard()` and `zero_grad()`,
-        and load the states of model, optimizer and hook afterwards.
+        DDP rebuilds its buckets after its first back-propagation, or after the second one with `static_graph=True`, and
+        never with `find_unused_parameters=True`. To continue bit for bit, let it do so before you load a state: call
+        `backward()` of any batch, `discard()` and `zero_grad()`, then load the states of model, optimizer and hook.
+        Otherwise the first step has the initial buckets, in which most compressors send other entries or codes; no
+        gradient is lost.
 
         Args:
             state: a state that this rank saved.

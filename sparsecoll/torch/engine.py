@@ -226,9 +226,9 @@ class Engine:
         """Make gradients the means. Collective where they are not yet."""
         if self._replaced:
             raise RuntimeError(
-                f"DistributedOptimizer: expected parameters that no other one steps, got {self._replaced!r}, which one"
-                " made later steps, too, and reduces now: give one DistributedOptimizer the parameters of both models"
-                " (those without gradients are skipped), or leave each shared one to a single optimizer"
+                f"DistributedOptimizer: expected parameters that no other one updates, got {self._replaced!r}, which a"
+                " DistributedOptimizer created later updates, too, and reduces now: give one DistributedOptimizer the"
+                " parameters of both models (those without gradients are skipped), or let only one optimizer update it"
             )
         if not self.closed and (self._dirty or not self._reduced):
             self.asked = True
@@ -273,7 +273,7 @@ class Engine:
         raise RuntimeError(
             f"GradScaler: expected one whose scale is {used:g}, by which gradients were divided before they were added"
             f" to residuals, got {given}: this step cannot be taken. After zero_grad(), and update() if unscale_() was"
-            " called, the next one is right. If a state was loaded, load the scaler's, too, or set"
+            " called, the next step works. If a state was loaded, load the scaler's, too, or set"
             " state_dict['sparsecoll']['scale'] to the scale of the loop (1 without a scaler) before you load it"
         )
 
@@ -308,8 +308,8 @@ class Engine:
         """
         if self._reduced and self._outcome.joined and self._reducer.has_residuals and not self.closed:
             raise RuntimeError(
-                "zero_grad: expected step() first, since a rank has left join() and cannot learn that this step is"
-                " skipped: decide before backward(), or take the step with a learning rate of 0"
+                "zero_grad: expected step() first, since a rank has left join() and would not skip this step:"
+                " decide before backward(), or take the step with a learning rate of 0"
             )
         self.discard()
 

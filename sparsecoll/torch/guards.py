@@ -86,9 +86,9 @@ def warn_of_adam(optimizer: torch.optim.Optimizer, compressor: Compressor) -> No
     if compressor.sends_rarely and "betas" in optimizer.defaults and not isinstance(optimizer, torch.optim.SparseAdam):
         name = type(optimizer).__name__
         logger.warning(
-            "%s with %s: an entry that has waited in the residual comes as one large value, which %s divides by its own"
-            " size, so that the model learns little. Use QSGD(4) or 'fp16', LocalOptimizer, which compresses what %s"
-            " has changed, or torch.optim.SGD with momentum= in the compressor",
+            "%s with %s: gradients that have added up in the residual are sent as one large value, which %s divides by"
+            " its own size, so that the model learns little. Use QSGD(4) or 'fp16', LocalOptimizer, which compresses"
+            " the updates of %s, or torch.optim.SGD with momentum= in the compressor",
             compressor.name,
             name,
             name,

@@ -32,28 +32,28 @@ class LocalOptimizer(Wrapper):
         optimizer = LocalOptimizer(optimizer, model, every=10, compressor=QSGD(4, feedback=True))
 
     This is DiLoCo (Douillard and others, 2023), with the sparse or low-bit changes and the error feedback of SparseLoCo
-    (2025) if the compressor has them. Adam-type optimizers divide a gradient by its recent size and so cannot follow a
-    compressor that delays entries; here they see every gradient of their rank, and what they make of it is compressed.
+    (2025) if the compressor has them. Adam-type optimizers divide a gradient by its recent size, and so learn little
+    with a compressor that delays entries. Here they get every gradient of their rank, and their updates are compressed.
 
     1. Every rank takes `every` steps of the wrapped optimizer on its own gradients. Nothing is sent.
     2. The compressor, which may keep a residual, averages the ranks' changes: shared parameters - own parameters.
-    3. `torch.optim.SGD(outer_lr, outer_momentum)`, with Nesterov momentum if any, steps the shared parameters by the
-       mean, and every rank goes on from them. Buffers (BatchNorm) are set to those of rank 0.
+    3. `torch.optim.SGD(outer_lr, outer_momentum)`, with Nesterov momentum if any, updates the shared parameters by the
+       mean, and every rank continues from them. Buffers (BatchNorm) are set to those of rank 0.
 
     After every `every`-th step, and after `synchronize`, parameters have the same bits on all ranks; in between they
     differ. All ranks must take the same number of steps: call `synchronize()` after the last one. The state of the
     wrapped optimizer stays local to each rank.
 
-    Parameters that are frozen, or that the wrapped optimizer does not have, are those of rank 0 at the start and then
-    left to each rank. One that is frozen between two means takes part in the next one. If you move frozen parameters
-    yourself, as those of a teacher that follows its student, do so right after a mean, when all ranks have the same
-    student, or call `sparsecoll.torch.broadcast(teacher)` before you evaluate, save or unfreeze them.
+    Parameters that are frozen, or that the wrapped optimizer does not have, are set to those of rank 0 at the start and
+    not averaged later. A parameter that is frozen between two means is part of the next one. If you change frozen
+    parameters yourself, such as those of a teacher that follows its student, do so right after a mean, when all ranks
+    have the same student, or call `sparsecoll.torch.broadcast(teacher)` before you evaluate, save or unfreeze them.
 
     Args:
         optimizer: torch optimizer of floating-point parameters.
         named_parameters: `model.named_parameters()`, the model itself, or pairs (name, parameter) that include all of
-            the optimizer's parameters; the same on every rank. From a list of pairs the model's buffers are not known.
-            Several optimizers may be given one model if each parameter is stepped by at most one of them.
+            the optimizer's parameters; the same on every rank. With a list of pairs, the model's buffers are not known.
+            Several optimizers may be given one model if each parameter is updated by at most one of them.
         comm: communicator, as in `sparsecoll.allreduce`; None, the default, for the default process group of
             torch.distributed, otherwise MPI.COMM_WORLD.
         compressor: as in `DistributedOptimizer`, of the changes (default: "none").
@@ -201,7 +201,7 @@ class LocalOptimizer(Wrapper):
     def synchronize(self) -> None:
         """Take the mean of the changes now, unless it was taken after the last step; collective.
 
-        Call it before evaluating, saving or shipping the model, after the same number of steps on every rank. The next
+        Call it before you evaluate, save or export the model, after the same number of steps on every rank. The next
         mean is taken `every` steps later. If this raises, `step` and `synchronize` take the mean once more.
 
         Raises:
@@ -340,7 +340,7 @@ class LocalOptimizer(Wrapper):
         return {"moved": own["shared"], **own}
 
     def close(self) -> None:
-        """Take no more means: each rank goes on by itself."""
+        """Take no more means: each rank continues by itself."""
         self._outer.close()
 
     def zero_grad(self, set_to_none: bool = True) -> None:

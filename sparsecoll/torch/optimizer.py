@@ -57,7 +57,7 @@ class Wrapper(torch.optim.Optimizer):
 
 
 class DistributedOptimizer(Wrapper):
-    """Wraps an optimizer, so that it steps on the mean of the gradients of all ranks, which are sent compressed.
+    """Wraps an optimizer, which then uses the mean of all ranks' gradients. Gradients are sent compressed.
 
         optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
         optimizer = DistributedOptimizer(optimizer, model.named_parameters(), compressor="topk")
@@ -65,8 +65,8 @@ class DistributedOptimizer(Wrapper):
     Write the training loop as for DistributedDataParallel. Gradients are collected in buckets, and a progress thread
     compresses and reduces each bucket while back-propagation continues. When `backward()` returns, every `p.grad` is
     the mean, with the same bits on all ranks. Clipping, GradScaler, checks of the norm, skipped steps (`zero_grad()`
-    instead of `step()`) and closures therefore work as on one process with the global batch. The first step records the
-    order of the gradients on rank 0, which all ranks then use, and does not overlap.
+    instead of `step()`) and closures therefore work as on one process with the global batch. The first step does not
+    overlap: it records the order of the gradients on rank 0, which all ranks use from then on.
 
     Parameters and buffers are broadcast from rank 0 at the start; buffers that a forward pass has changed (BatchNorm's
     running statistics) are set to rank 0's at the end of each back-propagation. A parameter that only some ranks use
@@ -77,28 +77,28 @@ class DistributedOptimizer(Wrapper):
     `p.grad` is then the mean as a coalesced sparse tensor. The sum is exact, unless the compressor has a `row_density`
     or a `value_dtype` (`TopK`, `FP16`).
 
-    A step that fails or is skipped leaves the residuals as they were before it.
+    A step that fails or is skipped does not change the residuals.
 
-    To accumulate gradients, run all back-propagations of a step but the last inside `no_sync()`, which saves
-    communication; without it every back-propagation is reduced, with the same result. With `overlap=False`, gradients
-    stay local to each rank until `step`, so that changes to them (local clipping, noise) take effect before they are
-    sent; rank 0 logs a warning of the first such change, in case the mean was meant.
+    To accumulate gradients, run all back-propagations of a step except the last inside `no_sync()`, which saves
+    communication. Without `no_sync()`, every back-propagation is reduced, with the same result. With `overlap=False`,
+    gradients are local to each rank until `step`, so that changes to them (local clipping, noise) take effect before
+    they are sent. Rank 0 logs a warning of the first such change, in case you wanted to change the mean.
 
     Args:
         optimizer: torch optimizer of floating-point parameters, on the CPU or (with CuPy) a CUDA device. Half-precision
             gradients are reduced in float32.
         named_parameters: `model.named_parameters()`, the model itself, or pairs (name, parameter) that include all of
-            the optimizer's parameters; the same on every rank. From a list of pairs the model's buffers are not known:
-            see `sparsecoll.torch.broadcast`. Two optimizers may be given one model if each parameter is stepped by at
-            most one of them, which then reduces its gradients.
+            the optimizer's parameters; the same on every rank. With a list of pairs, the model's buffers are not
+            known: see `sparsecoll.torch.broadcast`. Two optimizers may be given one model if each parameter is updated
+            by at most one of them, which then reduces its gradients.
         comm: communicator, as in `sparsecoll.allreduce`; None, the default, for the default process group of
             torch.distributed, otherwise MPI.COMM_WORLD. Several optimizers may share it.
         compressor: name in `sparsecoll.torch.COMPRESSORS`, a Compressor object, or an Algorithm for `TopK(algo=...)`
-            (default: "topk", which suits any optimizer; for SGD without momentum "nesterovtopk" is better, which has a
-            momentum of its own).
+            (default: "topk", for any optimizer; with SGD, use "nesterovtopk", which has a momentum of its own, and set
+            that of SGD to 0).
         bucket_bytes: bytes of gradient in a bucket (default: 25 MiB); None for one bucket with the whole model. Buckets
-            are sent in the order in which they fill. One that is less than 4 % full waits for later parameters if the
-            next one does not fit, and that one gets a bucket of its own.
+            are sent in the order in which they fill. If a parameter does not fit into a bucket that is less than 4 %
+            full, it gets a bucket of its own, and the first bucket is filled with later parameters.
         dense_below: number of values below which a parameter is not compressed (default: 1024).
         overlap: whether gradients are reduced during back-propagation (the default) or in `step`.
         gradient_as_bucket_view: as in DistributedDataParallel: whether every `p.grad` is a view of its bucket's flat
@@ -227,14 +227,14 @@ class DistributedOptimizer(Wrapper):
 
         Args:
             closure: function that computes this rank's loss and gradients and returns the loss. The wrapped optimizer
-                gets the mean loss of all ranks, so that line searches decide alike.
+            gets the mean loss of all ranks, so that line searches take the same decisions on all ranks.
 
         Returns:
             What the wrapped optimizer returns.
 
         Raises:
             NonFiniteError: On every rank, if a gradient contains NaN or infinity on some rank and the compressor cannot
-                pass that on. The step is not taken.
+            pass it on. The step is not taken.
             CommunicationError: A reduction failed, or an earlier step failed on another rank.
         """
         if is_trial_step(self):
@@ -266,13 +266,13 @@ class DistributedOptimizer(Wrapper):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Call the wrapped optimizer's zero_grad; between `backward()` and `step()` this skips the step.
 
-        Residuals then return to what they were before it.
+        Residuals are then restored to their values before the step.
 
         Args:
             set_to_none: as in torch.
 
         Raises:
-            RuntimeError: Within `join`, the step was to be skipped after a rank had left, which cannot learn of it.
+            RuntimeError: Within `join`, a rank has already left the block, and would not skip the step.
         """
         self._engine.skip()
         self.optimizer.zero_grad(set_to_none)

@@ -27,7 +27,7 @@ _told: dict[str, str] = {}  # environment variables of torchrun that were set he
 def init_process_group(comm: Any = None, backend: str = "gloo", **options: Any) -> None:
     """Create torch.distributed's default process group of the ranks of a communicator, or of torchrun. Collective.
 
-    With this call at its start, and None as the communicator of what follows, a script runs under torchrun and mpirun.
+    A script that calls this first, and passes None as the communicator afterwards, runs under torchrun and mpirun.
 
     Accelerate, the Transformers Trainer and Lightning get rank and world size from this group and from the environment
     variables of torchrun (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT), which are set

@@ -110,8 +110,8 @@ class Row:
         active = heads[(flags & JOINED) == 0]
         if len(set(active[:, 0].tolist())) > 1:
             raise CommunicationError(
-                f"steps: expected every rank to take or skip the same ones, got {_counted(steps)}: whether to skip a"
-                " step has to be decided alike, by the mean gradients or by a value that was summed over the ranks"
+                f"steps: expected every rank to take or skip the same ones, got {_counted(steps)}: decide on"
+                " all ranks alike whether to skip a step, by the mean gradients or by a value summed over the ranks"
             )
         anywhere = np.unpackbits(np.bitwise_or.reduce(rows[:, head.nbytes :], axis=0), count=bits.size).astype(bool)
         used, rows, dense, trainable, modules = np.split(anywhere, np.arange(1, 5) * len(names))

@@ -17,10 +17,10 @@ RARE = 0.1  # the density below which an entry waits for more than ten steps on 
 class Schedule(ABC):
     """A density that depends on the step. Derive from this class and define `at` for a schedule of your own.
 
-    `at` is called only for steps that are taken, in any order, and must return the same density on every rank: what is
-    no number in (0, 1], or gives another number of entries than on other ranks, is an error on all ranks. Ranks compare
-    their schedules by `repr`, which shows the attributes of the object; define `__repr__` if some of them differ
-    between ranks or change from step to step.
+    `at` is called only for steps that are taken, in any order, and must return the same density on every rank. A value
+    that is not in (0, 1], or that selects another number of entries than on other ranks, is an error on all ranks.
+    Ranks compare their schedules by `repr`, which shows the attributes of the object; define `__repr__` if some of them
+    differ between ranks or change from step to step.
     """
 
     @abstractmethod
@@ -37,8 +37,9 @@ class Schedule(ABC):
     def settles_at(self) -> float | None:
         """Return the density of all late steps; None, the default, if it is not known.
 
-        Rank 0 warns of optimizers that do not go with a low density, and `DRAGONN` chooses by it which buckets to
-        compress. If it is None, the density counts as low for the warning, and `DRAGONN` chooses in every step.
+        It decides whether rank 0 warns about optimizers that do not work with a low density, and which buckets
+        `DRAGONN` compresses. If it is None, the density counts as low for the warning, and `DRAGONN` chooses in every
+        step.
         """
         return None
 

@@ -51,18 +51,18 @@ class SparseSGD(torch.optim.Optimizer):
     schedule, also one that passes through 0. Weight decay and momentum act on values that are the same on all ranks,
     and are never compressed.
 
-    A step is taken on all ranks or on none: an exception on one rank is raised on all and changes nothing, and the next
-    step may be made. Parameters and, if the model is known, buffers are broadcast from rank 0 at the start; buffers
-    that a forward pass has changed (BatchNorm's running statistics) are set to rank 0's in `step`. A parameter without
-    a gradient on some ranks counts as zero there. One without a gradient on any rank does not change, as in torch,
-    unless residuals contribute something. The residual of a parameter that is frozen, or has a learning rate of 0, is
-    kept.
+    A step is taken on all ranks or on none: an exception on one rank is raised on all ranks and changes nothing, and
+    training may continue. Parameters and, if the model is known, buffers are broadcast from rank 0 at the start;
+    buffers that a forward pass has changed (BatchNorm's running statistics) are set to rank 0's in `step`. A parameter
+    without a gradient on some ranks counts as zero there. One without a gradient on any rank does not change, as in
+    torch, unless residuals contribute something. The residual of a parameter that is frozen, or has a learning rate of
+    0, is kept.
 
     Sparse gradients, as of torch.nn.Embedding(sparse=True), are summed as rows: all of them and without a residual, or
     with `row_density` those of largest norm.
 
-    Gradients are local to each rank until `step`, so that accumulating them needs no `no_sync`, and `zero_grad` instead
-    of `step` skips a step; all ranks must take the same number of steps (see `join`). Clipping before `step` clips each
+    Gradients are local to each rank until `step`, so accumulating them needs no `no_sync`. `zero_grad` instead of
+    `step` skips a step; all ranks must take the same number of steps (see `join`). Clipping before `step` clips each
     rank's own gradients, unlike on one process with the global batch, and rank 0 logs a warning. DistributedOptimizer
     clips the mean. With a torch.amp.GradScaler, all ranks skip a step in which one of them has an overflow.
 
@@ -100,7 +100,7 @@ class SparseSGD(torch.optim.Optimizer):
     Raises:
         ValueError, TypeError: an option or a parameter is invalid on some rank; the same on every rank.
         CommunicationError: ranks disagree on parameters or options; the same on every rank.
-        RuntimeError: `comm` is None, and a launcher has started several processes of which MPI knows nothing.
+        RuntimeError: `comm` is None, and a launcher that MPI does not recognize has started several processes.
 
     Volume of a step: the algorithm's, and one message of a few bits for each parameter, to all ranks. Memory: the
     residual twice (n values each; float32 for half-precision parameters) and, with momentum, the buffers.
@@ -324,10 +324,10 @@ class SparseSGD(torch.optim.Optimizer):
             with optimizer.join():
                 for batch in loader: ...
 
-        A rank that leaves the block early contributes to the others' steps what waits in its residual; when all have
+        A rank that leaves the block early contributes values from its residual to the others' steps. When all have
         left, parameters, buffers and optimizer state are those of the rank that took the most steps. Means are always
-        divided by the number of all ranks. If an exception leaves the block on one
-        rank, the others raise CommunicationError in their next step.
+        divided by the number of all ranks. If an exception leaves the block on one rank, the others raise
+        CommunicationError in their next step.
         """
         with self._replica.reporting():
             yield

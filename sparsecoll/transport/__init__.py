@@ -148,8 +148,8 @@ def _refuse_beside_group() -> None:
     group = default_group()
     if group is not None and group.size() > 1:
         raise RuntimeError(
-            f"comm: expected the {group.size()} ranks of torch.distributed, got one of an MPI that knows of"
-            " one: each process would work on its own. Pass the process group, or None for the default one, or"
+            f"comm: expected the {group.size()} ranks of torch.distributed, got one rank of an MPI that did not start"
+            " them: each process would work on its own. Pass the process group, or None for the default one, or"
             " comm=MPI.COMM_SELF if that is what you want"
         )
 

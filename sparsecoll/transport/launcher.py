@@ -50,7 +50,7 @@ def refuse_one_rank() -> None:
         raise RuntimeError(
             f"comm: expected {expected} ranks, as {variable} says, got one: each process would work on its own."
             f"{missing} Call torch.distributed.init_process_group() first, or start the job with the mpirun of mpi4py's"
-            " MPI (`python -m sparsecoll doctor` tells), or pass comm=MPI.COMM_SELF if that is what you want"
+            " MPI (`python -m sparsecoll doctor` names it), or pass comm=MPI.COMM_SELF if that is what you want"
         )
 
 

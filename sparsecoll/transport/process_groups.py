@@ -70,7 +70,8 @@ def group_transport(comm: Any, timeout: float | None = None) -> Transport:
         _transports[group] = transport
     if isinstance(transport, _Abandoned):
         raise CommunicationError(
-            f"communicator is out of use since {transport.why}; go on with a new one, once all ranks have come"
+            f"communicator is out of use since {transport.why}; continue with a new one, once all ranks have made"
+            " this call"
         )
     return transport
 

@@ -139,4 +139,4 @@ def test_a_state_that_takes_residuals_away_is_told_once(make, caplog):
 
     with caplog.at_level(logging.WARNING, "sparsecoll"):
         simulate(2, program)
-    assert ["what waited in the residuals is lost" in r.getMessage() for r in caplog.records] == [True]
+    assert ["the values in the residuals are lost" in r.getMessage() for r in caplog.records] == [True]

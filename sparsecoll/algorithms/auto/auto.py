@@ -44,8 +44,8 @@ class Auto(Algorithm):
 
     1. Predict dense, dense by MPI's own allreduce (`Dense(native=True)`), allgather, recursive doubling, split and
        dynamic gather (`sparcml`), and recursive halving (`densestream` with even regions); for "top_k_of_sum" also
-       `oktopk`, while the sums of the others are truncated to k entries. A call that takes less than 1 ms by the
-       usual costs of a single machine or of 1 Gb/s Ethernet is decided by those; the first longer one measures the
+       `oktopk`, while the sums of the others are truncated to k entries. For a call that takes less than 1 ms by the
+       usual costs of a single machine or of 1 Gb/s Ethernet, these costs decide; the first longer call measures the
        communicator briefly (`tune.tuning_of`).
     2. If the call is predicted to take at least ten times as long as sampling the supports, sample the indices to find
        out how much supports overlap and how unevenly entries are distributed (`overlap.estimate`), and predict again.

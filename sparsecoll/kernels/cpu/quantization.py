@@ -1,4 +1,4 @@
-"""Kernels of quantised values: a scale for each bucket of values, and codes of a few bits."""
+"""Kernels of quantized values: a scale for each bucket of values, and codes of a few bits."""
 
 from __future__ import annotations
 

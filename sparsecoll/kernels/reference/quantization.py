@@ -1,4 +1,4 @@
-"""Kernels of quantised values: a scale for each bucket of values, and codes of a few bits.
+"""Kernels of quantized values: a scale for each bucket of values, and codes of a few bits.
 
 A bucket consists of the values with the same index // `bucket`. A code is a level with the sign above it. The m values
 of a bucket take h = ceil(m bits / 8) bytes: value j is in byte j mod h, at bit (j // h) bits, so that consecutive bytes

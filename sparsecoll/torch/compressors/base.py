@@ -111,7 +111,7 @@ class Compressor(ABC):
 
     @abstractmethod
     def update(self, out: Array, message: Any, reduced: Any) -> None:
-        """Write the mean over the ranks to `out`; what did not contribute stays in the trial state."""
+        """Write the mean over the ranks to `out`; values that did not contribute stay in the trial state."""
 
     def allreduce_mean(self, transport: Transport, gradient: Array, out: Array, source: Array | None = None) -> None:
         """Write the (compressed) mean of all ranks' gradients to `out`. Collective.
@@ -218,7 +218,7 @@ class Compressor(ABC):
         """Raise if a vector to be sent contains NaN or infinity.
 
         Raises:
-            NonFiniteError: It does; the message names the parameter.
+            NonFiniteError: The vector contains one; the message names the parameter.
         """
         index = x._first_not_finite()
         if index is not None:

@@ -34,8 +34,8 @@ class DRAGONN(TopK):
 
     Efficiency-aware tensor selection (equation (1)): a bucket of d values is compressed only if
     T_comp(d) < T_full(d) - T_spr(d). The seconds to compress and to decode a message of its dtype and length are
-    measured when the bucket is created, as are alpha and beta of the communicator. Late steps decide for all, if the
-    schedule of the density tells theirs (see `Schedule.settles_at`); otherwise every step is decided by its own k:
+    measured when the bucket is created, as are alpha and beta of the communicator. If the density of late steps is
+    known (see `Schedule.settles_at`), it decides for all steps; otherwise each step's own k decides:
 
         T_full(d) = 2(P-1)(alpha + beta d A / P),  T_spr(d) = (P-1)(alpha + beta gamma d A)
 

@@ -15,7 +15,7 @@ def NesterovTopK(density: Density = 0.01, **options: Any) -> TopK:
     Each rank's top k with values of 4 bits, an allgather, and a Nesterov momentum of 0.7 with momentum correction and
     factor masking (Deep Gradient Compression, sections 3.1 to 3.3). In place of SGD with momentum 0.9, use it with
     `torch.optim.SGD` without momentum at three times the learning rate, and with `density=WarmUp(0.01, steps)`, where
-    `steps` are 2 % of all: what waits acts like momentum, so that 0.7 is enough.
+    `steps` is 2 % of all steps. The delay in the residual acts like momentum, so that 0.7 is enough.
 
     Volume: about 1.5k(P-1) bytes at a density of 1 %, which grows with P: for many ranks use `OkTopk`.
 
@@ -106,7 +106,7 @@ def MSTopK(density: Density = 0.01, **options: Any) -> TopK:
 
     Selects the k entries between two thresholds found by multiple sampling. `algo=sparsecoll.HiTopK()` is the exchange
     of the paper, HiTopKComm: gradients are summed inside a node, entries are selected from chunks of that sum, and only
-    those travel between nodes.
+    those are sent between nodes.
 
     Args:
         density: as in `TopK`.

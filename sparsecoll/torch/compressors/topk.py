@@ -34,10 +34,10 @@ class TopK(ErrorFeedback):
 
     With `momentum`, momentum is corrected (Deep Gradient Compression, section 3.1): u = momentum * u + gradient
     replaces the gradient, and u is cleared where an entry that this rank sent entered the sum (factor masking, section
-    3.3; not with an algorithm that sends all values, such as "dense"). Without the correction, momentum acts too late
-    on gradients that waited in the residual. Use it with an optimizer without momentum: parameters that are too small
-    to be compressed get the same momentum and clipping, and parameters with sparse gradients (rows) the clipping only:
-    rank 0 warns if they get no momentum of the optimizer's either.
+    3.3; not with an algorithm that sends all values, such as "dense"). Without the correction, momentum acts on
+    gradients only when they leave the residual, which is too late. Use an optimizer without momentum: parameters that
+    are too small to be compressed get the same momentum and clipping. Parameters with sparse gradients (rows) are only
+    clipped; rank 0 warns if the optimizer does not apply a momentum to them either.
 
     Volume: that of the algorithm (see docs/algorithms.md). Memory: the residual, and u with momentum.
 
@@ -51,26 +51,26 @@ class TopK(ErrorFeedback):
             mapping, with one that always selects by itself ("exdyna", "arctopk").
         format: wire format, a name or a Format (default: "auto").
         value_dtype: dtype of the values on the wire, "float16", "bfloat16" or "float32"; None, the default, for that of
-            the gradients. Residuals keep what rounding takes; rows that are sent without a residual lose it.
+            the gradients. Residuals keep the rounding error; rows that are sent without a residual lose it.
         momentum: factor of the momentum correction, in [0, 1) (default: 0, none).
         nesterov: Nesterov momentum: u = momentum * (u + gradient), and u + gradient replaces the gradient (default:
             False).
         follow_lr: whether residuals are multiplied by the learning rate of the last step and divided by that of this
-            one, so that what has waited is applied at the rates at which it came, as if residuals were kept in units
-            of the learning rate times the gradient. For schedules of the learning rate in DistributedOptimizer;
-            the DDP hook and FSDP do not know it (default: False).
+            one. Values from the residual are then applied at the learning rates of the steps in which they were
+            computed. For learning-rate schedules in DistributedOptimizer; the DDP hook and FSDP do not know the rate
+            (default: False).
         clip: norm N; the gradients of a rank are clipped to a norm of N / sqrt(P) (section 3.2). None, the default, for
             no clipping.
         clip_by: "parameter" (the default) clips each parameter by its own norm; "bucket" clips by the norm of all
             parameters of a bucket, which with `bucket_bytes=None` is the whole gradient, as published. A parameter with
             sparse gradients is a bucket of its own.
         row_density: for sparse gradients, as of torch.nn.Embedding(sparse=True): the rows of largest Euclidean norm
-            that each rank sends, as a fraction of the rows of the table, with error feedback, whose residual holds
-            rows only. As `density`, a mapping has a rule for each table. None, the default, sends all rows, without a
+            that each rank sends, as a fraction of the rows of the table, with error feedback, whose residual stores
+            rows only. Like `density`, a mapping has a rule for each table. None, the default, sends all rows, without a
             residual.
 
     Raises:
-        ValueError: An option is out of range, or the algorithm has no use for the selector.
+        ValueError: An option is out of range, or the algorithm cannot use the selector.
     """
 
     name = "topk"

@@ -34,7 +34,7 @@ def attach(
     verify: bool | int = 0,
     timeline: Timeline | None = None,
 ) -> ShardedReductions:
-    """Let a compressor reduce the gradients of a model that is sharded by `torch.distributed.fsdp.fully_shard`.
+    """Use a compressor to reduce the gradients of a model that is sharded by `torch.distributed.fsdp.fully_shard`.
 
     With `replicas` this is HSDP: inside a node, gradients are reduce-scattered densely, and each rank then reduces its
     shard over the ranks of the other nodes that have the same one, with the compressor. Without, it is FSDP: gradients
@@ -65,7 +65,8 @@ def attach(
     Raises:
         TypeError: The model is not fully sharded, or an argument has a wrong type.
         ValueError: The model is sharded over several dimensions of a mesh, something is attached to it already,
-            `replicas` does not hold this rank or holds ranks with other shards, or the compressor cannot be used here.
+            `replicas` does not contain this rank or contains ranks with other shards, or the compressor cannot be used
+            here.
         RuntimeError: torch.distributed is not initialized, or torch is too old.
         CommunicationError: Models or arguments differ between ranks.
 

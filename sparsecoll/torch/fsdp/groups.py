@@ -226,8 +226,8 @@ def _check(model: torch.nn.Module, groups: list[Group]) -> None:
     for name, p in model.named_parameters():
         if p.requires_grad and id(p) not in known and not _is_unsharded(groups, p):
             raise ValueError(
-                f"model: expected all trainable parameters to be sharded, got {name!r}, which nobody would reduce: call"
-                " fully_shard(model) last, on the whole model"
+                f"model: expected all trainable parameters to be sharded, got {name!r}, which would not be reduced:"
+                " call fully_shard(model) last, on the whole model"
             )
 
 

@@ -269,7 +269,7 @@ class ShardedReductions:
         self._steps.stepped()
 
     def discard(self) -> None:
-        """Skip the step after back-propagation, on all ranks: residuals return to what they were before it.
+        """Skip the step after back-propagation, on all ranks: residuals are restored to their values before it.
 
         `zero_grad()` does this, too. After an exception in back-propagation that you catch on all ranks, call this and
         `model.reset_iter_state()`.

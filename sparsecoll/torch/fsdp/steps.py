@@ -49,8 +49,8 @@ class Steps:
         if self._warns:
             self._warns = False
             logger.warning(
-                "gradients were thrown away without a step of an optimizer, so residuals are as they were before"
-                " it. If your loop has updated the parameters by itself, do that in place, not by way of p.data"
+                "gradients were discarded without a step of an optimizer, so residuals were restored to their values"
+                " before it. If your loop updates the parameters by itself, do so in place, not through p.data"
             )
 
     def commit_if_updated(self) -> bool:

@@ -59,7 +59,8 @@ def mpi_transport(comm: MPI.Intracomm, timeout: float | None = None) -> MpiTrans
         comm.Set_attr(_key(), transport)
     if isinstance(transport, _Abandoned):
         raise CommunicationError(
-            f"communicator is out of use since {transport.why}; go on with a new one, once all ranks have come"
+            f"communicator is out of use since {transport.why}; continue with a new one, once all ranks have made"
+            " this call"
         )
     assert isinstance(transport, MpiTransport)
     return transport
@@ -111,7 +112,7 @@ def shrink(comm: MPI.Intracomm) -> MPI.Intracomm:
             revoked.Revoke()
         return cast(MPI.Intracomm, comm.Shrink())
     except (NotImplementedError, MPI.Exception) as error:
-        raise CommunicationError(f"shrink: this MPI cannot go on without lost ranks: {error}") from error
+        raise CommunicationError(f"shrink: this MPI cannot continue without lost ranks: {error}") from error
 
 
 def world(self: bool = False) -> MPI.Intracomm:

@@ -44,7 +44,7 @@ class MpiTransport(Transport):
     """
 
     native_sums = True
-    cure = "go on with a new one, such as MPI.COMM_WORLD.Dup()"
+    cure = "continue with a new one, such as MPI.COMM_WORLD.Dup()"
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         super().__init__(comm.Get_rank(), comm.Get_size())

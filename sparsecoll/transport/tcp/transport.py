@@ -60,7 +60,7 @@ class TcpTransport(Transport):
 
     threads = True
     gpu_direct = False
-    cure = "go on with a new one, such as torch.distributed.new_group()"
+    cure = "continue with a new one, such as torch.distributed.new_group()"
 
     def __init__(self, rank: int, sockets: dict[int, socket.socket], machines: list[int], processes: int) -> None:
         self._processes = processes
