@@ -28,6 +28,7 @@ from sparsecoll.vector import DenseVector, SparseVector
 from sparsecoll.vector.operation import Operation
 
 MAX_KNOWN = 256  # validated arguments kept for the same options
+MANY, HIGH = 1 << 16, 16  # from a larger k, at a density above 1 / HIGH, the number of entries is worth a message
 
 
 def allreduce(
@@ -226,13 +227,20 @@ def _reduce(
     algorithm.sync_epoch(transport.epoch)
     channel = options.channel(transport, vector.length)
     entries = contribution(vector, algorithm, selected, channel, options)
-    counted = arguments.k is None and not algorithm.takes_dense  # one that takes dense vectors does not use k
+    counted = _counts_entries(algorithm, arguments.k, vector.length)
     message = early_message(algorithm, channel, entries) if counted else None
     held = call.agree(entries.nnz if counted else None, options.check, message, arguments.checksum)
     channel.gathered, channel.deferred = call.gathered, deferred
     reduction = run(algorithm, channel, entries, max(held) if counted else arguments.k or 0)
     transport.traffic.total.seconds += transport.now() - start
     return reduction
+
+
+def _counts_entries(algorithm: Algorithm, k: int | None, length: int) -> bool:
+    """Return whether the ranks count their entries: without k, or where it is a limit that may be far above them."""
+    if algorithm.takes_dense:  # it does not use k
+        return False
+    return k is None or (algorithm.semantics == "exact_sum" and k > max(length // HIGH, MANY))
 
 
 def early_message(algorithm: Algorithm, channel: Channel, entries: Vector) -> Buffer | None:

@@ -397,3 +397,12 @@ def test_sharing_is_measured_and_the_same_on_all_ranks(monkeypatch):
 
     assert simulate(3, program).results == [pytest.approx(3 / (1 / 2 + 1 / 3 + 1 / 4))] * 3
     assert simulate(1, program).results == [1.0]
+
+
+@pytest.mark.parametrize("limit", [{"density": 1.0}, {"density": 0.1}, {"k": 2**70}])
+def test_a_limit_far_above_the_entries_is_not_taken_for_their_number(limit):
+    def program(comm):
+        x = SparseVector([comm.rank, 2**61], np.ones(2), 2**62)
+        return sparsecoll.allreduce(comm, x, **limit).values.tolist()
+
+    assert sparsecoll.simulate(3, program).results == [[1.0, 1.0, 1.0, 3.0]] * 3
