@@ -23,7 +23,7 @@ from sparsecoll.torch.options import Options
 from sparsecoll.torch.reducer import Reducer
 from sparsecoll.torch.replica import Replica
 from sparsecoll.torch.rounds import NOTHING
-from sparsecoll.torch.tensors import Named, momenta_of, options_of, rates_of
+from sparsecoll.torch.tensors import Named, momenta_of, named_in_groups, options_of, rates_of
 from sparsecoll.transport import Transport
 
 logger = logging.getLogger(__name__)
@@ -83,12 +83,13 @@ class Engine:
 
     # -- parameters
 
-    def add(self, params: Mapping[str, torch.Tensor]) -> None:
+    def add(self, params: Named) -> None:
         """More parameters; collective. All ranks must have the same ones; values are taken from rank 0."""
-        new = {name: p for name, p in params.items() if name not in self.params}
+        known = {id(p) for p in self.params.values()}
+        new = {name: p for name, p in params.items() if id(p) not in known}
 
         def check() -> None:
-            taken = set(params) - set(new)
+            taken = new.keys() & self.params.keys()
             if taken:
                 raise ValueError(f"named_parameters: expected every name once, got {min(taken)!r} again")
             for p in new.values():
@@ -99,7 +100,7 @@ class Engine:
         signature = {
             name: getattr(self._options, name) for name in ("bucket_bytes", "dense_below", "overlap", "verify")
         }
-        self._replica.introduce(new, {**self._compressor.signature(), **signature}, check)
+        self._replica.introduce(params, {**self._compressor.signature(), **signature}, check)
         if self.number < 0:
             self.number = enlist(self)
         self._reducer.release()
@@ -145,7 +146,7 @@ class Engine:
         known, groups = {id(p) for p in self.params.values()}, self._optimizer.param_groups
         if all(id(p) in known for group in groups for p in group["params"]):
             return
-        all_params = {f"group{i}.{j}": p for i, group in enumerate(groups) for j, p in enumerate(group["params"])}
+        all_params = named_in_groups(groups, 0, self.params.items())
         self.add({name: p for name, p in all_params.items() if id(p) not in known})
 
     def close(self, replaced: str = "") -> None:

@@ -17,7 +17,7 @@ from sparsecoll.torch.layout import takes_part
 from sparsecoll.torch.optimizer import DistributedOptimizer, Wrapper, of_optimizer
 from sparsecoll.torch.options import check_integer
 from sparsecoll.torch.state import STATE, is_trial_step
-from sparsecoll.torch.tensors import Named, check_buffers, check_whole, describe, model_of, named
+from sparsecoll.torch.tensors import Named, check_buffers, check_whole, describe, model_of, named, named_in_groups
 from sparsecoll.torch.timeline import Timeline
 from sparsecoll.transport import as_transport
 from sparsecoll.transport.call import CollectiveCall
@@ -233,19 +233,20 @@ class LocalOptimizer(Wrapper):
             named_parameters: pairs (name, parameter). Parameters without a name have the one under which the model has
                 them, otherwise they are called group<i>.<j>.
         """
-        self._add(self._add_to_wrapped(param_group, [*self._given.items(), *named_parameters]))
+        known = [*self._given.items(), *named_parameters, *self._params.items()]
+        self._add(self._add_to_wrapped(param_group, known))
 
     def _add_unknown(self) -> None:
         """Add parameters that were put into the wrapped optimizer itself. Collective if there are any."""
-        known, names = {id(p) for p in self._params.values()}, {id(p): name for name, p in self._given.items()}
-        groups = enumerate(self.optimizer.param_groups)
-        pairs = ((names.get(id(p), f"group{i}.{j}"), p) for i, group in groups for j, p in enumerate(group["params"]))
-        added = {name: p for name, p in pairs if id(p) not in known}
-        if added:
+        names = [*self._given.items(), *self._params.items()]
+        added = named_in_groups(self.optimizer.param_groups, 0, names)
+        if added.keys() - self._params.keys():
             self._add(added)
 
-    def _add(self, added: Named) -> None:
-        """Share parameters, with rank 0's values. Collective."""
+    def _add(self, params: Named) -> None:
+        """Share parameters that are not shared yet, with rank 0's values. Collective."""
+        known = {id(p) for p in self._params.values()}
+        added = {name: p for name, p in params.items() if id(p) not in known}
         shared = {name: p.detach().clone().requires_grad_(p.requires_grad) for name, p in added.items()}
         self._outer.add_param_group({"params": list(shared.values())}, shared.items())
         self._params |= added

@@ -17,7 +17,7 @@ from sparsecoll.torch.grad_scaler import calling_scaler
 from sparsecoll.torch.guards import refuse_wrapped
 from sparsecoll.torch.options import Options
 from sparsecoll.torch.state import STATE, is_trial_step
-from sparsecoll.torch.tensors import Named, model_of, named
+from sparsecoll.torch.tensors import Named, model_of, named, named_in_groups
 from sparsecoll.torch.timeline import Timeline
 from sparsecoll.transport import as_transport
 from sparsecoll.transport.call import CollectiveCall
@@ -47,13 +47,11 @@ class Wrapper(torch.optim.Optimizer):
             raise AttributeError(name)
         return getattr(self.optimizer, name)
 
-    def _add_to_wrapped(self, param_group: dict[str, Any], names: Iterable[tuple[str, torch.Tensor]]) -> Named:
-        """Add a group to the wrapped optimizer; return its parameters by name."""
+    def _add_to_wrapped(self, param_group: dict[str, Any], known: Iterable[tuple[str, torch.Tensor]]) -> Named:
+        """Add a group to the wrapped optimizer; return its parameters by name, see `named_in_groups`."""
         number = len(self.optimizer.param_groups)
         self.optimizer.add_param_group(param_group)
-        given = {id(p): name for name, p in names}
-        added = self.optimizer.param_groups[-1]["params"]
-        return {given.get(id(p), f"group{number}.{j}"): p for j, p in enumerate(added)}
+        return named_in_groups(self.optimizer.param_groups[number:], number, known)
 
 
 class DistributedOptimizer(Wrapper):
@@ -284,9 +282,10 @@ class DistributedOptimizer(Wrapper):
 
         Args:
             param_group: as in torch.
-            named_parameters: pairs (name, parameter); parameters without a name are called group<i>.<j>.
+            named_parameters: pairs (name, parameter). Parameters keep the name that they have already, others without
+                one are called group<i>.<j>.
         """
-        self._engine.add(self._add_to_wrapped(param_group, named_parameters))
+        self._engine.add(self._add_to_wrapped(param_group, [*named_parameters, *self._engine.params.items()]))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the wrapped optimizer's state_dict, with the compressor's state by parameter name under "sparsecoll".

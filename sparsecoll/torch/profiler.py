@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-import weakref
-from functools import partial
+from collections.abc import MutableMapping
 from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
 import torch
@@ -17,6 +17,8 @@ from sparsecoll.transport import Transport
 from sparsecoll.transport.collectives import allgather
 
 STEPS = slice(2, 7)  # those that count, after the first ones, in which kernels are compiled
+
+_profilers: MutableMapping[torch.nn.Module, WeakSet[Profiler]] = WeakKeyDictionary()  # by the model that they measure
 
 
 class Profiler:
@@ -31,9 +33,10 @@ class Profiler:
         self._begin: float | None = None
         self._stepped = time.perf_counter()
         self._rows: list[list[float]] = []
-        self._handle = (
-            None if model is None or not wanted else model.register_forward_hook(partial(_forward, weakref.ref(self)))
-        )
+        self._handle = None
+        if model is not None and wanted:
+            _profilers.setdefault(model, WeakSet()).add(self)
+            self._handle = model.register_forward_hook(_forward)
 
     @property
     def active(self) -> bool:
@@ -79,7 +82,7 @@ def _known(seconds: NDArray[np.float64]) -> NDArray[np.float64]:
     return seconds[seconds > 0] if (seconds > 0).any() else np.zeros(1)
 
 
-def _forward(profiler: weakref.ref[Profiler], *_: Any) -> None:
-    alive = profiler()
-    if alive is not None:
-        alive._begin = time.perf_counter()
+def _forward(model: torch.nn.Module, *_: Any) -> None:
+    """A hook that refers to no profiler, so that a model can be pickled and a copy of it is not measured."""
+    for profiler in _profilers.get(model, ()):
+        profiler._begin = time.perf_counter()

@@ -45,6 +45,28 @@ def named(given: Any) -> Named:
     return result
 
 
+def named_in_groups(
+    groups: Iterable[Mapping[str, Any]], first: int, known: Iterable[tuple[str, torch.Tensor]]
+) -> Named:
+    """Return the parameters of groups by name: the last one under which a parameter is known, otherwise group<i>.<j>.
+
+    Args:
+        groups: of an optimizer.
+        first: number of the first of them.
+        known: pairs (name, parameter). Their names are not given to others, as when a group takes the place of another.
+    """
+    pairs = list(known)
+    names, taken = {id(p): name for name, p in pairs}, {name for name, _ in pairs}
+    result: Named = {}
+    for i, group in enumerate(groups, first):
+        for j, p in enumerate(group["params"]):
+            name = names.get(id(p), f"group{i}.{j}")
+            while id(p) not in names and name in taken:
+                name += "'"
+            result[name] = p
+    return result
+
+
 def sparse_weights(model: torch.nn.Module | None) -> set[int]:
     """Return the ids of the parameters of modules with `sparse=True`, whose gradients are rows."""
     tables = (torch.nn.Embedding, torch.nn.EmbeddingBag)

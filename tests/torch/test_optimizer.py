@@ -7,10 +7,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from nets import batch, bits, close, loss_of, net, parameters, residuals, train  # noqa: E402
+from nets import batch, bits, close, loss_of, mean_loss, net, parameters, residuals, train  # noqa: E402
 
 from sparsecoll import CommunicationError, select, simulate  # noqa: E402
-from sparsecoll.torch import DistributedOptimizer, Timeline  # noqa: E402
+from sparsecoll.torch import DistributedOptimizer, LocalOptimizer, Timeline  # noqa: E402
 from sparsecoll.torch.compressors import TopK  # noqa: E402
 
 P = 3
@@ -319,6 +319,59 @@ def test_added_groups_keep_what_residuals_hold():
 
     results = simulate(3, program).results
     assert len(set(results)) == 1 and results[0][1] == 0.25
+
+
+def test_a_layer_that_joins_the_optimizer_later_has_one_residual():
+    """It is known by the model's name already, whether it was frozen until then or not."""
+
+    def program(comm):
+        model = net()
+        model[0].requires_grad_(False)
+        inner = torch.optim.SGD(model[4].parameters(), 0.1)
+        optimizer = DistributedOptimizer(inner, model.named_parameters(), comm, TopK(0.05), dense_below=10)
+        train(comm, model, optimizer, range(2))
+        waiting = residuals(optimizer)["2.weight"]
+        model[0].requires_grad_(True)
+        optimizer.add_param_group({"params": model[0].parameters()}, model.named_parameters())
+        optimizer.add_param_group({"params": model[2].parameters()})
+        assert torch.equal(residuals(optimizer)["2.weight"], waiting)
+        train(comm, model, optimizer, range(2, 4))
+        assert set(optimizer.state_dict()["sparsecoll"]["order"]) == {name for name, _ in model.named_parameters()}
+        return bits(model)
+
+    assert len(set(simulate(3, program).results)) == 1
+
+
+@pytest.mark.parametrize("wrapper", [DistributedOptimizer, LocalOptimizer])
+@pytest.mark.parametrize("how", ["params", "group"])
+def test_a_head_that_is_replaced_again_and_again(wrapper, how):
+    """As in continual learning, where each task has a head of its own."""
+
+    def run(make, ranks):
+        model = net()
+        optimizer = make(torch.optim.SGD(model[:4].parameters(), 0.1), model)
+        for task in range(3):
+            torch.manual_seed(task)
+            model[4] = torch.nn.Linear(64, 3, dtype=torch.float64)
+            if how == "params":
+                optimizer.param_groups[0]["params"] = list(model.parameters())
+            else:
+                del optimizer.param_groups[1:]
+                optimizer.add_param_group({"params": model[4].parameters()})
+            for step in range(2):
+                optimizer.zero_grad()
+                mean_loss(model, ranks, step).backward()
+                optimizer.step()
+        return parameters(model)
+
+    expected = run(lambda optimizer, _: optimizer, range(2))
+    options = {"every": 1} if wrapper is LocalOptimizer else {}
+
+    def program(comm):
+        return run(lambda optimizer, model: wrapper(optimizer, model, comm, "none", **options), [comm.rank])
+
+    for result in simulate(2, program).results:
+        close(result, expected)
 
 
 @pytest.mark.parametrize("taken", [True, False])

@@ -15,9 +15,9 @@ from sparsecoll.torch import DistributedOptimizer, HookState, LocalOptimizer, Sp
 from sparsecoll.torch.compressors import TopK  # noqa: E402
 
 
-def wrapped(model, comm, **options):
+def wrapped(model, comm, compressor="none", **options):
     inner = torch.optim.SGD(model.parameters(), 0.1)
-    return DistributedOptimizer(inner, model, comm, "none", **options)
+    return DistributedOptimizer(inner, model, comm, compressor, **options)
 
 
 def sparse(model, comm):
@@ -274,10 +274,11 @@ def test_a_module_that_scales_the_rows_it_looks_up_is_refused():
     simulate(2, program)
 
 
-def test_a_model_can_be_saved_whole():
+@pytest.mark.parametrize("compressor", ["none", "covap"])  # which measures the forward pass
+def test_a_model_can_be_saved_whole(compressor):
     def program(comm):
         model = net()
-        optimizer = wrapped(model, comm)
+        optimizer = wrapped(model, comm, compressor=compressor)
         train(comm, model, optimizer, range(1))
         file = io.BytesIO()
         torch.save(model, file)
