@@ -28,7 +28,8 @@ def residual_dtype(dtype: torch.dtype) -> Any:
         float64 for float64, else float32 (also for float16 and bfloat16).
     """
     if not dtype.is_floating_point:
-        raise TypeError(f"params: expected floating-point tensors, got {dtype}")
+        cure = ": keep real numbers, and use torch.view_as_complex(p) in forward()" if dtype.is_complex else ""
+        raise TypeError(f"params: expected floating-point tensors, got {dtype}{cure}")
     return np.dtype(np.float64 if dtype == torch.float64 else np.float32)
 
 

@@ -178,14 +178,19 @@ def check_buffers(tensors: Mapping[str, torch.Tensor]) -> None:
     """Raise unless buffers can be set to those of another rank.
 
     Raises:
-        TypeError: one is sparse, or was made in inference mode.
+        TypeError: one is sparse, nested, quantized or a conjugate view, or was made in inference mode.
         ValueError: elements of one share memory.
     """
     for name, b in tensors.items():
-        if b.layout is not torch.strided:
+        kind = "nested" if b.is_nested else "quantized" if b.is_quantized else str(b.layout).removeprefix("torch.")
+        if kind != "strided":
             raise TypeError(
-                f"buffer {name!r}: expected a dense tensor, which ranks can keep the same, got one of layout"
-                f" {str(b.layout).removeprefix('torch.')}: keep it as a plain attribute of the module"
+                f"buffer {name!r}: expected a dense tensor, which ranks can keep the same, got a {kind} one:"
+                " keep it as a plain attribute of the module"
+            )
+        if b.is_conj():
+            raise TypeError(
+                f"buffer {name!r}: expected values in memory, got a conjugate view: register its resolve_conj()"
             )
         if b.is_inference():
             raise TypeError(

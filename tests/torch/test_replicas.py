@@ -125,19 +125,23 @@ def test_buffers_that_cannot_be_sent_leave_gradients_as_they_were():
     assert failed == undisturbed
 
 
-@pytest.mark.parametrize(
-    ("made", "error", "text"),
-    [
-        (lambda: torch.arange(3.0).expand(4, 3), ValueError, "buffer 'b': .*clone"),
-        (lambda: torch.eye(3).to_sparse(), TypeError, "buffer 'b': .*layout sparse_coo"),
-    ],
-)
-def test_buffers_that_ranks_cannot_keep_the_same_are_refused(made, error, text):
+BUFFERS = {  # by a word of the error
+    "quantized": lambda: torch.quantize_per_tensor(torch.ones(3), 1.0, 0, torch.quint8),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    "sparse_coo": lambda: torch.eye(3).to_sparse(),
+    "resolve_conj": lambda: torch.conj(torch.ones(3, dtype=torch.complex64)),
+    "clone": lambda: torch.arange(3.0).expand(4, 3),
+}
+
+
+@pytest.mark.parametrize("word", BUFFERS)
+@pytest.mark.parametrize("wrap", [wrapped, local])
+def test_buffers_that_ranks_cannot_keep_the_same_are_refused(wrap, word):
     def program(comm):
         model = net()
-        model.register_buffer("b", made())
-        with pytest.raises(error, match=text):
-            wrapped(model, comm)
+        model.register_buffer("b", BUFFERS[word]())
+        with pytest.raises((TypeError, ValueError), match=rf"buffer 'b': .*{word}"):
+            wrap(model, comm)
 
     simulate(2, program)
 
@@ -286,3 +290,12 @@ def test_a_model_can_be_saved_whole(compressor):
         return bits(torch.load(file, weights_only=False)) == bits(model)
 
     assert all(simulate(2, program).results)
+
+
+def test_complex_parameters_are_refused_with_the_cure():
+    def program(comm):
+        p = torch.nn.Parameter(torch.ones(3, dtype=torch.complex64))
+        with pytest.raises(TypeError, match=r"got torch.complex64: keep real numbers.*view_as_complex"):
+            DistributedOptimizer(torch.optim.SGD([p], 0.1), [("p", p)], comm)
+
+    simulate(2, program)
