@@ -101,8 +101,8 @@ def write_sum(dense: Array, parts: Sequence[tuple[Array, Array]], divisor: int, 
     dense[:] = 0
     for indices, values in parts:
         scatter_add(dense, indices, values)
-    dense /= dense.dtype.type(divisor)
-    dense += 0
+    np.divide(dense, dense.dtype.type(divisor), out=dense)
+    np.add(dense, dense.dtype.type(0), out=dense)
 
 
 def _scatter(dense: Array, indices: Array, values: Array, sign: int) -> None:
