@@ -146,7 +146,7 @@ def test_sleeps_are_longer_where_messages_end_them_and_all_come_from_elsewhere(a
     options = {"one_node": False, "overlapped": True, "connections": connections, "alone": alone}
     assert waiter(**options).pause(lambda: moving)
     if moving:
-        assert calls == ([(pytest.approx(10e-3), True)] if announcing and alone else [])
+        assert calls == ([(pytest.approx(2e-3), True)] if announcing and alone else [])
     else:
         assert calls == [(pytest.approx(10e-3 if announcing and alone else 50e-6), False)]
     calls.clear()

@@ -30,7 +30,8 @@ _SLEEP_SECONDS, _LONGEST_SECONDS = 50e-6, 2e-3
 _SLEEPS = 16  # the time waited so far, divided by that of a sleep
 _MOVING_SLEEPS = 32  # the same while a message is on its way between machines
 _ANNOUNCED_SLEEPS = 2  # the same for the limit of a sleep that a message ends,
-_ANNOUNCED_SECONDS, _LONGEST_ANNOUNCED_SECONDS = 10e-3, 50e-3  # which is within these,
+_ANNOUNCED_SECONDS, _LONGEST_ANNOUNCED_SECONDS = 10e-3, 50e-3  # which is within these, or divided by
+_MOVING_SHARE = 5  # while a message is on its way, since MPI may then have more to do than what has come
 _ANNOUNCED_EXPECTED = 2  # and at least so many times the time that a wait is expected to take
 _EXPECTED_SLEEPS = 4  # the time that a wait is expected to take, divided by that of a sleep
 _REMEMBERED = 3  # waits, all of which were long where the next one is expected to be
@@ -132,6 +133,7 @@ class Waiter(Watchdog):
         if on_its_way:  # some bytes gather before they wake this rank
             time.sleep(seconds)
         if announced:
-            limit = min(max(waited / _ANNOUNCED_SLEEPS, self._least_announced), _LONGEST_ANNOUNCED_SECONDS)
-            seconds = min(limit, most)
+            share = _MOVING_SHARE if on_its_way else 1
+            least, longest = self._least_announced / share, _LONGEST_ANNOUNCED_SECONDS / share
+            seconds = min(max(waited / _ANNOUNCED_SLEEPS, least), longest, most)
         connections.sleep(seconds, on_its_way)
