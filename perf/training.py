@@ -211,7 +211,7 @@ def rows(options: argparse.Namespace, comm: Any) -> Iterator[Row]:
     for model_name in options.models:
         plain: Step | None = None
         for name, make in lines(model_name, options, comm):
-            if options.lines and not any(text in name for text in options.lines):
+            if options.lines and name != "plain" and not any(text in name for text in options.lines):
                 continue
             step = make()
             measured = name == "covap"
@@ -305,7 +305,7 @@ def more_cores() -> dict[str, str]:
 
 def key(row: Row) -> tuple[Any, ...]:
     """Return what a row is of."""
-    return row["model"], row["batch"], row["line"]
+    return row["model"], row["batch"], row["P"], row["line"]
 
 
 def kept(file: Path) -> dict[tuple[Any, ...], Row]:
@@ -320,7 +320,7 @@ def main() -> None:
     """Measure and print; rank 0 saves the rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--lines", nargs="+", help="only lines whose name contains one of these")
+    parser.add_argument("--lines", nargs="+", help="only plain and lines whose name contains one of these")
     parser.add_argument("--batch", type=int, default=BATCH, help="samples per rank and step")
     parser.add_argument("--device", default="cpu", help="cpu or cuda; ranks on one host share its GPU")
     parser.add_argument("--repeat", type=int, default=6)
@@ -332,6 +332,8 @@ def main() -> None:
     parser.add_argument("--render", action="store_true", help="only write the page")
     parser.set_defaults(timeline=None)  # perf/work.py has one
     options = parser.parse_args()
+    if options.update and not options.json:
+        parser.error("--update: expected --json FILE with it")
     if options.render:
         saved = json.loads(ROWS.read_text())
         about = {"commit": saved["about"]["commit"], "machine": saved["about"]["machine"]}

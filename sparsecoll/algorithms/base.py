@@ -37,7 +37,7 @@ class Reduction:
     Args:
         value: the result, or a function that returns it.
         contributed: this rank's share, or a function that returns it.
-        parts: see above; they have the dtype and the length of the result (default: None).
+        parts: see above; their values may have the dtype of the wire (default: None).
     """
 
     def __init__(
@@ -92,6 +92,11 @@ class Reduction:
                 values of x are summed.
             ValueError: One of them has another length.
         """
+        for part in () if self.parts is None else (part for group in self.parts for part in group):
+            if part.length != x.length:
+                raise ValueError(
+                    f"algo: expected {algorithm!r} to return parts of length {x.length}, got {part.length}"
+                )
         if self.parts is None:
             if not isinstance(self.value, (SparseVector, DenseVector)):
                 wrong = type(self.value).__name__
@@ -216,7 +221,8 @@ class Algorithm(Stateful, ABC):
         Args:
             channel: Channel that sends and receives vectors in the format and value dtype of the call.
             x: this rank's entries, rounded as on the wire.
-            k: number of entries of the call, the same on every rank.
+            k: number of entries of the call, the same on every rank; of an exact sum the largest nnz, if the caller's k
+                may be far above it.
         """
 
     def settled(self, channel: Channel, x: Vector, k: int, early: bool) -> tuple[Algorithm, Channel]:

@@ -102,10 +102,10 @@ def allreduce(
             not answer within `timeout`.
 
     Volume: that of the algorithm (see its class), plus 4(P-1) words in calls whose arguments are new on the
-    communicator and in calls without `k` and `density`. Later calls are compared by the tags of their messages. A
-    dict or a Series takes 8(P-1) more words, by which the ranks agree on the length and the dtype; with few keys, up to
-    8,192 on all ranks together, "auto" sends all entries to all ranks in the ceil(log2 P) messages that compare the
-    arguments.
+    communicator, in calls without `k` and `density`, and in exact sums with a k above 65,536 and a sixteenth of the
+    length. Later calls are compared by the tags of their messages. A dict or a Series takes 8(P-1) more words, by which
+    the ranks agree on the length and the dtype; with few keys, up to 8,192 on all ranks together, "auto" sends all
+    entries to all ranks in the ceil(log2 P) messages that compare the arguments.
 
     See Also:
         `sparsecoll.iallreduce`, `sparsecoll.reduce`, `sparsecoll.reduce_scatter`, `sparsecoll.allgather`,
@@ -227,8 +227,8 @@ def _reduce(
     algorithm.sync_epoch(transport.epoch)
     channel = options.channel(transport, vector.length)
     entries = contribution(vector, algorithm, selected, channel, options)
-    counted = _counts_entries(algorithm, arguments.k, vector.length)
-    message = early_message(algorithm, channel, entries) if counted else None
+    counted = counts_entries(algorithm, arguments.k, vector.length)
+    message = early_message(algorithm, channel, entries) if counted and arguments.k is None else None
     held = call.agree(entries.nnz if counted else None, options.check, message, arguments.checksum)
     channel.gathered, channel.deferred = call.gathered, deferred
     reduction = run(algorithm, channel, entries, max(held) if counted else arguments.k or 0)
@@ -236,7 +236,7 @@ def _reduce(
     return reduction
 
 
-def _counts_entries(algorithm: Algorithm, k: int | None, length: int) -> bool:
+def counts_entries(algorithm: Algorithm, k: int | None, length: int) -> bool:
     """Return whether the ranks count their entries: without k, or where it is a limit that may be far above them."""
     if algorithm.takes_dense:  # it does not use k
         return False

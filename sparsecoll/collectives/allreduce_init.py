@@ -6,7 +6,7 @@ from typing import Any
 
 from sparsecoll.algorithms import Algorithm, resolve
 from sparsecoll.collectives import convert
-from sparsecoll.collectives.allreduce import contribution, early_message, returned, run, validated
+from sparsecoll.collectives.allreduce import contribution, counts_entries, early_message, returned, run, validated
 from sparsecoll.collectives.convert.back import Back
 from sparsecoll.collectives.operations import is_mpi_op
 from sparsecoll.collectives.options import CallOptions, options_of
@@ -32,13 +32,13 @@ class _Allreduce:
         self._selecting.sync_epoch(transport.epoch)
         arguments = validated(call, vector, self._selecting, options)
         self._k = k = arguments.k
-        channel, counted = options.channel(transport, vector.length), k is None and not self._selecting.takes_dense
-        if counted and self._selecting.semantics != "exact_sum":
+        channel, counted = options.channel(transport, vector.length), counts_entries(self._selecting, k, vector.length)
+        if k is None and counted and self._selecting.semantics != "exact_sum":
             raise ValueError(f"k, density: expected one of them for algo={self._selecting.name!r}, got neither")
         self._size, early = k or 0, False
         if counted:
             entries = contribution(vector, self._selecting, k, channel, options)
-            message = early_message(self._selecting, channel, entries)
+            message = early_message(self._selecting, channel, entries) if k is None else None
             self._size = max(call.agree(entries.nnz, options.check))
             early = all(call.agree(int(message is not None and message.size > AGREEMENT_BYTES), options.check))
         else:

@@ -240,7 +240,8 @@ class LocalOptimizer(Wrapper):
         """Add parameters that were put into the wrapped optimizer itself. Collective if there are any."""
         names = [*self._given.items(), *self._params.items()]
         added = named_in_groups(self.optimizer.param_groups, 0, names)
-        if added.keys() - self._params.keys():
+        known = {id(p) for p in self._params.values()}
+        if any(id(p) not in known for p in added.values()):
             self._add(added)
 
     def _add(self, params: Named) -> None:

@@ -126,15 +126,15 @@ class Replica:
         others = [] if self._model is None else self._model.named_parameters()
         return {**{name: p for name, p in others if id(p) not in known}, **params, **self.buffers.tensors}
 
-    def introduce(self, new: Named, signature: Mapping[str, Any], check: Callable[[], Any] = lambda: None) -> None:
-        """Broadcast parameters that are new here from rank 0, with all others and the buffers at first. Collective.
+    def introduce(self, params: Named, signature: Mapping[str, Any], check: Callable[[], Any] = lambda: None) -> None:
+        """Broadcast parameters from rank 0, with all others of the model and the buffers at first. Collective.
 
         Args:
-            new: name -> parameter.
+            params: name -> parameter: those that are new here, and perhaps others.
             signature: what else all ranks must have alike.
             check: what it raises is raised on every rank.
         """
-        tensors = new if self.params else self._with_model(new)
+        tensors = params if self.params else self._with_model(params)
 
         def introduce(call: CollectiveCall) -> None:
             check_whole(tensors.values())

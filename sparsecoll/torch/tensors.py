@@ -54,6 +54,9 @@ def named_in_groups(
         groups: of an optimizer.
         first: number of the first of them.
         known: pairs (name, parameter). Their names are not given to others, as when a group takes the place of another.
+
+    Raises:
+        ValueError: two parameters are known by one name.
     """
     pairs = list(known)
     names, taken = {id(p): name for name, p in pairs}, {name for name, _ in pairs}
@@ -63,7 +66,8 @@ def named_in_groups(
             name = names.get(id(p), f"group{i}.{j}")
             while id(p) not in names and name in taken:
                 name += "'"
-            result[name] = p
+            if result.setdefault(name, p) is not p:
+                raise ValueError(f"named_parameters: expected every name once, got {name!r} for two parameters")
     return result
 
 
@@ -178,7 +182,7 @@ def check_buffers(tensors: Mapping[str, torch.Tensor]) -> None:
     """Raise unless buffers can be set to those of another rank.
 
     Raises:
-        TypeError: one is sparse, nested, quantized or a conjugate view, or was made in inference mode.
+        TypeError: one is sparse, nested, quantized or a conjugate or negative view, or was made in inference mode.
         ValueError: elements of one share memory.
     """
     for name, b in tensors.items():
@@ -188,10 +192,9 @@ def check_buffers(tensors: Mapping[str, torch.Tensor]) -> None:
                 f"buffer {name!r}: expected a dense tensor, which ranks can keep the same, got a {kind} one:"
                 " keep it as a plain attribute of the module"
             )
-        if b.is_conj():
-            raise TypeError(
-                f"buffer {name!r}: expected values in memory, got a conjugate view: register its resolve_conj()"
-            )
+        if b.is_conj() or b.is_neg():
+            view, cure = ("conjugate", "resolve_conj()") if b.is_conj() else ("negative", "resolve_neg()")
+            raise TypeError(f"buffer {name!r}: expected values in memory, got a {view} view: register its {cure}")
         if b.is_inference():
             raise TypeError(
                 f"buffer {name!r}: expected a tensor that can be written to, got one made in inference_mode:"

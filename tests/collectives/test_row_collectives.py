@@ -220,6 +220,17 @@ def test_blocks_of_other_shapes_are_refused(call, shape, blocks, text):
     simulate(2, program)
 
 
+def test_blocks_that_are_rows_may_meet_other_types_of_rows():
+    sparse = pytest.importorskip("scipy.sparse")
+
+    def program(comm):
+        x = sparse.bsr_array(np.eye(6), blocksize=(1, 6)) if comm.rank else RowSparse(np.arange(6), np.eye(6), 6)
+        y = sparsecoll.allreduce(comm, x)
+        return (y.toarray() if comm.rank else y.to_dense()).tolist()
+
+    assert simulate(2, program).results == [(2 * np.eye(6)).tolist()] * 2
+
+
 def test_hybrid_tensors_of_other_shapes_are_refused():
     torch = pytest.importorskip("torch")
 

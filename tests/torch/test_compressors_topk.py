@@ -276,3 +276,28 @@ class Cut(ErrorFeedback):
 def test_a_compressors_residual_refuses_entries_of_another_length():
     with pytest.raises(ValueError, match="contributed: expected length 1000, got 1099511627776"):
         one(Cut(), normal(1, 1000))
+
+
+@dataclass
+class Everything(select.Selector):
+    """Returns all entries, in the memory of the vector that it is given."""
+
+    name = "everything"
+
+    def select(self, x, k):
+        return SparseVector(np.arange(x.length, dtype=np.uint32), x.values, x.length)
+
+
+@pytest.mark.parametrize("algo", ["allgather", "sparcml"])
+def test_entries_that_share_memory_with_what_is_left_of_them_enter_the_mean(algo):
+    def program(comm):
+        model = torch.nn.Linear(8, 4, bias=False)
+        torch.nn.init.zeros_(model.weight)
+        compressor = TopK({"*": 1.0}, algo, selector=Everything())
+        inner = torch.optim.SGD(model.parameters(), 1.0)
+        optimizer = DistributedOptimizer(inner, model, comm, compressor, dense_below=0)
+        (model.weight.sum() * (comm.rank + 1)).backward()
+        optimizer.step()
+        return model.weight.unique().tolist()
+
+    assert simulate(3, program).results == [[-2.0]] * 3

@@ -130,6 +130,7 @@ BUFFERS = {  # by a word of the error
     "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
     "sparse_coo": lambda: torch.eye(3).to_sparse(),
     "resolve_conj": lambda: torch.conj(torch.ones(3, dtype=torch.complex64)),
+    "resolve_neg": lambda: torch._neg_view(torch.ones(3)),
     "clone": lambda: torch.arange(3.0).expand(4, 3),
 }
 

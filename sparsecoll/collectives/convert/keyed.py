@@ -198,7 +198,8 @@ def agree_on_kinds(
     dtypes = {dtype_of(VALUE_DTYPES[kind]) for kind in (kinds % len(VALUE_DTYPES)).tolist()}
     wide = np.result_type(*dtypes)
     if wide.kind == "f" and all(dtype.kind in "iu" for dtype in dtypes):
-        raise TypeError("x: expected integers of one type on all ranks, got int64 and uint64: use x.astype(np.int64)")
+        found = " and ".join(sorted(map(str, dtypes)))
+        raise TypeError(f"x: expected integers of one type on all ranks, got {found}: use x.astype(np.int64)")
     x = x.astype(wide)
     return x, replace(back, keys=keys) if isinstance(back, ToMapping) else back, int(counts.sum())
 

@@ -241,12 +241,13 @@ class TopK(ErrorFeedback):
         )
 
     def update(self, out: Array, message: Any, reduced: Reduction) -> None:
-        self.contributed(reduced.contributed)
-        self._mask(message, reduced.contributed)
+        self.acc.flush()
         if reduced.parts is not None and out.dtype == self.acc.dtype and out.dtype.char in "fd":
             DenseVector(out).copy_sum(reduced.parts, self.size)
         else:
             write_mean(out, reduced.value, self.size)
+        self.contributed(reduced.contributed)  # last: entries of a selector of the user's may share acc's memory
+        self._mask(message, reduced.contributed)
 
     def _mask(self, sent: Vector, contributed: Vector) -> None:
         """Clear u at the entries of `sent` that entered the sum; `contributed` may have other indices, too."""

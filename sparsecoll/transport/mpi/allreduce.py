@@ -78,7 +78,7 @@ class NativeSum:
         self._comm, request = transport.comm.Idup()
         waiter = transport.waiter(lambda: "waits for all ranks to duplicate the communicator")
         while not request.Test():
-            transport.pause(waiter)
+            transport.pause(waiter, lambda: True)  # only polls move it on
 
     def _sum(self, values: NDArray[Any], out: NDArray[Any]) -> None:
         transport = self._transport

@@ -242,7 +242,7 @@ class MpiTransport(Transport):
                 if incoming.tag == REVOKE_TAG:
                     return reports
             if not arrived:
-                self.pause(waiter)
+                self.pause(waiter, lambda: True)  # one poll may not be enough to find a report
         self.waitall()
         return reports
 

@@ -133,7 +133,8 @@ class Waiter(Watchdog):
         if on_its_way:  # some bytes gather before they wake this rank
             time.sleep(seconds)
         if announced:
-            share = _MOVING_SHARE if on_its_way else 1
-            least, longest = self._least_announced / share, _LONGEST_ANNOUNCED_SECONDS / share
+            least, longest = self._least_announced, _LONGEST_ANNOUNCED_SECONDS
+            if on_its_way:
+                least, longest = _ANNOUNCED_SECONDS / _MOVING_SHARE, longest / _MOVING_SHARE
             seconds = min(max(waited / _ANNOUNCED_SLEEPS, least), longest, most)
         connections.sleep(seconds, on_its_way)
