@@ -272,6 +272,7 @@ def other_tables() -> dict[str, str]:
     found = {
         "work": markdown(kinds),
         "bandwidth": f"{work['about']['GB/s']:.0f}",
+        "carried": f"{work['about']['ms per MB']:.1f}",
         "work_commit": work["about"]["commit"],
     }
     found |= {name: markdown(overlap[name]) for name in ("overlap", "waits")}
