@@ -78,7 +78,7 @@ class ARCTopK(Algorithm):
         return x
 
     def __call__(self, channel: Channel, x: Vector, k: int) -> Reduction:
-        indices = self._agreed(channel, x, k) if k else asarray_like(np.empty(0, np.int64), x.values)
+        indices = self._agreed(channel, x, k) if k and x.length else asarray_like(np.empty(0, np.int64), x.values)
         with channel.phase("values"):
             reduction = sum_at(channel, x, indices.astype(index_dtype(x.length)))
         if isinstance(x, SparseVector):

@@ -7,7 +7,7 @@ from cases import same_bits
 from volume import HEADER_WORDS, measure
 
 import sparsecoll
-from sparsecoll import ARCTopK, Residual, simulate
+from sparsecoll import ARCTopK, Residual, SparseVector, simulate
 from sparsecoll.algorithms.arctopk import random_signs
 
 
@@ -112,3 +112,9 @@ def test_few_entries_of_a_very_long_vector_are_refused_and_none_is_fine():
         return y.nnz, sparsecoll.allreduce(comm, x, ARCTopK(columns=2**20, sketch=1), k=2**20).nnz
 
     assert simulate(2, program).results == [(0, 2)] * 2
+
+
+@pytest.mark.parametrize("x", [np.zeros(0, np.float16), SparseVector.empty(0, np.float32)], ids=["dense", "sparse"])
+@pytest.mark.parametrize("P", [1, 3])
+def test_vectors_without_coordinates(P, x):
+    assert simulate(P, lambda comm: sparsecoll.allreduce(comm, x, "arctopk", k=1).nnz).results == [0] * P
