@@ -23,10 +23,11 @@ from sparsecoll.torch.replica import Replica
 from sparsecoll.torch.rounds import JOINED, Round, Row
 from sparsecoll.torch.schedule import Density, Schedule
 from sparsecoll.torch.sgd_options import check_group, common, compressor_of, names_of
-from sparsecoll.torch.sparse_sum import SparseSum, Update, updates
+from sparsecoll.torch.sparse_sum import SparseSum
 from sparsecoll.torch.state import STATE, is_trial_step
 from sparsecoll.torch.tensors import model_of
 from sparsecoll.torch.timeline import Timeline
+from sparsecoll.torch.updates import Rule, Update, updates
 from sparsecoll.transport import as_transport
 from sparsecoll.transport.call import CollectiveCall
 
@@ -313,7 +314,8 @@ class SparseSGD(torch.optim.Optimizer):
 
     def _apply(self, p: torch.Tensor, update: Update, group: dict[str, Any]) -> None:
         """Apply torch.optim.SGD's step on the mean gradient to one parameter."""
-        update.step(p, self.state, group, self._replica.transport.size)
+        rule = Rule.of(group, self._replica.transport.size)
+        update.step(p, self.state, rule if rule.momentum else rule.in_units_of_lr())
 
     # -- other ranks
 

@@ -169,3 +169,19 @@ def test_timeline():
     assert {"bucket 0", "select", "encode", "wait"} <= {name for name, *_ in timelines[1]._events}
     with pytest.raises(TypeError, match="timeline: expected"):
         SparseSGD(net().parameters(), timeline=3)
+
+
+@pytest.mark.parametrize("momentum", [0, 0.9])
+def test_autograd_notices_a_step_before_back_propagation(momentum):
+    """As with torch.optim.SGD, weights that back-propagation still needs must not change unnoticed."""
+
+    def program(comm):
+        model = torch.nn.Sequential(torch.nn.Linear(5, 5), torch.nn.Linear(5, 5))
+        optimizer = SparseSGD(model.parameters(), 0.1, momentum, comm=comm, algo="allgather", density=0.2)
+        first, second = (model(torch.ones(1, 5)).sum() for _ in range(2))
+        first.backward()
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            second.backward()
+
+    simulate(2, program)

@@ -15,6 +15,7 @@ from sparsecoll.kernels.cpu.rice import *
 from sparsecoll.kernels.cpu.row_sums import *
 from sparsecoll.kernels.cpu.rows import *
 from sparsecoll.kernels.cpu.selection import *
+from sparsecoll.kernels.cpu.steps import *
 from sparsecoll.kernels.cpu.sums import *
 from sparsecoll.kernels.cpu.words import *
 from sparsecoll.kernels.reference.row_sums import take_rows as take_rows

@@ -9,5 +9,6 @@ from sparsecoll.kernels.reference.rice import *
 from sparsecoll.kernels.reference.row_sums import *
 from sparsecoll.kernels.reference.rows import *
 from sparsecoll.kernels.reference.selection import *
+from sparsecoll.kernels.reference.steps import *
 from sparsecoll.kernels.reference.sums import *
 from sparsecoll.kernels.reference.words import *
