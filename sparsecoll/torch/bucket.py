@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 import torch
 
 from sparsecoll.telemetry.trace import span
-from sparsecoll.torch.compressors import Compressor
+from sparsecoll.torch.compressors import Compressor, TopK
+from sparsecoll.torch.compressors.base import write_mean
 from sparsecoll.torch.device import CPU, Array
 from sparsecoll.torch.layout import Layout
+from sparsecoll.torch.sparse_means import SparseMean
+from sparsecoll.torch.updates import Update, updates
 from sparsecoll.transport import Transport
+from sparsecoll.vector import SparseVector
 
 
 class Buffer:
@@ -46,23 +50,28 @@ class Bucket:
         params: name -> parameter; those of the layout are taken.
         layout: of the flat vector.
         as_view: whether gradients become views of the source.
+        sparse: whether sparse sums stay as they are, for steps that take them.
 
     Attributes:
         params: name -> parameter.
         gradient: this rank's gradients, in `layout.dtype`, or memory if there is a source; None outside of a reduction.
         source: this rank's gradients where they are not in `gradient`, or None.
         mean: the means, after a reduction.
+        sum: the sum over the ranks instead, until it was applied.
     """
 
-    def __init__(self, params: Mapping[str, torch.Tensor], layout: Layout, as_view: bool = False) -> None:
+    def __init__(
+        self, params: Mapping[str, torch.Tensor], layout: Layout, as_view: bool = False, sparse: bool = False
+    ) -> None:
         self.params = {name: params[name] for name in layout.names}
         self.layout = layout
         self.source: Buffer | None = None
-        self._as_view, self._dtype = as_view, layout.device.zeros_tensor(0, layout.dtype).dtype
+        self._as_view, self._sparse, self._dtype = as_view, sparse, layout.device.zeros_tensor(0, layout.dtype).dtype
         self._known: dict[int, Buffer] = {}
         self._free: list[Buffer] = []
         self.gradient: Buffer | None = None
         self.mean: Buffer | None = None
+        self.sum: SparseVector | None = None
 
     def _unused(self) -> Buffer:
         for position, buffer in enumerate(self._free):
@@ -180,6 +189,14 @@ class Bucket:
         """Reduce the gradients to their mean. Collective."""
         assert self.gradient is not None
         source = None if self.source is None else self.source.array
+        self.sum = None
+        if self._sparse and isinstance(compressor, TopK) and compressor.sums_sparsely:
+            total = compressor.allreduce_sum(transport, self.gradient.array, source)
+            if isinstance(total, SparseVector):
+                self.sum = total
+            else:
+                write_mean(self.mean_buffer(True), total, transport.size)
+            return
         out = self.mean_buffer(compressor.keeps_gradient)
         compressor.allreduce_mean(transport, self.gradient.array, out, source)
         if not compressor.communicates:  # the means are this rank's gradients
@@ -198,7 +215,7 @@ class Bucket:
     def reset(self) -> None:
         """Drop the reduction, and free its buffers."""
         self._release(self.gradient, self.source, self.mean)
-        self.gradient = self.source = self.mean = None
+        self.gradient = self.source = self.mean = self.sum = None
 
     def _release(self, *buffers: Buffer | None) -> None:
         """Free buffers, except the memory of gradients that were not copied."""
@@ -213,7 +230,13 @@ class Bucket:
 
     def has_mean(self, name: str) -> bool:
         """Return whether a parameter's mean has a value other than zero."""
+        if self.sum is not None:
+            return bool(dict(self.updates())[name])
         return bool(self.part_of_mean(name).any())
+
+    def updates(self) -> Iterator[tuple[str, Update]]:
+        """Yield the name and the part of the sum for each parameter."""
+        return iter(()) if self.sum is None else updates(self.layout, self.sum)
 
     def mean_is_finite(self) -> bool:
         """Return whether no mean is NaN or infinite."""
@@ -226,7 +249,11 @@ class Bucket:
     @torch.no_grad()
     def assign_grad(self, name: str, scale: float = 1.0) -> None:
         """Set the gradient of a parameter to scale * mean, in the parameter's dtype and memory format."""
-        p, view = self.params[name], self.part_of_mean(name)
+        p = self.params[name]
+        if self.sum is not None:
+            p.grad = SparseMean.of(p)
+            return
+        view = self.part_of_mean(name)
         if scale != 1.0:
             view.mul_(scale)
         if p.dtype == view.dtype and p.is_contiguous():

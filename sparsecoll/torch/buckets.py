@@ -117,7 +117,9 @@ class Buckets:
     def bind(self, params: Mapping[str, torch.Tensor], layout: Layout) -> tuple[Bucket, Compressor]:
         """Add a bucket with a compressor of its own. Collective."""
         replica = self._replica
-        bucket = (RowBucket if layout.rows else Bucket)(params, layout, replica.options.gradient_as_bucket_view)
+        options = replica.options
+        kind = RowBucket if layout.rows else Bucket
+        bucket = kind(params, layout, options.gradient_as_bucket_view, options.sparse_step)
         compressor = self._compressor_of(layout)
         compressor.bind(layout, replica.transport, replica.context, replica.patience)
         layout.device.synchronize()  # jobs have a stream of their own
@@ -181,6 +183,7 @@ class Buckets:
         """Make the state of the last accepted reduction permanent, because the optimizer has stepped."""
         for bucket, compressor in self:
             bucket.recycle(compressor.commit())
+            bucket.sum = None
         self._reduced, self._base = False, {}
 
     def rollback(self, names: Collection[str] | None = None) -> None:

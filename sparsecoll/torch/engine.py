@@ -23,6 +23,7 @@ from sparsecoll.torch.options import Options
 from sparsecoll.torch.reducer import Reducer
 from sparsecoll.torch.replica import Replica
 from sparsecoll.torch.rounds import NOTHING
+from sparsecoll.torch.sparse_means import SparseMean, check_hooks, refuse
 from sparsecoll.torch.tensors import Named, momenta_of, named_in_groups, options_of, rates_of
 from sparsecoll.transport import Transport
 
@@ -77,6 +78,11 @@ class Engine:
         self.discard()
 
     @property
+    def sparse_step(self) -> bool:
+        """Whether means stay sparse."""
+        return self._options.sparse_step and not self.closed
+
+    @property
     def patience(self) -> float | None:
         """The timeout of a call in seconds."""
         return self._replica.patience
@@ -98,7 +104,8 @@ class Engine:
                     device_of(p)
 
         signature = {
-            name: getattr(self._options, name) for name in ("bucket_bytes", "dense_below", "overlap", "verify")
+            name: getattr(self._options, name)
+            for name in ("bucket_bytes", "dense_below", "overlap", "sparse_step", "verify")
         }
         self._replica.introduce(params, {**self._compressor.signature(), **signature}, check)
         if self.number < 0:
@@ -245,15 +252,19 @@ class Engine:
         if not self.closed:
             self._check_scale(None)
         self._reducer.take_back_missing()
+        if self.sparse_step:
+            check_hooks(self._optimizer)
 
     def before_unscaling(self, scaler: torch.amp.GradScaler) -> None:
         """A scaler is about to divide gradients by its scale, all of them or none. Collective unless they are means."""
+        self._refuse_scaler()
         if not self.closed and (self._dirty or not self._reduced):
             self._reducer.scale.scaler = scaler
             self.ensure_means()
 
     def before_scalers_step(self, scaler: torch.amp.GradScaler) -> None:
         """A scaler is about to look for gradients that are not finite. Collective unless they are means."""
+        self._refuse_scaler()
         if self.closed:
             return
         scale = self._reducer.scale
@@ -262,6 +273,10 @@ class Engine:
         scale.scaler = scaler
         self.ensure_means()
         scale.steps = True
+
+    def _refuse_scaler(self) -> None:
+        if self.sparse_step:
+            refuse("a GradScaler")
 
     def _check_scale(self, scaler: torch.amp.GradScaler | None) -> None:
         """Raise if residuals got gradients that were divided by another scale than what takes the step, see `fits`."""
@@ -283,7 +298,8 @@ class Engine:
         """Context manager in which the wrapped optimizer steps."""
         self._stepping = True
         try:
-            yield
+            with self._reducer.sparse_steps(self._optimizer):
+                yield
         finally:
             self._stepping = False
 
@@ -313,6 +329,12 @@ class Engine:
                 " decide before backward(), or take the step with a learning rate of 0"
             )
         self.discard()
+
+    def clear_sparse_means(self) -> None:
+        """Gradients that are sparse means become None: they are about to be set to zero, which takes dense ones."""
+        for p in self.params.values():
+            if isinstance(p.grad, SparseMean):
+                p.grad = None
 
     def discard(self) -> None:
         """Give this step up: gradients are about to be thrown away, and residuals are as they were before it."""

@@ -7,7 +7,9 @@ next step when the optimizer steps; until then it can be taken back.
 
 from __future__ import annotations
 
+import contextlib
 import logging
+from collections.abc import Iterator
 from typing import NoReturn
 
 import torch
@@ -23,6 +25,8 @@ from sparsecoll.torch.reduced_grads import ReducedGrads
 from sparsecoll.torch.replica import Replica
 from sparsecoll.torch.rounds import CHANGED, JOINED, NOTHING, Round, Row
 from sparsecoll.torch.sender import Sender
+from sparsecoll.torch.sparse_means import SparseMean
+from sparsecoll.torch.updates import Rule
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +47,7 @@ class Reducer:
         self.seconds = self._sender.seconds
         self._means = ReducedGrads(replica.params)
         self._profiler = Profiler(model, replica.context, compressor.wants_profile)
+        self._sparse, self._stale = replica.options.sparse_step, ""  # a parameter whose gradient is still a sparse mean
         self._early = replica.options.overlap  # whether buckets are sent before back-propagation ends
         self._end()
 
@@ -71,7 +76,17 @@ class Reducer:
 
     def accumulating(self, name: str) -> None:
         """Autograd may be about to add to a parameter's gradient."""
+        self._refuse_sparse_means()
         self._means.look(name)
+
+    def _refuse_sparse_means(self) -> None:
+        """Let a reduction fail that would add gradients to means which stay sparse."""
+        if not self._sparse or self._opened:
+            return
+        for name, p in self._replica.params.items():
+            if isinstance(p.grad, SparseMean):
+                p.grad = None
+                self._stale = name
 
     def accumulated(self, name: str) -> None:
         """Autograd has added to a parameter's gradient."""
@@ -99,6 +114,13 @@ class Reducer:
         """A reduction begins: take back what was kept of gradients thrown away."""
         self._opened = True
         changed = self._means.changed()
+        if self._stale:
+            self._sender.failed = RuntimeError(
+                f"gradient of {self._stale!r}: expected zero_grad() before the next back-propagation, since"
+                " sparse_step=True, got a gradient that would be added to a sparse mean: call zero_grad() in every"
+                " step, and back-propagate inside no_sync() to accumulate gradients"
+            )
+            self._stale = ""
         if changed is not None:
             self._sender.failed = RuntimeError(
                 f"gradient of {changed!r}: expected step() or zero_grad() of the optimizer before the next"
@@ -132,6 +154,7 @@ class Reducer:
 
     def _attempt(self, flags: int, name: str) -> Round | None:
         """One reduction of all buckets; None if it has to be made again."""
+        self._refuse_sparse_means()
         if self._opened:
             self._take_back(self._means.replaced())
         else:
@@ -238,6 +261,25 @@ class Reducer:
     def take_back_missing(self) -> None:
         """Means that were set to None count as thrown away."""
         self._take_back({name for name in self._means if self._replica.params[name].grad is None})
+
+    @contextlib.contextmanager
+    def sparse_steps(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        """Take the steps by means that are sparse, for the optimizer, which does not see them inside."""
+        params, size = self._replica.params, self._replica.transport.size
+        means = {name: params[name].grad for name in self._means if isinstance(params[name].grad, SparseMean)}
+        groups = {id(p): group for group in optimizer.param_groups for p in group["params"]} if means else {}
+        indices = sorted({self.buckets.index_of[name] for name in means})
+        parts = [part for index in indices for part in self.buckets[index][0].updates()]
+        try:
+            for name, update in parts:
+                p = params[name]
+                if name in means and id(p) in groups:
+                    p.grad = None
+                    update.step(p, optimizer.state, Rule.of(groups[id(p)], size))
+            yield
+        finally:
+            for name, mean in means.items():
+                params[name].grad = mean
 
     def commit(self) -> None:
         """The optimizer has stepped: what the reductions since the last step have kept is the state of the next one."""

@@ -60,7 +60,9 @@ def accumulated(residual: RowSparse, factor: float, gradient: RowSparse) -> RowS
 class RowBucket(Bucket):
     """One parameter whose gradients are rows: this rank's gradient, and the mean."""
 
-    def __init__(self, params: Mapping[str, torch.Tensor], layout: Layout, as_view: bool = False) -> None:
+    def __init__(
+        self, params: Mapping[str, torch.Tensor], layout: Layout, as_view: bool = False, sparse: bool = False
+    ) -> None:
         super().__init__(params, layout)
         self._own: torch.Tensor | None = None
         self._scale = 1.0

@@ -9,7 +9,7 @@ from sparsecoll.algorithms import resolve
 from sparsecoll.select import Vector
 from sparsecoll.torch.compressors import TopK
 from sparsecoll.torch.device import Array
-from sparsecoll.transport import Transport
+from sparsecoll.vector import DenseVector
 
 
 @dataclass
@@ -39,14 +39,7 @@ class SparseSum(TopK):
             self.check_finite(acc)
         return super().compress(acc)
 
-    def allreduce_sum(self, transport: Transport, acc: Array) -> Vector:
-        """Sum acc over the ranks; what remains of acc becomes the trial residual. Called within a CollectiveCall.
-
-        Raises:
-            NonFiniteError: acc holds NaN or infinity on some rank; on every rank.
-        """
-        self.sync(transport)
-        self.begin(acc)
-        reduction = self.communicate(transport, self.message(self.acc))
-        self.contributed(reduction.contributed)
-        return reduction.value
+    def compensate(self, gradient: Array, scale: float = 1.0, source: Array | None = None) -> DenseVector:
+        """Return acc, to which the residual was added already, with the learning rate of the gradient."""
+        self.begin(gradient)
+        return self.acc

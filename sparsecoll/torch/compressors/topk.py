@@ -14,6 +14,7 @@ from sparsecoll.algorithms import Algorithm, Reduction, resolve
 from sparsecoll.formats import Format
 from sparsecoll.kernels.keys import Momentum
 from sparsecoll.select import Selector, Vector
+from sparsecoll.telemetry.trace import span
 from sparsecoll.torch.compressors.base import Compressor, ErrorFeedback, StepContext, write_mean
 from sparsecoll.torch.compressors.rates import Rates
 from sparsecoll.torch.compressors.versions import Versions
@@ -21,6 +22,7 @@ from sparsecoll.torch.device import Array
 from sparsecoll.torch.layout import Layout
 from sparsecoll.torch.schedule import ENTRIES, Densities, Density, as_row_density
 from sparsecoll.transport import Transport
+from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.vector import DenseVector, SparseVector
 
 
@@ -126,6 +128,11 @@ class TopK(ErrorFeedback):
         self._rates: Rates | None = None
         if self.follow_lr:
             self._rates = Rates(layout.names, context.rates)
+
+    @property
+    def sums_sparsely(self) -> bool:
+        """Whether `allreduce_sum` can be used, whose result may be sparse."""
+        return not resolve(self.algo).takes_dense
 
     def for_small(self) -> Compressor | str:
         """Return the exact mean, with the momentum and the clipping that the optimizer and the loop leave to this."""
@@ -240,13 +247,28 @@ class TopK(ErrorFeedback):
             transport, message, self._algorithm, format=self.format, value_dtype=self.value_dtype, **options
         )
 
+    def allreduce_sum(self, transport: Transport, gradient: Array, source: Array | None = None) -> Vector:
+        """Return the sum of what all ranks have sent, of which `allreduce_mean` makes a dense mean. Collective."""
+        self.sync(transport)
+        with CollectiveCall(transport, f"bucket {self.layout.index}", self.timeout):
+            with span("select", gradient.size):
+                message = self.message(self._compensated(gradient, source))
+            reduced = self.communicate(transport, message)
+            value = reduced.value
+            self._settle(message, reduced)
+        return value
+
     def update(self, out: Array, message: Any, reduced: Reduction) -> None:
         self.acc.flush()
         if reduced.parts is not None and out.dtype == self.acc.dtype and out.dtype.char in "fd":
             DenseVector(out).copy_sum(reduced.parts, self.size)
         else:
             write_mean(out, reduced.value, self.size)
-        self.contributed(reduced.contributed)  # last: entries of a selector of the user's may share acc's memory
+        self._settle(message, reduced)  # last: entries of a selector of the user's may share acc's memory
+
+    def _settle(self, message: Vector, reduced: Reduction) -> None:
+        """What this rank has contributed leaves its state."""
+        self.contributed(reduced.contributed)
         self._mask(message, reduced.contributed)
 
     def _mask(self, sent: Vector, contributed: Vector) -> None:
