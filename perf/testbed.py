@@ -2,8 +2,9 @@
 
 Each host is a network namespace with one virtual Ethernet link to a bridge; a token bucket at both ends of the link
 limits the rate in each direction. MPICH starts one or more processes per host and uses TCP between all of them, so that
-every message crosses the links. The hosts share processors and memory, so computation is slower than on separate hosts.
-Each has a name of its own, so that ranks appear to be on different nodes. No delay is added.
+every message crosses the links. The hosts share processors and memory, so computation is slower than on separate hosts;
+a rank's kernels use one thread, or as many as there are processors for each rank (SPARSECOLL_THREADS). Each host has a
+name of its own, so that ranks appear to be on different nodes. No delay is added.
 
 Needs Linux, root, iproute2 (ip, tc), util-linux (unshare) and MPICH. From the command line:
 
@@ -30,6 +31,8 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from sparsecoll.kernels import threads
 
 SUBNET = "10.77.0"
 BRIDGE = "sparsecoll"
@@ -182,10 +185,13 @@ def command_line(command: Sequence[str], launcher: str | Path, per_host: int = 1
     hosts = hosts_up()
     if not hosts:
         raise TestbedError("testbed: expected one that is up (python perf/testbed.py up)")
-    over_tcp = {"MPIR_CVAR_NOLOCAL": "1", "MPIR_CVAR_CH4_NETMOD": "ofi", "FI_PROVIDER": "tcp"}
+    settings = {"MPIR_CVAR_NOLOCAL": "1", "MPIR_CVAR_CH4_NETMOD": "ofi", "FI_PROVIDER": "tcp"}
+    settings[threads.VARIABLE] = os.environ.get(threads.VARIABLE) or str(
+        max(1, threads.cores() // len(hosts) // per_host)
+    )
     start = [found, "-iface", BRIDGE, "-launcher", "ssh", "-launcher-exec", str(launcher)]
     start += ["-hosts", ",".join(f"{SUBNET}.{host}" for host in hosts), "-ppn", str(per_host)]
-    for name, value in over_tcp.items():
+    for name, value in settings.items():
         start += ["-genv", name, value]
     return [*start, "-n", str(per_host * len(hosts)), *command]
 

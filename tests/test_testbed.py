@@ -13,6 +13,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "perf"))
 
 import testbed
 
+from sparsecoll.kernels.threads import cores
+
 PROGRAM = """
 import json, sys
 import numpy as np
@@ -72,11 +74,14 @@ def test_run_does_not_ignore_a_rate_when_hosts_are_up(hosts):
     assert done.returncode == 2 and "expected none that is up with --rate" in done.stderr
 
 
-def test_hosts_have_names_of_their_own(hosts):
-    """MPI programs ask for them to find the ranks of their node."""
+def test_hosts_have_names_of_their_own_and_share_the_processors(hosts, monkeypatch):
+    """MPI programs ask for names to find the ranks of their node; a rank could think that it has all processors."""
+    monkeypatch.delenv("SPARSECOLL_THREADS", raising=False)
     with testbed.Testbed(2):
         names = testbed.run(["hostname"], timeout=60, capture=True).stdout.split()
+        threads = testbed.run(["printenv", "SPARSECOLL_THREADS"], timeout=60, capture=True).stdout.split()
     assert sorted(names) == ["sparsecoll-1", "sparsecoll-2"]
+    assert threads == [str(max(1, cores() // 2))] * 2
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """DistributedOptimizer with sparse_step: the steps of dense means, and errors where somebody wants to see the means."""
 
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -10,7 +11,7 @@ torch = pytest.importorskip("torch")
 from nets import batch, bits, close, loss_of, net, parameters, residuals  # noqa: E402
 
 import sparsecoll  # noqa: E402
-from sparsecoll import simulate  # noqa: E402
+from sparsecoll import SparseVector, select, simulate  # noqa: E402
 from sparsecoll.torch import DistributedOptimizer  # noqa: E402
 from sparsecoll.torch.compressors import DGC, NesterovTopK, OkTopk, TopK  # noqa: E402
 
@@ -247,3 +248,36 @@ def test_means_of_rows_and_of_small_parameters_stay_tensors():
         return bits(model)
 
     assert len(set(simulate(P, program).results)) == 1
+
+
+@dataclass
+class FirstHalf(select.Selector):
+    """Selects a part of the vector, whose values stay in the memory of the vector."""
+
+    name = "first half"
+
+    def select(self, x, k):
+        half = np.arange(x.length // 2, dtype=np.uint32)
+        return SparseVector(half, x.to_dense()[: half.size], x.length)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("options", [{"selector": FirstHalf()}, {"algo": "auto"}], ids=["views", "auto"])
+def test_sums_do_not_change_with_the_residual(options, ranks):
+    """On one rank, or with entries in the memory of the residual, from which what was sent is subtracted."""
+
+    def program(comm):
+        found = []
+        for sparse_step in (False, True):
+            model = net()
+            compressor = TopK(0.5, **{"algo": "allgather", **options})
+            optimizer = optimizer_of(comm, model, compressor, sparse_step)
+            for step in range(3):
+                optimizer.zero_grad()
+                loss_of(model, batch(comm.rank, step)).backward()
+                optimizer.step()
+            found.append(outcome(model, optimizer))
+        return found
+
+    for dense, sparse in simulate(ranks, program).results:
+        close(sparse, dense, rtol=1e-5, atol=1e-8)

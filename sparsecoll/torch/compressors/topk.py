@@ -13,6 +13,7 @@ from sparsecoll import select
 from sparsecoll.algorithms import Algorithm, Reduction, resolve
 from sparsecoll.formats import Format
 from sparsecoll.kernels.keys import Momentum
+from sparsecoll.kernels.memory import may_share_memory
 from sparsecoll.select import Selector, Vector
 from sparsecoll.telemetry.trace import span
 from sparsecoll.torch.compressors.base import Compressor, ErrorFeedback, StepContext, write_mean
@@ -255,6 +256,8 @@ class TopK(ErrorFeedback):
                 message = self.message(self._compensated(gradient, source))
             reduced = self.communicate(transport, message)
             value = reduced.value
+            if may_share_memory(value.values, self.acc.flush().values):  # which will change
+                value = value.copy() if isinstance(value, SparseVector) else DenseVector(value.values.copy())
             self._settle(message, reduced)
         return value
 
