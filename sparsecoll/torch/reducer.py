@@ -271,11 +271,12 @@ class Reducer:
         indices = sorted({self.buckets.index_of[name] for name in means})
         parts = [part for index in indices for part in self.buckets[index][0].updates()]
         try:
-            for name, update in parts:
-                p = params[name]
-                if name in means and id(p) in groups:
-                    p.grad = None
-                    update.step(p, optimizer.state, Rule.of(groups[id(p)], size))
+            with torch.no_grad():
+                for name, update in parts:
+                    p = params[name]
+                    if name in means and id(p) in groups:
+                        p.grad = None
+                        update.step(p, optimizer.state, Rule.of(groups[id(p)], size))
             yield
         finally:
             for name, mean in means.items():

@@ -104,6 +104,36 @@ def test_large_parameters_are_stepped_where_they_are(monkeypatch):
     assert len(set(simulate(P, program).results)) == 1
 
 
+@pytest.mark.parametrize("settings", [SETTINGS[1], SETTINGS[3]], ids=str)
+def test_parameters_that_the_kernel_does_not_take(settings):
+    """In half precision and in another memory format, torch takes the step."""
+
+    def program(comm):
+        found = []
+        for sparse_step in (False, True):
+            torch.manual_seed(0)
+            conv = torch.nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)
+            linear = torch.nn.Linear(8, 40).bfloat16()
+            params = [("conv", conv.weight), ("linear", linear.weight)]
+            inner = torch.optim.SGD([p for _, p in params], 0.1, **settings)
+            options = {"sparse_step": sparse_step, "dense_below": 10}
+            optimizer = DistributedOptimizer(inner, params, comm, TopK(0.1, algo="allgather"), **options)
+            for step in range(4):
+                optimizer.zero_grad()
+                x = torch.randn(2, 3, 6, 6, generator=torch.Generator().manual_seed(10 * comm.rank + step))
+                (conv(x).square().sum() + linear(x[:, 0, 0, :2].repeat(1, 4).bfloat16()).float().sum()).backward()
+                optimizer.step()
+            assert conv.weight.stride() == (27, 1, 9, 3)
+            found.append([p.detach().float().clone() for _, p in params])
+        return found
+
+    results = simulate(P, program).results
+    for dense, sparse in results:
+        close(sparse[:1], dense[:1], rtol=1e-4, atol=1e-5)
+        close(sparse[1:], dense[1:], rtol=2e-2, atol=1e-2)
+    assert len({b"".join(t.numpy().tobytes() for t in sparse) for _, sparse in results}) == 1
+
+
 def used(model, optimizer):
     yield lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     yield lambda: model[0].weight.grad.mul_(0.5)
