@@ -16,6 +16,7 @@ from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.transport.collectives import broadcast, spread
 
 MESSAGE_BYTES = 64 << 20  # of small tensors that are sent together
+PLAIN = (bool, int, float, str, type(None))
 
 
 @torch.no_grad()
@@ -47,11 +48,39 @@ def _parts(t: torch.Tensor) -> Sequence[torch.Tensor]:
 
 
 def _described(value: Any) -> Any:
-    """Return shape and dtype of a tensor, with the number of stored entries if it is sparse; a number as it is."""
-    if not torch.is_tensor(value):
-        return value
-    stored = [value.sparse_dim(), value._nnz()] if value.is_sparse else []
-    return {"tensor": [list(value.shape), str(value.dtype).removeprefix("torch."), *stored]}
+    """Return a value as JSON: numbers as they are, of a tensor shape, dtype and, if sparse, the stored entries."""
+    if torch.is_tensor(value):
+        stored = [value.sparse_dim(), value._nnz()] if value.is_sparse else []
+        return {"tensor": [list(value.shape), str(value.dtype).removeprefix("torch."), *stored]}
+    if isinstance(value, (list, tuple)):
+        return {type(value).__name__: [_described(item) for item in value]}
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        return {"dict": {key: _described(item) for key, item in value.items()}}
+    return value if isinstance(value, PLAIN) else {"other": type(value).__name__}
+
+
+def _leveled(p: torch.Tensor, own: Any, told: Any, tensors: list[torch.Tensor]) -> Any:
+    """Return the value of a parameter's state that `told` describes, of `own` where that is alike.
+
+    Args:
+        tensors: to which those are appended that are to be filled.
+    """
+    if not isinstance(told, dict):
+        return told
+    ((kind, content),) = told.items()
+    if kind == "other":  # cannot be sent
+        return own
+    if kind == "dict":
+        entries = own if isinstance(own, dict) else {}
+        return {key: _leveled(p, entries.get(key), item, tensors) for key, item in content.items()}
+    if kind != "tensor":
+        known = own if isinstance(own, (list, tuple)) and len(own) == len(content) else [None] * len(content)
+        items = [_leveled(p, mine, item, tensors) for mine, item in zip(known, content, strict=True)]
+        return tuple(items) if kind == "tuple" else items
+    shape, dtype, *stored = content
+    new = own if _described(own) == told else _made(p, shape, getattr(torch, dtype), *stored)
+    tensors += [new._indices(), new._values()] if stored else [new]
+    return new
 
 
 def _made(p: torch.Tensor, shape: list[int], dtype: torch.dtype, *stored: int) -> torch.Tensor:
@@ -65,43 +94,26 @@ def _made(p: torch.Tensor, shape: list[int], dtype: torch.dtype, *stored: int) -
 
 
 def broadcast_optimizer(transport: Transport, optimizer: torch.optim.Optimizer, root: int = 0) -> None:
-    """Broadcast an optimizer's state: its tensors and numbers, and the numbers in its parameter groups. Collective.
+    """Broadcast an optimizer's state, tensors and numbers, also in lists, and the numbers in its groups. Collective.
 
-    What only other ranks have is removed, as the momentum of a first step that the root has not taken.
+    What only other ranks have is removed, as the momentum of a first step that the root has not taken. Objects of other
+    types stay as they are on each rank.
     """
     params = [p for group in optimizer.param_groups for p in group["params"]]
-    plain = (bool, int, float, str, type(None))
     for entries in (optimizer.state.get(p, {}) for p in params):
         entries |= {key: v.coalesce() for key, v in entries.items() if torch.is_tensor(v) and v.is_sparse}
     table = {
-        "groups": [{k: v for k, v in g.items() if isinstance(v, plain)} for g in optimizer.param_groups],
-        "state": [
-            {
-                key: _described(v)
-                for key, v in optimizer.state.get(p, {}).items()
-                if torch.is_tensor(v) or isinstance(v, plain)
-            }
-            for p in params
-        ],
+        "groups": [{k: v for k, v in g.items() if isinstance(v, PLAIN)} for g in optimizer.param_groups],
+        "state": [_described(optimizer.state.get(p, {})) for p in params],
     }
     text = np.frombuffer(json.dumps(table).encode(), np.uint8)
     roots = json.loads(bytes(spread(transport, text, root)))
     for group, numbers in zip(optimizer.param_groups, roots["groups"], strict=True):
         group.update(numbers)
-    tensors = []
-    for p, known, entries in zip(params, table["state"], roots["state"], strict=True):
-        for key in known.keys() - entries.keys():
-            del optimizer.state[p][key]
-        for key, value in sorted(entries.items()):
-            own = optimizer.state[p]
-            if not isinstance(value, dict):
-                own[key] = value
-                continue
-            shape, dtype, *stored = value["tensor"]
-            if _described(own.get(key)) != value:
-                own[key] = _made(p, shape, getattr(torch, dtype), *stored)
-            new = own[key]
-            tensors += [new._indices(), new._values()] if stored else [new]
+    tensors: list[torch.Tensor] = []
+    for p, entries in zip(params, roots["state"], strict=True):
+        if p in optimizer.state or entries.get("dict"):
+            optimizer.state[p] = _leveled(p, optimizer.state[p], entries, tensors)
     broadcast_tensors(transport, tensors, root)
 
 

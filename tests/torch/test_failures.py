@@ -124,6 +124,39 @@ def test_another_communicator_keeps_residuals_and_levels_parameters():
     assert all(kept for kept, _ in results) and len({after for _, after in results}) == 1
 
 
+def test_lists_in_the_state_of_an_optimizer_are_leveled():
+    """Those of LBFGS, of other lengths on another rank, with None and numbers; what cannot be sent stays."""
+
+    def program(comm):
+        model = net()
+        inner = torch.optim.LBFGS(model.parameters(), 0.3, max_iter=3, history_size=4)
+        optimizer = DistributedOptimizer(inner, model.named_parameters(), comm, "none", verify=1)
+
+        def closure():
+            optimizer.zero_grad()
+            loss = loss_of(model, batch(comm.rank, 0))
+            loss.backward()
+            return loss
+
+        for _ in range(2):
+            optimizer.step(closure)
+        (state,) = inner.state.values()
+        if comm.rank == 1:
+            state["old_dirs"].pop()
+            state["old_stps"][0] = state["old_stps"][0] + 1
+            state["extra"] = {"pair": (torch.ones(2), 3)}
+        state["own"] = object() if comm.rank else {1: "no text"}
+        kept = state["own"]
+        optimizer.move(comm)
+        (state,) = inner.state.values()
+        assert state["own"] is kept
+        lists = {name: value for name, value in state.items() if name != "own"}
+        optimizer.step(closure)
+        return repr(lists), bits(model)
+
+    assert len(set(simulate(P, program).results)) == 1
+
+
 def test_state_of_a_step_that_rank_0_has_not_taken_is_removed():
     """The first step fails on rank 0 alone; another rank's momentum has another dtype."""
 
