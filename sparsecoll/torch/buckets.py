@@ -192,6 +192,8 @@ class Buckets:
             self._restore_base(names)
         for bucket, compressor in self:
             bucket.recycle(compressor.rollback(names))
+            if names is None:
+                bucket.sum = None
         if names is None:
             self._reduced, self._base = False, {}
 
