@@ -7,6 +7,7 @@ do not block; so algorithms need no tags. A message that was sent from GPU memor
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import weakref
 from abc import ABC, abstractmethod
@@ -20,7 +21,7 @@ from sparsecoll.errors import CommunicationError
 from sparsecoll.formats import Buffer
 from sparsecoll.telemetry.trace import span
 from sparsecoll.telemetry.traffic import Counts, Traffic
-from sparsecoll.transport.network import Tuning
+from sparsecoll.transport.network import Tuning, saved_tuning
 
 T = TypeVar("T")
 
@@ -118,6 +119,7 @@ class Transport(ABC):
         """Discard what the ranks have found out together; after a failed call, only some of them may have it."""
         self.agreed.clear()
         self.nodes = self.tuning = None
+        self.__dict__.pop("saved_tuning", None)
         for group in self.groups.values():
             group.reset()
         self.epoch += 1
@@ -125,6 +127,11 @@ class Transport(ABC):
     def in_order(self, function: Callable[[], T]) -> T:
         """Execute a blocking call after earlier nonblocking ones; immediately if it is made within one of them."""
         return function() if self.worker is None else self.worker.in_order(function)  # type: ignore[no-any-return]
+
+    @functools.cached_property
+    def saved_tuning(self) -> Tuning | None:
+        """The costs in the file of SPARSECOLL_TUNING; looked up once, since the environment takes microseconds."""
+        return saved_tuning()
 
     def modelled(self) -> Tuning | None:
         """Return the costs of a simulated network; None if they have to be measured."""

@@ -186,12 +186,23 @@ class Tuning:
 def given_tuning(transport: Transport) -> Tuning | None:
     """Return the costs that need no measurement: those in the file of SPARSECOLL_TUNING, or the simulator's.
 
+    The file is read once on a communicator, and again after a failed call.
+
+    Raises:
+        ValueError: The file does not exist or contains something else.
+    """
+    return transport.saved_tuning or transport.modelled()
+
+
+def saved_tuning() -> Tuning | None:
+    """Return the costs in the file of SPARSECOLL_TUNING; None if it is not set.
+
     Raises:
         ValueError: The file does not exist or contains something else.
     """
     path = os.environ.get(FILE)
     if not path:
-        return transport.modelled()
+        return None
     try:
         return _loaded(path, os.stat(path).st_mtime_ns)
     except (OSError, ValueError) as error:

@@ -222,6 +222,25 @@ def test_saved_measurements(tmp_path, monkeypatch, capsys):
         Tuning.load(path)
 
 
+def test_the_file_of_costs_is_read_once_on_a_communicator_and_after_a_failure(tmp_path, monkeypatch):
+    """All calls choose by the same costs, whatever happens to the environment between them."""
+    first, second = tmp_path / "first.json", tmp_path / "second.json"
+    Tuning(alpha=1.0).save(first)
+    Tuning(alpha=2.0).save(second)
+    monkeypatch.setenv("SPARSECOLL_TUNING", str(first))
+
+    def program(comm):
+        found = [tuning_of(comm.transport).alpha]
+        allgather(comm.transport, np.zeros(1))
+        monkeypatch.setenv("SPARSECOLL_TUNING", str(second))
+        found.append(tuning_of(comm.transport).alpha)
+        with pytest.raises(ValueError, match="k: expected"):
+            sparsecoll.allreduce(comm, LONG, k=-1)
+        return [*found, tuning_of(comm.transport).alpha]
+
+    assert simulate(2, program).results == [[1.0, 1.0, 2.0]] * 2
+
+
 @pytest.mark.parametrize("P", [1, 2, 3, 8])
 @pytest.mark.parametrize("density", [0.0005, 0.02, 0.3])
 def test_top_k_of_the_sum(P, density):

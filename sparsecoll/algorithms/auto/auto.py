@@ -121,8 +121,7 @@ class Auto(Algorithm):
     @staticmethod
     def _class(channel: Channel, x: SparseVector, k: int) -> Class:
         n, width = x.length, formats.wire_dtype(x.dtype, channel.value_dtype).stored.itemsize
-        about = min(max(1, round(math.exp(round(math.log(k) * K_STEPS) / K_STEPS))), n) if k else 0
-        return n, about, channel.size, width, sums_natively(channel, x)
+        return n, min(_rounded(k), n), channel.size, width, sums_natively(channel, x)
 
     def early(self, channel: Channel, x: SparseVector) -> Buffer | None:
         if self.want != "exact_sum":
@@ -190,6 +189,12 @@ class Auto(Algorithm):
         super().load_state_dict(state)
         self._chosen = {tuple(key): name for *key, name in state["chosen"]}
         self._algorithm("oktopk").load_state_dict(state["oktopk"])
+
+
+@functools.lru_cache(maxsize=1024)
+def _rounded(k: int) -> int:
+    """Return k rounded to one of K_STEPS steps per factor of e."""
+    return max(1, round(math.exp(round(math.log(k) * K_STEPS) / K_STEPS))) if k else 0
 
 
 def _shape(key: Class, one_node: bool) -> Shape:
