@@ -19,6 +19,7 @@ from sparsecoll.algorithms.auto.tune import tuning_of
 from sparsecoll.algorithms.primitives import estimates
 from sparsecoll.cli.main import main
 from sparsecoll.telemetry.traffic import Counts
+from sparsecoll.transport.call import AGREEMENT_BYTES
 from sparsecoll.transport.collectives import allgather
 from sparsecoll.transport.network import Costs
 
@@ -335,6 +336,34 @@ def test_whole_calls_contain_what_predictions_do(monkeypatch):
     compared = costmodel.agreement(4, tuning)
     assert compared >= 2e-2
     assert {round(took, 9) for rows in calls.values() for _, took in rows} == {round(0.25 + compared + 2e-3, 9)}
+
+
+def test_the_short_call_that_is_timed_has_entries_and_sends_them_with_the_arguments(monkeypatch):
+    """As a call of `allreduce` does: a call without entries, or with another round for them, takes another time."""
+    sent, early = [], Allgather.early
+
+    def noted(self, channel, x):
+        message = early(self, channel, x)
+        sent.append((x.nnz, message.size, bool(channel.gathered)))
+        return message
+
+    monkeypatch.setattr(Allgather, "early", noted)
+
+    def program(comm):
+        tune._fixed(comm.transport, Tuning())
+        return comm.transport.traffic
+
+    rank = simulate(3, program).results[0]
+    assert all(entries >= tune.SHORT_ENTRIES / 2 and size > AGREEMENT_BYTES for entries, size, _ in sent)
+    assert len(sent) == 3 * (tune.SHORT_TURNS + 2) and not any(gathered for *_, gathered in sent)
+    assert "gather" in rank.phases and "agree" not in rank.phases
+
+
+def test_vectors_that_are_timed_have_nearly_the_entries_asked_for():
+    for entries, length in ((16, 1 << 14), (1 << 13, 100 << 13), (1 << 14, 1 << 18), (1, 1 << 14)):
+        x = tune._uniform(entries, length)
+        assert 0.5 * entries < x.nnz <= entries or entries == 1
+        assert x.nnz == 0 or ((np.diff(x.indices) > 0).all() and x.indices[-1] < length)
 
 
 def test_mpis_own_allreduce_is_predicted_from_measured_sizes_and_where_it_can_be_used(tmp_path):

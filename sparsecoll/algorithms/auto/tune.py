@@ -17,11 +17,11 @@ import numpy as np
 
 from sparsecoll import formats
 from sparsecoll.algorithms.auto import costmodel
-from sparsecoll.algorithms.base import Algorithm
+from sparsecoll.algorithms.base import Algorithm, checked
 from sparsecoll.algorithms.primitives import estimates
 from sparsecoll.kernels import host_kernels
 from sparsecoll.transport import Transport, as_transport
-from sparsecoll.transport.call import CollectiveCall
+from sparsecoll.transport.call import AGREEMENT_BYTES, CollectiveCall
 from sparsecoll.transport.channel import Channel
 from sparsecoll.transport.collectives import allgather, node_members
 from sparsecoll.transport.network import Tuning, given_tuning
@@ -60,7 +60,8 @@ LONG_BETWEEN_NODES = 1 << 22  # bytes of the messages that measure bandwidth if 
 QUICK = 1e-3  # seconds
 SHARING_SECONDS = 30e-3  # some time slices
 MOST_SHARING = 4.0  # more is what a moment shows in which others computed
-SHORT_TURNS = 40  # the interpreter reaches its speed after some twenty calls
+SHORT_ENTRIES = 16  # of a short call: without any, there is nothing to encode, decode and sum
+SHORT_TURNS, SHORT_WARM = 30, 20  # the interpreter reaches its speed after some twenty calls
 CALLS = [(18, 18), (18, 4), (22, 4), (24, 4)]  # whole calls: log2 of n * P and of n / k
 DENSE = CALLS[1:3]  # those of the dense sum, whose time depends on n above all
 MIN_LENGTH = 1 << 14  # smallest n
@@ -138,7 +139,7 @@ def _measured(transport: Transport, effort: Effort) -> Tuning:
 
     sizes = sorted({*effort.native, *([LONG_IN_ONE_NODE] if transport.one_node else [])})
     times = [
-        _together(transport, effort, small_work),
+        _together(transport, replace(effort, warm=max(effort.warm, SHORT_WARM)), small_work),
         _ring(transport, effort, LATENCY_BYTES),
         _ring(transport, effort, LATENCY_BYTES, BURST_MESSAGES),
         _ring(transport, effort, effort.large),
@@ -154,7 +155,7 @@ def _measured(transport: Transport, effort: Effort) -> Tuning:
     overhead = max(burst - small, 0.0) / (BURST_MESSAGES - 1)
     beta = max(large - small, 0.0) / (effort.large - LATENCY_BYTES)
     if large < QUICK and not transport.one_node:  # short enough for buffers on the way, which are faster than the link
-        took = _ring(transport, replace(effort, warm=1, repeats=2), LONG_BETWEEN_NODES)
+        took = _ring(transport, replace(effort, warm=1, repeats=3), LONG_BETWEEN_NODES)
         took = float(allgather(transport, np.array([took])).max())
         beta = max(beta, (took - small) / (LONG_BETWEEN_NODES - LATENCY_BYTES))
     measured = Tuning(alpha, overhead, beta, call / 3)
@@ -197,14 +198,15 @@ def _fixed(transport: Transport, measured: Tuning) -> float:
     """
     if transport.size == 1:
         return 0.0
-    shape = costmodel.Shape(MIN_LENGTH, 1, transport.size, 4, MIN_LENGTH, one_node=transport.one_node)
-    took = _call_seconds(Channel(transport, shape.n), costmodel.CHOICES["allgather"](), 1, SHORT_TURNS)
+    shape = costmodel.Shape(MIN_LENGTH, SHORT_ENTRIES, transport.size, 4, MIN_LENGTH, one_node=transport.one_node)
+    channel = Channel(transport, shape.n, formats.Auto(beta=measured.beta))
+    took = _call_seconds(channel, costmodel.CHOICES["allgather"](), shape.k, SHORT_TURNS)
     predicted = costmodel.seconds(shape, measured)["allgather"]
     return max(took + _untimed(transport, measured) - predicted, -costmodel.agreement(transport.size, measured))
 
 
 def _untimed(transport: Transport, measured: Tuning) -> float:
-    """Return the seconds of a call beyond `_call_seconds`, in which arguments are neither validated nor compared."""
+    """Return the seconds of a call beyond `_call_seconds`, in which no arguments are validated or compared."""
     return costmodel.agreement(transport.size, measured) + 2 * measured.call  # validating takes as long as two kernels
 
 
@@ -233,18 +235,37 @@ def _call_seconds(channel: Channel, algorithm: Algorithm, k: int, turns: int = M
         x = vectors[turn % 3]
         allgather(transport, np.zeros(1, np.uint8))
         start = transport.now()
-        with CollectiveCall(transport, "tune", transport.timeout) as call:
-            call.signature["algo"] = algorithm.describe()
-            call.agree()
-            value = algorithm(channel, x, k).value
-            transport.waitall()
-        value.to_sparse()
+        _call(channel, algorithm, x, k)
         seconds = float(allgather(transport, np.array([transport.now() - start])).max())
         if turn >= 0:
             times.append(seconds)
         if len(times) >= MIN_TURNS and sum(times) > MAX_SECONDS:
             break
     return float(np.median(times))
+
+
+def _call(channel: Channel, algorithm: Algorithm, x: SparseVector, k: int) -> SparseVector:
+    """Make a call without k as `sparsecoll.allreduce` makes it, after the conversion and validation of its arguments.
+
+    Entries that are sent with the arguments are sent so. Otherwise the arguments are not compared, which takes time of
+    its own.
+    """
+    transport = channel.transport
+    channel = channel.with_format(channel.format)
+    with CollectiveCall(transport, "tune", transport.timeout) as call:
+        call.signature["algo"] = algorithm.describe()
+        with transport.phase("select"):
+            x._first_not_finite()
+            x = channel.roundtrip(x)
+        message = algorithm.early(channel, x)
+        if message is None or message.size == AGREEMENT_BYTES:
+            call.agree()
+        else:
+            call.agree(x.nnz, message=message)
+        channel.gathered = call.gathered
+        reduction = checked(algorithm, algorithm(channel, x, k), x)
+        transport.waitall()
+    return reduction.value.to_sparse()
 
 
 def _lower_quartile(transport: Transport, effort: Effort, call: Callable[[], object]) -> float:
@@ -319,6 +340,8 @@ def _kernel_calls(transport: Transport, effort: Effort) -> list[float]:
 
 
 def _uniform(entries: int, length: int, seed: int = 0) -> SparseVector:
+    """Return a vector with nearly `entries` (at most so many) uniform indices."""
     rng = np.random.default_rng(seed)
-    indices = np.flatnonzero(rng.random(length, dtype=np.float32) < entries / length)[:entries]
+    indices = np.cumsum(rng.geometric(entries / length, entries)) - 1  # in time for the entries, not for the length
+    indices = indices[indices < length]
     return SparseVector(indices, rng.standard_normal(indices.size).astype(np.float32), length)
