@@ -1,4 +1,4 @@
-"""Sections of kernels.py: what sums of sparse vectors cost, and what a second thread gains."""
+"""Sections of kernels.py: what sums of sparse vectors and steps by them cost, and what a second thread gains."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 from kernel_inputs import DENSITIES, heavy, medians
 from report import Row
 
 from sparsecoll import DenseVector, Residual, SparseVector, select
-from sparsecoll.kernels import memory
+from sparsecoll.kernels import host_kernels, memory
 from sparsecoll.kernels import threads as pool
 
 
@@ -55,6 +56,46 @@ def merge(options: argparse.Namespace) -> Iterator[Row]:
             "peak memory": peak / (2 * kind.itemsize * P * each),
             "M entries/s": P * each / seconds / 1e6,
         }
+
+
+RULE = {"lr": 0.1, "share": 0.25, "decay": 0.0, "momentum": 0.9, "damp": 1.0, "nesterov": False}
+
+
+def _step_sparsely(params: Any, velocity: Any, parts: list[SparseVector]) -> None:
+    total = SparseVector.merge(parts, parts[0].dtype)
+    host_kernels().sgd_step(params, velocity, total.indices, total.values, 0, **RULE)
+
+
+def _step_densely(optimizer: torch.optim.SGD, mean: Any, parts: list[SparseVector]) -> None:
+    DenseVector(mean).copy_sum([parts], len(parts))
+    optimizer.step()
+
+
+def steps(options: argparse.Namespace) -> Iterator[Row]:
+    """A step of SGD with momentum by the entries of 4 ranks: they are merged, and the kernel takes the step.
+
+    The peers write their dense mean in one pass; then torch.optim.SGD takes the step, with its default or fused loop.
+    """
+    for size in options.sizes:
+        for density in (0.001, 0.01, 0.1):
+            parts = sorted_vectors(4, round(density * size), density, False)
+            n = max(part.length for part in parts)
+            parts = [SparseVector(part.indices, part.values, n) for part in parts]
+            mean, *arrays = (torch.randn(n) for _ in range(3))
+            calls: list[Callable[[], object]] = [partial(_step_sparsely, *(a.numpy() for a in arrays), parts)]
+            for fused in (False, True):
+                p = torch.nn.Parameter(torch.randn(n))
+                p.grad = mean
+                optimizer = torch.optim.SGD([p], RULE["lr"], momentum=RULE["momentum"], fused=fused)
+                calls.append(partial(_step_densely, optimizer, mean.numpy(), parts))
+            ours, default, fused_loop = medians(calls, options.repeat)
+            yield {
+                "n": n,
+                "density": density,
+                "sparse step, ms": ours * 1e3,
+                "torch.optim.SGD, times slower": default / ours,
+                "torch.optim.SGD(fused=True), times slower": fused_loop / ours,
+            }
 
 
 def threads(options: argparse.Namespace) -> Iterator[Row]:

@@ -3,11 +3,11 @@
     python perf/gradients.py                       # once: real gradients, in perf/data
     python perf/kernels.py --markdown docs/kernels.md --json perf/results/kernels.json
 
-Sections (--only picks some): threshold, topk, fused, packed, quantized, merge, threads, table1, figure5, figure5b,
-start. Times are medians of interleaved repetitions, on one thread except in `threads`. Ratios are to the peer named in
-the column's head, on the same array in the same process. All takes about five minutes, and longer where the kernels
-have not been compiled before: run it once with `--sizes 2000000 --repeat 1`, then again on an idle machine. With
-`--only SECTION --update` a section alone is measured again, and the others are kept.
+Sections (--only picks some): threshold, topk, fused, packed, quantized, merge, steps, threads, table1, figure5,
+figure5b, start. Times are medians of interleaved repetitions, on one thread except in `threads`. Ratios are to the peer
+named in the column's head, on the same array in the same process. All takes about five minutes, and longer where the
+kernels have not been compiled before: run it once with `--sizes 2000000 --repeat 1`, then again on an idle machine.
+With `--only SECTION --update` a section alone is measured again, and the others are kept.
 
 Every instruction set that the processor has runs in processes of its own (SPARSECOLL_KERNELS), section by section in
 turn; the fastest one on all arrays, the others on those of up to 30 M values. NumPy and torch, too, are kept from
@@ -31,7 +31,7 @@ import report
 import torch
 from kernel_formats import SPEEDS, figure5, figure5b, packed, quantized, table1
 from kernel_selection import fused, threshold, topk
-from kernel_sums import merge, threads
+from kernel_sums import merge, steps, threads
 from report import Row
 
 import sparsecoll
@@ -45,6 +45,7 @@ COLUMNS = {  # what is shown for every instruction set; the other columns are th
     "packed": ("encode, M indices/s", "decode, M indices/s"),
     "quantized": SPEEDS,
     "merge": ("M entries/s",),
+    "steps": ("sparse step, ms", "torch.optim.SGD, times slower", "torch.optim.SGD(fused=True), times slower"),
 }
 NOTES = Path(__file__).parent / "kernels.in.md"  # what the page says before the tables
 WITHOUT_AVX512 = {  # for NumPy before 2.4 and since, and torch
@@ -88,7 +89,7 @@ def start(options: argparse.Namespace) -> Iterator[Row]:
         yield {"cache of kernels": name} | dict(zip(heads, row.tolist(), strict=True))
 
 
-SECTIONS = (threshold, topk, fused, packed, quantized, merge, threads, table1, figure5, figure5b, start)
+SECTIONS = (threshold, topk, fused, packed, quantized, merge, steps, threads, table1, figure5, figure5b, start)
 
 
 def machine() -> Row:
