@@ -52,11 +52,16 @@ def _described(value: Any) -> Any:
     if torch.is_tensor(value):
         stored = [value.sparse_dim(), value._nnz()] if value.is_sparse else []
         return {"tensor": [list(value.shape), str(value.dtype).removeprefix("torch."), *stored]}
-    if isinstance(value, (list, tuple)):
+    if type(value) in (list, tuple):
         return {type(value).__name__: [_described(item) for item in value]}
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
         return {"dict": {key: _described(item) for key, item in value.items()}}
     return value if isinstance(value, PLAIN) else {"other": type(value).__name__}
+
+
+def _is_other(told: Any) -> bool:
+    """Whether what is described cannot be sent."""
+    return isinstance(told, dict) and "other" in told
 
 
 def _leveled(p: torch.Tensor, own: Any, told: Any, tensors: list[torch.Tensor]) -> Any:
@@ -68,14 +73,15 @@ def _leveled(p: torch.Tensor, own: Any, told: Any, tensors: list[torch.Tensor]) 
     if not isinstance(told, dict):
         return told
     ((kind, content),) = told.items()
-    if kind == "other":  # cannot be sent
+    if kind == "other":
         return own
     if kind == "dict":
         entries = own if isinstance(own, dict) else {}
-        return {key: _leveled(p, entries.get(key), item, tensors) for key, item in content.items()}
+        known = {key: item for key, item in content.items() if key in entries or not _is_other(item)}
+        return {key: _leveled(p, entries.get(key), item, tensors) for key, item in known.items()}
     if kind != "tensor":
-        known = own if isinstance(own, (list, tuple)) and len(own) == len(content) else [None] * len(content)
-        items = [_leveled(p, mine, item, tensors) for mine, item in zip(known, content, strict=True)]
+        mine = own if isinstance(own, (list, tuple)) and len(own) == len(content) else [None] * len(content)
+        items = [_leveled(p, one, item, tensors) for one, item in zip(mine, content, strict=True)]
         return tuple(items) if kind == "tuple" else items
     shape, dtype, *stored = content
     new = own if _described(own) == told else _made(p, shape, getattr(torch, dtype), *stored)

@@ -251,7 +251,8 @@ class DistributedOptimizer(Wrapper):
         if closure is not None and self._engine.sparse_step:  # SGD evaluates it before it looks at gradients
             with torch.enable_grad():
                 loss = closure()
-            self.step()
+            self._engine.before_step()
+            self._stepped(None)
             return self._engine.mean_loss(loss)
         if closure is None:
             self._engine.before_step()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -100,8 +101,13 @@ class SparseUpdate(Update):
         super().__init__(device.tensor(entries.values))
         self._entries, self._offset, self._device = entries, offset, device
 
+    @functools.cached_property
+    def _index(self) -> torch.Tensor:
+        """The positions in the flat tensor."""
+        return self._device.tensor(self._entries.indices.astype(np.int64) - self._offset)
+
     def add_to(self, tensor: torch.Tensor, factor: float) -> None:
-        index = self._device.tensor(self._entries.indices.astype(np.int64) - self._offset)
+        index = self._index
         if tensor.is_contiguous():
             tensor.view(-1).index_add_(0, index, self.values.to(tensor.dtype), alpha=factor)
         elif index.numel():

@@ -145,12 +145,14 @@ def test_lists_in_the_state_of_an_optimizer_are_leveled():
             state["old_dirs"].pop()
             state["old_stps"][0] = state["old_stps"][0] + 1
             state["extra"] = {"pair": (torch.ones(2), 3)}
+        if comm.rank == 0:
+            state["root's"] = torch.Size([2])  # neither list nor tuple
         state["own"] = object() if comm.rank else {1: "no text"}
         kept = state["own"]
         optimizer.move(comm)
         (state,) = inner.state.values()
-        assert state["own"] is kept
-        lists = {name: value for name, value in state.items() if name != "own"}
+        assert state["own"] is kept and ("root's" in state) == (comm.rank == 0)
+        lists = {name: value for name, value in state.items() if name not in ("own", "root's")}
         optimizer.step(closure)
         return repr(lists), bits(model)
 

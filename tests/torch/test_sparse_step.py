@@ -8,11 +8,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from nets import batch, bits, close, loss_of, net, parameters, residuals  # noqa: E402
+from nets import batch, bits, close, loss_of, net, parameters, residuals, train  # noqa: E402
 
 import sparsecoll  # noqa: E402
 from sparsecoll import SparseVector, select, simulate  # noqa: E402
-from sparsecoll.torch import DistributedOptimizer  # noqa: E402
+from sparsecoll.kernels import kernels_of  # noqa: E402
+from sparsecoll.torch import DistributedOptimizer, updates  # noqa: E402
 from sparsecoll.torch.compressors import DGC, NesterovTopK, OkTopk, TopK  # noqa: E402
 
 P = 3
@@ -84,6 +85,8 @@ def test_steps_are_those_of_dense_means(compressor, settings, overlap):
 
 def test_large_parameters_are_stepped_where_they_are(monkeypatch):
     """A matrix alone in its bucket, in the kernel; the same bits on all ranks, and no memory for a mean."""
+    taken = []
+    monkeypatch.setattr(updates, "kernels_of", lambda array: taken.append(array.size) or kernels_of(array))
 
     def program(comm):
         torch.manual_seed(0)
@@ -102,6 +105,7 @@ def test_large_parameters_are_stepped_where_they_are(monkeypatch):
         return bits(model)
 
     assert len(set(simulate(P, program).results)) == 1
+    assert taken.count(100 * 300) == 4 * P
 
 
 @pytest.mark.parametrize("settings", [SETTINGS[1], SETTINGS[3]], ids=str)
@@ -170,10 +174,7 @@ def test_gradients_are_not_added_to_sparse_means():
     def program(comm):
         model = net(dtype=torch.float64)
         optimizer = optimizer_of(comm, model)
-        for step in range(2):
-            optimizer.zero_grad()
-            loss_of(model, batch(comm.rank, step)).backward()
-            optimizer.step()
+        train(comm, model, optimizer, range(2))
         before = outcome(model, optimizer)
         used = model if comm.rank else model[:3]
         with pytest.raises(Exception, match=r"call zero_grad\(\) in every step"):
@@ -203,13 +204,15 @@ def test_closures_and_a_rank_without_data(closures):
         for sparse_step in (False, True):
             model = net(dtype=torch.float64)
             optimizer = optimizer_of(comm, model, None, sparse_step)
-            losses = []
+            losses, seen = [], []
+            optimizer.register_step_post_hook(lambda *_, seen=seen: seen.append(1))
             with optimizer.join():
                 for step in range(5 if closures else 5 - 2 * (comm.rank == 1)):
                     again = partial(evaluate, comm, model, optimizer, step)
                     losses.append(optimizer.step(again) if closures else again())
                     if not closures:
                         optimizer.step()
+            assert len(seen) == len(losses)  # once a step
             found.append([*outcome(model, optimizer), torch.stack(losses).detach()])
         return found
 
@@ -302,10 +305,7 @@ def test_sums_do_not_change_with_the_residual(options, ranks):
             model = net()
             compressor = TopK(0.5, **{"algo": "allgather", **options})
             optimizer = optimizer_of(comm, model, compressor, sparse_step)
-            for step in range(3):
-                optimizer.zero_grad()
-                loss_of(model, batch(comm.rank, step)).backward()
-                optimizer.step()
+            train(comm, model, optimizer, range(3))
             found.append(outcome(model, optimizer))
         return found
 
