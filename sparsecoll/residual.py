@@ -252,9 +252,10 @@ class LazyAccumulator(DenseVector):
 
     Attributes:
         clear_selected: whether the entries that a pass selects are removed from the vector, until `commit`.
+        formed: whether the values are those after all additions; None if a pass that was to add has failed.
     """
 
-    __slots__ = ("_momentum", "_pending", "_removed", "_source", "clear_selected")
+    __slots__ = ("_momentum", "_pending", "_removed", "_source", "clear_selected", "formed")
 
     def __init__(self, values: Any, source: Any = None) -> None:
         self._source: NDArray[Any] | None = source
@@ -262,6 +263,7 @@ class LazyAccumulator(DenseVector):
         self._pending: tuple[NDArray[Any], float] | None = None
         self._removed: SparseVector | None = None
         self.clear_selected = False
+        self.formed: bool | None = True
         super().__init__(values)
 
     @property
@@ -278,6 +280,7 @@ class LazyAccumulator(DenseVector):
 
     def flush(self) -> LazyAccumulator:
         """Add the pending addend and put removed entries back; returns the vector itself."""
+        formed, self.formed = self.formed, None
         start, out, momentum = self._taken_over()
         kernels = self._kernels
         start, out = begun(start, out, momentum, kernels.accumulate, kernels.nesterov)
@@ -286,6 +289,7 @@ class LazyAccumulator(DenseVector):
             kernels.accumulate(start, add, out)
         elif out is not None:
             out[:] = start
+        self.formed = True if formed is not None else None
         self._put_back()
         return self
 
@@ -297,7 +301,7 @@ class LazyAccumulator(DenseVector):
 
     def momentum_later(self, momentum: Momentum) -> None:
         """Replace the values, a gradient, by those with momentum in the next pass over memory, before the addition."""
-        self._momentum = momentum
+        self._momentum, self.formed = momentum, False
 
     def add_later(self, gradient: NDArray[Any], scale: float) -> None:
         """Add scale * gradient in the next pass over memory."""
@@ -314,7 +318,7 @@ class LazyAccumulator(DenseVector):
         check_scale(scale, self.dtype)
         if self._pending is not None:
             self.flush()
-        self._pending = (gradient, scale)
+        self._pending, self.formed = (gradient, scale), False
 
     def commit(self, selected: SparseVector | None) -> None:
         """Make the removal of `selected` final, and put back the other entries that were removed.
@@ -339,10 +343,12 @@ class LazyAccumulator(DenseVector):
     def _select(self, kernel: Callable[..., Any], *arguments: Any, **options: Any) -> SparseVector:
         """Select in the pass that also adds the pending addend and, with `clear_selected`, removes the entries."""
         self._put_back()
+        formed, self.formed = self.formed, None
         add, self._pending = self._pending, None
         start, out, momentum = self._taken_over()
         options |= {"add": add, "out": out, "clear": self.clear_selected, "momentum": momentum}
         selected = self._of(kernel(start, *arguments, **options))
+        self.formed = True if formed is not None else None
         self._removed = selected if self.clear_selected else None
         return selected
 

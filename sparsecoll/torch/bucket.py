@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
@@ -16,6 +18,30 @@ from sparsecoll.torch.sparse_means import SparseMean
 from sparsecoll.torch.updates import Update, updates
 from sparsecoll.transport import Transport
 from sparsecoll.vector import SparseVector
+
+MOST_FREE = 2  # buffers that are kept for later: one may be in use as the last step's means
+
+
+def _references(p: torch.Tensor) -> tuple[int, int]:
+    """Return how often Python and how often tensors refer to a parameter's gradient."""
+    gradient = p.grad
+    assert gradient is not None
+    return sys.getrefcount(gradient), torch._C._storage_Use_Count(gradient.untyped_storage()._cdata)  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _fewest_references() -> tuple[int, int]:
+    p = torch.zeros(1)
+    p.grad = torch.zeros(1)
+    return _references(p)
+
+
+def _is_alone(p: torch.Tensor) -> bool:
+    """Whether nobody but a parameter has its gradient's memory, and no hook but the library's gets to see it."""
+    gradient, hooks = p.grad, p._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+    whole = gradient is not None and gradient.untyped_storage().nbytes() == gradient.nbytes
+    del gradient
+    return whole and len(hooks or ()) <= 1 and _references(p) == _fewest_references()
 
 
 class Buffer:
@@ -44,7 +70,9 @@ class Bucket:
     so that their buffer is free again when nobody holds those tensors any more.
 
     A gradient is not copied if it is the only one of its bucket, or if it is in the flat vector already, as with
-    `as_view`: it is the source, which nobody writes to. A reduction that fails has then changed no gradient.
+    `as_view`: it is the source, which nobody writes to. A reduction that fails has then changed no gradient. A gradient
+    that is lent is not copied either: the compressor forms its new residual there, in the pass that is the fastest, and
+    gives the gradient back if the reduction fails. `p.grad` raises on any use meanwhile.
 
     Args:
         params: name -> parameter; those of the layout are taken.
@@ -58,6 +86,7 @@ class Bucket:
         source: this rank's gradients where they are not in `gradient`, or None.
         mean: the means, after a reduction.
         sum: the sum over the ranks instead, until it was applied.
+        lent: what stands for the gradient of the only parameter while its memory is lent, or None.
     """
 
     def __init__(
@@ -72,6 +101,9 @@ class Bucket:
         self.gradient: Buffer | None = None
         self.mean: Buffer | None = None
         self.sum: SparseVector | None = None
+        self.lent: SparseMean | None = None
+        self._set_aside = False  # whether another gradient has come since, which is to be added to the one that is lent
+        self._lends = False  # whether the last gradient was lent
 
     def _unused(self) -> Buffer:
         for position, buffer in enumerate(self._free):
@@ -89,6 +121,16 @@ class Bucket:
     def recycle(self, arrays: Iterable[Array]) -> None:
         """Take back arrays that a compressor no longer needs."""
         self._free += [self.buffer_of(array) for array in arrays]
+        most = 0 if self._lends and self.sum is not None else MOST_FREE  # memory of gradients came in addition
+        while len(self._free) > most:
+            unused = next((buffer for buffer in self._free if not buffer.lent), self._free[0])
+            self._forget(unused)
+
+    def _forget(self, buffer: Buffer) -> None:
+        """Let a buffer go with its memory."""
+        self._known.pop(id(buffer.array), None)
+        if buffer in self._free:
+            self._free.remove(buffer)
 
     def gradient_buffer(self) -> Buffer:
         """Return the buffer for the gradients of this reduction; the first call reserves it."""
@@ -97,11 +139,20 @@ class Bucket:
         return self.gradient
 
     @torch.no_grad()
-    def take_grad(self, name: str, scale: float = 1.0) -> None:
-        """Take a parameter's gradient, divided by `scale`: zeros if it has none."""
-        p, whole = self.params[name], self.gradient_buffer()
-        self._check(name, p, whole.views[name])
+    def take_grad(self, name: str, scale: float = 1.0, lend: bool = False) -> None:
+        """Take a parameter's gradient, divided by `scale`: zeros if it has none.
+
+        Args:
+            lend: whether its memory may be taken if nobody else can use it (default: False).
+        """
+        p = self.params[name]
         flat = scale == 1.0 and self._is_flat(p)
+        self._lends = lend and flat and len(self.params) == 1 and p.shape == self.layout.shapes[0] and _is_alone(p)
+        if self._lends:
+            self._lend(p)
+            return
+        whole = self.gradient_buffer()
+        self._check(name, p, whole.views[name])
         if flat and len(self.params) == 1:
             self.source = Buffer(self.layout.device.array(p.grad.view(-1)), self.layout)  # type: ignore[union-attr]
             return
@@ -114,6 +165,41 @@ class Bucket:
             self._copy_in(view, p.grad, scale)
         if flat and self.source is not None:
             p.grad.data = view  # type: ignore[union-attr]  # the same tensor: another one would count as a new gradient
+
+    def _lend(self, p: torch.Tensor) -> None:
+        """Take the memory of the gradient of the only parameter."""
+        self.gradient = self.buffer_of(self.layout.device.array(p.grad.view(-1)))  # type: ignore[union-attr]
+        p.grad = self.lent = SparseMean.of(p)
+        self._set_aside = False
+
+    def set_aside(self, name: str) -> None:
+        """A gradient is about to come while that of an earlier back-propagation, or of this one, is lent."""
+        if self.lent is None:
+            return
+        p = self.params[name]
+        if p.grad is self.lent:
+            p.grad, self._set_aside = None, True
+        elif p.grad is None:  # it was thrown away
+            self._set_aside = False
+
+    @torch.no_grad()
+    def give_back(self, compressor: Compressor) -> None:
+        """Give a gradient back that is lent, unless it was thrown away; rounded, see `Compressor.give_back`."""
+        lent, self.lent = self.lent, None
+        if lent is None:
+            return
+        assert self.gradient is not None
+        [(name, p)] = self.params.items()
+        if p.grad is lent or (self._set_aside and p.grad is not None):
+            compressor.give_back()
+            gradient = self.gradient.views[name]
+            p.grad = gradient if p.grad is lent else p.grad + gradient
+        self._set_aside = False
+        self._forget(self.gradient)
+
+    def throw_away(self) -> None:
+        """Gradients are thrown away; one that is lent is not given back."""
+        self._set_aside = False
 
     def _is_flat(self, p: torch.Tensor) -> bool:
         """Whether a parameter's gradient could be a part of the flat vector as it is; devices other than CPUs copy."""
@@ -206,7 +292,7 @@ class Bucket:
         """Accept the reduction: the gradient buffer now belongs to the compressor, or holds the means."""
         unused = self.gradient if self.mean is not None and self.mean is self.source else None
         self._release(self.source, self.mean, unused)  # not used again before the gradients made of them are gone
-        self.gradient = self.source = None
+        self.gradient = self.source = self.lent = None
 
     def assigned(self) -> None:
         """Gradients have been made of the means; a mean that nobody else holds is freed with them."""

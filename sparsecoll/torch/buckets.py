@@ -175,9 +175,15 @@ class Buckets:
 
     def drop(self) -> None:
         """Drop the reduction: trial states are discarded."""
+        self.give_back()
         for bucket, compressor in self:
             compressor.drop()
             bucket.reset()
+
+    def give_back(self) -> None:
+        """Give back gradients whose memory is lent, unless they were thrown away."""
+        for bucket, compressor in self:
+            bucket.give_back(compressor)
 
     def commit(self) -> None:
         """Make the state of the last accepted reduction permanent, because the optimizer has stepped."""

@@ -119,7 +119,7 @@ class DistributedOptimizer(Wrapper):
         RuntimeError: `comm` is None, and a launcher that MPI does not recognize has started several processes.
 
     Memory: with error feedback three flat vectors of the size of the gradients (residual, gradient, mean; with
-    `sparse_step` two), otherwise one, and the state of the compressor; and autograd's own gradients until `backward()`
+    `sparse_step` two, or one where gradients are alone in their buckets), otherwise one, and the state of the compressor; and autograd's own gradients until `backward()`
     returns. With `gradient_as_bucket_view` each of these is freed when it has been copied, and the copies take one more
     flat vector; where autograd adds to a gradient (accumulation, or after `zero_grad(set_to_none=False)`) nothing is
     copied. A large gradient that is alone in its bucket is never copied, with or without this option.

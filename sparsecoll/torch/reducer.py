@@ -71,12 +71,17 @@ class Reducer:
 
     def release(self) -> None:
         """Give up the reduction and the buckets, which are rebuilt in the next one; residuals are kept."""
+        if any(bucket.lent is not None for bucket, _ in self.buckets):
+            self._sender.finish()
+            self.buckets.give_back()
         self.buckets.release()
         self._end()
 
     def accumulating(self, name: str) -> None:
         """Autograd may be about to add to a parameter's gradient."""
         self._refuse_sparse_means()
+        if name in self.buckets.index_of:
+            self.buckets[self.buckets.index_of[name]][0].set_aside(name)
         self._means.look(name)
 
     def _refuse_sparse_means(self) -> None:
@@ -296,6 +301,8 @@ class Reducer:
     def discard(self) -> None:
         """Gradients are about to be thrown away: residuals are as they were after the last step."""
         self._came = {}
+        for bucket, _ in self.buckets:
+            bucket.throw_away()
         if self._sender.begun:
             self._changed = self._broken_off = True  # what was sent is sent again with the next back-propagation
         self.buckets.rollback()

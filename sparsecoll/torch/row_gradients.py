@@ -68,8 +68,8 @@ class RowBucket(Bucket):
         self._scale = 1.0
         self._mean: RowSparse | None = None
 
-    def take_grad(self, name: str, scale: float = 1.0) -> None:
-        """Take a parameter's gradient; a dense one counts as none, since all ranks will learn of it at the end."""
+    def take_grad(self, name: str, scale: float = 1.0, lend: bool = False) -> None:
+        """Take a parameter's gradient, never its memory; a dense one counts as none: all ranks learn of it later."""
         gradient = self.params[name].grad
         self.take(gradient if has_rows(gradient) else None, scale)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any
 
 import numpy as np
@@ -83,7 +83,8 @@ class Sender:
 
     def _take(self, index: int, name: str) -> None:
         bucket, compressor = self._buckets[index]
-        bucket.take_grad(name, self._scale.of(compressor))
+        lend = self._replica.options.sparse_step and self._replica.warmed and compressor.gives_back
+        bucket.take_grad(name, self._scale.of(compressor), lend)
         self.taken.add(name)
         self._waiting[index].discard(name)
 
@@ -137,6 +138,10 @@ class Sender:
             self._isend()
         if self._timeline is not None and self.first is not None:
             self._timeline.add("gradients", self.first, self.last)
+
+    def finish(self) -> None:
+        """Wait for what was sent, whatever becomes of it."""
+        wait(self._sent)
 
     def wait(self, end: Callable[[], Any]) -> tuple[list[float], Any, Exception | None]:
         """Wait for all buckets and for `end`, a call that is made after them.

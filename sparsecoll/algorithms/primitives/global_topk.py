@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from sparsecoll.algorithms.primitives.quantiles import EDGES_PER_RANK, MOST_EDGES, quantiles
+from sparsecoll.algorithms.primitives.quantiles import EDGES_PER_RANK, MOST_EDGES, Items, quantiles
 from sparsecoll.kernels.keys import key_of
 from sparsecoll.select import ThresholdReuse
 from sparsecoll.transport.base import Transport
@@ -42,10 +42,11 @@ def global_topk(
         reuse: has the threshold of the last call, and is told the one that is found.
         exact: whether exactly k entries are wanted (default: True).
     """
-    ascending = np.sort(entries._magnitude_keys())
     slack = -1 if exact else int(k * reuse.tolerance / 2)
     near_last = _edges_around(entries, reuse.value, largest, transport.size)
-    [(key, below)] = quantiles(transport, ascending, [total - k], largest + 1, total, slack, near_last)
+    [(key, below)] = quantiles(
+        transport, Items(entries._magnitude_keys()), [total - k], largest + 1, total, slack, near_last
+    )
     counts = entries._count_around_key(key, ThresholdReuse.PROBE)
     above, equal, near = allgather(transport, np.array(counts)).T
     ordered = np.array(order)

@@ -22,9 +22,33 @@ MOST_EDGES = 1024  # a round for a single answer, however many the ranks
 Counts = NDArray[np.int64]
 
 
+class Items:
+    """This rank's items, unsigned integers, and how many of them are below some edges.
+
+    Args:
+        items: the items.
+        ascending: whether they are in this order; if not, only those between the outermost edges are sorted.
+    """
+
+    def __init__(self, items: NDArray[Any], ascending: bool = False) -> None:
+        self._items = self._sorted = items
+        self._before = 0  # items below those that are sorted,
+        self._low, self._high = (0, 2**64) if ascending else (1, 0)  # which are all from `low` on and below `high`
+
+    def below(self, edges: NDArray[np.uint64]) -> NDArray[np.int64]:
+        """Return how many items are below each of some edges, which ascend and are within the range of the dtype."""
+        low, high = int(edges[0]), int(edges[-1])
+        if low < self._low or high > self._high:
+            items = self._items
+            self._before = int((items < low).sum())
+            self._sorted, self._low, self._high = np.sort(items[(items >= low) & (items < high)]), low, high
+        own = asarray_like(edges.astype(self._sorted.dtype), self._sorted)
+        return self._before + to_host(np.searchsorted(self._sorted, own))
+
+
 def quantiles(
     transport: Transport,
-    items: NDArray[Any],
+    items: Items,
     ranks: list[int],
     stop: int,
     total: int,
@@ -34,7 +58,7 @@ def quantiles(
     """Return, for each of `ranks` (ascending, 0 <= R < total), an edge e and the number of items below it.
 
     Args:
-        items: this rank's items, ascending unsigned integers below `stop`.
+        items: this rank's items, below `stop`.
         total: number of items on all ranks together.
         tolerance: largest difference between the number of items below e and R. -1 asks for the item of rank R itself:
             then at most R items are below e, and more than R are below e + 1.
@@ -60,9 +84,7 @@ def quantiles(
             edges = _inner_edges(starts, high[open_][first], max(1, budget // starts.size))
         else:
             edges, first_edges = first_edges, None
-        own = asarray_like(edges.astype(items.dtype), items)
-        below = to_host(np.searchsorted(items, own)).astype(counter)
-        counts = sum_counts(transport, below).astype(np.int64)
+        counts = sum_counts(transport, items.below(edges).astype(counter)).astype(np.int64)
         _narrow(wanted, (low, below_low), (high, below_high), edges, counts)
     nearer_low = (high - low == 1) | (wanted - below_low <= below_high - wanted)
     found = np.where(nearer_low, low, high).tolist(), np.where(nearer_low, below_low, below_high).tolist()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -135,6 +135,11 @@ class TopK(ErrorFeedback):
         """Whether `allreduce_sum` can be used, whose result may be sparse."""
         return not resolve(self.algo).takes_dense
 
+    @property
+    def gives_back(self) -> bool:  # type: ignore[override]
+        """Whether the gradient can be made again: sums are sparse, and nothing was clipped."""
+        return self.sums_sparsely and self.clip is None
+
     def for_small(self) -> Compressor | str:
         """Return the exact mean, with the momentum and the clipping that the optimizer and the loop leave to this."""
         if not self.momentum and self.clip is None:
@@ -166,14 +171,34 @@ class TopK(ErrorFeedback):
 
     def _add_residual(self, scale: float) -> None:
         """Form acc in the pass that selects, or at once if learning rates have changed by different factors."""
-        residual, edges = self._residual.current, self.layout.offsets
+        residual = self._residual.current
         factors = [1.0] if self._rates is None else self._rates.factors()
+        self._factors = [scale * factor for factor in factors]
         if len(set(factors)) == 1:
-            self.acc.add_later(residual, scale * factors[0])
+            self.acc.add_later(residual, self._factors[0])
             return
         acc = self.acc.flush().values
-        for factor, a, b in zip(factors, edges[:-1], edges[1:], strict=True):
-            acc[a:b] += scale * factor * residual[a:b]
+        for factor, part in self._parts():
+            acc[part] += factor * residual[part]
+
+    def _parts(self) -> Iterator[tuple[float, slice]]:
+        """Yield the factors of the residual in acc, and where they hold."""
+        if len(set(self._factors)) == 1:
+            yield self._factors[0], slice(None)
+            return
+        edges = self.layout.offsets
+        for factor, a, b in zip(self._factors, edges[:-1], edges[1:], strict=True):
+            yield factor, slice(a, b)
+
+    def give_back(self) -> None:
+        values = self._whole_again()
+        if values is None:
+            return
+        for factor, part in self._parts():
+            values[part] -= factor * self._residual.current[part]
+        if self.momentum:
+            values -= self.momentum * self._velocity.current
+            values /= 1 + self.momentum * self.nesterov
 
     def _clip(self, gradient: Array, most: float) -> None:
         whole = [self.layout.device.tensor(gradient)]
