@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from numbers import Integral
 from typing import Any
 
 from sparsecoll.collectives.blocking import blocking
@@ -29,8 +30,8 @@ def scatter(
 
     Args:
         comm: communicator, as in `sparsecoll.allreduce`.
-        x: on the root, a list of P sparse vectors or matrices as in `sparsecoll.allreduce`, whose lengths, dtypes and
-            types may differ; or one sparse vector or matrix, which is split. Ignored on the other ranks.
+        x: on the root, a list or tuple of P sparse vectors or matrices as in `sparsecoll.allreduce`, whose lengths,
+            dtypes and types may differ; or one sparse vector or matrix, which is split. Ignored on the other ranks.
         root: rank that has x (default: 0).
         boundaries: on the root, if x is one vector: P + 1 ascending indices from 0 to the length; rank j receives the
             entries from boundaries[j] up to boundaries[j + 1], as from `sparsecoll.reduce_scatter`. None, the default,
@@ -90,6 +91,8 @@ def prepare_scatter(
 
 def _messages(x: Any, P: int, boundaries: Any, options: CallOptions) -> list[Buffer]:
     """Return the message for each rank."""
+    if isinstance(x, tuple) and not (len(x) == 3 and isinstance(x[2], Integral)):  # that is one vector
+        x = list(x)
     if not isinstance(x, list):
         entries, back = options.to_entries(x, sums=False)
         edges = check_boundaries(boundaries, entries.length, P)

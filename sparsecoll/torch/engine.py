@@ -347,7 +347,19 @@ class Engine:
         self._unusable = None
 
     def mean_loss(self, loss: Any) -> Any:
-        """The mean of a closure's loss over the ranks, of its own type."""
+        """The mean of a closure's loss over the ranks, of its own type.
+
+        Raises:
+            RuntimeError: On all ranks that have data, if one has left `join` and cannot take part in the mean.
+        """
+        if self._outcome.joined and not self.closed:
+            error = RuntimeError(
+                f"step: expected no closure once ranks {self._outcome.joined} have left join(), since the mean of the"
+                " losses is that of all ranks: call step() without it (the gradients are means by now), and evaluate"
+                " the loss yourself in later steps"
+            )
+            error.on_all_ranks = True  # type: ignore[attr-defined]
+            raise error
         given = loss is None or self.closed
         return loss if given else mean_of_loss(self.transport, loss, self._options.timeout)
 

@@ -119,8 +119,9 @@ class DistributedOptimizer(Wrapper):
         RuntimeError: `comm` is None, and a launcher that MPI does not recognize has started several processes.
 
     Memory: with error feedback three flat vectors of the size of the gradients (residual, gradient, mean; with
-    `sparse_step` two, or one where gradients are alone in their buckets), otherwise one, and the state of the compressor; and autograd's own gradients until `backward()`
-    returns. With `gradient_as_bucket_view` each of these is freed when it has been copied, and the copies take one more
+    `sparse_step` two, or only the residual where a gradient is alone in its bucket), otherwise one, and the state of
+    the compressor; and autograd's own gradients until `backward()` returns, or until the step if they become residuals.
+    With `gradient_as_bucket_view` each of these is freed when it has been copied, and the copies take one more
     flat vector; where autograd adds to a gradient (accumulation, or after `zero_grad(set_to_none=False)`) nothing is
     copied. A large gradient that is alone in its bucket is never copied, with or without this option.
 
@@ -235,7 +236,8 @@ class DistributedOptimizer(Wrapper):
 
         Args:
             closure: function that computes this rank's loss and gradients and returns the loss. The wrapped optimizer
-            gets the mean loss of all ranks, so that line searches take the same decisions on all ranks.
+            gets the mean loss of all ranks, so that line searches take the same decisions on all ranks. Refused
+            within `join` once a rank has no more data.
 
         Returns:
             What the wrapped optimizer returns.
@@ -244,6 +246,7 @@ class DistributedOptimizer(Wrapper):
             NonFiniteError: On every rank, if a gradient contains NaN or infinity on some rank and the compressor cannot
             pass it on. The step is not taken.
             CommunicationError: A reduction failed, or an earlier step failed on another rank.
+            RuntimeError: There is a closure, and a rank has left `join`, which takes no part in the mean of the losses.
         """
         if is_trial_step(self):
             with self._engine.stepping():
@@ -252,8 +255,9 @@ class DistributedOptimizer(Wrapper):
             with torch.enable_grad():
                 loss = closure()
             self._engine.before_step()
+            mean = self._engine.mean_loss(loss)
             self._stepped(None)
-            return self._engine.mean_loss(loss)
+            return mean
         if closure is None:
             self._engine.before_step()
             return self._stepped(None)

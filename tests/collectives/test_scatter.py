@@ -39,6 +39,20 @@ def test_regions_of_one_vector_are_those_of_reduce_scatter(P):
     simulate(P, program)
 
 
+@pytest.mark.parametrize("P", [1, 3])
+def test_a_tuple_of_vectors_is_a_list(P):
+    """A tuple of three vectors is not (indices, values, length)."""
+    vectors = tuple(case("random", rank, P) for rank in range(P))
+
+    def program(comm):
+        root = comm.rank == 0
+        assert same_bits(sparsecoll.scatter(comm, vectors if root else None), vectors[comm.rank])
+        indices, values, length = sparsecoll.scatter(comm, ([0, 5], np.ones(2), np.int64(6)) if root else None)
+        return length, len(indices), len(values)
+
+    assert [length for length, _, _ in simulate(P, program).results] == [6] * P
+
+
 def test_vectors_of_a_list_may_have_different_types():
     sparse = pytest.importorskip("scipy.sparse")
     matrix = sparse.csr_array(np.diag([1.0, 2.0]))

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from test_kernels import FEW, dtypes, equal, floats, indices, seeds, sizes, values
 
 from sparsecoll.kernels import cpu, memory, reference
+from sparsecoll.kernels.keys import Momentum
 from sparsecoll.kernels.memory import ALIGNMENT
 
 
@@ -55,6 +56,25 @@ def test_selection_into_other_memory(any_length, dtype, size, seed, data):
             if not np.isnan(np.asarray(b, np.float64)).any():
                 equal(a, b)
     assert (v.tobytes(), g.tobytes()) == before
+
+
+@ALIGNED
+@given(st.sampled_from(["f", "d"]), sizes, seeds, st.data())
+def test_velocities_written_past_the_caches(any_length, dtype, size, seed, data):
+    """Where the pass replaces the gradient in place, and where it writes all of it to other memory."""
+    dtype = np.dtype(dtype)
+    gradient, velocity, g = (values(dtype, size, seed + s) for s in range(3))
+    nesterov, in_place, clear = (data.draw(st.booleans()) for _ in range(3))
+    offset = data.draw(offsets)
+    results = []
+    for kernels in (cpu, reference):
+        mine, new, out = (placed(a, offset) for a in (gradient, np.ones(size, dtype), np.ones(size, dtype)))
+        options = {"add": (g, 0.5), "clear": clear} | ({} if in_place else {"out": out})
+        with np.errstate(all="ignore"):
+            found = kernels.select_at_least(mine, 1 << 20, momentum=Momentum(velocity, 0.7, new, nesterov), **options)
+        results.append((*found, mine, new, out))
+    for a, b in zip(*results, strict=True):
+        np.testing.assert_array_equal(a, b)
 
 
 @ALIGNED

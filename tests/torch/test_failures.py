@@ -4,6 +4,7 @@ import contextlib
 import signal
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 
@@ -231,6 +232,37 @@ def test_a_step_is_not_skipped_after_a_rank_has_left(compressor):
         return
     with pytest.raises((RuntimeError, sparsecoll.CommunicationError), match="a rank has left join"):
         simulate(P, program)
+
+
+@pytest.mark.parametrize("settings", [{"compressor": "none"}, {"compressor": "topk", "sparse_step": True}], ids=str)
+def test_a_closure_is_refused_after_a_rank_has_left(settings):
+    """The ranks that have data are told the cure, with which they go on."""
+
+    def program(comm):
+        model = net()
+        inner = torch.optim.SGD(model.parameters(), 0.1)
+        optimizer = DistributedOptimizer(inner, model.named_parameters(), comm, dense_below=10, **settings)
+
+        def closure(step):
+            optimizer.zero_grad()
+            loss = loss_of(model, batch(comm.rank, step))
+            loss.backward()
+            return loss
+
+        with optimizer.join():
+            for step in range(4 if comm.rank else 2):
+                if step < 2:
+                    optimizer.step(partial(closure, step))
+                    continue
+                if step == 2:
+                    with pytest.raises(RuntimeError, match=r"no closure once ranks \[0\] have left join"):
+                        optimizer.step(partial(closure, step))
+                else:
+                    closure(step)
+                optimizer.step()
+        return bits(model)
+
+    assert len(set(simulate(P, program).results)) == 1
 
 
 def test_a_checkpoint_is_the_old_or_the_new_one(tmp_path, monkeypatch):
