@@ -70,9 +70,9 @@ class Bucket:
     so that their buffer is free again when nobody holds those tensors any more.
 
     A gradient is not copied if it is the only one of its bucket, or if it is in the flat vector already, as with
-    `as_view`: it is the source, which nobody writes to. A reduction that fails has then changed no gradient. A gradient
-    that is lent is not copied either: the compressor forms its new residual there, in the pass that is the fastest, and
-    gives the gradient back if the reduction fails. `p.grad` raises on any use meanwhile.
+    `as_view`: it is the source, which nobody writes to. A reduction that fails has then changed no gradient. With
+    `take_memory`, a gradient that is alone becomes the memory of the new residual, which takes the fastest pass. Until
+    the step, `p.grad` is a stand-in that raises on any use; if the reduction fails, the gradient is given back.
 
     Args:
         params: name -> parameter; those of the layout are taken.
@@ -86,7 +86,7 @@ class Bucket:
         source: this rank's gradients where they are not in `gradient`, or None.
         mean: the means, after a reduction.
         sum: the sum over the ranks instead, until it was applied.
-        lent: what stands for the gradient of the only parameter while its memory is lent, or None.
+        stand_in: what `p.grad` of the only parameter is while the compressor has the memory of its gradient, or None.
     """
 
     def __init__(
@@ -101,9 +101,9 @@ class Bucket:
         self.gradient: Buffer | None = None
         self.mean: Buffer | None = None
         self.sum: SparseVector | None = None
-        self.lent: SparseMean | None = None
-        self._set_aside = False  # whether another gradient has come since, which is to be added to the one that is lent
-        self._lends = False  # whether the last gradient was lent
+        self.stand_in: SparseMean | None = None
+        self._aside: torch.Tensor | None = None  # what came since, to be added to the gradient that was taken
+        self._took_memory = False  # whether that of the last gradient was taken
 
     def _unused(self) -> Buffer:
         for position, buffer in enumerate(self._free):
@@ -121,7 +121,7 @@ class Bucket:
     def recycle(self, arrays: Iterable[Array]) -> None:
         """Take back arrays that a compressor no longer needs."""
         self._free += [self.buffer_of(array) for array in arrays]
-        most = 0 if self._lends and self.sum is not None else MOST_FREE  # memory of gradients came in addition
+        most = 0 if self._took_memory and self.sum is not None else MOST_FREE  # memory of gradients came in addition
         while len(self._free) > most:
             unused = next((buffer for buffer in self._free if not buffer.lent), self._free[0])
             self._forget(unused)
@@ -139,17 +139,18 @@ class Bucket:
         return self.gradient
 
     @torch.no_grad()
-    def take_grad(self, name: str, scale: float = 1.0, lend: bool = False) -> None:
+    def take_grad(self, name: str, scale: float = 1.0, take_memory: bool = False) -> None:
         """Take a parameter's gradient, divided by `scale`: zeros if it has none.
 
         Args:
-            lend: whether its memory may be taken if nobody else can use it (default: False).
+            take_memory: whether the compressor may have its memory if nobody else can use it (default: False).
         """
         p = self.params[name]
         flat = scale == 1.0 and self._is_flat(p)
-        self._lends = lend and flat and len(self.params) == 1 and p.shape == self.layout.shapes[0] and _is_alone(p)
-        if self._lends:
-            self._lend(p)
+        alone = flat and len(self.params) == 1 and p.shape == self.layout.shapes[0]
+        self._took_memory = take_memory and alone and _is_alone(p)
+        if self._took_memory:
+            self._take_memory(p)
             return
         whole = self.gradient_buffer()
         self._check(name, p, whole.views[name])
@@ -166,40 +167,36 @@ class Bucket:
         if flat and self.source is not None:
             p.grad.data = view  # type: ignore[union-attr]  # the same tensor: another one would count as a new gradient
 
-    def _lend(self, p: torch.Tensor) -> None:
+    def _take_memory(self, p: torch.Tensor) -> None:
         """Take the memory of the gradient of the only parameter."""
         self.gradient = self.buffer_of(self.layout.device.array(p.grad.view(-1)))  # type: ignore[union-attr]
-        p.grad = self.lent = SparseMean.of(p)
-        self._set_aside = False
+        p.grad = self.stand_in = SparseMean.of(p)
+        self._aside = None
 
     def set_aside(self, name: str) -> None:
-        """A gradient is about to come while that of an earlier back-propagation, or of this one, is lent."""
-        if self.lent is None:
-            return
+        """Autograd may add to the gradient, in this back-propagation or a later one: it adds to zeros instead."""
         p = self.params[name]
-        if p.grad is self.lent:
-            p.grad, self._set_aside = None, True
-        elif p.grad is None:  # it was thrown away
-            self._set_aside = False
+        if self.stand_in is not None and p.grad is self.stand_in:
+            p.grad = self._aside = torch.zeros_like(p, requires_grad=False)
 
     @torch.no_grad()
     def give_back(self, compressor: Compressor) -> None:
-        """Give a gradient back that is lent, unless it was thrown away; rounded, see `Compressor.give_back`."""
-        lent, self.lent = self.lent, None
-        if lent is None:
+        """Give back a gradient whose memory was taken, unless it was thrown away; see `Compressor.give_back`."""
+        stand_in, self.stand_in = self.stand_in, None
+        if stand_in is None:
             return
         assert self.gradient is not None
         [(name, p)] = self.params.items()
-        if p.grad is lent or (self._set_aside and p.grad is not None):
+        if p.grad is stand_in or (self._aside is not None and p.grad is self._aside):
             compressor.give_back()
             gradient = self.gradient.views[name]
-            p.grad = gradient if p.grad is lent else p.grad + gradient
-        self._set_aside = False
+            p.grad = gradient if p.grad is stand_in else p.grad.add_(gradient)
+        self._aside = None
         self._forget(self.gradient)
 
     def throw_away(self) -> None:
-        """Gradients are thrown away; one that is lent is not given back."""
-        self._set_aside = False
+        """Gradients are thrown away: one whose memory was taken is not given back."""
+        self._aside = None
 
     def _is_flat(self, p: torch.Tensor) -> bool:
         """Whether a parameter's gradient could be a part of the flat vector as it is; devices other than CPUs copy."""
@@ -292,7 +289,7 @@ class Bucket:
         """Accept the reduction: the gradient buffer now belongs to the compressor, or holds the means."""
         unused = self.gradient if self.mean is not None and self.mean is self.source else None
         self._release(self.source, self.mean, unused)  # not used again before the gradients made of them are gone
-        self.gradient = self.source = self.lent = None
+        self.gradient = self.source = self.stand_in = None
 
     def assigned(self) -> None:
         """Gradients have been made of the means; a mean that nobody else holds is freed with them."""

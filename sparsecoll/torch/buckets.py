@@ -181,7 +181,7 @@ class Buckets:
             bucket.reset()
 
     def give_back(self) -> None:
-        """Give back gradients whose memory is lent, unless they were thrown away."""
+        """Give back gradients whose memory was taken, unless they were thrown away."""
         for bucket, compressor in self:
             bucket.give_back(compressor)
 

@@ -141,6 +141,7 @@ class Engine:
     def _give_up(self, p: torch.Tensor) -> None:
         """Leave a parameter to an engine whose optimizer steps it."""
         names = [name for name, own in self.params.items() if own is p]
+        self._reducer.give_back()  # the gradients stay
         self.discard()
         self._hooks.remove(dict.fromkeys(names, p))
         self._reducer.release()

@@ -71,11 +71,15 @@ class Reducer:
 
     def release(self) -> None:
         """Give up the reduction and the buckets, which are rebuilt in the next one; residuals are kept."""
-        if any(bucket.lent is not None for bucket, _ in self.buckets):
-            self._sender.finish()
-            self.buckets.give_back()
+        self.give_back()
         self.buckets.release()
         self._end()
+
+    def give_back(self) -> None:
+        """Give back gradients whose memory was taken, once what was sent has ended."""
+        if any(bucket.stand_in is not None for bucket, _ in self.buckets):
+            self._sender.finish()
+            self.buckets.give_back()
 
     def accumulating(self, name: str) -> None:
         """Autograd may be about to add to a parameter's gradient."""

@@ -68,7 +68,7 @@ class RowBucket(Bucket):
         self._scale = 1.0
         self._mean: RowSparse | None = None
 
-    def take_grad(self, name: str, scale: float = 1.0, lend: bool = False) -> None:
+    def take_grad(self, name: str, scale: float = 1.0, take_memory: bool = False) -> None:
         """Take a parameter's gradient, never its memory; a dense one counts as none: all ranks learn of it later."""
         gradient = self.params[name].grad
         self.take(gradient if has_rows(gradient) else None, scale)

@@ -83,8 +83,8 @@ class Sender:
 
     def _take(self, index: int, name: str) -> None:
         bucket, compressor = self._buckets[index]
-        lend = self._replica.options.sparse_step and self._replica.warmed and compressor.gives_back
-        bucket.take_grad(name, self._scale.of(compressor), lend)
+        take_memory = self._replica.options.sparse_step and self._replica.warmed and compressor.gives_back
+        bucket.take_grad(name, self._scale.of(compressor), take_memory)
         self.taken.add(name)
         self._waiting[index].discard(name)
 

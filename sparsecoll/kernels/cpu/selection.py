@@ -124,7 +124,7 @@ def select_at_least(
     if momentum is not None:
         velocity, new_velocity = readonly(momentum.velocity), momentum.new_velocity
         factor, with_nesterov = values.dtype.type(momentum.factor), momentum.nesterov or None
-        stream = None if source is not None and stream is None else streams_to(new_velocity)
+        stream = stream and streams_to(new_velocity)
     index = index_dtype(values.size) if indices is None else indices.dtype
     indices = None if indices is None else readonly(indices)
 

@@ -339,15 +339,16 @@ class ErrorFeedback(Compressor):
         return acc.values  # type: ignore[no-any-return]
 
     def _each(self, change: Callable[[Versions], list[Array]]) -> list[Array]:
-        self._left = None
         for versions in self._versions[1:]:
             self._spare += change(versions)
         return change(self._residual)
 
     def keep(self) -> list[Array]:
+        self._left = None
         return self._each(Versions.keep)
 
     def drop(self) -> None:
+        self._left = None
         self._each(Versions.drop)
 
     def exclude(self, names: Collection[str]) -> None:

@@ -185,20 +185,19 @@ def compress_block(
 ) -> Any:
     """Append those of the BLOCK items from `start` on whose key is >= `key` to out_i and out_v; return the new count.
 
-    The items are those of `bits`, or of `origin`, from which they are copied to `bits`. Unless `stream` is None, what
-    was not read is written past the caches: the copies and `new_velocity`, which begin at a multiple of ALIGNMENT.
-    `indices` gives the indices of the items; None: their positions. Unless `addend` (bit patterns) is None, scale *
-    addend is added to the items first, and before that, unless `velocity` is None, `kernels.keys.Momentum` replaces
-    them. Unless `clear` is None, the items taken are zero in `bits` afterwards. All arrays are contiguous. Writes up to
-    BLOCK items beyond the count. A block without such items is skipped by a branch, unless there are some so `often`
-    that the processor would often predict it wrongly.
+    The items are those of `bits`, or of `origin`, from which they are copied to `bits`; unless `stream` is None, past
+    the caches, and `bits` begins at a multiple of ALIGNMENT. `indices` gives their indices; None: their positions.
+    Unless `addend` (bit patterns) is None, scale * addend is added to the items first, and before that, unless
+    `velocity` is None, `kernels.keys.Momentum` replaces them. Unless `clear` is None, the items taken
+    are zero in `bits` afterwards. All arrays are contiguous. Writes up to BLOCK items beyond the count. A
+    block without such items is skipped by a branch, unless there are some so `often` that the processor would often
+    predict it wrongly.
     """
     momentum_types = velocity, new_velocity, factor
     given_types = bits, origin, types.int64, mask, key, indices, addend, scale, *momentum_types, out_i, out_v
     signature = types.int64(*given_types, types.int64, clear, stream, nesterov, types.boolean)
     added, cleared, streamed = (not isinstance(kind, types.NoneType) for kind in (addend, clear, stream))
-    elsewhere = not isinstance(origin, types.NoneType)
-    moved, past_caches = added or elsewhere, streamed and elsewhere
+    moved = added or not isinstance(origin, types.NoneType)
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         a_bits, a_origin, start, mask, key, a_indices, a_addend, scale, *momentum, a_i, a_v, count, _, _, _, often = (
@@ -239,12 +238,12 @@ def compress_block(
                     if cleared:
                         x = builder.select(chosen, ir.Constant(x.type, None), x)
                     if moved or cleared:
-                        _store(builder, x, target, at, past_caches)
+                        _store(builder, x, target, at, streamed)
                 after_some = builder.block
             with none:
                 for x, at in zip(items, starts, strict=True):
                     if moved:
-                        _store(builder, x, target, at, past_caches)
+                        _store(builder, x, target, at, streamed)
                 after_none = builder.block
         result = builder.phi(count.type)
         result.add_incoming(end, after_some)

@@ -32,16 +32,16 @@ COMPRESSORS = [
 
 
 @pytest.fixture
-def lent(monkeypatch):
-    """Return the list of the sizes of gradients that were lent."""
-    sizes, lend = [], Bucket._lend
+def sizes(monkeypatch):
+    """Return the list of the sizes of gradients that were taken."""
+    found, take = [], Bucket._take_memory
 
     def counted(self, p):
-        sizes.append(p.numel())
-        lend(self, p)
+        found.append(p.numel())
+        take(self, p)
 
-    monkeypatch.setattr(Bucket, "_lend", counted)
-    return sizes
+    monkeypatch.setattr(Bucket, "_take_memory", counted)
+    return found
 
 
 def optimizer_of(comm, model, compressor=COMPRESSORS[0], **options):
@@ -52,7 +52,7 @@ def optimizer_of(comm, model, compressor=COMPRESSORS[0], **options):
 
 
 def held(model):
-    """Let hooks see all gradients, which are then not lent."""
+    """Let hooks see all gradients, which are then not taken."""
     for p in model.parameters():
         p.register_post_accumulate_grad_hook(lambda _: None)
 
@@ -62,37 +62,46 @@ def state(model, optimizer):
     return parameters(model) + [waits[name].clone() for name in sorted(waits)]
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("compressor", COMPRESSORS, ids=str)
-def test_steps_have_the_same_bits(lent, compressor, overlap):
-    """With accumulation, a skipped step and a scheduler."""
+def compared(run, ranks=P, compressor=COMPRESSORS[0], rtol=1e-9, atol=1e-12, **options):
+    """Run a loop with gradients that are seen and with those whose memory is taken: the same results, on all ranks."""
 
     def program(comm):
         found = []
         for prepare in (held, lambda _: None):
             model = net()
             prepare(model)
-            optimizer = optimizer_of(comm, model, compressor, overlap=overlap, verify=1)
-            schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-            for step in range(6):
-                optimizer.zero_grad(set_to_none=step % 2 == 0)
-                if step == 2:
-                    with optimizer.no_sync():
-                        loss_of(model, batch(comm.rank, 50)).backward()
-                loss_of(model, batch(comm.rank, step)).backward()
-                if step != 4:
-                    optimizer.step()
-                    schedule.step()
-            found.append(state(model, optimizer))
+            optimizer = optimizer_of(comm, model, compressor, **options)
+            own = run(comm, model, optimizer) or []
+            found.append([*state(model, optimizer), *own])
             optimizer.close()
         return found, bits(model)
 
-    results = simulate(P, program).results
-    for (whole, taken), _ in results:
-        close(taken, whole, rtol=0, atol=0)
+    results = simulate(ranks, program).results
+    for (seen, mine), _ in results:
+        close(mine, seen, rtol=rtol, atol=atol)
     assert len({own for _, own in results}) == 1
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("compressor", COMPRESSORS, ids=str)
+def test_steps_have_the_same_bits(sizes, compressor, overlap):
+    """With accumulation, a skipped step and a scheduler."""
+
+    def run(comm, model, optimizer):
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        for step in range(6):
+            optimizer.zero_grad(set_to_none=step % 2 == 0)
+            if step == 2:
+                with optimizer.no_sync():
+                    loss_of(model, batch(comm.rank, 50)).backward()
+            loss_of(model, batch(comm.rank, step)).backward()
+            if step != 4:
+                optimizer.step()
+                schedule.step()
+
+    compared(run, compressor=compressor, rtol=0, atol=0, overlap=overlap, verify=1)
     reduced = 6 if overlap else 5  # without overlap, the skipped step is not reduced
-    assert lent.count(12 * 24) == (reduced - 1) * P  # not in the first one, which compares gradients
+    assert sizes.count(12 * 24) == (reduced - 1) * P  # not in the first one, which compares gradients
 
 
 def test_memory_does_not_grow():
@@ -111,12 +120,12 @@ def test_memory_does_not_grow():
 
 @pytest.mark.parametrize("number", [1, 3, 6])
 @pytest.mark.parametrize("compressor", COMPRESSORS, ids=str)
-def test_a_failed_reduction_gives_gradients_back(lent, compressor, number):
+def test_a_failed_reduction_gives_gradients_back(sizes, compressor, number):
     def program(comm):
         model = net()
         optimizer = optimizer_of(comm, model, compressor)
         train(comm, model, optimizer, range(3))
-        before, taken = state(model, optimizer), len(lent)
+        before, number_taken = state(model, optimizer), len(sizes)
         optimizer.zero_grad()
         loss = loss_of(model, batch(comm.rank, 3))
         expected = torch.autograd.grad(loss, [*model.parameters()], retain_graph=True)
@@ -125,7 +134,7 @@ def test_a_failed_reduction_gives_gradients_back(lent, compressor, number):
         with pytest.raises(sparsecoll.CommunicationError, match="rank 2 failed: Fault"):
             loss.backward()
         unpatch(comm.transport, "isend")
-        assert len(lent) > taken
+        assert len(sizes) > number_taken
         close([p.grad for p in model.parameters()], expected, rtol=1e-9, atol=1e-12)
         close(state(model, optimizer), before, rtol=0, atol=0)
         optimizer.zero_grad()
@@ -136,7 +145,7 @@ def test_a_failed_reduction_gives_gradients_back(lent, compressor, number):
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_gradient_that_is_not_finite_leaves_residuals_as_they_were(lent, value):
+def test_a_gradient_that_is_not_finite_leaves_residuals_as_they_were(sizes, value):
     def program(comm):
         model = net()
         optimizer = optimizer_of(comm, model)
@@ -154,7 +163,7 @@ def test_a_gradient_that_is_not_finite_leaves_residuals_as_they_were(lent, value
         return bits(model)
 
     assert len(set(simulate(P, program).results)) == 1
-    assert lent
+    assert sizes
 
 
 class Broken(torch.autograd.Function):
@@ -176,108 +185,101 @@ def broken_off(model, data):
 
 
 @pytest.mark.parametrize("then", ["optimizer.zero_grad", "zeros", "model.zero_grad", "accumulate"])
-def test_back_propagation_that_is_broken_off(lent, then):
-    """What was lent is given back or thrown away, whatever the loop does next: as if nothing had been lent."""
+def test_back_propagation_that_is_broken_off(sizes, then):
+    """What was taken is given back or thrown away, whatever the loop does next."""
+    grown = []
 
-    def program(comm):
-        found = []
-        for prepare in (held, lambda _: None):
-            model = net()
-            prepare(model)
-            optimizer = optimizer_of(comm, model)
-            train(comm, model, optimizer, range(3))
+    def run(comm, model, optimizer):
+        train(comm, model, optimizer, range(3))
+        optimizer.zero_grad()
+        before = len(sizes)
+        with pytest.raises(KeyError, match="broken off"):
+            broken_off(model, batch(comm.rank, 3))
+        grown.append(len(sizes) > before)
+        if then == "optimizer.zero_grad":
             optimizer.zero_grad()
-            taken = len(lent)
-            with pytest.raises(KeyError, match="broken off"):
-                broken_off(model, batch(comm.rank, 3))
-            assert prepare is held or len(lent) > taken
-            if then == "optimizer.zero_grad":
-                optimizer.zero_grad()
-            elif then == "zeros":
-                optimizer.zero_grad(set_to_none=False)
-            elif then == "model.zero_grad":
-                model.zero_grad()
-            loss_of(model, batch(comm.rank, 4)).backward()
-            optimizer.step()
-            train(comm, model, optimizer, range(5, 7))
-            found.append(state(model, optimizer))
-            optimizer.close()
-        return found, bits(model)
+        elif then == "zeros":
+            optimizer.zero_grad(set_to_none=False)
+        elif then == "model.zero_grad":
+            model.zero_grad()
+        loss_of(model, batch(comm.rank, 4)).backward()
+        optimizer.step()
+        train(comm, model, optimizer, range(5, 7))
 
-    results = simulate(P, program).results
-    for (whole, taken), _ in results:
-        close(taken, whole, rtol=1e-9, atol=1e-12)
-    assert len({own for _, own in results}) == 1
+    compared(run)
+    assert any(grown)
 
 
 def part_of(model):
     return lambda x: model[0](x)[:, :12].tanh()
 
 
-def test_gradients_that_come_twice_in_a_back_propagation(lent):
-    """Reentrant checkpointing of two parts with one layer: the first gradient is lent when the second one comes."""
+def test_gradients_that_come_twice_in_a_back_propagation(sizes):
+    """Reentrant checkpointing of two parts with one layer: the first gradient was taken when the second one comes."""
 
-    def program(comm):
-        found = []
-        for prepare in (held, lambda _: None):
-            model = net()
-            prepare(model)
-            optimizer = optimizer_of(comm, model)
-            train(comm, model, optimizer, range(3))
-            for step in range(3, 6):
-                optimizer.zero_grad()
-                x, y = batch(comm.rank, step)
-                x.requires_grad_()
-                for _ in range(2):
-                    x = torch.utils.checkpoint.checkpoint(part_of(model), x, use_reentrant=True)
-                torch.nn.functional.cross_entropy(model[2:](model[0](x)), y).backward()
-                optimizer.step()
-            found.append(state(model, optimizer))
-            optimizer.close()
-        return found, bits(model)
+    def run(comm, model, optimizer):
+        train(comm, model, optimizer, range(3))
+        for step in range(3, 6):
+            optimizer.zero_grad()
+            x, y = batch(comm.rank, step)
+            x.requires_grad_()
+            for _ in range(2):
+                x = torch.utils.checkpoint.checkpoint(part_of(model), x, use_reentrant=True)
+            torch.nn.functional.cross_entropy(model[2:](model[0](x)), y).backward()
+            optimizer.step()
 
-    results = simulate(2, program).results
-    for (whole, taken), _ in results:
-        close(taken, whole, rtol=1e-9, atol=1e-12)
-    assert len({own for _, own in results}) == 1
-    assert lent
+    compared(run, ranks=2)
+    assert sizes
 
 
-def test_a_parameter_that_is_frozen_or_new_while_gradients_are_lent(lent):
+def test_a_parameter_that_is_frozen_or_new_while_gradients_are_taken(sizes):
     """The reduction is made again with other buckets, from gradients that were given back."""
 
-    def program(comm):
-        found = []
-        for prepare in (held, lambda _: None):
-            model = net()
-            prepare(model)
-            optimizer = optimizer_of(comm, model)
-            train(comm, model, optimizer, range(3))
-            model[0].weight.requires_grad_(False)
-            train(comm, model, optimizer, range(3, 5))
-            model[0].weight.requires_grad_(True)
-            train(comm, model, optimizer, range(5, 7))
-            extra = torch.nn.Parameter(torch.ones(3, 40, dtype=torch.float64))
-            optimizer.zero_grad()
-            optimizer.add_param_group({"params": [extra]})
-            (loss_of(model, batch(comm.rank, 7)) + extra.square().sum()).backward()
-            optimizer.step()
-            train(comm, model, optimizer, range(8, 9))
-            found.append([*state(model, optimizer), extra.detach().clone()])
-            optimizer.close()
-        return found, bits(model)
+    def run(comm, model, optimizer):
+        train(comm, model, optimizer, range(3))
+        model[0].weight.requires_grad_(False)
+        train(comm, model, optimizer, range(3, 5))
+        model[0].weight.requires_grad_(True)
+        train(comm, model, optimizer, range(5, 7))
+        extra = torch.nn.Parameter(torch.ones(3, 40, dtype=torch.float64))
+        optimizer.zero_grad()
+        optimizer.add_param_group({"params": [extra]})
+        (loss_of(model, batch(comm.rank, 7)) + extra.square().sum()).backward()
+        optimizer.step()
+        train(comm, model, optimizer, range(8, 9))
+        return [extra.detach().clone()]
 
-    results = simulate(P, program).results
-    for (whole, taken), _ in results:
-        close(taken, whole, rtol=1e-9, atol=1e-12)
-    assert len({own for _, own in results}) == 1
-    assert lent
+    compared(run)
+    assert sizes
+
+
+def test_another_optimizer_takes_a_parameter_over_in_a_reduction(sizes):
+    """After a back-propagation that was broken off: the gradients that were taken are those of before."""
+
+    def program(comm):
+        model = net()
+        optimizer = optimizer_of(comm, model)
+        train(comm, model, optimizer, range(3))
+        optimizer.zero_grad()
+        before = len(sizes)
+        with pytest.raises(KeyError, match="broken off"):
+            broken_off(model, batch(comm.rank, 3))
+        assert len(sizes) > before
+        x, y = batch(comm.rank, 3)
+        expected = torch.autograd.grad(torch.nn.functional.cross_entropy(model(x), y), [*model[2:].parameters()])
+        removed = model[0].weight
+        optimizer.optimizer.param_groups[0]["params"].remove(removed)
+        inner = torch.optim.SGD([removed], 0.1)
+        DistributedOptimizer(inner, [("0.weight", removed)], comm, "none", dense_below=0)
+        close([p.grad for p in model[2:].parameters()], expected)
+
+    simulate(P, program)
 
 
 @pytest.mark.parametrize(
     "keep", [lambda g: g, lambda g: g.detach(), lambda g: g.numpy()], ids=["tensor", "view", "array"]
 )
-def test_a_gradient_that_somebody_holds_is_not_lent(lent, keep):
+def test_a_gradient_that_somebody_holds_is_not_taken(sizes, keep):
     def program(comm):
         model = net()
         optimizer = optimizer_of(comm, model)
@@ -285,17 +287,17 @@ def test_a_gradient_that_somebody_holds_is_not_lent(lent, keep):
         optimizer.zero_grad()
         with optimizer.no_sync():
             loss_of(model, batch(comm.rank, 3)).backward()
-        taken, mine = len(lent), [keep(p.grad) for p in model.parameters()]
+        before, mine = len(sizes), [keep(p.grad) for p in model.parameters()]
         loss_of(model, batch(comm.rank, 4)).backward()
         after = [torch.as_tensor(gradient).clone() for gradient in mine]
         optimizer.step()
-        assert len(lent) == taken
+        assert len(sizes) == before
         close([torch.as_tensor(gradient) for gradient in mine], after, rtol=0, atol=0)
 
     simulate(1, program)
 
 
-def test_gradients_that_share_memory_are_not_lent(lent):
+def test_gradients_that_share_memory_are_not_taken(sizes):
     """Autograd gives both parameters parts of one array."""
 
     def program(comm):
@@ -312,7 +314,7 @@ def test_gradients_that_share_memory_are_not_lent(lent):
         close([torch.cat([first, second]).detach()], [1 - 0.3 * factors], rtol=1e-5, atol=1e-6)
 
     simulate(2, program)
-    assert not lent
+    assert not sizes
 
 
 @pytest.mark.parametrize("stage", ["nothing", "compensated", "selected", "settled", "broken"])
