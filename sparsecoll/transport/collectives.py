@@ -15,6 +15,7 @@ from sparsecoll.kernels.memory import asarray_like, empty, to_host
 from sparsecoll.transport.base import Transport
 
 DIRECT_BYTES = 1 << 17
+DIRECT_RANKS = 3  # up to which P - 1 messages are as many as ceil(log2 P)
 
 
 def _raw(array: NDArray[Any]) -> Buffer:
@@ -60,7 +61,8 @@ def allgatherv(transport: Transport, block: Buffer, direct: bool = False) -> lis
     """Return every rank's `block`, of any size, in rank order.
 
     Bruck's algorithm (recursive doubling for any P): ceil(log2 P) messages. Each block of another rank is received
-    padded to a multiple of 8 bytes, with 8 bytes for its size.
+    padded to a multiple of 8 bytes, with 8 bytes for its size; up to three ranks exchange blocks as they are, which
+    takes as many messages.
 
     Args:
         transport: the ranks.
@@ -70,7 +72,7 @@ def allgatherv(transport: Transport, block: Buffer, direct: bool = False) -> lis
     """
     rank, size = transport.rank, transport.size
     blocks = [block]
-    if direct:
+    if direct or size <= DIRECT_RANKS:
         for step in range(1, size):
             transport.isend((rank - step) % size, block)
         requests = [transport.irecv((rank + step) % size) for step in range(1, size)]

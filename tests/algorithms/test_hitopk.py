@@ -70,7 +70,7 @@ def test_dtypes_and_rounding_are_conserved(dtype, value_dtype, on_node):
 
 @pytest.mark.parametrize(("P", "on_node"), [(8, 4), (9, 3), (10, 2)])
 def test_words_and_messages_between_nodes_are_those_of_the_paper(P, on_node):
-    """2(k/m)(N-1) words of COO, and 16 bytes of header and 8 of size for each message gathered."""
+    """2(k/m)(N-1) words of COO, and for each message gathered 16 bytes of header and, from 4 nodes on, 8 of size."""
     k, n, nodes = 3600, 90_000, P // on_node
 
     def program(comm):
@@ -79,7 +79,7 @@ def test_words_and_messages_between_nodes_are_those_of_the_paper(P, on_node):
         return y.traffic.phases["between"], y.traffic.phases["inside"].bytes_received
 
     for between, inside in simulate(P, program, ranks_per_node=on_node).results:
-        assert between.bytes_received == (nodes - 1) * (8 * k // on_node + 24)
+        assert between.bytes_received == (nodes - 1) * (8 * k // on_node + (16 if nodes <= 3 else 24))
         assert between.messages_sent == estimates.rounds(nodes)
         summed = 4 * n * (on_node - 1) / on_node + 8 * k * nodes * (on_node - 1) / on_node
         assert inside <= summed + 100 * on_node
