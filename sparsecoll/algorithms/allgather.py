@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
@@ -43,12 +44,12 @@ class Allgather(Algorithm):
     _edges: list[int] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def early(self, channel: Channel, x: SparseVector) -> Buffer | None:
-        if self._stages(channel, x, x.nnz) > 1:
+        if not self.in_one_message(channel, x.dtype, x.nnz):
             return np.empty(AGREEMENT_BYTES, np.uint8)
         return channel.format.encode(x, channel.value_dtype, room=AGREEMENT_BYTES)
 
     def __call__(self, channel: Channel, x: SparseVector, k: int) -> Reduction:
-        stages = self._stages(channel, x, k)
+        stages = self._stages(channel, x.dtype, k)
         if stages > 1 and channel.size > 1:
             return self._pipelined(channel, x, stages)
         blocks = channel.gathered
@@ -63,12 +64,17 @@ class Allgather(Algorithm):
         with channel.phase("merge"):
             return Reduction(merged(channel, parts, x), x)
 
+    @classmethod
+    def in_one_message(cls, channel: Channel, dtype: np.dtype[Any], entries: int) -> bool:
+        """Return whether a vector of so many entries is not divided into chunks."""
+        return cls._stages(channel, dtype, entries) == 1
+
     @staticmethod
-    def _stages(channel: Channel, x: SparseVector, entries: int) -> int:
+    def _stages(channel: Channel, dtype: np.dtype[Any], entries: int) -> int:
         """Return the number of chunks; one in lossy formats, which would round a part of x anew."""
         if channel.format.lossy:
             return 1
-        return pipeline.chunks(entries * (x.dtype.itemsize + 1), channel.transport.one_node)
+        return pipeline.chunks(entries * (dtype.itemsize + 1), channel.transport.one_node)
 
     def _pipelined(self, channel: Channel, x: SparseVector, stages: int) -> Reduction:
         fits = len(self._edges) == stages + 1 and self._edges[-1] == x.length

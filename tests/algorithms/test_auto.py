@@ -23,7 +23,7 @@ from sparsecoll.transport.call import AGREEMENT_BYTES
 from sparsecoll.transport.collectives import allgather
 from sparsecoll.transport.network import Costs
 
-tune = importlib.import_module("sparsecoll.algorithms.auto.tune")
+module, tune = (importlib.import_module(f"sparsecoll.algorithms.auto.{name}") for name in ("auto", "tune"))
 
 CHOICES = {
     "dense": Dense,
@@ -297,6 +297,21 @@ def test_entries_go_with_the_arguments_once_allgather_was_chosen():
         assert results[2][0] and "gather" in results[2][1] - {"overlap"}
 
 
+def test_a_rank_with_a_little_fewer_entries_sends_them_with_the_arguments_too():
+    """Choices are kept for k to within 3 %, and the entries of some ranks are beyond that."""
+
+    def program(comm):
+        auto, phases = Auto(), []
+        for length in (30_000, 30_000 - 500 * (comm.rank % 2)):
+            x = SparseVector(np.arange(comm.rank, 30 * length, 30), np.ones(length), 10**6)
+            phases.append(set(sparsecoll.allreduce(comm, x, auto, return_reduction=True).traffic.phases))
+        return phases
+
+    assert module._rounded(30_000) != module._rounded(29_500)
+    for first, second in simulate(5, program).results:
+        assert "overlap" in first and second == {"gather"}
+
+
 @pytest.mark.parametrize(("length", "skew", "differ"), [(0.95, 1.05, False), (0.5, 1.0, True), (1.0, 1.5, True)])
 def test_a_sample_that_looks_uniform_is_taken_for_uniform(length, skew, differ, monkeypatch):
     shapes = []
@@ -420,9 +435,9 @@ def test_what_does_not_fit_a_cache_takes_longer():
         return costmodel.seconds(costmodel.Shape(100 * k, k, 2, 4, 100 * k, one_node=True), memory)["allgather"] / k
 
     assert per_entry(10**4) == pytest.approx(per_entry(10**3), rel=0.01)
-    assert per_entry(10**6) > 1.2 * per_entry(10**4)
+    assert per_entry(10**6) > 1.1 * per_entry(10**4)
     sums = [costmodel.Shape(10**9, 1, 2, 4, 10**9).merging(memory, 2**e) / 2**e for e in (12, 17, 20, 23, 26)]
-    assert sums == pytest.approx([sums[0], sums[0], 1.6 * sums[0], 2.2 * sums[0], 2.2 * sums[0]])
+    assert sums == pytest.approx([sums[0], sums[0], 1.15 * sums[0], 1.3 * sums[0], 1.3 * sums[0]])
     long, longer = (costmodel.seconds(costmodel.Shape(n, 1, 2, 4, n), memory)["dense"] / n for n in (1 << 18, 1 << 24))
     assert longer > 1.5 * long
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from sparsecoll import formats
+from sparsecoll.algorithms.allgather import Allgather
 from sparsecoll.algorithms.auto import costmodel, overlap
 from sparsecoll.algorithms.auto.costmodel import CHOICES, Shape
 from sparsecoll.algorithms.auto.tune import tuning_of
@@ -33,7 +34,7 @@ UNIFORM = 0.9  # an estimate from which uniform supports differ by less is taken
 K_STEPS = 32  # choices depend on k rounded to one of so many steps per factor of e
 MAX_CHOICES = 4096  # number of choices that an object stores
 
-ALLGATHER = CHOICES["allgather"]()  # without state in calls that are sent early
+ALLGATHER = Allgather()  # without state in calls that are sent early
 
 Class = tuple[int, int, int, int, bool]  # n, k rounded, P, bytes of a value on the wire, `Shape.native`
 
@@ -116,6 +117,8 @@ class Auto(Algorithm):
             length, skew = overlap.estimate(channel.transport, x, shape.k)
             if length < UNIFORM * shape.n or skew > 1 / UNIFORM:
                 seconds = self.predictions(replace(shape, effective_length=max(length, shape.k), skew=skew), tuning)
+        if channel.gathered and Allgather.in_one_message(channel, x.dtype, shape.k):  # later calls send it early
+            seconds["allgather"] -= _saved(shape.P, tuning)
         return min(seconds, key=lambda name: seconds[name])
 
     @staticmethod
@@ -129,12 +132,18 @@ class Auto(Algorithm):
         known = self.tuning or given_tuning(channel.transport) or channel.transport.tuning
         tuning = known or self._usual(channel.transport)
         key = self._class(channel, x, x.nnz)
-        chosen = self._chosen.get(key)
+        chosen = self._chosen.get(key) or self._chosen_beside(key)
         if chosen is None and _sends_early(key, channel.transport.one_node, tuning, known is not None):
             chosen = "allgather"
         if chosen != "allgather":
             return np.empty(AGREEMENT_BYTES, np.uint8)
         return ALLGATHER.early(self._with_format(channel, tuning), x)
+
+    def _chosen_beside(self, key: Class) -> str | None:
+        """Return what was chosen for a little more or fewer entries, such as another rank has."""
+        n, k, *rest = key
+        beside = (self._chosen.get((n, _rounded(k, step), *rest)) for step in (1, -1))  # type: ignore[arg-type]
+        return next(filter(None, beside), None)
 
     @staticmethod
     def _usual(transport: Transport) -> Tuning:
@@ -192,9 +201,14 @@ class Auto(Algorithm):
 
 
 @functools.lru_cache(maxsize=1024)
-def _rounded(k: int) -> int:
-    """Return k rounded to one of K_STEPS steps per factor of e."""
-    return max(1, round(math.exp(round(math.log(k) * K_STEPS) / K_STEPS))) if k else 0
+def _rounded(k: int, beside: int = 0) -> int:
+    """Return k rounded to one of K_STEPS steps per factor of e, or so many steps above."""
+    return max(1, round(math.exp((round(math.log(k) * K_STEPS) + beside) / K_STEPS))) if k else 0
+
+
+def _saved(P: int, tuning: Tuning) -> float:
+    """Return what sending entries together with the arguments saves; others may gain by overlap of the supports."""
+    return costmodel.agreement(P, tuning) / 2
 
 
 def _shape(key: Class, one_node: bool) -> Shape:
@@ -211,7 +225,7 @@ def _sends_early(key: Class, one_node: bool, tuning: Tuning, known: bool) -> boo
     """
     shape = _shape(key, one_node)
     seconds = _exact(shape, tuning)
-    shortest, saved = min(seconds.values()), costmodel.agreement(shape.P, tuning) / 2  # others gain by overlap
+    shortest, saved = min(seconds.values()), _saved(shape.P, tuning)
     if not known and shortest >= MIN_SECONDS:
         return False
     sampling = overlap.seconds(shape.P, shape.k, tuning)

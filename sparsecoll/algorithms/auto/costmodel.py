@@ -37,10 +37,10 @@ DENSE_MERGE = 1.35e-9  # the same at high density, to which DENSE_MERGE_SPAN is 
 DENSE_MERGE_SPAN = 0.14e-9  # seconds per coordinate of such a sum
 CONCATENATE = 1.2e-9  # seconds per entry copied into the result, from and to memory
 CACHED_ENTRIES, CACHED_VALUES = 1 << 17, 1 << 18  # what is summed at once within a cache, or new memory soon at hand
-UNCACHED_SUM, UNCACHED_VALUE = 2.2, 1.8  # how many times as long each takes if there are UNCACHED times as many
+UNCACHED_SUM, UNCACHED_VALUE = 1.3, 1.8  # how many times as long each takes if there are UNCACHED times as many
 UNCACHED = 64
 ONE_PART = 1e-9  # seconds per entry of a vector that becomes the first partial sum
-SLOWEST = 2.0  # more is what a brief measurement shows, not the speed of copies
+SLOWEST = 3.0  # more is what a brief measurement shows, not the speed of copies
 
 
 @dataclass(frozen=True)
