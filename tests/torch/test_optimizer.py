@@ -1,8 +1,5 @@
 """DistributedOptimizer: the wrapped optimizer on mean gradients, however a training loop is written."""
 
-import json
-
-import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -10,7 +7,7 @@ torch = pytest.importorskip("torch")
 from nets import batch, bits, close, loss_of, mean_loss, net, parameters, residuals, train  # noqa: E402
 
 from sparsecoll import CommunicationError, select, simulate  # noqa: E402
-from sparsecoll.torch import DistributedOptimizer, LocalOptimizer, Timeline  # noqa: E402
+from sparsecoll.torch import DistributedOptimizer, LocalOptimizer  # noqa: E402
 from sparsecoll.torch.compressors import TopK  # noqa: E402
 
 P = 3
@@ -427,31 +424,3 @@ def test_one_rank_without_mpirun_and_close():
     optimizer.close()
     loss_of(model, batch(0, 0)).backward()
     loss_of(model, batch(0, 1)).backward()  # no hook objects
-
-
-def test_timeline(tmp_path):
-    timelines = [Timeline(rank) for rank in range(2)]
-
-    def program(comm):
-        model = net()
-        inner = torch.optim.SGD(model.parameters(), 0.1)
-        optimizer = DistributedOptimizer(
-            inner, model.named_parameters(), comm, "topk", bucket_bytes=6000, timeline=timelines[comm.rank]
-        )
-        train(comm, model, optimizer, range(3))
-        return optimizer.seconds
-
-    seconds = simulate(2, program).results[0]
-    assert seconds["select"] > 0 and seconds["exposed"] > 0
-    timelines[1].save(tmp_path / "trace.json")
-    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    names = {event["name"] for event in events}
-    assert {"gradients", "bucket 0", "bucket 1", "select", "encode", "wait"} <= names
-    spans = [e for e in events if e["ph"] == "X"]
-    assert all(e["pid"] == 1 and e["dur"] >= 0 and e["ts"] >= 0 for e in spans)
-    buckets = [e for e in spans if e["name"].startswith("bucket")]
-    inner = [e for e in spans if e["name"] == "select"]
-    for e in inner:
-        assert any(b["ts"] <= e["ts"] and e["ts"] + e["dur"] <= b["ts"] + b["dur"] + 1 for b in buckets)
-    timelines[1].clear()
-    assert np.isfinite(seconds["wait"])
