@@ -103,6 +103,8 @@ class Bucket:
         self.sum: SparseVector | None = None
         self.stand_in: SparseMean | None = None
         self._aside: torch.Tensor | None = None  # what came since, to be added to the gradient that was taken
+        self._version = -1  # of `_aside`, after autograd has added to it
+        self._adding = False  # whether autograd is about to add to it
         self._took_memory = False  # whether that of the last gradient was taken
 
     def _unused(self) -> Buffer:
@@ -171,13 +173,39 @@ class Bucket:
         """Take the memory of the gradient of the only parameter."""
         self.gradient = self.buffer_of(self.layout.device.array(p.grad.view(-1)))  # type: ignore[union-attr]
         p.grad = self.stand_in = SparseMean.of(p)
-        self._aside = None
+        self._aside, self._adding = None, False
 
     def set_aside(self, name: str) -> None:
         """Autograd may add to the gradient, in this back-propagation or a later one: it adds to zeros instead."""
+        if self.stand_in is None:
+            return
         p = self.params[name]
-        if self.stand_in is not None and p.grad is self.stand_in:
+        if p.grad is self.stand_in:
             p.grad = self._aside = torch.zeros_like(p, requires_grad=False)
+        self._adding = self._aside is not None and p.grad is self._aside
+        self._note()
+
+    def added(self, name: str) -> None:
+        """Autograd has added to the gradient, maybe as a new tensor (`create_graph=True`)."""
+        if self._adding:
+            self._aside, self._adding = self.params[name].grad, False
+            self._note()
+
+    def _note(self) -> None:
+        self._version = -1 if self._aside is None else self._aside._version
+
+    def changed_aside(self) -> bool:
+        """Whether what was set aside has been changed in place, which the gradient that was taken has not seen.
+
+        Zeros, as `zero_grad(set_to_none=False)` of a model writes them, throw that gradient away.
+        """
+        aside = self._aside
+        if aside is None or aside._version == self._version:
+            return False
+        if any(p.grad is aside for p in self.params.values()) and aside.any():
+            return True
+        self._aside = None
+        return False
 
     @torch.no_grad()
     def give_back(self, compressor: Compressor) -> None:
@@ -187,6 +215,7 @@ class Bucket:
             return
         assert self.gradient is not None
         [(name, p)] = self.params.items()
+        self.changed_aside()
         if p.grad is stand_in or (self._aside is not None and p.grad is self._aside):
             compressor.give_back()
             gradient = self.gradient.views[name]

@@ -15,6 +15,7 @@ from typing import NoReturn
 import torch
 
 from sparsecoll.errors import NonFiniteError
+from sparsecoll.torch.bucket import Bucket
 from sparsecoll.torch.buckets import Buckets
 from sparsecoll.torch.compressors import Compressor
 from sparsecoll.torch.grad_scaler import LossScale
@@ -84,9 +85,23 @@ class Reducer:
     def accumulating(self, name: str) -> None:
         """Autograd may be about to add to a parameter's gradient."""
         self._refuse_sparse_means()
-        if name in self.buckets.index_of:
-            self.buckets[self.buckets.index_of[name]][0].set_aside(name)
+        bucket = self._bucket_of(name)
+        if bucket is not None:
+            self._refuse_changes(bucket)
+            bucket.set_aside(name)
         self._means.look(name)
+
+    def _bucket_of(self, name: str) -> Bucket | None:
+        index = self.buckets.index_of.get(name)
+        return None if index is None else self.buckets[index][0]
+
+    def _refuse_changes(self, bucket: Bucket) -> None:
+        """Let a reduction fail whose gradient was changed while a part of it was taken (see `Bucket.set_aside`)."""
+        if bucket.changed_aside():
+            self._sender.failed = RuntimeError(
+                f"gradient of {bucket.layout.names[0]!r}: expected zero_grad() or another back-propagation after one"
+                " that raised, since sparse_step=True, got a gradient that was changed in place"
+            )
 
     def _refuse_sparse_means(self) -> None:
         """Let a reduction fail that would add gradients to means which stay sparse."""
@@ -99,6 +114,9 @@ class Reducer:
 
     def accumulated(self, name: str) -> None:
         """Autograd has added to a parameter's gradient."""
+        bucket = self._bucket_of(name)
+        if bucket is not None:
+            bucket.added(name)
         self._means.accumulated(name)
         if not self._opened:
             self._open()
@@ -164,6 +182,8 @@ class Reducer:
     def _attempt(self, flags: int, name: str) -> Round | None:
         """One reduction of all buckets; None if it has to be made again."""
         self._refuse_sparse_means()
+        for bucket, _ in self.buckets:
+            self._refuse_changes(bucket)
         if self._opened:
             self._take_back(self._means.replaced())
         else:

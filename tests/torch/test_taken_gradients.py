@@ -178,10 +178,11 @@ class Broken(torch.autograd.Function):
         raise KeyError("broken off")
 
 
-def broken_off(model, data):
+def broken_off(model, data, **options):
     """Back-propagate to the last layers only."""
     x, y = data
-    torch.nn.functional.cross_entropy(model[2:](Broken.apply(model[:2](x))), y).backward()
+    with pytest.raises(KeyError, match="broken off"):
+        torch.nn.functional.cross_entropy(model[2:](Broken.apply(model[:2](x))), y).backward(**options)
 
 
 @pytest.mark.parametrize("then", ["optimizer.zero_grad", "zeros", "model.zero_grad", "accumulate"])
@@ -193,8 +194,7 @@ def test_back_propagation_that_is_broken_off(sizes, then):
         train(comm, model, optimizer, range(3))
         optimizer.zero_grad()
         before = len(sizes)
-        with pytest.raises(KeyError, match="broken off"):
-            broken_off(model, batch(comm.rank, 3))
+        broken_off(model, batch(comm.rank, 3))
         grown.append(len(sizes) > before)
         if then == "optimizer.zero_grad":
             optimizer.zero_grad()
@@ -208,6 +208,58 @@ def test_back_propagation_that_is_broken_off(sizes, then):
 
     compared(run)
     assert any(grown)
+
+
+@pytest.mark.parametrize(
+    ("then", "backward"),
+    [("zeros", True), ("model zeros", True), ("model zeros", False), ("model.zero_grad", True), ("accumulate", True)],
+)
+@pytest.mark.parametrize("graph", [True, False])
+def test_two_back_propagations_that_are_broken_off(sizes, then, graph, backward):
+    """The second one adds to what the first one has found; a step without another one takes what there is."""
+
+    def run(comm, model, optimizer):
+        train(comm, model, optimizer, range(3))
+        optimizer.zero_grad()
+        for step in range(2):
+            broken_off(model, batch(comm.rank, step), create_graph=graph and step == 1)
+        if then == "zeros":
+            optimizer.zero_grad(set_to_none=False)
+        elif then == "model zeros":
+            model.zero_grad(set_to_none=False)
+        elif then == "model.zero_grad":
+            model.zero_grad()
+        if backward:
+            loss_of(model, batch(comm.rank, 4)).backward()
+        optimizer.step()
+        train(comm, model, optimizer, range(5, 7))
+
+    compared(run)
+    assert sizes
+
+
+@pytest.mark.parametrize("backward", [True, False])
+def test_a_gradient_that_is_changed_while_a_part_of_it_is_taken(sizes, backward):
+    def program(comm):
+        model = net()
+        optimizer = optimizer_of(comm, model)
+        train(comm, model, optimizer, range(3))
+        before = state(model, optimizer)
+        optimizer.zero_grad()
+        for step in range(2):
+            broken_off(model, batch(comm.rank, step))
+        if comm.rank == 1:
+            model[-1].weight.grad.mul_(0.5)
+        with pytest.raises(RuntimeError, match=r"rank 1.*changed in place"):
+            if backward:
+                loss_of(model, batch(comm.rank, 4)).backward()
+            optimizer.step()
+        close(state(model, optimizer), before, rtol=0, atol=0)
+        train(comm, model, optimizer, range(3, 6))
+        return bits(model)
+
+    assert len(set(simulate(P, program).results)) == 1
+    assert sizes
 
 
 def part_of(model):
@@ -262,8 +314,7 @@ def test_another_optimizer_takes_a_parameter_over_in_a_reduction(sizes):
         train(comm, model, optimizer, range(3))
         optimizer.zero_grad()
         before = len(sizes)
-        with pytest.raises(KeyError, match="broken off"):
-            broken_off(model, batch(comm.rank, 3))
+        broken_off(model, batch(comm.rank, 3))
         assert len(sizes) > before
         x, y = batch(comm.rank, 3)
         expected = torch.autograd.grad(torch.nn.functional.cross_entropy(model(x), y), [*model[2:].parameters()])
