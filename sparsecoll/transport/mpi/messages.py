@@ -84,11 +84,12 @@ class IncomingMessage:
     def _begin(self, message: Any, status: Any, keep: bool) -> None:
         """Start to receive a chunk that was probed."""
         mpi_tag = status.Get_tag()
-        if mpi_tag >> 1 != self.tag:  # the sender failed before it had sent all chunks of the last one
+        if self._chunks and mpi_tag >> 1 != self.tag:  # the sender failed before it had sent all chunks of the last one
             self._chunks.clear()
         self.tag, self._gpu, self._full = mpi_tag >> 1, mpi_tag & 1 == 1 and keep, self._transport.full(mpi_tag)
-        self._chunks.append(self._memory(status.Get_count(MPI.BYTE)))
-        self._request = message.Irecv([self._chunks[-1], MPI.BYTE])
+        chunk = self._memory(status.Get_count(MPI.BYTE))
+        self._chunks.append(chunk)
+        self._request = message.Irecv([chunk, MPI.BYTE])
         if self.expected not in (None, self.tag):
             raise CallMismatch(f"rank {self._source} is in another call")
 
