@@ -236,7 +236,8 @@ class OkTopk(Algorithm):
         reuse = self._global
         exact = self.exact or reuse.due
         estimate = reduced if exact else reduced.threshold(reuse.value or 0.0, reduced.nnz)
-        row = [reduced.nnz, estimate.nnz, int(reduced._has_nan()), reduced._key_range()[1], load]
+        largest_key = reduced._key_range()[1]
+        row = [reduced.nnz, estimate.nnz, int(largest_key >= reduced._nan_key()), largest_key, load]
         sums, most, rows = sums_and_maxima(channel.transport, row)
         if most[2]:
             self._refuse_nan(channel, row[2])

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from sparsecoll.formats.base import HEADER, Chooser, Format, Plan, WireDtype
+from sparsecoll.formats.base import Chooser, Format, Plan, WireDtype
 from sparsecoll.formats.bitmap import Bitmap
 from sparsecoll.formats.coo import Coo
 from sparsecoll.formats.costs import CODING
@@ -51,7 +51,7 @@ class Auto(Chooser):
             raise ValueError(f"choose: expected some of {', '.join(names)}, got {self.choose}")
 
     def planned(self, x: SparseVector, wire: WireDtype) -> tuple[Format, Plan]:
-        if _coo_is_fastest(self, x.indices.dtype.itemsize):
+        if self.beta is not None and _coo_is_fastest(self, x.indices.dtype.itemsize):
             return COO, COO.plan(x, wire)
         small = [name for name in ("coo", "packed") if name in self.choose] if x.nnz <= SMALL_NNZ else []
         choices = [form for form in self.choices if form.name in (small or self.choose)]
@@ -66,8 +66,7 @@ class Auto(Chooser):
         least = 0.0
         for form in choices:
             if best and (
-                self._cost(form, HEADER.size + x.nnz * wire.stored.itemsize, x) > least  # without a byte of indices
-                or self._hopeless(form, x, wire, best[1].size)
+                self._cost(form, form.least_size(x, wire), x) > least or self._hopeless(form, x, wire, best[1].size)
             ):
                 continue
             plan = form.plan(x, wire)

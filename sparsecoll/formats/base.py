@@ -157,6 +157,10 @@ class Format(ABC):
             wire: dtype of its values on the wire.
         """
 
+    def least_size(self, x: SparseVector, wire: WireDtype) -> int:
+        """Return a number of bytes that a message of x takes at least, without a plan: those of the values."""
+        return HEADER.size + x.nnz * wire.stored.itemsize
+
     @abstractmethod
     def decode(self, buffer: Buffer, length: int) -> SparseVector:
         """Return the vector in a message, as views into `buffer` where possible.

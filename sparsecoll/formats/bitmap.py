@@ -32,7 +32,10 @@ class Bitmap(Format):
             kernels_of(x.values).bitmap_write(x.indices, first, buffer[start:middle].view(np.uint64))
             buffer[middle:].view(wire.stored)[:] = wire.pack(x.values)
 
-        return Plan(middle + x.nnz * wire.stored.itemsize, write)
+        return Plan(self.least_size(x, wire), write)
+
+    def least_size(self, x: SparseVector, wire: WireDtype) -> int:
+        return HEADER.size + 8 + 8 * -(-x._span // 64) + x.nnz * wire.stored.itemsize
 
     def decode(self, buffer: Buffer, length: int) -> SparseVector:
         wire, index, nnz = self.read_header(buffer, length)

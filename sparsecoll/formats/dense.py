@@ -33,7 +33,10 @@ class Dense(Format):
             dense[:] = 0
             dense[x.indices - x.indices.dtype.type(first)] = wire.pack(x.values)
 
-        return Plan(HEADER.size + 8 + x._span * wire.stored.itemsize, write)
+        return Plan(self.least_size(x, wire), write)
+
+    def least_size(self, x: SparseVector, wire: WireDtype) -> int:
+        return HEADER.size + 8 + x._span * wire.stored.itemsize
 
     def decode(self, buffer: Buffer, length: int) -> SparseVector:
         wire, _, nnz = self.read_header(buffer, length)

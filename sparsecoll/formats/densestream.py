@@ -94,12 +94,13 @@ class DenseStream(Format):
             wire: dtype of the values on the wire.
             samples: about the number of entries to look at, at odd intervals, so that rows of 64 differ in phase.
         """
-        step, zeros = x.nnz // samples | 1, self.gap(x.length, wire)
-        apart = x.indices[1::step] - x.indices[:-1:step]
-        new_block = 2 * number_bytes(x.length)
-        added = np.minimum((apart - 1) * wire.stored.itemsize, new_block)
+        indices, width, new_block = x.indices, wire.stored.itemsize, 2 * number_bytes(x.length)
+        step, zeros = indices.size // samples | 1, new_block // width
+        apart = indices[1::step] - indices[:-1:step]
+        added = np.minimum((apart - 1) * width, new_block)
         added[apart > zeros + 1] = new_block
-        return START + new_block + x.nnz * wire.stored.itemsize + (x.nnz - 1) * float(added.mean())
+        mean = int(added.sum()) / int(added.size)
+        return START + new_block + indices.size * width + (indices.size - 1) * mean
 
     def decode(self, buffer: Buffer, length: int) -> SparseVector:
         wire, index, nnz = self.read_header(buffer, length)

@@ -67,7 +67,7 @@ def _spared(array: Any) -> bool:
 
     Which of two NaN stays in a sum is up to a compiler, so that arrays with NaN are left to Numba on every rank.
     """
-    if array.size > SMALL or COMPILED in sys.modules:
+    if array.size > SMALL:
         return False
     return time.process_time() - _first_call() < SPARED and not (array.dtype.kind == "f" and np.isnan(array).any())
 
@@ -86,7 +86,7 @@ def kernels_of(array: Any) -> ModuleType:
         TypeError: `array` is of another type.
     """
     if isinstance(array, np.ndarray):
-        return reference if _spared(array) else host_kernels()
+        return host_kernels() if COMPILED in sys.modules or not _spared(array) else reference
     if on_gpu(array):
         from sparsecoll.kernels import gpu
 

@@ -65,10 +65,11 @@ def bits_and_mask(values: Array) -> tuple[Array, int]:
     """(unsigned array, mask) with key = bits & mask. A view for floats, |x| for integers and complex numbers."""
     if values.dtype.kind == "c":
         values = np.abs(values)
-    unsigned: Any = _UNSIGNED[values.dtype.itemsize]
+    size = values.dtype.itemsize
+    most = (1 << 8 * size) - 1
     if is_float(values.dtype):
-        return values.view(unsigned), int(np.iinfo(unsigned).max >> 1)
-    return np.abs(values).view(unsigned), int(np.iinfo(unsigned).max)
+        return values.view(_UNSIGNED[size]), most >> 1
+    return np.abs(values).view(_UNSIGNED[size]), most
 
 
 def key_of(threshold: float, dtype: np.dtype[np.generic]) -> int:
@@ -77,8 +78,8 @@ def key_of(threshold: float, dtype: np.dtype[np.generic]) -> int:
     if not is_float(dtype):
         return int(np.ceil(threshold)) if np.isfinite(threshold) else nan_key(dtype)
     with np.errstate(over="ignore"):
-        cast = np.asarray(threshold, dtype=np.float64).astype(dtype)
-    if float(cast) < threshold:
+        cast = np.asarray([threshold], dtype=np.float64).astype(dtype)
+    if float(cast[0]) < threshold:
         cast = np.nextafter(cast, np.asarray(np.inf, dtype))
     return _key(cast)
 
@@ -94,9 +95,10 @@ def magnitude_of(key: int, dtype: np.dtype[np.generic]) -> float:
 def nan_key(dtype: np.dtype[np.generic]) -> int:
     """Values of `dtype` whose key is at least this one are NaN. No key of an integer reaches it."""
     dtype = _magnitude_dtype(dtype)
-    return _key(np.asarray(np.inf, dtype)) + 1 if is_float(dtype) else 1 << (8 * dtype.itemsize)
+    return _key(np.asarray([np.inf], dtype)) + 1 if is_float(dtype) else 1 << (8 * dtype.itemsize)
 
 
-def _key(value: Any) -> int:
-    bits, mask = bits_and_mask(np.atleast_1d(value))
+def _key(value: Array) -> int:
+    """The key of the only value of an array."""
+    bits, mask = bits_and_mask(value)
     return int(bits[0]) & mask

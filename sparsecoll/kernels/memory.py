@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import numpy as np
@@ -35,11 +35,13 @@ def _rounded_size(size: int) -> int:
     return -(-size // step) * step
 
 
-def _sizes_from(rounded: int) -> Iterator[int]:
-    """The sizes of blocks that may be used for one of `rounded` bytes: sparse results are not as long every time."""
+def _fitting(rounded: int) -> int | None:
+    """The size of a free block for one of `rounded` bytes: sparse results are not as long every time."""
     for _ in range(LARGER):
-        yield rounded
+        if rounded in _free:
+            return rounded
         rounded = _rounded_size(rounded + 1)
+    return None
 
 
 def _file_returned(free: Any = _free, returned: Any = _returned, total: Any = _total, limit: int = RETAINED) -> None:
@@ -89,7 +91,7 @@ def on_gpu(array: Any) -> bool:
 
 def to_host(array: Any) -> NDArray[Any]:
     """The array itself, or a host copy of a GPU array, made after the work on the current stream."""
-    return array.get() if on_gpu(array) else array  # type: ignore[no-any-return]
+    return array if isinstance(array, np.ndarray) or not on_gpu(array) else array.get()  # type: ignore[no-any-return]
 
 
 def asarray_like(host: NDArray[Any], like: Any) -> Any:
@@ -131,7 +133,9 @@ def readonly(array: NDArray[Any]) -> NDArray[Any]:
 
 def data_ptr(array: Any) -> int:
     """The address of an array's first item."""
-    return int(array.data.ptr) if on_gpu(array) else array.__array_interface__["data"][0]  # type: ignore[no-any-return]
+    if isinstance(array, np.ndarray) or not on_gpu(array):
+        return array.__array_interface__["data"][0]  # type: ignore[no-any-return]
+    return int(array.data.ptr)
 
 
 def may_share_memory(a: Any, b: Any) -> bool:
@@ -166,8 +170,9 @@ def empty(size: int, dtype: Any, like: Any = None) -> NDArray[Any]:
         return np.empty(size, dtype)
     rounded = _rounded_size(nbytes)
     with _lock:
-        _file_returned()
-        fitting = next((size for size in _sizes_from(rounded) if size in _free), None)
+        if _returned:
+            _file_returned()
+        fitting = _fitting(rounded)
         if fitting is None:
             raw = _aligned(rounded)
         else:

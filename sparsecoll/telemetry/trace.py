@@ -30,7 +30,7 @@ class Listener(Protocol):
 
 
 class _OfThread(threading.local):
-    listeners: tuple[Listener, ...] = ()  # the most recent one first
+    listener: Listener | None = None  # one, or several as a _Pair
 
 
 _of_thread = _OfThread()
@@ -39,7 +39,7 @@ _nothing = contextlib.nullcontext()
 
 def listening() -> bool:
     """Return whether there is a listener, for spans whose amounts take time to compute."""
-    return bool(_of_thread.listeners)
+    return _of_thread.listener is not None
 
 
 def span(kind: str, amount: int = 0, extent: int = 0) -> AbstractContextManager[object]:
@@ -50,29 +50,36 @@ def span(kind: str, amount: int = 0, extent: int = 0) -> AbstractContextManager[
         amount: how much work it is, in the unit of the kind.
         extent: for "merge", the number of coordinates from the first index to the last.
     """
-    listeners = _of_thread.listeners
-    if not listeners:
-        return _nothing
-    if len(listeners) == 1:
-        return listeners[0].span(kind, amount=amount, extent=extent)
-    return _Nested(listeners, kind, amount, extent)
+    listener = _of_thread.listener
+    return _nothing if listener is None else listener.span(kind, amount=amount, extent=extent)
+
+
+class _Pair:
+    """A listener, and the one that was there before it."""
+
+    def __init__(self, listener: Listener, before: Listener) -> None:
+        self._listener, self._before = listener, before
+
+    def span(self, kind: str, /, *, amount: int, extent: int) -> _Nested:
+        of_both = (listener.span(kind, amount=amount, extent=extent) for listener in (self._listener, self._before))
+        return _Nested(*of_both)
 
 
 class _Nested:
-    """The context managers of several listeners, for one span."""
+    """The context managers of two listeners, for one span."""
 
-    __slots__ = ("_spans",)
+    __slots__ = ("_inner", "_outer")
 
-    def __init__(self, listeners: tuple[Listener, ...], kind: str, amount: int, extent: int) -> None:
-        self._spans = [listener.span(kind, amount=amount, extent=extent) for listener in listeners]
+    def __init__(self, outer: AbstractContextManager[object], inner: AbstractContextManager[object]) -> None:
+        self._outer, self._inner = outer, inner
 
     def __enter__(self) -> None:
-        for span in self._spans:
-            span.__enter__()
+        self._outer.__enter__()
+        self._inner.__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        for span in reversed(self._spans):
-            span.__exit__(*error)
+        self._inner.__exit__(*error)
+        self._outer.__exit__(*error)
 
 
 L = TypeVar("L", bound=Listener)
@@ -87,12 +94,12 @@ def record(listener: L) -> Iterator[L]:
     >>> [kind for kind, seconds in recorder.seconds.items() if seconds]
     ['dense']
     """
-    before = _of_thread.listeners
-    _of_thread.listeners = (listener, *before)
+    before = _of_thread.listener
+    _of_thread.listener = listener if before is None else _Pair(listener, before)
     try:
         yield listener
     finally:
-        _of_thread.listeners = before
+        _of_thread.listener = before
 
 
 class Recorder:
@@ -110,27 +117,29 @@ class Recorder:
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
         self.seconds = dict.fromkeys(KINDS, 0.0)
         self._now = now
-        self._inner = [0.0]  # seconds of nested work in each open span
+        self._open: list[list[float]] = [[0.0, 0.0]]  # the start of each open span, and the seconds of nested work
+        self._spans = {kind: _Recorded(self, kind) for kind in KINDS}
 
     def span(self, kind: str, /, *, amount: int = 0, extent: int = 0) -> AbstractContextManager[None]:
         """Time a span of work, as a listener."""
-        return _Recorded(self, kind)
+        return self._spans[kind]
 
 
 class _Recorded:
-    """A span of a Recorder: a class, since a generator takes three times as long."""
+    """The spans of one kind of a Recorder: a class, since a generator takes three times as long."""
 
-    __slots__ = ("_kind", "_recorder", "_start")
+    __slots__ = ("_kind", "_recorder")
 
     def __init__(self, recorder: Recorder, kind: str) -> None:
         self._recorder, self._kind = recorder, kind
 
     def __enter__(self) -> None:
-        self._recorder._inner.append(0.0)
-        self._start = self._recorder._now()
+        recorder = self._recorder
+        recorder._open.append([recorder._now(), 0.0])
 
     def __exit__(self, *error: object) -> None:
         recorder = self._recorder
-        whole = recorder._now() - self._start
-        recorder.seconds[self._kind] += whole - recorder._inner.pop()
-        recorder._inner[-1] += whole
+        start, inner = recorder._open.pop()
+        whole = recorder._now() - start
+        recorder.seconds[self._kind] += whole - inner
+        recorder._open[-1][1] += whole

@@ -86,13 +86,15 @@ def bucket_span(timeline: Timeline | None, index: int, length: int) -> Iterator[
         index: of the bucket.
         length: its values.
     """
-    with contextlib.ExitStack() as stack:
-        if _profiled():
-            stack.enter_context(torch.profiler.record_function(f"sparsecoll: bucket {index}"))
-        if timeline is not None:
-            stack.enter_context(timeline.span(f"bucket {index}", values=length))
-            stack.enter_context(trace.record(timeline))
-        yield stack.enter_context(trace.record(trace.Recorder()))
+    name = f"bucket {index}"
+    profiled = torch.profiler.record_function(f"sparsecoll: {name}") if _profiled() else contextlib.nullcontext()
+    with profiled:
+        if timeline is None:
+            with trace.record(trace.Recorder()) as recorder:
+                yield recorder
+            return
+        with timeline.span(name, values=length), trace.record(timeline), trace.record(trace.Recorder()) as recorder:
+            yield recorder
 
 
 def _profiled() -> bool:

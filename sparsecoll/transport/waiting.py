@@ -47,7 +47,7 @@ class Watchdog:
         self._timeout = timeout
         self._error = error
         self._abort = abort
-        self._start = self._warned = time.monotonic()
+        self._start = self._warned = self._checked = time.monotonic()
 
     def check(self) -> float:
         """Log a warning if it is due; return the seconds until the next check.
@@ -55,7 +55,8 @@ class Watchdog:
         Raises:
             CommunicationError: The timeout is over.
         """
-        now, patience = time.monotonic(), WATCHDOG_SECONDS if self._error is None else ERROR_SHOWN_SECONDS
+        now = self._checked = time.monotonic()
+        patience = WATCHDOG_SECONDS if self._error is None else ERROR_SHOWN_SECONDS
         if self._timeout is not None and now - self._start > self._timeout:
             self._give_up(self._timeout)
         if now - self._warned > patience:

@@ -39,6 +39,13 @@ class DenseVector(Values):
         self._array = dense_values(values)
 
     @classmethod
+    def _unchecked(cls, values: NDArray[Any]) -> DenseVector:
+        """Return a vector of an array that is valid: 1-D, contiguous, of a supported dtype."""
+        vector = object.__new__(cls)
+        vector._array = values
+        return vector
+
+    @classmethod
     def zeros(cls, length: int, dtype: Any, like: SparseVector | DenseVector) -> DenseVector:
         """Return `length` zeros, on the GPU if `like` is there."""
         zeros = cls.empty(length, dtype, like)
@@ -48,7 +55,7 @@ class DenseVector(Values):
     @classmethod
     def empty(cls, length: int, dtype: Any, like: SparseVector | DenseVector) -> DenseVector:
         """Return `length` uninitialised values, on the GPU if `like` is there."""
-        return cls(empty(length, dtype, like.values))
+        return cls._unchecked(empty(length, dtype, like.values))
 
     @classmethod
     def marked(cls, entries: SparseVector) -> DenseVector:
@@ -95,7 +102,7 @@ class DenseVector(Values):
 
     def slice(self, start: int, stop: int) -> DenseVector:
         """Return coordinates start..stop-1 as a vector of their own, a view."""
-        return DenseVector(self.values[start:stop])
+        return DenseVector._unchecked(self._array[start:stop])
 
     def take(self, indices: NDArray[Any]) -> SparseVector:
         """Return the values at ascending unique indices (of `index_dtype(length)`), zeros among them."""

@@ -119,7 +119,7 @@ def test_auto_plans_two_formats_for_a_message_of_few_entries(monkeypatch):
         assert formats.Auto(choose=("bitmap",)).size(x) == FORMATS["bitmap"].size(x)
     planned.clear()
     formats.encode(runs(33))
-    assert len(set(planned)) == 5
+    assert set(planned) == {"coo", "dense", "packed", "densestream"}  # a bitmap would surely be larger
 
 
 def test_auto_on_a_fast_link_does_not_pay_for_coding():

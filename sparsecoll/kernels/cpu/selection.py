@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 from itertools import pairwise
 from typing import Any
 
@@ -59,15 +60,27 @@ def lanes_of(values: Array, write: bool = False) -> tuple[Array, Any]:
     """(floats as unsigned bit patterns, integers as they are; the mask that removes the sign)."""
     if not values.flags.c_contiguous:
         raise ValueError("values: expected a contiguous array")
-    unsigned = np.dtype(f"u{values.dtype.itemsize}")
-    mask = unsigned.type(np.iinfo(unsigned).max >> 1)
-    bits = values.view(unsigned) if values.dtype.kind == "f" else values
+    lane, mask = _lane(values.dtype)
+    bits = values if lane is None else values.view(lane)
     return bits if write else readonly(bits), mask
+
+
+@functools.cache
+def _lane(dtype: np.dtype[Any]) -> tuple[np.dtype[Any] | None, Any]:
+    """(the unsigned dtype of the bit patterns of floats, None for integers; the mask that removes the sign)."""
+    unsigned = np.dtype(f"u{dtype.itemsize}")
+    mask = unsigned.type(np.iinfo(unsigned).max >> 1)
+    return unsigned if dtype.kind == "f" else None, mask
 
 
 def count_at_least(values: Array, key: int) -> int:
     bits, mask = lanes_of(values)
-    return 0 if key > np.iinfo(mask.dtype).max else int(_count(bits, mask, mask.dtype.type(key)))
+    return 0 if _beyond(key, mask) else int(_count(bits, mask, mask.dtype.type(key)))
+
+
+def _beyond(key: int, mask: Any) -> bool:
+    """Whether no value can reach a key."""
+    return key > 2 * int(mask) + 1
 
 
 def key_range(values: Array) -> tuple[int, int]:
@@ -97,7 +110,7 @@ def select_at_least(
     momentum: Momentum | None = None,
 ) -> tuple[Array, Array]:
     mask = lanes_of(values)[1]
-    beyond = key > np.iinfo(mask.dtype).max  # no value can reach it
+    beyond = _beyond(key, mask)
     if momentum is not None and (beyond or moments is not None or not _in_lanes(values, add, momentum)):
         (values, out), momentum = begun(values, out, momentum, accumulate, nesterov), None
     if values.dtype == np.float16 or (add is not None and add[0].dtype == np.float16):  # no arithmetic here

@@ -31,6 +31,7 @@ class Connections:
     def __init__(self) -> None:
         self.announcing = False
         self._watched: select.poll | None = None
+        self._room = select.poll()  # tells those that take bytes
         self._all: list[int] = []
         self._scanned = -math.inf
         self._woken = False
@@ -65,6 +66,7 @@ class Connections:
         for number, event in events:
             if event & select.POLLNVAL:  # closed since
                 self._watched.unregister(number)
+                self._room.unregister(number)
                 self._all.remove(number)
         if moving:  # its bytes end one sleep after the other
             return
@@ -78,11 +80,11 @@ class Connections:
 
     def _full(self) -> list[int]:
         """Return the connections that take no more bytes now."""
-        poll = select.poll()
-        for number in self._all:
-            poll.register(number, select.POLLOUT)
-        writable = {number for number, _ in poll.poll(0)}
-        return [number for number in self._all if number not in writable]
+        writable = self._room.poll(0)
+        if len(writable) == len(self._all):
+            return []
+        numbers = {number for number, _ in writable}
+        return [number for number in self._all if number not in numbers]
 
     def _scan(self) -> None:
         self._all, self._watched = [], None
@@ -96,9 +98,10 @@ class Connections:
             return
         self._all = [number for number in numbers if _is_connection(number)]
         if self._all:
-            self._watched = select.poll()
+            self._watched, self._room = select.poll(), select.poll()
             for number in self._all:
                 self._watched.register(number, select.POLLIN)
+                self._room.register(number, select.POLLOUT)
 
 
 def _is_connection(number: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,13 +25,18 @@ class IncomingMessage:
         source: rank that sends it.
         into: memory for the message, used if it has the message's size and is where the message comes from (host or
             GPU); None, the default, for memory of its own.
+        expected: tag that it must have; None, the default, for any.
 
     Attributes:
+        expected: see above.
         tag: tag of the message; -1 before its first chunk.
         complete: whether all chunks are here.
     """
 
-    def __init__(self, transport: MpiTransport, source: int, into: Buffer | None = None) -> None:
+    def __init__(
+        self, transport: MpiTransport, source: int, into: Buffer | None = None, expected: int | None = None
+    ) -> None:
+        self.expected = expected
         self._transport = transport
         self._source = source
         self._into = into
@@ -51,27 +57,41 @@ class IncomingMessage:
 
         Args:
             keep: False if the message is discarded and need not be copied to the GPU (default: True).
+
+        Raises:
+            CallMismatch: The message has another tag than the one expected.
+            CommunicationError: An error of MPI.
         """
-        while not self.complete:
-            if self._request is None:
-                status = self._transport.status
-                message = self._transport.comm.Improbe(self._source, MPI.ANY_TAG, status)
-                if message is None:
+        transport = self._transport
+        try:
+            while not self.complete:
+                if self._request is None:
+                    message = transport.comm.Improbe(self._source, MPI.ANY_TAG, transport.status)
+                    if message is None:
+                        return False
+                    self._begin(message, transport.status, keep)
+                if not self._request.Test():
                     return False
-                mpi_tag = status.Get_tag()
-                if mpi_tag >> 1 != self.tag:  # the sender failed before it had sent all chunks of the last one
-                    self._chunks.clear()
-                self.tag, self._gpu, self._full = mpi_tag >> 1, mpi_tag & 1 == 1 and keep, self._transport.full(mpi_tag)
-                self._chunks.append(self._memory(status.Get_count(MPI.BYTE)))
-                self._request = message.Irecv([self._chunks[-1], MPI.BYTE])
-            if not self._request.Test():
-                return False
-            self._request = None
-            self.complete = self._chunks[-1].size < self._full
-            if self._gpu:
-                chunk = self._chunks.pop()
-                self._chunks.append(self._transport.staging().arrived(chunk, self._slice_of_into(chunk.size)))
+                self._request = None
+                self.complete = self._chunks[-1].size < self._full
+                if self._gpu:
+                    chunk = self._chunks.pop()
+                    self._chunks.append(transport.staging().arrived(chunk, self._slice_of_into(chunk.size)))
+        except MPI.Exception as error:
+            raise transport.lost(f"receiving from rank {self._source}", error) from error
         return True
+
+    def _begin(self, message: Any, status: Any, keep: bool) -> None:
+        """Start to receive a chunk that was probed."""
+        mpi_tag = status.Get_tag()
+        if self._chunks and mpi_tag >> 1 != self.tag:  # the sender failed before it had sent all chunks of the last one
+            self._chunks.clear()
+        self.tag, self._gpu, self._full = mpi_tag >> 1, mpi_tag & 1 == 1 and keep, self._transport.full(mpi_tag)
+        chunk = self._memory(status.Get_count(MPI.BYTE))
+        self._chunks.append(chunk)
+        self._request = message.Irecv([chunk, MPI.BYTE])
+        if self.expected not in (None, self.tag):
+            raise CallMismatch(f"rank {self._source} is in another call")
 
     def _slice_of_into(self, size: int) -> Buffer | None:
         """Return the part of `into` for the next chunk; None if it does not fit there."""
@@ -83,7 +103,7 @@ class IncomingMessage:
 
     def _memory(self, size: int) -> Buffer:
         """Return the memory to which MPI writes the next chunk."""
-        part = self._slice_of_into(size)
+        part = None if self._into is None else self._slice_of_into(size)
         if not self._gpu:
             return empty(size, np.uint8) if part is None else part
         staging = self._transport.staging()
@@ -102,51 +122,39 @@ class IncomingMessage:
         return np.concatenate(self._chunks)
 
 
-class MpiReceive:
+class MpiReceive(IncomingMessage):
     """A receive request for the next message from one source; its tag must be that of the call."""
-
-    def __init__(self, transport: MpiTransport, source: int, into: Buffer | None) -> None:
-        self._transport = transport
-        self._source = source
-        self._tag = transport.tag
-        self.incoming = IncomingMessage(transport, source, into)
-
-    def poll(self) -> bool:
-        """Receive what has arrived; return whether the message is complete.
-
-        Raises:
-            CallMismatch: The message has another tag.
-        """
-        try:
-            complete = self.incoming.poll()
-        except MPI.Exception as error:
-            raise self._transport.lost(f"receiving from rank {self._source}", error) from error
-        if self.incoming.tag not in (self._tag, -1):
-            raise CallMismatch(f"rank {self._source} is in another call")
-        return complete
 
     def wait(self) -> Buffer:
         """Wait for the message; earlier requests of this source are served first."""
-        transport, queue = self._transport, self._transport.expected[self._source]
+        queue = self._transport.expected[self._source]
+        while not self.complete and queue[0].poll():
+            queue.popleft()
+        if not self.complete:
+            self._wait(queue)
+        return self.joined()
+
+    def _wait(self, queue: deque[MpiReceive]) -> None:
+        """Wait for a message that was not there when it was looked for."""
+        transport = self._transport
         at_once = transport.overlapped or transport.pace.slow  # between machines, a rank then sleeps at once
         spins = POLLS if at_once and not transport.one_node else SPINS
         waiter: Waiter | None = None
         slept = False  # before anything of the message was here
-        while not self.incoming.complete:
-            if queue[0].poll():
-                queue.popleft()
-            elif spins:
+        while not self.complete:
+            if spins:
                 spins -= 1
                 yield_core()
             else:
                 waiter = waiter or transport.waiter(lambda: f"waits for a message of rank {self._source}")
-                begun = queue[0].incoming.begun
+                begun = queue[0].begun
                 if slept and begun:
                     transport.connections.came()
                 paused = transport.pause(waiter)
                 slept, spins = paused and not begun, POLLS - 1 if paused else 0
+            while not self.complete and queue[0].poll():
+                queue.popleft()
         if slept:
             transport.connections.came()
         if waiter is not None:
             transport.pace.note(waiter.waited)
-        return self.incoming.joined()

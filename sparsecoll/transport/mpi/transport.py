@@ -15,7 +15,16 @@ from sparsecoll.errors import CommunicationError
 from sparsecoll.formats import Buffer
 from sparsecoll.kernels.memory import on_gpu
 from sparsecoll.telemetry.trace import span
-from sparsecoll.transport.base import CALL_PARENT, ERROR_TAG, FIRST_TAG, FORKED, PHASES, REVOKE_TAG, Transport
+from sparsecoll.transport.base import (
+    CALL_PARENT,
+    ERROR_TAG,
+    FIRST_TAG,
+    FORKED,
+    PHASES,
+    REVOKE_TAG,
+    Transport,
+    out_of_use,
+)
 from sparsecoll.transport.mpi import info
 from sparsecoll.transport.mpi.allreduce import NativeSum
 from sparsecoll.transport.mpi.connections import Connections
@@ -116,7 +125,9 @@ class MpiTransport(Transport):
                 self._sends.popleft()
         except MPI.Exception as error:
             raise self.lost("sending", error) from error
-        return bool(self._sends) or any(self.expected[s] and self.expected[s][0].incoming.begun for s in self._sources)
+        if self._sends:
+            return True
+        return any(self.expected[s] and self.expected[s][0].begun for s in self._sources)
 
     def lost(self, what: str, error: MPI.Exception) -> CommunicationError:
         """Mark the communicator as broken by an error of MPI, and return the exception to raise."""
@@ -127,7 +138,8 @@ class MpiTransport(Transport):
         if MPI.Is_finalized():  # any other function of MPI would abort the process
             self.broken, self.cure = FINALIZED, CALL_BEFORE
             self._revoked = True  # the others are told nothing
-        super()._check()
+        if self.broken:
+            raise out_of_use(self.broken, self.cure)
 
     # -- sending
 
@@ -169,7 +181,7 @@ class MpiTransport(Transport):
 
     def _irecv(self, source: int, into: Buffer | None) -> MpiReceive:
         self._check()
-        request = MpiReceive(self, source, into)
+        request = MpiReceive(self, source, into, self.tag)
         self.expected[source].append(request)
         self._sources.add(source)
         return request
@@ -220,7 +232,8 @@ class MpiTransport(Transport):
         self._send_to_all(report, ERROR_TAG + self.calls % PHASES)
         channels: dict[int, IncomingMessage] = {}
         for source, queue in enumerate(self.expected):  # the first chunks of a message may be here
-            channels[source] = queue[0].incoming if queue else IncomingMessage(self, source)
+            channels[source] = queue[0] if queue else IncomingMessage(self, source)
+            channels[source].expected = None
             queue.clear()
         del channels[self.rank]
         reports: list[Buffer | None] = [None] * self.size
@@ -228,11 +241,8 @@ class MpiTransport(Transport):
         while channels:
             arrived = False
             for source, incoming in list(channels.items()):
-                try:
-                    if not incoming.poll(keep=False):
-                        continue
-                except MPI.Exception as failed:
-                    raise self.lost(f"receiving from rank {source}", failed) from failed
+                if not incoming.poll(keep=False):
+                    continue
                 arrived = True
                 if incoming.tag >= FIRST_TAG:
                     channels[source] = IncomingMessage(self, source)

@@ -110,7 +110,7 @@ class Waiter(Watchdog):
         """
         self._polls += 1
         due = self.check()
-        waited = self.waited
+        waited = self._checked - self._start
         brief = waited < self._yield_seconds
         on_its_way = not brief and moving()
         if brief or (on_its_way and self._polls < self._yields):
