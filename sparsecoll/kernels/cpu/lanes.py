@@ -66,6 +66,7 @@ end_stream = blocks.end_stream
 narrow_block = blocks.narrow_block
 stream_block = blocks.stream_block
 widen_block = blocks.widen_block
+LINE_BYTES = 64  # of a line of the caches
 STREAMED = 1 << 24  # bytes of an array from which on it is written past the caches: it would not stay there anyway
 
 

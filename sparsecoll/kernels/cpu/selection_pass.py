@@ -10,10 +10,21 @@ from __future__ import annotations
 import numpy as np
 
 from sparsecoll.kernels.cpu.additions import add_range, sum_range, velocity_range
-from sparsecoll.kernels.cpu.lanes import BLOCK, compress_block, end_stream, inlined, jit, magnitude_key
+from sparsecoll.kernels.cpu.lanes import (
+    BLOCK,
+    LINE_BYTES,
+    compress_block,
+    end_stream,
+    inlined,
+    jit,
+    magnitude_key,
+    prefetch,
+)
 from sparsecoll.kernels.reference.selection import MOMENT_LANES, MOMENT_ROWS
 
 OFTEN = 10  # entries taken of a chunk; after more of them, branches would often be predicted wrongly in the next one
+FAR = 1 << 20  # items of an array from which on it is not in a core's caches when a pass begins
+AHEAD = 1024  # items from a block to the one that is loaded meanwhile
 CHUNK = 2048  # items per chunk; a multiple of MOMENT_LANES and of lanes.BLOCK
 LINE = MOMENT_ROWS * MOMENT_LANES  # items of a line of moments; a multiple of CHUNK
 
@@ -59,6 +70,15 @@ def _add_moments(values, start, stop, sums, lines):  # type: ignore[no-untyped-d
 
 
 @inlined
+def _prefetch(bits, new_velocity, start):  # type: ignore[no-untyped-def]
+    """Have the processor load a block of what the pass writes: stores wait longer for memory than loads."""
+    for place in range(start, start + BLOCK, LINE_BYTES // bits.itemsize):
+        prefetch(bits, place)
+        if new_velocity is not None:
+            prefetch(new_velocity, place)
+
+
+@inlined
 def _take(  # type: ignore[no-untyped-def]
     bits,
     origin,
@@ -80,6 +100,7 @@ def _take(  # type: ignore[no-untyped-def]
     clear,
     stream,
     often,
+    far,
 ):
     """Append the selected items of a chunk to the outputs, which have room for all of it and BLOCK more.
 
@@ -88,6 +109,8 @@ def _take(  # type: ignore[no-untyped-def]
     """
     if often:  # a loop for each value: one loop takes 1.2 to 1.6 times as long where a tenth and more is taken
         for at in range(start, first, BLOCK):
+            if far and origin is None:
+                _prefetch(bits, new_velocity, at + AHEAD)
             count = compress_block(
                 bits,
                 origin,
@@ -110,6 +133,8 @@ def _take(  # type: ignore[no-untyped-def]
             )
     else:
         for at in range(start, first, BLOCK):
+            if far and origin is None:
+                _prefetch(bits, new_velocity, at + AHEAD)
             count = compress_block(
                 bits,
                 origin,
@@ -185,7 +210,7 @@ def select_chunks(  # type: ignore[no-untyped-def]
     `source` and `added` are the bit patterns of `origin` and `addend` where `_take` adds them, else None. It then also
     replaces a gradient by that with momentum, unless `velocity` is None.
     """
-    often = False
+    often, far = False, bits.size >= FAR
     while start < bits.size:
         stop = min(start + CHUNK, bits.size)
         if count + (stop - start) + BLOCK > out_i.size:
@@ -225,6 +250,7 @@ def select_chunks(  # type: ignore[no-untyped-def]
             clear,
             stream,
             often,
+            far,
         )
         often = count - before > OFTEN
         start = stop
@@ -259,4 +285,5 @@ def select_all(bits, mask, key, indices, start, out_i, out_v, count):  # type: i
         None,
         None,
         True,
+        False,
     )

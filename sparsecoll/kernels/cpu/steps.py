@@ -8,12 +8,20 @@ from typing import Any
 import numpy as np
 
 from sparsecoll.kernels import threads
-from sparsecoll.kernels.cpu.lanes import jit
+from sparsecoll.kernels.cpu.lanes import LINE_BYTES, inlined, jit, prefetch
 from sparsecoll.kernels.cpu.sums import end
 from sparsecoll.kernels.keys import Array
 from sparsecoll.kernels.memory import readonly
 
 PART = 1 << 11  # parameters that stay in the cache between two loops over them
+STRIP = 1 << 7  # of them between two requests for memory of the next part
+
+
+@inlined
+def _prefetch(array, start):  # type: ignore[no-untyped-def]
+    """Have the processor load a strip: nothing else does while the entries of a part are added."""
+    for place in range(start, start + STRIP, LINE_BYTES // array.itemsize):
+        prefetch(array, place)
 
 
 @jit
@@ -35,8 +43,11 @@ def _step(  # type: ignore[no-untyped-def]
             last += 1
         if velocity is not None:
             v = velocity[begin:until]
-            for i in range(v.size):
-                v[i] *= momentum
+            for begun in range(0, v.size, STRIP):
+                _prefetch(velocity, begin + begun + PART)
+                strip = v[begun : begun + STRIP]
+                for i in range(strip.size):
+                    strip[i] *= momentum
             _add_entries(v, base, indices, values, first, last, damped)
             if damped_decay is not None:
                 for i in range(v.size):
@@ -47,8 +58,11 @@ def _step(  # type: ignore[no-untyped-def]
         if share is not None:
             _add_entries(p, base, indices, values, first, last, share)
         if velocity is not None:
-            for i in range(p.size):
-                p[i] -= rate * v[i]
+            for begun in range(0, p.size, STRIP):
+                _prefetch(params, begin + begun + PART)
+                strip, moved = p[begun : begun + STRIP], v[begun : begun + STRIP]
+                for i in range(strip.size):
+                    strip[i] -= rate * moved[i]
         first = last
 
 
