@@ -5,7 +5,9 @@
 
 Overlap: LAYERS layers of equal size, each in a bucket of its own, whose back-propagation takes as long in all as dense
 communication. It either computes (products of small matrices, which release the GIL) or waits for a device (sleep).
-"hidden" is (time without overlap - time with it) / min(back-propagation, communication).
+"hidden" is (time without overlap - time with it) / min(back-propagation, communication). "CPU s" is the processor time
+that communication takes, selection and encoding included, and "at most" the share that is left to hide behind a
+back-propagation that needs the core itself.
 
 Waits: rank 1 waits for a message of rank 0, which comes after a given time. "core" is the CPU time of the thread that
 waits as a share of the time waited, "late" the microseconds from the end of that time until the message is there.
@@ -64,8 +66,10 @@ class Layer(torch.autograd.Function):
         return gradient, ctx.saved_tensors[0] * ctx.scale, None, None
 
 
-def seconds_of_step(comm: Any, work: Callable[[], None], repeat: int, compressor: Any = None, **options: Any) -> float:
-    """Return the median seconds of a step on the slowest rank; without compressor, of one without communication."""
+def seconds_of_step(
+    comm: Any, work: Callable[[], None], repeat: int, compressor: Any = None, **options: Any
+) -> tuple[float, float]:
+    """Return the median seconds and CPU seconds of a step on the slowest rank; without compressor, of it alone."""
     generator = torch.Generator().manual_seed(comm.rank)
     weights = [torch.nn.Parameter(torch.randn(VALUES, generator=generator)) for _ in range(LAYERS)]
     optimizer: Any = torch.optim.SGD(weights, 1e-6)
@@ -76,30 +80,34 @@ def seconds_of_step(comm: Any, work: Callable[[], None], repeat: int, compressor
     for _ in range(repeat + 2):
         optimizer.zero_grad()
         comm.Barrier()
-        start = time.perf_counter()
+        start, cpu = time.perf_counter(), time.process_time()
         x = torch.zeros((), requires_grad=True)
         for weight in weights:
             x = Layer.apply(x, weight, work, 1.0 + comm.rank)  # type: ignore[no-untyped-call]
         x.backward()
         optimizer.step()
-        times.append(time.perf_counter() - start)
+        times.append((time.perf_counter() - start, time.process_time() - cpu))
     if compressor is not None:
         optimizer.close()
-    return float(np.median(allgather(as_transport(comm), np.array(times[2:])).max(axis=0)))
+    of_all = allgather(as_transport(comm), np.array(times[2:]).ravel())
+    seconds, cpu = np.median(of_all.max(axis=0).reshape(-1, 2), axis=0).tolist()
+    return seconds, cpu
 
 
 def overlap(comm: Any, repeat: int) -> Iterator[Row]:
     """Yield a row for each kind of work and compressor."""
-    dense = seconds_of_step(comm, lambda: None, repeat, "none") - seconds_of_step(comm, lambda: None, repeat)
+    dense = seconds_of_step(comm, lambda: None, repeat, "none")[0] - seconds_of_step(comm, lambda: None, repeat)[0]
     part = dense / LAYERS
     for kind, work in {"computes": lambda: products(part), "waits for a device": lambda: time.sleep(part)}.items():
-        alone = seconds_of_step(comm, work, repeat)
+        alone, own_cpu = seconds_of_step(comm, work, repeat)
         for name, compressor in COMPRESSORS.items():
-            apart = seconds_of_step(comm, work, repeat, compressor, overlap=False)
-            with_overlap = seconds_of_step(comm, work, repeat, compressor)
-            least = min(alone, apart - alone)
+            apart, cpu = seconds_of_step(comm, work, repeat, compressor, overlap=False)
+            with_overlap, _ = seconds_of_step(comm, work, repeat, compressor)
+            least, cpu = min(alone, apart - alone), max(0.0, cpu - own_cpu)
             row = {"back-propagation": kind, "compressor": name, "s alone": alone, "s without overlap": apart}
-            yield row | {"s with overlap": with_overlap, "hidden": (apart - with_overlap) / least}
+            row |= {"s with overlap": with_overlap, "CPU s": cpu, "hidden": (apart - with_overlap) / least}
+            row["at most"] = min(1.0, (apart - alone - cpu) / least) if kind == "computes" else None
+            yield row
 
 
 def wait_of(transport: Transport, seconds: float) -> tuple[float, float]:
