@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
@@ -280,6 +280,12 @@ class LazyAccumulator(DenseVector):
 
     def flush(self) -> LazyAccumulator:
         """Add the pending addend and put removed entries back; returns the vector itself."""
+        self.form()
+        self._put_back()
+        return self
+
+    def form(self) -> None:
+        """Add the pending addend; removed entries are left removed."""
         formed, self.formed = self.formed, None
         start, out, momentum = self._taken_over()
         kernels = self._kernels
@@ -290,8 +296,6 @@ class LazyAccumulator(DenseVector):
         elif out is not None:
             out[:] = start
         self.formed = True if formed is not None else None
-        self._put_back()
-        return self
 
     def _taken_over(self) -> tuple[NDArray[Any], NDArray[Any] | None, Momentum | None]:
         """Return where a pass begins, where it writes if that is other memory, and the momentum; they are used once."""
@@ -335,6 +339,13 @@ class LazyAccumulator(DenseVector):
             self._array[selected.indices] = 0
         self._removed = None
 
+    def has_removed(self, entries: SparseVector | DenseVector) -> TypeGuard[SparseVector]:
+        """Return whether `entries` are what the last pass has removed: the same arrays, which takes no time to see."""
+        gone = self._removed
+        if gone is None or not isinstance(entries, SparseVector) or entries.length != gone.length:
+            return False
+        return entries.indices is gone.indices and entries.values is gone.values
+
     def _put_back(self) -> None:
         if self._removed is not None:
             self._array[self._removed.indices] = self._removed.values
@@ -370,8 +381,8 @@ class LazyAccumulator(DenseVector):
 
 
 def _at_same_indices(a: SparseVector, b: SparseVector) -> bool:
-    """Return whether two vectors have the same indices; most often they are one object, which takes no time."""
-    return a is b or (a.nnz == b.nnz and bool((a.indices == b.indices).all()))
+    """Return whether two vectors have the same indices; most often they are one array, which takes no time."""
+    return a.indices is b.indices or (a.nnz == b.nnz and bool((a.indices == b.indices).all()))
 
 
 def _flushed(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -90,7 +90,7 @@ def selected(selector: Selector, x: Vector, k: int) -> SparseVector:
     if not isinstance(chosen, SparseVector):
         raise TypeError(f"selector: expected {selector!r} to return a SparseVector, got {type(chosen).__name__}")
     check_like(f"selector: expected {selector!r}", chosen, x)
-    if not _built_in(type(selector)):
+    if not built_in(type(selector)):
         own = x.intersect(chosen) if isinstance(x, SparseVector) else x.take(chosen.indices)
         if own.nnz != chosen.nnz or not _same(own.values, chosen.values).all():
             raise ValueError(
@@ -106,7 +106,8 @@ def _same(a: NDArray[Any], b: NDArray[Any]) -> NDArray[Any]:
 
 
 @functools.cache
-def _built_in(kind: type) -> bool:
+def built_in(kind: type) -> bool:
+    """Return whether a class is the library's, not the user's."""
     return kind.__module__.partition(".")[0] == "sparsecoll"
 
 

@@ -307,10 +307,17 @@ class ErrorFeedback(Compressor):
     def contributed(self, sent: Vector) -> None:
         """Subtract what contributed from acc; the rest is the trial residual.
 
+        Nothing is left to do where the pass that selected `sent` has removed these entries from acc. If it has removed
+        others, they are put back first.
+
         Raises:
             ValueError: `sent` has another length than acc.
             TypeError: It is no vector, or of a dtype that cannot be added to acc.
         """
+        if self.acc.has_removed(sent):
+            self.acc.commit(sent)
+            self._left = sent
+            return
         acc = self.acc.flush()
         if sent is acc:
             acc.values.fill(0)

@@ -15,11 +15,12 @@ from sparsecoll.formats import Format
 from sparsecoll.kernels.keys import Momentum
 from sparsecoll.kernels.memory import may_share_memory
 from sparsecoll.select import Selector, Vector
+from sparsecoll.select.base import built_in
 from sparsecoll.telemetry.trace import span
 from sparsecoll.torch.compressors.base import Compressor, ErrorFeedback, StepContext, write_mean
 from sparsecoll.torch.compressors.rates import Rates
 from sparsecoll.torch.compressors.versions import Versions
-from sparsecoll.torch.device import Array
+from sparsecoll.torch.device import CPU, Array
 from sparsecoll.torch.layout import Layout
 from sparsecoll.torch.schedule import ENTRIES, Densities, Density, as_row_density
 from sparsecoll.transport import Transport
@@ -121,6 +122,7 @@ class TopK(ErrorFeedback):
         self._algorithm = copy.deepcopy(resolve(self.algo))
         if self.selector is not None:
             self._algorithm.selector = copy.deepcopy(self.selector)
+        self._clears = layout.device is CPU and self._reads_acc_once()
         if self._densities.by_layer:
             self._selectors = [copy.deepcopy(self.selector or select.TopK()) for _ in layout.names]
         if self.momentum:
@@ -129,6 +131,11 @@ class TopK(ErrorFeedback):
         self._rates: Rates | None = None
         if self.follow_lr:
             self._rates = Rates(layout.names, context.rates)
+
+    def _reads_acc_once(self) -> bool:
+        """Return whether nothing reads acc after the pass that selects, as a selection of the user's may do."""
+        selector = self._algorithm.selector
+        return type(self._algorithm).select is Algorithm.select and (selector is None or built_in(type(selector)))
 
     @property
     def sums_sparsely(self) -> bool:
@@ -232,7 +239,11 @@ class TopK(ErrorFeedback):
         """Return what this rank sends, of as many entries as were counted."""
         if self._densities.by_layer:
             return self._layer_by_layer(self.acc.flush())
-        chosen = self._algorithm.select(acc, self._k, self.size)
+        self.acc.clear_selected = self._clears
+        try:
+            chosen = self._algorithm.select(acc, self._k, self.size)
+        finally:
+            self.acc.clear_selected = False
         # what is selected in the call, perhaps by another rank alone, might leave a NaN behind
         return self._whole() if chosen is acc else chosen
 
@@ -281,13 +292,13 @@ class TopK(ErrorFeedback):
                 message = self.message(self._compensated(gradient, source))
             reduced = self.communicate(transport, message)
             value = reduced.value
-            if may_share_memory(value.values, self.acc.flush().values):  # which will change
+            if may_share_memory(value.values, self._residual.trial):  # which will change
                 value = value.copy() if isinstance(value, SparseVector) else DenseVector(value.values.copy())
             self._settle(message, reduced)
         return value
 
     def update(self, out: Array, message: Any, reduced: Reduction) -> None:
-        self.acc.flush()
+        self.acc.form()
         if reduced.parts is not None and out.dtype == self.acc.dtype and out.dtype.char in "fd":
             DenseVector(out).copy_sum(reduced.parts, self.size)
         else:
@@ -298,6 +309,15 @@ class TopK(ErrorFeedback):
         """What this rank has contributed leaves its state."""
         self.contributed(reduced.contributed)
         self._mask(message, reduced.contributed)
+
+    def contributed(self, sent: Vector) -> None:
+        """Subtract what contributed from acc.
+
+        The pass that selects clears the entries as long as all of them have contributed, as in exact sums without
+        rounding: they are in the caches there. After the first reduction in which others did, they are subtracted.
+        """
+        self._clears = self._clears and self.acc.has_removed(sent)
+        super().contributed(sent)
 
     def _mask(self, sent: Vector, contributed: Vector) -> None:
         """Clear u at the entries of `sent` that entered the sum; `contributed` may have other indices, too."""
