@@ -185,8 +185,9 @@ def breakeven() -> Iterator[str]:
     for name in NETWORKS:
         saved = json.loads((RESULTS / f"breakeven_{name}.json").read_text())
         found = saved["rows"]
+        about = saved["about"]
         yield f"### {found[0]['P']} ranks, {name}"
-        yield f"{judged(found)} Commit {saved['about']['commit']}."
+        yield f"{judged(found)} {about['machine']}, commit {about['commit']}."
         columns = ("n", "density", "fastest", "ms", "quartiles", "auto ms", "auto / fastest", "MPI_Allreduce ms")
         columns += ("auto / MPI_Allreduce", "model / measured")
         yield markdown([{column: r.get(column) for column in columns} for r in found])

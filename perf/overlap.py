@@ -4,10 +4,10 @@
     python perf/training.py --render                      # docs/training.md has the tables
 
 Overlap: LAYERS layers of equal size, each in a bucket of its own, whose back-propagation takes as long in all as dense
-communication. It either computes (products of small matrices, which release the GIL) or waits for a device (sleep).
-"hidden" is (time without overlap - time with it) / min(back-propagation, communication). "CPU s" is the processor time
-that communication takes, selection and encoding included, and "at most" the share that is left to hide behind a
-back-propagation that needs the core itself.
+communication. It either computes (so many products of small matrices, which release the GIL) or waits for a device
+(sleep). "hidden" is (time without overlap - time with it) / min(back-propagation, communication). "CPU s" is the
+processor time that communication takes, selection and encoding included, and "at most" the share that is left to hide
+behind a back-propagation that needs the core itself.
 
 Waits: rank 1 waits for a message of rank 0, which comes after a given time. "core" is the CPU time of the thread that
 waits as a share of the time waited, "late" the microseconds from the end of that time until the message is there.
@@ -41,12 +41,21 @@ COMPRESSORS: dict[str, str | Compressor] = {"none": "none", "fp16": "fp16", "top
 WAITS = (0.0003, 0.001, 0.002, 0.005, 0.01, 0.05, 0.5)  # seconds
 
 
-def products(seconds: float) -> None:
-    """Compute for about so many seconds without the GIL."""
+def products(count: int) -> None:
+    """Multiply small matrices so many times, without the GIL."""
     a = torch.ones(192, 192)
-    end = time.perf_counter() + seconds
-    while time.perf_counter() < end:
+    for _ in range(count):
         torch.mm(a, a)
+
+
+def products_per_second(comm: Any, count: int = 2000) -> float:
+    """Return how many of them the slowest rank computes in a second while all do."""
+    products(count)
+    comm.Barrier()
+    start = time.perf_counter()
+    products(count)
+    taken = np.array([time.perf_counter() - start])
+    return count / float(allgather(as_transport(comm), taken).max())
 
 
 class Layer(torch.autograd.Function):
@@ -98,7 +107,8 @@ def overlap(comm: Any, repeat: int) -> Iterator[Row]:
     """Yield a row for each kind of work and compressor."""
     dense = seconds_of_step(comm, lambda: None, repeat, "none")[0] - seconds_of_step(comm, lambda: None, repeat)[0]
     part = dense / LAYERS
-    for kind, work in {"computes": lambda: products(part), "waits for a device": lambda: time.sleep(part)}.items():
+    count = round(part * products_per_second(comm))
+    for kind, work in {"computes": lambda: products(count), "waits for a device": lambda: time.sleep(part)}.items():
         alone, own_cpu = seconds_of_step(comm, work, repeat)
         for name, compressor in COMPRESSORS.items():
             apart, cpu = seconds_of_step(comm, work, repeat, compressor, overlap=False)
