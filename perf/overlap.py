@@ -27,6 +27,7 @@ import gloo
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from report import Row, markdown
 
 from sparsecoll.cli import bench
@@ -75,48 +76,67 @@ class Layer(torch.autograd.Function):
         return gradient, ctx.saved_tensors[0] * ctx.scale, None, None
 
 
-def seconds_of_step(
-    comm: Any, work: Callable[[], None], repeat: int, compressor: Any = None, **options: Any
-) -> tuple[float, float]:
-    """Return the median seconds and CPU seconds of a step on the slowest rank; without compressor, of it alone."""
-    generator = torch.Generator().manual_seed(comm.rank)
-    weights = [torch.nn.Parameter(torch.randn(VALUES, generator=generator)) for _ in range(LAYERS)]
-    optimizer: Any = torch.optim.SGD(weights, 1e-6)
-    if compressor is not None:
-        named = [(str(i), w) for i, w in enumerate(weights)]
-        optimizer = DistributedOptimizer(optimizer, named, comm, compressor, bucket_bytes=4 * VALUES, **options)
-    times = []
-    for _ in range(repeat + 2):
-        optimizer.zero_grad()
-        comm.Barrier()
+class Step:
+    """A step of a model of LAYERS layers, whose back-propagation does `work` in each, with or without communication."""
+
+    def __init__(self, comm: Any, work: Callable[[], None], compressor: Any = None, **options: Any) -> None:
+        generator = torch.Generator().manual_seed(comm.rank)
+        self._weights = [torch.nn.Parameter(torch.randn(VALUES, generator=generator)) for _ in range(LAYERS)]
+        self._comm, self._work = comm, work
+        self._optimizer: Any = torch.optim.SGD(self._weights, 1e-6)
+        self.close: Callable[[], None] = lambda: None
+        if compressor is not None:
+            named = [(str(i), w) for i, w in enumerate(self._weights)]
+            settings = {"bucket_bytes": 4 * VALUES, **options}
+            own = comm.Dup()  # optimizers that share a communicator do not overlap
+            self._optimizer = DistributedOptimizer(self._optimizer, named, own, compressor, **settings)
+            self.close = self._optimizer.close
+
+    def __call__(self) -> tuple[float, float]:
+        """Take a step, which all ranks begin together; return its seconds and CPU seconds on this rank."""
+        self._optimizer.zero_grad()
+        self._comm.Barrier()
         start, cpu = time.perf_counter(), time.process_time()
         x = torch.zeros((), requires_grad=True)
-        for weight in weights:
-            x = Layer.apply(x, weight, work, 1.0 + comm.rank)  # type: ignore[no-untyped-call]
+        for weight in self._weights:
+            x = Layer.apply(x, weight, self._work, 1.0 + self._comm.rank)  # type: ignore[no-untyped-call]
         x.backward()
-        optimizer.step()
-        times.append((time.perf_counter() - start, time.process_time() - cpu))
-    if compressor is not None:
-        optimizer.close()
+        self._optimizer.step()
+        return time.perf_counter() - start, time.process_time() - cpu
+
+
+def in_turns(comm: Any, repeat: int, *steps: Step) -> NDArray[np.float64]:
+    """Return the (seconds, CPU seconds) of the slowest rank for each repetition and step, of shape (repeat, steps, 2).
+
+    The speed of a machine changes from second to second: the steps take turns.
+    """
+    times = [[step() for step in steps] for _ in range(repeat + 2)]
+    for step in steps:
+        step.close()
     of_all = allgather(as_transport(comm), np.array(times[2:]).ravel())
-    seconds, cpu = np.median(of_all.max(axis=0).reshape(-1, 2), axis=0).tolist()
-    return seconds, cpu
+    return of_all.max(axis=0).reshape(repeat, len(steps), 2)
 
 
 def overlap(comm: Any, repeat: int) -> Iterator[Row]:
-    """Yield a row for each kind of work and compressor."""
-    dense = seconds_of_step(comm, lambda: None, repeat, "none")[0] - seconds_of_step(comm, lambda: None, repeat)[0]
-    part = dense / LAYERS
+    """Yield a row for each kind of work and compressor: medians, of differences within a turn."""
+
+    def nothing() -> None:
+        """Take no time in back-propagation."""
+
+    bare = in_turns(comm, repeat, Step(comm, nothing), Step(comm, nothing, "none"))[..., 0]
+    part = float(np.median(bare[:, 1] - bare[:, 0])) / LAYERS
     count = round(part * products_per_second(comm))
     for kind, work in {"computes": lambda: products(count), "waits for a device": lambda: time.sleep(part)}.items():
-        alone, own_cpu = seconds_of_step(comm, work, repeat)
         for name, compressor in COMPRESSORS.items():
-            apart, cpu = seconds_of_step(comm, work, repeat, compressor, overlap=False)
-            with_overlap, _ = seconds_of_step(comm, work, repeat, compressor)
-            least, cpu = min(alone, apart - alone), max(0.0, cpu - own_cpu)
+            steps = [Step(comm, work), Step(comm, work, compressor, overlap=False), Step(comm, work, compressor)]
+            found = in_turns(comm, repeat, *steps)
+            alone, apart, with_overlap = np.median(found[..., 0], axis=0).tolist()
+            communication, cpu = np.median(found[:, 1] - found[:, 0], axis=0).tolist()
+            hidden = float(np.median(found[:, 1, 0] - found[:, 2, 0]))
+            least = min(alone, communication)
             row = {"back-propagation": kind, "compressor": name, "s alone": alone, "s without overlap": apart}
-            row |= {"s with overlap": with_overlap, "CPU s": cpu, "hidden": (apart - with_overlap) / least}
-            row["at most"] = min(1.0, (apart - alone - cpu) / least) if kind == "computes" else None
+            row |= {"s with overlap": with_overlap, "CPU s": max(cpu, 0.0), "hidden": hidden / least}
+            row["at most"] = min(1.0, (communication - cpu) / least) if kind == "computes" else None
             yield row
 
 
