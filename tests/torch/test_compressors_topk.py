@@ -1,7 +1,6 @@
 """TopK and its presets: densities, momentum correction, clipping."""
 
-import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -10,11 +9,10 @@ torch = pytest.importorskip("torch")
 
 from one_bucket import normal, one, step  # noqa: E402
 
-from sparsecoll import Algorithm, Allgather, ExDyna, LowBit, Reduction, SparseVector, select, simulate  # noqa: E402
+from sparsecoll import Algorithm, ExDyna, LowBit, Reduction, SparseVector, select, simulate  # noqa: E402
 from sparsecoll.torch import COMPRESSORS, DistributedOptimizer, WarmUp  # noqa: E402
 from sparsecoll.torch.compressors import (  # noqa: E402
     DGC,
-    DRAGONN,
     ErrorFeedback,
     GaussianK,
     StepContext,
@@ -257,59 +255,6 @@ def test_what_contributed_has_the_length_of_the_bucket(later):
     """The residual is memory, in which kernels write where an index says."""
     with pytest.raises(ValueError, match="`contributed` is a vector of length 1000 as x has, got 1099511627776"):
         one(TopK(0.1, algo=Elsewhere(later=later)), normal(2, 1000))
-
-
-@dataclass
-class Sometimes(Allgather):
-    """In the third call, every second entry of a rank enters the sum, at half of its value."""
-
-    name = "sometimes"
-    calls: int = field(default=0, init=False)
-
-    def __call__(self, channel, x, k):
-        self.calls += 1
-        if self.calls == 3:
-            x = x.take(np.arange(0, x.nnz, 2))
-            x = x.with_values(x.values * x.dtype.type(0.5))
-        return super().__call__(channel, x, k)
-
-
-@pytest.mark.parametrize(
-    ("compressor", "clears"),
-    [
-        (TopK(0.02, "allgather"), True),
-        (TopK(0.02, "sparcml"), True),
-        (TopK(0.02, "allgather", value_dtype="float16"), False),
-        (TopK(0.02, Sometimes()), False),
-        (TopK(0.02, "gtopk"), False),
-        (TopK(0.02, "oktopk"), False),
-        (TopK({"*": 0.02}, "allgather"), False),
-        (TopK(0.02, "allgather", selector=select.MSTopK()), False),
-        (TopK(1.0, "allgather"), False),
-        (TopK(0.02, "allgather", momentum=0.7, nesterov=True), True),
-        (DRAGONN(0.02, selective=False), False),
-    ],
-    ids=str,
-)
-def test_entries_that_are_cleared_where_they_are_selected_leave_the_same_bits(compressor, clears):
-    """As those that are subtracted after the sum. Some of the values are zeros of both signs, and never sent."""
-
-    def program(comm):
-        layout, transport = Layout(0, (20_000,), ("p0",), ((20_000,),), np.dtype(np.float32)), comm.transport
-        both = copy.deepcopy(compressor), copy.deepcopy(compressor)
-        for own in both:
-            own.bind(layout, transport, StepContext())
-        both[1]._clears = False
-        for number in range(5):
-            gradient = np.random.default_rng([comm.rank, number]).standard_normal(20_000).astype(np.float32)
-            gradient[::7], gradient[1::7] = 0.0, -0.0
-            means = [step(own, transport, gradient.copy()).tobytes() for own in both]
-            assert means[0] == means[1]
-            for kept, same in zip(*([v.current.tobytes() for v in own._versions] for own in both), strict=True):
-                assert kept == same
-        return both[0]._clears
-
-    assert simulate(3, program).results == [clears] * 3
 
 
 @dataclass

@@ -398,38 +398,6 @@ def test_give_back(compressor, stage):
     simulate(1 if stage == "broken" else 2, program)
 
 
-@pytest.mark.parametrize("compressor", [COMPRESSORS[0], COMPRESSORS[-2]], ids=str)
-def test_entries_cleared_before_a_reduction_failed_are_given_back_and_sent_again(compressor):
-    """With the bits of gradient, sum and residual that there are without clearing."""
-
-    def program(comm):
-        transport, found = comm.transport, []
-        layout = Layout(0, (100,), ("a",), ((100,),), np.dtype(np.float64))
-        for clears in (True, False):
-            own, random = copy.deepcopy(compressor), np.random.default_rng(comm.rank)
-            own.bind(layout, transport, StepContext())
-            own._clears = clears
-            for number in range(4):
-                memory = random.standard_normal(100)
-                if number == 2:
-                    assert own._clears is clears
-                    if comm.rank == 2:
-                        fail_at(transport, "isend", 1)
-                    with pytest.raises(sparsecoll.CommunicationError, match="rank 2 failed: Fault"):
-                        own.allreduce_sum(transport, memory)
-                    unpatch(transport, "isend")
-                    own.give_back()
-                    found.append(memory.tobytes())
-                    own.drop()
-                value = own.allreduce_sum(transport, memory)
-                own.keep()
-                own.commit()
-                found.append((value.indices.tobytes(), value.values.tobytes(), own.residual.tobytes()))
-        assert found[: len(found) // 2] == found[len(found) // 2 :]
-
-    simulate(P, program)
-
-
 def test_values_in_the_memory_of_the_residual_are_given_back():
     """Entries whose values are those of the residual itself, as a selector of the user's may return them."""
     compressor, layout = TopK(0.5), Layout(0, (8,), ("a",), ((8,),), np.dtype(np.float64))

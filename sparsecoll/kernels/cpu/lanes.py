@@ -77,3 +77,10 @@ def streams_to(array: Array) -> bool | None:
     """
     fits = array.nbytes >= STREAMED and data_ptr(array) % ALIGNMENT == 0
     return True if VECTORS and fits else None
+
+
+@inlined
+def prefetch_range(array, start, stop):  # type: ignore[no-untyped-def]
+    """Have the processor load the items from `start` to `stop`, which may be beyond the end."""
+    for place in range(start, stop, LINE_BYTES // array.itemsize):
+        prefetch(array, place)

@@ -12,13 +12,12 @@ import numpy as np
 from sparsecoll.kernels.cpu.additions import add_range, sum_range, velocity_range
 from sparsecoll.kernels.cpu.lanes import (
     BLOCK,
-    LINE_BYTES,
     compress_block,
     end_stream,
     inlined,
     jit,
     magnitude_key,
-    prefetch,
+    prefetch_range,
 )
 from sparsecoll.kernels.reference.selection import MOMENT_LANES, MOMENT_ROWS
 
@@ -72,10 +71,9 @@ def _add_moments(values, start, stop, sums, lines):  # type: ignore[no-untyped-d
 @inlined
 def _prefetch(bits, new_velocity, start):  # type: ignore[no-untyped-def]
     """Have the processor load a block of what the pass writes: stores wait longer for memory than loads."""
-    for place in range(start, start + BLOCK, LINE_BYTES // bits.itemsize):
-        prefetch(bits, place)
-        if new_velocity is not None:
-            prefetch(new_velocity, place)
+    prefetch_range(bits, start, start + BLOCK)
+    if new_velocity is not None:
+        prefetch_range(new_velocity, start, start + BLOCK)
 
 
 @inlined

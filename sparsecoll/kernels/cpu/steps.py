@@ -8,20 +8,13 @@ from typing import Any
 import numpy as np
 
 from sparsecoll.kernels import threads
-from sparsecoll.kernels.cpu.lanes import LINE_BYTES, inlined, jit, prefetch
+from sparsecoll.kernels.cpu.lanes import jit, prefetch_range
 from sparsecoll.kernels.cpu.sums import end
 from sparsecoll.kernels.keys import Array
 from sparsecoll.kernels.memory import readonly
 
 PART = 1 << 11  # parameters that stay in the cache between two loops over them
-STRIP = 1 << 7  # of them between two requests for memory of the next part
-
-
-@inlined
-def _prefetch(array, start):  # type: ignore[no-untyped-def]
-    """Have the processor load a strip: nothing else does while the entries of a part are added."""
-    for place in range(start, start + STRIP, LINE_BYTES // array.itemsize):
-        prefetch(array, place)
+STRIP = 1 << 7  # of them for which the next part's memory is prefetched at a time: adding entries loads none of it
 
 
 @jit
@@ -44,7 +37,7 @@ def _step(  # type: ignore[no-untyped-def]
         if velocity is not None:
             v = velocity[begin:until]
             for begun in range(0, v.size, STRIP):
-                _prefetch(velocity, begin + begun + PART)
+                prefetch_range(velocity, until + begun, until + begun + STRIP)
                 strip = v[begun : begun + STRIP]
                 for i in range(strip.size):
                     strip[i] *= momentum
@@ -59,7 +52,7 @@ def _step(  # type: ignore[no-untyped-def]
             _add_entries(p, base, indices, values, first, last, share)
         if velocity is not None:
             for begun in range(0, p.size, STRIP):
-                _prefetch(params, begin + begun + PART)
+                prefetch_range(params, until + begun, until + begun + STRIP)
                 strip, moved = p[begun : begun + STRIP], v[begun : begun + STRIP]
                 for i in range(strip.size):
                     strip[i] -= rate * moved[i]
