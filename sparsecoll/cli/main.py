@@ -50,6 +50,7 @@ FIGURES = {  # what `tune` prints beside the numbers of a Tuning
     "dense": "value of a dense vector, added and converted to sparse",
     "fixed": "call, beyond its messages and kernels",
     "sharing": "ratio, no time: of a kernel while those of all ranks run, to its time alone",
+    "copy": "byte sent and received, of processor time, while every rank sends",
 }
 
 

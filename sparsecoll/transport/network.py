@@ -117,7 +117,9 @@ class Tuning:
         fixed: seconds of a call beyond its messages and kernels, as ranks that share a core delay each other; negative
             if it takes less than they do alone.
         sharing: seconds that the kernels of all ranks take at once, divided by their processor time: 2 if two ranks
-            share a core. `call`, `merge`, `code` and `dense` are those at once.
+            share a core. `call`, `merge`, `code`, `dense` and `copy` are those at once.
+        copy: seconds of `beta` in which the processor works, copying for MPI and the operating system; only in the rest
+            of it can a rank encode, decode and sum.
 
     See Also:
         `sparsecoll.tune`, `sparsecoll.Auto`.
@@ -134,6 +136,7 @@ class Tuning:
     native: list[tuple[float, float]] = field(default_factory=list, hash=False)
     fixed: float = 0.0
     sharing: float = 1.0
+    copy: float = 0.0
 
     def native_seconds(self, size: float) -> float:
         """Return the seconds of MPI's own allreduce of `size` bytes; infinity far beyond the largest, or without it."""
@@ -174,7 +177,7 @@ class Tuning:
             saved = json.loads(Path(path).read_text())
             calls = {name: _pairs(rows) for name, rows in saved.pop("calls", {}).items()}
             native = _pairs(saved.pop("native", []))
-            missing = {f.name for f in fields(cls)} - {"calls", "native", "fixed", "sharing"} - set(saved)
+            missing = {f.name for f in fields(cls)} - {"calls", "native", "fixed", "sharing", "copy"} - set(saved)
             if missing:
                 raise ValueError(f"missing: {', '.join(sorted(missing))}")
             return cls(**{name: float(value) for name, value in saved.items()}, calls=calls, native=native)

@@ -420,12 +420,23 @@ def test_set_up_is_in_no_phase_and_no_total():
 def test_ranks_that_share_a_core_compute_longer_and_overlap_less():
     """Costs are those of all ranks at once, which a kernel shorter than a time slice does not show."""
     link = Tuning(alpha=1e-4, beta=3e-9, call=1e-5, merge=5e-9, code=5e-9)
-    shared = replace(link, call=2e-5, merge=1e-8, code=1e-8, sharing=2.0)
+    shared = replace(link, call=2e-5, merge=1e-8, code=1e-8, sharing=2.0, copy=3e-9)
     long = costmodel.Shape(10**7, 10**6, 4, 4, 10**7)
     alone, together = costmodel.seconds(long, link), costmodel.seconds(long, shared)
     assert together["allgather"] > 1.5 * alone["allgather"]  # its messages and its work no longer overlap
     assert together["dynamic"] < 1.5 * alone["dynamic"]
     assert alone["allgather"] < alone["dynamic"] and together["dynamic"] < together["allgather"]
+
+
+def test_work_overlaps_with_what_the_processor_does_not_copy_itself():
+    """Each rank has work of its own for as long as a slow link takes, however many ranks share its core."""
+    long = costmodel.Shape(10**7, 10**6, 4, 4, 10**7)
+    busy = Tuning(alpha=1e-4, beta=8e-9, call=2e-5, merge=1e-8, code=1e-8, sharing=2.0)
+    costs = (replace(busy, copy=share * busy.beta) for share in (0, 0.3, 1))
+    none, some, every = (costmodel.seconds(long, t)["allgather"] for t in costs)
+    link = busy.beta * 3 * long.message(busy, long.k).bytes
+    assert none == pytest.approx(link, rel=0.1) and some == pytest.approx(none)
+    assert every > 1.4 * link
 
 
 def test_what_does_not_fit_a_cache_takes_longer():

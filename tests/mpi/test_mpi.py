@@ -83,6 +83,7 @@ def test_auto_measures_the_communicator_and_all_ranks_agree(comm):
     tuning = sparsecoll.tune(own)
     assert set(own.allgather(tuning)) == {tuning}
     assert tuning.merge > 0 and tuning.code > 0 and (tuning.alpha > 0 or own.size == 1)
+    assert 0 <= tuning.copy <= tuning.beta and (tuning.copy > 0 or own.size == 1)
     for _ in range(3):
         y = sparsecoll.allreduce(own, SparseVector([1, own.rank + 2], np.ones(2), 100), "auto")
         assert y.values[0] == own.size and y.nnz == own.size + 1

@@ -40,6 +40,7 @@ CACHED_ENTRIES, CACHED_VALUES = 1 << 17, 1 << 18  # what is summed at once withi
 UNCACHED_SUM, UNCACHED_VALUE = 1.3, 1.8  # how many times as long each takes if there are UNCACHED times as many
 UNCACHED = 64
 ONE_PART = 1e-9  # seconds per entry of a vector that becomes the first partial sum
+STAGE_CALLS = 8  # times `Tuning.call`: what a message of a chunk costs beyond its entries, in Python and in MPI
 SLOWEST = 3.0  # more is what a brief measurement shows, not the speed of copies
 
 
@@ -122,12 +123,13 @@ def _uncached(size: float, cached: int) -> float:
     return min(max(math.log(max(size, 1) / cached, UNCACHED), 0), 1)
 
 
-def _overlapped(network: float, work: float, stages: int, t: Tuning) -> float:
-    """Return the seconds of two activities that overlap except in the first and the last stage.
+def _overlapped(size: float, work: float, stages: int, t: Tuning) -> float:
+    """Return the seconds of messages of `size` bytes and of work, which overlap except in the first and the last stage.
 
-    Ranks that share a core are delayed by each other's work and messages: nothing overlaps if there are two to a core.
+    The processor copies messages itself: only what is left of their time overlaps with work.
     """
-    return max(network, work) + min(network, work) * max(1 / stages, min(t.sharing - 1, 1))
+    copies, waits = t.copy * size, (t.beta - t.copy) * size
+    return copies + max(waits, work) + min(waits, work) / stages
 
 
 @functools.lru_cache(maxsize=256)
@@ -176,9 +178,9 @@ def _allgather(shape: Shape, t: Tuning) -> float:
     own = shape.message(t, k)
     stages = chunks(k * (shape.value_bytes + 1), shape.one_node)
     work = own.encode + (P - 1) * own.decode + stages * shape.merging(t, P * k / stages, 1 / stages, P)
-    work += (stages - 1) * (P + 1) * t.call
-    network = t.beta * own.bytes * (P - 1)
-    return rounds(P) * t.alpha + _overlapped(network, work, stages, t)
+    if stages > 1:
+        work += (stages - 1) * (P + 1) * STAGE_CALLS * t.call + CONCATENATE * shape.entries(P) * _code_speed(t)
+    return rounds(P) * t.alpha + _overlapped(own.bytes * (P - 1), work, stages, t)
 
 
 def _split(shape: Shape, t: Tuning, entries: float) -> float:
@@ -211,10 +213,10 @@ def _oktopk(shape: Shape, t: Tuning) -> float:
     own, part = shape.message(t, k), shape.message(t, k / P, 1 / P)
     split = P * part.encode + (P - 1) * part.decode + shape.merging(t, k, 1 / P, P)
     gather = part.encode + P * part.decode + CONCATENATE * k * _code_speed(t)
-    moved = t.beta * own.bytes * (P - 1) / P
+    moved = own.bytes * (P - 1) / P
     waits = _burst(shape, t) + 2 * rounds(P) * t.alpha
     stages = chunks(k * (shape.value_bytes + 1) / P, shape.one_node)
-    calls = (stages - 1) * 2 * P * t.call
+    calls = (stages - 1) * 2 * P * STAGE_CALLS * t.call
     return waits + _overlapped(moved, split + calls, stages, t) + _overlapped(moved, gather + calls, stages, t)
 
 

@@ -143,21 +143,21 @@ def _measured(transport: Transport, effort: Effort) -> Tuning:
         _together(transport, replace(effort, warm=max(effort.warm, SHORT_WARM)), small_work),
         _ring(transport, effort, LATENCY_BYTES),
         _ring(transport, effort, LATENCY_BYTES, BURST_MESSAGES),
-        _ring(transport, effort, effort.large),
+        *_long_ring(transport, effort, effort.large),
         _lower_quartile(transport, effort, small_work),
         *_kernels(transport, effort),
         *(_native(transport, effort, size) for size in sizes),
     ]
     slowest = allgather(transport, np.array(times)).max(axis=0).tolist()
-    worked, small, burst, large, call, merge, code, dense = slowest[:8]
-    native = [row for row in zip(map(float, sizes), slowest[8:], strict=True) if row[1] < math.inf]
+    worked, small, burst, large, copy, call, merge, code, dense = slowest[:9]
+    native = [row for row in zip(map(float, sizes), slowest[9:], strict=True) if row[1] < math.inf]
     rounds = max(estimates.rounds(transport.size), 1)
     alpha = max((worked - call) / rounds, small) if transport.size > 1 else 0.0
     overhead = max(burst - small, 0.0) / (BURST_MESSAGES - 1)
     beta = max(large - small, 0.0) / (effort.large - LATENCY_BYTES)
     if large < QUICK and not transport.one_node:  # short enough for buffers on the way, which are faster than the link
-        took = _ring(transport, replace(effort, warm=1, repeats=3), LONG_BETWEEN_NODES)
-        took = float(allgather(transport, np.array([took])).max())
+        longer = _long_ring(transport, replace(effort, warm=1, repeats=3), LONG_BETWEEN_NODES)
+        took, copy = allgather(transport, np.array(longer)).max(axis=0).tolist()
         beta = max(beta, (took - small) / (LONG_BETWEEN_NODES - LATENCY_BYTES))
     measured = Tuning(alpha, overhead, beta, call / 3)
     modelled = transport.modelled()
@@ -172,6 +172,7 @@ def _measured(transport: Transport, effort: Effort) -> Tuning:
         dense=sharing * dense / effort.values,
         native=native,
         sharing=sharing,
+        copy=min(sharing * copy, beta),
     )
     return replace(measured, fixed=_fixed(transport, measured))
 
@@ -301,6 +302,13 @@ def _ring(transport: Transport, effort: Effort, size: int, count: int = 1) -> fl
             transport.recv((rank - 1) % ranks)
 
     return _lower_quartile(transport, effort, turn) if ranks > 1 else 0.0
+
+
+def _long_ring(transport: Transport, effort: Effort, size: int) -> list[float]:
+    """Return the seconds of a message and the processor time of the thread that sends and receives one, per byte."""
+    start = time.thread_time()
+    took = _ring(transport, effort, size)
+    return [took, (time.thread_time() - start) / (effort.warm + effort.repeats) / size]
 
 
 def _native(transport: Transport, effort: Effort, size: int) -> float:
