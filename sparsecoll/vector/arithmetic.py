@@ -10,10 +10,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sparsecoll.vector.values import Values, accumulator_dtype, native_values
+from sparsecoll.vector.values import Values, accumulator_dtype, check_value_dtype, common_dtype, native_values
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+# Python's numbers have no width, so that products with bfloat16 stay in 16 bits; those of NumPy have one
+PYTHON = {bool: np.dtype(np.bool_), int: np.dtype(np.int64), float: np.dtype(np.int64), complex: np.dtype(np.complex64)}
 
 
 class Arithmetic(Values):
@@ -72,7 +75,7 @@ class Arithmetic(Values):
             return NotImplemented
         if self.shape != other.shape:
             raise ValueError(f"{type(self).__name__}: expected two of one shape, got {self.shape} and {other.shape}")
-        dtype = np.result_type(self.dtype, other.dtype)
+        dtype = common_dtype(self.dtype, other.dtype)
         return self.merge([self.astype(dtype), other.astype(dtype)], accumulator_dtype(dtype)).astype(dtype)
 
     __radd__ = __add__
@@ -80,10 +83,12 @@ class Arithmetic(Values):
     def __sub__(self, other: Any) -> Self:
         if not self._is_alike(other):
             return NotImplemented
-        negated: Self = -other.astype(np.result_type(self.dtype, other.dtype))  # its own may wrap
+        negated: Self = -other.astype(common_dtype(self.dtype, other.dtype))  # its own may wrap
         return self + negated
 
     def __neg__(self) -> Self:
+        if self.dtype == np.bool_:
+            raise TypeError(f"{type(self).__name__}: expected numbers for -, got bool: use x.astype(np.int8)")
         return self.with_values(-self.values)
 
     def __pos__(self) -> Self:
@@ -101,9 +106,15 @@ class Arithmetic(Values):
         return self._scaled(np.true_divide, divisor)
 
     def _scaled(self, operation: np.ufunc, factor: Any) -> Any:
-        if not isinstance(factor, Number) and not (isinstance(factor, np.ndarray) and factor.ndim == 0):
+        if not isinstance(factor, (Number, np.generic)) and not (isinstance(factor, np.ndarray) and factor.ndim == 0):
             return NotImplemented
-        return self.with_values(native_values(operation(self.values, factor)))
+        if "bfloat16" not in (self.dtype.name, getattr(factor, "dtype", self.dtype).name):
+            return self.with_values(native_values(operation(self.values, factor)))
+        dtype = common_dtype(self.dtype, PYTHON.get(type(factor)) or np.asarray(factor).dtype)
+        check_value_dtype(dtype)
+        wide = accumulator_dtype(dtype)
+        values = operation(self.values.astype(wide), wide.type(factor))
+        return self.with_values(values.astype(dtype, copy=False))
 
     def __eq__(self, other: object) -> Any:
         if not self._is_alike(other):

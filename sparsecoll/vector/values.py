@@ -56,6 +56,26 @@ def accumulator_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
     return np.dtype(np.float32) if dtype.itemsize == 2 and is_float(dtype) else dtype
 
 
+def common_dtype(*dtypes: np.dtype[Any]) -> np.dtype[Any]:
+    """Return the dtype of a sum of values of these dtypes: NumPy's, and torch's for bfloat16.
+
+    bfloat16 beside bool and integers gives bfloat16, beside float16 float32, and beside other dtypes the wider one.
+
+    Raises:
+        TypeError: There is none.
+    """
+    others = [dtype for dtype in dtypes if dtype.name != "bfloat16"]
+    if len(others) < len(dtypes):
+        if all(dtype.kind in "biu" for dtype in others):
+            return next(dtype for dtype in dtypes if dtype.name == "bfloat16")
+        others.append(np.dtype(np.float32))
+    try:
+        return np.result_type(*others)
+    except TypeError as error:
+        found = " and ".join(map(str, dtypes))
+        raise TypeError(f"values: expected dtypes that can be added, got {found}: convert one by astype") from error
+
+
 def can_add(dtype: np.dtype[Any], to: np.dtype[Any]) -> bool:
     """Return whether values of `dtype` can be added to those of `to`, of which nothing but digits is lost."""
     return dtype == to or (np.can_cast(dtype, to, "same_kind") and (dtype.kind != "c" or to.kind == "c"))

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparsecoll import SparseVector, as_vector
+from sparsecoll import RowSparse, SparseVector, as_vector
 from sparsecoll.vector import VALUE_DTYPES
+from sparsecoll.vector.values import common_dtype
 
 FEW = settings(max_examples=40, deadline=None)
 X = SparseVector([1, 4], np.array([2.0, -3.0]), 6)
@@ -166,6 +167,46 @@ def test_differences_of_two_dtypes_are_numpys(a, b):
     first, second = np.array([5, 1], a), np.array([1, 0 if b == "bool" else np.iinfo(b).min], b)
     difference = SparseVector([1, 3], first, 6) - SparseVector([1, 3], second, 6)
     assert difference.dtype == (first - second).dtype and difference.values.tolist() == (first - second).tolist()
+
+
+def beside_bfloat16(dtype):
+    """Return the dtype of a sum of bfloat16 and another dtype, as torch has it."""
+    return dtype if dtype[:7] in ("float32", "float64", "complex") else "float32" if dtype == "float16" else "bfloat16"
+
+
+@pytest.mark.parametrize("other", VALUE_DTYPES)
+@pytest.mark.parametrize("operation", ["a + b", "b + a", "a - b", "b - a"])
+def test_bfloat16_beside_every_dtype(operation, other):
+    bfloat16 = pytest.importorskip("ml_dtypes").bfloat16
+    values = {"a": np.array([1.5, 3], bfloat16), "b": np.array([1, 0], other)}
+    for make in (lambda v: SparseVector([1, 4], v, 6), lambda v: RowSparse([1, 4], v[:, None], 6)):
+        y = eval(operation, {name: make(value) for name, value in values.items()})
+        assert y.dtype.name == beside_bfloat16(other)
+        expected = eval(operation, {name: value.astype(np.complex128) for name, value in values.items()})
+        assert y.values.ravel().tolist() == expected.tolist()
+
+
+def test_products_with_bfloat16_are_those_of_torch():
+    bfloat16 = pytest.importorskip("ml_dtypes").bfloat16
+    x, dtypes = X.astype(bfloat16), {"bfloat16": bfloat16} | {name: name for name in VALUE_DTYPES[:-1]}
+    for name, dtype in dtypes.items():
+        factor = np.ones(1, dtype)[0]
+        for y in (x * factor, factor * x, x / factor, x * np.array(factor), SparseVector([0], factor[None], 6) * x[1]):
+            assert y.dtype.name == beside_bfloat16(name)
+    for factor in (2, 0.1, True):
+        for y in (factor * x, x / factor):
+            assert y.dtype == bfloat16
+    assert (x * 0.1).values.tolist() == (x.values.astype(np.float32) * np.float32(0.1)).astype(bfloat16).tolist()
+    assert (x * 1j).values.tolist() == [2j, -3j] and (x * 1j).dtype == np.complex64
+
+
+def test_types_without_a_sum_are_refused_by_name():
+    bools = SparseVector([1], np.ones(1, bool), 3)
+    for do in (lambda: -bools, lambda: bools - bools):
+        with pytest.raises(TypeError, match=r"SparseVector: expected numbers for -, got bool: use x.astype\(np.int8\)"):
+            do()
+    with pytest.raises(TypeError, match=r"expected dtypes that can be added, got datetime64.* and float32"):
+        common_dtype(np.dtype("M8[s]"), np.dtype(np.float32))
 
 
 def test_equality():

@@ -23,7 +23,7 @@ from sparsecoll.kernels.keys import index_dtype
 from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.transport.channel import Channel
 from sparsecoll.vector import VALUE_DTYPES, DenseVector, SparseVector, accumulator_dtype, dtype_of
-from sparsecoll.vector.values import native_values
+from sparsecoll.vector.values import common_dtype, native_values
 
 MAPPINGS = {"dict": "builtins", "Counter": "collections", "OrderedDict": "collections", "defaultdict": "collections"}
 KEYS = ("integers", "str", "bytes")
@@ -196,7 +196,7 @@ def agree_on_kinds(
         types = " and ".join(KEYS[kind] for kind in found)
         raise TypeError(f"x: expected keys of one type on all ranks, and a mapping for str or bytes, got {types}")
     dtypes = {dtype_of(VALUE_DTYPES[kind]) for kind in (kinds % len(VALUE_DTYPES)).tolist()}
-    wide = np.result_type(*dtypes)
+    wide = common_dtype(*dtypes)
     if wide.kind == "f" and all(dtype.kind in "iu" for dtype in dtypes):
         found = " and ".join(sorted(map(str, dtypes)))
         raise TypeError(f"x: expected integers of one type on all ranks, got {found}: use x.astype(np.int64)")
