@@ -44,15 +44,16 @@ def scatter(
 
     Returns:
         This rank's vector, of the type and shape that it has on the root, rounded as on the wire; a part of a vector
-        has the indices and the length of the whole. For a type of SciPy, pydata, pandas or torch, every rank needs that
-        library.
+        has the indices and the length of the whole, and a part of a mapping from strings those keys whose positions are
+        in its region. For a type of SciPy, pydata, pandas or torch, every rank needs that library.
 
     Raises:
         ValueError: On every rank, if an argument is invalid on some rank, or a vector is dense.
         TypeError: On every rank, if an argument has a wrong type on some rank.
         CommunicationError: As in `sparsecoll.allreduce`.
 
-    Volume: each rank receives its own vector, 2k words of COO, and some 100 bytes that describe its type.
+    Volume: each rank receives its own vector, 2k words of COO, and some 100 bytes that describe its type, and
+    for a mapping from strings the strings of its own part.
 
     See Also:
         `sparsecoll.gather`, `sparsecoll.reduce_scatter`, `sparsecoll.bcast`.
@@ -96,7 +97,7 @@ def _messages(x: Any, P: int, boundaries: Any, options: CallOptions) -> list[Buf
     if not isinstance(x, list):
         entries, back = options.to_entries(x, sums=False)
         edges = check_boundaries(boundaries, entries.length, P)
-        return [pack(options, part, back) for part in entries.split(edges)]
+        return [pack(options, *back.of_part(part)) for part in entries.split(edges)]
     if boundaries is not None:
         raise ValueError("boundaries: expected None for a list of vectors, which is not split")
     if len(x) != P:

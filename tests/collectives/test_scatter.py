@@ -1,5 +1,8 @@
 """scatter: each rank has its vector of the root's list, or its region of the root's vector."""
 
+import json
+from collections import Counter, OrderedDict, defaultdict
+
 import numpy as np
 import pytest
 from cases import N, case, same_bits
@@ -51,6 +54,41 @@ def test_a_tuple_of_vectors_is_a_list(P):
         return length, len(indices), len(values)
 
     assert [length for length, _, _ in simulate(P, program).results] == [6] * P
+
+
+MAPPINGS = {
+    "words": lambda n: {f"word {i}": i % 7 for i in range(n)},
+    "bytes": lambda n: defaultdict(float, {b"\xff%d" % i: i + 0.5 for i in range(n)}),
+    "zeros in words": lambda n: OrderedDict((f"w\0{n - i}", i) for i in range(n)),
+    "counter": lambda n: Counter({chr(0x10000 + i): 1 for i in range(n)}),
+}
+
+
+@pytest.mark.parametrize("P", [1, 2, 3, 5])
+@pytest.mark.parametrize("kind", MAPPINGS)
+@pytest.mark.parametrize("n", [1, 4, 400])
+def test_a_rank_receives_the_words_of_its_own_part(P, kind, n):
+    x, root = MAPPINGS[kind](n), P - 1
+    edges = [0, *[n // 2] * (P - 1), n]  # empty parts between the first and the last one
+
+    def program(comm):
+        mine = x if comm.rank == root else None
+        return sparsecoll.scatter(comm, mine, root), sparsecoll.scatter(comm, mine, root, edges)
+
+    run, items = simulate(P, program), list(x.items())
+    equal = [n * rank // P for rank in range(P + 1)]
+    for rank, results in enumerate(run.results):
+        for y, bounds in zip(results, (equal, edges), strict=True):
+            assert type(y) is type(x) and list(y.items()) == items[bounds[rank] : bounds[rank + 1]]
+            assert getattr(y, "default_factory", 0) == getattr(x, "default_factory", 0)
+        if rank != root:
+            text = sum(
+                len(json.dumps(key if isinstance(key, str) else key.decode("latin-1"))) + 3
+                for y in results
+                for key in y
+            )
+            received = run.traffic[rank].phases["scatter"].bytes_received
+            assert received < 2 * 300 + 2 * text + 12 * sum(map(len, results))
 
 
 def test_vectors_of_a_list_may_have_different_types():

@@ -93,6 +93,23 @@ def test_words(comm):
 
 
 @pytest.mark.mpi
+def test_words_are_scattered_with_their_own_part(comm):
+    P, words = comm.size, {f"{i}" * 500: i for i in range(comm.size * 100)}
+
+    def program(comm):
+        before = sparsecoll.traffic(comm).copy()
+        y = sparsecoll.scatter(comm, words if comm.rank == P - 1 else None, P - 1, check=False)
+        none = sparsecoll.scatter(comm, words if comm.rank == 0 else None, 0, [0] * P + [len(words)])
+        return y, none, sparsecoll.traffic(comm).since(before).total.bytes_received
+
+    mine, none, received = program(comm)
+    assert list(mine.items()) == list(words.items())[100 * comm.rank : 100 * (comm.rank + 1)]
+    assert none == (words if comm.rank == P - 1 else {})
+    assert received == simulated(comm, program)[2]
+    assert comm.rank == P - 1 or received < 2 * sum(map(len, mine)) + 2000 * P
+
+
+@pytest.mark.mpi
 def test_operations_of_mpi4py(comm, mpi):
     rng = np.random.default_rng(comm.rank)
     own = rng.integers(-5, 6, 60) * (rng.random(60) < 0.5)

@@ -27,6 +27,10 @@ class Back:
         """Return the vector, or the RowSparse, itself, which is the result for these and for dense types."""
         return y
 
+    def of_part(self, part: SparseVector) -> tuple[SparseVector, Back]:
+        """Return some of the caller's entries and what converts them, with no more than they need."""
+        return part, self
+
     def fields(self) -> dict[str, Any]:
         """Return the fields by name, as JSON values."""
         return asdict(self)

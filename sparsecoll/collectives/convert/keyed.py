@@ -117,6 +117,14 @@ class ToMapping(Back):
         update(made, zip(keys, y.values.tolist(), strict=True))
         return made
 
+    def of_part(self, part: SparseVector) -> tuple[SparseVector, Back]:
+        """Return entries whose indices are positions among their own words, and what converts them."""
+        if self.keys == "integers":
+            return part, self
+        words = [self.words[index] for index in part.indices.tolist()]
+        indices = np.arange(len(words), dtype=index_dtype(len(words)))
+        return SparseVector.from_sorted_unchecked(indices, part.values, len(words)), replace(self, words=words)
+
     def fields(self) -> dict[str, Any]:
         """Return the fields; keys that are bytes as Latin-1."""
         words = [key.decode("latin-1") for key in self.words] if self.keys == "bytes" else list(self.words)
