@@ -118,8 +118,8 @@ class Tuning:
             if it takes less than they do alone.
         sharing: seconds that the kernels of all ranks take at once, divided by their processor time: 2 if two ranks
             share a core. `call`, `merge`, `code`, `dense` and `copy` are those at once.
-        copy: seconds of `beta` in which the processor works, copying for MPI and the operating system; only in the rest
-            of it can a rank encode, decode and sum.
+        copy: seconds of `beta` in which the processor copies for MPI and the operating system, or polls; a rank can
+            encode, decode and sum only in the rest of it.
 
     See Also:
         `sparsecoll.tune`, `sparsecoll.Auto`.

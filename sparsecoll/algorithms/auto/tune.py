@@ -57,8 +57,8 @@ class Effort:
 THOROUGH = Effort(3, 9, large=1 << 20, entries=1 << 15, values=1 << 21, native=(1 << 12, 1 << 18, 1 << 20, 1 << 22))
 BRIEF = Effort(6, 7, large=1 << 18, entries=1 << 13, values=1 << 18, native=(1 << 12, 1 << 18))  # some 6 MB
 LONG_IN_ONE_NODE = 1 << 20  # bytes of an array that moves quickly in memory
-LONG_BETWEEN_NODES = 1 << 22  # bytes of the messages that measure bandwidth if those of `Effort.large` are QUICK
-QUICK = 1e-3  # seconds
+LONG_BETWEEN_NODES = 1 << 22  # bytes of the messages that measure bandwidth and copies unless one takes LONGEST
+QUICK, LONGEST = 1e-3, 50e-3  # seconds; of those of `Effort.large` that are QUICK, several are sent
 SHARING_SECONDS = 30e-3  # some time slices
 MOST_SHARING = 4.0  # more is what a moment shows in which others computed
 SHORT_ENTRIES = 16  # of a short call: without any, there is nothing to encode, decode and sum
@@ -155,8 +155,10 @@ def _measured(transport: Transport, effort: Effort) -> Tuning:
     alpha = max((worked - call) / rounds, small) if transport.size > 1 else 0.0
     overhead = max(burst - small, 0.0) / (BURST_MESSAGES - 1)
     beta = max(large - small, 0.0) / (effort.large - LATENCY_BYTES)
-    if large < QUICK and not transport.one_node:  # short enough for buffers on the way, which are faster than the link
-        longer = _long_ring(transport, replace(effort, warm=1, repeats=3), LONG_BETWEEN_NODES)
+    if not (transport.one_node or transport.virtual) and beta * LONG_BETWEEN_NODES < LONGEST:
+        # shorter messages fit buffers on the way, which are faster than the link, and ranks poll while waiting for them
+        warm, repeats = (1, 3) if large < QUICK else (0, 1)
+        longer = _long_ring(transport, replace(effort, warm=warm, repeats=repeats), LONG_BETWEEN_NODES)
         took, copy = allgather(transport, np.array(longer)).max(axis=0).tolist()
         beta = max(beta, (took - small) / (LONG_BETWEEN_NODES - LATENCY_BYTES))
     measured = Tuning(alpha, overhead, beta, call / 3)
