@@ -84,13 +84,13 @@ class Step:
         self._weights = [torch.nn.Parameter(torch.randn(VALUES, generator=generator)) for _ in range(LAYERS)]
         self._comm, self._work = comm, work
         self._optimizer: Any = torch.optim.SGD(self._weights, 1e-6)
-        self.close: Callable[[], None] = lambda: None
+        self.close: Callable[[], object] = lambda: None
         if compressor is not None:
             named = [(str(i), w) for i, w in enumerate(self._weights)]
             settings = {"bucket_bytes": 4 * VALUES, **options}
             own = comm.Dup()  # optimizers that share a communicator do not overlap
-            self._optimizer = DistributedOptimizer(self._optimizer, named, own, compressor, **settings)
-            self.close = self._optimizer.close
+            self._optimizer = optimizer = DistributedOptimizer(self._optimizer, named, own, compressor, **settings)
+            self.close = lambda: (optimizer.close(), own.Free())
 
     def __call__(self) -> tuple[float, float]:
         """Take a step, which all ranks begin together; return its seconds and CPU seconds on this rank."""
