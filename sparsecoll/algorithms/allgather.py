@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -51,7 +52,7 @@ class Allgather(Algorithm):
     def __call__(self, channel: Channel, x: SparseVector, k: int) -> Reduction:
         stages = self._stages(channel, x.dtype, k)
         if stages > 1 and channel.size > 1:
-            return self._pipelined(channel, x, stages)
+            return self._pipelined(channel, x, k, stages)
         blocks = channel.gathered
         if not blocks or not all(map(len, blocks)):
             with channel.phase("gather"):
@@ -76,20 +77,24 @@ class Allgather(Algorithm):
             return 1
         return pipeline.chunks(entries * (dtype.itemsize + 1), channel.transport.one_node)
 
-    def _pipelined(self, channel: Channel, x: SparseVector, stages: int) -> Reduction:
+    def _pipelined(self, channel: Channel, x: SparseVector, k: int, stages: int) -> Reduction:
         fits = len(self._edges) == stages + 1 and self._edges[-1] == x.length
         edges = self._edges if fits else [x.length * j // stages for j in range(stages + 1)]
-        chunks: list[list[SparseVector]] = []
-        sums: list[SparseVector] = []
         with channel.phase("gather"):
-            for (low, high), parts in zip(pairwise(edges), pipeline.allgather(channel, x.split(edges)), strict=True):
-                chunks.append([check_region(part, low, high, source) for source, part in enumerate(parts)])
-                if not channel.deferred:
-                    sums.append(merged(channel, chunks[-1], x))
-        self._edges = rebalanced(edges, [sum(part.nnz for part in chunk) for chunk in chunks])
-        if not channel.deferred:
-            return Reduction(SparseVector.concatenate(sums), x)
-        return Reduction(lambda: SparseVector.concatenate([merged(channel, c, x) for c in chunks]), x, chunks)
+            arriving = self._arriving(channel, x, edges)
+            if channel.deferred:
+                chunks = list(arriving)
+                return Reduction(lambda: SparseVector.concatenate([merged(channel, c, x) for c in chunks]), x, chunks)
+            sums = (merged(channel, chunk, x) for chunk in arriving)
+            return Reduction(SparseVector.collect(sums, min(channel.size * k, x.length)), x)
+
+    def _arriving(self, channel: Channel, x: SparseVector, edges: list[int]) -> Iterator[list[SparseVector]]:
+        """Yield the vectors of all ranks in each chunk, and then balance the chunks for the next call."""
+        counts = []
+        for (low, high), parts in zip(pairwise(edges), pipeline.allgather(channel, x.split(edges)), strict=True):
+            counts.append(sum(part.nnz for part in parts))
+            yield [check_region(part, low, high, source) for source, part in enumerate(parts)]
+        self._edges = rebalanced(edges, counts)
 
 
 def rebalanced(edges: list[int], counts: list[int]) -> list[int]:

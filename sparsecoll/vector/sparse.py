@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Iterable, Sequence
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from sparsecoll.kernels import kernels_of
 from sparsecoll.kernels.keys import index_dtype, key_of, magnitude_of, nan_key
-from sparsecoll.kernels.memory import asarray_like, empty, may_share_memory, to_host
+from sparsecoll.kernels.memory import asarray_like, empty, may_share_memory, on_gpu, to_host
 from sparsecoll.vector.entries import Entries
 from sparsecoll.vector.values import SMALLEST, accumulator_dtype, finite_difference
 
@@ -79,6 +79,23 @@ class SparseVector(Entries):
         indices = np.concatenate([p.indices for p in parts], out=empty(count, first.indices.dtype, first.indices))
         values = np.concatenate([p.values for p in parts], out=empty(count, first.dtype, first.values))
         return cls.from_sorted_unchecked(indices, values, first.length)
+
+    @classmethod
+    def collect(cls, parts: Iterable[SparseVector], room: int) -> SparseVector:
+        """Return what `concatenate` returns; on the host, entries are copied as parts come, while they are in a cache.
+
+        Args:
+            parts: one or more vectors.
+            room: at least the number of their entries; pages of memory that are not filled take none.
+        """
+        first = next(iterator := iter(parts))
+        if on_gpu(first.indices):
+            return cls.concatenate([first, *iterator])
+        indices, values, count = empty(room, first.indices.dtype), empty(room, first.dtype), 0
+        for part in chain([first], iterator):
+            indices[count : count + part.nnz], values[count : count + part.nnz] = part.indices, part.values
+            count += part.nnz
+        return cls.from_sorted_unchecked(indices[:count], values[:count], first.length)
 
     def _of(self, entries: tuple[NDArray[Any], NDArray[Any]]) -> SparseVector:
         return SparseVector.from_sorted_unchecked(*entries, self.length)

@@ -36,6 +36,7 @@ UNION = 2.2e-9  # seconds per input entry of a sum of two sparse vectors, at any
 DENSE_MERGE = 1.35e-9  # the same at high density, to which DENSE_MERGE_SPAN is added
 DENSE_MERGE_SPAN = 0.14e-9  # seconds per coordinate of such a sum
 CONCATENATE = 1.2e-9  # seconds per entry copied into the result, from and to memory
+COLLECT = 0.6e-9  # the same of the sum of a chunk, which is still in a cache
 CACHED_ENTRIES, CACHED_VALUES = 1 << 17, 1 << 18  # what is summed at once within a cache, or new memory soon at hand
 UNCACHED_SUM, UNCACHED_VALUE = 1.3, 1.8  # how many times as long each takes if there are UNCACHED times as many
 UNCACHED = 64
@@ -179,7 +180,7 @@ def _allgather(shape: Shape, t: Tuning) -> float:
     stages = chunks(k * (shape.value_bytes + 1), shape.one_node)
     work = own.encode + (P - 1) * own.decode + stages * shape.merging(t, P * k / stages, 1 / stages, P)
     if stages > 1:
-        work += (stages - 1) * (P + 1) * STAGE_CALLS * t.call + CONCATENATE * shape.entries(P) * _code_speed(t)
+        work += (stages - 1) * (P + 1) * STAGE_CALLS * t.call + COLLECT * shape.entries(P) * _code_speed(t)
     return rounds(P) * t.alpha + _overlapped(own.bytes * (P - 1), work, stages, t)
 
 

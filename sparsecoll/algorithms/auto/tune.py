@@ -157,7 +157,7 @@ def _measured(transport: Transport, effort: Effort) -> Tuning:
     beta = max(large - small, 0.0) / (effort.large - LATENCY_BYTES)
     if not (transport.one_node or transport.virtual) and beta * LONG_BETWEEN_NODES < LONGEST:
         # shorter messages fit buffers on the way, which are faster than the link, and ranks poll while waiting for them
-        warm, repeats = (1, 3) if large < QUICK else (0, 1)
+        warm, repeats = (1, 4) if large < QUICK else (0, 2)
         longer = _long_ring(transport, replace(effort, warm=warm, repeats=repeats), LONG_BETWEEN_NODES)
         took, copy = allgather(transport, np.array(longer)).max(axis=0).tolist()
         beta = max(beta, (took - small) / (LONG_BETWEEN_NODES - LATENCY_BYTES))
