@@ -31,7 +31,7 @@ from sparsecoll.torch.state import UNNAMED, is_trial_step
 from sparsecoll.torch.tensors import named
 from sparsecoll.torch.timeline import Timeline, bucket_span
 from sparsecoll.transport.call import CollectiveCall
-from sparsecoll.transport.collectives import allgather
+from sparsecoll.transport.collectives import allgather, disseminate
 from sparsecoll.transport.progress import in_background
 
 logger = logging.getLogger(__name__)
@@ -257,7 +257,8 @@ class HookState:
         names = layout.names
         with CollectiveCall(self.transport, "used", self._timeout), self.transport.phase("agree"):
             mine = np.packbits(np.array([name not in absent for name in names], np.uint8))
-            used = np.unpackbits(np.bitwise_or.reduce(allgather(self.transport, mine), axis=0), count=len(names))
+            anywhere = disseminate(self.transport, mine, lambda own, other: np.bitwise_or(own, other, out=own))
+            used = np.unpackbits(anywhere, count=len(names))
             self.transport.waitall()
         unused = {name for name, is_used in zip(names, used.tolist(), strict=True) if not is_used}
         if unused:
@@ -271,9 +272,9 @@ class HookState:
         with CollectiveCall(self.transport, "end of back-propagation", self._timeout), self.transport.phase("agree"):
             outcome = row.exchange(self.transport)
         self._buckets.keep()
-        self._pending, self._joined, self._reduced = True, bool(outcome.joined), 0
-        if joined:  # this rank's optimizer does not step, but others do
-            self._replica.context.step = outcome.steps[outcome.root]
+        self._pending, self._joined, self._reduced = True, outcome.joined, 0
+        if joined and outcome.step is not None:  # this rank's optimizer does not step, but others do
+            self._replica.context.step = outcome.step
             self._commit()
 
     def _commit(self) -> None:

@@ -355,7 +355,7 @@ class Engine:
         """
         if self._outcome.joined and not self.closed:
             error = RuntimeError(
-                f"step: expected no closure once ranks {self._outcome.joined} have left join(), since the mean of the"
+                "step: expected no closure once a rank has left join(), since the mean of the"
                 " losses is that of all ranks: call step() without it (the gradients are means by now), and evaluate"
                 " the loss yourself in later steps"
             )

@@ -190,8 +190,8 @@ class Replica:
 
     def keep_up(self, outcome: Round) -> None:
         """On a rank that has run out of data: the others step after a reduction, and compressors count their steps."""
-        if outcome.steps and not outcome.over:
-            self.context.step = outcome.steps[outcome.root] + 1
+        if outcome.step is not None:
+            self.context.step = outcome.step + 1
 
     def broadcast_buffers(self, outcome: Round) -> None:
         """Make buffers that a forward pass has changed those of the lowest rank that has data. Collective."""

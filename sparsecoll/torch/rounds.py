@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sparsecoll.errors import CommunicationError
+from sparsecoll.formats import Buffer
 from sparsecoll.torch.layout import has_rows, takes_part
 from sparsecoll.torch.tensors import Named
 from sparsecoll.transport import Transport
-from sparsecoll.transport.collectives import allgather
+from sparsecoll.transport.collectives import allgather, disseminate
 
 CHANGED = 1  # a gradient has changed after it was sent: the reduction has to be made again
 JOINED = 2  # this rank has run out of data
@@ -21,47 +22,50 @@ SUSPECT = 4  # this rank's parameters may differ from the others'
 REPLACED = 8  # this rank's model has other buffers than before
 
 
+HEAD = 6  # numbers of a row, of which the maximum over the ranks is formed
+LEAST = -(1 << 62)  # in place of those of a rank that has no data
+
+
 @dataclass
 class Round:
     """The messages of all ranks combined; the same on every rank.
 
     Attributes:
-        steps: taken by each rank before this one.
         flags: any rank's.
-        joined: the ranks that have run out of data.
+        step: the number of steps that every rank with data has taken before this one; None if no rank has data.
+        most: that of the ranks that have taken the most steps.
+        root: the lowest rank that has data, or 0 if none has.
+        furthest: the lowest of the ranks that have taken the most steps.
         used, rows, dense, trainable: parameters of which any rank has a gradient, one of rows (or a module that says
             so), a dense one, and that take part.
         modules: by module with buffers, whether any rank has changed them.
         alike: whether all ranks that have data have the same `checksum`.
     """
 
-    steps: list[int]
-    flags: int
-    joined: list[int]
-    used: set[str]
-    rows: set[str]
-    dense: set[str]
-    trainable: set[str]
-    modules: list[bool]
+    flags: int = 0
+    step: int | None = None
+    most: int = 0
+    root: int = 0
+    furthest: int = 0
+    used: set[str] = field(default_factory=set)
+    rows: set[str] = field(default_factory=set)
+    dense: set[str] = field(default_factory=set)
+    trainable: set[str] = field(default_factory=set)
+    modules: list[bool] = field(default_factory=list)
     alike: bool = True
+
+    @property
+    def joined(self) -> bool:
+        """Whether a rank has run out of data."""
+        return bool(self.flags & JOINED)
 
     @property
     def over(self) -> bool:
         """Whether no rank has data."""
-        return 0 < len(self.joined) == len(self.steps)
-
-    @property
-    def furthest(self) -> int:
-        """The lowest of the ranks that have taken the most steps."""
-        return int(np.argmax(self.steps))
-
-    @property
-    def root(self) -> int:
-        """The lowest rank that has data, or 0 if none has."""
-        return min(set(range(len(self.steps))) - set(self.joined), default=0)
+        return self.joined and self.step is None
 
 
-NOTHING = Round([], 0, [], set(), set(), set(), set(), [])
+NOTHING = Round()
 
 
 class Row:
@@ -69,11 +73,11 @@ class Row:
 
     Args:
         steps: taken by this rank before this one.
-        flags: of this rank.
+        flags: of this rank, below 256.
         params: by name, the same names in the same order on all ranks.
         modules: by module with buffers, whether they have changed.
         trainable: which parameters take part; None, the default: those that want a gradient or have one.
-        checksum: of options that must be the same on all ranks.
+        checksum: of options that must be the same on all ranks, at least 0.
         sparse: ids of the parameters whose modules say that their gradients are sparse.
     """
 
@@ -92,41 +96,62 @@ class Row:
         rows = [has_rows(p.grad) or id(p) in sparse for p in tensors]
         dense = [p.grad is not None and not has_rows(p.grad) for p in tensors]
         taking = [takes_part(p) for p in tensors] if trainable is None else trainable
-        self._names = list(params)
-        self._head = np.array([steps, flags, checksum], np.int64)
+        self._names, self._steps, self._checksum, self._here = list(params), steps, checksum, here
+        self._flags = np.array([flags], np.uint8)
         self._bits = np.array([*used, *rows, *dense, *taking, *(here and changed for changed in modules)], np.uint8)
 
     def exchange(self, transport: Transport) -> Round:
-        """Exchange rows and combine them. Collective; called within a CollectiveCall.
+        """Combine the rows of all ranks. Collective; called within a CollectiveCall.
+
+        Volume: 49 bytes and a bit for each of the marks of parameters and modules, in each of ceil(log2 P) messages.
 
         Raises:
             CommunicationError: ranks have taken other numbers of steps.
         """
-        names, head, bits = self._names, self._head, self._bits
-        rows = allgather(transport, np.concatenate([head.view(np.uint8), np.packbits(bits)]))
+        size, names, steps, own = transport.size, self._names, self._steps, self._checksum
+        above = size - 1 - transport.rank  # greater for lower ranks
+        here = [steps, -steps, own, -own, above] if self._here else [LEAST] * 5
+        head = np.array([*here, steps * size + above], np.int64)
+        row = np.concatenate([head.view(np.uint8), self._flags, np.packbits(self._bits)])
+        row = disseminate(transport, row, _combine)
         transport.waitall()
-        heads = np.ascontiguousarray(rows[:, : head.nbytes]).view(np.int64)
-        steps, flags = heads[:, 0].tolist(), heads[:, 1]
-        active = heads[(flags & JOINED) == 0]
-        if len(set(active[:, 0].tolist())) > 1:
+        most, least, checksum, other, root, furthest = row[: head.nbytes].view(np.int64).tolist()
+        if most != LEAST and most != -least:
+            counts = allgather(transport, np.array([steps if self._here else LEAST]))[:, 0].tolist()
             raise CommunicationError(
-                f"steps: expected every rank to take or skip the same ones, got {_counted(steps)}: decide on"
+                f"steps: expected every rank to take or skip the same ones, got {_counted(counts)}: decide on"
                 " all ranks alike whether to skip a step, by the mean gradients or by a value summed over the ranks"
             )
-        anywhere = np.unpackbits(np.bitwise_or.reduce(rows[:, head.nbytes :], axis=0), count=bits.size).astype(bool)
-        used, rows, dense, trainable, modules = np.split(anywhere, np.arange(1, 5) * len(names))
+        marks = np.unpackbits(row[head.nbytes + 1 :], count=self._bits.size).astype(bool)
+        used, rows, dense, trainable, modules = np.split(marks, np.arange(1, 5) * len(names))
 
         def named(marks: NDArray[Any]) -> set[str]:
             return {names[i] for i in np.flatnonzero(marks).tolist()}
 
-        joined = np.flatnonzero(flags & JOINED).tolist()
-        flag = int(np.bitwise_or.reduce(flags))
-        alike = len(set(active[:, 2].tolist())) < 2
         return Round(
-            steps, flag, joined, named(used), named(rows), named(dense), named(trainable), modules.tolist(), alike
+            flags=int(row[head.nbytes]),
+            step=None if most == LEAST else most,
+            most=furthest // size,
+            root=0 if most == LEAST else size - 1 - root,
+            furthest=size - 1 - furthest % size,
+            used=named(used),
+            rows=named(rows),
+            dense=named(dense),
+            trainable=named(trainable),
+            modules=modules.tolist(),
+            alike=most == LEAST or checksum == -other,
         )
 
 
+def _combine(row: Buffer, other: Buffer) -> None:
+    """Combine two rows into the first one: the maxima of the numbers at their beginning, and any bits after them."""
+    split = HEAD * 8
+    numbers = row[:split].view(np.int64)
+    np.maximum(numbers, other[:split].view(np.int64), out=numbers)
+    np.bitwise_or(row[split:], other[split:], out=row[split:])
+
+
 def _counted(steps: list[int]) -> str:
-    shown = ", ".join(f"{taken} on rank {rank}" for rank, taken in enumerate(steps[:8]))
-    return f"{shown}{', ...' if len(steps) > 8 else ''} so far"
+    """Return which ranks have taken how many steps, of those that have data."""
+    counts = [f"{taken} on rank {rank}" for rank, taken in enumerate(steps) if taken != LEAST]
+    return f"{', '.join(counts[:8])}{', ...' if len(counts) > 8 else ''} so far"

@@ -286,7 +286,7 @@ class SparseSGD(torch.optim.Optimizer):
         row = Row(step, flags, self._replica.params, modules, trainable, checksum, self._replica.sparse_weights)
 
         def digest(outcome: Round) -> int | None:
-            first = not max(outcome.steps) and outcome.trainable == self._flat.laid_out
+            first = not outcome.most and outcome.trainable == self._flat.laid_out
             return fingerprint(names) if first and self._replica.transport.size > 1 else None
 
         return self._replica.agree("end of step", row, digest)

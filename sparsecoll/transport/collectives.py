@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -167,6 +167,31 @@ def sum_counts(transport: Transport, counts: NDArray[Any], combine: np.ufunc = n
     if rank + core < size:
         transport.isend(rank + core, _raw(total.copy()))
     return total[: counts.size]
+
+
+def disseminate(transport: Transport, message: Buffer, combine: Callable[[Buffer, Buffer], object]) -> Buffer:
+    """Return the messages of all ranks combined, the same on every rank.
+
+    Dissemination: ceil(log2 P) messages for any P. A rank's message may be combined more than once.
+
+    Args:
+        transport: the ranks.
+        message: of the same size on all ranks.
+        combine: adds its second argument to the first, in place; order and repetition must not matter, as of a maximum.
+    """
+    rank, size, distance = transport.rank, transport.size, 1
+    message = message.copy()
+    while distance < size:
+        transport.isend((rank + distance) % size, message.copy())
+        source = (rank - distance) % size
+        received = transport.recv(source)
+        if received.size != message.size:
+            raise CommunicationError(
+                f"disseminate on rank {rank}: expected {message.size} bytes from rank {source}, got {received.size}"
+            )
+        combine(message, received)
+        distance *= 2
+    return message
 
 
 FEW_RANKS = 64  # up to here a row of every rank is gathered, which takes the fewest messages

@@ -5,7 +5,7 @@ import pytest
 
 import sparsecoll
 from sparsecoll import CommunicationError, simulate
-from sparsecoll.transport.collectives import allgather, allgatherv, broadcast, separated, sum_counts
+from sparsecoll.transport.collectives import allgather, allgatherv, broadcast, disseminate, separated, sum_counts
 
 RANKS = [1, 2, 3, 4, 5, 6, 7, 8, 12, 13, 16]
 
@@ -57,6 +57,31 @@ def test_sum_counts(P, size):
             padded = size + P
             assert traffic.total.bytes_received <= 3 * padded * np.dtype(dtype).itemsize
             assert traffic.total.messages_sent <= 2 * np.log2(max(P, 1)) + 2
+
+
+@pytest.mark.parametrize("P", RANKS)
+def test_disseminate(P):
+    """Maxima, of which some items are the same on all ranks and some are one rank's alone."""
+
+    def program(comm):
+        own = np.array([comm.rank == 0, comm.rank, 7, comm.rank == P - 1, comm.rank == P // 2], np.uint8)
+        found = disseminate(comm.transport, own, lambda a, b: np.maximum(a, b, out=a))
+        return found.tolist(), own.tolist()
+
+    simulation = simulate(P, program)
+    for rank, (found, own) in enumerate(simulation.results):
+        assert found == [1, P - 1, 7, 1, 1] and own[1] == rank  # which is not written to
+    for traffic in simulation.traffic:
+        assert traffic.total.messages_sent == (P - 1).bit_length()
+        assert traffic.total.bytes_received == 5 * (P - 1).bit_length()
+
+
+def test_disseminate_refuses_other_sizes():
+    def program(comm):
+        disseminate(comm.transport, np.zeros(3 + comm.rank, np.uint8), lambda a, b: None)
+
+    with pytest.raises(CommunicationError, match=r"disseminate on rank [01]: expected [34] bytes from rank"):
+        simulate(2, program)
 
 
 @pytest.mark.parametrize("P", RANKS)

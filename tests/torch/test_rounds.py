@@ -1,0 +1,87 @@
+"""The end of a reduction: what ranks tell each other in messages whose size does not depend on their number."""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import sparsecoll  # noqa: E402
+from sparsecoll import CommunicationError, simulate  # noqa: E402
+from sparsecoll.torch.rounds import CHANGED, JOINED, NOTHING, SUSPECT, Row  # noqa: E402
+
+RANKS = [1, 2, 3, 5, 6, 7, 12]
+
+
+def params(*with_gradient):
+    found = {name: torch.nn.Parameter(torch.zeros(2)) for name in "abc"}
+    for name in with_gradient:
+        found[name].grad = torch.ones(2)
+    return found
+
+
+@pytest.mark.parametrize("P", RANKS)
+def test_what_any_rank_has(P):
+    """Gradients, flags and changed buffers of the first, the middle and the last rank."""
+
+    def program(comm):
+        rank, middle, last = comm.rank, P // 2, P - 1
+        own = params(*["a"] * (rank == 0), *["c"] * (rank == last))
+        row = Row(4, CHANGED * (rank == middle) | SUSPECT * (rank == last), own, [rank == middle, False], checksum=7)
+        outcome = row.exchange(comm.transport)
+        return outcome, sparsecoll.traffic(comm).total.messages_received
+
+    results = simulate(P, program).results
+    for outcome, messages in results:
+        assert outcome.flags == CHANGED | SUSPECT and outcome.step == outcome.most == 4 and outcome.alike
+        assert outcome.used == outcome.dense == {"a", "c"} and not outcome.rows and outcome.trainable == set("abc")
+        assert outcome.modules == [True, False] and outcome.root == outcome.furthest == 0
+        assert not outcome.joined and not outcome.over
+        assert messages == (P - 1).bit_length()
+
+
+def test_messages_do_not_grow_with_the_number_of_ranks():
+    for P in (2, 100):
+        traffic = simulate(P, lambda comm: Row(0, 0, params()).exchange(comm.transport)).traffic
+        assert {t.total.bytes_received for t in traffic} == {(6 * 8 + 1 + 2) * (P - 1).bit_length()}
+
+
+@pytest.mark.parametrize("P", RANKS[1:])
+def test_ranks_without_data(P):
+    """The first one has taken the most steps before, and its gradients do not count; the last one has data."""
+
+    def program(comm):
+        last = comm.rank == P - 1
+        steps = 9 if comm.rank == 0 else 3 if last else 5
+        return Row(steps, 0 if last else JOINED, params("b"), checksum=comm.rank).exchange(comm.transport)
+
+    for outcome in simulate(P, program).results:
+        assert outcome.joined and not outcome.over and outcome.alike
+        assert (outcome.step, outcome.most, outcome.root, outcome.furthest) == (3, 9, P - 1, 0)
+        assert outcome.used == {"b"}
+
+
+@pytest.mark.parametrize("P", RANKS)
+def test_no_rank_with_data(P):
+    def program(comm):
+        return Row(comm.rank % 3, JOINED, params("b"), [True]).exchange(comm.transport)
+
+    for outcome in simulate(P, program).results:
+        assert outcome.joined and outcome.over and outcome.step is None and outcome.alike
+        assert (outcome.most, outcome.furthest) == (min(P - 1, 2), min(P - 1, 2)) and outcome.root == 0
+        assert not outcome.used and outcome.modules == [False]
+    assert not NOTHING.over and not NOTHING.joined
+
+
+def test_other_numbers_of_steps_raise_and_name_the_ranks():
+    def program(comm):
+        flags = JOINED if comm.rank == 2 else 0
+        with pytest.raises(CommunicationError) as raised:
+            Row([5, 5, 1, 5, 6][comm.rank], flags, params()).exchange(comm.transport)
+        return str(raised.value)
+
+    [text] = set(simulate(5, program).results)
+    assert "got 5 on rank 0, 5 on rank 1, 5 on rank 3, 6 on rank 4 so far" in text
+
+
+def test_other_options_on_one_rank():
+    results = simulate(6, lambda comm: Row(0, 0, {}, checksum=(comm.rank == 4) + 2**32 - 2).exchange(comm.transport))
+    assert not any(outcome.alike for outcome in results.results)
