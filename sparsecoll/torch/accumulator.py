@@ -12,11 +12,13 @@ from sparsecoll.select import Vector
 from sparsecoll.torch.bucket import Bucket
 from sparsecoll.torch.buckets import Buckets
 from sparsecoll.torch.grad_scaler import Scaling
+from sparsecoll.torch.members import changes
 from sparsecoll.torch.replica import Replica
 from sparsecoll.torch.rounds import Round
 from sparsecoll.torch.row_sum import RowSum
 from sparsecoll.torch.sparse_sum import SparseSum
-from sparsecoll.torch.state import STATE, renamed
+from sparsecoll.torch.state import STATE, renamed, renamed_state
+from sparsecoll.torch.tensors import Named
 from sparsecoll.torch.timeline import bucket_span
 from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.transport.progress import completed_future
@@ -46,14 +48,28 @@ class Accumulator:
 
     # -- layout
 
+    def differs(self, groups: Iterable[Group]) -> bool:
+        """Return whether groups have other parameters, or in another order, than at the last `rename`."""
+        ids = dict.fromkeys(id(p) for group in groups for p in group["params"])
+        return list(ids) != [id(p) for p in self.names]
+
+    def compared(self, names: dict[torch.Tensor, str]) -> tuple[Named, dict[str, Any]]:
+        """Return the parameters that are new in `names`, and what all ranks must have alike before `rename`."""
+        new = {name: p for p, name in names.items() if p not in self.names}
+        left = [name for p, name in self.names.items() if p not in names]
+        return new, {**changes(new if self.names else (), left), "order of parameters": [*names.values()]}
+
     def rename(self, names: dict[torch.Tensor, str]) -> None:
         """Set the parameters and their names; what belongs to parameters that are gone is dropped."""
-        new = {old: names[p] for p, old in self.names.items() if p in names}
+        new = self._renamed(names)
         if any(new.get(old) != old for old in self.names.values()):
             self._buckets.rename(new)
             self._rated = {new[name]: rated for name, rated in self._rated.items() if name in new}
             self.laid_out = set()
         self.names, self._replica.params = names, {name: p for p, name in names.items()}
+
+    def _renamed(self, names: dict[torch.Tensor, str]) -> dict[str, str]:
+        return {old: names[p] for p, old in self.names.items() if p in names}
 
     def release(self) -> None:
         """Discard all buckets, which the next step creates again; residuals are kept."""
@@ -112,7 +128,7 @@ class Accumulator:
         weights = dict.fromkeys(self.names.values(), (1.0, 1.0))
         for group in groups:
             lr, rated = float(group["lr"]), not group["momentum"]
-            for p in group["params"]:
+            for p in filter(self.names.__contains__, group["params"]):  # others come in after this sum
                 a, name = 1.0, self.names[p]
                 if self._rated.get(name, rated) != rated:  # momentum was switched on or off
                     a = lr if rated else 1 / lr if lr else 1.0
@@ -128,9 +144,15 @@ class Accumulator:
 
     # -- saved state
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return `Buckets.state_dict`, with the names of all parameters in order and the units of their residuals."""
-        return {**self._buckets.state_dict(), "params": list(self.names.values()), "rated": dict(self._rated)}
+    def state_dict(self, names: dict[torch.Tensor, str]) -> dict[str, Any]:
+        """Return `Buckets.state_dict`, with the names of all parameters in order and the units of their residuals.
+
+        Args:
+            names: as for the next `rename`.
+        """
+        state, new = self._buckets.state_dict(), self._renamed(names)
+        rated = {new[name]: rated for name, rated in self._rated.items() if name in new}
+        return {**renamed_state(state, new), "params": list(names.values()), "rated": rated}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], load: Callable[[], Any]) -> None:
         """Load a state as `Buckets.load_state_dict` does; parameters are matched by order, not by name. Collective."""

@@ -155,13 +155,16 @@ class Buckets:
             self.index_of = {name: i for name, i in self.index_of.items() if i < start}
 
     def rename(self, names: Mapping[str, str]) -> None:
-        """Discard all buckets, and rename parameters; the state of parameters that are not named is dropped.
+        """Discard all buckets, and rename parameters; what belongs to parameters that are not named is dropped.
 
         Args:
             names: old name -> new name.
         """
         self.release()
-        self._parked = renamed(self._parked, names)
+        self._parked, self._base = renamed(self._parked, names), renamed(self._base, names)
+        self._rows.rename(names)
+        self._extra = {tuple(names[n] for n in own): t for own, t in self._extra.items() if names.keys() >= set(own)}
+        self.order = [names[name] for name in self.order if name in names]
 
     # -- a reduction, and a step
 

@@ -106,6 +106,7 @@ class HookState:
         self._names = {id(p): name for name, p in self._params.items()}
         self._named = len(self._names)  # those that come later are numbered
         self._buckets = Buckets(own, self._replica)
+        self._complete = False  # whether all parameters of DDP are known
         self._failed: Exception | None = None  # raised by a bucket of this back-propagation, on all ranks
         self._joined = False  # whether a rank had no data in the last reduction
         self._reduced = 0  # buckets of this back-propagation; DDP numbers all of a static graph's first one 0
@@ -139,6 +140,13 @@ class HookState:
             )
 
     def _name(self, p: torch.Tensor) -> str:
+        if self._complete and id(p) not in self._names:
+            raise ValueError(
+                f"parameter of shape {tuple(p.shape)}: expected those of the DistributedDataParallel that has used this"
+                " HookState before, got a new one: after a layer was replaced, give the new DistributedDataParallel a"
+                " HookState of its own. It can load the state_dict() of this one if you delete the names of the old"
+                " layer from the kinds in its 'tensors'"
+            )
         name = self._names.setdefault(id(p), str(len(self._names)))
         self._params[name] = p
         return name
@@ -273,6 +281,7 @@ class HookState:
             outcome = row.exchange(self.transport)
         self._buckets.keep()
         self._pending, self._joined, self._reduced = True, outcome.joined, 0
+        self._complete = True
         if joined and outcome.step is not None:  # this rank's optimizer does not step, but others do
             self._replica.context.step = outcome.step
             self._commit()

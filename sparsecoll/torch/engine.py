@@ -19,12 +19,14 @@ from sparsecoll.torch.device import device_of
 from sparsecoll.torch.guards import Watch, refuse_ddp, warn_of_adam, warn_of_momentum
 from sparsecoll.torch.hooks import Hooks, enlist, owner_of, synchronize_all
 from sparsecoll.torch.layout import residual_dtype
+from sparsecoll.torch.members import Members, changes, taken_over
 from sparsecoll.torch.options import Options
 from sparsecoll.torch.reducer import Reducer
 from sparsecoll.torch.replica import Replica
 from sparsecoll.torch.rounds import NOTHING
 from sparsecoll.torch.sparse_means import SparseMean, check_hooks, refuse
-from sparsecoll.torch.tensors import Named, momenta_of, named_in_groups, options_of, rates_of
+from sparsecoll.torch.state import renamed_state
+from sparsecoll.torch.tensors import Named, momenta_of, options_of, rates_of
 from sparsecoll.transport import Transport
 
 logger = logging.getLogger(__name__)
@@ -35,6 +37,7 @@ class Engine:
 
     Attributes:
         params: all named parameters; those that want gradients are in buckets.
+        members: tells which of them have left the optimizer and the model, and which have come.
         seconds: of this rank by kind of work (see `telemetry.trace`), and "exposed": waited for in `synchronize`.
         number: by which ranks know this engine, the same on all of them.
         asked: whether `synchronize` is to be called at the end of the back-propagation that is under way.
@@ -53,6 +56,8 @@ class Engine:
         self._compressor, self._optimizer, self._options = compressor, optimizer, options
         self._replica = Replica(transport, model, options)
         self.params = self._replica.params
+        self.members = Members(optimizer, self.params, None if model is None else model.named_parameters)
+        self._replica.changed = self.members.changed
         self._replica.context.rates = partial(rates_of, optimizer, self.params)
         self._replica.context.momenta = partial(momenta_of, optimizer, self.params)
         self._replica.alike = partial(options_of, optimizer)
@@ -89,73 +94,68 @@ class Engine:
 
     # -- parameters
 
-    def add(self, params: Named) -> None:
-        """More parameters; collective. All ranks must have the same ones; values are taken from rank 0."""
-        known = {id(p) for p in self.params.values()}
-        new = {name: p for name, p in params.items() if id(p) not in known}
+    def add(self, params: Named, stay: Mapping[str, str] | None = None) -> None:
+        """More parameters, and fewer; collective. All ranks must have the same ones; values are taken from rank 0.
+
+        Args:
+            params: name -> parameter: those that are new here, and perhaps others.
+            stay: names of those that are not dropped, old -> new; None, the default, for those of `Members.staying`.
+        """
+        stay, new = self.members.staying() if stay is None else stay, self.members.came(params)
+        left = self.params.keys() - stay.keys()
 
         def check() -> None:
-            taken = new.keys() & self.params.keys()
+            taken = new.keys() & set(stay.values())
             if taken:
                 raise ValueError(f"named_parameters: expected every name once, got {min(taken)!r} again")
             for p in new.values():
                 if p.requires_grad:
                     residual_dtype(p.dtype)
                     device_of(p)
+            if any(bucket.sum is not None for bucket, _ in self._reducer.buckets):
+                raise ValueError(
+                    "add_param_group: expected it before backward() or after step(), with sparse_step=True"
+                )
 
         signature = {
             name: getattr(self._options, name)
             for name in ("bucket_bytes", "dense_below", "overlap", "sparse_step", "verify")
         }
-        self._replica.introduce(params, {**self._compressor.signature(), **signature}, check)
+        signature = {**changes(new if self.params else (), left), **self._compressor.signature(), **signature}
+        self._replica.introduce(params, signature, check)
         if self.number < 0:
             self.number = enlist(self)
-        self._reducer.release()
-        self.params.update(self._taken_over(new))
+        self._let_stay(stay)
+        self.params.update(taken_over(self, new))
         if self.transport.virtual:
             # Virtual ranks are threads: their back-propagation stays in them. Otherwise autograd executes what is on a
             # GPU, and so our hooks, in one thread for all ranks, and the first hook that waits stops the others.
             torch.autograd.set_multithreading_enabled(False)
         self._hooks.attach(self.params)
-        self._reducer.buckets.order = []
+        if new:
+            self._reducer.buckets.order = []
 
-    def _taken_over(self, params: Named) -> Named:
-        """Take parameters over from other engines; return those that this one is to reduce.
-
-        A parameter is reduced by the engine whose optimizer steps it, whatever else is in `named_parameters`. Where
-        both do so, the later one replaces the other, as when a cell of a notebook is run again.
-        """
-        own, taken = _stepped(self._optimizer), dict(params)
-        for name, p in params.items():
-            other = owner_of(p)
-            if other is None or other is self:
-                continue
-            if id(p) not in own:
-                del taken[name]
-            elif id(p) in _stepped(other._optimizer):
-                other.close(replaced=name)
-            else:
-                other._give_up(p)
-        return taken
-
-    def _give_up(self, p: torch.Tensor) -> None:
+    def give_up(self, p: torch.Tensor) -> None:
         """Leave a parameter to an engine whose optimizer steps it."""
-        names = [name for name, own in self.params.items() if own is p]
         self._reducer.give_back()  # the gradients stay
         self.discard()
-        self._hooks.remove(dict.fromkeys(names, p))
-        self._reducer.release()
-        for name in names:
-            del self.params[name]
-        self._reducer.buckets.order = []
+        self._let_stay({name: name for name, own in self.params.items() if own is not p})
 
-    def _add_unknown(self) -> None:
-        """Add parameters that were put into the optimizer and are not known here yet. Collective if there are any."""
-        known, groups = {id(p) for p in self.params.values()}, self._optimizer.param_groups
-        if all(id(p) in known for group in groups for p in group["params"]):
-            return
-        all_params = named_in_groups(groups, 0, self.params.items())
-        self.add({name: p for name, p in all_params.items() if id(p) not in known})
+    def _let_stay(self, names: Mapping[str, str]) -> None:
+        """Rename parameters, old name -> new name, and drop the others with their state; buckets are made again."""
+        self._hooks.remove({name: p for name, p in self.params.items() if names.get(name) != name})
+        self._reducer.rename(names)
+        stay = {new: self.params[old] for old, new in names.items()}
+        self.params.clear()
+        self.params.update(stay)
+
+    def _regroup(self) -> None:
+        """Add parameters that were put into the optimizer and are not known, and let go of those that left. Collective.
+
+        Raises:
+            CommunicationError: others than on this rank have come or left on some rank.
+        """
+        self.add(self.members.came(self.members.named()))
 
     def close(self, replaced: str = "") -> None:
         """Take the hooks off the parameters; nothing is reduced any more.
@@ -218,10 +218,10 @@ class Engine:
             return
         if self._watch is not None:
             self._watch.look(self.params.values())
-        self._add_unknown()
         self._hooks.attach(self.params)
         try:
-            self._outcome = self._reducer.reduce(self._joined, f"end of reduction of optimizer {self.number}")
+            name = f"end of reduction of optimizer {self.number}"
+            self._outcome = self._reducer.reduce(self._joined, name, self._regroup)
             self._unusable = None
         except NonFiniteError as error:
             self._outcome, self._unusable = NOTHING, error
@@ -394,18 +394,17 @@ class Engine:
         """See `Buckets.state_dict`, with the scale of gradients; refused while they are sent."""
         if self._reducer.under_way:
             raise RuntimeError("state_dict: expected a call after back-propagation, got one while gradients are sent")
-        return {**self._reducer.buckets.state_dict(), "scale": self._reducer.scale.known}
+        state = renamed_state(self._reducer.buckets.state_dict(), self.members.staying())
+        return {**state, "scale": self._reducer.scale.known}
 
     def load_state_dict(self, state: Mapping[str, Any] | None, load: Callable[[], None]) -> None:
         """See `Buckets.load_state_dict`. Collective."""
+        if self.members.changed():
+            self.discard()
+            self._regroup()
         self._reducer.buckets.load_state_dict(lambda: state, load)
         self._reducer.loaded(None if state is None else state.get("scale", 1.0))
         self.discard()
-
-
-def _stepped(optimizer: torch.optim.Optimizer) -> set[int]:
-    """Return the ids of the parameters that an optimizer steps."""
-    return {id(p) for group in optimizer.param_groups for p in group["params"]}
 
 
 def _before_wrapped_step(engine: weakref.ref[Engine], optimizer: torch.optim.Optimizer, *_: Any) -> None:

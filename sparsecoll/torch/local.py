@@ -14,10 +14,11 @@ from sparsecoll.torch.calls import collective, communicator
 from sparsecoll.torch.compressors import Compressor
 from sparsecoll.torch.guards import refuse_wrapped
 from sparsecoll.torch.layout import takes_part
+from sparsecoll.torch.members import Members
 from sparsecoll.torch.optimizer import DistributedOptimizer, Wrapper, of_optimizer
 from sparsecoll.torch.options import check_integer
 from sparsecoll.torch.state import STATE, is_trial_step
-from sparsecoll.torch.tensors import Named, check_buffers, check_whole, describe, model_of, named, named_in_groups
+from sparsecoll.torch.tensors import Named, check_buffers, check_whole, describe, model_of, named
 from sparsecoll.torch.timeline import Timeline
 from sparsecoll.transport import as_transport
 from sparsecoll.transport.call import CollectiveCall
@@ -115,8 +116,9 @@ class LocalOptimizer(Wrapper):
             broadcast_tensors(transport, others.values())
             return given, params, shared, outer
 
-        self._given, self._params, self._shared, outer = collective(transport, "LocalOptimizer", None, made)
-        self._model = model
+        given, self._params, self._shared, outer = collective(transport, "LocalOptimizer", None, made)
+        self._model, self._named = model, given.items if model is None else model.named_parameters
+        self._members = Members(optimizer, self._params, self._named)
         self._outer = DistributedOptimizer(
             outer,
             self._shared.items(),
@@ -191,7 +193,7 @@ class LocalOptimizer(Wrapper):
         All ranks start from the same values, which the user may have loaded since then.
         """
         if not self._since:
-            self._add_unknown()
+            self._follow_groups()
             self._moved.clear()
         for name in self._params.keys() - self._moved:
             if takes_part(self._params[name]):
@@ -211,7 +213,7 @@ class LocalOptimizer(Wrapper):
         """
         if not self._since:
             return
-        self._add_unknown()
+        self._follow_groups()
         with torch.no_grad():
             for name, shared in self._shared.items():
                 moved = name in self._moved  # which tells also of one that was frozen since then
@@ -233,25 +235,30 @@ class LocalOptimizer(Wrapper):
             named_parameters: pairs (name, parameter). Parameters without a name have the one under which the model has
                 them, otherwise they are called group<i>.<j>.
         """
-        known = [*self._given.items(), *named_parameters, *self._params.items()]
-        self._add(self._add_to_wrapped(param_group, known))
+        self._regroup(self._add_to_wrapped(param_group, self._members, named_parameters))
 
-    def _add_unknown(self) -> None:
-        """Add parameters that were put into the wrapped optimizer itself. Collective if there are any."""
-        names = [*self._given.items(), *self._params.items()]
-        added = named_in_groups(self.optimizer.param_groups, 0, names)
-        known = {id(p) for p in self._params.values()}
-        if any(id(p) not in known for p in added.values()):
-            self._add(added)
+    def _follow_groups(self) -> None:
+        """Share parameters that were put into the wrapped optimizer itself, and drop those that have left.
 
-    def _add(self, params: Named) -> None:
-        """Share parameters that are not shared yet, with rank 0's values. Collective."""
-        known = {id(p) for p in self._params.values()}
-        added = {name: p for name, p in params.items() if id(p) not in known}
+        Collective if there are any.
+        """
+        if self._members.changed():
+            self._regroup(self._members.named())
+
+    def _regroup(self, params: Named) -> None:
+        """Share parameters that are not shared yet, with rank 0's values, and drop those that have left. Collective."""
+        added, stay, outer = self._members.came(params), self._members.staying(), self._outer.optimizer
         shared = {name: p.detach().clone().requires_grad_(p.requires_grad) for name, p in added.items()}
-        self._outer.add_param_group({"params": list(shared.values())}, shared.items())
-        self._params |= added
-        self._shared |= shared
+        self._outer._engine.add(shared, stay)  # if this raises, nothing has changed
+        for name in self._shared.keys() - stay.keys():
+            outer.state.pop(self._shared[name], None)
+        self._moved = {stay[name] for name in self._moved if name in stay}
+        for own, new in ((self._params, added), (self._shared, shared)):
+            all_now = {**{stay[name]: p for name, p in own.items() if name in stay}, **new}
+            own.clear()
+            own.update(all_now)
+        order = [name for name, _ in self._named() if name in self._shared]  # as if they had been there from the start
+        outer.param_groups[0]["params"] = [self._shared[name] for name in dict.fromkeys([*order, *self._shared])]
         with torch.no_grad():
             for name, p in added.items():
                 p.copy_(shared[name])
@@ -304,6 +311,7 @@ class LocalOptimizer(Wrapper):
             call.agree(entries=0)
             return own
 
+        self._follow_groups()
         own = collective(self._outer._engine.transport, "LocalOptimizer.load_state_dict", None, read)
         inner = {name: value for name, value in state_dict.items() if name not in (STATE, LOCAL)}
         if own is None:

@@ -15,10 +15,11 @@ from sparsecoll.torch.compressors import Compressor, resolve
 from sparsecoll.torch.engine import Engine
 from sparsecoll.torch.grad_scaler import calling_scaler
 from sparsecoll.torch.guards import refuse_wrapped
+from sparsecoll.torch.members import Members
 from sparsecoll.torch.options import Options
 from sparsecoll.torch.sparse_means import check_sparse_step
 from sparsecoll.torch.state import STATE, is_trial_step
-from sparsecoll.torch.tensors import Named, model_of, named, named_in_groups
+from sparsecoll.torch.tensors import Named, model_of, named
 from sparsecoll.torch.timeline import Timeline
 from sparsecoll.transport import as_transport
 from sparsecoll.transport.call import CollectiveCall
@@ -48,11 +49,13 @@ class Wrapper(torch.optim.Optimizer):
             raise AttributeError(name)
         return getattr(self.optimizer, name)
 
-    def _add_to_wrapped(self, param_group: dict[str, Any], known: Iterable[tuple[str, torch.Tensor]]) -> Named:
-        """Add a group to the wrapped optimizer; return its parameters by name, see `named_in_groups`."""
+    def _add_to_wrapped(
+        self, param_group: dict[str, Any], members: Members, given: Iterable[tuple[str, torch.Tensor]]
+    ) -> Named:
+        """Add a group to the wrapped optimizer; return its parameters by name, see `Members.named`."""
         number = len(self.optimizer.param_groups)
         self.optimizer.add_param_group(param_group)
-        return named_in_groups(self.optimizer.param_groups[number:], number, known)
+        return members.named(number, given)
 
 
 class DistributedOptimizer(Wrapper):
@@ -301,12 +304,16 @@ class DistributedOptimizer(Wrapper):
     ) -> None:
         """Add a group as in torch; collective.
 
+        Parameters that are neither in the optimizer's groups nor in the model any more are dropped with their
+        residuals, now or in the next step. To replace a layer, take the old parameters out of `param_groups` and
+        `state`, then add the new ones.
+
         Args:
             param_group: as in torch.
-            named_parameters: pairs (name, parameter). Parameters keep the name that they have already, others without
-                one are called group<i>.<j>.
+            named_parameters: pairs (name, parameter). Parameters keep the name that they have already. Others without
+                one have the model's, if the model is known and no other parameter has it, or are called group<i>.<j>.
         """
-        self._engine.add(self._add_to_wrapped(param_group, [*named_parameters, *self._engine.params.items()]))
+        self._engine.add(self._add_to_wrapped(param_group, self._engine.members, named_parameters))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the wrapped optimizer's state_dict, with the compressor's state by parameter name under "sparsecoll".

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 
@@ -36,6 +36,10 @@ class ReducedGrads:
     def discard(self, names: set[str]) -> None:
         """Gradients of these parameters are local ones again, or None."""
         self._means = {name: mean for name, mean in self._means.items() if name not in names}
+
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Rename parameters, old name -> new name, and forget the others."""
+        self._means = {names[name]: mean for name, mean in self._means.items() if name in names}
 
     def clear(self) -> None:
         """No gradient is a mean any more."""

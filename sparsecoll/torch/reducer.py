@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import NoReturn
 
 import torch
@@ -24,7 +24,7 @@ from sparsecoll.torch.hooks import is_shared
 from sparsecoll.torch.profiler import Profiler
 from sparsecoll.torch.reduced_grads import ReducedGrads
 from sparsecoll.torch.replica import Replica
-from sparsecoll.torch.rounds import CHANGED, JOINED, NOTHING, Round, Row
+from sparsecoll.torch.rounds import CHANGED, JOINED, MEMBERS, NOTHING, Round, Row
 from sparsecoll.torch.sender import Sender
 from sparsecoll.torch.sparse_means import SparseMean
 from sparsecoll.torch.updates import Rule
@@ -75,6 +75,12 @@ class Reducer:
         self.give_back()
         self.buckets.release()
         self._end()
+
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Give up the reduction and the buckets, and rename parameters; what belongs to others is dropped."""
+        self.release()
+        self._means.rename(names)
+        self.buckets.rename(names)
 
     def give_back(self) -> None:
         """Give back gradients whose memory was taken, once what was sent has ended."""
@@ -164,22 +170,23 @@ class Reducer:
 
     # -- at its end
 
-    def reduce(self, joined: bool, name: str) -> Round:
+    def reduce(self, joined: bool, name: str, regroup: Callable[[], None]) -> Round:
         """Send what was not sent, wait for all, and let gradients be the means. Collective.
 
         Args:
             joined: whether this rank has no more data.
             name: of the call at the end.
+            regroup: takes in and drops parameters that have come and left; collective.
 
         Raises:
             NonFiniteError: a gradient is not finite on some rank; all gradients are NaN now.
             CommunicationError, RuntimeError: the reduction failed on some rank; gradients are as they were.
         """
-        while (outcome := self._attempt(JOINED * joined, name)) is None:
+        while (outcome := self._attempt(JOINED * joined, name, regroup)) is None:
             pass
         return outcome
 
-    def _attempt(self, flags: int, name: str) -> Round | None:
+    def _attempt(self, flags: int, name: str, regroup: Callable[[], None]) -> Round | None:
         """One reduction of all buckets; None if it has to be made again."""
         self._refuse_sparse_means()
         for bucket, _ in self.buckets:
@@ -201,7 +208,7 @@ class Reducer:
         if error is not None:
             self._fail(error)
         assert isinstance(outcome, Round)
-        changed, learned = outcome.flags & CHANGED, self.buckets.learn(outcome.rows, outcome.dense)
+        changed, learned = outcome.flags & (CHANGED | MEMBERS), self.buckets.learn(outcome.rows, outcome.dense)
         stale = learned or outcome.trainable != set(self.buckets.index_of)
         if not (changed or stale or outcome.over):
             self._follow_up(outcome, seconds)
@@ -210,7 +217,10 @@ class Reducer:
         if self._again:
             self._send_at_the_end()
         self._drop()
-        if stale:  # parameters were frozen or unfrozen, or have gradients of another kind
+        if outcome.flags & MEMBERS:
+            self._opened = False
+            regroup()
+        elif stale:  # parameters were frozen or unfrozen, or have gradients of another kind
             self.buckets.release()
             self.make_buckets(outcome.trainable)
         return None if changed or stale else outcome

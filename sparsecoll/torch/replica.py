@@ -18,13 +18,14 @@ from sparsecoll.torch.calls import collective
 from sparsecoll.torch.compressors import StepContext
 from sparsecoll.torch.guards import refuse_renormalized, warn_if_equal
 from sparsecoll.torch.options import Options
-from sparsecoll.torch.rounds import REPLACED, SUSPECT, Round, Row
+from sparsecoll.torch.rounds import MEMBERS, REPLACED, SUSPECT, Round, Row
 from sparsecoll.torch.tensors import Buffers, Named, check_buffers, check_whole, describe, sparse_weights
 from sparsecoll.transport import Transport
 from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.transport.collectives import allgather
 
 T = TypeVar("T")
+CHANGE = "change of parameters, to be made on all ranks between the same steps"  # a call; errors show its name
 COMPILING = 300.0  # seconds: the least timeout of the first reduction, in which kernels may be compiled
 
 
@@ -41,6 +42,7 @@ class Replica:
         sparse_weights: ids of the parameters whose modules say that their gradients are sparse.
         context: the number of steps taken, and what else compressors know.
         alike: returns options that must be the same on all ranks.
+        changed: returns whether parameters have come or left on this rank.
         warmed: whether a reduction has succeeded.
         suspect: whether this rank's parameters may differ from the others'.
         left: the number of steps that this rank had taken when it ran out of data; None while it has some.
@@ -53,6 +55,7 @@ class Replica:
         self.sparse_weights = sparse_weights(model)
         self.context = StepContext()
         self.alike: Callable[[], dict[str, Any]] = dict
+        self.changed: Callable[[], bool] = lambda: False
         self.warmed = self.suspect = False
         self.left: int | None = None
         self._model = model
@@ -60,7 +63,7 @@ class Replica:
     @property
     def flags(self) -> int:
         """What the other ranks have to know of this one, see `Row`, after `buffers.changed()`."""
-        return SUSPECT * self.suspect | REPLACED * self.buffers.replaced
+        return SUSPECT * self.suspect | REPLACED * self.buffers.replaced | MEMBERS * self.changed()
 
     @property
     def steps(self) -> int:
@@ -99,6 +102,8 @@ class Replica:
             return outcome
 
         outcome = self.call(name, exchange, "agree")
+        if outcome.flags & MEMBERS:  # which are to be taken in and dropped first
+            return outcome
         if not outcome.alike:
             self.call("step", self._disagree)
         if outcome.flags & SUSPECT:
@@ -135,17 +140,18 @@ class Replica:
             check: what it raises is raised on every rank.
         """
         tensors = params if self.params else self._with_model(params)
+        self.sparse_weights = sparse_weights(self._model)
 
         def introduce(call: CollectiveCall) -> None:
             check_whole(tensors.values())
             check_buffers(self.buffers.tensors)
             refuse_renormalized(self._model, self.transport)
             check()
-            call.signature |= {**describe(tensors), **signature}
+            call.signature |= {**signature, **describe(tensors)}
             call.agree(entries=0)
             broadcast_tensors(self.transport, tensors.values())
 
-        self.call("parameters", introduce)
+        self.call(CHANGE if self.params else "parameters", introduce)
         if not self.params:
             self.buffers.mark()
 

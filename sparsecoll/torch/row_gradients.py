@@ -42,6 +42,10 @@ class RowParameters:
         self._rows = (self._rows | set(rows)) - self._dense
         return before ^ self._rows
 
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Rename parameters, old name -> new name; those that are not named are forgotten."""
+        self._rows, self._dense = ({names[n] for n in own if n in names} for own in (self._rows, self._dense))
+
     def state(self) -> dict[str, list[str]]:
         """Return what `load` takes."""
         return {"rows": sorted(self._rows), "dense": sorted(self._dense)}

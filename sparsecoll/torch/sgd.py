@@ -20,7 +20,7 @@ from sparsecoll.torch.guards import Watch, fingerprint, refuse_wrapped
 from sparsecoll.torch.layout import takes_part
 from sparsecoll.torch.options import Options
 from sparsecoll.torch.replica import Replica
-from sparsecoll.torch.rounds import JOINED, Round, Row
+from sparsecoll.torch.rounds import JOINED, MEMBERS, Round, Row
 from sparsecoll.torch.schedule import Density, Schedule
 from sparsecoll.torch.sgd_options import check_group, common, compressor_of, names_of
 from sparsecoll.torch.sparse_sum import SparseSum
@@ -163,6 +163,7 @@ class SparseSGD(torch.optim.Optimizer):
         self._compressor, options = collective(transport, "SparseSGD", None, build)
         self._replica = Replica(transport, known, options)
         self._replica.alike = lambda: common(self.param_groups)
+        self._replica.changed = lambda: self._flat.differs(self.param_groups)
         self._flat = Accumulator(self._compressor, self._replica)
         self._model, self._built = known, True
         self._introduce()
@@ -195,15 +196,10 @@ class SparseSGD(torch.optim.Optimizer):
     def _introduce(self) -> None:
         """Name the parameters that the groups have now, and broadcast those that are new from rank 0. Collective."""
         names = names_of(self.param_groups, self._model)
-        new = {name: p for p, name in names.items() if p not in self._flat.names}
-        self._replica.introduce(new, {**common(self.param_groups), "verify": self._replica.options.verify})
+        new, signature = self._flat.compared(names)
+        signature |= {**common(self.param_groups), "verify": self._replica.options.verify}
+        self._replica.introduce(new, signature)
         self._flat.rename(names)
-
-    def _look_for_new(self) -> None:
-        """Follow changes of `param_groups` that were made without `add_param_group`. Collective if there are any."""
-        ids = dict.fromkeys(id(p) for group in self.param_groups for p in group["params"])
-        if list(ids) != [id(p) for p in self._flat.names]:
-            self._introduce()
 
     # -- a step
 
@@ -236,7 +232,6 @@ class SparseSGD(torch.optim.Optimizer):
         if self._watch is not None:
             self._watch.look(self._flat.names)
         try:
-            self._look_for_new()
             outcome, sums = self._reduced(0, scaling)
         except Exception as error:
             if scaling is None:
@@ -266,6 +261,9 @@ class SparseSGD(torch.optim.Optimizer):
         while True:
             sums = self._flat.sums(self.param_groups, scaling)
             outcome = self._round(flags)
+            if outcome.flags & MEMBERS:
+                self._introduce()
+                continue
             if not outcome.trainable:
                 return outcome, []
             if self._flat.fits(outcome):
@@ -282,7 +280,7 @@ class SparseSGD(torch.optim.Optimizer):
         }
         names, step = self._flat.names, self._replica.steps
         checksum = self._replica.checksum
-        trainable = [here and takes_part(p) and live[p] for p in names]
+        trainable = [here and takes_part(p) and live.get(p, False) for p in names]
         row = Row(step, flags, self._replica.params, modules, trainable, checksum, self._replica.sparse_weights)
 
         def digest(outcome: Round) -> int | None:
@@ -372,7 +370,7 @@ class SparseSGD(torch.optim.Optimizer):
         A plain torch.optim.SGD can also load it and ignores the residuals.
         """
         state: dict[str, Any] = super().state_dict()
-        state[STATE] = self._flat.state_dict()
+        state[STATE] = self._flat.state_dict(names_of(self.param_groups, self._model))
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -389,6 +387,8 @@ class SparseSGD(torch.optim.Optimizer):
                 `redistribute`).
             ValueError, TypeError: The state is of another model or optimizer.
         """
+        if self._replica.changed():
+            self._introduce()
         plain = {name: value for name, value in state_dict.items() if name != STATE}
         self._flat.load_state_dict(state_dict, lambda: super(SparseSGD, self).load_state_dict(plain))
 

@@ -111,6 +111,13 @@ def renamed(tensors: Tensors, names: Mapping[str, str]) -> Tensors:
     return {kind: {names[name]: t for name, t in entries.items() if name in names} for kind, entries in tensors.items()}
 
 
+def renamed_state(state: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """Return a saved state under new names, without what belongs to parameters that have no new name."""
+    lists = {key: [names[name] for name in state[key] if name in names] for key in ("order", "rows", "dense")}
+    buckets = [[[names[name] for name in own], text] for own, text in state["buckets"] if names.keys() >= set(own)]
+    return {**state, **lists, "tensors": renamed(state["tensors"], names), "buckets": buckets}
+
+
 def redistribute(states: Sequence[Mapping[str, Any]], rank: int, size: int) -> dict[str, Any]:
     """Convert saved states to another number of ranks.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 
 Named = dict[str, torch.Tensor]
 
+NUMBERED = re.compile(r"group\d+\.\d+'*")  # names of parameters that nobody has named, see `named_in_groups`
 COMPARED_BYTES = 16 << 20  # of a buffer of which a copy is kept, to notice what version counters do not tell
 
 

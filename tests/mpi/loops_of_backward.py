@@ -253,6 +253,33 @@ def group_added_to_the_wrapped(run):
         run.optimizer.step()
 
 
+def replace(run, index, make):
+    """Put another layer in place of one, on each rank with its own values, of which those of rank 0 count."""
+    old = {id(p) for p in run.module[index].parameters()}
+    torch.manual_seed(7 if run.way == ONE else 7 + run.comm.rank)
+    run.module[index] = layer = make()
+    for group in run.inner.param_groups:
+        for p in filter(lambda p: id(p) in old, group["params"]):
+            run.inner.state.pop(p, None)
+        group["params"] = [p for p in group["params"] if id(p) not in old]
+    if list(layer.parameters()):
+        run.optimizer.add_param_group({"params": layer.parameters(), "lr": 0.05})
+
+
+@loop("a layer replaced: its parameters taken out of the groups, the new ones added", hook=RAISES)
+def layer_replaced(run):
+    for step in range(8):
+        if step == 2:
+            replace(run, 4, lambda: torch.nn.Linear(32, 1).double())
+        if step == 4:
+            replace(run, 3, lambda: torch.nn.Linear(32, 32).double())
+        if step == 6:
+            replace(run, 3, torch.nn.Tanh)  # in whose place nothing comes
+        run.optimizer.zero_grad()
+        run.loss(step).backward()
+        run.optimizer.step()
+
+
 def two_heads():
     return torch.nn.ModuleDict(
         {
