@@ -6,8 +6,8 @@
 Overlap: LAYERS layers of equal size, each in a bucket of its own, whose back-propagation takes as long in all as dense
 communication. It either computes (so many products of small matrices, which release the GIL) or waits for a device
 (sleep). "hidden" is (time without overlap - time with it) / min(back-propagation, communication). "CPU s" is the
-processor time that communication takes, selection and encoding included, and "at most" the share that is left to hide
-behind a back-propagation that needs the core itself.
+processor time that communication takes without overlap, selection and encoding included, and "CPU s, overlapped" with
+it; "at most" is the share that is left to hide behind a back-propagation that needs the core itself.
 
 Waits: rank 1 waits for a message of rank 0, which comes after a given time. "core" is the CPU time of the thread that
 waits as a share of the time waited, "late" the microseconds from the end of that time until the message is there.
@@ -132,10 +132,12 @@ def overlap(comm: Any, repeat: int) -> Iterator[Row]:
             found = in_turns(comm, repeat, *steps)
             alone, apart, with_overlap = np.median(found[..., 0], axis=0).tolist()
             communication, cpu = np.median(found[:, 1] - found[:, 0], axis=0).tolist()
+            overlapped = float(np.median(found[:, 2, 1] - found[:, 0, 1]))
             hidden = float(np.median(found[:, 1, 0] - found[:, 2, 0]))
             least = min(alone, communication)
             row = {"back-propagation": kind, "compressor": name, "s alone": alone, "s without overlap": apart}
-            row |= {"s with overlap": with_overlap, "CPU s": max(cpu, 0.0), "hidden": hidden / least}
+            row |= {"s with overlap": with_overlap, "CPU s": max(cpu, 0.0), "CPU s, overlapped": max(overlapped, 0.0)}
+            row["hidden"] = hidden / least
             row["at most"] = min(1.0, (communication - cpu) / least) if kind == "computes" else None
             yield row
 
