@@ -101,11 +101,11 @@ def allreduce(
             rank that has already returned raises in its next call); the communicator stays usable. Also if a rank does
             not answer within `timeout`.
 
-    Volume: that of the algorithm (see its class), plus 4(P-1) words in calls whose arguments are new on the
-    communicator, in calls without `k` and `density`, and in exact sums with a k above 65,536 and a sixteenth of the
-    length. Later calls are compared by the tags of their messages. A dict or a Series takes 8(P-1) more words, by which
-    the ranks agree on the length and the dtype; with few keys, up to 8,192 on all ranks together, "auto" sends all
-    entries to all ranks in the ceil(log2 P) messages that compare the arguments.
+    Volume: that of the algorithm (see its class), plus 4(P-1) words, or 8 ceil(log2 P) with more than 64 ranks, in
+    calls whose arguments are new on the communicator, in calls without `k` and `density`, and in exact sums with a k
+    above 65,536 and a sixteenth of the length. Later calls are compared by the tags of their messages. A dict or a
+    Series takes 8(P-1) more words, by which the ranks agree on the length and the dtype; with few keys, up to 8,192 on
+    all ranks together, "auto" sends all entries to all ranks in the ceil(log2 P) messages that compare the arguments.
 
     See Also:
         `sparsecoll.iallreduce`, `sparsecoll.reduce`, `sparsecoll.reduce_scatter`, `sparsecoll.allgather`,
@@ -229,7 +229,7 @@ def _reduce(
     entries = contribution(vector, algorithm, selected, channel, options)
     counted = counts_entries(algorithm, arguments.k, vector.length)
     message = early_message(algorithm, channel, entries) if counted and arguments.k is None else None
-    held = call.agree(entries.nnz if counted else None, options.check, message, arguments.checksum)
+    held = call.agree(entries.nnz if counted else None, options.check, message, arguments.checksum, every=False)
     channel.gathered, channel.deferred = call.gathered, deferred
     reduction = run(algorithm, channel, entries, max(held) if counted else arguments.k or 0)
     transport.traffic.total.seconds += transport.now() - start

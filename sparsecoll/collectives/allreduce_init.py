@@ -39,8 +39,9 @@ class _Allreduce:
         if counted:
             entries = contribution(vector, self._selecting, k, channel, options)
             message = early_message(self._selecting, channel, entries) if k is None else None
-            self._size = max(call.agree(entries.nnz, options.check))
-            early = all(call.agree(int(message is not None and message.size > AGREEMENT_BYTES), options.check))
+            self._size = max(call.agree(entries.nnz, options.check, every=False))
+            sends = int(message is not None and message.size > AGREEMENT_BYTES)
+            early = all(call.agree(sends, options.check, every=False))
         else:
             call.agree(check=options.check)
         self._algorithm, self._channel = self._selecting.settled(channel, vector, self._size, early)

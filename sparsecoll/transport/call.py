@@ -26,7 +26,7 @@ from sparsecoll.errors import CommunicationError, NonFiniteError
 from sparsecoll.formats import Buffer
 from sparsecoll.transport import usable
 from sparsecoll.transport.base import FIRST_TAG, PHASES, TAGS, CallMismatch, Transport
-from sparsecoll.transport.collectives import allgather, allgatherv, node_members
+from sparsecoll.transport.collectives import FEW_RANKS, allgather, allgatherv, disseminate, node_members
 from sparsecoll.transport.waiting import check_environment
 
 NUMBERS = (TAGS - FIRST_TAG) // PHASES  # tags of a phase: by name before the ranks agree, by name with check=False,
@@ -136,6 +136,7 @@ class CollectiveCall:
         check: bool = True,
         message: Buffer | None = None,
         checksum: int | None = None,
+        every: bool = True,
     ) -> list[int]:
         """Compare `signature` on all ranks, now if it is new, and by the tags of all messages that follow.
 
@@ -145,11 +146,14 @@ class CollectiveCall:
             message: a message for all ranks, on all of them or on none, with AGREEMENT_BYTES at its end that are used
                 here; None, the default, for none. `gathered` then has those of all ranks, without these bytes.
             checksum: of `signature`, if it is known; None, the default, computes it.
+            every: whether all ranks' `entries` are needed (default: True).
 
         Returns:
-            Every rank's `entries`, in rank order; an empty list if it is None.
+            Every rank's `entries`, in rank order; without `every` perhaps only the smallest and the largest of them. An
+            empty list if it is None.
 
         Volume: 4(P-1) words in ceil(log2 P) messages if the arguments are new or `entries` is given; otherwise none.
+        With more than FEW_RANKS ranks, 8 ceil(log2 P) words if neither a message nor `every` is asked for.
 
         Raises:
             CallMismatch: Arguments differ; the call then raises CommunicationError on all ranks.
@@ -162,12 +166,13 @@ class CollectiveCall:
             checksum = self.checksum() if check else 0
         counts: list[int] = []
         if entries is not None or (check and checksum not in transport.agreed):
-            rows = self._rows((-1 if entries is None else entries, checksum), message)
-            every, checksums = zip(*rows, strict=True)
-            if set(checksums) != {checksum} or (min(every) < 0) != (entries is None):
+            row = (-1 if entries is None else entries, checksum)
+            reduced = message is None and transport.size > FEW_RANKS and (entries is None or not every)
+            held, checksums = zip(*(self._extremes(row) if reduced else self._rows(row, message)), strict=True)
+            if set(checksums) != {checksum} or (min(held) < 0) != (entries is None):
                 raise CallMismatch("ranks disagree")
             transport.met = transport.calls
-            counts = list(every) if entries is not None else []
+            counts = list(held) if entries is not None else []
         self._set_tag(self._number_of(checksum) if check else NAMES + self._number_of_name)
         return counts
 
@@ -205,12 +210,32 @@ class CollectiveCall:
         self.gathered = [block[:-AGREEMENT_BYTES] for block in blocks]
         return rows
 
+    def _extremes(self, row: tuple[int, int]) -> list[tuple[int, int]]:
+        """Return the smallest and the largest item of all ranks' rows, in two rows."""
+        transport, own = self.transport, np.array(row, np.int64)
+        message = np.concatenate([own, ~own]).view(np.uint8)  # ~ reverses the order, without an overflow
+        try:
+            with transport.phase("agree"):
+                message = disseminate(transport, message, _maximum)
+        except CommunicationError as error:  # from a call that gathers
+            if transport.broken:
+                raise
+            raise CallMismatch("ranks disagree") from error
+        most, least = message.view(np.int64).reshape(2, -1)
+        return [tuple((~least).tolist()), tuple(most.tolist())]
+
     def _number_of(self, checksum: int) -> int:
         """Return the number of arguments that the ranks agree on, the same on all: they agree in the same order."""
         agreed = self.transport.agreed
         if checksum not in agreed and len(agreed) >= KEPT:
             agreed.clear()
         return agreed.setdefault(checksum, 2 * NAMES + len(agreed))
+
+
+def _maximum(own: Buffer, other: Buffer) -> None:
+    """Set numbers of 64 bits to the larger ones."""
+    numbers = own.view(np.int64)
+    np.maximum(numbers, other.view(np.int64), out=numbers)
 
 
 @functools.cache

@@ -172,7 +172,8 @@ def sum_counts(transport: Transport, counts: NDArray[Any], combine: np.ufunc = n
 def disseminate(transport: Transport, message: Buffer, combine: Callable[[Buffer, Buffer], object]) -> Buffer:
     """Return the messages of all ranks combined, the same on every rank.
 
-    Dissemination: ceil(log2 P) messages for any P. A rank's message may be combined more than once.
+    Dissemination: ceil(log2 P) messages for any P. A rank's message may be combined more than once. Messages go to the
+    same ranks as those of `allgather`, so that calls which differ between ranks meet rather than wait.
 
     Args:
         transport: the ranks.
@@ -182,8 +183,8 @@ def disseminate(transport: Transport, message: Buffer, combine: Callable[[Buffer
     rank, size, distance = transport.rank, transport.size, 1
     message = message.copy()
     while distance < size:
-        transport.isend((rank + distance) % size, message.copy())
-        source = (rank - distance) % size
+        transport.isend((rank - distance) % size, message.copy())
+        source = (rank + distance) % size
         received = transport.recv(source)
         if received.size != message.size:
             raise CommunicationError(

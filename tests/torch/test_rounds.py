@@ -7,6 +7,7 @@ torch = pytest.importorskip("torch")
 import sparsecoll  # noqa: E402
 from sparsecoll import CommunicationError, simulate  # noqa: E402
 from sparsecoll.torch.rounds import CHANGED, JOINED, NOTHING, SUSPECT, Row  # noqa: E402
+from sparsecoll.transport.call import CollectiveCall  # noqa: E402
 
 RANKS = [1, 2, 3, 5, 6, 7, 12]
 
@@ -80,6 +81,23 @@ def test_other_numbers_of_steps_raise_and_name_the_ranks():
 
     [text] = set(simulate(5, program).results)
     assert "got 5 on rank 0, 5 on rank 1, 5 on rank 3, 6 on rank 4 so far" in text
+
+
+@pytest.mark.parametrize("P", [2, 3, 5, 8])
+def test_a_rank_in_another_call_is_told_so(P):
+    """Its messages are gathered, those of the others combined."""
+
+    def program(comm):
+        with pytest.raises(CommunicationError) as raised:
+            if comm.rank == 1:
+                sparsecoll.allreduce(comm, sparsecoll.SparseVector([1], [1.0], 10))
+            else:
+                with CollectiveCall(comm.transport, "end"):
+                    Row(0, 0, params("a")).exchange(comm.transport)
+        return str(raised.value)
+
+    [text] = set(simulate(P, program).results)
+    assert text.startswith("call: expected the same value on all ranks, got 'end' on rank")
 
 
 def test_other_options_on_one_rank():

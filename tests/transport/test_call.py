@@ -1,5 +1,6 @@
 """What is raised on one rank is raised on all, whatever was under way, and the communicator stays usable."""
 
+import importlib
 import itertools
 import re
 from pathlib import Path
@@ -17,6 +18,8 @@ from sparsecoll.transport.base import FIRST_TAG, TAGS
 from sparsecoll.transport.call import KEPT, NUMBERS, CollectiveCall, number_of_name
 from sparsecoll.transport.collectives import allgather
 from sparsecoll.transport.waiting import check_environment
+
+CALL = importlib.import_module("sparsecoll.transport.call")
 
 
 @pytest.mark.parametrize("P", [2, 5])
@@ -240,6 +243,47 @@ def test_known_calls_cost_no_message_and_unchecked_ones_never_do():
 
     assert simulate(4, lambda comm: program(comm, True)).results == [[4 * 3, 0, 0]] * 4
     assert simulate(4, lambda comm: program(comm, False)).results == [[0, 0, 0]] * 4
+
+
+@pytest.mark.parametrize("algo", ["auto", "sparcml", "densestream"])
+def test_with_many_ranks_nobody_receives_a_row_of_each(algo):
+    """Without k, when arguments are new and in every later call; all know the largest number of entries."""
+
+    def program(comm):
+        x = SparseVector(np.arange(comm.rank % 5), np.ones(comm.rank % 5), 50)
+        received = []
+        for _ in range(2):
+            y = sparsecoll.allreduce(comm, x, algo, return_reduction=True)
+            received.append(y.traffic.phases["agree"].bytes_received)
+        return y.value.values.tolist(), received
+
+    assert simulate(70, program).results == [([56.0, 42.0, 28.0, 14.0], [32 * 7] * 2)] * 70
+
+
+@pytest.mark.parametrize("P", [3, 5, 8, 13])
+def test_calls_that_differ_meet_where_agreements_are_reduced(P, monkeypatch):
+    """One rank is in a call of its own, whose messages are of another kind, or has other arguments, or reports."""
+    monkeypatch.setattr(CALL, "FEW_RANKS", 2)  # as with many ranks
+
+    def attempt(comm, call):
+        with pytest.raises((CommunicationError, ValueError)) as caught:
+            call()
+        assert sparsecoll.allreduce(comm, SparseVector([1], np.ones(1), 10), "sparcml").values[0] == P
+        return str(caught.value)
+
+    def program(comm, culprit):
+        x, one = SparseVector([1], np.ones(1), 10), comm.rank == culprit
+        texts = [attempt(comm, lambda: sparsecoll.allreduce(comm, x, "sparcml", op="mean" if one else "sum"))]
+        texts.append(attempt(comm, lambda: sparsecoll.allreduce(comm, x, "sparcml", k=1 if one else None)))
+        texts.append(attempt(comm, lambda: sparsecoll.allreduce(comm, x, "sparcml", timeout=-1 if one else None)))
+        texts.append(attempt(comm, lambda: (sparsecoll.allgather if one else sparsecoll.allreduce)(comm, x)))
+        return texts
+
+    for culprit in (0, 1, P - 1):
+        results = simulate(P, lambda comm, culprit=culprit: program(comm, culprit)).results
+        assert results == [results[0]] * P
+        for text, name in zip(results[0], ("op", "k", f"rank {culprit}: timeout", "call"), strict=True):
+            assert text.startswith(f"{name}: expected"), text
 
 
 @pytest.mark.parametrize("k", [1, None])

@@ -24,6 +24,7 @@ from sparsecoll.transport import network
 from sparsecoll.transport.base import Transport
 from sparsecoll.transport.call import AGREEMENT_BYTES
 from sparsecoll.transport.channel import Channel
+from sparsecoll.transport.collectives import FEW_RANKS
 from sparsecoll.transport.network import Tuning, given_tuning
 from sparsecoll.vector import SparseVector
 
@@ -54,8 +55,9 @@ class Auto(Algorithm):
     3. Run the fastest. If the caller did not set the format, messages use the one that takes the least time to encode
        and send.
 
-    In a short call without k and density, ranks for whose number of entries `allgather` is predicted to be the fastest,
-    with the messages that compare arguments saved, send their entries with them; if all do, the rest is `allgather`'s.
+    In a short call without k and density on up to 64 ranks, those for whose number of entries `allgather` is predicted
+    to be the fastest, with the messages that compare arguments saved, send their entries with them; if all do, the rest
+    is `allgather`'s.
 
     The same input gives the same bits in every repetition on a communicator: a choice depends on n, k (or the ranks'
     numbers of entries), P, the bytes of a value, the indices, and costs that are fixed before the first choice that
@@ -127,7 +129,7 @@ class Auto(Algorithm):
         return n, min(_rounded(k), n), channel.size, width, sums_natively(channel, x)
 
     def early(self, channel: Channel, x: SparseVector) -> Buffer | None:
-        if self.want != "exact_sum":
+        if self.want != "exact_sum" or channel.size > FEW_RANKS:  # then every rank would receive a row of each
             return None
         known = self.tuning or given_tuning(channel.transport) or channel.transport.tuning
         tuning = known or self._usual(channel.transport)

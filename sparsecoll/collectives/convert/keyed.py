@@ -234,7 +234,7 @@ def agree_on_keys(
     if not total:
         return x, back
     if not isinstance(back, ToMapping) or back.keys == KEYS[0]:
-        return x._shifted(0, max(call.agree(x.length, check))), back
+        return x._shifted(0, max(call.agree(x.length, check, every=False))), back
     if apart:
         return x, replace(back, apart=True)
     text, indices = table_of(call.transport, back.words, total)
