@@ -265,7 +265,7 @@ class HookState:
         names = layout.names
         with CollectiveCall(self.transport, "used", self._timeout), self.transport.phase("agree"):
             mine = np.packbits(np.array([name not in absent for name in names], np.uint8))
-            anywhere = disseminate(self.transport, mine, lambda own, other: np.bitwise_or(own, other, out=own))
+            anywhere = disseminate(self.transport, mine, np.bitwise_or)
             used = np.unpackbits(anywhere, count=len(names))
             self.transport.waitall()
         unused = {name for name, is_used in zip(names, used.tolist(), strict=True) if not is_used}

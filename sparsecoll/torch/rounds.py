@@ -144,12 +144,11 @@ class Row:
         )
 
 
-def _combine(row: Buffer, other: Buffer) -> None:
-    """Combine two rows into the first one: the maxima of the numbers at their beginning, and any bits after them."""
+def _combine(row: Buffer, other: Buffer, out: Buffer) -> None:
+    """Combine two rows: the maxima of the numbers at their beginning, then the bits that are set in either."""
     split = HEAD * 8
-    numbers = row[:split].view(np.int64)
-    np.maximum(numbers, other[:split].view(np.int64), out=numbers)
-    np.bitwise_or(row[split:], other[split:], out=row[split:])
+    np.maximum(row[:split].view(np.int64), other[:split].view(np.int64), out=out[:split].view(np.int64))
+    np.bitwise_or(row[split:], other[split:], out=out[split:])
 
 
 def _counted(steps: list[int]) -> str:

@@ -213,15 +213,15 @@ class CollectiveCall:
     def _extremes(self, row: tuple[int, int]) -> list[tuple[int, int]]:
         """Return the smallest and the largest item of all ranks' rows, in two rows."""
         transport, own = self.transport, np.array(row, np.int64)
-        message = np.concatenate([own, ~own]).view(np.uint8)  # ~ reverses the order, without an overflow
+        row_and_reverse = np.concatenate([own, ~own])  # ~ reverses the order, without an overflow
         try:
             with transport.phase("agree"):
-                message = disseminate(transport, message, _maximum)
+                maxima = disseminate(transport, row_and_reverse, np.maximum)
         except CommunicationError as error:  # from a call that gathers
             if transport.broken:
                 raise
             raise CallMismatch("ranks disagree") from error
-        most, least = message.view(np.int64).reshape(2, -1)
+        most, least = maxima.reshape(2, -1)
         return [tuple((~least).tolist()), tuple(most.tolist())]
 
     def _number_of(self, checksum: int) -> int:
@@ -230,12 +230,6 @@ class CollectiveCall:
         if checksum not in agreed and len(agreed) >= KEPT:
             agreed.clear()
         return agreed.setdefault(checksum, 2 * NAMES + len(agreed))
-
-
-def _maximum(own: Buffer, other: Buffer) -> None:
-    """Set numbers of 64 bits to the larger ones."""
-    numbers = own.view(np.int64)
-    np.maximum(numbers, other.view(np.int64), out=numbers)
 
 
 @functools.cache

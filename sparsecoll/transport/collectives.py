@@ -169,30 +169,32 @@ def sum_counts(transport: Transport, counts: NDArray[Any], combine: np.ufunc = n
     return total[: counts.size]
 
 
-def disseminate(transport: Transport, message: Buffer, combine: Callable[[Buffer, Buffer], object]) -> Buffer:
-    """Return the messages of all ranks combined, the same on every rank.
+def disseminate(transport: Transport, row: NDArray[Any], combine: Callable[..., object]) -> NDArray[Any]:
+    """Return the rows of all ranks combined, the same on every rank.
 
-    Dissemination: ceil(log2 P) messages for any P. A rank's message may be combined more than once. Messages go to the
-    same ranks as those of `allgather`, so that calls which differ between ranks meet rather than wait.
+    Dissemination: ceil(log2 P) messages of m items for any P, in which a row may be combined more than once. They go to
+    the same ranks as those of `allgather`: a rank in a call that gathers receives a message of another size rather than
+    wait for one. `sum_counts` counts every row once.
 
     Args:
         transport: the ranks.
-        message: of the same size on all ranks.
-        combine: adds its second argument to the first, in place; order and repetition must not matter, as of a maximum.
+        row: array of m items, of the same size and dtype on all ranks.
+        combine: ufunc, or what is called like one: combine(a, b, out=a). Order and repetition must not matter, as of a
+            maximum.
     """
     rank, size, distance = transport.rank, transport.size, 1
-    message = message.copy()
+    total = row.copy()
     while distance < size:
-        transport.isend((rank - distance) % size, message.copy())
+        transport.isend((rank - distance) % size, _raw(total.copy()))
         source = (rank + distance) % size
         received = transport.recv(source)
-        if received.size != message.size:
+        if received.size != total.nbytes:
             raise CommunicationError(
-                f"disseminate on rank {rank}: expected {message.size} bytes from rank {source}, got {received.size}"
+                f"disseminate on rank {rank}: expected {total.nbytes} bytes from rank {source}, got {received.size}"
             )
-        combine(message, received)
+        combine(total, received.view(row.dtype), out=total)
         distance *= 2
-    return message
+    return total
 
 
 FEW_RANKS = 64  # up to here a row of every rank is gathered, which takes the fewest messages

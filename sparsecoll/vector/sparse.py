@@ -86,15 +86,21 @@ class SparseVector(Entries):
 
         Args:
             parts: one or more vectors.
-            room: at least the number of their entries; pages of memory that are not filled take none.
+            room: number of entries for which memory is reserved at first; pages that are not filled take none.
         """
         first = next(iterator := iter(parts))
         if on_gpu(first.indices):
             return cls.concatenate([first, *iterator])
         indices, values, count = empty(room, first.indices.dtype), empty(room, first.dtype), 0
         for part in chain([first], iterator):
-            indices[count : count + part.nnz], values[count : count + part.nnz] = part.indices, part.values
-            count += part.nnz
+            stop = count + part.nnz
+            if stop > indices.size:
+                filled = (indices[:count], values[:count])
+                indices, values = (empty(max(stop, 2 * room), array.dtype) for array in filled)
+                indices[:count], values[:count] = filled
+                room = indices.size
+            indices[count:stop], values[count:stop] = part.indices, part.values
+            count = stop
         return cls.from_sorted_unchecked(indices[:count], values[:count], first.length)
 
     def _of(self, entries: tuple[NDArray[Any], NDArray[Any]]) -> SparseVector:

@@ -60,6 +60,21 @@ def test_the_same_bits_in_chunks(make, name, P, monkeypatch):
                 np.testing.assert_array_equal(x, y)
 
 
+@pytest.mark.parametrize("P", [2, 3, 5])
+@pytest.mark.parametrize("algo", [Allgather, lambda: sparsecoll.Hierarchical(inner="allgather")])
+def test_calls_of_a_plan_may_have_more_entries_than_its_example(algo, P, monkeypatch):
+    """Their sum, too, has more than k entries for each rank: so has that of the ranks on each node."""
+    monkeypatch.setattr(pipeline, "CHUNK_BYTES", CHUNK)
+
+    def program(comm):
+        x = [SparseVector(np.arange(comm.rank, N, N // (P * m))[:m], np.ones(m, np.float32), N) for m in (60, 900, 30)]
+        plan = sparsecoll.allreduce_init(comm, x[0], algo())
+        return [(y.nnz, float(y.values.sum())) for y in map(plan, x)], [sparsecoll.allreduce(comm, v).nnz for v in x]
+
+    for sums, expected in simulate(P, program, ranks_per_node=2).results:
+        assert sums == [(nnz, P * m) for nnz, m in zip(expected, (60, 900, 30), strict=True)]
+
+
 @pytest.mark.parametrize("chunk", [CHUNK, 1 << 18])
 @pytest.mark.parametrize("algo", [Allgather, sparsecoll.Auto])
 @pytest.mark.parametrize("options", [{}, {"value_dtype": "float16"}], ids=str)
