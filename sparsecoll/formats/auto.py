@@ -51,7 +51,7 @@ class Auto(Chooser):
             raise ValueError(f"choose: expected some of {', '.join(names)}, got {self.choose}")
 
     def planned(self, x: SparseVector, wire: WireDtype) -> tuple[Format, Plan]:
-        if self.beta is not None and _coo_is_fastest(self, x.indices.dtype.itemsize):
+        if self.beta is not None and _coo_is_fastest(self.beta, self.choose, x.indices.dtype.itemsize):
             return COO, COO.plan(x, wire)
         small = [name for name in ("coo", "packed") if name in self.choose] if x.nnz <= SMALL_NNZ else []
         choices = [form for form in self.choices if form.name in (small or self.choose)]
@@ -104,10 +104,10 @@ def choosing(beta: float | None, choose: tuple[str, ...] = Auto.choose) -> Auto:
 
 
 @functools.lru_cache
-def _coo_is_fastest(form: Auto, index_bytes: int) -> bool:
+def _coo_is_fastest(beta: float, choose: tuple[str, ...], index_bytes: int) -> bool:
     """Return whether no format could be faster than coo for any vector, because the link is faster than encoding."""
-    if form.beta is None or "coo" not in form.choose:
+    if "coo" not in choose:
         return False
     least = {name: c.encode + c.decode + c.encode_span + c.decode_span for name, c in CODING.items()}  # per entry
-    others = [least[name] for name in form.choose if name != "coo"]
-    return least["coo"] + form.beta * index_bytes <= min(others, default=math.inf)
+    others = [least[name] for name in choose if name != "coo"]
+    return least["coo"] + beta * index_bytes <= min(others, default=math.inf)

@@ -138,6 +138,13 @@ class Tuning:
     sharing: float = 1.0
     copy: float = 0.0
 
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.alpha, self.overhead, self.beta, self.call, self.merge, self.code, self.dense))
+
+    def __hash__(self) -> int:
+        return self._hash  # `auto` looks up what it predicted in every short call
+
     def native_seconds(self, size: float) -> float:
         """Return the seconds of MPI's own allreduce of `size` bytes; infinity far beyond the largest, or without it."""
         if not self.native:

@@ -134,7 +134,7 @@ class Auto(Algorithm):
         known = self.tuning or given_tuning(channel.transport) or channel.transport.tuning
         tuning = known or self._usual(channel.transport)
         key = self._class(channel, x, x.nnz)
-        chosen = self._chosen.get(key) or self._chosen_beside(key)
+        chosen = self._chosen.get(key) or self._chosen_beside(key) if self._chosen else None
         if chosen is None and _sends_early(key, channel.transport.one_node, tuning, known is not None):
             chosen = "allgather"
         if chosen != "allgather":
