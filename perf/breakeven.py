@@ -40,7 +40,7 @@ from sparsecoll.transport.call import AGREEMENT_BYTES
 from sparsecoll.transport.channel import Channel
 
 CHOICES = [name for name in costmodel.CHOICES if name != "oktopk"]  # which gives the top k of the sum
-FEWEST, MOST = 6, 999  # timed calls of each
+FEWEST, MOST = 12, 999  # timed calls of each
 FACTOR, NEAR, MPI_NEAR, MODEL = 1.05, 20e-6, 50e-6, 0.2  # the goals, and how far a prediction may be off
 
 

@@ -22,11 +22,16 @@ from sparsecoll.vector import SparseVector
 MOST_FREE = 2  # buffers that are kept for later: one may be in use as the last step's means
 
 
+def _users(tensor: torch.Tensor) -> int:
+    """Return how many tensors use the memory of one."""
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))  # type: ignore[attr-defined]
+
+
 def _references(p: torch.Tensor) -> tuple[int, int]:
     """Return how often Python and how often tensors refer to a parameter's gradient."""
     gradient = p.grad
     assert gradient is not None
-    return sys.getrefcount(gradient), torch._C._storage_Use_Count(gradient.untyped_storage()._cdata)  # type: ignore[attr-defined]
+    return sys.getrefcount(gradient), _users(gradient)
 
 
 @functools.cache
@@ -45,21 +50,35 @@ def _is_alone(p: torch.Tensor) -> bool:
 
 
 class Buffer:
-    """A flat vector, as an array and as a tensor over the same memory, with a view for each parameter."""
+    """A flat vector, as an array and as a tensor over the same memory, with a view for each parameter.
+
+    Tensors are made when they are first asked for: in a hook on a gradient, an operation of torch takes tens of
+    microseconds, since what back-propagation computes has taken its code out of the caches.
+    """
 
     def __init__(self, array: Array, layout: Layout) -> None:
         self.array = array
-        self.tensor = layout.device.tensor(array)
-        self.views = layout.split(self.tensor)
-        self._users = self._count()
+        self._layout = layout
+        self._users = 0
 
-    def _count(self) -> int:
-        return int(torch._C._storage_Use_Count(self.tensor.untyped_storage()._cdata))  # type: ignore[attr-defined]
+    @functools.cached_property
+    def tensor(self) -> torch.Tensor:
+        """The vector as a tensor."""
+        made = self._layout.device.tensor(self.array)
+        self._users = _users(made)
+        return made
+
+    @functools.cached_property
+    def views(self) -> dict[str, torch.Tensor]:
+        """The view of each parameter, by name."""
+        made = self._layout.split(self.tensor)
+        self._users += len(made)
+        return made
 
     @property
     def lent(self) -> bool:
         """Whether tensors that were given away (gradients) still use this memory."""
-        return self._count() > self._users
+        return "tensor" in vars(self) and _users(self.tensor) > self._users
 
 
 class Bucket:
@@ -140,7 +159,6 @@ class Bucket:
             self.gradient = self._unused()
         return self.gradient
 
-    @torch.no_grad()
     def take_grad(self, name: str, scale: float = 1.0, take_memory: bool = False) -> None:
         """Take a parameter's gradient, divided by `scale`: zeros if it has none.
 
@@ -155,16 +173,16 @@ class Bucket:
             self._take_memory(p)
             return
         whole = self.gradient_buffer()
-        self._check(name, p, whole.views[name])
-        if flat and len(self.params) == 1:
-            self.source = Buffer(self.layout.device.array(p.grad.view(-1)), self.layout)  # type: ignore[union-attr]
+        if alone:
+            self.source = Buffer(p.grad.numpy().reshape(-1), self.layout)  # type: ignore[union-attr]
             return
+        self._check(name, p)
         if self.source is None and self._as_view and scale == 1.0 and self.layout.device is CPU:
             self.source = (self._around(p, name) if flat else None) or self._unused()
         view = (self.source or whole).views[name]
         if flat and p.grad.data_ptr() == view.data_ptr():  # type: ignore[union-attr]
             return
-        with span("dense", view.numel()):
+        with span("dense", view.numel()), torch.no_grad():
             self._copy_in(view, p.grad, scale)
         if flat and self.source is not None:
             p.grad.data = view  # type: ignore[union-attr]  # the same tensor: another one would count as a new gradient
@@ -247,12 +265,12 @@ class Bucket:
             self._free.remove(found)
         return found
 
-    @staticmethod
-    def _check(name: str, p: torch.Tensor, view: torch.Tensor) -> None:
+    def _check(self, name: str, p: torch.Tensor) -> None:
         """Raise unless a parameter is as it was when the bucket was made."""
-        if p.shape != view.shape or (p.dtype == torch.float64) != (view.dtype == torch.float64):
+        shape, dtype = self.layout.shapes[self.layout.positions[name]], self._dtype
+        if p.shape != shape or (p.dtype == torch.float64) != (dtype == torch.float64):
             raise ValueError(
-                f"parameter {name!r}: expected shape {tuple(view.shape)} and a dtype that is summed in {view.dtype}, as"
+                f"parameter {name!r}: expected shape {shape} and a dtype that is summed in {dtype}, as"
                 f" when the optimizer was wrapped, got {tuple(p.shape)} and {p.dtype}: convert a model before you wrap"
                 " its optimizer"
             )
