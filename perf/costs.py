@@ -13,7 +13,8 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,11 @@ from entries import Entries
 
 from sparsecoll import Costs, DenseVector, SparseVector, formats
 from sparsecoll.algorithms.auto import costmodel
+from sparsecoll.algorithms.primitives.pipeline import MAX_CHUNKS
 from sparsecoll.cli import bench
 from sparsecoll.formats.costs import CODING, PACKED
 
-REPEATS = 9
+REPEATS = 15
 ENTRIES = 1 << 18
 SPARSE, MANY = 0.01, (0.02, 0.1)  # densities
 BY_SPAN = ("dense", "bitmap")  # formats whose time depends on the coordinates that are spanned
@@ -90,9 +92,19 @@ def merging() -> dict[str, float]:
 
 
 def handling() -> dict[str, float]:
-    """Measure copying an entry."""
-    parts = uniform(ENTRIES, SPARSE).split([int(ENTRIES / SPARSE) * j // 8 for j in range(9)])
-    return {"CONCATENATE": seconds(lambda: SparseVector.concatenate(parts)) / ENTRIES}
+    """Measure copying an entry, from memory and from a chunk that was summed just now."""
+    n = int(ENTRIES / SPARSE)
+    parts = uniform(ENTRIES, SPARSE).split([n * j // 8 for j in range(9)])
+    found = {"CONCATENATE": seconds(lambda: SparseVector.concatenate(parts)) / ENTRIES}
+    edges = [n * j // MAX_CHUNKS for j in range(MAX_CHUNKS + 1)]
+    chunks = list(zip(*(uniform(ENTRIES, SPARSE, rank).split(edges) for rank in range(4)), strict=True))
+
+    def sums() -> Iterator[SparseVector]:
+        return (SparseVector.merge(chunk, chunk[0].dtype) for chunk in chunks)
+
+    entries = sum(chunk.nnz for chunk in sums())
+    apart, whole = seconds(lambda: deque(sums(), 1)), seconds(lambda: SparseVector.collect(sums(), entries))
+    return found | {"COLLECT": max(whole - apart, 0.0) / entries}
 
 
 def of_this_machine() -> Costs:
@@ -120,7 +132,10 @@ def charged(found: dict[str, float]) -> Costs:
 def built_in() -> dict[str, float]:
     """Return the built-in constants under the same names."""
     known = {f"{name}: {way}": value for name, each in CODING.items() for way, value in vars(each).items()}
-    known |= {name: getattr(costmodel, name) for name in ("MERGE", "DENSE_MERGE", "DENSE_MERGE_SPAN", "CONCATENATE")}
+    known |= {
+        name: getattr(costmodel, name)
+        for name in ("MERGE", "DENSE_MERGE", "DENSE_MERGE_SPAN", "CONCATENATE", "COLLECT")
+    }
     return known | {"PACKED": PACKED}
 
 
