@@ -234,6 +234,30 @@ def test_a_gradient_that_is_the_mean_is_freed_by_zero_grad():
     simulate(2, program)
 
 
+@pytest.mark.parametrize("size", [1, None])
+def test_memory_is_used_again_once_no_gradient_holds_it(size, monkeypatch):
+    reserved = []
+    zeros = Layout.zeros
+    monkeypatch.setattr(Layout, "zeros", lambda self: reserved.append(self.index) or zeros(self))
+
+    def program(comm, keep):
+        model, optimizer = made(comm, False, size)
+        held = []
+        for number in range(8):
+            optimizer.zero_grad()
+            backward(comm, model, number)
+            optimizer.step()
+            held += [(p.grad, p.grad.clone()) for p in model.parameters() if keep]
+        assert all(torch.equal(gradient, then) for gradient, then in held)
+
+    simulate(1, lambda comm: program(comm, False))
+    few = len(reserved)
+    simulate(1, lambda comm: program(comm, True))
+    buckets = max(reserved) + 1
+    assert few <= 4 * buckets
+    assert len(reserved) - few > 7 * buckets
+
+
 def test_arguments_of_a_bucket_are_validated_once(monkeypatch):
     """And again if they change, as k does by a schedule."""
     allreduce = sys.modules["sparsecoll.collectives.allreduce"]
