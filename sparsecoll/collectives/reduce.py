@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from sparsecoll.algorithms.primitives.exchange import united
 from sparsecoll.collectives import convert
 from sparsecoll.collectives.blocking import blocking
 from sparsecoll.collectives.convert.back import Back
@@ -36,7 +37,7 @@ def reduce(
     """Combine sparse vectors on one rank, by default as their sum. Collective.
 
     1. Reduce-scatter by recursive halving: rank j receives the result for the j-th of P equal parts of the coordinates.
-    2. Every rank sends its part to the root.
+    2. Every rank sends its part to the root; with more than 64 ranks, neighbours unite theirs on the way.
 
     Args:
         comm: communicator, as in `sparsecoll.allreduce`.
@@ -62,8 +63,9 @@ def reduce(
         CommunicationError: As in `sparsecoll.allreduce`.
 
     Volume: each rank receives 2k(P-1)/P words (identical supports) to k log2 P words (disjoint supports) if entries are
-    distributed evenly over the P parts, and at most 2k(P-1) if not; then the root receives the sum. Each rank sends
-    keys that are strings to the root, with their values; few keys go to all ranks, as in `sparsecoll.allreduce`.
+    distributed evenly over the P parts, and at most 2k(P-1) if not; then the root receives the sum, in P - 1 messages,
+    with more than 64 ranks in ceil(log2 P). Each rank sends keys that are strings to the root, with their values; few
+    keys go to all ranks, as in `sparsecoll.allreduce`.
 
     See Also:
         `sparsecoll.allreduce`, `sparsecoll.reduce_scatter`.
@@ -112,8 +114,5 @@ def _entries_at(root: int, channel: Channel, entries: SparseVector, back: Back) 
     n, P = entries.length, channel.size
     mine = sum_of_region(channel, entries, [n * j // P for j in range(P + 1)])
     with channel.phase("gather"):
-        if channel.rank != root:
-            channel.isend(root, mine)
-            return None
-        parts = [mine if rank == root else channel.recv(rank) for rank in range(P)]
-    return SparseVector.concatenate([part.astype(entries.dtype) for part in parts])._copy_if_overlapping(entries), back
+        whole = united(channel, mine.astype(entries.dtype), root)
+    return None if whole is None else (whole._copy_if_overlapping(entries), back)

@@ -18,6 +18,7 @@ from sparsecoll.formats.packed import Packed
 from sparsecoll.vector import SparseVector
 
 COO = Coo()
+SPARSE = "coo", "bitmap", "packed"  # formats whose messages have the entries' values alone
 SMALL_NNZ = 32  # up to so many entries, formats other than coo and packed would save a few bytes at most
 SAMPLES = 512  # number of pairs of neighbouring entries by which DenseStream is judged
 
@@ -91,10 +92,10 @@ class Auto(Chooser):
         return form.estimate(x, wire, SAMPLES) > 1.1 * best
 
     def sparse(self) -> Format:
-        return choosing(self.beta, ("coo", "packed"))
+        return choosing(self.beta, SPARSE)
 
     def sparse_or(self, dense: Format) -> Format:
-        return choosing(self.beta, ("coo", "packed", dense.name)) if dense in self.choices else super().sparse_or(dense)
+        return choosing(self.beta, (*SPARSE, dense.name)) if dense in self.choices else super().sparse_or(dense)
 
 
 @functools.lru_cache

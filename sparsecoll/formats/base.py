@@ -226,7 +226,7 @@ class Format(ABC):
         return form.decoded(form._written(plan, x, wire, 0), x.length).astype(x.dtype)
 
     def sparse(self) -> Format:
-        """Return the format for messages that are sparse in any case: `auto` then chooses between coo and packed."""
+        """Return the format for messages that are sparse in any case: `auto` then chooses coo, bitmap or packed."""
         return self
 
     def sparse_or(self, dense: Format) -> Format:

@@ -165,6 +165,21 @@ class SameId(Own):
     id = FORMATS["coo"].id
 
 
+def test_sparse_messages_are_the_smallest_that_are_not_dense():
+    rng = np.random.default_rng(0)
+    taken = {}
+    for density in (0.01, 0.4, 0.99):
+        x = SparseVector.from_dense(np.where(rng.random(4000) < density, 1, 0).astype(np.float32))
+        sizes = {name: FORMATS[name].size(x) for name in ("coo", "packed", "bitmap", "dense")}
+        for form, names in (
+            (FORMATS["auto"].sparse(), ("coo", "packed", "bitmap")),
+            (FORMATS["auto"].sparse_or(FORMATS["dense"]), tuple(sizes)),
+        ):
+            assert form.encode(x).size == min(sizes[name] for name in names)
+        taken[density] = min(sizes, key=sizes.get)
+    assert list(taken.values()) == ["packed", "bitmap", "dense"]
+
+
 @pytest.mark.parametrize("form", [Own(), Nameless(), SameId()])
 def test_formats_that_receivers_do_not_know_are_refused(form):
     x = SparseVector([1, 5], np.array([1.0, 2.0]), 9)

@@ -84,7 +84,7 @@ class Shape:
         return fill_in(max(int(self.effective_length), 1), self.k, ranks)
 
     def message(self, t: Tuning, entries: float, share: float = 1.0, sparse: bool = False) -> Message:
-        """Return a message of `entries` over a share of the coordinates, in the fastest format (`sparse`: of two)."""
+        """Return a message of entries in a share of the coordinates, in the fastest format (`sparse`: not dense)."""
         width, speed = self.value_bytes, _code_speed(t)
         span = self.n * share
         if entries < 1 or span < 1:
@@ -92,8 +92,9 @@ class Shape:
         density = min(entries / span, 1.0)
         bits = 1.0 if density > 0.6 else -1.02 * (math.log2(density) + (1 - density) / density * math.log2(1 - density))
         sizes = {"packed": entries * (width + bits / 8), "coo": entries * (width + (4 if self.n <= 2**32 else 8))}
+        sizes["bitmap"] = entries * width + span / 8
         if not sparse:
-            sizes |= {"bitmap": entries * width + span / 8, "dense": span * width}
+            sizes["dense"] = span * width
         found: list[Message] = []
         for name, size in sizes.items():
             c = CODING[name]

@@ -1,10 +1,11 @@
-"""Exchange of the regions of a sparse vector, every rank with every other one."""
+"""Exchange of the regions of a sparse vector: every rank with every other one, or all with a root."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from sparsecoll.transport.channel import Channel
+from sparsecoll.transport.collectives import FEW_RANKS
 from sparsecoll.vector import SparseVector
 
 
@@ -26,3 +27,38 @@ def exchange(channel: Channel, regions: Sequence[SparseVector]) -> list[SparseVe
         source = (rank - step) % size
         parts[source] = channel.recv(source)
     return [parts[source] for source in range(size)]
+
+
+def united(channel: Channel, region: SparseVector, root: int) -> SparseVector | None:
+    """Return the regions of all ranks as one vector on the root, None elsewhere.
+
+    Up to FEW_RANKS ranks send to the root directly. With more, pairs of neighbouring ranks, then of pairs and so on,
+    unite what they hold, on the root if it is among them: each receives at most ceil(log2 P) messages, and an entry is
+    sent at most as often.
+
+    Args:
+        channel: channel of the messages.
+        region: this rank's entries, with higher indices than those of the ranks below.
+        root: rank that gets all.
+    """
+    rank, size = channel.rank, channel.size
+    if size <= FEW_RANKS:
+        if rank != root:
+            channel.isend(root, region)
+            return None
+        parts = [region if source == root else channel.recv(source) for source in range(size)]
+        return SparseVector.concatenate([part.astype(region.dtype) for part in parts])
+    start, count = rank, 1  # of the ranks whose regions are united here
+    while count < size:
+        first = start // (2 * count) * (2 * count)
+        other = first + count if start == first else first
+        if other < size:
+            keeps = root if first <= root < first + 2 * count else first
+            if rank != keeps:
+                channel.isend(keeps, region)
+                return None
+            source = root if other <= root < other + count else other
+            arrived = channel.recv(source).astype(region.dtype)
+            region = SparseVector.concatenate([region, arrived] if start < other else [arrived, region])
+        start, count = first, 2 * count
+    return region
