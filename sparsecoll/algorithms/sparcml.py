@@ -35,8 +35,8 @@ class SparCML(Algorithm):
 
     "auto": the variant with the shortest time in the alpha-beta model, at the fill-in of uniform supports.
 
-    "recursive_double" and "split_allgather" never send dense windows or bitmaps; otherwise messages are in the format
-    that the call asks for.
+    "recursive_double" and "split_allgather" never send dense windows; otherwise messages are in the format that the
+    call asks for.
 
     Volume in words of COO, where K is the number of entries of the sum: recursive_double between 2k log2 P and 2k(P-1),
     or 2k(floor(log2 P) + 1) and 2kP if P is not a power of two; split_allgather 2k(P-1)/P + 2K(P-1)/P, between
