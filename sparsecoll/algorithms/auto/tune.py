@@ -110,7 +110,7 @@ def tuning_of(transport: Transport) -> Tuning:
     A measurement serves all communicators of the same processes in the same order, and survives calls that fail; ranks
     check with a message of 4 bytes from each that all still have the same one.
 
-    Volume: at most 27 MB per communicator, counted as `Traffic.set_up`.
+    Volume: at most 35 MB per communicator, counted as `Traffic.set_up`.
     """
     given = given_tuning(transport)
     if given is not None:
@@ -148,26 +148,30 @@ def _measured(transport: Transport, effort: Effort) -> Tuning:
         *_kernels(transport, effort),
         *(_native(transport, effort, size) for size in sizes),
     ]
-    slowest = allgather(transport, np.array(times)).max(axis=0).tolist()
+    slowest = _slowest(transport, times)
     worked, small, burst, large, copy, call, merge, code, dense = slowest[:9]
     native = [row for row in zip(map(float, sizes), slowest[9:], strict=True) if row[1] < math.inf]
     rounds = max(estimates.rounds(transport.size), 1)
     alpha = max((worked - call) / rounds, small) if transport.size > 1 else 0.0
     overhead = max(burst - small, 0.0) / (BURST_MESSAGES - 1)
     beta = max(large - small, 0.0) / (effort.large - LATENCY_BYTES)
-    if not (transport.one_node or transport.virtual) and beta * LONG_BETWEEN_NODES < LONGEST:
+    long = not (transport.one_node or transport.virtual) and beta * LONG_BETWEEN_NODES < LONGEST
+    if long:
         # shorter messages fit buffers on the way, which are faster than the link, and ranks poll while waiting for them
-        warm, repeats = (1, 4) if large < QUICK else (0, 2)
-        longer = _long_ring(transport, replace(effort, warm=warm, repeats=repeats), LONG_BETWEEN_NODES)
-        took, copy = allgather(transport, np.array(longer)).max(axis=0).tolist()
+        longer = replace(effort, warm=1, repeats=3) if large < QUICK else replace(effort, warm=0, repeats=2)
+        took, copy = _slowest(transport, _long_ring(transport, longer, LONG_BETWEEN_NODES))
         beta = max(beta, (took - small) / (LONG_BETWEEN_NODES - LATENCY_BYTES))
     measured = Tuning(alpha, overhead, beta, call / 3)
     modelled = transport.modelled()
     if modelled is not None:  # the simulator's clock stands still while kernels run
         return replace(measured, call=modelled.call, merge=modelled.merge, code=modelled.code, dense=modelled.dense)
     sharing = _sharing(transport, small_work)
+    if long and large < QUICK:  # a moment later: once is not enough where a message takes a time slice or two
+        took, _ = _slowest(transport, _long_ring(transport, replace(longer, warm=0), LONG_BETWEEN_NODES))
+        beta = min(beta, (took - small) / (LONG_BETWEEN_NODES - LATENCY_BYTES))
     measured = replace(
         measured,
+        beta=beta,
         call=sharing * measured.call,
         merge=IN_CALLS * sharing * merge / effort.entries,
         code=IN_CALLS * sharing * code / effort.entries,
@@ -177,6 +181,11 @@ def _measured(transport: Transport, effort: Effort) -> Tuning:
         copy=min(sharing * copy, beta),
     )
     return replace(measured, fixed=_fixed(transport, measured))
+
+
+def _slowest(transport: Transport, times: list[float]) -> list[float]:
+    """Return the largest over the ranks of each time."""
+    return allgather(transport, np.array(times)).max(axis=0).tolist()  # type: ignore[no-any-return]
 
 
 def _sharing(transport: Transport, work: Callable[[], object]) -> float:
