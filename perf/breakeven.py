@@ -10,7 +10,8 @@ of predicted to measured time. Calls are made in turns, for a given time at each
 The smallest of several medians is too small by chance, and `auto` would seem slower than the algorithm that it takes.
 Therefore the time of the fastest choice comes from other calls than those that tell which choice that is: one half of
 the calls finds the choice that the other half times, and the other way round; "ms" is the mean of the two. It is too
-large, by up to 2 % for 150 calls of each and 5 to 8 % for 6, where a half finds a choice that is a little slower.
+large, by up to 2 % for 150 calls of each and 5 to 8 % for 6 (the longest have 12), where a half finds a choice that is
+a little slower.
 
 `auto` is judged by two goals: at most FACTOR times the fastest choice plus NEAR, and at most FACTOR times MPI_Allreduce
 plus MPI_NEAR.
