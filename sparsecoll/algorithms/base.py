@@ -101,8 +101,7 @@ class Reduction:
             if not isinstance(self.value, (SparseVector, DenseVector)):
                 wrong = type(self.value).__name__
                 raise TypeError(f"algo: expected {algorithm!r} to return a Reduction of a vector, got {wrong}")
-            if self.value.dtype != x.dtype or self.value.length != x.length:  # the text below takes microseconds
-                check_like(f"algo: expected {algorithm!r}", self.value, x)
+            check_like("algo: expected", algorithm, self.value, x)
         self._expected = algorithm, x.dtype, x.length
         if not callable(self._contributed):
             self._check(self._contributed)

@@ -347,8 +347,7 @@ def _selected(algorithm: Algorithm, x: Vector, k: int, ranks: int) -> Vector:
     if not isinstance(chosen, (SparseVector, DenseVector)):
         got = type(chosen).__name__
         raise TypeError(f"algo: expected select of {algorithm!r} to return a SparseVector, got {got}")
-    if chosen.dtype != x.dtype or chosen.length != x.length:
-        check_like(f"algo: expected select of {algorithm!r}", chosen, x)
+    check_like("algo: expected select of", algorithm, chosen, x)
     return chosen
 
 

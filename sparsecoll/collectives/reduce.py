@@ -63,9 +63,9 @@ def reduce(
         CommunicationError: As in `sparsecoll.allreduce`.
 
     Volume: each rank receives 2k(P-1)/P words (identical supports) to k log2 P words (disjoint supports) if entries are
-    distributed evenly over the P parts, and at most 2k(P-1) if not; then the root receives the sum, in P - 1 messages,
-    with more than 64 ranks in ceil(log2 P). Each rank sends keys that are strings to the root, with their values; few
-    keys go to all ranks, as in `sparsecoll.allreduce`.
+    distributed evenly over the P parts, and at most 2k(P-1) if not; then the root receives the sum, in P - 1 messages.
+    With more than 64 ranks it receives the sum in ceil(log2 P), and other ranks parts of it on their way. Each rank
+    sends keys that are strings to the root, with their values; few keys go to all ranks, as in `sparsecoll.allreduce`.
 
     See Also:
         `sparsecoll.allreduce`, `sparsecoll.reduce_scatter`.

@@ -89,7 +89,7 @@ def selected(selector: Selector, x: Vector, k: int) -> SparseVector:
     chosen = selector.select(x, k)
     if not isinstance(chosen, SparseVector):
         raise TypeError(f"selector: expected {selector!r} to return a SparseVector, got {type(chosen).__name__}")
-    check_like(f"selector: expected {selector!r}", chosen, x)
+    check_like("selector: expected", selector, chosen, x)
     if not built_in(type(selector)):
         own = x.intersect(chosen) if isinstance(x, SparseVector) else x.take(chosen.indices)
         if own.nnz != chosen.nnz or not _same(own.values, chosen.values).all():
@@ -111,12 +111,19 @@ def built_in(kind: type) -> bool:
     return kind.__module__.partition(".")[0] == "sparsecoll"
 
 
-def check_like(who: str, got: Vector, x: Vector) -> None:
-    """Raise TypeError or ValueError, which begins with `who`, unless what it returns has the dtype and length of x."""
+def check_like(expected: str, who: object, got: Vector, x: Vector) -> None:
+    """Raise TypeError or ValueError unless what `who` has returned has the dtype and length of x.
+
+    Args:
+        expected: beginning of the message, before `who`, whose text is made only for an error: it takes microseconds.
+        who: an algorithm or selector.
+        got: what it has returned.
+        x: the vector that it was given.
+    """
     if got.dtype != x.dtype:
-        raise TypeError(f"{who} to return entries of {x.dtype} as x has, got {got.dtype}")
+        raise TypeError(f"{expected} {who!r} to return entries of {x.dtype} as x has, got {got.dtype}")
     if got.length != x.length:
-        raise ValueError(f"{who} to return a vector of length {x.length} as x has, got {got.length}")
+        raise ValueError(f"{expected} {who!r} to return a vector of length {x.length} as x has, got {got.length}")
 
 
 def check_selector(selector: Any) -> None:
