@@ -21,6 +21,7 @@ from breakeven import judged
 from report import Row, markdown
 from rich.console import Console
 
+from sparsecoll.cli import bench
 from sparsecoll.cli.plot import rows_of
 
 ROOT = Path(__file__).parent.parent
@@ -61,7 +62,7 @@ def measure(console: Console) -> None:
             with testbed.Testbed(4, rate):
                 testbed.run(command).check_returncode()
     console.print("[bold]memory[/bold]")
-    (RESULTS / "memory.json").write_text(json.dumps({"rows": list(_memory())}, indent=1) + "\n")
+    (RESULTS / "memory.json").write_text(json.dumps({"about": bench.about(), "rows": list(_memory())}, indent=1) + "\n")
     console.print("[bold]scaling[/bold]")
     subprocess.run(_python("perf/scaling.py", "--json", str(RESULTS / "scaling.json")), check=True, cwd=ROOT)
     many = ("--levels", "--ranks", "64", "256", "1024", "4096", "--json", str(RESULTS / "levels.json"))
@@ -81,6 +82,12 @@ def _memory() -> Iterator[Row]:
 def rows(name: str) -> list[Row]:
     """Return the rows of a file in perf/results."""
     found: list[Row] = json.loads((RESULTS / f"{name}.json").read_text())["rows"]
+    return found
+
+
+def about(name: str) -> Row:
+    """Return machine, versions and commit of a file in perf/results."""
+    found: Row = json.loads((RESULTS / f"{name}.json").read_text())["about"]
     return found
 
 
@@ -120,16 +127,13 @@ def kernel_sets() -> Iterator[str]:
             lines.append({"": name, "kernels": kernels} | {f"{d:.0%}": line[f"{d:.0%}"] for d in densities})
     order = list(dict.fromkeys(line[""] for line in lines))
     yield markdown(sorted(lines, key=lambda line: order.index(line[""])))
-    commits = [
-        json.loads((RESULTS / f"allreduce_{kernels}.json").read_text())["about"]["commit"] for kernels in KERNELS
-    ]
-    yield f"Commit {', '.join(dict.fromkeys(commits))}."
+    commits = dict.fromkeys(about(f"allreduce_{kernels}")["commit"] for kernels in KERNELS)
+    yield f"Commit {', '.join(commits)}."
 
 
 def sockets() -> Iterator[str]:
     """Yield the text about the same calls over MPI and over sockets."""
-    saved = json.loads((RESULTS / "sockets.json").read_text())
-    found: list[Row] = saved["rows"]
+    found = rows("sockets")
     dense = {r["name"]: f"{r['seconds'] * 1e3:,.0f}" for r in found if r["k"] is None}
     lines = []
     for n, k in dict.fromkeys((r["n"], r["k"]) for r in found if r["k"] is not None):
@@ -140,7 +144,7 @@ def sockets() -> Iterator[str]:
         names = ("gloo, sparse", "exact sum, MPI", "exact sum, sockets", "top k of sum, MPI", "top k of sum, sockets")
         lines.append(line | {f"{name}, ms": f"{float(ms[name]):,.4g}" if name in ms else None for name in names})
     yield markdown(lines)
-    yield f"Commit {saved['about']['commit']}."
+    yield f"Commit {about('sockets')['commit']}."
 
 
 def scaling() -> Iterator[str]:
@@ -162,14 +166,13 @@ def scaling() -> Iterator[str]:
 
 def levels() -> Iterator[str]:
     """Yield the text about Ok-Topk in one level and in two."""
-    about = json.loads((RESULTS / "levels.json").read_text())["about"]
     yield "### Ok-Topk in one level and in two"
     yield (
         "`perf/scaling.py --levels`: 4,000 entries a rank of 400,000 coordinates, 10 Gb/s, without the search for"
         " thresholds and boundaries. Simulated: the library's code on virtual ranks. Model: messages of the schedule,"
         " and the seconds by which `levels=None` decides; the processor time is that of a message at the most ranks"
         " that were simulated, times the messages. Processor times are those of Python on this machine (commit"
-        f" {about['commit']})."
+        f" {about('levels')['commit']})."
     )
     columns = {"split": "split and reduce, ms", "messages": "messages a rank", "processor": "processor a rank, ms"}
     lines = []
@@ -183,11 +186,9 @@ def levels() -> Iterator[str]:
 def breakeven() -> Iterator[str]:
     """Yield the text about the fastest algorithm for each length and density."""
     for name in NETWORKS:
-        saved = json.loads((RESULTS / f"breakeven_{name}.json").read_text())
-        found = saved["rows"]
-        about = saved["about"]
+        found, measured = rows(f"breakeven_{name}"), about(f"breakeven_{name}")
         yield f"### {found[0]['P']} ranks, {name}"
-        yield f"{judged(found)} {about['machine']}, commit {about['commit']}."
+        yield f"{judged(found)} {measured['machine']}, commit {measured['commit']}."
         columns = ("n", "density", "fastest", "ms", "quartiles", "auto ms", "auto / fastest", "MPI_Allreduce ms")
         columns += ("auto / MPI_Allreduce", "model / measured")
         yield markdown([{column: r.get(column) for column in columns} for r in found])
@@ -196,16 +197,17 @@ def breakeven() -> Iterator[str]:
 def memory() -> Iterator[str]:
     """Yield the table of memory per rank."""
     yield markdown([{"algorithm": r["algo"], "MB": round(r["memory"] / 1e6)} for r in rows("memory")])
+    yield f"Commit {about('memory')['commit']}."
 
 
 def render() -> None:
     """Insert the tables into perf/benchmarks.in.md and write docs/benchmarks.md."""
     text = (ROOT / "perf" / "benchmarks.in.md").read_text()
-    about = json.loads((RESULTS / "allreduce.json").read_text())["about"]
-    versions = " ".join(", ".join(f"{name} {version}" for name, version in about["versions"].items()).split())
+    first = about("allreduce")
+    versions = " ".join(", ".join(f"{name} {version}" for name, version in first["versions"].items()).split())
     parts = {"table2": table2, "kernel_sets": kernel_sets, "sockets": sockets, "scaling": scaling, "levels": levels}
     parts |= {"breakeven": breakeven, "memory": memory}
-    text = text.replace("{about}", f"{about['machine']}; {versions}; commit {about['commit']}")
+    text = text.replace("{about}", f"{first['machine']}; {versions}; commit {first['commit']}")
     for name, part in parts.items():
         text = text.replace("{" + name + "}", "\n\n".join(part()))
     PAGE.write_text(text)

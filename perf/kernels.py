@@ -35,6 +35,7 @@ from kernel_sums import merge, steps, threads
 from report import Row
 
 import sparsecoll
+from sparsecoll.cli import bench
 from sparsecoll.kernels import host_kernels
 from sparsecoll.kernels import threads as pool
 
@@ -102,6 +103,7 @@ def machine() -> Row:
         "numpy": np.__version__,
         "torch": torch.__version__,
         "sparsecoll": sparsecoll.__version__,
+        "commit": bench.about()["commit"],
     }
 
 

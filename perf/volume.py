@@ -23,6 +23,7 @@ from report import Row
 import sparsecoll
 from sparsecoll import Algorithm, DenseStream, OkTopk, SparCML, SparseVector, select
 from sparsecoll.algorithms.primitives import estimates
+from sparsecoll.cli import bench
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 
@@ -191,12 +192,12 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[4, 16, 64, 256])
     report.add_options(parser, SECTIONS)
     options = parser.parse_args()
-    k = round(options.density * options.n)
+    k, commit = round(options.density * options.n), bench.about()["commit"]
     heading = [
         "# Volume: counted",
-        f"Counted by `python perf/volume.py`: n = {options.n:,}, k = {k:,} (table1), COO, float32.",
+        f"Counted by `python perf/volume.py`, commit {commit}: n = {options.n:,}, k = {k:,} (table1), COO, float32.",
     ]
-    about = {"version": sparsecoll.__version__, "n": options.n, "density": options.density}
+    about = {"version": sparsecoll.__version__, "commit": commit, "n": options.n, "density": options.density}
     report.run(SECTIONS, options, heading, about)
 
 

@@ -56,7 +56,7 @@ class Effort:
 
 THOROUGH = Effort(3, 9, large=1 << 20, entries=1 << 15, values=1 << 21, native=(1 << 12, 1 << 18, 1 << 20, 1 << 22))
 BRIEF = Effort(6, 7, large=1 << 18, entries=1 << 13, values=1 << 18, native=(1 << 12, 1 << 18))  # some 6 MB
-LONG_IN_ONE_NODE = 1 << 20  # bytes of an array that moves quickly in memory
+LONG_IN_ONE_NODE = 1 << 21  # bytes of an array that moves quickly in memory
 LONG_BETWEEN_NODES = 1 << 22  # bytes of the messages that measure bandwidth and copies unless one takes LONGEST
 QUICK, LONGEST = 1e-3, 50e-3  # seconds; of those of `Effort.large` that are QUICK, several are sent
 SHARING_SECONDS = 30e-3  # some time slices
@@ -67,6 +67,9 @@ CALLS = [(18, 18), (18, 4), (22, 4), (24, 4)]  # whole calls: log2 of n * P and 
 DENSE = CALLS[1:3]  # those of the dense sum, whose time depends on n above all
 MIN_LENGTH = 1 << 14  # smallest n
 MIN_TURNS, MAX_TURNS, MAX_SECONDS = 2, 15, 0.15  # a call is repeated until MAX_SECONDS have passed, so many times
+BRIEF_CALLS, BRIEF_TURNS = [(19, 4), (21, 4)], 5  # those of a brief measurement, unless one takes
+MOST_BRIEF = 15e-3  # seconds
+FADES = 8  # times as long as the longest of them, calls may be off in another way
 
 
 def tune(comm: Any) -> Tuning:
@@ -110,7 +113,7 @@ def tuning_of(transport: Transport) -> Tuning:
     A measurement serves all communicators of the same processes in the same order, and survives calls that fail; ranks
     check with a message of 4 bytes from each that all still have the same one.
 
-    Volume: at most 35 MB per communicator, counted as `Traffic.set_up`.
+    Volume: at most 40 MB per communicator, counted as `Traffic.set_up`.
     """
     given = given_tuning(transport)
     if given is not None:
@@ -123,6 +126,8 @@ def tuning_of(transport: Transport) -> Tuning:
             checksums = allgather(transport, np.array([checksum], np.uint32))
             if known is None or (checksums != checksum).any():
                 known = _measured(transport, BRIEF)
+                if transport.size > 1 and not transport.virtual:
+                    known = replace(known, calls=_brief_calls(transport, known))
                 transport.waitall()
         transport.tuning = transport.measured = known
     return transport.tuning
@@ -211,11 +216,9 @@ def _fixed(transport: Transport, measured: Tuning) -> float:
     """
     if transport.size == 1:
         return 0.0
-    shape = costmodel.Shape(MIN_LENGTH, SHORT_ENTRIES, transport.size, 4, MIN_LENGTH, one_node=transport.one_node)
-    channel = Channel(transport, shape.n, formats.Auto(beta=measured.beta))
-    took = _call_seconds(channel, costmodel.CHOICES["allgather"](), shape.k, SHORT_TURNS)
-    predicted = costmodel.seconds(shape, measured)["allgather"]
-    return max(took + _untimed(transport, measured) - predicted, -costmodel.agreement(transport.size, measured))
+    shape = _short(transport)
+    took, predicted = _whole(transport, measured, "allgather", shape, SHORT_TURNS), costmodel.seconds(shape, measured)
+    return max(took - predicted["allgather"], -costmodel.agreement(transport.size, measured))
 
 
 def _untimed(transport: Transport, measured: Tuning) -> float:
@@ -225,18 +228,47 @@ def _untimed(transport: Transport, measured: Tuning) -> float:
 
 def _whole_calls(transport: Transport, tuning: Tuning) -> dict[str, list[tuple[float, float]]]:
     """Return (predicted seconds, measured seconds) of calls of growing size, for each choice of `auto`."""
-    choices = {name: make for name, make in costmodel.CHOICES.items() if name != "native"}  # measured by itself
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in choices}
+    found: dict[str, list[tuple[float, float]]] = {}
+    for name in costmodel.CHOICES:
+        if name != "native":  # measured by itself
+            shapes = [_shape(transport, *call) for call in (DENSE if name == "dense" else CALLS)]
+            predicted = [costmodel.seconds(shape, tuning)[name] for shape in shapes]
+            found[name] = sorted(zip(predicted, [_whole(transport, tuning, name, s) for s in shapes], strict=True))
+    return found
+
+
+def _brief_calls(transport: Transport, tuning: Tuning) -> dict[str, list[tuple[float, float]]]:
+    """Return the same of a few calls of allgather, as if all choices that send entries were as far off as it is."""
+    shapes, off = [_short(transport)], [1.0]  # which `fixed` has corrected
+    for call in BRIEF_CALLS:
+        shape = _shape(transport, *call)
+        predicted = costmodel.seconds(shape, tuning)["allgather"]
+        if predicted < MOST_BRIEF:
+            shapes.append(shape)
+            off.append(_whole(transport, tuning, "allgather", shape, BRIEF_TURNS) / predicted)
+    found = {}
+    for name in costmodel.CHOICES.keys() - {"native", "dense"}:
+        seconds = [costmodel.seconds(shape, tuning)[name] for shape in shapes]
+        beyond = FADES * seconds[-1]
+        found[name] = sorted([*((s, s * share) for s, share in zip(seconds, off, strict=True)), (beyond, beyond)])
+    return found
+
+
+def _shape(transport: Transport, length: int, share: int) -> costmodel.Shape:
+    """Return the shape of a call by log2 of n * P and of n / k."""
+    n = max((1 << length) // transport.size, MIN_LENGTH)
+    return costmodel.Shape(n, max(n >> share, 1), transport.size, 4, n, one_node=transport.one_node)
+
+
+def _short(transport: Transport) -> costmodel.Shape:
+    return costmodel.Shape(MIN_LENGTH, SHORT_ENTRIES, transport.size, 4, MIN_LENGTH, one_node=transport.one_node)
+
+
+def _whole(transport: Transport, tuning: Tuning, name: str, shape: costmodel.Shape, turns: int = MAX_TURNS) -> float:
+    """Return the seconds of a whole call of one of the choices."""
     form = formats.Auto(beta=tuning.beta) if tuning.code else formats.Auto()
-    untimed = _untimed(transport, tuning)
-    for name, make in choices.items():
-        for length, share in DENSE if name == "dense" else CALLS:
-            n = max((1 << length) // transport.size, MIN_LENGTH)
-            k = max(n >> share, 1)
-            shape = costmodel.Shape(n, k, transport.size, 4, n, one_node=transport.one_node)
-            predicted = costmodel.seconds(shape, tuning)[name]
-            found[name].append((predicted, _call_seconds(Channel(transport, n, form), make(), k) + untimed))
-    return {name: sorted(calls) for name, calls in found.items()}
+    channel = Channel(transport, shape.n, form)
+    return _call_seconds(channel, costmodel.CHOICES[name](), shape.k, turns) + _untimed(transport, tuning)
 
 
 def _call_seconds(channel: Channel, algorithm: Algorithm, k: int, turns: int = MAX_TURNS) -> float:
