@@ -91,7 +91,7 @@ def test_auto_measures_the_communicator_and_all_ranks_agree(comm):
 
 
 def test_auto_measures_once_for_all_communicators_of_the_same_processes(comm):
-    """Not for a short call, at most 15 MB, not again after a failed call, and in no total."""
+    """Not for a short call, at most 60 MB with the check of native sums, not again after a failed call, in no total."""
     x = SparseVector(np.arange(0, 2_000_000, 5), np.ones(400_000, np.float32), 2_000_000)
     measured = []
     with pytest.raises(ValueError, match="finite"):
@@ -106,7 +106,7 @@ def test_auto_measures_once_for_all_communicators_of_the_same_processes(comm):
         with pytest.raises(ValueError, match="finite"):
             sparsecoll.allreduce(own, SparseVector([1], np.array([np.nan]), 9))
         sparsecoll.allreduce(own, x)
-        assert traffic.set_up.bytes_sent < 15e6
+        assert traffic.set_up.bytes_sent < 60e6
         assert traffic.total.bytes_received == sum(c.bytes_received for c in traffic.phases.values())
         own.Free()
     assert measured[1] < 4096 and measured[2] < 4096 and (comm.size == 1 or measured[0] > 0)
