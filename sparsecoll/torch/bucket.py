@@ -42,10 +42,16 @@ def _fewest_references() -> tuple[int, int]:
 
 
 def _is_alone(p: torch.Tensor) -> bool:
-    """Whether nobody but a parameter has its gradient's memory, and no hook but the library's gets to see it."""
+    """Whether nobody but a parameter has its gradient's memory, and no hook but the library's gets to see it.
+
+    A storage that cannot be resized is memory of somebody else (`torch.from_numpy`, DLPack) or of several processes.
+    """
     gradient, hooks = p.grad, p._post_accumulate_grad_hooks  # type: ignore[attr-defined]
-    whole = gradient is not None and gradient.untyped_storage().nbytes() == gradient.nbytes
-    del gradient
+    if gradient is None:
+        return False
+    storage = gradient.untyped_storage()
+    whole = storage.nbytes() == gradient.nbytes and storage.resizable()
+    del gradient, storage
     return whole and len(hooks or ()) <= 1 and _references(p) == _fewest_references()
 
 
@@ -265,6 +271,14 @@ class Bucket:
             self._free.remove(found)
         return found
 
+    def _is_held(self, p: torch.Tensor, name: str) -> bool:
+        """Whether somebody else may have a parameter's gradient, or its memory if that is not a bucket's."""
+        if p.grad is None or p.grad.is_sparse or isinstance(p.grad, SparseMean):
+            return False
+        python, tensors = (a > b for a, b in zip(_references(p), _fewest_references(), strict=True))
+        where = p.grad.data_ptr()
+        return python or (tensors and all(buffer.views[name].data_ptr() != where for buffer in self._known.values()))
+
     def _check(self, name: str, p: torch.Tensor) -> None:
         """Raise unless a parameter is as it was when the bucket was made."""
         shape, dtype = self.layout.shapes[self.layout.positions[name]], self._dtype
@@ -378,7 +392,11 @@ class Bucket:
 
     @torch.no_grad()
     def assign_grad(self, name: str, scale: float = 1.0) -> None:
-        """Set the gradient of a parameter to scale * mean, in the parameter's dtype and memory format."""
+        """Set the gradient of a parameter to scale * mean, in the parameter's dtype and memory format.
+
+        A gradient that somebody else may have is written to, as DistributedDataParallel does, for loops that zero or
+        clip such tensors, or the flat one of which they are parts.
+        """
         p = self.params[name]
         if self.sum is not None:
             p.grad = SparseMean.of(p)
@@ -386,9 +404,9 @@ class Bucket:
         view = self.part_of_mean(name)
         if scale != 1.0:
             view.mul_(scale)
-        if p.dtype == view.dtype and p.is_contiguous():
+        if p.dtype == view.dtype and p.is_contiguous() and not self._is_held(p, name):
             p.grad = view.data  # with a version counter of its own, which views share
-        else:
+        elif p.grad is None or p.grad.data_ptr() != view.data_ptr():
             old = p.grad
             fits = old is not None and not old.is_sparse and old.stride() == p.stride()
             p.grad = (old if fits else torch.empty_like(p, requires_grad=False)).copy_(view)  # type: ignore[union-attr]

@@ -204,7 +204,7 @@ class Engine:
         if self._options.overlap:
             self.asked = True
             at_end_of_backward(self.transport, partial(synchronize_all, self.transport))
-        self._reducer.send(name)
+        self._reducer.send(name, self._hooks.comes_last(name))
 
     def synchronize(self) -> None:
         """Reduce all gradients. Collective.

@@ -40,13 +40,29 @@ class Hooks:
         self._handles: dict[str, tuple[torch.Tensor, tuple[Any, Any]]] = {}
 
     def attach(self, params: Named) -> None:
-        """Own these parameters, and hook those that require gradients."""
+        """Own these parameters, and hook those that require gradients. Not for use in a hook.
+
+        Hooks that see a complete gradient are called in the order in which they came: ours becomes the last one, so
+        that what the others write to the gradient is seen, also where no version tells.
+        """
         for name, p in params.items():
             _owners[p] = self._owner
-            if p.requires_grad and name not in self._handles:
-                before, after = (partial(hook, self._owner, name) for hook in (_before, _after))
-                handles = p.register_hook(before), p.register_post_accumulate_grad_hook(after)  # type: ignore[no-untyped-call]
-                self._handles[name] = p, handles
+            if name in self._handles:
+                if not self.comes_last(name):
+                    before, after = self._handles[name][1]
+                    after.remove()
+                    self._handles[name] = p, (before, self._hook_after(name, p))
+            elif p.requires_grad:
+                before = p.register_hook(partial(_before, self._owner, name))  # type: ignore[no-untyped-call]
+                self._handles[name] = p, (before, self._hook_after(name, p))
+
+    def _hook_after(self, name: str, p: torch.Tensor) -> Any:
+        return p.register_post_accumulate_grad_hook(partial(_after, self._owner, name))  # type: ignore[no-untyped-call]
+
+    def comes_last(self, name: str) -> bool:
+        """Return whether no hook on a parameter's complete gradient comes after ours."""
+        p, (_, after) = self._handles[name]
+        return next(reversed(p._post_accumulate_grad_hooks)) == after.id  # type: ignore[attr-defined,no-any-return]
 
     def remove(self, params: Named) -> None:
         """Own these parameters no more."""

@@ -15,6 +15,7 @@ from typing import NoReturn
 import torch
 
 from sparsecoll.errors import NonFiniteError
+from sparsecoll.torch.backward import after_callbacks
 from sparsecoll.torch.bucket import Bucket
 from sparsecoll.torch.buckets import Buckets
 from sparsecoll.torch.compressors import Compressor
@@ -49,6 +50,7 @@ class Reducer:
         self._means = ReducedGrads(replica.params)
         self._profiler = Profiler(model, replica.context, compressor.wants_profile)
         self._sparse, self._stale = replica.options.sparse_step, ""  # a parameter whose gradient is still a sparse mean
+        self._aside: dict[str, SparseMean] = {}  # those to which autograd may be about to add, by name
         self._early = replica.options.overlap  # whether buckets are sent before back-propagation ends
         self._end()
 
@@ -89,8 +91,8 @@ class Reducer:
             self.buckets.give_back()
 
     def accumulating(self, name: str) -> None:
-        """Autograd may be about to add to a parameter's gradient."""
-        self._refuse_sparse_means()
+        """Autograd may be about to add to a parameter's gradient; `torch.autograd.grad` does not."""
+        self._set_means_aside()
         bucket = self._bucket_of(name)
         if bucket is not None:
             self._refuse_changes(bucket)
@@ -109,10 +111,29 @@ class Reducer:
                 " that raised, since sparse_step=True, got a gradient that was changed in place"
             )
 
+    def _set_means_aside(self) -> None:
+        """Take the place of gradients from means which stay sparse, until this back-propagation ends."""
+        if not self._sparse or self._opened:
+            return
+        found = {name: p.grad for name, p in self._replica.params.items() if isinstance(p.grad, SparseMean)}
+        if found:
+            self._aside |= found
+            for name in found:
+                self._replica.params[name].grad = None
+            after_callbacks(self._put_means_back)
+
+    def _put_means_back(self) -> None:
+        """Autograd has not added to gradients that are sparse means."""
+        for name, mean in self._aside.items():
+            if name in self._replica.params and self._replica.params[name].grad is None:
+                self._replica.params[name].grad = mean
+        self._aside = {}
+
     def _refuse_sparse_means(self) -> None:
         """Let a reduction fail that would add gradients to means which stay sparse."""
         if not self._sparse or self._opened:
             return
+        self._put_means_back()
         for name, p in self._replica.params.items():
             if isinstance(p.grad, SparseMean):
                 p.grad = None
@@ -120,6 +141,8 @@ class Reducer:
 
     def accumulated(self, name: str) -> None:
         """Autograd has added to a parameter's gradient."""
+        if self._aside:
+            self._stale, self._aside = name, {}
         bucket = self._bucket_of(name)
         if bucket is not None:
             bucket.added(name)
@@ -129,14 +152,19 @@ class Reducer:
         elif self._means.is_replaced(name):
             self._take_back({name})
 
-    def send(self, name: str) -> None:
-        """Take a gradient into its bucket, which is sent when it is full; in the first reduction, note the order."""
+    def send(self, name: str, final: bool = True) -> None:
+        """Take a gradient into its bucket, which is sent when it is full; in the first reduction, note the order.
+
+        Args:
+            name: of the parameter.
+            final: whether no other hook may change the gradient; else it is taken when back-propagation has ended.
+        """
         self._sender.came()
         if not self.buckets:
             self._came[name] = None
             return
         wait = not self._early or self._profiler.active or self._broken_off or is_shared(self._replica.transport)
-        if wait or name not in self.buckets.index_of:
+        if wait or name not in self.buckets.index_of or not final:
             return
         if name in self._sender.taken:  # once more in this back-propagation, or after one that was broken off
             self._changed = self._again = True
@@ -282,6 +310,7 @@ class Reducer:
             for _, compressor in self.buckets:
                 compressor.timeout = replica.patience
         self._means.clear()
+        self._end()  # nothing refers to gradients any more
         for name, index in self.buckets.index_of.items():
             bucket, compressor = self.buckets[index]
             if name in outcome.used or (replica.params[name].requires_grad and bucket.has_mean(name)):
@@ -289,7 +318,6 @@ class Reducer:
                 self._means.add(name)
         for bucket, _ in self.buckets:
             bucket.assigned()
-        self._end()
 
     # -- a step, or none
 
@@ -299,6 +327,7 @@ class Reducer:
 
     def take_back_missing(self) -> None:
         """Means that were set to None count as thrown away."""
+        self._put_means_back()  # where a back-propagation has raised
         self._take_back({name for name in self._means if self._replica.params[name].grad is None})
 
     @contextlib.contextmanager
@@ -334,7 +363,7 @@ class Reducer:
 
     def discard(self) -> None:
         """Gradients are about to be thrown away: residuals are as they were after the last step."""
-        self._came = {}
+        self._came, self._stale, self._aside = {}, "", {}
         for bucket, _ in self.buckets:
             bucket.throw_away()
         if self._sender.begun:
