@@ -1,4 +1,4 @@
-"""Makes docs/benchmarks.md and the table of docs/choosing.md: measures, draws the figures, and writes the pages.
+"""Makes docs/benchmarks.md and tables of docs/choosing.md and the README: measures, draws figures, writes the pages.
 
 python perf/gradients.py --ranks 4 --late 60     # once: real gradients, in perf/data
 python perf/benchmarks.py                        # as root (network namespaces), about 45 minutes on two cores
@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import plot
+import readme_table
 import testbed
 from breakeven import judged
 from report import Row, markdown
@@ -235,7 +236,7 @@ def memory() -> Iterator[str]:
 
 
 def render() -> None:
-    """Insert the tables into perf/benchmarks.in.md and perf/choosing.in.md, and write the pages in docs."""
+    """Write the pages of perf/benchmarks.in.md and perf/choosing.in.md, and the table of the README."""
     first = about("allreduce")
     versions = " ".join(", ".join(f"{name} {version}" for name, version in first["versions"].items()).split())
     parts = {"table2": table2, "kernel_sets": kernel_sets, "sockets": sockets, "scaling": scaling, "levels": levels}
@@ -246,6 +247,9 @@ def render() -> None:
         for name, part in parts.items():
             text = text.replace("{" + name + "}", "\n\n".join(part()))
         (PAGES / f"{page}.md").write_text(text)
+    found, whole = [f"allreduce_{kernels}" for kernels in KERNELS], ROOT / "README.md"
+    commits = [about(name)["commit"] for name in found]
+    whole.write_text(readme_table.written(whole.read_text(), *map(rows, found), commits))
     plot.draw()
 
 
