@@ -1,8 +1,8 @@
-"""Makes docs/benchmarks.md: measures, draws the figures, and writes the page.
+"""Makes docs/benchmarks.md and tables of docs/choosing.md and the README: measures, draws figures, writes the pages.
 
 python perf/gradients.py --ranks 4 --late 60     # once: real gradients, in perf/data
 python perf/benchmarks.py                        # as root (network namespaces), about 45 minutes on two cores
-python perf/benchmarks.py --render               # only writes the page from the rows in perf/results
+python perf/benchmarks.py --render               # only writes the pages from the rows in perf/results
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import plot
+import readme_table
 import testbed
 from breakeven import judged
 from report import Row, markdown
@@ -25,9 +26,11 @@ from sparsecoll.cli import bench
 from sparsecoll.cli.plot import rows_of
 
 ROOT = Path(__file__).parent.parent
-RESULTS, PAGE = ROOT / "perf" / "results", ROOT / "docs" / "benchmarks.md"
+RESULTS, PAGES = ROOT / "perf" / "results", ROOT / "docs"
 MPIRUN = str(Path(sys.executable).parent / "mpirun")
 NETWORKS = {"memory": None, "10gbit": "10gbit", "1gbit": "1gbit"}  # of the break-even map: name and rate
+HOSTS = {"1gbit": "4 hosts, 1 Gb/s", "10gbit": "4 hosts, 10 Gb/s", "memory": "2 ranks, shared memory"}  # as columns
+RATIOS = (0.001, 0.01, 0.1, 0.3)  # densities of the table of docs/choosing.md
 MEMORY = ("dense", "allgather", "sparcml:variant=dynamic", "densestream", "gtopk", "spardl", "oktopk", "auto")
 KERNELS = ("avx512", "avx2")
 PAPER = {  # DenseStream, Table II: seconds of dense, and of DSA at 1, 5 and 10 %
@@ -194,6 +197,38 @@ def breakeven() -> Iterator[str]:
         yield markdown([{column: r.get(column) for column in columns} for r in found])
 
 
+def ratios() -> Iterator[str]:
+    """Yield the times of `auto` divided by those of MPI_Allreduce."""
+    found = {name: {(r["n"], r["density"]): r for r in rows(f"breakeven_{name}")} for name in HOSTS}
+    lines = []
+    for n, density in next(iter(found.values())):
+        if density in RATIOS:
+            ratio = {text: found[name][n, density]["auto / MPI_Allreduce"] for name, text in HOSTS.items()}
+            line: Row = {"n": f"{n:,}", "density": f"{density * 100:g} %"}
+            lines.append(line | {text: f"{value:.2g}" for text, value in ratio.items()})
+    yield markdown(lines)
+    commits = dict.fromkeys(about(f"breakeven_{name}")["commit"] for name in HOSTS)
+    machines = dict.fromkeys(about(f"breakeven_{name}")["machine"] for name in HOSTS)
+    yield f"`perf/breakeven.py` on {', '.join(machines)}; commit {', '.join(commits)}."
+
+
+def float16() -> Iterator[str]:
+    """Yield how much shorter sums with float16 on the wire take, as a sentence."""
+    found = rows("allreduce")
+    times = {(r["data"], r["n"], r["density"], r["name"]): r["seconds"] for r in found}
+    gains: dict[str, list[float]] = {}
+    for (data, n, density, name), seconds in times.items():
+        halved = times.get((data, n, density, f"{name}, float16"))
+        if halved:
+            gains.setdefault("many" if density > 0.01 else "long" if n > 10**8 else "few", []).append(seconds / halved)
+    of = {name: f"{min(some):.1f} to {max(some):.1f}" for name, some in gains.items()}
+    yield (
+        f"On four hosts with 1 Gb/s, it made sums {of['many']} times as fast at a density of 5 or 10 %. At 1 %, it made"
+        f" them {of['few']} times as fast for vectors of 24 million values, and {of['long']} times for 134 million"
+        " ([Benchmarks](benchmarks.md))."
+    )
+
+
 def memory() -> Iterator[str]:
     """Yield the table of memory per rank."""
     yield markdown([{"algorithm": r["algo"], "MB": round(r["memory"] / 1e6)} for r in rows("memory")])
@@ -201,16 +236,20 @@ def memory() -> Iterator[str]:
 
 
 def render() -> None:
-    """Insert the tables into perf/benchmarks.in.md and write docs/benchmarks.md."""
-    text = (ROOT / "perf" / "benchmarks.in.md").read_text()
+    """Write the pages of perf/benchmarks.in.md and perf/choosing.in.md, and the table of the README."""
     first = about("allreduce")
     versions = " ".join(", ".join(f"{name} {version}" for name, version in first["versions"].items()).split())
     parts = {"table2": table2, "kernel_sets": kernel_sets, "sockets": sockets, "scaling": scaling, "levels": levels}
-    parts |= {"breakeven": breakeven, "memory": memory}
-    text = text.replace("{about}", f"{first['machine']}; {versions}; commit {first['commit']}")
-    for name, part in parts.items():
-        text = text.replace("{" + name + "}", "\n\n".join(part()))
-    PAGE.write_text(text)
+    parts |= {"breakeven": breakeven, "memory": memory, "ratios": ratios, "float16": float16}
+    for page in ("benchmarks", "choosing"):
+        text = (ROOT / "perf" / f"{page}.in.md").read_text()
+        text = text.replace("{about}", f"{first['machine']}; {versions}; commit {first['commit']}")
+        for name, part in parts.items():
+            text = text.replace("{" + name + "}", "\n\n".join(part()))
+        (PAGES / f"{page}.md").write_text(text)
+    found, whole = [f"allreduce_{kernels}" for kernels in KERNELS], ROOT / "README.md"
+    commits = [about(name)["commit"] for name in found]
+    whole.write_text(readme_table.written(whole.read_text(), *map(rows, found), commits))
     plot.draw()
 
 

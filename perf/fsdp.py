@@ -159,7 +159,7 @@ def page(text: str) -> str:
         saved = json.loads(path.read_text())
         rows, found = {row["line"]: row for row in saved["rows"]}, []
         for name, row in rows.items():
-            native = rows.get(f"{name.partition(',')[0]}, torch")
+            native = rows.get(f"{name.partition(',')[0]}, torch") if name != "DDP, torch" else None
             line = {"": name, "s / step": row["seconds"], "x one node": row["x one node"]}
             line["torch / this"] = native["seconds"] / row["seconds"] if native else None
             found.append(line | {"MB into a node": row["MB"]})

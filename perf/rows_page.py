@@ -76,14 +76,17 @@ def counted(rows: list[Row], exponent: float) -> str:
 def main() -> None:
     """Write the page."""
     about, rows = load(TIMED)
-    _, volumes = load(COUNTED)
+    of_counts, volumes = load(COUNTED)
+    of_memory, memory = load(GROWN)
     text = TEXT.read_text()
-    grown = ", ".join(f"{row['name']} {row['memory'] / 1e6:,.0f} MB" for row in load(GROWN)[1])
+    grown = ", ".join(f"{row['name']} {row['memory'] / 1e6:,.0f} MB" for row in memory)
     for place, value in {
         "{machine}": about["machine"],
         "{versions}": ", ".join(f"{name} {version}" for name, version in about["versions"].items() if name != "MPI"),
         "{commit}": about["commit"][:9],
         "{memory}": grown,
+        "{memory commit}": of_memory["commit"][:9],
+        "{counted commit}": of_counts["commit"][:9],
         "{wide}": timed(rows, "5M x 64"),
         "{long}": timed(rows, "300k x 512"),
         "{1.05}": counted(volumes, 1.05),

@@ -69,7 +69,7 @@ ALGORITHMS: dict[str, tuple[Callable[[], Algorithm], str, Callable[[int, int, in
         "4k(P-1)/P to 2k((log2(P)/2+1)P-1)",
         lambda n, k, P: words(*formulas.densestream_words(k, P)),
     ),
-    "gtopk": (sparsecoll.GTopk, "4k log P, half in", lambda n, k, P: words(formulas.gtopk_words(k, P) / 2)),
+    "gtopk": (sparsecoll.GTopk, "2k log P, and as many sent", lambda n, k, P: words(formulas.gtopk_words(k, P) / 2)),
     "spardl": (sparsecoll.SparDL, "4k(P-1)/P", lambda n, k, P: words(formulas.spardl_words(k, P))),
     "spardl, 4 teams": (
         partial(sparsecoll.SparDL, teams=4),

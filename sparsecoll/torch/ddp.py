@@ -361,8 +361,9 @@ def _stepped(state: "weakref.ref[HookState]", optimizer: torch.optim.Optimizer, 
 def comm_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Communication hook for DistributedDataParallel: `model.register_comm_hook(state, comm_hook)`.
 
-    It reduces each bucket with the state's compressor, over MPI. DDP needs a process group only for its own start-up
-    (gloo is sufficient, see `sparsecoll.torch.init_process_group`).
+    It reduces each bucket with the state's compressor, over the communicator of the state (MPI, or the library's
+    sockets). DDP needs a process group only for its own start-up (gloo is sufficient, see
+    `sparsecoll.torch.init_process_group`).
 
     Args:
         state: HookState.

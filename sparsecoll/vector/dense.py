@@ -47,14 +47,26 @@ class DenseVector(Values):
 
     @classmethod
     def zeros(cls, length: int, dtype: Any, like: SparseVector | DenseVector) -> DenseVector:
-        """Return `length` zeros, on the GPU if `like` is there."""
+        """Return a vector of zeros.
+
+        Args:
+            length: number of coordinates.
+            dtype: NumPy dtype of the values, or its name.
+            like: vector; the new one is on the GPU if this one is.
+        """
         zeros = cls.empty(length, dtype, like)
         zeros.values[:] = 0
         return zeros
 
     @classmethod
     def empty(cls, length: int, dtype: Any, like: SparseVector | DenseVector) -> DenseVector:
-        """Return `length` uninitialised values, on the GPU if `like` is there."""
+        """Return a vector of uninitialised values.
+
+        Args:
+            length: number of coordinates.
+            dtype: NumPy dtype of the values, or its name.
+            like: vector; the new one is on the GPU if this one is.
+        """
         return cls._unchecked(empty(length, dtype, like.values))
 
     @classmethod
@@ -92,7 +104,11 @@ class DenseVector(Values):
         return self.values
 
     def to_sparse(self, keep_zeros: bool = False) -> SparseVector:
-        """Return the nonzero entries (NaN among them); with `keep_zeros` all of them."""
+        """Return the nonzero entries (NaN among them).
+
+        Args:
+            keep_zeros: whether to return an entry for every coordinate instead (default: False).
+        """
         if keep_zeros:
             return self.take(asarray_like(np.arange(self.length, dtype=index_dtype(self.length)), self.values))
         with span("dense", self.length):
@@ -185,13 +201,28 @@ class DenseVector(Values):
         return DenseVector(saturating_cast(self.values, np.dtype(dtype)))
 
     def add(self, other: DenseVector, dtype: Any, in_place: bool) -> DenseVector:
-        """Return self + other in `dtype`, in the memory of this vector or as a new one."""
+        """Return self + other.
+
+        Args:
+            other: vector of the same length.
+            dtype: dtype in which values are added, and of the result.
+            in_place: whether to write the sum into the memory of this vector, whose dtype must be `dtype`; otherwise
+                a new vector is returned.
+        """
         out = self.values if in_place else empty(self.length, dtype, self.values)
         with span("dense", self.length), np.errstate(over="ignore", invalid="ignore"):
             return DenseVector(np.add(self.values, other.values, out=out, dtype=dtype))
 
     def combine(self, other: DenseVector, dtype: Any, in_place: bool, op: Operation = SUM) -> DenseVector:
-        """Return self and other combined by `op` in `dtype`, in the memory of this vector or as a new one."""
+        """Return self and other combined by an operation.
+
+        Args:
+            other: vector of the same length.
+            dtype: dtype in which values are combined, and of the result.
+            in_place: whether to write the result into the memory of this vector, whose dtype must be `dtype`; otherwise
+                a new vector is returned.
+            op: operation (default: the sum).
+        """
         fold = op.fold(np.dtype(dtype))
         if fold is None:
             return self.add(other, dtype, in_place)

@@ -49,12 +49,21 @@ class Entries(Arithmetic):
 
     @classmethod
     def empty(cls, length: int, dtype: Any) -> Self:
-        """Return a vector without stored entries, in host memory."""
+        """Return a vector without stored entries, in host memory.
+
+        Args:
+            length: number of coordinates, at most 2^63 - 1.
+            dtype: NumPy dtype of the values, or its name.
+        """
         return cls.from_sorted_unchecked(np.empty(0, index_dtype(length)), np.empty(0, dtype), length)
 
     @classmethod
     def from_dense(cls, array: Any) -> Self:
-        """Return the nonzero entries (NaN among them) of a 1-D array."""
+        """Return the nonzero entries (NaN among them) of a 1-D array.
+
+        Args:
+            array: 1-D array of NumPy or CuPy, or what `np.asarray` converts to one.
+        """
         values = dense_values(array)
         with span("dense", values.size):
             indices, nonzeros = kernels_of_values(values).select_at_least(values, 1)

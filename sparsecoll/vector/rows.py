@@ -107,7 +107,14 @@ class RowSparse(Arithmetic):
 
     @classmethod
     def from_dense(cls, table: Any) -> Self:
-        """Return the rows of a 2-D array that have a nonzero value (NaN among them)."""
+        """Return the rows of a table that have a nonzero value (NaN among them).
+
+        Args:
+            table: 2-D array of shape (n, d), of NumPy or CuPy, with d of at least 1.
+
+        Raises:
+            ValueError: The table has another shape.
+        """
         table = native_values(table)
         if table.ndim != 2 or table.shape[1] < 1:
             raise ValueError(f"table: expected shape (n, d) with d of at least 1, got {table.shape}")

@@ -107,7 +107,12 @@ class SparseVector(Entries):
         return SparseVector.from_sorted_unchecked(*entries, self.length)
 
     def to_sparse(self, keep_zeros: bool = True) -> SparseVector:
-        """Return the vector itself."""
+        """Return the vector itself.
+
+        Args:
+            keep_zeros: as in `DenseVector.to_sparse`; it has no effect, since a sparse vector keeps the zeros that it
+                stores.
+        """
         return self
 
     # Parts of the entries
@@ -180,7 +185,11 @@ class SparseVector(Entries):
         return self._magnitude_of(self._kernels.kth_key(self.values, k)[0])
 
     def magnitude_stats(self, expected_nnz: int) -> tuple[NDArray[np.float64], SparseVector, float]:
-        """Return (moments, the vector itself, 0.0); see DenseVector."""
+        """Return (moments, the vector itself, 0.0); see DenseVector.
+
+        Args:
+            expected_nnz: as in `DenseVector.magnitude_stats`; it has no effect, since all entries are candidates.
+        """
         return self._kernels.moments_of(self.values), self, 0.0
 
     def _magnitude_keys(self) -> NDArray[Any]:

@@ -75,10 +75,10 @@ FADES = 8  # times as long as the longest of them, calls may be off in another w
 def tune(comm: Any) -> Tuning:
     """Measure alpha, beta, the speed of the kernels and whole calls; collective.
 
-    First, messages go round a ring, from all ranks at once, each after a small_work work, as in an allreduce. Times are
-    lower quartiles (longer times are noise), then the largest over the ranks. Then each choice of `auto` is called with
-    1 to 2^20 / P entries per rank, which shows what predictions from single costs miss, above all waiting and shared
-    cores. The simulator needs no such calls; its computation has the costs given to `simulate`.
+    First, messages go round a ring, from all ranks at once, each after a little computation, as in an allreduce. Times
+    are lower quartiles (longer times are noise), then the largest over the ranks. Then each choice of `auto` is called
+    with 1 to 2^20 / P entries per rank, which shows what predictions from single costs miss, above all waiting and
+    shared cores. The simulator needs no such calls; its computation has the costs given to `simulate`.
 
     Volume: some 350 MB per rank, counted as `Traffic.set_up`; some 3 s on 4 ranks with 1 Gb/s.
 
