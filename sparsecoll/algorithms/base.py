@@ -29,7 +29,8 @@ class Reduction:
         value: the result, with the same bits on every rank.
         contributed: this rank's entries that entered the result, with the values that entered. Their sum over the
             ranks (their mean, if `op` is "mean") is `value`, up to rounding; residual = acc - contributed.
-            Computed from the caller's x when it is first read.
+            Of bool, whose sum is the logical or, the entries at the indices of `value`. Computed from the caller's x
+            when it is first read.
         traffic: Traffic of this rank in this call.
         parts: vectors whose sum `value` is as long as nobody has read `value`, as `DenseVector.copy_sum` takes them;
             None where it is formed.
@@ -103,6 +104,8 @@ class Reduction:
                 raise TypeError(f"algo: expected {algorithm!r} to return a Reduction of a vector, got {wrong}")
             check_like("algo: expected", algorithm, self.value, x)
         self._expected = algorithm, x.dtype, x.length
+        if x.dtype.kind == "b":  # from the logical or of several ranks, that of one cannot be taken away
+            self._contributed = lambda: x.to_sparse().intersect(self.value.to_sparse())
         if not callable(self._contributed):
             self._check(self._contributed)
 
