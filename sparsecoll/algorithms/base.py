@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import zlib
 from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
@@ -160,7 +162,7 @@ class Algorithm(Stateful, ABC):
     """A sparse allreduce algorithm: derive a dataclass of its options, and define `__call__`.
 
     State is in fields with init=False, of which those with compare=False are not saved. An object keeps its state
-    between calls, so use one object per sequence of vectors.
+    between calls, so use one object per sequence of vectors and communicator, in the same calls on all ranks.
 
     Args:
         k: number of entries to select if the call has neither `k` nor `density`.
@@ -244,11 +246,24 @@ class Algorithm(Stateful, ABC):
         options = ", ".join([f"{name}={getattr(self, name)!r}" for name in _options(type(self))])
         return f"{self.name}({options})"
 
+    def alike(self) -> tuple[int, int]:
+        """Return the number of calls made and a `digest` of what else of the state must be the same on all ranks.
+
+        They compare it in each call, without a message of its own. (0, 0), the default, if nothing must be, or in a new
+        object.
+        """
+        return 0, 0
+
     def sync_epoch(self, epoch: int) -> None:
         """Discard the state if the transport's epoch has changed: after a failure, ranks may have different states."""
         if self._epoch not in (None, epoch):
             self.reset()
         self._epoch = epoch
+
+
+def digest(numbers: Sequence[int]) -> int:
+    """Return a checksum of integers for `Algorithm.alike`; 0 of none."""
+    return zlib.crc32(array("q", numbers))
 
 
 @functools.cache
@@ -318,8 +333,8 @@ class Loss:
 def check_region(part: SparseVector, low: int, high: int, source: int) -> SparseVector:
     """Return `part`, which `source` sent; raise CommunicationError if it has an index outside of low <= index < high.
 
-    Ranks do not compare their learned boundaries in every call, which would cost messages; an entry outside its region
-    shows that they differ.
+    Ranks do not compare the boundaries of chunks, which they learn in each call: an entry outside its region shows that
+    they differ.
     """
     if part.nnz and not low <= int(part.indices[0]) <= int(part.indices[-1]) < high:
         raise CommunicationError(

@@ -229,6 +229,7 @@ def _reduce(
     entries = contribution(vector, algorithm, selected, channel, options)
     counted = counts_entries(algorithm, arguments.k, vector.length)
     message = early_message(algorithm, channel, entries) if counted and arguments.k is None else None
+    call.state = algorithm.alike()
     held = call.agree(entries.nnz if counted else None, options.check, message, arguments.checksum, every=False)
     channel.gathered, channel.deferred = call.gathered, deferred
     reduction = run(algorithm, channel, entries, max(held) if counted else arguments.k or 0)

@@ -157,6 +157,10 @@ class Auto(Algorithm):
             return channel
         return channel.with_format(choosing(tuning.beta if tuning.code else None))
 
+    def alike(self) -> tuple[int, int]:
+        oktopk = self._algorithms.get("oktopk")
+        return super().alike() if oktopk is None else oktopk.alike()
+
     def __call__(self, channel: Channel, x: SparseVector, k: int) -> Reduction:
         if channel.gathered and all(map(len, channel.gathered)):
             return ALLGATHER(channel, x, k)
