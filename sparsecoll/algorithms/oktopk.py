@@ -77,6 +77,7 @@ class OkTopk(Algorithm):
 
     name = "oktopk"
     semantics = "top_k_of_sum"
+    reads_tuning = True  # for `levels`
 
     tau: int = 64
     tau_prime: int = 32

@@ -99,6 +99,11 @@ class Auto(Algorithm):
         """Whether the result is not a top k."""
         return self.want == "exact_sum"
 
+    @property
+    def reads_tuning(self) -> bool:  # type: ignore[override]
+        """Whether there are no costs of its own, or `oktopk` may be chosen, which does not know them."""
+        return self.tuning is None or self.want == "top_k_of_sum"
+
     def predictions(self, shape: Shape, tuning: Tuning) -> dict[str, float]:
         """Return the predicted seconds of each choice."""
         return _exact(shape, tuning) if self.want == "exact_sum" else dict(costmodel.seconds(shape, tuning))
