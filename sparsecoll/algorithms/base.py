@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import zlib
 from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
@@ -29,7 +31,8 @@ class Reduction:
         value: the result, with the same bits on every rank.
         contributed: this rank's entries that entered the result, with the values that entered. Their sum over the
             ranks (their mean, if `op` is "mean") is `value`, up to rounding; residual = acc - contributed.
-            Computed from the caller's x when it is first read.
+            Of bool, whose sum is the logical or, the entries at the indices of `value`. Computed from the caller's x
+            when it is first read.
         traffic: Traffic of this rank in this call.
         parts: vectors whose sum `value` is as long as nobody has read `value`, as `DenseVector.copy_sum` takes them;
             None where it is formed.
@@ -103,6 +106,8 @@ class Reduction:
                 raise TypeError(f"algo: expected {algorithm!r} to return a Reduction of a vector, got {wrong}")
             check_like("algo: expected", algorithm, self.value, x)
         self._expected = algorithm, x.dtype, x.length
+        if x.dtype.kind == "b":  # from the logical or of several ranks, that of one cannot be taken away
+            self._contributed = lambda: x.to_sparse().intersect(self.value.to_sparse())
         if not callable(self._contributed):
             self._check(self._contributed)
 
@@ -157,7 +162,7 @@ class Algorithm(Stateful, ABC):
     """A sparse allreduce algorithm: derive a dataclass of its options, and define `__call__`.
 
     State is in fields with init=False, of which those with compare=False are not saved. An object keeps its state
-    between calls, so use one object per sequence of vectors.
+    between calls, so use one object per sequence of vectors and communicator, in the same calls on all ranks.
 
     Args:
         k: number of entries to select if the call has neither `k` nor `density`.
@@ -173,6 +178,7 @@ class Algorithm(Stateful, ABC):
     takes_dense: ClassVar[bool] = False  # whether __call__ takes a DenseVector, without a selection
     returns_dense: ClassVar[bool] = False  # whether the result of a dense array is one, too, instead of a SparseVector
     sends_sums: ClassVar[bool] = True  # whether partial sums are encoded, so that lossy formats are not possible
+    reads_tuning = False  # whether it depends on the costs in the file of SPARSECOLL_TUNING, which ranks then compare
     takes_ops = False  # whether all values are combined by `Channel.merge`, so that `op` may be any operation
 
     k: int | None = None
@@ -241,11 +247,24 @@ class Algorithm(Stateful, ABC):
         options = ", ".join([f"{name}={getattr(self, name)!r}" for name in _options(type(self))])
         return f"{self.name}({options})"
 
+    def alike(self) -> tuple[int, int]:
+        """Return the number of calls made and a `digest` of what else of the state must be the same on all ranks.
+
+        They compare it in each call, without a message of its own. (0, 0), the default, if nothing must be, or in a new
+        object.
+        """
+        return 0, 0
+
     def sync_epoch(self, epoch: int) -> None:
         """Discard the state if the transport's epoch has changed: after a failure, ranks may have different states."""
         if self._epoch not in (None, epoch):
             self.reset()
         self._epoch = epoch
+
+
+def digest(numbers: Sequence[int]) -> int:
+    """Return a checksum of integers for `Algorithm.alike`; 0 of none."""
+    return zlib.crc32(array("q", numbers))
 
 
 @functools.cache
@@ -315,8 +334,8 @@ class Loss:
 def check_region(part: SparseVector, low: int, high: int, source: int) -> SparseVector:
     """Return `part`, which `source` sent; raise CommunicationError if it has an index outside of low <= index < high.
 
-    Ranks do not compare their learned boundaries in every call, which would cost messages; an entry outside its region
-    shows that they differ.
+    Ranks do not compare the boundaries of chunks, which they learn in each call: an entry outside its region shows that
+    they differ.
     """
     if part.nnz and not low <= int(part.indices[0]) <= int(part.indices[-1]) < high:
         raise CommunicationError(

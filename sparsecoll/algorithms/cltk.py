@@ -10,7 +10,7 @@ from sparsecoll.algorithms.base import Algorithm, Reduction
 from sparsecoll.algorithms.primitives.agreed import INDICES, sum_at
 from sparsecoll.select import Vector
 from sparsecoll.transport.channel import Channel
-from sparsecoll.transport.collectives import spread
+from sparsecoll.transport.collectives import allgather, spread
 
 
 @dataclass
@@ -26,7 +26,8 @@ class CLTk(Algorithm):
     dense or sparse.
 
     Volume: at most k words of indices, and 2k(P-1)/P of values, in ceil(log2 P) messages of the broadcast and those of
-    `dense`. Memory: k entries.
+    `dense`; in the first call after a state was loaded, or on another communicator, ceil(log2 P) messages more.
+    Memory: k entries.
 
     Args:
         k: as in `sparsecoll.Algorithm`.
@@ -37,12 +38,18 @@ class CLTk(Algorithm):
     semantics = "approximate_top_k"
 
     _calls: int = field(default=0, init=False, repr=False)
+    _expected: tuple[int, int] = field(default=(0, 0), init=False, repr=False, compare=False)  # transport, calls
 
     def select(self, x: Vector, k: int, ranks: int = 1) -> Vector:  # type: ignore[override]
         """Return x: only the leader selects, in the call."""
         return x
 
+    def alike(self) -> tuple[int, int]:
+        return self._calls, 0
+
     def __call__(self, channel: Channel, x: Vector, k: int) -> Reduction:
+        if self._calls and self._expected != (id(channel.transport), self._calls):
+            self._compare_calls(channel)
         leader, message = self._calls % channel.size, np.empty(0, np.uint8)
         with channel.phase("indices"):
             if channel.rank == leader:
@@ -52,4 +59,13 @@ class CLTk(Algorithm):
         with channel.phase("values"):
             reduction = sum_at(channel, x, indices)
         self._calls += 1
+        self._expected = id(channel.transport), self._calls
         return reduction
+
+    def _compare_calls(self, channel: Channel) -> None:
+        """Send a message to all where the state was loaded, or is of another communicator: its tag has the state.
+
+        Otherwise, ranks of different states might all wait for another one to lead.
+        """
+        with channel.phase("agree"):
+            allgather(channel.transport, np.array([self._calls]))

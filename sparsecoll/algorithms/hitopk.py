@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
+
+import numpy as np
 
 from sparsecoll.algorithms.base import Algorithm, Loss, Reduction, check_order
 from sparsecoll.algorithms.primitives.partition import shares
@@ -70,7 +73,7 @@ class HiTopK(Algorithm):
             chosen = super().select(chunk, shares(k, chunks, self._calls)[position])
             total = self._between(owners, chunk, chosen, x, loss)
         with channel.phase("inside"):
-            value = self._gather(inside, mine[:chunks], mine, total)
+            value = self._gather(inside, mine[:chunks], mine, total, x.dtype)
         self._calls += 1
         return Reduction(check_order(value), partial(loss.subtract_from, x))
 
@@ -100,7 +103,10 @@ class HiTopK(Algorithm):
         return value._drop_zeros()
 
     @staticmethod
-    def _gather(inside: Channel, owners: list[int], mine: list[int], total: SparseVector | None) -> SparseVector:
+    def _gather(
+        inside: Channel, owners: list[int], mine: list[int], total: SparseVector | None, dtype: np.dtype[Any]
+    ) -> SparseVector:
+        """Return the summed chunks of all owners."""
         if total is not None:
             message = inside.encode(total)
             for peer in mine:
@@ -112,5 +118,5 @@ class HiTopK(Algorithm):
                 assert total is not None
                 parts.append(total)
             else:
-                parts.append(inside.recv(owner))
+                parts.append(inside.recv(owner).astype(dtype))  # bfloat16 arrives as float32
         return SparseVector.concatenate(parts)

@@ -12,7 +12,7 @@ from typing import NoReturn
 
 import numpy as np
 
-from sparsecoll.algorithms.base import Algorithm, Loss, Reduction, check_region
+from sparsecoll.algorithms.base import Algorithm, Loss, Reduction, check_region, digest
 from sparsecoll.algorithms.primitives import grid, partition, pipeline
 from sparsecoll.algorithms.primitives.estimates import oktopk_levels
 from sparsecoll.algorithms.primitives.global_topk import global_topk
@@ -77,6 +77,7 @@ class OkTopk(Algorithm):
 
     name = "oktopk"
     semantics = "top_k_of_sum"
+    reads_tuning = True  # for `levels`
 
     tau: int = 64
     tau_prime: int = 32
@@ -131,6 +132,9 @@ class OkTopk(Algorithm):
         self._calls, self._boundaries, self._owners, self._overloaded = 0, [], [], False
         for reuse in (self._local, self._global):
             reuse.reset()
+
+    def alike(self) -> tuple[int, int]:
+        return self._calls, digest(self._boundaries)
 
     def __call__(self, channel: Channel, x: SparseVector, k: int) -> Reduction:
         self._adapt_state_to(x.length, k)

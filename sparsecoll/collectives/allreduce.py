@@ -24,6 +24,7 @@ from sparsecoll.telemetry.trace import span
 from sparsecoll.transport import Transport, as_transport
 from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.transport.channel import Channel
+from sparsecoll.transport.network import compared_tuning
 from sparsecoll.vector import DenseVector, SparseVector
 from sparsecoll.vector.operation import Operation
 
@@ -201,7 +202,8 @@ def allreduce_vectors(
     with CollectiveCall(transport, "allreduce", options.timeout) as call:
         key = None
         if name is not None and not vector.on_gpu:
-            key = (name, *alike.items(), type(vector), vector.length, vector.dtype)
+            costs = transport.saved_tuning if algorithm.reads_tuning else None
+            key = (name, *alike.items(), type(vector), vector.length, vector.dtype, costs)
 
         def validate() -> Arguments:
             call.signature |= alike
@@ -229,6 +231,7 @@ def _reduce(
     entries = contribution(vector, algorithm, selected, channel, options)
     counted = counts_entries(algorithm, arguments.k, vector.length)
     message = early_message(algorithm, channel, entries) if counted and arguments.k is None else None
+    call.state = algorithm.alike()
     held = call.agree(entries.nnz if counted else None, options.check, message, arguments.checksum, every=False)
     channel.gathered, channel.deferred = call.gathered, deferred
     reduction = run(algorithm, channel, entries, max(held) if counted else arguments.k or 0)
@@ -267,7 +270,8 @@ def arguments_of(
     key = None
     if name is not None and not vector.on_gpu:
         shape = tuple(getattr(x, "shape", ()))
-        key = (name, call.name, type(vector), vector.length, vector.dtype, shape)
+        costs = call.transport.saved_tuning if algorithm.reads_tuning else None
+        key = (name, call.name, type(vector), vector.length, vector.dtype, shape, costs)
 
     def validate() -> Arguments:
         call.signature |= convert.shape_of(x)
@@ -307,6 +311,7 @@ def validated(call: CollectiveCall, vector: Vector, algorithm: Algorithm, option
         "x": "dense" if dense else "sparse",
         "k": k,
         "algo": algorithm.describe(),
+        **(compared_tuning(call.transport) if algorithm.reads_tuning else {}),
     }
     return Arguments(k, call.signature, call.checksum())
 

@@ -36,6 +36,7 @@ class _Allreduce:
         if k is None and counted and self._selecting.semantics != "exact_sum":
             raise ValueError(f"k, density: expected one of them for algo={self._selecting.name!r}, got neither")
         self._size, early = k or 0, False
+        call.state = self._selecting.alike()
         if counted:
             entries = contribution(vector, self._selecting, k, channel, options)
             message = early_message(self._selecting, channel, entries) if k is None else None
@@ -59,6 +60,7 @@ class _Allreduce:
         for algorithm in (self._selecting, self._algorithm):
             algorithm.sync_epoch(transport.epoch)
         entries = contribution(vector, self._selecting, self._k, self._channel, options)
+        call.state = self._algorithm.alike()
         if not (options.check and call.resume(self._checksum)):
             call.agree(check=options.check, checksum=self._checksum)
         value = run(self._algorithm, self._channel, entries, self._size).value

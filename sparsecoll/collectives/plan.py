@@ -58,7 +58,7 @@ class Plan(Generic[T]):
                 gather, scan, exscan or alltoallv, ranks that wait for no message of that rank raise in a later one.
             CommunicationError: As in the blocking call; or the plan has been freed.
         """
-        return self._transport.in_order(lambda: self._call(x))
+        return self._transport.in_order(self._prepared(x))
 
     def start(self, x: Any = None) -> Request[T]:
         """Start the call for x in the background; return its Request, for which `wait` waits, too. Collective.
@@ -70,7 +70,7 @@ class Plan(Generic[T]):
             CommunicationError: The call started before has not been waited for.
         """
         self._check_waited_for("start")
-        self._request = Request(in_background(self._transport, lambda: self._call(x)))
+        self._request = Request(in_background(self._transport, self._prepared(x)))
         return self._request
 
     def test(self) -> bool:
@@ -118,8 +118,14 @@ class Plan(Generic[T]):
         if self._request is not None and not self._request.waited_for:
             raise CommunicationError(f"{what}: expected wait() for the call started before")
 
-    def _call(self, x: Any) -> T:
-        with CollectiveCall(self._transport, self._name, self._timeout) as call:
-            if self._perform is None:
-                raise CommunicationError(f"plan: expected one that is in use, got one of {self._name} after free()")
-            return self._perform(call, x)
+    def _prepared(self, x: Any) -> Callable[[], T]:
+        """Return the call for x as the plan is now: what was started before `free` or the end of `with` is finished."""
+        perform = self._perform
+
+        def call() -> T:
+            with CollectiveCall(self._transport, self._name, self._timeout) as call:
+                if perform is None:
+                    raise CommunicationError(f"plan: expected one that is in use, got one of {self._name} after free()")
+                return perform(call, x)
+
+        return call

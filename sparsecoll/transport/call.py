@@ -2,10 +2,12 @@
 
 The MPI tag of each message identifies its call: it holds the number of the call on the communicator, modulo PHASES, and
 a number for the arguments. Arguments get their number when the ranks first agree on them, so that different arguments
-never share one. A rank that receives a message with another tag, or on which an exception is raised, sends a report to
-all ranks: its arguments and its exception. Then it reads from each rank up to that rank's report, and discards the
-messages before it. A rank that finds a report in place of a message does the same. In the end every rank has all
-reports, no message is left, and the communicator stays usable.
+never share one. Where an algorithm object keeps a state between calls, the number holds that, too, modulo KEPT.
+
+A rank that receives a message with another tag, or on which an exception is raised, sends a report to all ranks: its
+arguments and its exception. Then it reads from each rank up to that rank's report, and discards the messages before it.
+A rank that finds a report in place of a message does the same. In the end every rank has all reports, no message is
+left, and the communicator stays usable.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ from sparsecoll.transport.waiting import check_environment
 
 NUMBERS = (TAGS - FIRST_TAG) // PHASES  # tags of a phase: by name before the ranks agree, by name with check=False,
 NAMES = 509  # (a prime that gives each name in use a number of its own)
-KEPT = NUMBERS - 2 * NAMES  # and one for each list of arguments that the ranks have agreed on
+KEPT = 1531  # and two for each list of arguments that the ranks have agreed on: without a state, and with one (a prime)
+STATELESS = (0, 0)
 ROW = struct.Struct("<qq")  # a rank's number of entries and checksum of arguments
 AGREEMENT_BYTES = ROW.size
 REPORT_SECONDS = 60.0  # how long a rank that failed waits for the reports of the others, if the call has no timeout
@@ -78,6 +81,8 @@ class CollectiveCall:
         name: name of the call.
         signature: dict from argument name to a JSON value, which the ranks compare and which reports show. Add
             arguments as soon as they are known.
+        state: `Algorithm.alike`, which the ranks compare as they compare the arguments; STATELESS, the default, for
+            none. Set it before `agree` or `resume`.
         gathered: every rank's message, see `agree`.
         plan: what is the same in all calls of a plan; None, the default, in a call of its own. Set it before `agree`,
             which may be called once.
@@ -93,6 +98,7 @@ class CollectiveCall:
         self.signature: dict[str, Any] = {"call": name}
         self._number_of_name = number_of_name(name)
         self._timeout = timeout
+        self.state = STATELESS
         self.gathered: list[Buffer] = []
         self.plan: PlannedArguments | None = None
 
@@ -121,7 +127,7 @@ class CollectiveCall:
         transport = self.transport
         try:
             if isinstance(error, Exception) and not getattr(error, "on_all_ranks", False):
-                agreed = _resolve_failure(transport, self.signature, error)
+                agreed = _resolve_failure(transport, self.signature, self.state, error)
                 agreed.on_all_ranks = True  # type: ignore[attr-defined]
                 raise agreed from error
         finally:
@@ -166,10 +172,10 @@ class CollectiveCall:
             checksum = self.checksum() if check else 0
         counts: list[int] = []
         if entries is not None or (check and checksum not in transport.agreed):
-            row = (-1 if entries is None else entries, checksum)
+            row = (-1 if entries is None else entries, self._stamped(checksum) if check else 0)
             reduced = message is None and transport.size > FEW_RANKS and (entries is None or not every)
             held, checksums = zip(*(self._extremes(row) if reduced else self._rows(row, message)), strict=True)
-            if set(checksums) != {checksum} or (min(held) < 0) != (entries is None):
+            if set(checksums) != {row[1]} or (min(held) < 0) != (entries is None):
                 raise CallMismatch("ranks disagree")
             transport.met = transport.calls
             counts = list(held) if entries is not None else []
@@ -187,10 +193,15 @@ class CollectiveCall:
         Returns:
             Whether that is possible, the same on all ranks; after a failure, ranks have to `agree` again.
         """
-        number = self.transport.agreed.get(checksum)
-        if number is not None:
-            self._set_tag(number)
-        return number is not None
+        known = checksum in self.transport.agreed
+        if known:
+            self._set_tag(self._number_of(checksum))
+        return known
+
+    def _stamped(self, checksum: int) -> int:
+        """Return a checksum of arguments and state."""
+        calls, digest = self.state
+        return checksum ^ (calls % (1 << 31) << 32) ^ digest
 
     def _rows(self, row: tuple[int, int], message: Buffer | None) -> list[tuple[int, int]]:
         """Return every rank's row, and set `gathered` to every rank's message."""
@@ -225,11 +236,16 @@ class CollectiveCall:
         return [tuple((~least).tolist()), tuple(most.tolist())]
 
     def _number_of(self, checksum: int) -> int:
-        """Return the number of arguments that the ranks agree on, the same on all: they agree in the same order."""
+        """Return the number of arguments that the ranks agree on, the same on all: they agree in the same order.
+
+        Numbers with a state are others. Those of two states with the same checksum are the same only if their calls
+        differ by a multiple of KEPT.
+        """
         agreed = self.transport.agreed
         if checksum not in agreed and len(agreed) >= KEPT:
             agreed.clear()
-        return agreed.setdefault(checksum, 2 * NAMES + len(agreed))
+        number = agreed.setdefault(checksum, 2 * NAMES + len(agreed))
+        return number if self.state == STATELESS else 2 * NAMES + KEPT + (number + sum(self.state)) % KEPT
 
 
 @functools.cache
@@ -238,9 +254,9 @@ def number_of_name(name: str) -> int:
     return zlib.crc32(name.encode()) % NAMES
 
 
-def _resolve_failure(transport: Transport, call: dict[str, Any], error: Exception) -> Exception:
+def _resolve_failure(transport: Transport, call: dict[str, Any], state: tuple[int, int], error: Exception) -> Exception:
     """Exchange reports with all ranks, and return the exception that all of them raise."""
-    report: dict[str, Any] = {"call": call, "number": transport.calls, "error": None}
+    report: dict[str, Any] = {"call": call, "state": state, "number": transport.calls, "error": None}
     if not isinstance(error, CallMismatch):
         report["error"] = {"type": type(error).__name__, "text": str(error)}
     if transport.broken:
@@ -282,6 +298,7 @@ def _raised_error(reports: list[dict[str, Any]]) -> Exception:
     different = _different_kinds(calls) or _differences(calls)
     if not different:
         different = _differences([{"calls on this communicator": report["number"]} for report in reports])
+        different = different or _different_states([tuple(report["state"]) for report in reports])
     return CommunicationError("; ".join(different) or "ranks: expected the same calls on all of them, got others")
 
 
@@ -294,6 +311,16 @@ def _different_kinds(calls: list[dict[str, Any]]) -> list[str]:
     ]
     same_call = len(kinds) == len(calls) and len({call["call"] for call in calls}) == 1
     return _differences([{"x": kind} for kind in kinds]) if same_call else []
+
+
+def _different_states(states: list[tuple[int, int]]) -> list[str]:
+    """Return a text if the state of the algorithm object differs between ranks."""
+    if len(set(states)) == 1:
+        return []
+    made = _differences([{"calls that the algorithm object has made": calls} for calls, _ in states])
+    differs = made or ["state of the algorithm object: expected the same on all ranks, got others"]
+    cure = "use one object per communicator, in the same calls on all ranks, and load the same checkpoint everywhere"
+    return [*differs, cure]
 
 
 def _differences(calls: list[dict[str, Any]]) -> list[str]:

@@ -7,6 +7,7 @@ import functools
 import json
 import math
 import os
+import zlib
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -145,6 +146,11 @@ class Tuning:
     def __hash__(self) -> int:
         return self._hash  # `auto` looks up what it predicted in every short call
 
+    @functools.cached_property
+    def checksum(self) -> int:
+        """A checksum of all costs, the same in every process."""
+        return zlib.crc32(repr(self).encode())
+
     def native_seconds(self, size: float) -> float:
         """Return the seconds of MPI's own allreduce of `size` bytes; infinity far beyond the largest, or without it."""
         if not self.native:
@@ -202,6 +208,16 @@ def given_tuning(transport: Transport) -> Tuning | None:
         ValueError: The file does not exist or contains something else.
     """
     return transport.saved_tuning or transport.modelled()
+
+
+def compared_tuning(transport: Transport) -> dict[str, str]:
+    """Return what ranks compare of the costs in the file of SPARSECOLL_TUNING, by its name; empty if it is not set.
+
+    Raises:
+        ValueError: The file does not exist or contains something else.
+    """
+    saved = transport.saved_tuning
+    return {} if saved is None else {FILE: f"costs with checksum {saved.checksum:08x}"}
 
 
 def saved_tuning() -> Tuning | None:

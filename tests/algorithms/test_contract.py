@@ -122,6 +122,26 @@ def test_rounding_on_the_wire_is_part_of_what_did_not_contribute(algo, value_dty
     assert any((r.contributed.to_dense() != values(i).topk(60).to_dense()).any() for i, r in enumerate(reductions))
 
 
+@pytest.mark.parametrize(("P", "on_node"), [(1, 1), (5, 2), (6, 3)])
+@pytest.mark.parametrize("dense", [False, True])
+@pytest.mark.parametrize("algo", [*ALGORITHMS, "hitopk"])
+def test_of_bool_the_entries_at_the_indices_of_the_result_contribute(algo, dense, P, on_node):
+    """The sum is the logical or, from which nothing can be subtracted."""
+    inputs = [case("random", rank, P, "float32").astype(np.bool_) for rank in range(P)]
+
+    def program(comm):
+        x = inputs[comm.rank].to_dense() if dense else inputs[comm.rank]
+        algorithm = sparsecoll.HiTopK() if algo == "hitopk" else algo
+        return sparsecoll.allreduce(comm, x, algorithm, k=40, return_reduction=True)
+
+    reductions = simulate(P, program, ranks_per_node=on_node).results
+    value = reductions[0].value
+    assert value.dtype == np.bool_ and value.nnz and all(same_bits(value, r.value) for r in reductions)
+    entered = np.any([r.contributed.to_dense() for r in reductions], axis=0)
+    np.testing.assert_array_equal(entered, value.to_dense())
+    assert all((r.contributed.to_dense() <= x.to_dense()).all() for r, x in zip(reductions, inputs, strict=True))
+
+
 @pytest.mark.parametrize("P", [1, 3, 8])
 @pytest.mark.parametrize("algo", [name for name in ALGORITHMS if name not in ("dense", "arctopk")])
 def test_lengths_above_2_to_the_32(algo, P):

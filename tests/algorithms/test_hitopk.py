@@ -53,17 +53,20 @@ def test_equals_the_oracle_with_the_same_bits_and_nothing_lost(name, P, on_node)
         np.testing.assert_array_equal(np.sum([r.contributed.to_dense() for r in results], axis=0), want)
 
 
-@pytest.mark.parametrize(("dtype", "value_dtype"), [("float16", None), ("float32", "float16"), ("int64", None)])
+@pytest.mark.parametrize(
+    ("dtype", "value_dtype"), [("float16", None), ("bfloat16", None), ("float32", "float16"), ("int64", None)]
+)
 @pytest.mark.parametrize("on_node", [1, 3])
 def test_dtypes_and_rounding_are_conserved(dtype, value_dtype, on_node):
     scale = 1 if dtype == "int64" else 512
+    dtype = dtype if dtype != "bfloat16" else pytest.importorskip("ml_dtypes").bfloat16
     inputs = []
     for rank in range(6):
         rng = np.random.default_rng(rank)
         indices = np.sort(rng.choice(400, 80, replace=False))
         inputs.append(SparseVector(indices, (rng.integers(-(2**14), 2**14, 80) / scale).astype(dtype), 400))
     results = run(inputs, on_node, inputs, k=60, value_dtype=value_dtype)
-    assert all(same_bits(results[0].value, r.value) for r in results)
+    assert all(same_bits(results[0].value, r.value) for r in results) and results[0].value.dtype == dtype
     entered = np.sum([r.contributed.to_dense().astype(np.float64) for r in results], axis=0)
     np.testing.assert_array_equal(entered, results[0].value.to_dense())
 

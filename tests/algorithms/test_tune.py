@@ -145,6 +145,41 @@ def test_the_file_of_costs_is_read_once_on_a_communicator_and_after_a_failure(tm
     assert simulate(2, program).results == [[1.0, 1.0, 2.0]] * 2
 
 
+@pytest.mark.parametrize("others", [None, Tuning(alpha=2.0)])
+@pytest.mark.parametrize("known", [False, True])
+def test_costs_of_a_file_that_not_all_ranks_have_are_refused_on_all(others, known):
+    """Ranks would choose other algorithms, and wait for messages of others."""
+    rows = sparsecoll.RowSparse([1], np.ones((1, 2)), 9)
+    both = sparsecoll.Hierarchical(inner="auto")
+
+    def program(comm):
+        own = others if comm.rank else Tuning(alpha=1.0)
+        texts = []
+        for x, algo, k in (
+            (LONG, "auto", None),
+            (LONG, "auto", 9),
+            (LONG, "oktopk", 9),
+            (LONG, both, 9),
+            (rows, "auto", None),
+        ):
+            if known:
+                comm.transport.saved_tuning = None
+                sparsecoll.allreduce(comm, x, algo, k=k)
+            comm.transport.saved_tuning = own
+            with pytest.raises(sparsecoll.CommunicationError, match="SPARSECOLL_TUNING: expected the same") as caught:
+                sparsecoll.allreduce(comm, x, algo, k=k)
+            texts.append(str(caught.value))
+        comm.transport.saved_tuning = own
+        mine = Tuning(alpha=3.0)
+        return texts, sparsecoll.allreduce(comm, LONG, sparsecoll.Auto(tuning=mine)).nnz
+
+    results = simulate(3, program, ranks_per_node=2).results
+    assert results == [results[0]] * 3
+    assert all(
+        f"on rank 0, {'nothing' if others is None else 'costs'}" in text.replace("'", "") for text in results[0][0]
+    )
+
+
 def test_whole_calls_contain_what_predictions_do(monkeypatch):
     """Timed calls repeat, without comparing arguments, which is a part of what is predicted."""
     monkeypatch.setattr(tune, "_call_seconds", lambda *_: 0.25)

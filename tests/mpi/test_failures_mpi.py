@@ -45,6 +45,28 @@ def test_a_rank_that_fails_between_messages_is_heard_by_all(comm, name, chunk):
         transport.chunk = before
 
 
+@pytest.mark.parametrize("name", ["cltk", "exdyna", "arctopk", "oktopk"])
+@pytest.mark.parametrize("known", [False, True])
+def test_objects_whose_state_differs_are_refused_on_all_ranks(comm, name, known):
+    """They waited for each other, or returned wrong sums."""
+    if comm.size == 1:
+        pytest.skip("one rank has one state")
+    last = comm.size - 1
+    comm, part = comm.Dup(), comm.Split(comm.rank == last, comm.rank)
+    x, algo = case("random", comm.rank, comm.size), resolve(name)
+    if known:
+        sparsecoll.allreduce(comm, x, name, k=K)
+    for _ in range(1 + (comm.rank == last)):
+        sparsecoll.allreduce(part, x, algo, k=K)
+    with pytest.raises(CommunicationError, match=f"2 on rank {last}; use one object per communicator") as caught:
+        sparsecoll.allreduce(comm, x, algo, k=K, timeout=60)
+    assert len(set(comm.allgather(str(caught.value)))) == 1
+    sums = comm.allgather(sparsecoll.allreduce(comm, x, algo, k=K, timeout=60).to_dense().tobytes())
+    assert sums == [sums[0]] * comm.size
+    part.Free()
+    comm.Free()
+
+
 def test_large_messages_that_nobody_takes_are_dropped(comm):
     """Rendezvous sends: the receivers are in the report by then."""
     n, culprit = 2_000_000, comm.size - 1

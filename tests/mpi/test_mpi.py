@@ -157,6 +157,21 @@ def test_a_plan_ends_with_its_communicator(comm, mpi):
             call(x)
 
 
+def test_a_file_of_costs_on_one_rank_is_refused_on_all(comm, tmp_path, monkeypatch):
+    if comm.size == 1:
+        pytest.skip("one rank has one file")
+    if comm.rank == 0:
+        sparsecoll.Tuning(alpha=1.0).save(tmp_path / "costs.json")
+        monkeypatch.setenv("SPARSECOLL_TUNING", str(tmp_path / "costs.json"))
+    mine, x = comm.Dup(), case("random", comm.rank, comm.size)
+    for call in (sparsecoll.allreduce, sparsecoll.allreduce_init):
+        with pytest.raises(
+            CommunicationError, match="SPARSECOLL_TUNING: expected the same value on all ranks, got 'costs"
+        ):
+            call(mine, x)
+    mine.Free()
+
+
 def test_sub_communicators_work_apart(comm):
     half = comm.Split(comm.rank % 2, comm.rank)
     y = sparsecoll.allreduce(half, SparseVector([comm.rank], np.ones(1), comm.size))

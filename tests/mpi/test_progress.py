@@ -1,6 +1,7 @@
 """Nonblocking calls over MPI: several in flight complete in order, errors come at wait, memory stays."""
 
 import asyncio
+import contextlib
 import os
 import tracemalloc
 
@@ -101,6 +102,23 @@ def test_the_other_plans(comm):
         with pytest.raises(ValueError, match=f"rank {P - 1}: length: expected 2003 as in reduce_scatter_init, got 100"):
             plan(x[:100] if comm.rank == P - 1 else x)
         assert same_bits(plan(x), sparsecoll.reduce_scatter(comm, x))
+
+
+@pytest.mark.parametrize("name", ["bcast", "scan", "reduce", "allreduce"])
+def test_a_started_call_is_finished_where_an_exception_ends_the_plan(comm, name):
+    """Rank 0 makes its calls last: on the others, the started one waits until the plan has ended."""
+    x = case("random", comm.rank, comm.size)
+    with contextlib.suppress(KeyError), getattr(sparsecoll, f"{name}_init")(comm, x) as plan:
+        if comm.rank == 0:
+            for source in range(1, comm.size):
+                comm.recv(source=source)
+        sparsecoll.iallreduce(comm, x)
+        request = plan.start(x)
+        raise KeyError("the user's, on all ranks")
+    if comm.rank:
+        comm.send(None, 0)
+    result = request.wait(60)
+    assert repr(result) == repr(getattr(sparsecoll, name)(comm, x))
 
 
 def test_the_others_of_the_family_and_await(comm):

@@ -99,6 +99,11 @@ class Auto(Algorithm):
         """Whether the result is not a top k."""
         return self.want == "exact_sum"
 
+    @property
+    def reads_tuning(self) -> bool:  # type: ignore[override]
+        """Whether there are no costs of its own, or `oktopk` may be chosen, which does not know them."""
+        return self.tuning is None or self.want == "top_k_of_sum"
+
     def predictions(self, shape: Shape, tuning: Tuning) -> dict[str, float]:
         """Return the predicted seconds of each choice."""
         return _exact(shape, tuning) if self.want == "exact_sum" else dict(costmodel.seconds(shape, tuning))
@@ -156,6 +161,10 @@ class Auto(Algorithm):
         if channel.format is not FORMATS["auto"]:
             return channel
         return channel.with_format(choosing(tuning.beta if tuning.code else None))
+
+    def alike(self) -> tuple[int, int]:
+        oktopk = self._algorithms.get("oktopk")
+        return super().alike() if oktopk is None else oktopk.alike()
 
     def __call__(self, channel: Channel, x: SparseVector, k: int) -> Reduction:
         if channel.gathered and all(map(len, channel.gathered)):

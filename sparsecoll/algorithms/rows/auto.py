@@ -65,6 +65,7 @@ class RowAuto(RowAlgorithm):
     """
 
     name = "auto"
+    reads_tuning = True
 
     owner: str = "hash"
 
