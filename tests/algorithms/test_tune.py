@@ -182,7 +182,7 @@ def test_costs_of_a_file_that_not_all_ranks_have_are_refused_on_all(others, know
 
 def test_whole_calls_contain_what_predictions_do(monkeypatch):
     """Timed calls repeat, without comparing arguments, which is a part of what is predicted."""
-    monkeypatch.setattr(tune, "_call_seconds", lambda *_: 0.25)
+    monkeypatch.setattr(tune, "_call_seconds", lambda *_, **__: 0.25)
     tuning = Tuning(alpha=1e-2, call=1e-3)
     calls = simulate(4, lambda comm: tune._whole_calls(comm.transport, tuning)).results[0]
     compared = costmodel.agreement(4, tuning)
@@ -271,15 +271,17 @@ def test_calls_of_a_few_lengths_correct_all_predictions_of_about_that_length(mon
     """Brief: allgather alone is timed, for all choices that send entries; far longer calls are not corrected."""
     timed = []
 
-    def twice(transport, tuning, name, shape, turns):
-        timed.append((name, shape, turns))
-        return 2 * costmodel.seconds(shape, tuning)[name]
+    def twice(transport, tuning, name, shape, seconds):
+        timed.append((name, shape, seconds))
+        late = len(timed) == len(tune.BRIEF_CALLS)  # which takes longer than the first one of its shape
+        return (3 if late else 2) * costmodel.seconds(shape, tuning)[name]
 
     monkeypatch.setattr(tune, "_whole", twice)
     tuning = Tuning(alpha=1e-5, beta=1e-9, call=1e-5)
     calls = simulate(1, lambda comm: tune._brief_calls(comm.transport, tuning)).results[0]
     assert calls.keys() == costmodel.CHOICES.keys() - {"dense", "native"}
-    assert [(name, turns) for name, _, turns in timed] == [("allgather", tune.BRIEF_TURNS)] * len(tune.BRIEF_CALLS)
+    assert {(name, seconds) for name, _, seconds in timed} == {("allgather", tune.BRIEF_SECONDS)}
+    assert timed[0] == timed[2] != timed[1] and len(timed) == len(tune.BRIEF_CALLS)
     corrected = replace(tuning, calls=calls)
     far = costmodel.Shape(1 << 28, 1 << 26, 1, 4, 1 << 28)
     for shape, off in [(timed[0][1], 2), (timed[1][1], 2), (costmodel.Shape(1 << 14, 1, 1, 4, 1 << 14), 1), (far, 1)]:
@@ -289,7 +291,7 @@ def test_calls_of_a_few_lengths_correct_all_predictions_of_about_that_length(mon
 
 
 def test_calls_that_would_take_long_are_not_timed(monkeypatch):
-    monkeypatch.setattr(tune, "_whole", lambda *_: pytest.fail("timed"))
+    monkeypatch.setattr(tune, "_whole", lambda *_, **__: pytest.fail("timed"))
     slow = Tuning(alpha=1e-2, beta=1e-6)
     calls = simulate(4, lambda comm: tune._brief_calls(comm.transport, slow)).results[0]
     assert all(Tuning(calls=calls).corrected("allgather", seconds) == seconds for seconds in (1e-3, 1.0, 100.0))

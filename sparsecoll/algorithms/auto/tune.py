@@ -67,8 +67,8 @@ CALLS = [(18, 18), (18, 4), (22, 4), (24, 4)]  # whole calls: log2 of n * P and 
 DENSE = CALLS[1:3]  # those of the dense sum, whose time depends on n above all
 MIN_LENGTH = 1 << 14  # smallest n
 MIN_TURNS, MAX_TURNS, MAX_SECONDS = 2, 15, 0.15  # a call is repeated until MAX_SECONDS have passed, so many times
-BRIEF_CALLS, BRIEF_TURNS = [(19, 4), (21, 4)], 5  # those of a brief measurement, unless one takes
-MOST_BRIEF = 15e-3  # seconds
+BRIEF_CALLS, BRIEF_SECONDS = [(19, 4), (21, 4), (19, 4)], 8e-3  # of a brief measurement: short ones at two moments
+MOST_BRIEF = 15e-3  # seconds that one of them may take
 FADES = 8  # times as long as the longest of them, calls may be off in another way
 
 
@@ -163,7 +163,7 @@ def _measured(transport: Transport, effort: Effort) -> Tuning:
     long = not (transport.one_node or transport.virtual) and beta * LONG_BETWEEN_NODES < LONGEST
     if long:
         # shorter messages fit buffers on the way, which are faster than the link, and ranks poll while waiting for them
-        longer = replace(effort, warm=1, repeats=3) if large < QUICK else replace(effort, warm=0, repeats=2)
+        longer = replace(effort, warm=1, repeats=3) if large < QUICK else replace(effort, warm=0, repeats=1)
         took, copy = _slowest(transport, _long_ring(transport, longer, LONG_BETWEEN_NODES))
         beta = max(beta, (took - small) / (LONG_BETWEEN_NODES - LATENCY_BYTES))
     measured = Tuning(alpha, overhead, beta, call / 3)
@@ -217,7 +217,10 @@ def _fixed(transport: Transport, measured: Tuning) -> float:
     if transport.size == 1:
         return 0.0
     shape = _short(transport)
-    took, predicted = _whole(transport, measured, "allgather", shape, SHORT_TURNS), costmodel.seconds(shape, measured)
+    took, predicted = (
+        _whole(transport, measured, "allgather", shape, turns=SHORT_TURNS),
+        costmodel.seconds(shape, measured),
+    )
     return max(took - predicted["allgather"], -costmodel.agreement(transport.size, measured))
 
 
@@ -239,20 +242,21 @@ def _whole_calls(transport: Transport, tuning: Tuning) -> dict[str, list[tuple[f
 
 def _brief_calls(transport: Transport, tuning: Tuning) -> dict[str, list[tuple[float, float]]]:
     """Return the same of a few calls of allgather, as if all choices that send entries were as far off as it is."""
-    shapes, off = [_short(transport)], [1.0]  # which `fixed` has corrected
+    took: dict[costmodel.Shape, float] = {}
     for call in BRIEF_CALLS:
         shape = _shape(transport, *call)
-        predicted = costmodel.seconds(shape, tuning)["allgather"]
-        if predicted < MOST_BRIEF:
-            shapes.append(shape)
-            off.append(_whole(transport, tuning, "allgather", shape, BRIEF_TURNS) / predicted)
+        if costmodel.seconds(shape, tuning)["allgather"] < MOST_BRIEF:
+            seconds = _whole(transport, tuning, "allgather", shape, seconds=BRIEF_SECONDS)
+            took[shape] = min(seconds, took.get(shape, math.inf))
+    shapes = [_short(transport), *took]  # `fixed` has corrected the first
+    off = [1.0, *(seconds / costmodel.seconds(s, tuning)["allgather"] for s, seconds in took.items())]
     found: dict[str, list[tuple[float, float]]] = {}
     for name in costmodel.CHOICES:  # in the same order on all ranks, which compare checksums
         if name in ("native", "dense"):
             continue
-        seconds = [costmodel.seconds(shape, tuning)[name] for shape in shapes]
-        beyond = FADES * seconds[-1]
-        found[name] = sorted([*((s, s * share) for s, share in zip(seconds, off, strict=True)), (beyond, beyond)])
+        predicted = [costmodel.seconds(shape, tuning)[name] for shape in shapes]
+        beyond = FADES * predicted[-1]
+        found[name] = sorted([*((s, s * share) for s, share in zip(predicted, off, strict=True)), (beyond, beyond)])
     return found
 
 
@@ -266,15 +270,22 @@ def _short(transport: Transport) -> costmodel.Shape:
     return costmodel.Shape(MIN_LENGTH, SHORT_ENTRIES, transport.size, 4, MIN_LENGTH, one_node=transport.one_node)
 
 
-def _whole(transport: Transport, tuning: Tuning, name: str, shape: costmodel.Shape, turns: int = MAX_TURNS) -> float:
-    """Return the seconds of a whole call of one of the choices."""
+def _whole(transport: Transport, tuning: Tuning, name: str, shape: costmodel.Shape, **limits: Any) -> float:
+    """Return the seconds of a whole call of one of the choices; limits as for `_call_seconds`."""
     form = formats.Auto(beta=tuning.beta) if tuning.code else formats.Auto()
     channel = Channel(transport, shape.n, form)
-    return _call_seconds(channel, costmodel.CHOICES[name](), shape.k, turns) + _untimed(transport, tuning)
+    return _call_seconds(channel, costmodel.CHOICES[name](), shape.k, **limits) + _untimed(transport, tuning)
 
 
-def _call_seconds(channel: Channel, algorithm: Algorithm, k: int, turns: int = MAX_TURNS) -> float:
-    """Return the median seconds, the same on all ranks, of a repeated call: from a barrier to the last return."""
+def _call_seconds(
+    channel: Channel, algorithm: Algorithm, k: int, turns: int = MAX_TURNS, seconds: float = MAX_SECONDS
+) -> float:
+    """Return the median seconds, the same on all ranks, of a repeated call: from a barrier to the last return.
+
+    Args:
+        turns: most calls that are timed, after two others.
+        seconds: after so many, no more than MIN_TURNS calls are timed.
+    """
     transport = channel.transport
     vectors = [_uniform(k, channel.length, transport.rank + transport.size * turn) for turn in range(3)]
     times: list[float] = []
@@ -283,10 +294,10 @@ def _call_seconds(channel: Channel, algorithm: Algorithm, k: int, turns: int = M
         allgather(transport, np.zeros(1, np.uint8))
         start = transport.now()
         _call(channel, algorithm, x, k)
-        seconds = float(allgather(transport, np.array([transport.now() - start])).max())
+        took = float(allgather(transport, np.array([transport.now() - start])).max())
         if turn >= 0:
-            times.append(seconds)
-        if len(times) >= MIN_TURNS and sum(times) > MAX_SECONDS:
+            times.append(took)
+        if len(times) >= MIN_TURNS and sum(times) > seconds:
             break
     return float(np.median(times))
 
