@@ -62,7 +62,7 @@ QUICK, LONGEST = 1e-3, 50e-3  # seconds; of those of `Effort.large` that are QUI
 SHARING_SECONDS = 30e-3  # some time slices
 MOST_SHARING = 4.0  # more is what a moment shows in which others computed
 SHORT_ENTRIES = 16  # of a short call: without any, there is nothing to encode, decode and sum
-SHORT_TURNS, SHORT_WARM = 30, 20  # the interpreter reaches its speed after some twenty calls
+SHORT_TURNS, SHORT_WARM = 15, 20  # the interpreter reaches its speed after some twenty calls
 CALLS = [(18, 18), (18, 4), (22, 4), (24, 4)]  # whole calls: log2 of n * P and of n / k
 DENSE = CALLS[1:3]  # those of the dense sum, whose time depends on n above all
 MIN_LENGTH = 1 << 14  # smallest n
@@ -171,9 +171,13 @@ def _measured(transport: Transport, effort: Effort) -> Tuning:
     if modelled is not None:  # the simulator's clock stands still while kernels run
         return replace(measured, call=modelled.call, merge=modelled.merge, code=modelled.code, dense=modelled.dense)
     sharing = _sharing(transport, small_work)
-    if long and large < QUICK:  # a moment later: once is not enough where a message takes a time slice or two
+    again = long and large < QUICK  # at other moments: once is not enough where a message takes a time slice or two
+
+    def beta_now() -> float:
         took, _ = _slowest(transport, _long_ring(transport, replace(longer, warm=0), LONG_BETWEEN_NODES))
-        beta = min(beta, (took - small) / (LONG_BETWEEN_NODES - LATENCY_BYTES))
+        return (took - small) / (LONG_BETWEEN_NODES - LATENCY_BYTES)
+
+    betas = [beta, beta_now()] if again else [beta]
     measured = replace(
         measured,
         beta=beta,
@@ -185,7 +189,11 @@ def _measured(transport: Transport, effort: Effort) -> Tuning:
         sharing=sharing,
         copy=min(sharing * copy, beta),
     )
-    return replace(measured, fixed=_fixed(transport, measured))
+    fixed = _fixed(transport, measured)
+    if again:
+        beta = float(np.median([*betas, beta_now()]))
+        measured = replace(measured, beta=beta, copy=min(sharing * copy, beta))
+    return replace(measured, fixed=min(fixed, _fixed(transport, measured)))
 
 
 def _slowest(transport: Transport, times: list[float]) -> list[float]:
