@@ -163,7 +163,8 @@ def main() -> None:
         section = next(s for s in SECTIONS if s.__name__ == options.measure)
         options.json.write_text(json.dumps(list(section(options))))
         return
-    about = machine()
+    rendered = options.update and options.only == []  # without new rows
+    about = json.loads(options.json.read_text())["machine"] if rendered else machine()
     versions = ", ".join(f"{name} {version}" for name, version in about.items() if name != "cpu")
     sets = f"kernels {', '.join(options.kernels)}"
     made = f"Measured by `python perf/kernels.py`: one thread, {about['cpu']}, {sets}; {versions}."
