@@ -60,9 +60,10 @@ class Hooks:
         return p.register_post_accumulate_grad_hook(partial(_after, self._owner, name))  # type: ignore[no-untyped-call]
 
     def comes_last(self, name: str) -> bool:
-        """Return whether no hook on a parameter's complete gradient comes after ours."""
+        """Return whether our hook on a parameter's complete gradient is there, and none comes after it."""
         p, (_, after) = self._handles[name]
-        return next(reversed(p._post_accumulate_grad_hooks)) == after.id  # type: ignore[attr-defined,no-any-return]
+        hooks = p._post_accumulate_grad_hooks or {}  # type: ignore[attr-defined]
+        return next(reversed(hooks), None) == after.id  # type: ignore[no-any-return]
 
     def remove(self, params: Named) -> None:
         """Own these parameters no more."""

@@ -225,11 +225,9 @@ def _fixed(transport: Transport, measured: Tuning) -> float:
     if transport.size == 1:
         return 0.0
     shape = _short(transport)
-    took, predicted = (
-        _whole(transport, measured, "allgather", shape, turns=SHORT_TURNS),
-        costmodel.seconds(shape, measured),
-    )
-    return max(took - predicted["allgather"], -costmodel.agreement(transport.size, measured))
+    took = _whole(transport, measured, "allgather", shape, turns=SHORT_TURNS)
+    predicted = costmodel.seconds(shape, measured)["allgather"]
+    return max(took - predicted, -costmodel.agreement(transport.size, measured))
 
 
 def _untimed(transport: Transport, measured: Tuning) -> float:
