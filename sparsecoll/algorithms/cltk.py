@@ -10,7 +10,7 @@ from sparsecoll.algorithms.base import Algorithm, Reduction
 from sparsecoll.algorithms.primitives.agreed import INDICES, sum_at
 from sparsecoll.select import Vector
 from sparsecoll.transport.channel import Channel
-from sparsecoll.transport.collectives import allgather, spread
+from sparsecoll.transport.collectives import allgatherv, spread
 
 
 @dataclass
@@ -26,7 +26,8 @@ class CLTk(Algorithm):
     dense or sparse.
 
     Volume: at most k words of indices, and 2k(P-1)/P of values, in ceil(log2 P) messages of the broadcast and those of
-    `dense`; in the first call after a state was loaded, or on another communicator, ceil(log2 P) messages more.
+    `dense`; in the first call of an object, after a state was loaded, or on another communicator, P - 1 empty messages
+    more, unless the ranks compare their arguments in that call.
     Memory: k entries.
 
     Args:
@@ -48,7 +49,8 @@ class CLTk(Algorithm):
         return self._calls, 0
 
     def __call__(self, channel: Channel, x: Vector, k: int) -> Reduction:
-        if self._calls and self._expected != (id(channel.transport), self._calls):
+        transport = channel.transport
+        if self._expected != (id(transport), self._calls) and transport.met != transport.calls:
             self._compare_calls(channel)
         leader, message = self._calls % channel.size, np.empty(0, np.uint8)
         with channel.phase("indices"):
@@ -63,9 +65,11 @@ class CLTk(Algorithm):
         return reduction
 
     def _compare_calls(self, channel: Channel) -> None:
-        """Send a message to all where the state was loaded, or is of another communicator: its tag has the state.
+        """Send a message to all: its tag has the state, which the ranks have not compared in this call.
 
-        Otherwise, ranks of different states might all wait for another one to lead.
+        The object is new, its state was loaded, or it is of another communicator. Otherwise, ranks of different states
+        might all wait for another one to lead; and a rank that is alone in sending this has sent it to those that wait
+        for it.
         """
         with channel.phase("agree"):
-            allgather(channel.transport, np.array([self._calls]))
+            allgatherv(channel.transport, np.empty(0, np.uint8), direct=True)

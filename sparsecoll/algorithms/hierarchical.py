@@ -44,6 +44,7 @@ class Hierarchical(Algorithm):
     inner: str | Algorithm = field(default="auto", compare=False)  # its state is that of _between
     inside: str = "sparse"
     _between: Algorithm = field(init=False, repr=False)
+    _calls: int = field(default=0, init=False, repr=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -73,7 +74,12 @@ class Hierarchical(Algorithm):
         entries = super().select(x, k) if self.selector is not None else self._between.select(x, k, ranks)
         return entries if isinstance(entries, SparseVector) else topk(x, k)
 
+    def alike(self) -> tuple[int, int]:
+        """Return the number of calls: only some ranks have the state of `inner`, and none has one for an exact sum."""
+        return (0, 0) if self.semantics == "exact_sum" else (self._calls, 0)
+
     def __call__(self, channel: Channel, x: SparseVector, k: int) -> Reduction:
+        self._calls += 1
         with channel.phase("nodes"):
             nodes = node_members(channel.transport)
         mine = next(members for members in nodes if channel.rank in members)

@@ -23,6 +23,7 @@ class GroupTransport(Transport):
         self.parent = parent
         self.members = members
         self.virtual, self.traffic = parent.virtual, parent.traffic
+        self.met = -1  # arguments are compared by the parent
 
     @property
     def one_node(self) -> bool:  # type: ignore[override]

@@ -14,7 +14,6 @@ from oracles import oracle
 import sparsecoll
 from sparsecoll import ALGORITHMS, CommunicationError, SparseVector, simulate
 from sparsecoll.algorithms import resolve
-from sparsecoll.transport import LocalTransport
 from sparsecoll.transport.base import FIRST_TAG, TAGS
 from sparsecoll.transport.call import KEPT, NUMBERS, CollectiveCall, number_of_name
 from sparsecoll.transport.collectives import allgather
@@ -317,83 +316,6 @@ def test_algorithms_forget_what_a_failed_call_may_have_left_different():
 
     results = simulate(4, program).results
     assert results == [results[0]] * 4 and results[0]
-
-
-def used_alone(comm, x, algo, call):
-    """Rank 2 has used the object once more, on another communicator."""
-    for _ in range(1 + (comm.rank == 2)):
-        sparsecoll.allreduce(LocalTransport(), x, algo, k=K)
-
-
-def other_checkpoint(comm, x, algo, call):
-    states = [(call(), algo.state_dict())[1] for _ in range(3)]
-    algo.load_state_dict(states[0 if comm.rank == 2 else 1])
-
-
-def other_boundaries(comm, x, algo, call):
-    call()
-    for attribute in {"_edges", "_boundaries"} & vars(algo).keys() if comm.rank == 2 else ():
-        setattr(algo, attribute, [edge // 2 for edge in getattr(algo, attribute)[:-1]] + [x.length])
-
-
-def new_object(comm, x, algo, call):
-    call()
-    if comm.rank == 2:
-        algo.reset()
-
-
-STATEFUL = ["cltk", "exdyna", "arctopk", "oktopk"]
-DIFFERENT = [(name, make) for name in STATEFUL for make in (used_alone, other_checkpoint, new_object)]
-
-
-@pytest.mark.parametrize("way", ["new arguments", "known arguments", "all entries", "plan"])
-@pytest.mark.parametrize(("name", "differ"), [*DIFFERENT, *((name, other_boundaries) for name in ("exdyna", "oktopk"))])
-def test_objects_whose_state_differs_are_refused_on_all_ranks(name, differ, way):
-    def program(comm):
-        x, algo = case("random", comm.rank, 4), resolve(name)
-        plan = sparsecoll.allreduce_init(comm, x, algo, k=K) if way == "plan" else None
-        if way == "known arguments":
-            sparsecoll.allreduce(comm, x, name, k=K)
-
-        def call():
-            if plan is not None:
-                return plan(x)
-            return sparsecoll.allreduce(comm, x, algo, **({} if way == "all entries" else {"k": K}))
-
-        differ(comm, x, algo, call)
-        with pytest.raises(CommunicationError, match="use one object per communicator") as caught:
-            call()
-        return str(caught.value), call().to_dense().tobytes(), algo.alike()
-
-    results = simulate(4, program).results
-    assert results == [results[0]] * 4 and results[0][2][0] == 1  # a new state on all
-    counts = {"used_alone": "1 on ranks 0, 1, 3, 2 on rank 2", "new_object": "1 on ranks 0, 1, 3, 0 on rank 2"}
-    counts |= {"other_checkpoint": "2 on ranks 0, 1, 3, 1 on rank 2", "other_boundaries": "others; use"}
-    assert counts[differ.__name__] in results[0][0]
-
-
-@pytest.mark.parametrize("name", STATEFUL)
-def test_states_are_compared_without_a_message(name):
-    def program(comm):
-        algo, agreed = resolve(name), []
-        for kind in ("random", "random", "one_region", "ties"):
-            reduction = sparsecoll.allreduce(comm, case(kind, comm.rank, 4), algo, k=K, return_reduction=True)
-            agreed.append("agree" in reduction.traffic.phases)
-        return agreed
-
-    assert simulate(4, program).results == [[True, False, False, False]] * 4
-
-
-def test_a_state_inside_auto_is_compared():
-    def program(comm):
-        x, algo = case("random", comm.rank, 3), sparsecoll.Auto(want="top_k_of_sum")
-        sparsecoll.allreduce(comm, x, algo, k=K)
-        if comm.rank == 1:
-            sparsecoll.allreduce(LocalTransport(), x, algo._algorithm("oktopk"), k=K)
-        with pytest.raises(CommunicationError, match="got 0 on ranks 0, 2, 1 on rank 1; use one object"):
-            sparsecoll.allreduce(comm, x, algo, k=K)
-
-    simulate(3, program)
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)

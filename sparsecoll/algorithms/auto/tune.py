@@ -55,7 +55,7 @@ class Effort:
 
 
 THOROUGH = Effort(3, 9, large=1 << 20, entries=1 << 15, values=1 << 21, native=(1 << 12, 1 << 18, 1 << 20, 1 << 22))
-BRIEF = Effort(6, 7, large=1 << 18, entries=1 << 13, values=1 << 18, native=(1 << 12, 1 << 18))  # some 6 MB
+BRIEF = Effort(6, 7, large=1 << 18, entries=1 << 13, values=1 << 18, native=(1 << 12, 1 << 18))
 LONG_IN_ONE_NODE = 1 << 21  # bytes of an array that moves quickly in memory
 LONG_BETWEEN_NODES = 1 << 22  # bytes of the messages that measure bandwidth and copies unless one takes LONGEST
 QUICK, LONGEST = 1e-3, 50e-3  # seconds; of those of `Effort.large` that are QUICK, several are sent
@@ -113,7 +113,7 @@ def tuning_of(transport: Transport) -> Tuning:
     A measurement serves all communicators of the same processes in the same order, and survives calls that fail; ranks
     check with a message of 4 bytes from each that all still have the same one.
 
-    Volume: at most 40 MB per communicator, counted as `Traffic.set_up`.
+    Volume: at most 60 MB per rank, counted as `Traffic.set_up`.
     """
     given = given_tuning(transport)
     if given is not None:

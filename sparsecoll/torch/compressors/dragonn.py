@@ -19,7 +19,9 @@ from sparsecoll.torch.compressors.topk import TopK
 from sparsecoll.torch.device import Array
 from sparsecoll.torch.layout import Layout
 from sparsecoll.transport import Transport
+from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.transport.collectives import allgather
+from sparsecoll.transport.network import compared_tuning
 from sparsecoll.vector import DenseVector, SparseVector
 
 
@@ -94,6 +96,9 @@ class DRAGONN(TopK):
         The number of entries of late steps, where it is known, decides for all steps. Otherwise each step has its own
         answer, by a line through the seconds of few entries and of many.
         """
+        with CollectiveCall(transport, "compressor", self.timeout) as call:
+            call.signature |= {"compressor": self.describe(), **compared_tuning(transport)}
+            call.agree()
         tuning, P, n = tuning_of(transport), transport.size, layout.length
         full = 2 * (P - 1) * (tuning.alpha + tuning.beta * n * layout.dtype.itemsize / P)
         if self._densities.settles:
