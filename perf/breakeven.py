@@ -145,10 +145,12 @@ def judged(rows: list[Row]) -> str:
     """Return at how many points `auto` reaches its goals, as a sentence."""
     fastest, mpi = sum(near_the_fastest(r) for r in rows), sum(near_mpi(r) for r in rows)
     model = sum(abs(r["model / measured"] - 1) <= MODEL for r in rows)
+    same = sum(r["auto takes"] == r["fastest"] for r in rows if not near_the_fastest(r))
     half = sum(0.5 <= r["model / measured"] <= 2 for r in rows)
     return (
         f"`auto` takes at most {FACTOR} times as long as the fastest choice plus {NEAR * 1e6:.0f} us in {fastest} of"
-        f" {len(rows)} points, and at most {FACTOR} times as long as MPI_Allreduce plus {MPI_NEAR * 1e6:.0f} us in"
+        f" {len(rows)} points ({same} of the others take the fastest choice itself), and at most {FACTOR} times as"
+        f" long as MPI_Allreduce plus {MPI_NEAR * 1e6:.0f} us in"
         f" {mpi}; the model is within {MODEL:.0%} of the measured time in {model}, within a factor of 2 in {half}."
     )
 
