@@ -84,13 +84,13 @@ def one(comm: Any, case: Case, name: str, algorithm: Any) -> None:
 def fail(comm: Any, case: Case, turn: int) -> None:
     """Let one rank fail between its messages; all ranks must raise."""
     transport, culprit = as_transport(comm), turn % comm.size
-    send = transport.send
+    isend = transport.isend
 
     def failing(destination: int, buffer: Any) -> None:
         raise Fault("on purpose")
 
     if comm.rank == culprit:
-        transport.send = failing  # type: ignore[method-assign]
+        transport.isend = failing  # type: ignore[method-assign]
     try:
         sparsecoll.allreduce(comm, case.inputs[comm.rank], "oktopk", k=case.k, timeout=120)
     except CommunicationError as error:
@@ -98,7 +98,7 @@ def fail(comm: Any, case: Case, turn: int) -> None:
     else:
         raise AssertionError("nobody heard of the failure")
     finally:
-        transport.send = send  # type: ignore[method-assign]
+        transport.isend = isend  # type: ignore[method-assign]
 
 
 def many(comm: Any, cases: list[Case], count: int, start: int) -> None:
