@@ -1,6 +1,6 @@
 """A long run: many small and some large allreduces, every algorithm in turn, several communicators, two threads.
 
-    mpirun -n 4 python perf/soak.py                                     # 100,000 small, 1,000 large: half an hour
+    mpirun -n 4 python perf/soak.py                                     # 100,000 small, 1,000 large: ten minutes
     mpirun -n 4 python perf/soak.py --small 2000 --large 20 --json out.json
 
 Every result is compared with the exact sum or the top k of it. At intervals a communicator is replaced by a new one,
