@@ -149,7 +149,7 @@ def judged(rows: list[Row]) -> str:
     half = sum(0.5 <= r["model / measured"] <= 2 for r in rows)
     return (
         f"`auto` takes at most {FACTOR} times as long as the fastest choice plus {NEAR * 1e6:.0f} us in {fastest} of"
-        f" {len(rows)} points ({same} of the others take the fastest choice itself), and at most {FACTOR} times as"
+        f" {len(rows)} points (at {same} of the others, it runs the fastest one itself), and at most {FACTOR} times as"
         f" long as MPI_Allreduce plus {MPI_NEAR * 1e6:.0f} us in"
         f" {mpi}; the model is within {MODEL:.0%} of the measured time in {model}, within a factor of 2 in {half}."
     )

@@ -36,10 +36,7 @@ UNION = 2.2e-9  # seconds per input entry of a sum of two sparse vectors, at any
 DENSE_MERGE = 1.35e-9  # the same at high density, to which DENSE_MERGE_SPAN is added
 DENSE_MERGE_SPAN = 0.14e-9  # seconds per coordinate of such a sum
 CONCATENATE = 1.2e-9  # seconds per entry copied into the result, from and to memory
-NATIVE_VALUES, NATIVE_ENTRIES = (
-    0.5,
-    0.6,
-)  # shares of such costs if MPI adds: one vector, one selection
+NATIVE_VALUES, NATIVE_ENTRIES = 0.5, 0.6  # shares of the costs of values and entries that remain where MPI adds
 COLLECT = 0.6e-9  # the same of the sum of a chunk, which is still in a cache
 CACHED_ENTRIES, CACHED_VALUES = 1 << 17, 1 << 18  # what is summed at once within a cache, or new memory soon at hand
 UNCACHED_SUM, UNCACHED_VALUE = 1.3, 1.8  # how many times as long each takes if there are UNCACHED times as many
