@@ -36,8 +36,8 @@ def _references(p: torch.Tensor) -> tuple[int, int]:
 
 @functools.cache
 def _fewest_references() -> tuple[int, int]:
-    p = torch.zeros(1)
-    p.grad = torch.zeros(1)
+    p = torch.zeros(1, device="cpu")
+    p.grad = torch.zeros(1, device="cpu")
     return _references(p)
 
 

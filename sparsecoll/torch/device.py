@@ -29,7 +29,7 @@ class CpuDevice:
 
     def zeros_tensor(self, size: int, dtype: Any) -> torch.Tensor:
         """A 1-D tensor of `size` zeros; `dtype` is a NumPy dtype."""
-        return torch.zeros(size, dtype=torch.from_numpy(np.empty(0, dtype)).dtype)
+        return torch.zeros(size, dtype=torch.from_numpy(np.empty(0, dtype)).dtype, device="cpu")
 
     def zeros(self, size: int, dtype: Any) -> Array:
         """A 1-D array of `size` zeros."""

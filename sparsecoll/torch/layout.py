@@ -52,7 +52,7 @@ def rows_like(p: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> torc
     """
     values = values.reshape(-1, *p.shape[1:]).to(p.device, p.dtype)
     return torch.sparse_coo_tensor(
-        rows.view(1, -1).to(p.device), values, p.shape, is_coalesced=True, check_invariants=False
+        rows.view(1, -1).to(p.device), values, p.shape, device=p.device, is_coalesced=True, check_invariants=False
     )
 
 

@@ -137,4 +137,4 @@ class RowBucket(Bucket):
 
 def nan_rows(p: torch.Tensor) -> torch.Tensor:
     """Return a sparse gradient of a parameter whose first row is NaN."""
-    return rows_like(p, torch.zeros(1, dtype=torch.int64), torch.full_like(p.detach()[:1], torch.nan))
+    return rows_like(p, torch.zeros(1, dtype=torch.int64, device=p.device), torch.full_like(p.detach()[:1], torch.nan))

@@ -187,7 +187,7 @@ class RowSum(Compressor):
             return {}
         (name,), (shape,), kept = self.layout.names, self.layout.shapes, self._residual.base
         rows, values = torch.from_numpy(kept.rows)[None], torch.from_numpy(kept.values).reshape(-1, *shape[1:])
-        made = torch.sparse_coo_tensor(rows, values, shape, is_coalesced=True, check_invariants=False)
+        made = torch.sparse_coo_tensor(rows, values, shape, device="cpu", is_coalesced=True, check_invariants=False)
         rates = {} if self._rates is None else {"rate": self._rates.state()}
         return {"residual": {name: made}, **rates}
 

@@ -291,7 +291,7 @@ class ShardedReductions:
         def bind(_: Any) -> None:
             self._buckets.release()
             for layout in self._layouts():
-                params = dict.fromkeys(layout.names, torch.empty(0))
+                params = dict.fromkeys(layout.names, torch.empty(0, device="cpu"))
                 self._buckets.bind(params, layout)
 
         self._replica.call("bind", bind)
