@@ -155,15 +155,15 @@ def _kernels() -> Iterator[Finding]:
         return
     name = kernels.__name__.rpartition(".")[2]
     if name != "cpu":
-        yield Finding("kernels", name, WORSE, "the NumPy reference is used: install numba, unset SPARSECOLL_KERNELS")
+        advice = "the NumPy reference is used: install numba, unset SPARSECOLL_KERNELS and NUMBA_DISABLE_JIT"
+        yield Finding("kernels", name, WORSE, advice)
         return
     used, fastest = kernels.lanes.SET, kernels.lanes.SUPPORTED[0]
     advice = kernels.lanes.ADVICE if used == fastest else f"{fastest} is faster here: unset SPARSECOLL_KERNELS"
     yield _judged("kernels", f"Numba, {used}", not advice, advice)
-    chosen = os.environ.get("NUMBA_CACHE_DIR")
-    folder = Path(chosen) if chosen else Path(kernels.__file__ or ".").parent
+    folder = kernels.select_chunks.stats.cache_path  # the package's own, or what Numba has taken in its place
     advice = "kernels are compiled in every process: set NUMBA_CACHE_DIR to a writable folder"
-    yield _judged("Numba cache", str(folder), os.access(folder, os.W_OK), advice)
+    yield _judged("Numba cache", folder or "none", folder is not None, advice)
 
 
 def _kernel_threads(here: int) -> Iterator[Finding]:

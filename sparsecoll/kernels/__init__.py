@@ -52,7 +52,7 @@ def host_kernels() -> ModuleType:
     try:
         from sparsecoll.kernels import cpu
     except ImportError as error:
-        logger.warning("numba cannot be imported (%s): the slower NumPy reference kernels are used", error)
+        logger.warning("Numba cannot be used (%s): the slower NumPy reference kernels are used", error)
         return reference
     return cpu
 

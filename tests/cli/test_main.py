@@ -1,8 +1,10 @@
 """`sparsecoll doctor` and `simulate`, the script, and errors as one line."""
 
+import ast
 import contextlib
 import importlib
 import json
+import os
 import re
 import subprocess
 import sys
@@ -42,6 +44,33 @@ def test_doctor_says_what_is_wrong(monkeypatch, capsys):
         main(["doctor"])
     assert ended.value.code == 1
     assert "broken" in capsys.readouterr().out
+
+
+CACHE = """
+from numba.core import caching
+for locator in {unusable}:
+    setattr(getattr(caching, locator), "from_function", classmethod(lambda *_: None))
+from sparsecoll.cli import doctor
+print(next((row.found, row.state) for row in doctor._kernels() if row.subject == "Numba cache"))
+"""
+IN_TREE, IN_HOME = "InTreeCacheLocator", "UserWideCacheLocator"
+
+
+@pytest.mark.parametrize("unusable", [[], [IN_TREE], [IN_TREE, IN_HOME]])
+@pytest.mark.parametrize("chosen", [True, False])
+def test_doctor_names_the_folder_in_which_kernels_are_cached(unusable, chosen, tmp_path):
+    """A folder that a user may not write to is passed over by Numba; as root, there is no such folder."""
+    own = {"NUMBA_CACHE_DIR": str(tmp_path / "chosen")} if chosen else {}
+    home = {"HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "home")}
+    environment = {k: v for k, v in os.environ.items() if k != "NUMBA_CACHE_DIR"} | own | home
+    command = [sys.executable, "-c", CACHE.format(unusable=unusable)]
+    printed = subprocess.check_output(command, text=True, env=environment, timeout=600)
+    folder, state = ast.literal_eval(printed)
+    place = (tmp_path / "chosen") if chosen else tmp_path / "home" if unusable else Path(doctor.__file__).parents[1]
+    if unusable == [IN_TREE, IN_HOME] and not chosen:
+        assert (folder, state) == ("none", doctor.WORSE)
+    else:
+        assert Path(folder).is_relative_to(place) and state == doctor.GOOD
 
 
 def found(subject, monkeypatch, **environment):

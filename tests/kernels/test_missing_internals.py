@@ -1,4 +1,4 @@
-"""A Numba without an internal that intrinsics/ uses: portable kernels with the same bits, and one warning."""
+"""A Numba that lacks an internal of intrinsics/, or does not compile: other kernels, the same bits, and one warning."""
 
 import os
 import subprocess
@@ -34,6 +34,40 @@ DAMAGES = {  # name -> statement, types for which kernels are compiled and compa
     "an internal is gone": ("import numba.cpython.unsafe.numbers as n; del n.trailing_zeros", "[np.float32]"),
     "an internal cannot be compiled": ("import llvmlite.ir as ir; del ir.IRBuilder.shuffle_vector", "[]"),
 }
+
+
+INTERPRETED = """
+import logging
+logging.basicConfig(format="%(levelname)s %(name)s %(message)s")
+import numpy as np
+import sparsecoll
+from sparsecoll.cli import doctor
+from sparsecoll.kernels import host_kernels
+
+def program(comm):
+    x = np.random.default_rng(comm.rank).standard_normal(200_000).astype(np.float32)
+    for algo in ("allgather", "oktopk", "dense"):
+        y = sparsecoll.allreduce(comm, x, algo, k=2_000)
+    return y.nnz
+
+assert sparsecoll.simulate(2, program).results[0] >= 2_000
+print(host_kernels().__name__, next(doctor._kernels()))
+"""
+
+
+def test_reference_kernels_and_a_warning_with_numba_disable_jit():
+    """As coverage and debuggers need it."""
+    run = subprocess.run(
+        [sys.executable, "-c", INTERPRETED],
+        env=os.environ | {"NUMBA_DISABLE_JIT": "1"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert run.returncode == 0, run.stderr
+    assert "sparsecoll.kernels.reference" in run.stdout and "NUMBA_DISABLE_JIT" in run.stdout
+    warnings = [line for line in run.stderr.splitlines() if "WARNING" in line]
+    assert len(warnings) == 1 and "NUMBA_DISABLE_JIT is set" in warnings[0]
 
 
 @pytest.mark.slow  # every kernel is compiled again

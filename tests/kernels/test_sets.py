@@ -107,6 +107,26 @@ def test_processes_that_fill_one_cache_at_once_and_a_damaged_one(tmp_path):
     orders = (["f4", "i4"], ["i4", "f4"])
     hits(*orders)
     assert hits(orders[0]) == [4] and not list(tmp_path.rglob("*.tmp.*"))
-    for path in tmp_path.rglob("*.nbc"):
-        path.write_bytes(path.read_bytes()[:100])
-    assert hits(orders[0]) == [0] and hits(orders[0]) == [4]
+    for damage in (lambda data: data[:100], lambda data: data[:-5000] + bytes(10) + data[-4990:]):
+        for path in tmp_path.rglob("*.nbc"):
+            path.write_bytes(damage(path.read_bytes()))
+        assert hits(orders[0]) == [0] and hits(orders[0]) == [4]
+
+
+@pytest.mark.parametrize("stored", [1, b"x" * 300, {"code": [b"y" * 100, None, 2.5]}])
+def test_a_file_of_the_cache_with_any_bit_flipped_counts_as_missing(stored, tmp_path):
+    file = cpu.lanes.operations.cache.CacheFile(str(tmp_path), "kernel", b"")
+    assert file.load("signature") is None
+    file.save("signature", stored)
+    (path,) = tmp_path.iterdir()
+    data = path.read_bytes()
+    for bit in range(8 * len(data)):
+        damaged = bytearray(data)
+        damaged[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(damaged)
+        assert file.load("signature") is None, bit
+    for size in range(len(data)):
+        path.write_bytes(data[:size])
+        assert file.load("signature") is None, size
+    path.write_bytes(data)
+    assert file.load("signature") == stored

@@ -17,6 +17,9 @@ from sparsecoll.kernels.memory import ALIGNMENT, data_ptr
 
 logger = logging.getLogger(__name__)
 
+if numba.config.DISABLE_JIT:  # type: ignore[attr-defined]
+    raise ImportError("NUMBA_DISABLE_JIT is set")
+
 operations: Any
 try:
     from sparsecoll.kernels.cpu import intrinsics as operations  # before anything is compiled
