@@ -32,7 +32,7 @@ from sparsecoll.algorithms.auto.tune import tune
 from sparsecoll.algorithms.rows import RowAuto, RowGather, RowOwners
 from sparsecoll.collectives.allgather import allgather
 from sparsecoll.collectives.allreduce import allreduce
-from sparsecoll.collectives.allreduce_init import allreduce_init
+from sparsecoll.collectives.allreduce_init import Plan, allreduce_init
 from sparsecoll.collectives.alltoall import alltoall
 from sparsecoll.collectives.alltoallv import alltoallv
 from sparsecoll.collectives.bcast import bcast
@@ -52,19 +52,6 @@ from sparsecoll.collectives.nonblocking import (
     iscan,
     iscatter,
 )
-from sparsecoll.collectives.persistent import (
-    allgather_init,
-    alltoall_init,
-    alltoallv_init,
-    bcast_init,
-    exscan_init,
-    gather_init,
-    reduce_init,
-    reduce_scatter_init,
-    scan_init,
-    scatter_init,
-)
-from sparsecoll.collectives.plan import Plan
 from sparsecoll.collectives.reduce import reduce
 from sparsecoll.collectives.reduce_scatter import reduce_scatter
 from sparsecoll.collectives.scan import scan
@@ -115,21 +102,15 @@ __all__ = [
     "Tuning",
     "__version__",
     "allgather",
-    "allgather_init",
     "allreduce",
     "allreduce_init",
     "alltoall",
-    "alltoall_init",
     "alltoallv",
-    "alltoallv_init",
     "as_vector",
     "bcast",
-    "bcast_init",
     "exscan",
-    "exscan_init",
     "formats",
     "gather",
-    "gather_init",
     "iallgather",
     "iallreduce",
     "ialltoall",
@@ -143,13 +124,9 @@ __all__ = [
     "iscatter",
     "like",
     "reduce",
-    "reduce_init",
     "reduce_scatter",
-    "reduce_scatter_init",
     "scan",
-    "scan_init",
     "scatter",
-    "scatter_init",
     "select",
     "shrink",
     "simulate",

@@ -2,7 +2,7 @@
 
 from sparsecoll.collectives.allgather import allgather
 from sparsecoll.collectives.allreduce import allreduce
-from sparsecoll.collectives.allreduce_init import allreduce_init
+from sparsecoll.collectives.allreduce_init import Plan, allreduce_init
 from sparsecoll.collectives.alltoall import alltoall
 from sparsecoll.collectives.alltoallv import alltoallv
 from sparsecoll.collectives.bcast import bcast
@@ -22,19 +22,6 @@ from sparsecoll.collectives.nonblocking import (
     iscan,
     iscatter,
 )
-from sparsecoll.collectives.persistent import (
-    allgather_init,
-    alltoall_init,
-    alltoallv_init,
-    bcast_init,
-    exscan_init,
-    gather_init,
-    reduce_init,
-    reduce_scatter_init,
-    scan_init,
-    scatter_init,
-)
-from sparsecoll.collectives.plan import Plan
 from sparsecoll.collectives.reduce import reduce
 from sparsecoll.collectives.reduce_scatter import reduce_scatter
 from sparsecoll.collectives.scan import scan
@@ -43,20 +30,14 @@ from sparsecoll.collectives.scatter import scatter
 __all__ = [
     "Plan",
     "allgather",
-    "allgather_init",
     "allreduce",
     "allreduce_init",
     "alltoall",
-    "alltoall_init",
     "alltoallv",
-    "alltoallv_init",
     "as_vector",
     "bcast",
-    "bcast_init",
     "exscan",
-    "exscan_init",
     "gather",
-    "gather_init",
     "iallgather",
     "iallreduce",
     "ialltoall",
@@ -70,11 +51,7 @@ __all__ = [
     "iscatter",
     "like",
     "reduce",
-    "reduce_init",
     "reduce_scatter",
-    "reduce_scatter_init",
     "scan",
-    "scan_init",
     "scatter",
-    "scatter_init",
 ]

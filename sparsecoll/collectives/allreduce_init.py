@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
 
 from sparsecoll.algorithms import Algorithm, resolve
 from sparsecoll.collectives import convert
@@ -10,11 +12,15 @@ from sparsecoll.collectives.allreduce import contribution, counts_entries, early
 from sparsecoll.collectives.convert.back import Back
 from sparsecoll.collectives.operations import is_mpi_op
 from sparsecoll.collectives.options import CallOptions, options_of
-from sparsecoll.collectives.plan import Plan
+from sparsecoll.errors import CommunicationError
 from sparsecoll.formats import Format
 from sparsecoll.select import Vector
-from sparsecoll.transport import as_transport
+from sparsecoll.transport import Transport, as_transport
 from sparsecoll.transport.call import AGREEMENT_BYTES, CollectiveCall
+from sparsecoll.transport.progress import Request, in_background
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 NAME = "allreduce_init"
 
@@ -101,7 +107,7 @@ def allreduce_init(
     timeout: float | None = None,
     check: bool = True,
     nonfinite: str = "raise",
-) -> Plan[Any]:
+) -> Plan:
     """Prepare an `allreduce` that is repeated; return a plan, whose calls give the same bits. Collective.
 
     As a persistent collective of MPI-4, it validates the options, compares the arguments of all ranks, and lets "auto"
@@ -150,9 +156,119 @@ def allreduce_init(
     options = options_of(k, density, format, value_dtype, op, timeout, check, nonfinite, missing)
     transport = as_transport(comm, timeout)
 
-    def init() -> Plan[Any]:
+    def init() -> Plan:
         with CollectiveCall(transport, NAME, timeout) as call:
             perform = _Allreduce(call, x, algo, options)
-        return Plan(transport, NAME, timeout, perform)
+        return Plan(transport, timeout, perform)
 
     return transport.in_order(init)
+
+
+class Plan:
+    """A persistent allreduce, as `sparsecoll.allreduce_init` returns it.
+
+    `plan(x)` returns the result of the blocking call. `plan.start(x)` starts the call in the background, and
+    `plan.wait()` returns its result. After `plan.free()`, or the end of a `with` statement, the plan cannot be called.
+
+    Args:
+        transport: the communicator.
+        timeout: seconds to wait for a message in each call; None for no limit.
+        perform: does the work of one call on x, within a CollectiveCall.
+
+    >>> def program(comm):
+    ...     x = sparsecoll.SparseVector([comm.rank], np.ones(1), 4)
+    ...     with sparsecoll.allreduce_init(comm, x) as plan:
+    ...         plan.start(x)
+    ...         return plan.wait().toarray()
+    >>> sparsecoll.simulate(2, program).results[0]
+    array([1., 1., 0., 0.])
+    """
+
+    def __init__(
+        self, transport: Transport, timeout: float | None, perform: Callable[[CollectiveCall, Any], Any]
+    ) -> None:
+        self._transport, self._timeout = transport, timeout
+        self._perform: Callable[[CollectiveCall, Any], Any] | None = perform
+        self._request: Request[Any] | None = None
+
+    def __call__(self, x: Any) -> Any:
+        """Return what `allreduce` returns for x with the plan's arguments. Collective.
+
+        Args:
+            x: vector of the length, dtype and shape of the example. It is not altered.
+
+        Raises:
+            ValueError: On every rank, if x differs from the example on some rank, or a value is not finite.
+            CommunicationError: As in `sparsecoll.allreduce`; or the plan has been freed.
+        """
+        return self._transport.in_order(self._prepared(x))
+
+    def start(self, x: Any) -> Request[Any]:
+        """Start the call for x in the background; return its Request, for which `wait` waits, too. Collective.
+
+        Args:
+            x: as for the plan itself; do not change it until the call has finished.
+
+        Raises:
+            CommunicationError: The call started before has not been waited for.
+        """
+        self._check_waited_for("start")
+        self._request = Request(in_background(self._transport, self._prepared(x)))
+        return self._request
+
+    def test(self) -> bool:
+        """Return whether the started call has finished; True if none was started, as in MPI."""
+        return self._request is None or self._request.test()
+
+    def wait(self, timeout: float | None = None) -> Any:
+        """Wait for the started call; return its result or raise its exception.
+
+        Args:
+            timeout: seconds to wait; None, the default, for no limit.
+
+        Raises:
+            CommunicationError: The call has not finished within `timeout`, and `wait` may be called again; or none was
+                started.
+        """
+        if self._request is None:
+            raise CommunicationError("wait: expected a call started by start(x), got none")
+        try:
+            return self._request.wait(timeout)
+        finally:
+            if self._request.test():
+                self._request = None
+
+    def free(self) -> None:
+        """Release what the plan keeps between calls; later calls raise CommunicationError on all ranks.
+
+        Raises:
+            CommunicationError: The call started before has not been waited for.
+        """
+        self._check_waited_for("free")
+        self._perform = self._request = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if kind is None and self._request is not None and not self._request.waited_for:
+            self.wait()
+        self._perform = self._request = None
+
+    def _check_waited_for(self, what: str) -> None:
+        if self._request is not None and not self._request.waited_for:
+            raise CommunicationError(f"{what}: expected wait() for the call started before")
+
+    def _prepared(self, x: Any) -> Callable[[], Any]:
+        """Return the call for x as the plan is now: what was started before `free` or the end of `with` is finished."""
+        perform = self._perform
+
+        def call() -> Any:
+            with CollectiveCall(self._transport, NAME, self._timeout) as call:
+                if perform is None:
+                    raise CommunicationError("plan: expected one that is in use, got one after free()")
+                return perform(call, x)
+
+        return call

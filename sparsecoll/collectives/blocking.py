@@ -1,8 +1,4 @@
-"""Blocking calls: the ranks agree on the arguments, then the data is sent.
-
-A collective consists of a function `prepare_NAME(call, x, options, ...)`, which validates the arguments, agrees on them
-with the other ranks, and returns a function that sends the data and returns the result.
-"""
+"""Blocking calls: the ranks agree on the arguments, then the data is sent."""
 
 from __future__ import annotations
 
@@ -16,19 +12,19 @@ from sparsecoll.transport.call import CollectiveCall
 T = TypeVar("T")
 
 
-def blocking(comm: Any, name: str, options: CallOptions, prepare: Callable[[CollectiveCall], Callable[[], T]]) -> T:
+def blocking(comm: Any, name: str, options: CallOptions, perform: Callable[[CollectiveCall], T]) -> T:
     """Make a blocking call after the calls that were started before it.
 
     Args:
         comm: the caller's communicator.
         name: of the collective.
         options: of the call.
-        prepare: agrees on the arguments; returns what sends the data.
+        perform: agrees on the arguments, sends the data and returns the result.
     """
     transport = as_transport(comm, options.timeout)
 
-    def perform() -> T:
+    def make() -> T:
         with CollectiveCall(transport, name, options.timeout) as call:
-            return prepare(call)()
+            return perform(call)
 
-    return transport.in_order(perform)
+    return transport.in_order(make)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from sparsecoll.collectives.blocking import blocking
-from sparsecoll.collectives.options import CallOptions, options_of
-from sparsecoll.collectives.scan import prepare_scan
+from sparsecoll.collectives.options import options_of
+from sparsecoll.collectives.scan import scan_vectors
 from sparsecoll.formats import Format
-from sparsecoll.transport.call import CollectiveCall
 
 
 def exscan(
@@ -66,9 +64,4 @@ def exscan(
     [0.0, 1.0, 2.0]
     """
     options = options_of(k, density, format, value_dtype, op, timeout, check, nonfinite, missing)
-    return blocking(comm, "exscan", options, lambda call: prepare_exscan(call, x, options))
-
-
-def prepare_exscan(call: CollectiveCall, x: Any, options: CallOptions) -> Callable[[], Any]:
-    """Agree on the arguments of an exscan; return what sends the data (see `blocking.py`)."""
-    return prepare_scan(call, x, options, inclusive=False)
+    return blocking(comm, "exscan", options, lambda call: scan_vectors(call, x, options, inclusive=False))

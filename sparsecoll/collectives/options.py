@@ -237,8 +237,6 @@ def options_of(*given: Any) -> CallOptions:
 def to_common_vector(call: CollectiveCall, x: Any, check: bool) -> tuple[Vector, Back]:
     """Return `convert.to_vector(x)`; types with keys get one length and one table of keys on all ranks. Collective."""
     vector, back = convert.to_vector(x)
-    if back.keyed and call.plan is not None:
-        raise TypeError(f"x: expected a type with a length for {call.name}, got {type(x).__name__}, which has keys")
     if back.keyed:
         assert isinstance(vector, SparseVector)
         vector, back = agree_on_keys(call, *agree_on_kinds(call, vector, back, check), check)

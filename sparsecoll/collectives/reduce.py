@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from sparsecoll.algorithms.primitives.exchange import united
@@ -77,31 +76,28 @@ def reduce(
     [None, array([1., 1., 0., 0., 2., 0.])]
     """
     options = options_of(k, density, format, value_dtype, op, timeout, check, nonfinite, missing)
-    return blocking(comm, "reduce", options, lambda call: prepare_reduce(call, x, options, root))
+    return blocking(comm, "reduce", options, lambda call: _reduce(call, x, options, root))
 
 
-def prepare_reduce(call: CollectiveCall, x: Any, options: CallOptions, root: Any) -> Callable[[], Any]:
-    """Agree on the arguments of a reduce; return what sends the data (see `blocking.py`)."""
+def _reduce(call: CollectiveCall, x: Any, options: CallOptions, root: Any) -> Any:
+    """Agree on the arguments of a reduce and send the data."""
     call.signature["root"] = root = check_root(root, call.transport)
     vector, back = convert.to_vector(x)
     common = (vector, back) if not back.keyed else None
-    if back.keyed and call.plan is None:
+    if back.keyed:
         assert isinstance(vector, SparseVector)
         vector, back, combine = combine_keys(call, vector, back, options, {}, apart=True)
         if combine is not None:
-            return lambda: _result(combine(), options, call) if call.transport.rank == root else None
+            return _result(combine(), options, call) if call.transport.rank == root else None
         common = vector, back
     channel, entries, back = options.agree(call, x, sums=True, common=common)
 
-    def send() -> Any:
-        if isinstance(back, ToMapping) and back.apart:
-            united = words_at(root, channel, entries, back)
-        else:
-            united = _entries_at(root, channel, entries, back)
-        call.transport.waitall()
-        return None if united is None else _result(united, options, call)
-
-    return send
+    if isinstance(back, ToMapping) and back.apart:
+        united = words_at(root, channel, entries, back)
+    else:
+        united = _entries_at(root, channel, entries, back)
+    call.transport.waitall()
+    return None if united is None else _result(united, options, call)
 
 
 def _result(united: tuple[SparseVector, Back], options: CallOptions, call: CollectiveCall) -> Any:

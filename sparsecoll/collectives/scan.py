@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from sparsecoll.algorithms.primitives.prefix import prefix
@@ -66,20 +65,17 @@ def scan(
     [[1.0, 0.0, 0.0, 0.0, 1.0], [1.0, 1.0, 0.0, 0.0, 2.0]]
     """
     options = options_of(k, density, format, value_dtype, op, timeout, check, nonfinite, missing)
-    return blocking(comm, "scan", options, lambda call: prepare_scan(call, x, options))
+    return blocking(comm, "scan", options, lambda call: scan_vectors(call, x, options))
 
 
-def prepare_scan(call: CollectiveCall, x: Any, options: CallOptions, inclusive: bool = True) -> Callable[[], Any]:
-    """Agree on the arguments of a scan, without this rank's x unless `inclusive`; return what sends the data."""
+def scan_vectors(call: CollectiveCall, x: Any, options: CallOptions, inclusive: bool = True) -> Any:
+    """Agree on the arguments of a scan, without this rank's x unless `inclusive`, and send the data."""
     if options.operation.name in ("mean", "replace"):
         raise ValueError(f"op: expected neither 'mean' nor 'replace' for a scan, got {options.operation.name!r}")
     channel, entries, back = options.agree(call, x, sums=True)
 
-    def send() -> Any:
-        with channel.phase("scan"):
-            own = channel.merge([entries], accumulator_dtype(entries.dtype))
-            result = prefix(channel, own, inclusive)
-            call.transport.waitall()
-        return back(result.astype(entries.dtype)._copy_if_overlapping(entries))
-
-    return send
+    with channel.phase("scan"):
+        own = channel.merge([entries], accumulator_dtype(entries.dtype))
+        result = prefix(channel, own, inclusive)
+        call.transport.waitall()
+    return back(result.astype(entries.dtype)._copy_if_overlapping(entries))

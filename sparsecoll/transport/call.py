@@ -17,7 +17,6 @@ import hashlib
 import json
 import struct
 import zlib
-from dataclasses import dataclass, field
 from itertools import zip_longest
 from types import TracebackType
 from typing import Any
@@ -42,29 +41,6 @@ VALUE_SHOWN, VALUES_SHOWN, ARGUMENTS_SHOWN = 120, 4, 3  # characters; values of 
 KNOWN = {kind.__name__: kind for kind in (ValueError, TypeError, CommunicationError, NonFiniteError)}
 
 
-@dataclass
-class PlannedArguments:
-    """What the calls of one plan, a persistent collective, have in common: the arguments of the first of them.
-
-    Attributes:
-        known: what the first call has found out for the later ones.
-    """
-
-    known: dict[str, Any] = field(default_factory=dict)
-    _signature: dict[str, Any] | None = None
-    _checksum: int = 0
-
-    def checksum_of(self, call: CollectiveCall) -> int:
-        """Return the checksum of a call's signature; raise ValueError unless that is the first call's."""
-        if self._signature is None:
-            self._signature, self._checksum = call.signature, call.checksum()
-        elif call.signature != self._signature:
-            own, planned = call.signature, self._signature
-            name = next(name for name in [*planned, *own] if planned.get(name) != own.get(name))
-            raise ValueError(f"{name}: expected {planned.get(name)!r} as in {call.name}, got {own.get(name)!r}")
-        return self._checksum
-
-
 class CollectiveCall:
     """Context manager of one collective call: an exception inside it on some rank is raised on all ranks.
 
@@ -84,8 +60,6 @@ class CollectiveCall:
         state: `Algorithm.alike`, which the ranks compare as they compare the arguments; STATELESS, the default, for
             none. Set it before `agree` or `resume`.
         gathered: every rank's message, see `agree`.
-        plan: what is the same in all calls of a plan; None, the default, in a call of its own. Set it before `agree`,
-            which may be called once.
 
     Raises:
         ValueError, TypeError: Raised on some rank; the text, the same on every rank, names the first such rank. Also if
@@ -100,7 +74,6 @@ class CollectiveCall:
         self._timeout = timeout
         self.state = STATELESS
         self.gathered: list[Buffer] = []
-        self.plan: PlannedArguments | None = None
 
     def __enter__(self) -> CollectiveCall:
         transport = self.transport
@@ -163,11 +136,8 @@ class CollectiveCall:
 
         Raises:
             CallMismatch: Arguments differ; the call then raises CommunicationError on all ranks.
-            ValueError: Arguments differ from those of the plan.
         """
         transport = self.transport
-        if self.plan is not None:
-            checksum = self.plan.checksum_of(self)
         if checksum is None or not check:
             checksum = self.checksum() if check else 0
         counts: list[int] = []

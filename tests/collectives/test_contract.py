@@ -13,7 +13,7 @@ VECTORS = {
     "reduce_scatter": lambda comm, x: sparsecoll.reduce_scatter(comm, x),
     "scan": lambda comm, x: sparsecoll.scan(comm, x),
     "iscan": lambda comm, x: sparsecoll.iscan(comm, x).wait(),
-    "scan_init": lambda comm, x: sparsecoll.scan_init(comm, x)(x),
+    "allreduce_init": lambda comm, x: sparsecoll.allreduce_init(comm, x)(x),
     "exscan": lambda comm, x: sparsecoll.exscan(comm, x),
     "allgather": lambda comm, x: sparsecoll.allgather(comm, x),
     "gather": lambda comm, x: sparsecoll.gather(comm, x, 0),
