@@ -38,8 +38,6 @@ LINES = (
     "topk 1 %, whole model",
     "oktopk 1 %",
     "dgc 1 %",
-    "topk 1 %, sparse step",
-    "oktopk 1 %, sparse step",
     "nesterovtopk 1 %",
     "SparseSGD, oktopk 1 %",
 )

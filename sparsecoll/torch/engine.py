@@ -24,7 +24,6 @@ from sparsecoll.torch.options import Options
 from sparsecoll.torch.reducer import Reducer
 from sparsecoll.torch.replica import Replica
 from sparsecoll.torch.rounds import NOTHING
-from sparsecoll.torch.sparse_means import SparseMean, check_hooks, refuse
 from sparsecoll.torch.state import renamed_state
 from sparsecoll.torch.tensors import Named, momenta_of, options_of, rates_of
 from sparsecoll.transport import Transport
@@ -83,11 +82,6 @@ class Engine:
         self.discard()
 
     @property
-    def sparse_step(self) -> bool:
-        """Whether means stay sparse."""
-        return self._options.sparse_step and not self.closed
-
-    @property
     def patience(self) -> float | None:
         """The timeout of a call in seconds."""
         return self._replica.patience
@@ -112,14 +106,9 @@ class Engine:
                 if p.requires_grad:
                     residual_dtype(p.dtype)
                     device_of(p)
-            if any(bucket.sum is not None for bucket, _ in self._reducer.buckets):
-                raise ValueError(
-                    "add_param_group: expected it before backward() or after step(), with sparse_step=True"
-                )
 
         signature = {
-            name: getattr(self._options, name)
-            for name in ("bucket_bytes", "dense_below", "overlap", "sparse_step", "verify")
+            name: getattr(self._options, name) for name in ("bucket_bytes", "dense_below", "overlap", "verify")
         }
         signature = {**changes(new if self.params else (), left), **self._compressor.signature(), **signature}
         self._replica.introduce(params, signature, check)
@@ -137,7 +126,6 @@ class Engine:
 
     def give_up(self, p: torch.Tensor) -> None:
         """Leave a parameter to an engine whose optimizer steps it."""
-        self._reducer.give_back()  # the gradients stay
         self.discard()
         self._let_stay({name: name for name, own in self.params.items() if own is not p})
 
@@ -253,19 +241,15 @@ class Engine:
         if not self.closed:
             self._check_scale(None)
         self._reducer.take_back_missing()
-        if self.sparse_step:
-            check_hooks(self._optimizer)
 
     def before_unscaling(self, scaler: torch.amp.GradScaler) -> None:
         """A scaler is about to divide gradients by its scale, all of them or none. Collective unless they are means."""
-        self._refuse_scaler()
         if not self.closed and (self._dirty or not self._reduced):
             self._reducer.scale.scaler = scaler
             self.ensure_means()
 
     def before_scalers_step(self, scaler: torch.amp.GradScaler) -> None:
         """A scaler is about to look for gradients that are not finite. Collective unless they are means."""
-        self._refuse_scaler()
         if self.closed:
             return
         scale = self._reducer.scale
@@ -274,10 +258,6 @@ class Engine:
         scale.scaler = scaler
         self.ensure_means()
         scale.steps = True
-
-    def _refuse_scaler(self) -> None:
-        if self.sparse_step:
-            refuse("a GradScaler")
 
     def _check_scale(self, scaler: torch.amp.GradScaler | None) -> None:
         """Raise if residuals got gradients that were divided by another scale than what takes the step, see `fits`."""
@@ -299,8 +279,7 @@ class Engine:
         """Context manager in which the wrapped optimizer steps."""
         self._stepping = True
         try:
-            with self._reducer.sparse_steps(self._optimizer):
-                yield
+            yield
         finally:
             self._stepping = False
 
@@ -330,12 +309,6 @@ class Engine:
                 " decide before backward(), or take the step with a learning rate of 0"
             )
         self.discard()
-
-    def clear_sparse_means(self) -> None:
-        """Gradients that are sparse means become None: they are about to be set to zero, which takes dense ones."""
-        for p in self.params.values():
-            if isinstance(p.grad, SparseMean):
-                p.grad = None
 
     def discard(self) -> None:
         """Give this step up: gradients are about to be thrown away, and residuals are as they were before it."""

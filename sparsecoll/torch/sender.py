@@ -83,8 +83,7 @@ class Sender:
 
     def _take(self, index: int, name: str) -> None:
         bucket, compressor = self._buckets[index]
-        take_memory = self._replica.options.sparse_step and self._replica.warmed and compressor.gives_back
-        bucket.take_grad(name, self._scale.of(compressor), take_memory)
+        bucket.take_grad(name, self._scale.of(compressor))
         self.taken.add(name)
         self._waiting[index].discard(name)
 

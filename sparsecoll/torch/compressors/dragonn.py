@@ -74,10 +74,6 @@ class DRAGONN(TopK):
     selective: bool = True
     seed: int = 0
 
-    @property
-    def sums_sparsely(self) -> bool:
-        return False
-
     def __post_init__(self) -> None:
         super().__post_init__()
         if not isinstance(resolve(self.algo), Allgather):
