@@ -29,6 +29,7 @@ ROOT = Path(__file__).parent.parent
 RESULTS, PAGES = ROOT / "perf" / "results", ROOT / "docs"
 MPIRUN = str(Path(sys.executable).parent / "mpirun")
 NETWORKS = {"memory": None, "10gbit": "10gbit", "1gbit": "1gbit"}  # of the break-even map: name and rate
+BREAKEVEN = {"memory": (2, 4, 8), "10gbit": (4,), "1gbit": (4,)}  # numbers of ranks of the break-even map
 HOSTS = {"1gbit": "4 hosts, 1 Gb/s", "10gbit": "4 hosts, 10 Gb/s", "memory": "2 ranks, shared memory"}  # as columns
 RATIOS = (0.001, 0.01, 0.1, 0.3)  # densities of the table of docs/choosing.md
 MEMORY = ("dense", "allgather", "sparcml:variant=dynamic", "densestream", "gtopk", "spardl", "oktopk", "auto")
@@ -59,11 +60,12 @@ def measure(console: Console) -> None:
     for name, rate in NETWORKS.items():
         console.print(f"[bold]break-even map, {name}[/bold]")
         command = _python("perf/breakeven.py", "--json", str(RESULTS / f"breakeven_{name}.json"))
-        if rate is None:
-            subprocess.run([MPIRUN, "-n", "2", *command], check=True, cwd=ROOT)
-        else:
-            with testbed.Testbed(4, rate):
-                testbed.run(command).check_returncode()
+        for ranks in BREAKEVEN[name]:
+            if rate is None:
+                subprocess.run([MPIRUN, "-n", str(ranks), *command], check=True, cwd=ROOT)
+            else:
+                with testbed.Testbed(ranks, rate):
+                    testbed.run(command).check_returncode()
     console.print("[bold]memory[/bold]")
     (RESULTS / "memory.json").write_text(json.dumps({"about": bench.about(), "rows": list(_memory())}, indent=1) + "\n")
     console.print("[bold]scaling[/bold]")
@@ -189,17 +191,21 @@ def levels() -> Iterator[str]:
 def breakeven() -> Iterator[str]:
     """Yield the text about the fastest algorithm for each length and density."""
     for name in NETWORKS:
-        found, measured = rows(f"breakeven_{name}"), about(f"breakeven_{name}")
-        yield f"### {found[0]['P']} ranks, {name}"
-        yield f"{judged(found)} {measured['machine']}, commit {measured['commit']}."
-        columns = ("n", "density", "fastest", "ms", "quartiles", "auto ms", "auto / fastest", "MPI_Allreduce ms")
-        columns += ("auto / MPI_Allreduce", "model / measured")
-        yield markdown([{column: r.get(column) for column in columns} for r in found])
+        measured = about(f"breakeven_{name}")
+        for P in BREAKEVEN[name]:
+            found = [r for r in rows(f"breakeven_{name}") if r["P"] == P]
+            yield f"### {P} ranks, {name}"
+            yield f"{judged(found)} {measured['machine']}, commit {measured['commit']}."
+            columns = ("n", "density", "fastest", "ms", "quartiles", "auto ms", "auto / fastest", "MPI_Allreduce ms")
+            yield markdown([{column: r[column] for column in (*columns, "auto / MPI_Allreduce")} for r in found])
 
 
 def ratios() -> Iterator[str]:
     """Yield the times of `auto` divided by those of MPI_Allreduce."""
-    found = {name: {(r["n"], r["density"]): r for r in rows(f"breakeven_{name}")} for name in HOSTS}
+    found = {
+        name: {(r["n"], r["density"]): r for r in rows(f"breakeven_{name}") if r["P"] == BREAKEVEN[name][0]}
+        for name in HOSTS
+    }
     lines = []
     for n, density in next(iter(found.values())):
         if density in RATIOS:

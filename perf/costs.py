@@ -1,11 +1,10 @@
-"""The constants by which `auto` and the formats decide, measured on one core of this machine.
+"""The constants by which the formats and `auto` decide, measured on one core of this machine.
 
-    python perf/costs.py                                  # beside those that are built in
+    python perf/costs.py                                  # those of sparsecoll/formats/costs.py and of sums
     python perf/costs.py --json perf/results/costs.json   # also for perf/scaling.py --costs
 
 Constants are in seconds per entry or per coordinate from the first index to the last; measurements at two densities
-tell one from the other. The built-in constants were measured on a core with AVX-512. `auto` scales them by what it
-measures on a communicator (`Tuning.code`, `Tuning.merge`), so only their ratios matter.
+tell one from the other. In calls, where data are in no cache, sums take some 1.3 times as long (`auto/costmodel.py`).
 """
 
 from __future__ import annotations
@@ -13,8 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +20,8 @@ import numpy as np
 from entries import Entries
 
 from sparsecoll import Costs, DenseVector, SparseVector, formats
-from sparsecoll.algorithms.auto import costmodel
-from sparsecoll.algorithms.primitives.pipeline import MAX_CHUNKS
 from sparsecoll.cli import bench
-from sparsecoll.formats.costs import CODING, PACKED
+from sparsecoll.formats.costs import CODING
 
 REPEATS = 15
 ENTRIES = 1 << 18
@@ -91,22 +87,6 @@ def merging() -> dict[str, float]:
     return found
 
 
-def handling() -> dict[str, float]:
-    """Measure copying an entry, from memory and from a chunk that was summed just now."""
-    n = int(ENTRIES / SPARSE)
-    parts = uniform(ENTRIES, SPARSE).split([n * j // 8 for j in range(9)])
-    found = {"CONCATENATE": seconds(lambda: SparseVector.concatenate(parts)) / ENTRIES}
-    edges = [n * j // MAX_CHUNKS for j in range(MAX_CHUNKS + 1)]
-    chunks = list(zip(*(uniform(ENTRIES, SPARSE, rank).split(edges) for rank in range(4)), strict=True))
-
-    def sums() -> Iterator[SparseVector]:
-        return (SparseVector.merge(chunk, chunk[0].dtype) for chunk in chunks)
-
-    entries = sum(chunk.nnz for chunk in sums())
-    apart, whole = seconds(lambda: deque(sums(), 1)), seconds(lambda: SparseVector.collect(sums(), entries))
-    return found | {"COLLECT": max(whole - apart, 0.0) / entries}
-
-
 def of_this_machine() -> Costs:
     """Return the simulator's costs of computation, measured on this machine."""
     return charged(coding() | merging())
@@ -129,26 +109,13 @@ def charged(found: dict[str, float]) -> Costs:
     )
 
 
-def built_in() -> dict[str, float]:
-    """Return the built-in constants under the same names."""
-    known = {f"{name}: {way}": value for name, each in CODING.items() for way, value in vars(each).items()}
-    known |= {
-        name: getattr(costmodel, name)
-        for name in ("MERGE", "DENSE_MERGE", "DENSE_MERGE_SPAN", "CONCATENATE", "COLLECT")
-    }
-    return known | {"PACKED": PACKED}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="save them, with what perf/scaling.py needs")
     options = parser.parse_args()
-    found = coding() | merging() | handling()
-    found["PACKED"] = found["packed: encode"] + found["packed: decode"]
-    known = built_in()
-    print(f"{'constant':26} {'here':>10} {'built in':>10}")
+    found = coding() | merging()
     for name, value in found.items():
-        print(f"{name:26} {value:10.3g} {known[name]:10.3g}")
+        print(f"{name:26} {value:10.3g}")
     if options.json:
         rows = {"about": bench.about(), "constants": found, "costs": vars(charged(found))}
         options.json.write_text(json.dumps(rows, indent=1) + "\n")

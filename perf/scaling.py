@@ -150,7 +150,9 @@ def modelled(P: int, levels: int, processor: float, costs: Costs) -> Row:
     width = Grid(P).width
     split = P - 1 if levels == 1 else width + Grid(P).rows - 2
     gather = estimates.rounds(P) if levels == 1 else estimates.rounds(width) + estimates.rounds(Grid(P).rows)
-    seconds = estimates.oktopk_split_seconds(LEVELS_N, LEVELS_K, P, costs.tuning(NETWORKS["10 Gb/s"]))[levels - 1]
+    network, code = NETWORKS["10 Gb/s"], costs.encode + costs.decode
+    message = network.alpha / 100 + 2 * costs.call
+    seconds = estimates.oktopk_split_seconds(LEVELS_N, LEVELS_K, P, network, message, code, costs.merge)[levels - 1]
     row = {"P": P, "levels": levels, "how": "model", "split": seconds, "messages": split + gather}
     return row | {"words": None, "processor": processor * (split + gather)}
 
