@@ -28,9 +28,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from entries import Entries, Run, in_turns, times_in_turns
+from harness import Entries, Row, Run, in_turns, times_in_turns
 from numpy.typing import NDArray
-from report import Row
 
 from sparsecoll import Algorithm, Allgather, Auto, allreduce, formats
 from sparsecoll.algorithms.auto import costmodel

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from entries import Entries
+from harness import Entries
 
 from sparsecoll import Costs, DenseVector, SparseVector, formats
 from sparsecoll.algorithms.auto import costmodel
