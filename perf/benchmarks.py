@@ -6,7 +6,6 @@ python perf/benchmarks.py --render       # only tables and figures, from the row
 
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import allreduce
@@ -23,66 +22,67 @@ from harness import FIGURES, RESULTS, ROOT, load, markdown, source
 
 from sparsecoll.cli import bench, plot
 
-MPIRUN = str(Path(sys.executable).parent / "mpirun")
-NETWORKS = {"memory": "2 ranks, shared memory", "10gbit": "4 hosts, 10 Gb/s", "1gbit": "4 hosts, 1 Gb/s"}
+RANKS = {"memory": (2, 4, 8), "10gbit": (4,), "1gbit": (4,)}  # of the break-even map
+COLUMNS = ("n", "density", "fastest", "ms", "quartiles", "auto ms", "auto / fastest", "MPI_Allreduce ms")
 RATIOS = (0.001, 0.01, 0.1, 0.3)  # densities of the table of docs/choosing.md
 ALGORITHMS = ("dense", "allgather", "sparcml:variant=dynamic", "densestream", "gtopk", "spardl", "oktopk", "auto")
 
 
+def run(command, name, ranks=4, rate="1gbit"):
+    """Run a script on the test bed, or in memory; it saves its rows under a name."""
+    words = [*command.split(), "--json", str(RESULTS / f"{name}.json")]
+    if rate == "memory":
+        mpirun = str(Path(sys.executable).parent / "mpirun")
+        subprocess.run([mpirun, "-n", str(ranks), *words], check=True, cwd=ROOT)
+    else:
+        with testbed.Testbed(ranks, rate):
+            testbed.run(words).check_returncode()
+
+
 def measure():
     """Measure all rows, except those of scripts that say how to run them."""
-    python, table2 = (
-        [sys.executable],
-        [sys.executable, "perf/allreduce.py", "--gloo", "--interface", "eth0", "--repeat", "5"],
-    )
-    with testbed.Testbed(4):
-        testbed.run([*table2, "--json", str(RESULTS / "allreduce.json")]).check_returncode()
-        for kernel_set in allreduce.SETS:
-            short = ["--n", "24e6", "--json", str(RESULTS / f"allreduce_{kernel_set}.json")]
-            testbed.run(["env", f"SPARSECOLL_KERNELS={kernel_set}", *table2, *short]).check_returncode()
-    for name in NETWORKS:
-        command = [*python, "perf/breakeven.py", "--json", str(RESULTS / f"breakeven_{name}.json")]
-        if name == "memory":
-            subprocess.run([MPIRUN, "-n", "2", *command], check=True, cwd=ROOT)
-        else:
-            with testbed.Testbed(4, name):
-                testbed.run(command).check_returncode()
+    table2 = f"{sys.executable} perf/allreduce.py --gloo --interface eth0 --repeat 5"
+    run(table2, "allreduce")
+    for kernel_set in allreduce.SETS:
+        run(f"env SPARSECOLL_KERNELS={kernel_set} {table2} --n 24e6", f"allreduce_{kernel_set}")
+    for rate in RANKS:
+        for ranks in RANKS[rate]:
+            update = " --update" * (ranks != RANKS[rate][0])
+            run(f"{sys.executable} perf/breakeven.py{update}", f"breakeven_{rate}", ranks, rate)
     found = []
     for algorithm in ALGORITHMS:  # each in a run of its own, for its peak memory
-        with tempfile.NamedTemporaryFile(suffix=".json") as file:
-            command = [MPIRUN, "-n", "4", *python, "-m", "sparsecoll", "bench", "--algo", algorithm, "--n", "24e6"]
-            command += ["--density", "0.01", "--repeat", "3", "--json", file.name]
-            subprocess.run(command, check=True, cwd=ROOT, capture_output=True)
-            found += plot.rows_of(file.name)
+        bench_of = f"{sys.executable} -m sparsecoll bench --algo {algorithm} --n 24e6 --density 0.01 --repeat 3"
+        run(bench_of, "memory", 4, "memory")
+        found += load("memory")["rows"]
     harness.save(RESULTS / "memory.json", {"about": bench.about(), "rows": found})
-    subprocess.run(
-        [*python, "perf/volume.py", "--scaling", "--json", str(RESULTS / "scaling.json")], check=True, cwd=ROOT
-    )
+    subprocess.run([sys.executable, "perf/volume.py", "--scaling", "--json", str(RESULTS / "scaling.json")], check=True)
 
 
-def breakeven(name):
-    """Return the heading and the table of the fastest algorithm for each length and density on a network."""
-    found = load(f"breakeven_{name}")["rows"]
-    columns = ("n", "density", "fastest", "ms", "quartiles", "auto ms", "auto / fastest", "MPI_Allreduce ms")
-    columns += ("auto / MPI_Allreduce", "model / measured")
-    table = markdown([{column: row.get(column) for column in columns} for row in found])
-    return f"### {found[0]['P']} ranks, {name}\n\n{judged(found)} {source(f'breakeven_{name}')}\n\n{table}"
+def breakeven(rate):
+    """Yield headings and tables of the fastest algorithm for each length and density on a network."""
+    rows = load(f"breakeven_{rate}")["rows"]
+    for P in dict.fromkeys(row["P"] for row in rows):
+        found = [row for row in rows if row["P"] == P]
+        yield f"### {P} ranks, {rate}\n\n{judged(found)} {source(f'breakeven_{rate}')}"
+        yield markdown([{column: row[column] for column in (*COLUMNS, "auto / MPI_Allreduce")} for row in found])
 
 
 def ratios():
     """Return the table of the times of `auto` divided by those of MPI_Allreduce, and its source."""
-    files = [f"breakeven_{name}" for name in reversed(NETWORKS)]
-    found = [{(row["n"], row["density"]): row["auto / MPI_Allreduce"] for row in load(name)["rows"]} for name in files]
-    lines = []
-    for n, density in [point for point in found[0] if point[1] in RATIOS]:
-        cells = {text: f"{of[n, density]:.2g}" for text, of in zip(reversed(NETWORKS.values()), found, strict=True)}
-        lines.append({"n": f"{n:,}", "density": f"{density * 100:g} %"} | cells)
-    return f"{markdown(lines)}\n\n{source(*files)}"
+    hosts = {"1gbit": "4 hosts, 1 Gb/s", "10gbit": "4 hosts, 10 Gb/s", "memory": "2 ranks, shared memory"}
+    lines = {}
+    for rate, text in hosts.items():
+        for row in load(f"breakeven_{rate}")["rows"]:
+            if row["P"] == RANKS[rate][0] and row["density"] in RATIOS:
+                line = {"n": f"{row['n']:,}", "density": f"{row['density'] * 100:g} %"}
+                lines.setdefault((row["n"], row["density"]), line)[text] = f"{row['auto / MPI_Allreduce']:.2g}"
+    return f"{markdown(lines.values())}\n\n{source(*(f'breakeven_{rate}' for rate in hosts))}"
 
 
 def tables():
     """Return the tables of all pages by name."""
-    found = {"benchmarks.breakeven": "\n\n".join(map(breakeven, NETWORKS)), "benchmarks.ratios": ratios()}
+    found = {"benchmarks.breakeven": "\n\n".join(text for rate in RANKS for text in breakeven(rate))}
+    found["benchmarks.ratios"] = ratios()
     memory = markdown([{"algorithm": row["algo"], "MB": round(row["memory"] / 1e6)} for row in load("memory")["rows"]])
     found["benchmarks.memory"] = f"{memory}\n\n{source('memory')}"
     for script in (allreduce, convergence, gpu, kernels, rows, training, volume):

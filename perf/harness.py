@@ -7,9 +7,7 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -20,8 +18,6 @@ from sparsecoll.transport.collectives import allgather
 ROOT = Path(__file__).parent.parent
 RESULTS, FIGURES = ROOT / "perf/results", ROOT / "docs/figures"
 BLOCK = re.compile(r"(<!-- table: ([\w.]+) [^\n]*-->\n)(.*?)(<!-- end -->)", re.DOTALL)
-Row = dict[str, Any]
-Run = Callable[[Any], object]
 
 
 def options(text, arguments=None, **defaults):

@@ -20,9 +20,9 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections import namedtuple
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 from sparsecoll.kernels import threads
 
@@ -39,11 +39,9 @@ class TestbedError(RuntimeError):
     """The testbed cannot be set up or used; the text says what is missing."""
 
 
-class LinkBytes(NamedTuple):
-    """Bytes that crossed one host's link so far, as the kernel counts them: Ethernet, IP and TCP headers included."""
-
-    sent: int
-    received: int
+LinkBytes = namedtuple(
+    "LinkBytes", "sent received"
+)  # that crossed a host's link, headers of Ethernet, IP, TCP included
 
 
 def _output(*command):

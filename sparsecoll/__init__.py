@@ -28,7 +28,6 @@ from sparsecoll.algorithms import (
     SparCML,
     SparDL,
 )
-from sparsecoll.algorithms.auto.tune import tune
 from sparsecoll.algorithms.rows import RowAuto, RowGather, RowOwners
 from sparsecoll.collectives.allgather import allgather
 from sparsecoll.collectives.allreduce import allreduce
@@ -73,7 +72,7 @@ from sparsecoll.errors import CommunicationError, NonFiniteError
 from sparsecoll.residual import Residual, RowResidual
 from sparsecoll.telemetry.traffic import Traffic
 from sparsecoll.transport import DeadlockError, Simulation, shrink, simulate, traffic
-from sparsecoll.transport.network import Costs, Network, Tuning
+from sparsecoll.transport.network import Costs, Network
 from sparsecoll.transport.progress import Request
 from sparsecoll.vector import DenseVector, RowSparse, SparseVector
 
@@ -112,7 +111,6 @@ __all__ = [
     "SparDL",
     "SparseVector",
     "Traffic",
-    "Tuning",
     "__version__",
     "allgather",
     "allgather_init",
@@ -154,5 +152,4 @@ __all__ = [
     "shrink",
     "simulate",
     "traffic",
-    "tune",
 ]

@@ -6,7 +6,7 @@ import signal
 
 from sparsecoll import ALGORITHMS, CommunicationError
 from sparsecoll.algorithms import Auto, Hierarchical
-from sparsecoll.transport.network import Tuning
+from sparsecoll.transport.network import Network
 
 K = 60
 EXACT = [name for name, kind in ALGORITHMS.items() if kind().semantics == "exact_sum" and name != "hierarchical"]
@@ -17,8 +17,9 @@ class Fault(Exception):
 
 
 def algorithm(name):
-    """Without measurements of its own, whose messages would depend on the machine."""
-    return Auto(tuning=Tuning()) if name == "auto" else Hierarchical(inner="oktopk") if name == "hierarchical" else name
+    """With the same choices on all transports."""
+    made = {"auto": lambda: Auto(network=Network()), "hierarchical": lambda: Hierarchical(inner="oktopk")}
+    return made[name]() if name in made else name
 
 
 def fail_at(transport, method, number):

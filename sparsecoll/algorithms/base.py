@@ -178,7 +178,6 @@ class Algorithm(Stateful, ABC):
     takes_dense: ClassVar[bool] = False  # whether __call__ takes a DenseVector, without a selection
     returns_dense: ClassVar[bool] = False  # whether the result of a dense array is one, too, instead of a SparseVector
     sends_sums: ClassVar[bool] = True  # whether partial sums are encoded, so that lossy formats are not possible
-    reads_tuning = False  # whether it depends on the costs in the file of SPARSECOLL_TUNING, which ranks then compare
     takes_ops = False  # whether all values are combined by `Channel.merge`, so that `op` may be any operation
 
     k: int | None = None

@@ -64,11 +64,6 @@ class Hierarchical(Algorithm):
         """Whether `inner` takes operations other than the sum."""
         return self._between.takes_ops
 
-    @property
-    def reads_tuning(self) -> bool:  # type: ignore[override]
-        """Whether `inner` depends on the costs of SPARSECOLL_TUNING."""
-        return self._between.reads_tuning
-
     def select(self, x: Vector, k: int, ranks: int = 1) -> SparseVector:
         """Select as `inner` does; the top k where that takes dense vectors as they are."""
         entries = super().select(x, k) if self.selector is not None else self._between.select(x, k, ranks)

@@ -20,7 +20,6 @@ from sparsecoll.errors import NonFiniteError, check_choice
 from sparsecoll.select import ThresholdReuse, Vector
 from sparsecoll.transport.channel import Channel, VectorRequest
 from sparsecoll.transport.collectives import allgather, sums_and_maxima
-from sparsecoll.transport.network import Tuning, given_tuning
 from sparsecoll.vector import SparseVector, accumulator_dtype
 
 MAX_K_RATIO = 2.0  # thresholds and boundaries are reused if k changes by at most this factor
@@ -77,7 +76,6 @@ class OkTopk(Algorithm):
 
     name = "oktopk"
     semantics = "top_k_of_sum"
-    reads_tuning = True  # for `levels`
 
     tau: int = 64
     tau_prime: int = 32
@@ -171,8 +169,7 @@ class OkTopk(Algorithm):
     def _space_repartition(self, channel: Channel, x: SparseVector, k: int) -> tuple[list[int], list[int]]:
         """Return P + 1 boundaries and the owner of each region, the same on every rank."""
         edges = partition.boundaries(channel.transport, x, self.repartition)
-        known = given_tuning(channel.transport) or channel.transport.tuning or Tuning()
-        levels = self.levels or oktopk_levels(x.length, k, channel.size, known)
+        levels = self.levels or oktopk_levels(x.length, k, channel.size, channel.transport.network)
         self._on_grid = levels == 2 and channel.size > 2
         if self._on_grid:
             return edges, grid.Grid(channel.size).order()

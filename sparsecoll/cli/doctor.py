@@ -19,12 +19,11 @@ import numpy as np
 
 from sparsecoll._version import __version__
 from sparsecoll.cli.job import TORCHRUN, under_torchrun
+from sparsecoll.cli.network import measured_network
 from sparsecoll.collectives import allreduce
 from sparsecoll.kernels import CHOICES, host_kernels, threads
-from sparsecoll.transport import Transport, as_transport, launcher, simulate
-from sparsecoll.transport.call import CollectiveCall
-from sparsecoll.transport.collectives import allgather, node_members
-from sparsecoll.transport.network import Tuning
+from sparsecoll.transport import as_transport, launcher, simulate
+from sparsecoll.transport.collectives import node_members
 from sparsecoll.vector import SparseVector
 
 GOOD, WORSE, BAD = "good", "could be better", "broken"
@@ -213,18 +212,9 @@ def _threads(value: str) -> str:
     return "" if value.isdecimal() and int(value) > 0 else "expected a whole number of at least 1"
 
 
-def _tuning(value: str) -> str:
-    try:
-        Tuning.load(value)
-    except (OSError, ValueError) as error:
-        return f"create it with `sparsecoll tune --save FILE` where all ranks can read it: {error}"
-    return ""
-
-
 VARIABLES: dict[str, Callable[[str], str]] = {  # what is wrong with a value; "" if nothing is
     "SPARSECOLL_KERNELS": _one_of(*CHOICES),
     "SPARSECOLL_THREADS": _threads,
-    "SPARSECOLL_TUNING": _tuning,
     "SPARSECOLL_ON_TIMEOUT": _one_of("raise", "abort"),
     "SPARSECOLL_GPU_DIRECT": _one_of("0", "1"),
 }
@@ -245,33 +235,9 @@ def self_test(comm: Any) -> Finding:
 
 def speed(comm: Any) -> Finding:
     """Measure messages between rank 0 and the last rank; collective, the same on every rank."""
-    transport = as_transport(comm)
-    seconds = np.array([_round_trip(transport, size, count) / 2 for size, count in ((8, 200), (4 << 20, 10))])
-    latency, long = allgather(transport, seconds)[0].tolist()
-    transport.waitall()
+    transport, network = as_transport(comm), measured_network(comm)
     over = "MPI" if type(transport).__name__ == "MpiTransport" else "sockets"
-    rate = (4 << 20) / long / 1e9
-    return Finding(
-        "messages", f"{latency * 1e6:.1f} us and {rate:.2f} GB/s over {over}, rank 0 to {transport.size - 1}"
-    )
-
-
-def _round_trip(transport: Transport, size: int, count: int) -> float:
-    """Return the median seconds in which a message comes back to rank 0 from the last rank."""
-    message, times = np.zeros(size, np.uint8), []
-    last = transport.size - 1
-    with CollectiveCall(transport, "speed", SELF_TEST_SECONDS):
-        if transport.rank in (0, last):
-            for _ in range(count):
-                start = transport.now()
-                if transport.rank == 0:
-                    transport.isend(last, message)
-                    transport.recv(last)
-                else:
-                    transport.isend(0, transport.recv(0))
-                transport.waitall()
-                times.append(transport.now() - start)
-    return float(np.median(times)) if times else 0.0
+    return Finding("messages", f"{network} over {over}, rank 0 to {transport.size - 1}")
 
 
 def _launched_self_tests() -> Iterator[Finding]:

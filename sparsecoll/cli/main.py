@@ -19,16 +19,16 @@ from rich.progress import Progress
 from rich.table import Table
 
 from sparsecoll._version import __version__
-from sparsecoll.algorithms.auto.tune import tune
 from sparsecoll.cli import bench
 from sparsecoll.cli.arguments import MPI_ALLREDUCE, Parser, algorithm_text, cost, count, density, fail
 from sparsecoll.cli.job import check_mpi4py, joined
+from sparsecoll.cli.network import measured_network
 from sparsecoll.cli.report import Report, check_writable, save
 from sparsecoll.errors import CommunicationError
 from sparsecoll.formats import FORMATS
 from sparsecoll.transport import Transport, as_transport, launcher, simulate
 from sparsecoll.transport.call import CollectiveCall
-from sparsecoll.transport.network import FILE, Network, Tuning
+from sparsecoll.transport.network import Network
 
 T = TypeVar("T")
 ALGOS = [MPI_ALLREDUCE, "auto", "allgather", "sparcml:variant=dynamic", "densestream", "oktopk"]
@@ -40,18 +40,6 @@ NETWORKS = {
 }
 COLOURS = {"good": "green", "could be better": "yellow", "broken": "red"}
 LOG_WIDTH = 160  # columns of a table that goes to a file
-FIGURES = {  # what `tune` prints beside the numbers of a Tuning
-    "alpha": "message, from send to receive",
-    "overhead": "further message in flight at the same time",
-    "beta": "byte, while every rank sends",
-    "call": "call of a kernel that encodes, decodes or sums",
-    "merge": "input entry of a sparse sum",
-    "code": "entry encoded and decoded",
-    "dense": "value of a dense vector, added and converted to sparse",
-    "fixed": "call, beyond its messages and kernels",
-    "sharing": "ratio, no time: of a kernel while those of all ranks run, to its time alone",
-    "copy": "byte sent and received, of processor time, while every rank sends",
-}
 
 
 def _doctor(options: argparse.Namespace) -> None:
@@ -74,42 +62,6 @@ def _doctor(options: argparse.Namespace) -> None:
     Console(width=None if sys.stdout.isatty() else LOG_WIDTH).print(table)
     if any(finding.state == doctor.BAD for finding in findings):
         sys.exit(1)
-
-
-def _tune(options: argparse.Namespace) -> None:
-    """Measure the costs by which algo='auto' decides, on all ranks."""
-    check_mpi4py()
-    with joined() as comm:
-        _warn_of_one_rank(comm)
-        _check_writable(comm, options.json, options.save)
-        with _checking_arguments():
-            if options.save and as_transport(comm).size == 1:
-                raise ValueError("--save: expected at least 2 ranks, between which a message costs something, got 1")
-        tuning = tune(comm)
-        if not _writes(comm):
-            return
-    if options.json:
-        save(options.json, {"about": bench.about(), "tuning": asdict(tuning)})
-    sys.stdout.write("\n".join(_tuning_lines(tuning)) + "\n")
-    if options.save:
-        tuning.save(options.save)
-        sys.stdout.write(f"saved; {FILE}={options.save} makes algo='auto' use it\n")
-
-
-def _tuning_lines(tuning: Tuning) -> Iterable[str]:
-    figures = asdict(tuning)
-    calls, native = figures.pop("calls"), figures.pop("native")
-    yield f"{'figure':<10}{'nanoseconds':>14}  per"
-    for name, seconds in figures.items():
-        number = seconds if name == "sharing" else seconds * 1e9
-        yield f"{name:<10}{number:>14.3f}  {FIGURES.get(name, '')}"
-    if native:
-        sizes = ", ".join(f"{seconds * 1e3:.3f} ({size:,.0f} bytes)" for size, seconds in native)
-        yield f"\nMPI's own allreduce of float32, ms: {sizes}"
-    if calls:
-        yield f"\n{'algorithm':<16}  whole calls of growing size: measured ms (measured / predicted from the figures)"
-    for name, rows in calls.items():
-        yield f"{name:<16}  " + ", ".join(f"{real * 1e3:.3f} ({real / predicted:.2f})" for predicted, real in rows)
 
 
 def _bench(options: argparse.Namespace) -> None:
@@ -143,6 +95,10 @@ def _bench_on(comm: Any, options: argparse.Namespace) -> None:
     lengths = 1 if options.gradient else len(options.n)
     for row in _with_progress(rows(), len(calls) * lengths, report is not None):
         _everywhere(comm, partial(report.add, row) if report else lambda: None)
+    transport = as_transport(comm)
+    network = measured_network(comm) if transport.size > 1 else None
+    if network and _writes(comm):
+        sys.stdout.write(f"messages, rank 0 to {transport.size - 1}: {network}\n")
 
 
 def _simulate(options: argparse.Namespace) -> None:
@@ -287,10 +243,6 @@ def _parser() -> argparse.ArgumentParser:
 
     command = add("doctor", _doctor)
     command.add_argument("--json", type=Path, metavar="FILE", help="save the findings")
-
-    command = add("tune", _tune)
-    command.add_argument("--save", type=Path, metavar="FILE", help="write the measurement for SPARSECOLL_TUNING")
-    command.add_argument("--json", type=Path, metavar="FILE", help="save it together with machine and versions")
 
     command = add("bench", _bench, (bench.__doc__ or "").partition("\n\n")[2])
     add_calls(command, ALGOS, 4_000_000, [0.001, 0.01, 0.1])

@@ -24,7 +24,6 @@ from sparsecoll.telemetry.trace import span
 from sparsecoll.transport import Transport, as_transport
 from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.transport.channel import Channel
-from sparsecoll.transport.network import compared_tuning
 from sparsecoll.vector import DenseVector, SparseVector
 from sparsecoll.vector.operation import Operation
 
@@ -202,8 +201,7 @@ def allreduce_vectors(
     with CollectiveCall(transport, "allreduce", options.timeout) as call:
         key = None
         if name is not None and not vector.on_gpu:
-            costs = transport.saved_tuning if algorithm.reads_tuning else None
-            key = (name, *alike.items(), type(vector), vector.length, vector.dtype, costs)
+            key = (name, *alike.items(), type(vector), vector.length, vector.dtype)
 
         def validate() -> Arguments:
             call.signature |= alike
@@ -270,8 +268,7 @@ def arguments_of(
     key = None
     if name is not None and not vector.on_gpu:
         shape = tuple(getattr(x, "shape", ()))
-        costs = call.transport.saved_tuning if algorithm.reads_tuning else None
-        key = (name, call.name, type(vector), vector.length, vector.dtype, shape, costs)
+        key = (name, call.name, type(vector), vector.length, vector.dtype, shape)
 
     def validate() -> Arguments:
         call.signature |= convert.shape_of(x)
@@ -311,7 +308,6 @@ def validated(call: CollectiveCall, vector: Vector, algorithm: Algorithm, option
         "x": "dense" if dense else "sparse",
         "k": k,
         "algo": algorithm.describe(),
-        **(compared_tuning(call.transport) if algorithm.reads_tuning else {}),
     }
     return Arguments(k, call.signature, call.checksum())
 

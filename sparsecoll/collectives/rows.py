@@ -19,7 +19,6 @@ from sparsecoll.errors import check_choice
 from sparsecoll.formats import Buffer
 from sparsecoll.kernels.memory import to_host
 from sparsecoll.transport.call import CollectiveCall
-from sparsecoll.transport.network import compared_tuning
 from sparsecoll.transport.row_channel import RowChannel
 from sparsecoll.vector import RowSparse
 
@@ -46,8 +45,7 @@ def allreduce_rows(
         raise ValueError(f"return_reduction: expected False unless op is 'sum' or 'mean', got op={options.op!r}")
     transport, algorithm = call.transport, resolve_rows(algo)
     before = transport.traffic.copy() if return_reduction else transport.traffic
-    costs = compared_tuning(transport) if algorithm.reads_tuning else {}
-    channel, sent, held = agree(call, x, back, options, {"algo": algorithm.describe(), **costs})
+    channel, sent, held = agree(call, x, back, options, {"algo": algorithm.describe()})
     found = algorithm(channel, sent, held)
     transport.waitall()
     value = options.result(found.value, transport)

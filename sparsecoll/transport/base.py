@@ -7,7 +7,6 @@ do not block; so algorithms need no tags. A message that was sent from GPU memor
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import weakref
 from abc import ABC, abstractmethod
@@ -21,7 +20,7 @@ from sparsecoll.errors import CommunicationError
 from sparsecoll.formats import Buffer
 from sparsecoll.telemetry.trace import span
 from sparsecoll.telemetry.traffic import Counts, Traffic
-from sparsecoll.transport.network import Tuning, saved_tuning
+from sparsecoll.transport.network import BETWEEN_NODES, ONE_NODE, Network
 
 T = TypeVar("T")
 
@@ -62,8 +61,6 @@ class Transport(ABC):
         one_node: whether all ranks are on one machine, the same on all of them.
         native_sums: whether there may be an `allreduce` of the network's own.
         gpu_direct: whether messages in GPU memory are sent without a copy in host memory.
-        measured: the last measured costs, which other ranks need not have.
-        tuning: measured costs that all ranks have, see `algorithms.auto.tune`; None if there are none.
         nodes: the ranks on each node, see `collectives.node_members`; None if not known yet.
         groups: transports of some of the ranks, see `group.group`.
         sharers: weak references to the objects that make calls by themselves, by number.
@@ -84,15 +81,12 @@ class Transport(ABC):
     native_sums = False
     gpu_direct = True
     cure = ""
-    measured: Tuning | None
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
         self.size = size
         self.traffic = Traffic()
         self.timeout: float | None = None
-        self.measured = None
-        self.tuning: Tuning | None = None
         self.nodes: list[list[int]] | None = None
         self.groups: dict[tuple[int, ...], Transport] = {}
         self.sharers: dict[int, Any] = {}
@@ -118,8 +112,7 @@ class Transport(ABC):
     def reset(self) -> None:
         """Discard what the ranks have found out together; after a failed call, only some of them may have it."""
         self.agreed.clear()
-        self.nodes = self.tuning = None
-        self.__dict__.pop("saved_tuning", None)
+        self.nodes = None
         for group in self.groups.values():
             group.reset()
         self.epoch += 1
@@ -128,14 +121,10 @@ class Transport(ABC):
         """Execute a blocking call after earlier nonblocking ones; immediately if it is made within one of them."""
         return function() if self.worker is None else self.worker.in_order(function)  # type: ignore[no-any-return]
 
-    @functools.cached_property
-    def saved_tuning(self) -> Tuning | None:
-        """The costs in the file of SPARSECOLL_TUNING; looked up once, since the environment takes microseconds."""
-        return saved_tuning()
-
-    def modelled(self) -> Tuning | None:
-        """Return the costs of a simulated network; None if they have to be measured."""
-        return None
+    @property
+    def network(self) -> Network:
+        """The costs of messages by which algorithms are chosen, the same on all ranks."""
+        return ONE_NODE if self.one_node else BETWEEN_NODES
 
     @abstractmethod
     def now(self) -> float:

@@ -19,7 +19,7 @@ from typing import Any
 
 from sparsecoll.formats import Buffer
 from sparsecoll.transport.base import ERROR_TAG, CallMismatch, Transport
-from sparsecoll.transport.network import Costs, Network, Tuning
+from sparsecoll.transport.network import Costs, Network
 
 Route = tuple[Hashable, int, int]  # (communicator, source, destination), which are ranks of the world
 
@@ -188,8 +188,10 @@ class SimTransport(Transport):
         yield
         self._clock.now += self._costs.seconds(kind, amount, extent)
 
-    def modelled(self) -> Tuning:
-        return self._costs.tuning(self._world.inside if self.one_node else self._world.network)
+    @property
+    def network(self) -> Network:
+        """That of the simulation."""
+        return self._world.inside if self.one_node else self._world.network
 
     def node(self) -> int:
         return self._node

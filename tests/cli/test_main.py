@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from sparsecoll import Tuning, simulate
+from sparsecoll import Network, simulate
 from sparsecoll.cli import doctor
-from sparsecoll.cli.main import _tuning_lines, main
+from sparsecoll.cli.main import main
+from sparsecoll.cli.network import measured_network
 from sparsecoll.transport import LocalTransport
 
 ROOT = Path(__file__).parent.parent.parent
@@ -64,15 +65,8 @@ def test_doctor_finds_the_launcher_of_another_mpi(monkeypatch):
     assert found("ranks", monkeypatch, SLURM_NTASKS=16, PMI_SIZE=1).state == doctor.GOOD
 
 
-def test_doctor_reads_the_variables(monkeypatch, tmp_path):
-    (tmp_path / "empty.json").write_text("{}")
-    Tuning().save(tmp_path / "good.json")
-    for name, good, bad in (
-        ("SPARSECOLL_TUNING", tmp_path / "good.json", tmp_path / "no.json"),
-        ("SPARSECOLL_TUNING", tmp_path / "good.json", tmp_path / "empty.json"),
-        ("SPARSECOLL_ON_TIMEOUT", "abort", "abrt"),
-        ("SPARSECOLL_THREADS", 2, 0),
-    ):
+def test_doctor_reads_the_variables(monkeypatch):
+    for name, good, bad in (("SPARSECOLL_ON_TIMEOUT", "abort", "abrt"), ("SPARSECOLL_THREADS", 2, 0)):
         assert found(name, monkeypatch, **{name: good}).state == doctor.GOOD
         row = found(name, monkeypatch, **{name: bad})
         assert row.state == doctor.BAD and row.advice
@@ -133,11 +127,6 @@ def test_simulate_counts_and_models(tmp_path, capsys):
         ("bench --density 2", "argument --density: expected a number above 0 and up to 1, such as 0.01, got '2'"),
         ("bench --json no/folder.json", "no/folder.json: expected a file in an existing folder, got no folder 'no'"),
         ("bench --gradient no.npy --repeat 1", "no.npy: expected a .npy file with a 1-D array of floats (No such file"),
-        ("tune --save no/folder.json", "no/folder.json: expected a file in an existing folder"),
-        (
-            "tune --save tuning.json",
-            "--save: expected at least 2 ranks, between which a message costs something, got 1",
-        ),
         ("simulate --n 1e30", "argument --n/--length: expected a whole number"),
         ("simulate --alpha -1", "argument --alpha: expected a finite number of at least 0, such as 50e-6, got '-1'"),
         ("simulate --beta nan", "argument --beta: expected a finite number of at least 0"),
@@ -210,16 +199,10 @@ def test_an_error_while_measuring_has_another_status(capsys, monkeypatch):
     assert ended.value.code == 1 and "invalid literal" in capsys.readouterr().err
 
 
-def test_sharing_is_a_ratio():
-    lines = list(_tuning_lines(Tuning(beta=2e-9, sharing=1.5)))
-    rows = {line.split()[0]: line.split()[1] for line in lines[:10]}
-    assert (rows["beta"], rows["sharing"]) == ("2.000", "1.500")
-
-
-def test_tune_has_heads(capsys):
-    main(["tune"])
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split() == ["figure", "nanoseconds", "per"] and lines[1].endswith("message, from send to receive")
+def test_the_network_is_measured_as_it_is():
+    network = Network(alpha=3e-5, beta=2e-9)
+    assert simulate(3, measured_network, network).results == [network] * 3
+    assert simulate(3, doctor.speed, network).results[0].found == f"{network} over sockets, rank 0 to 2"
 
 
 def test_script_is_installed():

@@ -11,7 +11,7 @@ from sparsecoll.torch import COMPRESSORS, DistributedOptimizer, HookState, comm_
 from sparsecoll.torch.compressors import COVAP, DRAGONN, TopK  # noqa: E402
 
 pytestmark = pytest.mark.mpi
-AUTO = sparsecoll.Auto(tuning=sparsecoll.Tuning())  # else each network is measured and decides for itself
+AUTO = sparsecoll.Auto(network=sparsecoll.Network())  # else each transport has its own
 MADE = {
     "covap": COVAP(3),
     "topk": TopK(algo=AUTO),

@@ -43,7 +43,7 @@ def test_training_equals_the_simulator_and_replicas_agree(comm, algo):
     def program(comm):
         torch.set_num_threads(1)
         model = net(comm.rank)
-        made = {"oktopk": OkTopk(tau=4, tau_prime=3), "auto": sparsecoll.Auto(tuning=sparsecoll.Tuning())}
+        made = {"oktopk": OkTopk(tau=4, tau_prime=3), "auto": sparsecoll.Auto(network=sparsecoll.Network())}
         chosen = made.get(algo, algo)
         optimizer = SparseSGD(model.parameters(), 0.1, 0.9, comm=comm, algo=chosen, density=0.05)
         for step in range(10):

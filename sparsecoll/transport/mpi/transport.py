@@ -30,13 +30,10 @@ from sparsecoll.transport.mpi.allreduce import NativeSum
 from sparsecoll.transport.mpi.connections import Connections
 from sparsecoll.transport.mpi.messages import IncomingMessage, MpiReceive
 from sparsecoll.transport.mpi.waiting import Pace, Waiter
-from sparsecoll.transport.network import Tuning
 
 CHUNK = 1 << 30  # bytes; a longer message goes in several, so that counts fit an int on every MPI
 FINALIZED = "MPI.Finalize() was called"
 CALL_BEFORE = "call it after the last use of sparsecoll: a process cannot start MPI again"
-
-_measured: dict[int, Tuning] = {}  # by a checksum of the processes; only what all of them have in common is used
 
 
 class MpiTransport(Transport):
@@ -70,22 +67,6 @@ class MpiTransport(Transport):
         self._direct: bool | None = None
         self._staging: Any = None
         self.native_sum = NativeSum(self)
-        self._processes: int | None = None
-
-    @property
-    def measured(self) -> Tuning | None:  # type: ignore[override]
-        """What was measured last on this or any other communicator of the same processes in the same order."""
-        return _measured.get(self._checksum())
-
-    @measured.setter
-    def measured(self, tuning: Tuning | None) -> None:
-        if tuning is not None:
-            _measured[self._checksum()] = tuning
-
-    def _checksum(self) -> int:
-        if self._processes is None:
-            self._processes = info.processes(self.comm)
-        return self._processes
 
     now = staticmethod(time.perf_counter)
 
