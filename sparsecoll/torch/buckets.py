@@ -119,7 +119,7 @@ class Buckets:
         replica = self._replica
         options = replica.options
         kind = RowBucket if layout.rows else Bucket
-        bucket = kind(params, layout, options.gradient_as_bucket_view, options.sparse_step)
+        bucket = kind(params, layout, options.gradient_as_bucket_view)
         compressor = self._compressor_of(layout)
         compressor.bind(layout, replica.transport, replica.context, replica.patience)
         layout.device.synchronize()  # jobs have a stream of their own
@@ -178,21 +178,14 @@ class Buckets:
 
     def drop(self) -> None:
         """Drop the reduction: trial states are discarded."""
-        self.give_back()
         for bucket, compressor in self:
             compressor.drop()
             bucket.reset()
-
-    def give_back(self) -> None:
-        """Give back gradients whose memory was taken, unless they were thrown away."""
-        for bucket, compressor in self:
-            bucket.give_back(compressor)
 
     def commit(self) -> None:
         """Make the state of the last accepted reduction permanent, because the optimizer has stepped."""
         for bucket, compressor in self:
             bucket.recycle(compressor.commit())
-            bucket.sum = None
         self._reduced, self._base = False, {}
 
     def rollback(self, names: Collection[str] | None = None) -> None:
@@ -201,8 +194,6 @@ class Buckets:
             self._restore_base(names)
         for bucket, compressor in self:
             bucket.recycle(compressor.rollback(names))
-            if names is None:
-                bucket.sum = None
         if names is None:
             self._reduced, self._base = False, {}
 

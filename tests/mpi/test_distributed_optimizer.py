@@ -57,14 +57,6 @@ def test_training_equals_the_simulator_and_replicas_agree(comm, name):
     assert trained(comm, comm.rank, compressor, overlap=False) == mine
 
 
-@pytest.mark.parametrize("compressor", [TopK(0.05, algo="allgather"), TopK(0.05, algo="oktopk"), TopK(algo=AUTO)])
-def test_sparse_steps_equal_the_simulator_and_replicas_agree(comm, compressor):
-    mine = trained(comm, comm.rank, compressor, sparse_step=True)
-    assert set(comm.allgather(mine)) == {mine}
-    assert simulated(comm, lambda sim: trained(sim, sim.rank, compressor, sparse_step=True)) == mine
-    assert trained(comm, comm.rank, compressor, overlap=False, sparse_step=True) == mine
-
-
 def test_a_measured_interval_is_the_same_everywhere(comm):
     mine = trained(comm, comm.rank, "covap", steps=12)
     assert set(comm.allgather(mine)) == {mine}

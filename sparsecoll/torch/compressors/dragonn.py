@@ -75,10 +75,6 @@ class DRAGONN(TopK):
     seed: int = 0
     network: Network | None = None
 
-    @property
-    def sums_sparsely(self) -> bool:
-        return False
-
     def __post_init__(self) -> None:
         super().__post_init__()
         if not isinstance(resolve(self.algo), Allgather):
