@@ -267,7 +267,8 @@ def main():
     virtual = {"ranks": [4, 8], "seeds": [0, 1, 2], "jobs": 1}  # jobs: runs at a time
     options = harness.options(__doc__, tasks=tasks, lines=list(LINES), **virtual, validate=False, interface="")
     if options.tasks == ["wide"]:
-        harness.record(wide_rows(options, default_comm()), options, default_comm().rank)
+        comm = default_comm()
+        harness.record(wide_rows(options, comm), options, comm.rank, hide=("curve",))
     else:
         harness.record(rows(options), options, key=KEY, hide=("curve",))
 

@@ -21,10 +21,7 @@ BLOCK = re.compile(r"(<!-- table: ([\w.]+) [^\n]*-->\n)(.*?)(<!-- end -->)", re.
 
 
 def options(text, arguments=None, **defaults):
-    """Return the options of a command line: --json, --update, and one for each default.
-
-    A default of False makes a switch, a list takes several values, and a number may be written as 24e6.
-    """
+    """Return the options --json, --update, and one for each default: False is a switch; numbers may be like 24e6."""
     parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="save the rows")
     parser.add_argument("--update", action="store_true", help="keep the other rows of that file")
@@ -67,8 +64,8 @@ def run_sections(sections, options, **about):
 
 
 def save(path, content):
-    """Write a file of rows."""
-    path.write_text(json.dumps(content, indent=1) + "\n")
+    """Write a file of rows, one a line."""
+    path.write_text(json.dumps(content).replace("}, {", "},\n {") + "\n")
 
 
 def load(name):
