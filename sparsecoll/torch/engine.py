@@ -16,6 +16,7 @@ from sparsecoll.torch.backward import at_end_of_backward
 from sparsecoll.torch.calls import mean_of_loss
 from sparsecoll.torch.compressors import Compressor
 from sparsecoll.torch.device import device_of
+from sparsecoll.torch.grad_scaler import Scaling
 from sparsecoll.torch.guards import Watch, refuse_ddp, warn_of_adam, warn_of_momentum
 from sparsecoll.torch.hooks import Hooks, enlist, owner_of, synchronize_all
 from sparsecoll.torch.layout import residual_dtype
@@ -49,6 +50,7 @@ class Engine:
         optimizer: torch.optim.Optimizer,
         model: torch.nn.Module | None,
         options: Options,
+        scaling: Scaling,
     ) -> None:
         self.transport = transport
         self.closed = False
@@ -61,7 +63,7 @@ class Engine:
         self._replica.context.momenta = partial(momenta_of, optimizer, self.params)
         self._replica.alike = partial(options_of, optimizer)
         hooked = None if isinstance(model, torch.jit.ScriptModule) else model  # ScriptModules do not support hooks
-        self._reducer = Reducer(self._replica, compressor, hooked)
+        self._scaling, self._reducer = scaling, Reducer(self._replica, compressor, hooked, scaling)
         self.seconds = self._reducer.seconds
         self._hooks = Hooks(self)
         self._guard = None if hooked is None else hooked.register_forward_pre_hook(refuse_ddp)
@@ -110,6 +112,7 @@ class Engine:
         signature = {
             name: getattr(self._options, name) for name in ("bucket_bytes", "dense_below", "overlap", "verify")
         }
+        signature |= {"grad_scaler": self._scaling.scaler is not None}
         signature = {**changes(new if self.params else (), left), **self._compressor.signature(), **signature}
         self._replica.introduce(params, signature, check)
         if self.number < 0:
@@ -219,6 +222,11 @@ class Engine:
 
     # -- the optimizer's step
 
+    @property
+    def has_means(self) -> bool:
+        """Whether gradients are the means, or will be nobody's."""
+        return self.closed or (self._reduced and not self._dirty)
+
     def ensure_means(self) -> None:
         """Make gradients the means. Collective where they are not yet."""
         if self._replaced:
@@ -227,7 +235,7 @@ class Engine:
                 " DistributedOptimizer created later updates, too, and reduces now: give one DistributedOptimizer the"
                 " parameters of both models (those without gradients are skipped), or let only one optimizer update it"
             )
-        if not self.closed and (self._dirty or not self._reduced):
+        if not self.has_means:
             self.asked = True
             synchronize_all(self.transport)
 
@@ -238,41 +246,7 @@ class Engine:
             error = self._unusable
             self.discard()
             raise error
-        if not self.closed:
-            self._check_scale(None)
         self._reducer.take_back_missing()
-
-    def before_unscaling(self, scaler: torch.amp.GradScaler) -> None:
-        """A scaler is about to divide gradients by its scale, all of them or none. Collective unless they are means."""
-        if not self.closed and (self._dirty or not self._reduced):
-            self._reducer.scale.scaler = scaler
-            self.ensure_means()
-
-    def before_scalers_step(self, scaler: torch.amp.GradScaler) -> None:
-        """A scaler is about to look for gradients that are not finite. Collective unless they are means."""
-        if self.closed:
-            return
-        scale = self._reducer.scale
-        if self._reduced and not self._dirty:
-            self._check_scale(scaler)
-        scale.scaler = scaler
-        self.ensure_means()
-        scale.steps = True
-
-    def _check_scale(self, scaler: torch.amp.GradScaler | None) -> None:
-        """Raise if residuals got gradients that were divided by another scale than what takes the step, see `fits`."""
-        scale, used = self._reducer.scale, self._reducer.scale.scale
-        if scale.fits(scaler) or not self._reducer.has_residuals:
-            return
-        scale.follow(scaler)
-        self.discard()
-        given = "none that calls step()" if scaler is None else f"one of {scaler.get_scale():g}"
-        raise RuntimeError(
-            f"GradScaler: expected one whose scale is {used:g}, by which gradients were divided before they were added"
-            f" to residuals, got {given}: this step cannot be taken. After zero_grad(), and update() if unscale_() was"
-            " called, the next step works. If a state was loaded, load the scaler's, too, or set"
-            " state_dict['sparsecoll']['scale'] to the scale of the loop (1 without a scaler) before you load it"
-        )
 
     @contextlib.contextmanager
     def stepping(self) -> Iterator[None]:
@@ -364,11 +338,10 @@ class Engine:
     # -- saved state
 
     def state_dict(self) -> dict[str, Any]:
-        """See `Buckets.state_dict`, with the scale of gradients; refused while they are sent."""
+        """See `Buckets.state_dict`; refused while gradients are sent."""
         if self._reducer.under_way:
             raise RuntimeError("state_dict: expected a call after back-propagation, got one while gradients are sent")
-        state = renamed_state(self._reducer.buckets.state_dict(), self.members.staying())
-        return {**state, "scale": self._reducer.scale.known}
+        return renamed_state(self._reducer.buckets.state_dict(), self.members.staying())
 
     def load_state_dict(self, state: Mapping[str, Any] | None, load: Callable[[], None]) -> None:
         """See `Buckets.load_state_dict`. Collective."""
@@ -376,7 +349,7 @@ class Engine:
             self.discard()
             self._regroup()
         self._reducer.buckets.load_state_dict(lambda: state, load)
-        self._reducer.loaded(None if state is None else state.get("scale", 1.0))
+        self._reducer.loaded()
         self.discard()
 
 

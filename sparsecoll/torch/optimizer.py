@@ -13,7 +13,7 @@ from sparsecoll.telemetry.traffic import Traffic
 from sparsecoll.torch.calls import collective, communicator
 from sparsecoll.torch.compressors import Compressor, resolve
 from sparsecoll.torch.engine import Engine
-from sparsecoll.torch.grad_scaler import calling_scaler
+from sparsecoll.torch.grad_scaler import Scaling
 from sparsecoll.torch.guards import refuse_wrapped
 from sparsecoll.torch.members import Members
 from sparsecoll.torch.options import Options
@@ -104,6 +104,8 @@ class DistributedOptimizer(Wrapper):
         overlap: whether gradients are reduced during back-propagation (the default) or in `step`.
         gradient_as_bucket_view: as in DistributedDataParallel: whether every `p.grad` is a view of its bucket's flat
             vector as soon as autograd has computed it (default: False). See "Memory".
+        grad_scaler: the torch.amp.GradScaler of the loop: residuals are kept without its scale, and all ranks skip the
+            same steps. With None, the default, `scaler.step(optimizer)` raises RuntimeError.
         verify: number of steps after which the bits of all parameters and buffers are compared between ranks; 0, the
             default, for never, and True for 100.
         timeout: seconds to wait for a message before CommunicationError is raised; None, the default, for no limit,
@@ -137,6 +139,7 @@ class DistributedOptimizer(Wrapper):
         dense_below: int = 1024,
         overlap: bool = True,
         gradient_as_bucket_view: bool = False,
+        grad_scaler: torch.amp.GradScaler | None = None,
         verify: bool | int = 0,
         timeout: float | None = None,
         timeline: Timeline | None = None,
@@ -145,35 +148,20 @@ class DistributedOptimizer(Wrapper):
         transport = communicator(comm)
         model = model_of(named_parameters)
 
-        def checked(_: CollectiveCall) -> tuple[Named, Compressor, Options]:
+        def checked(_: CollectiveCall) -> tuple[Named, Compressor, Options, Scaling]:
             options = Options(bucket_bytes, dense_below, overlap, gradient_as_bucket_view, verify, timeout, timeline)
             own = resolve(compressor)
             refuse_wrapped(model, "named_parameters")
-            return of_optimizer(optimizer, named(named_parameters)), own, options
+            return of_optimizer(optimizer, named(named_parameters)), own, options, Scaling(self, grad_scaler)
 
-        params, own, options = collective(transport, "DistributedOptimizer", None, checked)
-        self._engine = Engine(transport, own, optimizer, model, options)
+        params, own, options, self._scaling = collective(transport, "DistributedOptimizer", None, checked)
+        self._engine = Engine(transport, own, optimizer, model, options, self._scaling)
         self._engine.add(params)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """GradScaler.step reads this, from whose frame the scaler, and with it the scale of gradients, is taken."""
-        scaler = calling_scaler()
-        if scaler is not None:
-            self._engine.before_scalers_step(scaler)
-        return False
-
-    @property
-    def param_groups(self) -> Any:
-        """The groups of the wrapped optimizer. GradScaler.unscale_ reads them before it looks at the gradients."""
-        scaler = calling_scaler()
-        if scaler is not None:
-            self._engine.before_unscaling(scaler)
-        return self.optimizer.param_groups
-
-    @param_groups.setter
-    def param_groups(self, groups: Any) -> None:
-        self.optimizer.param_groups = groups
+        """Whether GradScaler.step() leaves the decision to `step`: it is not known, or gradients are not means yet."""
+        return not self._engine.closed and (self._scaling.scaler is None or not self._engine.has_means)
 
     @property
     def traffic(self) -> Traffic:
@@ -222,7 +210,10 @@ class DistributedOptimizer(Wrapper):
         Raises:
             CommunicationError: The reduction failed on some rank; gradients and residuals are as before.
         """
+        unscaled = self._scaling.unscaled and not self._engine.has_means
         self._engine.ensure_means()
+        if unscaled:
+            self._scaling.look(self)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """One step on all ranks; collective.
@@ -244,6 +235,10 @@ class DistributedOptimizer(Wrapper):
         if is_trial_step(self):
             with self._engine.stepping():
                 return self.optimizer.step()
+        if not self._engine.closed and self._scaling.check(self):
+            self._engine.ensure_means()
+            if self._scaling.look(self):
+                return None  # as a GradScaler does
         if closure is None:
             self._engine.before_step()
             return self._stepped(None)

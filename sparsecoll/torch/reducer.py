@@ -16,7 +16,7 @@ import torch
 from sparsecoll.errors import NonFiniteError
 from sparsecoll.torch.buckets import Buckets
 from sparsecoll.torch.compressors import Compressor
-from sparsecoll.torch.grad_scaler import LossScale
+from sparsecoll.torch.grad_scaler import Scaling
 from sparsecoll.torch.guards import fingerprint
 from sparsecoll.torch.hooks import is_shared
 from sparsecoll.torch.profiler import Profiler
@@ -31,16 +31,23 @@ logger = logging.getLogger(__name__)
 class Reducer:
     """Reduces the gradients of a replica's parameters, as often as they are reduced before a step.
 
+    Args:
+        replica: the parameters and the ranks.
+        compressor: what each bucket gets a copy of.
+        model: whose forward passes are timed, or None.
+        scaling: the scale of gradients.
+
     Attributes:
-        scale: of the gradients, in which a GradScaler has multiplied them.
         seconds: of this rank by kind of work (see `telemetry.trace`), and "exposed": waited for in `reduce`.
     """
 
-    def __init__(self, replica: Replica, compressor: Compressor, model: torch.nn.Module | None) -> None:
+    def __init__(
+        self, replica: Replica, compressor: Compressor, model: torch.nn.Module | None, scaling: Scaling
+    ) -> None:
         self._replica = replica
         self.buckets = Buckets(compressor, replica)
-        self.scale = LossScale()
-        self._sender = Sender(replica, self.buckets, self.scale, compressor)
+        self._scaling = scaling
+        self._sender = Sender(replica, self.buckets, scaling, compressor)
         self.seconds = self._sender.seconds
         self._means = ReducedGrads(replica.params)
         self._profiler = Profiler(model, replica.context, compressor.wants_profile)
@@ -117,7 +124,7 @@ class Reducer:
                 " back-propagation, got a gradient that was changed in place after it had been reduced"
             )
         self._take_back(self._means.replaced())
-        self.scale.begin()
+        self._scaling.begin()
 
     def _take_back(self, names: set[str]) -> None:
         """Gradients of these parameters were thrown away after they had been reduced: residuals are as before."""
@@ -151,6 +158,7 @@ class Reducer:
             self._open()
         if not self.buckets:
             self.make_buckets()
+        self._scaling.begin()  # unscale_() may have been called since
         self._sender.send_rest()
         replica, self._changed = self._replica, self._changed or self._sender.altered
         modules = replica.buffers.changed()
@@ -241,7 +249,7 @@ class Reducer:
             names = [
                 n for n, p in bucket.params.items() if n in outcome.used or (p.requires_grad and bucket.has_mean(n))
             ]
-            bucket.assign_grads(names, self.scale.of(compressor))
+            bucket.assign_grads(names, self._scaling.of(compressor))
             for name in names:
                 self._means.add(name)
 
@@ -257,10 +265,6 @@ class Reducer:
 
     def commit(self) -> None:
         """The optimizer has stepped: what the reductions since the last step have kept is the state of the next one."""
-        if self.scale.was_unknown:
-            for _, compressor in self.buckets:
-                compressor.rescale(1 / self.scale.now)
-        self.scale.stepped()
         self.buckets.commit()
         self._means.clear()
         self._opened = False
@@ -272,17 +276,11 @@ class Reducer:
         if self._sender.begun:
             self._changed = self._broken_off = True  # what was sent is sent again with the next back-propagation
         self.buckets.rollback()
-        self.scale.end()
         self._means.clear()
         self._opened = False
 
-    def loaded(self, scale: float | None) -> None:
-        """The buckets' state was loaded: make them as they were when it was saved. Collective.
-
-        Args:
-            scale: of the gradients, when it was saved; None if it is empty.
-        """
-        self.scale.saved = scale
+    def loaded(self) -> None:
+        """The buckets' state was loaded: make them as they were when it was saved. Collective."""
         self._means.clear()
         self._end()
         if self.buckets.order:

@@ -178,10 +178,6 @@ class RowSum(Compressor):
                 self._rates.rollback(names)
         return []
 
-    def rescale(self, factor: float) -> None:
-        kept = self.residual
-        self._residual = Versions(kept.with_values(kept.values * kept.dtype.type(factor)))
-
     def state(self) -> dict[str, dict[str, torch.Tensor]]:
         if not self.keeps_gradient:
             return {}

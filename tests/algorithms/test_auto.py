@@ -8,7 +8,7 @@ from cases import same_bits, support
 
 import sparsecoll
 from sparsecoll import Allgather, Auto, Costs, Dense, DenseStream, Network, SparCML, SparseVector, simulate
-from sparsecoll.algorithms.auto.costmodel import CHOICES, Shape, fastest
+from sparsecoll.algorithms.auto.costmodel import ALL, CHOICES, fastest
 from sparsecoll.telemetry.traffic import Counts
 from sparsecoll.transport.collectives import allgather
 from sparsecoll.transport.network import BETWEEN_NODES, ONE_NODE
@@ -109,10 +109,10 @@ def test_nothing_is_sent_beyond_the_sum_and_the_agreement(n, k, name, limit):
 
 def test_the_network_decides():
     slow, fast = Network(50e-6, 8e-9), Network(1e-3, 8e-11)
-    assert [fastest(Shape(10**6, 10**5, 8, 4, False, network)) for network in (slow, fast)] == ["dynamic", "dense"]
-    assert {fastest(Shape(10**7, k, 2, 4, True, ONE_NODE)) for k in (10, 10**4, 10**6)} == {"allgather"}
-    assert fastest(Shape(10**5, 50, 256, 4, False, slow)) == "recursive_double"
-    assert fastest(Shape(10**7, 10**5, 16, 4, False, slow), tuple(CHOICES)) == "oktopk"
+    assert [fastest(10**6, 10**5, 8, 4, False, network) for network in (slow, fast)] == ["dynamic", "dense"]
+    assert {fastest(10**7, k, 2, 4, True, ONE_NODE) for k in (10, 10**4, 10**6)} == {"allgather"}
+    assert fastest(10**5, 50, 256, 4, False, slow) == "recursive_double"
+    assert fastest(10**7, 10**5, 16, 4, False, slow, ALL) == "oktopk"
 
     def program(comm, network):
         x = SparseVector(np.arange(0, 10**6, 10) + comm.rank, np.ones(10**5, np.float32), 10**6)

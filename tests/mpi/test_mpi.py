@@ -13,7 +13,7 @@ from simulated import simulated
 
 import sparsecoll
 from sparsecoll import ALGORITHMS, CommunicationError, Network, OkTopk, SparseVector
-from sparsecoll.algorithms.auto.costmodel import CHOICES, Shape, fastest
+from sparsecoll.algorithms.auto.costmodel import CHOICES, fastest
 from sparsecoll.transport import as_transport
 from sparsecoll.transport.collectives import allgather, node_members
 from sparsecoll.transport.network import ONE_NODE
@@ -94,8 +94,7 @@ def test_the_first_call_of_auto_sends_its_own_sum_and_the_agreement_alone(comm, 
         return counts(after), after.set_up.bytes_sent - before.set_up.bytes_sent
 
     auto = counted("auto")
-    shape = Shape(x.length, k, comm.size, 4, True, ONE_NODE)
-    named = CHOICES[fastest(shape)]()
+    named = CHOICES[fastest(x.length, k, comm.size, 4, True, ONE_NODE)]()
     assert auto == counted(named, format=sparsecoll.formats.Auto(beta=ONE_NODE.beta))
 
 

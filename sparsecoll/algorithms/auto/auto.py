@@ -8,7 +8,7 @@ import numpy as np
 
 from sparsecoll import formats
 from sparsecoll.algorithms.allgather import Allgather
-from sparsecoll.algorithms.auto.costmodel import CHOICES, EXACT, Shape, fastest
+from sparsecoll.algorithms.auto.costmodel import ALL, CHOICES, EXACT, fastest
 from sparsecoll.algorithms.base import Algorithm, Reduction, check_order
 from sparsecoll.algorithms.oktopk import OkTopk
 from sparsecoll.errors import check_choice
@@ -107,12 +107,11 @@ class Auto(Algorithm):
 
     def _chosen(self, channel: Channel, x: Vector, k: int, early: bool = False) -> str:
         """Return the name of the algorithm for a call, the same on all ranks for the same k."""
-        rest = max(k.bit_length() - BITS, 0)
+        transport, rest = channel.transport, max(k.bit_length() - BITS, 0)
+        k, n, network = k >> rest << rest, x.length, self.network or transport.network
         width = formats.wire_dtype(x.dtype, channel.value_dtype).stored.itemsize
-        transport = channel.transport
-        k, network = min(k >> rest << rest, x.length), self.network or transport.network
-        shape = Shape(x.length, k, channel.size, width, transport.one_node, network)
-        return fastest(shape, EXACT if self.want == "exact_sum" else tuple(CHOICES), early)
+        choices = EXACT if self.want == "exact_sum" else ALL
+        return fastest(n, k if k < n else n, transport.size, width, transport.one_node, network, choices, early)
 
     def _with_format(self, channel: Channel) -> Channel:
         if channel.format is not FORMATS["auto"]:

@@ -26,9 +26,10 @@ CHOICES: dict[str, Callable[[], Algorithm]] = {
     "halving": lambda: DenseStream(repartition="even"),
     "oktopk": OkTopk,  # for the top k of the sum; the others form the exact sum
 }
+ALL = tuple(CHOICES)
 EXACT = tuple(name for name in CHOICES if name != "oktopk")
 
-# Sums of data that are in no cache, as in calls: some 1.3 times what perf/costs.py measures on a core with AVX-512.
+# Sums of data that are in no cache, as in calls, on a core with AVX-512.
 # Magnitudes matter, digits do not; together they choose well at the points of docs/benchmarks.md.
 PARTS, PASS = 4, 0.4  # MERGE is that of PARTS vectors; PASS: how much longer it takes for each doubling of their number
 UNION = 3e-9  # seconds per input entry of a sum of two sparse vectors, at any density
@@ -116,17 +117,26 @@ class Shape:
 
 
 @functools.lru_cache(maxsize=1024)
-def fastest(shape: Shape, choices: tuple[str, ...] = EXACT, early: bool = False) -> str:
+def fastest(
+    n: int,
+    k: int,
+    P: int,
+    value_bytes: int,
+    one_node: bool,
+    network: Network,
+    choices: tuple[str, ...] = EXACT,
+    early: bool = False,
+) -> str:
     """Return the choice that is predicted to be the fastest.
 
     Args:
-        shape: the call.
+        n: as in `Shape`, like the other numbers.
         choices: names of CHOICES.
         early: whether an allgather sends its entries together with the arguments, which saves it half of the messages.
     """
-    times = seconds(shape)
+    times = seconds(Shape(n, k, P, value_bytes, one_node, network))
     if early:
-        times["allgather"] -= rounds(shape.P) * shape.network.alpha
+        times["allgather"] -= rounds(P) * network.alpha
     return min(choices, key=lambda name: times[name])
 
 

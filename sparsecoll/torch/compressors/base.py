@@ -173,9 +173,6 @@ class Compressor(ABC):
         """Return to the state before this step, for all or the named parameters; return arrays as `keep` does."""
         return []
 
-    def rescale(self, factor: float) -> None:  # noqa: B027 - most have no state
-        """Multiply residuals by a factor, because the scale of gradients has changed."""
-
     def reset(self) -> None:  # noqa: B027 - most keep nothing of the kind
         """Discard state that may differ between ranks after a call that failed."""
 
@@ -338,10 +335,6 @@ class ErrorFeedback(Compressor):
     def rollback(self, names: Collection[str] | None = None) -> list[Array]:
         parts = None if names is None else self.layout.slices(names)
         return self._each(lambda versions: versions.rollback(parts))
-
-    def rescale(self, factor: float) -> None:
-        for versions in self._versions:
-            versions.scale(factor)
 
     def state(self) -> dict[str, dict[str, torch.Tensor]]:
         return {"residual": self.layout.by_name(self._residual.base)} if self.keeps_gradient else {}

@@ -1,7 +1,7 @@
 """A long run: many small and some large allreduces, every algorithm in turn, several communicators, two threads.
 
-    mpirun -n 4 python perf/soak.py                                     # 100,000 small, 1,000 large: ten minutes
-    mpirun -n 4 python perf/soak.py --small 2000 --large 20 --json out.json
+    mpirun -n 4 python tests/soak.py                                    # 100,000 small, 1,000 large: ten minutes
+    mpirun -n 4 python tests/soak.py --small 2000 --large 20 --json out.json
 
 Every result is compared with the exact sum or the top k of it. At intervals a communicator is replaced by a new one,
 and one rank fails, which all ranks must report. In the end, memory, threads and open sends must be what they were after
@@ -171,17 +171,9 @@ def main() -> None:
     for comm in comms:
         comm.Free()
     after, sends = memory(), len(as_transport(world)._sends)  # type: ignore[attr-defined]
-    row = {
-        "P": world.size,
-        "small": options.small,
-        "large": options.large,
-        "seconds": time.perf_counter() - began,
-        "MiB before": max(world.allgather(before)) / 2**20,
-        "MiB after": max(world.allgather(after)) / 2**20,
-        "threads before": threads,
-        "threads after": threading.active_count(),
-        "open sends": sends,
-    }
+    row = {"P": world.size, "small": options.small, "large": options.large, "seconds": time.perf_counter() - began}
+    row |= {"MiB before": max(world.allgather(before)) / 2**20, "MiB after": max(world.allgather(after)) / 2**20}
+    row |= {"threads before": threads, "threads after": threading.active_count(), "open sends": sends}
     assert sends == 0 and threading.active_count() <= threads
     if world.rank == 0:
         sys.stdout.write(json.dumps(row) + "\n")
