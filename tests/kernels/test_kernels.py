@@ -1,8 +1,6 @@
 """Fast kernels equal the reference to the last bit, on ties, NaN, infinities, zeros of both signs and every dtype."""
 
 import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -294,25 +292,3 @@ def test_choice_of_kernels(monkeypatch):
     assert kernels.kernels_of(np.empty(0)) is cpu
     with pytest.raises(TypeError, match=r"expected a numpy\.ndarray"):
         kernels.kernels_of([1])
-
-
-SPARE = """
-import sys
-import numpy as np
-import sparsecoll
-from sparsecoll.kernels import host_kernels, kernels_of
-x = np.random.default_rng(0).standard_normal(100_000).astype(np.float32)
-sums = []
-for length in (1, 0, 0):
-    sums.append(sparsecoll.simulate(3, lambda c: sparsecoll.allreduce(c, x, "oktopk", density=0.01, format="packed")))
-    print("numba" in sys.modules)
-    if length:
-        host_kernels()
-assert all(y == sums[0][0] and y.values.tobytes() == sums[0][0].values.tobytes() for s in sums for y in s)
-"""
-
-
-def test_a_first_small_sum_does_without_numba():
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("SPARSECOLL_")}
-    run = subprocess.run([sys.executable, "-c", SPARE], env=environment, capture_output=True, text=True, timeout=300)
-    assert run.stdout.split() == ["False", "True", "True"], run.stderr
