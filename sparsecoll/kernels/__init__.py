@@ -43,8 +43,8 @@ def host_kernels() -> ModuleType:
         return reference
     try:
         from sparsecoll.kernels import cpu
-    except ImportError as error:
-        logger.warning("numba cannot be imported (%s): the slower NumPy reference kernels are used", error)
+    except (ImportError, AttributeError) as error:  # there is no Numba, or it lacks an internal
+        logger.warning("numba cannot be used (%s): the slower NumPy reference kernels are used", error)
         return reference
     return cpu
 
