@@ -129,7 +129,7 @@ def measure(
     """
     transport = as_transport(comm)
     if not transport.virtual:
-        host_kernels()  # small arrays would do without them at first
+        host_kernels()  # Numba starts now, not in the calls that are timed
     _reset_peak_memory()
     before, times, kinds = _memory("VmRSS"), [], []
     run = run or runner(comm, call)

@@ -118,7 +118,7 @@ class DenseVector(Values):
 
     def slice(self, start: int, stop: int) -> DenseVector:
         """Return coordinates start..stop-1 as a vector of their own, a view."""
-        return DenseVector._unchecked(self._array[start:stop])
+        return DenseVector._unchecked(self.values[start:stop])
 
     def take(self, indices: NDArray[Any]) -> SparseVector:
         """Return the values at ascending unique indices (of `index_dtype(length)`), zeros among them."""

@@ -59,9 +59,10 @@ def test_a_set_that_the_processor_lacks_is_refused_in_one_line():
 PROGRAM = """
 import numpy as np
 from sparsecoll.kernels import cpu
+from sparsecoll.kernels.keys import Pass
 x, ones = np.arange(20_000, dtype=np.float32), np.ones(20_000, np.float32)
 for key in (np.float32(19_500).view(np.uint32), 1):
-    found = cpu.select_at_least(x, int(key), add=(ones, 0.5), clear=True)
+    found = cpu.select_at_least(x, int(key), work=Pass(add=(ones, 0.5), clear=True))
 total = cpu.merge_sum([found, found], x.dtype)
 half = cpu.to_float16(x)
 assert total[0].size == found[0].size and (cpu.from_float16(half)[:2049] == x[:2049]).all()

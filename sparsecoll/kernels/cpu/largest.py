@@ -10,7 +10,7 @@ from sparsecoll.kernels import reference
 from sparsecoll.kernels.cpu.lanes import BLOCK, jit, magnitude_key
 from sparsecoll.kernels.cpu.selection import lanes_of, select_at_least
 from sparsecoll.kernels.cpu.selection_pass import select_all
-from sparsecoll.kernels.keys import Addend, Array, Momentum, bits_and_mask, index_dtype
+from sparsecoll.kernels.keys import PLAIN, Array, Pass, bits_and_mask, index_dtype
 from sparsecoll.kernels.memory import empty, readonly
 from sparsecoll.kernels.sampling import bounding_sample
 
@@ -64,12 +64,8 @@ def _topk_by_key_into(out_i: Array, out_v: Array, values: Array, indices: Array 
     return out_i[:count], out_v[:count]
 
 
-def lower_bound_key(values: Array, k: int, add: Addend | None = None) -> int:
-    return _bound(values, k, add, None)
-
-
-def _bound(values: Array, k: int, add: Addend | None, momentum: Momentum | None) -> int:
-    found = bounding_sample(values, k, add, SAMPLE, reference.accumulate, momentum)
+def lower_bound_key(values: Array, k: int, work: Pass = PLAIN) -> int:
+    found = bounding_sample(values, k, work, SAMPLE, reference.form)
     return kth_key(*found)[0] if found else 0
 
 
@@ -81,30 +77,18 @@ def kth_key(values: Array, k: int) -> tuple[int, int]:
     return int(keys[position]), k - int(np.count_nonzero(keys[position + 1 :] > keys[position]))
 
 
-def topk(
-    values: Array,
-    k: int,
-    *,
-    indices: Array | None = None,
-    add: Addend | None = None,
-    out: Array | None = None,
-    clear: bool = False,
-    momentum: Momentum | None = None,
-) -> tuple[Array, Array]:
+def topk(values: Array, k: int, *, indices: Array | None = None, work: Pass = PLAIN) -> tuple[Array, Array]:
     if k == 0:
-        return select_at_least(values, BEYOND, indices=indices, add=add, out=out, momentum=momentum)
-    bound, room = _bound(values, k, add, momentum), k + (k >> 2)
-    found_i, found_v = select_at_least(
-        values, bound, room, indices=indices, add=add, out=out, clear=clear, momentum=momentum
-    )
-    values = values if out is None else out
+        return select_at_least(values, BEYOND, indices=indices, work=work)
+    bound = lower_bound_key(values, k, work)
+    found_i, found_v = select_at_least(values, bound, k + (k >> 2), indices=indices, work=work)
     if found_v.size < min(k, values.size):  # the sample was not typical, as for periodic data
-        if clear:
+        if work.clear:
             values[found_i] = found_v
-        found_i, found_v = select_at_least(values, 0, values.size, indices=indices, clear=clear)
+        found_i, found_v = select_at_least(values, 0, values.size, indices=indices, work=Pass(clear=work.clear))
     if k >= found_v.size:
         return found_i, found_v
     typed, edge = _cut_at_ties(found_v, *kth_key(found_v, k))
-    if clear:
+    if work.clear:
         _put_back(lanes_of(values, write=True)[0], readonly(found_i), *lanes_of(found_v), typed, edge)
     return _topk_by_key_into(found_i, found_v, found_v, found_i, typed, edge)  # type: ignore[no-any-return]
