@@ -83,9 +83,9 @@ GPU_FLAGS ?=  # --cuda-mpi FOLDER for device pointers
 gpu:  # on a machine with a GPU: kernels, vectors, training and MPI on it, then the benchmarks
 	$(GPU_PYTHON) tests/gpu/run.py $(GPU_FLAGS)
 
-bench: $(MPICH)/demo.done  # figures of docs/, as root
+bench: $(MPICH)/demo.done  # rows, tables and figures of README and docs/benchmarks.md, as root
+	$(MPICH)/bin/python perf/volume.py --json perf/results/volume.json
 	$(MPICH)/bin/python perf/benchmarks.py
-	$(MPICH)/bin/python perf/volume.py
 
 $(CHECK)/bin/python $(MPICH)/bin/python $(OPENMPI)/bin/python:
 	$(PYTHON) -m venv $(@D)/..

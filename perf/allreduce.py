@@ -123,9 +123,7 @@ def table2():
 SHOWN = {  # in the README: name of a row
     "`MPI_Allreduce`, dense (MPICH)": MPI_ALLREDUCE,
     "PyTorch's gloo, dense": "gloo, dense",
-    "**sparsecoll, dense in 8 bits a value**": "dense, 8 bits",
-    "**sparsecoll, dense in 4 bits a value**": "dense, 4 bits",
-    "**sparsecoll, dense in 2 bits a value**": "dense, 2 bits",
+    **{f"**sparsecoll, dense in {bits} bits a value**": f"dense, {bits} bits" for bits in (8, 4, 2)},
     "PyTorch's gloo, sparse (entries given)": "gloo, sparse",
     "TopkA: exact top-k, COO, allgather": "TopkA",
     "Ok-Topk with COO": "Ok-Topk",

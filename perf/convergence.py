@@ -6,10 +6,7 @@
         --json perf/results/time_to_quality.json             # seconds until it is as good, over 1 Gb/s
 
 Every rank trains on its own share of the data, and the global batch is the same for every P. The lines of a table
-differ only in the compressor; learning rates were chosen for "dense". Momentum is that of SGD, except that the lines at
-1 % use momentum correction (sparsecoll.torch.compressors.TopK); "momentum outside" shows the effect of leaving it out.
-With AdamW all compressors reduce the gradient itself. A run on virtual ranks is deterministic. The clock of `wide` runs
-during the steps alone.
+differ only in the compressor, and those at 1 % in momentum correction. A run on virtual ranks is deterministic.
 """
 
 import multiprocessing

@@ -3,11 +3,9 @@
     python perf/kernels.py --json perf/results/kernels.json
 
 Times are medians of interleaved repetitions, on one thread. Ratios are to the peer named in the column's head, on the
-same array in the same process. All takes about five minutes, and longer where the kernels have not been compiled
-before: run it once with `--sizes 2e6 --repeat 1`, then again on an idle machine.
-
-Every instruction set that the processor has runs in processes of its own (SPARSECOLL_KERNELS), section by section in
-turn. NumPy and torch, too, are kept from AVX-512 while `avx2` or `portable` is measured.
+same array in the same process. Every instruction set that the processor has runs in processes of its own
+(SPARSECOLL_KERNELS); NumPy and torch, too, are kept from AVX-512 while `avx2` or `portable` is measured. All takes some
+five minutes where the kernels have been compiled before.
 """
 
 import json

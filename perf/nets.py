@@ -202,7 +202,7 @@ class Transformer(nn.Module):
                 nn.init.normal_(module.weight, std=0.02)
 
     def forward(self, x):
-        return self.head(self.norm(self.blocks(self.bytes(x.int()) + self.places))).transpose(1, 2)
+        return self.head(self.norm(self.blocks(self.bytes(x.int()) + self.places))).transpose(1, 2).contiguous()
 
 
 class Task(NamedTuple):

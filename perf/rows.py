@@ -2,10 +2,8 @@
 
     python perf/testbed.py run -- python perf/rows.py --json perf/results/rows.json
 
-Every rank has a batch of ids, drawn by Zipf's law; row 0 of the table is the most frequent one. All contestants get the
-distinct ids of the batch and a gradient for each, except that DDP runs the back-propagation of an embedding, and that
-rows named "from the batch" also sum the repeated ids. Seconds are medians of the slowest rank; bytes are what the link
-of the busiest rank carries in one direction, headers included.
+Every rank has a batch of ids, drawn by Zipf's law. All contestants get the distinct ids of the batch and a gradient for
+each, except that DDP runs the back-propagation of an embedding, and that "from the batch" also sums the repeated ids.
 """
 
 from functools import lru_cache

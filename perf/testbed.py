@@ -3,9 +3,8 @@
     python perf/testbed.py run --hosts 4 --rate 1gbit -- python perf/allreduce.py
 
 A token bucket at both ends of each link limits the rate in each direction; no delay is added. MPICH starts one or more
-processes per host and uses TCP between all of them. The hosts share processors and memory, so computation is slower
-than on separate hosts; a rank's kernels use as many threads as there are processors for each rank
-(SPARSECOLL_THREADS). Each host has a name of its own, so that ranks appear to be on different nodes.
+processes per host and uses TCP between all of them. The hosts share processors and memory; a rank's kernels use as many
+threads as there are processors for each rank (SPARSECOLL_THREADS). Each host has a name of its own, as nodes have.
 
 Needs Linux, root, iproute2 (ip, tc), util-linux (unshare) and MPICH. `up` makes hosts that stay until `down`.
 """

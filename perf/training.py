@@ -2,15 +2,10 @@
 
     python perf/testbed.py run -- python perf/training.py --interface eth0 --json perf/results/training.json
     python perf/testbed.py run -- python perf/training.py --work --models vgg --json perf/results/work.json
-    python perf/testbed.py run --hosts 2 -- python perf/training.py --models layers --batch 384 --no-gloo \\
-        --bucket-bytes 4194304 --lines none fp16 "topk 1 %" --json perf/results/overlap.json     # and "device", batch 1
-    python perf/testbed.py run --per-host 2 -- python perf/training.py --interface eth0 --models transformer \\
-        --batch 1 --lines HSDP --json perf/results/hsdp.json       # and --lines FSDP DDP: fsdp.json
 
-A step is forward, backward, reduction, and the optimizer's, on random inputs; its time is that of the slowest rank, the
-median of --repeat steps. "plain" is torch.optim.SGD on each rank alone, or torch's FSDP inside each node. A step of it
-comes before each step of every other line, and "x plain" is the median of their ratios, so that neither the order of
-the lines nor what else the machine does favours one.
+docs/training.md and docs/fsdp.md have the other commands. A step is forward, backward, reduction, and the optimizer's,
+on random inputs; its time is that of the slowest rank. "plain" is torch.optim.SGD on each rank alone, or torch's FSDP
+inside each node. A step of it comes before each step of every other line, and "x plain" is the median of their ratios.
 """
 
 import contextlib

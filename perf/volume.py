@@ -4,10 +4,9 @@
     python perf/volume.py --scaling --ranks 4 16 64 256 1024 --json perf/results/scaling.json      # hours
 
 Words are 4 bytes, received by the busiest rank; COO, float32. Modelled times charge a message alpha + beta * bytes, and
-computation COSTS. With --scaling, every virtual rank has k entries at uniform indices and makes two calls with one
-algorithm object, of which the second is measured. A vector that is s times shorter takes the same time on a network and
-a processor that are s times slower, except for message headers, which count s times as much. So that 1024 ranks fit in
-memory and end in minutes, n is divided by the `scale` in each row.
+computation COSTS. A vector that is s times shorter takes the same time on a network and a processor that are s times
+slower, except for message headers, which count s times as much: so that 1024 ranks fit in memory and end in minutes, n
+is divided by the `scale` in each row of --scaling.
 """
 
 from functools import partial
