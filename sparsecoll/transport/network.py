@@ -89,5 +89,5 @@ def _check_costs(costs: Any) -> None:
 
 
 # By these, `auto` chooses unless it is given others; magnitudes matter, digits do not.
-ONE_NODE = Network(20e-6, 3e-10)  # all ranks on one machine
+ONE_NODE = Network(50e-6, 3e-10)  # all ranks on one machine
 BETWEEN_NODES = Network()

@@ -263,10 +263,6 @@ class SparseVector(Entries):
         """Return the entries whose bit is set in a mask that `mask_of` returned."""
         return self.take(np.flatnonzero(np.unpackbits(mask)[: self.nnz]))
 
-    def _hash_slots(self, slots: int) -> NDArray[np.int64]:
-        """Return a pseudo-random slot in [0, slots) for each entry; an index has the same slot in every vector."""
-        return kernels_of(self.indices).hash_slots(self.indices, slots, MULTIPLIERS)  # type: ignore[no-any-return]
-
     # Arithmetic
 
     def _divide(self, divisor: int) -> SparseVector:

@@ -48,9 +48,8 @@ class Auto(Algorithm):
         k: as in `sparsecoll.Algorithm`.
         selector: as in `sparsecoll.Algorithm`.
         want: "exact_sum" (the default), or "top_k_of_sum" for the top k of the sum of the ranks' top k.
-        network: the costs of messages to predict with, as `sparsecoll doctor` prints them; None, the default, for
-            those of memory (20 us and 3.3 GB/s) if all ranks are on one machine, and otherwise for 50 us and 1 Gb/s.
-            Virtual ranks have those of their simulation.
+        network: the costs of messages to predict with, as `sparsecoll doctor` prints them; None, the default, for 50
+            us and 1 Gb/s, or 3.3 GB/s if all ranks are on one machine. Virtual ranks have those of their simulation.
 
     Raises:
         ValueError: `want` is neither of these.
@@ -63,12 +62,14 @@ class Auto(Algorithm):
 
     want: str = "exact_sum"
     network: Network | None = None
-    _oktopk: OkTopk = field(default_factory=OkTopk, init=False, repr=False)
+    _oktopk: OkTopk | None = field(default=None, init=False, repr=False)
     _exact: dict[str, Algorithm] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice("want", self.want, SEMANTICS)
+        if self.want == "top_k_of_sum":
+            self._oktopk = OkTopk()
 
     @property
     def semantics(self) -> str:
@@ -81,7 +82,7 @@ class Auto(Algorithm):
         return self.want == "exact_sum"
 
     def alike(self) -> tuple[int, int]:
-        return self._oktopk.alike()
+        return (0, 0) if self._oktopk is None else self._oktopk.alike()
 
     def early(self, channel: Channel, x: SparseVector) -> Buffer | None:
         if self.want != "exact_sum" or channel.size > FEW_RANKS:  # then every rank would receive a row of each
@@ -119,7 +120,7 @@ class Auto(Algorithm):
         return channel.with_format(choosing((self.network or channel.transport.network).beta))
 
     def _algorithm(self, name: str) -> Algorithm:
-        if name == "oktopk":
+        if name == "oktopk" and self._oktopk is not None:
             return self._oktopk
         if name not in self._exact:
             self._exact[name] = CHOICES[name]()

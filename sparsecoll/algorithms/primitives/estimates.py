@@ -12,7 +12,7 @@ ENTRY_BYTES = 5.25  # of an entry of float32 in the format packed, at a density 
 
 # Magnitudes matter, digits do not.
 OVERHEAD = 5e-6  # seconds of a further message in flight at the same time
-CALL = 20e-6  # seconds of a kernel call, however small
+CALL = 30e-6  # seconds of a kernel call, however small
 MERGE = 7e-9  # seconds per input entry of a sum of sparse vectors, at a density of 1 %
 
 
