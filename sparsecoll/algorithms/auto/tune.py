@@ -17,7 +17,7 @@ import numpy as np
 
 from sparsecoll import formats
 from sparsecoll.algorithms.auto import costmodel
-from sparsecoll.algorithms.base import Algorithm, checked
+from sparsecoll.algorithms.base import Algorithm
 from sparsecoll.algorithms.primitives import estimates
 from sparsecoll.kernels import host_kernels
 from sparsecoll.transport import Transport, as_transport
@@ -327,7 +327,7 @@ def _call(channel: Channel, algorithm: Algorithm, x: SparseVector, k: int) -> Sp
         else:
             call.agree(x.nnz, message=message)
         channel.gathered = call.gathered
-        reduction = checked(algorithm, algorithm(channel, x, k), x)
+        reduction = algorithm(channel, x, k)
         transport.waitall()
     return reduction.value.to_sparse()
 
