@@ -12,7 +12,6 @@ from sparsecoll.kernels.keys import COMPILED_DTYPES, PLAIN, Momentum, Pass
 from sparsecoll.kernels.memory import empty, to_host
 from sparsecoll.kernels.sampling import sample_of
 from sparsecoll.select import Selector
-from sparsecoll.select.base import selected
 from sparsecoll.vector import DenseVector, RowSparse, SparseVector
 from sparsecoll.vector.values import can_add
 
@@ -103,17 +102,18 @@ class Residual:
             SparseVector of the entries to send. If the selector raises, the gradient has been added and nothing taken.
 
         Raises:
-            ValueError: The gradient has another length, or the scale of whole numbers is not one, or a selector of the
-                user's returns a vector of another length or other values than those of the vector.
-            TypeError: The gradient is one that `compensate` refuses, or a selector of the user's returns something else
-                than a SparseVector, or one of another dtype, or its options are not the fields of a dataclass.
+            ValueError: The gradient, or what the selector returns, has another length, or the scale of whole numbers
+                is not one.
+            TypeError: The gradient is one that `compensate` refuses, or the selector returns no vector.
             NonFiniteError: There is a NaN among the selected values.
         """
         self._acc.add_later(gradient, scale)
         self._acc.clear_selected = True
         chosen: SparseVector | None = None
         try:
-            chosen = selected(selector, self._acc, k)
+            found = selector.select(self._acc, k)
+            check_part("selector", found, self._acc)
+            chosen = found
         finally:
             self._acc.clear_selected = False
             self._acc.commit(chosen)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from sparsecoll.algorithms.base import Algorithm, Loss, Reduction, checked
+from sparsecoll.algorithms.base import Algorithm, Loss, Reduction, reduced
 from sparsecoll.formats import FORMATS
 from sparsecoll.select import Vector, topk
 from sparsecoll.transport.channel import Channel
@@ -85,7 +85,7 @@ class Hierarchical(Algorithm):
             total = self._merged(channel, parts)
             entering = channel.round(total)
         between = channel.group([members[0] for members in nodes])
-        reduction = checked(self._between, self._between(between, entering, k), entering)
+        reduction = reduced(self._between, between, entering, k)
         value = reduction.value.to_sparse()
         contributed = reduction.contributed.to_sparse() if channel.op.sums else entering
         with channel.phase("inside"):

@@ -10,7 +10,7 @@ import numpy as np
 
 from sparsecoll import formats
 from sparsecoll.algorithms import Algorithm, Reduction, SparCML, resolve
-from sparsecoll.algorithms.base import checked
+from sparsecoll.algorithms.base import reduced
 from sparsecoll.collectives import convert
 from sparsecoll.collectives.convert.back import Back
 from sparsecoll.collectives.few_keys import combine_keys
@@ -19,7 +19,7 @@ from sparsecoll.collectives.options import NOTHING, CallOptions, index_of_nan, o
 from sparsecoll.collectives.rows import allreduce_rows, as_rows
 from sparsecoll.formats import Buffer, Format
 from sparsecoll.select import Vector
-from sparsecoll.select.base import check_like, check_order
+from sparsecoll.select.base import check_order
 from sparsecoll.telemetry.trace import span
 from sparsecoll.transport import Transport, as_transport
 from sparsecoll.transport.call import CollectiveCall
@@ -329,7 +329,7 @@ def contribution(vector: Vector, algorithm: Algorithm, k: int | None, channel: C
         if k is not None or algorithm.semantics != "exact_sum":
             with index_of_nan(x):
                 if k is not None:
-                    x = _selected(algorithm, x, k, channel.size)
+                    x = algorithm.select(x, k, channel.size)
                 elif isinstance(x, SparseVector):
                     check_order(x)
         x = options.prepared(x, transport)
@@ -337,26 +337,11 @@ def contribution(vector: Vector, algorithm: Algorithm, k: int | None, channel: C
         return formats.rounded(x, channel.value_dtype) if isinstance(x, DenseVector) else channel.roundtrip(x)
 
 
-def _selected(algorithm: Algorithm, x: Vector, k: int, ranks: int) -> Vector:
-    """Return what an algorithm selects, which may be a class of the user's.
-
-    Raises:
-        TypeError: It is no vector, or one of another dtype than x.
-        ValueError: It has another length.
-    """
-    chosen: Any = algorithm.select(x, k, ranks)
-    if not isinstance(chosen, (SparseVector, DenseVector)):
-        got = type(chosen).__name__
-        raise TypeError(f"algo: expected select of {algorithm!r} to return a SparseVector, got {got}")
-    check_like("algo: expected select of", algorithm, chosen, x)
-    return chosen
-
-
 def run(algorithm: Algorithm, channel: Channel, entries: Vector, k: int) -> Reduction:
     """Combine the entries of all ranks and wait for the messages that this takes."""
     if channel.op.name == "replace":  # partial results of trees are not of ranks that follow each other
         entries, algorithm = entries.to_sparse(keep_zeros=True), SparCML(variant="split_allgather")
-    reduction = checked(algorithm, algorithm(channel, entries, k), entries)  # type: ignore[arg-type]
+    reduction = reduced(algorithm, channel, entries, k)
     channel.transport.waitall()
     return reduction
 

@@ -19,7 +19,7 @@ from sparsecoll.errors import CommunicationError
 from sparsecoll.formats import Buffer
 from sparsecoll.kernels.keys import index_dtype
 from sparsecoll.transport.call import AGREEMENT_BYTES, CollectiveCall
-from sparsecoll.vector import VALUE_DTYPES, SparseVector, accumulator_dtype, dtype_of
+from sparsecoll.vector import VALUE_DTYPES, SparseVector, dtype_of
 
 HEAD = 8  # bytes of a message for `kind_of` the entries
 KEY_BYTES = 64  # of a key on average, above which a rank does not send its keys in the first round
@@ -94,7 +94,7 @@ def _combined(
         each = zip(indices, values, strict=True)
         dtype = index_dtype(length)
         parts = [SparseVector.from_sorted_unchecked(own.astype(dtype), array, length) for own, array in each]
-    return channel.merge(parts, accumulator_dtype(x.dtype)).astype(x.dtype), back
+    return channel.merge(parts, x.dtype), back
 
 
 def _parts(block: Buffer) -> tuple[Any, Buffer]:

@@ -15,7 +15,7 @@ from sparsecoll.formats import FORMATS, Buffer, Format
 from sparsecoll.transport.base import ReceiveRequest, Transport
 from sparsecoll.transport.collectives import allgatherv, is_direct
 from sparsecoll.transport.group import group
-from sparsecoll.vector import DenseVector, SparseVector
+from sparsecoll.vector import DenseVector, SparseVector, accumulator_dtype
 from sparsecoll.vector.operation import SUM, Operation
 
 
@@ -72,12 +72,17 @@ class Channel:
         return self.transport.phase(name)
 
     def merge(self, parts: Sequence[SparseVector], dtype: np.dtype[Any]) -> SparseVector:
-        """Return `SparseVector.merge` of the parts by the operation of this call, in `dtype`.
+        """Return the parts combined by the operation of this call, in their order and in the accumulator dtype.
 
         Each part must combine all entries that some ranks have at these indices, and no rank's may be in two parts: an
         index that a part does not store is missing on all of its ranks.
+
+        Args:
+            parts: vectors, whose values may have the dtype of messages.
+            dtype: of the result: that of x; or, for a partial result, `accumulator_dtype(x.dtype)`, without rounding.
         """
-        return SparseVector.merge(parts, dtype, self.op)
+        total = SparseVector.merge(parts, accumulator_dtype(dtype), self.op)
+        return total if total.dtype == dtype else total.astype(dtype)
 
     # -- sparse vectors
 

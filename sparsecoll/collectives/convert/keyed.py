@@ -22,7 +22,7 @@ from sparsecoll.formats import Buffer
 from sparsecoll.kernels.keys import index_dtype
 from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.transport.channel import Channel
-from sparsecoll.vector import VALUE_DTYPES, DenseVector, SparseVector, accumulator_dtype, dtype_of
+from sparsecoll.vector import VALUE_DTYPES, DenseVector, SparseVector, dtype_of
 from sparsecoll.vector.values import common_dtype, native_values
 
 MAPPINGS = {"dict": "builtins", "Counter": "collections", "OrderedDict": "collections", "defaultdict": "collections"}
@@ -265,7 +265,7 @@ def words_at(root: int, channel: Channel, x: SparseVector, back: ToMapping) -> t
             values.append(arrived.values)
     with channel.phase("merge"):
         parts, back = united(texts, values, back)
-        return channel.merge(parts, accumulator_dtype(x.dtype)).astype(x.dtype), back
+        return channel.merge(parts, x.dtype), back
 
 
 def united(texts: list[Text], values: list[NDArray[Any]], back: ToMapping) -> tuple[list[SparseVector], ToMapping]:
