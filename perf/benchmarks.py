@@ -191,9 +191,9 @@ def levels() -> Iterator[str]:
 def breakeven() -> Iterator[str]:
     """Yield the text about the fastest algorithm for each length and density."""
     for name in NETWORKS:
-        measured = about(f"breakeven_{name}")
-        for P in BREAKEVEN[name]:
-            found = [r for r in rows(f"breakeven_{name}") if r["P"] == P]
+        measured, every = about(f"breakeven_{name}"), rows(f"breakeven_{name}")
+        for P in dict.fromkeys(r["P"] for r in every):
+            found = [r for r in every if r["P"] == P]
             yield f"### {P} ranks, {name}"
             yield f"{judged(found)} {measured['machine']}, commit {measured['commit']}."
             columns = ("n", "density", "fastest", "ms", "quartiles", "auto ms", "auto / fastest", "MPI_Allreduce ms")
