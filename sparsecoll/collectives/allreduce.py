@@ -181,7 +181,6 @@ def allreduce_vectors(
     algorithm: Algorithm,
     options: CallOptions,
     preselected: bool = False,
-    name: Hashable | None = None,
     alike: Mapping[str, Any] = NOTHING,
     deferred: bool = False,
 ) -> Reduction:
@@ -189,25 +188,15 @@ def allreduce_vectors(
 
     Args:
         preselected: whether the vector consists of selected entries, all of which are sent (default: False).
-        name: what identifies the algorithm among those that are called with this object of options, with which the
-            arguments are validated once; None, the default, validates them in each call.
-        alike: what else all ranks must have alike, by what errors call it: JSON values that can be hashed (default:
-            nothing).
+        alike: what else all ranks must have alike, by what errors call it: JSON values (default: nothing).
         deferred: whether the result may be a sum that is not formed yet, see `Reduction.parts` (default: False).
 
     Returns:
         The algorithm's Reduction; its value may be a DenseVector, and is a sum whatever `options.op` says.
     """
     with CollectiveCall(transport, "allreduce", options.timeout) as call:
-        key = None
-        if name is not None and not vector.on_gpu:
-            key = (name, *alike.items(), type(vector), vector.length, vector.dtype)
-
-        def validate() -> Arguments:
-            call.signature |= alike
-            return validated(call, vector, algorithm, options)
-
-        arguments = _once(call, options, key, validate)
+        call.signature |= alike
+        arguments = validated(call, vector, algorithm, options)
         k = None if preselected else arguments.k
         return _reduce(call, vector, algorithm, options, arguments, k, deferred)
 

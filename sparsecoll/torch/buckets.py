@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -251,18 +250,17 @@ class Buckets:
                 check(own, replica.transport, replica.params, self._compressor)
             kinds = {} if own is None else {kind: len(entries) for kind, entries in own["tensors"].items()}
             steps = 0 if own is None else own["step"]
-            rows = own.get("rows", []) if own else []
+            rows, order = (own.get("rows", []), own["order"]) if own else ([], [])
             call.signature |= {"steps": steps, "residuals": own is not None, "tensors": kinds, "rows": rows}
+            call.signature |= {"order of parameters": order}
             call.agree()
             try:
                 load()
             except KeyError as error:
                 raise ValueError(f"state_dict: expected that of an optimizer, got one without {error}") from error
-            own = own or {"step": 0, "ccr": None, "order": [], "tensors": {}, "compressor": ""}
-            order = zlib.crc32(json.dumps(own["order"]).encode())
-            orders = allgather(replica.transport, np.array([order], np.uint32))  # none returns before all have loaded
+            allgather(replica.transport, np.zeros(1, np.uint8))  # none returns before all have loaded
             replica.transport.waitall()
-            return own if (orders == order).all() else {**own, "order": []}  # a rank's own, of before the first buckets
+            return own or {"step": 0, "ccr": None, "order": [], "tensors": {}, "compressor": ""}
 
         own = replica.call("load_state_dict", read)
         if not own["compressor"]:

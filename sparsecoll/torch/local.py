@@ -333,20 +333,13 @@ class LocalOptimizer(Wrapper):
         own = state_dict.get(LOCAL)
         if own is None:
             return None
-        missing = {"since", "shared", "outer"}.difference(own) | {STATE}.difference(state_dict)
+        missing = {"since", "moved", "shared", "outer"}.difference(own) | {STATE}.difference(state_dict)
         if missing:
             raise ValueError(f"state_dict: expected that of LocalOptimizer, got one without {min(missing)!r}")
         unknown = own["shared"].keys() - self._shared.keys()
         if unknown:
             raise ValueError(f"state_dict: expected names of parameters, got {min(unknown)!r}")
-        if "moved" not in own and own["since"]:
-            raise ValueError(
-                f"state_dict: expected one with 'moved', got one of an older version, saved {own['since']} steps after"
-                " a mean: save it right after a mean, where 'moved' is not needed, as by calling synchronize() before"
-                f" state_dict(), or set state_dict[{LOCAL!r}]['moved'] to the names of the parameters that were not"
-                " frozen in these steps"
-            )
-        return {"moved": own["shared"], **own}
+        return dict(own)
 
     def close(self) -> None:
         """Take no more means: each rank continues by itself."""

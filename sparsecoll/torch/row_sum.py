@@ -187,10 +187,6 @@ class RowSum(Compressor):
         rates = {} if self._rates is None else {"rate": self._rates.state()}
         return {"residual": {name: made}, **rates}
 
-    def load_extra_state(self, state: dict[str, Any]) -> None:
-        if self._rates is not None and "rates" in state:  # of an older version, which saved them by bucket
-            self._rates.load(state["rates"])
-
     def load_state(self, saved: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
         for t in saved.get("residual", {}).values():
             self._residual = Versions(rows_of(t, self.layout.dtype))

@@ -76,9 +76,6 @@ class SparseSGD(torch.optim.Optimizer):
         weight_decay: as in torch.optim.SGD (default: 0).
         nesterov: as in torch.optim.SGD (default: False).
         maximize: as in torch.optim.SGD (default: False).
-        foreach: accepted but without effect, since the step has its own kernels.
-        fused: accepted but without effect.
-        differentiable: not supported; must be False.
         comm: communicator, as in `sparsecoll.allreduce`; None, the default, for the default process group of
             torch.distributed, otherwise MPI.COMM_WORLD. Several optimizers may share it.
         algo: name in `sparsecoll.ALGORITHMS`, or an Algorithm object, which is copied (default: "oktopk").
@@ -119,9 +116,6 @@ class SparseSGD(torch.optim.Optimizer):
         nesterov: bool = False,
         *,
         maximize: bool = False,
-        foreach: bool | None = None,
-        fused: bool | None = None,
-        differentiable: bool = False,
         comm: Any = None,
         algo: str | Algorithm = "oktopk",
         density: float | Schedule = 0.01,
@@ -144,9 +138,6 @@ class SparseSGD(torch.optim.Optimizer):
             "weight_decay": weight_decay,
             "nesterov": nesterov,
             "maximize": maximize,
-            "foreach": foreach,
-            "differentiable": differentiable,
-            "fused": fused,
         }
         transport, known = communicator(comm), model_of(params) if model is None else model
         self._built = False

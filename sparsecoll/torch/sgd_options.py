@@ -59,11 +59,6 @@ def check_group(group: Mapping[str, Any], compressor: SparseSum) -> None:
         raise ValueError(
             f"nesterov: expected momentum > 0 and dampening 0, got {group['momentum']} and {group['dampening']}"
         )
-    for name in ("foreach", "fused"):
-        if group[name] not in (None, False, True):
-            raise TypeError(f"{name}: expected True, False or None, got {group[name]!r}")
-    if group["differentiable"]:
-        raise ValueError("differentiable: expected False, got True: a step over several ranks cannot be differentiated")
     check_whole(group["params"])
     for p in group["params"]:
         if p.requires_grad:

@@ -1,6 +1,5 @@
 """Gradients that are not copied: views of the flat vector, and those that are alone in their bucket."""
 
-import sys
 import weakref
 from dataclasses import dataclass
 
@@ -17,7 +16,6 @@ from sparsecoll.torch import COMPRESSORS, DistributedOptimizer  # noqa: E402
 from sparsecoll.torch.bucket import Bucket  # noqa: E402
 from sparsecoll.torch.compressors import DGC, StepContext, TopK, resolve  # noqa: E402
 from sparsecoll.torch.layout import Layout, cut  # noqa: E402
-from sparsecoll.torch.schedule import WarmUp  # noqa: E402
 
 P = 3
 WAYS = [(as_view, size) for as_view in (False, True) for size in (1, None)]  # bucket_bytes
@@ -254,22 +252,3 @@ def test_memory_is_used_again_once_no_gradient_holds_it(size, keep):
         assert len(where) == 8 if keep else len(where) <= 3
 
     simulate(1, program)
-
-
-def test_arguments_of_a_bucket_are_validated_once(monkeypatch):
-    """And again if they change, as k does by a schedule."""
-    allreduce = sys.modules["sparsecoll.collectives.allreduce"]
-    calls, validated = [], allreduce.validated
-    monkeypatch.setattr(allreduce, "validated", lambda call, *given: calls.append(given) or validated(call, *given))
-
-    def program(comm):
-        p = torch.nn.Parameter(torch.zeros(4000))
-        density = WarmUp(0.01, steps=4, start=0.1, stages=1)
-        optimizer = DistributedOptimizer(torch.optim.SGD([p], 0.1), [("p", p)], comm, TopK(density), dense_below=0)
-        for factor in range(1, 9):
-            p.backward(torch.arange(4000.0) * (comm.rank + factor))
-            optimizer.step()
-            optimizer.zero_grad()
-
-    simulate(2, program)
-    assert len(calls) == 2 * 2  # ranks, values of k

@@ -94,8 +94,6 @@ def test_dragonn_profiles_as_many_messages_for_any_number_of_ranks(monkeypatch):
     assert counts[2] == counts[8] <= 8
 
 
-def test_dragonn_takes_empty_buckets_and_gathers_only():
+def test_dragonn_takes_empty_buckets():
     for results, own in one(DRAGONN(0.5), [np.zeros(0, np.float32)] * 3, shapes=((0,),)):
         assert results[0].size == 0 and not own.compressed
-    with pytest.raises(ValueError, match="algo: expected 'allgather'"):
-        DRAGONN(algo="oktopk")

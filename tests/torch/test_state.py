@@ -2,7 +2,6 @@
 
 import copy
 import io
-import json
 from functools import partial
 
 import pytest
@@ -138,10 +137,8 @@ def test_parameters_are_compressed_or_not_by_another_limit_after_loading(given, 
     assert results[0] == results[1]
 
 
-@pytest.mark.parametrize("how", ["alike", "other buckets", "redistributed", "of an older version"])
+@pytest.mark.parametrize("how", ["alike", "other buckets", "redistributed"])
 def test_residuals_follow_the_learning_rate_after_loading(how):
-    """Rates are saved by parameter; an older version has saved them by bucket."""
-
     def program(comm):
         def made(bucket_bytes):
             params = {name: torch.nn.Parameter(torch.zeros(40)) for name in "ab"}
@@ -155,10 +152,6 @@ def test_residuals_follow_the_learning_rate_after_loading(how):
         state = optimizer.state_dict()
         if how == "redistributed":
             state = redistribute(comm.allgather(state), comm.rank, comm.size)
-        if how == "of an older version":
-            own = state["sparsecoll"]
-            rates = {"rates": [float(rate) for rate in own["tensors"].pop("rate").values()]}
-            own["buckets"] = [[names, json.dumps(json.loads(text) | rates)] for names, text in own["buckets"]]
         whole, optimizer = made(1 if how == "other buckets" else None)
         optimizer.load_state_dict(state)
         before = residuals(optimizer)
@@ -172,9 +165,8 @@ def test_residuals_follow_the_learning_rate_after_loading(how):
     simulate(2, program)
 
 
-@pytest.mark.parametrize("how", ["alike", "of an older version"])
-def test_a_run_goes_on_whose_first_step_was_skipped_before_it_was_saved(how):
-    """A rank knew the parameters that it had gradients of, which an older version has saved as their order."""
+def test_a_run_goes_on_whose_first_step_was_skipped_before_it_was_saved():
+    """Ranks had gradients of different parameters."""
 
     def program(comm):
         def made():
@@ -192,8 +184,6 @@ def test_a_run_goes_on_whose_first_step_was_skipped_before_it_was_saved(how):
         sum(params[name].sum() for name in own).backward()
         optimizer.zero_grad()
         state = copy.deepcopy(optimizer.state_dict())
-        if how == "of an older version":
-            state["sparsecoll"]["order"] = list(own)
         again, other = made()
         other.load_state_dict(state)
         for loop in ((params, optimizer), (again, other)):

@@ -29,7 +29,6 @@ from sparsecoll.transport.collectives import allgatherv
 from sparsecoll.vector import DenseVector, SparseVector
 
 DENSE = Dense()
-MAX_KNOWN = 64  # options of calls that are kept
 
 
 @dataclass
@@ -83,7 +82,6 @@ class Compressor(ABC):
         self.layout, self.context, self.timeout = layout, context, timeout
         self.size, self._rank = transport.size, transport.rank
         self._epoch = transport.epoch
-        self._given: dict[Any, tuple[Algorithm, CallOptions]] = {}  # by id of the algorithm, which is kept for that
 
     def for_small(self) -> Compressor | str:
         """Return the compressor, or its name, of parameters that are too small to be compressed: the exact mean."""
@@ -233,18 +231,9 @@ class Compressor(ABC):
         """Allreduce what was selected; ranks compare what is `alike`, too."""
         if isinstance(message, SparseVector):
             self.check_finite(message)
-        given = self._options_of(algorithm, options)
-        return allreduce_vectors(transport, message, algorithm, given, True, id(algorithm), alike, deferred=True)
-
-    def _options_of(self, algorithm: Algorithm, options: dict[str, Any]) -> CallOptions:
-        """Return the options of a call, the same object for the same ones, with which arguments are validated once."""
-        key = (id(algorithm), self.timeout, *options.items())
-        if key not in self._given:
-            if len(self._given) >= MAX_KNOWN:  # a schedule changes k
-                self._given.clear()
-            # dense sums pass NaN on, as plain data parallelism does; others have been checked
-            self._given[key] = algorithm, CallOptions(timeout=self.timeout, nonfinite="pass", **options)
-        return self._given[key][1]
+        # dense sums pass NaN on, as plain data parallelism does; others have been checked
+        given = CallOptions(timeout=self.timeout, nonfinite="pass", **options)
+        return allreduce_vectors(transport, message, algorithm, given, True, alike, deferred=True)
 
     def _gather(self, transport: Transport, message: Array, alike: Mapping[str, Any] = NOTHING) -> list[Array]:
         """Return all ranks' messages of bytes, in rank order; ranks compare what is `alike`, too."""

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from sparsecoll import formats, select
-from sparsecoll.algorithms import Algorithm, Allgather, Reduction, resolve
-from sparsecoll.formats import Slots
+from sparsecoll.algorithms import Algorithm, Reduction
+from sparsecoll.formats import Format, Slots
 from sparsecoll.kernels.memory import asarray_like
 from sparsecoll.select import Selector, Vector
 from sparsecoll.select.randomk import mix
@@ -48,10 +48,8 @@ class DRAGONN(TopK):
 
     Args:
         density: as in `TopK`.
-        algo: "allgather" (the default) or an Allgather, since slots can be gathered but not summed.
         selector: the selector that finds the threshold, which the paper assumes to be given (default:
             SampledThreshold()).
-        format: not used, since messages are slots.
         value_dtype: as in `TopK`.
         momentum: as in `TopK`.
         nesterov: as in `TopK`.
@@ -64,21 +62,17 @@ class DRAGONN(TopK):
         network: alpha and beta of equation (1); None, the default, for those that `sparsecoll.Auto` assumes.
 
     Raises:
-        ValueError: `algo` is not an allgather, or an option of `TopK` is out of range.
+        ValueError: An option of `TopK` is out of range.
     """
 
     name = "dragonn"
 
-    algo: str | Algorithm = "allgather"
+    algo: str | Algorithm = field(default="allgather", init=False)
+    format: str | Format = field(default="auto", init=False)
     selector: Selector | None = field(default_factory=select.SampledThreshold)
     selective: bool = True
     seed: int = 0
     network: Network | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not isinstance(resolve(self.algo), Allgather):
-            raise ValueError(f"algo: expected 'allgather', since slots cannot be summed, got {self.algo!r}")
 
     def bind(self, layout: Layout, transport: Transport, context: StepContext, timeout: float | None = None) -> None:
         super().bind(layout, transport, context, timeout)
@@ -162,5 +156,4 @@ class DRAGONN(TopK):
 
     def load_extra_state(self, state: dict[str, Any]) -> None:
         super().load_extra_state(state)
-        most = state["compressed"]  # True or False in states of an older version
-        self._most = (self.layout.length or -1 if most else -1) if isinstance(most, bool) else most
+        self._most = state["compressed"]

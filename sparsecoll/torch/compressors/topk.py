@@ -323,8 +323,6 @@ class TopK(ErrorFeedback):
 
     def load_extra_state(self, state: dict[str, Any]) -> None:
         self._algorithm.load_state_dict(state["algorithm"])
-        if self._rates is not None and "rates" in state:  # of an older version, which saved them by bucket
-            self._rates.load(state["rates"])
         if self._densities.by_layer:
             for selector, saved in zip(self._selectors, state["layers"], strict=True):
                 selector.load_state_dict(saved)
