@@ -73,7 +73,7 @@ LOSSLESS = [name for name, form in sparsecoll.formats.FORMATS.items() if not for
 def test_an_exact_sum_holds_every_index_that_some_rank_holds(format, P):
     """Explicit zeros of both signs, sums that cancel, and values that become zero on the wire."""
     algos = [*EXACT, sparsecoll.SparCML(variant="recursive_double"), sparsecoll.SparCML(variant="dynamic")]
-    algos += [sparsecoll.Hierarchical(inside="dense"), sparsecoll.DenseStream(repartition="even")]
+    algos += [sparsecoll.Hierarchical(), sparsecoll.DenseStream(repartition="even")]
 
     def program(comm):
         indices = np.array([3, 7, 8, 9, 11 + comm.rank, 60])
