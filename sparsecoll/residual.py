@@ -249,16 +249,14 @@ class LazyAccumulator(DenseVector):
 
     Attributes:
         clear_selected: whether the entries that a pass selects are removed from the vector, until `commit`.
-        formed: whether the values are those after all additions; None if a pass that was to add has failed.
     """
 
-    __slots__ = ("_removed", "_work", "clear_selected", "formed")
+    __slots__ = ("_removed", "_work", "clear_selected")
 
     def __init__(self, values: Any, source: Any = None) -> None:
         self._work = PLAIN if source is None else Pass(source)
         self._removed: SparseVector | None = None
         self.clear_selected = False
-        self.formed: bool | None = True
         super().__init__(values)
 
     @property
@@ -275,19 +273,16 @@ class LazyAccumulator(DenseVector):
     def form(self) -> None:
         """Do the work that waits; removed entries are left removed."""
         if self._work is not PLAIN:
-            self._working(self._kernels.form, False)
+            self._kernels.form(self._array, self._taken())
 
-    def _working(self, kernel: Callable[..., Any], clear: bool, *arguments: Any, **options: Any) -> Any:
-        """Return what a kernel returns that does the work that waits."""
-        formed, self.formed = self.formed, None
+    def _taken(self, clear: bool = False) -> Pass:
+        """Return the work, which no longer waits: if a pass fails, none does it again."""
         work, self._work = self._work._replace(clear=clear), PLAIN
-        result = kernel(self._array, *arguments, work=work, **options)
-        self.formed = True if formed is not None else None
-        return result
+        return work
 
     def momentum_later(self, momentum: Momentum) -> None:
         """Replace the values, a gradient, by those with momentum in the next pass over memory, before the addition."""
-        self._work, self.formed = self._work._replace(momentum=momentum), False
+        self._work = self._work._replace(momentum=momentum)
 
     def add_later(self, gradient: NDArray[Any], scale: float) -> None:
         """Add scale * gradient in the next pass over memory."""
@@ -304,7 +299,7 @@ class LazyAccumulator(DenseVector):
         check_scale(scale, self.dtype)
         if self._work.add is not None:
             self.flush()
-        self._work, self.formed = self._work._replace(add=(gradient, scale)), False
+        self._work = self._work._replace(add=(gradient, scale))
 
     def commit(self, selected: SparseVector | None) -> None:
         """Make the removal of `selected` final, and put back the other entries that were removed.
@@ -335,7 +330,7 @@ class LazyAccumulator(DenseVector):
 
     def _select(self, kernel: Callable[..., Any], *arguments: Any, **options: Any) -> SparseVector:
         self._put_back()
-        selected = self._of(self._working(kernel, self.clear_selected, *arguments, **options))
+        selected = self._of(kernel(self._array, *arguments, work=self._taken(self.clear_selected), **options))
         self._removed = selected if self.clear_selected else None
         return selected
 

@@ -31,7 +31,7 @@ LOSSLESS = [name for name, form in sparsecoll.formats.FORMATS.items() if not for
 @pytest.mark.parametrize("format", LOSSLESS)
 def test_an_exact_sum_holds_every_index_that_some_rank_holds(format, P):
     """Explicit zeros of both signs, sums that cancel, and values that become zero on the wire."""
-    algos = ["hierarchical", sparsecoll.Hierarchical(inside="dense"), sparsecoll.DenseStream(repartition="even")]
+    algos = ["hierarchical", sparsecoll.DenseStream(repartition="even")]
     algos += [sparsecoll.SparCML(variant="recursive_double"), sparsecoll.SparCML(variant="dynamic")]
 
     def program(comm):
