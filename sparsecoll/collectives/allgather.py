@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sparsecoll.collectives.blocking import blocking
+from sparsecoll.collectives.keyed import on_vectors
 from sparsecoll.collectives.options import CallOptions, options_of
 from sparsecoll.collectives.rows import allgather_rows, as_rows
 from sparsecoll.formats import Format
@@ -54,7 +54,7 @@ def allgather(
     [0, 1, 2]
     """
     options = options_of(None, None, format, value_dtype, "sum", timeout, check, "pass")
-    return blocking(comm, "allgather", options, lambda call: _allgather(call, x, options))
+    return on_vectors(comm, "allgather", x, options, lambda call, x: _allgather(call, x, options))
 
 
 def _allgather(call: CollectiveCall, x: Any, options: CallOptions) -> list[Any]:

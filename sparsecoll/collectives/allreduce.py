@@ -12,8 +12,9 @@ from sparsecoll import formats
 from sparsecoll.algorithms import Algorithm, Reduction, SparCML, resolve
 from sparsecoll.algorithms.base import reduced
 from sparsecoll.collectives import convert
+from sparsecoll.collectives.blocking import blocking
 from sparsecoll.collectives.convert.back import Back
-from sparsecoll.collectives.few_keys import combine_keys
+from sparsecoll.collectives.keyed import with_keys
 from sparsecoll.collectives.operations import is_mpi_op
 from sparsecoll.collectives.options import NOTHING, CallOptions, index_of_nan, options_of, signature_of
 from sparsecoll.collectives.rows import allreduce_rows, as_rows
@@ -21,13 +22,14 @@ from sparsecoll.formats import Buffer, Format
 from sparsecoll.select import Vector
 from sparsecoll.select.base import check_order
 from sparsecoll.telemetry.trace import span
-from sparsecoll.transport import Transport, as_transport
+from sparsecoll.transport import Transport
 from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.transport.channel import Channel
 from sparsecoll.transport.network import compared_tuning
 from sparsecoll.vector import DenseVector, SparseVector
 from sparsecoll.vector.operation import Operation
 
+UNCHANGED = Back()
 MAX_KNOWN = 256  # validated arguments kept for the same options
 MANY, HIGH = 1 << 16, 16  # from a larger k, at a density above 1 / HIGH, the number of entries is worth a message
 
@@ -129,8 +131,14 @@ def allreduce(
     if is_mpi_op(algo) and op == "sum":
         algo, op = "auto", algo
     options = options_of(k, density, format, value_dtype, op, timeout, check, nonfinite, missing)
-    transport = as_transport(comm, timeout)
-    return transport.in_order(lambda: _allreduce(transport, x, algo, options, return_reduction))
+    at_once = {"algo": "auto"} if isinstance(algo, str) and algo == "auto" and not return_reduction else None
+
+    def perform(call: CollectiveCall) -> Any:
+        if isinstance(x, SparseVector):  # nothing to convert
+            return _allreduce(call, x, algo, options, return_reduction)
+        return with_keys(call, x, options, lambda x: _allreduce(call, x, algo, options, return_reduction), at_once)
+
+    return blocking(comm, "allreduce", options, perform)
 
 
 @dataclass(frozen=True)
@@ -148,30 +156,27 @@ class Arguments:
     checksum: int
 
 
-def _allreduce(transport: Transport, x: Any, algo: Any, options: CallOptions, return_reduction: bool) -> Any:
+def _allreduce(call: CollectiveCall, x: Any, algo: Any, options: CallOptions, return_reduction: bool) -> Any:
+    """Return `allreduce` of any type that has a length."""
+    transport = call.transport
     before = transport.traffic.copy() if return_reduction else transport.traffic
-    with CollectiveCall(transport, "allreduce", options.timeout) as call:
+    if isinstance(x, (SparseVector, DenseVector)):
+        vector, back = x, UNCHANGED
+    else:
         rows = as_rows(x, options, algo, return_reduction)
         if rows is not None:
             return allreduce_rows(call, *rows, algo, options, return_reduction)
         vector, back = convert.to_vector(x)
-        if back.keyed:
-            assert isinstance(vector, SparseVector)
-            at_once = isinstance(algo, str) and algo == "auto" and not return_reduction
-            vector, back, combine = combine_keys(call, vector, back, options, {"algo": "auto"} if at_once else None)
-            if combine is not None:
-                whole, back = combine()
-                return back(options.result(whole, transport))
-        if return_reduction and not options.operation.sums:
-            raise ValueError(f"return_reduction: expected False unless op is 'sum' or 'mean', got op={options.op!r}")
-        algorithm = resolve(algo)
-        name = None if back.keyed else (type(algorithm), algorithm.k, algorithm.describe())
-        arguments = arguments_of(call, x, vector, algorithm, options, name)
-        reduction = _reduce(call, vector, algorithm, options, arguments, arguments.k)
-        if not return_reduction:
-            return returned(algorithm, reduction.value, x, vector, back, transport, options)
-        value = result_of(reduction.value, vector, transport, options)
-        scaled = Reduction(value, reduction.contributed.to_sparse()._copy_if_overlapping(vector))
+    if return_reduction and not options.operation.sums:
+        raise ValueError(f"return_reduction: expected False unless op is 'sum' or 'mean', got op={options.op!r}")
+    algorithm = resolve(algo)
+    name = type(algorithm), algorithm.k, algorithm.describe()
+    arguments = arguments_of(call, x, vector, algorithm, options, name)
+    reduction = _reduce(call, vector, algorithm, options, arguments, arguments.k)
+    if not return_reduction:
+        return returned(algorithm, reduction.value, x, vector, back, transport, options)
+    value = result_of(reduction.value, vector, transport, options)
+    scaled = Reduction(value, reduction.contributed.to_sparse()._copy_if_overlapping(vector))
     scaled.traffic = transport.traffic.since(before)
     return scaled
 
@@ -358,7 +363,8 @@ def returned(
         if options.operation.name == "mean":
             np.divide(y.values, transport.size, out=y.values)
         return convert.dense_like(x, y)
-    return back(result_of(y, given, transport, options))
+    result = result_of(y, given, transport, options)
+    return result if given is x else back(result)
 
 
 def result_of(y: Vector, given: Vector, transport: Transport, options: CallOptions) -> SparseVector:

@@ -75,10 +75,9 @@ class _Allreduce:
 
 def _to_vector(x: Any) -> tuple[Vector, Back]:
     """Return `convert.to_vector(x)`; raise TypeError if x has keys, on which the calls of a plan do not agree."""
-    vector, back = convert.to_vector(x)
-    if back.keyed:
+    if convert.has_keys(x):
         raise TypeError(f"x: expected a type with a length, got {type(x).__name__}: use allreduce")
-    return vector, back
+    return convert.to_vector(x)
 
 
 def _kind_of(x: Any, vector: Vector) -> tuple[Any, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sparsecoll.collectives.blocking import blocking
+from sparsecoll.collectives.keyed import on_vectors
 from sparsecoll.collectives.options import options_of
 from sparsecoll.collectives.scan import scan_vectors
 from sparsecoll.formats import Format
@@ -64,4 +64,4 @@ def exscan(
     [0.0, 1.0, 2.0]
     """
     options = options_of(k, density, format, value_dtype, op, timeout, check, nonfinite, missing)
-    return blocking(comm, "exscan", options, lambda call: scan_vectors(call, x, options, inclusive=False))
+    return on_vectors(comm, "exscan", x, options, lambda call, x: scan_vectors(call, x, options, inclusive=False))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sparsecoll.collectives.blocking import blocking
+from sparsecoll.collectives.keyed import on_vectors
 from sparsecoll.collectives.options import CallOptions, check_root, options_of
 from sparsecoll.formats import Format
 from sparsecoll.transport.call import CollectiveCall
@@ -56,7 +56,7 @@ def gather(
     [[0, 1, 2], None, None]
     """
     options = options_of(None, None, format, value_dtype, "sum", timeout, check, "pass")
-    return blocking(comm, "gather", options, lambda call: _gather(call, x, options, root))
+    return on_vectors(comm, "gather", x, options, lambda call, x: _gather(call, x, options, root))
 
 
 def _gather(call: CollectiveCall, x: Any, options: CallOptions, root: Any) -> list[Any] | None:

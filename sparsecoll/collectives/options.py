@@ -15,7 +15,6 @@ import numpy as np
 from sparsecoll import formats
 from sparsecoll.collectives import convert
 from sparsecoll.collectives.convert.back import Back
-from sparsecoll.collectives.convert.keyed import agree_on_keys, agree_on_kinds
 from sparsecoll.collectives.operations import is_mpi_op, operation_of
 from sparsecoll.errors import NonFiniteError
 from sparsecoll.formats import Format
@@ -155,20 +154,14 @@ class CallOptions:
             where = "in row" if isinstance(x, RowSparse) else "at index"
             raise ValueError(f"x: expected finite values, got NaN or infinity, the first {where} {index}")
 
-    def to_entries(
-        self, x: Any, sums: bool, call: CollectiveCall | None = None, common: tuple[Vector, Back] | None = None
-    ) -> tuple[SparseVector, Back]:
+    def to_entries(self, x: Any, sums: bool) -> tuple[SparseVector, Back]:
         """Return the entries that this rank sends, and a function that converts a result to the type of x.
 
         Args:
             x: the caller's argument, of any type that `convert.to_vector` takes.
             sums: whether the collective sends partial sums and first selects the top k of x.
-            call: in which the ranks agree on the length of what has keys; None, the default, if one rank's counts.
-            common: what `to_common_vector` returns, if it is known (default: None).
         """
-        if common is None:
-            common = convert.to_vector(x) if call is None else to_common_vector(call, x, self.check)
-        vector, back = common
+        vector, back = convert.to_vector(x)
         self.check_operation(vector)
         self.check_dtype(vector.dtype, "partial sums" if sums else None)
         k = self.resolve_k(vector.length)
@@ -203,18 +196,14 @@ class CallOptions:
         mean = self.operation.name == "mean" and transport.size > 1
         return y._divide(transport.size) if mean else y  # type: ignore[return-value]
 
-    def agree(
-        self, call: CollectiveCall, x: Any, sums: bool, common: tuple[Vector, Back] | None = None
-    ) -> tuple[Channel, SparseVector, Back]:
+    def agree(self, call: CollectiveCall, x: Any, sums: bool) -> tuple[Channel, SparseVector, Back]:
         """Agree on the arguments of the call; return its channel and `to_entries`, rounded as on the wire."""
-        entries, back = self.to_entries(x, sums, call, common)
-        length = {"length": None} if getattr(back, "apart", False) else {}
+        entries, back = self.to_entries(x, sums)
         call.signature |= {
             **convert.shape_of(x),
             **signature_of(entries, call.transport),
-            **length,
             **self.signature(),
-            "k": None if length else self.resolve_k(entries.length),
+            "k": self.resolve_k(entries.length),
         }
         call.agree(check=self.check)
         channel = self.channel(call.transport, entries.length)
@@ -232,15 +221,6 @@ def options_of(*given: Any) -> CallOptions:
         return _options_of(*given)
     except TypeError:  # an argument that cannot be hashed
         return CallOptions(*given)
-
-
-def to_common_vector(call: CollectiveCall, x: Any, check: bool) -> tuple[Vector, Back]:
-    """Return `convert.to_vector(x)`; types with keys get one length and one table of keys on all ranks. Collective."""
-    vector, back = convert.to_vector(x)
-    if back.keyed:
-        assert isinstance(vector, SparseVector)
-        vector, back = agree_on_keys(call, *agree_on_kinds(call, vector, back, check), check)
-    return vector, back
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from sparsecoll.algorithms.dense import sum_of_chunk
 from sparsecoll.algorithms.primitives import halving
 from sparsecoll.algorithms.primitives.exchange import exchange
 from sparsecoll.collectives import convert
-from sparsecoll.collectives.blocking import blocking
+from sparsecoll.collectives.keyed import on_vectors
 from sparsecoll.collectives.operations import is_mpi_op
 from sparsecoll.collectives.options import NOTHING, CallOptions, as_edges, check_boundaries, options_of, signature_of
 from sparsecoll.collectives.rows import reduce_scatter_rows
@@ -88,7 +88,9 @@ def reduce_scatter(
     [[0], [], [5]]
     """
     options = options_of(k, density, format, value_dtype, op, timeout, check, nonfinite, missing)
-    return blocking(comm, "reduce_scatter", options, lambda call: _reduce_scatter(call, x, options, boundaries, owner))
+    return on_vectors(
+        comm, "reduce_scatter", x, options, lambda call, x: _reduce_scatter(call, x, options, boundaries, owner)
+    )
 
 
 def _reduce_scatter(call: CollectiveCall, x: Any, options: CallOptions, boundaries: Any, owner: Any) -> Any:

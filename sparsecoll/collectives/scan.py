@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from sparsecoll.algorithms.primitives.prefix import prefix
-from sparsecoll.collectives.blocking import blocking
+from sparsecoll.collectives.keyed import on_vectors
 from sparsecoll.collectives.options import CallOptions, options_of
 from sparsecoll.formats import Format
 from sparsecoll.transport.call import CollectiveCall
@@ -65,7 +65,7 @@ def scan(
     [[1.0, 0.0, 0.0, 0.0, 1.0], [1.0, 1.0, 0.0, 0.0, 2.0]]
     """
     options = options_of(k, density, format, value_dtype, op, timeout, check, nonfinite, missing)
-    return blocking(comm, "scan", options, lambda call: scan_vectors(call, x, options))
+    return on_vectors(comm, "scan", x, options, lambda call, x: scan_vectors(call, x, options))
 
 
 def scan_vectors(call: CollectiveCall, x: Any, options: CallOptions, inclusive: bool = True) -> Any:
