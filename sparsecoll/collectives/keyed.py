@@ -17,12 +17,11 @@ from numpy.typing import NDArray
 
 from sparsecoll.algorithms import Reduction
 from sparsecoll.collectives import convert
-from sparsecoll.collectives.blocking import blocking
 from sparsecoll.collectives.convert import words
 from sparsecoll.collectives.convert.back import Back
 from sparsecoll.collectives.convert.keyed import ToMapping
 from sparsecoll.collectives.convert.words import Table, Text, table_of, unpacked
-from sparsecoll.collectives.options import CallOptions, signature_of
+from sparsecoll.collectives.options import CallOptions, blocking, signature_of
 from sparsecoll.errors import CommunicationError
 from sparsecoll.formats import Buffer
 from sparsecoll.kernels.keys import index_dtype

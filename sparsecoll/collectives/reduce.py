@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from sparsecoll.algorithms.primitives.exchange import united
-from sparsecoll.collectives.blocking import blocking
 from sparsecoll.collectives.keyed import with_keys
-from sparsecoll.collectives.options import CallOptions, check_root, options_of
+from sparsecoll.collectives.options import CallOptions, blocking, check_root
 from sparsecoll.collectives.reduce_scatter import sum_of_region
 from sparsecoll.formats import Format
 from sparsecoll.transport.call import CollectiveCall
@@ -70,7 +69,17 @@ def reduce(
     >>> sparsecoll.simulate(2, program).results
     [None, array([1., 1., 0., 0., 2., 0.])]
     """
-    options = options_of(k, density, format, value_dtype, op, timeout, check, nonfinite, missing)
+    options = CallOptions(
+        k=k,
+        density=density,
+        format=format,
+        value_dtype=value_dtype,
+        op=op,
+        missing=missing,
+        timeout=timeout,
+        check=check,
+        nonfinite=nonfinite,
+    )
     return blocking(comm, "reduce", options, lambda call: _reduce(call, x, options, root))
 
 

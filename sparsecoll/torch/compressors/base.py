@@ -245,7 +245,7 @@ class Compressor(ABC):
         if isinstance(message, SparseVector):
             self.check_finite(message)
         given = self._options_of(algorithm, options)
-        return allreduce_vectors(transport, message, algorithm, given, True, id(algorithm), alike, deferred=True)
+        return allreduce_vectors(transport, message, algorithm, given, True, alike, deferred=True)
 
     def _options_of(self, algorithm: Algorithm, options: dict[str, Any]) -> CallOptions:
         """Return the options of a call, the same object for the same ones, with which arguments are validated once."""
