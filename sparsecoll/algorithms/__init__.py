@@ -70,9 +70,9 @@ def resolve(algo: str | Algorithm) -> Algorithm:
         return algo
     if isinstance(algo, type) and issubclass(algo, Algorithm):
         raise TypeError(f"algo: expected a name or an Algorithm object, got the class: use {algo.__name__}()")
-    if type(algo).__module__ == "mpi4py.MPI":
-        raise TypeError("algo: expected a name or an Algorithm object, got an operation of mpi4py: use op= alone")
     if not isinstance(algo, str):
-        raise TypeError(f"algo: expected a name or an Algorithm object, got {type(algo).__name__}")
-    check_choice("algo", algo, ALGORITHMS)
+        cure = ", an operation of mpi4py: use op=" if type(algo).__module__ == "mpi4py.MPI" else ""
+        raise TypeError(f"algo: expected a name or an Algorithm object, got {type(algo).__name__}{cure}")
+    if algo not in ALGORITHMS:
+        check_choice("algo", algo, ALGORITHMS)
     return ALGORITHMS[algo]()

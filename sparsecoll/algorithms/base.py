@@ -122,7 +122,8 @@ class Algorithm(Stateful, ABC):
     def __post_init__(self) -> None:
         if self.k is not None and self.k < 0:
             raise ValueError(f"k: expected at least 0, got {self.k}")
-        check_selector(self.selector)
+        if self.selector is not None:
+            check_selector(self.selector)
 
     def select(self, x: Vector, k: int, ranks: int = 1) -> SparseVector:
         """Select this rank's entries to send; local, may use state of earlier calls.

@@ -16,7 +16,7 @@ from sparsecoll.algorithms.base import Algorithm, Loss, Reduction, check_region,
 from sparsecoll.algorithms.primitives import grid, partition, pipeline
 from sparsecoll.algorithms.primitives.estimates import oktopk_levels
 from sparsecoll.algorithms.primitives.global_topk import global_topk
-from sparsecoll.errors import NonFiniteError, check_choice
+from sparsecoll.errors import NonFiniteError
 from sparsecoll.select import ThresholdReuse, Vector
 from sparsecoll.transport.channel import Channel, VectorRequest
 from sparsecoll.transport.collectives import allgather, sums_and_maxima
@@ -103,7 +103,8 @@ class OkTopk(Algorithm):
                 raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
         if self.levels not in (None, 1, 2):
             raise ValueError(f"levels: expected None, 1 or 2, got {self.levels!r}")
-        check_choice("repartition", self.repartition, partition.METHODS)
+        if self.repartition not in partition.METHODS:
+            raise ValueError(f"repartition: expected one of {', '.join(partition.METHODS)}, got {self.repartition!r}")
         if not self.balance_factor >= 1 or not self.tolerance >= 0:
             raise ValueError(
                 f"balance_factor, tolerance: expected at least 1 and 0, got {self.balance_factor} and {self.tolerance}"

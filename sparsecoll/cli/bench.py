@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from sparsecoll._version import __version__
 from sparsecoll.cli.arguments import MPI_ALLREDUCE, algorithm
-from sparsecoll.collectives import allreduce
+from sparsecoll.collectives.allreduce import allreduce
 from sparsecoll.collectives.options import CallOptions
 from sparsecoll.formats import Format
 from sparsecoll.kernels import host_kernels

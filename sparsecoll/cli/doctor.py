@@ -20,7 +20,7 @@ import numpy as np
 from sparsecoll._version import __version__
 from sparsecoll.cli.job import TORCHRUN, under_torchrun
 from sparsecoll.cli.network import measured_network
-from sparsecoll.collectives import allreduce
+from sparsecoll.collectives.allreduce import allreduce
 from sparsecoll.kernels import CHOICES, host_kernels, threads
 from sparsecoll.transport import as_transport, launcher, simulate
 from sparsecoll.transport.collectives import node_members

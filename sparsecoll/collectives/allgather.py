@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from sparsecoll.collectives.blocking import blocking
-from sparsecoll.collectives.options import CallOptions, options_of
+from sparsecoll.collectives.keyed import on_vectors
+from sparsecoll.collectives.options import CallOptions
 from sparsecoll.collectives.rows import allgather_rows, as_rows
 from sparsecoll.formats import Format
 from sparsecoll.transport.call import CollectiveCall
@@ -53,8 +53,8 @@ def allgather(
     >>> sparsecoll.simulate(3, program).results[2]
     [0, 1, 2]
     """
-    options = options_of(None, None, format, value_dtype, "sum", timeout, check, "pass")
-    return blocking(comm, "allgather", options, lambda call: _allgather(call, x, options))
+    options = CallOptions(format=format, value_dtype=value_dtype, timeout=timeout, check=check, nonfinite="pass")
+    return on_vectors(comm, "allgather", x, options, lambda call, x: _allgather(call, x, options))
 
 
 def _allgather(call: CollectiveCall, x: Any, options: CallOptions) -> list[Any]:

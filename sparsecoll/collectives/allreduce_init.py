@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from sparsecoll.algorithms import Algorithm, resolve
 from sparsecoll.collectives import convert
-from sparsecoll.collectives.allreduce import contribution, counts_entries, early_message, returned, run, validated
+from sparsecoll.collectives.allreduce import arguments_of, contribution, counts_entries, early_message, returned, run
 from sparsecoll.collectives.convert.back import Back
-from sparsecoll.collectives.operations import is_mpi_op
-from sparsecoll.collectives.options import CallOptions, options_of
+from sparsecoll.collectives.options import CallOptions
 from sparsecoll.errors import CommunicationError
 from sparsecoll.formats import Format
 from sparsecoll.select import Vector
@@ -32,11 +31,9 @@ class _Allreduce:
         transport, self._options = call.transport, options
         vector, _ = _to_vector(x)
         self._kind = _kind_of(x, vector)
-        call.signature |= convert.shape_of(x)
-        options.check_operation(vector)
         self._selecting = resolve(algo)
         self._selecting.sync_epoch(transport.epoch)
-        arguments = validated(call, vector, self._selecting, options)
+        arguments = arguments_of(call, vector, self._selecting, options, tuple(getattr(x, "shape", ())))
         self._k = k = arguments.k
         channel, counted = options.channel(transport, vector.length), counts_entries(self._selecting, k, vector.length)
         if k is None and counted and self._selecting.semantics != "exact_sum":
@@ -75,10 +72,9 @@ class _Allreduce:
 
 def _to_vector(x: Any) -> tuple[Vector, Back]:
     """Return `convert.to_vector(x)`; raise TypeError if x has keys, on which the calls of a plan do not agree."""
-    vector, back = convert.to_vector(x)
-    if back.keyed:
+    if convert.has_keys(x):
         raise TypeError(f"x: expected a type with a length, got {type(x).__name__}: use allreduce")
-    return vector, back
+    return convert.to_vector(x)
 
 
 def _kind_of(x: Any, vector: Vector) -> tuple[Any, ...]:
@@ -151,9 +147,17 @@ def allreduce_init(
     >>> sparsecoll.simulate(2, program).results[0]
     [0.0, 4.0, 8.0]
     """
-    if is_mpi_op(algo) and op == "sum":
-        algo, op = "auto", algo
-    options = options_of(k, density, format, value_dtype, op, timeout, check, nonfinite, missing)
+    options = CallOptions(
+        k=k,
+        density=density,
+        format=format,
+        value_dtype=value_dtype,
+        op=op,
+        missing=missing,
+        timeout=timeout,
+        check=check,
+        nonfinite=nonfinite,
+    )
     transport = as_transport(comm, timeout)
 
     def init() -> Plan:

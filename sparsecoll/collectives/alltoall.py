@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from sparsecoll.collectives.blocking import blocking
 from sparsecoll.collectives.messages import pack_all, unpack
-from sparsecoll.collectives.options import CallOptions, options_of
+from sparsecoll.collectives.options import CallOptions, blocking
 from sparsecoll.formats import Format
 from sparsecoll.transport.call import CollectiveCall
 
@@ -56,7 +55,7 @@ def alltoall(
     >>> sparsecoll.simulate(3, program).results[1]
     [1.0, 11.0, 21.0]
     """
-    options = options_of(None, None, format, value_dtype, "sum", timeout, check, "pass")
+    options = CallOptions(format=format, value_dtype=value_dtype, timeout=timeout, check=check, nonfinite="pass")
     return blocking(comm, "alltoall", options, lambda call: _alltoall(call, x, options))
 
 

@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 
 from sparsecoll.algorithms.primitives import halving
-from sparsecoll.collectives.blocking import blocking
 from sparsecoll.collectives.messages import pack_all, unpack
-from sparsecoll.collectives.options import CallOptions, options_of
+from sparsecoll.collectives.options import CallOptions, blocking
 from sparsecoll.formats import FORMATS, Format
 from sparsecoll.transport import Transport
 from sparsecoll.transport.call import CollectiveCall
@@ -69,7 +68,7 @@ def alltoallv(
     >>> sparsecoll.simulate(4, program).results
     [[3], [0], [1], [2]]
     """
-    options = options_of(None, None, format, value_dtype, "sum", timeout, check, "pass")
+    options = CallOptions(format=format, value_dtype=value_dtype, timeout=timeout, check=check, nonfinite="pass")
     return blocking(comm, "alltoallv", options, lambda call: _alltoallv(call, x, options))
 
 

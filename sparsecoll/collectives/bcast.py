@@ -6,9 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from sparsecoll.collectives.blocking import blocking
 from sparsecoll.collectives.messages import pack, unpack
-from sparsecoll.collectives.options import CallOptions, check_root, options_of
+from sparsecoll.collectives.options import CallOptions, blocking, check_root
 from sparsecoll.collectives.rows import as_rows, packed
 from sparsecoll.formats import Format
 from sparsecoll.transport.call import CollectiveCall
@@ -59,7 +58,7 @@ def bcast(
     >>> sparsecoll.simulate(3, program).results
     [2, 2, 2]
     """
-    options = options_of(None, None, format, value_dtype, "sum", timeout, check, "pass")
+    options = CallOptions(format=format, value_dtype=value_dtype, timeout=timeout, check=check, nonfinite="pass")
     return blocking(comm, "bcast", options, lambda call: _bcast(call, x, options, root))
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from sparsecoll.collectives.blocking import blocking
-from sparsecoll.collectives.options import options_of
+from sparsecoll.collectives.keyed import on_vectors
+from sparsecoll.collectives.options import CallOptions
 from sparsecoll.collectives.scan import scan_vectors
 from sparsecoll.formats import Format
 
@@ -63,5 +63,15 @@ def exscan(
     >>> sparsecoll.simulate(3, program).results
     [0.0, 1.0, 2.0]
     """
-    options = options_of(k, density, format, value_dtype, op, timeout, check, nonfinite, missing)
-    return blocking(comm, "exscan", options, lambda call: scan_vectors(call, x, options, inclusive=False))
+    options = CallOptions(
+        k=k,
+        density=density,
+        format=format,
+        value_dtype=value_dtype,
+        op=op,
+        missing=missing,
+        timeout=timeout,
+        check=check,
+        nonfinite=nonfinite,
+    )
+    return on_vectors(comm, "exscan", x, options, lambda call, x: scan_vectors(call, x, options, inclusive=False))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from sparsecoll.collectives.blocking import blocking
-from sparsecoll.collectives.options import CallOptions, check_root, options_of
+from sparsecoll.collectives.keyed import on_vectors
+from sparsecoll.collectives.options import CallOptions, check_root
 from sparsecoll.formats import Format
 from sparsecoll.transport.call import CollectiveCall
 
@@ -55,8 +55,8 @@ def gather(
     >>> sparsecoll.simulate(3, program).results
     [[0, 1, 2], None, None]
     """
-    options = options_of(None, None, format, value_dtype, "sum", timeout, check, "pass")
-    return blocking(comm, "gather", options, lambda call: _gather(call, x, options, root))
+    options = CallOptions(format=format, value_dtype=value_dtype, timeout=timeout, check=check, nonfinite="pass")
+    return on_vectors(comm, "gather", x, options, lambda call, x: _gather(call, x, options, root))
 
 
 def _gather(call: CollectiveCall, x: Any, options: CallOptions, root: Any) -> list[Any] | None:

@@ -12,9 +12,8 @@ from sparsecoll.algorithms.dense import sum_of_chunk
 from sparsecoll.algorithms.primitives import halving
 from sparsecoll.algorithms.primitives.exchange import exchange
 from sparsecoll.collectives import convert
-from sparsecoll.collectives.blocking import blocking
-from sparsecoll.collectives.operations import is_mpi_op
-from sparsecoll.collectives.options import NOTHING, CallOptions, as_edges, check_boundaries, options_of, signature_of
+from sparsecoll.collectives.keyed import on_vectors
+from sparsecoll.collectives.options import NOTHING, CallOptions, as_edges, check_boundaries, signature_of
 from sparsecoll.collectives.rows import reduce_scatter_rows
 from sparsecoll.formats import Format
 from sparsecoll.select import Vector
@@ -87,15 +86,25 @@ def reduce_scatter(
     >>> sparsecoll.simulate(3, program).results
     [[0], [], [5]]
     """
-    options = options_of(k, density, format, value_dtype, op, timeout, check, nonfinite, missing)
-    return blocking(comm, "reduce_scatter", options, lambda call: _reduce_scatter(call, x, options, boundaries, owner))
+    options = CallOptions(
+        k=k,
+        density=density,
+        format=format,
+        value_dtype=value_dtype,
+        op=op,
+        missing=missing,
+        timeout=timeout,
+        check=check,
+        nonfinite=nonfinite,
+    )
+    return on_vectors(
+        comm, "reduce_scatter", x, options, lambda call, x: _reduce_scatter(call, x, options, boundaries, owner)
+    )
 
 
 def _reduce_scatter(call: CollectiveCall, x: Any, options: CallOptions, boundaries: Any, owner: Any) -> Any:
     """Agree on the arguments of a reduce-scatter and send the data."""
     transport = call.transport
-    if is_mpi_op(boundaries):
-        raise TypeError("boundaries: expected indices or None, got an operation of mpi4py: use op=")
     rows = convert.to_rows(x) if owner is not None or isinstance(x, RowSparse) else None
     if rows is not None:
         return reduce_scatter_rows(call, *rows, owner, boundaries, options)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from sparsecoll.algorithms.primitives.prefix import prefix
-from sparsecoll.collectives.blocking import blocking
-from sparsecoll.collectives.options import CallOptions, options_of
+from sparsecoll.collectives.keyed import on_vectors
+from sparsecoll.collectives.options import CallOptions
 from sparsecoll.formats import Format
 from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.vector import accumulator_dtype
@@ -64,8 +64,18 @@ def scan(
     >>> sparsecoll.simulate(2, program).results
     [[1.0, 0.0, 0.0, 0.0, 1.0], [1.0, 1.0, 0.0, 0.0, 2.0]]
     """
-    options = options_of(k, density, format, value_dtype, op, timeout, check, nonfinite, missing)
-    return blocking(comm, "scan", options, lambda call: scan_vectors(call, x, options))
+    options = CallOptions(
+        k=k,
+        density=density,
+        format=format,
+        value_dtype=value_dtype,
+        op=op,
+        missing=missing,
+        timeout=timeout,
+        check=check,
+        nonfinite=nonfinite,
+    )
+    return on_vectors(comm, "scan", x, options, lambda call, x: scan_vectors(call, x, options))
 
 
 def scan_vectors(call: CollectiveCall, x: Any, options: CallOptions, inclusive: bool = True) -> Any:

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from numbers import Integral
 from typing import Any
 
-from sparsecoll.collectives.blocking import blocking
 from sparsecoll.collectives.messages import pack, pack_all, unpack
-from sparsecoll.collectives.options import CallOptions, check_boundaries, check_root, options_of
+from sparsecoll.collectives.options import CallOptions, blocking, check_boundaries, check_root
 from sparsecoll.formats import Buffer, Format
 from sparsecoll.transport.call import CollectiveCall
 
@@ -64,7 +63,7 @@ def scatter(
     >>> sparsecoll.simulate(3, program).results
     [[0, 1], [], [4]]
     """
-    options = options_of(None, None, format, value_dtype, "sum", timeout, check, "pass")
+    options = CallOptions(format=format, value_dtype=value_dtype, timeout=timeout, check=check, nonfinite="pass")
     return blocking(comm, "scatter", options, lambda call: _scatter(call, x, options, root, boundaries))
 
 

@@ -64,71 +64,37 @@ def same_bits(a: SparseVector, b: SparseVector) -> bool:
     )
 
 
-def _values(rng: np.random.Generator, size: int, dtype: np.dtype[Any]) -> Any:
-    return (rng.integers(1, 257, size) * rng.choice([-1, 1], size) / 8).astype(dtype)
+def _random(rank: int, P: int, rng: np.random.Generator) -> Any:
+    return rng.choice(N, K, replace=False)
 
 
-def _vector(indices: Any, values: Any) -> SparseVector:
-    return SparseVector(np.sort(np.asarray(indices, np.int64)), values, N)
+def _disjoint(rank: int, P: int, rng: np.random.Generator) -> Any:
+    return rank * (N // P) + rng.choice(N // P, min(K, N // P), replace=False)
 
 
-def _random(rank: int, P: int, rng: Any, dtype: Any) -> SparseVector:
-    return _vector(rng.choice(N, K, replace=False), _values(rng, K, dtype))
-
-
-def _same_support(rank: int, P: int, rng: Any, dtype: Any) -> SparseVector:
-    return _vector(np.random.default_rng(7).choice(N, K, replace=False), _values(rng, K, dtype))
-
-
-def _disjoint(rank: int, P: int, rng: Any, dtype: Any) -> SparseVector:
-    width = N // P
-    size = min(K, width)
-    return _vector(rank * width + rng.choice(width, size, replace=False), _values(rng, size, dtype))
-
-
-def _crossed(rank: int, P: int, rng: Any, dtype: Any) -> SparseVector:
-    """Disjoint, and everything lies where an even split puts the other end."""
-    return _disjoint(P - 1 - rank, P, rng, dtype)
-
-
-def _one_region(rank: int, P: int, rng: Any, dtype: Any) -> SparseVector:
-    return _vector(N - 100 + rng.choice(100, K, replace=False), _values(rng, K, dtype))
-
-
-def _empty_ranks(rank: int, P: int, rng: Any, dtype: Any) -> SparseVector:
-    return SparseVector.empty(N, dtype) if rank % 2 == 0 else _random(rank, P, rng, dtype)
-
-
-def _one_rank_has_all(rank: int, P: int, rng: Any, dtype: Any) -> SparseVector:
-    return _random(rank, P, rng, dtype) if rank == P - 1 else SparseVector.empty(N, dtype)
-
-
-def _all_empty(rank: int, P: int, rng: Any, dtype: Any) -> SparseVector:
-    return SparseVector.empty(N, dtype)
-
-
-def _ties(rank: int, P: int, rng: Any, dtype: Any) -> SparseVector:
-    return _vector(rng.choice(N, K, replace=False), np.ones(K, dtype))
-
-
-def _nnz_below_P(rank: int, P: int, rng: Any, dtype: Any) -> SparseVector:
-    return _vector(rng.choice(N, 2, replace=False), _values(rng, 2, dtype))
-
-
-def _cancelling(rank: int, P: int, rng: Any, dtype: Any) -> SparseVector:
-    """Neighbours cancel each other to zero."""
-    indices = np.random.default_rng(3 + rank // 2).choice(N, K, replace=False)
-    values = _values(np.random.default_rng(rank // 2), K, dtype)
-    return _vector(indices, values if rank % 2 else -values)
-
-
-_MADE = (
-    *(_random, _same_support, _disjoint, _crossed, _one_region, _empty_ranks, _one_rank_has_all, _all_empty, _ties),
-    *(_nnz_below_P, _cancelling),
-)
-DISTRIBUTIONS: dict[str, Callable[..., SparseVector]] = {made.__name__[1:]: made for made in _MADE}
+DISTRIBUTIONS: dict[str, Callable[[int, int, np.random.Generator], Any]] = {  # indices of one of P ranks
+    "random": _random,
+    "same_support": lambda rank, P, rng: _random(0, P, np.random.default_rng(7)),
+    "disjoint": _disjoint,
+    "crossed": lambda rank, P, rng: _disjoint(P - 1 - rank, P, rng),  # all where an even split puts the other end
+    "one_region": lambda rank, P, rng: N - 100 + rng.choice(100, K, replace=False),
+    "empty_ranks": lambda rank, P, rng: _random(rank, P, rng) if rank % 2 else [],
+    "one_rank_has_all": lambda rank, P, rng: _random(rank, P, rng) if rank == P - 1 else [],
+    "all_empty": lambda rank, P, rng: [],
+    "ties": _random,
+    "nnz_below_P": lambda rank, P, rng: rng.choice(N, 2, replace=False),
+    "cancelling": lambda rank, P, rng: _random(0, P, np.random.default_rng(3 + rank // 2)),  # to zero, in pairs
+}
 
 
 def case(name: str, rank: int, P: int, dtype: Any = "float32") -> SparseVector:
     """Return the input of one rank, of the distribution of that name."""
-    return DISTRIBUTIONS[name](rank, P, np.random.default_rng([rank, 11]), np.dtype(dtype))
+    rng = np.random.default_rng([rank, 11])
+    indices = np.sort(np.asarray(DISTRIBUTIONS[name](rank, P, rng), np.int64))
+    drawn = np.random.default_rng(rank // 2) if name == "cancelling" else rng
+    values = drawn.integers(1, 257, indices.size) * drawn.choice([-1, 1], indices.size) / 8
+    if name == "ties":
+        values = np.ones(indices.size)
+    elif name == "cancelling" and rank % 2 == 0:
+        values = -values
+    return SparseVector(indices, values.astype(dtype), N)

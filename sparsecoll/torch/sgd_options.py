@@ -32,7 +32,7 @@ def compressor_of(
         raise TypeError("density: expected a number or a Schedule with SparseSGD, got a mapping")
     chosen: dict[str, Any] = {"density": density}
     if k is not None or not isinstance(density, Schedule):
-        CallOptions(k, density if k is None else None).resolve_k(1)
+        CallOptions(k=k, density=density if k is None else None).resolve_k(1)
         chosen = {"density": float(density)} if k is None else {"k": int(k)}
     formats.resolve(format)
     common = {"format": format, "value_dtype": value_dtype, "row_density": row_density}

@@ -70,6 +70,7 @@ class Transport(ABC):
         calls: number of calls made on this transport.
         met: number of the last call in which each rank has had a message of every other one.
         agreed: dict from the checksum of arguments on which all ranks have agreed to their number.
+        validated: arguments that have been validated on this communicator, see `collectives.allreduce.arguments_of`.
         epoch: number of calls that have failed, the same on all ranks.
         broken: why the communicator can no longer be used (a rank does not answer or is lost); "" if it can.
         cure: what to do then.
@@ -95,6 +96,7 @@ class Transport(ABC):
         self.tag = FIRST_TAG
         self.calls = self.met = 0
         self.agreed: dict[int, int] = {}
+        self.validated: dict[Any, Any] = {}
         self.epoch = 0
         self.broken = ""
         self._phase: Counts | None = None
@@ -112,6 +114,7 @@ class Transport(ABC):
     def reset(self) -> None:
         """Discard what the ranks have found out together; after a failed call, only some of them may have it."""
         self.agreed.clear()
+        self.validated.clear()
         self.nodes = None
         for group in self.groups.values():
             group.reset()

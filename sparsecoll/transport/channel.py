@@ -123,7 +123,8 @@ class Channel:
 
     def roundtrip(self, x: SparseVector) -> SparseVector:
         """Return what a receiver of x gets, in x's own dtype: rounded, and without entries that the format drops."""
-        return self.format.roundtrip(x, self.value_dtype)
+        changed = self.value_dtype is not None or self.format.lossy
+        return self.format.roundtrip(x, self.value_dtype) if changed else x
 
     def rounds(self, dtype: np.dtype[Any]) -> bool:
         """Whether values of `dtype` are rounded on the wire."""
