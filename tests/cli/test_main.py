@@ -75,7 +75,7 @@ def test_doctor_names_the_folder_in_which_kernels_are_cached(unusable, chosen, t
 
 def found(subject, monkeypatch, **environment):
     """The row of doctor's variables or ranks, on one rank."""
-    for name in ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "WORLD_SIZE", "SLURM_NTASKS"):
+    for name in ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "WORLD_SIZE", "SLURM_STEP_NUM_TASKS"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, str(value))
@@ -88,9 +88,9 @@ def test_doctor_finds_the_launcher_of_another_mpi(monkeypatch):
     for variable, advice in (("PMI_SIZE", "another MPI"), ("WORLD_SIZE", "torchrun")):
         row = found("ranks", monkeypatch, **{variable: 3})
         assert row.state == doctor.BAD and f"{variable} is 3" in row.found and advice in row.advice
-    row = found("ranks", monkeypatch, SLURM_NTASKS=16)
-    assert row.state == doctor.WORSE and "srun" in row.advice
-    assert found("ranks", monkeypatch, SLURM_NTASKS=16, PMI_SIZE=1).state == doctor.GOOD
+    row = found("ranks", monkeypatch, SLURM_STEP_NUM_TASKS=16)
+    assert row.state == doctor.BAD and "srun" in row.advice
+    assert found("ranks", monkeypatch, SLURM_STEP_NUM_TASKS=16, PMI_SIZE=1).state == doctor.GOOD
 
 
 def test_doctor_reads_the_variables(monkeypatch, tmp_path):
