@@ -75,6 +75,7 @@ from sparsecoll.telemetry.traffic import Traffic
 from sparsecoll.transport import DeadlockError, Simulation, shrink, simulate, traffic
 from sparsecoll.transport.network import Costs, Network, Tuning
 from sparsecoll.transport.progress import Request
+from sparsecoll.transport.stores import connect
 from sparsecoll.vector import DenseVector, RowSparse, SparseVector
 
 __all__ = [
@@ -125,6 +126,7 @@ __all__ = [
     "as_vector",
     "bcast",
     "bcast_init",
+    "connect",
     "exscan",
     "exscan_init",
     "formats",
