@@ -15,6 +15,7 @@ import pytest
 from sparsecoll import Tuning, simulate
 from sparsecoll.cli import doctor
 from sparsecoll.cli.main import _tuning_lines, main
+from sparsecoll.cli.report import save
 from sparsecoll.transport import LocalTransport
 
 ROOT = Path(__file__).parent.parent.parent
@@ -256,3 +257,13 @@ def test_script_is_installed():
     if not script.exists():
         pytest.skip("the package is not installed here")
     assert subprocess.check_output([script, "--version"], text=True, timeout=60).strip()
+
+
+def test_a_file_of_rows_keeps_its_mode_and_a_link_to_it(tmp_path):
+    file, link = tmp_path / "rows.json", tmp_path / "latest.json"
+    file.touch()
+    file.chmod(0o604)
+    link.symlink_to("rows.json")
+    save(link, {"rows": [1]})
+    assert json.loads(file.read_text()) == {"rows": [1]} and link.is_symlink()
+    assert file.stat().st_mode & 0o777 == 0o604 and len(list(tmp_path.iterdir())) == 2
