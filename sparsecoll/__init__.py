@@ -61,6 +61,7 @@ from sparsecoll.telemetry.traffic import Traffic
 from sparsecoll.transport import DeadlockError, Simulation, shrink, simulate, traffic
 from sparsecoll.transport.network import Costs, Network
 from sparsecoll.transport.progress import Request
+from sparsecoll.transport.stores import connect
 from sparsecoll.vector import DenseVector, RowSparse, SparseVector
 
 __all__ = [
@@ -106,6 +107,7 @@ __all__ = [
     "alltoallv",
     "as_vector",
     "bcast",
+    "connect",
     "exscan",
     "formats",
     "gather",

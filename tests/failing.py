@@ -1,10 +1,12 @@
-"""Transports that fail at a given message, and processes that must make no calls."""
+"""Transports that fail at a given message, sums that wait, and processes that must make no calls."""
 
 import gc
 import os
 import signal
+import threading
+from dataclasses import dataclass, field
 
-from sparsecoll import ALGORITHMS, CommunicationError
+from sparsecoll import ALGORITHMS, Algorithm, CommunicationError, SparCML
 from sparsecoll.algorithms import Auto, Hierarchical
 from sparsecoll.transport.network import Network
 
@@ -55,3 +57,21 @@ def refused_in_a_fork(*calls):
                 done += "out of use since this process was forked; make calls in" in str(error)
     finally:
         os._exit(done != len(calls))
+
+
+@dataclass
+class Held(Algorithm):
+    """A sum that says when it has begun, and waits until it may go on."""
+
+    name = "held"
+    semantics = "exact_sum"
+    begun: threading.Event = field(default_factory=threading.Event, init=False, compare=False)
+    goes_on: threading.Event = field(default_factory=threading.Event, init=False, compare=False)
+
+    def state_dict(self):
+        return {}
+
+    def __call__(self, channel, x, k):
+        self.begun.set()
+        assert self.goes_on.wait(60)
+        return SparCML()(channel, x, k)

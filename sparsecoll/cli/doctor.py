@@ -121,8 +121,8 @@ def _ranks(comm: Any) -> Finding:
         how = "mpirun -n P sparsecoll doctor, or torchrun --nproc-per-node P -m sparsecoll doctor"
         return Finding("ranks", on, GOOD, f"start it as you start your job: {how}")
     found = f"1, although {variable} is {processes}"
-    if variable == "SLURM_NTASKS":
-        return Finding("ranks", found, WORSE, "inside an allocation start it with srun (--mpi=pmix or pmi2) or mpirun")
+    if variable == "SLURM_STEP_NUM_TASKS":
+        return Finding("ranks", found, BAD, "start it with srun --mpi=pmix (or pmi2), or with mpirun in the allocation")
     if variable == "WORLD_SIZE":
         missing = [name for name in TORCHRUN if name not in os.environ]
         lacking = f"{', '.join(missing)} in the environment" if missing else "torch, which is not installed"
@@ -246,7 +246,7 @@ def _launched_self_tests() -> Iterator[Finding]:
     if simulated.state != GOOD:
         yield simulated
         return
-    launched = launcher.processes()[0] not in ("", "SLURM_NTASKS")
+    launched = launcher.processes()[0] not in ("", "SLURM_STEP_NUM_TASKS")
     commands = [] if launched else list(_launchers())
     if not commands:
         advice = "see the row ranks" if launcher.processes()[1] > 1 else "start doctor with mpirun or torchrun"

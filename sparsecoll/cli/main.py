@@ -5,7 +5,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.util
+import os
+import signal
+import socket
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, replace
 from functools import partial
@@ -39,6 +44,8 @@ NETWORKS = {
     "100gbit": Network(3e-6, 0.08e-9),
 }
 COLOURS = {"good": "green", "could be better": "yellow", "broken": "red"}
+INTERRUPTED = 128 + signal.SIGINT  # the status of a command that Ctrl-C has ended, as shells have it
+UNSEEN_SECONDS = 3  # until a process that goes on after Ctrl-C is ended
 LOG_WIDTH = 160  # columns of a table that goes to a file
 
 
@@ -268,10 +275,35 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _end_after_interrupt() -> None:
+    """End the process some seconds after Ctrl-C where its main thread does not see it.
+
+    A collective of MPI waits for a rank that has ended, and functions of Python that LLVM calls drop exceptions.
+    """
+    sys.unraisablehook = lambda dropped: dropped.exc_type is KeyboardInterrupt or sys.__unraisablehook__(dropped)
+    bell, ringer = socket.socketpair()
+    ringer.setblocking(False)
+    signal.set_wakeup_fd(ringer.fileno(), warn_on_full_buffer=False)
+
+    def end(ringer: socket.socket = ringer) -> None:
+        while bell.recv(1)[0] != signal.SIGINT:
+            pass
+        time.sleep(UNSEEN_SECONDS)
+        with contextlib.suppress(SystemExit):
+            fail("interrupted", INTERRUPTED)
+        os._exit(INTERRUPTED)
+
+    threading.Thread(target=end, daemon=True).start()
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Parse the arguments and run the command; an error ends the program with one line that says what was expected."""
-    options = _parser().parse_args(arguments)
     try:
+        if arguments is None:  # the process is this command's own
+            _end_after_interrupt()
+        options = _parser().parse_args(arguments)
         options.run(options)
     except (ValueError, TypeError, OSError, OverflowError, MemoryError, CommunicationError) as error:
         fail(str(error), 2 if getattr(error, "of_argument", False) else 1, getattr(error, "on_all_ranks", False))
+    except KeyboardInterrupt:
+        fail("interrupted", INTERRUPTED)

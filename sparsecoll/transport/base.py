@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -81,7 +82,7 @@ class Transport(ABC):
     one_node = False
     native_sums = False
     gpu_direct = True
-    cure = ""
+    cure = "use each communicator from one thread at a time"
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
@@ -92,6 +93,7 @@ class Transport(ABC):
         self.groups: dict[tuple[int, ...], Transport] = {}
         self.sharers: dict[int, Any] = {}
         self.worker: Any = None
+        self._caller = threading.RLock()  # held by the thread that makes a blocking call
         self.overlapped = False
         self.tag = FIRST_TAG
         self.calls = self.met = 0
@@ -104,8 +106,8 @@ class Transport(ABC):
         _living.add(self)
 
     def forked(self) -> None:
-        """Forget, in a forked process, what only the process that it was forked from has: the worker's thread."""
-        self.worker = None
+        """Forget, in a forked process, what only the process that it was forked from has: its threads."""
+        self.worker, self._caller = None, threading.RLock()
 
     def _check(self) -> None:
         if self.broken:
@@ -121,8 +123,21 @@ class Transport(ABC):
         self.epoch += 1
 
     def in_order(self, function: Callable[[], T]) -> T:
-        """Execute a blocking call after earlier nonblocking ones; immediately if it is made within one of them."""
-        return function() if self.worker is None else self.worker.in_order(function)  # type: ignore[no-any-return]
+        """Execute a blocking call after earlier nonblocking ones; immediately if it is made within one of them.
+
+        Raises:
+            CommunicationError: Another thread is in such a call. Other ranks may have taken the two in another order,
+                so that the communicator is broken: the thread that is in the call tells them.
+        """
+        if self.worker is not None and self.worker.thread == threading.get_ident():
+            return function()
+        if not self._caller.acquire(blocking=False):
+            self.broken = self.broken or f"two threads made calls at the same time on rank {self.rank}"
+            raise out_of_use(self.broken, self.cure)
+        try:
+            return function() if self.worker is None else self.worker.in_order(function)  # type: ignore[no-any-return]
+        finally:
+            self._caller.release()
 
     @property
     def network(self) -> Network:

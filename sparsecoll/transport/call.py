@@ -26,7 +26,7 @@ import numpy as np
 from sparsecoll.errors import CommunicationError, NonFiniteError
 from sparsecoll.formats import Buffer
 from sparsecoll.transport import usable
-from sparsecoll.transport.base import FIRST_TAG, PHASES, TAGS, CallMismatch, Transport
+from sparsecoll.transport.base import FIRST_TAG, PHASES, TAGS, CallMismatch, Transport, out_of_use
 from sparsecoll.transport.collectives import FEW_RANKS, allgather, allgatherv, disseminate, node_members
 from sparsecoll.transport.waiting import check_environment
 
@@ -232,7 +232,7 @@ def _resolve_failure(transport: Transport, call: dict[str, Any], state: tuple[in
     if transport.broken:
         report["broken"] = transport.broken
         transport.revoke(_bytes(report))
-        return error
+        return out_of_use(transport.broken, transport.cure) if isinstance(error, CallMismatch) else error
     transport.reset()
     transport.timeout = transport.timeout or REPORT_SECONDS
     try:

@@ -16,6 +16,7 @@ from sparsecoll import Network, simulate
 from sparsecoll.cli import doctor
 from sparsecoll.cli.main import main
 from sparsecoll.cli.network import measured_network
+from sparsecoll.cli.report import save
 from sparsecoll.transport import LocalTransport
 
 ROOT = Path(__file__).parent.parent.parent
@@ -76,7 +77,7 @@ def test_doctor_names_the_folder_in_which_kernels_are_cached(unusable, chosen, t
 
 def found(subject, monkeypatch, **environment):
     """The row of doctor's variables or ranks, on one rank."""
-    for name in ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "WORLD_SIZE", "SLURM_NTASKS"):
+    for name in ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "WORLD_SIZE", "SLURM_STEP_NUM_TASKS"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, str(value))
@@ -89,9 +90,9 @@ def test_doctor_finds_the_launcher_of_another_mpi(monkeypatch):
     for variable, advice in (("PMI_SIZE", "another MPI"), ("WORLD_SIZE", "torchrun")):
         row = found("ranks", monkeypatch, **{variable: 3})
         assert row.state == doctor.BAD and f"{variable} is 3" in row.found and advice in row.advice
-    row = found("ranks", monkeypatch, SLURM_NTASKS=16)
-    assert row.state == doctor.WORSE and "srun" in row.advice
-    assert found("ranks", monkeypatch, SLURM_NTASKS=16, PMI_SIZE=1).state == doctor.GOOD
+    row = found("ranks", monkeypatch, SLURM_STEP_NUM_TASKS=16)
+    assert row.state == doctor.BAD and "srun" in row.advice
+    assert found("ranks", monkeypatch, SLURM_STEP_NUM_TASKS=16, PMI_SIZE=1).state == doctor.GOOD
 
 
 def test_doctor_reads_the_variables(monkeypatch):
@@ -239,3 +240,13 @@ def test_script_is_installed():
     if not script.exists():
         pytest.skip("the package is not installed here")
     assert subprocess.check_output([script, "--version"], text=True, timeout=60).strip()
+
+
+def test_a_file_of_rows_keeps_its_mode_and_a_link_to_it(tmp_path):
+    file, link = tmp_path / "rows.json", tmp_path / "latest.json"
+    file.touch()
+    file.chmod(0o604)
+    link.symlink_to("rows.json")
+    save(link, {"rows": [1]})
+    assert json.loads(file.read_text()) == {"rows": [1]} and link.is_symlink()
+    assert file.stat().st_mode & 0o777 == 0o604 and len(list(tmp_path.iterdir())) == 2

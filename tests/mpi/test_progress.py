@@ -4,15 +4,17 @@ import asyncio
 import contextlib
 import os
 import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 from cases import case, same_bits
-from failing import refused_in_a_fork
+from failing import Held, refused_in_a_fork
 from simulated import simulated
 
 import sparsecoll
 from sparsecoll import CommunicationError, OkTopk, SparseVector
+from sparsecoll.transport import as_transport
 
 pytestmark = pytest.mark.mpi
 
@@ -157,3 +159,22 @@ def test_a_steady_call_allocates_nothing_of_the_size_of_the_vector(comm, algo):
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
     assert min(peaks) < n / 2 + 100 * 1000 * comm.size**0.5  # bytes; the vector has 4n
+
+
+def test_two_threads_in_calls_at_the_same_time_are_an_error_on_all_ranks(comm):
+    """Sums of different calls were added to each other."""
+    if not as_transport(comm).threads:
+        pytest.skip("needs MPI_THREAD_MULTIPLE")
+    x, held = SparseVector([comm.rank], np.ones(1), 99), Held()
+    if comm.rank:
+        held.goes_on.set()
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(sparsecoll.allreduce, comm, x, held)
+        if comm.rank == 0:
+            assert held.begun.wait(60)
+            with pytest.raises(CommunicationError, match="two threads made calls at the same time on rank 0"):
+                sparsecoll.allreduce(comm, x)
+            held.goes_on.set()
+        with pytest.raises(CommunicationError, match="two threads made calls at the same time on rank 0"):
+            first.result(60)
+            sparsecoll.allreduce(comm, x)

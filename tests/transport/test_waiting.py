@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from sparsecoll.transport import LocalTransport
 from sparsecoll.transport.progress import in_background
 
 
@@ -165,7 +166,7 @@ def test_a_sleep_that_a_message_ends_lasts_about_as_long_as_waits_do(expected, t
 
 
 def test_nonblocking_calls_are_overlapped_and_blocking_ones_are_not():
-    transport = SimpleNamespace(threads=True, worker=None, overlapped=False)
+    transport = LocalTransport()
 
     def failing():
         assert transport.overlapped

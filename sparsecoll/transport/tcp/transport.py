@@ -95,7 +95,7 @@ class TcpTransport(Transport):
             members.setdefault(machine, []).append(rank)
         return list(members.values())
 
-    def close(self, why: str) -> None:
+    def close(self, why: str = "it was closed") -> None:
         """Close all connections, after the nonblocking calls that are under way."""
         if self.worker is not None:
             self.worker.close()
