@@ -173,8 +173,8 @@ class Algorithm(Stateful, ABC):
     def alike(self) -> tuple[int, int]:
         """Return the number of calls made and a `digest` of what else of the state must be the same on all ranks.
 
-        They compare it in each call, without a message of its own. (0, 0), the default, if nothing must be, or in a new
-        object.
+        They compare it in each call, without a message if a call has left it. (0, 0), the default, if nothing must be
+        the same, or in a new object.
         """
         return 0, 0
 

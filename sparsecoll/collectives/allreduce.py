@@ -232,6 +232,7 @@ def _reduce(
     held = call.agree(entries.nnz if counted else None, options.check, message, arguments.checksum, every=False)
     channel.gathered, channel.deferred = call.gathered, deferred
     reduction = run(algorithm, channel, entries, max(held) if counted else arguments.k or 0)
+    call.leaves(algorithm.alike())
     transport.traffic.total.seconds += transport.now() - start
     return reduction
 

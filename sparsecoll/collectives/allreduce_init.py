@@ -64,9 +64,9 @@ class _Allreduce:
             algorithm.sync_epoch(transport.epoch)
         entries = contribution(vector, self._selecting, self._k, self._channel, options)
         call.state = self._algorithm.alike()
-        if not (options.check and call.resume(self._checksum)):
-            call.agree(check=options.check, checksum=self._checksum)
+        call.agree(check=options.check, checksum=self._checksum)
         value = run(self._algorithm, self._channel, entries, self._size).value
+        call.leaves(self._algorithm.alike())
         return returned(self._algorithm, value, x, vector, back, transport, options)
 
 

@@ -70,7 +70,7 @@ class Transport(ABC):
         tag: tag with which messages are sent, and expected to be received.
         calls: number of calls made on this transport.
         met: number of the last call in which each rank has had a message of every other one.
-        agreed: dict from the checksum of arguments on which all ranks have agreed to their number.
+        agreed: dict from a checksum of what all ranks have agreed on to its number, the least recently used first.
         validated: arguments that have been validated on this communicator, see `collectives.allreduce.arguments_of`.
         epoch: number of calls that have failed, the same on all ranks.
         broken: why the communicator can no longer be used (a rank does not answer or is lost); "" if it can.

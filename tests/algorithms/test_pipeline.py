@@ -152,7 +152,7 @@ def test_costs_take_virtual_time():
 
 
 def test_learned_boundaries_cost_no_message_and_foreign_ones_raise_on_every_rank(monkeypatch):
-    """They change with every sum; those of `OkTopk` are part of the tags, those of chunks are not compared."""
+    """They change with every sum; those of `OkTopk` are known to all ranks, those of chunks are not compared."""
     monkeypatch.setattr(pipeline, "CHUNK_BYTES", CHUNK)
 
     def program(comm, make, spoil):
