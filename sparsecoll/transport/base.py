@@ -66,7 +66,6 @@ class Transport(ABC):
         groups: transports of some of the ranks, see `group.group`.
         sharers: weak references to the objects that make calls by themselves, by number.
         worker: executes all calls once there has been a nonblocking one, see `progress.Worker`; None before.
-        overlapped: whether a nonblocking call is executed, whose caller may compute meanwhile.
         tag: tag with which messages are sent, and expected to be received.
         calls: number of calls made on this transport.
         met: number of the last call in which each rank has had a message of every other one.
@@ -94,7 +93,6 @@ class Transport(ABC):
         self.sharers: dict[int, Any] = {}
         self.worker: Any = None
         self._caller = threading.RLock()  # held by the thread that makes a blocking call
-        self.overlapped = False
         self.tag = FIRST_TAG
         self.calls = self.met = 0
         self.agreed: dict[int, int] = {}

@@ -118,15 +118,7 @@ def in_background(transport: Transport, call: Callable[[], T]) -> Future[T]:
     if transport.worker is None:
         transport.worker = transport.in_order(lambda: transport.worker or Worker())
     worker: Worker = transport.worker
-
-    def overlapped() -> T:
-        transport.overlapped = True
-        try:
-            return call()
-        finally:
-            transport.overlapped = False
-
-    return worker.submit(overlapped)
+    return worker.submit(call)
 
 
 def completed_future(call: Callable[[], T]) -> Future[T]:
