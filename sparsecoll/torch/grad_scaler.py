@@ -40,7 +40,7 @@ class Scaling:
 
     Args:
         optimizer: that is passed to the methods of the scaler.
-        scaler: the argument `grad_scaler`.
+        scaler: the argument `grad_scaler`; a scaler that is disabled says that there is none.
 
     Attributes:
         scaler: the scaler, or None.
@@ -50,7 +50,12 @@ class Scaling:
     def __init__(self, optimizer: torch.optim.Optimizer, scaler: Any) -> None:
         self.scaler = enabled(scaler)
         self.scale = 1.0
+        self._known = scaler is not None
         self._name, self._key = type(optimizer).__name__, id(optimizer)
+
+    def asks_for_steps(self, local: bool) -> bool:
+        """Return `_step_supports_amp_scaling`: to agree on a step by `local` gradients, or to refuse a scaler."""
+        return local if self.scaler is not None else not self._known
 
     def begin(self) -> None:
         """Note the scale of the gradients of a new reduction."""

@@ -105,7 +105,8 @@ class DistributedOptimizer(Wrapper):
         gradient_as_bucket_view: as in DistributedDataParallel: whether every `p.grad` is a view of its bucket's flat
             vector as soon as autograd has computed it (default: False). See "Memory".
         grad_scaler: the torch.amp.GradScaler of the loop: residuals are kept without its scale, and all ranks skip the
-            same steps. With None, the default, `scaler.step(optimizer)` raises RuntimeError.
+            same steps. With None, the default, `scaler.step(optimizer)` raises RuntimeError. A scaler that is disabled
+            says that there is none, which Lightning's clipping with "bf16-mixed" has to know.
         verify: number of steps after which the bits of all parameters and buffers are compared between ranks; 0, the
             default, for never, and True for 100.
         timeout: seconds to wait for a message before CommunicationError is raised; None, the default, for no limit,
@@ -160,8 +161,8 @@ class DistributedOptimizer(Wrapper):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Whether GradScaler.step() leaves the decision to `step`: it is not known, or gradients are not means yet."""
-        return not self._engine.closed and (self._scaling.scaler is None or not self._engine.has_means)
+        """Whether GradScaler.step() leaves the decision to `step`: gradients are not means, or it was not passed."""
+        return not self._engine.closed and self._scaling.asks_for_steps(not self._engine.has_means)
 
     @property
     def traffic(self) -> Traffic:

@@ -90,7 +90,8 @@ class SparseSGD(torch.optim.Optimizer):
         model: the model, whose buffers are kept the same and whose parameter names are used; required for this if
             `params` is not `model.parameters()`.
         grad_scaler: the torch.amp.GradScaler of the loop: residuals are kept without its scale, and all ranks skip the
-            same steps. With None, the default, `scaler.step(optimizer)` raises RuntimeError.
+            same steps. With None, the default, `scaler.step(optimizer)` raises RuntimeError. A scaler that is disabled
+            says that there is none, which Lightning's clipping with "bf16-mixed" has to know.
         verify: number of steps after which the bits of all parameters and buffers are compared between ranks; 0, the
             default, for never, and True for 100.
         timeout: seconds to wait for a message before CommunicationError is raised; None, the default, for no limit,
@@ -197,7 +198,10 @@ class SparseSGD(torch.optim.Optimizer):
 
     # -- a step
 
-    _step_supports_amp_scaling = True  # GradScaler.step() leaves unscaling and the decision to `step`
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Whether GradScaler.step() leaves unscaling and the decision to `step`."""
+        return self._scaling.asks_for_steps(True)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]

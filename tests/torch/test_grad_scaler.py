@@ -171,7 +171,11 @@ def test_arguments():
                 make(comm, model, scaler if comm.rank else None)
         with pytest.raises(TypeError, match="grad_scaler"):
             HookState(comm, named_parameters=model, grad_scaler="scaler")
-        made(comm, model, torch.amp.GradScaler("cpu", enabled=False) if comm.rank else None).close()
+        disabled = torch.amp.GradScaler("cpu", enabled=False)
+        made(comm, model, disabled if comm.rank else None).close()
+        for make in (made, sgd):
+            asks = [make(comm, net(), given)._step_supports_amp_scaling for given in (None, disabled, scaler)]
+            assert asks == [True, False, True]  # with means, the last one changes
 
     simulate(2, program)
 
