@@ -17,6 +17,7 @@ import rows
 import testbed
 import training
 import volume
+import waiting
 from breakeven import judged
 from harness import FIGURES, RESULTS, ROOT, load, markdown, source
 
@@ -85,7 +86,7 @@ def tables():
     found["benchmarks.ratios"] = ratios()
     memory = markdown([{"algorithm": row["algo"], "MB": round(row["memory"] / 1e6)} for row in load("memory")["rows"]])
     found["benchmarks.memory"] = f"{memory}\n\n{source('memory')}"
-    for script in (allreduce, convergence, gpu, kernels, rows, training, volume):
+    for script in (allreduce, convergence, gpu, kernels, rows, training, volume, waiting):
         found |= script.tables()
     return found
 

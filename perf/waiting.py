@@ -1,37 +1,28 @@
 """What a wait over MPI costs: the latency of a message that comes after a while, and processor time meanwhile.
 
-    mpirun -n 4 python perf/waiting.py --where "one node" --json perf/results/waiting.json
-    python perf/testbed.py run -- python perf/waiting.py --where "test bed, 1 Gb/s" --json perf/results/waiting.json
+    mpirun -n 4 python perf/waiting.py --json waiting.json
+    python perf/testbed.py run -- python perf/waiting.py --where "4 hosts, 1 Gb/s" --update --json waiting.json
 
 Rank 0 sleeps, then sends a message to each other rank; all of these have waited since they answered the last one.
 All processes are on one machine, so that one clock times both ends. The latency is the time from before the first of
 the sends to the return of the receive, the transfer included: compare it with that of a message that is sent at once.
-Processor time is that of the waiting process, as a share of the time that it waited. Rows are added to those in the
-file, in place of earlier ones of the same place, MPI, rule and number of ranks.
+Processor time is that of the waiting process, as a share of the time that it waited.
 """
 
-from __future__ import annotations
-
-import argparse
-import json
-import sys
 import time
-from pathlib import Path
-from typing import Any
 
+import harness
 import numpy as np
-from mpi4py import MPI
+from harness import load, markdown, source
 
-from sparsecoll.cli import bench
-from sparsecoll.transport import Transport, as_transport, default_comm
+from sparsecoll.transport import as_transport, default_comm
 from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.transport.collectives import allgather
 
 DELAYS = (0.0, 0.1e-3, 1e-3, 5e-3, 50e-3)  # seconds
-Row = dict[str, Any]
 
 
-def waits(transport: Transport, delay: float, size: int, repeat: int) -> tuple[list[float], float, float]:
+def waits(transport, delay, size, repeat):
     """Return the latencies that this rank has seen, the processor time of its waits, and their seconds."""
     latencies, processor, waited = [], 0.0, 0.0
     message, answer = np.zeros(size, np.uint8), np.zeros(1, np.uint8)
@@ -56,7 +47,7 @@ def waits(transport: Transport, delay: float, size: int, repeat: int) -> tuple[l
     return latencies, processor, waited
 
 
-def measured(transport: Transport, delay: float, size: int, repeat: int) -> Row:
+def measured(transport, delay, size, repeat):
     """Return a row, the same on every rank; collective."""
     waits(transport, delay, size, 3)
     latencies, processor, waited = waits(transport, delay, size, repeat)
@@ -72,43 +63,37 @@ def measured(transport: Transport, delay: float, size: int, repeat: int) -> Row:
     }
 
 
-def main() -> None:
-    """Measure and print; rank 0 saves the rows."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--where", default="one node", help="where the ranks are, for the rows (default: one node)")
-    parser.add_argument("--rule", default="", help="name of the rule, for the rows (default: the commit)")
-    parser.add_argument("--seconds", type=float, default=2.0, help="of waiting for each row (default: 2)")
-    parser.add_argument("--bytes", type=lambda t: int(float(t)), nargs="+", default=[8, 4_000_000])
-    parser.add_argument("--json", type=Path, help="add the rows to this file")
-    options = parser.parse_args()
-    transport, about = as_transport(default_comm()), bench.about()
+def points(options, transport):
+    """Yield a row for each length of messages and each delay, the same on every rank."""
+    from mpi4py import MPI
+
     vendor, version = MPI.get_vendor()
-    place = {
-        "where": options.where,
-        "MPI": " ".join([vendor, ".".join(map(str, version))]),
-        "rule": options.rule or about["commit"],
-        "ranks": transport.size,
-    }
-    rows = []
+    place = {"where": options.where, "MPI": f"{vendor} {'.'.join(map(str, version))}", "ranks": transport.size}
     with CollectiveCall(transport, "waiting") as call:
         call.agree()
         for size in options.bytes:
             for delay in DELAYS:
                 repeat = int(min(max(options.seconds / max(delay, 1e-3), 20), 400 if size < 1e5 else 20))
-                row = place | measured(transport, delay, size, repeat)
-                rows.append(row)
-                if transport.rank == 0:
-                    head = f"{row['where']}, {row['MPI']}, {row['rule']}, {row['ranks']} ranks"
-                    found = f"median{row['latency_ms']:>8.3f} ms, 90 %{row['latency_p90_ms']:>8.3f} ms"
-                    sys.stdout.write(
-                        f"{head:<50}{size:>10,} bytes after{row['delay_ms']:>5.1f} ms: {found},"
-                        f" mean{row['latency_mean_ms']:>8.3f} ms, core{100 * row['core']:>6.1f} %\n"
-                    )
-                    sys.stdout.flush()
-    if transport.rank == 0 and options.json:
-        kept = json.loads(options.json.read_text())["rows"] if options.json.exists() else []
-        kept = [row for row in kept if not place.items() <= row.items()]
-        options.json.write_text(json.dumps({"about": about, "rows": kept + rows}, indent=1) + "\n")
+                yield place | measured(transport, delay, size, repeat)
+
+
+def tables():
+    """Return the table of waits, by its name."""
+    lines = {}
+    for row in load("waiting")["rows"]:
+        if row["bytes"] == 8:
+            line = {"where": row["where"], "MPI": row["MPI"], "ranks": row["ranks"]}
+            line = lines.setdefault(tuple(line.values()), line)
+            line[f"{row['delay_ms']:g} ms: latency, ms"] = row["latency_ms"]
+            line[f"{row['delay_ms']:g} ms: core"] = f"{row['core']:.1%}"
+    return {"training.waits": f"{markdown(lines.values())}\n\n{source('waiting')}"}
+
+
+def main():
+    """Measure and print; rank 0 saves the rows; --update keeps those of other places and MPIs."""
+    options = harness.options(__doc__, where="one node", seconds=2.0, bytes=[8, 4 * 10**6])
+    transport = as_transport(default_comm())
+    harness.record(points(options, transport), options, transport.rank, key=("where", "MPI", "ranks"))
 
 
 if __name__ == "__main__":
