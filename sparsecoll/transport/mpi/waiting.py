@@ -1,6 +1,6 @@
 """Polling MPI with patience: yield the core between polls, then sleep, each time twice as long, up to a limit.
 
-MPI has no wait that sleeps. docs/architecture.md has the latency and the processor time that this rule takes, as
+MPI has no wait that sleeps. docs/training.md has the latency and the processor time that this rule takes, as
 perf/waiting.py measures them. A yield takes half a microsecond; where ranks share cores, the one that is to send may
 need this one's.
 """
@@ -16,8 +16,8 @@ from mpi4py import MPI
 
 from sparsecoll.transport.waiting import Watchdog
 
-YIELD_SECONDS = 50e-6  # for which a rank yields its core between polls, before it sleeps
-SHORTEST_SECONDS, LONGEST_SECONDS = 100e-6, 700e-6  # of a sleep
+YIELD_SECONDS = 100e-6  # for which a rank yields its core between polls, before it sleeps
+SHORTEST_SECONDS, LONGEST_SECONDS = 50e-6, 700e-6  # of a sleep
 POLLS = 2  # after a sleep: MPI may need two to find a message
 yield_core = getattr(os, "sched_yield", partial(time.sleep, 0))  # sleep(0) takes as long as a short sleep on Linux
 
