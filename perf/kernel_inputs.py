@@ -34,6 +34,22 @@ def heavy(n: int) -> np.ndarray:
     return np.asarray(x * x * x)
 
 
+def edges(n: int, k: int) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield (name, array) of values that are few, equal, ordered or of other dtypes; the first are usual ones."""
+    rng, place = np.random.default_rng(0), np.arange(n)
+    x = rng.standard_normal(n, dtype=np.float32)
+    yield "normal", x
+    yield "k/2 nonzeros", np.where(rng.permutation(n) < k // 2, x, np.float32(0))
+    yield "all equal", np.ones(n, np.float32)
+    yield "rounded to integers", np.round(x)
+    yield "ascending", np.sort(x)
+    yield "period 1000", np.resize(x[:1000], n)
+    yield "one is 1e30", np.where(place == n // 3, np.float32(1e30), x)
+    for name in ("float64", "float16", "int8", "uint8", "int16", "uint16", "int32", "uint32", "uint64", "complex64"):
+        dtype = np.dtype(name)  # as many bytes, and the same share of them selected
+        yield name, np.resize(np.abs(x) * 20 if dtype.kind == "u" else x * 20, 4 * n // dtype.itemsize).astype(dtype)
+
+
 def arrays(options: argparse.Namespace, synthetic: bool = True) -> Iterator[tuple[str, np.ndarray]]:
     """Yield (name, array) of synthetic and real gradients."""
     for n in options.sizes if synthetic else []:

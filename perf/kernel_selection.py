@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Callable, Iterator
 from functools import partial
 
+import kernel_inputs
 import numpy as np
 import torch
 from kernel_inputs import DENSITIES, LARGE, arrays, medians
@@ -41,6 +42,15 @@ def topk(options: argparse.Namespace) -> Iterator[Row]:
                 partition, torches = medians(peers, max(1, options.repeat // 4) if x.size < LARGE else 1)
                 row |= {"np.argpartition, times slower": partition / mine, "torch.topk, times slower": torches / mine}
             yield row
+
+
+def edges(options: argparse.Namespace) -> Iterator[Row]:
+    """Exact top-k (select.topk) of 1 % of unusual values, compared with that of normal ones of as many bytes."""
+    usual = 0.0
+    for name, x in kernel_inputs.edges(options.sizes[0], options.sizes[0] // 100):
+        [mine] = medians([partial(select.topk, x, x.size // 100)], options.repeat)
+        usual = usual or mine
+        yield {"data": name, "n": x.size, "ms": mine * 1e3, "x normal": mine / usual}
 
 
 def fused(options: argparse.Namespace) -> Iterator[Row]:

@@ -3,7 +3,7 @@
     python perf/gradients.py                       # once: real gradients, in perf/data
     python perf/kernels.py --markdown docs/kernels.md --json perf/results/kernels.json
 
-Sections (--only picks some): threshold, topk, fused, packed, quantized, merge, steps, threads, table1, figure5,
+Sections (--only picks some): threshold, topk, edges, fused, packed, quantized, merge, steps, threads, table1, figure5,
 figure5b, start. Times are medians of interleaved repetitions, on one thread except in `threads`. Ratios are to the peer
 named in the column's head, on the same array in the same process. All takes about five minutes, and longer where the
 kernels have not been compiled before: run it once with `--sizes 2000000 --repeat 1`, then again on an idle machine.
@@ -30,7 +30,7 @@ import numpy as np
 import report
 import torch
 from kernel_formats import SPEEDS, figure5, figure5b, packed, quantized, table1
-from kernel_selection import fused, threshold, topk
+from kernel_selection import edges, fused, threshold, topk
 from kernel_sums import merge, steps, threads
 from report import Row
 
@@ -90,7 +90,7 @@ def start(options: argparse.Namespace) -> Iterator[Row]:
         yield {"cache of kernels": name} | dict(zip(heads, row.tolist(), strict=True))
 
 
-SECTIONS = (threshold, topk, fused, packed, quantized, merge, steps, threads, table1, figure5, figure5b, start)
+SECTIONS = (threshold, topk, edges, fused, packed, quantized, merge, steps, threads, table1, figure5, figure5b, start)
 
 
 def machine() -> Row:

@@ -9,6 +9,7 @@ from sparsecoll.kernels.cpu.lanes import jit
 from sparsecoll.kernels.keys import Addend, Array
 from sparsecoll.kernels.memory import readonly
 
+ADDED = tuple(map(np.dtype, ("float32", "float64", "int32", "int64")))  # dtypes that these kernels take
 PART = 1 << 11  # items that stay in the cache between two loops over them
 
 
@@ -61,7 +62,7 @@ def _nesterov_into(velocity, gradient, factor, new_velocity, out):  # type: igno
 
 def accumulate(values: Array, add: Addend, out: Array | None = None) -> None:
     addend, scale = add
-    if np.float16 in (values.dtype, addend.dtype):
+    if values.dtype not in ADDED or addend.dtype not in ADDED:
         reference.accumulate(values, add, out)
     elif out is not None:
         _accumulate_into(readonly(values), readonly(addend), values.dtype.type(scale), out)
@@ -71,7 +72,7 @@ def accumulate(values: Array, add: Addend, out: Array | None = None) -> None:
 
 def nesterov(velocity: Array, gradient: Array, factor: float, new_velocity: Array, out: Array) -> None:
     typed = out.dtype.type(factor)
-    if out.dtype == np.float16:
+    if out.dtype not in ADDED:
         reference.nesterov(velocity, gradient, factor, new_velocity, out)
     elif out is gradient:
         _nesterov(readonly(velocity), typed, new_velocity, out)

@@ -32,7 +32,7 @@ def magnitude_key(value, mask):  # type: ignore[no-untyped-def]
 
 @overload(magnitude_key)  # type: ignore[untyped-decorator]
 def _magnitude_key(value, mask):  # type: ignore[no-untyped-def]
-    unsigned = {16: np.uint16, 32: np.uint32, 64: np.uint64}[value.bitwidth]
+    unsigned = {8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}[value.bitwidth]
     if value.signed:
         return lambda value, mask: unsigned(value) if value >= 0 else unsigned(-np.int64(value))
     return lambda value, mask: unsigned(value & mask)

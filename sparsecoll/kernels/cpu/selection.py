@@ -12,12 +12,23 @@ from typing import Any
 import numpy as np
 
 from sparsecoll.kernels import reference, threads
-from sparsecoll.kernels.cpu.additions import accumulate, nesterov
-from sparsecoll.kernels.cpu.lanes import VECTORS, jit, magnitude_key, streams_to
+from sparsecoll.kernels.cpu.additions import ADDED, accumulate, nesterov
+from sparsecoll.kernels.cpu.lanes import BLOCK, VECTORS, jit, magnitude_key, streams_to
+from sparsecoll.kernels.cpu.radix import keep_largest
 from sparsecoll.kernels.cpu.selection_pass import CHUNK, LINE, select_chunks
-from sparsecoll.kernels.keys import Addend, Array, Momentum, index_dtype
+from sparsecoll.kernels.keys import Addend, Array, Momentum, index_dtype, is_float
 from sparsecoll.kernels.memory import empty, readonly
-from sparsecoll.kernels.reference.selection import MOMENT_LANES, ROUNDS, begun, moments_of, moments_of_lines, moved
+from sparsecoll.kernels.reference.selection import (
+    MOMENT_LANES,
+    ROUNDS,
+    begun,
+    moments_of,
+    moments_of_lines,
+    moved,
+    taken,
+)
+
+SPARE = 1 << 16  # entries that a top k may find beyond 2k before it keeps the k largest of them
 
 
 @jit
@@ -57,7 +68,7 @@ def _permuted(length, half, key, out):  # type: ignore[no-untyped-def]
 
 
 def lanes_of(values: Array, write: bool = False) -> tuple[Array, Any]:
-    """(floats as unsigned bit patterns, integers as they are; the mask that removes the sign)."""
+    """(signed integers as they are, other values as unsigned bit patterns; the mask that removes the sign)."""
     if not values.flags.c_contiguous:
         raise ValueError("values: expected a contiguous array")
     lane, mask = _lane(values.dtype)
@@ -67,26 +78,31 @@ def lanes_of(values: Array, write: bool = False) -> tuple[Array, Any]:
 
 @functools.cache
 def _lane(dtype: np.dtype[Any]) -> tuple[np.dtype[Any] | None, Any]:
-    """(the unsigned dtype of the bit patterns of floats, None for integers; the mask that removes the sign)."""
+    """(the unsigned dtype of the bit patterns, None for signed integers; the mask that removes the sign)."""
     unsigned = np.dtype(f"u{dtype.itemsize}")
-    mask = unsigned.type(np.iinfo(unsigned).max >> 1)
-    return unsigned if dtype.kind == "f" else None, mask
+    mask = unsigned.type(np.iinfo(unsigned).max >> is_float(dtype))
+    return None if dtype.kind == "i" else unsigned, mask
 
 
 def count_at_least(values: Array, key: int) -> int:
-    bits, mask = lanes_of(values)
-    return 0 if _beyond(key, mask) else int(_count(bits, mask, mask.dtype.type(key)))
+    bits, mask = lanes_of(magnitudes(values))
+    return 0 if _beyond(key, bits) else int(_count(bits, mask, mask.dtype.type(key)))
 
 
-def _beyond(key: int, mask: Any) -> bool:
-    """Whether no value can reach a key."""
-    return key > 2 * int(mask) + 1
+def magnitudes(values: Array) -> Array:
+    """|z| of complex numbers, other values as they are: both have the same magnitude keys."""
+    return np.abs(values, out=empty(values.size, values.real.dtype)) if values.dtype.kind == "c" else values
+
+
+def _beyond(key: int, values: Array) -> bool:
+    """Whether a key does not fit into the size of the values."""
+    return bool(key >> 8 * values.itemsize)
 
 
 def key_range(values: Array) -> tuple[int, int]:
     if values.size == 0:
         return 0, 0
-    lowest, highest = _key_range(*lanes_of(values))
+    lowest, highest = _key_range(*lanes_of(magnitudes(values)))
     return int(lowest), int(highest)
 
 
@@ -109,22 +125,44 @@ def select_at_least(
     clear: bool = False,
     momentum: Momentum | None = None,
 ) -> tuple[Array, Array]:
-    mask = lanes_of(values)[1]
-    beyond = _beyond(key, mask)
-    if momentum is not None and (beyond or moments is not None or not _in_lanes(values, add, momentum)):
-        (values, out), momentum = begun(values, out, momentum, accumulate, nesterov), None
-    if values.dtype == np.float16 or (add is not None and add[0].dtype == np.float16):  # no arithmetic here
-        values, out = moved(values, out), None
-        if add is not None:
-            accumulate(values, add)
+    return select(values, key, expected, indices, add, out, moments, clear, momentum)
+
+
+def settled(values: Array, add: Addend | None, out: Array | None, momentum: Momentum | None) -> Array:
+    """The values, changed and moved before the pass."""
+    values = moved(*begun(values, out, momentum, accumulate, nesterov))
+    if add is not None:
+        accumulate(values, add)
+    return values
+
+
+def select(
+    values: Array,
+    key: int,
+    expected: int,
+    indices: Array | None,
+    add: Addend | None,
+    out: Array | None,
+    moments: Array | None,
+    clear: bool,
+    momentum: Momentum | None,
+    k: int | None = None,
+) -> tuple[Array, Array]:
+    """select_at_least; with `k`, some of the entries that are not among the k largest may be left out."""
+    beyond = _beyond(key, values)
+    if values.dtype not in ADDED or (add is not None and add[0].dtype not in ADDED):  # no arithmetic here
+        values, add, out, momentum = settled(values, add, out, momentum), None, None, None
         if moments is not None:
-            moments[:] = moments_of(values)
-        add = moments = None
+            moments[:], moments = moments_of(values), None
+    elif momentum is not None and (beyond or moments is not None or not _in_lanes(values, add, momentum)):
+        (values, out), momentum = begun(values, out, momentum, accumulate, nesterov), None
     if beyond:
         values = moved(values, out)
         return reference.select_at_least(values, key, indices=indices, add=add, moments=moments)
+    if values.dtype.kind == "c":
+        return taken(values, select_at_least(magnitudes(values), key, expected)[0], indices, clear)
     origin, values = (None, values) if out is None else (readonly(values), out)
-    bits = lanes_of(values, write=clear or add is not None or origin is not None)[0]
+    bits, mask = lanes_of(values, write=clear or add is not None or origin is not None)
     lines = None if moments is None else np.empty((-(-values.size // LINE), 4))
     addend, scale = (None, None) if add is None else (readonly(np.ascontiguousarray(add[0])), values.dtype.type(add[1]))
     floats = bits if addend is None and lines is None else values if addend is not None else readonly(values)
@@ -146,7 +184,7 @@ def select_at_least(
         old, new, *arrays = [None if array is None else array[:stop] for array in given]
         guess, typed = expected * (stop - start) // max(values.size, 1), mask.dtype.type(key)
         moving = old, new, factor, with_nesterov
-        return _select_range(*arrays, mask, typed, scale, lines, stream, start, guess, index, clear, moving)  # type: ignore
+        return _select_range(*arrays, mask, typed, scale, lines, stream, start, guess, index, clear, moving, k)  # type: ignore
 
     count, unit = threads.count_for(values.size), CHUNK if lines is None else LINE
     edges = [values.size * t // count // unit * unit for t in range(count)] + [values.size]
@@ -182,21 +220,31 @@ def _select_range(
     index: Any,
     clear: bool,
     moving: tuple[Any, ...],
+    k: int | None,
 ) -> tuple[Array, Array]:
     """(indices, bits) of the entries selected from `start` to the end, in arrays that grow as needed."""
-    count, size = 0, bits.size
-    capacity = min(size - start, expected + (expected >> 3)) + 2 * CHUNK
+    count, size, begin, first = 0, bits.size, start, key
+    most = size - start if k is None else min(size - start, 2 * k + SPARE)
+    capacity = min(most, expected + (expected >> 3)) + 2 * CHUNK
     out_i, out_v = empty(capacity, index), empty(capacity, bits.dtype)
-    begin = start
     sums = None if lines is None else np.empty((4, MOMENT_LANES))
     while True:
+        room = capacity if k is None or key != first else k + CHUNK + BLOCK - 1  # with this it stops at k entries
         given = (floats, bits, origin, source, mask, key, indices, addend, added, scale, sums, lines, stream)
-        start, count = select_chunks(*given, start, out_i, out_v, count, clear or None, *moving)
+        start, count = select_chunks(*given, start, out_i[:room], out_v[:room], count, clear or None, *moving)
         if start == size:
-            return out_i[:count], out_v[:count]
+            break
+        if k is not None and count >= k and (key == first or capacity >= most):
+            if key != first:  # not even all above the first k entries have room
+                key, count = keep_largest(out_i[:count], out_v[:count], mask, k, bits if clear else None)
+            if key == np.iinfo(key.dtype).max:
+                break
+            key += key.dtype.type(1)  # ties go to the k entries found before
+            continue
         wanted = max(2 * count, int(1.1 * count * (size - begin) / max(start - begin, 1)))
-        capacity = min(wanted, count + size - start) + 2 * CHUNK
+        capacity = min(wanted, count + size - start, most) + 2 * CHUNK
         out_i, out_v = _grown(out_i, count, capacity), _grown(out_v, count, capacity)
+    return out_i[:count], out_v[:count]
 
 
 def _grown(array: Array, count: int, capacity: int) -> Array:

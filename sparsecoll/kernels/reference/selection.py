@@ -163,10 +163,10 @@ def select_at_least(
         accumulate(values, add)
     if moments is not None:
         moments[:] = moments_of(values)
-    return _taken(values, np.flatnonzero(magnitude_keys(values) >= key), indices, clear)
+    return taken(values, np.flatnonzero(magnitude_keys(values) >= key), indices, clear)
 
 
-def _taken(values: Array, positions: Array, indices: Array | None, clear: bool = False) -> tuple[Array, Array]:
+def taken(values: Array, positions: Array, indices: Array | None, clear: bool = False) -> tuple[Array, Array]:
     taken = values[positions]
     if clear:
         values[positions] = 0
@@ -217,7 +217,7 @@ def topk_by_key(values: Array, key: int, ties: int, *, indices: Array | None = N
     keys = magnitude_keys(values)
     chosen = keys > key
     chosen[np.flatnonzero(keys == key)[:ties]] = True
-    return _taken(values, np.flatnonzero(chosen), indices)
+    return taken(values, np.flatnonzero(chosen), indices)
 
 
 def topk(
@@ -235,4 +235,4 @@ def topk(
     if add is not None:
         accumulate(values, add)
     order = np.lexsort((np.arange(values.size), np.invert(magnitude_keys(values))))
-    return _taken(values, np.sort(order[:k]), indices, clear)
+    return taken(values, np.sort(order[:k]), indices, clear)
