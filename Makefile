@@ -27,8 +27,8 @@ demo: $(MPICH)/demo.done  # SEEDS=3 make demo: the means of README's table
 
 check: $(CHECK)/check.done  # the short loop: lint, types and the fast tests; needs neither MPI nor torch
 	$(CHECK)/bin/ruff check . && $(CHECK)/bin/ruff format --check .
-	$(CHECK)/bin/mypy sparsecoll --exclude sparsecoll/torch
-	$(LIMIT) 900 $(CHECK)/bin/python -m pytest -q -n 2 -m "not slow" $(FAST)
+	$(CHECK)/bin/mypy sparsecoll --exclude sparsecoll/torch --follow-imports silent
+	$(LIMIT) 1800 $(CHECK)/bin/python -m pytest -q -n 2 -m "not slow" $(FAST)
 
 test: test-serial test-mpich test-torchrun test-openmpi
 
@@ -67,8 +67,8 @@ fuzz: $(MPICH)/test.done  # the long run of what the tests do in short
 	SPARSECOLL_LOOPS=2000 $(MPICH)/bin/mpirun -n 3 $(MPICH)/bin/python -m pytest -q --with-mpi -o faulthandler_timeout=0 tests/mpi/test_random_loops.py
 
 soak: $(MPICH)/test.done $(OPENMPI)/test.done
-	$(MPICH)/bin/mpirun -n 4 $(MPICH)/bin/python perf/soak.py
-	$(OPENMPI)/bin/mpirun $(OPENMPI_FLAGS) -n 4 $(OPENMPI)/bin/python perf/soak.py
+	$(MPICH)/bin/mpirun -n 4 $(MPICH)/bin/python tests/soak.py
+	$(OPENMPI)/bin/mpirun $(OPENMPI_FLAGS) -n 4 $(OPENMPI)/bin/python tests/soak.py
 
 docs: $(MPICH)/docs.done  # the site, in build/site; nothing is fetched, and a warning is an error
 	NO_MKDOCS_2_WARNING=1 $(MPICH)/bin/mkdocs build --strict --quiet
@@ -83,9 +83,9 @@ GPU_FLAGS ?=  # --cuda-mpi FOLDER for device pointers
 gpu:  # on a machine with a GPU: kernels, vectors, training and MPI on it, then the benchmarks
 	$(GPU_PYTHON) tests/gpu/run.py $(GPU_FLAGS)
 
-bench: $(MPICH)/demo.done  # figures of docs/, as root
+bench: $(MPICH)/demo.done  # rows, tables and figures of README and docs/benchmarks.md, as root
+	$(MPICH)/bin/python perf/volume.py --json perf/results/volume.json
 	$(MPICH)/bin/python perf/benchmarks.py
-	$(MPICH)/bin/python perf/volume.py
 
 $(CHECK)/bin/python $(MPICH)/bin/python $(OPENMPI)/bin/python:
 	$(PYTHON) -m venv $(@D)/..

@@ -24,7 +24,8 @@ def prepare(accelerator, model, optimizer, *others, compressor="qsgd"):
     if accelerator.num_processes != dist.get_world_size():
         expected, count = dist.get_world_size(), accelerator.num_processes
         raise RuntimeError(f"Accelerator: expected {expected} processes, got {count}")
-    distributed = sparsecoll.torch.DistributedOptimizer(optimizer, model.named_parameters(), compressor=compressor)
+    options = {"compressor": compressor, "grad_scaler": accelerator.scaler}  # None without float16
+    distributed = sparsecoll.torch.DistributedOptimizer(optimizer, model.named_parameters(), **options)
     model = accelerator.prepare_model(model, evaluation_mode=True)  # not wrapped in DistributedDataParallel
     model.no_sync = lambda: distributed.no_sync()  # accumulated gradients are sent once
     optimizer, *others = accelerator.prepare(distributed, *others)

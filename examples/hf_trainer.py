@@ -38,7 +38,8 @@ class SparseTrainer(Trainer):
     def create_optimizer(self, model=None):
         if self.optimizer is None:
             inner, names = super().create_optimizer(model), self.model.named_parameters()
-            distributed = sparsecoll.torch.DistributedOptimizer(inner, names, compressor=self.compressor)
+            options = {"compressor": self.compressor, "grad_scaler": self.accelerator.scaler}  # None without float16
+            distributed = sparsecoll.torch.DistributedOptimizer(inner, names, **options)
             distributed.register_load_state_dict_pre_hook(self.own_residuals)
             self.model.no_sync = lambda: distributed.no_sync()  # accumulated gradients are sent once
             self.accelerator.prepare_model = functools.partial(self.accelerator.prepare_model, evaluation_mode=True)

@@ -43,7 +43,9 @@ class Classifier(lightning.LightningModule):
 
     def configure_optimizers(self):
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
-        return sparsecoll.torch.DistributedOptimizer(optimizer, self.named_parameters(), compressor=self.compressor)
+        scaler = getattr(self.trainer.precision_plugin, "scaler", None)  # of "16-mixed"
+        options = {"compressor": self.compressor, "grad_scaler": scaler or torch.amp.GradScaler(enabled=False)}
+        return sparsecoll.torch.DistributedOptimizer(optimizer, self.named_parameters(), **options)
 
     def on_train_start(self):
         torch.manual_seed(42 + self.global_rank)  # from here on, dropout differs between ranks

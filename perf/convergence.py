@@ -1,100 +1,61 @@
-"""Compares the quality of sparse and dense training: nets on real data, P ranks, several seeds.
+"""Compares the quality of sparse and dense training: nets on real data, P virtual ranks, several seeds.
 
-    python perf/convergence.py --jobs 2                      # rows to perf/results/convergence.json, some hours
-    python perf/convergence.py --render                      # docs/convergence.md and its figures from those rows
-    python perf/convergence.py --validate --tasks vgg        # on a part of the training data; for choices, no rows
-    mpirun -n 4 python perf/convergence.py --tasks vgg       # over MPI instead of virtual ranks
+    python perf/convergence.py --jobs 2 --json perf/results/convergence.json --update      # missing rows; some hours
+    python perf/convergence.py --validate --tasks vgg        # on a part of the training data, for choosing options
+    python perf/testbed.py run -- python perf/convergence.py --tasks wide --interface eth0 \\
+        --json perf/results/time_to_quality.json             # seconds until it is as good, over 1 Gb/s
 
-perf/nets.py has the nets and their data. Every rank trains on its own share of the data, and the global batch is the
-same for every P. Rows that exist are not run again. The lines of a table differ only in the compressor; learning rates
-were chosen for "dense". Momentum is that of SGD, except that the lines at 1 % use momentum correction
-(sparsecoll.torch.compressors.TopK); "momentum outside" shows the effect of leaving it out. With AdamW all compressors
-reduce the gradient itself. A run on virtual ranks is deterministic.
+Every rank trains on its own share of the data, and the global batch is the same for every P. The lines of a table
+differ only in the compressor, and those at 1 % in momentum correction. A run on virtual ranks is deterministic.
 """
 
-from __future__ import annotations
-
-import argparse
-import json
 import multiprocessing
-import sys
-from collections.abc import Callable, Iterator
+import time
 from functools import partial
-from typing import Any
 
+import harness
+import numpy as np
 import torch
-from convergence_page import ROWS, key_of, load, render
-from nets import TASKS, Task, data, quality
-from report import Row
+from harness import FIGURES, load, markdown
+from nets import TASKS, data, quality
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from sparsecoll import simulate
 from sparsecoll.cli import bench
 from sparsecoll.torch import DistributedOptimizer, LocalOptimizer
-from sparsecoll.torch.compressors import (
-    ACPSGD,
-    COVAP,
-    DGC,
-    QSGD,
-    Compressor,
-    DenseStream,
-    NesterovTopK,
-    OkTopk,
-    PowerSGD,
-    TopK,
-)
+from sparsecoll.torch.compressors import ACPSGD, COVAP, DGC, QSGD, DenseStream, NesterovTopK, OkTopk, PowerSGD, TopK
 from sparsecoll.torch.schedule import WarmUp
 from sparsecoll.transport import default_comm
 
-POINTS = 8  # of a curve
-MOMENTUM = 0.9
-DENSITY = 0.01
-
-
-BEST = "allgather 1 %, 4 bits, Nesterov"
-TWICE = "allgather 2 %, 4 bits, Nesterov"
+MOMENTUM, DENSITY, MARGIN = 0.9, 0.01, 0.2
+KEY = ("task", "line", "P", "seed")  # of a row
+BEST, TWICE = "allgather 1 %, 4 bits, Nesterov", "allgather 2 %, 4 bits, Nesterov"
+RATE, RATE_TWICE, BEFORE = f"{BEST}, rate", f"{TWICE}, rate", "allgather 1 %, 4 bits"
 # Momentum of lines that have another one, and as much more learning rate: what waits acts like momentum
-SHORTER = {
-    BEST: 0.7,
-    TWICE: 0.7,
-    "allgather 1 %, 4 bits, Nesterov, rate": 0.7,
-    "allgather 2 %, 4 bits, Nesterov, rate": 0.7,
-    "allgather 1 %, 4 bits": 0.7,
-    "oktopk 1 %, momentum 0.5": 0.5,
-    "cltk 1 %, momentum 0.5": 0.5,
-}
+SHORTER = dict.fromkeys((BEST, TWICE, RATE, RATE_TWICE, BEFORE), 0.7)
+SHORTER |= {"oktopk 1 %, momentum 0.5": 0.5, "cltk 1 %, momentum 0.5": 0.5}
 
 
-def corrected(
-    make: Callable[..., Compressor],
-    momentum: float = MOMENTUM,
-    nesterov: bool = False,
-    follow_lr: bool = False,
-    warm_up: float = 0.0,
-    density: float = DENSITY,
-    **options: Any,
-) -> Callable[[Task, int], Compressor]:
-    """A line with momentum in the compressor, for tasks that have one, and local clipping; `warm_up` of all steps."""
+def corrected(make, momentum=MOMENTUM, warm_up=0.0, density=DENSITY, nesterov=False, follow_lr=False, **options):
+    """Return a line with momentum in the compressor, for tasks of SGD, and local clipping; `warm_up` of all steps."""
     sgd = {"momentum": momentum, "nesterov": nesterov, "follow_lr": follow_lr}
 
-    def made(task: Task, steps: int) -> Compressor:
+    def made(task, steps):
         own = {} if task.adam else {"clip": task.clip, **sgd}
-        schedule = WarmUp(density, max(1, round(warm_up * steps))) if warm_up else density
-        return make(schedule, **own, **options)
+        return make(WarmUp(density, max(1, round(warm_up * steps))) if warm_up else density, **own, **options)
 
     return made
 
 
-# (task, number of steps) -> compressor
-FOUR_BITS: dict[str, Any] = {"momentum": 0.7, "warm_up": 0.02, "algo": "allgather", "format": "packed_codes"}
-CORRECTED: dict[str, Callable[[Task, int], Compressor]] = {
-    BEST: corrected(NesterovTopK, momentum=0.7, nesterov=True, warm_up=0.02),
-    TWICE: corrected(NesterovTopK, momentum=0.7, nesterov=True, warm_up=0.02, density=2 * DENSITY),
-    "allgather 1 %, 4 bits, Nesterov, rate": corrected(TopK, nesterov=True, follow_lr=True, **FOUR_BITS),
-    "allgather 2 %, 4 bits, Nesterov, rate": corrected(
-        TopK, nesterov=True, follow_lr=True, density=2 * DENSITY, **FOUR_BITS
-    ),
-    "allgather 1 %, 4 bits": corrected(TopK, **FOUR_BITS),
+FOUR_BITS = {"momentum": 0.7, "warm_up": 0.02, "algo": "allgather", "format": "packed_codes"}
+NESTEROV = {"momentum": 0.7, "warm_up": 0.02, "nesterov": True}
+CORRECTED = {  # (task, number of steps) -> compressor
+    BEST: corrected(NesterovTopK, **NESTEROV),
+    TWICE: corrected(NesterovTopK, **NESTEROV, density=2 * DENSITY),
+    RATE: corrected(TopK, nesterov=True, follow_lr=True, **FOUR_BITS),
+    RATE_TWICE: corrected(TopK, nesterov=True, follow_lr=True, density=2 * DENSITY, **FOUR_BITS),
+    BEFORE: corrected(TopK, **FOUR_BITS),
     "oktopk 1 %, momentum 0.5": corrected(OkTopk, momentum=0.5),
     "oktopk 1 %": corrected(OkTopk),
     "oktopk 1 %, warm-up": corrected(OkTopk, warm_up=0.1),
@@ -107,153 +68,206 @@ CORRECTED: dict[str, Callable[[Task, int], Compressor]] = {
     "arctopk 1 %": corrected(TopK, algo="arctopk"),
     "dgc 1 %": lambda task, _: DGC(DENSITY, momentum=0.0 if task.adam else MOMENTUM, clip=task.clip),
 }
-OTHERS: dict[str, Callable[[Task, int], str | Compressor]] = {
+LOCAL = "10 local steps, 10 %, 4 bits"  # of LocalOptimizer, for AdamW
+OTHERS = {
     "dense": lambda *_: "none",
     "dense, Nesterov": lambda *_: "none",
     "oktopk 1 %, momentum outside": lambda *_: OkTopk(DENSITY),
     "powersgd rank 4": lambda *_: PowerSGD(4),
     "acpsgd rank 4": lambda *_: ACPSGD(4),
-    "covap I = 4": lambda *_: COVAP(4),
-    "covap I = 9": lambda *_: COVAP(9),  # what is measured for docs/training.md, over 1 Gb/s
-    "qsgd 8 bits": lambda *_: QSGD(8),
-    "qsgd 4 bits": lambda *_: QSGD(4),
-    "qsgd 2 bits": lambda *_: QSGD(2),
+    **{f"covap I = {interval}": lambda *_, interval=interval: COVAP(interval) for interval in (4, 9)},
+    **{f"qsgd {bits} bits": lambda *_, bits=bits: QSGD(bits) for bits in (8, 4, 2)},
+    LOCAL: lambda *_: TopK(0.1, algo="allgather", format="packed_codes"),
 }
-LOCAL = {"10 local steps, 10 %, 4 bits": {"every": 10, "outer_lr": 2.0}}  # options of LocalOptimizer, for AdamW
-LOCALS: dict[str, Callable[[Task, int], str | Compressor]] = {
-    line: lambda *_: TopK(0.1, algo="allgather", format="packed_codes") for line in LOCAL
+LINES = {"dense": OTHERS["dense"], **CORRECTED, **OTHERS}
+DDP = {  # lines of `wide`: functions that register a hook
+    "DDP, gloo": lambda model: None,
+    "DDP, fp16 hook": lambda model: model.register_comm_hook(None, default_hooks.fp16_compress_hook),
+    "DDP, PowerSGD hook, rank 4": lambda model: harness.power_hook(model, start=10),
 }
-LINES = {"dense": OTHERS["dense"], **CORRECTED, **OTHERS, **LOCALS}
 
 
-def made_for(task: Task, line: str) -> bool:
+def made_for(task, line):
     """Whether a line differs from others with the optimizer of a task."""
-    return line not in SHORTER and "Nesterov" not in line if task.adam else line not in LOCAL
+    return line not in SHORTER and "Nesterov" not in line if task.adam else line != LOCAL
 
 
-def optimizers(
-    task: Task, line: str, model: nn.Module, comm: Any, steps: int
-) -> tuple[torch.optim.Optimizer, DistributedOptimizer | LocalOptimizer]:
+def optimizers(task, line, model, comm, steps):
     """Return the optimizer of a line, without and with its wrapper."""
     lr = task.lr * (1 - SHORTER.get(line, MOMENTUM)) / (1 - MOMENTUM)
-    inner: torch.optim.Optimizer
     if task.adam:
         inner = torch.optim.AdamW(model.parameters(), task.lr, betas=(0.9, 0.95), weight_decay=0.1)
     else:
         momentum = 0.0 if line in CORRECTED else MOMENTUM
         inner = torch.optim.SGD(model.parameters(), lr, momentum=momentum, nesterov=line == "dense, Nesterov")
-    size = 1 << 18 if line.startswith("covap") else 25 << 20  # COVAP filters buckets, so it needs some
+    if line in DDP:
+        return inner, inner
     compressor = LINES[line](task, steps)
-    small = 0 if ", 4 bits" in line else 1024
-    common = {"bucket_bytes": size, "dense_below": small}
-    if line in LOCAL:
-        return inner, LocalOptimizer(inner, model, comm, compressor, **common, **LOCAL[line])
+    common = {"bucket_bytes": 1 << 18 if line.startswith("covap") else 25 << 20}  # it filters buckets
+    common["dense_below"] = 0 if ", 4 bits" in line else 1024
+    if line == LOCAL:
+        return inner, LocalOptimizer(inner, model, comm, compressor, **common, every=10, outer_lr=2.0)
     overlap = task.clip is None
     return inner, DistributedOptimizer(inner, model.named_parameters(), comm, compressor, overlap=overlap, **common)
 
 
-def train(comm: Any, name: str, line: str, seed: int, validate: bool = False) -> Row:
-    """Train on one rank; `curve` has (step, MB received by this rank, quality) of rank 0's model."""
-    task = TASKS[name]
+def train(comm, name, line, seed, validate=False, points=8):
+    """Train on one rank; `curve` has (step, MB received, or seconds of the task `wide`, quality) of rank 0's model."""
+    task, wide = TASKS[name], name == "wide"
     (x, y), test = data(name, validate)
     torch.manual_seed(seed)
-    model = task.net(x)
+    model = called = task.net(x)
     own = torch.arange(comm.rank, len(y) - len(y) % comm.size, comm.size)
     batch = task.batch // comm.size
     steps = int(task.epochs * (len(own) // batch))
+    if line in DDP:
+        called = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=1000 if "PowerSGD" in line else 25)
+        DDP[line](called)
     inner, optimizer = optimizers(task, line, model, comm, steps)
     schedule = torch.optim.lr_scheduler.LambdaLR(inner, lambda s: min((s + 1) / (0.1 * steps), (steps - s) / steps))
     clip = None if line in CORRECTED else task.clip  # of each rank's own gradients
     shuffle = torch.Generator().manual_seed(1000 * seed + comm.rank)
-    order: Iterator[torch.Tensor] = iter(())
-    curve = []
-    before = optimizer.traffic.total.bytes_received
+    order = iter(())
+    curve, seconds, before = [], 0.0, 0 if line in DDP else optimizer.traffic.total.bytes_received
     for step in range(1, steps + 1):
         chosen = next(order, None)
         if chosen is None or len(chosen) < batch:
             order = iter(own[torch.randperm(len(own), generator=shuffle)].split(batch))
             chosen = next(order)
+        if wide:
+            comm.Barrier()
+        start = time.perf_counter()
         optimizer.zero_grad()
-        nn.functional.cross_entropy(model(x[chosen]), y[chosen].long()).backward()
+        nn.functional.cross_entropy(called(x[chosen]), y[chosen].long()).backward()
         if clip is not None:
             nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
+        if wide:
+            comm.Barrier()
+        seconds += time.perf_counter() - start
         schedule.step()
-        point = step * POINTS // steps > (step - 1) * POINTS // steps
-        if point and isinstance(optimizer, LocalOptimizer):
-            optimizer.synchronize()
-        if point and comm.rank == 0:
-            received = (optimizer.traffic.total.bytes_received - before) / 1e6
-            part = test if step == steps else (test[0][::5], test[1][::5])
-            curve.append([step, received, quality(model, part, task.unit)])
-    optimizer.close()
-    parameters = sum(p.numel() for p in model.parameters())
-    return {"steps": steps, "parameters": parameters, "curve": curve}
+        if step * points // steps > (step - 1) * points // steps:
+            if isinstance(optimizer, LocalOptimizer):
+                optimizer.synchronize()
+            if comm.rank == 0:
+                spent = seconds if wide else (optimizer.traffic.total.bytes_received - before) / 1e6
+                part = test if step == steps or wide else (test[0][::5], test[1][::5])
+                curve.append([step, spent, quality(model, part, task.unit)])
+    if line not in DDP:
+        optimizer.close()
+    return {"steps": steps, "parameters": sum(p.numel() for p in model.parameters()), "curve": curve}
 
 
-def run(key: tuple[str, str, int, int], validate: bool = False) -> Row:
+def run(key, validate=False):
     """Train on virtual ranks and return the row."""
     torch.set_num_threads(1)
     name, line, P, seed = key
     row = simulate(P, lambda comm: train(comm, name, line, seed, validate)).results[0]
-    return {"task": name, "line": line, "P": P, "seed": seed, "commit": bench.about()["commit"], **row}
+    return dict(zip(KEY, key, strict=True)) | {"commit": bench.about()["commit"], **row}
 
 
-def save(row: Row) -> None:
-    """Add a row to the file."""
-    rows = [*load(), row]
-    rows.sort(key=lambda r: (list(TASKS).index(r["task"]), r["P"], list(LINES).index(r["line"]), r["seed"]))
-    texts = ",\n".join("  " + json.dumps(r) for r in rows)
-    ROWS.write_text(f'{{\n "about": {json.dumps(bench.about())},\n "rows": [\n{texts}\n ]\n}}\n')
-
-
-def main() -> None:
-    """Run the missing rows, or write the page."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
-    parser.add_argument("--lines", nargs="+", choices=LINES, default=list(LINES))
-    parser.add_argument("--ranks", nargs="+", type=int, default=[4, 8], help="virtual ranks; not under mpirun")
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
-    parser.add_argument("--validate", action="store_true", help="print the quality on a part of the training data")
-    parser.add_argument("--render", action="store_true", help="only write the page")
-    options = parser.parse_args()
-    if options.render:
-        rate = [f"{line}, rate" for line in (TWICE, BEST)]
-        render(list(LINES), {"best": [BEST, TWICE], "rate": rate, "before": ["allgather 1 %, 4 bits"]})
-        return
-    comm = default_comm()
-    if comm.size > 1:
-        options.ranks = [comm.size]
-    keys = [
-        (name, line, P, seed)
-        for P in options.ranks
-        for seed in options.seeds
-        for name in options.tasks
-        for line in options.lines
-        if made_for(TASKS[name], line)
-    ]
-    have = set() if options.validate else {key_of(row) for row in load()}
-    missing = [key for key in keys if key not in have]
-
-    def done(row: Row) -> None:
-        if not options.validate:
-            save(row)
-        _, received, reached = row["curve"][-1]
-        shown = f"{reached:.2f} {TASKS[row['task']].unit}  {received:.1f} MB"
-        sys.stdout.write(f"{row['task']:<8}{row['line']:<30}P {row['P']} seed {row['seed']} {shown}\n")
-        sys.stdout.flush()
-
-    if comm.size > 1:
-        torch.set_num_threads(1)
-        for name, line, P, seed in missing:
-            row = train(comm, name, line, seed, options.validate)
-            if comm.rank == 0:
-                done({"task": name, "line": line, "P": P, "seed": seed, "commit": bench.about()["commit"], **row})
-        return
+def rows(options):
+    """Yield the rows that are not in the file."""
+    have = {tuple(row[name] for name in KEY) for row in load("convergence")["rows"]} if options.update else set()
+    nets = [(name, line) for name in options.tasks for line in options.lines if made_for(TASKS[name], line)]
+    keys = [(*net, P, seed) for P in options.ranks for seed in options.seeds for net in nets]
     with multiprocessing.get_context("spawn").Pool(options.jobs) as pool:
-        for row in pool.imap(partial(run, validate=options.validate), missing):
-            done(row)
+        yield from pool.imap(partial(run, validate=options.validate), [key for key in keys if key not in have])
+
+
+def wide_rows(options, comm):
+    """Yield the rows of the task `wide`, over MPI."""
+    harness.start_gloo(comm, options.interface)
+    for line in (*DDP, BEST):
+        yield {"line": line, "P": comm.size, **train(comm, "wide", line, 0, points=35)}
+
+
+def last_points(rows, name, line, P):
+    """Return (step, MB, quality) at the end by seed."""
+    return {row["seed"]: row["curve"][-1] for row in rows if (row["task"], row["line"], row["P"]) == (name, line, P)}
+
+
+def against_dense(rows, name, line, P):
+    """Return mean and standard error (NaN of one) of the difference to dense runs of the same seeds; times fewer."""
+    dense, own = last_points(rows, name, "dense", P), last_points(rows, name, line, P)
+    pairs = [(own[seed], dense[seed]) for seed in own if seed in dense]
+    gaps = np.array([mine[2] - other[2] for mine, other in pairs])
+    error = float(gaps.std(ddof=1) / len(gaps) ** 0.5) if len(gaps) > 1 else float("nan")
+    return float(gaps.mean()), error, float(np.mean([other[1] / mine[1] for mine, other in pairs]))
+
+
+def plus_minus(mean, error, sign=""):
+    """Return both with two digits after the point, the error only if it is known."""
+    return f"{mean:{sign}.2f}" + (f" +- {error:.2f}" if error == error else "")
+
+
+def table(rows, nets, lines, heads):
+    """Return a table of nets and lines over the seeds: final quality, difference to dense, bytes."""
+    shown = []
+    for name, P, line in [(name, P, line) for name in nets for P in (4, 8) for line in lines]:
+        last = np.array(list(last_points(rows, name, line, P).values()))
+        if len(last):
+            gap, error, fewer = against_dense(rows, name, line, P)
+            deviation = last[:, 2].std(ddof=1) if len(last) > 1 else float("nan")
+            row = heads(name, P, line) | {"seeds": len(last)}
+            row[f"quality, {TASKS[name].unit}"] = plus_minus(last[:, 2].mean(), deviation)
+            row["against dense"] = plus_minus(gap, error, "+") if line != "dense" else None
+            shown.append(row | {"MB received": last[:, 1].mean(), "times fewer": fewer})
+    return markdown(shown)
+
+
+def seconds_table():
+    """Return the table of seconds until a line first reaches the final accuracy of dense training less MARGIN."""
+    shown, wide = [], load("time_to_quality")["rows"]
+    goal = wide[0]["curve"][-1][2] - MARGIN
+    for row in wide:
+        reached = next((seconds for _, seconds, accuracy in row["curve"] if accuracy >= goal), "not reached")
+        _, seconds, accuracy = row["curve"][-1]
+        line = {"line": row["line"], f"s to {goal:.1f} %": reached, "s in total": seconds}
+        shown.append(line | {"accuracy at the end, %": f"{accuracy:.2f}"})
+    return markdown(shown)
+
+
+def tables():
+    """Return the tables of docs/convergence.md by name: of each net, of lines over all nets, and of seconds."""
+    rows, nets = load("convergence")["rows"], [name for name in TASKS if name != "wide"]
+    made = {name: table(rows, [name], list(LINES), lambda _, P, line: {"P": P, "": line}) for name in nets}
+    sgd = [net for net in nets if not TASKS[net].adam]
+    for name, lines in {"best": [BEST, TWICE], "rate": [RATE_TWICE, RATE], "before": [BEFORE]}.items():
+        made[name] = table(rows, sgd, lines, lambda net, P, line: {"net": net, "P": P, "line": line})
+    return {f"convergence.{name}": text for name, text in (made | {"seconds": seconds_table()}).items()}
+
+
+def draw():
+    """Draw accuracy against seconds."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(7, 4), layout="constrained")
+    wide = load("time_to_quality")["rows"]
+    for row in wide:
+        _, seconds, accuracy = zip(*row["curve"], strict=True)
+        axis.plot(seconds, accuracy, label=row["line"])
+    goal = wide[0]["curve"][-1][2] - MARGIN
+    axis.axhline(goal, color="grey", linewidth=0.8, linestyle="--")
+    axis.set(xlabel="seconds of training, 4 hosts with 1 Gb/s", ylabel="test accuracy, %", ylim=(goal - 6, goal + 1.5))
+    axis.grid(alpha=0.3)
+    axis.legend()
+    figure.savefig(FIGURES / "time_to_quality.png", dpi=130)
+
+
+def main():
+    """Run the missing rows."""
+    tasks = [name for name in TASKS if name != "wide"]
+    virtual = {"ranks": [4, 8], "seeds": [0, 1, 2], "jobs": 1}  # jobs: runs at a time
+    options = harness.options(__doc__, tasks=tasks, lines=list(LINES), **virtual, validate=False, interface="")
+    if options.tasks == ["wide"]:
+        comm = default_comm()
+        harness.record(wide_rows(options, comm), options, comm.rank, hide=("curve",))
+    else:
+        harness.record(rows(options), options, key=KEY, hide=("curve",))
 
 
 if __name__ == "__main__":

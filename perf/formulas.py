@@ -1,9 +1,4 @@
-"""Each algorithm's closed-form volume, with the paper and equation.
-
-Volumes are words (4 bytes) received by a rank, own part excluded, for COO with float32 values and 32-bit indices.
-"""
-
-from __future__ import annotations
+"""Each algorithm's volume by formula: words (4 bytes) that a rank receives, in COO with float32 and 32-bit indices."""
 
 import math
 
@@ -41,10 +36,7 @@ def densestream_words(k: int, P: int) -> tuple[float, float]:
 
 
 def spardl_words(k: int, P: int, teams: int = 1) -> float:
-    """Two steps of T - 1 blocks of k/T entries, T = P/d, and log2 d or d - 1 blocks between d teams, which divides P.
-
-    4k(P-1)/P for one team. Derived in docs/algorithms.md.
-    """
+    """4k(P-1)/P for one team; for d, see docs/algorithms.md: two steps of T - 1 blocks of k/T entries, T = P/d."""
     width, between = P // teams, teams - 1 if teams & (teams - 1) else rounds(teams)
     return 2 * k / width * (2 * (width - 1) + between)
 

@@ -1,183 +1,200 @@
 """What selecting, coding, decoding and summing cost on one core, against peers in the same run.
 
-    python perf/gradients.py                       # once: real gradients, in perf/data
-    python perf/kernels.py --markdown docs/kernels.md --json perf/results/kernels.json
+    python perf/kernels.py --json perf/results/kernels.json
 
-Sections (--only picks some): threshold, topk, edges, fused, packed, quantized, merge, steps, threads, table1, figure5,
-figure5b, start. Times are medians of interleaved repetitions, on one thread except in `threads`. Ratios are to the peer
-named in the column's head, on the same array in the same process. All takes about five minutes, and longer where the
-kernels have not been compiled before: run it once with `--sizes 2000000 --repeat 1`, then again on an idle machine.
-With `--only SECTION --update` a section alone is measured again, and the others are kept.
-
-Every instruction set that the processor has runs in processes of its own (SPARSECOLL_KERNELS), section by section in
-turn; the fastest one on all arrays, the others on those of up to 30 M values. NumPy and torch, too, are kept from
-AVX-512 while `avx2` or `portable` is measured.
+Times are medians of interleaved repetitions, on one thread. Ratios are to the peer named in the column's head, on the
+same array in the same process. Every instruction set that the processor has runs in processes of its own
+(SPARSECOLL_KERNELS); NumPy and torch, too, are kept from AVX-512 while `avx2` or `portable` is measured. All takes some
+five minutes where the kernels have been compiled before.
 """
 
-from __future__ import annotations
-
-import argparse
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from pathlib import Path
+import tracemalloc
+from functools import partial
+from math import lgamma, log
 
+import harness
 import numpy as np
-import report
 import torch
-from kernel_formats import SPEEDS, figure5, figure5b, packed, quantized, table1
-from kernel_selection import edges, fused, threshold, topk
-from kernel_sums import merge, steps, threads
-from report import Row
+from harness import Entries, heavy, load, markdown, medians
 
-import sparsecoll
-from sparsecoll.cli import bench
-from sparsecoll.kernels import host_kernels
+from sparsecoll import DenseVector, Residual, SparseVector, formats, select
+from sparsecoll.kernels import host_kernels, kernels_of, memory
 from sparsecoll.kernels import threads as pool
+from sparsecoll.kernels.reference.rice import RICE_PAD
 
-COLUMNS = {  # what is shown for every instruction set; the other columns are those of the fastest one
-    "threshold": ("x np.sum",),
-    "topk": ("x np.sum", "np.argpartition, times slower", "torch.topk, times slower"),
-    "fused": ("threshold (reused), x np.add", "exact top-k, x np.add"),
-    "packed": ("encode, M indices/s", "decode, M indices/s"),
-    "quantized": SPEEDS,
-    "merge": ("M entries/s",),
-    "steps": ("sparse step, ms", "torch.optim.SGD, times slower", "torch.optim.SGD(fused=True), times slower"),
-}
-NOTES = Path(__file__).parent / "kernels.in.md"  # what the page says before the tables
+DENSITIES = (0.001, 0.01, 0.05, 0.1)
 WITHOUT_AVX512 = {  # for NumPy before 2.4 and since, and torch
     "NPY_DISABLE_CPU_FEATURES": "AVX512F AVX512CD AVX512_SKX AVX512_CLX AVX512_CNL AVX512_ICL AVX512_SPR X86_V4",
     "ATEN_CPU_CAPABILITY": "avx2",
 }
 
-
-FIRST = """
-from time import perf_counter as now
-import numpy as np
-rng = np.random.default_rng(0)
-start = now()
-import sparsecoll
-print(now() - start)
-for n in (100_000, 4_000_000, 4_000_000):
-    x = rng.standard_normal(n).astype(np.float32)
-    start = now()
-    sparsecoll.simulate(2, lambda comm: sparsecoll.allreduce(comm, x, "oktopk", density=0.01, format="packed"))
-    print(now() - start)
-"""
+# A section yields two parts of each row: what is shown of the fastest instruction set only, and of all.
 
 
-def start(options: argparse.Namespace) -> Iterator[Row]:
-    """The first import and the first sums (Ok-Topk, packed, two virtual ranks), from an empty and a warm cache."""
-    with tempfile.TemporaryDirectory() as cache:
-        environment = os.environ | {"NUMBA_CACHE_DIR": cache}
-        del environment["SPARSECOLL_KERNELS"]  # with it, Numba starts at once
-        runs = [
-            subprocess.run([sys.executable, "-c", FIRST], env=environment, capture_output=True, text=True, check=True)
-            for _ in range(4)
-        ]
-    times = np.array([[float(word) for word in run.stdout.split()] for run in runs])
-    heads = (
-        "import sparsecoll, s",
-        "first sum, 100,000 values: no Numba, s",
-        "first sum of 4 M values: Numba starts, s",
-        "again, s",
-    )
-    for name, row in (("empty", times[0]), ("warm", np.median(times[1:], axis=0))):
-        yield {"cache of kernels": name} | dict(zip(heads, row.tolist(), strict=True))
+def cases(options):
+    """Yield (columns, array, k) for all heavy-tailed gradients and densities."""
+    for n in options.sizes:
+        x = heavy(n)
+        for density in DENSITIES:
+            yield {"data": f"heavy-tailed, n = {n / 1e6:g} M", "density": density}, x, round(density * n)
 
 
-SECTIONS = (threshold, topk, edges, fused, packed, quantized, merge, steps, threads, table1, figure5, figure5b, start)
+def threshold(options):
+    """Selection of the entries above a known threshold (select.threshold), compared with np.sum of the array."""
+    for row, x, k in cases(options):
+        t = DenseVector(x).topk(k)._kth_magnitude(k)
+        base, mine = medians([partial(np.sum, x), partial(DenseVector(x).threshold, t, k)], options.repeat)
+        yield row | {"ms": mine * 1e3, "np.sum ms": base * 1e3}, {"x np.sum": mine / base}
 
 
-def machine() -> Row:
-    """Return a description of the machine and versions."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    cpu = next((line.split(":")[1].strip() for line in lines if "model name" in line), platform.processor())
-    return {
-        "cpu": cpu,
-        "python": platform.python_version(),
-        "numpy": np.__version__,
-        "torch": torch.__version__,
-        "sparsecoll": sparsecoll.__version__,
-        "commit": bench.about()["commit"],
-    }
+def topk(options):
+    """Exact top-k (select.topk), compared with np.sum, np.argpartition(-|x|) and torch.topk(|x|)."""
+    for row, x, k in cases(options):
+        base, mine = medians([partial(np.sum, x), partial(select.topk, x, k)], options.repeat)
+        peers = {
+            "np.argpartition": lambda x=x, k=k: np.argpartition(np.abs(x), x.size - k)[x.size - k :],
+            "torch.topk": lambda x=x, k=k: torch.topk(torch.from_numpy(x).abs(), k, sorted=False),
+        }
+        slow = medians(peers.values(), max(1, options.repeat // 4)) if row["density"] == 0.01 else ()
+        slower = {f"{name}, times slower": took / mine for name, took in zip(peers, slow, strict=False)}
+        yield row | {"ms": mine * 1e3}, {"x np.sum": mine / base} | slower
 
 
-def rows_of(section: str, kernels: str, options: argparse.Namespace, brief: bool) -> list[Row]:
-    """Return the rows of a section, measured by another process with these kernels."""
-    sizes = [str(size) for size in options.sizes]
-    command = [sys.executable, __file__, "--measure", section, "--repeat", str(options.repeat), "--sizes", *sizes]
-    limits = {} if kernels == "avx512" else WITHOUT_AVX512
-    with tempfile.NamedTemporaryFile("r") as file:
-        command += ["--json", file.name] + ["--brief"] * brief
-        subprocess.run(
-            command, check=True, env=os.environ | {"SPARSECOLL_KERNELS": kernels, pool.VARIABLE: "1"} | limits
+def fused(options):
+    """Residual.take (add the gradient, select, clear the selected entries), compared with np.add(a, b, out=a)."""
+    selectors = {"threshold (reused)": partial(select.ThresholdReuse, 10**9), "exact top-k": select.TopK}
+    others = {"DGC": select.SampledThreshold, "Gaussian-k": select.GaussianK, "MSTopk": select.MSTopK}
+    selectors |= others | {"random-k": select.RandomK}
+    for row, x, k in cases(options):
+        gradient = np.random.default_rng(1).standard_normal(x.size, dtype=np.float32) * np.abs(x).mean() / 10
+        residual = Residual(x.size)
+        calls = [partial(np.add, residual.array, gradient, out=residual.array)]
+        calls += [partial(residual.take, gradient, make(), k) for make in selectors.values()]
+        base, *mine = medians(calls, options.repeat, partial(np.copyto, residual.array, x))
+        columns = {f"{name}, x np.add": took / base for name, took in zip(selectors, mine, strict=True)}
+        of_all = {name: columns.pop(name) for name in list(columns)[:2]}
+        yield row | {"np.add ms": base * 1e3} | columns, of_all
+
+
+def packed(options):
+    """The format packed: bits per index, and the speed of its index kernels."""
+    n, form = options.sizes[0], formats.FORMATS["packed"]
+    for density in DENSITIES:
+        x = Entries(n, round(density * n), 0, 1)()
+        kernels, k = kernels_of(x.values), x.nnz
+        block = kernels.rice_block(x.indices)
+        table = kernels.rice_table(x.indices, block)
+        out = np.empty(int(kernels.rice_offsets(table, k, block)[-1]) + RICE_PAD, np.uint8)
+
+        def encode(x=x, kernels=kernels, out=out):
+            block = kernels.rice_block(x.indices)
+            kernels.rice_encode(x.indices, kernels.rice_table(x.indices, block), block, out)
+
+        decode = partial(kernels.rice_decode, table, out, block, int(x.indices[0]), k, n, x.indices.dtype)
+        whole = [partial(form.encode, x), partial(form.decode, form.encode(x), n)]
+        to, back, to_all, back_all = (k / took / 1e6 for took in medians([encode, decode, *whole], options.repeat))
+        bits = (form.size(x) - x.values.nbytes) * 8 / k
+        least = (lgamma(n + 1) - lgamma(k + 1) - lgamma(n - k + 1)) / log(2) / k
+        row = {"positions": "uniform positions", "density": density, "bits per index": bits}
+        row |= {"entropy of uniform": least, "ratio": bits / least}
+        row |= {"whole message: encode, M entries/s": to_all, "decode, M entries/s": back_all}
+        yield row, {"encode, M indices/s": to, "decode, M indices/s": back}
+
+
+def quantized(options):
+    """Quantized values: GB/s of float32 that are read or written, in buckets of 512 values; 1 M values at a time."""
+    x = heavy(1 << 20)
+    kinds = ("linear", 8), ("linear", 4), ("linear", 2), ("float", 8), ("float", 4), ("mean", 2), ("mean", 1)
+    for levels, bits in kinds:
+        codes, seed = formats.Codes(bits, levels, 512), None if levels == "mean" else 1
+        message, error, out = np.empty(codes.size(0, x.size), np.uint8), x.copy(), x.copy()
+        calls = {
+            "quantize, GB/s": partial(codes.encode, x, 0, seed, message),
+            "and keep the error, GB/s": partial(codes.encode, error, 0, seed, message, True),
+            "decode, GB/s": partial(codes.decode, message, 0, out),
+            "decode and add, GB/s": partial(codes.decode, message, 0, out, True),
+        }
+        times = medians(calls.values(), options.repeat, partial(np.copyto, error, x))
+        yield (
+            {"bits": bits, "levels": levels},
+            {call: x.nbytes / 1e9 / took for call, took in zip(calls, times, strict=True)},
         )
-        return list(json.load(file))
 
 
-def merged(section: str, by_set: dict[str, list[Row]]) -> list[Row]:
-    """Return the rows of the fastest instruction set, with a column for every set in place of those in COLUMNS."""
-    named = {kernels: {str(list(row.values())[:2]): row for row in rows} for kernels, rows in by_set.items()}
-    result = []
-    for name, fastest in next(iter(named.values())).items():
-        row = {head: value for head, value in fastest.items() if head not in COLUMNS[section]}
-        for head in COLUMNS[section]:
-            row |= {f"{head}, {kernels}": rows.get(name, {}).get(head) for kernels, rows in named.items()}
-        result.append(row)
-    return result
+def sorted_vectors(P, each, density, wide=False):
+    """Return P vectors of so many entries at uniform indices, float32 with uint32 indices or (`wide`) 64 bits each."""
+    rng, kind = np.random.default_rng(0), np.float64 if wide else np.float32
+    indices = [np.cumsum(rng.geometric(density, each)).astype(np.uint64 if wide else np.uint32) for _ in range(P)]
+    n = max(max(int(index[-1]) for index in indices) + 1, 2**32 + 1 if wide else 0)
+    return [SparseVector(index, rng.standard_normal(each).astype(kind), n) for index in indices]
 
 
-def across(section: report.Section) -> report.Section:
-    """Return the section as run by a process for each instruction set."""
+def merge(options):
+    """SparseVector.merge of P sorted vectors at uniform indices; uint32 and float32, or uint64 and float64.
 
-    def run(options: argparse.Namespace) -> Iterator[Row]:
-        name = section.__name__
-        sets = options.kernels if name in COLUMNS else options.kernels[:1]
-        by_set = {kernels: rows_of(name, kernels, options, brief=kernels != sets[0]) for kernels in sets}
-        yield from merged(name, by_set) if name in COLUMNS else by_set[sets[0]]
+    The density is that of each vector. Peak memory is in units of the bytes of the entries that go in.
+    """
+    cases = [(P, d, 2_000_000 // P, w) for w in (False, True) for P in (2, 4, 8, 64) for d in (0.001, 0.01, 0.1)]
+    cases += [(P, 1e-7, each, True) for each in (1_000, 100_000) for P in (2, 8)]
+    for P, density, each, wide in cases:
+        parts = sorted_vectors(P, each, density, wide)
+        size = parts[0].dtype.itemsize
+        (seconds,) = medians([partial(SparseVector.merge, parts, parts[0].dtype)], options.repeat)
+        memory.release()
+        tracemalloc.start()
+        row = {"vectors": f"{P} of {each} entries, {8 * size} bits", "density": density}
+        row["entries out"] = SparseVector.merge(parts, parts[0].dtype).nnz
+        row["peak memory"] = tracemalloc.get_traced_memory()[1] / (2 * size * P * each)
+        tracemalloc.stop()
+        yield row, {"M entries/s": P * each / seconds / 1e6}
+
+
+SECTIONS = (threshold, topk, fused, packed, quantized, merge)
+
+
+def across_sets(section):
+    """Return the section as run by a process for each instruction set, the fastest one first."""
+
+    def run(options):
+        rows = {}
+        for kernels in options.kernels:
+            command = [sys.executable, __file__, "--measure", section.__name__, "--repeat", str(options.repeat)]
+            limits = {} if kernels == "avx512" else WITHOUT_AVX512
+            environment = os.environ | {"SPARSECOLL_KERNELS": kernels, pool.VARIABLE: "1"} | limits
+            with tempfile.NamedTemporaryFile("r") as file:
+                command += ["--json", file.name, "--sizes", *map(str, options.sizes)]
+                subprocess.run(command, check=True, env=environment)
+                rows[kernels] = json.load(file)
+        for number, (row, heads) in enumerate(rows[options.kernels[0]]):
+            for head in heads:
+                row |= {f"{head}, {kernels}": of_all[number][1][head] for kernels, of_all in rows.items()}
+            yield row
 
     run.__name__, run.__doc__ = section.__name__, section.__doc__
     return run
 
 
-def main() -> None:
+def tables():
+    """Return the tables of docs/kernels.md by name."""
+    saved = load("kernels")
+    return {f"kernels.{section.__name__}": markdown(saved[section.__name__]) for section in SECTIONS}
+
+
+def main():
     """Measure, print, save."""
-    supported = host_kernels().lanes.SUPPORTED  # type: ignore[attr-defined]
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--sizes", nargs="+", type=int, default=[24_000_000, 2_400_000, 240_000], help="of synthetic arrays"
-    )
-    parser.add_argument("--repeat", type=int, default=7)
-    parser.add_argument("--kernels", nargs="+", choices=supported, default=supported, help="the fastest one first")
-    parser.add_argument("--measure", help=argparse.SUPPRESS)  # this section, in this process
-    parser.add_argument("--brief", action="store_true", help=argparse.SUPPRESS)
-    report.add_options(parser, SECTIONS)
-    options = parser.parse_args()
+    sizes, sets = [24_000_000, 2_400_000, 240_000], list(host_kernels().lanes.SUPPORTED)
+    options = harness.options(__doc__, sizes=sizes, repeat=7, kernels=sets, only=[], measure="")
     torch.set_num_threads(1)
-    if options.measure:
-        section = next(s for s in SECTIONS if s.__name__ == options.measure)
+    if options.measure:  # a section, in this process
+        section = next(section for section in SECTIONS if section.__name__ == options.measure)
         options.json.write_text(json.dumps(list(section(options))))
-        return
-    rendered = options.update and options.only == []  # without new rows
-    about = json.loads(options.json.read_text())["machine"] if rendered else machine()
-    versions = ", ".join(f"{name} {version}" for name, version in about.items() if name != "cpu")
-    sets = f"kernels {', '.join(options.kernels)}"
-    made = f"Measured by `python perf/kernels.py`: one thread, {about['cpu']}, {sets}; {versions}."
-    heading = ["# Kernels: measured", made]
-    if {"avx512", "avx2"} <= set(options.kernels):
-        heading.append(
-            "This processor has AVX-512. The code of `avx2` contains no AVX-512 instructions (a test checks the"
-            " code), and NumPy and torch do not use them in comparisons with `avx2` and `portable`. `portable` is the"
-            " code that LLVM generates from plain loops for this processor. The figures of `avx2` are those of AVX2"
-            " code on this processor; processors that have AVX2 only do less per cycle."
-        )
-    heading.append(NOTES.read_text().strip())
-    report.run([across(section) for section in SECTIONS], options, heading, {"machine": about})
+    else:
+        harness.run_sections([across_sets(section) for section in SECTIONS], options)
 
 
 if __name__ == "__main__":

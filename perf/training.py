@@ -1,84 +1,64 @@
-"""Seconds per training step with every compressor, SparseSGD, and DistributedDataParallel over gloo, in one run.
+"""Seconds per training step with every compressor, SparseSGD, DistributedDataParallel over gloo, and sharded models.
 
     python perf/testbed.py run -- python perf/training.py --interface eth0 --json perf/results/training.json
-    python perf/training.py --render                      # docs/training.md from those rows
-    mpirun -n 8 python perf/training.py                   # any cluster
+    python perf/testbed.py run -- python perf/training.py --work --models vgg --json perf/results/work.json
 
-Models: "vgg" (20 M parameters, two convolutional blocks and three linear layers, on 28 x 28 images) and "mlp" (107 M
-parameters), with random inputs. A step is forward, backward, reduction, and SGD with momentum; its time is that of the
-slowest rank, the median of --repeat steps. "plain" is torch.optim.SGD on each rank alone, which is computation only; a
-step of it comes before each step of every other line, and "x plain" is the median of their ratios, so that neither the
-order of the lines nor what else the machine does favours one. "free" is DistributedOptimizer without communication.
-"exposed" is the time that a rank waits in `step`.
+docs/training.md and docs/fsdp.md have the other commands. A step is forward, backward, reduction, and the optimizer's,
+on random inputs; its time is that of the slowest rank. "plain" is torch.optim.SGD on each rank alone, or torch's FSDP
+inside each node. A step of it comes before each step of every other line, and "x plain" is the median of their ratios.
 """
 
-from __future__ import annotations
-
-import argparse
-import json
-import sys
+import contextlib
+import threading
 import time
-from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
-import gloo
+import harness
 import numpy as np
 import torch
-from report import Row, markdown
+from harness import load, markdown, source
+from nets import Transformer
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
-import sparsecoll.torch
-from sparsecoll.cli import bench
-from sparsecoll.torch import DistributedOptimizer, SparseSGD
-from sparsecoll.torch.compressors import COVAP, DGC, QSGD, Compressor, NesterovTopK, OkTopk, TopK
+import sparsecoll.torch.fsdp
+from sparsecoll.telemetry import trace
+from sparsecoll.torch import DistributedOptimizer, SparseSGD, Timeline
+from sparsecoll.torch.compressors import COVAP, DGC, QSGD, NesterovTopK, OkTopk, TopK
 from sparsecoll.transport import as_transport, default_comm
 from sparsecoll.transport.collectives import allgather
 
-ROOT = Path(__file__).parent.parent
-RESULTS, PAGE, TEXT = ROOT / "perf/results", ROOT / "docs/training.md", ROOT / "perf/training.in.md"
-ROWS = RESULTS / "training.json"
 LR, MOMENTUM = 0.01, 0.9
-COMPRESSED: dict[str, tuple[str | Compressor, dict[str, Any]]] = {  # name: (compressor, options)
-    "free": ("free", {}),
-    "none": ("none", {}),
-    "none, no overlap": ("none", {"overlap": False}),
-    "fp16": ("fp16", {}),
-    "topk 1 %": (TopK(0.01), {}),
-    "topk 1 %, no overlap": (TopK(0.01), {"overlap": False}),
-    "topk 1 %, whole model": (TopK(0.01), {"bucket_bytes": None}),
-    "allgather 1 %": (TopK(0.01, algo="allgather"), {}),
-    "oktopk 1 %": (OkTopk(0.01), {}),
-    "densestream 1 %": ("densestream", {}),
-    "dgc 1 %": (DGC(0.01), {}),
-    "topk 1 %, sparse step": (TopK(0.01), {"sparse_step": True}),
-    "allgather 1 %, sparse step": (TopK(0.01, algo="allgather"), {"sparse_step": True}),
-    "oktopk 1 %, sparse step": (OkTopk(0.01), {"sparse_step": True}),
-    "dgc 1 %, sparse step": (DGC(0.01), {"sparse_step": True}),
-    "dgc 0.1 %": (DGC(0.001), {}),
-    "nesterovtopk 1 %": (NesterovTopK(0.01), {}),
-    "nesterovtopk 1 %, sparse step": (NesterovTopK(0.01), {"sparse_step": True}),
-    "gaussiank 1 %": ("gaussiank", {}),
-    "mstopk 1 %": ("mstopk", {}),
-    "randomk 1 %": ("randomk", {}),
-    "dragonn 1 %": ("dragonn", {}),
-    "efsignsgd": ("efsignsgd", {}),
-    "qsgd 8 bits": (QSGD(8), {}),
-    "qsgd 2 bits": (QSGD(2), {}),
-    "powersgd rank 4": ("powersgd", {}),
-    "powersgd rank 4, no overlap": ("powersgd", {"overlap": False}),
-    "powersgd rank 4, no fusion": ("powersgd", {"bucket_bytes": 1}),
-    "acpsgd rank 4": ("acpsgd", {}),
-    "acpsgd rank 4, no overlap": ("acpsgd", {"overlap": False}),
-    "acpsgd rank 4, no fusion": ("acpsgd", {"bucket_bytes": 1}),
-    "covap": ("covap", {}),
+COMPRESSORS = {
+    "free": "free",  # no communication
+    "none": "none",
+    "fp16": "fp16",
+    "topk 1 %": TopK(0.01),
+    "allgather 1 %": TopK(0.01, algo="allgather"),
+    "oktopk 1 %": OkTopk(0.01),
+    "dgc 1 %": DGC(0.01),
+    "dgc 0.1 %": DGC(0.001),
+    "nesterovtopk 1 %": NesterovTopK(0.01),
+    **{f"{name} 1 %": name for name in ("densestream", "gaussiank", "mstopk", "randomk", "dragonn")},
+    "efsignsgd": "efsignsgd",
+    "qsgd 8 bits": QSGD(8),
+    "qsgd 2 bits": QSGD(2),
+    "powersgd rank 4": "powersgd",
+    "acpsgd rank 4": "acpsgd",
+    "covap": "covap",
 }
-COVAPS = {f"covap, I = {interval}": (COVAP(interval), {}) for interval in (1, 2, 4, 8, 16, 32)}
+NO_OVERLAP = ("none", "fp16", "topk 1 %", "powersgd rank 4", "acpsgd rank 4")
+COMPRESSED = {name: (compressor, {}) for name, compressor in COMPRESSORS.items()}  # and options
+COMPRESSED |= {f"{name}, no overlap": (COMPRESSORS[name], {"overlap": False}) for name in NO_OVERLAP}
+COMPRESSED |= {f"{name}, no fusion": (COMPRESSORS[name], {"bucket_bytes": 1}) for name in NO_OVERLAP[3:]}
+COMPRESSED["topk 1 %, whole model"] = (TopK(0.01), {"bucket_bytes": None})
+COMPRESSED |= {f"covap, I = {interval}": (COVAP(interval), {}) for interval in (1, 2, 4, 8, 16, 32)}
 
 
-def vgg() -> nn.Module:
+def vgg():
     """Return a net of 20.3 M parameters for 28 x 28 images."""
     return nn.Sequential(
         nn.Unflatten(1, (1, 28, 28)),
@@ -88,122 +68,133 @@ def vgg() -> nn.Module:
     )
 
 
-def mlp() -> nn.Module:
-    """Return a net of 107 M parameters for 784 values."""
-    sizes = [784, 8192, 8192, 4096, 10]
-    layers: list[nn.Module] = []
-    for inputs, outputs in pairwise(sizes):
-        layers += [nn.Linear(inputs, outputs), nn.ReLU()]
-    return nn.Sequential(*layers[:-1])
+def mlp(*sizes):
+    """Return linear layers of these sizes."""
+    return nn.Sequential(*[layer for size in pairwise(sizes) for layer in (nn.Linear(*size), nn.ReLU())][:-1])
 
 
-MODELS = {"vgg": vgg, "mlp": mlp}
-BATCH = 32  # samples per rank and step
+def device():
+    """Return the layers of "layers" with a back-propagation that waits as for a device; for a batch of 1."""
+    model = MODELS["layers"]()
+    for layer in model[2:-1:2]:
+        layer.register_full_backward_hook(lambda *_: time.sleep(0.035))
+    return model
 
 
-def ddp_lines() -> dict[str, Callable[[Any, Any], None]]:
-    """Return a dict from name to the function that registers the hook."""
+MODELS = {
+    "vgg": vgg,  # 20 M parameters
+    "mlp": lambda: mlp(784, 8192, 8192, 4096, 10),  # 107 M
+    "layers": lambda: mlp(784, *[1024] * 17, 10),  # 16 layers of 2^20 values
+    "device": device,
+    "transformer": lambda: Transformer(64, 384, 6),  # 10.8 M
+}
 
-    def power(model: Any, _: Any) -> None:
-        state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
-        model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
 
-    def ours(compressor: str) -> Callable[[Any, Any], None]:
-        def register(model: Any, comm: Any) -> None:
-            state = sparsecoll.torch.HookState(comm, compressor, model.module.named_parameters())
-            model.register_comm_hook(state, sparsecoll.torch.comm_hook)
+def our_hook(compressor):
+    """Return a function that registers the library's hook."""
 
-        return register
+    def register(model, comm):
+        state = sparsecoll.torch.HookState(comm, compressor, model.module.named_parameters())
+        model.register_comm_hook(state, sparsecoll.torch.comm_hook)
 
-    return {
-        "DDP, gloo": lambda model, _: None,
-        "DDP, gloo, fp16 hook": lambda model, _: model.register_comm_hook(None, default_hooks.fp16_compress_hook),
-        "DDP, gloo, PowerSGD hook, one bucket": power,
-        "DDP, our hook, topk 1 %": ours("topk"),
-        "DDP, our hook, acpsgd rank 4": ours("acpsgd"),
-    }
+    return register
+
+
+DDP = {  # name: function that registers a hook
+    "DDP, gloo": lambda model, _: None,
+    "DDP, gloo, fp16 hook": lambda model, _: model.register_comm_hook(None, default_hooks.fp16_compress_hook),
+    "DDP, gloo, PowerSGD hook, one bucket": lambda model, _: harness.power_hook(model, start=2),
+    "DDP, our hook, topk 1 %": our_hook("topk"),
+    "DDP, our hook, acpsgd rank 4": our_hook("acpsgd"),
+}
+HYBRID = {"none": "none", "topk 1 %": TopK(0.01), "oktopk 1 %": OkTopk(0.01), "powersgd": "powersgd"}
+SCATTERED = {"none": "none", "topk 1 %": TopK(0.01)}
 
 
 class Step:
     """One line of the table: a model, its optimizer, and their step."""
 
-    def __init__(self, model: nn.Module, forward: nn.Module, optimizer: Any, batch: int, rank: int) -> None:
-        self.model, self.forward, self.optimizer = model, forward, optimizer
-        generator, device = torch.Generator().manual_seed(rank), next(model.parameters()).device
-        self.x = torch.randn(batch, 784, generator=generator).to(device)
-        self.y = torch.randint(0, 10, (batch,), generator=generator).to(device)
+    def __init__(self, model, optimizer, x, y):
+        self.model, self.optimizer, self.x, self.y = model, optimizer, x, y
 
-    def __call__(self) -> None:
+    def __call__(self):
         self.optimizer.zero_grad()
-        nn.functional.cross_entropy(self.forward(self.x), self.y).backward()
+        nn.functional.cross_entropy(self.model(self.x), self.y).backward()
         self.optimizer.step()
         if self.x.is_cuda:
             torch.cuda.synchronize()
 
 
-def lines(model_name: str, options: argparse.Namespace, comm: Any) -> Iterator[tuple[str, Callable[[], Step]]]:
-    """Yield the name of each line and a function that creates its Step; models are freed line by line."""
+def lines(name, options, comm):
+    """Yield the name of each line of a model and a function that creates its Step; models are freed line by line."""
 
-    def made() -> nn.Module:
+    def made(optimizer_of, wrap=None):
         torch.manual_seed(0)
-        return MODELS[model_name]().to(options.device)
+        model = MODELS[name]().to(options.device)
+        optimizer, generator = optimizer_of(model), torch.Generator().manual_seed(comm.rank)
+        x = torch.randn(options.batch, 784, generator=generator).to(options.device)
+        y = torch.randint(0, 10, (options.batch,), generator=generator).to(options.device)
+        return Step(wrap(model) if wrap else model, optimizer, x, y)
 
-    def sgd(model: nn.Module) -> Any:
-        return torch.optim.SGD(model.parameters(), LR, momentum=MOMENTUM)
+    def sgd(model, momentum=MOMENTUM):
+        return torch.optim.SGD(model.parameters(), LR, momentum=momentum)
 
-    def compressed(compressor: str | Compressor, settings: dict[str, Any]) -> Step:
-        model = made()
-        momentum = 0.0 if getattr(compressor, "momentum", 0.0) else MOMENTUM
-        inner = torch.optim.SGD(model.parameters(), LR, momentum=momentum)
-        settings = {"timeline": options.timeline, **settings}
-        optimizer = DistributedOptimizer(inner, model.named_parameters(), comm, compressor, **settings)
-        return Step(model, model, optimizer, options.batch, comm.rank)
+    def compressed(model, compressor, settings):
+        inner = sgd(model, 0.0 if getattr(compressor, "momentum", 0.0) else MOMENTUM)
+        settings = {"timeline": options.timeline, "bucket_bytes": options.bucket_bytes, **settings}
+        return DistributedOptimizer(inner, model.named_parameters(), comm, compressor, **settings)
 
-    def sparse(algo: str) -> Step:
-        model = made()
-        settings: dict[str, Any] = {"comm": comm, "algo": algo, "density": 0.01, "timeline": options.timeline}
-        optimizer = SparseSGD(model.parameters(), LR, MOMENTUM, **settings)
-        return Step(model, model, optimizer, options.batch, comm.rank)
+    def sparse(model, algo):
+        settings = {"comm": comm, "algo": algo, "density": 0.01, "timeline": options.timeline}
+        return SparseSGD(model.parameters(), LR, MOMENTUM, **settings)
 
-    def ddp(register: Callable[[Any, Any], None], **settings: Any) -> Step:
-        model = nn.parallel.DistributedDataParallel(made(), **settings)
-        register(model, comm)
-        return Step(model, model, sgd(model), options.batch, comm.rank)
+    def ddp(model, line):
+        wrapped = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=10_000 if "one bucket" in line else 25)
+        DDP[line](wrapped, comm)
+        return wrapped
 
-    def plain() -> Step:
-        model = made()
-        return Step(model, model, sgd(model), options.batch, comm.rank)
-
-    yield "plain", plain
-    for name, (compressor, settings) in (COMPRESSED | COVAPS).items():
-        yield name, lambda c=compressor, s=settings: compressed(c, s)
-    yield "SparseSGD, dense", lambda: sparse("dense")
-    yield "SparseSGD, oktopk 1 %", lambda: sparse("oktopk")
-    if options.gloo:
-        for name, register in ddp_lines().items():
-            one = {"bucket_cap_mb": 10_000} if "one bucket" in name else {}
-            yield name, lambda r=register, one=one: ddp(r, **one)
+    yield "plain", lambda: made(sgd)
+    for line, (compressor, settings) in COMPRESSED.items():
+        yield line, lambda c=compressor, s=settings: made(lambda model: compressed(model, c, s))
+    yield "SparseSGD, dense", lambda: made(lambda model: sparse(model, "dense"))
+    yield "SparseSGD, oktopk 1 %", lambda: made(lambda model: sparse(model, "oktopk"))
+    for line in DDP if not options.no_gloo else ():
+        yield line, lambda line=line: made(sgd, lambda model: ddp(model, line))
 
 
-def measure(step: Step, comm: Any, warm: int, repeat: int, plain: Step | None = None) -> Row:
-    """Return the median seconds of a step on the slowest rank, their parts, and the ratio to steps of `plain`."""
-    transport = as_transport(comm)
-    for _ in range(warm):
-        step()
-    seconds = getattr(step.optimizer, "seconds", {})
-    before, counted = dict(seconds), transport.traffic.copy()
-    times = [timed(one, comm) for _ in range(repeat) for one in ([] if plain is None else [plain]) + [step]]
-    parts = {kind: (value - before[kind]) / repeat for kind, value in seconds.items()}
-    table = allgather(transport, np.array([*times, *parts.values()]))
-    moved = transport.traffic.since(counted)
-    *beside, slowest = table[:, : len(times)].max(axis=0).reshape(repeat, -1).T
-    row: Row = {"seconds": float(np.median(slowest)), "least": float(slowest.min()), "most": float(slowest.max())}
-    row |= {"MB received": moved.total.bytes_received / repeat / 1e6}
-    row |= dict(zip(parts, table[:, len(times) :].mean(axis=0).tolist(), strict=True))
-    return row | {"x plain": float(np.median(slowest / beside[0])) if beside else None}
+def sharded_lines(options, comm):
+    """Yield the lines of `transformer`: with AdamW, sharded over the ranks of a node or over all."""
+    nodes = options.nodes
+    mesh = init_device_mesh("cpu", (nodes, comm.size // nodes), mesh_dim_names=("replicate", "shard"))
+    flat = init_device_mesh("cpu", (comm.size,), mesh_dim_names=("shard",))
+
+    def made(where, replicas=None, compressor=None):
+        torch.manual_seed(0)
+        model = MODELS["transformer"]()
+        for block in model.blocks if where else ():
+            fully_shard(block, mesh=where)
+        model = fully_shard(model, mesh=where) if where else nn.parallel.DistributedDataParallel(model)
+        if compressor is not None:
+            sparsecoll.torch.fsdp.attach(model, replicas, compressor)
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+        return Step(model, optimizer, *torch.randint(0, 256, (2, options.batch, 64)))
+
+    yield "plain", lambda: made(mesh["shard"])
+    yield "HSDP, torch", lambda: made(mesh)
+    for name, compressor in HYBRID.items():
+        yield f"HSDP, {name}", lambda c=compressor: made(mesh["shard"], mesh["replicate"], c)
+    yield "FSDP, torch", lambda: made(flat["shard"])
+    for name, compressor in SCATTERED.items():
+        yield f"FSDP, {name}", lambda c=compressor: made(flat["shard"], None, c)
+    yield "DDP, torch", lambda: made(None)
 
 
-def timed(step: Step, comm: Any) -> float:
+def received(interface):
+    """Return the bytes that this host has received at an interface, headers included."""
+    return int(Path("/sys/class/net", interface, "statistics/rx_bytes").read_text()) if interface else 0
+
+
+def timed(step, comm):
     """Return the seconds of one step, which all ranks begin together."""
     comm.Barrier()
     start = time.perf_counter()
@@ -211,157 +202,110 @@ def timed(step: Step, comm: Any) -> float:
     return time.perf_counter() - start
 
 
-def rows(options: argparse.Namespace, comm: Any) -> Iterator[Row]:
-    """Measure and yield the rows, the same on every rank."""
-    for model_name in options.models:
-        plain: Step | None = None
-        for name, make in lines(model_name, options, comm):
-            if options.lines and name != "plain" and not any(text in name for text in options.lines):
+def measure(step, plain, warm, options, comm):
+    """Return the median seconds of a step on the slowest rank, their parts, and the ratio to steps of `plain`."""
+    transport, repeat = as_transport(comm), options.repeat
+    for _ in range(warm):
+        step()
+    seconds = getattr(step.optimizer, "seconds", {})
+    before, counted, host = dict(seconds), transport.traffic.copy(), received(options.interface)
+    times = [timed(one, comm) for _ in range(repeat) for one in ([] if plain is None else [plain]) + [step]]
+    parts = {kind: (value - before[kind]) / repeat for kind, value in seconds.items()}
+    comm.Barrier()
+    host = received(options.interface) - host
+    moved = transport.traffic.since(counted).total.bytes_received
+    table = allgather(transport, np.array([host, *times, *parts.values()]))
+    *beside, slowest = table[:, 1 : 1 + len(times)].max(axis=0).reshape(repeat, -1).T
+    row = {"seconds": float(np.median(slowest)), "least": float(slowest.min()), "most": float(slowest.max())}
+    row |= {"MB received": moved / repeat / 1e6, "MB into a node": float(table[:, 0].max()) / repeat / 1e6}
+    row |= dict(zip(parts, table[:, 1 + len(times) :].mean(axis=0).tolist(), strict=True))
+    return row | {"x plain": float(np.median(slowest / beside[0])) if beside else 1.0}
+
+
+class Work(Timeline):
+    """Adds up CPU seconds of the progress thread by kind of work instead of recording spans."""
+
+    def __init__(self):
+        super().__init__()
+        self.trainer, self.recorder = threading.get_ident(), trace.Recorder(time.thread_time)
+
+    def span(self, name, /, **amounts):
+        counts = threading.get_ident() != self.trainer and name in trace.KINDS
+        return self.recorder.span(name) if counts else contextlib.nullcontext()
+
+
+def work(step, options, comm):
+    """Return the CPU milliseconds of the progress thread in a step by kind of work, medians over the ranks."""
+    for _ in range(options.warm):
+        step()
+    options.timeline.recorder = recorder = trace.Recorder(time.thread_time)
+    for _ in range(options.repeat):
+        step()
+    mine = np.array(list(recorder.seconds.values())) * 1e3 / options.repeat
+    return dict(zip(trace.KINDS, np.median(allgather(as_transport(comm), mine), axis=0).tolist(), strict=True))
+
+
+def rows(options, comm):
+    """Measure every line, yield its row, the same on every rank."""
+    for model in options.models:
+        plain = None
+        for name, make in sharded_lines(options, comm) if model == "transformer" else lines(model, options, comm):
+            if options.lines and name != "plain" and not name.startswith(tuple(options.lines)):
                 continue
             step = make()
-            measured = name == "covap"
-            found = measure(step, comm, options.warm + (7 if measured else 0), options.repeat, plain)
-            parameters = sum(p.numel() for p in step.model.parameters())
-            row = {"model": model_name, "parameters": parameters, "batch": options.batch, "P": comm.size, "line": name}
-            row |= found
-            if measured:
-                row["ccr"] = step.optimizer.state_dict()["sparsecoll"]["ccr"]
+            row = {"model": model, "parameters": sum(p.numel() for p in step.model.parameters())}
+            row |= {"batch": options.batch, "P": comm.size, "line": name}
+            warm = options.warm + 7 * (name == "covap")  # which measures, too
+            yield row | (work(step, options, comm) if options.work else measure(step, plain, warm, options, comm))
             if isinstance(step.optimizer, DistributedOptimizer):
                 step.optimizer.close()
-            if name == "plain":
-                plain, row["x plain"] = step, 1.0
+            plain = step if name == "plain" else plain
             del step
-            yield row
 
 
-def hidden(rows: dict[str, Row], name: str) -> float | None:
+def hidden(rows, name):
     """Return the share of min(computation, communication) that a line saves over itself without overlap."""
-    alone, apart = rows.get("plain"), rows.get(f"{name}, no overlap")
-    if alone is None or apart is None:
-        return None
-    return (apart["x plain"] - rows[name]["x plain"]) / min(1.0, apart["x plain"] - 1.0)
+    apart = rows.get(f"{name}, no overlap")
+    return (apart["x plain"] - rows[name]["x plain"]) / min(1.0, apart["x plain"] - 1.0) if apart else None
 
 
-def tables(found: list[Row]) -> dict[str, str]:
-    """Return the tables of the page by name: that of the net, and of the batch where it is another one."""
-    made = {}
-    for model, batch in dict.fromkeys((row["model"], row["batch"]) for row in found):
-        rows = {row["line"]: row for row in found if (row["model"], row["batch"]) == (model, batch)}
-        model_name = model if batch == BATCH else f"{model}_{batch}"
-        best = min((row["x plain"] for name, row in rows.items() if name.startswith("DDP, gloo")), default=None)
-        shown = []
-        for name, row in rows.items():
-            if name in COVAPS:
-                continue
-            line = {"line": name, "s / step": row["seconds"], "x plain": row["x plain"]}
-            line |= {"best DDP / this": best / row["x plain"] if best else None}
-            line |= {"MB received": row["MB received"] if row["MB received"] > 0.001 else None}
-            line |= {kind: row.get(kind) for kind in ("select", "wait", "exposed")}
-            shown.append(line | {"hidden": hidden(rows, name)})
-        made[model_name] = markdown(shown)
-        covap = [{"I": int(name.rpartition(" ")[2]), **rows[name]} for name in COVAPS if name in rows]
-        made[f"{model_name}_covap"] = markdown(
-            [{"I": r["I"], "s / step": r["seconds"], "x plain": r["x plain"], "exposed": r["exposed"]} for r in covap]
-        )
-        measured = rows.get("covap", {}).get("ccr")
-        made[f"{model_name}_ccr"] = f"{measured:.1f}" if measured else "not measured"
-    return made
+def table(rows):
+    """Return the table of a net."""
+    best, shown = min((row["x plain"] for name, row in rows.items() if name.startswith("DDP, gloo")), default=None), []
+    for name, row in rows.items():
+        line = {"line": name, "s / step": row["seconds"], "x plain": row["x plain"]}
+        line |= {"best DDP / this": best / row["x plain"]} if best else {}
+        for column in ("MB received", "MB into a node"):
+            line |= {column: row[column] if row[column] > 0.001 else None} if column in row else {}
+        line |= {kind: row[kind] for kind in ("select", "wait", "exposed") if kind in row}
+        shown.append(line | {"hidden": hidden(rows, name)} if f"{name}, no overlap" in rows else line)
+    return markdown(shown)
 
 
-def other_tables() -> dict[str, str]:
-    """Return the tables of perf/work.py and perf/overlap.py, and their commits."""
-    work, overlap = (json.loads((RESULTS / f"{name}.json").read_text()) for name in ("work", "overlap"))
-    kinds = [
-        {name: value for name, value in row.items() if name != "model"} for row in work["rows"] if row["CPU ms"] > 0.1
-    ]
-    found = {
-        "work": markdown(kinds),
-        "bandwidth": f"{work['about']['GB/s']:.0f}",
-        "carried": f"{work['about']['ms per MB']:.1f}",
-        "work_commit": work["about"]["commit"],
-    }
-    found |= {name: markdown(overlap[name]) for name in ("overlap", "waits")}
-    return found | {"overlap_commit": overlap["about"]["commit"], **more_cores()}
+def tables():
+    """Return the tables of docs/training.md and docs/fsdp.md by name."""
+    made = {f"16_cores_{device}": markdown(load("training_16_cores")[device]) for device in ("cpu", "cuda")}
+    made["work"] = markdown([{name: row[name] for name in ("line", *trace.KINDS)} for row in load("work")["rows"]])
+    for name in ("hsdp", "fsdp"):
+        made[name] = f"{table({row['line']: row for row in load(name)['rows']})}\n\n{source(name)}"
+    found = load("training")["rows"] + load("overlap")["rows"]
+    for key in dict.fromkeys((row["model"], row["batch"]) for row in found):
+        rows = {row["line"]: row for row in found if (row["model"], row["batch"]) == key}
+        made[f"{key[0]}_{key[1]}"] = table(rows)
+    return {f"training.{name}": text for name, text in made.items()}
 
 
-def more_cores() -> dict[str, str]:
-    """Return the tables of the machine with 16 cores and a GPU: every run of a line."""
-    saved = json.loads((RESULTS / "training_16_cores.json").read_text())
-    found = {"cores_machine": saved["about"]["machine"], "cores_commits": saved["about"]["commit"]}
-    for device in ("cpu", "cuda"):
-        shown: dict[tuple[str, str], Row] = {}
-        for row in saved["rows"]:
-            if row["device"] == device:
-                new = {
-                    "million": round(row["parameters"] / 1e6),
-                    "line": row["line"],
-                    "s / step": f"{row['seconds']:.3g}",
-                }
-                new |= {
-                    "x plain": f"{row['x plain']:.3g}",
-                    "MB received": row["MB received"] if row["MB received"] > 0.001 else None,
-                }
-                new |= {kind: row.get(kind) or None for kind in ("select", "encode", "decode", "wait", "exposed")}
-                before = shown.setdefault((row["model"], row["line"]), new)
-                if before is not new:
-                    before |= {name: f"{before[name]}, {new[name]}" for name in ("s / step", "x plain")}
-        found[f"cores_{device}"] = markdown(sorted(shown.values(), key=lambda row: row["million"]))
-    return found
-
-
-def key(row: Row) -> tuple[Any, ...]:
-    """Return what a row is of."""
-    return row["model"], row["batch"], row["P"], row["line"]
-
-
-def kept(file: Path) -> dict[tuple[Any, ...], Row]:
-    """Return the rows that are in a file by their keys; raise ValueError unless they are of this commit."""
-    saved, now = json.loads(file.read_text()), bench.about()["commit"]
-    if saved["about"]["commit"] != now:
-        raise ValueError(f"--update: expected rows of {now} in {file}, got those of {saved['about']['commit']}")
-    return {key(row): row for row in saved["rows"]}
-
-
-def main() -> None:
+def main():
     """Measure and print; rank 0 saves the rows."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--lines", nargs="+", help="only plain and lines whose name contains one of these")
-    parser.add_argument("--batch", type=int, default=BATCH, help="samples per rank and step")
-    parser.add_argument("--device", default="cpu", help="cpu or cuda; ranks on one host share its GPU")
-    parser.add_argument("--repeat", type=int, default=6)
-    parser.add_argument("--warm", type=int, default=3)
-    parser.add_argument("--no-gloo", dest="gloo", action="store_false", help="without DistributedDataParallel")
-    parser.add_argument("--interface", help="network interface for gloo")
-    parser.add_argument("--json", type=Path, help="save the rows")
-    parser.add_argument("--update", action="store_true", help="keep the other rows of that file, of the same commit")
-    parser.add_argument("--render", action="store_true", help="only write the page")
-    parser.set_defaults(timeline=None)  # perf/work.py has one
-    options = parser.parse_args()
-    if options.update and not options.json:
-        parser.error("--update: expected --json FILE with it")
-    if options.render:
-        saved = json.loads(ROWS.read_text())
-        about = {"commit": saved["about"]["commit"], "machine": saved["about"]["machine"]}
-        PAGE.write_text(TEXT.read_text().format(**about, **tables(saved["rows"]), **other_tables()))
-        return
-    torch.set_num_threads(1)
+    size = {"batch": 32, "bucket_bytes": 25 << 20, "nodes": 4}  # samples per rank; hosts, for `transformer`
+    run = {"work": False, "device": "cpu", "repeat": 6, "warm": 3, "no_gloo": False, "interface": ""}
+    options = harness.options(__doc__, models=["vgg", "mlp"], lines=[], **size, **run)
     comm = default_comm()
-    if options.gloo:
-        gloo.start(comm, options.interface)
-    found = kept(options.json) if options.update else {}
-    for row in rows(options, comm):
-        found[key(row)] = row
-        if comm.rank == 0:
-            parts = " ".join(f"{kind} {row[kind]:.3f}" for kind in ("select", "wait", "exposed") if kind in row)
-            sys.stdout.write(
-                f"{row['model']:<5}{row['line']:<38}{row['seconds']:>8.3f} s {row['x plain'] or 0:>6.2f} x plain"
-                f" {row['MB received']:>8.2f} MB  {parts}\n"
-            )
-            sys.stdout.flush()
-            if options.json:
-                saved = {"about": bench.about(), "rows": [*found.values()]}
-                options.json.write_text(json.dumps(saved, indent=1) + "\n")
+    torch.set_num_threads(1)
+    options.timeline = Work() if options.work else None
+    if not options.no_gloo:
+        harness.start_gloo(comm, options.interface)
+    harness.record(rows(options, comm), options, comm.rank, key=("model", "batch", "P", "line"))
 
 
 if __name__ == "__main__":

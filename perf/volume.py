@@ -1,204 +1,182 @@
-"""Counted words, fill-in and modelled time of the algorithms, beside formulas and figures of the papers.
+"""Counted words and modelled times on the simulator, beside formulas and figures of the papers.
 
-    python perf/volume.py --markdown docs/volume.md --json perf/results/volume.json
+    python perf/volume.py --json perf/results/volume.json
+    python perf/volume.py --scaling --ranks 4 16 64 256 1024 --json perf/results/scaling.json      # hours
 
-Sections (--only picks some): table1, fill_in, figure7. Everything runs on the simulator, whose counts equal those over
-MPI (tests/mpi), so no cluster is needed. Words are 4 bytes, received by the busiest rank; COO, float32.
+Words are 4 bytes, received by the busiest rank; COO, float32. Modelled times charge a message alpha + beta * bytes, and
+computation COSTS. A vector that is s times shorter takes the same time on a network and a processor that are s times
+slower, except for message headers, which count s times as much: so that 1024 ranks fit in memory and end in minutes, n
+is divided by the `scale` in each row of --scaling.
 """
 
-from __future__ import annotations
-
-import argparse
-import sys
-from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import formulas
+import harness
 import numpy as np
-import report
-from report import Row
+from harness import Entries, load, markdown
 
 import sparsecoll
-from sparsecoll import Algorithm, DenseStream, OkTopk, SparCML, SparseVector, select
-from sparsecoll.algorithms.primitives import estimates
-from sparsecoll.cli import bench
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
+from sparsecoll import Costs, DenseVector, Network, SparseVector
+from sparsecoll.algorithms.primitives import estimates, pipeline
+from sparsecoll.cli.arguments import algorithm
+from sparsecoll.transport.channel import Channel
+from sparsecoll.transport.collectives import allgather
 
 SEARCH = ("agree", "repartition", "threshold", "overlap", "nodes", "pattern")  # phases that move counts or bits
+ALGORITHMS = {  # name: (algorithm, formula, its words)
+    "dense": ("dense", "2n(P-1)/P", lambda n, k, P: formulas.dense_words(n, P)),
+    "allgather": ("allgather", "2k(P-1)", lambda n, k, P: formulas.allgather_words(k, P)),
+    "sparcml, recursive_double": (
+        "sparcml:variant=recursive_double",
+        "2k log P to 2k(P-1)",
+        lambda n, k, P: (2 * k * estimates.rounds(P), 2 * k * (P - 1)),
+    ),
+    "sparcml, dynamic": ("sparcml:variant=dynamic", "4k(P-1)/P to (2k+n)(P-1)/P", formulas.sparcml_words),
+    "densestream": (
+        "densestream:repartition=average",
+        "4k(P-1)/P to 2k((log2(P)/2+1)P-1)",
+        lambda n, k, P: formulas.densestream_words(k, P),
+    ),
+    "gtopk": ("gtopk", "2k log P, and as many sent", lambda n, k, P: formulas.gtopk_words(k, P) / 2),
+    "spardl": ("spardl", "4k(P-1)/P", lambda n, k, P: formulas.spardl_words(k, P)),
+    "spardl, 4 teams": ("spardl:teams=4", "2k(2(T-1) + 2)/T, T = P/4", lambda n, k, P: formulas.spardl_words(k, P, 4)),
+    "cltk": ("cltk", "at most k + 2k(P-1)/P", lambda n, k, P: formulas.cltk_words(k, P)),
+    "exdyna": ("exdyna", "at most 3k(P-1)/P", lambda n, k, P: formulas.exdyna_words(k, P)),
+    "arctopk, rows of 400": (
+        "arctopk:columns=400",
+        "2(k + n/100)(P-1)/P",
+        lambda n, k, P: formulas.arctopk_words(n, k, P, 400),
+    ),
+    "oktopk": ("oktopk", "2k(P-1)/P to 6k(P-1)/P", lambda n, k, P: formulas.oktopk_words(k, P)),
+}
+MODELS = {"BERT": (133_547_324, 0.01), "VGG-16": (14_728_266, 0.02), "LSTM": (27_569_568, 0.02)}  # Ok-Topk, Table 2
+NETWORKS = {"1 Gb/s": Network(50e-6, 8e-9), "10 Gb/s": Network(20e-6, 8e-10), "100 Gb/s": Network(2e-6, 8e-11)}
+COSTS = {"select": 1.47e-10, "encode": 1.39e-9, "decode": 9.65e-10, "merge": 2.48e-9}  # of one core of an AMD EPYC
+COSTS |= {"dense_merge": 1.09e-9, "dense_merge_span": 6.23e-11, "dense": 1e-10, "call": 1e-5}
+KINDS = {  # of --scaling: (algorithm, format, value dtype); those with COO are of Ok-Topk's figures
+    "Dense": ("dense", "auto", None),
+    "TopkA": ("allgather", "coo", None),
+    "TopkDSA": ("sparcml:variant=dynamic", "coo", None),
+    "gTopk": ("gtopk", "coo", None),
+    "Ok-Topk": ("oktopk", "coo", None),
+    "exact sum": ("auto", "auto", None),
+    "top k of sum": ("auto:want=top_k_of_sum", "auto", None),
+    "top k of sum, float16": ("auto:want=top_k_of_sum", "auto", "float16"),
+}
+LEAST = 300  # entries of a message
+MOST_IN_CHUNKS = 64  # with more ranks, messages are not divided into chunks, of which there would be millions
 
 
-def support(name: str, rank: int, n: int, k: int) -> np.ndarray:
-    """Return the indices of one rank's k entries."""
-    rng = np.random.default_rng([rank, 1])
-    if name == "identical":
-        return np.sort(np.random.default_rng(5).choice(n, k, replace=False))
-    if name == "skewed":
-        return np.unique((n * rng.random(2 * k) ** 4).astype(np.int64))[:k]
-    return np.sort(rng.choice(n, k, replace=False))
-
-
-def vector(name: str, rank: int, n: int, k: int) -> SparseVector:
+def vector(support, rank, n, k):
     """Return the input of one rank."""
-    indices = support(name, rank, n, k)
+    rng = np.random.default_rng([rank, 1])
+    if support == "skewed":
+        indices = np.unique((n * rng.random(2 * k) ** 4).astype(np.int64))[:k]
+    else:
+        rng = np.random.default_rng(5) if support == "identical" else rng
+        indices = np.sort(rng.choice(n, k, replace=False))
     return SparseVector(indices, np.random.default_rng([rank, 2]).standard_normal(indices.size).astype(np.float32), n)
 
 
-def words(low: float, high: float | None = None) -> str:
-    """Format one number or a range."""
-    return f"{low:,.0f}" if high is None else f"{low:,.0f} to {high:,.0f}"
-
-
-ALGORITHMS: dict[str, tuple[Callable[[], Algorithm], str, Callable[[int, int, int], str]]] = {
-    "dense": (sparsecoll.Dense, "2n(P-1)/P", lambda n, k, P: words(formulas.dense_words(n, P))),
-    "allgather": (sparsecoll.Allgather, "2k(P-1)", lambda n, k, P: words(formulas.allgather_words(k, P))),
-    "sparcml, recursive_double": (
-        partial(SparCML, variant="recursive_double"),
-        "2k log P to 2k(P-1)",
-        lambda n, k, P: words(2 * k * estimates.rounds(P), 2 * k * (P - 1)),
-    ),
-    "sparcml, dynamic": (
-        partial(SparCML, variant="dynamic"),
-        "4k(P-1)/P to (2k+n)(P-1)/P",
-        lambda n, k, P: words(*formulas.sparcml_words(n, k, P)),
-    ),
-    "densestream": (
-        partial(DenseStream, repartition="average"),
-        "4k(P-1)/P to 2k((log2(P)/2+1)P-1)",
-        lambda n, k, P: words(*formulas.densestream_words(k, P)),
-    ),
-    "gtopk": (sparsecoll.GTopk, "2k log P, and as many sent", lambda n, k, P: words(formulas.gtopk_words(k, P) / 2)),
-    "spardl": (sparsecoll.SparDL, "4k(P-1)/P", lambda n, k, P: words(formulas.spardl_words(k, P))),
-    "spardl, 4 teams": (
-        partial(sparsecoll.SparDL, teams=4),
-        "2k(2(T-1) + 2)/T, T = P/4",
-        lambda n, k, P: words(formulas.spardl_words(k, P, 4)),
-    ),
-    "cltk": (sparsecoll.CLTk, "at most k + 2k(P-1)/P", lambda n, k, P: words(formulas.cltk_words(k, P))),
-    "exdyna": (sparsecoll.ExDyna, "at most 3k(P-1)/P", lambda n, k, P: words(formulas.exdyna_words(k, P))),
-    "arctopk, rows of 400": (
-        partial(sparsecoll.ARCTopK, columns=400),
-        "2(k + n/100)(P-1)/P",
-        lambda n, k, P: words(formulas.arctopk_words(n, k, P, 400)),
-    ),
-    "oktopk": (OkTopk, "2k(P-1)/P to 6k(P-1)/P", lambda n, k, P: words(*formulas.oktopk_words(k, P))),
-}
-
-
-def table1(options: argparse.Namespace) -> Iterator[Row]:
+def table1(options):
     """The papers' Table 1, counted: words received by the busiest rank + words for search and agreement."""
     n, k = options.n, round(options.density * options.n)
-    for algo, (make, form, value) in ALGORITHMS.items():
+
+    def program(comm, support, algo):
+        x = vector(support, comm.rank, n, k)
+        traffic = sparsecoll.allreduce(comm, x, algorithm(algo), k=k, format="coo", return_reduction=True).traffic
+        search = sum(traffic.phases[phase].words_received for phase in SEARCH if phase in traffic.phases)
+        return traffic.total.words_received - search, search, traffic.total.messages_sent
+
+    for name, (algo, form, words) in ALGORITHMS.items():
         for P in options.ranks:
-            row: Row = {"algorithm": algo, "formula": form, "P": P, "formula's words": value(n, k, P)}
-            for name in ("random", "identical", "skewed"):
-                if algo == "dense" and name != "random":
-                    continue
-
-                def program(
-                    comm: Any, name: str = name, make: Callable[[], Algorithm] = make
-                ) -> tuple[float, float, int]:
-                    x = vector(name, comm.rank, n, k)
-                    traffic = sparsecoll.allreduce(comm, x, make(), k=k, format="coo", return_reduction=True).traffic
-                    search = sum(traffic.phases[p].words_received for p in SEARCH if p in traffic.phases)
-                    return [traffic.total.words_received - search, search, traffic.total.messages_sent]
-
-                moved, search, messages = np.max(sparsecoll.simulate(P, program).results, axis=0).tolist()
-                row[name] = f"{moved:,.0f} + {search:,.0f}"
-                row["messages"] = int(messages)
+            expected = " to ".join(f"{value:,.0f}" for value in np.atleast_1d(words(n, k, P)))
+            row = {"algorithm": name, "formula": form, "P": P, "formula's words": expected}
+            for support in ("random",) if name == "dense" else ("random", "identical", "skewed"):
+                results = sparsecoll.simulate(P, partial(program, support=support, algo=algo)).results
+                moved, search, messages = np.max(results, axis=0).tolist()
+                row |= {support: f"{moved:,.0f} + {search:,.0f}", "messages": int(messages)}
             yield row
 
 
-def fill_in(options: argparse.Namespace) -> Iterator[Row]:
-    """Density of the sum against P (Ok-Topk, section 5.2) on gradients of the model that examples/train.py trains.
-
-    Each of P workers with error feedback selects 1 % on its own share of the digits; after 5 and after 40 steps.
-    """
-    import torch
-    import train
-
-    most, k_share = 64, 0.01
-    _, (images, labels), _ = train.load_digits(0)
-    torch.manual_seed(0)
-    net = train.make_model(images.shape[-1])
-    parameters = list(net.parameters())
-    n = sum(p.numel() for p in parameters)
-    residuals = [sparsecoll.Residual(n) for _ in range(most)]
-    generators = [torch.Generator().manual_seed(worker) for worker in range(most)]
-    for step in range(1, 41):
-        chosen = []
-        for worker in range(most):
-            picked = worker + most * torch.randint(len(labels) // most, (16,), generator=generators[worker])
-            net.zero_grad()
-            torch.nn.functional.cross_entropy(net(images[picked]), labels[picked]).backward()
-            gradient = torch.cat([p.grad.reshape(-1) for p in parameters]).numpy()
-            chosen.append(residuals[worker].take(gradient, select.TopK(), round(k_share * n), scale=0.05))
-        if step in (5, 40):
-            held = np.zeros(n, bool)
-            row: Row = {"step": step, "density of each": k_share}
-            for worker, x in enumerate(chosen, start=1):
-                held[x.indices] = True
-                if worker in (4, 16, 64):
-                    uniform = estimates.fill_in(n, round(k_share * n), worker) / n
-                    row[f"P = {worker}"] = f"{held.mean():.1%} (uniform: {uniform:.1%})"
-            yield row
-        with torch.no_grad():
-            update = torch.from_numpy(SparseVector.merge(chosen, np.dtype(np.float32)).to_dense()) / most
-            for p, change in zip(parameters, update.split([p.numel() for p in parameters]), strict=True):
-                p -= change.view_as(p)
+def scale_of(kind, n, k, P):
+    """Return the divisor of n: messages keep LEAST entries, and all ranks handle at most 10^8 entries together."""
+    total = estimates.fill_in(n, k, P)
+    shortest = {"Dense": n / P, "TopkA": k, "gTopk": k}.get(kind, k / P)
+    handled = P * {"Dense": 2 * n, "TopkA": k * P, "TopkDSA": total, "exact sum": total}.get(kind, k)
+    return max(1, int(min(shortest, pipeline.CHUNK_BYTES / 5) / LEAST), int(np.ceil(handled / 1e8)))
 
 
-def figure7(options: argparse.Namespace) -> Iterator[Row]:
-    """Ok-Topk's Figure 7: repartition and balancing on and off, modelled ms per steady-state call (10 Gb/s, 20 us).
-
-    Skewed supports, k = 1 % of n. A gain is the time without it divided by the time with it.
-    """
-    n, network = options.n, sparsecoll.Network(20e-6, 8e-10)
-    k = round(0.01 * n)
-    kinds = {
-        "both": partial(OkTopk),
-        "no repartition": partial(OkTopk, repartition="even", balance_factor=1.0),
-        "no balancing": partial(OkTopk, repartition="even", balance_factor=1e9),
-    }
-    for P in [p for p in (16, 32, 64, 128, 256) if p <= max(options.ranks)]:
-        row: Row = {"P": P}
-        phases: dict[str, dict[str, float]] = {}
-        for kind, make in kinds.items():
-
-            def program(comm: Any, make: Callable[[], Algorithm] = make) -> tuple[float, float]:
-                x, algorithm = vector("skewed", comm.rank, n, k), make()
-                sparsecoll.allreduce(comm, x, algorithm, k=k, format="coo")
-                y = sparsecoll.allreduce(comm, x, algorithm, k=k, format="coo", return_reduction=True)
-                return y.traffic.phases["split"].seconds, y.traffic.phases["gather"].seconds
-
-            split, gather = np.max(sparsecoll.simulate(P, program, network).results, axis=0).tolist()
-            phases[kind] = {"split": split, "gather": gather}
-            row[f"{kind}: split + gather, ms"] = f"{1e3 * split:.2f} + {1e3 * gather:.2f}"
-        row["split and reduce: repartition gains"] = phases["no repartition"]["split"] / phases["both"]["split"]
-        row["allgatherv: balancing gains"] = phases["no balancing"]["gather"] / phases["no repartition"]["gather"]
-        yield row
+def second_call(comm, kind, n, k):
+    """Make two calls; return start and end of the second, words received, those of the search, and messages."""
+    algo, form, value_dtype = KINDS[kind]
+    kept, transport, x = algorithm(algo), comm.transport, Entries(n, k, comm.rank, count=1)()
+    for _ in range(2):
+        allgather(transport, np.zeros(1))
+        before, start = transport.traffic.copy(), transport.now()
+        if kept.takes_dense:  # as a gradient is: already dense
+            kept(Channel(transport, n), DenseVector(x.to_dense()), k)
+        else:
+            sparsecoll.allreduce(comm, x, kept, k=k, format=form, value_dtype=value_dtype)
+        moved, end = transport.traffic.since(before), transport.now()
+    search = sum(moved.phases[p].words_received for p in ("agree", "repartition", "threshold") if p in moved.phases)
+    return start, end, moved.total.words_received - search, search, moved.total.messages_sent
 
 
-SECTIONS = (table1, fill_in, figure7)
-
-
-def main() -> None:
-    """Measure, print and save."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--n", type=int, default=1_000_000)
-    parser.add_argument("--density", type=float, default=0.005)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[4, 16, 64, 256])
-    report.add_options(parser, SECTIONS)
-    options = parser.parse_args()
-    k, commit = round(options.density * options.n), bench.about()["commit"]
-    heading = [
-        "# Volume: counted",
-        f"Counted by `python perf/volume.py`, commit {commit}: n = {options.n:,}, k = {k:,} (table1), COO, float32.",
+def scaling(options):
+    """Yield modelled seconds, and words of the busiest rank without and with search; above 256 ranks on 1 Gb/s."""
+    cases = [
+        (model, P, network, kind)
+        for model in options.models
+        for P in options.ranks
+        for network in NETWORKS
+        for kind in KINDS
     ]
-    about = {"version": sparsecoll.__version__, "commit": commit, "n": options.n, "density": options.density}
-    report.run(SECTIONS, options, heading, about)
+    for model, P, network, kind in cases:
+        if P > 256 and network != "1 Gb/s":
+            continue
+        n, density = MODELS[model]
+        scale, whole = scale_of(kind, n, int(n * density), P), pipeline.CHUNK_BYTES
+        slow = Network(NETWORKS[network].alpha, NETWORKS[network].beta * scale)
+        costs = Costs(**{name: cost * (1 if name == "call" else scale) for name, cost in COSTS.items()})
+        program = partial(second_call, kind=kind, n=n // scale, k=max(1, round(n // scale * density)))
+        pipeline.CHUNK_BYTES = max(whole // scale, 1) if P <= MOST_IN_CHUNKS else 1 << 60
+        results = np.array(sparsecoll.simulate(P, program, slow, costs=costs).results)
+        pipeline.CHUNK_BYTES = whole
+        start, end, words, search, messages = results.max(axis=0).tolist()
+        selecting = 0.0 if kind == "Dense" else COSTS["select"] * n
+        row = {"model": model, "n": n, "density": density, "P": P, "network": network, "algo": kind, "scale": scale}
+        row |= {"seconds": end - start + selecting, "select": selecting, "words": words * scale, "search": search}
+        yield row | {"bytes_received": int(4 * scale * results[:, 2:4].sum(axis=1).max()), "messages": int(messages)}
+
+
+def scaling_tables():
+    """Yield a heading and a table for each model and network."""
+    rows = load("scaling")["rows"]
+    for model, network in dict.fromkeys((row["model"], row["network"]) for row in rows):
+        some = [row for row in rows if (row["model"], row["network"]) == (model, network)]
+        ms = {(row["algo"], row["P"]): 1e3 * row["seconds"] for row in some}
+        lines = {row["algo"]: {"": row["algo"]} for row in some}
+        for kind, P in sorted(ms, key=lambda key: key[1]):
+            lines[kind][f"P = {P}"] = f"{ms[kind, P]:,.0f} ms, {ms[kind, P] / ms['top k of sum', P]:.2f} x"
+        yield f"### {model} (n = {some[0]['n']:,}, density {some[0]['density']:.0%}), {network}"
+        yield markdown(list(lines.values()))
+
+
+def tables():
+    """Return the table of docs/volume.md, and those of docs/benchmarks.md about many ranks, by name."""
+    return {"volume.table1": markdown(load("volume")["rows"]), "volume.scaling": "\n\n".join(scaling_tables())}
+
+
+def main():
+    """Count or model, print and save."""
+    ranks = [4, 16, 64, 256]
+    options = harness.options(__doc__, n=10**6, density=0.005, ranks=ranks, scaling=False, models=list(MODELS))
+    if options.scaling:
+        harness.record(scaling(options), options, key=("model", "P", "network", "algo"))
+    else:
+        harness.record(table1(options), options, key=("algorithm", "P"))
 
 
 if __name__ == "__main__":

@@ -28,11 +28,10 @@ from sparsecoll.algorithms import (
     SparCML,
     SparDL,
 )
-from sparsecoll.algorithms.auto.tune import tune
 from sparsecoll.algorithms.rows import RowAuto, RowGather, RowOwners
 from sparsecoll.collectives.allgather import allgather
 from sparsecoll.collectives.allreduce import allreduce
-from sparsecoll.collectives.allreduce_init import allreduce_init
+from sparsecoll.collectives.allreduce_init import Plan, allreduce_init
 from sparsecoll.collectives.alltoall import alltoall
 from sparsecoll.collectives.alltoallv import alltoallv
 from sparsecoll.collectives.bcast import bcast
@@ -52,19 +51,6 @@ from sparsecoll.collectives.nonblocking import (
     iscan,
     iscatter,
 )
-from sparsecoll.collectives.persistent import (
-    allgather_init,
-    alltoall_init,
-    alltoallv_init,
-    bcast_init,
-    exscan_init,
-    gather_init,
-    reduce_init,
-    reduce_scatter_init,
-    scan_init,
-    scatter_init,
-)
-from sparsecoll.collectives.plan import Plan
 from sparsecoll.collectives.reduce import reduce
 from sparsecoll.collectives.reduce_scatter import reduce_scatter
 from sparsecoll.collectives.scan import scan
@@ -73,8 +59,9 @@ from sparsecoll.errors import CommunicationError, NonFiniteError
 from sparsecoll.residual import Residual, RowResidual
 from sparsecoll.telemetry.traffic import Traffic
 from sparsecoll.transport import DeadlockError, Simulation, shrink, simulate, traffic
-from sparsecoll.transport.network import Costs, Network, Tuning
+from sparsecoll.transport.network import Costs, Network
 from sparsecoll.transport.progress import Request
+from sparsecoll.transport.stores import connect
 from sparsecoll.vector import DenseVector, RowSparse, SparseVector
 
 __all__ = [
@@ -112,24 +99,18 @@ __all__ = [
     "SparDL",
     "SparseVector",
     "Traffic",
-    "Tuning",
     "__version__",
     "allgather",
-    "allgather_init",
     "allreduce",
     "allreduce_init",
     "alltoall",
-    "alltoall_init",
     "alltoallv",
-    "alltoallv_init",
     "as_vector",
     "bcast",
-    "bcast_init",
+    "connect",
     "exscan",
-    "exscan_init",
     "formats",
     "gather",
-    "gather_init",
     "iallgather",
     "iallreduce",
     "ialltoall",
@@ -143,16 +124,11 @@ __all__ = [
     "iscatter",
     "like",
     "reduce",
-    "reduce_init",
     "reduce_scatter",
-    "reduce_scatter_init",
     "scan",
-    "scan_init",
     "scatter",
-    "scatter_init",
     "select",
     "shrink",
     "simulate",
     "traffic",
-    "tune",
 ]

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 from collections.abc import Callable
 from typing import Any, TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
 
-from sparsecoll.kernels.keys import COMPILED_DTYPES, Momentum
+from sparsecoll.kernels.keys import COMPILED_DTYPES, PLAIN, Momentum, Pass
 from sparsecoll.kernels.memory import empty, to_host
-from sparsecoll.kernels.reference.selection import begun
+from sparsecoll.kernels.sampling import sample_of
 from sparsecoll.select import Selector
-from sparsecoll.select.base import selected
 from sparsecoll.vector import DenseVector, RowSparse, SparseVector
 from sparsecoll.vector.values import can_add
 
@@ -105,17 +102,18 @@ class Residual:
             SparseVector of the entries to send. If the selector raises, the gradient has been added and nothing taken.
 
         Raises:
-            ValueError: The gradient has another length, or the scale of whole numbers is not one, or a selector of the
-                user's returns a vector of another length or other values than those of the vector.
-            TypeError: The gradient is one that `compensate` refuses, or a selector of the user's returns something else
-                than a SparseVector, or one of another dtype, or its options are not the fields of a dataclass.
+            ValueError: The gradient, or what the selector returns, has another length, or the scale of whole numbers
+                is not one.
+            TypeError: The gradient is one that `compensate` refuses, or the selector returns no vector.
             NonFiniteError: There is a NaN among the selected values.
         """
         self._acc.add_later(gradient, scale)
         self._acc.clear_selected = True
         chosen: SparseVector | None = None
         try:
-            chosen = selected(selector, self._acc, k)
+            found = selector.select(self._acc, k)
+            check_part("selector", found, self._acc)
+            chosen = found
         finally:
             self._acc.clear_selected = False
             self._acc.commit(chosen)
@@ -239,11 +237,10 @@ class RowResidual:
 
 
 class LazyAccumulator(DenseVector):
-    """A DenseVector to which an addend is added in the next pass over it, which may also clear what it selects.
+    """A DenseVector on which work waits for the next pass over it, which may also clear what it selects.
 
-    `topk`, `threshold` and `magnitude_stats` add the pending addend in the pass that they make anyway; `sample` adds it
-    to the sample. All other methods flush first. Call `flush` before you read `values`. With `momentum_later`, the pass
-    begins by replacing the values, a gradient, by those with momentum.
+    `topk`, `threshold` and `magnitude_stats` do the work in the pass that they make anyway, and `sample` does it to the
+    sample. Whatever else needs the values does it first.
 
     Args:
         values: as of DenseVector.
@@ -252,60 +249,40 @@ class LazyAccumulator(DenseVector):
 
     Attributes:
         clear_selected: whether the entries that a pass selects are removed from the vector, until `commit`.
-        formed: whether the values are those after all additions; None if a pass that was to add has failed.
     """
 
-    __slots__ = ("_momentum", "_pending", "_removed", "_source", "clear_selected", "formed")
+    __slots__ = ("_removed", "_work", "clear_selected")
 
     def __init__(self, values: Any, source: Any = None) -> None:
-        self._source: NDArray[Any] | None = source
-        self._momentum: Momentum | None = None
-        self._pending: tuple[NDArray[Any], float] | None = None
+        self._work = PLAIN if source is None else Pass(source)
         self._removed: SparseVector | None = None
         self.clear_selected = False
-        self.formed: bool | None = True
         super().__init__(values)
 
     @property
     def values(self) -> NDArray[Any]:
-        """The values.
-
-        Raises:
-            RuntimeError: An addition is pending, or removed entries are.
-        """
-        left = self._pending, self._removed, self._source, self._momentum
-        if any(part is not None for part in left):
-            raise RuntimeError("values: expected flush() before they are read, got an addition that is pending")
-        return self._array
+        """The values, after the work that waits, with removed entries put back."""
+        return self.flush()._array
 
     def flush(self) -> LazyAccumulator:
-        """Add the pending addend and put removed entries back; returns the vector itself."""
+        """Do the work that waits and put removed entries back; returns the vector itself."""
         self.form()
         self._put_back()
         return self
 
     def form(self) -> None:
-        """Add the pending addend; removed entries are left removed."""
-        formed, self.formed = self.formed, None
-        start, out, momentum = self._taken_over()
-        kernels = self._kernels
-        start, out = begun(start, out, momentum, kernels.accumulate, kernels.nesterov)
-        add, self._pending = self._pending, None
-        if add is not None:
-            kernels.accumulate(start, add, out)
-        elif out is not None:
-            out[:] = start
-        self.formed = True if formed is not None else None
+        """Do the work that waits; removed entries are left removed."""
+        if self._work is not PLAIN:
+            self._kernels.form(self._array, self._taken())
 
-    def _taken_over(self) -> tuple[NDArray[Any], NDArray[Any] | None, Momentum | None]:
-        """Return where a pass begins, where it writes if that is other memory, and the momentum; they are used once."""
-        source, self._source = self._source, None
-        momentum, self._momentum = self._momentum, None
-        return (self._array, None, momentum) if source is None else (source, self._array, momentum)
+    def _taken(self, clear: bool = False) -> Pass:
+        """Return the work, which no longer waits: if a pass fails, none does it again."""
+        work, self._work = self._work._replace(clear=clear), PLAIN
+        return work
 
     def momentum_later(self, momentum: Momentum) -> None:
         """Replace the values, a gradient, by those with momentum in the next pass over memory, before the addition."""
-        self._momentum, self.formed = momentum, False
+        self._work = self._work._replace(momentum=momentum)
 
     def add_later(self, gradient: NDArray[Any], scale: float) -> None:
         """Add scale * gradient in the next pass over memory."""
@@ -320,9 +297,9 @@ class LazyAccumulator(DenseVector):
             if gradient.dtype not in COMPILED_DTYPES:  # bfloat16 and other byte orders among them
                 gradient = gradient.astype(self.dtype)
         check_scale(scale, self.dtype)
-        if self._pending is not None:
+        if self._work.add is not None:
             self.flush()
-        self._pending, self.formed = (gradient, scale), False
+        self._work = self._work._replace(add=(gradient, scale))
 
     def commit(self, selected: SparseVector | None) -> None:
         """Make the removal of `selected` final, and put back the other entries that were removed.
@@ -333,7 +310,7 @@ class LazyAccumulator(DenseVector):
         if selected is None:
             self.flush()
         elif self._removed is None:  # the selector read values without removing them
-            self.flush().values[selected.indices] = 0
+            self.values[selected.indices] = 0
         elif not _at_same_indices(selected, self._removed):
             self._put_back()
             self._array[selected.indices] = 0
@@ -352,51 +329,22 @@ class LazyAccumulator(DenseVector):
             self._removed = None
 
     def _select(self, kernel: Callable[..., Any], *arguments: Any, **options: Any) -> SparseVector:
-        """Select in the pass that also adds the pending addend and, with `clear_selected`, removes the entries."""
         self._put_back()
-        formed, self.formed = self.formed, None
-        add, self._pending = self._pending, None
-        start, out, momentum = self._taken_over()
-        options |= {"add": add, "out": out, "clear": self.clear_selected, "momentum": momentum}
-        selected = self._of(kernel(start, *arguments, **options))
-        self.formed = True if formed is not None else None
+        selected = self._of(kernel(self._array, *arguments, work=self._taken(self.clear_selected), **options))
         self._removed = selected if self.clear_selected else None
         return selected
 
     def _lower_bound_key(self, expected_nnz: int) -> int:
         self._put_back()
-        if self._momentum is not None:
-            self.flush()
-        start = self._array if self._source is None else self._source
-        return int(self._kernels.lower_bound_key(start, expected_nnz, self._pending))
+        return int(self._kernels.lower_bound_key(self._array, expected_nnz, self._work))
 
     def sample(self, stride: int, offset: int) -> SparseVector:
-        """Every stride-th value from index `offset` on, with its part of the pending addend, which stays pending."""
+        """Return every stride-th value from index `offset` on, after the work that waits, which goes on waiting."""
         self._put_back()
-        start, every = self._array if self._source is None else self._source, slice(offset, None, stride)
-        part = start[every].copy() if self._momentum is None else self._momentum.of_part(start, every)
-        if self._pending is not None:
-            self._kernels.accumulate(part, (self._pending[0][every], self._pending[1]))
+        part = sample_of(self._array, self._work, slice(offset, None, stride), self._kernels.form)
         return DenseVector(part).to_sparse(keep_zeros=True)
 
 
 def _at_same_indices(a: SparseVector, b: SparseVector) -> bool:
     """Return whether two vectors have the same indices; most often they are one array, which takes no time."""
     return a.indices is b.indices or (a.nnz == b.nnz and bool((a.indices == b.indices).all()))
-
-
-def _flushed(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method of DenseVector that flushes first."""
-
-    @functools.wraps(method)
-    def flush_first(self: LazyAccumulator, *arguments: Any, **options: Any) -> Any:
-        return method(self.flush(), *arguments, **options)
-
-    return flush_first
-
-
-_ONE_PASS = ("topk", "threshold", "magnitude_stats", "sample", "_select", "_lower_bound_key", "_of")  # need no flush
-
-for _name, _method in inspect.getmembers(DenseVector, inspect.isfunction):
-    if not _name.startswith("__") and _name not in _ONE_PASS:
-        setattr(LazyAccumulator, _name, _flushed(_method))

@@ -17,6 +17,7 @@ if torch is None or torch.origin is None:  # then `import torch` would find the 
 collect_ignore = [
     "fault_programs.py",
     "corrupt_messages.py",
+    "soak.py",
     "gpu/run.py",
 ]  # programs, not tests
 

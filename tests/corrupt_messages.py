@@ -17,11 +17,11 @@ import numpy as np
 
 from sparsecoll import CommunicationError, DenseVector, SparseVector, formats
 from sparsecoll.formats import FORMATS
+from sparsecoll.testing.formats import check_vector, damaged
 from sparsecoll.transport.collectives import joined, separated
 
 ROOM = 2 << 30
 LENGTHS = (1, 100, 5000, 2**20, 2**33, 2**62)
-EXTREMES = np.array([0, 1, 127, 128, 255], np.uint8)
 
 
 def originals(rng: np.random.Generator) -> list[tuple[np.ndarray, int]]:
@@ -39,39 +39,6 @@ def originals(rng: np.random.Generator) -> list[tuple[np.ndarray, int]]:
                 if dtype == np.float32:
                     made += [(np.array(formats.encode(x, "packed", wire)), length) for wire in ("float16", "bfloat16")]
     return made
-
-
-def damaged(rng: np.random.Generator, message: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """A copy with something wrong."""
-    kind = rng.integers(0, 8)
-    buffer = message.copy()
-    if kind == 0 or not buffer.size:
-        return rng.integers(0, 256, rng.integers(0, 80), np.uint8)
-    if kind == 1:
-        return buffer[: rng.integers(0, buffer.size)]
-    if kind == 2:
-        return np.concatenate([buffer, rng.integers(0, 256, rng.integers(1, 20), np.uint8)])
-    if kind == 3:  # the head of one on the body of another
-        return np.concatenate([buffer[:16], other[16:]])
-    if kind == 4:  # a field of the header
-        offset = rng.integers(0, min(buffer.size, 32))
-        buffer[offset] = rng.choice(EXTREMES)
-        return buffer
-    if kind == 5:  # eight bytes to an extreme
-        offset = rng.integers(0, buffer.size)
-        buffer[offset : offset + 8] = rng.choice(EXTREMES)
-        return buffer
-    offsets = rng.integers(0, buffer.size, 1 if kind == 6 else 5)
-    buffer[offsets] ^= np.uint8(1) << rng.integers(0, 8, offsets.size).astype(np.uint8)
-    return buffer
-
-
-def check(x: SparseVector, length: int) -> None:
-    """Raise unless it is a valid vector."""
-    assert x.length == length and x.indices.shape == x.values.shape
-    if x.nnz:
-        assert (x.indices[1:] > x.indices[:-1]).all(), "indices out of order"
-        assert int(x.indices[-1]) < length, "index out of range"
 
 
 def main() -> None:
@@ -101,7 +68,7 @@ def main() -> None:
             elif number % 10 == 1 and length == 5000:
                 formats.add_into(dense, [buffer])
             else:
-                check(formats.decode(buffer, length), length)
+                check_vector(formats.decode(buffer, length), length)
             passed += 1
         except CommunicationError:
             refused += 1

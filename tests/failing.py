@@ -1,12 +1,14 @@
-"""Transports that fail at a given message, and processes that must make no calls."""
+"""Transports that fail at a given message, sums that wait, and processes that must make no calls."""
 
 import gc
 import os
 import signal
+import threading
+from dataclasses import dataclass, field
 
-from sparsecoll import ALGORITHMS, CommunicationError
+from sparsecoll import ALGORITHMS, Algorithm, CommunicationError, SparCML
 from sparsecoll.algorithms import Auto, Hierarchical
-from sparsecoll.transport.network import Tuning
+from sparsecoll.transport.network import Network
 
 K = 60
 EXACT = [name for name, kind in ALGORITHMS.items() if kind().semantics == "exact_sum" and name != "hierarchical"]
@@ -17,8 +19,9 @@ class Fault(Exception):
 
 
 def algorithm(name):
-    """Without measurements of its own, whose messages would depend on the machine."""
-    return Auto(tuning=Tuning()) if name == "auto" else Hierarchical(inner="oktopk") if name == "hierarchical" else name
+    """With the same choices on all transports."""
+    made = {"auto": lambda: Auto(network=Network()), "hierarchical": lambda: Hierarchical(inner="oktopk")}
+    return made[name]() if name in made else name
 
 
 def fail_at(transport, method, number):
@@ -54,3 +57,21 @@ def refused_in_a_fork(*calls):
                 done += "out of use since this process was forked; make calls in" in str(error)
     finally:
         os._exit(done != len(calls))
+
+
+@dataclass
+class Held(Algorithm):
+    """A sum that says when it has begun, and waits until it may go on."""
+
+    name = "held"
+    semantics = "exact_sum"
+    begun: threading.Event = field(default_factory=threading.Event, init=False, compare=False)
+    goes_on: threading.Event = field(default_factory=threading.Event, init=False, compare=False)
+
+    def state_dict(self):
+        return {}
+
+    def __call__(self, channel, x, k):
+        self.begun.set()
+        assert self.goes_on.wait(60)
+        return SparCML()(channel, x, k)

@@ -1,47 +1,17 @@
-"""What each algorithm must give, on dense arrays; one that is approximate in its own way has an entry in ORACLES."""
+"""What each algorithm must give, on dense arrays; one that is approximate in its own way has an entry in EXPECTED."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 
 from sparsecoll import ALGORITHMS, SparseVector
 from sparsecoll.algorithms.arctopk import CUT, random_signs
 from sparsecoll.select.randomk import mix
-
-
-@dataclass(frozen=True)
-class Oracle:
-    """The expected result of an algorithm, and what of the contract does not hold for it.
-
-    Args:
-        expected: (vectors of all ranks, k) -> the dense result.
-        selects_top_k: each rank selects the k largest of its entries.
-        keeps_to_own_indices: a rank contributes only at indices that it holds.
-    """
-
-    expected: Callable[[list[SparseVector], int], np.ndarray]
-    selects_top_k: bool = True
-    keeps_to_own_indices: bool = True
-
-
-def oracle_top(dense: np.ndarray, k: int) -> np.ndarray:
-    """The dense vector with all but its k largest magnitudes set to zero; ties by lower index."""
-    order = np.lexsort((np.arange(dense.size), -np.abs(dense.astype(np.float64))))
-    kept = np.zeros_like(dense)
-    kept[order[:k]] = dense[order[:k]]
-    return kept
+from sparsecoll.testing.algorithms import oracle_top, top_k_of_sum
 
 
 def exact_sum(inputs: list[SparseVector], k: int) -> np.ndarray:
     return np.sum([x.to_dense() for x in inputs], axis=0, dtype=inputs[0].dtype)
-
-
-def top_k_of_sum(inputs: list[SparseVector], k: int) -> np.ndarray:
-    total = np.sum([oracle_top(x.to_dense(), k) for x in inputs], axis=0, dtype=inputs[0].dtype)
-    return oracle_top(total, k)
 
 
 def add_top(a: np.ndarray, b: np.ndarray, k: int) -> np.ndarray:
@@ -104,21 +74,10 @@ def arctopk(inputs: list[SparseVector], k: int) -> np.ndarray:
     return kept
 
 
-BY_SEMANTICS = {"exact_sum": Oracle(exact_sum), "top_k_of_sum": Oracle(top_k_of_sum)}
-ORACLES = {
-    "gtopk": Oracle(gtopk),
-    "cltk": Oracle(cltk, selects_top_k=False),
-    "arctopk": Oracle(arctopk, selects_top_k=False),
-    "exdyna": Oracle(exdyna, selects_top_k=False),
-    "spardl": Oracle(spardl, selects_top_k=False, keeps_to_own_indices=False),
-}
-
-
-def oracle_of(algo: str) -> Oracle:
-    """The oracle of an algorithm of the registry."""
-    return ORACLES.get(algo) or BY_SEMANTICS[ALGORITHMS[algo]().semantics]
+EXPECTED = {"gtopk": gtopk, "cltk": cltk, "arctopk": arctopk, "exdyna": exdyna, "spardl": spardl}
+BY_SEMANTICS = {"exact_sum": exact_sum, "top_k_of_sum": top_k_of_sum}
 
 
 def oracle(inputs: list[SparseVector], algo: str, k: int) -> np.ndarray:
     """The expected dense result of one allreduce by the algorithm of that name."""
-    return oracle_of(algo).expected(inputs, k)
+    return (EXPECTED.get(algo) or BY_SEMANTICS[ALGORITHMS[algo]().semantics])(inputs, k)

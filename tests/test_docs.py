@@ -5,6 +5,8 @@ import inspect
 import os
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -89,6 +91,17 @@ def test_files_that_the_pages_name_exist():
 def test_every_table_has_heads():
     for page in PAGES:
         assert not re.findall(r"^(?:\| *)+\|\n\|[-|:]+$", page.read_text(), re.M), page.name
+
+
+def test_measured_tables_are_those_of_the_rows_and_every_one_is_shown():
+    pytest.importorskip("torch")
+    code = (
+        "import benchmarks, harness; made = benchmarks.tables(); pages = harness.rendered(made);"
+        "assert not [page.name for page, text in pages.items() if page.read_text() != text], 'benchmarks.py --render';"
+        "assert made.keys() == {block[2] for text in pages.values() for block in harness.BLOCK.finditer(text)}"
+    )
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT / "perf", capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr
 
 
 def _entries(text):

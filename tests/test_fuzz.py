@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import sparsecoll
 from sparsecoll import ALGORITHMS, SparseVector, formats, simulate
 from sparsecoll.algorithms import Auto, Hierarchical, resolve
-from sparsecoll.transport.network import Tuning
+from sparsecoll.transport.network import Network
 
 CASES = int(os.environ.get("SPARSECOLL_FUZZ", "200"))
 FUZZ = settings(max_examples=CASES, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
@@ -84,7 +84,7 @@ def cases(draw):
 def make(algo):
     """An object, so that state is kept between the calls of a case."""
     if algo == "auto":
-        return Auto(tuning=Tuning())
+        return Auto(network=Network())
     return Hierarchical(inner="allgather") if algo == "hierarchical" else resolve(algo)
 
 

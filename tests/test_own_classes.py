@@ -1,126 +1,252 @@
-"""Options of a user's own classes are dataclass fields, which ranks compare; others are refused on all ranks."""
+"""Classes of a user's own: their contract is checked by sparsecoll.testing, and what they raise reaches all ranks."""
 
+import re
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 import sparsecoll
-from sparsecoll import CommunicationError, RowSparse, SparseVector, simulate
+from sparsecoll import CommunicationError, Reduction, RowSparse, SparseVector, simulate, testing
 from sparsecoll.algorithms.rows import RowGather
-from sparsecoll.formats import FORMATS, Coo
+from sparsecoll.formats import FORMATS, Coo, Format
+from sparsecoll.select import Selector, TopK
+
+PAGE = (Path(__file__).parent.parent / "docs" / "architecture.md").read_text()
 
 
-class Rows:
-    """A RowAlgorithm."""
-
-    argument, base = "algo", RowGather
-
-    @staticmethod
-    def use(comm, algorithm):
-        return sparsecoll.allreduce(comm, RowSparse([comm.rank], np.ones((1, 2), np.float32), 5), algorithm).nnz
+def of_page(name):
+    """The class of that name in docs/architecture.md."""
+    block = next(block for block in re.findall(r"^```python\n(.*?)^```", PAGE, re.S | re.M) if f"class {name}" in block)
+    names = {"__name__": "block"}
+    exec(compile(block, "block", "exec"), names)
+    return names[name]
 
 
-class Wire:
-    """A Format, which receivers know."""
-
-    argument, base = "format", Coo
-
-    @staticmethod
-    def use(comm, form):
-        return sparsecoll.allreduce(comm, SparseVector([comm.rank], np.ones(1), 5), "allgather", format=form).nnz
-
-
-class Means:
-    """A Compressor."""
-
-    argument = "compressor"
-
-    @property
-    def base(self):
-        pytest.importorskip("torch")
-        from sparsecoll.torch.compressors import NoCompression
-
-        return NoCompression
-
-    @staticmethod
-    def use(comm, compressor):
-        import torch
-
-        model = torch.nn.Linear(2, 3)
-        inner = torch.optim.SGD(model.parameters(), 0.1)
-        sparsecoll.torch.DistributedOptimizer(inner, model, comm, compressor).close()
-        return 2
+@pytest.mark.parametrize(("name", "check"), [("Ring", testing.check_algorithm), ("Sign", testing.check_format)])
+def test_classes_of_the_architecture_page_keep_the_contract(name, check, monkeypatch):
+    for known in list(FORMATS):
+        monkeypatch.setitem(FORMATS, known, FORMATS[known])
+    own = of_page(name)()
+    FORMATS.pop("sign", None)
+    check(own)
 
 
-KINDS = [Rows(), Wire(), Means()]
+def gather(channel, x):
+    with channel.phase("gather"):
+        return channel.merge(channel.allgather(x), x.dtype)
 
 
-@pytest.fixture(params=KINDS, ids=lambda kind: type(kind).__name__)
-def kind(request, monkeypatch):
-    base = request.param.base
-    monkeypatch.setitem(FORMATS, "own", dataclass(frozen=True)(type("Own", (Coo,), {"id": 101, "name": "own"}))())
-    return request.param, base if base is not Coo else type(FORMATS["own"])
+class Own(sparsecoll.Algorithm):
+    name = "own"
+    semantics = "exact_sum"
+    sends_sums = False
+    takes_ops = True
+
+    def __call__(self, channel, x, k):
+        return Reduction(gather(channel, x), x)
 
 
-def with_init(base):
-    class WithInit(base):
-        name = "own"
-
-        def __init__(self, share):
-            object.__setattr__(self, "share", share)
-
-    return WithInit(0.5)
+class Unknown(Own):
+    semantics = "exact"
 
 
-def annotated(base):
-    class Annotated(base):
-        name = "own"
-        share: float = 0.5
-
-    return Annotated()
+class Nameless(Own):
+    name = None
 
 
-def nameless(base):
-    return type("Nameless", (base,), {"name": None})()
+class Annotated(Own):
+    share: float = 0.5
 
 
-FAULTS = [
-    (with_init, "a dataclass, whose options are its fields, got WithInit with an __init__ of its own: add @dataclass"),
-    (annotated, "a dataclass, whose options are its fields, got Annotated, which is none, with share: add @dataclass"),
-    (nameless, "a class with a string `name`, got Nameless with None: add name = '...' to it"),
-]
+class WithInit(Own):
+    def __init__(self, share=1):
+        super().__init__()
+        self.share = share
 
 
-@pytest.mark.parametrize(("fault", "text"), FAULTS)
-def test_options_that_no_rank_compares_are_refused_on_all_ranks(kind, fault, text):
-    (tested, base), sound = kind, kind[1]()
-
-    def program(comm):
-        with pytest.raises(TypeError, match=f"rank 1: {tested.argument}: expected {text}"):
-            tested.use(comm, fault(base) if comm.rank == 1 else sound)
-        return tested.use(comm, sound)
-
-    assert simulate(2, program).results == [2, 2]
+class Narrow(Own):
+    def __call__(self, channel, x, k):
+        return Reduction(gather(channel, x).astype(np.float32), x)
 
 
-def test_fields_are_compared(kind):
-    (tested, base), frozen = kind, kind[0].argument == "format"
+class OnlyOwn(Own):
+    def __call__(self, channel, x, k):
+        return Reduction(x, x)
 
-    @dataclass(frozen=frozen)
+
+class Forgetful(Own):
+    def __call__(self, channel, x, k):
+        return Reduction(gather(channel, x), x._slice_entries(0, x.nnz // 2))
+
+
+class Cutting(Own):
+    def __call__(self, channel, x, k):
+        total = gather(channel, x)
+        return Reduction(total._slice_entries(0, total.nnz - 1), x)
+
+
+@pytest.mark.parametrize(
+    ("algo", "kind", "text"),
+    [
+        (Unknown, ValueError, "expected `semantics` to be one of .*, got 'exact'"),
+        (Nameless, TypeError, "expected a class with a string `name`, got Nameless: add name"),
+        (Annotated, TypeError, "expected a dataclass, whose options are its fields, got Annotated .* add @dataclass"),
+        (WithInit, TypeError, "expected a dataclass, whose options are its fields, got WithInit .* write no __init__"),
+        (Narrow, AssertionError, "'random' of float16 on 5 ranks.* expected values .* of float16, got float32"),
+        (OnlyOwn, AssertionError, "'random' of float32 on 2 ranks.* expected the same bits on all ranks"),
+        (Forgetful, AssertionError, "what contributed does not add up to the result"),
+        (Cutting, AssertionError, "what contributed does not add up|another result than expected"),
+    ],
+)
+def test_what_is_wrong_with_an_algorithm_is_told(algo, kind, text):
+    with pytest.raises(kind, match=f"(?s){text}"):
+        testing.check_algorithm(algo())
+    testing.check_algorithm(Own())
+
+
+@dataclass(frozen=True)
+class Wire(Format):
+    """Coo with another id."""
+
+    id = 77
+    name = "wire"
+
+    def plan(self, x, wire):
+        return FORMATS["coo"].plan(x, wire)
+
+    def decode(self, buffer, length):
+        message = buffer.copy()
+        if message.size and message[0] == self.id:
+            message[0] = Coo.id
+        return sparsecoll.formats.decode(message, length)
+
+
+class Longer(Wire):
+    def decode(self, buffer, length):
+        y = super().decode(buffer, length)
+        return SparseVector(y.indices, y.values, 10 * length)
+
+
+class Dropping(Wire):
+    def decode(self, buffer, length):
+        y = super().decode(buffer, length)
+        return y._slice_entries(0, y.nnz // 2)
+
+
+class Trusting(Wire):
+    def decode(self, buffer, length):
+        _, index, nnz = self.read_header(buffer, length)
+        indices = buffer[16 : 16 + index.itemsize * nnz].view(index)
+        return SparseVector.from_sorted_unchecked(indices, super().decode(buffer, length).values, length)
+
+
+class WithoutId(Wire):
+    id = 0
+
+
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        (Longer, "expected length and dtypes of x"),
+        (Dropping, "1 entries of .*Mismatch|shapes"),
+        (Trusting, "Error"),
+        (WithoutId, "expected an id from 1 to 255, got 0"),
+    ],
+)
+def test_what_is_wrong_with_a_format_is_told(form, text):
+    with pytest.raises(AssertionError, match=f"(?s){text}"):
+        testing.check_format(form())
+    testing.check_format(Wire())
+
+
+@dataclass
+class Choosing(Selector):
+    name = "choosing"
+
+    def select(self, x, k):
+        return x.topk(k)
+
+
+class Scaled(Choosing):
+    def select(self, x, k):
+        return 2 * x.topk(k)
+
+
+class Wider(Choosing):
+    def select(self, x, k):
+        return x.topk(k).astype(np.float64)
+
+
+class Arrays(Choosing):
+    def select(self, x, k):
+        return x.topk(k).values
+
+
+class Stateless(Choosing):
+    def __init__(self):
+        self.calls = 0
+
+    def select(self, x, k):
+        self.calls += 1
+        return x.topk(k + self.calls)
+
+
+@pytest.mark.parametrize(
+    ("selector", "text"),
+    [
+        (Scaled, "other entries than those of x"),
+        (Wider, "300 of 20,000 values of float16, .* expected entries of float16, got float64"),
+        (Arrays, "expected a SparseVector of length 20000"),
+        (Stateless, "state that is saved and loaded: .* other choices"),
+    ],
+)
+def test_what_is_wrong_with_a_selector_is_told(selector, text):
+    with pytest.raises(AssertionError, match=f"(?s){text}"):
+        testing.check_selector(selector())
+    testing.check_selector(Choosing())
+
+
+def use_rows(comm, algorithm):
+    return sparsecoll.allreduce(comm, RowSparse([comm.rank], np.ones((1, 2), np.float32), 5), algorithm).nnz
+
+
+def use_format(comm, form):
+    return sparsecoll.allreduce(comm, SparseVector([comm.rank], np.ones(1), 5), "allgather", format=form).nnz
+
+
+@pytest.mark.parametrize(("base", "use"), [(RowGather, use_rows), (Wire, use_format)])
+def test_options_that_are_fields_are_compared(base, use, monkeypatch):
+    monkeypatch.setitem(FORMATS, "wire", Wire())
+
+    @dataclass(frozen=base is Wire)
     class Fields(base):
-        name = "own"
         share: float = 0.5
 
     def program(comm):
-        with pytest.raises(CommunicationError, match=r"share"):
-            tested.use(comm, Fields(0.5 + comm.rank))
-        return tested.use(comm, Fields(0.25))
+        with pytest.raises(CommunicationError, match="share"):
+            use(comm, Fields(0.5 + comm.rank))
+        return use(comm, Fields(0.25))
 
     assert simulate(2, program).results == [2, 2]
 
 
-def test_a_subclass_without_options_needs_no_decorator(kind):
-    tested, base = kind
-    own = type("Without", (base,), {"name": "own", "known": 3})
-    assert simulate(2, lambda comm: tested.use(comm, own())).results == [2, 2]
+@dataclass
+class Failing(TopK):
+    """A selector of the user's that fails on one rank."""
+
+    name = "failing"
+
+    def select(self, x, k):
+        raise KeyError("own")
+
+
+def test_an_exception_of_an_own_class_on_one_rank_is_raised_on_all():
+    def program(comm):
+        algo = sparsecoll.Allgather(selector=Failing() if comm.rank == 1 else TopK())
+        with pytest.raises(CommunicationError, match="rank 1 failed: KeyError: 'own'"):
+            sparsecoll.allreduce(comm, np.arange(9.0), algo, k=2, check=False)
+        return sparsecoll.allreduce(comm, np.arange(9.0), "allgather", k=2).nnz
+
+    assert simulate(3, program).results == [2] * 3

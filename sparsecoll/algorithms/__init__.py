@@ -8,7 +8,7 @@ from __future__ import annotations
 from sparsecoll.algorithms.allgather import Allgather
 from sparsecoll.algorithms.arctopk import ARCTopK
 from sparsecoll.algorithms.auto import Auto
-from sparsecoll.algorithms.base import Algorithm, Reduction, check_algorithm
+from sparsecoll.algorithms.base import Algorithm, Reduction
 from sparsecoll.algorithms.cltk import CLTk
 from sparsecoll.algorithms.dense import Dense
 from sparsecoll.algorithms.densestream import DenseStream
@@ -63,18 +63,16 @@ def resolve(algo: str | Algorithm) -> Algorithm:
     """Return a new algorithm with default options for a name, and an object as it is, with its state.
 
     Raises:
-        ValueError: No algorithm has the name, or the class of an object has unknown `semantics`.
-        TypeError: `algo` is neither a name nor an Algorithm, or its class has no name, or options that are not the
-            fields of a dataclass.
+        ValueError: No algorithm has the name.
+        TypeError: `algo` is neither a name nor an Algorithm.
     """
     if isinstance(algo, Algorithm):
-        check_algorithm(algo)
         return algo
     if isinstance(algo, type) and issubclass(algo, Algorithm):
         raise TypeError(f"algo: expected a name or an Algorithm object, got the class: use {algo.__name__}()")
-    if type(algo).__module__ == "mpi4py.MPI":
-        raise TypeError("algo: expected a name or an Algorithm object, got an operation of mpi4py: use op= alone")
     if not isinstance(algo, str):
-        raise TypeError(f"algo: expected a name or an Algorithm object, got {type(algo).__name__}")
-    check_choice("algo", algo, ALGORITHMS)
+        cure = ", an operation of mpi4py: use op=" if type(algo).__module__ == "mpi4py.MPI" else ""
+        raise TypeError(f"algo: expected a name or an Algorithm object, got {type(algo).__name__}{cure}")
+    if algo not in ALGORITHMS:
+        check_choice("algo", algo, ALGORITHMS)
     return ALGORITHMS[algo]()

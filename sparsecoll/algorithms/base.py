@@ -12,11 +12,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from sparsecoll.classes import check_class
 from sparsecoll.errors import CommunicationError, NonFiniteError
 from sparsecoll.formats import Buffer
 from sparsecoll.select import Selector, Vector, topk
-from sparsecoll.select.base import Stateful, check_like, check_selector, selected
+from sparsecoll.select.base import Stateful, check_selector
 from sparsecoll.telemetry.traffic import Traffic
 from sparsecoll.transport.channel import Channel
 from sparsecoll.vector import DenseVector, SparseVector, accumulator_dtype
@@ -53,7 +52,6 @@ class Reduction:
         self.parts = parts
         self.traffic = Traffic()
         self._contributed = contributed
-        self._expected: tuple[Algorithm, np.dtype[Any], int] | None = None
 
     @property
     def value(self) -> Vector:
@@ -71,90 +69,18 @@ class Reduction:
 
     @property
     def contributed(self) -> Vector:
-        """What of this rank's entries has entered `value`; computed when it is first read.
-
-        Raises:
-            TypeError: An algorithm of the user's returned something else than a vector, or one of another dtype than x.
-            ValueError: It returned a vector of another length.
-        """
+        """What of this rank's entries has entered `value`; computed when it is first read."""
         if callable(self._contributed):
-            contributed = self._contributed()
-            self._check(contributed)
-            self._contributed = contributed
+            self._contributed = self._contributed()
         return self._contributed
 
-    def check(self, algorithm: Algorithm, x: Vector) -> None:
-        """Compare `value` and `contributed` with x; a `contributed` that is not yet computed when it is first read.
 
-        Args:
-            algorithm: what returned the Reduction, for the message of an error.
-            x: the entries that were reduced.
-
-        Raises:
-            TypeError: One of them is no vector, or of another dtype than x. `contributed` may have the dtype in which
-                values of x are summed.
-            ValueError: One of them has another length.
-        """
-        for part in () if self.parts is None else (part for group in self.parts for part in group):
-            if part.length != x.length:
-                raise ValueError(
-                    f"algo: expected {algorithm!r} to return parts of length {x.length}, got {part.length}"
-                )
-        if self.parts is None:
-            if not isinstance(self.value, (SparseVector, DenseVector)):
-                wrong = type(self.value).__name__
-                raise TypeError(f"algo: expected {algorithm!r} to return a Reduction of a vector, got {wrong}")
-            check_like("algo: expected", algorithm, self.value, x)
-        self._expected = algorithm, x.dtype, x.length
-        if x.dtype.kind == "b":  # from the logical or of several ranks, that of one cannot be taken away
-            self._contributed = lambda: x.to_sparse().intersect(self.value.to_sparse())
-        if not callable(self._contributed):
-            self._check(self._contributed)
-
-    def _check(self, contributed: Any) -> None:
-        if self._expected is None:
-            return
-        algorithm, dtype, length = self._expected
-        if not isinstance(contributed, (SparseVector, DenseVector)):
-            wrong = type(contributed).__name__
-        elif contributed.dtype not in (dtype, accumulator_dtype(dtype)):
-            wrong = str(contributed.dtype)
-        elif contributed.length != length:
-            raise ValueError(f"{_who(algorithm)} of length {length} as x has, got {contributed.length}")
-        else:
-            return
-        raise TypeError(f"{_who(algorithm)} of {dtype} as x has, got {wrong}")
-
-
-def _who(algorithm: Algorithm) -> str:
-    return f"algo: expected {algorithm!r} to return a Reduction whose `contributed` is a vector"
-
-
-def checked(algorithm: Algorithm, reduction: Any, x: Vector) -> Reduction:
-    """Return what an algorithm returns, which may be a class of the user's, after `Reduction.check`.
-
-    Raises:
-        TypeError: It is something else than a Reduction, or as `Reduction.check` raises.
-        ValueError: As `Reduction.check` raises.
-    """
-    if not isinstance(reduction, Reduction):
-        wrong = type(reduction).__name__
-        raise TypeError(f"algo: expected {algorithm!r} to return a Reduction of a vector, got {wrong}")
-    reduction.check(algorithm, x)
+def reduced(algorithm: Algorithm, channel: Channel, x: Any, k: int) -> Reduction:
+    """Return what an algorithm makes of x, whose own entries at the indices of a result of bool contribute."""
+    reduction = algorithm(channel, x, k)
+    if x.dtype.kind == "b":  # from the logical or of several ranks, that of one cannot be taken away
+        reduction._contributed = lambda: x.to_sparse().intersect(reduction.value.to_sparse())
     return reduction
-
-
-def check_algorithm(algorithm: Algorithm) -> None:
-    """Compare what a class of the user's defines with the interface.
-
-    Raises:
-        TypeError: It has no name, or its options are not the fields of a dataclass.
-        ValueError: `semantics` is none of SEMANTICS.
-    """
-    check_class("algo", algorithm)
-    if algorithm.semantics not in SEMANTICS:
-        expected, got = ", ".join(map(repr, SEMANTICS)), algorithm.semantics
-        raise ValueError(f"algo: expected `semantics` of {algorithm.name!r} to be one of {expected}, got {got!r}")
 
 
 @dataclass
@@ -178,7 +104,6 @@ class Algorithm(Stateful, ABC):
     takes_dense: ClassVar[bool] = False  # whether __call__ takes a DenseVector, without a selection
     returns_dense: ClassVar[bool] = False  # whether the result of a dense array is one, too, instead of a SparseVector
     sends_sums: ClassVar[bool] = True  # whether partial sums are encoded, so that lossy formats are not possible
-    reads_tuning = False  # whether it depends on the costs in the file of SPARSECOLL_TUNING, which ranks then compare
     takes_ops = False  # whether all values are combined by `Channel.merge`, so that `op` may be any operation
 
     k: int | None = None
@@ -197,7 +122,8 @@ class Algorithm(Stateful, ABC):
     def __post_init__(self) -> None:
         if self.k is not None and self.k < 0:
             raise ValueError(f"k: expected at least 0, got {self.k}")
-        check_selector(self.selector)
+        if self.selector is not None:
+            check_selector(self.selector)
 
     def select(self, x: Vector, k: int, ranks: int = 1) -> SparseVector:
         """Select this rank's entries to send; local, may use state of earlier calls.
@@ -206,11 +132,8 @@ class Algorithm(Stateful, ABC):
             x: SparseVector or DenseVector.
             k: number of entries.
             ranks: number of ranks of the communicator.
-
-        Raises:
-            ValueError, TypeError: The selector returns something else than entries of x, see `select.base.selected`.
         """
-        return topk(x, k) if self.selector is None else selected(self.selector, x, k)
+        return topk(x, k) if self.selector is None else self.selector.select(x, k)
 
     def early(self, channel: Channel, x: SparseVector) -> Buffer | None:
         """Return a message of x that is sent together with the arguments of a call without k, see `Channel.gathered`.
@@ -250,8 +173,8 @@ class Algorithm(Stateful, ABC):
     def alike(self) -> tuple[int, int]:
         """Return the number of calls made and a `digest` of what else of the state must be the same on all ranks.
 
-        They compare it in each call, without a message of its own. (0, 0), the default, if nothing must be, or in a new
-        object.
+        They compare it in each call, without a message if a call has left it. (0, 0), the default, if nothing must be
+        the same, or in a new object.
         """
         return 0, 0
 
@@ -270,12 +193,6 @@ def digest(numbers: Sequence[int]) -> int:
 @functools.cache
 def _options(algorithm: type[Algorithm]) -> tuple[str, ...]:
     return tuple(f.name for f in fields(algorithm) if f.init)
-
-
-def merged(channel: Channel, parts: list[SparseVector], x: SparseVector) -> SparseVector:
-    """Return decoded vectors of all ranks combined in x's accumulator dtype, and converted to x's dtype."""
-    total = channel.merge(parts, accumulator_dtype(x.dtype))
-    return total if total.dtype == x.dtype else total.astype(x.dtype)
 
 
 class Loss:

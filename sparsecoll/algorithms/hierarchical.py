@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from sparsecoll.algorithms.base import Algorithm, Loss, Reduction, checked
+from sparsecoll.algorithms.base import Algorithm, Loss, Reduction, reduced
 from sparsecoll.formats import FORMATS
 from sparsecoll.select import Vector, topk
 from sparsecoll.transport.channel import Channel
 from sparsecoll.transport.collectives import joined, node_members, separated
-from sparsecoll.vector import DenseVector, SparseVector, accumulator_dtype
+from sparsecoll.vector import SparseVector, accumulator_dtype
 
 
 @dataclass
@@ -32,24 +32,19 @@ class Hierarchical(Algorithm):
         k: as in `sparsecoll.Algorithm`.
         selector: as in `sparsecoll.Algorithm`.
         inner: name or object of the algorithm between nodes (default: "auto", the exact sum).
-        inside: "sparse" (the default) merges the node's entries; "dense" adds them in a vector of n values, which is
-            faster for sums if the ranks of a node together have entries at a large part of the coordinates.
 
     Raises:
-        ValueError: `inside` is neither of these, or `inner` is an unknown name.
+        ValueError: `inner` is an unknown name.
     """
 
     name = "hierarchical"
 
     inner: str | Algorithm = field(default="auto", compare=False)  # its state is that of _between
-    inside: str = "sparse"
     _between: Algorithm = field(init=False, repr=False)
     _calls: int = field(default=0, init=False, repr=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.inside not in ("sparse", "dense"):
-            raise ValueError(f"inside: expected 'sparse' or 'dense', got {self.inside!r}")
         from sparsecoll.algorithms import resolve
 
         self._between = resolve(self.inner)
@@ -63,11 +58,6 @@ class Hierarchical(Algorithm):
     def takes_ops(self) -> bool:  # type: ignore[override]
         """Whether `inner` takes operations other than the sum."""
         return self._between.takes_ops
-
-    @property
-    def reads_tuning(self) -> bool:  # type: ignore[override]
-        """Whether `inner` depends on the costs of SPARSECOLL_TUNING."""
-        return self._between.reads_tuning
 
     def select(self, x: Vector, k: int, ranks: int = 1) -> SparseVector:
         """Select as `inner` does; the top k where that takes dense vectors as they are."""
@@ -87,10 +77,10 @@ class Hierarchical(Algorithm):
             return self._follow(channel, x, mine[0])
         with channel.phase("inside"):
             parts = [x, *(channel.recv(rank) for rank in mine[1:])]
-            total = self._merged(channel, parts)
+            total = channel.merge(parts, accumulator_dtype(x.dtype))
             entering = channel.round(total)
         between = channel.group([members[0] for members in nodes])
-        reduction = checked(self._between, self._between(between, entering, k), entering)
+        reduction = reduced(self._between, between, entering, k)
         value = reduction.value.to_sparse()
         contributed = reduction.contributed.to_sparse() if channel.op.sums else entering
         with channel.phase("inside"):
@@ -102,15 +92,6 @@ class Hierarchical(Algorithm):
             return Loss(channel, total.intersect(contributed), -contributed).subtract_from(x.intersect(contributed))
 
         return Reduction(value.astype(x.dtype), share)
-
-    def _merged(self, channel: Channel, parts: list[SparseVector]) -> SparseVector:
-        dtype = accumulator_dtype(parts[0].dtype)
-        if self.inside == "sparse" or channel.op.fold(dtype) is not None:
-            return channel.merge(parts, dtype)
-        total = DenseVector.zeros(parts[0].length, dtype, parts[0])
-        for part in parts:
-            total.add_at(part)
-        return total._select_union(parts)
 
     @staticmethod
     def _follow(channel: Channel, x: SparseVector, first: int) -> Reduction:

@@ -16,11 +16,10 @@ from sparsecoll.algorithms.base import Algorithm, Loss, Reduction, check_region,
 from sparsecoll.algorithms.primitives import grid, partition, pipeline
 from sparsecoll.algorithms.primitives.estimates import oktopk_levels
 from sparsecoll.algorithms.primitives.global_topk import global_topk
-from sparsecoll.errors import NonFiniteError, check_choice
+from sparsecoll.errors import NonFiniteError
 from sparsecoll.select import ThresholdReuse, Vector
 from sparsecoll.transport.channel import Channel, VectorRequest
 from sparsecoll.transport.collectives import allgather, sums_and_maxima
-from sparsecoll.transport.network import Tuning, given_tuning
 from sparsecoll.vector import SparseVector, accumulator_dtype
 
 MAX_K_RATIO = 2.0  # thresholds and boundaries are reused if k changes by at most this factor
@@ -77,7 +76,6 @@ class OkTopk(Algorithm):
 
     name = "oktopk"
     semantics = "top_k_of_sum"
-    reads_tuning = True  # for `levels`
 
     tau: int = 64
     tau_prime: int = 32
@@ -105,7 +103,8 @@ class OkTopk(Algorithm):
                 raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
         if self.levels not in (None, 1, 2):
             raise ValueError(f"levels: expected None, 1 or 2, got {self.levels!r}")
-        check_choice("repartition", self.repartition, partition.METHODS)
+        if self.repartition not in partition.METHODS:
+            raise ValueError(f"repartition: expected one of {', '.join(partition.METHODS)}, got {self.repartition!r}")
         if not self.balance_factor >= 1 or not self.tolerance >= 0:
             raise ValueError(
                 f"balance_factor, tolerance: expected at least 1 and 0, got {self.balance_factor} and {self.tolerance}"
@@ -171,8 +170,7 @@ class OkTopk(Algorithm):
     def _space_repartition(self, channel: Channel, x: SparseVector, k: int) -> tuple[list[int], list[int]]:
         """Return P + 1 boundaries and the owner of each region, the same on every rank."""
         edges = partition.boundaries(channel.transport, x, self.repartition)
-        known = given_tuning(channel.transport) or channel.transport.tuning or Tuning()
-        levels = self.levels or oktopk_levels(x.length, k, channel.size, known)
+        levels = self.levels or oktopk_levels(x.length, k, channel.size, channel.transport.network)
         self._on_grid = levels == 2 and channel.size > 2
         if self._on_grid:
             return edges, grid.Grid(channel.size).order()

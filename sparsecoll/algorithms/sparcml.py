@@ -50,8 +50,7 @@ class SparCML(Algorithm):
         bits: bits per value of quantized dense regions, 8, 4 or 2, for variant="dynamic" with float32 or float64
             values; None, the default, for no quantization.
         seed: seed of the stochastic rounding (default: 0); each call derives its own from it.
-        network: the alpha and beta by which "auto" chooses; None, the default, for those measured on the communicator
-            or given to `auto`, and otherwise 50 us and 1 Gb/s.
+        network: the alpha and beta by which "auto" chooses; None, the default, for 50 us and 1 Gb/s.
 
     Raises:
         ValueError: An option is out of range, or `bits` is used with another variant.
@@ -82,15 +81,13 @@ class SparCML(Algorithm):
     def __call__(self, channel: Channel, x: SparseVector, k: int) -> Reduction:
         quantized = self._quantized(x)
         self._calls += 1
-        variant = self._fastest(channel, x.length, k) if self.variant == "auto" else self.variant
+        variant = self._fastest(x.length, k, channel.size) if self.variant == "auto" else self.variant
         if variant == "recursive_double":
             return self._recursive_double(channel.with_format(channel.format.sparse()), x)
         return self._split_allgather(channel, x, k, variant == "dynamic", quantized)
 
-    def _fastest(self, channel: Channel, n: int, k: int) -> str:
-        measured = channel.transport.tuning
-        known = Network(measured.alpha, measured.beta) if measured is not None else Network()
-        times = sparcml_seconds(n, k, channel.size, self.network or known)
+    def _fastest(self, n: int, k: int, P: int) -> str:
+        times = sparcml_seconds(n, k, P, self.network or Network())
         return min(times, key=lambda variant: times[variant])
 
     # SSAR_Recursive_double

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from sparsecoll._version import __version__
 from sparsecoll.cli.arguments import MPI_ALLREDUCE, algorithm
-from sparsecoll.collectives import allreduce
+from sparsecoll.collectives.allreduce import allreduce
 from sparsecoll.collectives.options import CallOptions
 from sparsecoll.formats import Format
 from sparsecoll.kernels import host_kernels
@@ -129,7 +129,7 @@ def measure(
     """
     transport = as_transport(comm)
     if not transport.virtual:
-        host_kernels()  # small arrays would do without them at first
+        host_kernels()  # Numba starts now, not in the calls that are timed
     _reset_peak_memory()
     before, times, kinds = _memory("VmRSS"), [], []
     run = run or runner(comm, call)

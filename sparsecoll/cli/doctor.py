@@ -19,12 +19,11 @@ import numpy as np
 
 from sparsecoll._version import __version__
 from sparsecoll.cli.job import TORCHRUN, under_torchrun
-from sparsecoll.collectives import allreduce
+from sparsecoll.cli.network import measured_network
+from sparsecoll.collectives.allreduce import allreduce
 from sparsecoll.kernels import CHOICES, host_kernels, threads
-from sparsecoll.transport import Transport, as_transport, launcher, simulate
-from sparsecoll.transport.call import CollectiveCall
-from sparsecoll.transport.collectives import allgather, node_members
-from sparsecoll.transport.network import Tuning
+from sparsecoll.transport import as_transport, launcher, simulate
+from sparsecoll.transport.collectives import node_members
 from sparsecoll.vector import SparseVector
 
 GOOD, WORSE, BAD = "good", "could be better", "broken"
@@ -122,8 +121,8 @@ def _ranks(comm: Any) -> Finding:
         how = "mpirun -n P sparsecoll doctor, or torchrun --nproc-per-node P -m sparsecoll doctor"
         return Finding("ranks", on, GOOD, f"start it as you start your job: {how}")
     found = f"1, although {variable} is {processes}"
-    if variable == "SLURM_NTASKS":
-        return Finding("ranks", found, WORSE, "inside an allocation start it with srun (--mpi=pmix or pmi2) or mpirun")
+    if variable == "SLURM_STEP_NUM_TASKS":
+        return Finding("ranks", found, BAD, "start it with srun --mpi=pmix (or pmi2), or with mpirun in the allocation")
     if variable == "WORLD_SIZE":
         missing = [name for name in TORCHRUN if name not in os.environ]
         lacking = f"{', '.join(missing)} in the environment" if missing else "torch, which is not installed"
@@ -155,15 +154,15 @@ def _kernels() -> Iterator[Finding]:
         return
     name = kernels.__name__.rpartition(".")[2]
     if name != "cpu":
-        yield Finding("kernels", name, WORSE, "the NumPy reference is used: install numba, unset SPARSECOLL_KERNELS")
+        advice = "the NumPy reference is used: install numba, unset SPARSECOLL_KERNELS and NUMBA_DISABLE_JIT"
+        yield Finding("kernels", name, WORSE, advice)
         return
     used, fastest = kernels.lanes.SET, kernels.lanes.SUPPORTED[0]
     advice = kernels.lanes.ADVICE if used == fastest else f"{fastest} is faster here: unset SPARSECOLL_KERNELS"
     yield _judged("kernels", f"Numba, {used}", not advice, advice)
-    chosen = os.environ.get("NUMBA_CACHE_DIR")
-    folder = Path(chosen) if chosen else Path(kernels.__file__ or ".").parent
+    folder = kernels.select_chunks.stats.cache_path  # the package's own, or what Numba has taken in its place
     advice = "kernels are compiled in every process: set NUMBA_CACHE_DIR to a writable folder"
-    yield _judged("Numba cache", str(folder), os.access(folder, os.W_OK), advice)
+    yield _judged("Numba cache", folder or "none", folder is not None, advice)
 
 
 def _kernel_threads(here: int) -> Iterator[Finding]:
@@ -213,18 +212,9 @@ def _threads(value: str) -> str:
     return "" if value.isdecimal() and int(value) > 0 else "expected a whole number of at least 1"
 
 
-def _tuning(value: str) -> str:
-    try:
-        Tuning.load(value)
-    except (OSError, ValueError) as error:
-        return f"create it with `sparsecoll tune --save FILE` where all ranks can read it: {error}"
-    return ""
-
-
 VARIABLES: dict[str, Callable[[str], str]] = {  # what is wrong with a value; "" if nothing is
     "SPARSECOLL_KERNELS": _one_of(*CHOICES),
     "SPARSECOLL_THREADS": _threads,
-    "SPARSECOLL_TUNING": _tuning,
     "SPARSECOLL_ON_TIMEOUT": _one_of("raise", "abort"),
     "SPARSECOLL_GPU_DIRECT": _one_of("0", "1"),
 }
@@ -245,33 +235,9 @@ def self_test(comm: Any) -> Finding:
 
 def speed(comm: Any) -> Finding:
     """Measure messages between rank 0 and the last rank; collective, the same on every rank."""
-    transport = as_transport(comm)
-    seconds = np.array([_round_trip(transport, size, count) / 2 for size, count in ((8, 200), (4 << 20, 10))])
-    latency, long = allgather(transport, seconds)[0].tolist()
-    transport.waitall()
+    transport, network = as_transport(comm), measured_network(comm)
     over = "MPI" if type(transport).__name__ == "MpiTransport" else "sockets"
-    rate = (4 << 20) / long / 1e9
-    return Finding(
-        "messages", f"{latency * 1e6:.1f} us and {rate:.2f} GB/s over {over}, rank 0 to {transport.size - 1}"
-    )
-
-
-def _round_trip(transport: Transport, size: int, count: int) -> float:
-    """Return the median seconds in which a message comes back to rank 0 from the last rank."""
-    message, times = np.zeros(size, np.uint8), []
-    last = transport.size - 1
-    with CollectiveCall(transport, "speed", SELF_TEST_SECONDS):
-        if transport.rank in (0, last):
-            for _ in range(count):
-                start = transport.now()
-                if transport.rank == 0:
-                    transport.isend(last, message)
-                    transport.recv(last)
-                else:
-                    transport.isend(0, transport.recv(0))
-                transport.waitall()
-                times.append(transport.now() - start)
-    return float(np.median(times)) if times else 0.0
+    return Finding("messages", f"{network} over {over}, rank 0 to {transport.size - 1}")
 
 
 def _launched_self_tests() -> Iterator[Finding]:
@@ -280,7 +246,7 @@ def _launched_self_tests() -> Iterator[Finding]:
     if simulated.state != GOOD:
         yield simulated
         return
-    launched = launcher.processes()[0] not in ("", "SLURM_NTASKS")
+    launched = launcher.processes()[0] not in ("", "SLURM_STEP_NUM_TASKS")
     commands = [] if launched else list(_launchers())
     if not commands:
         advice = "see the row ranks" if launcher.processes()[1] > 1 else "start doctor with mpirun or torchrun"

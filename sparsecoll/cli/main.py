@@ -5,7 +5,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.util
+import os
+import signal
+import socket
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, replace
 from functools import partial
@@ -19,16 +24,16 @@ from rich.progress import Progress
 from rich.table import Table
 
 from sparsecoll._version import __version__
-from sparsecoll.algorithms.auto.tune import tune
 from sparsecoll.cli import bench
 from sparsecoll.cli.arguments import MPI_ALLREDUCE, Parser, algorithm_text, cost, count, density, fail
 from sparsecoll.cli.job import check_mpi4py, joined
+from sparsecoll.cli.network import measured_network
 from sparsecoll.cli.report import Report, check_writable, save
 from sparsecoll.errors import CommunicationError
 from sparsecoll.formats import FORMATS
 from sparsecoll.transport import Transport, as_transport, launcher, simulate
 from sparsecoll.transport.call import CollectiveCall
-from sparsecoll.transport.network import FILE, Network, Tuning
+from sparsecoll.transport.network import Network
 
 T = TypeVar("T")
 ALGOS = [MPI_ALLREDUCE, "auto", "allgather", "sparcml:variant=dynamic", "densestream", "oktopk"]
@@ -39,19 +44,9 @@ NETWORKS = {
     "100gbit": Network(3e-6, 0.08e-9),
 }
 COLOURS = {"good": "green", "could be better": "yellow", "broken": "red"}
+INTERRUPTED = 128 + signal.SIGINT  # the status of a command that Ctrl-C has ended, as shells have it
+UNSEEN_SECONDS = 3  # until a process that goes on after Ctrl-C is ended
 LOG_WIDTH = 160  # columns of a table that goes to a file
-FIGURES = {  # what `tune` prints beside the numbers of a Tuning
-    "alpha": "message, from send to receive",
-    "overhead": "further message in flight at the same time",
-    "beta": "byte, while every rank sends",
-    "call": "call of a kernel that encodes, decodes or sums",
-    "merge": "input entry of a sparse sum",
-    "code": "entry encoded and decoded",
-    "dense": "value of a dense vector, added and converted to sparse",
-    "fixed": "call, beyond its messages and kernels",
-    "sharing": "ratio, no time: of a kernel while those of all ranks run, to its time alone",
-    "copy": "byte sent and received, of processor time, while every rank sends",
-}
 
 
 def _doctor(options: argparse.Namespace) -> None:
@@ -74,42 +69,6 @@ def _doctor(options: argparse.Namespace) -> None:
     Console(width=None if sys.stdout.isatty() else LOG_WIDTH).print(table)
     if any(finding.state == doctor.BAD for finding in findings):
         sys.exit(1)
-
-
-def _tune(options: argparse.Namespace) -> None:
-    """Measure the costs by which algo='auto' decides, on all ranks."""
-    check_mpi4py()
-    with joined() as comm:
-        _warn_of_one_rank(comm)
-        _check_writable(comm, options.json, options.save)
-        with _checking_arguments():
-            if options.save and as_transport(comm).size == 1:
-                raise ValueError("--save: expected at least 2 ranks, between which a message costs something, got 1")
-        tuning = tune(comm)
-        if not _writes(comm):
-            return
-    if options.json:
-        save(options.json, {"about": bench.about(), "tuning": asdict(tuning)})
-    sys.stdout.write("\n".join(_tuning_lines(tuning)) + "\n")
-    if options.save:
-        tuning.save(options.save)
-        sys.stdout.write(f"saved; {FILE}={options.save} makes algo='auto' use it\n")
-
-
-def _tuning_lines(tuning: Tuning) -> Iterable[str]:
-    figures = asdict(tuning)
-    calls, native = figures.pop("calls"), figures.pop("native")
-    yield f"{'figure':<10}{'nanoseconds':>14}  per"
-    for name, seconds in figures.items():
-        number = seconds if name == "sharing" else seconds * 1e9
-        yield f"{name:<10}{number:>14.3f}  {FIGURES.get(name, '')}"
-    if native:
-        sizes = ", ".join(f"{seconds * 1e3:.3f} ({size:,.0f} bytes)" for size, seconds in native)
-        yield f"\nMPI's own allreduce of float32, ms: {sizes}"
-    if calls:
-        yield f"\n{'algorithm':<16}  whole calls of growing size: measured ms (measured / predicted from the figures)"
-    for name, rows in calls.items():
-        yield f"{name:<16}  " + ", ".join(f"{real * 1e3:.3f} ({real / predicted:.2f})" for predicted, real in rows)
 
 
 def _bench(options: argparse.Namespace) -> None:
@@ -143,6 +102,10 @@ def _bench_on(comm: Any, options: argparse.Namespace) -> None:
     lengths = 1 if options.gradient else len(options.n)
     for row in _with_progress(rows(), len(calls) * lengths, report is not None):
         _everywhere(comm, partial(report.add, row) if report else lambda: None)
+    transport = as_transport(comm)
+    network = measured_network(comm) if transport.size > 1 else None
+    if network and _writes(comm):
+        sys.stdout.write(f"messages, rank 0 to {transport.size - 1}: {network}\n")
 
 
 def _simulate(options: argparse.Namespace) -> None:
@@ -288,10 +251,6 @@ def _parser() -> argparse.ArgumentParser:
     command = add("doctor", _doctor)
     command.add_argument("--json", type=Path, metavar="FILE", help="save the findings")
 
-    command = add("tune", _tune)
-    command.add_argument("--save", type=Path, metavar="FILE", help="write the measurement for SPARSECOLL_TUNING")
-    command.add_argument("--json", type=Path, metavar="FILE", help="save it together with machine and versions")
-
     command = add("bench", _bench, (bench.__doc__ or "").partition("\n\n")[2])
     add_calls(command, ALGOS, 4_000_000, [0.001, 0.01, 0.1])
     command.add_argument("--gradient", metavar="FILE", help="a .npy file instead of --n; {rank} stands for the rank")
@@ -316,10 +275,35 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _end_after_interrupt() -> None:
+    """End the process some seconds after Ctrl-C where its main thread does not see it.
+
+    A collective of MPI waits for a rank that has ended, and functions of Python that LLVM calls drop exceptions.
+    """
+    sys.unraisablehook = lambda dropped: dropped.exc_type is KeyboardInterrupt or sys.__unraisablehook__(dropped)
+    bell, ringer = socket.socketpair()
+    ringer.setblocking(False)
+    signal.set_wakeup_fd(ringer.fileno(), warn_on_full_buffer=False)
+
+    def end(ringer: socket.socket = ringer) -> None:
+        while bell.recv(1)[0] != signal.SIGINT:
+            pass
+        time.sleep(UNSEEN_SECONDS)
+        with contextlib.suppress(SystemExit):
+            fail("interrupted", INTERRUPTED)
+        os._exit(INTERRUPTED)
+
+    threading.Thread(target=end, daemon=True).start()
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Parse the arguments and run the command; an error ends the program with one line that says what was expected."""
-    options = _parser().parse_args(arguments)
     try:
+        if arguments is None:  # the process is this command's own
+            _end_after_interrupt()
+        options = _parser().parse_args(arguments)
         options.run(options)
     except (ValueError, TypeError, OSError, OverflowError, MemoryError, CommunicationError) as error:
         fail(str(error), 2 if getattr(error, "of_argument", False) else 1, getattr(error, "on_all_ranks", False))
+    except KeyboardInterrupt:
+        fail("interrupted", INTERRUPTED)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -63,9 +64,12 @@ def _dense_sums(row: Row) -> list[tuple[Any, ...]]:
 
 
 def save(path: Path, content: dict[str, Any]) -> None:
-    """Write a JSON file atomically: a reader sees the old content or the new one."""
+    """Write a JSON file atomically: a reader sees the old content or the new one. Its mode, and a link to it, stay."""
+    path = Path(os.path.realpath(path))
     part = path.with_name(path.name + ".part")
     part.write_text(json.dumps(content, indent=1) + "\n")
+    if path.exists():
+        shutil.copymode(path, part)
     os.replace(part, path)
 
 

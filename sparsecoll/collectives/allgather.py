@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from sparsecoll.collectives.blocking import blocking
-from sparsecoll.collectives.options import CallOptions, options_of
-from sparsecoll.collectives.rows import as_rows, prepare_allgather_rows
+from sparsecoll.collectives.keyed import on_vectors
+from sparsecoll.collectives.options import CallOptions
+from sparsecoll.collectives.rows import allgather_rows, as_rows
 from sparsecoll.formats import Format
 from sparsecoll.transport.call import CollectiveCall
 
@@ -54,21 +53,18 @@ def allgather(
     >>> sparsecoll.simulate(3, program).results[2]
     [0, 1, 2]
     """
-    options = options_of(None, None, format, value_dtype, "sum", timeout, check, "pass")
-    return blocking(comm, "allgather", options, lambda call: prepare_allgather(call, x, options))
+    options = CallOptions(format=format, value_dtype=value_dtype, timeout=timeout, check=check, nonfinite="pass")
+    return on_vectors(comm, "allgather", x, options, lambda call, x: _allgather(call, x, options))
 
 
-def prepare_allgather(call: CollectiveCall, x: Any, options: CallOptions) -> Callable[[], list[Any]]:
-    """Agree on the arguments of an allgather; return what sends the data (see `blocking.py`)."""
+def _allgather(call: CollectiveCall, x: Any, options: CallOptions) -> list[Any]:
+    """Agree on the arguments of an allgather and send the data."""
     rows = as_rows(x, options)
     if rows is not None:
-        return prepare_allgather_rows(call, *rows, options)
+        return allgather_rows(call, *rows, options)
     channel, entries, back = options.agree(call, x, sums=False)
 
-    def send() -> list[Any]:
-        with channel.phase("gather"):
-            parts = channel.allgather(entries)
-            call.transport.waitall()
-        return [back(part.astype(entries.dtype)) for part in parts]
-
-    return send
+    with channel.phase("gather"):
+        parts = channel.allgather(entries)
+        call.transport.waitall()
+    return [back(part.astype(entries.dtype)) for part in parts]

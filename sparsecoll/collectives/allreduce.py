@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,25 +10,24 @@ import numpy as np
 
 from sparsecoll import formats
 from sparsecoll.algorithms import Algorithm, Reduction, SparCML, resolve
-from sparsecoll.algorithms.base import checked
+from sparsecoll.algorithms.base import reduced
 from sparsecoll.collectives import convert
 from sparsecoll.collectives.convert.back import Back
-from sparsecoll.collectives.few_keys import combine_keys
-from sparsecoll.collectives.operations import is_mpi_op
-from sparsecoll.collectives.options import NOTHING, CallOptions, index_of_nan, options_of, signature_of
+from sparsecoll.collectives.keyed import with_keys
+from sparsecoll.collectives.options import NOTHING, CallOptions, blocking, index_of_nan, signature_of
 from sparsecoll.collectives.rows import allreduce_rows, as_rows
 from sparsecoll.formats import Buffer, Format
 from sparsecoll.select import Vector
-from sparsecoll.select.base import check_like, check_order
+from sparsecoll.select.base import check_order
 from sparsecoll.telemetry.trace import span
-from sparsecoll.transport import Transport, as_transport
+from sparsecoll.transport import Transport
 from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.transport.channel import Channel
-from sparsecoll.transport.network import compared_tuning
 from sparsecoll.vector import DenseVector, SparseVector
 from sparsecoll.vector.operation import Operation
 
-MAX_KNOWN = 256  # validated arguments kept for the same options
+UNCHANGED = Back()
+MAX_KNOWN = 256  # validated arguments kept for a communicator
 MANY, HIGH = 1 << 16, 16  # from a larger k, at a density above 1 / HIGH, the number of entries is worth a message
 
 
@@ -64,7 +63,7 @@ def allreduce(
             thresholds and boundaries between calls. "auto" (the default), "dense", "allgather", "sparcml",
             "densestream" and "hierarchical" compute the exact sum of the selected entries, "oktopk" its top k,
             "gtopk" and "spardl" approximate that, and "cltk", "exdyna" and "arctopk" sum all ranks' values at indices
-            that they agree on. An operation of mpi4py in this place is used as `op`. For a RowSparse: "auto",
+            that they agree on. For a RowSparse: "auto",
             "allgather" or "owners", or a RowAuto, RowGather or RowOwners object.
         k: number of entries that each rank selects, and for "oktopk" also of the result. None, the default, stands for
             the algorithm's own k, or else the largest nnz of all ranks. A dense x requires `k` or `density`, except
@@ -126,11 +125,25 @@ def allreduce(
     >>> sparsecoll.simulate(2, largest).results[0]
     array([-1., -1.,  1.])
     """
-    if is_mpi_op(algo) and op == "sum":
-        algo, op = "auto", algo
-    options = options_of(k, density, format, value_dtype, op, timeout, check, nonfinite, missing)
-    transport = as_transport(comm, timeout)
-    return transport.in_order(lambda: _allreduce(transport, x, algo, options, return_reduction))
+    options = CallOptions(
+        k=k,
+        density=density,
+        format=format,
+        value_dtype=value_dtype,
+        op=op,
+        missing=missing,
+        timeout=timeout,
+        check=check,
+        nonfinite=nonfinite,
+    )
+    at_once = {"algo": "auto"} if isinstance(algo, str) and algo == "auto" and not return_reduction else None
+
+    def perform(call: CollectiveCall) -> Any:
+        if isinstance(x, SparseVector):  # nothing to convert
+            return _allreduce(call, x, algo, options, return_reduction)
+        return with_keys(call, x, options, lambda x: _allreduce(call, x, algo, options, return_reduction), at_once)
+
+    return blocking(comm, "allreduce", options, perform)
 
 
 @dataclass(frozen=True)
@@ -138,40 +151,38 @@ class Arguments:
     """Validated arguments of a call on vectors of one kind.
 
     Attributes:
+        options: of the call, the same object for equal ones, whose format and operation are known.
         k: number of entries that each rank selects; None for all.
         signature: what the ranks compare.
         checksum: of the signature.
     """
 
+    options: CallOptions
     k: int | None
     signature: dict[str, Any]
     checksum: int
 
 
-def _allreduce(transport: Transport, x: Any, algo: Any, options: CallOptions, return_reduction: bool) -> Any:
+def _allreduce(call: CollectiveCall, x: Any, algo: Any, options: CallOptions, return_reduction: bool) -> Any:
+    """Return `allreduce` of any type that has a length."""
+    transport, vector, back, shape = call.transport, x, UNCHANGED, ()
     before = transport.traffic.copy() if return_reduction else transport.traffic
-    with CollectiveCall(transport, "allreduce", options.timeout) as call:
+    if not isinstance(x, (SparseVector, DenseVector)):
         rows = as_rows(x, options, algo, return_reduction)
         if rows is not None:
             return allreduce_rows(call, *rows, algo, options, return_reduction)
         vector, back = convert.to_vector(x)
-        if back.keyed:
-            assert isinstance(vector, SparseVector)
-            at_once = isinstance(algo, str) and algo == "auto" and not return_reduction
-            vector, back, combine = combine_keys(call, vector, back, options, {"algo": "auto"} if at_once else None)
-            if combine is not None:
-                whole, back = combine()
-                return back(options.result(whole, transport))
-        if return_reduction and not options.operation.sums:
-            raise ValueError(f"return_reduction: expected False unless op is 'sum' or 'mean', got op={options.op!r}")
-        algorithm = resolve(algo)
-        name = None if back.keyed else (type(algorithm), algorithm.k, algorithm.describe())
-        arguments = arguments_of(call, x, vector, algorithm, options, name)
-        reduction = _reduce(call, vector, algorithm, options, arguments, arguments.k)
-        if not return_reduction:
-            return returned(algorithm, reduction.value, x, vector, back, transport, options)
-        value = result_of(reduction.value, vector, transport, options)
-        scaled = Reduction(value, reduction.contributed.to_sparse()._copy_if_overlapping(vector))
+        shape = tuple(getattr(x, "shape", ()))
+    algorithm = resolve(algo)
+    arguments = arguments_of(call, vector, algorithm, options, shape)
+    options = arguments.options
+    if return_reduction and not options.operation.sums:
+        raise ValueError(f"return_reduction: expected False unless op is 'sum' or 'mean', got op={options.op!r}")
+    reduction = _reduce(call, vector, algorithm, arguments, arguments.k)
+    if not return_reduction:
+        return returned(algorithm, reduction.value, x, vector, back, transport, options)
+    value = result_of(reduction.value, vector, transport, options)
+    scaled = Reduction(value, reduction.contributed.to_sparse()._copy_if_overlapping(vector))
     scaled.traffic = transport.traffic.since(before)
     return scaled
 
@@ -182,7 +193,6 @@ def allreduce_vectors(
     algorithm: Algorithm,
     options: CallOptions,
     preselected: bool = False,
-    name: Hashable | None = None,
     alike: Mapping[str, Any] = NOTHING,
     deferred: bool = False,
 ) -> Reduction:
@@ -190,8 +200,6 @@ def allreduce_vectors(
 
     Args:
         preselected: whether the vector consists of selected entries, all of which are sent (default: False).
-        name: what identifies the algorithm among those that are called with this object of options, with which the
-            arguments are validated once; None, the default, validates them in each call.
         alike: what else all ranks must have alike, by what errors call it: JSON values that can be hashed (default:
             nothing).
         deferred: whether the result may be a sum that is not formed yet, see `Reduction.parts` (default: False).
@@ -200,31 +208,20 @@ def allreduce_vectors(
         The algorithm's Reduction; its value may be a DenseVector, and is a sum whatever `options.op` says.
     """
     with CollectiveCall(transport, "allreduce", options.timeout) as call:
-        key = None
-        if name is not None and not vector.on_gpu:
-            costs = transport.saved_tuning if algorithm.reads_tuning else None
-            key = (name, *alike.items(), type(vector), vector.length, vector.dtype, costs)
-
-        def validate() -> Arguments:
-            call.signature |= alike
-            return validated(call, vector, algorithm, options)
-
-        arguments = _once(call, options, key, validate)
-        k = None if preselected else arguments.k
-        return _reduce(call, vector, algorithm, options, arguments, k, deferred)
+        arguments = arguments_of(call, vector, algorithm, options, alike=alike)
+        return _reduce(call, vector, algorithm, arguments, None if preselected else arguments.k, deferred)
 
 
 def _reduce(
     call: CollectiveCall,
     vector: Vector,
     algorithm: Algorithm,
-    options: CallOptions,
     arguments: Arguments,
     selected: int | None,
     deferred: bool = False,
 ) -> Reduction:
     """Select entries, compare the arguments of all ranks, and run the algorithm."""
-    transport = call.transport
+    transport, options = call.transport, arguments.options
     start = transport.now()
     algorithm.sync_epoch(transport.epoch)
     channel = options.channel(transport, vector.length)
@@ -235,6 +232,7 @@ def _reduce(
     held = call.agree(entries.nnz if counted else None, options.check, message, arguments.checksum, every=False)
     channel.gathered, channel.deferred = call.gathered, deferred
     reduction = run(algorithm, channel, entries, max(held) if counted else arguments.k or 0)
+    call.leaves(algorithm.alike())
     transport.traffic.total.seconds += transport.now() - start
     return reduction
 
@@ -254,51 +252,50 @@ def early_message(algorithm: Algorithm, channel: Channel, entries: Vector) -> Bu
 
 
 def arguments_of(
-    call: CollectiveCall, x: Any, vector: Vector, algorithm: Algorithm, options: CallOptions, name: Hashable | None
+    call: CollectiveCall,
+    vector: Vector,
+    algorithm: Algorithm,
+    options: CallOptions,
+    shape: tuple[int, ...] = (),
+    alike: Mapping[str, Any] = NOTHING,
 ) -> Arguments:
-    """Validate the arguments of a call on x.
+    """Return the validated arguments of a call, which become its signature; they are validated once on a communicator.
 
     Args:
-        call: the call, whose signature they are added to.
-        x: the caller's x.
+        call: the call.
         vector: x as a vector.
         algorithm: as resolved.
         options: the other arguments.
-        name: what identifies the algorithm and its options, with which the arguments are validated once; None if x has
-            no length.
+        shape: of the caller's x (default: that of a vector).
+        alike: see `allreduce_vectors` (default: nothing).
     """
-    key = None
-    if name is not None and not vector.on_gpu:
-        shape = tuple(getattr(x, "shape", ()))
-        costs = call.transport.saved_tuning if algorithm.reads_tuning else None
-        key = (name, call.name, type(vector), vector.length, vector.dtype, shape, costs)
-
-    def validate() -> Arguments:
-        call.signature |= convert.shape_of(x)
-        options.check_operation(vector)
-        return validated(call, vector, algorithm, options)
-
-    return _once(call, options, key, validate)
-
-
-def _once(
-    call: CollectiveCall, options: CallOptions, key: Hashable | None, validate: Callable[[], Arguments]
-) -> Arguments:
-    """Return what `validate` has returned for the same key, if it is not None, and the same object of options."""
-    found: Arguments | None = None if key is None else options.known.get(key)
-    if found is not None:
-        call.signature = found.signature
-        return found
-    found = validate()
-    if key is not None:
-        if len(options.known) >= MAX_KNOWN:
-            options.known.clear()
-        options.known[key] = found
+    known = call.transport.validated
+    of_vector = type(vector), vector.length, vector.dtype, vector.on_gpu, shape
+    of_options = options, type(options.k), type(options.density)  # True equals 1
+    key = call.name, *of_vector, *of_options, type(algorithm), algorithm.k, algorithm.describe(), *alike.items()
+    try:
+        found: Arguments | None = known.get(key)
+    except TypeError:  # an argument that cannot be hashed
+        return _validated(call, vector, algorithm, options, shape, alike)
+    if found is None:
+        found = _validated(call, vector, algorithm, options, shape, alike)
+        if len(known) >= MAX_KNOWN:
+            known.clear()
+        known[key] = found
+    call.signature = found.signature
     return found
 
 
-def validated(call: CollectiveCall, vector: Vector, algorithm: Algorithm, options: CallOptions) -> Arguments:
-    """Return the validated arguments, which are added to the call's signature."""
+def _validated(
+    call: CollectiveCall,
+    vector: Vector,
+    algorithm: Algorithm,
+    options: CallOptions,
+    shape: tuple[int, ...],
+    alike: Mapping[str, Any],
+) -> Arguments:
+    call.signature |= alike if len(shape) < 2 else {**alike, "shape": list(map(int, shape))}
+    options.check_operation(vector)
     k = options.resolve_k(vector.length, algorithm.k)
     dense = k is None and isinstance(vector, DenseVector)
     if dense and not algorithm.takes_dense:
@@ -311,9 +308,8 @@ def validated(call: CollectiveCall, vector: Vector, algorithm: Algorithm, option
         "x": "dense" if dense else "sparse",
         "k": k,
         "algo": algorithm.describe(),
-        **(compared_tuning(call.transport) if algorithm.reads_tuning else {}),
     }
-    return Arguments(k, call.signature, call.checksum())
+    return Arguments(options, k, call.signature, call.checksum())
 
 
 def _check_takes(algorithm: Algorithm, op: Operation) -> None:
@@ -333,7 +329,7 @@ def contribution(vector: Vector, algorithm: Algorithm, k: int | None, channel: C
         if k is not None or algorithm.semantics != "exact_sum":
             with index_of_nan(x):
                 if k is not None:
-                    x = _selected(algorithm, x, k, channel.size)
+                    x = algorithm.select(x, k, channel.size)
                 elif isinstance(x, SparseVector):
                     check_order(x)
         x = options.prepared(x, transport)
@@ -341,26 +337,11 @@ def contribution(vector: Vector, algorithm: Algorithm, k: int | None, channel: C
         return formats.rounded(x, channel.value_dtype) if isinstance(x, DenseVector) else channel.roundtrip(x)
 
 
-def _selected(algorithm: Algorithm, x: Vector, k: int, ranks: int) -> Vector:
-    """Return what an algorithm selects, which may be a class of the user's.
-
-    Raises:
-        TypeError: It is no vector, or one of another dtype than x.
-        ValueError: It has another length.
-    """
-    chosen: Any = algorithm.select(x, k, ranks)
-    if not isinstance(chosen, (SparseVector, DenseVector)):
-        got = type(chosen).__name__
-        raise TypeError(f"algo: expected select of {algorithm!r} to return a SparseVector, got {got}")
-    check_like("algo: expected select of", algorithm, chosen, x)
-    return chosen
-
-
 def run(algorithm: Algorithm, channel: Channel, entries: Vector, k: int) -> Reduction:
     """Combine the entries of all ranks and wait for the messages that this takes."""
     if channel.op.name == "replace":  # partial results of trees are not of ranks that follow each other
         entries, algorithm = entries.to_sparse(keep_zeros=True), SparCML(variant="split_allgather")
-    reduction = checked(algorithm, algorithm(channel, entries, k), entries)  # type: ignore[arg-type]
+    reduction = reduced(algorithm, channel, entries, k)
     channel.transport.waitall()
     return reduction
 
@@ -373,7 +354,8 @@ def returned(
         if options.operation.name == "mean":
             np.divide(y.values, transport.size, out=y.values)
         return convert.dense_like(x, y)
-    return back(result_of(y, given, transport, options))
+    result = result_of(y, given, transport, options)
+    return result if given is x else back(result)
 
 
 def result_of(y: Vector, given: Vector, transport: Transport, options: CallOptions) -> SparseVector:

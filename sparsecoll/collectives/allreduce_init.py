@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
 
 from sparsecoll.algorithms import Algorithm, resolve
 from sparsecoll.collectives import convert
-from sparsecoll.collectives.allreduce import contribution, counts_entries, early_message, returned, run, validated
+from sparsecoll.collectives.allreduce import arguments_of, contribution, counts_entries, early_message, returned, run
 from sparsecoll.collectives.convert.back import Back
-from sparsecoll.collectives.operations import is_mpi_op
-from sparsecoll.collectives.options import CallOptions, options_of
-from sparsecoll.collectives.plan import Plan
+from sparsecoll.collectives.options import CallOptions
+from sparsecoll.errors import CommunicationError
 from sparsecoll.formats import Format
 from sparsecoll.select import Vector
-from sparsecoll.transport import as_transport
+from sparsecoll.transport import Transport, as_transport
 from sparsecoll.transport.call import AGREEMENT_BYTES, CollectiveCall
+from sparsecoll.transport.progress import Request, in_background
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 NAME = "allreduce_init"
 
@@ -26,11 +31,9 @@ class _Allreduce:
         transport, self._options = call.transport, options
         vector, _ = _to_vector(x)
         self._kind = _kind_of(x, vector)
-        call.signature |= convert.shape_of(x)
-        options.check_operation(vector)
         self._selecting = resolve(algo)
         self._selecting.sync_epoch(transport.epoch)
-        arguments = validated(call, vector, self._selecting, options)
+        arguments = arguments_of(call, vector, self._selecting, options, tuple(getattr(x, "shape", ())))
         self._k = k = arguments.k
         channel, counted = options.channel(transport, vector.length), counts_entries(self._selecting, k, vector.length)
         if k is None and counted and self._selecting.semantics != "exact_sum":
@@ -61,18 +64,17 @@ class _Allreduce:
             algorithm.sync_epoch(transport.epoch)
         entries = contribution(vector, self._selecting, self._k, self._channel, options)
         call.state = self._algorithm.alike()
-        if not (options.check and call.resume(self._checksum)):
-            call.agree(check=options.check, checksum=self._checksum)
+        call.agree(check=options.check, checksum=self._checksum)
         value = run(self._algorithm, self._channel, entries, self._size).value
+        call.leaves(self._algorithm.alike())
         return returned(self._algorithm, value, x, vector, back, transport, options)
 
 
 def _to_vector(x: Any) -> tuple[Vector, Back]:
     """Return `convert.to_vector(x)`; raise TypeError if x has keys, on which the calls of a plan do not agree."""
-    vector, back = convert.to_vector(x)
-    if back.keyed:
+    if convert.has_keys(x):
         raise TypeError(f"x: expected a type with a length, got {type(x).__name__}: use allreduce")
-    return vector, back
+    return convert.to_vector(x)
 
 
 def _kind_of(x: Any, vector: Vector) -> tuple[Any, ...]:
@@ -101,7 +103,7 @@ def allreduce_init(
     timeout: float | None = None,
     check: bool = True,
     nonfinite: str = "raise",
-) -> Plan[Any]:
+) -> Plan:
     """Prepare an `allreduce` that is repeated; return a plan, whose calls give the same bits. Collective.
 
     As a persistent collective of MPI-4, it validates the options, compares the arguments of all ranks, and lets "auto"
@@ -145,14 +147,132 @@ def allreduce_init(
     >>> sparsecoll.simulate(2, program).results[0]
     [0.0, 4.0, 8.0]
     """
-    if is_mpi_op(algo) and op == "sum":
-        algo, op = "auto", algo
-    options = options_of(k, density, format, value_dtype, op, timeout, check, nonfinite, missing)
+    options = CallOptions(
+        k=k,
+        density=density,
+        format=format,
+        value_dtype=value_dtype,
+        op=op,
+        missing=missing,
+        timeout=timeout,
+        check=check,
+        nonfinite=nonfinite,
+    )
     transport = as_transport(comm, timeout)
 
-    def init() -> Plan[Any]:
+    def init() -> Plan:
         with CollectiveCall(transport, NAME, timeout) as call:
             perform = _Allreduce(call, x, algo, options)
-        return Plan(transport, NAME, timeout, perform)
+        return Plan(transport, timeout, perform)
 
     return transport.in_order(init)
+
+
+class Plan:
+    """A persistent allreduce, as `sparsecoll.allreduce_init` returns it.
+
+    `plan(x)` returns the result of the blocking call. `plan.start(x)` starts the call in the background, and
+    `plan.wait()` returns its result. After `plan.free()`, or the end of a `with` statement, the plan cannot be called.
+
+    Args:
+        transport: the communicator.
+        timeout: seconds to wait for a message in each call; None for no limit.
+        perform: does the work of one call on x, within a CollectiveCall.
+
+    >>> def program(comm):
+    ...     x = sparsecoll.SparseVector([comm.rank], np.ones(1), 4)
+    ...     with sparsecoll.allreduce_init(comm, x) as plan:
+    ...         plan.start(x)
+    ...         return plan.wait().toarray()
+    >>> sparsecoll.simulate(2, program).results[0]
+    array([1., 1., 0., 0.])
+    """
+
+    def __init__(
+        self, transport: Transport, timeout: float | None, perform: Callable[[CollectiveCall, Any], Any]
+    ) -> None:
+        self._transport, self._timeout = transport, timeout
+        self._perform: Callable[[CollectiveCall, Any], Any] | None = perform
+        self._request: Request[Any] | None = None
+
+    def __call__(self, x: Any) -> Any:
+        """Return what `allreduce` returns for x with the plan's arguments. Collective.
+
+        Args:
+            x: vector of the length, dtype and shape of the example. It is not altered.
+
+        Raises:
+            ValueError: On every rank, if x differs from the example on some rank, or a value is not finite.
+            CommunicationError: As in `sparsecoll.allreduce`; or the plan has been freed.
+        """
+        return self._transport.in_order(self._prepared(x))
+
+    def start(self, x: Any) -> Request[Any]:
+        """Start the call for x in the background; return its Request, for which `wait` waits, too. Collective.
+
+        Args:
+            x: as for the plan itself; do not change it until the call has finished.
+
+        Raises:
+            CommunicationError: The call started before has not been waited for.
+        """
+        self._check_waited_for("start")
+        self._request = Request(in_background(self._transport, self._prepared(x)))
+        return self._request
+
+    def test(self) -> bool:
+        """Return whether the started call has finished; True if none was started, as in MPI."""
+        return self._request is None or self._request.test()
+
+    def wait(self, timeout: float | None = None) -> Any:
+        """Wait for the started call; return its result or raise its exception.
+
+        Args:
+            timeout: seconds to wait; None, the default, for no limit.
+
+        Raises:
+            CommunicationError: The call has not finished within `timeout`, and `wait` may be called again; or none was
+                started.
+        """
+        if self._request is None:
+            raise CommunicationError("wait: expected a call started by start(x), got none")
+        try:
+            return self._request.wait(timeout)
+        finally:
+            if self._request.test():
+                self._request = None
+
+    def free(self) -> None:
+        """Release what the plan keeps between calls; later calls raise CommunicationError on all ranks.
+
+        Raises:
+            CommunicationError: The call started before has not been waited for.
+        """
+        self._check_waited_for("free")
+        self._perform = self._request = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if kind is None and self._request is not None and not self._request.waited_for:
+            self.wait()
+        self._perform = self._request = None
+
+    def _check_waited_for(self, what: str) -> None:
+        if self._request is not None and not self._request.waited_for:
+            raise CommunicationError(f"{what}: expected wait() for the call started before")
+
+    def _prepared(self, x: Any) -> Callable[[], Any]:
+        """Return the call for x as the plan is now: what was started before `free` or the end of `with` is finished."""
+        perform = self._perform
+
+        def call() -> Any:
+            with CollectiveCall(self._transport, NAME, self._timeout) as call:
+                if perform is None:
+                    raise CommunicationError("plan: expected one that is in use, got one after free()")
+                return perform(call, x)
+
+        return call

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from sparsecoll.collectives.blocking import blocking
 from sparsecoll.collectives.messages import pack_all, unpack
-from sparsecoll.collectives.options import CallOptions, options_of
+from sparsecoll.collectives.options import CallOptions, blocking
 from sparsecoll.formats import Format
 from sparsecoll.transport.call import CollectiveCall
 
@@ -57,12 +55,12 @@ def alltoall(
     >>> sparsecoll.simulate(3, program).results[1]
     [1.0, 11.0, 21.0]
     """
-    options = options_of(None, None, format, value_dtype, "sum", timeout, check, "pass")
-    return blocking(comm, "alltoall", options, lambda call: prepare_alltoall(call, x, options))
+    options = CallOptions(format=format, value_dtype=value_dtype, timeout=timeout, check=check, nonfinite="pass")
+    return blocking(comm, "alltoall", options, lambda call: _alltoall(call, x, options))
 
 
-def prepare_alltoall(call: CollectiveCall, x: Any, options: CallOptions) -> Callable[[], list[Any]]:
-    """Agree on the arguments of an all-to-all; return what sends the data (see `blocking.py`)."""
+def _alltoall(call: CollectiveCall, x: Any, options: CallOptions) -> list[Any]:
+    """Agree on the arguments of an all-to-all and send the data."""
     transport, rank, P = call.transport, call.transport.rank, call.transport.size
     call.signature |= options.signature()
     if not isinstance(x, (list, tuple)):
@@ -72,14 +70,11 @@ def prepare_alltoall(call: CollectiveCall, x: Any, options: CallOptions) -> Call
     messages = pack_all(options, x, range(P))
     call.agree(check=options.check)
 
-    def send() -> list[Any]:
-        with transport.phase("exchange"):
-            for step in range(1, P):
-                transport.isend((rank + step) % P, messages[(rank + step) % P])
-            sources = [(rank - step) % P for step in range(1, P)]
-            requests = {source: transport.irecv(source) for source in sources}
-            arrived = {rank: messages[rank]} | {source: requests[source].wait() for source in sources}
-            transport.waitall()
-        return [unpack(arrived[source]) for source in range(P)]
-
-    return send
+    with transport.phase("exchange"):
+        for step in range(1, P):
+            transport.isend((rank + step) % P, messages[(rank + step) % P])
+        sources = [(rank - step) % P for step in range(1, P)]
+        requests = {source: transport.irecv(source) for source in sources}
+        arrived = {rank: messages[rank]} | {source: requests[source].wait() for source in sources}
+        transport.waitall()
+    return [unpack(arrived[source]) for source in range(P)]

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from sparsecoll.algorithms.primitives import halving
-from sparsecoll.collectives.blocking import blocking
 from sparsecoll.collectives.messages import pack_all, unpack
-from sparsecoll.collectives.options import CallOptions, options_of
+from sparsecoll.collectives.options import CallOptions, blocking
 from sparsecoll.formats import FORMATS, Format
 from sparsecoll.transport import Transport
 from sparsecoll.transport.call import CollectiveCall
@@ -69,38 +68,29 @@ def alltoallv(
     >>> sparsecoll.simulate(4, program).results
     [[3], [0], [1], [2]]
     """
-    options = options_of(None, None, format, value_dtype, "sum", timeout, check, "pass")
-    return blocking(comm, "alltoallv", options, lambda call: prepare_alltoallv(call, x, options))
+    options = CallOptions(format=format, value_dtype=value_dtype, timeout=timeout, check=check, nonfinite="pass")
+    return blocking(comm, "alltoallv", options, lambda call: _alltoallv(call, x, options))
 
 
-def prepare_alltoallv(call: CollectiveCall, x: Any, options: CallOptions) -> Callable[[], dict[int, Any]]:
-    """Agree on the arguments, and find the partners; return what sends the data (see `blocking.py`)."""
+def _alltoallv(call: CollectiveCall, x: Any, options: CallOptions) -> dict[int, Any]:
+    """Agree on the arguments, find the partners and send the data."""
     transport, own = call.transport, call.transport.rank
     call.signature |= options.signature()
     destinations = _destinations(x, transport.size)
-    known: dict[str, list[int]] = {} if call.plan is None else call.plan.known
-    if sorted(destinations) != known.setdefault("destinations", sorted(destinations)):
-        expected = f"vectors for ranks {known['destinations']} as in {call.name}"
-        raise ValueError(f"x: expected {expected}, got {sorted(destinations)}")
     messages = dict(zip(destinations, pack_all(options, list(x.values()), destinations), strict=True))
     call.agree(check=options.check)
-    if "sources" not in known:
-        with transport.phase("partners"):
-            known["sources"] = find_sources(transport, destinations)
-            transport.waitall()
-    sources = known["sources"]
+    with transport.phase("partners"):
+        sources = find_sources(transport, destinations)
+        transport.waitall()
 
-    def send() -> dict[int, Any]:
-        with transport.phase("exchange"):
-            for to in sorted(destinations, key=lambda to: (to - own) % transport.size):
-                if to != own:
-                    transport.isend(to, messages[to])
-            requests = {source: transport.irecv(source) for source in sources if source != own}
-            arrived = {s: requests[s].wait() if s in requests else messages[s] for s in sources}
-            transport.waitall()
-        return {source: unpack(message) for source, message in arrived.items()}
-
-    return send
+    with transport.phase("exchange"):
+        for to in sorted(destinations, key=lambda to: (to - own) % transport.size):
+            if to != own:
+                transport.isend(to, messages[to])
+        requests = {source: transport.irecv(source) for source in sources if source != own}
+        arrived = {s: requests[s].wait() if s in requests else messages[s] for s in sources}
+        transport.waitall()
+    return {source: unpack(message) for source, message in arrived.items()}
 
 
 def _destinations(x: Any, P: int) -> list[int]:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from sparsecoll.collectives.blocking import blocking
 from sparsecoll.collectives.messages import pack, unpack
-from sparsecoll.collectives.options import CallOptions, check_root, options_of
+from sparsecoll.collectives.options import CallOptions, blocking, check_root
 from sparsecoll.collectives.rows import as_rows, packed
 from sparsecoll.formats import Format
 from sparsecoll.transport.call import CollectiveCall
@@ -60,12 +58,12 @@ def bcast(
     >>> sparsecoll.simulate(3, program).results
     [2, 2, 2]
     """
-    options = options_of(None, None, format, value_dtype, "sum", timeout, check, "pass")
-    return blocking(comm, "bcast", options, lambda call: prepare_bcast(call, x, options, root))
+    options = CallOptions(format=format, value_dtype=value_dtype, timeout=timeout, check=check, nonfinite="pass")
+    return blocking(comm, "bcast", options, lambda call: _bcast(call, x, options, root))
 
 
-def prepare_bcast(call: CollectiveCall, x: Any, options: CallOptions, root: Any) -> Callable[[], Any]:
-    """Agree on the arguments of a broadcast; return what sends the data (see `blocking.py`)."""
+def _bcast(call: CollectiveCall, x: Any, options: CallOptions, root: Any) -> Any:
+    """Agree on the arguments of a broadcast and send the data."""
     transport, message = call.transport, np.empty(0, np.uint8)
     call.signature["root"] = root = check_root(root, transport)
     call.signature |= options.signature()
@@ -74,8 +72,5 @@ def prepare_bcast(call: CollectiveCall, x: Any, options: CallOptions, root: Any)
         message = packed(*rows, options) if rows else pack(options, *options.to_entries(x, sums=False))
     call.agree(check=options.check)
 
-    def send() -> Any:
-        with transport.phase("broadcast"):
-            return unpack(spread(transport, message, root))
-
-    return send
+    with transport.phase("broadcast"):
+        return unpack(spread(transport, message, root))

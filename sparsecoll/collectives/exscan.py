@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from sparsecoll.collectives.blocking import blocking
-from sparsecoll.collectives.options import CallOptions, options_of
-from sparsecoll.collectives.scan import prepare_scan
+from sparsecoll.collectives.keyed import on_vectors
+from sparsecoll.collectives.options import CallOptions
+from sparsecoll.collectives.scan import scan_vectors
 from sparsecoll.formats import Format
-from sparsecoll.transport.call import CollectiveCall
 
 
 def exscan(
@@ -65,10 +63,15 @@ def exscan(
     >>> sparsecoll.simulate(3, program).results
     [0.0, 1.0, 2.0]
     """
-    options = options_of(k, density, format, value_dtype, op, timeout, check, nonfinite, missing)
-    return blocking(comm, "exscan", options, lambda call: prepare_exscan(call, x, options))
-
-
-def prepare_exscan(call: CollectiveCall, x: Any, options: CallOptions) -> Callable[[], Any]:
-    """Agree on the arguments of an exscan; return what sends the data (see `blocking.py`)."""
-    return prepare_scan(call, x, options, inclusive=False)
+    options = CallOptions(
+        k=k,
+        density=density,
+        format=format,
+        value_dtype=value_dtype,
+        op=op,
+        missing=missing,
+        timeout=timeout,
+        check=check,
+        nonfinite=nonfinite,
+    )
+    return on_vectors(comm, "exscan", x, options, lambda call, x: scan_vectors(call, x, options, inclusive=False))

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from sparsecoll.collectives.blocking import blocking
-from sparsecoll.collectives.options import CallOptions, check_root, options_of
+from sparsecoll.collectives.keyed import on_vectors
+from sparsecoll.collectives.options import CallOptions, check_root
 from sparsecoll.formats import Format
 from sparsecoll.transport.call import CollectiveCall
 
@@ -56,24 +55,21 @@ def gather(
     >>> sparsecoll.simulate(3, program).results
     [[0, 1, 2], None, None]
     """
-    options = options_of(None, None, format, value_dtype, "sum", timeout, check, "pass")
-    return blocking(comm, "gather", options, lambda call: prepare_gather(call, x, options, root))
+    options = CallOptions(format=format, value_dtype=value_dtype, timeout=timeout, check=check, nonfinite="pass")
+    return on_vectors(comm, "gather", x, options, lambda call, x: _gather(call, x, options, root))
 
 
-def prepare_gather(call: CollectiveCall, x: Any, options: CallOptions, root: Any) -> Callable[[], list[Any] | None]:
-    """Agree on the arguments of a gather; return what sends the data (see `blocking.py`)."""
+def _gather(call: CollectiveCall, x: Any, options: CallOptions, root: Any) -> list[Any] | None:
+    """Agree on the arguments of a gather and send the data."""
     transport = call.transport
     call.signature["root"] = root = check_root(root, transport)
     channel, entries, back = options.agree(call, x, sums=False)
 
-    def send() -> list[Any] | None:
-        with transport.phase("gather"):
-            if transport.rank != root:
-                channel.isend(root, entries)
-                transport.waitall()
-                return None
-            requests = [None if rank == root else channel.irecv(rank) for rank in range(transport.size)]
-            parts = [entries.copy() if request is None else request.wait() for request in requests]
-        return [back(part.astype(entries.dtype)) for part in parts]
-
-    return send
+    with transport.phase("gather"):
+        if transport.rank != root:
+            channel.isend(root, entries)
+            transport.waitall()
+            return None
+        requests = [None if rank == root else channel.irecv(rank) for rank in range(transport.size)]
+        parts = [entries.copy() if request is None else request.wait() for request in requests]
+    return [back(part.astype(entries.dtype)) for part in parts]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -15,12 +15,11 @@ import numpy as np
 from sparsecoll import formats
 from sparsecoll.collectives import convert
 from sparsecoll.collectives.convert.back import Back
-from sparsecoll.collectives.convert.keyed import agree_on_keys, agree_on_kinds
-from sparsecoll.collectives.operations import is_mpi_op, operation_of
+from sparsecoll.collectives.operations import operation_of
 from sparsecoll.errors import NonFiniteError
 from sparsecoll.formats import Format
 from sparsecoll.select import Vector, topk
-from sparsecoll.transport import Transport
+from sparsecoll.transport import Transport, as_transport
 from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.transport.channel import Channel
 from sparsecoll.vector import DenseVector, RowSparse, SparseVector
@@ -28,11 +27,12 @@ from sparsecoll.vector.operation import Operation
 
 V = TypeVar("V", bound="SparseVector | DenseVector | RowSparse")
 S = TypeVar("S", bound="SparseVector | RowSparse")
+T = TypeVar("T")
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 VALUE_DTYPES_ON_THE_WIRE = ("float16", "bfloat16", "float32")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class CallOptions:
     """The options of a collective call as its caller gave them; see `sparsecoll.allreduce` for their meaning.
 
@@ -69,11 +69,6 @@ class CallOptions:
     def operation(self) -> Operation:
         """`op` and `missing` as an object."""
         return operation_of(self.op, self.missing)
-
-    @functools.cached_property
-    def known(self) -> dict[Hashable, Any]:
-        """What has been validated with these options, by what it was; see `allreduce.arguments_of`."""
-        return {}
 
     def signature(self) -> dict[str, Any]:
         """Return what must be the same on all ranks, except `k` and `density`, which are compared as a number."""
@@ -155,20 +150,14 @@ class CallOptions:
             where = "in row" if isinstance(x, RowSparse) else "at index"
             raise ValueError(f"x: expected finite values, got NaN or infinity, the first {where} {index}")
 
-    def to_entries(
-        self, x: Any, sums: bool, call: CollectiveCall | None = None, common: tuple[Vector, Back] | None = None
-    ) -> tuple[SparseVector, Back]:
+    def to_entries(self, x: Any, sums: bool) -> tuple[SparseVector, Back]:
         """Return the entries that this rank sends, and a function that converts a result to the type of x.
 
         Args:
             x: the caller's argument, of any type that `convert.to_vector` takes.
             sums: whether the collective sends partial sums and first selects the top k of x.
-            call: in which the ranks agree on the length of what has keys; None, the default, if one rank's counts.
-            common: what `to_common_vector` returns, if it is known (default: None).
         """
-        if common is None:
-            common = convert.to_vector(x) if call is None else to_common_vector(call, x, self.check)
-        vector, back = common
+        vector, back = convert.to_vector(x)
         self.check_operation(vector)
         self.check_dtype(vector.dtype, "partial sums" if sums else None)
         k = self.resolve_k(vector.length)
@@ -195,6 +184,8 @@ class CallOptions:
 
     def prepared(self, x: V, transport: Transport) -> V:
         """Return what x contributes to the operation, in place of its values; x itself if nothing changes."""
+        if self.op in ("sum", "mean"):
+            return x
         values = self.operation.prepared(x.values, transport.rank == transport.size - 1)
         return x if values is x.values else x.with_values(values)  # type: ignore[return-value]
 
@@ -203,46 +194,36 @@ class CallOptions:
         mean = self.operation.name == "mean" and transport.size > 1
         return y._divide(transport.size) if mean else y  # type: ignore[return-value]
 
-    def agree(
-        self, call: CollectiveCall, x: Any, sums: bool, common: tuple[Vector, Back] | None = None
-    ) -> tuple[Channel, SparseVector, Back]:
+    def agree(self, call: CollectiveCall, x: Any, sums: bool) -> tuple[Channel, SparseVector, Back]:
         """Agree on the arguments of the call; return its channel and `to_entries`, rounded as on the wire."""
-        entries, back = self.to_entries(x, sums, call, common)
-        length = {"length": None} if getattr(back, "apart", False) else {}
+        entries, back = self.to_entries(x, sums)
         call.signature |= {
             **convert.shape_of(x),
             **signature_of(entries, call.transport),
-            **length,
             **self.signature(),
-            "k": None if length else self.resolve_k(entries.length),
+            "k": self.resolve_k(entries.length),
         }
         call.agree(check=self.check)
         channel = self.channel(call.transport, entries.length)
         return channel, channel.roundtrip(self.prepared(entries, call.transport)), back
 
 
-@functools.lru_cache(maxsize=256, typed=True)
-def _options_of(*given: Any) -> CallOptions:
-    return CallOptions(*given)
+def blocking(comm: Any, name: str, options: CallOptions, perform: Callable[[CollectiveCall], T]) -> T:
+    """Make a blocking call after the calls that were started before it.
 
+    Args:
+        comm: the caller's communicator.
+        name: of the collective.
+        options: of the call.
+        perform: agrees on the arguments, sends the data and returns the result.
+    """
+    transport = as_transport(comm, options.timeout)
 
-def options_of(*given: Any) -> CallOptions:
-    """Return CallOptions(*given), the same object for the same arguments, which is validated once."""
-    try:
-        return _options_of(*given)
-    except TypeError:  # an argument that cannot be hashed
-        return CallOptions(*given)
+    def make() -> T:
+        with CollectiveCall(transport, name, options.timeout) as call:
+            return perform(call)
 
-
-def to_common_vector(call: CollectiveCall, x: Any, check: bool) -> tuple[Vector, Back]:
-    """Return `convert.to_vector(x)`; types with keys get one length and one table of keys on all ranks. Collective."""
-    vector, back = convert.to_vector(x)
-    if back.keyed and call.plan is not None:
-        raise TypeError(f"x: expected a type with a length for {call.name}, got {type(x).__name__}, which has keys")
-    if back.keyed:
-        assert isinstance(vector, SparseVector)
-        vector, back = agree_on_keys(call, *agree_on_kinds(call, vector, back, check), check)
-    return vector, back
+    return transport.in_order(make)
 
 
 @contextlib.contextmanager
@@ -262,8 +243,6 @@ def signature_of(x: Vector, transport: Transport) -> dict[str, Any]:
 
 def check_root(root: Any, transport: Transport) -> int:
     """Return `root` as an int; raise ValueError unless it is a rank of the communicator."""
-    if is_mpi_op(root):
-        raise TypeError("root: expected a rank, got an operation of mpi4py: use op=")
     if isinstance(root, bool) or not isinstance(root, (int, np.integer)) or not 0 <= root < transport.size:
         raise ValueError(f"root: expected a rank from 0 to {transport.size - 1}, got {root!r}")
     return int(root)

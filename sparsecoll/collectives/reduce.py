@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from sparsecoll.algorithms.primitives.exchange import united
-from sparsecoll.collectives import convert
-from sparsecoll.collectives.blocking import blocking
-from sparsecoll.collectives.convert.back import Back
-from sparsecoll.collectives.convert.keyed import ToMapping, words_at
-from sparsecoll.collectives.few_keys import combine_keys
-from sparsecoll.collectives.options import CallOptions, check_root, options_of
+from sparsecoll.collectives.keyed import with_keys
+from sparsecoll.collectives.options import CallOptions, blocking, check_root
 from sparsecoll.collectives.reduce_scatter import sum_of_region
 from sparsecoll.formats import Format
 from sparsecoll.transport.call import CollectiveCall
-from sparsecoll.transport.channel import Channel
-from sparsecoll.vector import SparseVector
 
 
 def reduce(
@@ -76,43 +69,31 @@ def reduce(
     >>> sparsecoll.simulate(2, program).results
     [None, array([1., 1., 0., 0., 2., 0.])]
     """
-    options = options_of(k, density, format, value_dtype, op, timeout, check, nonfinite, missing)
-    return blocking(comm, "reduce", options, lambda call: prepare_reduce(call, x, options, root))
+    options = CallOptions(
+        k=k,
+        density=density,
+        format=format,
+        value_dtype=value_dtype,
+        op=op,
+        missing=missing,
+        timeout=timeout,
+        check=check,
+        nonfinite=nonfinite,
+    )
+    return blocking(comm, "reduce", options, lambda call: _reduce(call, x, options, root))
 
 
-def prepare_reduce(call: CollectiveCall, x: Any, options: CallOptions, root: Any) -> Callable[[], Any]:
-    """Agree on the arguments of a reduce; return what sends the data (see `blocking.py`)."""
+def _reduce(call: CollectiveCall, x: Any, options: CallOptions, root: Any) -> Any:
+    """Agree on the arguments of a reduce and send the data."""
     call.signature["root"] = root = check_root(root, call.transport)
-    vector, back = convert.to_vector(x)
-    common = (vector, back) if not back.keyed else None
-    if back.keyed and call.plan is None:
-        assert isinstance(vector, SparseVector)
-        vector, back, combine = combine_keys(call, vector, back, options, {}, apart=True)
-        if combine is not None:
-            return lambda: _result(combine(), options, call) if call.transport.rank == root else None
-        common = vector, back
-    channel, entries, back = options.agree(call, x, sums=True, common=common)
-
-    def send() -> Any:
-        if isinstance(back, ToMapping) and back.apart:
-            united = words_at(root, channel, entries, back)
-        else:
-            united = _entries_at(root, channel, entries, back)
-        call.transport.waitall()
-        return None if united is None else _result(united, options, call)
-
-    return send
+    return with_keys(call, x, options, lambda x: _reduce_vectors(call, x, options, root), at_once={}, root=root)
 
 
-def _result(united: tuple[SparseVector, Back], options: CallOptions, call: CollectiveCall) -> Any:
-    whole, back = united
-    return back(options.result(whole, call.transport))
-
-
-def _entries_at(root: int, channel: Channel, entries: SparseVector, back: Back) -> tuple[SparseVector, Back] | None:
-    """Return the entries of all ranks combined, and what converts them, on the root; None on others. Collective."""
+def _reduce_vectors(call: CollectiveCall, x: Any, options: CallOptions, root: int) -> Any:
+    channel, entries, back = options.agree(call, x, sums=True)
     n, P = entries.length, channel.size
     mine = sum_of_region(channel, entries, [n * j // P for j in range(P + 1)])
     with channel.phase("gather"):
         whole = united(channel, mine.astype(entries.dtype), root)
-    return None if whole is None else (whole._copy_if_overlapping(entries), back)
+    call.transport.waitall()
+    return None if whole is None else back(options.result(whole._copy_if_overlapping(entries), call.transport))

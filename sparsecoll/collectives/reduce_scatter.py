@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sparsecoll import formats
@@ -12,10 +12,9 @@ from sparsecoll.algorithms.dense import sum_of_chunk
 from sparsecoll.algorithms.primitives import halving
 from sparsecoll.algorithms.primitives.exchange import exchange
 from sparsecoll.collectives import convert
-from sparsecoll.collectives.blocking import blocking
-from sparsecoll.collectives.operations import is_mpi_op
-from sparsecoll.collectives.options import NOTHING, CallOptions, as_edges, check_boundaries, options_of, signature_of
-from sparsecoll.collectives.rows import prepare_reduce_scatter_rows
+from sparsecoll.collectives.keyed import on_vectors
+from sparsecoll.collectives.options import NOTHING, CallOptions, as_edges, check_boundaries, signature_of
+from sparsecoll.collectives.rows import reduce_scatter_rows
 from sparsecoll.formats import Format
 from sparsecoll.select import Vector
 from sparsecoll.transport import Transport
@@ -87,25 +86,28 @@ def reduce_scatter(
     >>> sparsecoll.simulate(3, program).results
     [[0], [], [5]]
     """
-    options = options_of(k, density, format, value_dtype, op, timeout, check, nonfinite, missing)
-    return blocking(
-        comm,
-        "reduce_scatter",
-        options,
-        lambda call: prepare_reduce_scatter(call, x, options, boundaries, owner),
+    options = CallOptions(
+        k=k,
+        density=density,
+        format=format,
+        value_dtype=value_dtype,
+        op=op,
+        missing=missing,
+        timeout=timeout,
+        check=check,
+        nonfinite=nonfinite,
+    )
+    return on_vectors(
+        comm, "reduce_scatter", x, options, lambda call, x: _reduce_scatter(call, x, options, boundaries, owner)
     )
 
 
-def prepare_reduce_scatter(
-    call: CollectiveCall, x: Any, options: CallOptions, boundaries: Any, owner: Any
-) -> Callable[[], Any]:
-    """Agree on the arguments of a reduce-scatter; return what sends the data (see `blocking.py`)."""
+def _reduce_scatter(call: CollectiveCall, x: Any, options: CallOptions, boundaries: Any, owner: Any) -> Any:
+    """Agree on the arguments of a reduce-scatter and send the data."""
     transport = call.transport
-    if is_mpi_op(boundaries):
-        raise TypeError("boundaries: expected indices or None, got an operation of mpi4py: use op=")
     rows = convert.to_rows(x) if owner is not None or isinstance(x, RowSparse) else None
     if rows is not None:
-        return prepare_reduce_scatter_rows(call, *rows, owner, boundaries, options)
+        return reduce_scatter_rows(call, *rows, owner, boundaries, options)
     if owner is not None:
         raise ValueError(f"owner: expected None unless x consists of rows, got {owner!r} for {type(x).__name__}")
     edges = as_edges(boundaries)
@@ -113,12 +115,9 @@ def prepare_reduce_scatter(
     channel, entries, back = options.agree(call, x, sums=True)
     edges = check_boundaries(edges, entries.length, transport.size)
 
-    def send() -> Any:
-        part = sum_of_region(channel, entries, edges)
-        transport.waitall()
-        return back(options.result(part.astype(entries.dtype)._copy_if_overlapping(entries), transport))
-
-    return send
+    part = sum_of_region(channel, entries, edges)
+    transport.waitall()
+    return back(options.result(part.astype(entries.dtype)._copy_if_overlapping(entries), transport))
 
 
 def sum_of_region(channel: Channel, entries: SparseVector, edges: Sequence[int]) -> SparseVector:

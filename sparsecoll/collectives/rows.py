@@ -3,7 +3,6 @@ that consist of rows (see `convert.rows`)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,6 @@ from sparsecoll.errors import check_choice
 from sparsecoll.formats import Buffer
 from sparsecoll.kernels.memory import to_host
 from sparsecoll.transport.call import CollectiveCall
-from sparsecoll.transport.network import compared_tuning
 from sparsecoll.transport.row_channel import RowChannel
 from sparsecoll.vector import RowSparse
 
@@ -46,8 +44,7 @@ def allreduce_rows(
         raise ValueError(f"return_reduction: expected False unless op is 'sum' or 'mean', got op={options.op!r}")
     transport, algorithm = call.transport, resolve_rows(algo)
     before = transport.traffic.copy() if return_reduction else transport.traffic
-    costs = compared_tuning(transport) if algorithm.reads_tuning else {}
-    channel, sent, held = agree(call, x, back, options, {"algo": algorithm.describe(), **costs})
+    channel, sent, held = agree(call, x, back, options, {"algo": algorithm.describe()})
     found = algorithm(channel, sent, held)
     transport.waitall()
     value = options.result(found.value, transport)
@@ -59,10 +56,10 @@ def allreduce_rows(
     return reduction
 
 
-def prepare_reduce_scatter_rows(
+def reduce_scatter_rows(
     call: CollectiveCall, x: RowSparse, back: Back, owner: Any, boundaries: Any, options: CallOptions
-) -> Callable[[], Any]:
-    """Agree on the arguments of `sparsecoll.reduce_scatter` of rows; return what sends them (see `blocking.py`)."""
+) -> Any:
+    """Return `sparsecoll.reduce_scatter` of rows."""
     if owner is not None and boundaries is not None:
         raise ValueError(f"owner, boundaries: expected one of them, got {owner!r} and {boundaries!r}")
     owner = "hash" if owner is None else owner
@@ -71,34 +68,24 @@ def prepare_reduce_scatter_rows(
     check_choice("owner", owner, OWNERS)
     edges = None if boundaries is None else check_boundaries(boundaries, x.n, call.transport.size)
     channel, sent, held = agree(call, x, back, options, {"owner": owner, "boundaries": edges})
-
-    def send() -> Any:
-        if edges is None:
-            total = RowOwners(owner).reduce_scatter(channel, sent, held)
-        else:
-            with channel.phase("split"):
-                owners = owners_of(to_host(sent.rows), x.n, channel.size, edges)
-                total = channel.merge(channel.exchange(sent, split(np.arange(sent.nnz), owners, channel.size)))
-        call.transport.waitall()
-        return back(options.result(total.astype(x.dtype), call.transport))
-
-    return send
+    if edges is None:
+        total = RowOwners(owner).reduce_scatter(channel, sent, held)
+    else:
+        with channel.phase("split"):
+            owners = owners_of(to_host(sent.rows), x.n, channel.size, edges)
+            total = channel.merge(channel.exchange(sent, split(np.arange(sent.nnz), owners, channel.size)))
+    call.transport.waitall()
+    return back(options.result(total.astype(x.dtype), call.transport))
 
 
-def prepare_allgather_rows(
-    call: CollectiveCall, x: RowSparse, back: Back, options: CallOptions
-) -> Callable[[], list[Any]]:
-    """Agree on the arguments of `sparsecoll.allgather` of rows; return what sends them (see `blocking.py`)."""
+def allgather_rows(call: CollectiveCall, x: RowSparse, back: Back, options: CallOptions) -> list[Any]:
+    """Return `sparsecoll.allgather` of rows."""
     channel, sent, held = agree(call, x, back, options, {})
-
-    def send() -> list[Any]:
-        with channel.phase("gather"):
-            parts = channel.allgather(sent, max(held))
-            call.transport.waitall()
-        parts[channel.rank] = parts[channel.rank].copy()
-        return [back(part.astype(x.dtype)) for part in parts]
-
-    return send
+    with channel.phase("gather"):
+        parts = channel.allgather(sent, max(held))
+        call.transport.waitall()
+    parts[channel.rank] = parts[channel.rank].copy()
+    return [back(part.astype(x.dtype)) for part in parts]
 
 
 def agree(

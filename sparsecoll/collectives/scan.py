@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from sparsecoll.algorithms.primitives.prefix import prefix
-from sparsecoll.collectives.blocking import blocking
-from sparsecoll.collectives.options import CallOptions, options_of
+from sparsecoll.collectives.keyed import on_vectors
+from sparsecoll.collectives.options import CallOptions
 from sparsecoll.formats import Format
 from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.vector import accumulator_dtype
@@ -65,21 +64,28 @@ def scan(
     >>> sparsecoll.simulate(2, program).results
     [[1.0, 0.0, 0.0, 0.0, 1.0], [1.0, 1.0, 0.0, 0.0, 2.0]]
     """
-    options = options_of(k, density, format, value_dtype, op, timeout, check, nonfinite, missing)
-    return blocking(comm, "scan", options, lambda call: prepare_scan(call, x, options))
+    options = CallOptions(
+        k=k,
+        density=density,
+        format=format,
+        value_dtype=value_dtype,
+        op=op,
+        missing=missing,
+        timeout=timeout,
+        check=check,
+        nonfinite=nonfinite,
+    )
+    return on_vectors(comm, "scan", x, options, lambda call, x: scan_vectors(call, x, options))
 
 
-def prepare_scan(call: CollectiveCall, x: Any, options: CallOptions, inclusive: bool = True) -> Callable[[], Any]:
-    """Agree on the arguments of a scan, without this rank's x unless `inclusive`; return what sends the data."""
+def scan_vectors(call: CollectiveCall, x: Any, options: CallOptions, inclusive: bool = True) -> Any:
+    """Agree on the arguments of a scan, without this rank's x unless `inclusive`, and send the data."""
     if options.operation.name in ("mean", "replace"):
         raise ValueError(f"op: expected neither 'mean' nor 'replace' for a scan, got {options.operation.name!r}")
     channel, entries, back = options.agree(call, x, sums=True)
 
-    def send() -> Any:
-        with channel.phase("scan"):
-            own = channel.merge([entries], accumulator_dtype(entries.dtype))
-            result = prefix(channel, own, inclusive)
-            call.transport.waitall()
-        return back(result.astype(entries.dtype)._copy_if_overlapping(entries))
-
-    return send
+    with channel.phase("scan"):
+        own = channel.merge([entries], accumulator_dtype(entries.dtype))
+        result = prefix(channel, own, inclusive)
+        call.transport.waitall()
+    return back(result.astype(entries.dtype)._copy_if_overlapping(entries))

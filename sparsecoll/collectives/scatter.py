@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from numbers import Integral
 from typing import Any
 
-from sparsecoll.collectives.blocking import blocking
 from sparsecoll.collectives.messages import pack, pack_all, unpack
-from sparsecoll.collectives.options import CallOptions, check_boundaries, check_root, options_of
+from sparsecoll.collectives.options import CallOptions, blocking, check_boundaries, check_root
 from sparsecoll.formats import Buffer, Format
 from sparsecoll.transport.call import CollectiveCall
 
@@ -64,30 +63,25 @@ def scatter(
     >>> sparsecoll.simulate(3, program).results
     [[0, 1], [], [4]]
     """
-    options = options_of(None, None, format, value_dtype, "sum", timeout, check, "pass")
-    return blocking(comm, "scatter", options, lambda call: prepare_scatter(call, x, options, root, boundaries))
+    options = CallOptions(format=format, value_dtype=value_dtype, timeout=timeout, check=check, nonfinite="pass")
+    return blocking(comm, "scatter", options, lambda call: _scatter(call, x, options, root, boundaries))
 
 
-def prepare_scatter(
-    call: CollectiveCall, x: Any, options: CallOptions, root: Any, boundaries: Any
-) -> Callable[[], Any]:
-    """Agree on the arguments of a scatter; return what sends the data (see `blocking.py`)."""
+def _scatter(call: CollectiveCall, x: Any, options: CallOptions, root: Any, boundaries: Any) -> Any:
+    """Agree on the arguments of a scatter and send the data."""
     transport, rank, P = call.transport, call.transport.rank, call.transport.size
     call.signature["root"] = root = check_root(root, transport)
     call.signature |= options.signature()
     messages = _messages(x, P, boundaries, options) if rank == root else []
     call.agree(check=options.check)
 
-    def send() -> Any:
-        with transport.phase("scatter"):
-            if rank != root:
-                return unpack(transport.recv(root))
-            for step in range(1, P):
-                transport.isend((root + step) % P, messages[(root + step) % P])
-            transport.waitall()
-        return unpack(messages[root])
-
-    return send
+    with transport.phase("scatter"):
+        if rank != root:
+            return unpack(transport.recv(root))
+        for step in range(1, P):
+            transport.isend((root + step) % P, messages[(root + step) % P])
+        transport.waitall()
+    return unpack(messages[root])
 
 
 def _messages(x: Any, P: int, boundaries: Any, options: CallOptions) -> list[Buffer]:

@@ -9,7 +9,6 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from sparsecoll.classes import check_class
 from sparsecoll.errors import CommunicationError, check_choice
 from sparsecoll.formats.auto import Auto
 from sparsecoll.formats.base import HEADER, WIRE_DTYPES, Buffer, Chooser, Format, Plan, WireDtype, rounded, wire_dtype
@@ -74,15 +73,13 @@ def resolve(format: str | Format) -> Format:
 
     Raises:
         ValueError: No format has the name.
-        TypeError: `format` is neither a name nor a Format, receivers would not know its messages, or its class has no
-            name, or options that are not the fields of a dataclass.
+        TypeError: `format` is neither a name nor a Format, or receivers would not know its messages.
     """
     if isinstance(format, str):
         check_choice("format", format, FORMATS)
         format = FORMATS[format]
     if not isinstance(format, Format):
         raise TypeError(f"format: expected a name or a Format, got {type(format).__name__}")
-    check_class("format", format)
     known = _by_id(getattr(format, "id", 0))
     if not isinstance(format, Chooser if known is None else type(known)):
         raise TypeError(
@@ -114,13 +111,11 @@ def decode(buffer: Buffer, length: int) -> SparseVector:
         length: length of the vector.
 
     Raises:
-        CommunicationError: The message is truncated, corrupted, or for a vector of another length, or the `decode` of
-            a user's format returns a vector of another length.
-        TypeError: The `decode` of a user's format returns something else than a SparseVector.
+        CommunicationError: The message is truncated, corrupted, or for a vector of another length.
     """
     form = _of(buffer)
     with span("decode", entries(buffer) if listening() else 0):
-        return form.decoded(_aligned(buffer), length)
+        return form.decode(_aligned(buffer), length)
 
 
 def entries(buffer: Buffer) -> int:
@@ -144,7 +139,6 @@ def add_into(dense: DenseVector, buffers: Iterable[Buffer]) -> None:
     Raises:
         CommunicationError: A message is invalid, or has values that cannot be added to those of `dense`, as complex
             numbers to real ones; the messages before it have been added.
-        TypeError: The `decode` of a user's format returns something else than a SparseVector.
     """
     for buffer in buffers:
         form = _of(buffer)

@@ -223,7 +223,7 @@ class Format(ABC):
         if not self.lossy:
             return rounded(x, value_dtype)
         form, plan = self.planned(x, wire := wire_dtype(x.dtype, value_dtype))
-        return form.decoded(form._written(plan, x, wire, 0), x.length).astype(x.dtype)
+        return form.decode(form._written(plan, x, wire, 0), x.length).astype(x.dtype)
 
     def sparse(self) -> Format:
         """Return the format for messages that are sparse in any case: `auto` then chooses coo, bitmap or packed."""
@@ -240,25 +240,9 @@ class Format(ABC):
             CommunicationError: The message is invalid, or its values cannot be added to those of `dense`, as complex
                 numbers to real ones.
         """
-        y = self.decoded(buffer, dense.length)
+        y = self.decode(buffer, dense.length)
         check_addition(y.dtype, dense)
         dense.add_at(y)
-
-    def decoded(self, buffer: Buffer, length: int) -> SparseVector:
-        """Return what `decode` returns, which may be a method of the user's.
-
-        Raises:
-            TypeError: It returns something else than a SparseVector.
-            CommunicationError: It returns a vector of another length, or raises it.
-        """
-        y = self.decode(buffer, length)
-        if not isinstance(y, SparseVector):
-            raise TypeError(f"format: expected decode of {self!r} to return a SparseVector, got {type(y).__name__}")
-        if y.length != length:
-            raise CommunicationError(
-                f"message: expected decode of {self!r} to return a vector of length {length}, got {y.length}"
-            )
-        return y
 
     def read_header(self, buffer: Buffer, length: int, per_byte: int = 1) -> tuple[WireDtype, np.dtype[Any], int]:
         """Return (wire dtype, index dtype, nnz) from the header of a message; for `decode`.

@@ -16,7 +16,7 @@ class Coding:
 
 
 PACKED = 4.8e-9  # seconds to encode and decode an entry in the format packed, encode + decode below
-CODING = {  # on a core with AVX-512, as perf/costs.py measures them; magnitudes matter, digits do not
+CODING = {  # on a core with AVX-512; magnitudes matter, digits do not
     "coo": Coding(0.6e-9, 0.15e-9),
     "dense": Coding(2.9e-9, 0.6e-9, 0.17e-9, 0.16e-9),
     "bitmap": Coding(1.0e-9, 0.9e-9, 0.0, 0.08e-9),

@@ -7,8 +7,7 @@ The environment variable SPARSECOLL_KERNELS=reference selects the specification;
 `cpu` is compiled for, by default the fastest that the processor has (`cpu.lanes`). Long selections and sums run on
 several threads where a rank has idle cores (`threads`).
 
-Numba takes about a third of a second to start, and some seconds to compile the kernels once. Small arrays do without it
-in the first moments: the specification gives the same bits. What measures calls starts it before (`host_kernels`).
+Numba takes about a third of a second to start, in the first call, and some seconds to compile the kernels once.
 """
 
 from __future__ import annotations
@@ -16,8 +15,6 @@ from __future__ import annotations
 import functools
 import logging
 import os
-import sys
-import time
 from types import ModuleType
 from typing import Any
 
@@ -29,11 +26,6 @@ from sparsecoll.kernels.memory import on_gpu
 
 logger = logging.getLogger(__name__)
 CHOICES = ("avx512", "avx2", "portable", "reference")  # of SPARSECOLL_KERNELS
-
-
-SMALL = 1 << 17  # values, which NumPy selects in about 10 ms (30,000 in 2 ms), and Numba in 0.1 ms once it runs
-COMPILED = f"{__name__}.cpu"
-SPARED = 0.3  # seconds of processor time, as long as Numba starts, in which small arrays do without it at first
 
 
 @functools.cache
@@ -51,25 +43,10 @@ def host_kernels() -> ModuleType:
         return reference
     try:
         from sparsecoll.kernels import cpu
-    except ImportError as error:
-        logger.warning("numba cannot be imported (%s): the slower NumPy reference kernels are used", error)
+    except (ImportError, AttributeError) as error:  # there is no Numba, or it lacks an internal
+        logger.warning("Numba cannot be used (%s): the slower NumPy reference kernels are used", error)
         return reference
     return cpu
-
-
-@functools.cache
-def _first_call() -> float:
-    return time.process_time() if not os.environ.get("SPARSECOLL_KERNELS") else -SPARED
-
-
-def _spared(array: Any) -> bool:
-    """Whether to do without Numba, which has not been started yet.
-
-    Which of two NaN stays in a sum is up to a compiler, so that arrays with NaN are left to Numba on every rank.
-    """
-    if array.size > SMALL:
-        return False
-    return time.process_time() - _first_call() < SPARED and not (array.dtype.kind == "f" and np.isnan(array).any())
 
 
 def kernels_of_values(values: Any) -> ModuleType:
@@ -86,7 +63,7 @@ def kernels_of(array: Any) -> ModuleType:
         TypeError: `array` is of another type.
     """
     if isinstance(array, np.ndarray):
-        return host_kernels() if COMPILED in sys.modules or not _spared(array) else reference
+        return host_kernels()
     if on_gpu(array):
         from sparsecoll.kernels import gpu
 

@@ -32,13 +32,24 @@ class Momentum(NamedTuple):
     new_velocity: Array
     nesterov: bool
 
-    def of_part(self, gradient: Array, part: slice) -> Array:
-        """Return what replaces a part of the gradient; no velocity is written."""
-        values, velocity = gradient[part], self.velocity[part]
-        typed = values.dtype.type(self.factor)
-        with np.errstate(over="ignore", invalid="ignore"):
-            added: Array = typed * (velocity + values) if self.nesterov else typed * velocity
-            return np.add(values, added)  # type: ignore[no-any-return]
+
+class Pass(NamedTuple):
+    """What a pass over values does besides selecting some, in this order.
+
+    Attributes:
+        source: an array of the same dtype and length, of which the values become a copy.
+        momentum: replaces the values, a gradient.
+        add: values += scale * addend.
+        clear: values that are selected are zero afterwards.
+    """
+
+    source: Array | None = None
+    momentum: Momentum | None = None
+    add: Addend | None = None
+    clear: bool = False
+
+
+PLAIN = Pass()
 
 
 COMPILED_DTYPES = tuple(map(np.dtype, ("float16", "float32", "float64", "int32", "int64")))  # that all kernels take

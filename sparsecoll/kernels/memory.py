@@ -21,7 +21,6 @@ T = TypeVar("T")
 SMALLEST = 1 << 18  # bytes; for smaller arrays malloc reuses memory itself
 RETAINED = 1 << 30  # bytes
 ALIGNMENT = 64  # bytes: where larger arrays begin, as registers that are written past the caches must
-LARGER = 3  # sizes that are tried for a block: its own, and the next ones, up to 3/8 larger
 
 _lock = threading.Lock()
 _returned: deque[NDArray[np.uint8]] = deque()  # finalisers append to it; they may run anywhere, even inside `empty`
@@ -33,15 +32,6 @@ def _rounded_size(size: int) -> int:
     """The bytes to allocate: `size` rounded up to one of eight steps per power of two."""
     step = 1 << max(size.bit_length() - 4, 12)
     return -(-size // step) * step
-
-
-def _fitting(rounded: int) -> int | None:
-    """The size of a free block for one of `rounded` bytes: sparse results are not as long every time."""
-    for _ in range(LARGER):
-        if rounded in _free:
-            return rounded
-        rounded = _rounded_size(rounded + 1)
-    return None
 
 
 def _file_returned(free: Any = _free, returned: Any = _returned, total: Any = _total, limit: int = RETAINED) -> None:
@@ -172,14 +162,13 @@ def empty(size: int, dtype: Any, like: Any = None) -> NDArray[Any]:
     with _lock:
         if _returned:
             _file_returned()
-        fitting = _fitting(rounded)
-        if fitting is None:
-            raw = _aligned(rounded)
+        if rounded in _free:
+            raw = _free[rounded].pop()
+            _total[0] -= rounded
+            if not _free[rounded]:
+                del _free[rounded]
         else:
-            raw = _free[fitting].pop()
-            _total[0] -= fitting
-            if not _free[fitting]:
-                del _free[fitting]
+            raw = _aligned(rounded)
     return np.asarray(_Block(raw))[:nbytes].view(dtype)
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from sparsecoll.kernels.keys import Addend, Array, Momentum
+from sparsecoll.kernels.keys import Array, Pass
 
+Form = Callable[[Array, Pass], None]
 SMALL = 1 << 13  # up to this many values the top k is selected among all of them
 _SMALL_PRIMES = 2 * 3 * 5 * 7 * 11 * 13
 
@@ -27,20 +28,26 @@ def stride_for(length: int, size: int) -> int:
     return stride
 
 
-def bounding_sample(
-    values: Array,
-    k: int,
-    add: Addend | None,
-    most: int,
-    accumulate: Callable[[Array, Addend], None],
-    momentum: Momentum | None = None,
-) -> tuple[Array, int] | None:
-    """A sample of `values + scale * addend`, and the rank in it of a key that at least k of them are likely to reach.
+def sample_of(values: Array, work: Pass, every: slice, form: Form) -> Array:
+    """A copy of values[every] as they are after `work`, of which nothing else is done.
+
+    Args:
+        form: the kernel.
+    """
+    source, momentum, add, _ = work
+    sample = (values if source is None else source)[every].copy()
+    if momentum is not None:
+        momentum = momentum._replace(velocity=momentum.velocity[every].copy(), new_velocity=sample.copy())
+    form(sample, Pass(None, momentum, None if add is None else (add[0][every].copy(), add[1])))
+    return sample
+
+
+def bounding_sample(values: Array, k: int, work: Pass, most: int, form: Form) -> tuple[Array, int] | None:
+    """A sample of the values as they are after `work`, and the rank in it of a key that k of them are likely to reach.
 
     Args:
         most: size of the largest sample.
-        accumulate: the kernel.
-        momentum: what replaces the values before the addition.
+        form: the kernel.
 
     Returns:
         (sample, rank), with 1 for the largest key; None if there are few values, or k is a large part of them.
@@ -48,9 +55,7 @@ def bounding_sample(
     if values.size <= SMALL or k > values.size // 2:
         return None
     stride = stride_for(values.size, min(max(values.size >> 7, SMALL), most))
-    sample = values[::stride].copy() if momentum is None else momentum.of_part(values, slice(None, None, stride))
-    if add is not None:
-        accumulate(sample, (add[0][::stride], add[1]))
+    sample = sample_of(values, work, slice(None, None, stride), form)
     expected = k * sample.size / values.size
     rank = int(expected + 4 * math.sqrt(expected) + 5)
     return None if rank > sample.size else (sample, rank)

@@ -7,9 +7,6 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
-from numpy.typing import NDArray
-
-from sparsecoll.classes import check_options
 from sparsecoll.errors import NonFiniteError
 from sparsecoll.vector import SMALLEST, DenseVector, SparseVector
 
@@ -77,62 +74,16 @@ class Selector(Stateful, ABC):
         """
 
 
-def selected(selector: Selector, x: Vector, k: int) -> SparseVector:
-    """Return the entries of x that a selector chooses, which may be a class of the user's.
-
-    Raises:
-        TypeError: Its options are not the fields of a dataclass, or it returns something else than a SparseVector, or
-            one of another dtype.
-        ValueError: It returns a vector of another length, or other entries than x has.
-    """
-    check_options("selector", selector)
-    chosen = selector.select(x, k)
-    if not isinstance(chosen, SparseVector):
-        raise TypeError(f"selector: expected {selector!r} to return a SparseVector, got {type(chosen).__name__}")
-    check_like("selector: expected", selector, chosen, x)
-    if not built_in(type(selector)):
-        own = x.intersect(chosen) if isinstance(x, SparseVector) else x.take(chosen.indices)
-        if own.nnz != chosen.nnz or not _same(own.values, chosen.values).all():
-            raise ValueError(
-                f"selector: expected {selector!r} to return entries of x with their values, got others: return"
-                " x.take(indices), x.topk(k) or the like"
-            )
-    return chosen
-
-
-def _same(a: NDArray[Any], b: NDArray[Any]) -> NDArray[Any]:
-    """Return where values are the same, NaN and NaN among them."""
-    return (a == b) | ((a != a) & (b != b))  # type: ignore[no-any-return]
-
-
 @functools.cache
 def built_in(kind: type) -> bool:
     """Return whether a class is the library's, not the user's."""
     return kind.__module__.partition(".")[0] == "sparsecoll"
 
 
-def check_like(expected: str, who: object, got: Vector, x: Vector) -> None:
-    """Raise TypeError or ValueError unless what `who` has returned has the dtype and length of x.
-
-    Args:
-        expected: beginning of the message, before `who`, whose text is made only for an error: it takes microseconds.
-        who: an algorithm or selector.
-        got: what it has returned.
-        x: the vector that it was given.
-    """
-    if got.dtype != x.dtype:
-        raise TypeError(f"{expected} {who!r} to return entries of {x.dtype} as x has, got {got.dtype}")
-    if got.length != x.length:
-        raise ValueError(f"{expected} {who!r} to return a vector of length {x.length} as x has, got {got.length}")
-
-
 def check_selector(selector: Any) -> None:
-    """Raise TypeError unless `selector` is a Selector whose options are the fields of a dataclass, or None."""
-    if selector is None:
-        return
-    if not isinstance(selector, Selector):
+    """Raise TypeError unless `selector` is a Selector or None."""
+    if selector is not None and not isinstance(selector, Selector):
         raise TypeError(f"selector: expected an object of sparsecoll.select or None, got {selector!r}")
-    check_options("selector", selector)
 
 
 def as_vector(x: Any) -> Vector:

@@ -49,7 +49,8 @@ class Traffic:
         total: Counts of all calls; its `seconds` is the time inside collective calls.
         phases: dict from phase name ("agree", "select", "split", ...) to Counts. Messages outside a phase are counted
             in `total` only.
-        set_up: Counts of what happens once per communicator, such as measuring it; not part of `total` or `phases`.
+        set_up: Counts of what happens once per communicator, such as finding out which ranks share a machine; not part
+            of `total` or `phases`.
     """
 
     total: Counts = field(default_factory=Counts)

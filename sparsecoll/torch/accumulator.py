@@ -112,6 +112,8 @@ class Accumulator:
         return sums
 
     def _accumulate(self, groups: Iterable[Group], scaling: Scaling | None) -> list[Any]:
+        if scaling is not None:
+            scaling.begin()
         if scaling is not None and scaling.found:
             raise NonFiniteError("gradients: expected finite values, got NaN or infinity in a scaled gradient")
         weights, acc = self._weights(groups, 1.0 if scaling is None else scaling.scale), []

@@ -95,7 +95,9 @@ def _made(p: torch.Tensor, shape: list[int], dtype: torch.dtype, *stored: int) -
     dims, nnz = stored
     indices = torch.zeros(dims, nnz, dtype=torch.int64, device=p.device)
     values = torch.zeros(nnz, *shape[dims:], dtype=dtype, device=p.device)
-    return torch.sparse_coo_tensor(indices, values, shape, is_coalesced=True, check_invariants=False)
+    return torch.sparse_coo_tensor(
+        indices, values, shape, device=values.device, is_coalesced=True, check_invariants=False
+    )
 
 
 def broadcast_optimizer(transport: Transport, optimizer: torch.optim.Optimizer, root: int = 0) -> None:

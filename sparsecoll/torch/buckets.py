@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -119,7 +118,7 @@ class Buckets:
         replica = self._replica
         options = replica.options
         kind = RowBucket if layout.rows else Bucket
-        bucket = kind(params, layout, options.gradient_as_bucket_view, options.sparse_step)
+        bucket = kind(params, layout, options.gradient_as_bucket_view)
         compressor = self._compressor_of(layout)
         compressor.bind(layout, replica.transport, replica.context, replica.patience)
         layout.device.synchronize()  # jobs have a stream of their own
@@ -178,21 +177,14 @@ class Buckets:
 
     def drop(self) -> None:
         """Drop the reduction: trial states are discarded."""
-        self.give_back()
         for bucket, compressor in self:
             compressor.drop()
             bucket.reset()
-
-    def give_back(self) -> None:
-        """Give back gradients whose memory was taken, unless they were thrown away."""
-        for bucket, compressor in self:
-            bucket.give_back(compressor)
 
     def commit(self) -> None:
         """Make the state of the last accepted reduction permanent, because the optimizer has stepped."""
         for bucket, compressor in self:
             bucket.recycle(compressor.commit())
-            bucket.sum = None
         self._reduced, self._base = False, {}
 
     def rollback(self, names: Collection[str] | None = None) -> None:
@@ -201,8 +193,6 @@ class Buckets:
             self._restore_base(names)
         for bucket, compressor in self:
             bucket.recycle(compressor.rollback(names))
-            if names is None:
-                bucket.sum = None
         if names is None:
             self._reduced, self._base = False, {}
 
@@ -260,18 +250,17 @@ class Buckets:
                 check(own, replica.transport, replica.params, self._compressor)
             kinds = {} if own is None else {kind: len(entries) for kind, entries in own["tensors"].items()}
             steps = 0 if own is None else own["step"]
-            rows = own.get("rows", []) if own else []
+            rows, order = (own.get("rows", []), own["order"]) if own else ([], [])
             call.signature |= {"steps": steps, "residuals": own is not None, "tensors": kinds, "rows": rows}
+            call.signature |= {"order of parameters": order}
             call.agree()
             try:
                 load()
             except KeyError as error:
                 raise ValueError(f"state_dict: expected that of an optimizer, got one without {error}") from error
-            own = own or {"step": 0, "ccr": None, "order": [], "tensors": {}, "compressor": ""}
-            order = zlib.crc32(json.dumps(own["order"]).encode())
-            orders = allgather(replica.transport, np.array([order], np.uint32))  # none returns before all have loaded
+            allgather(replica.transport, np.zeros(1, np.uint8))  # none returns before all have loaded
             replica.transport.waitall()
-            return own if (orders == order).all() else {**own, "order": []}  # a rank's own, of before the first buckets
+            return own or {"step": 0, "ccr": None, "order": [], "tensors": {}, "compressor": ""}
 
         own = replica.call("load_state_dict", read)
         if not own["compressor"]:

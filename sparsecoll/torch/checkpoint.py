@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-import tempfile
+import secrets
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,21 +19,24 @@ def save(state: Any, path: str | os.PathLike[str]) -> None:
 
     Args:
         state: a `state_dict()`, or anything else that torch.save takes.
-        path: name of the file.
+        path: name of the file, whose mode is kept, or of a link to it.
 
     Raises:
-        OSError: The file cannot be written; the old one is unchanged.
+        OSError: The file cannot be written; the old one is unchanged. If the disk becomes full, torch.save makes a
+            RuntimeError of it.
     """
-    path = Path(path)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    path = Path(os.path.realpath(path))
+    part = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
-        with os.fdopen(handle, "wb") as file:
+        with part.open("xb") as file:
             torch.save(state, file)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(name, path)
+        if path.exists():
+            shutil.copymode(path, part)
+        os.replace(part, path)
     except BaseException:
-        os.unlink(name)
+        part.unlink(missing_ok=True)
         raise
     folder = os.open(path.parent, os.O_RDONLY)
     try:

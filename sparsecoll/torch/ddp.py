@@ -22,6 +22,7 @@ from sparsecoll.torch.buckets import Buckets
 from sparsecoll.torch.calls import communicator
 from sparsecoll.torch.compressors import Compressor, resolve
 from sparsecoll.torch.device import device_of
+from sparsecoll.torch.grad_scaler import enabled
 from sparsecoll.torch.layout import Layout, residual_dtype
 from sparsecoll.torch.options import Options
 from sparsecoll.torch.replica import Replica
@@ -72,7 +73,7 @@ class HookState:
         ValueError: The communicator and DDP's process group have different ranks (if their number is the same, this is
             raised by the first back-propagation), the compressor cannot be used here, or `verify` or `timeout` is out
             of range.
-        TypeError: `verify`, `timeout` or `timeline` has a wrong type.
+        TypeError: `grad_scaler`, `verify`, `timeout` or `timeline` has a wrong type.
 
     See Also:
         `sparsecoll.torch.comm_hook`.
@@ -84,7 +85,7 @@ class HookState:
         compressor: str | Compressor | Algorithm = "topk",
         named_parameters: torch.nn.Module | Iterable[tuple[str, torch.Tensor]] = (),
         timeout: float | None = None,
-        grad_scaler: Any = None,
+        grad_scaler: torch.amp.GradScaler | None = None,
         verify: bool | int = 0,
         timeline: Timeline | None = None,
     ) -> None:
@@ -95,7 +96,7 @@ class HookState:
                 f"compressor: expected one that works bucket by bucket, as DDP does, got {own.name!r},"
                 " which needs the lengths of all buckets"
             )
-        self._timeout, self._scaler, self._timeline = timeout, grad_scaler, timeline
+        self._timeout, self._scaler, self._timeline = timeout, enabled(grad_scaler), timeline
         wrapped = isinstance(named_parameters, torch.nn.parallel.DistributedDataParallel)
         self._group: Any = named_parameters.process_group if wrapped else None  # type: ignore[union-attr]
         self._check_group()

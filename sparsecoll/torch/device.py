@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from sparsecoll.kernels.memory import from_dlpack
+from sparsecoll.kernels.memory import empty, from_dlpack
 
 Array = NDArray[Any]  # or CuPy's
 
@@ -29,11 +29,15 @@ class CpuDevice:
 
     def zeros_tensor(self, size: int, dtype: Any) -> torch.Tensor:
         """A 1-D tensor of `size` zeros; `dtype` is a NumPy dtype."""
-        return torch.zeros(size, dtype=torch.from_numpy(np.empty(0, dtype)).dtype)
+        return torch.zeros(size, dtype=torch.from_numpy(np.empty(0, dtype)).dtype, device="cpu")
 
     def zeros(self, size: int, dtype: Any) -> Array:
         """A 1-D array of `size` zeros."""
         return self.array(self.zeros_tensor(size, dtype))
+
+    def empty(self, size: int, dtype: Any) -> Array:
+        """A 1-D array of `size` items whose values are not set."""
+        return empty(size, dtype)
 
     def to(self, tensor: torch.Tensor) -> torch.Tensor:
         """Copy a CPU tensor to this device; on the CPU the tensor itself."""
@@ -75,6 +79,9 @@ class CudaDevice(CpuDevice):
 
     def zeros_tensor(self, size: int, dtype: Any) -> torch.Tensor:
         return super().zeros_tensor(size, dtype).to(self._device)
+
+    def empty(self, size: int, dtype: Any) -> Array:
+        return self.array(torch.empty(size, dtype=super().zeros_tensor(0, dtype).dtype, device=self._device))
 
     def to(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self._device)

@@ -16,6 +16,7 @@ from sparsecoll.torch.backward import at_end_of_backward
 from sparsecoll.torch.calls import mean_of_loss
 from sparsecoll.torch.compressors import Compressor
 from sparsecoll.torch.device import device_of
+from sparsecoll.torch.grad_scaler import Scaling
 from sparsecoll.torch.guards import Watch, refuse_ddp, warn_of_adam, warn_of_momentum
 from sparsecoll.torch.hooks import Hooks, enlist, owner_of, synchronize_all
 from sparsecoll.torch.layout import residual_dtype
@@ -24,7 +25,6 @@ from sparsecoll.torch.options import Options
 from sparsecoll.torch.reducer import Reducer
 from sparsecoll.torch.replica import Replica
 from sparsecoll.torch.rounds import NOTHING
-from sparsecoll.torch.sparse_means import SparseMean, check_hooks, refuse
 from sparsecoll.torch.state import renamed_state
 from sparsecoll.torch.tensors import Named, momenta_of, options_of, rates_of
 from sparsecoll.transport import Transport
@@ -50,6 +50,7 @@ class Engine:
         optimizer: torch.optim.Optimizer,
         model: torch.nn.Module | None,
         options: Options,
+        scaling: Scaling,
     ) -> None:
         self.transport = transport
         self.closed = False
@@ -62,7 +63,7 @@ class Engine:
         self._replica.context.momenta = partial(momenta_of, optimizer, self.params)
         self._replica.alike = partial(options_of, optimizer)
         hooked = None if isinstance(model, torch.jit.ScriptModule) else model  # ScriptModules do not support hooks
-        self._reducer = Reducer(self._replica, compressor, hooked)
+        self._scaling, self._reducer = scaling, Reducer(self._replica, compressor, hooked, scaling)
         self.seconds = self._reducer.seconds
         self._hooks = Hooks(self)
         self._guard = None if hooked is None else hooked.register_forward_pre_hook(refuse_ddp)
@@ -81,11 +82,6 @@ class Engine:
         self._outcome = NOTHING  # of the last reduction
         self.number = -1
         self.discard()
-
-    @property
-    def sparse_step(self) -> bool:
-        """Whether means stay sparse."""
-        return self._options.sparse_step and not self.closed
 
     @property
     def patience(self) -> float | None:
@@ -112,15 +108,11 @@ class Engine:
                 if p.requires_grad:
                     residual_dtype(p.dtype)
                     device_of(p)
-            if any(bucket.sum is not None for bucket, _ in self._reducer.buckets):
-                raise ValueError(
-                    "add_param_group: expected it before backward() or after step(), with sparse_step=True"
-                )
 
         signature = {
-            name: getattr(self._options, name)
-            for name in ("bucket_bytes", "dense_below", "overlap", "sparse_step", "verify")
+            name: getattr(self._options, name) for name in ("bucket_bytes", "dense_below", "overlap", "verify")
         }
+        signature |= {"grad_scaler": self._scaling.scaler is not None}
         signature = {**changes(new if self.params else (), left), **self._compressor.signature(), **signature}
         self._replica.introduce(params, signature, check)
         if self.number < 0:
@@ -137,7 +129,6 @@ class Engine:
 
     def give_up(self, p: torch.Tensor) -> None:
         """Leave a parameter to an engine whose optimizer steps it."""
-        self._reducer.give_back()  # the gradients stay
         self.discard()
         self._let_stay({name: name for name, own in self.params.items() if own is not p})
 
@@ -231,6 +222,11 @@ class Engine:
 
     # -- the optimizer's step
 
+    @property
+    def has_means(self) -> bool:
+        """Whether gradients are the means, or will be nobody's."""
+        return self.closed or (self._reduced and not self._dirty)
+
     def ensure_means(self) -> None:
         """Make gradients the means. Collective where they are not yet."""
         if self._replaced:
@@ -239,7 +235,7 @@ class Engine:
                 " DistributedOptimizer created later updates, too, and reduces now: give one DistributedOptimizer the"
                 " parameters of both models (those without gradients are skipped), or let only one optimizer update it"
             )
-        if not self.closed and (self._dirty or not self._reduced):
+        if not self.has_means:
             self.asked = True
             synchronize_all(self.transport)
 
@@ -250,57 +246,14 @@ class Engine:
             error = self._unusable
             self.discard()
             raise error
-        if not self.closed:
-            self._check_scale(None)
         self._reducer.take_back_missing()
-        if self.sparse_step:
-            check_hooks(self._optimizer)
-
-    def before_unscaling(self, scaler: torch.amp.GradScaler) -> None:
-        """A scaler is about to divide gradients by its scale, all of them or none. Collective unless they are means."""
-        self._refuse_scaler()
-        if not self.closed and (self._dirty or not self._reduced):
-            self._reducer.scale.scaler = scaler
-            self.ensure_means()
-
-    def before_scalers_step(self, scaler: torch.amp.GradScaler) -> None:
-        """A scaler is about to look for gradients that are not finite. Collective unless they are means."""
-        self._refuse_scaler()
-        if self.closed:
-            return
-        scale = self._reducer.scale
-        if self._reduced and not self._dirty:
-            self._check_scale(scaler)
-        scale.scaler = scaler
-        self.ensure_means()
-        scale.steps = True
-
-    def _refuse_scaler(self) -> None:
-        if self.sparse_step:
-            refuse("a GradScaler")
-
-    def _check_scale(self, scaler: torch.amp.GradScaler | None) -> None:
-        """Raise if residuals got gradients that were divided by another scale than what takes the step, see `fits`."""
-        scale, used = self._reducer.scale, self._reducer.scale.scale
-        if scale.fits(scaler) or not self._reducer.has_residuals:
-            return
-        scale.follow(scaler)
-        self.discard()
-        given = "none that calls step()" if scaler is None else f"one of {scaler.get_scale():g}"
-        raise RuntimeError(
-            f"GradScaler: expected one whose scale is {used:g}, by which gradients were divided before they were added"
-            f" to residuals, got {given}: this step cannot be taken. After zero_grad(), and update() if unscale_() was"
-            " called, the next step works. If a state was loaded, load the scaler's, too, or set"
-            " state_dict['sparsecoll']['scale'] to the scale of the loop (1 without a scaler) before you load it"
-        )
 
     @contextlib.contextmanager
     def stepping(self) -> Iterator[None]:
         """Context manager in which the wrapped optimizer steps."""
         self._stepping = True
         try:
-            with self._reducer.sparse_steps(self._optimizer):
-                yield
+            yield
         finally:
             self._stepping = False
 
@@ -330,12 +283,6 @@ class Engine:
                 " decide before backward(), or take the step with a learning rate of 0"
             )
         self.discard()
-
-    def clear_sparse_means(self) -> None:
-        """Gradients that are sparse means become None: they are about to be set to zero, which takes dense ones."""
-        for p in self.params.values():
-            if isinstance(p.grad, SparseMean):
-                p.grad = None
 
     def discard(self) -> None:
         """Give this step up: gradients are about to be thrown away, and residuals are as they were before it."""
@@ -391,11 +338,10 @@ class Engine:
     # -- saved state
 
     def state_dict(self) -> dict[str, Any]:
-        """See `Buckets.state_dict`, with the scale of gradients; refused while they are sent."""
+        """See `Buckets.state_dict`; refused while gradients are sent."""
         if self._reducer.under_way:
             raise RuntimeError("state_dict: expected a call after back-propagation, got one while gradients are sent")
-        state = renamed_state(self._reducer.buckets.state_dict(), self.members.staying())
-        return {**state, "scale": self._reducer.scale.known}
+        return renamed_state(self._reducer.buckets.state_dict(), self.members.staying())
 
     def load_state_dict(self, state: Mapping[str, Any] | None, load: Callable[[], None]) -> None:
         """See `Buckets.load_state_dict`. Collective."""
@@ -403,7 +349,7 @@ class Engine:
             self.discard()
             self._regroup()
         self._reducer.buckets.load_state_dict(lambda: state, load)
-        self._reducer.loaded(None if state is None else state.get("scale", 1.0))
+        self._reducer.loaded()
         self.discard()
 
 

@@ -2,114 +2,119 @@
 
 from __future__ import annotations
 
-import sys
+from typing import Any
 
 import torch
+from torch.amp.grad_scaler import OptState
 
 from sparsecoll.torch.compressors import Compressor
 
 
-def calling_scaler() -> torch.amp.GradScaler | None:
-    """Return the scaler of which a method reads the property that calls this function, from the method's frame."""
-    scaler = sys._getframe(2).f_locals.get("self")
-    return scaler if isinstance(scaler, torch.amp.GradScaler) else None
+def enabled(scaler: Any) -> torch.amp.GradScaler | None:
+    """Return the argument `grad_scaler`, or None for a scaler that does not scale.
+
+    Raises:
+        TypeError: It is something else.
+    """
+    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+        raise TypeError(f"grad_scaler: expected a torch.amp.GradScaler or None, got {scaler!r}")
+    return scaler if scaler is not None and scaler.is_enabled() else None
 
 
-class LossScale:
-    """The scale of gradients that DistributedOptimizer reduces.
+def is_called_by_scaler(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether a GradScaler calls step() and leaves the decision to it, as `_step_supports_amp_scaling` asks for.
+
+    It then calls step() after an overflow, too, and sets these attributes meanwhile.
+    """
+    return "found_inf" in vars(optimizer)
+
+
+def forget(optimizer: torch.optim.Optimizer) -> None:
+    """Remove the attributes that a GradScaler would remove only after a step that succeeds."""
+    for name in ("grad_scale", "found_inf"):
+        vars(optimizer).pop(name, None)
+
+
+class Scaling:
+    """The GradScaler that a loop uses with an optimizer, if any.
+
+    Args:
+        optimizer: that is passed to the methods of the scaler.
+        scaler: the argument `grad_scaler`; a scaler that is disabled says that there is none.
 
     Attributes:
-        scaler: the torch.amp.GradScaler that has scaled the loss, once it is known.
-        saved: the scale with which a state was loaded, until the scaler is known; None before the first step, as long
-            as residuals hold nothing.
-        steps: whether the scaler takes the step with these gradients.
+        scaler: the scaler, or None.
         scale: of the gradients of the reduction under way.
     """
 
-    def __init__(self) -> None:
-        self.scaler: torch.amp.GradScaler | None = None
-        self.saved: float | None = None
-        self.steps = False
+    def __init__(self, optimizer: torch.optim.Optimizer, scaler: Any) -> None:
+        self.scaler = enabled(scaler)
         self.scale = 1.0
+        self._known = scaler is not None
+        self._name, self._key = type(optimizer).__name__, id(optimizer)
 
-    @property
-    def now(self) -> float:
-        """The scaler's scale."""
-        if self.scaler is not None:
-            return float(self.scaler.get_scale())
-        return 1.0 if self.saved is None else self.saved
-
-    @property
-    def known(self) -> float | None:
-        """`now`, for states; None before the first step, whose loop may have a scaler or not."""
-        return None if self.scaler is None and self.saved is None else self.now
+    def asks_for_steps(self, local: bool) -> bool:
+        """Return `_step_supports_amp_scaling`: to agree on a step by `local` gradients, or to refuse a scaler."""
+        return local if self.scaler is not None else not self._known
 
     def begin(self) -> None:
         """Note the scale of the gradients of a new reduction."""
-        self.steps, self.scale = False, self.now
-
-    def fits(self, scaler: torch.amp.GradScaler | None) -> bool:
-        """Return whether residuals got gradients without the scale of a scaler, or can still be divided by it.
-
-        Args:
-            scaler: that takes the step; None in a step that one may have taken already.
-        """
-        if scaler is None:
-            return self.steps or self.scale == 1.0
-        first = self.scaler is None and self.saved is None
-        return first or scaler is self.scaler or self.scale == scaler.get_scale()
+        self.scale = 1.0 if self.scaler is None or self.unscaled else float(self.scaler.get_scale())
 
     def of(self, compressor: Compressor) -> float:
         """Return what gradients are divided by before they are clipped or added to a residual, which is unscaled."""
         return self.scale if compressor.unscales else 1.0
 
     @property
-    def was_unknown(self) -> bool:
-        """Whether gradients were reduced with the scale in them, since the scaler was found only at the step."""
-        return self.saved is None and self.scaler is not None and self.scale == 1.0
+    def _state(self) -> dict[str, Any]:
+        """What the scaler has noted of the optimizer since its last update()."""
+        return {} if self.scaler is None else self.scaler._per_optimizer_states.get(self._key, {})
 
-    def stepped(self) -> None:
-        """The optimizer has stepped."""
-        self.end()
-        self.saved = 1.0 if self.saved is None else self.saved
+    @property
+    def unscaled(self) -> bool:
+        """Whether unscale_() has divided the gradients by the scale."""
+        return self._state.get("stage") is OptState.UNSCALED
 
-    def follow(self, scaler: torch.amp.GradScaler | None) -> None:
-        """Take the scale of this scaler from the next reduction on; None: there is none."""
-        self.scaler, self.saved = scaler, 1.0
+    @property
+    def found(self) -> bool:
+        """Whether the scaler has found a gradient of this rank that is not finite."""
+        return any(float(mark) > 0 for mark in self._state.get("found_inf_per_device", {}).values())
 
-    def end(self) -> None:
-        """The step was taken or given up."""
-        self.steps = False
+    def check(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return `is_called_by_scaler` for a step.
 
+        Raises:
+            RuntimeError: The scaler that takes the step is not the one that was passed.
+        """
+        called, name, cure = is_called_by_scaler(optimizer), self._name, ""
+        if self.scaler is None and called:
+            cure = f"{name} has to know the GradScaler that calls its step(): pass grad_scaler=scaler to {name}"
+        elif self.scaler is not None and not self._state:
+            cure = (
+                f"{name} was given a grad_scaler, by whose scale gradients were divided, but it does not take this"
+                " step: call its step(optimizer), or leave grad_scaler= out"
+            )
+        if cure:
+            forget(optimizer)
+            raise RuntimeError(cure)
+        return called
 
-class Scaling:
-    """A step that a torch.amp.GradScaler takes.
-
-    For optimizers with `_step_supports_amp_scaling` the scaler sets `grad_scale` and `found_inf` while it calls step().
-
-    Attributes:
-        scale: what gradients are to be divided by; 1 if the scaler has unscaled them.
-        found: whether a gradient of this rank is not finite.
-    """
-
-    def __init__(self, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> None:
-        scale = getattr(optimizer, "grad_scale", None)
-        self.scale = 1.0 if scale is None else float(scale)
-        self.found = float(getattr(optimizer, "found_inf", 0.0)) > 0
-        self._optimizer, self._scaler = optimizer, scaler
+    def look(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Unscale means, unless their gradients were; return whether one is not finite, the same on all ranks."""
+        assert self.scaler is not None
+        if self.unscaled:
+            self.scaler._check_inf_per_device(optimizer)
+        else:
+            self.scaler.unscale_(optimizer)
+        return self.found
 
     def settle(self, found: bool) -> None:
         """Tell the scaler whether any rank has found an overflow, so that all scales change alike."""
-        marks = self._scaler._per_optimizer_states[id(self._optimizer)]["found_inf_per_device"]
+        marks = self._state["found_inf_per_device"]
         if not marks:  # no gradients on this rank
-            where = self._scaler._scale
-            assert where is not None
-            marks[where.device] = torch.zeros((), device=where.device)
+            assert self.scaler is not None and self.scaler._scale is not None
+            where = self.scaler._scale.device
+            marks[where] = torch.zeros((), device=where)
         if found:
             for mark in marks.values():
                 mark.fill_(1.0)
-
-    def fail(self) -> None:
-        """Remove the attributes that the scaler would remove only after a step that succeeds."""
-        for name in ("grad_scale", "found_inf"):
-            vars(self._optimizer).pop(name, None)

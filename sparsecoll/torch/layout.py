@@ -52,7 +52,7 @@ def rows_like(p: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> torc
     """
     values = values.reshape(-1, *p.shape[1:]).to(p.device, p.dtype)
     return torch.sparse_coo_tensor(
-        rows.view(1, -1).to(p.device), values, p.shape, is_coalesced=True, check_invariants=False
+        rows.view(1, -1).to(p.device), values, p.shape, device=p.device, is_coalesced=True, check_invariants=False
     )
 
 
@@ -98,6 +98,10 @@ class Layout:
         """A flat vector of zeros."""
         return self.device.zeros(self.length, self.dtype)
 
+    def empty(self) -> Array:
+        """A flat vector whose values are not set, in memory that is used again when it is freed."""
+        return self.device.empty(self.length, self.dtype)
+
     def name_at(self, index: int) -> str:
         """Return the name of the parameter at an index of the flat vector."""
         return self.names[bisect_right(self.offsets, index) - 1]
@@ -112,8 +116,8 @@ class Layout:
 
     def split(self, whole: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return views of a flat tensor in the shapes of the parameters, by name."""
-        parts = zip(self.names, self.offsets[:-1], self.offsets[1:], self.shapes, strict=True)
-        return {name: whole[a:b].view(shape) for name, a, b, shape in parts}
+        parts = torch.split(whole, [math.prod(shape) for shape in self.shapes])
+        return {name: part.view(shape) for name, part, shape in zip(self.names, parts, self.shapes, strict=True)}
 
     def part(self, whole: torch.Tensor, name: str) -> torch.Tensor:
         """Return a view of a flat tensor in the shape of one parameter."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -12,6 +12,7 @@ from sparsecoll.telemetry.traffic import Traffic
 from sparsecoll.torch.broadcasts import broadcast_optimizer, broadcast_tensors
 from sparsecoll.torch.calls import collective, communicator
 from sparsecoll.torch.compressors import Compressor
+from sparsecoll.torch.grad_scaler import forget, is_called_by_scaler
 from sparsecoll.torch.guards import refuse_wrapped
 from sparsecoll.torch.layout import takes_part
 from sparsecoll.torch.members import Members
@@ -133,12 +134,7 @@ class LocalOptimizer(Wrapper):
         )
         self._follow(self._params)
 
-    @property
-    def _step_supports_amp_scaling(self) -> NoReturn:
-        """GradScaler.step reads this."""
-        raise RuntimeError(
-            "LocalOptimizer: expected a loop without GradScaler, which skips steps on single ranks: use bfloat16"
-        )
+    _step_supports_amp_scaling = True  # GradScaler.step() calls `step` always, which refuses it
 
     @property
     def traffic(self) -> Traffic:
@@ -179,6 +175,9 @@ class LocalOptimizer(Wrapper):
         """
         if is_trial_step(self):
             return self.optimizer.step()
+        if is_called_by_scaler(self):
+            forget(self)
+            raise RuntimeError("LocalOptimizer takes no GradScaler, which skips steps on single ranks: use bfloat16")
         self._begin()
         result = self.optimizer.step() if closure is None else self.optimizer.step(closure)
         self._since += 1
@@ -334,20 +333,13 @@ class LocalOptimizer(Wrapper):
         own = state_dict.get(LOCAL)
         if own is None:
             return None
-        missing = {"since", "shared", "outer"}.difference(own) | {STATE}.difference(state_dict)
+        missing = {"since", "moved", "shared", "outer"}.difference(own) | {STATE}.difference(state_dict)
         if missing:
             raise ValueError(f"state_dict: expected that of LocalOptimizer, got one without {min(missing)!r}")
         unknown = own["shared"].keys() - self._shared.keys()
         if unknown:
             raise ValueError(f"state_dict: expected names of parameters, got {min(unknown)!r}")
-        if "moved" not in own and own["since"]:
-            raise ValueError(
-                f"state_dict: expected one with 'moved', got one of an older version, saved {own['since']} steps after"
-                " a mean: save it right after a mean, where 'moved' is not needed, as by calling synchronize() before"
-                f" state_dict(), or set state_dict[{LOCAL!r}]['moved'] to the names of the parameters that were not"
-                " frozen in these steps"
-            )
-        return {"moved": own["shared"], **own}
+        return dict(own)
 
     def close(self) -> None:
         """Take no more means: each rank continues by itself."""

@@ -13,11 +13,10 @@ from sparsecoll.telemetry.traffic import Traffic
 from sparsecoll.torch.calls import collective, communicator
 from sparsecoll.torch.compressors import Compressor, resolve
 from sparsecoll.torch.engine import Engine
-from sparsecoll.torch.grad_scaler import calling_scaler
+from sparsecoll.torch.grad_scaler import Scaling
 from sparsecoll.torch.guards import refuse_wrapped
 from sparsecoll.torch.members import Members
 from sparsecoll.torch.options import Options
-from sparsecoll.torch.sparse_means import check_sparse_step
 from sparsecoll.torch.state import STATE, is_trial_step
 from sparsecoll.torch.tensors import Named, model_of, named
 from sparsecoll.torch.timeline import Timeline
@@ -105,10 +104,9 @@ class DistributedOptimizer(Wrapper):
         overlap: whether gradients are reduced during back-propagation (the default) or in `step`.
         gradient_as_bucket_view: as in DistributedDataParallel: whether every `p.grad` is a view of its bucket's flat
             vector as soon as autograd has computed it (default: False). See "Memory".
-        sparse_step: whether `step` applies the mean as it came, sparse, in one pass over parameters and momentum, so
-            that no dense mean is written (default: False). For torch.optim.SGD and a compressor that sends some of the
-            entries (`TopK` and its presets). Nobody can read or change such a mean: what uses `p.grad` between
-            `backward()` and `zero_grad()`, as clipping and GradScaler do, raises RuntimeError.
+        grad_scaler: the torch.amp.GradScaler of the loop: residuals are kept without its scale, and all ranks skip the
+            same steps. With None, the default, `scaler.step(optimizer)` raises RuntimeError. A scaler that is disabled
+            says that there is none, which Lightning's clipping with "bf16-mixed" has to know.
         verify: number of steps after which the bits of all parameters and buffers are compared between ranks; 0, the
             default, for never, and True for 100.
         timeout: seconds to wait for a message before CommunicationError is raised; None, the default, for no limit,
@@ -121,12 +119,11 @@ class DistributedOptimizer(Wrapper):
         CommunicationError: On every rank, if ranks have different parameters, compressors or options, or bits differ.
         RuntimeError: `comm` is None, and a launcher that MPI does not recognize has started several processes.
 
-    Memory: with error feedback three flat vectors of the size of the gradients (residual, gradient, mean; with
-    `sparse_step` two, or only the residual where a gradient is alone in its bucket), otherwise one, and the state of
-    the compressor; and autograd's own gradients until `backward()` returns, or until the step if they become residuals.
-    With `gradient_as_bucket_view` each of these is freed when it has been copied, and the copies take one more
-    flat vector; where autograd adds to a gradient (accumulation, or after `zero_grad(set_to_none=False)`) nothing is
-    copied. A large gradient that is alone in its bucket is never copied, with or without this option.
+    Memory: with error feedback three flat vectors of the size of the gradients (residual, gradient, mean), otherwise
+    one, and the state of the compressor; and autograd's own gradients until `backward()` returns. With
+    `gradient_as_bucket_view` each of these is freed when it has been copied, and the copies take one more flat vector;
+    where autograd adds to a gradient (accumulation, or after `zero_grad(set_to_none=False)`) nothing is copied. A large
+    gradient that is alone in its bucket is never copied, with or without this option.
 
     See Also:
         `sparsecoll.torch.SparseSGD`, `sparsecoll.torch.comm_hook`.
@@ -143,7 +140,7 @@ class DistributedOptimizer(Wrapper):
         dense_below: int = 1024,
         overlap: bool = True,
         gradient_as_bucket_view: bool = False,
-        sparse_step: bool = False,
+        grad_scaler: torch.amp.GradScaler | None = None,
         verify: bool | int = 0,
         timeout: float | None = None,
         timeline: Timeline | None = None,
@@ -152,38 +149,20 @@ class DistributedOptimizer(Wrapper):
         transport = communicator(comm)
         model = model_of(named_parameters)
 
-        def checked(_: CollectiveCall) -> tuple[Named, Compressor, Options]:
-            reduced = bucket_bytes, dense_below, overlap, gradient_as_bucket_view, sparse_step
-            options = Options(*reduced, verify, timeout, timeline)
+        def checked(_: CollectiveCall) -> tuple[Named, Compressor, Options, Scaling]:
+            options = Options(bucket_bytes, dense_below, overlap, gradient_as_bucket_view, verify, timeout, timeline)
             own = resolve(compressor)
-            if options.sparse_step:
-                check_sparse_step(optimizer, own)
             refuse_wrapped(model, "named_parameters")
-            return of_optimizer(optimizer, named(named_parameters)), own, options
+            return of_optimizer(optimizer, named(named_parameters)), own, options, Scaling(self, grad_scaler)
 
-        params, own, options = collective(transport, "DistributedOptimizer", None, checked)
-        self._engine = Engine(transport, own, optimizer, model, options)
+        params, own, options, self._scaling = collective(transport, "DistributedOptimizer", None, checked)
+        self._engine = Engine(transport, own, optimizer, model, options, self._scaling)
         self._engine.add(params)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """GradScaler.step reads this, from whose frame the scaler, and with it the scale of gradients, is taken."""
-        scaler = calling_scaler()
-        if scaler is not None:
-            self._engine.before_scalers_step(scaler)
-        return False
-
-    @property
-    def param_groups(self) -> Any:
-        """The groups of the wrapped optimizer. GradScaler.unscale_ reads them before it looks at the gradients."""
-        scaler = calling_scaler()
-        if scaler is not None:
-            self._engine.before_unscaling(scaler)
-        return self.optimizer.param_groups
-
-    @param_groups.setter
-    def param_groups(self, groups: Any) -> None:
-        self.optimizer.param_groups = groups
+        """Whether GradScaler.step() leaves the decision to `step`: gradients are not means, or it was not passed."""
+        return not self._engine.closed and self._scaling.asks_for_steps(not self._engine.has_means)
 
     @property
     def traffic(self) -> Traffic:
@@ -232,7 +211,10 @@ class DistributedOptimizer(Wrapper):
         Raises:
             CommunicationError: The reduction failed on some rank; gradients and residuals are as before.
         """
+        unscaled = self._scaling.unscaled and not self._engine.has_means
         self._engine.ensure_means()
+        if unscaled:
+            self._scaling.look(self)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """One step on all ranks; collective.
@@ -254,13 +236,10 @@ class DistributedOptimizer(Wrapper):
         if is_trial_step(self):
             with self._engine.stepping():
                 return self.optimizer.step()
-        if closure is not None and self._engine.sparse_step:  # SGD evaluates it before it looks at gradients
-            with torch.enable_grad():
-                loss = closure()
-            self._engine.before_step()
-            mean = self._engine.mean_loss(loss)
-            self._stepped(None)
-            return mean
+        if not self._engine.closed and self._scaling.check(self):
+            self._engine.ensure_means()
+            if self._scaling.look(self):
+                return None  # as a GradScaler does
         if closure is None:
             self._engine.before_step()
             return self._stepped(None)
@@ -296,7 +275,6 @@ class DistributedOptimizer(Wrapper):
             RuntimeError: Within `join`, a rank has already left the block, and would not skip the step.
         """
         self._engine.skip()
-        self._engine.clear_sparse_means()
         self.optimizer.zero_grad(set_to_none)
 
     def add_param_group(

@@ -21,7 +21,6 @@ class Options:
     dense_below: int = 1024
     overlap: bool = True
     gradient_as_bucket_view: bool = False
-    sparse_step: bool = False
     verify: bool | int = 0
     timeout: float | None = None
     timeline: Timeline | None = None
@@ -30,7 +29,7 @@ class Options:
         if self.bucket_bytes is not None:
             check_integer("bucket_bytes", self.bucket_bytes, 1)
         check_integer("dense_below", self.dense_below, 0)
-        for name in ("overlap", "gradient_as_bucket_view", "sparse_step"):
+        for name in ("overlap", "gradient_as_bucket_view"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name}: expected True or False, got {getattr(self, name)!r}")
         if isinstance(self.verify, bool):

@@ -7,19 +7,16 @@ next step when the optimizer steps; until then it can be taken back.
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import NoReturn
 
 import torch
 
 from sparsecoll.errors import NonFiniteError
-from sparsecoll.torch.backward import after_callbacks
-from sparsecoll.torch.bucket import Bucket
 from sparsecoll.torch.buckets import Buckets
 from sparsecoll.torch.compressors import Compressor
-from sparsecoll.torch.grad_scaler import LossScale
+from sparsecoll.torch.grad_scaler import Scaling
 from sparsecoll.torch.guards import fingerprint
 from sparsecoll.torch.hooks import is_shared
 from sparsecoll.torch.profiler import Profiler
@@ -27,8 +24,6 @@ from sparsecoll.torch.reduced_grads import ReducedGrads
 from sparsecoll.torch.replica import Replica
 from sparsecoll.torch.rounds import CHANGED, JOINED, MEMBERS, NOTHING, Round, Row
 from sparsecoll.torch.sender import Sender
-from sparsecoll.torch.sparse_means import SparseMean
-from sparsecoll.torch.updates import Rule
 
 logger = logging.getLogger(__name__)
 
@@ -36,21 +31,26 @@ logger = logging.getLogger(__name__)
 class Reducer:
     """Reduces the gradients of a replica's parameters, as often as they are reduced before a step.
 
+    Args:
+        replica: the parameters and the ranks.
+        compressor: what each bucket gets a copy of.
+        model: whose forward passes are timed, or None.
+        scaling: the scale of gradients.
+
     Attributes:
-        scale: of the gradients, in which a GradScaler has multiplied them.
         seconds: of this rank by kind of work (see `telemetry.trace`), and "exposed": waited for in `reduce`.
     """
 
-    def __init__(self, replica: Replica, compressor: Compressor, model: torch.nn.Module | None) -> None:
+    def __init__(
+        self, replica: Replica, compressor: Compressor, model: torch.nn.Module | None, scaling: Scaling
+    ) -> None:
         self._replica = replica
         self.buckets = Buckets(compressor, replica)
-        self.scale = LossScale()
-        self._sender = Sender(replica, self.buckets, self.scale, compressor)
+        self._scaling = scaling
+        self._sender = Sender(replica, self.buckets, scaling, compressor)
         self.seconds = self._sender.seconds
         self._means = ReducedGrads(replica.params)
         self._profiler = Profiler(model, replica.context, compressor.wants_profile)
-        self._sparse, self._stale = replica.options.sparse_step, ""  # a parameter whose gradient is still a sparse mean
-        self._aside: dict[str, SparseMean] = {}  # those to which autograd may be about to add, by name
         self._early = replica.options.overlap  # whether buckets are sent before back-propagation ends
         self._end()
 
@@ -74,7 +74,6 @@ class Reducer:
 
     def release(self) -> None:
         """Give up the reduction and the buckets, which are rebuilt in the next one; residuals are kept."""
-        self.give_back()
         self.buckets.release()
         self._end()
 
@@ -84,68 +83,12 @@ class Reducer:
         self._means.rename(names)
         self.buckets.rename(names)
 
-    def give_back(self) -> None:
-        """Give back gradients whose memory was taken, once what was sent has ended."""
-        if any(bucket.stand_in is not None for bucket, _ in self.buckets):
-            self._sender.finish()
-            self.buckets.give_back()
-
     def accumulating(self, name: str) -> None:
         """Autograd may be about to add to a parameter's gradient; `torch.autograd.grad` does not."""
-        self._set_means_aside()
-        bucket = self._bucket_of(name)
-        if bucket is not None:
-            self._refuse_changes(bucket)
-            bucket.set_aside(name)
         self._means.look(name)
-
-    def _bucket_of(self, name: str) -> Bucket | None:
-        index = self.buckets.index_of.get(name)
-        return None if index is None else self.buckets[index][0]
-
-    def _refuse_changes(self, bucket: Bucket) -> None:
-        """Let a reduction fail whose gradient was changed while a part of it was taken (see `Bucket.set_aside`)."""
-        if bucket.changed_aside():
-            self._sender.failed = RuntimeError(
-                f"gradient of {bucket.layout.names[0]!r}: expected zero_grad() or another back-propagation after one"
-                " that raised, since sparse_step=True, got a gradient that was changed in place"
-            )
-
-    def _set_means_aside(self) -> None:
-        """Take the place of gradients from means which stay sparse, until this back-propagation ends."""
-        if not self._sparse or self._opened:
-            return
-        found = {name: p.grad for name, p in self._replica.params.items() if isinstance(p.grad, SparseMean)}
-        if found:
-            self._aside |= found
-            for name in found:
-                self._replica.params[name].grad = None
-            after_callbacks(self._put_means_back)
-
-    def _put_means_back(self) -> None:
-        """Autograd has not added to gradients that are sparse means."""
-        for name, mean in self._aside.items():
-            if name in self._replica.params and self._replica.params[name].grad is None:
-                self._replica.params[name].grad = mean
-        self._aside = {}
-
-    def _refuse_sparse_means(self) -> None:
-        """Let a reduction fail that would add gradients to means which stay sparse."""
-        if not self._sparse or self._opened:
-            return
-        self._put_means_back()
-        for name, p in self._replica.params.items():
-            if isinstance(p.grad, SparseMean):
-                p.grad = None
-                self._stale = name
 
     def accumulated(self, name: str) -> None:
         """Autograd has added to a parameter's gradient."""
-        if self._aside:
-            self._stale, self._aside = name, {}
-        bucket = self._bucket_of(name)
-        if bucket is not None:
-            bucket.added(name)
         self._means.accumulated(name)
         if not self._opened:
             self._open()
@@ -175,20 +118,13 @@ class Reducer:
         """A reduction begins: take back what was kept of gradients thrown away."""
         self._opened = True
         changed = self._means.changed()
-        if self._stale:
-            self._sender.failed = RuntimeError(
-                f"gradient of {self._stale!r}: expected zero_grad() before the next back-propagation, since"
-                " sparse_step=True, got a gradient that would be added to a sparse mean: call zero_grad() in every"
-                " step, and back-propagate inside no_sync() to accumulate gradients"
-            )
-            self._stale = ""
         if changed is not None:
             self._sender.failed = RuntimeError(
                 f"gradient of {changed!r}: expected step() or zero_grad() of the optimizer before the next"
                 " back-propagation, got a gradient that was changed in place after it had been reduced"
             )
         self._take_back(self._means.replaced())
-        self.scale.begin()
+        self._scaling.begin()
 
     def _take_back(self, names: set[str]) -> None:
         """Gradients of these parameters were thrown away after they had been reduced: residuals are as before."""
@@ -216,15 +152,13 @@ class Reducer:
 
     def _attempt(self, flags: int, name: str, regroup: Callable[[], None]) -> Round | None:
         """One reduction of all buckets; None if it has to be made again."""
-        self._refuse_sparse_means()
-        for bucket, _ in self.buckets:
-            self._refuse_changes(bucket)
         if self._opened:
             self._take_back(self._means.replaced())
         else:
             self._open()
         if not self.buckets:
             self.make_buckets()
+        self._scaling.begin()  # unscale_() may have been called since
         self._sender.send_rest()
         replica, self._changed = self._replica, self._changed or self._sender.altered
         modules = replica.buffers.changed()
@@ -311,13 +245,13 @@ class Reducer:
                 compressor.timeout = replica.patience
         self._means.clear()
         self._end()  # nothing refers to gradients any more
-        for name, index in self.buckets.index_of.items():
-            bucket, compressor = self.buckets[index]
-            if name in outcome.used or (replica.params[name].requires_grad and bucket.has_mean(name)):
-                bucket.assign_grad(name, self.scale.of(compressor))
+        for bucket, compressor in self.buckets:
+            names = [
+                n for n, p in bucket.params.items() if n in outcome.used or (p.requires_grad and bucket.has_mean(n))
+            ]
+            bucket.assign_grads(names, self._scaling.of(compressor))
+            for name in names:
                 self._means.add(name)
-        for bucket, _ in self.buckets:
-            bucket.assigned()
 
     # -- a step, or none
 
@@ -327,35 +261,10 @@ class Reducer:
 
     def take_back_missing(self) -> None:
         """Means that were set to None count as thrown away."""
-        self._put_means_back()  # where a back-propagation has raised
         self._take_back({name for name in self._means if self._replica.params[name].grad is None})
-
-    @contextlib.contextmanager
-    def sparse_steps(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-        """Take the steps by means that are sparse, for the optimizer, which does not see them inside."""
-        params, size = self._replica.params, self._replica.transport.size
-        means = {name: params[name].grad for name in self._means if isinstance(params[name].grad, SparseMean)}
-        groups = {id(p): group for group in optimizer.param_groups for p in group["params"]} if means else {}
-        indices = sorted({self.buckets.index_of[name] for name in means})
-        parts = [part for index in indices for part in self.buckets[index][0].updates()]
-        try:
-            with torch.no_grad():
-                for name, update in parts:
-                    p = params[name]
-                    if name in means and id(p) in groups:
-                        p.grad = None
-                        update.step(p, optimizer.state, Rule.of(groups[id(p)], size))
-            yield
-        finally:
-            for name, mean in means.items():
-                params[name].grad = mean
 
     def commit(self) -> None:
         """The optimizer has stepped: what the reductions since the last step have kept is the state of the next one."""
-        if self.scale.was_unknown:
-            for _, compressor in self.buckets:
-                compressor.rescale(1 / self.scale.now)
-        self.scale.stepped()
         self.buckets.commit()
         self._means.clear()
         self._opened = False
@@ -363,23 +272,15 @@ class Reducer:
 
     def discard(self) -> None:
         """Gradients are about to be thrown away: residuals are as they were after the last step."""
-        self._came, self._stale, self._aside = {}, "", {}
-        for bucket, _ in self.buckets:
-            bucket.throw_away()
+        self._came = {}
         if self._sender.begun:
             self._changed = self._broken_off = True  # what was sent is sent again with the next back-propagation
         self.buckets.rollback()
-        self.scale.end()
         self._means.clear()
         self._opened = False
 
-    def loaded(self, scale: float | None) -> None:
-        """The buckets' state was loaded: make them as they were when it was saved. Collective.
-
-        Args:
-            scale: of the gradients, when it was saved; None if it is empty.
-        """
-        self.scale.saved = scale
+    def loaded(self) -> None:
+        """The buckets' state was loaded: make them as they were when it was saved. Collective."""
         self._means.clear()
         self._end()
         if self.buckets.order:

@@ -64,16 +64,14 @@ def accumulated(residual: RowSparse, factor: float, gradient: RowSparse) -> RowS
 class RowBucket(Bucket):
     """One parameter whose gradients are rows: this rank's gradient, and the mean."""
 
-    def __init__(
-        self, params: Mapping[str, torch.Tensor], layout: Layout, as_view: bool = False, sparse: bool = False
-    ) -> None:
+    def __init__(self, params: Mapping[str, torch.Tensor], layout: Layout, as_view: bool = False) -> None:
         super().__init__(params, layout)
         self._own: torch.Tensor | None = None
         self._scale = 1.0
         self._mean: RowSparse | None = None
 
-    def take_grad(self, name: str, scale: float = 1.0, take_memory: bool = False) -> None:
-        """Take a parameter's gradient, never its memory; a dense one counts as none: all ranks learn of it later."""
+    def take_grad(self, name: str, scale: float = 1.0) -> None:
+        """Take a parameter's gradient; a dense one counts as none: all ranks learn of it later."""
         gradient = self.params[name].grad
         self.take(gradient if has_rows(gradient) else None, scale)
 
@@ -128,8 +126,9 @@ class RowBucket(Bucket):
             rows, values = rows.clone(), values.clone()
         return rows_like(p, rows, values if scale == 1.0 else values * scale)
 
-    def assign_grad(self, name: str, scale: float = 1.0) -> None:
-        self.params[name].grad = self.mean_tensor(scale)
+    def assign_grads(self, names: Collection[str], scale: float = 1.0) -> None:
+        for name in names:
+            self.params[name].grad = self.mean_tensor(scale)
 
     def nan(self, name: str) -> torch.Tensor:
         return nan_rows(self.params[name])
@@ -137,4 +136,4 @@ class RowBucket(Bucket):
 
 def nan_rows(p: torch.Tensor) -> torch.Tensor:
     """Return a sparse gradient of a parameter whose first row is NaN."""
-    return rows_like(p, torch.zeros(1, dtype=torch.int64), torch.full_like(p.detach()[:1], torch.nan))
+    return rows_like(p, torch.zeros(1, dtype=torch.int64, device=p.device), torch.full_like(p.detach()[:1], torch.nan))

@@ -178,22 +178,14 @@ class RowSum(Compressor):
                 self._rates.rollback(names)
         return []
 
-    def rescale(self, factor: float) -> None:
-        kept = self.residual
-        self._residual = Versions(kept.with_values(kept.values * kept.dtype.type(factor)))
-
     def state(self) -> dict[str, dict[str, torch.Tensor]]:
         if not self.keeps_gradient:
             return {}
         (name,), (shape,), kept = self.layout.names, self.layout.shapes, self._residual.base
         rows, values = torch.from_numpy(kept.rows)[None], torch.from_numpy(kept.values).reshape(-1, *shape[1:])
-        made = torch.sparse_coo_tensor(rows, values, shape, is_coalesced=True, check_invariants=False)
+        made = torch.sparse_coo_tensor(rows, values, shape, device="cpu", is_coalesced=True, check_invariants=False)
         rates = {} if self._rates is None else {"rate": self._rates.state()}
         return {"residual": {name: made}, **rates}
-
-    def load_extra_state(self, state: dict[str, Any]) -> None:
-        if self._rates is not None and "rates" in state:  # of an older version, which saved them by bucket
-            self._rates.load(state["rates"])
 
     def load_state(self, saved: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
         for t in saved.get("residual", {}).values():

@@ -15,7 +15,7 @@ from sparsecoll.telemetry import trace
 from sparsecoll.torch.bucket import Bucket
 from sparsecoll.torch.buckets import Buckets
 from sparsecoll.torch.compressors import Compressor
-from sparsecoll.torch.grad_scaler import LossScale
+from sparsecoll.torch.grad_scaler import Scaling
 from sparsecoll.torch.replica import Replica
 from sparsecoll.torch.timeline import bucket_span
 from sparsecoll.transport.call import CollectiveCall
@@ -27,7 +27,7 @@ class Sender:
     """Sends buckets in their order, the same on all ranks, and waits for them.
 
     Args:
-        scale: of the gradients.
+        scaling: the scale of gradients.
         compressor: of the parameters that are not small; if it refuses NaN and infinity, small ones refuse them, too.
 
     Attributes:
@@ -37,9 +37,9 @@ class Sender:
         first, last: when the first and the last gradient came, by time.perf_counter.
     """
 
-    def __init__(self, replica: Replica, buckets: Buckets, scale: LossScale, compressor: Compressor) -> None:
+    def __init__(self, replica: Replica, buckets: Buckets, scaling: Scaling, compressor: Compressor) -> None:
         self.seconds = dict.fromkeys((*trace.KINDS, "exposed"), 0.0)
-        self._replica, self._buckets, self._scale = replica, buckets, scale
+        self._replica, self._buckets, self._scaling = replica, buckets, scaling
         self._finite, self._timeline = not compressor.passes_nonfinite, replica.options.timeline
         self._threads = torch.get_num_threads()
         self.begin()
@@ -83,8 +83,7 @@ class Sender:
 
     def _take(self, index: int, name: str) -> None:
         bucket, compressor = self._buckets[index]
-        take_memory = self._replica.options.sparse_step and self._replica.warmed and compressor.gives_back
-        bucket.take_grad(name, self._scale.of(compressor), take_memory)
+        bucket.take_grad(name, self._scaling.of(compressor))
         self.taken.add(name)
         self._waiting[index].discard(name)
 

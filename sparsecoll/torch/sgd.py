@@ -15,7 +15,7 @@ from sparsecoll.formats import Format
 from sparsecoll.telemetry.traffic import Traffic
 from sparsecoll.torch.accumulator import Accumulator, Sums
 from sparsecoll.torch.calls import collective, communicator, mean_loss
-from sparsecoll.torch.grad_scaler import Scaling, calling_scaler
+from sparsecoll.torch.grad_scaler import Scaling
 from sparsecoll.torch.guards import Watch, fingerprint, refuse_wrapped
 from sparsecoll.torch.layout import takes_part
 from sparsecoll.torch.options import Options
@@ -65,7 +65,7 @@ class SparseSGD(torch.optim.Optimizer):
     Gradients are local to each rank until `step`, so accumulating them needs no `no_sync`. `zero_grad` instead of
     `step` skips a step; all ranks must take the same number of steps (see `join`). Clipping before `step` clips each
     rank's own gradients, unlike on one process with the global batch, and rank 0 logs a warning. DistributedOptimizer
-    clips the mean. With a torch.amp.GradScaler, all ranks skip a step in which one of them has an overflow.
+    clips the mean. With `grad_scaler`, all ranks skip a step in which one of them has an overflow.
 
     Args:
         params: parameters or groups of them, as in torch, the same in the same order on every rank. Those that require
@@ -76,9 +76,6 @@ class SparseSGD(torch.optim.Optimizer):
         weight_decay: as in torch.optim.SGD (default: 0).
         nesterov: as in torch.optim.SGD (default: False).
         maximize: as in torch.optim.SGD (default: False).
-        foreach: accepted but without effect, since the step has its own kernels.
-        fused: accepted but without effect.
-        differentiable: not supported; must be False.
         comm: communicator, as in `sparsecoll.allreduce`; None, the default, for the default process group of
             torch.distributed, otherwise MPI.COMM_WORLD. Several optimizers may share it.
         algo: name in `sparsecoll.ALGORITHMS`, or an Algorithm object, which is copied (default: "oktopk").
@@ -92,6 +89,9 @@ class SparseSGD(torch.optim.Optimizer):
             all of them, without a residual).
         model: the model, whose buffers are kept the same and whose parameter names are used; required for this if
             `params` is not `model.parameters()`.
+        grad_scaler: the torch.amp.GradScaler of the loop: residuals are kept without its scale, and all ranks skip the
+            same steps. With None, the default, `scaler.step(optimizer)` raises RuntimeError. A scaler that is disabled
+            says that there is none, which Lightning's clipping with "bf16-mixed" has to know.
         verify: number of steps after which the bits of all parameters and buffers are compared between ranks; 0, the
             default, for never, and True for 100.
         timeout: seconds to wait for a message before CommunicationError is raised; None, the default, for no limit,
@@ -117,9 +117,6 @@ class SparseSGD(torch.optim.Optimizer):
         nesterov: bool = False,
         *,
         maximize: bool = False,
-        foreach: bool | None = None,
-        fused: bool | None = None,
-        differentiable: bool = False,
         comm: Any = None,
         algo: str | Algorithm = "oktopk",
         density: float | Schedule = 0.01,
@@ -128,6 +125,7 @@ class SparseSGD(torch.optim.Optimizer):
         value_dtype: str | None = None,
         row_density: Density | None = None,
         model: torch.nn.Module | None = None,
+        grad_scaler: torch.amp.GradScaler | None = None,
         verify: bool | int = 0,
         timeout: float | None = None,
         timeline: Timeline | None = None,
@@ -141,26 +139,22 @@ class SparseSGD(torch.optim.Optimizer):
             "weight_decay": weight_decay,
             "nesterov": nesterov,
             "maximize": maximize,
-            "foreach": foreach,
-            "differentiable": differentiable,
-            "fused": fused,
         }
         transport, known = communicator(comm), model_of(params) if model is None else model
         self._built = False
-        self._scaler: torch.amp.GradScaler | None = None
         watched = transport.rank == 0 and transport.size > 1
         self._watch = Watch("SparseSGD", "DistributedOptimizer clips the mean") if watched else None
 
-        def build(_: CollectiveCall) -> tuple[SparseSum, Options]:
+        def build(_: CollectiveCall) -> tuple[SparseSum, Options, Scaling]:
             compressor = compressor_of(algo, density, k, format, value_dtype, row_density)
             options = Options(verify=verify, timeout=timeout, timeline=timeline)
             refuse_wrapped(known, "params")
             super(SparseSGD, self).__init__(params, defaults)
             for group in self.param_groups:
                 check_group(group, compressor)
-            return compressor, options
+            return compressor, options, Scaling(self, grad_scaler)
 
-        self._compressor, options = collective(transport, "SparseSGD", None, build)
+        self._compressor, options, self._scaling = collective(transport, "SparseSGD", None, build)
         self._replica = Replica(transport, known, options)
         self._replica.alike = lambda: common(self.param_groups)
         self._replica.changed = lambda: self._flat.differs(self.param_groups)
@@ -198,6 +192,7 @@ class SparseSGD(torch.optim.Optimizer):
         names = names_of(self.param_groups, self._model)
         new, signature = self._flat.compared(names)
         signature |= {**common(self.param_groups), "verify": self._replica.options.verify}
+        signature |= {"grad_scaler": self._scaling.scaler is not None}
         self._replica.introduce(new, signature)
         self._flat.rename(names)
 
@@ -205,9 +200,8 @@ class SparseSGD(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """GradScaler.step reads this, from whose frame the scaler is taken, so that all ranks skip the same steps."""
-        self._scaler = calling_scaler()
-        return self._scaler is not None
+        """Whether GradScaler.step() leaves unscaling and the decision to `step`."""
+        return self._scaling.asks_for_steps(True)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
@@ -226,18 +220,14 @@ class SparseSGD(torch.optim.Optimizer):
         """
         if is_trial_step(self):
             return self._make_state()
+        scaling = self._scaling if self._scaling.check(self) else None
         loss = None if closure is None else mean_loss(self._replica.transport, closure, self._replica.patience)
-        scaler, self._scaler = self._scaler, None
-        scaling = None if scaler is None else Scaling(self, scaler)
         if self._watch is not None:
             self._watch.look(self._flat.names)
         try:
             outcome, sums = self._reduced(0, scaling)
-        except Exception as error:
+        except NonFiniteError:
             if scaling is None:
-                raise
-            if not isinstance(error, NonFiniteError):
-                scaling.fail()
                 raise
             scaling.settle(True)
             return loss

@@ -32,7 +32,7 @@ def compressor_of(
         raise TypeError("density: expected a number or a Schedule with SparseSGD, got a mapping")
     chosen: dict[str, Any] = {"density": density}
     if k is not None or not isinstance(density, Schedule):
-        CallOptions(k, density if k is None else None).resolve_k(1)
+        CallOptions(k=k, density=density if k is None else None).resolve_k(1)
         chosen = {"density": float(density)} if k is None else {"k": int(k)}
     formats.resolve(format)
     common = {"format": format, "value_dtype": value_dtype, "row_density": row_density}
@@ -59,11 +59,6 @@ def check_group(group: Mapping[str, Any], compressor: SparseSum) -> None:
         raise ValueError(
             f"nesterov: expected momentum > 0 and dampening 0, got {group['momentum']} and {group['dampening']}"
         )
-    for name in ("foreach", "fused"):
-        if group[name] not in (None, False, True):
-            raise TypeError(f"{name}: expected True, False or None, got {group[name]!r}")
-    if group["differentiable"]:
-        raise ValueError("differentiable: expected False, got True: a step over several ranks cannot be differentiated")
     check_whole(group["params"])
     for p in group["params"]:
         if p.requires_grad:

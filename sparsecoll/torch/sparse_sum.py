@@ -6,10 +6,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from sparsecoll.algorithms import resolve
+from sparsecoll.kernels.memory import may_share_memory
 from sparsecoll.select import Vector
+from sparsecoll.telemetry.trace import span
 from sparsecoll.torch.compressors import TopK
 from sparsecoll.torch.device import Array
-from sparsecoll.vector import DenseVector
+from sparsecoll.transport import Transport
+from sparsecoll.transport.call import CollectiveCall
+from sparsecoll.vector import DenseVector, SparseVector
 
 
 @dataclass
@@ -39,7 +43,16 @@ class SparseSum(TopK):
             self.check_finite(acc)
         return super().compress(acc)
 
-    def compensate(self, gradient: Array, scale: float = 1.0, source: Array | None = None) -> DenseVector:
-        """Return acc, to which the residual was added already, with the learning rate of the gradient."""
-        self.begin(gradient)
-        return self.acc
+    def allreduce_sum(self, transport: Transport, acc: Array) -> Vector:
+        """Return the sum of what all ranks have sent of acc, which holds the residual already. Collective."""
+        self.sync(transport)
+        with CollectiveCall(transport, f"bucket {self.layout.index}", self.timeout):
+            with span("select", acc.size):
+                self.begin(acc)
+                message = self.message(self.acc)
+            reduced = self.communicate(transport, message)
+            value = reduced.value
+            if may_share_memory(value.values, acc):  # which will change
+                value = value.copy() if isinstance(value, SparseVector) else DenseVector(value.values.copy())
+            self._settle(message, reduced)
+        return value

@@ -71,9 +71,11 @@ def as_transport(comm: Any, timeout: Any = None) -> Transport:
         return transport
     if is_group(comm):
         return group_transport(comm, timeout if usable(timeout) else None)
+    name = f"{type(comm).__module__}.{type(comm).__qualname__}"
+    cure = ": in its place pass sparsecoll.connect(store, rank, size)" if name.startswith("torch.") else ""
     raise TypeError(
         "comm: expected an mpi4py intracommunicator, a ProcessGroup or one-dimensional DeviceMesh, None or the comm of"
-        f" sparsecoll.simulate, got {type(comm).__module__}.{type(comm).__qualname__}"
+        f" sparsecoll.simulate, got {name}{cure}"
     )
 
 

@@ -7,8 +7,8 @@ do not block; so algorithms need no tags. A message that was sent from GPU memor
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
+import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -21,7 +21,7 @@ from sparsecoll.errors import CommunicationError
 from sparsecoll.formats import Buffer
 from sparsecoll.telemetry.trace import span
 from sparsecoll.telemetry.traffic import Counts, Traffic
-from sparsecoll.transport.network import Tuning, saved_tuning
+from sparsecoll.transport.network import BETWEEN_NODES, ONE_NODE, Network
 
 T = TypeVar("T")
 
@@ -62,17 +62,15 @@ class Transport(ABC):
         one_node: whether all ranks are on one machine, the same on all of them.
         native_sums: whether there may be an `allreduce` of the network's own.
         gpu_direct: whether messages in GPU memory are sent without a copy in host memory.
-        measured: the last measured costs, which other ranks need not have.
-        tuning: measured costs that all ranks have, see `algorithms.auto.tune`; None if there are none.
         nodes: the ranks on each node, see `collectives.node_members`; None if not known yet.
         groups: transports of some of the ranks, see `group.group`.
         sharers: weak references to the objects that make calls by themselves, by number.
         worker: executes all calls once there has been a nonblocking one, see `progress.Worker`; None before.
-        overlapped: whether a nonblocking call is executed, whose caller may compute meanwhile.
         tag: tag with which messages are sent, and expected to be received.
         calls: number of calls made on this transport.
         met: number of the last call in which each rank has had a message of every other one.
-        agreed: dict from the checksum of arguments on which all ranks have agreed to their number.
+        agreed: dict from a checksum of what all ranks have agreed on to its number, the least recently used first.
+        validated: arguments that have been validated on this communicator, see `collectives.allreduce.arguments_of`.
         epoch: number of calls that have failed, the same on all ranks.
         broken: why the communicator can no longer be used (a rank does not answer or is lost); "" if it can.
         cure: what to do then.
@@ -83,24 +81,22 @@ class Transport(ABC):
     one_node = False
     native_sums = False
     gpu_direct = True
-    cure = ""
-    measured: Tuning | None
+    cure = "use each communicator from one thread at a time"
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
         self.size = size
         self.traffic = Traffic()
         self.timeout: float | None = None
-        self.measured = None
-        self.tuning: Tuning | None = None
         self.nodes: list[list[int]] | None = None
         self.groups: dict[tuple[int, ...], Transport] = {}
         self.sharers: dict[int, Any] = {}
         self.worker: Any = None
-        self.overlapped = False
+        self._caller = threading.RLock()  # held by the thread that makes a blocking call
         self.tag = FIRST_TAG
         self.calls = self.met = 0
         self.agreed: dict[int, int] = {}
+        self.validated: dict[Any, Any] = {}
         self.epoch = 0
         self.broken = ""
         self._phase: Counts | None = None
@@ -108,8 +104,8 @@ class Transport(ABC):
         _living.add(self)
 
     def forked(self) -> None:
-        """Forget, in a forked process, what only the process that it was forked from has: the worker's thread."""
-        self.worker = None
+        """Forget, in a forked process, what only the process that it was forked from has: its threads."""
+        self.worker, self._caller = None, threading.RLock()
 
     def _check(self) -> None:
         if self.broken:
@@ -118,24 +114,33 @@ class Transport(ABC):
     def reset(self) -> None:
         """Discard what the ranks have found out together; after a failed call, only some of them may have it."""
         self.agreed.clear()
-        self.nodes = self.tuning = None
-        self.__dict__.pop("saved_tuning", None)
+        self.validated.clear()
+        self.nodes = None
         for group in self.groups.values():
             group.reset()
         self.epoch += 1
 
     def in_order(self, function: Callable[[], T]) -> T:
-        """Execute a blocking call after earlier nonblocking ones; immediately if it is made within one of them."""
-        return function() if self.worker is None else self.worker.in_order(function)  # type: ignore[no-any-return]
+        """Execute a blocking call after earlier nonblocking ones; immediately if it is made within one of them.
 
-    @functools.cached_property
-    def saved_tuning(self) -> Tuning | None:
-        """The costs in the file of SPARSECOLL_TUNING; looked up once, since the environment takes microseconds."""
-        return saved_tuning()
+        Raises:
+            CommunicationError: Another thread is in such a call. Other ranks may have taken the two in another order,
+                so that the communicator is broken: the thread that is in the call tells them.
+        """
+        if self.worker is not None and self.worker.thread == threading.get_ident():
+            return function()
+        if not self._caller.acquire(blocking=False):
+            self.broken = self.broken or f"two threads made calls at the same time on rank {self.rank}"
+            raise out_of_use(self.broken, self.cure)
+        try:
+            return function() if self.worker is None else self.worker.in_order(function)  # type: ignore[no-any-return]
+        finally:
+            self._caller.release()
 
-    def modelled(self) -> Tuning | None:
-        """Return the costs of a simulated network; None if they have to be measured."""
-        return None
+    @property
+    def network(self) -> Network:
+        """The costs of messages by which algorithms are chosen, the same on all ranks."""
+        return ONE_NODE if self.one_node else BETWEEN_NODES
 
     @abstractmethod
     def now(self) -> float:

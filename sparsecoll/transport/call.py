@@ -1,8 +1,9 @@
 """Calls in which all ranks raise the same error or none does, and whose arguments all ranks compare.
 
 The MPI tag of each message identifies its call: it holds the number of the call on the communicator, modulo PHASES, and
-a number for the arguments. Arguments get their number when the ranks first agree on them, so that different arguments
-never share one. Where an algorithm object keeps a state between calls, the number holds that, too, modulo KEPT.
+a number for the arguments, together with the state that an algorithm object keeps between calls. All ranks give these
+their number when they have agreed on them: by messages, or because a call in which they agreed has left that state. So
+different arguments or states never share a number.
 
 A rank that receives a message with another tag, or on which an exception is raised, sends a report to all ranks: its
 arguments and its exception. Then it reads from each rank up to that rank's report, and discards the messages before it.
@@ -17,7 +18,6 @@ import hashlib
 import json
 import struct
 import zlib
-from dataclasses import dataclass, field
 from itertools import zip_longest
 from types import TracebackType
 from typing import Any
@@ -27,42 +27,19 @@ import numpy as np
 from sparsecoll.errors import CommunicationError, NonFiniteError
 from sparsecoll.formats import Buffer
 from sparsecoll.transport import usable
-from sparsecoll.transport.base import FIRST_TAG, PHASES, TAGS, CallMismatch, Transport
+from sparsecoll.transport.base import FIRST_TAG, PHASES, TAGS, CallMismatch, Transport, out_of_use
 from sparsecoll.transport.collectives import FEW_RANKS, allgather, allgatherv, disseminate, node_members
 from sparsecoll.transport.waiting import check_environment
 
 NUMBERS = (TAGS - FIRST_TAG) // PHASES  # tags of a phase: by name before the ranks agree, by name with check=False,
 NAMES = 509  # (a prime that gives each name in use a number of its own)
-KEPT = 1531  # and two for each list of arguments that the ranks have agreed on: without a state, and with one (a prime)
+KEPT = NUMBERS - 2 * NAMES  # and one for each of the last arguments and states that the ranks have agreed on
 STATELESS = (0, 0)
 ROW = struct.Struct("<qq")  # a rank's number of entries and checksum of arguments
 AGREEMENT_BYTES = ROW.size
 REPORT_SECONDS = 60.0  # how long a rank that failed waits for the reports of the others, if the call has no timeout
 VALUE_SHOWN, VALUES_SHOWN, ARGUMENTS_SHOWN = 120, 4, 3  # characters; values of an argument, arguments in an error
 KNOWN = {kind.__name__: kind for kind in (ValueError, TypeError, CommunicationError, NonFiniteError)}
-
-
-@dataclass
-class PlannedArguments:
-    """What the calls of one plan, a persistent collective, have in common: the arguments of the first of them.
-
-    Attributes:
-        known: what the first call has found out for the later ones.
-    """
-
-    known: dict[str, Any] = field(default_factory=dict)
-    _signature: dict[str, Any] | None = None
-    _checksum: int = 0
-
-    def checksum_of(self, call: CollectiveCall) -> int:
-        """Return the checksum of a call's signature; raise ValueError unless that is the first call's."""
-        if self._signature is None:
-            self._signature, self._checksum = call.signature, call.checksum()
-        elif call.signature != self._signature:
-            own, planned = call.signature, self._signature
-            name = next(name for name in [*planned, *own] if planned.get(name) != own.get(name))
-            raise ValueError(f"{name}: expected {planned.get(name)!r} as in {call.name}, got {own.get(name)!r}")
-        return self._checksum
 
 
 class CollectiveCall:
@@ -82,10 +59,8 @@ class CollectiveCall:
         signature: dict from argument name to a JSON value, which the ranks compare and which reports show. Add
             arguments as soon as they are known.
         state: `Algorithm.alike`, which the ranks compare as they compare the arguments; STATELESS, the default, for
-            none. Set it before `agree` or `resume`.
+            none. Set it before `agree`.
         gathered: every rank's message, see `agree`.
-        plan: what is the same in all calls of a plan; None, the default, in a call of its own. Set it before `agree`,
-            which may be called once.
 
     Raises:
         ValueError, TypeError: Raised on some rank; the text, the same on every rank, names the first such rank. Also if
@@ -99,8 +74,8 @@ class CollectiveCall:
         self._number_of_name = number_of_name(name)
         self._timeout = timeout
         self.state = STATELESS
+        self._checksum: int | None = None  # of arguments that the ranks have compared
         self.gathered: list[Buffer] = []
-        self.plan: PlannedArguments | None = None
 
     def __enter__(self) -> CollectiveCall:
         transport = self.transport
@@ -144,7 +119,7 @@ class CollectiveCall:
         checksum: int | None = None,
         every: bool = True,
     ) -> list[int]:
-        """Compare `signature` on all ranks, now if it is new, and by the tags of all messages that follow.
+        """Compare `signature` and `state` on all ranks, now if they are new, and by the tags of messages that follow.
 
         Args:
             entries: a number for all ranks to know; None, the default, for none.
@@ -158,52 +133,45 @@ class CollectiveCall:
             Every rank's `entries`, in rank order; without `every` perhaps only the smallest and the largest of them. An
             empty list if it is None.
 
-        Volume: 4(P-1) words in ceil(log2 P) messages if the arguments are new or `entries` is given; otherwise none.
-        With more than FEW_RANKS ranks, 8 ceil(log2 P) words if neither a message nor `every` is asked for.
+        Volume: 4(P-1) words in ceil(log2 P) messages if the arguments are new or `entries` is given, in P - 1 messages
+        if the state is new; otherwise none. With more than FEW_RANKS ranks and a state that is not new, 8 ceil(log2 P)
+        words if neither a message nor `every` is asked for.
 
         Raises:
             CallMismatch: Arguments differ; the call then raises CommunicationError on all ranks.
-            ValueError: Arguments differ from those of the plan.
         """
         transport = self.transport
-        if self.plan is not None:
-            checksum = self.plan.checksum_of(self)
         if checksum is None or not check:
             checksum = self.checksum() if check else 0
+        key = stamped(checksum, self.state) if check else 0
         counts: list[int] = []
-        if entries is not None or (check and checksum not in transport.agreed):
-            row = (-1 if entries is None else entries, self._stamped(checksum) if check else 0)
+        new = check and key not in transport.agreed
+        if new or entries is not None:
+            row = (-1 if entries is None else entries, key)
+            direct = message is None and new and self.state != STATELESS
+            if direct:  # so that ranks hear of it which know their state and wait for this rank
+                message = np.empty(AGREEMENT_BYTES, np.uint8)
             reduced = message is None and transport.size > FEW_RANKS and (entries is None or not every)
-            held, checksums = zip(*(self._extremes(row) if reduced else self._rows(row, message)), strict=True)
-            if set(checksums) != {row[1]} or (min(held) < 0) != (entries is None):
+            held, keys = zip(*(self._extremes(row) if reduced else self._rows(row, message, direct)), strict=True)
+            if set(keys) != {key} or (min(held) < 0) != (entries is None):
                 raise CallMismatch("ranks disagree")
             transport.met = transport.calls
             counts = list(held) if entries is not None else []
-        self._set_tag(self._number_of(checksum) if check else NAMES + self._number_of_name)
+        self._checksum = checksum if check else None
+        self._set_tag(self._number_of(key) if check else NAMES + self._number_of_name)
         return counts
+
+    def leaves(self, state: tuple[int, int]) -> None:
+        """Note the state in which this call leaves the algorithm object, the same on all ranks: they agree on it."""
+        if self._checksum is not None and state != STATELESS:
+            self._number_of(stamped(self._checksum, state))
 
     def checksum(self) -> int:
         """Return a checksum of `signature`."""
         text = json.dumps(self.signature, sort_keys=True).encode()
         return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little", signed=True)
 
-    def resume(self, checksum: int) -> bool:
-        """Continue with arguments on which all ranks have agreed in an earlier call, without a message.
-
-        Returns:
-            Whether that is possible, the same on all ranks; after a failure, ranks have to `agree` again.
-        """
-        known = checksum in self.transport.agreed
-        if known:
-            self._set_tag(self._number_of(checksum))
-        return known
-
-    def _stamped(self, checksum: int) -> int:
-        """Return a checksum of arguments and state."""
-        calls, digest = self.state
-        return checksum ^ (calls % (1 << 31) << 32) ^ digest
-
-    def _rows(self, row: tuple[int, int], message: Buffer | None) -> list[tuple[int, int]]:
+    def _rows(self, row: tuple[int, int], message: Buffer | None, direct: bool) -> list[tuple[int, int]]:
         """Return every rank's row, and set `gathered` to every rank's message."""
         transport = self.transport
         try:
@@ -212,7 +180,7 @@ class CollectiveCall:
                     return list(map(tuple, allgather(transport, np.array(row, np.int64)).tolist()))
             ROW.pack_into(message, message.size - AGREEMENT_BYTES, *row)
             with transport.phase("gather" if message.size > AGREEMENT_BYTES else "agree"):
-                blocks = allgatherv(transport, message)
+                blocks = allgatherv(transport, message, direct)
             rows: list[Any] = [ROW.unpack_from(block, block.size - AGREEMENT_BYTES) for block in blocks]
         except (CommunicationError, ValueError, struct.error) as error:  # not as long as those of this rank
             if transport.broken:
@@ -235,17 +203,23 @@ class CollectiveCall:
         most, least = maxima.reshape(2, -1)
         return [tuple((~least).tolist()), tuple(most.tolist())]
 
-    def _number_of(self, checksum: int) -> int:
-        """Return the number of arguments that the ranks agree on, the same on all: they agree in the same order.
+    def _number_of(self, key: int) -> int:
+        """Return the number of what the ranks agree on, the same on all: they agree in the same order.
 
-        Numbers with a state are others. Those of two states with the same checksum are the same only if their calls
-        differ by a multiple of KEPT.
+        If all numbers are in use, it is that of what has not been used for the longest time.
         """
         agreed = self.transport.agreed
-        if checksum not in agreed and len(agreed) >= KEPT:
-            agreed.clear()
-        number = agreed.setdefault(checksum, 2 * NAMES + len(agreed))
-        return number if self.state == STATELESS else 2 * NAMES + KEPT + (number + sum(self.state)) % KEPT
+        number = agreed.pop(key, None)
+        if number is None:
+            number = len(agreed) if len(agreed) < KEPT else agreed.pop(next(iter(agreed)))
+        agreed[key] = number
+        return 2 * NAMES + number
+
+
+def stamped(checksum: int, state: tuple[int, int]) -> int:
+    """Return a checksum of arguments and state; another one for each state with the same arguments."""
+    calls, digest = state
+    return checksum ^ (calls % (1 << 31) << 32) ^ digest
 
 
 @functools.cache
@@ -262,7 +236,7 @@ def _resolve_failure(transport: Transport, call: dict[str, Any], state: tuple[in
     if transport.broken:
         report["broken"] = transport.broken
         transport.revoke(_bytes(report))
-        return error
+        return out_of_use(transport.broken, transport.cure) if isinstance(error, CallMismatch) else error
     transport.reset()
     transport.timeout = transport.timeout or REPORT_SECONDS
     try:

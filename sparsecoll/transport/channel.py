@@ -15,7 +15,7 @@ from sparsecoll.formats import FORMATS, Buffer, Format
 from sparsecoll.transport.base import ReceiveRequest, Transport
 from sparsecoll.transport.collectives import allgatherv, is_direct
 from sparsecoll.transport.group import group
-from sparsecoll.vector import DenseVector, SparseVector
+from sparsecoll.vector import DenseVector, SparseVector, accumulator_dtype
 from sparsecoll.vector.operation import SUM, Operation
 
 
@@ -72,12 +72,17 @@ class Channel:
         return self.transport.phase(name)
 
     def merge(self, parts: Sequence[SparseVector], dtype: np.dtype[Any]) -> SparseVector:
-        """Return `SparseVector.merge` of the parts by the operation of this call, in `dtype`.
+        """Return the parts combined by the operation of this call, in their order and in the accumulator dtype.
 
         Each part must combine all entries that some ranks have at these indices, and no rank's may be in two parts: an
         index that a part does not store is missing on all of its ranks.
+
+        Args:
+            parts: vectors, whose values may have the dtype of messages.
+            dtype: of the result: that of x; or, for a partial result, `accumulator_dtype(x.dtype)`, without rounding.
         """
-        return SparseVector.merge(parts, dtype, self.op)
+        total = SparseVector.merge(parts, accumulator_dtype(dtype), self.op)
+        return total if total.dtype == dtype else total.astype(dtype)
 
     # -- sparse vectors
 
@@ -118,7 +123,8 @@ class Channel:
 
     def roundtrip(self, x: SparseVector) -> SparseVector:
         """Return what a receiver of x gets, in x's own dtype: rounded, and without entries that the format drops."""
-        return self.format.roundtrip(x, self.value_dtype)
+        changed = self.value_dtype is not None or self.format.lossy
+        return self.format.roundtrip(x, self.value_dtype) if changed else x
 
     def rounds(self, dtype: np.dtype[Any]) -> bool:
         """Whether values of `dtype` are rounded on the wire."""

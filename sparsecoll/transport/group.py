@@ -9,7 +9,7 @@ from sparsecoll.errors import CommunicationError
 from sparsecoll.formats import Buffer
 from sparsecoll.telemetry.traffic import Counts
 from sparsecoll.transport.base import ReceiveRequest, Transport
-from sparsecoll.transport.network import Tuning
+from sparsecoll.transport.network import Network
 
 
 class GroupTransport(Transport):
@@ -35,8 +35,10 @@ class GroupTransport(Transport):
         with self.parent.set_up(), super().set_up():
             yield
 
-    def modelled(self) -> Tuning | None:
-        return self.parent.modelled()
+    @property
+    def network(self) -> Network:
+        """That of the parent."""
+        return self.parent.network
 
     def now(self) -> float:
         return self.parent.now()
@@ -67,7 +69,7 @@ class GroupTransport(Transport):
 
 
 def group(parent: Transport, members: list[int]) -> Transport:
-    """Return the transport of these ranks of `parent`, the same object each time, since it keeps its costs."""
+    """Return the transport of these ranks of `parent`, the same object each time."""
     key = tuple(members)
     if key not in parent.groups:
         parent.groups[key] = GroupTransport(parent, members)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import importlib.util
 import os
 
-# The variables for the number of processes and the rank, in order: MPICH and Intel MPI, Open MPI, torchrun, Slurm.
-# Slurm is last, since an mpirun inside a Slurm allocation counts, not the allocation.
+# The variables for the number of processes and the rank, in order: MPICH and Intel MPI, Open MPI, torchrun, srun.
+# srun is last, since an mpirun inside a step of Slurm counts, not the step. SLURM_NTASKS is that of the allocation,
+# in which one process may run by itself.
 VARIABLES = (
     ("PMI_SIZE", "PMI_RANK"),
     ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
     ("WORLD_SIZE", "RANK"),
-    ("SLURM_NTASKS", "SLURM_PROCID"),
+    ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
 )
 
 
@@ -46,11 +47,15 @@ def refuse_one_rank() -> None:
     """
     variable, expected = processes()
     if expected > 1:
-        missing = "" if importlib.util.find_spec("mpi4py") else " mpi4py is not installed (pip install mpi4py)."
+        start = "with torchrun, or with the mpirun of mpi4py's MPI (`python -m sparsecoll doctor` names it)"
+        cure, itself = f"Start the job {start}", " or pass comm=MPI.COMM_SELF"
+        if importlib.util.find_spec("mpi4py") is None:
+            cure, itself = f"mpi4py is not installed (pip install mpi4py). {cure}", ""
+        if by_torchrun():
+            cure = "Call torch.distributed.init_process_group() first"
         raise RuntimeError(
-            f"comm: expected {expected} ranks, as {variable} says, got one: each process would work on its own."
-            f"{missing} Call torch.distributed.init_process_group() first, or start the job with the mpirun of mpi4py's"
-            " MPI (`python -m sparsecoll doctor` names it), or pass comm=MPI.COMM_SELF if that is what you want"
+            f"comm: expected {expected} ranks, as {variable} says, got one: each process would work on its own. {cure};"
+            f" unset {variable}{itself} if that is what you want"
         )
 
 

@@ -16,7 +16,8 @@ from typing import Any
 
 from sparsecoll.errors import CommunicationError
 from sparsecoll.transport.base import Transport
-from sparsecoll.transport.tcp import TcpTransport, connect
+from sparsecoll.transport.tcp import TcpTransport
+from sparsecoll.transport.tcp import connect as connect_ranks
 
 _transports: weakref.WeakKeyDictionary[Any, Transport | _Abandoned] = weakref.WeakKeyDictionary()
 _numbers: dict[str, int] = {}  # how many transports of a group of this name have been made
@@ -62,7 +63,7 @@ def group_transport(comm: Any, timeout: float | None = None) -> Transport:
     transport = _transports.get(group)
     if transport is None:
         try:
-            transport = connect(_StoreMeeting(group), timeout)
+            transport = connect_ranks(_meeting_of(group), timeout)
         except CommunicationError as error:
             transport = _Abandoned(str(error))
         else:
@@ -150,23 +151,31 @@ def _group_of(comm: Any) -> Any:
     try:
         dist.get_rank(comm)
     except (ValueError, RuntimeError) as error:
-        raise ValueError("comm: expected a process group, got one that was destroyed") from error
+        raise ValueError(
+            "comm: expected a process group, got one that was destroyed, or that neither init_process_group nor"
+            " new_group has made: in its place pass sparsecoll.connect(store, rank, size)"
+        ) from error
     return comm
 
 
-class _StoreMeeting:
-    """The store by which the ranks of a process group found each other, see `tcp.Meeting`.
+def _meeting_of(group: Any) -> StoreMeeting:
+    """Return the meeting of a group's ranks: in the store by which they found each other.
 
     No collective of the group is used: one that some rank never joins would wait when the process ends.
     """
+    name = str(group.group_name)
+    number = _numbers[name] = _numbers.get(name, 0) + 1
+    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
+    return StoreMeeting(_store_of(group), group.rank(), group.size(), f"sparsecoll/{name}/{number}", f"failed/{start}")
 
-    def __init__(self, group: Any) -> None:
-        self.rank, self.size = group.rank(), group.size()
-        name = str(group.group_name)
-        number = _numbers[name] = _numbers.get(name, 0) + 1
-        self._store, prefix = _store_of(group), f"sparsecoll/{name}/{number}"
-        self._keys = [f"{prefix}/{rank}" for rank in range(self.size)]
-        self._failed = f"{prefix}/failed/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '')}"
+
+class StoreMeeting:
+    """Keys of a store of torch.distributed by which ranks meet, see `tcp.Meeting`."""
+
+    def __init__(self, store: Any, rank: int, size: int, prefix: str, failed: str = "failed") -> None:
+        self._store, self.rank, self.size = store, rank, size
+        self._keys = [f"{prefix}/{number}" for number in range(size)]
+        self._failed = f"{prefix}/{failed}"
 
     def put(self, entry: str) -> None:
         self._store.set(self._keys[self.rank], entry)

@@ -116,17 +116,9 @@ def in_background(transport: Transport, call: Callable[[], T]) -> Future[T]:
     if not transport.threads:
         return completed_future(call)
     if transport.worker is None:
-        transport.worker = Worker()
+        transport.worker = transport.in_order(lambda: transport.worker or Worker())
     worker: Worker = transport.worker
-
-    def overlapped() -> T:
-        transport.overlapped = True
-        try:
-            return call()
-        finally:
-            transport.overlapped = False
-
-    return worker.submit(overlapped)
+    return worker.submit(call)
 
 
 def completed_future(call: Callable[[], T]) -> Future[T]:
@@ -143,11 +135,14 @@ class Worker:
     """One thread that executes calls in FIFO order.
 
     When the interpreter shuts down, the queued calls are executed, and later ones, of handlers of atexit, at once.
+
+    Attributes:
+        thread: identifies the thread.
     """
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="sparsecoll-progress")
-        self._thread = self._pool.submit(threading.get_ident).result()
+        self.thread = self._pool.submit(threading.get_ident).result()
 
     def submit(self, call: Callable[[], T]) -> Future[T]:
         """Queue a call and return its future."""
@@ -157,8 +152,8 @@ class Worker:
             return completed_future(call)
 
     def in_order(self, call: Callable[[], T]) -> T:
-        """Execute a blocking call after the queued ones; immediately if it is made within one of them."""
-        return call() if threading.get_ident() == self._thread else self.submit(call).result()
+        """Execute a blocking call of another thread after the queued ones."""
+        return self.submit(call).result()
 
     def close(self) -> None:
         """Execute the queued calls, then end the thread."""

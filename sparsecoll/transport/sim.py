@@ -16,6 +16,8 @@ from sparsecoll.transport.network import Costs, Network
 from sparsecoll.transport.virtual_ranks import SimTransport, Stopped, World
 
 _STACK_BYTES = 1 << 20
+_TICK_SECONDS = 0.2  # after which an interrupt is seen whose signal another thread has taken
+_STOP_SECONDS = 1.0  # that an interrupt waits for a rank that computes; it ends in its next call
 
 
 class SimComm:
@@ -149,6 +151,7 @@ def simulate(
         TypeError: An argument has a wrong type.
         RuntimeError: A communicator of a simulation that has ended is used.
         Exception: The first exception that `fn` raised on some rank; the other ranks are stopped.
+        KeyboardInterrupt: Ctrl-C; all ranks are stopped.
 
     >>> simulate(3, lambda comm: comm.rank).results
     [0, 1, 2]
@@ -184,14 +187,20 @@ def simulate(
         world.pass_baton()
 
     previous = threading.stack_size(_STACK_BYTES)
+    threads = [threading.Thread(target=program, args=(rank,), daemon=True) for rank in range(P)]
     try:
-        threads = [threading.Thread(target=program, args=(rank,), daemon=True) for rank in range(P)]
-        for thread in threads:
-            thread.start()
-    finally:
-        threading.stack_size(previous)
-    world.pass_baton()
-    world.done.wait()
+        try:
+            for thread in threads:
+                thread.start()
+        finally:
+            threading.stack_size(previous)
+        world.pass_baton()
+        while not world.done.wait(_TICK_SECONDS):
+            pass
+    except BaseException as error:  # Ctrl-C
+        world.stop(error)
+        world.done.wait(_STOP_SECONDS)
+        raise
     for thread in threads:
         thread.join()
     if world.failure is not None:

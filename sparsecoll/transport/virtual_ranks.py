@@ -19,7 +19,7 @@ from typing import Any
 
 from sparsecoll.formats import Buffer
 from sparsecoll.transport.base import ERROR_TAG, CallMismatch, Transport
-from sparsecoll.transport.network import Costs, Network, Tuning
+from sparsecoll.transport.network import Costs, Network
 
 Route = tuple[Hashable, int, int]  # (communicator, source, destination), which are ranks of the world
 
@@ -29,7 +29,7 @@ class DeadlockError(RuntimeError):
 
 
 class Stopped(BaseException):
-    """Unwinds the other virtual ranks after one has failed."""
+    """Unwinds the other virtual ranks after one has failed, and all of them after Ctrl-C."""
 
 
 @dataclass
@@ -103,9 +103,17 @@ class World:
         ended = f"; ended: {sorted(self.finished)}" if self.finished else ""
         return f"deadlock among {self.size} virtual ranks: " + ", ".join(lines) + ended
 
+    def stop(self, why: BaseException) -> None:
+        """Let every rank end in the call in which it waits, or in its next one."""
+        self.failure = self.failure or why
+        for baton in self.batons:
+            baton.release()
+
     def _check_running(self) -> None:
         if self.done.is_set():
             raise RuntimeError("comm: expected one of a running simulation, got one of a simulation that has ended")
+        if self.failure is not None:
+            raise Stopped
 
     def take(self, route: Route) -> Message:
         """Return the next message on a route; pass the baton on until there is one."""
@@ -188,8 +196,10 @@ class SimTransport(Transport):
         yield
         self._clock.now += self._costs.seconds(kind, amount, extent)
 
-    def modelled(self) -> Tuning:
-        return self._costs.tuning(self._world.inside if self.one_node else self._world.network)
+    @property
+    def network(self) -> Network:
+        """That of the simulation."""
+        return self._world.inside if self.one_node else self._world.network
 
     def node(self) -> int:
         return self._node

@@ -66,11 +66,6 @@ class Watchdog:
         due = self._warned + patience
         return (due if self._timeout is None else min(due, self._start + self._timeout)) - now
 
-    @property
-    def waited(self) -> float:
-        """Seconds since the wait has begun."""
-        return time.monotonic() - self._start
-
     def _give_up(self, timeout: float) -> None:
         why = f"rank {self._rank} {self._what()} for {timeout} s: no answer within the timeout"
         if os.environ.get(ON_TIMEOUT) == "abort":

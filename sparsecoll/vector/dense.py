@@ -13,7 +13,7 @@ from sparsecoll.kernels.keys import index_dtype, key_of, magnitude_of
 from sparsecoll.kernels.memory import asarray_like, data_ptr, empty
 from sparsecoll.telemetry.trace import span
 from sparsecoll.vector.operation import SUM, Operation
-from sparsecoll.vector.sparse import SparseVector, union_mask
+from sparsecoll.vector.sparse import SparseVector
 from sparsecoll.vector.values import Values, dense_values, finite_difference, saturating_cast
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ class DenseVector(Values):
 
     def slice(self, start: int, stop: int) -> DenseVector:
         """Return coordinates start..stop-1 as a vector of their own, a view."""
-        return DenseVector._unchecked(self._array[start:stop])
+        return DenseVector._unchecked(self.values[start:stop])
 
     def take(self, indices: NDArray[Any]) -> SparseVector:
         """Return the values at ascending unique indices (of `index_dtype(length)`), zeros among them."""
@@ -144,10 +144,6 @@ class DenseVector(Values):
             indices, stored = kernels_of(bits).select_at_least(bits, 1)
             np.bitwise_xor(stored, sign, out=stored)
         return self._of((indices, stored.view(self.dtype)))
-
-    def _select_union(self, parts: Sequence[SparseVector]) -> SparseVector:
-        """Return the values at the indices that some part stores, zeros among them."""
-        return self._select_mask(union_mask(parts))
 
     def sample(self, stride: int, offset: int) -> SparseVector:
         """Return every stride-th value from index `offset` on, copied, as a vector without gaps."""

@@ -250,7 +250,14 @@ class SparseVector(Entries):
 
     def _mask(self) -> NDArray[np.uint8]:
         """Return one bit for each coordinate, set where an entry is stored; as np.packbits, in host memory."""
-        return union_mask([self])
+        if self.on_gpu:
+            marks = empty(self.length, np.uint8, self.values)
+            marks[:] = 0
+            marks[self.indices] = 1
+            return to_host(np.packbits(marks))
+        bits = np.zeros(-(-self.length // 8), np.uint8)  # without a byte for each coordinate
+        np.bitwise_or.at(bits, self.indices >> 3, np.uint8(128) >> (self.indices & 7).astype(np.uint8))
+        return bits
 
     def _mask_of(self, other: SparseVector) -> NDArray[np.uint8]:
         """Return one bit for each entry of this vector, set where `other` stores its index; as np.packbits."""
@@ -262,10 +269,6 @@ class SparseVector(Entries):
     def _select_mask(self, mask: NDArray[np.uint8]) -> SparseVector:
         """Return the entries whose bit is set in a mask that `mask_of` returned."""
         return self.take(np.flatnonzero(np.unpackbits(mask)[: self.nnz]))
-
-    def _hash_slots(self, slots: int) -> NDArray[np.int64]:
-        """Return a pseudo-random slot in [0, slots) for each entry; an index has the same slot in every vector."""
-        return kernels_of(self.indices).hash_slots(self.indices, slots, MULTIPLIERS)  # type: ignore[no-any-return]
 
     # Arithmetic
 
@@ -298,17 +301,3 @@ class SparseVector(Entries):
             if may_share_memory(values, array):
                 values = values.copy()
         return self if indices is self.indices and values is self._array else self._of((indices, values))
-
-
-def union_mask(parts: Sequence[SparseVector]) -> NDArray[np.uint8]:
-    """Return one bit for each coordinate, set where some part stores an entry; as np.packbits, in host memory."""
-    if parts[0].on_gpu:
-        marks = empty(parts[0].length, np.uint8, parts[0].values)
-        marks[:] = 0
-        for part in parts:
-            marks[part.indices] = 1
-        return to_host(np.packbits(marks))
-    bits = np.zeros(-(-parts[0].length // 8), np.uint8)  # without a byte for each coordinate
-    for part in parts:
-        np.bitwise_or.at(bits, part.indices >> 3, np.uint8(128) >> (part.indices & 7).astype(np.uint8))
-    return bits

@@ -8,7 +8,7 @@ from cases import case, same_bits
 from oracles import oracle
 
 import sparsecoll
-from sparsecoll import Costs, Network, OkTopk, SparseVector, Tuning, simulate
+from sparsecoll import Network, OkTopk, SparseVector, simulate
 from sparsecoll.algorithms.primitives import estimates
 from sparsecoll.algorithms.primitives.estimates import oktopk_levels
 from sparsecoll.algorithms.primitives.grid import Grid
@@ -82,7 +82,7 @@ def test_messages_and_volume(P, similar):
 
 
 def test_the_model_takes_two_levels_where_messages_cost_more_than_volume():
-    slow, fast = Tuning(alpha=50e-6, beta=8e-9), Tuning(alpha=50e-6, beta=8e-8)
+    slow, fast = Network(50e-6, 8e-9), Network(50e-6, 8e-8)
     assert oktopk_levels(10**5, 1000, 8, slow) == oktopk_levels(10**9, 10**7, 300, slow) == 1
     assert oktopk_levels(10**5, 1000, 4096, slow) == 2 and oktopk_levels(10**8, 10**6, 1000, fast) == 1
     assert OkTopk(levels=1).levels == 1
@@ -91,7 +91,7 @@ def test_the_model_takes_two_levels_where_messages_cost_more_than_volume():
 
 
 @pytest.mark.parametrize(("beta", "two"), [(8e-12, True), (8e-6, False)])
-def test_the_costs_that_are_given_decide(beta, two, monkeypatch):
+def test_the_network_decides(beta, two, monkeypatch):
     """Those of the simulator's network here: for its own usual ones, of 1 Gb/s, the entries would be few."""
     monkeypatch.setattr(estimates, "MANY_RANKS", 9)
 
@@ -100,7 +100,7 @@ def test_the_costs_that_are_given_decide(beta, two, monkeypatch):
         sparsecoll.allreduce(comm, x, algo)
         return algo._on_grid
 
-    assert set(simulate(9, program, Network(1e-6, beta), costs=Costs(call=1e-5)).results) == {two}
+    assert set(simulate(9, program, Network(1e-6, beta)).results) == {two}
 
 
 @pytest.mark.parametrize("P", [1, 3, 5, 8, 11])

@@ -43,23 +43,6 @@ def test_dense_arrays(inner):
     np.testing.assert_allclose(entered, results[0].value.to_dense(), atol=1e-12)
 
 
-@pytest.mark.parametrize("inner", ["allgather", "oktopk", "gtopk"])
-@pytest.mark.parametrize("dtype", ["float32", "float16", "int64"])
-def test_dense_sums_inside_the_node_give_the_same(inner, dtype):
-    inputs = [case("random", rank, 6, dtype) for rank in range(6)]
-
-    def program(comm, inside):
-        y = sparsecoll.allreduce(
-            comm, inputs[comm.rank], Hierarchical(inner=inner, inside=inside), return_reduction=True
-        )
-        return y.value.to_dense().tobytes(), y.contributed.to_dense().tobytes()
-
-    sparse, dense = (
-        simulate(6, lambda comm, i=inside: program(comm, i), ranks_per_node=3).results for inside in ("sparse", "dense")
-    )
-    assert sparse == dense
-
-
 @pytest.mark.parametrize("value_dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("inner", INNER)
 def test_rounding_on_the_wire_is_conserved(inner, value_dtype):
@@ -128,8 +111,6 @@ def test_state_and_options():
     assert Hierarchical(inner="allgather").semantics == "exact_sum"
     with pytest.raises(ValueError, match="algo: expected one of"):
         Hierarchical(inner="none")
-    with pytest.raises(ValueError, match="inside: expected 'sparse' or 'dense'"):
-        Hierarchical(inside="shared")
     with pytest.raises(ValueError, match="ranks_per_node: expected at least 1"):
         simulate(2, lambda comm: None, ranks_per_node=0)
 

@@ -8,6 +8,7 @@ from oracles import oracle_top
 import sparsecoll
 from sparsecoll import HiTopK, SparseVector, simulate
 from sparsecoll.algorithms.primitives import estimates
+from sparsecoll.testing import check_algorithm
 
 SHAPES = [(1, 1), (3, 1), (5, 2), (6, 3), (7, 3), (7, 7), (12, 4)]  # (P, ranks a node)
 
@@ -25,6 +26,10 @@ def expected(inputs, k, on_node):
             part = slice(edges[j], edges[j + 1])
             total[part] += oracle_top(whole[part], shares[j + 1] - shares[j])
     return total
+
+
+def test_contract():
+    check_algorithm(HiTopK())
 
 
 def run(inputs, on_node, given, **options):

@@ -76,7 +76,7 @@ def test_calls_of_a_plan_may_have_more_entries_than_its_example(algo, P, monkeyp
 
 
 @pytest.mark.parametrize("chunk", [CHUNK, 1 << 18])
-@pytest.mark.parametrize("algo", [Allgather, sparsecoll.Auto])
+@pytest.mark.parametrize("algo", [Allgather, lambda: sparsecoll.Auto(network=Network(alpha=1.0))])  # few rounds
 @pytest.mark.parametrize("options", [{}, {"value_dtype": "float16"}], ids=str)
 def test_a_sum_that_is_left_to_the_caller_has_the_same_bits(options, algo, chunk, monkeypatch):
     monkeypatch.setattr(pipeline, "CHUNK_BYTES", chunk)
@@ -152,7 +152,7 @@ def test_costs_take_virtual_time():
 
 
 def test_learned_boundaries_cost_no_message_and_foreign_ones_raise_on_every_rank(monkeypatch):
-    """They change with every sum; those of `OkTopk` are part of the tags, those of chunks are not compared."""
+    """They change with every sum; those of `OkTopk` are known to all ranks, those of chunks are not compared."""
     monkeypatch.setattr(pipeline, "CHUNK_BYTES", CHUNK)
 
     def program(comm, make, spoil):

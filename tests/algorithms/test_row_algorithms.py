@@ -75,8 +75,8 @@ def test_hot_rows_balance_other_operations_than_sums(op):
     assert received(RowOwners("range")) < 0.97 * received(RowOwners("range", hot=False))
 
 
-@pytest.mark.parametrize("P, shared, expected", [(2, True, "allgather"), (8, False, "allgather"), (8, True, "owners")])
-def test_auto_takes_owners_where_the_sum_has_few_rows(P, shared, expected, monkeypatch):
+@pytest.mark.parametrize("P, shared, expected", [(2, True, "allgather"), (4, False, "allgather"), (8, True, "owners")])
+def test_auto_takes_owners_from_some_number_of_ranks(P, shared, expected, monkeypatch):
     chosen = []
     for kind in (RowGather, RowOwners):
         call = kind.__call__

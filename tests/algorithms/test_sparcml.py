@@ -8,7 +8,7 @@ from oracles import oracle
 from volume import HEADER_WORDS, measure
 
 import sparsecoll
-from sparsecoll import Network, SparCML, SparseVector, Tuning, simulate
+from sparsecoll import Network, SparCML, SparseVector, simulate
 from sparsecoll.algorithms import sparcml
 from sparsecoll.algorithms.primitives import estimates
 
@@ -148,19 +148,6 @@ def test_auto_follows_the_model():
             return y.traffic.phases
 
         assert phase in simulate(16, program).results[0]
-
-
-def test_auto_takes_the_measured_network_where_it_is_known():
-    """As with the network named; a wrong guess of 50 us and 1 Gb/s would take the fewest messages here."""
-
-    def program(comm, known):
-        x = np.random.default_rng(comm.rank).standard_normal(100_000).astype(np.float32)
-        comm.transport.tuning = Tuning(alpha=1e-7, beta=8e-9) if known else None
-        y = sparsecoll.allreduce(comm, x, "sparcml", k=4000, return_reduction=True)
-        return "split" in y.traffic.phases
-
-    assert simulate(16, lambda comm: program(comm, True)).results == [True] * 16
-    assert simulate(16, lambda comm: program(comm, False)).results == [False] * 16
 
 
 def test_bad_options():

@@ -1,8 +1,10 @@
 """`sparsecoll doctor` and `simulate`, the script, and errors as one line."""
 
+import ast
 import contextlib
 import importlib
 import json
+import os
 import re
 import subprocess
 import sys
@@ -10,9 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from sparsecoll import Tuning, simulate
+from sparsecoll import Network, simulate
 from sparsecoll.cli import doctor
-from sparsecoll.cli.main import _tuning_lines, main
+from sparsecoll.cli.main import main
+from sparsecoll.cli.network import measured_network
+from sparsecoll.cli.report import save
 from sparsecoll.transport import LocalTransport
 
 ROOT = Path(__file__).parent.parent.parent
@@ -44,9 +48,36 @@ def test_doctor_says_what_is_wrong(monkeypatch, capsys):
     assert "broken" in capsys.readouterr().out
 
 
+CACHE = """
+from numba.core import caching
+for locator in {unusable}:
+    setattr(getattr(caching, locator), "from_function", classmethod(lambda *_: None))
+from sparsecoll.cli import doctor
+print(next((row.found, row.state) for row in doctor._kernels() if row.subject == "Numba cache"))
+"""
+IN_TREE, IN_HOME = "InTreeCacheLocator", "UserWideCacheLocator"
+
+
+@pytest.mark.parametrize("unusable", [[], [IN_TREE], [IN_TREE, IN_HOME]])
+@pytest.mark.parametrize("chosen", [True, False])
+def test_doctor_names_the_folder_in_which_kernels_are_cached(unusable, chosen, tmp_path):
+    """A folder that a user may not write to is passed over by Numba; as root, there is no such folder."""
+    own = {"NUMBA_CACHE_DIR": str(tmp_path / "chosen")} if chosen else {}
+    home = {"HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "home")}
+    environment = {k: v for k, v in os.environ.items() if k != "NUMBA_CACHE_DIR"} | own | home
+    command = [sys.executable, "-c", CACHE.format(unusable=unusable)]
+    printed = subprocess.check_output(command, text=True, env=environment, timeout=600)
+    folder, state = ast.literal_eval(printed)
+    place = (tmp_path / "chosen") if chosen else tmp_path / "home" if unusable else Path(doctor.__file__).parents[1]
+    if unusable == [IN_TREE, IN_HOME] and not chosen:
+        assert (folder, state) == ("none", doctor.WORSE)
+    else:
+        assert Path(folder).is_relative_to(place) and state == doctor.GOOD
+
+
 def found(subject, monkeypatch, **environment):
     """The row of doctor's variables or ranks, on one rank."""
-    for name in ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "WORLD_SIZE", "SLURM_NTASKS"):
+    for name in ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "WORLD_SIZE", "SLURM_STEP_NUM_TASKS"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, str(value))
@@ -59,20 +90,13 @@ def test_doctor_finds_the_launcher_of_another_mpi(monkeypatch):
     for variable, advice in (("PMI_SIZE", "another MPI"), ("WORLD_SIZE", "torchrun")):
         row = found("ranks", monkeypatch, **{variable: 3})
         assert row.state == doctor.BAD and f"{variable} is 3" in row.found and advice in row.advice
-    row = found("ranks", monkeypatch, SLURM_NTASKS=16)
-    assert row.state == doctor.WORSE and "srun" in row.advice
-    assert found("ranks", monkeypatch, SLURM_NTASKS=16, PMI_SIZE=1).state == doctor.GOOD
+    row = found("ranks", monkeypatch, SLURM_STEP_NUM_TASKS=16)
+    assert row.state == doctor.BAD and "srun" in row.advice
+    assert found("ranks", monkeypatch, SLURM_STEP_NUM_TASKS=16, PMI_SIZE=1).state == doctor.GOOD
 
 
-def test_doctor_reads_the_variables(monkeypatch, tmp_path):
-    (tmp_path / "empty.json").write_text("{}")
-    Tuning().save(tmp_path / "good.json")
-    for name, good, bad in (
-        ("SPARSECOLL_TUNING", tmp_path / "good.json", tmp_path / "no.json"),
-        ("SPARSECOLL_TUNING", tmp_path / "good.json", tmp_path / "empty.json"),
-        ("SPARSECOLL_ON_TIMEOUT", "abort", "abrt"),
-        ("SPARSECOLL_THREADS", 2, 0),
-    ):
+def test_doctor_reads_the_variables(monkeypatch):
+    for name, good, bad in (("SPARSECOLL_ON_TIMEOUT", "abort", "abrt"), ("SPARSECOLL_THREADS", 2, 0)):
         assert found(name, monkeypatch, **{name: good}).state == doctor.GOOD
         row = found(name, monkeypatch, **{name: bad})
         assert row.state == doctor.BAD and row.advice
@@ -133,11 +157,6 @@ def test_simulate_counts_and_models(tmp_path, capsys):
         ("bench --density 2", "argument --density: expected a number above 0 and up to 1, such as 0.01, got '2'"),
         ("bench --json no/folder.json", "no/folder.json: expected a file in an existing folder, got no folder 'no'"),
         ("bench --gradient no.npy --repeat 1", "no.npy: expected a .npy file with a 1-D array of floats (No such file"),
-        ("tune --save no/folder.json", "no/folder.json: expected a file in an existing folder"),
-        (
-            "tune --save tuning.json",
-            "--save: expected at least 2 ranks, between which a message costs something, got 1",
-        ),
         ("simulate --n 1e30", "argument --n/--length: expected a whole number"),
         ("simulate --alpha -1", "argument --alpha: expected a finite number of at least 0, such as 50e-6, got '-1'"),
         ("simulate --beta nan", "argument --beta: expected a finite number of at least 0"),
@@ -210,16 +229,10 @@ def test_an_error_while_measuring_has_another_status(capsys, monkeypatch):
     assert ended.value.code == 1 and "invalid literal" in capsys.readouterr().err
 
 
-def test_sharing_is_a_ratio():
-    lines = list(_tuning_lines(Tuning(beta=2e-9, sharing=1.5)))
-    rows = {line.split()[0]: line.split()[1] for line in lines[:10]}
-    assert (rows["beta"], rows["sharing"]) == ("2.000", "1.500")
-
-
-def test_tune_has_heads(capsys):
-    main(["tune"])
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split() == ["figure", "nanoseconds", "per"] and lines[1].endswith("message, from send to receive")
+def test_the_network_is_measured_as_it_is():
+    network = Network(alpha=3e-5, beta=2e-9)
+    assert simulate(3, measured_network, network).results == [network] * 3
+    assert simulate(3, doctor.speed, network).results[0].found == f"{network} over sockets, rank 0 to 2"
 
 
 def test_script_is_installed():
@@ -227,3 +240,13 @@ def test_script_is_installed():
     if not script.exists():
         pytest.skip("the package is not installed here")
     assert subprocess.check_output([script, "--version"], text=True, timeout=60).strip()
+
+
+def test_a_file_of_rows_keeps_its_mode_and_a_link_to_it(tmp_path):
+    file, link = tmp_path / "rows.json", tmp_path / "latest.json"
+    file.touch()
+    file.chmod(0o604)
+    link.symlink_to("rows.json")
+    save(link, {"rows": [1]})
+    assert json.loads(file.read_text()) == {"rows": [1]} and link.is_symlink()
+    assert file.stat().st_mode & 0o777 == 0o604 and len(list(tmp_path.iterdir())) == 2

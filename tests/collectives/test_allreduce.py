@@ -267,7 +267,7 @@ def test_auto_moves_no_more_than_dense_when_vectors_are_full():
         x = SparseVector(np.arange(nnz), np.ones(nnz, np.float32), n)
         run = simulate(P, lambda c: sparsecoll.allreduce(c, x, return_reduction=True))
         phases = run.results[0].traffic.phases
-        return sum(c.words_received for name, c in phases.items() if name not in ("agree", "tune")), set(phases)
+        return sum(c.words_received for name, c in phases.items() if name != "agree"), set(phases)
 
     assert traffic(n)[0] <= 1.01 * formulas.dense_words(n, P)
     assert "split" not in traffic(10)[1]
@@ -319,110 +319,16 @@ class Returning(sparsecoll.Algorithm):
         return self.wrong if channel.rank == 0 else sparsecoll.Reduction(x, x)
 
 
-@pytest.mark.parametrize(
-    ("wrong", "kind", "text"),
-    [
-        (None, TypeError, "a Reduction of a vector, got NoneType"),
-        (sparsecoll.Reduction(None, None), TypeError, "a Reduction of a vector, got NoneType"),
-        (sparsecoll.Reduction(GOOD.astype(np.float32), GOOD), TypeError, "entries of float64 as x has, got float32"),
-        (sparsecoll.Reduction(SparseVector([0], np.ones(1), 99), GOOD), ValueError, "of length 50 as x has, got 99"),
-    ],
-)
 @pytest.mark.parametrize("planned", [False, True])
-def test_what_an_algorithm_returns_is_checked_on_all_ranks(wrong, kind, text, planned):
+def test_an_algorithm_that_returns_something_else_fails_on_all_ranks(planned):
     """The ranks that have returned already hear of it in their next call."""
 
     def program(comm):
-        algo = Returning(wrong=wrong)
+        algo = Returning()
         call = sparsecoll.allreduce_init(comm, GOOD, algo) if planned else sparsecoll.allreduce
-        with pytest.raises(kind, match=f"rank 0: algo: expected .* to return .*{text}"):
+        with pytest.raises(CommunicationError, match="rank 0 failed: AttributeError: 'NoneType'"):
             call(GOOD) if planned else call(comm, GOOD, algo)
             sparsecoll.allreduce(comm, GOOD)
-        return sparsecoll.allreduce(comm, GOOD).nnz
-
-    assert simulate(3, program).results == [2] * 3
-
-
-@pytest.mark.parametrize(
-    ("contributed", "kind", "text"),
-    [
-        (None, TypeError, "of float64 as x has, got NoneType"),
-        (GOOD.astype(np.float32), TypeError, "of float64 as x has, got float32"),
-        (SparseVector([0], np.ones(1), 5), ValueError, "of length 50 as x has, got 5"),
-        (SparseVector([2**39], np.ones(1), 2**40), ValueError, f"of length 50 as x has, got {2**40}"),
-    ],
-)
-@pytest.mark.parametrize("later", [False, True])
-@pytest.mark.parametrize("nodes", [False, True])
-def test_what_an_algorithm_says_that_contributed_is_checked_on_all_ranks(contributed, kind, text, later, nodes):
-    """Kernels write where its indices say."""
-
-    def program(comm):
-        algo = Returning(wrong=sparsecoll.Reduction(GOOD, (lambda: contributed) if later else contributed))
-        if nodes:
-            algo = sparsecoll.Hierarchical(inner=algo)
-        with pytest.raises(kind, match=f"rank 0: algo: expected .* whose `contributed` is a vector {text}"):
-            sparsecoll.allreduce(comm, GOOD, algo, return_reduction=True)
-            sparsecoll.allreduce(comm, GOOD)
-        return sparsecoll.allreduce(comm, GOOD).nnz
-
-    assert simulate(4, program, ranks_per_node=2).results == [2] * 4
-
-
-def test_contributed_may_have_the_dtype_in_which_values_are_summed():
-    x = GOOD.astype(np.float16)
-    algo = Returning(wrong=sparsecoll.Reduction(x, x.astype(np.float32)))
-    y = simulate(1, lambda comm: sparsecoll.allreduce(comm, x, algo, return_reduction=True)).results[0]
-    assert y.contributed.values.tolist() == x.values.tolist()
-
-
-@dataclasses.dataclass
-class Nameless(Returning):
-    name = None
-
-
-@dataclasses.dataclass
-class Unknown(Returning):
-    semantics = "exact"
-
-
-class NoFields(Returning):
-    def __init__(self, scale=1):
-        super().__init__()
-        self.scale = scale
-
-
-class Undecorated(Returning):
-    scale: int = 1
-
-
-@dataclasses.dataclass
-class SelectsElsewhere(Returning):
-    def select(self, x, k, ranks=1):
-        return SparseVector([0], np.ones(1), 51) if k == 1 else x.topk(k).values
-
-
-@pytest.mark.parametrize(
-    ("algo", "kind", "text"),
-    [
-        (Nameless, TypeError, "expected a class with a string `name`, got Nameless with None: add name"),
-        (Unknown, ValueError, "expected `semantics` of 'returning' to be one of 'exact_sum', .*, got 'exact'"),
-        (NoFields, TypeError, "expected a dataclass, .*, got NoFields with an __init__ of its own: add @dataclass"),
-        (
-            Undecorated,
-            TypeError,
-            "expected a dataclass, .* got Undecorated, which is none, with scale: add @dataclass",
-        ),
-        (SelectsElsewhere, ValueError, "expected select of .* a vector of length 50 as x has, got 51"),
-    ],
-)
-def test_what_a_class_of_the_users_lacks_is_told_on_all_ranks(algo, kind, text):
-    def program(comm):
-        with pytest.raises(kind, match=f"rank 1: algo: {text}"):
-            sparsecoll.allreduce(comm, GOOD, algo() if comm.rank == 1 else "allgather", k=1, check=False)
-        if algo is SelectsElsewhere:
-            with pytest.raises(TypeError, match=r"rank 0: algo: expected select of .* a SparseVector, got ndarray"):
-                sparsecoll.allreduce(comm, GOOD, algo(), k=2)
         return sparsecoll.allreduce(comm, GOOD).nnz
 
     assert simulate(3, program).results == [2] * 3

@@ -7,7 +7,7 @@ import pytest
 from cases import case, same_bits
 
 import sparsecoll
-from sparsecoll import CommunicationError, SparseVector, simulate
+from sparsecoll import CommunicationError, Request, SparseVector, simulate
 from sparsecoll.transport import LocalTransport
 
 CASES = {
@@ -97,7 +97,7 @@ def test_fewer_functions_are_called():
     assert calls_of(lambda: plan(x)) < 0.8 * calls_of(lambda: sparsecoll.allreduce(comm, x))
 
 
-def test_start_and_wait():
+def test_start_wait_and_free():
     comm = LocalTransport()
     x = SparseVector([1, 3], np.ones(2), 5)
     plan = sparsecoll.allreduce_init(comm, x)
@@ -113,6 +113,29 @@ def test_start_and_wait():
     with pytest.raises(ValueError, match="finite"):
         plan.wait()
     assert plan(x) == x
+    with plan:
+        assert Request.waitall([plan.start(x)]) == [x]
+        plan.start(2 * x)  # the call before it has been waited for
+        with pytest.raises(CommunicationError, match=r"free: expected wait\(\) for the call started before"):
+            plan.free()
+        assert plan.wait() == 2 * x
+        plan.start(3 * x)
+    with pytest.raises(CommunicationError, match="plan: expected one that is in use, got one after free"):
+        plan(x)
+    with pytest.raises(ValueError, match="finite"), sparsecoll.allreduce_init(comm, x) as plan:
+        plan.start(x * np.nan)  # the end of the block waits
+
+
+def test_calls_of_a_plan_that_one_rank_has_freed_fail_on_all():
+    def program(comm):
+        x = case("random", comm.rank, 3)
+        plan = sparsecoll.allreduce_init(comm, x)
+        if comm.rank == 2:
+            plan.free()
+        with pytest.raises(CommunicationError, match="rank 2: plan: expected one that is in use"):
+            plan(x)
+
+    simulate(3, program)
 
 
 ERRORS = {

@@ -1,5 +1,6 @@
 """A rank that fails between the messages of any collective is heard by all, and the communicator goes on."""
 
+import numpy as np
 import pytest
 from cases import case, same_bits
 from failing import fail_at, unpatch
@@ -52,3 +53,34 @@ def test_a_rank_that_fails_between_messages_is_heard_by_all(name):
                     heard += texts != {None}
                     assert all(same_bits(results[0][1], y) for _, y in results)
     assert heard >= 6
+
+
+STEPS = {
+    "gather": (lambda x: x, lambda x: x.to_dense()),
+    "scan": (lambda x: x, lambda x: x * np.nan),
+    "exscan": (lambda x: x, lambda x: x * np.nan),
+    "alltoallv": (lambda x: {0: x}, lambda x: {0: x, 1: x.to_dense()}),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_all_ranks_repeat_a_step_that_ends_with_a_call_of_all(name):
+    """As docs/reliability.md says: some ranks do not wait for the one that refuses x."""
+
+    def program(comm, failing):
+        x = case("random", comm.rank, comm.size)
+        (right, wrong), steps, failed = (of(x) for of in STEPS[name]), [], False
+        while len(steps) < 4:
+            try:
+                getattr(sparsecoll, name)(
+                    comm, wrong if len(steps) == 1 and comm.rank == failing and not failed else right
+                )
+                sparsecoll.allreduce(comm, {0: 1})
+                steps.append(None)
+            except ValueError as error:
+                steps, failed = [*steps[:1], str(error)], True
+        return steps
+
+    for failing in range(5):
+        (steps,) = {tuple(steps) for steps in simulate(5, lambda comm, rank=failing: program(comm, rank)).results}
+        assert steps[1].startswith(f"rank {failing}: ") and steps == (None, steps[1], None, None)

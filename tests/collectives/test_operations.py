@@ -15,7 +15,7 @@ from sparsecoll.vector.operation import OPERATIONS
 DTYPES = [name for name in VALUE_DTYPES if name != "bfloat16"]
 OTHERS = [name for name in ALGORITHMS if name not in EXACT]
 OBJECTS = [sparsecoll.SparCML(variant="recursive_double"), sparsecoll.SparCML(variant="dynamic")]
-OBJECTS += [sparsecoll.DenseStream(repartition="even"), sparsecoll.Hierarchical(inner="dense", inside="dense")]
+OBJECTS += [sparsecoll.DenseStream(repartition="even"), sparsecoll.Hierarchical(inner="dense")]
 CALLS = [*EXACT, *OBJECTS, sparsecoll.reduce, sparsecoll.reduce_scatter]
 CASES = [(*c, d) for c in itertools.product(OPERATIONS, ("ignore", "zero")) for d in DTYPES if offered(c[0], d)]
 

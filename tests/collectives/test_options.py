@@ -30,7 +30,7 @@ def test_k_is_given_or_a_share_of_the_length_or_the_algorithms_own():
 
 
 def test_names_and_objects_mean_the_same():
-    by_name, by_object = CallOptions(format="coo", value_dtype="float16"), CallOptions(None, None, FORMATS["coo"])
+    by_name, by_object = CallOptions(format="coo", value_dtype="float16"), CallOptions(format=FORMATS["coo"])
     assert by_name.wire_format is by_object.wire_format
     assert by_name.signature() == CallOptions(format=FORMATS["coo"], value_dtype=np.float16).signature()
 

@@ -7,16 +7,15 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-import sparsecoll
 from sparsecoll import CommunicationError, DenseVector, Residual, SparseVector, allreduce, formats, simulate
 from sparsecoll.formats import FORMATS
+from sparsecoll.testing.formats import WIDE, check_format, check_message
 from sparsecoll.vector import VALUE_DTYPES
 from sparsecoll.vector.values import dtype_of
 
 FEW = settings(max_examples=80, deadline=None)
 LOSSLESS = [name for name, form in FORMATS.items() if not form.lossy]
 names = st.sampled_from(LOSSLESS)
-WIDE = 10**6  # formats whose size is that of the span are not tried beyond
 
 
 @st.composite
@@ -34,16 +33,16 @@ def vectors(draw, largest=2**40):
     return SparseVector(indices, values.astype(dtype), length)
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_contract(name):
+    check_format(FORMATS[name])
+
+
 @FEW
 @given(names, vectors())
 def test_round_trip_and_size(name, x):
     assume(name not in ("dense", "bitmap") or not x.nnz or int(x.indices[-1] - x.indices[0]) < WIDE)
-    buffer = formats.encode(x, name)
-    assert buffer.dtype == np.uint8 and buffer.size == FORMATS[name].size(x)
-    y = formats.decode(buffer, x.length)
-    assert (y.length, y.dtype, y.indices.dtype) == (x.length, x.dtype, x.indices.dtype)
-    np.testing.assert_array_equal(y.indices, x.indices)
-    np.testing.assert_array_equal(y.values, x.values)
+    check_message(FORMATS[name], x)
 
 
 @FEW
@@ -51,10 +50,8 @@ def test_round_trip_and_size(name, x):
 def test_narrow_values_are_what_rounded_says(name, x, value_dtype):
     if x.dtype.kind != "f":
         return
-    buffer = formats.encode(x, name, value_dtype)
-    assert buffer.size == FORMATS[name].size(x, value_dtype)
-    y, expected = formats.decode(buffer, x.length), formats.rounded(x, value_dtype)
-    np.testing.assert_array_equal(y.values.astype(x.dtype), expected.values)
+    check_message(FORMATS[name], x, value_dtype)
+    expected = formats.rounded(x, value_dtype)
     error = np.abs(expected.values.astype(np.float64) - x.values.astype(np.float64))
     assert (error <= np.abs(x.values.astype(np.float64)) * (2**-11 if value_dtype == "float16" else 2**-8)).all()
 
@@ -258,39 +255,6 @@ class Sign(Own):
 
     def plan(self, x, wire):
         return FORMATS["coo"].plan(x.with_values(np.sign(x.values) * np.abs(x.values).max(initial=0)), wire)
-
-
-@dataclass(frozen=True)
-class Misread(Own):
-    """A format of a user's own whose messages are read as something else."""
-
-    id = 80
-    name = "misread"
-
-    def decode(self, buffer, length):
-        y = super().decode(buffer, length)
-        return y.values if length == 8 else SparseVector(y.indices, y.values, 10 * length)
-
-
-@pytest.mark.parametrize("name", ["allreduce", "allgather", "bcast", "gather", "reduce"])
-def test_a_format_that_returns_another_length_is_refused_by_all_calls(monkeypatch, name):
-    monkeypatch.setitem(FORMATS, "misread", Misread())
-    call = getattr(sparsecoll, name)
-    text = r"message: expected decode of Misread\(\) to return a vector of length 9, got 90"
-
-    def program(comm):
-        x = SparseVector([1, 5], np.array([1.0, 2.0]), 9)
-        with pytest.raises(CommunicationError, match=text):
-            call(comm, x, format="misread")
-            allreduce(comm, x)
-        return allreduce(comm, x).nnz
-
-    assert simulate(2, program).results == [2, 2]
-    message = Misread().encode(SparseVector([1, 5], np.array([1.0, 2.0]), 9))
-    with pytest.raises(CommunicationError, match=text):
-        formats.add_into(DenseVector(np.zeros(9)), [message])
-    with pytest.raises(TypeError, match="to return a SparseVector, got ndarray"):
-        formats.decode(message, 8)
 
 
 @pytest.mark.parametrize("name", [*LOSSLESS, "slots"])

@@ -4,12 +4,12 @@ from math import lgamma, log
 
 import numpy as np
 import pytest
-from corrupt_messages import check, damaged
 
 import sparsecoll
 from sparsecoll import CommunicationError, SparseVector, formats
 from sparsecoll.formats import FORMATS, PackedCodes
 from sparsecoll.formats.packed import PackedIndices
+from sparsecoll.testing.formats import check_vector, damaged
 
 
 def entropy(n, k):
@@ -71,7 +71,7 @@ def test_damaged_indices_are_refused_or_valid():
     for count in range(3000):
         message = damaged(rng, messages[count % 2], messages[1 - count % 2])
         try:
-            check(PackedIndices().decode(message, 1000), 1000)
+            check_vector(PackedIndices().decode(message, 1000), 1000)
         except CommunicationError:
             refused += 1
     assert refused > 1000

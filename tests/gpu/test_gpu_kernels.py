@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sparsecoll.kernels import reference
-from sparsecoll.kernels.keys import COMPILED_DTYPES, Momentum, key_of
+from sparsecoll.kernels.keys import COMPILED_DTYPES, Momentum, Pass, key_of
 from sparsecoll.kernels.reference.quantization import code_bytes
 from sparsecoll.kernels.reference.rice import RICE_BLOCKS, RICE_PAD
 from sparsecoll.vector import accumulator_dtype
@@ -117,17 +117,15 @@ def test_fused_accumulation_moments_and_clearing(cp, gpu, order, dtype, size, se
         mine, theirs, sums = cp.asarray(v), v.copy(), (np.zeros(4), np.zeros(4))
         extra = [{"moments": m} if moments else {} for m in sums]
         news = cp.asarray(velocity), velocity.copy()
+        momenta = [None, None]
         if momentum is not None:
             olds = cp.asarray(velocity), velocity
-            for options, old, new in zip(extra, olds, news, strict=True):
-                options["momentum"] = Momentum(old, 0.7, new, momentum)
-        found = getattr(gpu, name)(
-            mine, *arguments, add=(cp.asarray(g), scale) if add else None, clear=clear, **extra[0]
-        )
+            momenta = [Momentum(old, 0.7, new, momentum) for old, new in zip(olds, news, strict=True)]
+        addends = [(array, scale) if add else None for array in (cp.asarray(g), g)]
+        works = [Pass(None, *given, clear) for given in zip(momenta, addends, strict=True)]
+        found = getattr(gpu, name)(mine, *arguments, work=works[0], **extra[0])
         with np.errstate(all="ignore"):
-            wanted = getattr(reference, name)(
-                theirs, *arguments, add=(g, scale) if add else None, clear=clear, **extra[1]
-            )
+            wanted = getattr(reference, name)(theirs, *arguments, work=works[1], **extra[1])
         all_same(found, wanted)
         same(mine, theirs)
         same(*sums)
@@ -155,7 +153,7 @@ def test_exact_top_k_of_many_by_candidates_and_when_the_sample_misleads(cp, gpu)
     v[::stride] = 100
     for k in (100, 9000):
         cleared, theirs = cp.asarray(v), v.copy()
-        all_same(gpu.topk(cleared, k, clear=True), reference.topk(theirs, k, clear=True))
+        all_same(gpu.topk(cleared, k, work=Pass(clear=True)), reference.topk(theirs, k, work=Pass(clear=True)))
         same(cleared, theirs)
 
 
@@ -175,8 +173,9 @@ def test_segments_follow_each_other(cp, gpu, monkeypatch, few):
     for ties in (0, 1, 700, 13_000):
         all_same(gpu.topk_by_key(cp.asarray(v), key, ties), reference.topk_by_key(v, key, ties))
     mine, theirs, sums = cp.asarray(v), v.copy(), (np.zeros(4), np.zeros(4))
-    found = gpu.select_at_least(mine, key, 5, add=(cp.asarray(v), 1.0), clear=True, moments=sums[0])
-    all_same(found, reference.select_at_least(theirs, key, add=(v, 1.0), clear=True, moments=sums[1]))
+    found = gpu.select_at_least(mine, key, 5, moments=sums[0], work=Pass(add=(cp.asarray(v), 1.0), clear=True))
+    work = Pass(add=(v, 1.0), clear=True)
+    all_same(found, reference.select_at_least(theirs, key, moments=sums[1], work=work))
     same(mine, theirs)
     same(*sums)
 
@@ -192,8 +191,8 @@ def test_more_tiles_than_a_group_has(cp, gpu, monkeypatch, few):
         all_same(gpu.topk_by_key(cp.asarray(v), key, ties), reference.topk_by_key(v, key, ties))
     for expected in (5, v.size):
         mine, theirs = cp.asarray(v), v.copy()
-        found = gpu.select_at_least(mine, key, expected, add=(cp.asarray(v), 0.5), clear=True)
-        all_same(found, reference.select_at_least(theirs, key, add=(v, 0.5), clear=True))
+        found = gpu.select_at_least(mine, key, expected, work=Pass(add=(cp.asarray(v), 0.5), clear=True))
+        all_same(found, reference.select_at_least(theirs, key, work=Pass(add=(v, 0.5), clear=True)))
         same(mine, theirs)
     all_same(gpu.topk(cp.asarray(v), 30_000), reference.topk(v, 30_000))
 
@@ -203,8 +202,8 @@ def test_more_tiles_than_a_group_has(cp, gpu, monkeypatch, few):
 def test_accumulation(cp, gpu, dtype, size, seed, scale):
     v, g = values(dtype, size, seed), values(dtype, size, seed + 7)
     mine, scale = cp.asarray(v), scale if dtype.kind == "f" else 2
-    gpu.accumulate(mine, (cp.asarray(g), scale))
-    reference.accumulate(v, (g, scale))
+    gpu.form(mine, Pass(add=(cp.asarray(g), scale)))
+    reference.form(v, Pass(add=(g, scale)))
     same(mine, v)
 
 

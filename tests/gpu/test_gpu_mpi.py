@@ -12,7 +12,7 @@ from cases import case, same_bits
 from test_gpu_vectors import lift, lowered  # noqa: F401 - a fixture
 
 import sparsecoll
-from sparsecoll import ALGORITHMS, Auto, Hierarchical, Tuning, simulate
+from sparsecoll import ALGORITHMS, Auto, Hierarchical, Network, simulate
 from sparsecoll.transport import as_transport
 
 pytestmark = pytest.mark.mpi
@@ -40,7 +40,7 @@ def pieces(request, cp, monkeypatch):
 
 
 def made(name):
-    return {"auto": lambda: Auto(tuning=Tuning()), "hierarchical": lambda: Hierarchical(inner="allgather")}.get(
+    return {"auto": lambda: Auto(network=Network()), "hierarchical": lambda: Hierarchical(inner="allgather")}.get(
         name, ALGORITHMS[name]
     )()
 

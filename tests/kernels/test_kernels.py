@@ -2,17 +2,14 @@
 
 import importlib.util
 import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparsecoll.kernels import cpu, keys, reference, sampling
-from sparsecoll.kernels.keys import COMPILED_DTYPES, key_of, magnitude_of
-from sparsecoll.kernels.reference.selection import begun
+from sparsecoll.kernels import cpu, reference, sampling
+from sparsecoll.kernels.keys import COMPILED_DTYPES, Momentum, Pass, key_of, magnitude_of
 from sparsecoll.vector import VALUE_DTYPES, accumulator_dtype, dtype_of
 
 FEW = settings(max_examples=int(os.environ.get("SPARSECOLL_EXAMPLES", "60")), deadline=None)
@@ -93,7 +90,7 @@ def test_fused_accumulation_moments_and_clearing(dtype, size, seed, data):
         with np.errstate(all="ignore"):
             g = g.astype(data.draw(floats))
     scale = data.draw(st.sampled_from([1.0, 0.1, -3.0])) if dtype.kind == "f" else 1
-    options = {"add": data.draw(st.sampled_from([None, (g, scale)])), "clear": data.draw(st.booleans())}
+    work = Pass(add=data.draw(st.sampled_from([None, (g, scale)])), clear=data.draw(st.booleans()))
     k = data.draw(st.integers(0, size))
     for name, argument, moments in (
         ("select_at_least", 1, True),
@@ -102,9 +99,9 @@ def test_fused_accumulation_moments_and_clearing(dtype, size, seed, data):
     ):
         mine, theirs, sums = v.copy(), v.copy(), (np.zeros(4), np.zeros(4))
         extra = [{"moments": m} if moments else {} for m in sums]
-        found = getattr(cpu, name)(mine, argument, **options, **extra[0])
+        found = getattr(cpu, name)(mine, argument, work=work, **extra[0])
         with np.errstate(all="ignore"):
-            expected = getattr(reference, name)(theirs, argument, **options, **extra[1])
+            expected = getattr(reference, name)(theirs, argument, work=work, **extra[1])
         np.testing.assert_array_equal(found[0], expected[0])
         np.testing.assert_array_equal(found[1], expected[1])
         np.testing.assert_array_equal(mine, theirs)
@@ -112,39 +109,45 @@ def test_fused_accumulation_moments_and_clearing(dtype, size, seed, data):
 
 
 @FEW
-@given(floats, sizes, seeds, st.data())
-def test_momentum(dtype, size, seed, data):
-    """Heavy-ball and Nesterov velocities, with the sums in other memory or in place."""
-    dtype = np.dtype(dtype)
-    velocity, gradient = (values(dtype, size, seed + s) for s in (0, 1))
-    factor, in_place = data.draw(st.sampled_from([0.0, 0.7, 0.9])), data.draw(st.booleans())
-    results = []
-    for kernels in (cpu, reference):
-        given, own, sums = gradient.copy(), *(np.ones(size, dtype) for _ in range(2))
-        out = given if in_place else sums
+@given(dtypes, sizes, seeds, st.data())
+def test_selection_from_a_source(dtype, size, seed, data):
+    """The source and the addend stay as they are, and the values that are not selected have the right bits."""
+    v, g = (values(dtype, size, seed + s) for s in (0, 1))
+    if dtype.kind == "f" and data.draw(st.booleans()):
         with np.errstate(all="ignore"):
-            kernels.nesterov(velocity, given, factor, own, out)
-            results.append([own.copy(), out.copy()])
-            kernels.accumulate(gradient, (velocity, factor), own)
-        results[-1].append(own)
-        assert in_place or given.tobytes() == gradient.tobytes()
-    for a, b in zip(*results, strict=True):
-        np.testing.assert_array_equal(a, b)
-        if not np.isnan(np.asarray(b, np.float64)).any():
-            equal(a, b)
+            g = g.astype(data.draw(floats))
+    before = v.tobytes(), g.tobytes()
+    scale = data.draw(st.sampled_from([1.0, 0.1, -3.0])) if dtype.kind == "f" else 1
+    work = Pass(v, add=data.draw(st.sampled_from([None, (g, scale)])), clear=data.draw(st.booleans()))
+    for name, argument in (
+        ("select_at_least", 1),
+        ("select_at_least", 1 << 20),
+        ("select_at_least", 1 << 64),
+        ("topk", data.draw(st.integers(0, size))),
+    ):
+        mine, theirs = np.ones(size, dtype), np.ones(size, dtype)
+        found = getattr(cpu, name)(mine, argument, work=work)
+        with np.errstate(all="ignore"):
+            expected = getattr(reference, name)(theirs, argument, work=work)
+        for a, b in ((mine, theirs), *zip(found, expected, strict=True)):
+            np.testing.assert_array_equal(a, b)
+            if not np.isnan(np.asarray(b, np.float64)).any():
+                equal(a, b)
+    assert (v.tobytes(), g.tobytes()) == before
 
 
 @FEW
 @given(floats, sizes, seeds, st.data())
 def test_momentum_in_the_pass_that_selects(dtype, size, seed, data):
-    """Velocities are formed, and all else is done, as if momentum came first."""
+    """Velocities are formed, and all else is done, as if momentum came first; in place, or from a source."""
     dtype = np.dtype(dtype)
     gradient, velocity, g = (values(dtype, size, seed + s) for s in range(3))
     other = data.draw(st.sampled_from([dtype, dtype, np.dtype(np.float64)]))  # of the addend
-    options = {"add": data.draw(st.sampled_from([None, (g.astype(other), 0.5)])), "clear": data.draw(st.booleans())}
+    add, clear = data.draw(st.sampled_from([None, (g.astype(other), 0.5)])), data.draw(st.booleans())
     factor, nesterov, in_place = data.draw(st.sampled_from([0.0, 0.7])), *(data.draw(st.booleans()) for _ in range(2))
     k = data.draw(st.integers(0, size))
     for name, argument, moments in (
+        ("form", None, False),
         ("select_at_least", 1, True),
         ("select_at_least", 1, False),
         ("select_at_least", 1 << 64, False),
@@ -152,24 +155,22 @@ def test_momentum_in_the_pass_that_selects(dtype, size, seed, data):
     ):
         results = []
         for kernels in (cpu, reference):
-            mine, new, sums, out = gradient.copy(), np.ones(size, dtype), np.zeros(4), np.ones(size, dtype)
-            extra = ({"moments": sums} if moments else {}) | ({} if in_place else {"out": out})
-            momentum = keys.Momentum(velocity, factor, new, nesterov)
+            given, new, sums = gradient.copy(), np.ones(size, dtype), np.zeros(4)
+            mine = given if in_place else np.ones(size, dtype)
+            work = Pass(None if in_place else given, Momentum(velocity, factor, new, nesterov), add, clear)
+            arguments, options = () if argument is None else (argument,), {"moments": sums} if moments else {}
             with np.errstate(all="ignore"):
-                found = getattr(kernels, name)(mine, argument, momentum=momentum, **options, **extra)
-            results.append((*found, mine if in_place else out, new, sums))
-            assert in_place or mine.tobytes() == gradient.tobytes()
+                found = getattr(kernels, name)(mine, *arguments, work=work, **options)
+            results.append((*(found or ()), mine, new, sums))
+            assert in_place or given.tobytes() == gradient.tobytes()
         for a, b in zip(*results, strict=True):
             np.testing.assert_array_equal(a, b)
-        given, (whole, out) = gradient.copy(), (np.ones(size, dtype), np.ones(size, dtype))
-        with np.errstate(all="ignore"):
-            start, out = begun(given, out, keys.Momentum(velocity, factor, whole, nesterov))
-            first = start if out is None else start.copy()
-        np.testing.assert_array_equal(results[0][3], whole)
-        part = slice(1, None, 3)
-        np.testing.assert_array_equal(
-            keys.Momentum(velocity, factor, whole, nesterov).of_part(gradient, part), first[part]
-        )
+        if name == "form":
+            every, given = slice(1, None, 3), gradient.copy()
+            work = Pass(None, Momentum(velocity, factor, np.ones(size, dtype), nesterov), add, clear)
+            with np.errstate(all="ignore"):
+                np.testing.assert_array_equal(sampling.sample_of(given, work, every, cpu.form), results[0][0][every])
+            assert given.tobytes() == gradient.tobytes()
 
 
 @FEW
@@ -189,7 +190,7 @@ def test_exact_top_k_survives_a_sample_that_misleads():
     for k in (100, 1 << 15, (1 << 15) + 5000):
         same_entries(cpu.topk(v, k), reference.topk(v, k))
         mine = v.copy()
-        taken, _ = cpu.topk(mine, k, add=(v, 2.0), clear=True)
+        taken, _ = cpu.topk(mine, k, work=Pass(add=(v, 2.0), clear=True))
         assert not mine[taken].any() and np.count_nonzero(mine) == v.size - k
         np.testing.assert_array_equal(np.delete(mine, taken), 3 * np.delete(v, taken))
 
@@ -207,7 +208,8 @@ def test_output_grows_when_the_guess_was_short():
     v[:200_000] *= -1e-9
     for key in (1, key_of(1.0, v.dtype)):
         mine = v.copy()
-        same_entries(cpu.select_at_least(mine, key, 0, add=(v, 1.0), clear=True), reference.select_at_least(2 * v, key))
+        found = cpu.select_at_least(mine, key, 0, work=Pass(add=(v, 1.0), clear=True))
+        same_entries(found, reference.select_at_least(2 * v, key))
     assert np.count_nonzero(mine) == 200_000
 
 
@@ -305,25 +307,3 @@ def test_choice_of_kernels(monkeypatch):
     assert kernels.kernels_of(np.empty(0)) is cpu
     with pytest.raises(TypeError, match=r"expected a numpy\.ndarray"):
         kernels.kernels_of([1])
-
-
-SPARE = """
-import sys
-import numpy as np
-import sparsecoll
-from sparsecoll.kernels import host_kernels, kernels_of
-x = np.random.default_rng(0).standard_normal(100_000).astype(np.float32)
-sums = []
-for length in (1, 0, 0):
-    sums.append(sparsecoll.simulate(3, lambda c: sparsecoll.allreduce(c, x, "oktopk", density=0.01, format="packed")))
-    print("numba" in sys.modules)
-    if length:
-        host_kernels()
-assert all(y == sums[0][0] and y.values.tobytes() == sums[0][0].values.tobytes() for s in sums for y in s)
-"""
-
-
-def test_a_first_small_sum_does_without_numba():
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("SPARSECOLL_")}
-    run = subprocess.run([sys.executable, "-c", SPARE], env=environment, capture_output=True, text=True, timeout=300)
-    assert run.stdout.split() == ["False", "True", "True"], run.stderr

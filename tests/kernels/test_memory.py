@@ -36,16 +36,6 @@ def test_memory_comes_back_when_the_last_view_is_gone():
     assert again.flags.writeable and again.flags.aligned and again.flags.c_contiguous
 
 
-def test_a_somewhat_larger_block_will_do_but_not_a_much_larger_one():
-    first = memory.empty(1 << 20, np.uint8)
-    place = address(first)
-    del first
-    small = memory.empty(1 << 19, np.uint8)
-    assert address(small) != place
-    similar = memory.empty((1 << 20) - (1 << 17), np.uint8)
-    assert address(similar) == place
-
-
 def test_small_arrays_are_plain_ones():
     assert memory.empty(10, np.float64).base is None
     assert memory.empty(0, np.float64).size == 0

@@ -59,9 +59,10 @@ def test_a_set_that_the_processor_lacks_is_refused_in_one_line():
 PROGRAM = """
 import numpy as np
 from sparsecoll.kernels import cpu
+from sparsecoll.kernels.keys import Pass
 x, ones = np.arange(20_000, dtype=np.float32), np.ones(20_000, np.float32)
 for key in (np.float32(19_500).view(np.uint32), 1):
-    found = cpu.select_at_least(x, int(key), add=(ones, 0.5), clear=True)
+    found = cpu.select_at_least(x, int(key), work=Pass(add=(ones, 0.5), clear=True))
 total = cpu.merge_sum([found, found], x.dtype)
 half = cpu.to_float16(x)
 assert total[0].size == found[0].size and (cpu.from_float16(half)[:2049] == x[:2049]).all()
@@ -107,6 +108,26 @@ def test_processes_that_fill_one_cache_at_once_and_a_damaged_one(tmp_path):
     orders = (["f4", "i4"], ["i4", "f4"])
     hits(*orders)
     assert hits(orders[0]) == [4] and not list(tmp_path.rglob("*.tmp.*"))
-    for path in tmp_path.rglob("*.nbc"):
-        path.write_bytes(path.read_bytes()[:100])
-    assert hits(orders[0]) == [0] and hits(orders[0]) == [4]
+    for damage in (lambda data: data[:100], lambda data: data[:-5000] + bytes(10) + data[-4990:]):
+        for path in tmp_path.rglob("*.nbc"):
+            path.write_bytes(damage(path.read_bytes()))
+        assert hits(orders[0]) == [0] and hits(orders[0]) == [4]
+
+
+@pytest.mark.parametrize("stored", [1, b"x" * 300, {"code": [b"y" * 100, None, 2.5]}])
+def test_a_file_of_the_cache_with_any_bit_flipped_counts_as_missing(stored, tmp_path):
+    file = cpu.lanes.operations.cache.CacheFile(str(tmp_path), "kernel", b"")
+    assert file.load("signature") is None
+    file.save("signature", stored)
+    (path,) = tmp_path.iterdir()
+    data = path.read_bytes()
+    for bit in range(8 * len(data)):
+        damaged = bytearray(data)
+        damaged[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(damaged)
+        assert file.load("signature") is None, bit
+    for size in range(len(data)):
+        path.write_bytes(data[:size])
+        assert file.load("signature") is None, size
+    path.write_bytes(data)
+    assert file.load("signature") == stored

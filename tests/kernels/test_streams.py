@@ -4,10 +4,9 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_kernels import FEW, dtypes, equal, floats, indices, seeds, sizes, values
+from test_kernels import FEW, dtypes, equal, indices, seeds, sizes, values
 
 from sparsecoll.kernels import cpu, memory, reference
-from sparsecoll.kernels.keys import Momentum
 from sparsecoll.kernels.memory import ALIGNMENT
 
 
@@ -28,53 +27,6 @@ def any_length(monkeypatch):
 
 ALIGNED = settings(FEW, suppress_health_check=[HealthCheck.function_scoped_fixture])
 offsets = st.sampled_from([0, 8, 32])
-
-
-@ALIGNED
-@given(dtypes, sizes, seeds, st.data())
-def test_selection_into_other_memory(any_length, dtype, size, seed, data):
-    v, g = (placed(values(dtype, size, seed + s), data.draw(offsets)) for s in (0, 1))
-    if dtype.kind == "f" and data.draw(st.booleans()):
-        with np.errstate(all="ignore"):
-            g = g.astype(data.draw(floats))
-    before = v.tobytes(), g.tobytes()
-    scale = data.draw(st.sampled_from([1.0, 0.1, -3.0])) if dtype.kind == "f" else 1
-    options = {"add": data.draw(st.sampled_from([None, (g, scale)])), "clear": data.draw(st.booleans())}
-    offset = data.draw(offsets)
-    for name, argument in (
-        ("select_at_least", 1),
-        ("select_at_least", 1 << 20),
-        ("select_at_least", 1 << 64),
-        ("topk", data.draw(st.integers(0, size))),
-    ):
-        mine, theirs = placed(np.ones(size, dtype), offset), np.ones(size, dtype)
-        found = getattr(cpu, name)(v, argument, **options, out=mine)
-        with np.errstate(all="ignore"):
-            expected = getattr(reference, name)(v, argument, **options, out=theirs)
-        for a, b in ((mine, theirs), *zip(found, expected, strict=True)):
-            np.testing.assert_array_equal(a, b)
-            if not np.isnan(np.asarray(b, np.float64)).any():
-                equal(a, b)
-    assert (v.tobytes(), g.tobytes()) == before
-
-
-@ALIGNED
-@given(st.sampled_from(["f", "d"]), sizes, seeds, st.data())
-def test_velocities_written_past_the_caches(any_length, dtype, size, seed, data):
-    """Where the pass replaces the gradient in place, and where it writes all of it to other memory."""
-    dtype = np.dtype(dtype)
-    gradient, velocity, g = (values(dtype, size, seed + s) for s in range(3))
-    nesterov, in_place, clear = (data.draw(st.booleans()) for _ in range(3))
-    offset = data.draw(offsets)
-    results = []
-    for kernels in (cpu, reference):
-        mine, new, out = (placed(a, offset) for a in (gradient, np.ones(size, dtype), np.ones(size, dtype)))
-        options = {"add": (g, 0.5), "clear": clear} | ({} if in_place else {"out": out})
-        with np.errstate(all="ignore"):
-            found = kernels.select_at_least(mine, 1 << 20, momentum=Momentum(velocity, 0.7, new, nesterov), **options)
-        results.append((*found, mine, new, out))
-    for a, b in zip(*results, strict=True):
-        np.testing.assert_array_equal(a, b)
 
 
 @ALIGNED
@@ -135,6 +87,5 @@ def test_only_long_aligned_arrays_are_written_past_the_caches():
     assert not cpu.lanes.streams_to(array[:-1]) and not cpu.lanes.streams_to(placed(array, 32))
     assert cpu.lanes.streams_to(memory.empty(size, np.float32))  # those of the pool are aligned
     done = memory.empty(size, np.float32)
-    cpu.topk(array, 3, add=(array, 1.0), out=done)
     cpu.write_dense(done, np.array([3], np.uint32), np.array([8], np.float32), 2)
     assert done[3] == 4 and np.count_nonzero(done) == 1

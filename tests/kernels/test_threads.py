@@ -36,10 +36,11 @@ def test_selection(dtype, count, monkeypatch):
         for name, argument in (("select_at_least", keys.key_of(60, x.dtype)), ("topk", size // 50)):
             mine, theirs, sums = x.copy(), x.copy(), (np.zeros(4), np.zeros(4))
             extra = [{} if name == "topk" else {"moments": m} for m in sums]
+            work = keys.Pass(add=(g, 2), clear=True)
             with np.errstate(all="ignore"):
-                found = getattr(cpu, name)(mine, argument, add=(g, 2), clear=True, **extra[0])
-                expected = getattr(reference, name)(theirs, argument, add=(g, 2), clear=True, **extra[1])
-                apart = getattr(cpu, name)(x.copy(), argument, add=(g, 2), out=(out := np.empty_like(x)), clear=True)
+                found = getattr(cpu, name)(mine, argument, work=work, **extra[0])
+                expected = getattr(reference, name)(theirs, argument, work=work, **extra[1])
+                apart = getattr(cpu, name)(out := np.empty_like(x), argument, work=work._replace(source=x))
             for a, b in zip((*found, mine, sums[0]), (*expected, theirs, sums[1]), strict=True):
                 np.testing.assert_array_equal(a, b)
             for a, b in zip((*apart, out), (*expected, theirs), strict=True):
@@ -58,7 +59,7 @@ def test_selection_with_momentum(nesterov, count, monkeypatch):
                 new, out = np.empty_like(x), np.empty_like(x)
                 momentum = keys.Momentum(v, 0.7, new, nesterov)
                 with np.errstate(all="ignore"):
-                    found = getattr(kernels, name)(x, argument, add=(g, 2), out=out, clear=True, momentum=momentum)
+                    found = getattr(kernels, name)(out, argument, work=keys.Pass(x, momentum, (g, 2), True))
                 results.append((*found, out, new))
             for a, b in zip(*results, strict=True):
                 np.testing.assert_array_equal(a, b)

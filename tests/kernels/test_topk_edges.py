@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparsecoll.kernels import cpu, memory, reference, sampling, threads
+from sparsecoll.kernels.keys import Pass
 
 N = 50_000
 
@@ -64,9 +65,9 @@ def test_same_bits(shape, dtype, k, parts, clear):
         patch.setattr(cpu.selection, "SPARE", 0)
         patch.setattr(threads, "SHARED", 0)
         patch.setattr(threads, "allowed", lambda: parts)
-        mine, theirs = x.copy(), x.copy()
-        found = cpu.topk(mine, k, clear=clear)
-    for a, b in zip((*found, mine), (*reference.topk(theirs, k, clear=clear), theirs), strict=True):
+        mine, theirs, work = x.copy(), x.copy(), Pass(clear=clear)
+        found = cpu.topk(mine, k, work=work)
+    for a, b in zip((*found, mine), (*reference.topk(theirs, k, work=work), theirs), strict=True):
         assert a.dtype == b.dtype and a.tobytes() == b.tobytes()
 
 

@@ -11,7 +11,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "torch.md"
 BEGIN, END = "<!-- loops: begin (tests/mpi/matrix.py) -->", "<!-- loops: end -->"
 WAYS = (OVERLAP, LOCAL, HOOK, SPARSE)
 ELSEWHERE = [  # rows whose tests have a file of their own
-    ("`GradScaler`, an overflow on one rank", {HOOK: "same, with `grad_scaler=`"}),
+    ("`GradScaler`, passed as `grad_scaler=`, an overflow on one rank", {}),
     ("`autocast` to bfloat16", {}),
     ("ranks with different numbers of batches: `with optimizer.join():`", {HOOK: "DDP's own `join()`"}),
 ]

@@ -81,9 +81,10 @@ class Run:
             own = {name: self.inner.defaults[name] for name in ("lr", "momentum", "weight_decay")}
             groups = [{"params": group["params"]} for group in self.inner.param_groups]
             options = {"comm": comm, "algo": "dense", "model": self.module, "timeout": TIMEOUT, **options}
+            options["grad_scaler"] = scaler
             self.inner = self.optimizer = SparseSGD(groups, **own, **options)
         if way in (OVERLAP, LOCAL):
-            options = {**OPTIONS, "overlap": way == OVERLAP, **options}
+            options = {**OPTIONS, "overlap": way == OVERLAP, "grad_scaler": scaler, **options}
             self.optimizer = DistributedOptimizer(self.inner, self.module, comm, compressor, **options)
 
     @property

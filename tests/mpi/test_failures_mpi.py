@@ -67,6 +67,22 @@ def test_objects_whose_state_differs_are_refused_on_all_ranks(comm, name, known)
     comm.Free()
 
 
+@pytest.mark.parametrize("name", ["cltk", "exdyna", "arctopk", "oktopk"])
+def test_states_that_calls_have_left_are_told_apart(comm, name):
+    """One rank has loaded the checkpoint of another step than the others."""
+    if comm.size == 1:
+        pytest.skip("one rank has one state")
+    comm = comm.Dup()
+    x, algo = case("random", comm.rank, comm.size), resolve(name)
+    for turn, (one, others) in enumerate([(0, 1), (1, 0), (1, 2), (2, 1), (2, 0), (0, 2)]):
+        states = [(sparsecoll.allreduce(comm, x, algo, k=K, timeout=60), algo.state_dict())[1] for _ in range(3)]
+        algo.load_state_dict(states[one if comm.rank == turn % comm.size else others])
+        with pytest.raises(CommunicationError, match="calls that the algorithm object has made") as caught:
+            sparsecoll.allreduce(comm, x, algo, k=K, timeout=60)
+        assert len(set(comm.allgather(str(caught.value)))) == 1
+    comm.Free()
+
+
 def test_large_messages_that_nobody_takes_are_dropped(comm):
     """Rendezvous sends: the receivers are in the report by then."""
     n, culprit = 2_000_000, comm.size - 1

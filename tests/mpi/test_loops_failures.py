@@ -382,7 +382,7 @@ def test_mpis_world_of_one_rank_is_refused_beside_a_process_group(comm):
 
 
 @pytest.mark.parametrize("what", ["DistributedOptimizer", "HookState", "broadcast"])
-@pytest.mark.parametrize("launcher", ["WORLD_SIZE", "SLURM_NTASKS"])
+@pytest.mark.parametrize("launcher", ["WORLD_SIZE", "SLURM_STEP_NUM_TASKS"])
 def test_a_launcher_that_mpi_does_not_know_is_refused(comm, what, launcher):
     """torchrun and srun without MPI: every process would train on its own."""
     if comm.rank == 0 and (what == "DistributedOptimizer" or launcher == "WORLD_SIZE"):

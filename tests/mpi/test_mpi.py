@@ -12,9 +12,11 @@ from cases import DISTRIBUTIONS, case, same_bits
 from simulated import simulated
 
 import sparsecoll
-from sparsecoll import ALGORITHMS, CommunicationError, OkTopk, SparseVector, Tuning
+from sparsecoll import ALGORITHMS, CommunicationError, Network, OkTopk, SparseVector
+from sparsecoll.algorithms.auto.costmodel import CHOICES, fastest
 from sparsecoll.transport import as_transport
 from sparsecoll.transport.collectives import allgather, node_members
+from sparsecoll.transport.network import ONE_NODE
 
 pytestmark = pytest.mark.mpi
 
@@ -49,7 +51,7 @@ def test_same_bits_and_same_bytes_as_the_simulator(comm, algo, name, dtype):
     def program(c):
         node_members(as_transport(c))  # asked for once in the life of a communicator
         as_transport(c).agreed.clear()  # each call is new, as on the simulator
-        chosen = sparsecoll.Auto(tuning=Tuning()) if algo == "auto" else algo  # else each measures for itself
+        chosen = sparsecoll.Auto(network=Network()) if algo == "auto" else algo  # else each transport has its own
         return sparsecoll.allreduce(c, case(name, c.rank, c.size, dtype), chosen, return_reduction=True)
 
     on_node = 1 if algo != "hierarchical" else len(node_members(as_transport(comm))[0])  # one machine, or equal ones
@@ -78,38 +80,22 @@ def test_oktopk_over_many_steps_equals_the_simulator(comm, format):
         assert same_bits(mine, theirs)
 
 
-def test_auto_measures_the_communicator_and_all_ranks_agree(comm):
-    own = comm.Dup()
-    tuning = sparsecoll.tune(own)
-    assert set(own.allgather(tuning)) == {tuning}
-    assert tuning.merge > 0 and tuning.code > 0 and (tuning.alpha > 0 or own.size == 1)
-    assert 0 <= tuning.copy <= tuning.beta and (tuning.copy > 0 or own.size == 1)
-    for _ in range(3):
-        y = sparsecoll.allreduce(own, SparseVector([1, own.rank + 2], np.ones(2), 100), "auto")
-        assert y.values[0] == own.size and y.nnz == own.size + 1
-    own.Free()
+@pytest.mark.parametrize("k", [1, 20_000, 300_000])
+def test_the_first_call_of_auto_sends_its_own_sum_and_the_agreement_alone(comm, k):
+    """As the algorithm that it chooses sends by its name, in the same format."""
+    x = SparseVector(np.arange(k), np.full(k, 0.5, np.float32), 400_000)
 
-
-def test_auto_measures_once_for_all_communicators_of_the_same_processes(comm):
-    """Not for a short call, at most 60 MB with the check of native sums, not again after a failed call, in no total."""
-    x = SparseVector(np.arange(0, 2_000_000, 5), np.ones(400_000, np.float32), 2_000_000)
-    measured = []
-    with pytest.raises(ValueError, match="finite"):
-        sparsecoll.allreduce(comm, SparseVector([1], np.array([np.nan]), 9))
-    for make in (comm.Dup, comm.Dup, lambda: comm.Split(0, comm.rank)):
-        own = make()
-        traffic = sparsecoll.traffic(own)
-        sparsecoll.allreduce(own, SparseVector([own.rank], np.ones(1), 100))
-        before = traffic.set_up.bytes_sent
-        sparsecoll.allreduce(own, x)
-        measured.append(traffic.set_up.bytes_sent - before)
-        with pytest.raises(ValueError, match="finite"):
-            sparsecoll.allreduce(own, SparseVector([1], np.array([np.nan]), 9))
-        sparsecoll.allreduce(own, x)
-        assert traffic.set_up.bytes_sent < 60e6
-        assert traffic.total.bytes_received == sum(c.bytes_received for c in traffic.phases.values())
+    def counted(algo, **options):
+        own = comm.Dup()
+        before = as_transport(own).traffic.copy()
+        sparsecoll.allreduce(own, x, algo, k=k, **options)
+        after = sparsecoll.traffic(own)
         own.Free()
-    assert measured[1] < 4096 and measured[2] < 4096 and (comm.size == 1 or measured[0] > 0)
+        return counts(after), after.set_up.bytes_sent - before.set_up.bytes_sent
+
+    auto = counted("auto")
+    named = CHOICES[fastest(x.length, k, comm.size, 4, True, ONE_NODE)]()
+    assert auto == counted(named, format=sparsecoll.formats.Auto(beta=ONE_NODE.beta))
 
 
 def test_messages_longer_than_a_chunk_arrive_whole(comm):
@@ -155,21 +141,6 @@ def test_a_plan_ends_with_its_communicator(comm, mpi):
     for call in (plan, lambda x: plan.start(x).wait()):
         with pytest.raises(CommunicationError, match="communicator is out of use since it was freed"):
             call(x)
-
-
-def test_a_file_of_costs_on_one_rank_is_refused_on_all(comm, tmp_path, monkeypatch):
-    if comm.size == 1:
-        pytest.skip("one rank has one file")
-    if comm.rank == 0:
-        sparsecoll.Tuning(alpha=1.0).save(tmp_path / "costs.json")
-        monkeypatch.setenv("SPARSECOLL_TUNING", str(tmp_path / "costs.json"))
-    mine, x = comm.Dup(), case("random", comm.rank, comm.size)
-    for call in (sparsecoll.allreduce, sparsecoll.allreduce_init):
-        with pytest.raises(
-            CommunicationError, match="SPARSECOLL_TUNING: expected the same value on all ranks, got 'costs"
-        ):
-            call(mine, x)
-    mine.Free()
 
 
 def test_sub_communicators_work_apart(comm):

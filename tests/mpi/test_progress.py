@@ -4,15 +4,17 @@ import asyncio
 import contextlib
 import os
 import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 from cases import case, same_bits
-from failing import refused_in_a_fork
+from failing import Held, refused_in_a_fork
 from simulated import simulated
 
 import sparsecoll
 from sparsecoll import CommunicationError, OkTopk, SparseVector
+from sparsecoll.transport import as_transport
 
 pytestmark = pytest.mark.mpi
 
@@ -89,26 +91,10 @@ def test_a_persistent_allreduce(comm):
         assert plan(xs[1]).nnz > 0
 
 
-def test_the_other_plans(comm):
-    x, P = case("random", comm.rank, comm.size), comm.size
-    kinds = {"alltoall": [x] * P, "alltoallv": {(comm.rank + 1) % P: x}, "scatter": [x] * P}
-    for name in ("reduce", "reduce_scatter", "allgather", "gather", "bcast", "scan", "exscan", *kinds):
-        given = kinds.get(name, x)
-        expected = repr(getattr(sparsecoll, name)(comm, given))
-        with getattr(sparsecoll, f"{name}_init")(comm, given) as plan:
-            results = [plan.start(given).wait() for _ in range(2)]
-            assert [repr(y) for y in (*results, plan(given))] == [expected] * 3
-    with sparsecoll.reduce_scatter_init(comm, x) as plan:
-        with pytest.raises(ValueError, match=f"rank {P - 1}: length: expected 2003 as in reduce_scatter_init, got 100"):
-            plan(x[:100] if comm.rank == P - 1 else x)
-        assert same_bits(plan(x), sparsecoll.reduce_scatter(comm, x))
-
-
-@pytest.mark.parametrize("name", ["bcast", "scan", "reduce", "allreduce"])
-def test_a_started_call_is_finished_where_an_exception_ends_the_plan(comm, name):
+def test_a_started_call_is_finished_where_an_exception_ends_the_plan(comm):
     """Rank 0 makes its calls last: on the others, the started one waits until the plan has ended."""
     x = case("random", comm.rank, comm.size)
-    with contextlib.suppress(KeyError), getattr(sparsecoll, f"{name}_init")(comm, x) as plan:
+    with contextlib.suppress(KeyError), sparsecoll.allreduce_init(comm, x) as plan:
         if comm.rank == 0:
             for source in range(1, comm.size):
                 comm.recv(source=source)
@@ -117,8 +103,7 @@ def test_a_started_call_is_finished_where_an_exception_ends_the_plan(comm, name)
         raise KeyError("the user's, on all ranks")
     if comm.rank:
         comm.send(None, 0)
-    result = request.wait(60)
-    assert repr(result) == repr(getattr(sparsecoll, name)(comm, x))
+    assert same_bits(request.wait(60), sparsecoll.allreduce(comm, x))
 
 
 def test_the_others_of_the_family_and_await(comm):
@@ -151,7 +136,7 @@ def test_a_forked_process_takes_no_part(comm, nonblocking):
     if comm.size == 1:
         pytest.skip("a call of one rank takes no messages")
     x = case("random", comm.rank, comm.size)
-    expected, plan = sparsecoll.allreduce(comm, x), sparsecoll.reduce_init(comm, x)
+    expected, plan = sparsecoll.allreduce(comm, x), sparsecoll.allreduce_init(comm, x)
     if nonblocking:
         sparsecoll.iallreduce(comm, x).wait()
     calls = [lambda: sparsecoll.allreduce(comm, x), lambda: sparsecoll.ibcast(comm, x).wait(), lambda: plan(x)]
@@ -174,3 +159,22 @@ def test_a_steady_call_allocates_nothing_of_the_size_of_the_vector(comm, algo):
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
     assert min(peaks) < n / 2 + 100 * 1000 * comm.size**0.5  # bytes; the vector has 4n
+
+
+def test_two_threads_in_calls_at_the_same_time_are_an_error_on_all_ranks(comm):
+    """Sums of different calls were added to each other."""
+    if not as_transport(comm).threads:
+        pytest.skip("needs MPI_THREAD_MULTIPLE")
+    x, held = SparseVector([comm.rank], np.ones(1), 99), Held()
+    if comm.rank:
+        held.goes_on.set()
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(sparsecoll.allreduce, comm, x, held)
+        if comm.rank == 0:
+            assert held.begun.wait(60)
+            with pytest.raises(CommunicationError, match="two threads made calls at the same time on rank 0"):
+                sparsecoll.allreduce(comm, x)
+            held.goes_on.set()
+        with pytest.raises(CommunicationError, match="two threads made calls at the same time on rank 0"):
+            first.result(60)
+            sparsecoll.allreduce(comm, x)

@@ -1,18 +1,15 @@
-"""A short run of perf/soak.py: right results, failures that all ranks report, no thread and no send left over."""
+"""A short run of tests/soak.py: right results, failures that all ranks report, no thread and no send left over."""
 
-import importlib
 import json
 import sys
-from pathlib import Path
 
 import pytest
+import soak
 
 pytestmark = pytest.mark.mpi
 
 
 def test_a_short_run(mpi, tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "perf")
-    soak = importlib.import_module("soak")
     monkeypatch.setattr(soak, "FAIL_EVERY", 40)
     monkeypatch.setattr(soak, "LARGE", (100_000, 1000))
     out = tmp_path / "soak.json"

@@ -43,7 +43,7 @@ def test_training_equals_the_simulator_and_replicas_agree(comm, algo):
     def program(comm):
         torch.set_num_threads(1)
         model = net(comm.rank)
-        made = {"oktopk": OkTopk(tau=4, tau_prime=3), "auto": sparsecoll.Auto(tuning=sparsecoll.Tuning())}
+        made = {"oktopk": OkTopk(tau=4, tau_prime=3), "auto": sparsecoll.Auto(network=sparsecoll.Network())}
         chosen = made.get(algo, algo)
         optimizer = SparseSGD(model.parameters(), 0.1, 0.9, comm=comm, algo=chosen, density=0.05)
         for step in range(10):
@@ -80,10 +80,11 @@ def test_a_whole_loop_beside_another_optimizer_is_that_of_one_process(comm, othe
         third = torch.nn.Linear(20, 20).double()
         torch.nn.init.eye_(third.weight)
         first.bias.requires_grad_(False)
-        mine = make(first.parameters(), 0.1, 0.9, weight_decay=0.01)
-        others = make_other(torch.optim.AdamW(second.parameters(), 0.01), second)
-        schedule = torch.optim.lr_scheduler.LambdaLR(mine, lambda step: (0, 1, 0.3, 0.5)[step % 4])
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
+        given = {} if len(ranks) > 1 else {"grad_scaler": scaler}
+        mine = make(first.parameters(), 0.1, 0.9, weight_decay=0.01, **given)
+        others = make_other(torch.optim.AdamW(second.parameters(), 0.01), second, **given)
+        schedule = torch.optim.lr_scheduler.LambdaLR(mine, lambda step: (0, 1, 0.3, 0.5)[step % 4])
         for step in range(10):
             if step == 4:
                 first.bias.requires_grad_(True)
@@ -108,10 +109,10 @@ def test_a_whole_loop_beside_another_optimizer_is_that_of_one_process(comm, othe
     def make(*arguments, **options):
         return SparseSGD(*arguments, comm=comm, algo="dense", **options)
 
-    def make_other(inner, model):
+    def make_other(inner, model, **options):
         if other == "SparseSGD":
-            return SparseSGD(model.parameters(), 0.05, comm=comm, algo="dense")
-        return DistributedOptimizer(inner, model, comm, "none", bucket_bytes=100)
+            return SparseSGD(model.parameters(), 0.05, comm=comm, algo="dense", **options)
+        return DistributedOptimizer(inner, model, comm, "none", bucket_bytes=100, **options)
 
     def plain_other(inner, model):
         return inner if other == "DistributedOptimizer" else torch.optim.SGD(model.parameters(), 0.05)

@@ -72,11 +72,11 @@ def mean_loss(model, ranks, step):
     return sum(loss_of(model, batch(rank, step)) for rank in ranks) / len(ranks)
 
 
-def sparse(comm, model):
-    return SparseSGD(model.parameters(), 0.1, comm=comm, algo=ALGORITHM, density=0.1)
+def sparse(comm, model, **options):
+    return SparseSGD(model.parameters(), 0.1, comm=comm, algo=ALGORITHM, density=0.1, **options)
 
 
-def wrapped(comm, model, algo=ALGORITHM):
+def wrapped(comm, model, algo=ALGORITHM, **options):
     inner = torch.optim.SGD(model.parameters(), 0.1)
-    options = {"bucket_bytes": 6000, "dense_below": 10}
+    options = {"bucket_bytes": 6000, "dense_below": 10, **options}
     return DistributedOptimizer(inner, model.named_parameters(), comm, OkTopk(0.1, algo=algo), **options)

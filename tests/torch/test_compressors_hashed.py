@@ -56,21 +56,6 @@ def test_dragonn_compresses_by_equation_1():
             assert kept <= 3 * 400 if expected else kept == gradients[0].size
 
 
-@pytest.mark.parametrize("others", [None, sparsecoll.Tuning(alpha=2.0)])
-def test_dragonn_refuses_costs_that_not_all_ranks_have(others):
-    """Ranks without costs would measure them, for which the others do not answer."""
-
-    def program(comm):
-        comm.transport.saved_tuning = others if comm.rank else sparsecoll.Tuning(alpha=1.0)
-        layout = Layout(0, (400,), ("p",), ((400,),), np.dtype(np.float32))
-        with pytest.raises(sparsecoll.CommunicationError, match="SPARSECOLL_TUNING: expected the same") as caught:
-            DRAGONN(0.1).bind(layout, comm.transport, StepContext())
-        return str(caught.value)
-
-    results = simulate(3, program).results
-    assert results == [results[0]] * 3
-
-
 def test_dragonn_adds_messages_slot_by_slot_and_compares_nothing(monkeypatch):
     """One pass over all messages: none is decoded, sorted or merged. The seeds change every step, and no message is
     sent because of that."""
@@ -109,8 +94,6 @@ def test_dragonn_profiles_as_many_messages_for_any_number_of_ranks(monkeypatch):
     assert counts[2] == counts[8] <= 8
 
 
-def test_dragonn_takes_empty_buckets_and_gathers_only():
+def test_dragonn_takes_empty_buckets():
     for results, own in one(DRAGONN(0.5), [np.zeros(0, np.float32)] * 3, shapes=((0,),)):
         assert results[0].size == 0 and not own.compressed
-    with pytest.raises(ValueError, match="algo: expected 'allgather'"):
-        DRAGONN(algo="oktopk")

@@ -253,7 +253,7 @@ class Elsewhere(Algorithm):
 @pytest.mark.parametrize("later", [False, True])
 def test_what_contributed_has_the_length_of_the_bucket(later):
     """The residual is memory, in which kernels write where an index says."""
-    with pytest.raises(ValueError, match="`contributed` is a vector of length 1000 as x has, got 1099511627776"):
+    with pytest.raises(ValueError, match="contributed: expected length 1000, got 1099511627776"):
         one(TopK(0.1, algo=Elsewhere(later=later)), normal(2, 1000))
 
 

@@ -1,7 +1,9 @@
 """Steps that fail: on all ranks, with state from which training goes on."""
 
 import contextlib
+import os
 import signal
+import stat
 import subprocess
 import sys
 from functools import partial
@@ -234,14 +236,13 @@ def test_a_step_is_not_skipped_after_a_rank_has_left(compressor):
         simulate(P, program)
 
 
-@pytest.mark.parametrize("settings", [{"compressor": "none"}, {"compressor": "topk", "sparse_step": True}], ids=str)
-def test_a_closure_is_refused_after_a_rank_has_left(settings):
+def test_a_closure_is_refused_after_a_rank_has_left():
     """The ranks that have data are told the cure, with which they go on."""
 
     def program(comm):
         model = net()
         inner = torch.optim.SGD(model.parameters(), 0.1)
-        optimizer = DistributedOptimizer(inner, model.named_parameters(), comm, dense_below=10, **settings)
+        optimizer = DistributedOptimizer(inner, model.named_parameters(), comm, "none", dense_below=10)
 
         def closure(step):
             optimizer.zero_grad()
@@ -278,6 +279,54 @@ def test_a_checkpoint_is_the_old_or_the_new_one(tmp_path, monkeypatch):
         sparsecoll.torch.save({"step": 2}, path)
     assert sparsecoll.torch.load(path)["step"] == 1
     assert [file.name for file in tmp_path.iterdir()] == ["rank0.pt"]
+
+
+@pytest.mark.parametrize(
+    ("umask", "before", "after"), [(0o022, None, 0o644), (0o077, None, 0o600), (0o022, 0o664, 0o664)]
+)
+def test_a_checkpoint_has_the_mode_of_any_file_and_keeps_it(umask, before, after, tmp_path):
+    path = tmp_path / "rank0.pt"
+    if before is not None:
+        path.touch()
+        path.chmod(before)
+    old = os.umask(umask)
+    try:
+        sparsecoll.torch.save({"step": 1}, path)
+        sparsecoll.torch.save({"step": 2}, path)
+    finally:
+        os.umask(old)
+    assert stat.S_IMODE(path.stat().st_mode) == after
+
+
+@pytest.mark.parametrize("exists", [True, False])
+@pytest.mark.parametrize("named", ["absolute", "relative", "link"])
+def test_a_checkpoint_named_by_a_link_is_written_where_that_points(named, exists, tmp_path, monkeypatch):
+    (tmp_path / "step2").mkdir()
+    file, link = tmp_path / "step2" / "rank0.pt", tmp_path / "latest.pt"
+    (tmp_path / "another.pt").symlink_to("step2/rank0.pt")
+    link.symlink_to({"absolute": file, "relative": "step2/rank0.pt", "link": "another.pt"}[named])
+    if exists:
+        sparsecoll.torch.save({"step": 1}, file)
+    monkeypatch.chdir(tmp_path)
+    sparsecoll.torch.save({"step": 2}, "latest.pt")
+    assert link.is_symlink() and not file.is_symlink() and sparsecoll.torch.load(file) == {"step": 2}
+    assert sorted(path.name for path in tmp_path.rglob("*.*")) == ["another.pt", "latest.pt", "rank0.pt"]
+
+
+def test_a_full_disk_leaves_the_old_checkpoint(tmp_path):
+    path = tmp_path / "rank0.pt"
+    sparsecoll.torch.save({"step": 1}, path)
+    program = (
+        "import resource, signal, torch, sparsecoll.torch\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
+        "try:\n"
+        f"    sparsecoll.torch.save({{'w': torch.ones(100_000)}}, {str(path)!r})\n"
+        "except RuntimeError as error:\n"
+        "    print(error.__context__)\n"
+    )
+    assert "File too large" in subprocess.check_output([sys.executable, "-c", program], text=True, timeout=120)
+    assert sparsecoll.torch.load(path) == {"step": 1} and list(tmp_path.iterdir()) == [path]
 
 
 def test_a_kill_while_writing_leaves_the_old_checkpoint(tmp_path):

@@ -1,13 +1,12 @@
 """Mistakes that would go unnoticed: equal samples on all ranks, local clipping, means that DDP overwrites, Adam."""
 
 import logging
-from functools import partial
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from nets import batch, bits, loss_of, net, parameters, train  # noqa: E402
+from nets import batch, bits, loss_of, net, train  # noqa: E402
 from tables import backward, table  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
@@ -88,43 +87,6 @@ def test_a_model_that_ddp_wraps_is_refused(group_of_one):
     optimizer = DistributedOptimizer(inner, model.named_parameters())
     optimizer.close()
     loss_of(wrapped, batch(0, 0)).backward()
-
-
-@pytest.mark.parametrize("compressor", [TopK(0.1, algo="allgather"), "none"], ids=["topk", "none"])
-@pytest.mark.parametrize("later", ["another", "none", "disabled"])
-def test_a_scaler_that_is_replaced_or_left_out_fails_one_step_if_there_are_residuals(later, compressor):
-    """Residuals hold gradients without a scale: nothing is lost in the steps that are taken."""
-
-    def program(comm):
-        model = net()
-        start, given = parameters(model), [torch.zeros_like(p) for p in model.parameters()]
-        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), 1.0), model, comm, compressor)
-        scaler, errors = torch.amp.GradScaler("cpu", init_scale=2.0**10), []
-        for step in range(6):
-            if step == 3:
-                scaler = torch.amp.GradScaler("cpu", init_scale=64.0, enabled=later == "another")
-            optimizer.zero_grad()
-            loss = loss_of(model, batch(comm.rank, step))
-            own = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
-            try:
-                scaler.scale(loss).backward()
-                (optimizer.step if step >= 3 and later == "none" else partial(scaler.step, optimizer))()
-            except RuntimeError as error:
-                errors.append((step, str(error)))
-            else:
-                scaler.update()
-                for total, g in zip(given, own, strict=True):
-                    total += g
-        residuals = optimizer.state_dict()["sparsecoll"]["tensors"].get("residual", {})
-        kept = [residuals.get(name, torch.zeros_like(p)) for name, p in model.named_parameters()]
-        return errors, [s - p for s, p in zip(start, parameters(model), strict=True)], kept, given
-
-    results = simulate(2, program).results
-    for errors, *_ in results:
-        assert [step for step, _ in errors] == ([] if compressor == "none" else [3])
-        assert all("GradScaler: expected one whose scale is 1024" in text for _, text in errors)
-    for i, moved in enumerate(results[0][1]):
-        torch.testing.assert_close(2 * moved + sum(r[2][i] for r in results), sum(r[3][i] for r in results))
 
 
 def test_hooks_of_the_state_let_all_ranks_load_rank_0s(tmp_path):

@@ -106,31 +106,7 @@ def test_ranks_have_the_same_bits_after_a_mean_and_resume_with_them(compressor):
     assert len(set(simulate(2, of_two).results)) == 1
 
 
-@pytest.mark.parametrize("steps", [4, 5])
-def test_a_state_of_an_older_version_is_read_after_a_mean_and_refused_between(steps):
-    """It lacks the names of the parameters that have moved since the last mean, which rank 1 alone lacks here."""
-
-    def program(comm):
-        model, optimizer = trained(comm, steps, every=2)
-        saved, weights = copy.deepcopy((optimizer.state_dict(), model.state_dict()))
-        go_on(comm, model, optimizer, steps, 8)
-        again, other = trained(comm, 1, every=2)
-        again.load_state_dict(weights)
-        moved = saved["sparsecoll_local"].pop("moved") if comm.rank == 1 else []
-        if steps % 2:
-            with pytest.raises(
-                ValueError, match=r"rank 1: state_dict: expected one with 'moved', got .* saved 1 steps"
-            ):
-                other.load_state_dict(saved)
-            saved["sparsecoll_local"].setdefault("moved", moved)
-        other.load_state_dict(saved)
-        go_on(comm, again, other, steps, 8)
-        return bits(model) == bits(again)
-
-    assert all(simulate(2, program).results)
-
-
-@pytest.mark.parametrize("key", ["since", "shared", "outer", "sparsecoll"])
+@pytest.mark.parametrize("key", ["since", "moved", "shared", "outer", "sparsecoll"])
 def test_a_state_that_lacks_a_part_is_refused_by_its_name(key):
     def program(comm):
         _, optimizer = trained(comm, 2, every=2)

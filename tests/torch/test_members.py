@@ -18,7 +18,6 @@ WAYS = {
     "overlap": {"bucket_bytes": 6000},
     "local": {"overlap": False},
     "views": {"gradient_as_bucket_view": True},
-    "sparse_step": {"sparse_step": True, "bucket_bytes": 1},
     "LocalOptimizer": {"every": 1, "outer_momentum": 0.5},
     "SparseSGD": {},
 }
@@ -110,13 +109,11 @@ def test_without_compression_it_is_the_optimizer_on_the_mean_gradient(way, how):
         close(result, expected)
 
 
-@pytest.mark.parametrize("options", [{}, {"overlap": False}, {"sparse_step": True, "bucket_bytes": 1}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"overlap": False}], ids=str)
 @pytest.mark.parametrize("how", ["wrapped", "wrapper", "gone"])
 @pytest.mark.parametrize("taken", [True, False])
 def test_no_gradient_of_other_layers_is_lost(how, options, taken):
     """The change comes between back-propagation and step, which is taken or skipped."""
-    if how == "wrapper" and "sparse_step" in options:
-        how = "wrapped"  # see the next test
 
     def program(comm):
         model = net()
@@ -144,25 +141,6 @@ def test_no_gradient_of_other_layers_is_lost(how, options, taken):
     assert all(("4.weight" in names) == (how != "gone") for *_, names in results)
     waiting = sum(residual for _, residual, _, _ in results)
     torch.testing.assert_close(2 * results[0][2] + waiting, sum(given for given, *_ in results))
-
-
-def test_a_group_cannot_be_added_while_means_are_in_buckets():
-    """With sparse_step, from back-propagation to the step; the group takes part from the next step on."""
-
-    def program(comm):
-        model = net()
-        optimizer = make("sparse_step", comm, model)
-        train(comm, model, optimizer, range(2))
-        optimizer.zero_grad()
-        loss_of(model, batch(comm.rank, 2)).backward()
-        with pytest.raises(ValueError, match=r"before backward\(\) or after step\(\)"):
-            replace(model, optimizer)
-        optimizer.step()
-        train(comm, model, optimizer, range(3, 5))
-        return bits(model), residuals(optimizer).keys() == dict(model.named_parameters()).keys()
-
-    results = simulate(2, program).results
-    assert results[0] == results[1] and results[0][1]
 
 
 def test_what_has_left_is_freed_and_what_is_frozen_stays_until_it_leaves_the_model():

@@ -198,9 +198,9 @@ def test_grad_scaler(way):
         embedding = table()
         params, scaler = embedding.parameters(), torch.amp.GradScaler("cpu", init_scale=4.0)
         if way == "SparseSGD":
-            optimizer = SparseSGD(params, 0.1, comm=comm)
+            optimizer = SparseSGD(params, 0.1, comm=comm, grad_scaler=scaler)
         else:
-            optimizer = DistributedOptimizer(OPTIMIZERS["SGD"](params), embedding, comm)
+            optimizer = DistributedOptimizer(OPTIMIZERS["SGD"](params), embedding, comm, grad_scaler=scaler)
         values = [embedding.weight.detach().clone()]
         for step in range(2):
             optimizer.zero_grad()

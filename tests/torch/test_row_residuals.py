@@ -173,8 +173,8 @@ def test_clipping_is_that_of_dense_gradients(clip, scaled, row_density, clip_by)
             embedding.sparse = sparse
             inner = torch.optim.SGD(embedding.parameters(), 0.1)
             compressor = TopK(1.0, "dense", clip=clip, clip_by=clip_by, row_density=row_density)
-            optimizer = DistributedOptimizer(inner, embedding, comm, compressor, dense_below=0)
             scaler = torch.amp.GradScaler("cpu", init_scale=4.0, enabled=scaled)
+            optimizer = DistributedOptimizer(inner, embedding, comm, compressor, dense_below=0, grad_scaler=scaler)
             for step in range(3):
                 optimizer.zero_grad()
                 scaler.scale(loss_of(embedding, comm.rank, step)).backward()

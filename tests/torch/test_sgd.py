@@ -3,6 +3,8 @@
 Every test compares with one process that has the global batch, or with what the paper's residual does.
 """
 
+from dataclasses import dataclass
+
 import numpy as np
 import pytest
 
@@ -11,8 +13,9 @@ torch = pytest.importorskip("torch")
 from nets import EXACT, P, batch, bits, close, compared, loss_of, mean_loss, net, parameters, residuals, train  # noqa: E402
 
 import sparsecoll  # noqa: E402
-from sparsecoll import simulate  # noqa: E402
-from sparsecoll.torch import SparseSGD, Timeline  # noqa: E402
+from sparsecoll import Allgather, SparseVector, select, simulate  # noqa: E402
+from sparsecoll.torch import DistributedOptimizer, SparseSGD, Timeline  # noqa: E402
+from sparsecoll.torch.compressors import TopK  # noqa: E402
 
 SETTINGS = [
     {},
@@ -185,3 +188,34 @@ def test_autograd_notices_a_step_before_back_propagation(momentum):
             second.backward()
 
     simulate(2, program)
+
+
+@dataclass
+class FirstHalf(select.Selector):
+    """Selects a part of the vector, whose values stay in the memory of the vector."""
+
+    name = "first half"
+
+    def select(self, x, k):
+        half = np.arange(x.length // 2, dtype=np.uint32)
+        return SparseVector(half, x.to_dense()[: half.size], x.length)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("algo", [Allgather(selector=FirstHalf()), "auto"], ids=["views", "auto"])
+def test_sums_do_not_change_with_the_residual(algo, ranks):
+    """On one rank, or with entries in the memory of the residual, from which what was sent is subtracted."""
+
+    def program(comm):
+        model, other = net(), net()
+        own = SparseSGD(model.parameters(), 0.5, comm=comm, algo=algo, density=0.5)
+        inner, options = torch.optim.SGD(other.parameters(), 0.5), {"bucket_bytes": None, "dense_below": 0}
+        # SparseSGD lays parameters out as they are registered
+        named = list(other.named_parameters())
+        wrapped = DistributedOptimizer(inner, named, comm, TopK(0.5, algo), overlap=False, **options)
+        wrapped._engine._reducer.buckets.order = [name for name, _ in named]
+        train(comm, model, own, range(3))
+        train(comm, other, wrapped, range(3))
+        close(parameters(model), parameters(other))
+
+    simulate(ranks, program)

@@ -18,8 +18,8 @@ def test_grad_scaler(hit, unscale):
 
     def run(make, ranks, comm):
         model = net()
-        optimizer = make(model.parameters(), 0.2, 0.9)
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=2)
+        optimizer = make(model.parameters(), 0.2, 0.9, **({"grad_scaler": scaler} if comm else {}))
         scales = []
         for step in range(7):
             optimizer.zero_grad()
@@ -40,12 +40,12 @@ def test_grad_scaler(hit, unscale):
 
 
 def test_grad_scaler_after_a_failed_step():
-    """What the scaler sets on the optimizer does not outlive a step that fails, nor divide the next one twice."""
+    """What the scaler sets on the optimizer does not divide the next step's gradients twice."""
 
     def program(comm):
         model = net()
-        optimizer = SparseSGD(model.parameters(), 0.2, comm=comm, algo="dense")
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        optimizer = SparseSGD(model.parameters(), 0.2, comm=comm, algo="dense", grad_scaler=scaler)
         before = parameters(model)
         for fails in (True, False):
             optimizer.zero_grad()
@@ -67,8 +67,8 @@ def test_grad_scaler_after_a_failed_step():
 def test_clipping_each_ranks_gradients_is_warned_of_once(caplog):
     def program(comm, clip):
         model = net()
-        optimizer = SparseSGD(model.parameters(), 0.1, comm=comm)
         scaler = torch.amp.GradScaler("cpu", enabled=not clip)
+        optimizer = SparseSGD(model.parameters(), 0.1, comm=comm, grad_scaler=scaler)
         for step in range(3):
             optimizer.zero_grad(set_to_none=step != 1)
             for part in range(2):
@@ -79,7 +79,7 @@ def test_clipping_each_ranks_gradients_is_warned_of_once(caplog):
             scaler.step(optimizer)
             scaler.update()
         model[0].weight.grad = torch.ones_like(model[0].weight)
-        optimizer.step()
+        scaler.step(optimizer)
 
     with caplog.at_level(logging.WARNING, "sparsecoll"):
         simulate(P, lambda comm: program(comm, clip=False))

@@ -81,8 +81,6 @@ BAD = [
     ({"weight_decay": float("nan")}, ValueError, "weight_decay"),
     ({"nesterov": True}, ValueError, "nesterov: expected momentum > 0"),
     ({"nesterov": 1, "momentum": 0.9}, TypeError, "nesterov: expected True or False"),
-    ({"fused": "yes"}, TypeError, "fused"),
-    ({"differentiable": True}, ValueError, "differentiable: expected False"),
     ({"density": 0}, ValueError, "density: expected in"),
     ({"density": "1%"}, TypeError, "density: expected a number"),
     ({"k": 2.5}, TypeError, "k: expected an integer"),
@@ -113,7 +111,7 @@ def test_a_bad_argument_on_one_rank_is_refused_on_all(options, kind, text):
 
 
 def test_arguments_that_are_accepted():
-    for options in ({"foreach": True}, {"fused": True}, {"verify": True}, {"verify": False}, {"lr": torch.tensor(0.1)}):
+    for options in ({"verify": True}, {"verify": False}, {"lr": torch.tensor(0.1)}):
         SparseSGD(net().parameters(), **options)
     SparseSGD(net().named_parameters(), 0.1)
     with pytest.raises(TypeError, match="got a communicator: pass it by name, comm="):

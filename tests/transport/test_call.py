@@ -122,24 +122,44 @@ def test_ranks_in_different_calls_are_told_so():
     assert simulate(4, program).results == [(text, 4)] * 4
 
 
-def test_different_arguments_never_have_the_same_tag():
+def test_different_arguments_and_states_never_have_the_same_tag():
     """Of one call or of calls that follow each other, whatever their checksums."""
 
     def program(comm):
         transport, tags = comm.transport, []
-        for turn in range(3 * KEPT):
+        for turn in range(2 * KEPT):
             with CollectiveCall(transport, "allreduce") as call:
                 call.signature["k"] = turn % KEPT
                 call.agree()
                 tags.append(transport.tag)
+                if turn < KEPT // 2:
+                    call.leaves((turn + 1, 0))
+            assert len(set(transport.agreed.values())) == len(transport.agreed)
         return tags, len(transport.agreed)
 
     tags, kept = simulate(1, program).results[0]
     assert kept == KEPT and max(tags) < TAGS and min(tags) >= FIRST_TAG
-    for call in range(KEPT, 2 * KEPT, 97):  # what any two arguments would have in this call, and in the next ones
-        number = [(tag - FIRST_TAG) % NUMBERS for tag in tags[call : call + KEPT]]
-        assert len(set(number)) == KEPT
+    for call in range(0, KEPT, 97):  # what any two arguments would have in this call, and in the next ones
+        number = [(tag - FIRST_TAG) % NUMBERS for tag in tags[call + KEPT // 2 : call + KEPT]]
+        assert len(set(number)) == len(number)
         assert len({(tag - FIRST_TAG) // NUMBERS for tag in tags[call : call + 4]}) == 4
+
+
+def test_arguments_in_use_keep_their_number():
+    """However many other ones come and go."""
+
+    def program(comm):
+        counts = []
+        for turn in range(2 * KEPT):
+            for k in (-1, turn):
+                with CollectiveCall(comm.transport, "allreduce") as call:
+                    call.signature["k"] = k
+                    before = comm.transport.traffic.total.messages_sent
+                    call.agree()
+                    counts.append(comm.transport.traffic.total.messages_sent - before)
+        return counts[0::2], counts[1::2]
+
+    assert simulate(2, program).results == [([1] + [0] * (2 * KEPT - 1), [1] * 2 * KEPT)] * 2
 
 
 def test_two_calls_that_are_known_are_told_apart_in_every_call():

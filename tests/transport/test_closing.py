@@ -16,7 +16,7 @@ class Group:
 
 def alone():
     """A transport of one rank."""
-    return TcpTransport(0, {}, [0], 0)
+    return TcpTransport(0, {}, [0])
 
 
 def test_it_is_closed_at_once_without_nonblocking_calls():

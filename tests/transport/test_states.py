@@ -2,6 +2,7 @@
 
 import itertools
 
+import numpy as np
 import pytest
 from cases import case
 from failing import K
@@ -9,29 +10,35 @@ from failing import K
 import sparsecoll
 from sparsecoll import CommunicationError, simulate
 from sparsecoll.algorithms import resolve
+from sparsecoll.algorithms.base import digest
 from sparsecoll.transport import LocalTransport
+from sparsecoll.transport.call import stamped
+
+
+def is_last(comm):
+    return comm.rank == comm.size - 1
 
 
 def used_alone(comm, x, algo, call):
-    """Rank 2 has used the object once more, on another communicator."""
-    for _ in range(1 + (comm.rank == 2)):
+    """The last rank has used the object once more, on another communicator."""
+    for _ in range(1 + is_last(comm)):
         sparsecoll.allreduce(LocalTransport(), x, algo, k=K)
 
 
 def other_checkpoint(comm, x, algo, call):
     states = [(call(), algo.state_dict())[1] for _ in range(3)]
-    algo.load_state_dict(states[0 if comm.rank == 2 else 1])
+    algo.load_state_dict(states[0 if is_last(comm) else 1])
 
 
 def other_boundaries(comm, x, algo, call):
     call()
-    for attribute in {"_edges", "_boundaries"} & vars(algo).keys() if comm.rank == 2 else ():
-        setattr(algo, attribute, [edge // 2 for edge in getattr(algo, attribute)[:-1]] + [x.length])
+    for attribute in {"_edges", "_boundaries"} & vars(algo).keys() if is_last(comm) else ():
+        setattr(algo, attribute, [edge // 2 for edge in getattr(algo, attribute)[:-1]] + [x.length - 1])
 
 
 def new_object(comm, x, algo, call):
     call()
-    if comm.rank == 2:
+    if is_last(comm):
         algo.reset()
 
 
@@ -44,11 +51,12 @@ def made(name):
     return sparsecoll.Hierarchical(inner=WITHIN[name]) if name in WITHIN else resolve(name)
 
 
+@pytest.mark.parametrize("P", [2, 3, 5, 8])
 @pytest.mark.parametrize("way", ["new arguments", "known arguments", "all entries", "plan"])
 @pytest.mark.parametrize(("name", "differ"), [*DIFFERENT, *((name, other_boundaries) for name in ("exdyna", "oktopk"))])
-def test_objects_whose_state_differs_are_refused_on_all_ranks(name, differ, way):
+def test_objects_whose_state_differs_are_refused_on_all_ranks(name, differ, way, P):
     def program(comm):
-        x, algo = case("random", comm.rank, 4), made(name)
+        x, algo = case("random", comm.rank, P), made(name)
         plan = sparsecoll.allreduce_init(comm, x, algo, k=K) if way == "plan" else None
         if way == "known arguments":
             sparsecoll.allreduce(comm, x, made(name), k=K)
@@ -63,11 +71,21 @@ def test_objects_whose_state_differs_are_refused_on_all_ranks(name, differ, way)
             call()
         return str(caught.value), call().to_dense().tobytes(), algo.alike()
 
-    results = simulate(4, program).results
-    assert results == [results[0]] * 4 and results[0][2][0] == 1  # a new state on all
-    counts = {"used_alone": "1 on ranks 0, 1, 3, 2 on rank 2", "new_object": "1 on ranks 0, 1, 3, 0 on rank 2"}
-    counts |= {"other_checkpoint": "2 on ranks 0, 1, 3, 1 on rank 2", "other_boundaries": "others; use"}
-    assert counts[differ.__name__] in results[0][0]
+    results = simulate(P, program).results
+    assert results == [results[0]] * P and results[0][2][0] == 1  # a new state on all
+    others = "rank 0" if P == 2 else f"ranks {', '.join(map(str, range(P - 1)))}"
+    counts = {"used_alone": (1, 2), "new_object": (1, 0), "other_checkpoint": (2, 1)}
+    expected = "{} on {others}, {} on rank {last}" if differ is not other_boundaries else "others; use"
+    assert expected.format(*counts.get(differ.__name__, ()), others=others, last=P - 1) in results[0][0]
+
+
+def test_states_that_differ_have_other_checksums():
+    """Each of 100,000 from each of the others; the same calls with other boundaries, too."""
+    rng = np.random.default_rng(0)
+    states = {(int(calls), 0) for calls in rng.integers(1, 1 << 31, 50_000)} | {(calls, 0) for calls in range(50_000)}
+    boundaries = np.sort(rng.integers(0, 1 << 40, (1000, 9)))
+    states |= {(7, digest(row)) for row in boundaries.tolist()}
+    assert len({stamped(-1234567890123456789, state) for state in states}) == len(states) > 100_000
 
 
 @pytest.mark.parametrize("P", [2, 3, 5, 8])
@@ -111,3 +129,25 @@ def test_a_state_inside_auto_is_compared():
             sparsecoll.allreduce(comm, x, algo, k=K)
 
     simulate(3, program)
+
+
+@pytest.mark.parametrize("name", STATEFUL)
+def test_a_state_of_elsewhere_takes_messages_once(name):
+    """Loaded, or of another communicator, the same on all ranks; one that a call has left is known."""
+
+    def program(comm):
+        x, algo, agreed = case("random", comm.rank, 5), resolve(name), []
+        sparsecoll.allreduce(comm, x, name, k=K)
+        for turn in range(5):
+            if turn == 2:
+                state = algo.state_dict()
+            if turn == 3:
+                algo.load_state_dict(state | {"calls": 100})
+            if turn == 4:
+                algo.load_state_dict(state)
+            reduction = sparsecoll.allreduce(comm, x, algo, k=K, return_reduction=True)
+            count = reduction.traffic.phases.get("agree")
+            agreed.append((count.messages_sent, count.bytes_sent) if count and count.bytes_sent else None)
+        return agreed
+
+    assert simulate(5, program).results == [[None, None, None, (4, 64), None]] * 5

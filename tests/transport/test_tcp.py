@@ -298,7 +298,7 @@ def test_strangers_are_turned_away_and_impostors_refused():
     made[0].isend(1, np.arange(5, dtype=np.uint8))
     assert made[1].recv(0).tolist() == [0, 1, 2, 3, 4]
     with socket.create_server(("127.0.0.1", 0)) as impostor:
-        own = rendezvous.Peer(["127.0.0.1"], impostor.getsockname()[1], "00" * 16, addresses.machine(), "")
+        own = rendezvous.Peer(["127.0.0.1"], impostor.getsockname()[1], "00" * 16, addresses.machine())
         meeting = Meeting({1: json.dumps(vars(own))}, 0, 2)
         answering = threading.Thread(target=lambda: impostor.accept()[0].sendall(b"hello, I am rank 1"))
         answering.start()
@@ -310,12 +310,12 @@ def test_strangers_are_turned_away_and_impostors_refused():
 
 
 def test_a_rank_that_cannot_be_reached_is_told_to_all(monkeypatch):
-    nowhere = rendezvous.Peer(["127.0.0.1"], 1, "00" * 16, addresses.machine(), "")
+    nowhere = rendezvous.Peer(["127.0.0.1"], 1, "00" * 16, addresses.machine())
     meeting = Meeting({1: json.dumps(vars(nowhere))}, 0, 2)
     with pytest.raises(CommunicationError, match=r"rank 0 cannot connect to rank 1 \(127.0.0.1: .*GLOO_SOCKET_IFNAME"):
         connect(meeting)
     assert meeting.failed().startswith("rank 0 cannot connect to rank 1")
-    elsewhere = rendezvous.Peer(["127.0.0.1", "no-such-host.invalid"], 1, "00" * 16, addresses.machine() + 1, "")
+    elsewhere = rendezvous.Peer(["127.0.0.1", "no-such-host.invalid"], 1, "00" * 16, addresses.machine() + 1)
     with pytest.raises(CommunicationError, match="no usable address among 127"):
         connect(Meeting({1: json.dumps(vars(elsewhere))}, 0, 2))
 

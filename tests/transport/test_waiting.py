@@ -1,179 +1,48 @@
 """How a rank waits for messages over MPI."""
 
-import importlib
-import os
-import socket
-import threading
-import time
 from types import SimpleNamespace
 
 import pytest
 
-from sparsecoll.transport.progress import in_background
 
-
-def waiter(timeout=None, **options):
+@pytest.fixture
+def waiting(monkeypatch):
+    """The module, with a clock that only sleeps and yields move on, and what they took."""
     try:
-        from sparsecoll.transport.mpi.waiting import Waiter
+        from sparsecoll.transport.mpi import waiting
     except (ImportError, RuntimeError) as error:
         pytest.skip(f"needs MPI: {error}")
-    return Waiter(SimpleNamespace(rank=0, Abort=print), str, timeout, **options)
+    clock, slept = [0.0], []
+
+    def sleep(seconds):
+        slept.append(round(1e6 * seconds))
+        clock[0] += seconds
+
+    monkeypatch.setattr("time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("time.sleep", sleep)
+    monkeypatch.setattr(waiting, "yield_core", lambda: sleep(20e-6))
+    return waiting, slept
 
 
-@pytest.mark.parametrize("one_node", [False, True])
-@pytest.mark.parametrize("overlapped", [False, True])
-def test_a_rank_that_computes_meanwhile_sleeps_at_once_between_machines(overlapped, one_node):
-    slept = waiter(one_node=one_node, overlapped=overlapped).pause(lambda: False)
-    assert slept == (overlapped and not one_node)
+def waiter(module, timeout=None):
+    return module.Waiter(SimpleNamespace(rank=0, Abort=print), lambda: "waits", timeout)
 
 
-LONG = 60.0  # seconds; a test that sleeps so long fails
+def test_a_rank_yields_and_then_sleeps_longer_and_longer(waiting):
+    module, slept = waiting
+    one, two = waiter(module), waiter(module)
+    pauses = [one.pause() for _ in range(13)]
+    assert slept == [20] * 3 + [100, 200, 400, 700, 700]
+    assert pauses == [False] * 3 + [True, False] * 5  # two polls after a sleep
+    slept.clear()
+    assert sum(two.pause(moving=True) for _ in range(9)) == 5 and slept == [100] * 5
 
 
-@pytest.fixture
-def pair():
-    """Two ends of a TCP connection."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        near = socket.create_connection(server.getsockname())
-        far = server.accept()[0]
-    with near, far:
-        yield near, far
+def test_a_timeout_ends_a_wait(waiting):
+    from sparsecoll import CommunicationError
 
-
-@pytest.fixture
-def connections(pair, monkeypatch):
-    """The near end, as the one connection of this process."""
-    waiter()
-    module = importlib.import_module("sparsecoll.transport.mpi.connections")
-    names = [str(pair[0].fileno()), "0", str(os.dup(1))]  # not connections
-    monkeypatch.setattr(module.os, "listdir", lambda _: names)
-    yield module.Connections()
-    os.close(int(names[2]))
-
-
-def slept(connections, seconds, **options):
-    start = time.monotonic()
-    connections.sleep(seconds, **options)
-    return time.monotonic() - start
-
-
-def test_what_comes_ends_a_sleep_and_is_known_to_have_announced_the_message(connections, pair):
-    assert slept(connections, 0.02) >= 0.02
-    connections.came()
-    assert not connections.announcing
-    timer = threading.Timer(0.05, lambda: pair[1].send(b"1"))
-    timer.start()
-    assert slept(connections, LONG) < LONG / 2
-    timer.join()
-    connections.came()
-    assert connections.announcing and pair[0].recv(9) == b"1"
-    assert slept(connections, 0.02) >= 0.02
-    connections.came()
-    assert not connections.announcing
-
-
-def test_room_to_send_ends_a_sleep_of_a_rank_that_sends(connections, pair):
-    near, far = pair
-    near.setblocking(False)
-    assert slept(connections, 0.02, moving=True) >= 0.02  # there is room: nothing to wait for
-    while True:
-        try:
-            near.send(bytes(1 << 20))
-        except BlockingIOError:
-            break
-    assert slept(connections, 0.02) >= 0.02
-    reader = threading.Timer(0.05, lambda: [far.recv(1 << 20) for _ in range(8)])
-    reader.start()
-    assert slept(connections, LONG, moving=True) < LONG / 2
-    near.close()  # the reader finds the end
-    reader.join()
-
-
-def test_bytes_that_nobody_reads_do_not_keep_a_rank_awake(connections, pair, monkeypatch):
-    module = importlib.import_module("sparsecoll.transport.mpi.connections")
-    monkeypatch.setattr(module, "INSTANT", LONG)  # however slow this machine is
-    monkeypatch.setattr(module, "SCAN_SECONDS", 1e9)
-    pair[1].send(b"1")
-    slept(connections, 0.01)
-    connections.came()
-    assert connections.announcing
-    assert all(slept(connections, LONG, moving=True) < LONG / 2 for _ in range(60))  # bytes of a message on its way
-    for _ in range(module.MOST_INSTANT):
-        assert connections.announcing and slept(connections, LONG) < LONG / 2
-    assert not connections.announcing and slept(connections, 0.01) >= 0.01
-
-
-def test_connections_that_were_closed_are_forgotten(connections, pair):
-    slept(connections, 0)
-    pair[0].close()
-    slept(connections, 0)
-    assert slept(connections, 0.02, moving=True) >= 0.02
-
-
-def test_a_short_sleep_ends_by_itself_and_looks_afterwards(connections, pair):
-    pair[1].send(b"1")
-    assert slept(connections, 1e-4) >= 1e-4
-    connections.came()
-    assert connections.announcing and pair[0].recv(9) == b"1"
-    slept(connections, 1e-4)
-    connections.came()
-    assert not connections.announcing
-
-
-def test_sockets_stay_as_they_are(connections, pair):
-    for timeout in (None, 5.0):
-        socket.setdefaulttimeout(timeout)
-        try:
-            slept(type(connections)(), 0.001)
-        finally:
-            socket.setdefaulttimeout(None)
-        assert os.get_blocking(pair[0].fileno()) and pair[0].fileno() >= 0
-
-
-def test_a_system_that_does_not_list_connections(monkeypatch):
-    waiter()
-    module = importlib.import_module("sparsecoll.transport.mpi.connections")
-    monkeypatch.setattr(module, "DIRECTORY", "/nowhere")
-    assert slept(module.Connections(), 0.02, moving=True) >= 0.02
-
-
-@pytest.mark.parametrize("announcing", [False, True])
-@pytest.mark.parametrize("alone", [False, True])
-@pytest.mark.parametrize("moving", [False, True])
-def test_sleeps_are_longer_where_messages_end_them_and_all_come_from_elsewhere(announcing, alone, moving):
-    calls = []
-    connections = SimpleNamespace(announcing=announcing, sleep=lambda *options: calls.append(options))
-    options = {"one_node": False, "overlapped": True, "connections": connections, "alone": alone}
-    assert waiter(**options).pause(lambda: moving)
-    if moving:
-        assert calls == ([(pytest.approx(2e-3), True)] if announcing and alone else [])
-    else:
-        assert calls == [(pytest.approx(10e-3 if announcing and alone else 50e-6), False)]
-    calls.clear()
-    assert waiter(**options | {"one_node": True}, expected=1.0).pause(lambda: moving) == (not moving) and not calls
-
-
-@pytest.mark.parametrize(
-    "expected, timeout, limit", [(0.0, None, 0.01), (0.02, None, 0.04), (60.0, None, 0.05), (60.0, 0.03, 0.03)]
-)
-def test_a_sleep_that_a_message_ends_lasts_about_as_long_as_waits_do(expected, timeout, limit):
-    calls = []
-    connections = SimpleNamespace(announcing=True, sleep=lambda seconds, moving: calls.append(seconds))
-    options = {"one_node": False, "overlapped": True, "connections": connections, "alone": True}
-    assert waiter(timeout, expected=expected, **options).pause(lambda: False)
-    assert calls == [pytest.approx(limit, rel=0.2)]
-
-
-def test_nonblocking_calls_are_overlapped_and_blocking_ones_are_not():
-    transport = SimpleNamespace(threads=True, worker=None, overlapped=False)
-
-    def failing():
-        assert transport.overlapped
-        raise ValueError
-
-    assert in_background(transport, lambda: transport.overlapped).result()
-    assert not transport.worker.in_order(lambda: transport.overlapped)
-    with pytest.raises(ValueError):
-        in_background(transport, failing).result()
-    assert not transport.worker.in_order(lambda: transport.overlapped)
-    transport.worker.close()
+    one = waiter(waiting[0], 0.5)
+    with pytest.raises(CommunicationError, match=r"^rank 0 waits for 0\.5 s: no answer within the timeout"):
+        for _ in range(10_000):
+            one.pause()
+    assert 0.5e6 < sum(waiting[1]) < 0.502e6

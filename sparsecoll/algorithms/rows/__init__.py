@@ -8,7 +8,6 @@ from sparsecoll.algorithms.rows.auto import RowAuto
 from sparsecoll.algorithms.rows.base import RowAlgorithm
 from sparsecoll.algorithms.rows.gather import RowGather
 from sparsecoll.algorithms.rows.owners import OWNERS, RowOwners
-from sparsecoll.classes import check_class
 from sparsecoll.errors import check_choice
 
 ROW_ALGORITHMS: dict[str, type[RowAlgorithm]] = {"auto": RowAuto, "allgather": RowGather, "owners": RowOwners}
@@ -21,11 +20,9 @@ def resolve_rows(algo: Any) -> RowAlgorithm:
 
     Raises:
         ValueError: No algorithm for rows has the name.
-        TypeError: `algo` is neither a name nor a RowAlgorithm, or its class has no name, or options that are not the
-            fields of a dataclass.
+        TypeError: `algo` is neither a name nor a RowAlgorithm.
     """
     if isinstance(algo, RowAlgorithm):
-        check_class("algo", algo)
         return algo
     if not isinstance(algo, str):
         raise TypeError(

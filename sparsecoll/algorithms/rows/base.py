@@ -41,7 +41,6 @@ class RowAlgorithm(ABC):
     """
 
     name: ClassVar[str]
-    reads_tuning: ClassVar[bool] = False  # as in `Algorithm`
 
     @abstractmethod
     def __call__(self, channel: RowChannel, x: RowSparse, held: Sequence[int]) -> RowSum:

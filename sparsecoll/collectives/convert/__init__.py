@@ -96,7 +96,8 @@ def like(x: Any, vector: SparseVector) -> Any:
         `sparsecoll.as_vector`.
     """
     own, back = _ordered(x)
-    if own.length != vector.length and not back.any_length:
+    integers = isinstance(back, ToSeries) or (isinstance(back, ToMapping) and back.keys == "integers")
+    if own.length != vector.length and not integers:
         raise ValueError(f"vector: expected length {own.length}, got {vector.length}")
     return back(vector)
 
@@ -115,6 +116,13 @@ def shape_of(x: Any) -> dict[str, list[int]]:
     return {"shape": shape} if len(shape) > 1 else {}
 
 
+def has_keys(x: Any) -> bool:
+    """Return whether x is a mapping or a Series, which has keys and no length; matrices of DOK have one."""
+    library = type(x).__module__.partition(".")[0]
+    mapping = isinstance(x, Mapping) and library not in ("scipy", "sparse")
+    return mapping or (library == "pandas" and type(x).__name__ == "Series")
+
+
 def to_vector(x: Any) -> tuple[Vector, Back]:
     """Return `as_vector(x)`, and what converts a result to x's type (a SparseVector for a dense x)."""
     if isinstance(x, (SparseVector, DenseVector)):
@@ -125,6 +133,8 @@ def to_vector(x: Any) -> tuple[Vector, Back]:
         return SparseVector(*x), ToTriple()
     if isinstance(x, np.ndarray) or on_gpu(x):
         return DenseVector(_flat(x)), Back()
+    if has_keys(x):
+        return from_mapping(x) if isinstance(x, Mapping) else from_series(x)
     library, name = type(x).__module__.partition(".")[0], type(x).__name__
     if library == "scipy" and hasattr(x, "tocoo"):
         return from_scipy(x)
@@ -132,10 +142,6 @@ def to_vector(x: Any) -> tuple[Vector, Back]:
         return from_pydata(x)
     if library == "torch":
         return from_torch(x)
-    if library == "pandas" and name == "Series":
-        return from_series(x)
-    if isinstance(x, Mapping) and library != "sparse":
-        return from_mapping(x)
     if hasattr(x, "__dlpack_device__"):
         return DenseVector(_flat(np.from_dlpack(x) if x.__dlpack_device__()[0] == 1 else from_dlpack(x))), Back()
     cure = f": use {CURES[name]}" if name in CURES else ""

@@ -3,25 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from sparsecoll.vector import SparseVector
 
 
 @dataclass(frozen=True)
 class Back:
-    """Converts a result to a caller's type: derive a dataclass whose fields are JSON values, and register it.
-
-    Attributes:
-        keyed: whether the caller's type has keys and no length, which ranks agree on (see `keyed.py`).
-    """
-
-    keyed: ClassVar[bool] = False
-
-    @property
-    def any_length(self) -> bool:
-        """Whether vectors of other lengths than that of the caller's object can be converted."""
-        return self.keyed
+    """Converts a result to a caller's type: derive a dataclass whose fields are JSON values, and register it."""
 
     def __call__(self, y: Any) -> Any:
         """Return the vector, or the RowSparse, itself, which is the result for these and for dense types."""

@@ -1,8 +1,7 @@
 """Types that have keys and no length: mappings from integers or strings, and pandas Series with an integer index.
 
-Integers are indices. All ranks use the wider of their dtypes (`agree_on_kinds`), and the largest key of all ranks plus
-one as the length (`agree_on_keys`). The index of a string is its position among the keys of a rank, and in a collective
-that in a table of the keys of all ranks, see `words.py`.
+Integers are indices. The index of a string is its position among the keys of a rank, and in a collective that in a
+table of the keys of all ranks (`collectives.keyed`).
 """
 
 from __future__ import annotations
@@ -11,23 +10,18 @@ import contextlib
 import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sparsecoll.collectives.convert.back import Back
-from sparsecoll.collectives.convert.words import Keys, Table, Text, table_of, unpacked
-from sparsecoll.formats import Buffer
+from sparsecoll.collectives.convert.words import Keys, Table
 from sparsecoll.kernels.keys import index_dtype
-from sparsecoll.transport.call import CollectiveCall
-from sparsecoll.transport.channel import Channel
-from sparsecoll.vector import VALUE_DTYPES, DenseVector, SparseVector, accumulator_dtype, dtype_of
-from sparsecoll.vector.values import common_dtype, native_values
+from sparsecoll.vector import SparseVector
+from sparsecoll.vector.values import native_values
 
 MAPPINGS = {"dict": "builtins", "Counter": "collections", "OrderedDict": "collections", "defaultdict": "collections"}
-KEYS = ("integers", "str", "bytes")
-KINDS = 64  # more than types of keys times dtypes
 FACTORIES = {"int": int, "float": float, "None": None}
 
 
@@ -91,19 +85,12 @@ class ToMapping(Back):
     Attributes:
         keys: "integers", "str" or "bytes".
         words: the key of each index if these are str or bytes.
-        apart: whether each rank has its own words and indices, which `words_at` unites.
     """
 
-    keyed: ClassVar[bool] = True
     kind: str
     factory: str
     keys: str = "integers"
     words: Keys = ()
-    apart: bool = False
-
-    @property
-    def any_length(self) -> bool:
-        return self.keys == "integers"
 
     def __call__(self, y: SparseVector) -> Any:
         made = getattr(importlib.import_module(MAPPINGS[self.kind]), self.kind)()
@@ -159,7 +146,6 @@ def from_series(x: Any) -> tuple[SparseVector, Back]:
 class ToSeries(Back):
     """Returns a pandas Series with an ascending index, of int64 if its own dtype does not hold all ranks' labels."""
 
-    keyed: ClassVar[bool] = True
     name: Any
     index_name: Any
     index_dtype: str
@@ -176,108 +162,3 @@ class ToSeries(Back):
             name: value if value is None or isinstance(value, (str, int)) else str(value)
             for name, value in super().fields().items()
         }
-
-
-def agree_on_kinds(
-    call: CollectiveCall, x: SparseVector, back: Back, check: bool, message: Buffer | None = None
-) -> tuple[SparseVector, Back, int]:
-    """Return the entries of x in the dtype of all ranks, what converts results, and the number of all ranks' keys.
-
-    Collective.
-
-    Args:
-        call: the call that needs them.
-        x: this rank's entries.
-        back: what converts results to the caller's type.
-        check: whether ranks compare their arguments.
-        message: what goes to all ranks at the same time, see `CollectiveCall.agree`; None, the default, for nothing.
-
-    Raises:
-        TypeError: Keys are integers on some ranks and strings on others, or of two types of strings.
-    """
-    call.signature["keyed"] = True
-    counts, kinds = np.divmod(call.agree(kind_of(x, back), check, message), KINDS)
-    kinds = kinds[counts > 0] if counts.any() else kinds
-    found = np.unique(kinds // len(VALUE_DTYPES)).tolist()
-    keys = KEYS[found[0]]
-    if len(found) > 1 or (keys != KEYS[0] and not isinstance(back, ToMapping)):
-        types = " and ".join(KEYS[kind] for kind in found)
-        raise TypeError(f"x: expected keys of one type on all ranks, and a mapping for str or bytes, got {types}")
-    dtypes = {dtype_of(VALUE_DTYPES[kind]) for kind in (kinds % len(VALUE_DTYPES)).tolist()}
-    wide = common_dtype(*dtypes)
-    if wide.kind == "f" and all(dtype.kind in "iu" for dtype in dtypes):
-        found = " and ".join(sorted(map(str, dtypes)))
-        raise TypeError(f"x: expected integers of one type on all ranks, got {found}: use x.astype(np.int64)")
-    x = x.astype(wide)
-    return x, replace(back, keys=keys) if isinstance(back, ToMapping) else back, int(counts.sum())
-
-
-def kind_of(x: SparseVector, back: Back) -> int:
-    """Return the number of keys, their type and the dtype of the values as one number."""
-    own = KEYS.index(getattr(back, "keys", KEYS[0])) * len(VALUE_DTYPES) + VALUE_DTYPES.index(x.dtype.name)
-    return x.nnz * KINDS + own
-
-
-def agree_on_keys(
-    call: CollectiveCall, x: SparseVector, back: Back, total: int, check: bool, apart: bool = False
-) -> tuple[SparseVector, Back]:
-    """Return the entries of x as a vector of the length that all ranks agree on. Collective.
-
-    Args:
-        call: the call that needs them.
-        x: this rank's entries, from `agree_on_kinds`.
-        back: what converts results to the caller's type.
-        total: the number of all ranks' keys.
-        check: whether ranks compare their arguments.
-        apart: leave words as they are on each rank (see `ToMapping.apart`); for integers, nothing changes.
-    """
-    if not total:
-        return x, back
-    if not isinstance(back, ToMapping) or back.keys == KEYS[0]:
-        return x._shifted(0, max(call.agree(x.length, check, every=False))), back
-    if apart:
-        return x, replace(back, apart=True)
-    text, indices = table_of(call.transport, back.words, total)
-    return SparseVector.from_pairs(indices, x.values, len(text), None), replace(back, words=Table(text, back.keys))
-
-
-def words_at(root: int, channel: Channel, x: SparseVector, back: ToMapping) -> tuple[SparseVector, Back] | None:
-    """Return the entries of all ranks combined, and what converts them, on the root; None on others. Collective.
-
-    Args:
-        root: receives the keys and the values of all ranks.
-        channel: of the call.
-        x: this rank's entries, in its own numbering (`ToMapping.apart`).
-        back: what converts them.
-    """
-    transport = channel.transport
-    words = back.words if x.nnz == x.length else [back.words[index] for index in x.indices.tolist()]
-    own = Text.of(words)
-    with channel.phase("keys"):
-        if channel.rank != root:
-            transport.isend(root, own.packed())
-            channel.isend_dense(root, DenseVector(x.values))
-            return None
-        texts, values = [], []
-        for rank in range(channel.size):
-            texts.append(own if rank == root else unpacked(transport.recv(rank)))
-            arrived = x if rank == root else channel.recv_dense(rank, x.dtype, len(texts[rank]))
-            values.append(arrived.values)
-    with channel.phase("merge"):
-        parts, back = united(texts, values, back)
-        return channel.merge(parts, accumulator_dtype(x.dtype)).astype(x.dtype), back
-
-
-def united(texts: list[Text], values: list[NDArray[Any]], back: ToMapping) -> tuple[list[SparseVector], ToMapping]:
-    """Return the entries of several ranks in one numbering of their words, and what converts such vectors.
-
-    Args:
-        texts: the words of each rank, all different.
-        values: the value of each word.
-        back: what converts the entries of this rank.
-    """
-    every = Text.concatenate(texts)
-    numbers, first = every.numbers()
-    each = zip(np.split(numbers, np.cumsum([len(text) for text in texts])[:-1]), values, strict=True)
-    parts = [SparseVector.from_pairs(own_numbers, own_values, first.size, None) for own_numbers, own_values in each]
-    return parts, replace(back, words=Table(every.take(first), back.keys))

@@ -56,7 +56,9 @@ class ToHybrid(Back):
         outer = coordinates(y.rows, shape[: self.sparse_dim], "int64")
         index = torch.stack([tensor_of(np.ascontiguousarray(numbers)) for numbers in outer])
         values = tensor_of(y.values).view(-1, *shape[self.sparse_dim :])
-        return torch.sparse_coo_tensor(index, values, shape, is_coalesced=True, check_invariants=False)
+        return torch.sparse_coo_tensor(
+            index, values, shape, device=values.device, is_coalesced=True, check_invariants=False
+        )
 
 
 @dataclass(frozen=True)

@@ -90,4 +90,6 @@ class ToTorch(Back):
             values[tensor_of(position), tensor_of(column.astype(np.int64))] = tensor_of(y.values)
             values = values.view(len(rows), *shape[self.sparse_dim :])
         index = torch.stack([tensor_of(row) for row in coordinates(rows, shape[: self.sparse_dim])])
-        return torch.sparse_coo_tensor(index, values, shape, is_coalesced=True, check_invariants=False)
+        return torch.sparse_coo_tensor(
+            index, values, shape, device=values.device, is_coalesced=True, check_invariants=False
+        )

@@ -6,11 +6,10 @@ import numpy as np
 
 from sparsecoll.kernels import reference
 from sparsecoll.kernels.cpu.lanes import jit
-from sparsecoll.kernels.keys import Addend, Array
+from sparsecoll.kernels.keys import Array, Pass
 from sparsecoll.kernels.memory import readonly
 
 ADDED = tuple(map(np.dtype, ("float32", "float64", "int32", "int64")))  # dtypes that these kernels take
-PART = 1 << 11  # items that stay in the cache between two loops over them
 
 
 @jit
@@ -44,37 +43,23 @@ def velocity_range(velocity, gradient, factor, new_velocity, start, stop):  # ty
         target[i] = factor * (first[i] + second[i])
 
 
-@jit
-def _nesterov(velocity, factor, new_velocity, values):  # type: ignore[no-untyped-def]
-    for start in range(0, values.size, PART):
-        stop = min(start + PART, values.size)
-        velocity_range(velocity, values, factor, new_velocity, start, stop)
-        add_range(values, new_velocity, values.dtype.type(1), start, stop)
-
-
-@jit
-def _nesterov_into(velocity, gradient, factor, new_velocity, out):  # type: ignore[no-untyped-def]
-    for start in range(0, out.size, PART):
-        stop = min(start + PART, out.size)
-        velocity_range(velocity, gradient, factor, new_velocity, start, stop)
-        sum_range(gradient, new_velocity, out.dtype.type(1), out, start, stop)
-
-
-def accumulate(values: Array, add: Addend, out: Array | None = None) -> None:
-    addend, scale = add
-    if values.dtype not in ADDED or addend.dtype not in ADDED:
-        reference.accumulate(values, add, out)
-    elif out is not None:
-        _accumulate_into(readonly(values), readonly(addend), values.dtype.type(scale), out)
+def form(values: Array, work: Pass) -> None:
+    start, momentum, add, _ = work
+    if values.dtype not in ADDED or (add is not None and add[0].dtype not in ADDED):
+        reference.form(values, work)
+        return
+    start = values if start is None else start
+    if momentum is not None and momentum.nesterov:
+        reference.form(values, work._replace(add=None))
+        start = values
+    elif momentum is not None:
+        velocity, factor, new_velocity, _ = momentum
+        _accumulate_into(readonly(start), readonly(velocity), values.dtype.type(factor), new_velocity)
+        start = new_velocity
+    if add is None:
+        if start is not values:
+            values[:] = start
+    elif start is values:
+        _accumulate(values, readonly(add[0]), values.dtype.type(add[1]))
     else:
-        _accumulate(values, addend, values.dtype.type(scale))
-
-
-def nesterov(velocity: Array, gradient: Array, factor: float, new_velocity: Array, out: Array) -> None:
-    typed = out.dtype.type(factor)
-    if out.dtype not in ADDED:
-        reference.nesterov(velocity, gradient, factor, new_velocity, out)
-    elif out is gradient:
-        _nesterov(readonly(velocity), typed, new_velocity, out)
-    else:
-        _nesterov_into(readonly(velocity), readonly(gradient), typed, new_velocity, out)
+        _accumulate_into(readonly(start), readonly(add[0]), values.dtype.type(add[1]), values)

@@ -105,12 +105,6 @@ def _to_bfloat16(bits, out):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _from_bfloat16(stored, out):  # type: ignore[no-untyped-def]
-    for i in range(stored.size):
-        out[i] = np.uint32(stored[i]) << np.uint32(16)
-
-
-@jit
 def _to_float16(values, out):  # type: ignore[no-untyped-def]
     for block in range(0, values.size, BLOCK):
         narrow_block(values, block, out)
@@ -170,12 +164,6 @@ def to_bfloat16(values: Array) -> Array:
     out = empty(values.size, np.uint16)
     _to_bfloat16(values.view(np.uint32), out)
     return out
-
-
-def from_bfloat16(stored: Array) -> Array:
-    out = empty(stored.size, np.uint32)
-    _from_bfloat16(stored, out)
-    return out.view(np.float32)
 
 
 def to_float16(values: Array) -> Array:

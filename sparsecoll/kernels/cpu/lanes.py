@@ -1,7 +1,6 @@
 """The instruction set of the kernels, chosen at import, and its operations.
 
-`avx512` and `avx2` have operations on blocks of BLOCK items in intrinsics/, `portable` has them in portable.py. Where
-an internal of Numba is missing, all operations are the portable ones.
+`avx512` and `avx2` have operations on blocks of BLOCK items in intrinsics/, `portable` has them in portable.py.
 """
 
 from __future__ import annotations
@@ -13,60 +12,40 @@ from typing import Any
 import numba
 from numba.extending import overload
 
+from sparsecoll.kernels.cpu import portable
+from sparsecoll.kernels.cpu.intrinsics import blocks
+from sparsecoll.kernels.cpu.intrinsics.blocks import end_stream as end_stream
+from sparsecoll.kernels.cpu.intrinsics.blocks import narrow_block as narrow_block
+from sparsecoll.kernels.cpu.intrinsics.blocks import stream_block as stream_block
+from sparsecoll.kernels.cpu.intrinsics.blocks import widen_block as widen_block
+from sparsecoll.kernels.cpu.intrinsics.cache import jit as jit
+from sparsecoll.kernels.cpu.intrinsics.target import ADVICE as ADVICE  # how the kernels could be faster here, or ""
+from sparsecoll.kernels.cpu.intrinsics.target import BLOCK as BLOCK
+from sparsecoll.kernels.cpu.intrinsics.target import PURE, SET, SUPPORTED
+from sparsecoll.kernels.cpu.intrinsics.words import array_at as array_at
+from sparsecoll.kernels.cpu.intrinsics.words import load64 as load64
+from sparsecoll.kernels.cpu.intrinsics.words import magnitude_key as magnitude_key
+from sparsecoll.kernels.cpu.intrinsics.words import popcount as popcount
+from sparsecoll.kernels.cpu.intrinsics.words import prefetch as prefetch
+from sparsecoll.kernels.cpu.intrinsics.words import store64 as store64
+from sparsecoll.kernels.cpu.intrinsics.words import trailing_zeros as trailing_zeros
 from sparsecoll.kernels.keys import Array
 from sparsecoll.kernels.memory import ALIGNMENT, data_ptr
 
 logger = logging.getLogger(__name__)
 
-operations: Any
-try:
-    from sparsecoll.kernels.cpu import intrinsics as operations  # before anything is compiled
-
-    operations.probe()
-except Exception as error:
-    from sparsecoll.kernels.cpu import portable as operations
-
-    logger.warning(
-        "Numba %s lacks what the kernels with intrinsics need (%s: %s): the slower portable kernels are used",
-        numba.__version__,
-        type(error).__name__,
-        error,
-    )
-
-ADVICE: str = operations.ADVICE  # how the kernels could be faster on this machine; may be empty
-SUPPORTED = (*operations.SUPPORTED, "portable")
-SET = operations.SET
 chosen = os.environ.get("SPARSECOLL_KERNELS") or SET
 if chosen != SET:
     raise ValueError(
         f"SPARSECOLL_KERNELS: {chosen!r} cannot run here, expected one of {', '.join(SUPPORTED)}, reference"
     )
-if not operations.PURE:
+if not PURE:
     logger.warning("Numba has compiled for AVX-512 before in this process: kernels for AVX2 may use it")
 
-jit = operations.jit
 inlined: Any = numba.njit(inline="always")
-load64 = operations.load64
-magnitude_key = operations.magnitude_key
-popcount = operations.popcount
-prefetch = operations.prefetch
-store64 = operations.store64
-trailing_zeros = operations.trailing_zeros
-
-from sparsecoll.kernels.cpu.portable import BLOCK as BLOCK  # noqa: E402  # after the set was chosen
-from sparsecoll.kernels.cpu.portable import array_at as array_at  # noqa: E402  # after the set was chosen
-
-if SET == "portable":
-    from sparsecoll.kernels.cpu import portable as blocks
-else:
-    blocks = operations
 VECTORS = SET != "portable"  # there are all operations on blocks, and they also add
-compress_block = blocks.compress_block
-emit_block = blocks.emit_block
-end_stream = blocks.end_stream
-narrow_block = blocks.narrow_block
-stream_block = blocks.stream_block
-widen_block = blocks.widen_block
+_own: Any = blocks if VECTORS else portable
+compress_block, emit_block = _own.compress_block, _own.emit_block
 LINE_BYTES = 64  # of a line of the caches
 STREAMED = 1 << 24  # bytes of an array from which on it is written past the caches: it would not stay there anyway
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from sparsecoll.kernels import reference
+from sparsecoll.kernels.cpu.additions import form
 from sparsecoll.kernels.cpu.lanes import BLOCK
 from sparsecoll.kernels.cpu.radix import cut, keep_largest, kth
-from sparsecoll.kernels.cpu.selection import lanes_of, magnitudes, select, select_at_least, settled
-from sparsecoll.kernels.keys import Addend, Array, Momentum, index_dtype
+from sparsecoll.kernels.cpu.selection import lanes_of, magnitudes, select, select_at_least
+from sparsecoll.kernels.keys import PLAIN, Array, Pass, index_dtype
 from sparsecoll.kernels.memory import empty, readonly
 from sparsecoll.kernels.reference.selection import taken
 from sparsecoll.kernels.sampling import bounding_sample
@@ -27,12 +28,8 @@ def topk_by_key(values: Array, key: int, ties: int, *, indices: Array | None = N
     return out_i[:count], out_v[:count].view(values.dtype)
 
 
-def lower_bound_key(values: Array, k: int, add: Addend | None = None) -> int:
-    return _bound(values, k, add, None)
-
-
-def _bound(values: Array, k: int, add: Addend | None, momentum: Momentum | None) -> int:
-    found = bounding_sample(values, k, add, SAMPLE, reference.accumulate, momentum)
+def lower_bound_key(values: Array, k: int, work: Pass = PLAIN) -> int:
+    found = bounding_sample(values, k, work, SAMPLE, reference.form)
     return kth_key(*found)[0] if found else 0
 
 
@@ -41,30 +38,20 @@ def kth_key(values: Array, k: int) -> tuple[int, int]:
     return int(key), ties
 
 
-def topk(
-    values: Array,
-    k: int,
-    *,
-    indices: Array | None = None,
-    add: Addend | None = None,
-    out: Array | None = None,
-    clear: bool = False,
-    momentum: Momentum | None = None,
-) -> tuple[Array, Array]:
+def topk(values: Array, k: int, *, indices: Array | None = None, work: Pass = PLAIN) -> tuple[Array, Array]:
     if k == 0:
-        return select_at_least(values, BEYOND, indices=indices, add=add, out=out, momentum=momentum)
+        return select_at_least(values, BEYOND, indices=indices, work=work)
     if values.dtype.kind == "c":
-        values = settled(values, add, out, momentum)
-        return taken(values, topk(magnitudes(values), k)[0], indices, clear)
-    bound, room = _bound(values, k, add, momentum), k + (k >> 2)
-    found_i, found_v = select(values, bound, room, indices, add, out, None, clear, momentum, k)
-    values = values if out is None else out
+        form(values, work)
+        return taken(values, topk(magnitudes(values), k)[0], indices, work.clear)
+    bound, room = lower_bound_key(values, k, work), k + (k >> 2)
+    found_i, found_v = select(values, bound, room, indices, None, work, k)
     if found_v.size < min(k, values.size):  # the sample was not typical, as for periodic data
-        if clear:
+        if work.clear:
             values[found_i] = found_v
-        found_i, found_v = select(values, 0, room, indices, None, None, None, clear, None, k)
+        found_i, found_v = select(values, 0, room, indices, None, Pass(clear=work.clear), k)
     if k >= found_v.size:
         return found_i, found_v
     bits, mask = lanes_of(found_v, write=True)
-    _, count = keep_largest(found_i, bits, mask, k, lanes_of(values, write=True)[0] if clear else None)
+    _, count = keep_largest(found_i, bits, mask, k, lanes_of(values, write=True)[0] if work.clear else None)
     return found_i[:count], found_v[:count]

@@ -12,21 +12,13 @@ from typing import Any
 import numpy as np
 
 from sparsecoll.kernels import reference, threads
-from sparsecoll.kernels.cpu.additions import ADDED, accumulate, nesterov
-from sparsecoll.kernels.cpu.lanes import BLOCK, VECTORS, jit, magnitude_key, streams_to
+from sparsecoll.kernels.cpu.additions import ADDED, form
+from sparsecoll.kernels.cpu.lanes import BLOCK, VECTORS, jit, magnitude_key
 from sparsecoll.kernels.cpu.radix import keep_largest
 from sparsecoll.kernels.cpu.selection_pass import CHUNK, LINE, select_chunks
-from sparsecoll.kernels.keys import Addend, Array, Momentum, index_dtype, is_float
+from sparsecoll.kernels.keys import PLAIN, Array, Pass, index_dtype, is_float
 from sparsecoll.kernels.memory import empty, readonly
-from sparsecoll.kernels.reference.selection import (
-    MOMENT_LANES,
-    ROUNDS,
-    begun,
-    moments_of,
-    moments_of_lines,
-    moved,
-    taken,
-)
+from sparsecoll.kernels.reference.selection import MOMENT_LANES, ROUNDS, moments_of, moments_of_lines, taken
 
 SPARE = 1 << 16  # entries that a top k may find beyond 2k before it keeps the k largest of them
 
@@ -119,21 +111,10 @@ def select_at_least(
     expected: int = 0,
     *,
     indices: Array | None = None,
-    add: Addend | None = None,
-    out: Array | None = None,
     moments: Array | None = None,
-    clear: bool = False,
-    momentum: Momentum | None = None,
+    work: Pass = PLAIN,
 ) -> tuple[Array, Array]:
-    return select(values, key, expected, indices, add, out, moments, clear, momentum)
-
-
-def settled(values: Array, add: Addend | None, out: Array | None, momentum: Momentum | None) -> Array:
-    """The values, changed and moved before the pass."""
-    values = moved(*begun(values, out, momentum, accumulate, nesterov))
-    if add is not None:
-        accumulate(values, add)
-    return values
+    return select(values, key, expected, indices, moments, work)
 
 
 def select(
@@ -141,41 +122,35 @@ def select(
     key: int,
     expected: int,
     indices: Array | None,
-    add: Addend | None,
-    out: Array | None,
     moments: Array | None,
-    clear: bool,
-    momentum: Momentum | None,
+    work: Pass,
     k: int | None = None,
 ) -> tuple[Array, Array]:
     """select_at_least; with `k`, some of the entries that are not among the k largest may be left out."""
-    beyond = _beyond(key, values)
-    if values.dtype not in ADDED or (add is not None and add[0].dtype not in ADDED):  # no arithmetic here
-        values, add, out, momentum = settled(values, add, out, momentum), None, None, None
-        if moments is not None:
-            moments[:], moments = moments_of(values), None
-    elif momentum is not None and (beyond or moments is not None or not _in_lanes(values, add, momentum)):
-        (values, out), momentum = begun(values, out, momentum, accumulate, nesterov), None
+    added_here = values.dtype in ADDED and (work.add is None or work.add[0].dtype in ADDED)  # else no arithmetic here
+    beyond, in_lanes = _beyond(key, values), moments is None and _in_lanes(values, work)
+    if not added_here or beyond or (work.momentum is not None and not in_lanes):
+        form(values, work)
+        work, in_lanes = Pass(clear=work.clear), False
+    if not added_here and moments is not None:
+        moments[:], moments = moments_of(values), None
     if beyond:
-        values = moved(values, out)
-        return reference.select_at_least(values, key, indices=indices, add=add, moments=moments)
+        return reference.select_at_least(values, key, indices=indices, moments=moments)
     if values.dtype.kind == "c":
-        return taken(values, select_at_least(magnitudes(values), key, expected)[0], indices, clear)
-    origin, values = (None, values) if out is None else (readonly(values), out)
+        return taken(values, select_at_least(magnitudes(values), key, expected)[0], indices, work.clear)
+    origin, momentum, add, clear = work
     bits, mask = lanes_of(values, write=clear or add is not None or origin is not None)
     lines = None if moments is None else np.empty((-(-values.size // LINE), 4))
     addend, scale = (None, None) if add is None else (readonly(np.ascontiguousarray(add[0])), values.dtype.type(add[1]))
     floats = bits if addend is None and lines is None else values if addend is not None else readonly(values)
-    origin = lanes_of(origin)[0] if origin is not None and addend is None else origin  # it is only copied
-    in_lanes = lines is None and _in_lanes(values, add)
+    if origin is not None:
+        origin = readonly(origin) if addend is not None else lanes_of(origin)[0]  # which is only copied
     added = addend.view(bits.dtype) if in_lanes else None  # type: ignore[union-attr]
     source = lanes_of(origin)[0] if in_lanes and origin is not None else None
-    stream = streams_to(bits) if source is not None else None
     velocity = new_velocity = factor = with_nesterov = None
     if momentum is not None:
         velocity, new_velocity = readonly(momentum.velocity), momentum.new_velocity
         factor, with_nesterov = values.dtype.type(momentum.factor), momentum.nesterov or None
-        stream = stream and streams_to(new_velocity)
     index = index_dtype(values.size) if indices is None else indices.dtype
     indices = None if indices is None else readonly(indices)
 
@@ -184,7 +159,7 @@ def select(
         old, new, *arrays = [None if array is None else array[:stop] for array in given]
         guess, typed = expected * (stop - start) // max(values.size, 1), mask.dtype.type(key)
         moving = old, new, factor, with_nesterov
-        return _select_range(*arrays, mask, typed, scale, lines, stream, start, guess, index, clear, moving, k)  # type: ignore
+        return _select_range(*arrays, mask, typed, scale, lines, start, guess, index, clear, moving, k)  # type: ignore
 
     count, unit = threads.count_for(values.size), CHUNK if lines is None else LINE
     edges = [values.size * t // count // unit * unit for t in range(count)] + [values.size]
@@ -194,12 +169,12 @@ def select(
     return out_i, out_v.view(values.dtype)
 
 
-def _in_lanes(values: Array, add: Addend | None, momentum: Momentum | None = None) -> bool:
+def _in_lanes(values: Array, work: Pass) -> bool:
     """Whether the pass adds an addend, and before that the momentum: where all are of the same floats."""
-    if add is None or not VECTORS or values.dtype.char not in "fd":
+    if work.add is None or not VECTORS or values.dtype.char not in "fd":
         return False
-    others = [add[0]] if momentum is None else [add[0], momentum.velocity, momentum.new_velocity]
-    return all(array.dtype == values.dtype for array in others)
+    velocities = () if work.momentum is None else (work.momentum.velocity, work.momentum.new_velocity)
+    return all(array.dtype == values.dtype for array in (work.add[0], *velocities))
 
 
 def _select_range(
@@ -214,7 +189,6 @@ def _select_range(
     key: Any,
     scale: Any,
     lines: Any,
-    stream: Any,
     start: int,
     expected: int,
     index: Any,
@@ -230,7 +204,7 @@ def _select_range(
     sums = None if lines is None else np.empty((4, MOMENT_LANES))
     while True:
         room = capacity if k is None or key != first else k + CHUNK + BLOCK - 1  # with this it stops at k entries
-        given = (floats, bits, origin, source, mask, key, indices, addend, added, scale, sums, lines, stream)
+        given = (floats, bits, origin, source, mask, key, indices, addend, added, scale, sums, lines)
         start, count = select_chunks(*given, start, out_i[:room], out_v[:room], count, clear or None, *moving)
         if start == size:
             break

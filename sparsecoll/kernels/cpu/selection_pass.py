@@ -13,7 +13,6 @@ from sparsecoll.kernels.cpu.additions import add_range, sum_range, velocity_rang
 from sparsecoll.kernels.cpu.lanes import (
     BLOCK,
     compress_block,
-    end_stream,
     inlined,
     jit,
     magnitude_key,
@@ -96,7 +95,6 @@ def _take(  # type: ignore[no-untyped-def]
     out_v,
     count,
     clear,
-    stream,
     often,
     far,
 ):
@@ -125,7 +123,6 @@ def _take(  # type: ignore[no-untyped-def]
                 out_v,
                 count,
                 clear,
-                stream,
                 nesterov,
                 True,
             )
@@ -149,7 +146,6 @@ def _take(  # type: ignore[no-untyped-def]
                 out_v,
                 count,
                 clear,
-                stream,
                 nesterov,
                 False,
             )
@@ -192,7 +188,6 @@ def select_chunks(  # type: ignore[no-untyped-def]
     scale,
     sums,
     lines,
-    stream,
     start,
     out_i,
     out_v,
@@ -246,14 +241,11 @@ def select_chunks(  # type: ignore[no-untyped-def]
             out_v,
             count,
             clear,
-            stream,
             often,
             far,
         )
         often = count - before > OFTEN
         start = stop
-    if stream is not None:
-        end_stream()
     return start, count
 
 
@@ -280,7 +272,6 @@ def select_all(bits, mask, key, indices, start, out_i, out_v, count):  # type: i
         out_i,
         out_v,
         count,
-        None,
         None,
         True,
         False,

@@ -13,8 +13,6 @@ from sparsecoll.kernels.keys import Array
 from sparsecoll.kernels.memory import data_ptr, empty, readonly
 
 PART = 1 << 11  # coordinates of a dense vector that are put together before they are written past the caches
-WINDOW = 1 << 14  # coordinates looked up at a time: their 16 KiB of marks stay in the first-level cache
-DENSE_FROM = 64  # entries in a window from which on marks are faster than comparisons
 
 
 @jit
@@ -142,25 +140,6 @@ def _common(a, b, wanted, out):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _common_dense(a, b, wanted, marks, out):  # type: ignore[no-untyped-def]
-    """As _common, by windows: mark the indices of `b`, look up those of `a`. `marks` is zero before and after."""
-    count, i, j = 0, 0, 0
-    while i < a.size:
-        base = np.uint64(a[i])
-        first = end(b, j, base)
-        i_end, j = end(a, i, base + np.uint64(marks.size)), end(b, first, base + np.uint64(marks.size))
-        for position in range(first, j):
-            marks[np.int64(np.uint64(b[position]) - base)] = 1
-        for position in range(i, i_end):
-            out[count] = position
-            count += marks[np.int64(np.uint64(a[position]) - base)] == wanted
-        for position in range(first, j):
-            marks[np.int64(np.uint64(b[position]) - base)] = 0
-        i = i_end
-    return count
-
-
-@jit
 def _first_unsorted(indices, length):  # type: ignore[no-untyped-def]
     if indices.size == 0:
         return -1
@@ -240,20 +219,14 @@ def write_sum(dense: Array, parts: Sequence[tuple[Array, Array]], divisor: int, 
     )
 
 
-def _positions(a: Array, b: Array, wanted: int) -> Array:
-    out = empty(a.size + 1, np.int64)
-    span = int(a[-1]) - int(a[0]) + 1 if a.size else 0
-    if (a.size + b.size) * WINDOW < DENSE_FROM * span:
-        return out[: _common(a, b, wanted, out)]
-    return out[: _common_dense(a, b, wanted, np.zeros(WINDOW, np.uint8), out)]
-
-
 def intersect(a: Array, b: Array) -> Array:
-    return _positions(a, b, 1)
+    out = empty(a.size + 1, np.int64)
+    return out[: _common(a, b, 1, out)]
 
 
 def difference(a: Array, b: Array) -> Array:
-    return _positions(a, b, 0)
+    out = empty(a.size + 1, np.int64)
+    return out[: _common(a, b, 0, out)]
 
 
 def first_unsorted(indices: Array, length: int) -> int:

@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
+from sparsecoll.kernels import reference
 from sparsecoll.kernels.gpu import device
 from sparsecoll.kernels.gpu.device import launch, types, u32
-from sparsecoll.kernels.keys import Momentum, index_dtype
-from sparsecoll.kernels.reference.selection import MOMENT_ROWS, ROUNDS, begun, moved
-from sparsecoll.kernels.reference.selection import nesterov as nesterov
+from sparsecoll.kernels.keys import PLAIN, Pass, index_dtype
+from sparsecoll.kernels.reference.selection import MOMENT_ROWS, ROUNDS
 from sparsecoll.kernels.sampling import SMALL, bounding_sample
 
 Array = Any  # of CuPy
@@ -46,10 +46,17 @@ def magnitude_keys(values: Array) -> Array:
     return bits & bits.dtype.type(np.iinfo(bits.dtype).max >> 1)
 
 
-def accumulate(values: Array, add: Addend, out: Array | None = None) -> None:
-    values = moved(values, out)
-    macros, addend, scale = _added(add)
-    launch("selection", "accumulate", values.size, values, values.size, addend, scale, macros=types(values) + macros)
+def form(values: Array, work: Pass) -> None:
+    _begin(values, work)
+    if work.add is not None:
+        macros, addend, scale = _added(work.add)
+        given = (values, values.size, addend, scale)
+        launch("selection", "accumulate", values.size, *given, macros=types(values) + macros)
+
+
+def _begin(values: Array, work: Pass) -> None:
+    """`form`, but for the addend."""
+    reference.form(values, work._replace(add=None))
 
 
 def count_at_least(values: Array, key: int) -> int:
@@ -148,23 +155,20 @@ def select_at_least(
     expected: int = 0,
     *,
     indices: Array | None = None,
-    add: Addend | None = None,
-    out: Array | None = None,
     moments: np.ndarray[Any, Any] | None = None,
-    clear: bool = False,
-    momentum: Momentum | None = None,
+    work: Pass = PLAIN,
 ) -> tuple[Array, Array]:
-    values = moved(*begun(values, out, momentum, accumulate))
+    _begin(values, work)
     above = min(key - 1, int(np.iinfo(_bits(values)).max))
-    return _take(values, above, 0, expected, indices, add, moments, clear)
+    return _take(values, above, 0, expected, indices, work.add, moments, work.clear)
 
 
 def topk_by_key(values: Array, key: int, ties: int, *, indices: Array | None = None) -> tuple[Array, Array]:
     return _take(values, key, ties, values.size, indices)
 
 
-def lower_bound_key(values: Array, k: int, add: Addend | None = None) -> int:
-    found = bounding_sample(values, k, add, SAMPLE, accumulate)
+def lower_bound_key(values: Array, k: int, work: Pass = PLAIN) -> int:
+    found = bounding_sample(values, k, work, SAMPLE, form)
     return kth_key(*found)[0] if found else 0
 
 
@@ -193,29 +197,21 @@ def _narrowed(values: Array, k: int, digits: int) -> tuple[int, int]:
     return key, rank
 
 
-def topk(
-    values: Array,
-    k: int,
-    *,
-    indices: Array | None = None,
-    add: Addend | None = None,
-    out: Array | None = None,
-    clear: bool = False,
-    momentum: Momentum | None = None,
-) -> tuple[Array, Array]:
-    values = moved(*begun(values, out, momentum, accumulate))
+def topk(values: Array, k: int, *, indices: Array | None = None, work: Pass = PLAIN) -> tuple[Array, Array]:
+    _begin(values, work)
+    add = Pass(add=work.add)
     if k == 0:
-        return select_at_least(values, 1 << 64, indices=indices, add=add)
+        return select_at_least(values, 1 << 64, indices=indices, work=add)
     bound, all_i, all_v = lower_bound_key(values, k, add), indices, values
     if bound:
-        all_i, all_v = select_at_least(values, bound, k + (k >> 2), indices=indices, add=add)
-    elif add is not None:
-        accumulate(values, add)
+        all_i, all_v = select_at_least(values, bound, k + (k >> 2), indices=indices, work=add)
+    else:
+        form(values, add)
     if values.size > SMALL and k < values.size and (not bound or all_v.size < k):  # no sample, or not a typical one
         all_i, all_v = select_at_least(values, _certain_bound(values, k), k + (k >> 2), indices=indices)
     above, ties = (-1, 0) if k >= all_v.size else kth_key(all_v, k)
     chosen = _take(all_v, above, ties, min(k, all_v.size), all_i)
-    if clear:
+    if work.clear:
         launch("selection", "clear", chosen[0].size, values, chosen[0], chosen[0].size, macros=types(values, chosen[0]))
     return chosen
 

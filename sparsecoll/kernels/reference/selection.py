@@ -6,22 +6,20 @@ Selections break ties by larger magnitude, then by lower position.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from sparsecoll.kernels.keys import Addend, Array, Momentum, bits_and_mask, index_dtype
+from sparsecoll.kernels.keys import PLAIN, Array, Pass, bits_and_mask, index_dtype
 
 __all__ = [
-    "accumulate",
     "count_at_least",
+    "form",
     "key_range",
     "kth_key",
     "lower_bound_key",
     "magnitude_keys",
     "moments_of",
-    "nesterov",
     "random_indices",
     "select_at_least",
     "topk",
@@ -51,46 +49,24 @@ def key_range(values: Array) -> tuple[int, int]:
     return (int(keys.min()), int(keys.max())) if keys.size else (0, 0)
 
 
-def accumulate(values: Array, add: Addend, out: Array | None = None) -> None:
-    """values += scale * addend, in the dtype of values; the product is rounded before the sum.
-
-    Args:
-        out: takes the sums instead of `values`, which then do not change; of the same dtype.
-    """
-    values = moved(values, out)
+def form(values: Array, work: Pass) -> None:
+    """Do what `work` does before anything is selected. Each product, and each sum, is rounded."""
+    source, momentum, add, _ = work
+    if source is not None:
+        values[:] = source
     with np.errstate(over="ignore", invalid="ignore"):
-        values += values.dtype.type(add[1]) * add[0].astype(values.dtype, copy=False)
-
-
-def nesterov(velocity: Array, gradient: Array, factor: float, new_velocity: Array, out: Array) -> None:
-    """new_velocity = factor * (velocity + gradient), out = gradient + new_velocity.
-
-    Args:
-        velocity, gradient, new_velocity, out: of one dtype and length; `out` may be `gradient`, no others overlap.
-    """
-    with np.errstate(over="ignore", invalid="ignore"):
-        np.add(velocity, gradient, out=new_velocity)
-        np.multiply(new_velocity, out.dtype.type(factor), out=new_velocity)
-        np.add(gradient, new_velocity, out=out)
-
-
-def begun(
-    values: Array,
-    out: Array | None,
-    momentum: Momentum | None,
-    add: Callable[..., None] = accumulate,
-    add_nesterov: Callable[..., None] = nesterov,
-) -> tuple[Array, Array | None]:
-    """Form the new velocity, by kernels; return what replaces the values, and where it is to be moved, if anywhere."""
-    if momentum is None:
-        return values, out
-    velocity, factor, new_velocity, is_nesterov = momentum
-    target = values if out is None else out
-    if is_nesterov:
-        add_nesterov(velocity, values, factor, new_velocity, target)
-        return target, None
-    add(values, (velocity, factor), new_velocity)
-    return new_velocity, target
+        if momentum is not None:
+            velocity, factor, new_velocity, nesterov = momentum
+            typed = values.dtype.type(factor)
+            if nesterov:
+                np.add(velocity, values, out=new_velocity)
+                np.multiply(new_velocity, typed, out=new_velocity)
+                np.add(values, new_velocity, out=values)
+            else:
+                np.add(values, typed * velocity, out=new_velocity)
+                values[:] = new_velocity
+        if add is not None:
+            values += values.dtype.type(add[1]) * add[0].astype(values.dtype, copy=False)
 
 
 def moments_of(values: Array) -> Array:
@@ -128,42 +104,26 @@ def _folded(terms: Array) -> Any:
     return columns[0]
 
 
-def moved(values: Array, out: Array | None) -> Array:
-    """The values, or `out` with a copy of them."""
-    if out is None:
-        return values
-    out[:] = values
-    return out
-
-
 def select_at_least(
     values: Array,
     key: int,
     expected: int = 0,
     *,
     indices: Array | None = None,
-    add: Addend | None = None,
-    out: Array | None = None,
     moments: Array | None = None,
-    clear: bool = False,
-    momentum: Momentum | None = None,
+    work: Pass = PLAIN,
 ) -> tuple[Array, Array]:
     """The entries with a key >= `key`: (their `indices`, or positions if None; their values), ascending.
 
     Args:
         expected: a guess of their number.
-        add: first values += scale * addend, in place.
-        out: takes the place of `values`, which then do not change; of the same dtype.
-        moments: float64[4], filled with the moments of the values after that.
-        clear: values taken are zero in `values` afterwards.
-        momentum: the values are a gradient, which this replaces before all else.
+        moments: float64[4], filled with the moments of the values.
+        work: what is done in the same pass.
     """
-    values = moved(*begun(values, out, momentum))
-    if add is not None:
-        accumulate(values, add)
+    form(values, work)
     if moments is not None:
         moments[:] = moments_of(values)
-    return taken(values, np.flatnonzero(magnitude_keys(values) >= key), indices, clear)
+    return taken(values, np.flatnonzero(magnitude_keys(values) >= key), indices, work.clear)
 
 
 def taken(values: Array, positions: Array, indices: Array | None, clear: bool = False) -> tuple[Array, Array]:
@@ -173,8 +133,8 @@ def taken(values: Array, positions: Array, indices: Array | None, clear: bool = 
     return positions.astype(index_dtype(values.size)) if indices is None else indices[positions], taken
 
 
-def lower_bound_key(values: Array, k: int, add: Addend | None = None) -> int:
-    """A key that at least k of `values + scale * addend` are likely to reach. Any key is right; this one is certain."""
+def lower_bound_key(values: Array, k: int, work: Pass = PLAIN) -> int:
+    """A key that at least k values are likely to reach after `work`. Any key is right; this one is certain."""
     return 0
 
 
@@ -220,19 +180,8 @@ def topk_by_key(values: Array, key: int, ties: int, *, indices: Array | None = N
     return taken(values, np.flatnonzero(chosen), indices)
 
 
-def topk(
-    values: Array,
-    k: int,
-    *,
-    indices: Array | None = None,
-    add: Addend | None = None,
-    out: Array | None = None,
-    clear: bool = False,
-    momentum: Momentum | None = None,
-) -> tuple[Array, Array]:
+def topk(values: Array, k: int, *, indices: Array | None = None, work: Pass = PLAIN) -> tuple[Array, Array]:
     """The entries of the k largest magnitudes, ties by lower position; all if k >= n. As `select_at_least`."""
-    values = moved(*begun(values, out, momentum))
-    if add is not None:
-        accumulate(values, add)
+    form(values, work)
     order = np.lexsort((np.arange(values.size), np.invert(magnitude_keys(values))))
-    return taken(values, np.sort(order[:k]), indices, clear)
+    return taken(values, np.sort(order[:k]), indices, work.clear)

@@ -10,7 +10,6 @@ import copy
 from collections.abc import Callable
 
 from sparsecoll.algorithms import Algorithm
-from sparsecoll.classes import check_class
 from sparsecoll.errors import check_choice
 from sparsecoll.torch.compressors.acpsgd import ACPSGD
 from sparsecoll.torch.compressors.base import Compressor, ErrorFeedback, StepContext
@@ -80,13 +79,11 @@ def resolve(compressor: str | Compressor | Algorithm) -> Compressor:
 
     Raises:
         ValueError: No compressor has the name.
-        TypeError: `compressor` is none of these, or the class of a Compressor has no name, or options that are not the
-            fields of a dataclass.
+        TypeError: `compressor` is none of these.
     """
     if isinstance(compressor, Algorithm):
         return TopK(algo=copy.deepcopy(compressor))
     if isinstance(compressor, Compressor):
-        check_class("compressor", compressor)
         return copy.deepcopy(compressor)
     if not isinstance(compressor, str):
         raise TypeError(

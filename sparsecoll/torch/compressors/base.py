@@ -16,7 +16,6 @@ from sparsecoll.collectives.allreduce import allreduce_vectors
 from sparsecoll.collectives.options import NOTHING, CallOptions
 from sparsecoll.errors import NonFiniteError
 from sparsecoll.kernels import kernels_of
-from sparsecoll.kernels.memory import may_share_memory
 from sparsecoll.residual import LazyAccumulator, check_part
 from sparsecoll.select import Vector
 from sparsecoll.telemetry.trace import span
@@ -30,7 +29,6 @@ from sparsecoll.transport.collectives import allgatherv
 from sparsecoll.vector import DenseVector, SparseVector
 
 DENSE = Dense()
-MAX_KNOWN = 64  # options of calls that are kept
 
 
 @dataclass
@@ -70,7 +68,6 @@ class Compressor(ABC):
     needs_all_buckets: ClassVar[bool] = False  # whether `bind` depends on the lengths of the buckets after this one
     replicated_state: ClassVar[frozenset[str]] = frozenset()  # kinds of state that are the same on all ranks
     takes_source: ClassVar[bool] = False  # whether `compensate` has the argument `source`
-    gives_back = False  # whether `give_back` makes the gradient again
     keeps_gradient = False  # whether the gradient's memory becomes part of the state, so that the mean needs its own
     sends_rarely = False  # whether an entry waits in the residual for many steps
     wants_profile = False  # whether `StepContext.ccr` is to be measured in the first steps
@@ -85,7 +82,6 @@ class Compressor(ABC):
         self.layout, self.context, self.timeout = layout, context, timeout
         self.size, self._rank = transport.size, transport.rank
         self._epoch = transport.epoch
-        self._given: dict[Any, tuple[Algorithm, CallOptions]] = {}  # by id of the algorithm, which is kept for that
 
     def for_small(self) -> Compressor | str:
         """Return the compressor, or its name, of parameters that are too small to be compressed: the exact mean."""
@@ -164,12 +160,6 @@ class Compressor(ABC):
     def drop(self) -> None:  # noqa: B027 - most have no state
         """Discard the trial state, because the reduction failed on some rank or is repeated."""
 
-    def give_back(self) -> None:  # noqa: B027 - most leave the gradient as it is
-        """Make the gradient of the current reduction again in its memory, before `drop`.
-
-        It is then rounded as the sum with the residual was.
-        """
-
     def exclude(self, names: Collection[str]) -> None:  # noqa: B027 - most have no state
         """Restore the trial state of parameters that take no part in the current reduction."""
 
@@ -180,9 +170,6 @@ class Compressor(ABC):
     def rollback(self, names: Collection[str] | None = None) -> list[Array]:
         """Return to the state before this step, for all or the named parameters; return arrays as `keep` does."""
         return []
-
-    def rescale(self, factor: float) -> None:  # noqa: B027 - most have no state
-        """Multiply residuals by a factor, because the scale of gradients has changed."""
 
     def reset(self) -> None:  # noqa: B027 - most keep nothing of the kind
         """Discard state that may differ between ranks after a call that failed."""
@@ -244,18 +231,9 @@ class Compressor(ABC):
         """Allreduce what was selected; ranks compare what is `alike`, too."""
         if isinstance(message, SparseVector):
             self.check_finite(message)
-        given = self._options_of(algorithm, options)
-        return allreduce_vectors(transport, message, algorithm, given, True, id(algorithm), alike, deferred=True)
-
-    def _options_of(self, algorithm: Algorithm, options: dict[str, Any]) -> CallOptions:
-        """Return the options of a call, the same object for the same ones, with which arguments are validated once."""
-        key = (id(algorithm), self.timeout, *options.items())
-        if key not in self._given:
-            if len(self._given) >= MAX_KNOWN:  # a schedule changes k
-                self._given.clear()
-            # dense sums pass NaN on, as plain data parallelism does; others have been checked
-            self._given[key] = algorithm, CallOptions(timeout=self.timeout, nonfinite="pass", **options)
-        return self._given[key][1]
+        # dense sums pass NaN on, as plain data parallelism does; others have been checked
+        given = CallOptions(timeout=self.timeout, nonfinite="pass", **options)
+        return allreduce_vectors(transport, message, algorithm, given, True, alike, deferred=True)
 
     def _gather(self, transport: Transport, message: Array, alike: Mapping[str, Any] = NOTHING) -> list[Array]:
         """Return all ranks' messages of bytes, in rank order; ranks compare what is `alike`, too."""
@@ -282,7 +260,6 @@ class ErrorFeedback(Compressor):
         super().bind(layout, transport, context, timeout)
         self._residual = Versions(layout.zeros() if self.keeps_gradient else layout.device.zeros(0, layout.dtype))
         self._versions = [self._residual]
-        self._left: Vector | None = None  # what has contributed
         self._spare: list[Array] = []  # memory of versions other than the residual's, which is the bucket's
 
     def compensate(self, gradient: Array, scale: float = 1.0, source: Array | None = None) -> DenseVector:
@@ -296,7 +273,6 @@ class ErrorFeedback(Compressor):
     def begin(self, acc: Array, source: Array | None = None) -> None:
         """Take memory for acc, which begins as what is in it or in `source`; what stays is the trial residual."""
         self.acc, self._residual.trial = LazyAccumulator(acc, source), acc
-        self._left = None
 
     @property
     def residual(self) -> Array:
@@ -316,34 +292,16 @@ class ErrorFeedback(Compressor):
         """
         if self.acc.has_removed(sent):
             self.acc.commit(sent)
-            self._left = sent
             return
         acc = self.acc.flush()
         if sent is acc:
             acc.values.fill(0)
-            self._left = acc
             return
         check_part("contributed", sent, acc)
         if isinstance(sent, SparseVector):
-            self._left = sent.copy() if may_share_memory(sent.values, acc.values) else sent
             acc.subtract_at(sent)
         else:
-            self._left = DenseVector(sent.values.copy()) if may_share_memory(sent.values, acc.values) else sent
             np.subtract(acc.values, sent.values, out=acc.values)
-
-    def _whole_again(self) -> Array | None:
-        """Return acc as it was before anything was subtracted; None if the gradient is still as it was."""
-        if self._residual.trial is None or self.acc.formed is False:
-            return None
-        if self.acc.formed is None or self._left is self.acc:  # nobody knows what it was
-            self._residual.trial.fill(np.nan)
-            return None
-        acc = self.acc.flush()
-        if isinstance(self._left, SparseVector):
-            acc.add_at(self._left)
-        elif self._left is not None:
-            acc.values[:] += self._left.values
-        return acc.values  # type: ignore[no-any-return]
 
     def _each(self, change: Callable[[Versions], list[Array]]) -> list[Array]:
         for versions in self._versions[1:]:
@@ -351,11 +309,9 @@ class ErrorFeedback(Compressor):
         return change(self._residual)
 
     def keep(self) -> list[Array]:
-        self._left = None
         return self._each(Versions.keep)
 
     def drop(self) -> None:
-        self._left = None
         self._each(Versions.drop)
 
     def exclude(self, names: Collection[str]) -> None:
@@ -368,10 +324,6 @@ class ErrorFeedback(Compressor):
     def rollback(self, names: Collection[str] | None = None) -> list[Array]:
         parts = None if names is None else self.layout.slices(names)
         return self._each(lambda versions: versions.rollback(parts))
-
-    def rescale(self, factor: float) -> None:
-        for versions in self._versions:
-            versions.scale(factor)
 
     def state(self) -> dict[str, dict[str, torch.Tensor]]:
         return {"residual": self.layout.by_name(self._residual.base)} if self.keeps_gradient else {}

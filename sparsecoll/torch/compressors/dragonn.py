@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 
 from sparsecoll import formats, select
-from sparsecoll.algorithms import Algorithm, Allgather, Reduction, resolve
-from sparsecoll.algorithms.auto.tune import tuning_of
-from sparsecoll.formats import Slots
+from sparsecoll.algorithms import Algorithm, Reduction
+from sparsecoll.formats import Format, Slots
 from sparsecoll.kernels.memory import asarray_like
 from sparsecoll.select import Selector, Vector
 from sparsecoll.select.randomk import mix
@@ -21,7 +20,7 @@ from sparsecoll.torch.layout import Layout
 from sparsecoll.transport import Transport
 from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.transport.collectives import allgather
-from sparsecoll.transport.network import compared_tuning
+from sparsecoll.transport.network import Network
 from sparsecoll.vector import DenseVector, SparseVector
 
 
@@ -36,8 +35,8 @@ class DRAGONN(TopK):
 
     Efficiency-aware tensor selection (equation (1)): a bucket of d values is compressed only if
     T_comp(d) < T_full(d) - T_spr(d). The seconds to compress and to decode a message of its dtype and length are
-    measured when the bucket is created, as are alpha and beta of the communicator. If the density of late steps is
-    known (see `Schedule.settles_at`), it decides for all steps; otherwise each step's own k decides:
+    measured when the bucket is created; alpha and beta are those of `network`. If the density of late steps is known
+    (see `Schedule.settles_at`), it decides for all steps; otherwise each step's own k decides:
 
         T_full(d) = 2(P-1)(alpha + beta d A / P),  T_spr(d) = (P-1)(alpha + beta gamma d A)
 
@@ -49,10 +48,8 @@ class DRAGONN(TopK):
 
     Args:
         density: as in `TopK`.
-        algo: "allgather" (the default) or an Allgather, since slots can be gathered but not summed.
         selector: the selector that finds the threshold, which the paper assumes to be given (default:
             SampledThreshold()).
-        format: not used, since messages are slots.
         value_dtype: as in `TopK`.
         momentum: as in `TopK`.
         nesterov: as in `TopK`.
@@ -62,26 +59,20 @@ class DRAGONN(TopK):
         row_density: as in `TopK`.
         selective: whether only buckets for which it pays off are compressed (default: True), or all.
         seed: seed of the hash functions (default: 0).
+        network: alpha and beta of equation (1); None, the default, for those that `sparsecoll.Auto` assumes.
 
     Raises:
-        ValueError: `algo` is not an allgather, or an option of `TopK` is out of range.
+        ValueError: An option of `TopK` is out of range.
     """
 
     name = "dragonn"
 
-    algo: str | Algorithm = "allgather"
+    algo: str | Algorithm = field(default="allgather", init=False)
+    format: str | Format = field(default="auto", init=False)
     selector: Selector | None = field(default_factory=select.SampledThreshold)
     selective: bool = True
     seed: int = 0
-
-    @property
-    def sums_sparsely(self) -> bool:
-        return False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not isinstance(resolve(self.algo), Allgather):
-            raise ValueError(f"algo: expected 'allgather', since slots cannot be summed, got {self.algo!r}")
+    network: Network | None = None
 
     def bind(self, layout: Layout, transport: Transport, context: StepContext, timeout: float | None = None) -> None:
         super().bind(layout, transport, context, timeout)
@@ -97,10 +88,10 @@ class DRAGONN(TopK):
         answer, by a line through the seconds of few entries and of many.
         """
         with CollectiveCall(transport, "compressor", self.timeout) as call:
-            call.signature |= {"compressor": self.describe(), **compared_tuning(transport)}
+            call.signature |= {"compressor": self.describe()}
             call.agree()
-        tuning, P, n = tuning_of(transport), transport.size, layout.length
-        full = 2 * (P - 1) * (tuning.alpha + tuning.beta * n * layout.dtype.itemsize / P)
+        network, P, n = self.network or transport.network, transport.size, layout.length
+        full = 2 * (P - 1) * (network.alpha + network.beta * n * layout.dtype.itemsize / P)
         if self._densities.settles:
             return n if self._seconds(transport, layout, self._late_entries(layout)) < full else -1
         few, many = 1, max(2, n // 10)
@@ -112,7 +103,7 @@ class DRAGONN(TopK):
 
     def _seconds(self, transport: Transport, layout: Layout, k: int) -> float:
         """Return T_comp + T_spr for k entries of a bucket, the same on every rank; collective."""
-        tuning, P = tuning_of(transport), transport.size
+        network, P = self.network or transport.network, transport.size
         gradient = asarray_like(
             np.random.default_rng(0).standard_normal(layout.length).astype(layout.dtype), layout.zeros()
         )
@@ -122,7 +113,7 @@ class DRAGONN(TopK):
         encode = measured(transport, lambda: form.encode(form.roundtrip(selector.select(vector, k))), layout.device)
         decode = measured(transport, lambda: formats.add_into(out, [message]), layout.device)
         cost = float(allgather(transport, np.array([encode + P * decode])).max())
-        return cost + (P - 1) * (tuning.alpha + tuning.beta * message.size)
+        return cost + (P - 1) * (network.alpha + network.beta * message.size)
 
     def _late_entries(self, layout: Layout) -> int:
         """Return k of late steps."""
@@ -165,5 +156,4 @@ class DRAGONN(TopK):
 
     def load_extra_state(self, state: dict[str, Any]) -> None:
         super().load_extra_state(state)
-        most = state["compressed"]  # True or False in states of an older version
-        self._most = (self.layout.length or -1 if most else -1) if isinstance(most, bool) else most
+        self._most = state["compressed"]

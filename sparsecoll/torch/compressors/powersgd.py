@@ -106,7 +106,7 @@ class LowRank(ErrorFeedback):
     def _random(self, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
         """Return a normally distributed matrix in the bucket's memory, the same on every kind of device."""
         device, dtype = self.layout.device, self.layout.dtype
-        return device.to(torch.randn(*shape, generator=generator)).to(device.zeros_tensor(0, dtype).dtype)
+        return device.to(torch.randn(*shape, generator=generator, device="cpu")).to(device.zeros_tensor(0, dtype).dtype)
 
     def _matrices(self, flat: Array) -> list[torch.Tensor]:
         views = self.layout.views(flat)

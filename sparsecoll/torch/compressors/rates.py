@@ -64,7 +64,3 @@ class Rates:
     def state(self) -> dict[str, torch.Tensor]:
         """Return the rates after the last step by parameter name; views, not copies."""
         return dict(zip(self._names, torch.from_numpy(self._rates.base), strict=True))
-
-    def load(self, rates: Sequence[float]) -> None:
-        """Take the rates after the last step from a checkpoint."""
-        self._rates = Versions(np.array(rates, np.float64))

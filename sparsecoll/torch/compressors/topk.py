@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,10 +13,8 @@ from sparsecoll import select
 from sparsecoll.algorithms import Algorithm, Reduction, resolve
 from sparsecoll.formats import Format
 from sparsecoll.kernels.keys import Momentum
-from sparsecoll.kernels.memory import may_share_memory
 from sparsecoll.select import Selector, Vector
 from sparsecoll.select.base import built_in
-from sparsecoll.telemetry.trace import span
 from sparsecoll.torch.compressors.base import Compressor, ErrorFeedback, StepContext, write_mean
 from sparsecoll.torch.compressors.rates import Rates
 from sparsecoll.torch.compressors.versions import Versions
@@ -24,7 +22,6 @@ from sparsecoll.torch.device import CPU, Array
 from sparsecoll.torch.layout import Layout
 from sparsecoll.torch.schedule import ENTRIES, Densities, Density, as_row_density
 from sparsecoll.transport import Transport
-from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.vector import DenseVector, SparseVector
 
 
@@ -137,16 +134,6 @@ class TopK(ErrorFeedback):
         selector = self._algorithm.selector
         return type(self._algorithm).select is Algorithm.select and (selector is None or built_in(type(selector)))
 
-    @property
-    def sums_sparsely(self) -> bool:
-        """Whether `allreduce_sum` can be used, whose result may be sparse."""
-        return not resolve(self.algo).takes_dense
-
-    @property
-    def gives_back(self) -> bool:  # type: ignore[override]
-        """Whether the gradient can be made again: sums are sparse, and nothing was clipped."""
-        return self.sums_sparsely and self.clip is None
-
     def for_small(self) -> Compressor | str:
         """Return the exact mean, with the momentum and the clipping that the optimizer and the loop leave to this."""
         if not self.momentum and self.clip is None:
@@ -180,32 +167,12 @@ class TopK(ErrorFeedback):
         """Form acc in the pass that selects, or at once if learning rates have changed by different factors."""
         residual = self._residual.current
         factors = [1.0] if self._rates is None else self._rates.factors()
-        self._factors = [scale * factor for factor in factors]
         if len(set(factors)) == 1:
-            self.acc.add_later(residual, self._factors[0])
+            self.acc.add_later(residual, scale * factors[0])
             return
-        acc = self.acc.flush().values
-        for factor, part in self._parts():
-            acc[part] += factor * residual[part]
-
-    def _parts(self) -> Iterator[tuple[float, slice]]:
-        """Yield the factors of the residual in acc, and where they hold."""
-        if len(set(self._factors)) == 1:
-            yield self._factors[0], slice(None)
-            return
-        edges = self.layout.offsets
-        for factor, a, b in zip(self._factors, edges[:-1], edges[1:], strict=True):
-            yield factor, slice(a, b)
-
-    def give_back(self) -> None:
-        values = self._whole_again()
-        if values is None:
-            return
-        for factor, part in self._parts():
-            values[part] -= factor * self._residual.current[part]
-        if self.momentum:
-            values -= self.momentum * self._velocity.current
-            values /= 1 + self.momentum * self.nesterov
+        acc, edges = self.acc.flush().values, self.layout.offsets
+        for factor, a, b in zip(factors, edges[:-1], edges[1:], strict=True):
+            acc[a:b] += scale * factor * residual[a:b]
 
     def _clip(self, gradient: Array, most: float) -> None:
         whole = [self.layout.device.tensor(gradient)]
@@ -284,19 +251,6 @@ class TopK(ErrorFeedback):
             transport, message, self._algorithm, format=self.format, value_dtype=self.value_dtype, **options
         )
 
-    def allreduce_sum(self, transport: Transport, gradient: Array, source: Array | None = None) -> Vector:
-        """Return the sum of what all ranks have sent, of which `allreduce_mean` makes a dense mean. Collective."""
-        self.sync(transport)
-        with CollectiveCall(transport, f"bucket {self.layout.index}", self.timeout):
-            with span("select", gradient.size):
-                message = self.message(self._compensated(gradient, source))
-            reduced = self.communicate(transport, message)
-            value = reduced.value
-            if may_share_memory(value.values, self._residual.trial):  # which will change
-                value = value.copy() if isinstance(value, SparseVector) else DenseVector(value.values.copy())
-            self._settle(message, reduced)
-        return value
-
     def update(self, out: Array, message: Any, reduced: Reduction) -> None:
         self.acc.form()
         if reduced.parts is not None and out.dtype == self.acc.dtype and out.dtype.char in "fd":
@@ -369,8 +323,6 @@ class TopK(ErrorFeedback):
 
     def load_extra_state(self, state: dict[str, Any]) -> None:
         self._algorithm.load_state_dict(state["algorithm"])
-        if self._rates is not None and "rates" in state:  # of an older version, which saved them by bucket
-            self._rates.load(state["rates"])
         if self._densities.by_layer:
             for selector, saved in zip(self._selectors, state["layers"], strict=True):
                 selector.load_state_dict(saved)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-import numpy as np
-
 from sparsecoll.torch.device import Array
 
 
@@ -61,8 +59,3 @@ class Versions:
             return []
         freed, self.current = [self.current], self.base
         return freed
-
-    def scale(self, factor: float) -> None:
-        """Multiply by a factor, in place."""
-        for array in {id(a): a for a in (self.base, self.current)}.values():
-            np.multiply(array, factor, out=array)

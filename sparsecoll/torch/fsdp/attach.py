@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import torch
 import torch.distributed as dist
 
 from sparsecoll.algorithms import Algorithm
@@ -14,6 +15,7 @@ from sparsecoll.torch.fsdp.checkpoint import Checkpoint
 from sparsecoll.torch.fsdp.groups import Group, groups_of
 from sparsecoll.torch.fsdp.reductions import ShardedReductions
 from sparsecoll.torch.fsdp.scatter import scattered
+from sparsecoll.torch.grad_scaler import enabled
 from sparsecoll.torch.options import Options
 from sparsecoll.torch.replica import Replica
 from sparsecoll.torch.timeline import Timeline
@@ -30,7 +32,7 @@ def attach(
     compressor: str | Compressor | Algorithm = "topk",
     *,
     timeout: float | None = None,
-    grad_scaler: Any = None,
+    grad_scaler: torch.amp.GradScaler | None = None,
     verify: bool | int = 0,
     timeline: Timeline | None = None,
 ) -> ShardedReductions:
@@ -86,6 +88,7 @@ def attach(
         _checked(compressor, replicas is not None),
         Options(verify=verify, timeout=timeout, timeline=timeline),
     )
+    scaler = enabled(grad_scaler)
     if replicas is None and options.verify:
         raise ValueError("verify: expected 0 without replicas, which are compared, got another number")
     node = as_transport(groups[0].shard_group, timeout)
@@ -93,7 +96,7 @@ def attach(
     replica = Replica(transport, None, options)
     ranks = _introduce(replica, node, groups, {**own.signature(), "verify": options.verify})
     checkpoint = Checkpoint(ranks, None if replicas is None else _group(replicas), groups[0].shard_group)
-    reductions = ShardedReductions(groups, replica, node, own, checkpoint, grad_scaler)
+    reductions = ShardedReductions(groups, replica, node, own, checkpoint, scaler)
     reductions.install()
     return reductions
 

@@ -51,7 +51,7 @@ class Checkpoint:
         if whole and not self._scattered:
             name, groups = f"{device} 2", [self._replicas, self._shards]
             if name not in self._meshes:
-                ranks = torch.tensor(self._ranks, dtype=torch.int)
+                ranks = torch.tensor(self._ranks, dtype=torch.int, device="cpu")
                 names = ("replicate", "shard")
                 self._meshes[name] = DeviceMesh.from_group(groups, device, ranks, mesh_dim_names=names)
         else:

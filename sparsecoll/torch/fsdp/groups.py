@@ -145,7 +145,7 @@ class Group:
         shards = self.shards
         names = [name for part in zip(*(shard.names(parts) for shard in shards), strict=True) for name in part]
         shapes = [shard.padded for _ in range(parts) for shard in shards]
-        whole = shards[0].local if shards else torch.empty(0)
+        whole = shards[0].local if shards else torch.empty(0, device="cpu")
         dtype = residual_dtype(self.reduce_dtype)
         return Layout(index, lengths, tuple(names), tuple(shapes), dtype, device_of(whole))
 

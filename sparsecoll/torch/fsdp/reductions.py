@@ -194,7 +194,7 @@ class ShardedReductions:
         with bucket_span(self._replica.options.timeline, layout.index, layout.length):
             compressor.allreduce_mean(self._transport, whole.array, mean)
         if keeps:  # the buffer holds the residual now, and codes without a zero leave one in what pads parameters
-            for part in self._groups[layout.index].padding(whole.views, self._parts):
+            for part in self._groups[layout.index].padding(layout.split(whole.tensor), self._parts):
                 part.zero_()
         reduced = out if in_place else layout.device.tensor(mean)
         if after != 1.0:
@@ -291,7 +291,7 @@ class ShardedReductions:
         def bind(_: Any) -> None:
             self._buckets.release()
             for layout in self._layouts():
-                params = dict.fromkeys(layout.names, torch.empty(0))
+                params = dict.fromkeys(layout.names, torch.empty(0, device="cpu"))
                 self._buckets.bind(params, layout)
 
         self._replica.call("bind", bind)

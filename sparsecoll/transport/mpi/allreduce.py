@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from sparsecoll.kernels.memory import empty
 from sparsecoll.transport.base import CallMismatch
 from sparsecoll.transport.collectives import allgather
-from sparsecoll.transport.mpi.waiting import POLLS, SPINS, Waiter
+from sparsecoll.transport.mpi.waiting import Waiter
 
 if TYPE_CHECKING:
     from sparsecoll.transport.mpi.transport import MpiTransport
@@ -78,7 +78,7 @@ class NativeSum:
         self._comm, request = transport.comm.Idup()
         waiter = transport.waiter(lambda: "waits for all ranks to duplicate the communicator")
         while not request.Test():
-            transport.pause(waiter, lambda: True)  # only polls move it on
+            transport.pause(waiter, moving=True)
 
     def _sum(self, values: NDArray[Any], out: NDArray[Any]) -> None:
         transport = self._transport
@@ -94,17 +94,12 @@ class NativeSum:
             raise transport.lost("MPI_Iallreduce", error) from error
 
     def _wait(self, request: Any) -> None:
-        transport, spins = self._transport, SPINS
+        transport = self._transport
         waiter: Waiter | None = None
         while not request.Test():
-            if spins:
-                spins -= 1
-                continue
             waiter = waiter or transport.waiter(lambda: "waits in MPI_Iallreduce for the other ranks")
-            if transport.pause(waiter, lambda: True):  # only polls move it on
-                spins = POLLS - 1
-                if transport.reported():
-                    raise CallMismatch("a rank has failed")
+            if transport.pause(waiter, moving=True) and transport.reported():
+                raise CallMismatch("a rank has failed")
 
     def free(self) -> None:
         """Free the communicator; collective."""

@@ -1,4 +1,4 @@
-"""What MPI tells about itself, about this machine, and about the processes of a communicator."""
+"""What MPI tells about itself, and about this machine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from mpi4py import MPI
 
 GPU_DIRECT = "SPARSECOLL_GPU_DIRECT"  # environment variable: "1" or "0" say whether MPI takes device pointers
@@ -62,12 +61,3 @@ def machine() -> int:
     with contextlib.suppress(OSError):
         name += Path("/proc/sys/kernel/random/boot_id").read_text()
     return zlib.crc32(name.encode())
-
-
-def processes(comm: MPI.Intracomm) -> int:
-    """Return a checksum of the communicator's processes, in the order of their ranks."""
-    group, everybody = comm.Get_group(), MPI.COMM_WORLD.Get_group()
-    ranks = np.array(MPI.Group.Translate_ranks(group, None, everybody))
-    group.Free()
-    everybody.Free()
-    return zlib.crc32(ranks.tobytes())

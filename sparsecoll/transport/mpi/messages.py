@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,7 +10,6 @@ from mpi4py import MPI
 from sparsecoll.formats import Buffer
 from sparsecoll.kernels.memory import empty, on_gpu
 from sparsecoll.transport.base import CallMismatch
-from sparsecoll.transport.mpi.waiting import POLLS, SPINS, Waiter, yield_core
 
 if TYPE_CHECKING:
     from sparsecoll.transport.mpi.transport import MpiTransport
@@ -46,11 +44,6 @@ class IncomingMessage:
         self._request: Any = None
         self.tag = -1
         self.complete = False
-
-    @property
-    def begun(self) -> bool:
-        """Whether a part of the message has arrived."""
-        return self.tag >= 0 and not self.complete
 
     def poll(self, keep: bool = True) -> bool:
         """Receive the chunks that have arrived; return whether the message is complete.
@@ -127,34 +120,12 @@ class MpiReceive(IncomingMessage):
 
     def wait(self) -> Buffer:
         """Wait for the message; earlier requests of this source are served first."""
-        queue = self._transport.expected[self._source]
-        while not self.complete and queue[0].poll():
-            queue.popleft()
-        if not self.complete:
-            self._wait(queue)
-        return self.joined()
-
-    def _wait(self, queue: deque[MpiReceive]) -> None:
-        """Wait for a message that was not there when it was looked for."""
-        transport = self._transport
-        at_once = transport.overlapped or transport.pace.slow  # between machines, a rank then sleeps at once
-        spins = POLLS if at_once and not transport.one_node else SPINS
-        waiter: Waiter | None = None
-        slept = False  # before anything of the message was here
+        transport, waiter = self._transport, None
+        queue = transport.expected[self._source]
         while not self.complete:
-            if spins:
-                spins -= 1
-                yield_core()
-            else:
-                waiter = waiter or transport.waiter(lambda: f"waits for a message of rank {self._source}")
-                begun = queue[0].begun
-                if slept and begun:
-                    transport.connections.came()
-                paused = transport.pause(waiter)
-                slept, spins = paused and not begun, POLLS - 1 if paused else 0
             while not self.complete and queue[0].poll():
                 queue.popleft()
-        if slept:
-            transport.connections.came()
-        if waiter is not None:
-            transport.pace.note(waiter.waited)
+            if not self.complete:
+                waiter = waiter or transport.waiter(lambda: f"waits for a message of rank {self._source}")
+                transport.pause(waiter)
+        return self.joined()

@@ -27,16 +27,12 @@ from sparsecoll.transport.base import (
 )
 from sparsecoll.transport.mpi import info
 from sparsecoll.transport.mpi.allreduce import NativeSum
-from sparsecoll.transport.mpi.connections import Connections
 from sparsecoll.transport.mpi.messages import IncomingMessage, MpiReceive
-from sparsecoll.transport.mpi.waiting import Pace, Waiter
-from sparsecoll.transport.network import Tuning
+from sparsecoll.transport.mpi.waiting import Waiter
 
 CHUNK = 1 << 30  # bytes; a longer message goes in several, so that counts fit an int on every MPI
 FINALIZED = "MPI.Finalize() was called"
 CALL_BEFORE = "call it after the last use of sparsecoll: a process cannot start MPI again"
-
-_measured: dict[int, Tuning] = {}  # by a checksum of the processes; only what all of them have in common is used
 
 
 class MpiTransport(Transport):
@@ -47,8 +43,6 @@ class MpiTransport(Transport):
         chunk: bytes of the longest message that is sent as one.
         status: of the message that was probed last.
         expected: for each source, the receive requests that are not complete.
-        pace: how long this rank has waited lately.
-        connections: by which messages may come from other machines.
         native_sum: MPI's own allreduce.
     """
 
@@ -62,30 +56,12 @@ class MpiTransport(Transport):
         self.status = MPI.Status()
         self.threads = MPI.Query_thread() >= MPI.THREAD_MULTIPLE
         self.expected: list[deque[MpiReceive]] = [deque() for _ in range(self.size)]
-        self.pace = Pace()
-        self.connections = Connections()
         self._sources: set[int] = set()  # from which something may be expected
         self._sends: deque[tuple[Any, Buffer]] = deque()
         self._revoked = False  # whether this rank has revoked the communicator
         self._direct: bool | None = None
         self._staging: Any = None
         self.native_sum = NativeSum(self)
-        self._processes: int | None = None
-
-    @property
-    def measured(self) -> Tuning | None:  # type: ignore[override]
-        """What was measured last on this or any other communicator of the same processes in the same order."""
-        return _measured.get(self._checksum())
-
-    @measured.setter
-    def measured(self, tuning: Tuning | None) -> None:
-        if tuning is not None:
-            _measured[self._checksum()] = tuning
-
-    def _checksum(self) -> int:
-        if self._processes is None:
-            self._processes = info.processes(self.comm)
-        return self._processes
 
     now = staticmethod(time.perf_counter)
 
@@ -101,33 +77,20 @@ class MpiTransport(Transport):
 
     def waiter(self, what: Callable[[], str], error: Exception | None = None) -> Waiter:
         """Return a Waiter with the timeout of the current call."""
-        pace, alone = self.pace.expected, self.nodes is not None and len(self.nodes) == self.size
-        one_node, overlapped = self.one_node, self.overlapped
-        return Waiter(self.comm, what, self.timeout, error, pace, one_node, overlapped, self.connections, alone)
+        return Waiter(self.comm, what, self.timeout, error)
 
-    def pause(self, waiter: Waiter, moving: Callable[[], bool] | None = None) -> bool:
+    def pause(self, waiter: Waiter, moving: bool = False) -> bool:
         """Pause between two polls; return whether that was a sleep. After the timeout the communicator is broken.
 
         Args:
             waiter: of the event.
-            moving: see `Waiter.pause`; None, the default, for this rank's messages.
+            moving: see `Waiter.pause`.
         """
         try:
-            return waiter.pause(moving or self._moving)
+            return waiter.pause(moving)
         except CommunicationError as error:
             self.broken = str(error)
             raise
-
-    def _moving(self) -> bool:
-        """Return whether a message from or to this rank is on its way, so far as this rank knows."""
-        try:
-            while self._sends and self._sends[0][0].Test():
-                self._sends.popleft()
-        except MPI.Exception as error:
-            raise self.lost("sending", error) from error
-        if self._sends:
-            return True
-        return any(self.expected[s] and self.expected[s][0].begun for s in self._sources)
 
     def lost(self, what: str, error: MPI.Exception) -> CommunicationError:
         """Mark the communicator as broken by an error of MPI, and return the exception to raise."""
@@ -252,7 +215,7 @@ class MpiTransport(Transport):
                 if incoming.tag == REVOKE_TAG:
                     return reports
             if not arrived:
-                self.pause(waiter, lambda: True)  # one poll may not be enough to find a report
+                self.pause(waiter)
         self.waitall()
         return reports
 

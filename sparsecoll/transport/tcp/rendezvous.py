@@ -13,7 +13,6 @@ import secrets
 import select
 import socket
 import time
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from hmac import compare_digest
@@ -29,8 +28,6 @@ HELLO_SECONDS = 20.0  # to reach a peer at one of its addresses, and for its ans
 STRANGERS = 100  # that may wait at the port besides the ranks
 TICK_SECONDS = 0.2  # between looks at what has happened to other ranks
 KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}  # a host that is off is lost after a minute
-
-_PROCESS = secrets.token_hex(8)
 
 
 class Meeting(Protocol):
@@ -73,7 +70,6 @@ class Peer:
     port: int
     cookie: str
     machine: int
-    process: str
     local: str = ""  # name of its Unix domain socket
 
 
@@ -95,7 +91,7 @@ def connect(meeting: Meeting, timeout: float | None = None) -> TcpTransport:
         listener, hosts = addresses.listen(meeting.size + STRANGERS)
         local, name = addresses.listen_locally(meeting.size + STRANGERS)
         with listener, local or contextlib.nullcontext():
-            own = Peer(hosts, listener.getsockname()[1], cookie, addresses.machine(), _PROCESS, name)
+            own = Peer(hosts, listener.getsockname()[1], cookie, addresses.machine(), name)
             peers = _meet(meeting, own, watchdog)
             for peer in range(rank + 1, meeting.size):
                 sockets[peer] = _reach(rank, peer, peers)
@@ -111,8 +107,7 @@ def connect(meeting: Meeting, timeout: float | None = None) -> TcpTransport:
     meeting.clear()
     for connected in sockets.values():
         _set_options(connected)
-    processes = zlib.crc32(" ".join(peer.process for peer in peers).encode())
-    return TcpTransport(rank, sockets, [peer.machine for peer in peers], processes)
+    return TcpTransport(rank, sockets, [peer.machine for peer in peers])
 
 
 def _meet(meeting: Meeting, own: Peer, watchdog: Watchdog) -> list[Peer]:

@@ -15,13 +15,10 @@ from sparsecoll.formats import Buffer
 from sparsecoll.kernels.memory import on_gpu
 from sparsecoll.telemetry.trace import span
 from sparsecoll.transport.base import CALL_PARENT, ERROR_TAG, FORKED, REVOKE_TAG, CallMismatch, Transport
-from sparsecoll.transport.network import Tuning
 from sparsecoll.transport.tcp.connection import CHUNK, Connection, Disconnected, IncomingMessage
 from sparsecoll.transport.waiting import Watchdog
 
 FAREWELL_SECONDS = 1.0  # in which a rank that revokes the communicator sends its report
-
-_measured: dict[int, Tuning] = {}  # by a checksum of the processes; only what all of them have in common is used
 
 
 class TcpReceive:
@@ -55,15 +52,13 @@ class TcpTransport(Transport):
         rank: rank of this process.
         sockets: connected sockets, by the rank at the other end.
         machines: for each rank, a number that only the ranks on one machine share.
-        processes: a checksum of the processes, in the order of their ranks.
     """
 
     threads = True
     gpu_direct = False
     cure = "continue with a new one, such as torch.distributed.new_group()"
 
-    def __init__(self, rank: int, sockets: dict[int, socket.socket], machines: list[int], processes: int) -> None:
-        self._processes = processes
+    def __init__(self, rank: int, sockets: dict[int, socket.socket], machines: list[int]) -> None:
         super().__init__(rank, len(machines))
         own = socket.socketpair()
         ends = [own[0] if peer == rank else sockets[peer] for peer in range(self.size)]
@@ -77,16 +72,6 @@ class TcpTransport(Transport):
         self._sends: set[Connection] = set()
         self._revoked = False  # whether this rank has revoked the communicator
         self._staging: Any = None
-
-    @property
-    def measured(self) -> Tuning | None:  # type: ignore[override]
-        """What was measured last on this or any other communicator of the same processes in the same order."""
-        return _measured.get(self._processes)
-
-    @measured.setter
-    def measured(self, tuning: Tuning | None) -> None:
-        if tuning is not None:
-            _measured[self._processes] = tuning
 
     @property
     def chunk(self) -> int:
@@ -110,7 +95,7 @@ class TcpTransport(Transport):
             members.setdefault(machine, []).append(rank)
         return list(members.values())
 
-    def close(self, why: str) -> None:
+    def close(self, why: str = "it was closed") -> None:
         """Close all connections, after the nonblocking calls that are under way."""
         if self.worker is not None:
             self.worker.close()

@@ -12,9 +12,8 @@ from typing import Any
 from llvmlite import ir
 from numba.core import types
 
-from sparsecoll.kernels.cpu.intrinsics.target import LANES, REGISTER, SET
+from sparsecoll.kernels.cpu.intrinsics.target import BLOCK, LANES, REGISTER, SET
 from sparsecoll.kernels.cpu.intrinsics.words import cgutils, data_of, intrinsic, magnitude_of
-from sparsecoll.kernels.cpu.portable import BLOCK
 
 I8, I32, I64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
 
@@ -179,28 +178,26 @@ def compress_block(
     out_v: Any,
     count: Any,
     clear: Any,
-    stream: Any,
     nesterov: Any,
     often: Any,
 ) -> Any:
     """Append those of the BLOCK items from `start` on whose key is >= `key` to out_i and out_v; return the new count.
 
-    The items are those of `bits`, or of `origin`, from which they are copied to `bits`; unless `stream` is None, past
-    the caches, and `bits` begins at a multiple of ALIGNMENT. `indices` gives their indices; None: their positions.
-    Unless `addend` (bit patterns) is None, scale * addend is added to the items first, and before that, unless
-    `velocity` is None, `kernels.keys.Momentum` replaces them. Unless `clear` is None, the items taken
-    are zero in `bits` afterwards. All arrays are contiguous. Writes up to BLOCK items beyond the count. A
-    block without such items is skipped by a branch, unless there are some so `often` that the processor would often
-    predict it wrongly.
+    The items are those of `bits`, or of `origin`, from which they are copied to `bits`. `indices` gives their indices;
+    None: their positions. Unless `addend` (bit patterns) is None, scale * addend is added to the items first, and
+    before that, unless `velocity` is None, `kernels.keys.Momentum` replaces them. Unless `clear` is None, the items
+    taken are zero in `bits` afterwards. All arrays are contiguous. Writes up to BLOCK items beyond the count. A block
+    without such items is skipped by a branch, unless there are some so `often` that the processor would often predict
+    it wrongly.
     """
     momentum_types = velocity, new_velocity, factor
     given_types = bits, origin, types.int64, mask, key, indices, addend, scale, *momentum_types, out_i, out_v
-    signature = types.int64(*given_types, types.int64, clear, stream, nesterov, types.boolean)
-    added, cleared, streamed = (not isinstance(kind, types.NoneType) for kind in (addend, clear, stream))
+    signature = types.int64(*given_types, types.int64, clear, nesterov, types.boolean)
+    added, cleared = (not isinstance(kind, types.NoneType) for kind in (addend, clear))
     moved = added or not isinstance(origin, types.NoneType)
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        a_bits, a_origin, start, mask, key, a_indices, a_addend, scale, *momentum, a_i, a_v, count, _, _, _, often = (
+        a_bits, a_origin, start, mask, key, a_indices, a_addend, scale, *momentum, a_i, a_v, count, _, _, often = (
             arguments
         )
         target, starts = data_of(context, builder, bits, a_bits), _starts(builder, start)
@@ -217,7 +214,7 @@ def compress_block(
                 moving = [_scaled_sum(builder, v, x, momentum[2]) for x, v in zip(items, moving, strict=True)]
                 items = [_accumulated(builder, x, v, None) for x, v in zip(items, moving, strict=True)]
             for v, at in zip(moving, starts, strict=True):
-                _store(builder, v, new, at, streamed)
+                _store(builder, v, new, at)
         if added:
             terms = data_of(context, builder, addend, a_addend)
             items = [
@@ -238,12 +235,12 @@ def compress_block(
                     if cleared:
                         x = builder.select(chosen, ir.Constant(x.type, None), x)
                     if moved or cleared:
-                        _store(builder, x, target, at, streamed)
+                        _store(builder, x, target, at)
                 after_some = builder.block
             with none:
                 for x, at in zip(items, starts, strict=True):
                     if moved:
-                        _store(builder, x, target, at, streamed)
+                        _store(builder, x, target, at)
                 after_none = builder.block
         result = builder.phi(count.type)
         result.add_incoming(end, after_some)

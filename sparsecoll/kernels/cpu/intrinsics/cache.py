@@ -1,7 +1,8 @@
 """Numba's cache on disk, with a file for each function, signature, instruction set and processor.
 
 Numba numbers the files of a function, and two processes that fill the cache at once may take the same number. It also
-overlooks changes of functions in other files, and does not know instruction sets.
+overlooks changes of functions in other files, does not know instruction sets, and trusts a damaged file, whose code may
+end the process.
 """
 
 from __future__ import annotations
@@ -23,28 +24,36 @@ KERNELS = Path(__file__).parents[2]
 SOURCES = hashlib.sha256(b"".join(p.read_bytes() for p in sorted(KERNELS.rglob("*.py")))).digest()
 
 
-class _CacheFile(caching.IndexDataCacheFile):  # type: ignore[misc]
-    """The files of one function, each of which is replaced as a whole."""
+class CacheFile(caching.IndexDataCacheFile):  # type: ignore[misc]
+    """The files of one function, each of which is replaced as a whole, and ends with a digest of sources and data."""
 
     def save(self, key: Any, data: Any) -> None:
         with contextlib.suppress(OSError):  # such as a full disk
-            self._save_data(self._data_name(self._number(key)), (SOURCES, data))
+            self._save_data(self._data_name(self._number(key)), data)
 
     def load(self, key: Any) -> Any:
-        try:
-            sources, data = self._load_data(self._data_name(self._number(key)))
-        except Exception:  # it does not exist, or is damaged
-            return None
-        return data if sources == SOURCES else None
+        name = self._data_name(self._number(key))
+        with contextlib.suppress(OSError):  # it does not exist
+            stored = Path(self._data_path(name)).read_bytes()
+            size = len(stored) - len(SOURCES)
+            return self._load_data(name) if stored[size:] == _digest(stored[:size]) else None
+
+    def _dump(self, data: Any) -> bytes:
+        dumped: bytes = super()._dump(data)
+        return dumped + _digest(dumped)
 
     def _number(self, key: Any) -> int:
         return int.from_bytes(hashlib.sha256(repr((SET, nb.__version__, key)).encode()).digest()[:8], "little")
 
 
+def _digest(dumped: bytes) -> bytes:
+    return hashlib.sha256(SOURCES + dumped).digest()
+
+
 class _Cache(caching.FunctionCache):  # type: ignore[misc]
     def __init__(self, function: Any) -> None:
         super().__init__(function)
-        self._cache_file = _CacheFile(self._cache_path, self._impl.filename_base, b"")
+        self._cache_file = CacheFile(self._cache_path, self._impl.filename_base, b"")
 
     def load_overload(self, signature: Any, target_context: Any) -> Any:
         """As Numba's, but without loading what only a compilation needs, SciPy's linear algebra among it."""

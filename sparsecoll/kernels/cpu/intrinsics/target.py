@@ -12,7 +12,10 @@ from numba.core import registry as _registry
 
 codegen: Any = _codegen
 config: Any = nb.config
+if config.DISABLE_JIT:
+    raise ImportError("NUMBA_DISABLE_JIT is set")
 REGISTERS = {"avx512": 512, "avx2": 256, "portable": 0}  # bits of a register
+BLOCK = 32  # items of a block, in all sets
 
 
 def _features() -> str:
@@ -22,15 +25,15 @@ def _features() -> str:
 
 
 def _supported() -> tuple[str, ...]:
-    """The instruction sets that this processor has and this LLVM has names for, the fastest first."""
+    """The instruction sets that can run here and that this LLVM has names for, the fastest first."""
     features = set(_features().split(","))
     wide = "+avx512f" in features and LLVM_COMPRESSES
-    return ("avx512",) * wide + ("avx2",) * ({"+avx2", "+f16c"} <= features)
+    return ("avx512",) * wide + ("avx2",) * ({"+avx2", "+f16c"} <= features) + ("portable",)
 
 
 def _chosen() -> str:
     """The instruction set that SPARSECOLL_KERNELS names, if it is supported; by default the fastest one."""
-    wanted = os.environ.get("SPARSECOLL_KERNELS") or (*SUPPORTED, "portable")[0]
+    wanted = os.environ.get("SPARSECOLL_KERNELS") or SUPPORTED[0]
     return wanted if wanted in SUPPORTED else "portable"
 
 

@@ -1,9 +1,10 @@
-"""Operations on single words: bit counts, keys of magnitudes, unaligned loads and stores."""
+"""Operations on single words: bit counts, keys of magnitudes, unaligned loads and stores, addresses."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import numba as nb
 from llvmlite import ir
 from numba.core import cgutils as _cgutils
 from numba.core import types
@@ -90,3 +91,19 @@ def prefetch(context: Any, array: Any, offset: Any) -> Any:
         return context.get_dummy_value()
 
     return types.none(array, types.int64), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _pointer(context: Any, address: Any, like: Any) -> Any:
+    pointer: Any = types.CPointer(like.dtype)  # type: ignore[no-untyped-call]
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], context.get_value_type(pointer))
+
+    return pointer(types.intp, like), generate
+
+
+@nb.njit(inline="always")  # type: ignore[untyped-decorator]
+def array_at(address, size, like):  # type: ignore[no-untyped-def]
+    """The array of `size` items of the dtype of `like` at an address."""
+    return nb.carray(_pointer(address, like), (size,))

@@ -1,0 +1,228 @@
+"""Collectives of what has keys and no length: mappings from integers or strings, and pandas Series.
+
+`with_keys` makes vectors of them, of one length, dtype and table of keys on all ranks, and converts results back; the
+collectives themselves know vectors alone. All ranks use the wider of their dtypes, and the largest integer of all ranks
+plus one as the length. The index of a string is its position in a table of the keys of all ranks, see `convert.words`.
+With few keys, all entries go to all ranks together with what is compared, in one round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sparsecoll.algorithms import Reduction
+from sparsecoll.collectives import convert
+from sparsecoll.collectives.convert import words
+from sparsecoll.collectives.convert.back import Back
+from sparsecoll.collectives.convert.keyed import ToMapping
+from sparsecoll.collectives.convert.words import Table, Text, table_of, unpacked
+from sparsecoll.collectives.options import CallOptions, blocking, signature_of
+from sparsecoll.errors import CommunicationError
+from sparsecoll.formats import Buffer
+from sparsecoll.kernels.keys import index_dtype
+from sparsecoll.transport.call import AGREEMENT_BYTES, CollectiveCall
+from sparsecoll.vector import VALUE_DTYPES, DenseVector, SparseVector, dtype_of
+from sparsecoll.vector.values import common_dtype
+
+KEYS = ("integers", "str", "bytes")
+KINDS = 64  # more than types of keys times dtypes
+HEAD = 8  # bytes of a message for `_kind_of` the entries
+KEY_BYTES = 64  # of a key on average, above which a rank does not send its keys in the first round
+
+Keyed = tuple[SparseVector, Back]
+T = TypeVar("T")
+
+
+def on_vectors(comm: Any, name: str, x: Any, options: CallOptions, perform: Callable[[CollectiveCall, Any], T]) -> T:
+    """Make a blocking call `perform(call, x)`, which gets a vector where x has keys, see `with_keys`.
+
+    Args:
+        comm: the caller's communicator.
+        name: of the collective.
+        x: the caller's argument, of any type.
+        options: of the call.
+        perform: does the call on what has a length.
+    """
+    made = blocking(comm, name, options, lambda call: with_keys(call, x, options, lambda x: perform(call, x)))
+    return made  # type: ignore[no-any-return]
+
+
+def with_keys(
+    call: CollectiveCall,
+    x: Any,
+    options: CallOptions,
+    perform: Callable[[Any], Any],
+    at_once: dict[str, Any] | None = None,
+    root: int | None = None,
+) -> Any:
+    """Return `perform(x)`; where x has keys, `perform` gets a vector, and its result is converted to the type of x.
+
+    Args:
+        call: the call.
+        x: the caller's argument, of any type.
+        options: of the call.
+        perform: does the call on what has a length.
+        at_once: the arguments of a sum of this collective alone, by name, which ranks compare; None, the default, if
+            few keys are not sent at once.
+        root: the rank that alone receives the result; None, the default, for all ranks.
+    """
+    if not convert.has_keys(x):
+        return perform(x)
+    transport, message = call.transport, None
+    before = transport.traffic.copy()
+    own, back = convert.to_vector(x)
+    assert isinstance(own, SparseVector)
+    call.signature["keyed"] = True
+    plain = options.k is None and options.density is None and options.format == "auto" and options.value_dtype is None
+    if plain and at_once is not None:
+        options.check_finite(own)
+        call.signature |= options.signature() | at_once
+        message = _message(own, back, transport.size)
+    own, back, total = _agree_on_kinds(call, own, back, options.check, message)
+    blocks, call.gathered = call.gathered, []
+    if message is not None and all(block.size for block in blocks):
+        options.check_operation(own)
+        found = _combined(call, own, back, options, blocks) if root in (None, transport.rank) else None
+    elif root is not None and total and isinstance(back, ToMapping) and back.keys != KEYS[0]:
+        found = _words_at(root, call, own, back, options)
+    else:
+        vector, back = _with_common_keys(call, own, back, total, options.check)
+        del call.signature["keyed"]
+        y = perform(vector)
+        if isinstance(y, Reduction):
+            y.traffic = transport.traffic.since(before)
+            return y
+        return [back(part) for part in y] if isinstance(y, list) else None if y is None else back(y)
+    if found is None:
+        return None
+    whole, back = found
+    return back(options.result(whole, transport))
+
+
+def _agree_on_kinds(
+    call: CollectiveCall, x: SparseVector, back: Back, check: bool, message: Buffer | None
+) -> tuple[SparseVector, Back, int]:
+    """Return the entries of x in the dtype of all ranks, what converts results, and the number of all ranks' keys.
+
+    Raises:
+        TypeError: Keys are integers on some ranks and strings on others, or of two types of strings.
+    """
+    counts, kinds = np.divmod(call.agree(_kind_of(x, back), check, message), KINDS)
+    kinds = kinds[counts > 0] if counts.any() else kinds
+    found = np.unique(kinds // len(VALUE_DTYPES)).tolist()
+    keys = KEYS[found[0]]
+    if len(found) > 1 or (keys != KEYS[0] and not isinstance(back, ToMapping)):
+        types = " and ".join(KEYS[kind] for kind in found)
+        raise TypeError(f"x: expected keys of one type on all ranks, and a mapping for str or bytes, got {types}")
+    dtypes = {dtype_of(VALUE_DTYPES[kind]) for kind in (kinds % len(VALUE_DTYPES)).tolist()}
+    wide = common_dtype(*dtypes)
+    if wide.kind == "f" and all(dtype.kind in "iu" for dtype in dtypes):
+        found = " and ".join(sorted(map(str, dtypes)))
+        raise TypeError(f"x: expected integers of one type on all ranks, got {found}: use x.astype(np.int64)")
+    return x.astype(wide), replace(back, keys=keys) if isinstance(back, ToMapping) else back, int(counts.sum())
+
+
+def _kind_of(x: SparseVector, back: Back) -> int:
+    """Return the number of keys, their type and the dtype of the values as one number."""
+    own = KEYS.index(getattr(back, "keys", KEYS[0])) * len(VALUE_DTYPES) + VALUE_DTYPES.index(x.dtype.name)
+    return x.nnz * KINDS + own
+
+
+def _with_common_keys(call: CollectiveCall, x: SparseVector, back: Back, total: int, check: bool) -> Keyed:
+    """Return the entries of x as a vector of the length that all ranks agree on, and what converts such vectors."""
+    if not total:
+        return x, back
+    if not isinstance(back, ToMapping) or back.keys == KEYS[0]:
+        return x._shifted(0, max(call.agree(x.length, check, every=False))), back
+    text, indices = table_of(call.transport, back.words, total)
+    return SparseVector.from_pairs(indices, x.values, len(text), None), replace(back, words=Table(text, back.keys))
+
+
+# Few keys
+
+
+def _message(x: SparseVector, back: Back, size: int) -> Buffer:
+    """Return this rank's entries if they are few; in any case room for what `CollectiveCall.agree` adds."""
+    few, keys = x.nnz * size <= words.FEW, np.empty(0, np.uint8)
+    if few and isinstance(back, ToMapping) and len(back.words):
+        keys = Text.of(back.words).packed()
+        few = keys.size <= KEY_BYTES * x.nnz
+    elif few:
+        keys = x.indices.astype(np.int64).view(np.uint8)
+    if not few:
+        return np.empty(AGREEMENT_BYTES, np.uint8)
+    head = np.array([_kind_of(x, back)], np.int64).view(np.uint8)
+    return np.concatenate([head, x.values.view(np.uint8), keys, np.empty(AGREEMENT_BYTES, np.uint8)])
+
+
+def _combined(call: CollectiveCall, x: SparseVector, back: Back, options: CallOptions, blocks: list[Buffer]) -> Keyed:
+    """Return the entries of all ranks' messages combined, and what converts them."""
+    channel, last = options.channel(call.transport, x.length), len(blocks) - 1
+    arrays, keys = zip(*map(_parts, blocks), strict=True)
+    typed = [array.astype(x.dtype, copy=False) for array in arrays]
+    values = [options.operation.prepared(array, rank == last) for rank, array in enumerate(typed)]
+    if isinstance(back, ToMapping) and back.keys != KEYS[0]:
+        texts = [unpacked(own) if array.size else Text.of([]) for own, array in zip(keys, values, strict=True)]
+        parts, back = _united(texts, values, back)
+    else:
+        indices = [np.frombuffer(own.tobytes(), np.int64) for own in keys]
+        length = max(int(own[-1]) + 1 if own.size else 0 for own in indices)
+        each = zip(indices, values, strict=True)
+        dtype = index_dtype(length)
+        parts = [SparseVector.from_sorted_unchecked(own.astype(dtype), array, length) for own, array in each]
+    return channel.merge(parts, x.dtype), back
+
+
+def _parts(block: Buffer) -> tuple[Any, Buffer]:
+    """Return the values in a message, and the bytes of the keys."""
+    nnz, kind = divmod(int.from_bytes(block[:HEAD].tobytes(), "little"), KINDS)
+    dtype = dtype_of(VALUE_DTYPES[kind % len(VALUE_DTYPES)])
+    end = HEAD + nnz * dtype.itemsize
+    if end > block.size:
+        raise CommunicationError(f"message: {block.size} bytes do not hold {nnz} values of {dtype}")
+    return np.frombuffer(block[HEAD:end].tobytes(), dtype), block[end:]
+
+
+# Words on the root alone
+
+
+def _words_at(root: int, call: CollectiveCall, x: SparseVector, back: ToMapping, options: CallOptions) -> Keyed | None:
+    """Return the entries of all ranks combined, and what converts them, on the root; None on others.
+
+    Each rank sends the root its own words, in the order of its indices, and their values.
+    """
+    transport = call.transport
+    x, _ = options.to_entries(x, sums=True)
+    call.signature |= signature_of(x, transport) | options.signature() | {"length": None, "k": None}
+    call.agree(check=options.check)
+    channel = options.channel(transport, x.length)
+    x = channel.roundtrip(options.prepared(x, transport))
+    own = Text.of(back.words if x.nnz == x.length else [back.words[index] for index in x.indices.tolist()])
+    with channel.phase("keys"):
+        if channel.rank != root:
+            transport.isend(root, own.packed())
+            channel.isend_dense(root, DenseVector(x.values))
+            transport.waitall()
+            return None
+        texts, values = [], []
+        for rank in range(channel.size):
+            texts.append(own if rank == root else unpacked(transport.recv(rank)))
+            arrived = x if rank == root else channel.recv_dense(rank, x.dtype, len(texts[rank]))
+            values.append(arrived.values)
+    with channel.phase("merge"):
+        parts, back = _united(texts, values, back)
+        return channel.merge(parts, x.dtype), back
+
+
+def _united(texts: list[Text], values: list[NDArray[Any]], back: ToMapping) -> tuple[list[SparseVector], ToMapping]:
+    """Return the entries of several ranks in one numbering of their words, and what converts such vectors."""
+    every = Text.concatenate(texts)
+    numbers, first = every.numbers()
+    each = zip(np.split(numbers, np.cumsum([len(text) for text in texts])[:-1]), values, strict=True)
+    parts = [SparseVector.from_pairs(own_numbers, own_values, first.size, None) for own_numbers, own_values in each]
+    return parts, replace(back, words=Table(every.take(first), back.keys))

@@ -1,0 +1,143 @@
+"""Ctrl-C: commands end with one line and status 130, also under mpirun, and no virtual rank goes on."""
+
+import importlib.util
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+import sparsecoll
+
+MPIRUN = shutil.which("mpirun", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
+PROGRAM = """
+import ctypes, signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # of a shell's job in the background it is ignored
+from sparsecoll.cli import bench, doctor
+from sparsecoll.cli.main import main
+{measure}
+print("ready", flush=True)
+main()
+"""
+SLOW = "bench.measure = lambda *_, **__: time.sleep(60)"  # one that computes
+DROPS = """
+def measure(*_, **__):
+    ctypes.CFUNCTYPE(None)(lambda: time.sleep(60))()  # as functions of Python that LLVM calls
+    time.sleep(60)
+bench.measure = measure
+"""
+COMMANDS = {
+    "simulate": (["simulate", "--ranks", "8", "--n", "1e5", "--repeat", "9999"], ""),
+    "simulate computes": (["simulate", "--ranks", "2"], SLOW),
+    "bench": (["bench", "--n", "1e5", "--repeat", "99999"], ""),
+    "bench computes": (["bench"], SLOW),
+    "bench drops it": (["bench"], DROPS),
+    "doctor": (["doctor"], "doctor._versions = lambda: time.sleep(60)"),
+    "doctor's self-tests": (["doctor"], "doctor._PROGRAM = 'import time; time.sleep(60)'"),
+}
+
+
+def interrupted(command, after=0.5):
+    """What a command prints (stdout, stderr), its status, and the seconds it takes to end after Ctrl-C."""
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
+    assert process.stdout.readline() == "ready\n"
+    time.sleep(after)
+    os.killpg(process.pid, signal.SIGINT)
+    began = time.monotonic()
+    out, err = process.communicate(timeout=60)
+    return out, err, process.returncode, time.monotonic() - began
+
+
+@pytest.mark.parametrize("after", [0.1, 2])
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_ends_with_one_line(name, after):
+    arguments, measure = COMMANDS[name]
+    out, err, status, seconds = interrupted([sys.executable, "-c", PROGRAM.format(measure=measure), *arguments], after)
+    lines = [line for line in err.splitlines() if "note: there is only 1 rank" not in line]
+    assert (lines, status) == (["sparsecoll: interrupted"], 130), out + err
+    assert seconds < 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in COMMANDS if "self-tests" not in name])
+def test_a_command_under_mpirun_ends_with_one_line(name):
+    if MPIRUN is None or importlib.util.find_spec("mpi4py") is None:
+        pytest.skip("no mpirun")
+    open_mpi = "Open MPI" in subprocess.check_output([MPIRUN, "--version"], text=True)
+    root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
+    flags = ["--oversubscribe", *root] if open_mpi else []
+    arguments, measure = COMMANDS[name]
+    program = [sys.executable, "-c", PROGRAM.format(measure=measure)]
+    out, err, _, seconds = interrupted([MPIRUN, *flags, "-n", "2", *program, *arguments], 2)
+    printed = out + err
+    assert "Traceback" not in printed, printed
+    assert printed.count("sparsecoll: interrupted") == 1 - open_mpi, printed  # Open MPI kills the ranks at once
+    assert seconds < 30
+
+
+def forever(comm):
+    while True:
+        comm.Barrier()
+
+
+def keeps_on(comm):
+    """Makes calls after a call has raised."""
+    try:
+        forever(comm)
+    finally:
+        comm.Barrier()
+
+
+def computes(comm):
+    if comm.rank == 1:
+        time.sleep(0.5)
+    sparsecoll.allreduce(comm, sparsecoll.SparseVector([comm.rank], [1.0], 9))
+    forever(comm)
+
+
+def rest(comm):
+    some = comm.Split(0 if comm.rank else None)
+    if some is not None:
+        forever(some)
+
+
+@pytest.mark.parametrize("program", [forever, keeps_on, computes, rest])
+def test_no_virtual_rank_goes_on(program):
+    before = set(threading.enumerate())
+    timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            sparsecoll.simulate(8, program)
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    deadline = time.monotonic() + 10
+    while set(threading.enumerate()) - before - {timer} and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not set(threading.enumerate()) - before - {timer}
+
+
+def test_an_interrupt_while_the_ranks_are_started(monkeypatch):
+    """As many as have been started by then."""
+    before, start = set(threading.enumerate()), threading.Thread.start
+
+    def interrupt(thread):
+        if len(set(threading.enumerate()) - before) == 3:
+            raise KeyboardInterrupt
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        sparsecoll.simulate(8, forever)
+    deadline = time.monotonic() + 10
+    while set(threading.enumerate()) - before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not set(threading.enumerate()) - before
+    assert sparsecoll.simulate(3, lambda comm: comm.allgather(comm.rank)).results == [[0, 1, 2]] * 3

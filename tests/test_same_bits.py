@@ -1,0 +1,48 @@
+"""The default gives the same bits in every run: separate jobs of two processes, over MPI and over torchrun."""
+
+import os
+import subprocess
+import sys
+import zlib
+
+import numpy as np
+import pytest
+from test_faults import MPIRUN, OPEN_MPI, needs
+
+import sparsecoll
+from sparsecoll.cli.job import joined
+from sparsecoll.transport import as_transport
+
+RUNS = 10
+SIZES = [(1000, 10), (10**5, 30_000), (10**6, 10_000), (10**6, 300_000)]
+
+
+def checksum(comm):
+    """Of sums of random floats, of which few and many overlap, from dense and from sparse vectors."""
+    found = 0
+    for n, k in SIZES:
+        x = np.random.default_rng([n, as_transport(comm).rank]).standard_normal(n, dtype=np.float32)
+        for y in (sparsecoll.allreduce(comm, x, k=k), sparsecoll.allreduce(comm, sparsecoll.select.topk(x, k))):
+            found = zlib.crc32(y.values, zlib.crc32(y.indices, found))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["mpirun", "torchrun"])
+def test_ten_jobs_give_the_same_bits(launcher):
+    needs(launcher)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    if launcher == "mpirun":
+        root = ["--allow-run-as-root"] if OPEN_MPI and os.geteuid() == 0 else []
+        command = [MPIRUN, *root, *(["--oversubscribe"] if OPEN_MPI else []), "-n", "2", sys.executable]
+    printed = []
+    for _ in range(RUNS):
+        done = subprocess.run([*command, __file__], capture_output=True, text=True, timeout=300, check=False)
+        assert done.returncode == 0, done.stderr
+        printed += done.stdout.split()
+    assert len(printed) == 2 * RUNS and len(set(printed)) == 1
+
+
+if __name__ == "__main__":
+    with joined() as comm:
+        sys.stdout.write(f"{checksum(comm)}\n")

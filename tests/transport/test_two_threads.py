@@ -1,0 +1,104 @@
+"""Two threads that make calls on one communicator at the same time: an error on all ranks instead of mixed sums."""
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from failing import Held
+from test_tcp import run, together
+
+import sparsecoll
+from sparsecoll import CommunicationError, SparseVector
+from sparsecoll.transport import LocalTransport
+
+WHY = "two threads made calls at the same time"
+
+
+SECOND = {
+    "allreduce": lambda transport, x: sparsecoll.allreduce(transport, x),
+    "bcast": lambda transport, x: sparsecoll.bcast(transport, x),
+    "allreduce_init": lambda transport, x: sparsecoll.allreduce_init(transport, x),
+    "first iallreduce": lambda transport, x: sparsecoll.iallreduce(transport, x),
+}
+
+
+@pytest.mark.parametrize("second", SECOND)
+@pytest.mark.parametrize("before", ["", "iallreduce"])
+def test_all_ranks_raise(second, before):
+    """Rank 0's first thread is in a call when its second one makes another."""
+    if before and second == "first iallreduce":
+        pytest.skip("there is a worker already, which takes calls of any thread in turn")
+
+    def program(transport):
+        x = SparseVector([transport.rank], np.ones(1), 9)
+        if before:
+            sparsecoll.iallreduce(transport, x).wait()
+        held, texts = Held(), []
+        if transport.rank:
+            held.goes_on.set()
+        with ThreadPoolExecutor(1) as pool:
+            first = pool.submit(sparsecoll.allreduce, transport, x, held)
+            if transport.rank == 0:
+                assert held.begun.wait(60)
+                with pytest.raises(CommunicationError, match=WHY) as raised:
+                    SECOND[second](transport, x)
+                texts.append(str(raised.value))
+                held.goes_on.set()
+            with pytest.raises(CommunicationError, match=WHY) as raised:
+                first.result(60)
+                sparsecoll.allreduce(transport, x)
+            texts.append(str(raised.value))
+        return texts
+
+    outcomes = run(3, program)
+    assert [len(texts) for texts in outcomes] == [2, 1, 1], outcomes
+
+
+def test_one_rank_raises_too():
+    transport, held, x = LocalTransport(), Held(), SparseVector([1], np.ones(1), 9)
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(sparsecoll.allreduce, transport, x, held)
+        assert held.begun.wait(60)
+        with pytest.raises(CommunicationError, match=WHY):
+            sparsecoll.allreduce(transport, x)
+        held.goes_on.set()
+        assert first.result(60).nnz == 1
+
+
+def test_threads_that_take_turns_are_served():
+    """One after the other, blocking or not, in a call of another and while nonblocking calls are under way."""
+
+    def program(transport):
+        x, sums = SparseVector([transport.rank], np.ones(1), 9), []
+        for turn in range(4):
+            with ThreadPoolExecutor(1) as pool:
+                if turn == 2:
+                    pending = pool.submit(sparsecoll.iallreduce, transport, x).result(60)
+                sums.append(pool.submit(sparsecoll.allreduce, transport, x).result(60).nnz)
+            sums.append(sparsecoll.allreduce(transport, x).nnz)
+        transport.in_order(lambda: sums.append(sparsecoll.allreduce(transport, x).nnz))
+        return [*sums, pending.wait(60).nnz]
+
+    assert run(3, program) == [[3] * 10] * 3
+
+
+def test_a_rank_that_waits_is_told_of_another_one_after_its_own_threads_have_met():
+    wait_for_all = together(2)
+
+    def program(transport):
+        x, held = SparseVector([transport.rank], np.ones(1), 9), Held()
+        if transport.rank == 0:
+            held.goes_on.set()
+        with ThreadPoolExecutor(1) as pool:
+            first = pool.submit(sparsecoll.allreduce, transport, x, held)
+            assert held.begun.wait(60)
+            time.sleep(0.2)  # rank 0 waits for rank 1's message
+            with pytest.raises(CommunicationError, match=f"{WHY} on rank {transport.rank}"):
+                sparsecoll.allreduce(transport, x)
+            wait_for_all()
+            held.goes_on.set()
+            with pytest.raises(CommunicationError, match=WHY):
+                first.result(60)
+
+    assert run(2, program) == [None, None]
