@@ -64,6 +64,16 @@ def same_entries(mine, theirs):
         equal(a, b)
 
 
+def same_values(a, b):
+    """Equal bits, but for those of NaN."""
+    assert a.dtype == b.dtype
+    if (b != b).any():  # NumPy does not take NaN of bfloat16 for equal
+        a, b = (x.astype(np.float32) if x.dtype.kind == "V" else x for x in (a, b))
+        np.testing.assert_array_equal(a, b)
+    else:
+        equal(a, b)
+
+
 @FEW
 @given(ordered, sizes, seeds, st.data())
 def test_threshold_selection(dtype, size, seed, data):
@@ -102,14 +112,12 @@ def test_fused_accumulation_moments_and_clearing(dtype, size, seed, data):
         found = getattr(cpu, name)(mine, argument, work=work, **extra[0])
         with np.errstate(all="ignore"):
             expected = getattr(reference, name)(theirs, argument, work=work, **extra[1])
-        np.testing.assert_array_equal(found[0], expected[0])
-        np.testing.assert_array_equal(found[1], expected[1])
-        np.testing.assert_array_equal(mine, theirs)
-        np.testing.assert_array_equal(*sums)
+        for a, b in ((mine, theirs), sums, *zip(found, expected, strict=True)):
+            same_values(a, b)
 
 
 @FEW
-@given(dtypes, sizes, seeds, st.data())
+@given(ordered, sizes, seeds, st.data())
 def test_selection_from_a_source(dtype, size, seed, data):
     """The source and the addend stay as they are, and the values that are not selected have the right bits."""
     v, g = (values(dtype, size, seed + s) for s in (0, 1))
@@ -130,9 +138,7 @@ def test_selection_from_a_source(dtype, size, seed, data):
         with np.errstate(all="ignore"):
             expected = getattr(reference, name)(theirs, argument, work=work)
         for a, b in ((mine, theirs), *zip(found, expected, strict=True)):
-            np.testing.assert_array_equal(a, b)
-            if not np.isnan(np.asarray(b, np.float64)).any():
-                equal(a, b)
+            same_values(a, b)
     assert (v.tobytes(), g.tobytes()) == before
 
 
