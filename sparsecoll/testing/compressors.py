@@ -40,9 +40,9 @@ def _net(seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.nn.Sequenti
 
 
 def _loss(model: torch.nn.Module, rank: int, step: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(1000 * rank + step)
-    x = torch.randn(16, 12, generator=generator, dtype=torch.float64).to(next(model.parameters()).dtype)
-    return torch.nn.functional.cross_entropy(model(x), torch.randint(0, 3, (16,), generator=generator))
+    generator = torch.Generator("cpu").manual_seed(1000 * rank + step)
+    x = torch.randn(16, 12, generator=generator, dtype=torch.float64, device="cpu").to(next(model.parameters()).dtype)
+    return torch.nn.functional.cross_entropy(model(x), torch.randint(0, 3, (16,), generator=generator, device="cpu"))
 
 
 def _bits(model: torch.nn.Module) -> bytes:

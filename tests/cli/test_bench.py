@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from entries import Entries, compare
+from harness import Entries, in_turns
 
 from sparsecoll import Costs, Network, SparseVector, simulate
 from sparsecoll.cli import arguments, bench
@@ -13,7 +13,7 @@ from sparsecoll.cli.bench import Call
 from sparsecoll.cli.main import main
 from sparsecoll.cli.report import SHOWN, Report
 from sparsecoll.formats import FORMATS
-from sparsecoll.transport import LocalTransport
+from sparsecoll.transport import LocalTransport, as_transport
 
 
 def test_algorithms_by_text():
@@ -95,7 +95,8 @@ def test_the_kernels_start_before_calls_are_timed(monkeypatch):
 def test_calls_take_turns():
     def program(comm):
         entries = Entries(5000, 50, comm.rank)
-        return compare(comm, [(Call("allgather", None), entries), (Call("dense", None), entries)], repeat=3)
+        calls = [Call("allgather", None), Call("dense", None)]
+        return in_turns(as_transport(comm), [(bench.runner(comm, call), entries) for call in calls], repeat=3)
 
     few, all_of_them = simulate(3, program, Network(1e-5, 1e-8)).results[0]
     assert few < all_of_them  # 3 x 50 entries against 5,000 values

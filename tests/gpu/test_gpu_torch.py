@@ -24,6 +24,9 @@ def pretended(pretend):
         def array(self, tensor):
             return pretend.borrowed(tensor.detach().numpy())
 
+        def empty(self, size, dtype):
+            return self.zeros(size, dtype)
+
         def tensor(self, array):
             assert isinstance(array, pretend.ndarray), "a host array where a device array was expected"
             return torch.from_numpy(array._host)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from sparsecoll.kernels import cpu
+from sparsecoll.kernels.cpu.intrinsics import cache
 
 ROOT = Path(__file__).parent.parent.parent
 OTHERS = [name for name in ("avx512", "avx2", "portable") if name != cpu.lanes.SET]
@@ -59,6 +60,7 @@ def test_a_set_that_the_processor_lacks_is_refused_in_one_line():
 PROGRAM = """
 import numpy as np
 from sparsecoll.kernels import cpu
+from sparsecoll.kernels.cpu.intrinsics import cache
 from sparsecoll.kernels.keys import Pass
 x, ones = np.arange(20_000, dtype=np.float32), np.ones(20_000, np.float32)
 for key in (np.float32(19_500).view(np.uint32), 1):
@@ -89,6 +91,7 @@ def test_the_code_has_no_instructions_of_another_set_even_with_one_cache(tmp_pat
 FILL = """
 import numpy as np
 from sparsecoll.kernels import cpu
+from sparsecoll.kernels.cpu.intrinsics import cache
 for dtype in {dtypes}:
     x = np.arange(-500, 500).astype(dtype)
     assert cpu.key_range(np.array([-3, 2, 300], dtype)) == tuple(cpu.magnitude_keys(np.array([2, 300], dtype)).tolist())
@@ -116,7 +119,7 @@ def test_processes_that_fill_one_cache_at_once_and_a_damaged_one(tmp_path):
 
 @pytest.mark.parametrize("stored", [1, b"x" * 300, {"code": [b"y" * 100, None, 2.5]}])
 def test_a_file_of_the_cache_with_any_bit_flipped_counts_as_missing(stored, tmp_path):
-    file = cpu.lanes.operations.cache.CacheFile(str(tmp_path), "kernel", b"")
+    file = cache.CacheFile(str(tmp_path), "kernel", b"")
     assert file.load("signature") is None
     file.save("signature", stored)
     (path,) = tmp_path.iterdir()
