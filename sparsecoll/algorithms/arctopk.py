@@ -162,7 +162,8 @@ def _largest(table: NDArray[Any], count: int) -> tuple[NDArray[np.int64], int]:
     Raises:
         NonFiniteError: A value is NaN.
     """
-    norms = sum(np.square(np.abs(table[:, j]).astype(np.float64)) for j in range(table.shape[1]))
+    with np.errstate(over="ignore"):
+        norms = sum(np.square(np.abs(table[:, j]).astype(np.float64)) for j in range(table.shape[1]))
     if bool(np.isnan(norms).any()):
         raise NonFiniteError(
             "x: expected values that can be ordered by magnitude, got NaN, or infinities of both signs"

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sparsecoll.errors import CommunicationError
-from sparsecoll.kernels import kernels_of, kernels_of_values
+from sparsecoll.kernels import kernels_of
 from sparsecoll.kernels.keys import index_dtype
 from sparsecoll.kernels.memory import asarray_like, empty, to_host
 from sparsecoll.telemetry.trace import span
@@ -328,7 +328,7 @@ def holds_zeros(x: SparseVector, wire: WireDtype) -> bool:
 
 def nonzero_entries(values: NDArray[Any], first: int, nnz: int, length: int) -> SparseVector:
     """Return the nonzeros of values at index first, first + 1, ...; raise CommunicationError if more than nnz are."""
-    offsets, nonzeros = kernels_of_values(values).select_at_least(values, 1, nnz)
+    offsets, nonzeros = kernels_of(values).select_at_least(values, 1, nnz)
     if offsets.size > nnz:
         raise CommunicationError(f"message: {offsets.size} nonzeros where the header says {nnz}")
     index = index_dtype(length)

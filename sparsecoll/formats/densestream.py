@@ -105,7 +105,7 @@ class DenseStream(Format):
     def decode(self, buffer: Buffer, length: int) -> SparseVector:
         wire, index, nnz = self.read_header(buffer, length)
         starts, lengths, values = self._read_blocks(buffer, length, wire)
-        positions, nonzeros = kernels_of_values(values).select_at_least(values, 1, nnz)
+        positions, nonzeros = kernels_of(values).select_at_least(values, 1, nnz)
         if positions.size > nnz:
             raise CommunicationError(f"message: {positions.size} nonzeros where the header says {nnz}")
         indices = kernels_of(starts).block_indices(starts, lengths, positions)

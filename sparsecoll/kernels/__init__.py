@@ -50,7 +50,7 @@ def host_kernels() -> ModuleType:
 
 
 def kernels_of_values(values: Any) -> ModuleType:
-    """The kernels that order values, write them in blocks, or add them: `reference` if not of COMPILED_DTYPES."""
+    """The kernels that write values in blocks or add them: `reference` if not of COMPILED_DTYPES."""
     if isinstance(values, np.ndarray) and values.dtype not in COMPILED_DTYPES:
         return reference
     return kernels_of(values)

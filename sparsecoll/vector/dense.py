@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sparsecoll.kernels import kernels_of
+from sparsecoll.kernels import kernels_of, kernels_of_values
 from sparsecoll.kernels.keys import index_dtype, key_of, magnitude_of
 from sparsecoll.kernels.memory import asarray_like, data_ptr, empty
 from sparsecoll.telemetry.trace import span
@@ -239,7 +239,7 @@ class DenseVector(Values):
 
     def copy_entries(self, entries: SparseVector, divisor: int) -> None:
         """Copy entries / divisor, floats, into this vector, and zeros where no entry is stored."""
-        self._kernels.write_dense(self.values, entries.indices, entries.values, divisor)
+        kernels_of_values(self.values).write_dense(self.values, entries.indices, entries.values, divisor)
 
     def copy_sum(self, parts: Sequence[Sequence[SparseVector]], divisor: int) -> None:
         """Copy (sum of vectors) / divisor into this vector, of float32 or float64, without forming the sum as entries.
@@ -249,19 +249,19 @@ class DenseVector(Values):
             divisor: at least 1.
         """
         entries = [(part.indices, part.values) for group in parts for part in group]
-        self._kernels.write_sum(self.values, entries, divisor, len(parts[0]))
+        kernels_of_values(self.values).write_sum(self.values, entries, divisor, len(parts[0]))
 
     def add_at(self, entries: SparseVector) -> None:
         """self += entries, in place."""
-        self._kernels.scatter_add(self.values, entries.indices, entries.values)
+        kernels_of_values(self.values).scatter_add(self.values, entries.indices, entries.values)
 
     def subtract_at(self, entries: SparseVector) -> None:
         """self -= entries, in place."""
-        self._kernels.scatter_subtract(self.values, entries.indices, entries.values)
+        kernels_of_values(self.values).scatter_subtract(self.values, entries.indices, entries.values)
 
     def scatter_add(self, indices: NDArray[Any], values: NDArray[Any]) -> None:
         """self[index] += value in the order given, in place; indices of `length` or more are skipped."""
-        self._kernels.scatter_add_marked(self.values, indices, values)
+        kernels_of_values(self.values).scatter_add_marked(self.values, indices, values)
 
     def __repr__(self) -> str:
         return f"DenseVector(length={self.length}, dtype={self.dtype})"

@@ -66,7 +66,7 @@ class Entries(Arithmetic):
         """
         values = dense_values(array)
         with span("dense", values.size):
-            indices, nonzeros = kernels_of_values(values).select_at_least(values, 1)
+            indices, nonzeros = kernels_of(values).select_at_least(values, 1)
         return cls.from_sorted_unchecked(indices, nonzeros, values.size)
 
     @classmethod

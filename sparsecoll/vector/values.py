@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sparsecoll.kernels import kernels_of, kernels_of_values
+from sparsecoll.kernels import kernels_of
 from sparsecoll.kernels.keys import COMPILED_DTYPES, Array, index_dtype, is_float, key_of
 from sparsecoll.kernels.memory import contiguous, on_gpu
 
@@ -44,7 +44,7 @@ class Values:
 
     @property
     def _kernels(self) -> Any:
-        return kernels_of_values(self._array)
+        return kernels_of(self._array)
 
     def _count_at_least(self, threshold: float) -> int:
         """Return the number of stored values with a magnitude >= threshold."""

@@ -10,17 +10,21 @@ from sparsecoll.algorithms.primitives.quantiles import Items, quantiles
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(1, 6), st.integers(0, 2**32), st.sampled_from([2, 50, 10**6, 2**62]), st.data())
+@given(st.integers(1, 6), st.integers(0, 2**32), st.sampled_from([2, 50, 10**6, 2**62, 2**64]), st.data())
 def test_item_of_a_rank(P, seed, stop, data):
     rng = np.random.default_rng(seed)
-    parts = [
-        np.sort(rng.integers(0, rng.integers(1, stop + 1), rng.integers(0, 60)).astype(np.uint64)) for _ in range(P)
-    ]
+    parts = []
+    for _ in range(P):
+        largest = rng.choice([rng.integers(0, stop - 1, dtype=np.uint64, endpoint=True), np.uint64(stop - 1)])
+        items = rng.integers(0, largest, rng.integers(0, 60), dtype=np.uint64, endpoint=True)
+        items[: rng.integers(0, 9)] = largest
+        parts.append(np.sort(items))
     union = np.sort(np.concatenate(parts))
     if not union.size:
         return
     ranks = sorted(data.draw(st.lists(st.integers(0, union.size - 1), min_size=1, max_size=5)))
-    first = np.unique(rng.integers(0, stop, 5)).astype(np.uint64) if seed % 2 else None  # the answer may be elsewhere
+    first = np.unique(rng.integers(0, stop - 1, 5, dtype=np.uint64, endpoint=True))  # the answer may be elsewhere
+    first = first if seed % 2 else None
     for ascending in (True, False):
 
         def program(comm, ascending=ascending):

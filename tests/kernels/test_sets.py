@@ -68,7 +68,7 @@ for key in (np.float32(19_500).view(np.uint32), 1):
 total = cpu.merge_sum([found, found], x.dtype)
 half = cpu.to_float16(x)
 assert total[0].size == found[0].size and (cpu.from_float16(half)[:2049] == x[:2049]).all()
-for module in (cpu.selection, cpu.selection_pass, cpu.largest, cpu.merge, cpu.windows, cpu.codecs):
+for module in (cpu.selection, cpu.selection_pass, cpu.radix, cpu.merge, cpu.windows, cpu.codecs):
     for kernel in vars(module).values():
         for signature in getattr(kernel, "signatures", ()):
             print(kernel.inspect_asm(signature))

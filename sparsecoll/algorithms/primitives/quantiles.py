@@ -69,34 +69,36 @@ def quantiles(
     """
     counter = np.uint32 if total < 2**32 else np.int64
     wanted = np.array(ranks, np.int64)
-    low, high = np.zeros(wanted.size, np.uint64), np.full(wanted.size, stop, np.uint64)  # low <= answer < high
+    low, last = np.zeros(wanted.size, np.uint64), np.full(wanted.size, stop - 1, np.uint64)  # low <= answer <= last
     below_low, below_high = np.zeros(wanted.size, np.int64), np.full(wanted.size, total, np.int64)
     budget = EDGES_PER_RANK * transport.size
     if wanted.size == 1:
         budget = min(budget, MOST_EDGES)
     while True:
         missing = np.minimum(wanted - below_low, below_high - wanted)
-        open_ = (high - low > 1) & (missing > tolerance)
+        open_ = (low < last) & (missing > tolerance)
         if not open_.any():
             break
         starts, first = np.unique(low[open_], return_index=True)  # brackets are disjoint or the same
         if first_edges is None or not first_edges.size:
-            edges = _inner_edges(starts, high[open_][first], max(1, budget // starts.size))
+            edges = _inner_edges(starts, last[open_][first], max(1, budget // starts.size))
         else:
             edges, first_edges = first_edges, None
         counts = sum_counts(transport, items.below(edges).astype(counter)).astype(np.int64)
-        _narrow(wanted, (low, below_low), (high, below_high), edges, counts)
-    nearer_low = (high - low == 1) | (wanted - below_low <= below_high - wanted)
-    found = np.where(nearer_low, low, high).tolist(), np.where(nearer_low, below_low, below_high).tolist()
-    return list(zip(*found, strict=True))
+        _narrow(wanted, (low, below_low), (last, below_high), edges, counts)
+    nearer_low = (low == last) | (wanted - below_low <= below_high - wanted)
+    return [
+        (int(low[i]), int(below_low[i])) if nearer else (int(last[i]) + 1, int(below_high[i]))
+        for i, nearer in enumerate(nearer_low)
+    ]
 
 
-def _inner_edges(low: NDArray[np.uint64], high: NDArray[np.uint64], count: int) -> NDArray[np.uint64]:
-    """Return up to `count` edges inside of each [low, high), ascending, that divide it into equal parts."""
-    parts = np.minimum(high - low, np.uint64(count + 1))
-    step, rest = np.divmod(high - low, parts)
+def _inner_edges(low: NDArray[np.uint64], last: NDArray[np.uint64], count: int) -> NDArray[np.uint64]:
+    """Return up to `count` edges inside of each [low, last], ascending, that divide it into equal parts."""
+    parts = np.minimum(last - low, np.uint64(count)) + np.uint64(1)
+    step, rest = np.divmod(last - low, parts)  # of one item less: there may be 2^64
     number = np.arange(1, count + 1, dtype=np.uint64)[None, :]
-    edges = low[:, None] + number * step[:, None] + np.minimum(number, rest[:, None])
+    edges = low[:, None] + number * step[:, None] + np.minimum(number, rest[:, None] + np.uint64(1))
     return edges[number < parts[:, None]]  # type: ignore[no-any-return]
 
 
@@ -107,8 +109,9 @@ def _narrow(
     edges: NDArray[np.uint64],
     counts: Counts,
 ) -> None:
-    """Narrow the brackets from `lower` to `upper` (edge, items below it) by the edges counted inside of them."""
-    first, last = np.searchsorted(edges, lower[0], side="right"), np.searchsorted(edges, upper[0], side="left")
+    """Narrow the brackets from `lower` (edge, items below it) to `upper` (last, items up to it) by edges inside."""
+    first, last = (np.searchsorted(edges, end[0], side="right") for end in (lower, upper))
     inside = np.clip(np.searchsorted(counts, wanted, side="right"), first, last)  # the first with more items below
     for (edge, below), chosen, at in ((lower, inside > first, inside - 1), (upper, inside < last, inside)):
         edge[chosen], below[chosen] = edges[at[chosen]], counts[at[chosen]]
+    upper[0][inside < last] -= np.uint64(1)

@@ -9,6 +9,8 @@ from sparsecoll.kernels.cpu.lanes import jit
 from sparsecoll.kernels.keys import Array, Pass
 from sparsecoll.kernels.memory import readonly
 
+ADDED = tuple(map(np.dtype, ("float32", "float64", "int32", "int64")))  # dtypes that these kernels take
+
 
 @jit
 def add_range(values, addend, scale, start, stop):  # type: ignore[no-untyped-def]
@@ -43,7 +45,7 @@ def velocity_range(velocity, gradient, factor, new_velocity, start, stop):  # ty
 
 def form(values: Array, work: Pass) -> None:
     start, momentum, add, _ = work
-    if np.float16 in (values.dtype, None if add is None else add[0].dtype):
+    if values.dtype not in ADDED or (add is not None and add[0].dtype not in ADDED):
         reference.form(values, work)
         return
     start = values if start is None else start

@@ -10,6 +10,7 @@ import os
 from typing import Any
 
 import numba
+from numba.extending import overload
 
 from sparsecoll.kernels.cpu import portable
 from sparsecoll.kernels.cpu.intrinsics import blocks
@@ -58,8 +59,18 @@ def streams_to(array: Array) -> bool | None:
     return True if VECTORS and fits else None
 
 
+def _line_items(array):  # type: ignore[no-untyped-def]
+    """How many items of an array a line of the caches has; array.itemsize would be a division for each block."""
+
+
+@overload(_line_items)  # type: ignore[untyped-decorator]
+def _constant(array):  # type: ignore[no-untyped-def]
+    items = 8 * LINE_BYTES // array.dtype.bitwidth
+    return lambda array: items
+
+
 @inlined
 def prefetch_range(array, start, stop):  # type: ignore[no-untyped-def]
     """Have the processor load the items from `start` to `stop`, which may be beyond the end."""
-    for place in range(start, stop, LINE_BYTES // array.itemsize):
+    for place in range(start, stop, _line_items(array)):
         prefetch(array, place)

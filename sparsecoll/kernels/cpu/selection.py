@@ -12,12 +12,15 @@ from typing import Any
 import numpy as np
 
 from sparsecoll.kernels import reference, threads
-from sparsecoll.kernels.cpu.additions import form
-from sparsecoll.kernels.cpu.lanes import VECTORS, jit, magnitude_key
+from sparsecoll.kernels.cpu.additions import ADDED, form
+from sparsecoll.kernels.cpu.lanes import BLOCK, VECTORS, jit, magnitude_key
+from sparsecoll.kernels.cpu.radix import keep_largest
 from sparsecoll.kernels.cpu.selection_pass import CHUNK, LINE, select_chunks
-from sparsecoll.kernels.keys import PLAIN, Array, Pass, index_dtype
+from sparsecoll.kernels.keys import PLAIN, Array, Pass, index_dtype, is_float
 from sparsecoll.kernels.memory import empty, readonly
-from sparsecoll.kernels.reference.selection import MOMENT_LANES, ROUNDS, moments_of, moments_of_lines
+from sparsecoll.kernels.reference.selection import MOMENT_LANES, ROUNDS, moments_of, moments_of_lines, taken
+
+SPARE = 1 << 16  # entries that a top k may find beyond 2k before it keeps the k largest of them
 
 
 @jit
@@ -57,7 +60,7 @@ def _permuted(length, half, key, out):  # type: ignore[no-untyped-def]
 
 
 def lanes_of(values: Array, write: bool = False) -> tuple[Array, Any]:
-    """(floats as unsigned bit patterns, integers as they are; the mask that removes the sign)."""
+    """(signed integers as they are, other values as unsigned bit patterns; the mask that removes the sign)."""
     if not values.flags.c_contiguous:
         raise ValueError("values: expected a contiguous array")
     lane, mask = _lane(values.dtype)
@@ -67,26 +70,31 @@ def lanes_of(values: Array, write: bool = False) -> tuple[Array, Any]:
 
 @functools.cache
 def _lane(dtype: np.dtype[Any]) -> tuple[np.dtype[Any] | None, Any]:
-    """(the unsigned dtype of the bit patterns of floats, None for integers; the mask that removes the sign)."""
+    """(the unsigned dtype of the bit patterns, None for signed integers; the mask that removes the sign)."""
     unsigned = np.dtype(f"u{dtype.itemsize}")
-    mask = unsigned.type(np.iinfo(unsigned).max >> 1)
-    return unsigned if dtype.kind == "f" else None, mask
+    mask = unsigned.type(np.iinfo(unsigned).max >> is_float(dtype))
+    return None if dtype.kind == "i" else unsigned, mask
 
 
 def count_at_least(values: Array, key: int) -> int:
-    bits, mask = lanes_of(values)
-    return 0 if _beyond(key, mask) else int(_count(bits, mask, mask.dtype.type(key)))
+    bits, mask = lanes_of(magnitudes(values))
+    return 0 if _beyond(key, bits) else int(_count(bits, mask, mask.dtype.type(key)))
 
 
-def _beyond(key: int, mask: Any) -> bool:
-    """Whether no value can reach a key."""
-    return key > 2 * int(mask) + 1
+def magnitudes(values: Array) -> Array:
+    """|z| of complex numbers, other values as they are: both have the same magnitude keys."""
+    return np.abs(values, out=empty(values.size, values.real.dtype)) if values.dtype.kind == "c" else values
+
+
+def _beyond(key: int, values: Array) -> bool:
+    """Whether a key does not fit into the size of the values."""
+    return bool(key >> 8 * values.itemsize)
 
 
 def key_range(values: Array) -> tuple[int, int]:
     if values.size == 0:
         return 0, 0
-    lowest, highest = _key_range(*lanes_of(values))
+    lowest, highest = _key_range(*lanes_of(magnitudes(values)))
     return int(lowest), int(highest)
 
 
@@ -106,18 +114,32 @@ def select_at_least(
     moments: Array | None = None,
     work: Pass = PLAIN,
 ) -> tuple[Array, Array]:
-    mask = lanes_of(values)[1]
-    half = np.float16 in (values.dtype, None if work.add is None else work.add[0].dtype)  # no arithmetic here
-    beyond, in_lanes = _beyond(key, mask), moments is None and _in_lanes(values, work)
-    if half or beyond or (work.momentum is not None and not in_lanes):
+    return select(values, key, expected, indices, moments, work)
+
+
+def select(
+    values: Array,
+    key: int,
+    expected: int,
+    indices: Array | None,
+    moments: Array | None,
+    work: Pass,
+    k: int | None = None,
+) -> tuple[Array, Array]:
+    """select_at_least; with `k`, some of the entries that are not among the k largest may be left out."""
+    added_here = values.dtype in ADDED and (work.add is None or work.add[0].dtype in ADDED)  # else no arithmetic here
+    beyond, in_lanes = _beyond(key, values), moments is None and _in_lanes(values, work)
+    if not added_here or beyond or (work.momentum is not None and not in_lanes):
         form(values, work)
         work, in_lanes = Pass(clear=work.clear), False
-    if half and moments is not None:
+    if not added_here and moments is not None:
         moments[:], moments = moments_of(values), None
     if beyond:
         return reference.select_at_least(values, key, indices=indices, moments=moments)
+    if values.dtype.kind == "c":
+        return taken(values, select_at_least(magnitudes(values), key, expected)[0], indices, work.clear)
     origin, momentum, add, clear = work
-    bits = lanes_of(values, write=clear or add is not None or origin is not None)[0]
+    bits, mask = lanes_of(values, write=clear or add is not None or origin is not None)
     lines = None if moments is None else np.empty((-(-values.size // LINE), 4))
     addend, scale = (None, None) if add is None else (readonly(np.ascontiguousarray(add[0])), values.dtype.type(add[1]))
     floats = bits if addend is None and lines is None else values if addend is not None else readonly(values)
@@ -137,7 +159,7 @@ def select_at_least(
         old, new, *arrays = [None if array is None else array[:stop] for array in given]
         guess, typed = expected * (stop - start) // max(values.size, 1), mask.dtype.type(key)
         moving = old, new, factor, with_nesterov
-        return _select_range(*arrays, mask, typed, scale, lines, start, guess, index, clear, moving)  # type: ignore
+        return _select_range(*arrays, mask, typed, scale, lines, start, guess, index, clear, moving, k)  # type: ignore
 
     count, unit = threads.count_for(values.size), CHUNK if lines is None else LINE
     edges = [values.size * t // count // unit * unit for t in range(count)] + [values.size]
@@ -172,21 +194,31 @@ def _select_range(
     index: Any,
     clear: bool,
     moving: tuple[Any, ...],
+    k: int | None,
 ) -> tuple[Array, Array]:
     """(indices, bits) of the entries selected from `start` to the end, in arrays that grow as needed."""
-    count, size = 0, bits.size
-    capacity = min(size - start, expected + (expected >> 3)) + 2 * CHUNK
+    count, size, begin, first = 0, bits.size, start, key
+    most = size - start if k is None else min(size - start, 2 * k + SPARE)
+    capacity = min(most, expected + (expected >> 3)) + 2 * CHUNK
     out_i, out_v = empty(capacity, index), empty(capacity, bits.dtype)
-    begin = start
     sums = None if lines is None else np.empty((4, MOMENT_LANES))
     while True:
+        room = capacity if k is None or key != first else k + CHUNK + BLOCK - 1  # with this it stops at k entries
         given = (floats, bits, origin, source, mask, key, indices, addend, added, scale, sums, lines)
-        start, count = select_chunks(*given, start, out_i, out_v, count, clear or None, *moving)
+        start, count = select_chunks(*given, start, out_i[:room], out_v[:room], count, clear or None, *moving)
         if start == size:
-            return out_i[:count], out_v[:count]
+            break
+        if k is not None and count >= k and (key == first or capacity >= most):
+            if key != first:  # not even all above the first k entries have room
+                key, count = keep_largest(out_i[:count], out_v[:count], mask, k, bits if clear else None)
+            if key == np.iinfo(key.dtype).max:
+                break
+            key += key.dtype.type(1)  # ties go to the k entries found before
+            continue
         wanted = max(2 * count, int(1.1 * count * (size - begin) / max(start - begin, 1)))
-        capacity = min(wanted, count + size - start) + 2 * CHUNK
+        capacity = min(wanted, count + size - start, most) + 2 * CHUNK
         out_i, out_v = _grown(out_i, count, capacity), _grown(out_v, count, capacity)
+    return out_i[:count], out_v[:count]
 
 
 def _grown(array: Array, count: int, capacity: int) -> Array:

@@ -123,10 +123,10 @@ def select_at_least(
     form(values, work)
     if moments is not None:
         moments[:] = moments_of(values)
-    return _taken(values, np.flatnonzero(magnitude_keys(values) >= key), indices, work.clear)
+    return taken(values, np.flatnonzero(magnitude_keys(values) >= key), indices, work.clear)
 
 
-def _taken(values: Array, positions: Array, indices: Array | None, clear: bool = False) -> tuple[Array, Array]:
+def taken(values: Array, positions: Array, indices: Array | None, clear: bool = False) -> tuple[Array, Array]:
     taken = values[positions]
     if clear:
         values[positions] = 0
@@ -177,11 +177,11 @@ def topk_by_key(values: Array, key: int, ties: int, *, indices: Array | None = N
     keys = magnitude_keys(values)
     chosen = keys > key
     chosen[np.flatnonzero(keys == key)[:ties]] = True
-    return _taken(values, np.flatnonzero(chosen), indices)
+    return taken(values, np.flatnonzero(chosen), indices)
 
 
 def topk(values: Array, k: int, *, indices: Array | None = None, work: Pass = PLAIN) -> tuple[Array, Array]:
     """The entries of the k largest magnitudes, ties by lower position; all if k >= n. As `select_at_least`."""
     form(values, work)
     order = np.lexsort((np.arange(values.size), np.invert(magnitude_keys(values))))
-    return _taken(values, np.sort(order[:k]), indices, work.clear)
+    return taken(values, np.sort(order[:k]), indices, work.clear)
