@@ -374,6 +374,23 @@ def test_a_forked_process_holds_no_connection(monkeypatch):
     assert run(2, program) == [0, 0]
 
 
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
+def test_a_fork_while_another_thread_makes_a_transport_raises_nothing(monkeypatch):
+    """An exception would keep the child from closing its copies of the other connections."""
+    failures, pair, children = [], socket.socketpair, []
+
+    def forking():
+        children.append(os.fork())
+        if children[0] == 0:
+            os._exit(len(failures))
+        return pair()
+
+    monkeypatch.setattr("sys.unraisablehook", failures.append)
+    monkeypatch.setattr(tcp.socket, "socketpair", forking)
+    tcp.TcpTransport(0, {}, [0]).close("the test is over")
+    assert os.waitpid(children[0], 0)[1] == 0
+
+
 @pytest.mark.parametrize("nonblocking", [False, True])
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
 def test_a_call_in_a_forked_process_is_refused_at_once(nonblocking):

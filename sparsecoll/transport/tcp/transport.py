@@ -59,6 +59,7 @@ class TcpTransport(Transport):
     cure = "continue with a new one, such as torch.distributed.new_group()"
 
     def __init__(self, rank: int, sockets: dict[int, socket.socket], machines: list[int]) -> None:
+        self._connections: dict[int, Connection] = {}  # a fork in another thread may come before they are known
         super().__init__(rank, len(machines))
         own = socket.socketpair()
         ends = [own[0] if peer == rank else sockets[peer] for peer in range(self.size)]
