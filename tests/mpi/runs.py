@@ -191,10 +191,11 @@ class Ledger:
         return torch.from_numpy(self.run.comm.allreduce(flat))
 
     def _taken(self):
-        grads = {
-            n: torch.zeros_like(p) if p.grad is None else p.grad.detach().to_dense() for n, p in self.named.items()
-        }
-        return {n: g.clone() for n, g in grads.items()}  # the next back-propagation adds to the memory of p.grad
+        """Copies, since the next back-propagation adds to the memory of p.grad."""
+        found = {}
+        for name, p in self.named.items():
+            found[name] = torch.zeros_like(p) if p.grad is None else p.grad.detach().to_dense().clone()
+        return found
 
     def settle(self):
         """After a step: compare. Gradients that are not thrown away are given to the next one again."""

@@ -31,9 +31,9 @@ ALLGATHER = Allgather()  # without state in calls that are sent early
 class Auto(Algorithm):
     """Runs the algorithm that a cost model predicts to be the fastest, with the fastest format.
 
-    1. Predict dense, allgather, split and dynamic gather (`sparcml`), and recursive halving (`densestream` with even
-       regions), for uniform supports; for "top_k_of_sum" also `oktopk`, while the sums of the others are truncated to
-       k entries.
+    1. Predict dense, allgather, recursive doubling, split and dynamic gather (`sparcml`), and recursive halving
+       (`densestream` with even regions), for uniform supports; for "top_k_of_sum" also `oktopk`, while the sums of the
+       others are truncated to k entries.
     2. Run the fastest. If the caller did not set the format, messages use the one that takes the least time to encode
        and send.
 
