@@ -27,7 +27,7 @@ demo: $(MPICH)/demo.done  # SEEDS=3 make demo: the means of README's table
 
 check: $(CHECK)/check.done  # the short loop: lint, types and the fast tests; needs neither MPI nor torch
 	$(CHECK)/bin/ruff check . && $(CHECK)/bin/ruff format --check .
-	$(CHECK)/bin/mypy sparsecoll --exclude sparsecoll/torch --follow-imports silent
+	$(CHECK)/bin/mypy sparsecoll --exclude 'sparsecoll/(torch|testing/compressors)' --follow-imports silent
 	$(LIMIT) 1800 $(CHECK)/bin/python -m pytest -q -n 2 -m "not slow" $(FAST)
 
 test: test-serial test-mpich test-torchrun test-openmpi
