@@ -23,6 +23,8 @@ from sparsecoll.vector.values import native_values
 
 MAPPINGS = {"dict": "builtins", "Counter": "collections", "OrderedDict": "collections", "defaultdict": "collections"}
 FACTORIES = {"int": int, "float": float, "None": None}
+NUMBERS = (int, float, complex, np.number, np.bool_)
+EXACT = 1 << 53  # magnitude up to which float64 holds every integer
 
 
 def from_mapping(x: Mapping[Any, Any]) -> tuple[SparseVector, Back]:
@@ -33,14 +35,14 @@ def from_mapping(x: Mapping[Any, Any]) -> tuple[SparseVector, Back]:
     factory = getattr(getattr(x, "default_factory", None), "__name__", "None")
     if factory not in FACTORIES:
         raise TypeError(f"x: expected a defaultdict of int or float, got one of {factory}: use dict(x)")
-    keys = list(x)
+    keys, (values, largest) = list(x), _numbers(list(x.values()))
     types = set(map(type, keys))
     for kind in (str, bytes):
         if keys and all(issubclass(one, kind) for one in types):
-            indices, values = np.arange(len(keys), dtype=index_dtype(len(keys))), _numbers(list(x.values()))
+            indices = np.arange(len(keys), dtype=index_dtype(len(keys)))
             vector = SparseVector.from_sorted_unchecked(indices, values, len(keys))
-            return vector, ToMapping(name, factory, kind.__name__, keys)
-    return _vector(_keys(keys), _numbers(list(x.values()))), ToMapping(name, factory)
+            return vector, ToMapping(name, factory, kind.__name__, keys, largest)
+    return _vector(_keys(keys), values), ToMapping(name, factory, largest=largest)
 
 
 def _keys(keys: list[Any]) -> NDArray[Any]:
@@ -52,22 +54,30 @@ def _keys(keys: list[Any]) -> NDArray[Any]:
     return array
 
 
-def _numbers(values: list[Any]) -> NDArray[Any]:
+def _numbers(values: list[Any]) -> tuple[NDArray[Any], int]:
+    """Return values as an array, and the largest magnitude of an integer among floats, 0 if there is none."""
     types = set(map(type, values))
     if types == {int}:
         with contextlib.suppress(OverflowError):
-            return np.fromiter(values, np.int64, len(values))
-    array = np.array(values) if values else np.empty(0, np.int64)
+            return np.fromiter(values, np.int64, len(values)), 0
+    other = next((one for one in types if not issubclass(one, NUMBERS)), None)
+    array = np.array(values) if values and other is None else np.empty(0, np.int64)
+    integers: list[Any] = [one for one in types if issubclass(one, (int, np.integer, np.bool_))]
     # NumPy makes floats of integers of which some need int64 and others uint64
-    rounded = array.dtype.kind == "f" and all(issubclass(one, (int, np.integer, np.bool_)) for one in types)
-    if rounded or array.dtype.kind not in "biufc" or array.dtype == np.uint64 or array.ndim != 1:
-        what = type(next((v for v in values if not isinstance(v, (int, float, np.number))), values[0])).__name__
+    rounded = array.dtype.kind == "f" and len(integers) == len(types)
+    wide = {"b": np.bool_, "f": np.float64, "c": np.complex128, "i": np.int64, "u": np.int64}.get(array.dtype.kind)
+    if other or rounded or wide is None or array.dtype == np.uint64 or array.dtype.char in "gG":
+        found = f"{'uint64' if rounded else array.dtype} from values such as {type(values[0]).__name__}"
         raise TypeError(
             "x: expected values of bool, int below 2^63, float or complex,"
-            f" got {'uint64' if rounded else array.dtype} from values such as {what}"
+            f" got {f'values such as {other.__name__}' if other else found}: use float(value)"
         )
-    wide = {"b": np.bool_, "f": np.float64, "c": np.complex128}
-    return array.astype(wide.get(array.dtype.kind, np.int64), copy=False)
+    largest = 0
+    if integers and array.dtype.kind in "fc":
+        largest = max(abs(int(value)) for value in values if isinstance(value, tuple(integers)))
+        if largest > EXACT:
+            raise ValueError(f"x: expected no integers beyond 2^53 beside floats, got {largest}: use float(value)")
+    return array.astype(wide, copy=False), largest
 
 
 def _vector(keys: NDArray[Any], values: Any) -> SparseVector:
@@ -85,12 +95,14 @@ class ToMapping(Back):
     Attributes:
         keys: "integers", "str" or "bytes".
         words: the key of each index if these are str or bytes.
+        largest: magnitude of an integer among floats, 0 if there is none.
     """
 
     kind: str
     factory: str
     keys: str = "integers"
     words: Keys = ()
+    largest: int = 0
 
     def __call__(self, y: SparseVector) -> Any:
         made = getattr(importlib.import_module(MAPPINGS[self.kind]), self.kind)()
