@@ -1,4 +1,4 @@
-"""Collectives of what has keys and no length: mappings from integers or strings, and pandas Series.
+"""Collectives of what has keys and no length: mappings from integers, strings or tuples, and pandas Series.
 
 `with_keys` makes vectors of them, of one length, dtype and table of keys on all ranks, and converts results back; the
 collectives themselves know vectors alone. All ranks use the wider of their dtypes, and the largest integer of all ranks
@@ -30,7 +30,7 @@ from sparsecoll.transport.call import AGREEMENT_BYTES, CollectiveCall
 from sparsecoll.vector import VALUE_DTYPES, DenseVector, SparseVector, dtype_of
 from sparsecoll.vector.values import common_dtype
 
-KEYS = ("integers", "str", "bytes")
+KEYS = ("integers", "str", "bytes", "tuples")
 KINDS = 64  # more than types of keys times dtypes
 BOUNDS = 256  # more than twice the bits of an integer
 INT64 = np.iinfo(np.int64).max
@@ -123,7 +123,9 @@ def _agree_on_kinds(
     keys = KEYS[found[0]]
     if len(found) > 1 or (keys != KEYS[0] and not isinstance(back, ToMapping)):
         types = " and ".join(KEYS[kind] for kind in found)
-        raise TypeError(f"x: expected keys of one type on all ranks, and a mapping for str or bytes, got {types}")
+        raise TypeError(
+            f"x: expected keys of one type on all ranks, and a mapping unless they are integers, got {types}"
+        )
     dtypes = {dtype_of(VALUE_DTYPES[kind]) for kind in (kinds % len(VALUE_DTYPES)).tolist()}
     wide = common_dtype(*dtypes)
     if wide.kind == "f" and all(dtype.kind in "iu" for dtype in dtypes):

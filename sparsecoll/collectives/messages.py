@@ -47,7 +47,7 @@ def pack_rows(options: CallOptions, x: RowSparse, back: Back) -> Buffer:
 
 
 def _description(fields: list[Any]) -> Buffer:
-    text = json.dumps(fields).encode()
+    text = json.dumps(fields, ensure_ascii=False).encode("utf-8", "surrogatepass")
     return np.frombuffer(text + len(text).to_bytes(SIZE_BYTES, "little"), np.uint8)
 
 
