@@ -16,22 +16,21 @@ import numpy as np
 from sparsecoll.collectives.convert.back import Back, ToTriple
 from sparsecoll.collectives.convert.keyed import ToMapping, ToSeries, from_mapping, from_series
 from sparsecoll.collectives.convert.matrices import ToPydata, ToScipy, from_pydata, from_scipy
-from sparsecoll.collectives.convert.rows import ToBsr, ToHybrid
+from sparsecoll.collectives.convert.rows import ToArray, ToBsr, ToHybrid
 from sparsecoll.collectives.convert.rows import to_rows as to_rows
 from sparsecoll.collectives.convert.tensors import ToTorch, from_torch, tensor_of
-from sparsecoll.kernels.memory import contiguous, from_dlpack, on_gpu
+from sparsecoll.kernels.memory import asarray_like, contiguous, from_dlpack, on_gpu
 from sparsecoll.select import Vector
-from sparsecoll.vector import DenseVector, SparseVector
+from sparsecoll.vector import DenseVector, RowSparse, SparseVector
 
-BACKS = {
-    kind.__name__: kind for kind in (Back, ToTriple, ToScipy, ToPydata, ToTorch, ToMapping, ToSeries, ToHybrid, ToBsr)
-}
+TO_VECTORS = (Back, ToTriple, ToScipy, ToPydata, ToTorch, ToMapping, ToSeries)
+BACKS = {kind.__name__: kind for kind in (*TO_VECTORS, ToHybrid, ToBsr, ToArray)}
 TYPES = (
     "a SparseVector, (indices, values, length), a SciPy sparse array or matrix, a pydata COO or GCXS, a torch tensor"
     " (dense or sparse_coo), a dict or Counter, a pandas Series, or a dense NumPy, CuPy or DLPack array"
 )
 CURES = {
-    "RowSparse": "allreduce, reduce_scatter, allgather, bcast, alltoall or alltoallv, or x.to_dense()",
+    "RowSparse": "allreduce, reduce_scatter, or a call that only moves data, or x.to_dense()",
     "list": "np.asarray(x) of a dense one, SparseVector.from_pairs of pairs",
     "set": "dict.fromkeys(x, 1)",
     "DataFrame": "x.to_numpy(), or x.sparse.to_coo()",
@@ -147,6 +146,22 @@ def to_vector(x: Any) -> tuple[Vector, Back]:
         return DenseVector(_flat(np.from_dlpack(x) if x.__dlpack_device__()[0] == 1 else from_dlpack(x))), Back()
     cure = f": use {CURES[name]}" if name in CURES else ""
     raise TypeError(f"x: expected {TYPES}, got {type(x).__module__}.{type(x).__qualname__}{cure}")
+
+
+def to_block(x: Any) -> tuple[RowSparse, Back] | None:
+    """Return a dense array as a table of one row, and what makes an equal array of it; None for other types."""
+    strided = str(getattr(x, "layout", "torch.strided")) == "torch.strided" and hasattr(x, "__dlpack_device__")
+    if not isinstance(x, (DenseVector, np.ndarray)) and not on_gpu(x) and not strided:
+        return None
+    vector, _ = to_vector(x)
+    if not isinstance(vector, DenseVector):
+        return None
+    if vector.length >> 32:
+        raise ValueError(f"x: expected fewer than 2^32 values in an array, got {vector.length}: send it in parts")
+    library = "" if x is vector else type(x).__module__.partition(".")[0]
+    row = asarray_like(np.zeros(1, np.int64), vector.values)
+    shape = vector.values.shape if x is vector else tuple(map(int, x.shape))
+    return RowSparse.from_sorted_unchecked(row, vector.values.reshape(1, -1), 1), ToArray(library, shape)
 
 
 def _ordered(x: Any) -> tuple[Vector, Back]:
