@@ -18,14 +18,14 @@ from sparsecoll.transport.progress import completed_future
 T = TypeVar("T")
 
 
-def communicator(comm: Any) -> Transport:
+def communicator(comm: Any, timeout: Any = None) -> Transport:
     """Return the transport of a communicator; None stands for what `sparsecoll.transport.default_comm` returns.
 
     Raises:
         RuntimeError: It has one rank, and a launcher has started several processes: each of them would train on its
             own. `comm` is None, or the same world given explicitly.
     """
-    transport = as_transport(comm)
+    transport = as_transport(comm, timeout)
     if comm is not None and transport.size == 1 and (isinstance(transport, LocalTransport) or is_alone(comm)):
         launcher.refuse_one_rank()
     return transport

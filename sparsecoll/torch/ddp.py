@@ -89,7 +89,7 @@ class HookState:
         verify: bool | int = 0,
         timeline: Timeline | None = None,
     ) -> None:
-        self.transport = communicator(comm)
+        self.transport = communicator(comm, timeout)
         own, options = resolve(compressor), Options(verify=verify, timeout=timeout, timeline=timeline)
         if own.needs_all_buckets:
             raise ValueError(
@@ -101,7 +101,6 @@ class HookState:
         self._group: Any = named_parameters.process_group if wrapped else None  # type: ignore[union-attr]
         self._check_group()
         self._replica = Replica(self.transport, None, options)
-        self._replica.warmed = True  # the timeout holds from the first bucket on
         self._params = self._replica.params
         self._params.update(named(named_parameters.module if wrapped else named_parameters))  # type: ignore[union-attr]
         self._names = {id(p): name for name, p in self._params.items()}

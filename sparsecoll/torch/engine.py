@@ -84,9 +84,9 @@ class Engine:
         self.discard()
 
     @property
-    def patience(self) -> float | None:
+    def timeout(self) -> float | None:
         """The timeout of a call in seconds."""
-        return self._replica.patience
+        return self._options.timeout
 
     # -- parameters
 

@@ -103,7 +103,7 @@ def enlist(owner: Engine) -> int:
     if transport.sharers and transport.size > 1:
         alive = _alive(transport)
         mine = np.array([number in alive for number in transport.sharers], np.uint8)
-        anywhere = collective(transport, "optimizers", owner.patience, lambda _: _any(transport, mine), "agree")
+        anywhere = collective(transport, "optimizers", owner.timeout, lambda _: _any(transport, mine), "agree")
         kept = [number for number, is_alive in zip(transport.sharers, anywhere, strict=True) if is_alive]
     else:
         kept = list(_alive(transport))
@@ -142,8 +142,8 @@ def synchronize_all(transport: Transport) -> None:
     numbers = list(transport.sharers)
     asked = np.array([n in owners and owners[n].asked for n in numbers], np.uint8)
     if is_shared(transport) and transport.size > 1:
-        patience = [owner.patience for owner in owners.values()]
-        timeout = None if None in patience else max(filter(None, patience), default=None)
+        timeouts = [owners[n].timeout for n, is_asked in zip(numbers, asked, strict=True) if is_asked]
+        timeout = min(filter(None, timeouts), default=None)
 
         def agree(_: CollectiveCall) -> NDArray[Any]:
             anywhere: NDArray[Any] = _any(transport, asked)

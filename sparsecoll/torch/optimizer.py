@@ -110,7 +110,9 @@ class DistributedOptimizer(Wrapper):
         verify: number of steps after which the bits of all parameters and buffers are compared between ranks; 0, the
             default, for never, and True for 100.
         timeout: seconds to wait for a message before CommunicationError is raised; None, the default, for no limit,
-            with a warning once a minute. In the first reduction, in which kernels are compiled, it is at least 300.
+            with a warning once a minute. It holds from the first call on, so it should be longer than the kernels take
+            to compile in their first run on a machine (about 10 s). If several optimizers share a communicator and a
+            back-propagation has computed gradients of more than one, ranks wait for the shortest of their timeouts.
         timeline: a `sparsecoll.torch.Timeline` that records a trace; None, the default, for none.
 
     Raises:
@@ -146,7 +148,7 @@ class DistributedOptimizer(Wrapper):
         timeline: Timeline | None = None,
     ) -> None:
         super().__init__(optimizer)
-        transport = communicator(comm)
+        transport = communicator(comm, timeout)
         model = model_of(named_parameters)
 
         def checked(_: CollectiveCall) -> tuple[Named, Compressor, Options, Scaling]:
@@ -155,7 +157,7 @@ class DistributedOptimizer(Wrapper):
             refuse_wrapped(model, "named_parameters")
             return of_optimizer(optimizer, named(named_parameters)), own, options, Scaling(self, grad_scaler)
 
-        params, own, options, self._scaling = collective(transport, "DistributedOptimizer", None, checked)
+        params, own, options, self._scaling = collective(transport, "DistributedOptimizer", timeout, checked)
         self._engine = Engine(transport, own, optimizer, model, options, self._scaling)
         self._engine.add(params)
 
@@ -184,7 +186,7 @@ class DistributedOptimizer(Wrapper):
         Args:
             comm: communicator, as in `sparsecoll.allreduce`.
         """
-        self._engine.move(as_transport(comm))
+        self._engine.move(as_transport(comm, self._engine.timeout))
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Context manager: gradients of the enclosed back-propagations accumulate without communication."""
@@ -329,7 +331,8 @@ class DistributedOptimizer(Wrapper):
                 state = _replaced(state, before(self, state))
             return state
 
-        state_dict = collective(self._engine.transport, "hooks of load_state_dict", None, hooked)
+        transport, timeout = self._engine.transport, self._engine.timeout
+        state_dict = collective(transport, "hooks of load_state_dict", timeout, hooked)
         own = state_dict.get(STATE)
         inner = {name: value for name, value in state_dict.items() if name != STATE}
         self._engine.load_state_dict(own, lambda: self.optimizer.load_state_dict(inner))

@@ -231,7 +231,7 @@ class Reducer:
         """Broadcast buffers and measure the step: gradients are as they were if that fails. Collective."""
         try:
             self._replica.broadcast_buffers(outcome)
-            self._profiler.note(self._replica.transport, self._sender.last, seconds, self._replica.patience)
+            self._profiler.note(self._replica.transport, self._sender.last, seconds, self._replica.options.timeout)
         except Exception as error:
             self._fail(error)
 
@@ -239,10 +239,7 @@ class Reducer:
         """The reduction is good on all ranks: gradients become means."""
         replica = self._replica
         self.buckets.keep()
-        if not replica.warmed:
-            replica.warmed = True
-            for _, compressor in self.buckets:
-                compressor.timeout = replica.patience
+        replica.warmed = True
         self._means.clear()
         self._end()  # nothing refers to gradients any more
         for bucket, compressor in self.buckets:

@@ -26,7 +26,6 @@ from sparsecoll.transport.collectives import allgather
 
 T = TypeVar("T")
 CHANGE = "change of parameters, to be made on all ranks between the same steps"  # a call; errors show its name
-COMPILING = 300.0  # seconds: the least timeout of the first reduction, in which kernels may be compiled
 
 
 class Replica:
@@ -70,15 +69,9 @@ class Replica:
         """The number of steps that this rank has taken; `context` has that of the ranks that have data."""
         return self.context.step if self.left is None else self.left
 
-    @property
-    def patience(self) -> float | None:
-        """The timeout of a call: longer while kernels may still be compiled."""
-        timeout = self.options.timeout
-        return timeout if self.warmed or timeout is None else max(timeout, COMPILING)
-
     def call(self, name: str, function: Callable[[CollectiveCall], T], phase: str = "") -> T:
         """See `collective`."""
-        return collective(self.transport, name, self.patience, function, phase)
+        return collective(self.transport, name, self.options.timeout, function, phase)
 
     def agree(
         self, name: str, row: Row, digest: Callable[[Round], int | None], failed: Exception | None = None

@@ -121,7 +121,7 @@ class Sender:
         for name, p in bucket.params.items():
             if not torch.isfinite(bucket.part_of_mean(name)).all():
                 local = p.grad is not None and not torch.isfinite(p.grad).all()
-                with CollectiveCall(transport, "gradients", self._replica.patience):
+                with CollectiveCall(transport, "gradients", self._replica.options.timeout):
                     if local or transport.size == 1:
                         raise NonFiniteError(f"gradient of {name!r}: expected finite values, got NaN or infinity")
                     rows = allgather(transport, np.zeros(1, np.uint8))  # the rank that has it raises

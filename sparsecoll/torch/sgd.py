@@ -95,7 +95,7 @@ class SparseSGD(torch.optim.Optimizer):
         verify: number of steps after which the bits of all parameters and buffers are compared between ranks; 0, the
             default, for never, and True for 100.
         timeout: seconds to wait for a message before CommunicationError is raised; None, the default, for no limit,
-            with a warning once a minute. In the first step, in which kernels are compiled, it is at least 300.
+            with a warning once a minute. See `DistributedOptimizer`.
         timeline: records spans of the reductions; None, the default, for nothing.
 
     Raises:
@@ -140,7 +140,7 @@ class SparseSGD(torch.optim.Optimizer):
             "nesterov": nesterov,
             "maximize": maximize,
         }
-        transport, known = communicator(comm), model_of(params) if model is None else model
+        transport, known = communicator(comm, timeout), model_of(params) if model is None else model
         self._built = False
         watched = transport.rank == 0 and transport.size > 1
         self._watch = Watch("SparseSGD", "DistributedOptimizer clips the mean") if watched else None
@@ -154,7 +154,7 @@ class SparseSGD(torch.optim.Optimizer):
                 check_group(group, compressor)
             return compressor, options, Scaling(self, grad_scaler)
 
-        self._compressor, options, self._scaling = collective(transport, "SparseSGD", None, build)
+        self._compressor, options, self._scaling = collective(transport, "SparseSGD", timeout, build)
         self._replica = Replica(transport, known, options)
         self._replica.alike = lambda: common(self.param_groups)
         self._replica.changed = lambda: self._flat.differs(self.param_groups)
@@ -221,7 +221,7 @@ class SparseSGD(torch.optim.Optimizer):
         if is_trial_step(self):
             return self._make_state()
         scaling = self._scaling if self._scaling.check(self) else None
-        loss = None if closure is None else mean_loss(self._replica.transport, closure, self._replica.patience)
+        loss = None if closure is None else mean_loss(self._replica.transport, closure, self._replica.options.timeout)
         if self._watch is not None:
             self._watch.look(self._flat.names)
         try:
@@ -347,7 +347,7 @@ class SparseSGD(torch.optim.Optimizer):
         Args:
             comm: communicator, as in `sparsecoll.allreduce`.
         """
-        self._replica.transport = as_transport(comm)
+        self._replica.transport = as_transport(comm, self._replica.options.timeout)
         self._flat.release()
         self._replica.follow("move", self)
 

@@ -26,7 +26,7 @@ import numpy as np
 
 from sparsecoll.errors import CommunicationError, NonFiniteError
 from sparsecoll.formats import Buffer
-from sparsecoll.transport import usable
+from sparsecoll.transport import check_timeout, usable
 from sparsecoll.transport.base import FIRST_TAG, PHASES, TAGS, CallMismatch, Transport, out_of_use
 from sparsecoll.transport.collectives import FEW_RANKS, allgather, allgatherv, disseminate, node_members
 from sparsecoll.transport.waiting import check_environment
@@ -84,9 +84,7 @@ class CollectiveCall:
         transport.calls += 1
         self._set_tag(self._number_of_name)
         try:
-            if not usable(self._timeout):
-                kind = ValueError if isinstance(self._timeout, (int, float)) else TypeError
-                raise kind(f"timeout: expected seconds above 0, or None to wait for ever, got {self._timeout!r}")
+            check_timeout(self._timeout)
             if transport.nodes is None:
                 check_environment()
                 with transport.set_up():

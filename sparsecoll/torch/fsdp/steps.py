@@ -94,7 +94,7 @@ class Steps:
         A rank alone cannot tell: its part may be empty, or no entry that was sent lies in it.
         """
         here = all(_gone(shard) for group in self._groups for shard in group.shards)
-        return mean_of(self._node, float(here), self._replica.patience) == 1.0
+        return mean_of(self._node, float(here), self._replica.options.timeout) == 1.0
 
 
 def _gone(shard: Shard) -> bool:
