@@ -101,7 +101,7 @@ class Bucket:
             gradient is not None
             and self.layout.device is CPU
             and gradient.dtype == p.dtype == self._dtype
-            and not (gradient.is_sparse or gradient.requires_grad)
+            and not (gradient.is_sparse or gradient.requires_grad or gradient.is_inference())
             and gradient.is_contiguous()
             and p.is_contiguous()
         )
@@ -215,7 +215,13 @@ class Bucket:
             if scale != 1.0:
                 view.mul_(scale)
             old, alike = p.grad, p.dtype == view.dtype and p.is_contiguous()
-            if old is None or old.is_sparse or old.requires_grad or (old.dtype, old.stride()) != (p.dtype, p.stride()):
+            if (
+                old is None
+                or old.is_sparse
+                or old.requires_grad
+                or old.is_inference()
+                or ((old.dtype, old.stride()) != (p.dtype, p.stride()))
+            ):
                 p.grad = view.data if alike else torch.empty_like(p, requires_grad=False).copy_(view)
             elif not alike:
                 old.copy_(view)

@@ -197,6 +197,7 @@ class Engine:
             at_end_of_backward(self.transport, partial(synchronize_all, self.transport))
         self._reducer.send(name, self._hooks.comes_last(name))
 
+    @torch.inference_mode(False)  # in which step() may be called: gradients would have no versions
     def synchronize(self) -> None:
         """Reduce all gradients. Collective.
 

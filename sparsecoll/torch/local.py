@@ -199,6 +199,7 @@ class LocalOptimizer(Wrapper):
                 self._moved.add(name)
                 self._shared[name].copy_(self._params[name])
 
+    @torch.inference_mode(False)
     def synchronize(self) -> None:
         """Take the mean of the changes now, unless it was taken after the last step; collective.
 

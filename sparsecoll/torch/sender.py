@@ -17,6 +17,7 @@ from sparsecoll.torch.buckets import Buckets
 from sparsecoll.torch.compressors import Compressor
 from sparsecoll.torch.grad_scaler import Scaling
 from sparsecoll.torch.replica import Replica
+from sparsecoll.torch.tensors import version
 from sparsecoll.torch.timeline import bucket_span
 from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.transport.collectives import allgather
@@ -72,14 +73,14 @@ class Sender:
         """Take a parameter's gradient into its bucket, and send the buckets that are complete and next in order."""
         self._take(self._buckets.index_of[name], name)
         p = self._replica.params[name]
-        self._marks.append((p, p.grad, -1 if p.grad is None else p.grad._version))
+        self._marks.append((p, p.grad, -1 if p.grad is None else version(p.grad)))
         while len(self._sent) < len(self._buckets) and not self._waiting[len(self._sent)]:
             self._isend()
 
     @property
     def altered(self) -> bool:
         """Whether a gradient was replaced, or changed in place, since it was taken during back-propagation."""
-        return any(p.grad is not g or (g is not None and g._version != version) for p, g, version in self._marks)
+        return any(p.grad is not g or (g is not None and version(g) != seen) for p, g, seen in self._marks)
 
     def _take(self, index: int, name: str) -> None:
         bucket, compressor = self._buckets[index]

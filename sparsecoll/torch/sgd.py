@@ -203,6 +203,7 @@ class SparseSGD(torch.optim.Optimizer):
         """Whether GradScaler.step() leaves unscaling and the decision to `step`."""
         return self._scaling.asks_for_steps(True)
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """One step on all ranks; collective.
