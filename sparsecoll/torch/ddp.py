@@ -19,7 +19,7 @@ from sparsecoll.errors import NonFiniteError
 from sparsecoll.torch.backward import after_callbacks, at_end_of_backward
 from sparsecoll.torch.bucket import Bucket
 from sparsecoll.torch.buckets import Buckets
-from sparsecoll.torch.calls import communicator
+from sparsecoll.torch.calls import agreed, agreeing, communicator
 from sparsecoll.torch.compressors import Compressor, resolve
 from sparsecoll.torch.device import device_of
 from sparsecoll.torch.grad_scaler import enabled
@@ -178,17 +178,18 @@ class HookState:
         Args:
             joined: whether this rank has no more data, within DDP's `join()`.
         """
-        if self._reduced == 0:
-            self._begin()
-        self._reduced += 1
         values = grads.buffer()
         try:
-            if self._reduced == 1:
-                self._verify()
-            if self._failed is None:
-                values = self._mean_of_rows(grads) if values.is_sparse else self._mean(grads)
-                if grads.is_last():
-                    self._end(joined)
+            with agreed(self.transport, self._timeout):
+                if self._reduced == 0:
+                    self._begin()
+                self._reduced += 1
+                if self._reduced == 1:
+                    self._verify()
+                if self._failed is None:
+                    values = self._mean_of_rows(grads) if values.is_sparse else self._mean(grads)
+                    if grads.is_last():
+                        self._end(joined)
         except Exception as error:
             self._failed = error
             self._buckets.drop()
@@ -322,6 +323,7 @@ class HookState:
             logger.warning("state_dict: expected names of parameters, without which it cannot be loaded%s", UNNAMED)
         return state
 
+    @agreeing("_replica.agreed")
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned; collective.
 
@@ -358,6 +360,7 @@ def _stepped(state: "weakref.ref[HookState]", optimizer: torch.optim.Optimizer, 
         alive._commit()
 
 
+@agreeing("_replica.agreed")
 def comm_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Communication hook for DistributedDataParallel: `model.register_comm_hook(state, comm_hook)`.
 

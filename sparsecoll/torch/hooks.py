@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from sparsecoll.errors import CommunicationError
-from sparsecoll.torch.calls import collective
+from sparsecoll.torch.calls import agreed, collective
 from sparsecoll.torch.tensors import Named
 from sparsecoll.transport import Transport
 from sparsecoll.transport.call import CollectiveCall
@@ -138,21 +138,24 @@ def synchronize_all(transport: Transport) -> None:
     Raises:
         CommunicationError: on every rank, if an owner that is asked on some rank is gone on another.
     """
-    owners = _alive(transport)
-    numbers = list(transport.sharers)
-    asked = np.array([n in owners and owners[n].asked for n in numbers], np.uint8)
-    if is_shared(transport) and transport.size > 1:
-        timeouts = [owners[n].timeout for n, is_asked in zip(numbers, asked, strict=True) if is_asked]
-        timeout = min(filter(None, timeouts), default=None)
+    with agreed(transport, None):
+        owners = _alive(transport)
+        numbers = list(transport.sharers)
+        asked = np.array([n in owners and owners[n].asked for n in numbers], np.uint8)
+        if is_shared(transport) and transport.size > 1:
+            timeouts = [owners[n].timeout for n, is_asked in zip(numbers, asked, strict=True) if is_asked]
+            timeout = min(filter(None, timeouts), default=None)
 
-        def agree(_: CollectiveCall) -> NDArray[Any]:
-            anywhere: NDArray[Any] = _any(transport, asked)
-            gone = [n for n, is_asked in zip(numbers, anywhere, strict=True) if is_asked and n not in owners]
-            if gone:
-                raise CommunicationError(f"optimizer {gone[0]}: expected it on all ranks, but it is closed or deleted")
-            return anywhere
+            def agree(_: CollectiveCall) -> NDArray[Any]:
+                anywhere: NDArray[Any] = _any(transport, asked)
+                gone = [n for n, is_asked in zip(numbers, anywhere, strict=True) if is_asked and n not in owners]
+                if gone:
+                    raise CommunicationError(
+                        f"optimizer {gone[0]}: expected it on all ranks, but it is closed or deleted"
+                    )
+                return anywhere
 
-        asked = collective(transport, "start of reduction", timeout, agree, "agree")
-    for number, is_asked in zip(numbers, asked, strict=True):
-        if is_asked:
-            owners[number].synchronize()
+            asked = collective(transport, "start of reduction", timeout, agree, "agree")
+        for number, is_asked in zip(numbers, asked, strict=True):
+            if is_asked:
+                owners[number].synchronize()

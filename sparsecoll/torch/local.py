@@ -10,7 +10,7 @@ import torch
 from sparsecoll.algorithms import Algorithm
 from sparsecoll.telemetry.traffic import Traffic
 from sparsecoll.torch.broadcasts import broadcast_optimizer, broadcast_tensors
-from sparsecoll.torch.calls import collective, communicator
+from sparsecoll.torch.calls import agreeing, collective, communicator
 from sparsecoll.torch.compressors import Compressor
 from sparsecoll.torch.grad_scaler import forget, is_called_by_scaler
 from sparsecoll.torch.guards import refuse_wrapped
@@ -199,6 +199,7 @@ class LocalOptimizer(Wrapper):
                 self._moved.add(name)
                 self._shared[name].copy_(self._params[name])
 
+    @agreeing("_outer._engine._replica.agreed")
     @torch.inference_mode(False)
     def synchronize(self) -> None:
         """Take the mean of the changes now, unless it was taken after the last step; collective.
@@ -225,6 +226,7 @@ class LocalOptimizer(Wrapper):
         self._since = 0
         self._follow(self._moved)
 
+    @agreeing("_outer._engine._replica.agreed")
     def add_param_group(
         self, param_group: dict[str, Any], named_parameters: Iterable[tuple[str, torch.Tensor]] = ()
     ) -> None:
@@ -291,6 +293,7 @@ class LocalOptimizer(Wrapper):
         inner: dict[str, Any] = self.optimizer.state_dict()
         return {**inner, STATE: outer.pop(STATE), LOCAL: {**own, "outer": outer}}
 
+    @agreeing("_outer._engine._replica.agreed")
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned; collective. Load the model's state as well.
 

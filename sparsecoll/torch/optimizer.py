@@ -10,7 +10,7 @@ import torch
 
 from sparsecoll.algorithms import Algorithm
 from sparsecoll.telemetry.traffic import Traffic
-from sparsecoll.torch.calls import collective, communicator
+from sparsecoll.torch.calls import agreed, agreeing, collective, communicator
 from sparsecoll.torch.compressors import Compressor, resolve
 from sparsecoll.torch.engine import Engine
 from sparsecoll.torch.grad_scaler import Scaling
@@ -158,8 +158,9 @@ class DistributedOptimizer(Wrapper):
             return of_optimizer(optimizer, named(named_parameters)), own, options, Scaling(self, grad_scaler)
 
         params, own, options, self._scaling = collective(transport, "DistributedOptimizer", timeout, checked)
-        self._engine = Engine(transport, own, optimizer, model, options, self._scaling)
-        self._engine.add(params)
+        with agreed(transport, timeout):
+            self._engine = Engine(transport, own, optimizer, model, options, self._scaling)
+            self._engine.add(params)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -205,6 +206,7 @@ class DistributedOptimizer(Wrapper):
         """
         return self._engine.join()
 
+    @agreeing("_engine._replica.agreed")
     def synchronize(self) -> None:
         """Reduce the gradients now, unless they are the means already; collective.
 
@@ -238,21 +240,28 @@ class DistributedOptimizer(Wrapper):
         if is_trial_step(self):
             with self._engine.stepping():
                 return self.optimizer.step()
-        if not self._engine.closed and self._scaling.check(self):
-            self._engine.ensure_means()
-            if self._scaling.look(self):
-                return None  # as a GradScaler does
-        if closure is None:
-            self._engine.before_step()
-            return self._stepped(None)
+        if self._skips(closure):
+            return None  # as a GradScaler does
 
         def evaluated() -> Any:
-            with torch.enable_grad():
+            assert closure is not None
+            with agreed(self._engine.transport, self._engine.timeout), torch.enable_grad():
                 loss = closure()
             self._engine.before_step()
             return self._engine.mean_loss(loss)
 
-        return self._stepped(evaluated)
+        return self._stepped(None if closure is None else evaluated)
+
+    @agreeing("_engine._replica.agreed")
+    def _skips(self, closure: Any) -> bool:
+        """Make gradients the means, unless a closure does; return whether the GradScaler skips this step."""
+        if not self._engine.closed and self._scaling.check(self):
+            self._engine.ensure_means()
+            if self._scaling.look(self):
+                return True
+        if closure is None:
+            self._engine.before_step()
+        return False
 
     def _stepped(self, closure: Callable[[], Any] | None) -> Any:
         try:
@@ -279,6 +288,7 @@ class DistributedOptimizer(Wrapper):
         self._engine.skip()
         self.optimizer.zero_grad(set_to_none)
 
+    @agreeing("_engine._replica.agreed")
     def add_param_group(
         self, param_group: dict[str, Any], named_parameters: Iterable[tuple[str, torch.Tensor]] = ()
     ) -> None:
@@ -308,6 +318,7 @@ class DistributedOptimizer(Wrapper):
             state = _replaced(state, after(self, state))
         return state
 
+    @agreeing("_engine._replica.agreed")
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned, to continue with the same bits on as many ranks; collective.
 

@@ -95,6 +95,13 @@ class Sender:
 
     def _job(self, bucket: Bucket, compressor: Compressor, event: Any) -> float:
         """Reduce one bucket, whose gradients are complete at `event`; returns its seconds."""
+        try:
+            return self._timed(bucket, compressor, event)
+        except Exception as error:
+            self.failed = error
+            raise
+
+    def _timed(self, bucket: Bucket, compressor: Compressor, event: Any) -> float:
         if self.failed is not None:
             return 0.0
         if torch.get_num_threads() != self._threads:
@@ -102,11 +109,7 @@ class Sender:
         start = time.perf_counter()
         layout = bucket.layout
         with bucket_span(self._timeline, layout.index, layout.length) as recorder, layout.device.stream_context(event):
-            try:
-                self._reduce(bucket, compressor)
-            except Exception as error:
-                self.failed = error
-                raise
+            self._reduce(bucket, compressor)
         for kind, seconds in recorder.seconds.items():
             self.seconds[kind] += seconds
         return time.perf_counter() - start
@@ -158,6 +161,6 @@ class Sender:
                 results.append(future.result())
             except Exception as problem:
                 results.append(None)
-                error = error or problem
+                error = error if getattr(error, "on_all_ranks", False) else problem  # `end` has agreed on it
         self.seconds["exposed"] += time.perf_counter() - start
         return results[:-1], results[-1], error

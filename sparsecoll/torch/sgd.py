@@ -14,7 +14,7 @@ from sparsecoll.errors import NonFiniteError
 from sparsecoll.formats import Format
 from sparsecoll.telemetry.traffic import Traffic
 from sparsecoll.torch.accumulator import Accumulator, Sums
-from sparsecoll.torch.calls import collective, communicator, mean_loss
+from sparsecoll.torch.calls import agreed, agreeing, collective, communicator, mean_loss
 from sparsecoll.torch.grad_scaler import Scaling
 from sparsecoll.torch.guards import Watch, fingerprint, refuse_wrapped
 from sparsecoll.torch.layout import takes_part
@@ -155,12 +155,13 @@ class SparseSGD(torch.optim.Optimizer):
             return compressor, options, Scaling(self, grad_scaler)
 
         self._compressor, options, self._scaling = collective(transport, "SparseSGD", timeout, build)
-        self._replica = Replica(transport, known, options)
-        self._replica.alike = lambda: common(self.param_groups)
-        self._replica.changed = lambda: self._flat.differs(self.param_groups)
-        self._flat = Accumulator(self._compressor, self._replica)
-        self._model, self._built = known, True
-        self._introduce()
+        with agreed(transport, timeout):
+            self._replica = Replica(transport, known, options)
+            self._replica.alike = lambda: common(self.param_groups)
+            self._replica.changed = lambda: self._flat.differs(self.param_groups)
+            self._flat = Accumulator(self._compressor, self._replica)
+            self._model, self._built = known, True
+            self._introduce()
 
     @property
     def traffic(self) -> Traffic:
@@ -187,6 +188,7 @@ class SparseSGD(torch.optim.Optimizer):
             raise
         self._introduce()
 
+    @agreeing("_replica.agreed")
     def _introduce(self) -> None:
         """Name the parameters that the groups have now, and broadcast those that are new from rank 0. Collective."""
         names = names_of(self.param_groups, self._model)
@@ -203,6 +205,7 @@ class SparseSGD(torch.optim.Optimizer):
         """Whether GradScaler.step() leaves unscaling and the decision to `step`."""
         return self._scaling.asks_for_steps(True)
 
+    @agreeing("_replica.agreed")
     @torch.inference_mode(False)
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
@@ -338,6 +341,7 @@ class SparseSGD(torch.optim.Optimizer):
                 self._replica.keep_up(outcome)
             self._replica.follow("join", self, outcome.furthest)
 
+    @agreeing("_replica.agreed")
     def move(self, comm: Any) -> None:
         """Continue on another communicator, such as that of `sparsecoll.shrink` after a rank was lost; collective on
         it.
@@ -364,6 +368,7 @@ class SparseSGD(torch.optim.Optimizer):
         state[STATE] = self._flat.state_dict(names_of(self.param_groups, self._model))
         return state
 
+    @agreeing("_replica.agreed")
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned, to continue with the same bits on as many ranks; collective.
 

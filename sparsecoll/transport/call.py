@@ -80,10 +80,10 @@ class CollectiveCall:
     def __enter__(self) -> CollectiveCall:
         transport = self.transport
         self._outer = transport.tag, transport.timeout
-        transport.timeout = self._timeout if usable(self._timeout) else None
-        transport.calls += 1
-        self._set_tag(self._number_of_name)
         try:
+            transport.timeout = self._timeout if usable(self._timeout) else None
+            transport.calls += 1
+            self._set_tag(self._number_of_name)
             check_timeout(self._timeout)
             if transport.nodes is None:
                 check_environment()
