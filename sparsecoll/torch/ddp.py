@@ -19,7 +19,7 @@ from sparsecoll.errors import NonFiniteError
 from sparsecoll.torch.backward import after_callbacks, at_end_of_backward
 from sparsecoll.torch.bucket import Bucket
 from sparsecoll.torch.buckets import Buckets
-from sparsecoll.torch.calls import communicator
+from sparsecoll.torch.calls import agreed, agreeing, communicator
 from sparsecoll.torch.compressors import Compressor, resolve
 from sparsecoll.torch.device import device_of
 from sparsecoll.torch.grad_scaler import enabled
@@ -91,7 +91,7 @@ class HookState(Copied):
         verify: bool | int = 0,
         timeline: Timeline | None = None,
     ) -> None:
-        self.transport = communicator(comm)
+        self.transport = communicator(comm, timeout)
         own, options = resolve(compressor), Options(verify=verify, timeout=timeout, timeline=timeline)
         if own.needs_all_buckets:
             raise ValueError(
@@ -103,7 +103,6 @@ class HookState(Copied):
         self._group: Any = named_parameters.process_group if wrapped else None  # type: ignore[union-attr]
         self._check_group()
         self._replica = Replica(self.transport, None, options)
-        self._replica.warmed = True  # the timeout holds from the first bucket on
         self._params = self._replica.params
         self._params.update(named(named_parameters.module if wrapped else named_parameters))  # type: ignore[union-attr]
         self._names = {id(p): name for name, p in self._params.items()}
@@ -181,17 +180,18 @@ class HookState(Copied):
         Args:
             joined: whether this rank has no more data, within DDP's `join()`.
         """
-        if self._reduced == 0:
-            self._begin()
-        self._reduced += 1
         values = grads.buffer()
         try:
-            if self._reduced == 1:
-                self._verify()
-            if self._failed is None:
-                values = self._mean_of_rows(grads) if values.is_sparse else self._mean(grads)
-                if grads.is_last():
-                    self._end(joined)
+            with agreed(self.transport, self._timeout):
+                if self._reduced == 0:
+                    self._begin()
+                self._reduced += 1
+                if self._reduced == 1:
+                    self._verify()
+                if self._failed is None:
+                    values = self._mean_of_rows(grads) if values.is_sparse else self._mean(grads)
+                    if grads.is_last():
+                        self._end(joined)
         except Exception as error:
             self._failed = error
             self._buckets.drop()
@@ -327,6 +327,7 @@ class HookState(Copied):
             logger.warning("state_dict: expected names of parameters, without which it cannot be loaded%s", UNNAMED)
         return state
 
+    @agreeing("_replica.agreed")
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned; collective.
 
@@ -363,6 +364,7 @@ def _stepped(state: "weakref.ref[HookState]", optimizer: torch.optim.Optimizer, 
         alive._commit()
 
 
+@agreeing("_replica.agreed")
 def comm_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Communication hook for DistributedDataParallel: `model.register_comm_hook(state, comm_hook)`.
 

@@ -13,7 +13,7 @@ import torch
 
 from sparsecoll.errors import NonFiniteError
 from sparsecoll.torch.backward import at_end_of_backward
-from sparsecoll.torch.calls import mean_of_loss
+from sparsecoll.torch.calls import agreeing, mean_of_loss
 from sparsecoll.torch.compressors import Compressor
 from sparsecoll.torch.device import device_of
 from sparsecoll.torch.grad_scaler import Scaling
@@ -84,12 +84,13 @@ class Engine:
         self.discard()
 
     @property
-    def patience(self) -> float | None:
+    def timeout(self) -> float | None:
         """The timeout of a call in seconds."""
-        return self._replica.patience
+        return self._options.timeout
 
     # -- parameters
 
+    @agreeing("_replica.agreed")
     def add(self, params: Named, stay: Mapping[str, str] | None = None) -> None:
         """More parameters, and fewer; collective. All ranks must have the same ones; values are taken from rank 0.
 
@@ -161,6 +162,7 @@ class Engine:
                 guard.remove()
         self.closed, self._replaced = True, replaced
 
+    @agreeing("_replica.agreed")
     def move(self, transport: Transport) -> None:
         """Go on over another communicator, with rank 0's parameters, buffers and optimizer state; collective on it."""
         self.transport = self._replica.transport = transport
@@ -184,6 +186,7 @@ class Engine:
         """Back-propagation has found a gradient of a parameter, before it is added (on the thread that does so)."""
         self._reducer.accumulating(name)
 
+    @agreeing("_reducer.failing")
     def accumulated(self, name: str) -> None:
         """A parameter's gradient is complete (on the thread that back-propagates)."""
         self._reducer.accumulated(name)
@@ -197,6 +200,8 @@ class Engine:
             at_end_of_backward(self.transport, partial(synchronize_all, self.transport))
         self._reducer.send(name, self._hooks.comes_last(name))
 
+    @agreeing("_reducer.failing")
+    @torch.inference_mode(False)  # in which step() may be called: gradients would have no versions
     def synchronize(self) -> None:
         """Reduce all gradients. Collective.
 
@@ -227,6 +232,7 @@ class Engine:
         """Whether gradients are the means, or will be nobody's."""
         return self.closed or (self._reduced and not self._dirty)
 
+    @agreeing("_replica.agreed")
     def ensure_means(self) -> None:
         """Make gradients the means. Collective where they are not yet."""
         if self._replaced:
@@ -239,6 +245,7 @@ class Engine:
             self.asked = True
             synchronize_all(self.transport)
 
+    @agreeing("_replica.agreed")
     def before_step(self) -> None:
         """Make sure that gradients are the means. Collective where they are not."""
         self.ensure_means()
@@ -257,6 +264,7 @@ class Engine:
         finally:
             self._stepping = False
 
+    @agreeing("_replica.agreed")
     def after_step(self) -> None:
         """The optimizer has stepped."""
         if self.closed:
@@ -294,6 +302,7 @@ class Engine:
         self._reduced = self._dirty = self.asked = False
         self._unusable = None
 
+    @agreeing("_replica.agreed")
     def mean_loss(self, loss: Any) -> Any:
         """The mean of a closure's loss over the ranks, of its own type.
 
@@ -343,6 +352,7 @@ class Engine:
             raise RuntimeError("state_dict: expected a call after back-propagation, got one while gradients are sent")
         return renamed_state(self._reducer.buckets.state_dict(), self.members.staying())
 
+    @agreeing("_replica.agreed")
     def load_state_dict(self, state: Mapping[str, Any] | None, load: Callable[[], None]) -> None:
         """See `Buckets.load_state_dict`. Collective."""
         if self.members.changed():

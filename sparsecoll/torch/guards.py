@@ -15,6 +15,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from sparsecoll.torch.compressors import Compressor, StepContext
+from sparsecoll.torch.tensors import version
 from sparsecoll.transport import Transport
 from sparsecoll.transport.collectives import allgather
 
@@ -193,7 +194,7 @@ class Watch:
 def _mark(p: torch.Tensor) -> tuple[int, int]:
     """Return the identity of a gradient's tensor, and its version counter."""
     assert p.grad is not None
-    return p.grad._cdata, p.grad._version
+    return p.grad._cdata, version(p.grad)
 
 
 def _note(watch: weakref.ref[Watch], p: torch.Tensor) -> None:

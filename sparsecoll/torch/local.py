@@ -10,7 +10,7 @@ import torch
 from sparsecoll.algorithms import Algorithm
 from sparsecoll.telemetry.traffic import Traffic
 from sparsecoll.torch.broadcasts import broadcast_optimizer, broadcast_tensors
-from sparsecoll.torch.calls import collective, communicator
+from sparsecoll.torch.calls import agreeing, collective, communicator
 from sparsecoll.torch.compressors import Compressor
 from sparsecoll.torch.grad_scaler import forget, is_called_by_scaler
 from sparsecoll.torch.guards import refuse_wrapped, warn_of_state
@@ -99,7 +99,7 @@ class LocalOptimizer(Wrapper):
         super().__init__(optimizer)
         self._every, self._since = every, 0  # steps from one mean to the next, and since the last one
         self._moved: set[str] = set()  # parameters that took part in these steps; a mean of their changes is due
-        transport, model = communicator(comm), model_of(named_parameters)
+        transport, model = communicator(comm, timeout), model_of(named_parameters)
 
         def made(call: CollectiveCall) -> tuple[Named, Named, Named, torch.optim.Optimizer]:
             check_integer("every", every, 1)
@@ -117,7 +117,7 @@ class LocalOptimizer(Wrapper):
             broadcast_tensors(transport, others.values())
             return given, params, shared, outer
 
-        given, self._params, self._shared, outer = collective(transport, "LocalOptimizer", None, made)
+        given, self._params, self._shared, outer = collective(transport, "LocalOptimizer", timeout, made)
         self._model, self._named = model, given.items if model is None else model.named_parameters
         self._members = Members(optimizer, self._params, self._named)
         self._outer = DistributedOptimizer(
@@ -158,7 +158,7 @@ class LocalOptimizer(Wrapper):
             broadcast_tensors(transport, buffers.values())
 
         if buffers:
-            collective(transport, "buffers", None, broadcast)
+            collective(transport, "buffers", self._outer._engine.timeout, broadcast)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """One step of the wrapped optimizer on this rank; every `every`-th call also is a `synchronize`.
@@ -200,6 +200,8 @@ class LocalOptimizer(Wrapper):
                 self._moved.add(name)
                 self._shared[name].copy_(self._params[name])
 
+    @agreeing("_outer._engine._replica.agreed")
+    @torch.inference_mode(False)
     def synchronize(self) -> None:
         """Take the mean of the changes now, unless it was taken after the last step; collective.
 
@@ -225,6 +227,7 @@ class LocalOptimizer(Wrapper):
         self._since = 0
         self._follow(self._moved)
 
+    @agreeing("_outer._engine._replica.agreed")
     def add_param_group(
         self, param_group: dict[str, Any], named_parameters: Iterable[tuple[str, torch.Tensor]] = ()
     ) -> None:
@@ -273,10 +276,11 @@ class LocalOptimizer(Wrapper):
         Args:
             comm: communicator, as in `sparsecoll.allreduce`.
         """
-        transport = as_transport(comm)
-        self._outer.move(comm)
+        timeout = self._outer._engine.timeout
+        transport = as_transport(comm, timeout)
+        self._outer.move(transport)
         self._since = 0
-        collective(transport, "move", None, lambda _: broadcast_optimizer(transport, self.optimizer))
+        collective(transport, "move", timeout, lambda _: broadcast_optimizer(transport, self.optimizer))
         self._follow(self._moved)
 
     def state_dict(self) -> dict[str, Any]:
@@ -290,6 +294,7 @@ class LocalOptimizer(Wrapper):
         inner: dict[str, Any] = self.optimizer.state_dict()
         return {**inner, STATE: outer.pop(STATE), LOCAL: {**own, "outer": outer}}
 
+    @agreeing("_outer._engine._replica.agreed")
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned; collective. Load the model's state as well.
 
@@ -312,7 +317,8 @@ class LocalOptimizer(Wrapper):
             return own
 
         self._follow_groups()
-        own = collective(self._outer._engine.transport, "LocalOptimizer.load_state_dict", None, read)
+        engine = self._outer._engine
+        own = collective(engine.transport, "LocalOptimizer.load_state_dict", engine.timeout, read)
         inner = {name: value for name, value in state_dict.items() if name not in (STATE, LOCAL)}
         if own is None:
             self._since, self._moved = 0, set()

@@ -10,7 +10,7 @@ import torch
 
 from sparsecoll.algorithms import Algorithm
 from sparsecoll.telemetry.traffic import Traffic
-from sparsecoll.torch.calls import collective, communicator
+from sparsecoll.torch.calls import agreed, agreeing, collective, communicator
 from sparsecoll.torch.compressors import Compressor, resolve
 from sparsecoll.torch.engine import Engine
 from sparsecoll.torch.grad_scaler import Scaling
@@ -110,7 +110,9 @@ class DistributedOptimizer(Wrapper):
         verify: number of steps after which the bits of all parameters and buffers are compared between ranks; 0, the
             default, for never, and True for 100.
         timeout: seconds to wait for a message before CommunicationError is raised; None, the default, for no limit,
-            with a warning once a minute. In the first reduction, in which kernels are compiled, it is at least 300.
+            with a warning once a minute. It holds from the first call on, so it should be longer than the kernels take
+            to compile in their first run on a machine (about 10 s). If several optimizers share a communicator and a
+            back-propagation has computed gradients of more than one, ranks wait for the shortest of their timeouts.
         timeline: a `sparsecoll.torch.Timeline` that records a trace; None, the default, for none.
 
     Raises:
@@ -146,7 +148,7 @@ class DistributedOptimizer(Wrapper):
         timeline: Timeline | None = None,
     ) -> None:
         super().__init__(optimizer)
-        transport = communicator(comm)
+        transport = communicator(comm, timeout)
         model = model_of(named_parameters)
 
         def checked(_: CollectiveCall) -> tuple[Named, Compressor, Options, Scaling]:
@@ -155,9 +157,10 @@ class DistributedOptimizer(Wrapper):
             refuse_wrapped(model, "named_parameters")
             return of_optimizer(optimizer, named(named_parameters)), own, options, Scaling(self, grad_scaler)
 
-        params, own, options, self._scaling = collective(transport, "DistributedOptimizer", None, checked)
-        self._engine = Engine(transport, own, optimizer, model, options, self._scaling)
-        self._engine.add(params)
+        params, own, options, self._scaling = collective(transport, "DistributedOptimizer", timeout, checked)
+        with agreed(transport, timeout):
+            self._engine = Engine(transport, own, optimizer, model, options, self._scaling)
+            self._engine.add(params)
         if own.keeps_gradient:
             warn_of_state(optimizer, transport)
 
@@ -186,7 +189,7 @@ class DistributedOptimizer(Wrapper):
         Args:
             comm: communicator, as in `sparsecoll.allreduce`.
         """
-        self._engine.move(as_transport(comm))
+        self._engine.move(as_transport(comm, self._engine.timeout))
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Context manager: gradients of the enclosed back-propagations accumulate without communication."""
@@ -205,6 +208,7 @@ class DistributedOptimizer(Wrapper):
         """
         return self._engine.join()
 
+    @agreeing("_engine._replica.agreed")
     def synchronize(self) -> None:
         """Reduce the gradients now, unless they are the means already; collective.
 
@@ -238,21 +242,28 @@ class DistributedOptimizer(Wrapper):
         if is_trial_step(self):
             with self._engine.stepping():
                 return self.optimizer.step()
-        if not self._engine.closed and self._scaling.check(self):
-            self._engine.ensure_means()
-            if self._scaling.look(self):
-                return None  # as a GradScaler does
-        if closure is None:
-            self._engine.before_step()
-            return self._stepped(None)
+        if self._skips(closure):
+            return None  # as a GradScaler does
 
         def evaluated() -> Any:
-            with torch.enable_grad():
+            assert closure is not None
+            with agreed(self._engine.transport, self._engine.timeout), torch.enable_grad():
                 loss = closure()
             self._engine.before_step()
             return self._engine.mean_loss(loss)
 
-        return self._stepped(evaluated)
+        return self._stepped(None if closure is None else evaluated)
+
+    @agreeing("_engine._replica.agreed")
+    def _skips(self, closure: Any) -> bool:
+        """Make gradients the means, unless a closure does; return whether the GradScaler skips this step."""
+        if not self._engine.closed and self._scaling.check(self):
+            self._engine.ensure_means()
+            if self._scaling.look(self):
+                return True
+        if closure is None:
+            self._engine.before_step()
+        return False
 
     def _stepped(self, closure: Callable[[], Any] | None) -> Any:
         try:
@@ -279,6 +290,7 @@ class DistributedOptimizer(Wrapper):
         self._engine.skip()
         self.optimizer.zero_grad(set_to_none)
 
+    @agreeing("_engine._replica.agreed")
     def add_param_group(
         self, param_group: dict[str, Any], named_parameters: Iterable[tuple[str, torch.Tensor]] = ()
     ) -> None:
@@ -308,6 +320,7 @@ class DistributedOptimizer(Wrapper):
             state = _replaced(state, after(self, state))
         return state
 
+    @agreeing("_engine._replica.agreed")
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned, to continue with the same bits on as many ranks; collective.
 
@@ -331,7 +344,8 @@ class DistributedOptimizer(Wrapper):
                 state = _replaced(state, before(self, state))
             return state
 
-        state_dict = collective(self._engine.transport, "hooks of load_state_dict", None, hooked)
+        transport, timeout = self._engine.transport, self._engine.timeout
+        state_dict = collective(transport, "hooks of load_state_dict", timeout, hooked)
         own = state_dict.get(STATE)
         inner = {name: value for name, value in state_dict.items() if name != STATE}
         self._engine.load_state_dict(own, lambda: self.optimizer.load_state_dict(inner))

@@ -7,13 +7,14 @@ next step when the optimizer steps; until then it can be taken back.
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Mapping
-from typing import NoReturn
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
 from sparsecoll.errors import NonFiniteError
+from sparsecoll.torch.bucket import Bucket, NewGrads
 from sparsecoll.torch.buckets import Buckets
 from sparsecoll.torch.compressors import Compressor
 from sparsecoll.torch.grad_scaler import Scaling
@@ -146,9 +147,24 @@ class Reducer:
             NonFiniteError: a gradient is not finite on some rank; all gradients are NaN now.
             CommunicationError, RuntimeError: the reduction failed on some rank; gradients are as they were.
         """
-        while (outcome := self._attempt(JOINED * joined, name, regroup)) is None:
-            pass
+        with self.failing():
+            while (outcome := self._attempt(JOINED * joined, name, regroup)) is None:
+                pass
         return outcome
+
+    @contextlib.contextmanager
+    def failing(self) -> Iterator[None]:
+        """Context manager: what it raises, all ranks raise, and everything is as before the reduction."""
+        try:
+            with self._replica.agreed():
+                yield
+        except Exception as error:
+            self._sender.finish()
+            self._drop()
+            self._opened = False
+            if isinstance(error, NonFiniteError):
+                self._spread_nan()
+            raise
 
     def _attempt(self, flags: int, name: str, regroup: Callable[[], None]) -> Round | None:
         """One reduction of all buckets; None if it has to be made again."""
@@ -168,12 +184,13 @@ class Reducer:
         digest = None if replica.warmed or replica.transport.size == 1 else fingerprint(replica.params.values())
         seconds, outcome, error = self._sender.wait(lambda: self._round(name, row, digest))
         if error is not None:
-            self._fail(error)
+            raise error
         assert isinstance(outcome, Round)
         changed, learned = outcome.flags & (CHANGED | MEMBERS), self.buckets.learn(outcome.rows, outcome.dense)
         stale = learned or outcome.trainable != set(self.buckets.index_of)
         if not (changed or stale or outcome.over):
-            self._follow_up(outcome, seconds)
+            replica.broadcast_buffers(outcome)
+            self._profiler.note(replica.transport, self._sender.last, seconds, replica.options.timeout)
             self._accept(outcome)
             return outcome
         if self._again:
@@ -205,14 +222,6 @@ class Reducer:
         self._end()
         self._opened = True
 
-    def _fail(self, error: Exception) -> NoReturn:
-        """Raise what a reduction has failed with; the next one begins anew."""
-        self._drop()
-        self._opened = False
-        if isinstance(error, NonFiniteError):
-            self._spread_nan()
-        raise error
-
     def _spread_nan(self) -> None:
         """Gradients become NaN on all ranks, for code that reads them before the step."""
         for name, index in self.buckets.index_of.items():
@@ -227,30 +236,30 @@ class Reducer:
             self._replica.transport.rank,
         )
 
-    def _follow_up(self, outcome: Round, seconds: list[float]) -> None:
-        """Broadcast buffers and measure the step: gradients are as they were if that fails. Collective."""
-        try:
-            self._replica.broadcast_buffers(outcome)
-            self._profiler.note(self._replica.transport, self._sender.last, seconds, self._replica.patience)
-        except Exception as error:
-            self._fail(error)
-
     def _accept(self, outcome: Round) -> None:
-        """The reduction is good on all ranks: gradients become means."""
-        replica = self._replica
-        self.buckets.keep()
-        if not replica.warmed:
-            replica.warmed = True
-            for _, compressor in self.buckets:
-                compressor.timeout = replica.patience
-        self._means.clear()
-        self._end()  # nothing refers to gradients any more
+        """The reduction is good on all ranks: gradients become means, all of them or none."""
+        made = []
         for bucket, compressor in self.buckets:
+            bucket.layout.device.wait_stream()
             names = [
                 n for n, p in bucket.params.items() if n in outcome.used or (p.requires_grad and bucket.has_mean(n))
             ]
-            bucket.assign_grads(names, self._scaling.of(compressor))
-            for name in names:
+            made.append((bucket, bucket.new_grads(names, self._scaling.of(compressor))))
+        try:
+            self._assign(made)
+        except Exception:
+            self._assign(made)
+            raise
+
+    def _assign(self, made: list[tuple[Bucket, NewGrads]]) -> None:
+        """Set all gradients; the same again does no harm."""
+        self.buckets.keep()
+        self._replica.warmed = True
+        self._means.clear()
+        self._end()  # nothing refers to gradients any more
+        for bucket, gradients in made:
+            bucket.assign_grads(gradients)
+            for name in gradients:
                 self._means.add(name)
 
     # -- a step, or none

@@ -31,7 +31,7 @@ import numpy as np
 
 from sparsecoll.errors import CommunicationError, NonFiniteError
 from sparsecoll.formats import Buffer
-from sparsecoll.transport import usable
+from sparsecoll.transport import check_timeout, usable
 from sparsecoll.transport.base import HISTORY, KEPT, NAMES, CallMismatch, Transport, out_of_use, tag_of
 from sparsecoll.transport.collectives import FEW_RANKS, allgather, allgatherv, disseminate, node_members
 from sparsecoll.transport.waiting import check_environment
@@ -82,15 +82,13 @@ class CollectiveCall:
     def __enter__(self) -> CollectiveCall:
         transport = self.transport
         self._outer = transport.tag, transport.timeout
-        transport.timeout = self._timeout if usable(self._timeout) else None
-        self._call = transport.calls = transport.calls + 1
-        self._numbers = transport.history[self._call] = []
-        transport.history.pop(self._call - HISTORY, None)
-        self._set_tag(self._number_of_name)
         try:
-            if not usable(self._timeout):
-                kind = ValueError if isinstance(self._timeout, (int, float)) else TypeError
-                raise kind(f"timeout: expected seconds above 0, or None to wait for ever, got {self._timeout!r}")
+            transport.timeout = self._timeout if usable(self._timeout) else None
+            self._call = transport.calls = transport.calls + 1
+            self._numbers = transport.history[self._call] = []
+            transport.history.pop(self._call - HISTORY, None)
+            self._set_tag(self._number_of_name)
+            check_timeout(self._timeout)
             if transport.nodes is None:
                 check_environment()
                 with transport.set_up():

@@ -90,7 +90,7 @@ BAD = [
     ({"model": "net"}, TypeError, "model: expected a torch.nn.Module"),
     ({"verify": -1}, ValueError, "verify: expected at least 0"),
     ({"verify": 1.5}, TypeError, "verify: expected an integer"),
-    ({"timeout": 0}, ValueError, "timeout: expected more than 0 seconds"),
+    ({"timeout": 0}, ValueError, "timeout: expected seconds above 0"),
     ({"timeout": "5"}, TypeError, "timeout: expected seconds"),
     ({"params": []}, ValueError, "empty parameter list"),
     ({"params": [1]}, TypeError, "can only optimize Tensors"),

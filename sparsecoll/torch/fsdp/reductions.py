@@ -72,7 +72,6 @@ class ShardedReductions:
         self._reduced: set[int] = set()  # groups that have been reduced in it
         self._failed: Exception | None = None
         self._steps = Steps(groups, replica, node, self._buckets, warns=grad_scaler is None)
-        self._replica.warmed = True  # the timeout holds from the first reduction on
         self._bind()
         register_optimizer_step_pre_hook(partial(_before_step, weakref.ref(self)))
         register_optimizer_step_post_hook(partial(_stepped, weakref.ref(self)))
@@ -110,7 +109,7 @@ class ShardedReductions:
         self._receive(index, values, values, 1.0)
 
     def _reduce_scatter_in_node(self, values: torch.Tensor, out: torch.Tensor, factor: float) -> None:
-        reduce_scatter_tensors(self._node, values, out, factor, self._replica.patience)
+        reduce_scatter_tensors(self._node, values, out, factor, self._replica.options.timeout)
 
     def _memory(self, index: int, size: int, dtype: torch.dtype) -> torch.Tensor | None:
         """Return the bucket's own memory for the gradients of a group, where it is free and fits."""
@@ -246,7 +245,7 @@ class ShardedReductions:
             )
             failed = exchanged.exception()  # type: ignore[assignment]
         if not self._scattered:
-            failed = collective(self._node, END, self._replica.patience, lambda _: self._first(failed), "agree")
+            failed = collective(self._node, END, self._replica.options.timeout, lambda _: self._first(failed), "agree")
         if failed is not None:
             raise failed
 

@@ -10,6 +10,7 @@ from sparsecoll.torch.buckets import Buckets
 from sparsecoll.torch.calls import mean_of
 from sparsecoll.torch.fsdp.groups import Group, Shard
 from sparsecoll.torch.replica import Replica
+from sparsecoll.torch.tensors import version
 from sparsecoll.transport import Transport
 
 logger = logging.getLogger(__name__)
@@ -86,7 +87,7 @@ class Steps:
         self.pending = False
 
     def _versions(self) -> list[int]:
-        return [shard.param._version for group in self._groups for shard in group.parameters]
+        return [version(shard.param) for group in self._groups for shard in group.parameters]
 
     def _thrown_away(self) -> bool:
         """Return whether gradients are None or zero on all ranks that share the parameters. Collective.
@@ -94,7 +95,7 @@ class Steps:
         A rank alone cannot tell: its part may be empty, or no entry that was sent lies in it.
         """
         here = all(_gone(shard) for group in self._groups for shard in group.shards)
-        return mean_of(self._node, float(here), self._replica.patience) == 1.0
+        return mean_of(self._node, float(here), self._replica.options.timeout) == 1.0
 
 
 def _gone(shard: Shard) -> bool:
