@@ -168,6 +168,7 @@ class Engine:
         self.transport = self._replica.transport = transport
         self._reducer.release()
         self._replica.follow("move", self._optimizer)
+        self._reducer.steps.pass_over()
         self.number = enlist(self)
         self._begin()  # gradients are reduced again, unless zero_grad() gives the step up
 
@@ -215,6 +216,8 @@ class Engine:
         if self._watch is not None:
             self._watch.look(self.params.values())
         self._hooks.attach(self.params)
+        if not self._outcome.joined:
+            self._compare_if_due()
         try:
             name = f"end of reduction of optimizer {self.number}"
             self._outcome = self._reducer.reduce(self._joined, name, self._regroup)
@@ -256,13 +259,23 @@ class Engine:
         self._reducer.take_back_missing()
 
     @contextlib.contextmanager
-    def stepping(self) -> Iterator[None]:
-        """Context manager in which the wrapped optimizer steps."""
+    def stepping(self, evaluates: bool = False) -> Iterator[None]:
+        """Context manager in which the wrapped optimizer steps, and `evaluates` a closure."""
+        self._reducer.steps.enter(self, evaluates)
         self._stepping = True
         try:
             yield
         finally:
             self._stepping = False
+            self._reducer.steps.leave(self)
+
+    def trial_step(self) -> Any:
+        """A step of the wrapped optimizer that changes nothing but versions."""
+        self._reducer.settle()
+        with self.stepping():
+            result = self._optimizer.step()
+        self._reducer.steps.pass_over()
+        return result
 
     @agreeing("_replica.agreed")
     def after_step(self) -> None:
@@ -271,8 +284,13 @@ class Engine:
             return
         self._reducer.commit()
         self._reduced = self._dirty = False
-        self._replica.context.step += 1
-        self._replica.compare_if_due()
+        self._compare_if_due()
+
+    def _compare_if_due(self) -> None:
+        """After a step, or before the reduction that follows one that the loop has taken by itself. Collective."""
+        if self._reducer.steps.unverified:
+            self._reducer.steps.unverified = False
+            self._replica.compare_if_due()
 
     def failed_step(self, error: Exception) -> None:
         """The optimizer has raised on this rank: tell the others, who may have stepped, in their next reduction."""
@@ -280,11 +298,14 @@ class Engine:
         logger.error("rank %d: the wrapped optimizer's step failed: %s", self.transport.rank, error)
 
     def skip(self) -> None:
-        """Give this step up, because gradients are set to zero.
+        """Give this step up, because gradients are set to zero, unless the loop has updated parameters by itself.
 
         Raises:
             RuntimeError: Within `join`, a rank has no more data. It has kept what contributed already.
         """
+        if self._reducer.settle():
+            self._begin()
+            return
         if self._reduced and self._outcome.joined and self._reducer.has_residuals and not self.closed:
             raise RuntimeError(
                 "zero_grad: expected step() first, since a rank has left join() and would not skip this step:"
@@ -328,6 +349,7 @@ class Engine:
             return
         with self._replica.reporting():
             yield
+        self._reducer.settle()
         self.discard()
         self._joined, self._outcome, buckets = True, NOTHING, self._reducer.buckets
         with self._replica.leaving():
@@ -350,6 +372,7 @@ class Engine:
         """See `Buckets.state_dict`; refused while gradients are sent."""
         if self._reducer.under_way:
             raise RuntimeError("state_dict: expected a call after back-propagation, got one while gradients are sent")
+        self._reducer.settle()
         return renamed_state(self._reducer.buckets.state_dict(), self.members.staying())
 
     @agreeing("_replica.agreed")

@@ -100,7 +100,7 @@ def warn_of_adam(optimizer: torch.optim.Optimizer, compressor: Compressor) -> No
             "%s with %s: gradients that have added up in the residual are sent as one large value, which %s divides by"
             " its own size, so that the model learns little. Use QSGD(4) or 'fp16', LocalOptimizer, which compresses"
             " the updates of %s, or torch.optim.SGD with momentum= in the compressor",
-            compressor.name,
+            compressor.given_name or compressor.name,
             name,
             name,
             name,
@@ -111,6 +111,7 @@ def warn_of_momentum(optimizer: torch.optim.Optimizer, compressor: Compressor, t
     """Warn if the compressor has a momentum and the optimizer has one, too.
 
     Args:
+        optimizer: whose attribute `momentum_of` says to which option of whom its momentum belongs, if it has one.
         tables: ids of parameters that do not get the momentum of the compressor.
     """
     own = getattr(compressor, "momentum", 0.0)
@@ -120,14 +121,17 @@ def warn_of_momentum(optimizer: torch.optim.Optimizer, compressor: Compressor, t
         if group.get("momentum", 0.0) and any(id(p) not in tables for p in group["params"])
     ]
     if own and others:
+        whose, option = getattr(optimizer, "momentum_of", (type(optimizer).__name__, "momentum"))
         logger.warning(
             "%s has a momentum of %s, and %s one of %s: gradients get both, as if the learning rate were %.2g times as"
-            " large. Use an optimizer without momentum, or a compressor with momentum=0",
-            compressor.name,
+            " large. Use %s=0 in %s, or momentum=0 in the compressor",
+            compressor.given_name or compressor.name,
             own,
-            type(optimizer).__name__,
+            whose,
             others[0],
             1 / (1 - others[0]) if others[0] < 1 else math.inf,
+            option,
+            whose,
         )
 
 

@@ -27,6 +27,12 @@ from sparsecoll.transport.call import CollectiveCall
 LOCAL = "sparsecoll_local"  # key of this optimizer's own part of a state_dict
 
 
+class Outer(torch.optim.SGD):
+    """The optimizer of the shared parameters."""
+
+    momentum_of = "LocalOptimizer", "outer_momentum"
+
+
 class LocalOptimizer(Wrapper):
     """Wraps an optimizer: every rank steps by itself, and every few steps all ranks move by the mean of their changes.
 
@@ -110,7 +116,7 @@ class LocalOptimizer(Wrapper):
             params = {name: p for name, p in given.items() if id(p) in own}
             others = {name: p for name, p in given.items() if id(p) not in own}
             shared = {name: p.detach().clone().requires_grad_(p.requires_grad) for name, p in params.items()}
-            outer = torch.optim.SGD(shared.values(), outer_lr, momentum=outer_momentum, nesterov=outer_momentum > 0)
+            outer = Outer(shared.values(), outer_lr, momentum=outer_momentum, nesterov=outer_momentum > 0)
             call.signature |= {"every": every, "outer_lr": outer_lr, "outer_momentum": outer_momentum}
             call.signature |= describe(others, "other parameter")
             call.agree(entries=0)

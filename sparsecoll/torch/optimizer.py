@@ -240,8 +240,7 @@ class DistributedOptimizer(Wrapper):
             RuntimeError: There is a closure, and a rank has left `join`, which takes no part in the mean of the losses.
         """
         if is_trial_step(self):
-            with self._engine.stepping():
-                return self.optimizer.step()
+            return self._engine.trial_step()
         if self._skips(closure):
             return None  # as a GradScaler does
 
@@ -267,7 +266,7 @@ class DistributedOptimizer(Wrapper):
 
     def _stepped(self, closure: Callable[[], Any] | None) -> Any:
         try:
-            with self._engine.stepping():
+            with self._engine.stepping(evaluates=closure is not None):
                 result = self.optimizer.step() if closure is None else self.optimizer.step(closure)
         except Exception as error:
             if not getattr(error, "on_all_ranks", False):
@@ -276,10 +275,18 @@ class DistributedOptimizer(Wrapper):
         self._engine.after_step()
         return result
 
+    def discard(self) -> None:
+        """Skip the step after `backward()`, on all ranks: residuals are restored to their values before it.
+
+        `zero_grad` does this, too, but not if your loop has changed parameters before, as SAM does: call this first.
+        """
+        self._engine.discard()
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Call the wrapped optimizer's zero_grad; between `backward()` and `step()` this skips the step.
 
-        Residuals are then restored to their values before the step.
+        Residuals are then restored to their values before the step, unless your loop has changed parameters since
+        `backward()`, which counts as a step that it takes by itself.
 
         Args:
             set_to_none: as in torch.

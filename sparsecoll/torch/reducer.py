@@ -25,6 +25,7 @@ from sparsecoll.torch.reduced_grads import ReducedGrads
 from sparsecoll.torch.replica import Replica
 from sparsecoll.torch.rounds import CHANGED, JOINED, MEMBERS, NOTHING, Round, Row
 from sparsecoll.torch.sender import Sender
+from sparsecoll.torch.steps import Steps
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +41,7 @@ class Reducer:
 
     Attributes:
         seconds: of this rank by kind of work (see `telemetry.trace`), and "exposed": waited for in `reduce`.
+        steps: tells what has become of the means.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class Reducer:
     ) -> None:
         self._replica = replica
         self.buckets = Buckets(compressor, replica)
+        self.steps = Steps(self.buckets, replica, lambda: replica.params, "DistributedOptimizer")
         self._scaling = scaling
         self._sender = Sender(replica, self.buckets, scaling, compressor)
         self.seconds = self._sender.seconds
@@ -116,7 +119,8 @@ class Reducer:
             self._sender.take(name)
 
     def _open(self) -> None:
-        """A reduction begins: take back what was kept of gradients thrown away."""
+        """A reduction begins: take back what was kept of gradients thrown away, unless the loop has used them."""
+        self.settle()
         self._opened = True
         changed = self._means.changed()
         if changed is not None:
@@ -261,6 +265,7 @@ class Reducer:
             bucket.assign_grads(gradients)
             for name in gradients:
                 self._means.add(name)
+        self.steps.accept({name: self._replica.params[name] for name in self._means})
 
     # -- a step, or none
 
@@ -272,9 +277,20 @@ class Reducer:
         """Means that were set to None count as thrown away."""
         self._take_back({name for name in self._means if self._replica.params[name].grad is None})
 
-    def commit(self) -> None:
-        """The optimizer has stepped: what the reductions since the last step have kept is the state of the next one."""
-        self.buckets.commit()
+    def settle(self) -> bool:
+        """Commit if the loop has updated parameters by itself; return whether it has."""
+        updated = self.steps.updated()
+        if updated:
+            self.commit(by_hand=True)
+        return updated
+
+    def commit(self, by_hand: bool = False) -> None:
+        """A step was taken: what the reductions since the last step have kept is the state of the next one.
+
+        Args:
+            by_hand: whether the loop has taken it by itself.
+        """
+        self.steps.commit(by_hand)
         self._means.clear()
         self._opened = False
         self._profiler.stepped()
@@ -284,12 +300,13 @@ class Reducer:
         self._came = {}
         if self._sender.begun:
             self._changed = self._broken_off = True  # what was sent is sent again with the next back-propagation
-        self.buckets.rollback()
+        self.steps.rollback()
         self._means.clear()
         self._opened = False
 
     def loaded(self) -> None:
         """The buckets' state was loaded: make them as they were when it was saved. Collective."""
+        self.steps.pending = False
         self._means.clear()
         self._end()
         if self.buckets.order:
