@@ -181,10 +181,9 @@ class HookState:
         values = grads.buffer()
         try:
             with agreed(self.transport, self._timeout):
-                if self._reduced == 0:
-                    self._begin()
                 self._reduced += 1
                 if self._reduced == 1:
+                    self._begin()
                     self._verify()
                 if self._failed is None:
                     values = self._mean_of_rows(grads) if values.is_sparse else self._mean(grads)
