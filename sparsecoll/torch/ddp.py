@@ -185,12 +185,11 @@ class HookState(Copied):
         values = grads.buffer()
         try:
             with agreed(self.transport, self._timeout):
-                if self._reduced == 0:
+                self._reduced += 1
+                if self._reduced == 1:
                     self._failed = None
                     if joined:  # otherwise before the first gradient
                         self._steps.settle()
-                self._reduced += 1
-                if self._reduced == 1:
                     self._verify()
                 if self._failed is None:
                     values = self._mean_of_rows(grads) if values.is_sparse else self._mean(grads)
