@@ -111,6 +111,11 @@ class Transport(ABC):
         if self.broken:
             raise out_of_use(self.broken, self.cure)
 
+    def interrupt(self, why: str) -> None:
+        """Mark the communicator as broken: an exception that is not reported to other ranks has left a call."""
+        if self.size > 1:
+            self.broken = self.broken or why
+
     def reset(self) -> None:
         """Discard what the ranks have found out together; after a failed call, only some of them may have it."""
         self.agreed.clear()

@@ -109,6 +109,15 @@ class TcpTransport(Transport):
         self._revoked = True  # the others are told nothing
         self._abandon(FORKED)
 
+    def interrupt(self, why: str) -> None:
+        """Send nothing more of what has not been sent: whoever catches the exception may change that memory."""
+        super().interrupt(why)
+        for connection in self._outgoing:
+            if connection.outgoing:
+                with contextlib.suppress(Disconnected):
+                    connection.end(why)
+                self._queued(connection)
+
     def _abandon(self, why: str) -> None:
         self.broken = self.broken or why
         for connection in self._connections.values():
@@ -147,10 +156,10 @@ class TcpTransport(Transport):
         events = (select.POLLIN if connection.expected else 0) | (select.POLLOUT if connection.outgoing else 0)
         if events == connection.events:
             return
-        connection.events = events
         if events:
             self._poll.register(connection.socket, events)
-        else:
+        connection.events = events
+        if not events:
             self._poll.unregister(connection.socket)
 
     # -- sending
