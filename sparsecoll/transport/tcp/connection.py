@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import struct
+import sys
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -25,6 +26,8 @@ FIELDS = struct.Struct("<HBQ")  # tag, 1 for a message from GPU memory, bytes
 CHECK_BYTES = 4  # of the checksum that precedes them, of these fields and the number of the message on its connection
 HEADER_BYTES = CHECK_BYTES + FIELDS.size
 CHUNK = 1 << 30  # bytes that a system call takes at most; some systems refuse more
+SILENT_SECONDS = 60.0  # after which a host that acknowledges nothing counts as lost
+TCP_INFO = struct.Struct("<2x2B52xI") if sys.platform.startswith("linux") else None
 SCRATCH = memoryview(bytearray(1 << 16))  # for messages that are discarded
 TORN = "an exception came between a system call and the count of its bytes"
 
@@ -171,6 +174,22 @@ class Connection:
                 sent -= len(queue.popleft())
             if sent:
                 queue[0] = queue[0][sent:]
+
+    def check_host(self) -> None:
+        """Look whether the peer's host is there, if the kernel has asked it more than once.
+
+        The keepalive of TCP does not ask while data is on its way, and TCP_USER_TIMEOUT would also end a connection
+        whose peer is there but takes nothing.
+
+        Raises:
+            Disconnected: It has acknowledged nothing for SILENT_SECONDS.
+        """
+        if TCP_INFO is None or self.socket.family == socket.AF_UNIX:
+            return
+        info = self.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO.size)
+        retransmits, probes, since_last_ack = TCP_INFO.unpack(info)
+        if max(retransmits, probes) > 1 and since_last_ack >= 1000 * SILENT_SECONDS:
+            raise Disconnected(f"its host has acknowledged nothing for {SILENT_SECONDS:.0f} s")
 
     def end(self, why: str, error: OSError | None = None) -> NoReturn:
         """Send nothing any more, which the peer notices; what it has sent can still be received.
