@@ -1,10 +1,10 @@
-"""The real TcpTransport on sockets that are hostile by a seed: never a wrong sum, and no rank waits for ever.
+"""The real transports on sockets, or over an MPI, that are hostile by a seed: never a wrong sum, and no endless wait.
 
 SPARSECOLL_HOSTILE is the number of seeds, and SPARSECOLL_HOSTILE_FIRST the first one: to replay a failure, 1 and its
 seed.
 """
 
-import errno
+import contextlib
 import itertools
 import math
 import os
@@ -12,27 +12,23 @@ import random
 from dataclasses import dataclass
 
 import hostile
+import hostile_sockets
 import numpy as np
 import pytest
 
 import sparsecoll
 from sparsecoll import CommunicationError, SparseVector
 
+NETWORKS = [hostile_sockets]
+with contextlib.suppress(ImportError, RuntimeError):  # RuntimeError: mpi4py finds no library
+    import hostile_mpi
+
+    NETWORKS.append(hostile_mpi)
 SEEDS = int(os.environ.get("SPARSECOLL_HOSTILE", "1600"))
 FIRST = int(os.environ.get("SPARSECOLL_HOSTILE_FIRST", "0"))
 BLOCKS = 16
-CALLS, TIMEOUT = 8, 5.0
-LONGEST = 3 * TIMEOUT + 2  # of a call: a wait, the exchange of reports, the sends that are left
+CALLS = 8
 ALGORITHMS = ("dense", "allgather", "sparcml", "oktopk")
-PLACES = {
-    "interrupt": ("send", "sent", "receive", "received", "line"),
-    "memory": ("sent", "received", "allocate", "allocate", "line"),
-    "errno": ("send", "receive"),
-    "stop": ("send", "receive"),
-    "kill": ("send", "sent", "receive", "received"),
-    "cut": ("send", "receive"),
-}
-NUMBERS = (errno.ENOMEM, errno.ENOBUFS, errno.ECONNRESET, errno.ETIMEDOUT)
 
 
 @dataclass
@@ -46,16 +42,16 @@ class Outcome:
     seconds: float
 
 
-def faults_of(seed, size):
+def faults_of(network, seed, size):
     chance = random.Random(-seed - 1)
     faults = []
     for _ in range(chance.choice([0, 1, 1, 1, 2])):
-        kind = chance.choice(list(PLACES))
-        place = chance.choice(PLACES[kind])
+        kind = chance.choice(list(network.PLACES))
+        place = chance.choice(network.PLACES[kind])
         most = {"line": 1500, "allocate": 30}.get(place, 60)
         nth = int(math.exp(chance.random() * math.log(most)))
         times = chance.choice([1, 1, 2, 5]) if place == "allocate" else 1
-        faults.append(hostile.Fault(kind, place, chance.randrange(size), nth, chance.choice(NUMBERS), times))
+        faults.append(hostile.Fault(kind, place, chance.randrange(size), nth, chance.choice(network.NUMBERS), times))
     return faults
 
 
@@ -73,10 +69,10 @@ def decoded(y, size, entries):
     return tuple(int(values[0]) // 1000**rank % 1000 for rank in range(size))
 
 
-def play(seed):
+def play(network, seed):
     """Return the world and the outcomes of each rank."""
     size, algo = 2 + seed % 3, ALGORITHMS[seed // 3 % len(ALGORITHMS)]
-    world = hostile.World(seed, size, faults_of(seed, size))
+    world = hostile.World(seed, size, faults_of(network, seed, size))
     entries = max(1, world.random.randrange(1, 200) * min(world.room, 5000) // 5000)
     outcomes = [[] for _ in range(size)]
 
@@ -87,21 +83,24 @@ def play(seed):
             faults, began, calls, caught = world.happened, world.seconds, None, None
             try:
                 x = vector(algo, rank, call, size, entries)
-                y = sparsecoll.allreduce(transport, x, algo, k=entries if algo == "oktopk" else None, timeout=TIMEOUT)
+                y = sparsecoll.allreduce(
+                    transport, x, algo, k=entries if algo == "oktopk" else None, timeout=network.TIMEOUT
+                )
                 calls = decoded(y, size, entries) or ("nonsense", *y.values[:3])
             except (KeyboardInterrupt, Exception) as error:
                 caught = error
+            (x.values if isinstance(x, SparseVector) else x)[:] = -1  # whoever catches an exception may change it
             if rank in world.dead:
                 raise hostile.Stopped
             outcomes[rank].append(Outcome(calls, caught, transport.broken, faults, world.seconds - began))
 
-    with hostile.under(world):
-        make = hostile.transports(world)
+    with network.under(world):
+        make = network.transports(world)
         world.run(program)
     return world, outcomes
 
 
-def complaints(world, outcomes):
+def complaints(world, outcomes, timeout):
     """Yield what must not be."""
     if world.failure:
         yield world.failure
@@ -120,7 +119,7 @@ def complaints(world, outcomes):
                         yield f"{name}: a wrong sum, {o.calls}, where rank {other} has {theirs[0].calls}"
             elif not isinstance(o.error, (CommunicationError, KeyboardInterrupt)) and "injected" not in str(o.error):
                 yield f"{name}: {o.error!r}"
-            if o.seconds > LONGEST:
+            if o.seconds > 3 * timeout + 2:  # a wait, the exchange of reports, the sends that are left
                 yield f"{name}: took {o.seconds} s"
         after = [o for o in made if o.faults == world.happened][2:]
         for o in after:
@@ -140,40 +139,52 @@ def complaints(world, outcomes):
                 yield f"rank {rank}: out of use after an exception that all ranks could hear of"
 
 
-def check(seed):
-    world, outcomes = play(seed)
-    found = list(itertools.islice(complaints(world, outcomes), 8))
+def check(network, seed):
+    world, outcomes = play(network, seed)
+    found = list(itertools.islice(complaints(world, outcomes, network.TIMEOUT), 8))
     assert not found, f"seed {seed}, {world.faults}: " + "; ".join(found)
     return world.happened
 
 
-@pytest.mark.parametrize("block", [0, *(pytest.param(block, marks=pytest.mark.slow) for block in range(1, BLOCKS))])
-def test_seeds(block):
-    happened = [check(seed) for seed in range(FIRST + block, FIRST + SEEDS, BLOCKS)]
+def blocks():
+    """Yield the network and the number of each block of seeds; one of each network is quick."""
+    for network in NETWORKS:
+        for block in range(BLOCKS):
+            name = f"{network.__name__}-{block}"
+            yield pytest.param(network, block, id=name, marks=[pytest.mark.slow] if block else [])
+
+
+@pytest.mark.parametrize(("network", "block"), blocks())
+def test_seeds(network, block):
+    happened = [check(network, seed) for seed in range(FIRST + block, FIRST + SEEDS, BLOCKS)]
     print(f"{len(happened)} seeds, {sum(happened)} faults")
 
 
-def test_a_seed_replays():
+@pytest.mark.parametrize("network", NETWORKS)
+def test_a_seed_replays(network):
     for seed in range(12):
-        (a, first), (b, second) = play(seed), play(seed)
+        (a, first), (b, second) = play(network, seed), play(network, seed)
         assert a.seconds == b.seconds
         assert [[(o.calls, str(o.error)) for o in made] for made in first] == [
             [(o.calls, str(o.error)) for o in made] for made in second
         ]
 
 
-def test_a_rank_that_is_interrupted_says_so_and_its_communicator_is_out_of_use():
+@pytest.mark.parametrize("network", NETWORKS)
+def test_a_rank_that_is_interrupted_says_so_and_its_communicator_is_out_of_use(network):
     """Wherever that happens; also if it waits for nothing and has sent everything."""
     for nth in range(1, 9):
         world = hostile.World(1, 3, [hostile.Fault("interrupt", "sent", 1, nth)])
-        with hostile.under(world):
-            make = hostile.transports(world)
+        with network.under(world):
+            make = network.transports(world)
 
             def program(rank, make=make):
                 transport, texts = make(rank), []
                 for _ in range(3):
                     try:
-                        texts.append(sparsecoll.allreduce(transport, np.ones(50), "dense", timeout=TIMEOUT).values[0])
+                        texts.append(
+                            sparsecoll.allreduce(transport, np.ones(50), "dense", timeout=network.TIMEOUT).values[0]
+                        )
                     except (KeyboardInterrupt, CommunicationError) as error:
                         texts.append(repr(error))
                 return texts

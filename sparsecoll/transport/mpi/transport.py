@@ -6,7 +6,8 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from mpi4py import MPI
 from numpy.typing import NDArray
@@ -29,6 +30,8 @@ from sparsecoll.transport.mpi import info
 from sparsecoll.transport.mpi.allreduce import NativeSum
 from sparsecoll.transport.mpi.messages import IncomingMessage, MpiReceive
 from sparsecoll.transport.mpi.waiting import Waiter
+
+T = TypeVar("T")
 
 CHUNK = 1 << 30  # bytes; a longer message goes in several, so that counts fit an int on every MPI
 FINALIZED = "MPI.Finalize() was called"
@@ -58,6 +61,7 @@ class MpiTransport(Transport):
         self.expected: list[deque[MpiReceive]] = [deque() for _ in range(self.size)]
         self._sources: set[int] = set()  # from which something may be expected
         self._sends: deque[tuple[Any, Buffer]] = deque()
+        self._kept: list[Any] = []
         self._revoked = False  # whether this rank has revoked the communicator
         self._direct: bool | None = None
         self._staging: Any = None
@@ -97,6 +101,17 @@ class MpiTransport(Transport):
         self.broken = f"rank {self.rank} failed in {what}: {error.Get_error_string()}"
         return CommunicationError(self.broken)
 
+    def recorded(self, step: Callable[[], T], what: str, peer: int) -> T:
+        """Call MPI and record what it has done; an exception in between leaves the communicator broken."""
+        try:
+            return step()
+        except MPI.Exception as error:
+            raise self.lost(f"{what} {peer}", error) from error
+        except BaseException as error:
+            self.broken = self.broken or f"{type(error).__name__} on rank {self.rank}, {what} {peer}"
+            self._kept.append(step)  # MPI may still use its memory
+            raise
+
     def _check(self) -> None:
         if MPI.Is_finalized():  # any other function of MPI would abort the process
             self.broken, self.cure = FINALIZED, CALL_BEFORE
@@ -108,15 +123,16 @@ class MpiTransport(Transport):
 
     def _isend(self, destination: int, buffer: Buffer) -> None:
         self._check()
-        try:
-            self._post(destination, buffer, self.tag)
-        except MPI.Exception as error:
-            raise self.lost(f"sending to rank {destination}", error) from error
+        self._post(destination, buffer, self.tag)
 
     def _post(self, destination: int, buffer: Buffer, tag: int) -> None:
         """Start sending in chunks; the lowest bit of MPI's tag tells messages from GPU memory."""
+
+        def start(chunk: Buffer, mpi_tag: int) -> None:
+            self._sends.append((self.comm.Isend([chunk, MPI.BYTE], destination, mpi_tag), chunk))
+
         if buffer.size < self.chunk and not on_gpu(buffer):
-            self._sends.append((self.comm.Isend([buffer, MPI.BYTE], destination, 2 * tag), buffer))
+            self.recorded(partial(start, buffer, 2 * tag), "sending to rank", destination)
             return
         if on_gpu(buffer):
             chunks, mpi_tag = self.staging().sendable(buffer, self.chunk), 2 * tag + 1
@@ -124,7 +140,7 @@ class MpiTransport(Transport):
             starts = range(0, buffer.size + 1, self.chunk)
             chunks, mpi_tag = (buffer[start : start + self.chunk] for start in starts), 2 * tag
         for chunk in chunks:
-            self._sends.append((self.comm.Isend([chunk, MPI.BYTE], destination, mpi_tag), chunk))
+            self.recorded(partial(start, chunk, mpi_tag), "sending to rank", destination)
 
     def waitall(self) -> None:
         waiter: Waiter | None = None
@@ -231,7 +247,7 @@ class MpiTransport(Transport):
         if self._revoked:
             return
         self._revoked = True
-        with contextlib.suppress(MPI.Exception):
+        with contextlib.suppress(CommunicationError):
             self._send_to_all(report, REVOKE_TAG)
 
     def close(self) -> None:
