@@ -154,7 +154,7 @@ def blocks():
             yield pytest.param(network, block, id=name, marks=[pytest.mark.slow] if block else [])
 
 
-@pytest.mark.parametrize(("network", "block"), blocks())
+@pytest.mark.parametrize(("network", "block"), list(blocks()))
 def test_seeds(network, block):
     happened = [check(network, seed) for seed in range(FIRST + block, FIRST + SEEDS, BLOCKS)]
     print(f"{len(happened)} seeds, {sum(happened)} faults")
@@ -192,4 +192,5 @@ def test_a_rank_that_is_interrupted_says_so_and_its_communicator_is_out_of_use(n
             for texts in world.run(program):
                 assert all(isinstance(text, str) or text == 3.0 for text in texts)
                 assert "communicator is out of use since " in texts[-1]
-                assert "allreduce was interrupted on rank 1" in texts[-1] or "lost rank 1" in texts[-1]
+                causes = ("allreduce was interrupted on rank 1", "KeyboardInterrupt on rank 1", "lost rank 1")
+                assert any(cause in texts[-1] for cause in causes)
