@@ -146,6 +146,11 @@ class Transport(ABC):
         if self.broken:
             raise out_of_use(self.broken, self.cure)
 
+    def interrupt(self, why: str) -> None:
+        """Mark the communicator as broken: an exception that is not reported to other ranks has left a call."""
+        if self.size > 1:
+            self.broken = self.broken or why
+
     def reset(self) -> None:
         """Discard what the ranks have found out together; after a failed call, only some of them may have it."""
         self.agreed.clear()
@@ -177,18 +182,14 @@ class Transport(ABC):
             self._tell(peer, np.array([self.serial, self.tag]).view(np.uint8))
         self._listen()
         for source, tag in self.told.items():
-            self._compare(source, tag)
+            if self.is_in_another_call(tag):
+                raise CallMismatch(f"rank {source} is in another call")
 
     def _hear(self, source: int, message: Buffer) -> None:
         """Take note of what `stalled` told this rank."""
         serial, tag = message.view(np.int64).tolist()
         if serial == self.serial:
             self.told[source] = tag
-            self._compare(source, tag)
-
-    def _compare(self, source: int, tag: int) -> None:
-        if self.is_in_another_call(tag):
-            raise CallMismatch(f"rank {source} is in another call")
 
     def _tell(self, peer: int, message: Buffer) -> None:  # noqa: B027 - the simulator knows who waits for whom
         """Send a message of `stalled`, without waiting; not counted."""

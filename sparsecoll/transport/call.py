@@ -101,13 +101,15 @@ class CollectiveCall:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        transport = self.transport
+        transport, known = self.transport, error is None or getattr(error, "on_all_ranks", False)
         try:
-            if isinstance(error, Exception) and not getattr(error, "on_all_ranks", False):
+            if isinstance(error, Exception) and not known:
                 agreed = _resolve_failure(transport, self.signature, self.state, error)
-                agreed.on_all_ranks = True  # type: ignore[attr-defined]
+                agreed.on_all_ranks = known = True  # type: ignore[attr-defined]
                 raise agreed from error
         finally:
+            if not known:
+                transport.interrupt(f"{self.name} was interrupted on rank {transport.rank}")
             transport.tag, transport.timeout = self._outer
 
     def _set_tag(self, number: int) -> None:
@@ -234,13 +236,15 @@ def number_of_name(name: str) -> int:
 
 def _resolve_failure(transport: Transport, call: dict[str, Any], state: tuple[int, int], error: Exception) -> Exception:
     """Exchange reports with all ranks, and return the exception that all of them raise."""
+    if transport.broken and isinstance(error, CallMismatch):
+        error = out_of_use(transport.broken, transport.cure)
     report: dict[str, Any] = {"call": call, "state": state, "number": transport.calls, "error": None}
     if not isinstance(error, CallMismatch):
         report["error"] = {"type": type(error).__name__, "text": str(error)}
     if transport.broken:
         report["broken"] = transport.broken
         transport.revoke(_bytes(report))
-        return out_of_use(transport.broken, transport.cure) if isinstance(error, CallMismatch) else error
+        return error
     transport.reset()
     transport.timeout = transport.timeout or REPORT_SECONDS
     try:

@@ -64,9 +64,9 @@ class Watchdog:
         """
         now = self._checked = time.monotonic()
         patience = WATCHDOG_SECONDS if self._error is None else ERROR_SHOWN_SECONDS
-        if self._timeout is not None and now - self._start > self._timeout:
+        if self._timeout is not None and now - self._start >= self._timeout:
             self._give_up(self._timeout)
-        if now - self._warned > patience:
+        if now - self._warned >= patience:
             self._warned, since = now, now - self._start
             logger.warning("rank %d %s, %.0f s so far", self._rank, self._what(), since, exc_info=self._error)
             self._error, patience = None, WATCHDOG_SECONDS

@@ -1,24 +1,21 @@
 """TcpTransport: ranks as threads of one process, each with sockets of its own."""
 
 import asyncio
-import json
 import os
 import socket
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 from cases import DISTRIBUTIONS, case, same_bits
 from failing import algorithm, fail_at, refused_in_a_fork, unpatch
-from socket_ranks import Meeting, run, together
+from socket_ranks import run, together
 
 import sparsecoll
 from sparsecoll import ALGORITHMS, CommunicationError, OkTopk, SparseVector, simulate
 from sparsecoll.transport import base
 from sparsecoll.transport.base import CallMismatch
-from sparsecoll.transport.tcp import addresses, connect, rendezvous
 from sparsecoll.transport.tcp import transport as tcp
 
 
@@ -220,97 +217,6 @@ def test_sends_that_nobody_takes_are_named():
         return None
 
     assert run(2, program) == [None, None]
-
-
-def test_ranks_that_do_not_come_are_given_up_and_told():
-    entries, results = {}, []
-    for rank, timeout in ((0, 0.3), (1, None)):
-        with pytest.raises(CommunicationError) as raised:
-            connect(Meeting(entries, rank, 2), timeout)
-        results.append(str(raised.value))
-    assert results[0].startswith("rank 0 waits for all ranks to make their first call on the communicator for 0.3 s")
-    assert results[1] == results[0]
-
-
-def test_strangers_are_turned_away_and_impostors_refused():
-    """Who connects to a rank's port and does not know its cookie; who listens there and does not know the peer's."""
-
-    class Curious(Meeting):
-        def entries(self):
-            found = super().entries()
-            if found and self.rank == 1:
-                own = json.loads(found[1])
-                for greeting in (b"", b"x", b"GET / HTTP/1.1\r\n\r\n----------", bytes(20)):
-                    with socket.create_connection(("127.0.0.1", own["port"])) as stranger:
-                        stranger.sendall(greeting)
-            return found
-
-    entries = {}
-    with ThreadPoolExecutor(2) as pool:
-        made = list(pool.map(lambda rank: connect(Curious(entries, rank, 2)), range(2)))
-    made[0].isend(1, np.arange(5, dtype=np.uint8))
-    assert made[1].recv(0).tolist() == [0, 1, 2, 3, 4]
-    with socket.create_server(("127.0.0.1", 0)) as impostor:
-        own = rendezvous.Peer(["127.0.0.1"], impostor.getsockname()[1], "00" * 16, addresses.machine())
-        meeting = Meeting({1: json.dumps(vars(own))}, 0, 2)
-        answering = threading.Thread(target=lambda: impostor.accept()[0].sendall(b"hello, I am rank 1"))
-        answering.start()
-        with pytest.raises(CommunicationError, match="rank 0 expected an answer of rank 1"):
-            connect(meeting, 10)
-        answering.join()
-    for transport in made:
-        transport.close("the test is over")
-
-
-def test_a_rank_that_cannot_be_reached_is_told_to_all(monkeypatch):
-    nowhere = rendezvous.Peer(["127.0.0.1"], 1, "00" * 16, addresses.machine())
-    meeting = Meeting({1: json.dumps(vars(nowhere))}, 0, 2)
-    with pytest.raises(CommunicationError, match=r"rank 0 cannot connect to rank 1 \(127.0.0.1: .*GLOO_SOCKET_IFNAME"):
-        connect(meeting)
-    assert meeting.failed().startswith("rank 0 cannot connect to rank 1")
-    elsewhere = rendezvous.Peer(["127.0.0.1", "no-such-host.invalid"], 1, "00" * 16, addresses.machine() + 1)
-    with pytest.raises(CommunicationError, match="no usable address among 127"):
-        connect(Meeting({1: json.dumps(vars(elsewhere))}, 0, 2))
-
-
-@pytest.mark.parametrize("master", [None, "localhost", "127.0.0.1", "::1", socket.gethostname(), "192.0.2.1"])
-def test_addresses(monkeypatch, master):
-    monkeypatch.setattr(addresses, "listen_locally", lambda backlog: (None, ""))
-    monkeypatch.delenv("MASTER_ADDR", raising=False)
-    if master:
-        monkeypatch.setenv("MASTER_ADDR", master)
-    assert run(2, lambda transport: sparsecoll.allreduce(transport, np.ones(1), "dense").values.tolist()) == [
-        [2.0],
-        [2.0],
-    ]
-
-
-def families(transport):
-    return {connection.socket.family for connection in transport._outgoing if connection.peer != transport.rank}
-
-
-def test_ranks_on_one_machine_use_unix_sockets_where_they_can(monkeypatch):
-    """Not those of other machines, nor of a container that does not share the name."""
-    assert run(3, families) == [{socket.AF_UNIX}] * 3
-    listen = addresses.listen_locally
-    monkeypatch.setattr(addresses, "listen_locally", lambda backlog: (listen(backlog)[0], "sparsecoll-elsewhere"))
-    assert all(socket.AF_UNIX not in found for found in run(2, families))
-    monkeypatch.undo()
-    machines = iter(range(2))
-    monkeypatch.setattr(addresses, "machine", lambda: next(machines))
-    monkeypatch.setenv("MASTER_ADDR", "192.0.2.1")
-    assert all(isinstance(found, CommunicationError) or socket.AF_UNIX not in found for found in run(2, families))
-
-
-def test_interfaces(monkeypatch):
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    with addresses.listen(1)[0] as server:
-        assert server.getsockname()[0] == "127.0.0.1"
-    assert addresses._ipv6("lo") in ("::1", "") and addresses.interface_address("X", "lo") == "127.0.0.1"
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nothing0")
-    text = "GLOO_SOCKET_IFNAME: expected a network interface with an address, got 'nothing0' among .*lo"
-    with pytest.raises(CommunicationError, match=text):
-        connect(Meeting({}, 0, 1))
 
 
 def test_a_forked_process_holds_no_connection(monkeypatch):

@@ -9,10 +9,13 @@ from mpi4py import MPI
 
 from sparsecoll.formats import Buffer
 from sparsecoll.kernels.memory import empty, on_gpu
-from sparsecoll.transport.base import STALL_TAG, CallMismatch
+from sparsecoll.transport.base import FIRST_TAG, STALL_TAG, CallMismatch
 
 if TYPE_CHECKING:
     from sparsecoll.transport.mpi.transport import MpiTransport
+
+RECEIVING = "receiving from rank"
+SCRATCH = np.empty(1 << 16, np.uint8)  # for messages that are discarded
 
 
 class IncomingMessage:
@@ -40,7 +43,9 @@ class IncomingMessage:
         self._into = into
         self._chunks: list[Buffer] = []
         self._gpu = False
-        self._full = 0  # bytes of a full chunk
+        self._size = self._full = 0  # bytes of the last chunk that was announced, and of a full one
+        self._message: Any = None  # a chunk that was matched, and for which there is no memory yet
+        self._target: Buffer | None = None
         self._request: Any = None
         self.tag = -1
         self.complete = False
@@ -49,56 +54,70 @@ class IncomingMessage:
         """Receive the chunks that have arrived; return whether the message is complete.
 
         Args:
-            keep: False if the message is discarded and need not be copied to the GPU (default: True).
+            keep: False if the message is discarded, unless it is a report (default: True).
 
         Raises:
             CallMismatch: The message has another tag than the one expected.
             CommunicationError: An error of MPI.
+            MemoryError: There is no room for the message. It can be received later, or discarded.
         """
         transport = self._transport
-        try:
-            while not self.complete:
-                if self._request is None:
-                    message = transport.comm.Improbe(self._source, MPI.ANY_TAG, transport.status)
-                    if message is None:
-                        return False
-                    if transport.status.Get_tag() == 2 * STALL_TAG:
-                        transport.hear(message)
-                        continue
-                    self._begin(message, transport.status, keep)
-                if not self._request.Test():
+        while not self.complete:
+            if self._request is None:
+                if self._message is None and not transport.recorded(self._probe, RECEIVING, self._source):
                     return False
-                self._request = None
-                self.complete = self._chunks[-1].size < self._full
-                if self._gpu:
-                    chunk = self._chunks.pop()
-                    self._chunks.append(transport.staging().arrived(chunk, self._slice_of_into(chunk.size)))
-        except MPI.Exception as error:
-            raise transport.lost(f"receiving from rank {self._source}", error) from error
+                if self.expected not in (None, self.tag):
+                    raise CallMismatch(f"rank {self._source} is in another call")
+                self._target = self._memory() if keep or self.tag < FIRST_TAG else None
+                transport.recorded(self._receive, RECEIVING, self._source)
+            if not transport.recorded(self._request.Test, RECEIVING, self._source):
+                return False
+            self._request = None
+            self.complete = self._size < self._full
+            if self._gpu and keep:
+                chunk = self._chunks.pop()
+                self._chunks.append(transport.staging().arrived(chunk, self._slice_of_into(chunk.size)))
         return True
 
-    def _begin(self, message: Any, status: Any, keep: bool) -> None:
-        """Start to receive a chunk that was probed."""
-        mpi_tag = status.Get_tag()
+    def _probe(self) -> bool:
+        """Match the next chunk, after what `stalled` has told; return whether there is one."""
+        transport = self._transport
+        while (message := transport.comm.Improbe(self._source, MPI.ANY_TAG, transport.status)) is not None:
+            mpi_tag = transport.status.Get_tag()
+            if mpi_tag != 2 * STALL_TAG:
+                break
+            transport.hear(message)
+        else:
+            return False
+        self._message = message
         if self._chunks and mpi_tag >> 1 != self.tag:  # the sender failed before it had sent all chunks of the last one
             self._chunks.clear()
-        self.tag, self._gpu, self._full = mpi_tag >> 1, mpi_tag & 1 == 1 and keep, self._transport.full(mpi_tag)
-        chunk = self._memory(status.Get_count(MPI.BYTE))
-        self._chunks.append(chunk)
-        self._request = message.Irecv([chunk, MPI.BYTE])
-        if self.expected not in (None, self.tag):
-            raise CallMismatch(f"rank {self._source} is in another call")
+        self.tag, self._gpu, self._full = mpi_tag >> 1, mpi_tag & 1 == 1, transport.full(mpi_tag)
+        self._size = transport.status.Get_count(MPI.BYTE)
+        return True
+
+    def _receive(self) -> None:
+        """Start to receive the chunk that was matched, into `_target` or, if that is None, to be discarded."""
+        if self._target is not None:
+            self._chunks.append(self._target)
+            self._request = self._message.Irecv([self._target, MPI.BYTE])
+        else:
+            kind = _discarding(self._size)
+            self._request = self._message.Irecv([SCRATCH, 1, kind])
+            kind.Free()
+        self._message = None
 
     def _slice_of_into(self, size: int) -> Buffer | None:
         """Return the part of `into` for the next chunk; None if it does not fit there."""
         if self._into is None or on_gpu(self._into) != self._gpu:
             return None
-        received = sum(chunk.size for chunk in self._chunks)
-        fits = received + size == self._into.size if size < self._full else received + size < self._into.size
-        return self._into[received : received + size] if fits else None
+        end = sum(chunk.size for chunk in self._chunks) + size
+        fits = end == self._into.size if size < self._full else end <= self._into.size
+        return self._into[end - size : end] if fits else None
 
-    def _memory(self, size: int) -> Buffer:
+    def _memory(self) -> Buffer:
         """Return the memory to which MPI writes the next chunk."""
+        size = self._size
         part = None if self._into is None else self._slice_of_into(size)
         if not self._gpu:
             return empty(size, np.uint8) if part is None else part
@@ -116,6 +135,19 @@ class IncomingMessage:
         if into is not None and into.size == sum(c.size for c in self._chunks) and on_gpu(into) == self._gpu:
             return into  # all chunks are slices of it
         return np.concatenate(self._chunks)
+
+
+def _discarding(size: int) -> MPI.Datatype:
+    """Return a datatype of `size` bytes that all go to SCRATCH: a matched message can only be received as a whole.
+
+    The standard forbids to receive by a datatype that overlaps itself; MPICH and Open MPI write one part after another.
+    """
+    piece = MPI.BYTE.Create_contiguous(SCRATCH.size)
+    again = piece.Create_resized(0, 0)
+    whole = MPI.Datatype.Create_struct([size // SCRATCH.size, size % SCRATCH.size], [0, 0], [again, MPI.BYTE])
+    for part in (piece, again):
+        part.Free()
+    return whole.Commit()
 
 
 class MpiReceive(IncomingMessage):

@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from mpi4py import MPI
@@ -33,6 +33,8 @@ from sparsecoll.transport.mpi import info
 from sparsecoll.transport.mpi.allreduce import NativeSum
 from sparsecoll.transport.mpi.messages import IncomingMessage, MpiReceive
 from sparsecoll.transport.mpi.waiting import Waiter
+
+T = TypeVar("T")
 
 CHUNK = 1 << 30  # bytes; a longer message goes in several, so that counts fit an int on every MPI
 FINALIZED = "MPI.Finalize() was called"
@@ -63,6 +65,7 @@ class MpiTransport(Transport):
         self._sources: set[int] = set()  # from which something may be expected
         self._sends: deque[tuple[Any, Buffer, int]] = deque()
         self._telling: list[tuple[Any, Buffer]] = []
+        self._kept: list[Any] = []
         self._revoked = False  # whether this rank has revoked the communicator
         self._direct: bool | None = None
         self._staging: Any = None
@@ -113,6 +116,17 @@ class MpiTransport(Transport):
         self.broken = f"rank {self.rank} failed in {what}: {error.Get_error_string()}"
         return CommunicationError(self.broken)
 
+    def recorded(self, step: Callable[[], T], what: str, peer: int) -> T:
+        """Call MPI and record what it has done; an exception in between leaves the communicator broken."""
+        try:
+            return step()
+        except MPI.Exception as error:
+            raise self.lost(f"{what} {peer}", error) from error
+        except BaseException as error:
+            self.broken = self.broken or f"{type(error).__name__} on rank {self.rank}, {what} {peer}"
+            self._kept.append(step)  # MPI may still use its memory
+            raise
+
     def _check(self) -> None:
         if MPI.Is_finalized():  # any other function of MPI would abort the process
             self.broken, self.cure = FINALIZED, CALL_BEFORE
@@ -124,18 +138,19 @@ class MpiTransport(Transport):
 
     def _isend(self, destination: int, buffer: Buffer) -> None:
         self._check()
-        try:
-            self._post(destination, buffer, self._mpi_tag())
-        except MPI.Exception as error:
-            raise self.lost(f"sending to rank {destination}", error) from error
+        self._post(destination, buffer, self._mpi_tag())
 
     def _mpi_tag(self) -> int:
         return FIRST_TAG + (self.tag - FIRST_TAG) % (PHASES * NUMBERS)
 
     def _post(self, destination: int, buffer: Buffer, tag: int) -> None:
         """Start sending in chunks; the lowest bit of MPI's tag tells messages from GPU memory."""
+
+        def start(chunk: Buffer, mpi_tag: int) -> None:
+            self._sends.append((self.comm.Isend([chunk, MPI.BYTE], destination, mpi_tag), chunk, destination))
+
         if buffer.size < self.chunk and not on_gpu(buffer):
-            self._sends.append((self.comm.Isend([buffer, MPI.BYTE], destination, 2 * tag), buffer, destination))
+            self.recorded(partial(start, buffer, 2 * tag), "sending to rank", destination)
             return
         if on_gpu(buffer):
             chunks, mpi_tag = self.staging().sendable(buffer, self.chunk), 2 * tag + 1
@@ -143,7 +158,7 @@ class MpiTransport(Transport):
             starts = range(0, buffer.size + 1, self.chunk)
             chunks, mpi_tag = (buffer[start : start + self.chunk] for start in starts), 2 * tag
         for chunk in chunks:
-            self._sends.append((self.comm.Isend([chunk, MPI.BYTE], destination, mpi_tag), chunk, destination))
+            self.recorded(partial(start, chunk, mpi_tag), "sending to rank", destination)
 
     def waitall(self) -> None:
         waiter: Waiter | None = None
@@ -189,18 +204,21 @@ class MpiTransport(Transport):
     # -- ranks in different calls
 
     def _tell(self, peer: int, message: Buffer) -> None:
-        try:
+        def start() -> None:
             self._telling = [sending for sending in self._telling if not sending[0].Test()]
             self._telling.append((self.comm.Isend([message, MPI.BYTE], peer, 2 * STALL_TAG), message))
-        except MPI.Exception as error:
-            raise self.lost(f"sending to rank {peer}", error) from error
+
+        self.recorded(start, "sending to rank", peer)
 
     def _listen(self) -> None:
-        try:
-            while (message := self.comm.Improbe(MPI.ANY_SOURCE, 2 * STALL_TAG, self.status)) is not None:
+        def heard() -> bool:
+            message = self.comm.Improbe(MPI.ANY_SOURCE, 2 * STALL_TAG, self.status)
+            if message is not None:
                 self.hear(message)
-        except MPI.Exception as error:
-            raise self.lost("receiving from any rank", error) from error
+            return message is not None
+
+        while self.recorded(heard, "receiving from any rank, as", self.rank):
+            pass
 
     def hear(self, message: Any) -> None:
         """Receive a message of `stalled`, which has been probed."""
@@ -274,7 +292,7 @@ class MpiTransport(Transport):
         if self._revoked:
             return
         self._revoked = True
-        with contextlib.suppress(MPI.Exception):
+        with contextlib.suppress(CommunicationError):
             self._send_to_all(report, REVOKE_TAG)
 
     def close(self) -> None:

@@ -1,20 +1,35 @@
-"""Connection: messages on one nonblocking socket. A message is a header (tag, memory, bytes) and its bytes."""
+"""Connection: messages on one nonblocking socket. A message is a header (tag, memory, bytes) and its bytes.
+
+An exception between a system call and the count of its bytes, such as KeyboardInterrupt or MemoryError, leaves the
+stream out of step. So a direction is marked as `torn` before its first system call, until its bytes are counted; one
+that was left marked is never used again. Should a stream be out of step nevertheless, the checksums of headers tell.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import struct
+import sys
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
 from sparsecoll.formats import Buffer
 from sparsecoll.kernels.memory import empty, on_gpu
+from sparsecoll.transport.base import FIRST_TAG
 
-HEADER = struct.Struct("<QBQ")  # tag, 1 for a message from GPU memory, bytes
+FIELDS = struct.Struct("<QBQ")  # tag, 1 for a message from GPU memory, bytes
+CHECK_BYTES = 4  # of the checksum that precedes them, of these fields and the number of the message on its connection
+HEADER_BYTES = CHECK_BYTES + FIELDS.size
 CHUNK = 1 << 30  # bytes that a system call takes at most; some systems refuse more
+SILENT_SECONDS = 60.0  # after which a host that acknowledges nothing counts as lost
+TCP_INFO = struct.Struct("<2x2B52xI") if sys.platform.startswith("linux") else None
+SCRATCH = memoryview(bytearray(1 << 16))  # for messages that are discarded
+TORN = "an exception came between a system call and the count of its bytes"
 
 
 class Disconnected(Exception):
@@ -67,6 +82,20 @@ class IncomingMessage:
             self._next_piece()
 
 
+class DiscardedMessage(IncomingMessage):
+    """A message that is received piece by piece into memory that nobody reads; for the attributes see there."""
+
+    def __init__(self, tag: int, size: int) -> None:
+        self.tag = tag
+        self.missing = size
+
+    def rest(self) -> memoryview:
+        return SCRATCH[: self.missing]
+
+    def arrived(self, count: int) -> None:
+        self.missing -= count
+
+
 class Connection:
     """One end of a connection to a peer; it does not block.
 
@@ -92,44 +121,87 @@ class Connection:
         self.message: IncomingMessage | None = None
         self.events = 0
         self._staging = staging
-        self._header = bytearray(HEADER.size)
+        self._header = bytearray(HEADER_BYTES)
         self._have = 0  # bytes of the next header that have arrived
+        self._sent = self._received = 0  # messages
+        self._torn_out = self._torn_in = False  # whether bytes may have been sent, or received, that are not counted
         socket.setblocking(False)
 
     # -- sending
 
     def send(self, tag: int, size: int, pieces: Iterable[Buffer], gpu: bool) -> None:
         """Send a message, or queue what the kernel does not take now."""
-        self.outgoing.append(memoryview(HEADER.pack(tag, gpu, size)))
+        self._begin_to_send()
+        fields = FIELDS.pack(tag, gpu, size)
+        self.outgoing.append(memoryview(_check(fields, self._sent) + fields))
+        self._sent += 1
         for piece in pieces:
             if piece.size:
                 self.outgoing.append(memoryview(piece))
             if gpu:  # while this piece is sent, the next one is copied
-                self.flush()
-        self.flush()
+                self._push()
+        self._push()
+        self._torn_out = False
 
     def flush(self) -> None:
         """Send what the kernel takes.
 
         Raises:
-            Disconnected: The peer has closed the connection.
+            Disconnected: The peer has closed the connection, or it cannot be used any more.
         """
+        self._begin_to_send()
+        self._push()
+        self._torn_out = False
+
+    def _begin_to_send(self) -> None:
+        if self._torn_out:
+            self.end(TORN)
+        self._torn_out = True
+
+    def _push(self) -> None:
         queue = self.outgoing
         while queue:
             views = [queue[0][: self.chunk]]
-            if len(queue) > 1 and len(queue[0]) <= min(HEADER.size, self.chunk):  # header and message in one packet
+            if len(queue) > 1 and len(queue[0]) <= min(HEADER_BYTES, self.chunk):  # header and message in one packet
                 views.append(queue[1][: self.chunk])
             try:
                 sent = self.socket.sendmsg(views)
             except BlockingIOError:
                 return
             except OSError as error:
-                queue.clear()
-                raise Disconnected(_reason(error)) from error
+                self.end(_reason(error), error)
             while queue and sent >= len(queue[0]):
                 sent -= len(queue.popleft())
             if sent:
                 queue[0] = queue[0][sent:]
+
+    def check_host(self) -> None:
+        """Look whether the peer's host is there, if the kernel has asked it more than once.
+
+        The keepalive of TCP does not ask while data is on its way, and TCP_USER_TIMEOUT would also end a connection
+        whose peer is there but takes nothing.
+
+        Raises:
+            Disconnected: It has acknowledged nothing for SILENT_SECONDS.
+        """
+        if TCP_INFO is None or self.socket.family == socket.AF_UNIX:
+            return
+        info = self.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO.size)
+        retransmits, probes, since_last_ack = TCP_INFO.unpack(info)
+        if max(retransmits, probes) > 1 and since_last_ack >= 1000 * SILENT_SECONDS:
+            raise Disconnected(f"its host has acknowledged nothing for {SILENT_SECONDS:.0f} s")
+
+    def end(self, why: str, error: OSError | None = None) -> NoReturn:
+        """Send nothing any more, which the peer notices; what it has sent can still be received.
+
+        Raises:
+            Disconnected: Always.
+        """
+        self._torn_out = True
+        self.outgoing.clear()
+        with contextlib.suppress(OSError):
+            self.socket.shutdown(socket.SHUT_WR)
+        raise Disconnected(why) from error
 
     # -- receiving
 
@@ -138,34 +210,49 @@ class Connection:
 
         Args:
             into: see IncomingMessage.
-            keep: False if the message is discarded and need not be copied to the GPU (default: True).
+            keep: False if the message is discarded, unless it is a report (default: True).
 
         Raises:
-            Disconnected: The peer has closed the connection.
+            Disconnected: The peer has closed the connection, or it cannot be used any more.
+            MemoryError: There is no room for the message. It can be received later, or discarded.
         """
-        if self.message is None and not self._read_header(into, keep):
-            return False
+        if self.message is None:
+            while self._have < HEADER_BYTES:
+                count = self._receive(memoryview(self._header)[self._have :])
+                self._have += count
+                self._torn_in = False
+                if not count:
+                    return False
+            self.message = self._announced(into, keep)
+            self._have = 0
         message = self.message
-        assert message is not None
         while message.missing:
             rest = message.rest()
             count = self._receive(rest[: self.chunk])
             message.arrived(count)
+            self._torn_in = False
             if count < min(len(rest), self.chunk):
                 return False
         return True
 
-    def _read_header(self, into: Buffer | None, keep: bool) -> bool:
-        self._have += self._receive(memoryview(self._header)[self._have :])
-        if self._have < HEADER.size:
-            return False
-        self._have = 0
-        tag, gpu, size = HEADER.unpack(self._header)
-        self.message = IncomingMessage(tag, size, into, self._staging() if gpu and keep else None)
-        return True
+    def _announced(self, into: Buffer | None, keep: bool) -> IncomingMessage:
+        """Return memory for the message that the header announces."""
+        fields = self._header[CHECK_BYTES:]
+        if self._header[:CHECK_BYTES] != _check(fields, self._received):
+            raise Disconnected("it has sent bytes that are no message")
+        tag, gpu, size = FIELDS.unpack(fields)
+        if keep or tag < FIRST_TAG:
+            message = IncomingMessage(tag, size, into, self._staging() if gpu and keep else None)
+        else:
+            message = DiscardedMessage(tag, size)
+        self._received += 1
+        return message
 
     def _receive(self, view: memoryview) -> int:
-        """Receive what has arrived, at most the bytes of `view`; return their number."""
+        """Receive what has arrived, at most the bytes of `view`; return their number, for the caller to count."""
+        if self._torn_in:
+            raise Disconnected(TORN)
+        self._torn_in = True
         try:
             count = self.socket.recv_into(view)
         except BlockingIOError:
@@ -181,17 +268,24 @@ class Connection:
         if self.message is not None:
             return self.message.tag
         try:
-            rest = self.socket.recv(HEADER.size - self._have, socket.MSG_PEEK)
+            rest = self.socket.recv(HEADER_BYTES - self._have, socket.MSG_PEEK)
         except OSError:  # nothing has arrived, or whoever waits for this peer finds that it is gone
             return -1
         header = self._header[: self._have] + rest
-        return int(HEADER.unpack(header)[0]) if len(header) == HEADER.size else -1
+        fields = header[CHECK_BYTES:]
+        whole = len(header) == HEADER_BYTES and header[:CHECK_BYTES] == _check(fields, self._received)
+        return int(FIELDS.unpack(fields)[0]) if whole else -1
 
     def take(self) -> IncomingMessage:
         """Return the message that is complete; the next one may follow."""
         message, self.message = self.message, None
         assert message is not None
         return message
+
+
+def _check(fields: bytes | bytearray, number: int) -> bytes:
+    """Return the checksum of a header's fields and of the number of its message."""
+    return zlib.crc32(fields, number & 0xFFFFFFFF).to_bytes(CHECK_BYTES, "little")
 
 
 def _reason(error: OSError) -> str:

@@ -8,7 +8,10 @@ connection proves that it belongs to the job by the other's cookie, a random num
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
+import math
+import os
 import secrets
 import select
 import socket
@@ -23,10 +26,10 @@ from sparsecoll.transport.tcp import addresses
 from sparsecoll.transport.tcp.transport import TcpTransport
 from sparsecoll.transport.waiting import Watchdog
 
-COOKIE_BYTES = 16
-HELLO_SECONDS = 20.0  # to reach a peer at one of its addresses, and for its answer to a greeting
+COOKIE_BYTES, RANK_BYTES = 16, 4
 STRANGERS = 100  # that may wait at the port besides the ranks
-TICK_SECONDS = 0.2  # between looks at what has happened to other ranks
+TICK_SECONDS = 0.2  # between looks at what has happened to other ranks, and calls at the addresses of one rank
+ANSWER_SECONDS = 20.0  # for which a rank may be busy before it is called at its next address, too
 KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}  # a host that is off is lost after a minute
 
 
@@ -84,23 +87,21 @@ def connect(meeting: Meeting, timeout: float | None = None) -> TcpTransport:
         CommunicationError: Some rank did not come or cannot be reached.
     """
     rank = meeting.rank
-    cookie = secrets.token_hex(COOKIE_BYTES)
-    sockets: dict[int, socket.socket] = {}
     watchdog = Watchdog(rank, lambda: "waits for all ranks to make their first call on the communicator", timeout)
+    sockets: dict[int, socket.socket] = {}
     try:
-        listener, hosts = addresses.listen(meeting.size + STRANGERS)
-        local, name = addresses.listen_locally(meeting.size + STRANGERS)
-        with listener, local or contextlib.nullcontext():
-            own = Peer(hosts, listener.getsockname()[1], cookie, addresses.machine(), name)
-            peers = _meet(meeting, own, watchdog)
-            for peer in range(rank + 1, meeting.size):
-                sockets[peer] = _reach(rank, peer, peers)
-            _accept(meeting, [listener, *([local] if local else [])], peers, sockets, watchdog)
-        for peer in range(rank + 1, meeting.size):
-            _hear(rank, peer, sockets[peer], bytes.fromhex(cookie))
+        with contextlib.ExitStack() as stack:
+            listener, hosts = addresses.listen(meeting.size + STRANGERS)
+            local, name = addresses.listen_locally(meeting.size + STRANGERS)
+            listeners = [stack.enter_context(one) for one in (listener, local) if one is not None]
+            cookie = secrets.token_hex(COOKIE_BYTES)
+            peers = _meet(meeting, Peer(hosts, listener.getsockname()[1], cookie, addresses.machine(), name), watchdog)
+            party = stack.enter_context(contextlib.closing(_Party(rank, peers, listeners)))
+            while not party.complete():
+                party.step()
+                _check(meeting, watchdog)
+            sockets, party.sockets = party.sockets, {}
     except (CommunicationError, ValueError, OSError) as error:
-        for connected in sockets.values():
-            connected.close()
         why = str(error) if isinstance(error, CommunicationError) else f"rank {rank}: {error}"
         meeting.fail(why)
         raise CommunicationError(why) from error
@@ -128,25 +129,142 @@ def _check(meeting: Meeting, watchdog: Watchdog) -> None:
     watchdog.check()
 
 
-def _reach(rank: int, peer: int, peers: list[Peer]) -> socket.socket:
-    """Connect to a rank and greet it."""
-    target, errors = peers[peer], []
-    for family, address in _ways(target, peers[rank].machine):
-        connection = socket.socket(family, socket.SOCK_STREAM)
+@dataclass
+class _Handshake:
+    """A connection of which the other end has not proved yet that it belongs to the job.
+
+    Attributes:
+        peer: the rank that this one has called; None if it was called itself.
+        where: the address that was called.
+        greeted: whether the one that calls need not send anything any more.
+        heard: what the other end has sent.
+    """
+
+    socket: socket.socket
+    peer: int | None = None
+    where: str = ""
+    greeted: bool = True
+    heard: bytes = b""
+
+
+class _Party:
+    """The connections that one rank makes, all of them in one loop, in which nothing blocks.
+
+    It calls each rank above it at its addresses, one after the other, until one answers. A rank answers one greeting of
+    each rank below it, so that both know which connection they keep.
+
+    Attributes:
+        sockets: the connections that are made, by rank.
+    """
+
+    def __init__(self, rank: int, peers: list[Peer], listeners: list[socket.socket]) -> None:
+        self.sockets: dict[int, socket.socket] = {}
+        self._rank, self._cookies = rank, [bytes.fromhex(peer.cookie) for peer in peers]
+        self._ways = {peer: _ways(peers[peer], peers[rank].machine) for peer in range(rank + 1, len(peers))}
+        self._due = dict.fromkeys(self._ways, 0.0)  # when to call a rank at its next address
+        self._errors: dict[int, list[str]] = {peer: [] for peer in self._ways}
+        self._handshakes: dict[int, _Handshake] = {}  # by file descriptor, the oldest first
+        self._listeners = {listener.fileno(): listener for listener in listeners}
+        self._poll = select.poll()
+        for listener in listeners:
+            listener.setblocking(False)
+            self._poll.register(listener, select.POLLIN)
+
+    def complete(self) -> bool:
+        return len(self.sockets) == len(self._cookies) - 1
+
+    def step(self) -> None:
+        """Go on for TICK_SECONDS, or until all are connected."""
+        end = time.monotonic() + TICK_SECONDS
+        while not self.complete() and (now := time.monotonic()) < end:
+            for peer in [peer for peer, due in self._due.items() if now >= due and peer not in self.sockets]:
+                self._call(peer)
+            for number, _ in self._poll.poll(1000 * (end - now)):
+                if number in self._listeners:
+                    self._accept(self._listeners[number])
+                elif number in self._handshakes:
+                    self._go_on(self._handshakes[number])
+
+    def close(self) -> None:
+        for left in (*self.sockets.values(), *(handshake.socket for handshake in self._handshakes.values())):
+            left.close()
+
+    def _watch(self, handshake: _Handshake, events: int) -> None:
+        handshake.socket.setblocking(False)
+        self._handshakes[handshake.socket.fileno()] = handshake
+        self._poll.register(handshake.socket, events)
+
+    def _call(self, peer: int) -> None:
+        for family, address in self._ways[peer]:
+            handshake = _Handshake(socket.socket(family, socket.SOCK_STREAM), peer, str(address[0]), greeted=False)
+            self._watch(handshake, select.POLLOUT)
+            code = handshake.socket.connect_ex(address)
+            if code in (0, errno.EINPROGRESS):
+                self._due[peer] = time.monotonic() + TICK_SECONDS
+                return
+            self._drop(handshake, os.strerror(code))
+        self._due[peer] = math.inf
+        if all(handshake.peer != peer for handshake in self._handshakes.values()):
+            tried = "; ".join(dict.fromkeys(self._errors[peer])) or "it has no address that this host can use"
+            raise CommunicationError(
+                f"rank {self._rank} cannot connect to rank {peer} ({tried}); {addresses.INTERFACES[0]} may name the"
+                " network interface by which hosts reach each other"
+            )
+
+    def _accept(self, listener: socket.socket) -> None:
+        with contextlib.suppress(BlockingIOError, ConnectionAbortedError):  # the caller has given up
+            self._watch(_Handshake(listener.accept()[0]), select.POLLIN)
+        callers = [handshake for handshake in self._handshakes.values() if handshake.peer is None]
+        if len(callers) > len(self._cookies) + STRANGERS:
+            self._drop(callers[0])
+
+    def _go_on(self, handshake: _Handshake) -> None:
+        """Greet, or take what has come."""
+        expected = COOKIE_BYTES if handshake.peer is not None else COOKIE_BYTES + RANK_BYTES
         try:
-            connection.settimeout(HELLO_SECONDS)
-            connection.connect(address)
-            connection.sendall(bytes.fromhex(target.cookie) + rank.to_bytes(4, "little"))
-            return connection
+            if handshake.peer is not None and not handshake.greeted:
+                handshake.socket.send(self._cookies[handshake.peer] + self._rank.to_bytes(RANK_BYTES, "little"))
+                handshake.greeted = True
+                self._due[handshake.peer] = time.monotonic() + ANSWER_SECONDS
+                self._watch(handshake, select.POLLIN)
+                return
+            data = handshake.socket.recv(expected - len(handshake.heard))
+            handshake.heard += data
+            if len(handshake.heard) == expected:
+                self._decide(handshake)
+            elif not data:
+                self._drop(handshake, "no answer: it has given up or ended")
+        except BlockingIOError:
+            pass
         except OSError as error:
-            connection.close()
-            if family != socket.AF_UNIX:  # it may be in another container
-                errors.append(f"{address[0]}: {error.strerror or error}")
-    tried = "; ".join(dict.fromkeys(errors)) or f"no usable address among {', '.join(target.hosts)}"
-    raise CommunicationError(
-        f"rank {rank} cannot connect to rank {peer} ({tried}); {addresses.INTERFACES[0]} may name the network interface"
-        " by which hosts reach each other"
-    )
+            self._drop(handshake, error.strerror or str(error))
+
+    def _decide(self, handshake: _Handshake) -> None:
+        """Keep a connection whose other end knows the cookie of this rank, and answer a call."""
+        cookie, caller = handshake.heard[:COOKIE_BYTES], handshake.heard[COOKIE_BYTES:]
+        peer = int.from_bytes(caller, "little") if handshake.peer is None else handshake.peer
+        known = compare_digest(cookie, self._cookies[self._rank])
+        if not known or peer in self.sockets or (caller and peer >= self._rank):
+            self._drop(handshake, "a wrong answer, of another program")
+            return
+        if caller:
+            handshake.socket.send(self._cookies[peer])
+        self._drop(handshake, keep=True)
+        self.sockets[peer] = handshake.socket
+        for other in [other for other in self._handshakes.values() if other.peer == peer]:
+            self._drop(other)
+
+    def _drop(self, handshake: _Handshake, why: str = "", keep: bool = False) -> None:
+        """Watch a connection no more, and close it unless it is kept; a rank is then called elsewhere at once."""
+        self._poll.unregister(handshake.socket)
+        del self._handshakes[handshake.socket.fileno()]
+        if keep:
+            return
+        handshake.socket.close()
+        if handshake.peer is not None:
+            self._due[handshake.peer] = 0.0
+            if handshake.socket.family != socket.AF_UNIX:  # it may be in another container
+                self._errors[handshake.peer].append(f"{handshake.where}: {why}")
 
 
 def _ways(target: Peer, machine: int) -> Iterator[tuple[int, Any]]:
@@ -157,58 +275,6 @@ def _ways(target: Peer, machine: int) -> Iterator[tuple[int, Any]]:
         for family, address in addresses.resolve(host, target.port):
             if target.machine == machine or not addresses.is_loopback(address[0]):
                 yield family, address
-
-
-def _accept(
-    meeting: Meeting,
-    listeners: list[socket.socket],
-    peers: list[Peer],
-    sockets: dict[int, socket.socket],
-    watchdog: Watchdog,
-) -> None:
-    """Accept the ranks below this one; connections without this rank's cookie are refused."""
-    rank, cookie = meeting.rank, bytes.fromhex(peers[meeting.rank].cookie)
-    poll, by_number = select.poll(), {listener.fileno(): listener for listener in listeners}
-    for listener in listeners:
-        listener.setblocking(False)
-        poll.register(listener, select.POLLIN)
-    while not all(peer in sockets for peer in range(rank)):
-        ready = poll.poll(1000 * TICK_SECONDS)
-        if not ready:
-            _check(meeting, watchdog)
-            continue
-        try:
-            connection, _ = by_number[ready[0][0]].accept()
-        except BlockingIOError:  # it has given up
-            continue
-        connection.settimeout(HELLO_SECONDS)
-        greeting = _read(connection, COOKIE_BYTES + 4)
-        peer = int.from_bytes(greeting[COOKIE_BYTES:], "little")
-        if not compare_digest(greeting[:COOKIE_BYTES], cookie) or peer >= rank or peer in sockets:
-            connection.close()
-            continue
-        connection.sendall(bytes.fromhex(peers[peer].cookie))
-        sockets[peer] = connection
-
-
-def _hear(rank: int, peer: int, connection: socket.socket, cookie: bytes) -> None:
-    """Receive a rank's answer to the greeting."""
-    if not compare_digest(_read(connection, COOKIE_BYTES), cookie):
-        raise CommunicationError(f"rank {rank} expected an answer of rank {peer}, got none: it has given up or ended")
-
-
-def _read(connection: socket.socket, size: int) -> bytes:
-    """Receive `size` bytes; fewer if the other end closes or does not send them."""
-    data = b""
-    while len(data) < size:
-        try:
-            part = connection.recv(size - len(data))
-        except OSError:
-            break
-        if not part:
-            break
-        data += part
-    return data
 
 
 def _set_options(connection: socket.socket) -> None:

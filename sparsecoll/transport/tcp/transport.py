@@ -30,6 +30,7 @@ from sparsecoll.transport.base import (
 from sparsecoll.transport.tcp.connection import CHUNK, Connection, Disconnected, IncomingMessage
 from sparsecoll.transport.waiting import Watchdog
 
+LOOK_SECONDS = 5.0  # between looks at the hosts of a rank that waits
 FAREWELL_SECONDS = 1.0  # in which a rank that revokes the communicator sends its report
 
 
@@ -134,6 +135,15 @@ class TcpTransport(Transport):
         self._revoked = True  # the others are told nothing
         self._abandon(FORKED)
 
+    def interrupt(self, why: str) -> None:
+        """Send nothing more of what has not been sent: whoever catches the exception may change that memory."""
+        super().interrupt(why)
+        for connection in self._outgoing:
+            if connection.outgoing:
+                with contextlib.suppress(Disconnected):
+                    connection.end(why)
+                self._queued(connection)
+
     def _abandon(self, why: str) -> None:
         self.broken = self.broken or why
         for connection in self._connections.values():
@@ -168,25 +178,37 @@ class TcpTransport(Transport):
         except CommunicationError as error:
             self.broken = str(error)
             raise
-        self._poll_once(patience)
+        if not self._poll_once(min(patience, LOOK_SECONDS)):
+            for connection in self._outgoing:
+                try:
+                    connection.check_host()
+                except Disconnected as error:
+                    raise self._lost(connection, error) from error
 
-    def _poll_once(self, seconds: float) -> None:
-        for number, events in self._poll.poll(math.ceil(1000 * max(seconds, 0))):
+    def _lost(self, connection: Connection, error: Disconnected) -> CommunicationError:
+        """Mark the communicator as broken by the loss of a rank, and return the exception to raise."""
+        self.broken = f"rank {self.rank} lost rank {connection.peer}: {error}"
+        return CommunicationError(self.broken)
+
+    def _poll_once(self, seconds: float) -> bool:
+        ready = self._poll.poll(math.ceil(1000 * max(seconds, 0)))
+        for number, events in ready:
             connection = self._connections[number]
             if connection.outgoing and events & ~select.POLLIN:
                 self._flush(connection)
             if connection.expected and events & ~select.POLLOUT:
                 self.serve(connection)
+        return bool(ready)
 
     def _watch(self, connection: Connection) -> None:
         """Poll a connection for what is expected from it and queued for it."""
         events = (select.POLLIN if connection.expected else 0) | (select.POLLOUT if connection.outgoing else 0)
         if events == connection.events:
             return
-        connection.events = events
         if events:
             self._poll.register(connection.socket, events)
-        else:
+        connection.events = events
+        if not events:
             self._poll.unregister(connection.socket)
 
     # -- sending
@@ -252,8 +274,7 @@ class TcpTransport(Transport):
             try:
                 complete = connection.poll(request.into, keep=request.tag is not None)
             except Disconnected as error:
-                self.broken = f"rank {self.rank} lost rank {connection.peer}: {error}"
-                raise CommunicationError(self.broken) from error
+                raise self._lost(connection, error) from error
             tag = None if connection.message is None else connection.message.tag
             if request.tag is not None and tag not in (None, request.tag, STALL_TAG):
                 raise CallMismatch(f"rank {connection.peer} is in another call")
