@@ -6,7 +6,6 @@ from typing import Any
 
 from sparsecoll.collectives.keyed import on_vectors
 from sparsecoll.collectives.options import CallOptions
-from sparsecoll.collectives.rows import allgather_rows, as_rows
 from sparsecoll.formats import Format
 from sparsecoll.transport.call import CollectiveCall
 
@@ -59,12 +58,9 @@ def allgather(
 
 def _allgather(call: CollectiveCall, x: Any, options: CallOptions) -> list[Any]:
     """Agree on the arguments of an allgather and send the data."""
-    rows = as_rows(x, options)
-    if rows is not None:
-        return allgather_rows(call, *rows, options)
-    channel, entries, back = options.agree(call, x, sums=False)
+    channel, entries, back = options.agree(call, x, sums=False, rows=options.as_rows(x))
 
     with channel.phase("gather"):
-        parts = channel.allgather(entries)
+        parts = channel.allgather(entries, max(channel.held, default=0))
         call.transport.waitall()
     return [back(part.astype(entries.dtype)) for part in parts]

@@ -8,7 +8,6 @@ import numpy as np
 
 from sparsecoll.collectives.messages import pack, unpack
 from sparsecoll.collectives.options import CallOptions, blocking, check_root
-from sparsecoll.collectives.rows import as_rows, packed
 from sparsecoll.formats import Format
 from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.transport.collectives import spread
@@ -68,8 +67,7 @@ def _bcast(call: CollectiveCall, x: Any, options: CallOptions, root: Any) -> Any
     call.signature["root"] = root = check_root(root, transport)
     call.signature |= options.signature()
     if transport.rank == root:
-        rows = as_rows(x, options)
-        message = packed(*rows, options) if rows else pack(options, *options.to_entries(x, sums=False))
+        message = pack(options, *options.to_entries(x, sums=False, rows=options.as_rows(x)))
     call.agree(check=options.check)
 
     with transport.phase("broadcast"):

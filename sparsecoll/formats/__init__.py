@@ -103,19 +103,24 @@ def encode(x: SparseVector, format: str | Format = "auto", value_dtype: str | No
     return resolve(format).encode(x, value_dtype)
 
 
-def decode(buffer: Buffer, length: int) -> SparseVector:
-    """Return the vector in a message.
+def decode(buffer: Buffer, length: int, width: int = 0) -> SparseVector:
+    """Return the vector, or the RowSparse, in a message.
 
     Args:
-        buffer: the message, uint8, in any format.
-        length: length of the vector.
+        buffer: the message, uint8, in any format; of a RowSparse in Packed.
+        length: length of the vector, or number of rows of the table.
+        width: number of values in a row of a RowSparse (default: 0, for a vector).
 
     Raises:
-        CommunicationError: The message is truncated, corrupted, or for a vector of another length.
+        CommunicationError: The message is truncated, corrupted, or for a vector of another length or width.
     """
     form = _of(buffer)
     with span("decode", entries(buffer) if listening() else 0):
-        return form.decode(_aligned(buffer), length)
+        if not width:
+            return form.decode(_aligned(buffer), length)
+        if type(form) is not Packed:
+            raise CommunicationError(f"message: expected rows of {width} values, got a message in {form.name}")
+        return form.decode(_aligned(buffer), length, width)
 
 
 def entries(buffer: Buffer) -> int:

@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from sparsecoll.algorithms import Reduction
-from sparsecoll.collectives.convert.back import Back
+from sparsecoll.algorithms import Reduction, RowAuto
+from sparsecoll.collectives.allreduce import allreduce_vectors
 from sparsecoll.collectives.options import CallOptions
-from sparsecoll.collectives.rows import allreduce_rows
 from sparsecoll.errors import NonFiniteError
 from sparsecoll.residual import RowResidual
 from sparsecoll.telemetry.trace import span
@@ -110,13 +109,11 @@ class RowSum(Compressor):
         return acc.topk(self._alike[ROWS])
 
     def communicate(self, transport: Transport, message: RowSparse) -> Reduction:
-        with CollectiveCall(transport, "allreduce", self.timeout) as call:
-            call.signature |= self._alike
-            options = CallOptions(value_dtype=self.value_dtype, timeout=self.timeout, nonfinite="pass")
-            found = allreduce_rows(call, message, Back(), "auto", options, self.keeps_gradient)
-        reduction: Reduction = found if self.keeps_gradient else Reduction(found, found)
-        total: Any = reduction.value
+        options = CallOptions(value_dtype=self.value_dtype, timeout=self.timeout, nonfinite="pass")
+        rows: Any = message
+        reduction = allreduce_vectors(transport, rows, RowAuto(), options, True, self._alike)
         if self._sends_parts:
+            total: Any = reduction.value
             reduction.value = total.with_values(_overflowed(total).values * total.dtype.type(self.size))
         return reduction
 

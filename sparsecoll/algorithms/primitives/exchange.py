@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-from sparsecoll.transport.channel import Channel
+from sparsecoll.transport.channel import Channel, S
 from sparsecoll.transport.collectives import FEW_RANKS
 from sparsecoll.vector import SparseVector
 
 
-def exchange(channel: Channel, regions: Sequence[SparseVector]) -> list[SparseVector]:
-    """Send region number j to rank j, and return every rank's entries in this rank's region, in rank order.
+def exchange(channel: Channel, regions: Sequence[S]) -> list[S]:
+    """Send region number j to rank j, and return every rank's entries, or rows, in this rank's region, in rank order.
 
     P - 1 messages, received in the order in which they arrive.
 
@@ -22,7 +23,7 @@ def exchange(channel: Channel, regions: Sequence[SparseVector]) -> list[SparseVe
     for step in range(1, size):
         to = (rank + step) % size
         channel.isend(to, regions[to])
-    parts = {rank: regions[rank]}
+    parts: dict[int, Any] = {rank: regions[rank]}
     for step in range(1, size):
         source = (rank - step) % size
         parts[source] = channel.recv(source)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
+from sparsecoll.transport.channel import Channel
 from sparsecoll.transport.collectives import allgather
-from sparsecoll.transport.row_channel import RowChannel
 from sparsecoll.vector import RowSparse
 
 MOST = 1.1  # times the mean, up to which the largest number of rows is accepted
 
 
-def balanced(channel: RowChannel, x: RowSparse) -> RowSparse:
+def balanced(channel: Channel, x: RowSparse) -> RowSparse:
     """Return as many rows on each rank, to within one, if some rank has more than MOST times the mean; collective.
 
     The rows of rank 0, rank 1 and so on are taken for one list, of which every rank gets an equal part; what leaves a
@@ -32,12 +32,12 @@ def balanced(channel: RowChannel, x: RowSparse) -> RowSparse:
         to = (rank + step) % size
         low, high = max(edges[to], ends[rank]), min(edges[to + 1], ends[rank + 1])
         if low < high:
-            channel.transport.isend(to, channel.encode(x.slice_rows(low - ends[rank], high - ends[rank])))
+            channel.isend(to, x._slice_entries(low - ends[rank], high - ends[rank]))
     parts = [RowSparse.empty(x.n, x.d, x.dtype)]
     for source in range(size):
         low, high = max(edges[rank], ends[source]), min(edges[rank + 1], ends[source + 1])
         if low < high and source == rank:
-            parts.append(x.slice_rows(low - ends[rank], high - ends[rank]))
+            parts.append(x._slice_entries(low - ends[rank], high - ends[rank]))
         elif low < high:
-            parts.append(channel.decode(channel.transport.recv(source)).astype(x.dtype))
+            parts.append(channel.recv(source).astype(x.dtype))  # type: ignore[arg-type]
     return RowSparse.join(parts)

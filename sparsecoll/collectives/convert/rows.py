@@ -14,7 +14,7 @@ from sparsecoll.collectives.convert.back import Back
 from sparsecoll.collectives.convert.tensors import tensor_of, torch_array
 from sparsecoll.vector import RowSparse
 from sparsecoll.vector.coordinates import coordinates, count, flat_indices
-from sparsecoll.vector.row_arrays import blocks_of
+from sparsecoll.vector.scipy_arrays import blocks_of
 
 
 def to_rows(x: Any) -> tuple[RowSparse, Back] | None:
@@ -69,6 +69,10 @@ class ToBsr(Back):
     shape: Sequence[int]
     index_dtype: str
     blocksize: Sequence[int]
+
+    def layout(self) -> dict[str, Any]:
+        whole = tuple(self.blocksize) == (1, self.shape[1])  # rows, as of any other type
+        return {} if whole else {"blocksize": list(self.blocksize)}
 
     def __call__(self, y: Any) -> Any:
         height, width = self.blocksize
