@@ -14,9 +14,8 @@ from sparsecoll.kernels import kernels_of, kernels_of_values
 from sparsecoll.kernels.keys import index_dtype
 from sparsecoll.kernels.memory import asarray_like, empty, may_share_memory, to_host
 from sparsecoll.telemetry.trace import listening, span
-from sparsecoll.vector.arithmetic import Arithmetic
 from sparsecoll.vector.operation import SUM, Operation
-from sparsecoll.vector.pairs import combined
+from sparsecoll.vector.pairs import combined, sorted_order
 from sparsecoll.vector.scipy_arrays import scipy_entries, to_scipy
 from sparsecoll.vector.values import (
     Values,
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
 SHOWN = 4  # entries in a repr
 
 
-class Entries(Arithmetic):
+class Entries(Values):
     """Ascending, unique `indices` below `length`, and a value, or a row of `width` values, for each of them."""
 
     __slots__ = ("indices", "length")
@@ -140,6 +139,15 @@ class Entries(Arithmetic):
         indices, values = (stacked(arrays) for arrays in ([p.indices for p in parts], [p.values for p in parts]))
         return cls.from_sorted_unchecked(indices, values, parts[0].length)
 
+    @classmethod
+    def join(cls, parts: Sequence[Self]) -> Self:
+        """Return the entries of parts that share no index, in the dtype of the first."""
+        joined = cls.concatenate([part for part in parts if part.nnz] or parts[:1])
+        if bool((joined.indices[1:] > joined.indices[:-1]).all()):
+            return joined
+        ascending, order = sorted_order(joined.indices)
+        return joined._of((ascending, taken(joined.values, order)))
+
     def _of(self, entries: tuple[NDArray[Any], NDArray[Any]]) -> Self:
         return self.from_sorted_unchecked(*entries, self.length)
 
@@ -157,10 +165,6 @@ class Entries(Arithmetic):
     def density(self) -> float:
         """nnz / length; 0.0 for length 0."""
         return self.nnz / self.length if self.length else 0.0
-
-    @property
-    def _stored_at(self) -> NDArray[Any]:
-        return self.indices
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -261,6 +265,10 @@ class Entries(Arithmetic):
     def intersect(self, other: Entries) -> Self:
         """Return the entries of this vector whose index `other` stores, too."""
         return self.take(kernels_of(self.indices).intersect(self.indices, other.indices))
+
+    def difference(self, other: Entries) -> Self:
+        """Return the entries of this vector whose index `other` does not store."""
+        return self.take(kernels_of(self.indices).difference(self.indices, other.indices))
 
     def __len__(self) -> int:
         return self.length

@@ -13,8 +13,8 @@ from sparsecoll.kernels import kernels_of, kernels_of_values
 from sparsecoll.kernels.keys import index_dtype, is_float
 from sparsecoll.kernels.memory import asarray_like, empty, to_host
 from sparsecoll.telemetry.trace import span
+from sparsecoll.vector.arithmetic import Arithmetic
 from sparsecoll.vector.dense import DenseVector
-from sparsecoll.vector.entries import Entries
 from sparsecoll.vector.operation import SUM, Operation
 from sparsecoll.vector.pairs import combined, run_starts, sorted_order
 from sparsecoll.vector.row_arrays import sums
@@ -28,7 +28,6 @@ from sparsecoll.vector.values import (
     pairs,
     saturating_cast,
     sparse_entries,
-    taken,
 )
 
 if TYPE_CHECKING:
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
 SHOWN = 4  # rows in a repr
 
 
-class RowSparse(Entries):
+class RowSparse(Arithmetic):
     """Some rows of a table of shape (n, d): their ascending, unique numbers `rows` and their `values`.
 
     Rows that are not stored are zero. Stored rows may consist of zeros, and sums that cancel stay stored. A message has
@@ -154,15 +153,6 @@ class RowSparse(Entries):
             values = sums([part.values for part in parts], order, starts, dtype, op)
         return cls.from_sorted_unchecked(ascending[starts], values, n)
 
-    @classmethod
-    def join(cls, parts: Sequence[Self]) -> Self:
-        """Return the rows of parts that share none, in the dtype of the first."""
-        joined = cls.concatenate([part for part in parts if part.nnz] or parts[:1])
-        if bool((joined.indices[1:] > joined.indices[:-1]).all()):
-            return joined
-        ascending, order = sorted_order(joined.indices)
-        return joined._of((ascending, taken(joined.values, order)))
-
     # What it holds
 
     @property
@@ -238,7 +228,7 @@ class RowSparse(Entries):
         """Return the stored rows at ascending positions, copied."""
         return super().take(asarray_like(positions, self.values))
 
-    slice_rows = Entries._slice_entries
+    slice_rows = Arithmetic._slice_entries
 
     def topk(self, k: int) -> Self:
         """Return the k stored rows of largest Euclidean norm, ties by lower row; the rows themselves if nnz <= k."""

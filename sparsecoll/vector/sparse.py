@@ -12,14 +12,14 @@ from numpy.typing import NDArray
 from sparsecoll.kernels import kernels_of
 from sparsecoll.kernels.keys import index_dtype, key_of, magnitude_of, nan_key
 from sparsecoll.kernels.memory import asarray_like, empty, on_gpu, to_host
-from sparsecoll.vector.entries import Entries
+from sparsecoll.vector.arithmetic import Arithmetic
 from sparsecoll.vector.values import SMALLEST, accumulator_dtype
 
 FEW = 4096  # values of which NumPy tells sooner than a kernel whether they are finite
 MULTIPLIERS = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9)  # of `hash_slots`; odd, otherwise arbitrary
 
 
-class SparseVector(Entries):
+class SparseVector(Arithmetic):
     """A long vector of which only some entries are stored: their ascending, unique `indices` and their `values`.
 
     Coordinates without a stored entry are zero. Stored zeros are allowed and count in `nnz`.
@@ -188,10 +188,6 @@ class SparseVector(Entries):
         return int(wrong[0]) if wrong.size else None  # |z| of finite numbers may be infinite
 
     # Indices of two vectors
-
-    def difference(self, other: SparseVector) -> SparseVector:
-        """Return the entries of this vector whose index `other` does not store."""
-        return self.take(kernels_of(self.indices).difference(self.indices, other.indices))
 
     def _union_disjoint(self, other: SparseVector) -> SparseVector:
         """Return the entries of two vectors of one dtype that share no index."""

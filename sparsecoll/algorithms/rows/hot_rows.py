@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from sparsecoll.algorithms.base import Loss, Reduction
 from sparsecoll.algorithms.primitives.agreed import INDICES
-from sparsecoll.algorithms.rows.balance import balanced
+from sparsecoll.algorithms.rows.base import balanced_rows
 from sparsecoll.errors import CommunicationError
 from sparsecoll.formats import Buffer
 from sparsecoll.transport.channel import Channel
@@ -150,7 +150,10 @@ def allgather(channel: Channel, x: RowSparse, found: Sums, k: int) -> Reduction:
         k: as of `Channel.allgather`.
     """
     hot, dtype, cold = found.hot, x.dtype, channel.round(found.cold.astype(x.dtype))
-    blocks = [channel.encode(balanced(channel, cold)), channel.pack(DenseVector(saturating_cast(found.part, dtype)))]
+    blocks = [
+        channel.encode(balanced_rows(channel, cold)),
+        channel.pack(DenseVector(saturating_cast(found.part, dtype))),
+    ]
     parts, values = [], []
     for rank, message in enumerate(allgatherv(channel.transport, joined(blocks), channel.is_direct(x, k))):
         rows, own = separated(message, 2)

@@ -14,8 +14,7 @@ from sparsecoll.algorithms.base import Loss, Reduction
 from sparsecoll.algorithms.primitives import partition
 from sparsecoll.algorithms.primitives.exchange import exchange
 from sparsecoll.algorithms.rows import hot_rows
-from sparsecoll.algorithms.rows.balance import balanced
-from sparsecoll.algorithms.rows.base import RowAlgorithm
+from sparsecoll.algorithms.rows.base import RowAlgorithm, balanced_rows
 from sparsecoll.errors import check_choice
 from sparsecoll.kernels.memory import to_host
 from sparsecoll.transport.base import Transport
@@ -34,7 +33,7 @@ class RowOwners(RowAlgorithm):
     1. Find the hot rows, where that pays (see `hot`), and the owner of each other row (see `owner`).
     2. Every rank sends each other one the rows that it owns, and a part of the block of hot rows, in P - 1 messages.
     3. The owners sum them, in rank order, and round the sums as on the wire.
-    4. Balance the sums if a rank has a tenth more than the mean (see `balance.py`), and allgather them.
+    4. Balance the sums if a rank has a tenth more than the mean (Ok-Topk, section 3.1.2), and allgather them.
 
     Volume: r(P-1)/P rows in step 2 and u(P-1)/P in step 4, for r rows on each rank and u rows in the sum: 2r(P-1)/P if
     all ranks have the same rows, r(P-1)/P + r(P-1) if they share none.
@@ -69,7 +68,7 @@ class RowOwners(RowAlgorithm):
             if isinstance(found, hot_rows.Sums):
                 return hot_rows.allgather(channel, x, found, k)
             rounded = channel.round(found.astype(x.dtype))
-            parts = channel.allgather(balanced(channel, rounded), k)
+            parts = channel.allgather(balanced_rows(channel, rounded), k)
             value = RowSparse.join([part.astype(x.dtype) for part in parts])
             lost: Any = found._rounding_error
             return Reduction(value, lambda: Loss(channel, lost(rounded)).subtract_from(x))  # type: ignore[arg-type]
