@@ -144,8 +144,8 @@ def check_part(name: str, part: Any, acc: DenseVector | RowSparse) -> None:
         expected = "RowSparse" if acc.width else "SparseVector or DenseVector"
         raise TypeError(f"{name}: expected a {expected}, got {type(part).__name__}")
     if (part.length, part.width) != (acc.length, acc.width):
-        sizes = [f"shape {(x.length, x.width)}" if x.width else f"length {x.length}" for x in (acc, part)]
-        raise ValueError(f"{name}: expected {sizes[0]}, got {sizes[1]}")
+        sizes = [(x.length, x.width) if acc.width else x.length for x in (acc, part)]
+        raise ValueError(f"{name}: expected {'shape' if acc.width else 'length'} {sizes[0]}, got {sizes[1]}")
     if not can_add(part.dtype, acc.dtype):
         raise TypeError(f"{name}: expected a dtype that can be added to {acc.dtype}, got {part.dtype}")
 
