@@ -190,14 +190,14 @@ class Entries(Values):
         return self
 
     def to_dense(self, fill: Any = 0) -> NDArray[Any]:
-        """Return a new array of `length` values.
+        """Return a new array of this shape.
 
         Args:
             fill: value of the coordinates without a stored entry (default: 0).
         """
-        with span("dense", self.length):
-            dense = empty(self.length, self.dtype, self.values)
-            if isinstance(fill, int) and fill == 0:
+        with span("dense", self.size):
+            dense = empty(self.size, self.dtype, self.values).reshape(self.shape)
+            if isinstance(fill, int) and fill == 0 and not self.width:
                 kernels_of_values(dense).write_dense(dense, self.indices, self.values)
             else:
                 dense[:] = fill

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from sparsecoll.kernels import kernels_of, kernels_of_values
 from sparsecoll.kernels.keys import index_dtype, is_float
-from sparsecoll.kernels.memory import asarray_like, empty, to_host
+from sparsecoll.kernels.memory import asarray_like, to_host
 from sparsecoll.telemetry.trace import span
 from sparsecoll.vector.arithmetic import Arithmetic
 from sparsecoll.vector.dense import DenseVector
@@ -190,14 +190,6 @@ class RowSparse(Arithmetic):
         return hash_owners(self.indices, ranks)
 
     # Conversions
-
-    def to_dense(self) -> NDArray[Any]:  # type: ignore[override]
-        """Return a new array of shape (n, d)."""
-        with span("dense", self.n * self.d):
-            dense = empty(self.n * self.d, self.dtype, self.values).reshape(self.n, self.d)
-            dense[:] = 0
-            dense[self.indices] = self.values
-        return dense
 
     def add_to(self, table: NDArray[Any]) -> None:
         """Add the rows to a contiguous array of shape (n, d), in place: table[rows] += values.

@@ -22,6 +22,7 @@ from sparsecoll.transport.channel import Channel
 from sparsecoll.transport.collectives import allgatherv, joined, separated
 from sparsecoll.vector import DenseVector, RowSparse, SparseVector, accumulator_dtype, saturating_cast
 from sparsecoll.vector.row_arrays import sums
+from sparsecoll.vector.values import finite_difference
 
 SHARE = 0.5  # of the ranks that have a hot row: sending it dense costs at most twice as much
 
@@ -162,8 +163,8 @@ def allgather(channel: Channel, x: RowSparse, found: Sums, k: int) -> Reduction:
     parts.append(RowSparse.from_sorted_unchecked(hot.rows, np.concatenate(values).reshape(-1, hot.d), x.n))  # type: ignore[arg-type]
 
     def contributed() -> Any:
-        formed, arrived = (hot.rows_of_part(channel.rank, own, x.n) for own in (found.part, values[channel.rank]))
-        lost: list[Any] = [found.cold._rounding_error(cold), formed._rounding_error(arrived)]
+        error = finite_difference(found.part, values[channel.rank])
+        lost: list[Any] = [found.cold._rounding_error(cold), hot.rows_of_part(channel.rank, error, x.n)._drop_zeros()]
         return Loss(channel, *lost).subtract_from(x)  # type: ignore[arg-type]
 
     return Reduction(RowSparse.join(parts), contributed)  # type: ignore[arg-type]

@@ -17,7 +17,6 @@ from sparsecoll.algorithms.rows import hot_rows
 from sparsecoll.algorithms.rows.base import RowAlgorithm, balanced_rows
 from sparsecoll.errors import check_choice
 from sparsecoll.kernels.memory import to_host
-from sparsecoll.transport.base import Transport
 from sparsecoll.transport.channel import Channel
 from sparsecoll.vector import RowSparse, SparseVector, accumulator_dtype
 from sparsecoll.vector.rows import hash_owners
@@ -96,7 +95,10 @@ class RowOwners(RowAlgorithm):
         counted = rows[places]
         if hot is not None and delivered:
             counted = np.sort(np.concatenate([counted, hot.rows[channel.rank :: size]]))
-        edges = edges_of(channel.transport, counted, x.n, self.owner)
+        edges = None
+        if self.owner != "hash":
+            entries = SparseVector.from_sorted_unchecked(counted, counted, x.n)
+            edges = partition.boundaries(channel.transport, entries, "even" if self.owner == "range" else "histogram")
         positions = split(places, owners_of(rows[places], size, edges), size)
         if hot is not None:
             return hot_rows.reduce_scatter(channel, x, hot, positions), edges
@@ -110,22 +112,6 @@ class RowOwners(RowAlgorithm):
             return False
         few = FEW_ROWS * channel.size**2 > sum(channel.held) / channel.size
         return (self.owner != "hash" or few) if self.hot is None else self.hot
-
-
-def edges_of(transport: Transport, rows: NDArray[Any], n: int, owner: str) -> list[int] | None:
-    """Return P + 1 edges: rank j owns the rows from edges[j] up to edges[j + 1]; None for owners by hash. Collective.
-
-    Args:
-        transport: of the ranks.
-        rows: this rank's rows, ascending, as `RowSparse.indices`, whose quantiles are taken.
-        n: number of rows of the table.
-        owner: see `RowOwners`.
-    """
-    if owner == "hash":
-        return None
-    if owner == "range":
-        return [n * j // transport.size for j in range(transport.size + 1)]
-    return partition.boundaries(transport, SparseVector.from_sorted_unchecked(rows, rows, n), "histogram")
 
 
 def owners_of(rows: NDArray[Any], size: int, edges: Sequence[int] | None = None) -> NDArray[np.int64]:
