@@ -162,7 +162,8 @@ class CallOptions:
         if not isinstance(x, RowSparse):
             if self.k is not None or self.density is not None or self.format != "auto" or return_reduction:
                 return None
-            if not (algo.takes_rows if isinstance(algo, Algorithm) else algo in ROW_ALGORITHMS):
+            named = isinstance(algo, str) and algo in ROW_ALGORITHMS
+            if not (named or (isinstance(algo, Algorithm) and algo.takes_rows)):
                 return None
         return convert.to_rows(x)
 

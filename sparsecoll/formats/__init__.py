@@ -93,14 +93,20 @@ def encode(x: SparseVector, format: str | Format = "auto", value_dtype: str | No
     """Return x as one self-describing message.
 
     Args:
-        x: the vector to send.
+        x: the vector, or RowSparse, to send.
         format: name or Format.
         value_dtype: name of the dtype to which values are rounded; None for their own.
 
     Returns:
         uint8 array, in the memory of x (host or GPU).
+
+    Raises:
+        ValueError: x is a RowSparse, and the format is not Packed.
     """
-    return resolve(format).encode(x, value_dtype)
+    form = resolve(format)
+    if x.width and type(form) is not Packed:
+        raise ValueError(f"format: expected 'packed' for rows, got {format!r}")
+    return form.encode(x, value_dtype)
 
 
 def decode(buffer: Buffer, length: int, width: int = 0) -> SparseVector:

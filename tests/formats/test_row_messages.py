@@ -30,6 +30,8 @@ def test_a_message_has_one_index_for_each_row():
     values, flat = x.values.nbytes, x.to_dense().reshape(-1)
     assert values < PACKED.encode(x).size < values + 2 * x.nnz
     assert formats.encode(SparseVector.from_dense(flat), "coo").size > 2 * values
+    with pytest.raises(ValueError, match="format: expected 'packed' for rows, got 'auto'"):
+        formats.encode(x)
 
 
 def test_some_rows_and_room_for_the_caller():

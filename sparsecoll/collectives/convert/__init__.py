@@ -16,16 +16,14 @@ import numpy as np
 from sparsecoll.collectives.convert.back import Back, ToTriple
 from sparsecoll.collectives.convert.keyed import ToMapping, ToSeries, from_mapping, from_series
 from sparsecoll.collectives.convert.matrices import ToPydata, ToScipy, from_pydata, from_scipy
-from sparsecoll.collectives.convert.rows import ToBsr, ToHybrid
+from sparsecoll.collectives.convert.rows import ToBsr
 from sparsecoll.collectives.convert.rows import to_rows as to_rows
 from sparsecoll.collectives.convert.tensors import ToTorch, from_torch, tensor_of
 from sparsecoll.kernels.memory import contiguous, from_dlpack, on_gpu
 from sparsecoll.select import Vector
 from sparsecoll.vector import DenseVector, SparseVector
 
-BACKS = {
-    kind.__name__: kind for kind in (Back, ToTriple, ToScipy, ToPydata, ToTorch, ToMapping, ToSeries, ToHybrid, ToBsr)
-}
+BACKS = {kind.__name__: kind for kind in (Back, ToTriple, ToScipy, ToPydata, ToTorch, ToMapping, ToSeries, ToBsr)}
 TYPES = (
     "a SparseVector, (indices, values, length), a SciPy sparse array or matrix, a pydata COO or GCXS, a torch tensor"
     " (dense or sparse_coo), a dict or Counter, a pandas Series, or a dense NumPy, CuPy or DLPack array"
