@@ -31,7 +31,7 @@ def pack(options: CallOptions, entries: SparseVector, back: Back) -> Buffer:
         entries: the vector, or a RowSparse.
         back: converts it to the caller's type.
     """
-    end = _description([entries.shape, entries.dtype.name, convert.to_text(back)])
+    end = _description([entries.shape if entries.width else entries.length, entries.dtype.name, convert.to_text(back)])
     message = options.format_of(entries.width).encode(entries, options.wire_dtype, room=end.size)
     message[message.size - end.size :] = asarray_like(end, message)
     return message
@@ -53,10 +53,11 @@ def unpack(message: Buffer) -> Any:
     try:
         text = to_host(message[max(start, 0) : message.size - SIZE_BYTES]).tobytes()
         shape, dtype, kind = json.loads(text)
-        back, sizes = convert.from_text(kind), [*map(int, shape)]
+        back = convert.from_text(kind)
+        length, width = map(int, shape if isinstance(shape, list) else (shape, 0))
     except (ValueError, TypeError, KeyError) as error:
         raise CommunicationError(f"message: {message.size} bytes do not end with a description of a vector") from error
-    return back(decode(message[:start], *sizes).astype(dtype_of(dtype)))
+    return back(decode(message[:start], length, width).astype(dtype_of(dtype)))
 
 
 def pack_all(options: CallOptions, xs: Sequence[Any], ranks: Sequence[int]) -> list[Buffer]:

@@ -71,7 +71,6 @@ class RowSum(ErrorFeedback):
         n, *rest = layout.shapes[0]
         self._densities = None if self.density is None else Densities.of(self.density)
         self._residual = Versions(RowSparse.empty(n, math.prod(rest), layout.dtype))
-        self._versions = [self._residual]
         if self.follow_lr:
             self._rates = Rates(layout.names, context.rates)
         self._acc: Any = None  # in a reduction that leaves a part of it
