@@ -45,6 +45,7 @@ def test_arithmetic_and_comparison():
     assert x != RowSparse([1, 4], x.values, 7) and x != 3 and x.astype(np.float32).dtype == np.float32
     assert np.array_equal(np.asarray(x), x.toarray()) and pickle.loads(pickle.dumps(x)) == x
     assert (len(x), x.nnz, x.n, x.d, x.shape, x.density) == (6, 2, 6, 2, (6, 2), 1 / 3)
+    assert x[1:5] == RowSparse([0, 3], x.values, 4) and x.to_dense(fill=7)[0].tolist() == [7, 7]
     assert x[4].tolist() == [0, 3] and x[-6].tolist() == [0, 0] and RowSparse.from_dense(x.to_dense()) == x
     with pytest.raises(TypeError, match=r"use \.to_dense"):
         np.sum(x)
