@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from sparsecoll.transport.channel import Channel, S
-from sparsecoll.transport.collectives import FEW_RANKS
+from sparsecoll.transport.collectives import FEW_RANKS, exchanged
 from sparsecoll.vector import SparseVector
 
 
@@ -19,15 +19,10 @@ def exchange(channel: Channel, regions: Sequence[S]) -> list[S]:
         channel: channel of the messages.
         regions: this rank's entries in each region.
     """
-    rank, size = channel.rank, channel.size
-    for step in range(1, size):
-        to = (rank + step) % size
-        channel.isend(to, regions[to])
-    parts: dict[int, Any] = {rank: regions[rank]}
-    for step in range(1, size):
-        source = (rank - step) % size
-        parts[source] = channel.recv(source)
-    return [parts[source] for source in range(size)]
+    parts: dict[int, Any] = {channel.rank: regions[channel.rank]}
+    for source, message in exchanged(channel.transport, lambda to: channel.encode(regions[to])):
+        parts[source] = channel.decode(message)
+    return [parts[source] for source in range(channel.size)]
 
 
 def united(channel: Channel, region: SparseVector, root: int) -> SparseVector | None:

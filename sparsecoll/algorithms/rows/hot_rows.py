@@ -19,7 +19,7 @@ from sparsecoll.algorithms.rows.base import balanced_rows
 from sparsecoll.errors import CommunicationError
 from sparsecoll.formats import Buffer
 from sparsecoll.transport.channel import Channel
-from sparsecoll.transport.collectives import allgatherv, joined, separated
+from sparsecoll.transport.collectives import allgatherv, exchanged, joined, separated
 from sparsecoll.vector import DenseVector, RowSparse, SparseVector, accumulator_dtype, saturating_cast
 from sparsecoll.vector.row_arrays import sums
 from sparsecoll.vector.values import finite_difference
@@ -96,11 +96,9 @@ def find(channel: Channel, x: RowSparse, positions: Sequence[NDArray[np.int64]])
     def encoded(rows: NDArray[Any]) -> Buffer:
         return INDICES.encode(SparseVector.from_sorted_unchecked(rows, np.empty(rows.size, np.bool_), x.n))
 
-    for step in range(1, size):
-        to = (rank + step) % size
-        transport.isend(to, encoded(x.indices[positions[to]]))
     lists = [x.indices[positions[rank]]]
-    lists += [INDICES.decode(transport.recv((rank - step) % size), x.n).indices for step in range(1, size)]
+    for _, message in exchanged(transport, lambda to: encoded(x.indices[positions[to]])):
+        lists.append(INDICES.decode(message, x.n).indices)
     rows, counts = np.unique(np.concatenate(lists), return_counts=True)
     messages = allgatherv(transport, encoded(rows[counts >= max(2.0, SHARE * size)]))
     hot = np.sort(np.concatenate([INDICES.decode(message, x.n).indices for message in messages]))
@@ -116,20 +114,19 @@ def reduce_scatter(channel: Channel, x: RowSparse, hot: HotRows, positions: Sequ
         hot: the hot rows.
         positions: for each rank, the positions of the rows in x that it owns and that are not hot.
     """
-    rank, size, transport = channel.rank, channel.size, channel.transport
+    rank, size = channel.rank, channel.size
     block = hot.block(x, channel.op.neutral(x.dtype))
     parts = [DenseVector(block[low:high]) for low, high in zip(hot.edges, hot.edges[1:], strict=False)]
-    for step in range(1, size):
-        to = (rank + step) % size
+
+    def rows_and_part(to: int) -> Buffer:
         end = channel.pack(parts[to])
         message = channel.encode(x.take(positions[to]), room=end.size)
         message[message.size - end.size :] = end
-        transport.isend(to, message)
+        return message
+
     received: dict[int, tuple[Any, DenseVector]] = {rank: (x.take(positions[rank]), parts[rank])}
     room = channel.pack(parts[rank]).size
-    for step in range(1, size):
-        source = (rank - step) % size
-        message = transport.recv(source)
+    for source, message in exchanged(channel.transport, rows_and_part):
         start = max(message.size - room, 0)
         received[source] = channel.decode(message[:start]), channel.unpack(message[start:], x.dtype, hot.width(rank))
     accumulator = accumulator_dtype(x.dtype)

@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 
 from sparsecoll.algorithms.base import Loss, Reduction
 from sparsecoll.algorithms.primitives import partition
-from sparsecoll.algorithms.primitives.exchange import exchange
 from sparsecoll.algorithms.rows import hot_rows
 from sparsecoll.algorithms.rows.base import RowAlgorithm, balanced_rows
 from sparsecoll.errors import check_choice
 from sparsecoll.kernels.memory import to_host
 from sparsecoll.transport.channel import Channel
+from sparsecoll.transport.collectives import exchanged
 from sparsecoll.vector import RowSparse, SparseVector, accumulator_dtype
 from sparsecoll.vector.rows import hash_owners
 
@@ -102,8 +102,10 @@ class RowOwners(RowAlgorithm):
         positions = split(places, owners_of(rows[places], size, edges), size)
         if hot is not None:
             return hot_rows.reduce_scatter(channel, x, hot, positions), edges
-        parts = exchange(channel, [x.take(places) for places in positions])
-        return channel.merge(parts, accumulator_dtype(x.dtype)), edges
+        parts: dict[int, Any] = {channel.rank: x.take(positions[channel.rank])}
+        for source, message in exchanged(channel.transport, lambda to: channel.encode(x.take(positions[to]))):
+            parts[source] = channel.decode(message)
+        return channel.merge([parts[rank] for rank in range(size)], accumulator_dtype(x.dtype)), edges
 
     def _looks_for_hot_rows(self, channel: Channel, x: RowSparse) -> bool:
         op = channel.op  # of which a value that stands for a missing one must not change others: 1 + 0j turns -0 to 0
