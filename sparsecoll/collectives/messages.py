@@ -1,4 +1,4 @@
-"""Messages that say what is in them: a vector, its length and dtype, and the type that its receiver makes of it.
+"""Messages that say what is in them: a vector, rows or an array, its shape and dtype, and the type it had.
 
 Where ranks send vectors of different lengths or types, or a receiver has none of its own, the message of the vector's
 format is followed by a description (JSON) and by the description's size in 8 bytes.
@@ -23,6 +23,20 @@ from sparsecoll.vector import RowSparse, SparseVector, dtype_of
 SIZE_BYTES = 8
 
 
+def rows_of(options: CallOptions, x: Any) -> tuple[RowSparse, Back] | None:
+    """Return what calls that only move data send as rows: types of rows, and a dense array as one row; None for others.
+
+    Types of other libraries that consist of rows are vectors in calls that ask for a format of vectors.
+    """
+    block = convert.to_block(x)
+    return convert.to_rows(x) if block is None and (options.format == "auto" or isinstance(x, RowSparse)) else block
+
+
+def packed(options: CallOptions, x: Any) -> Buffer:
+    """Return what the caller sends as one message."""
+    return pack(options, *options.to_entries(x, sums=False, rows=rows_of(options, x)))
+
+
 def pack(options: CallOptions, entries: SparseVector, back: Back) -> Buffer:
     """Return a vector, or rows, as one message.
 
@@ -38,7 +52,7 @@ def pack(options: CallOptions, entries: SparseVector, back: Back) -> Buffer:
 
 
 def _description(fields: list[Any]) -> Buffer:
-    text = json.dumps(fields).encode()
+    text = json.dumps(fields, ensure_ascii=False).encode("utf-8", "surrogatepass")
     return np.frombuffer(text + len(text).to_bytes(SIZE_BYTES, "little"), np.uint8)
 
 
@@ -69,13 +83,12 @@ def pack_all(options: CallOptions, xs: Sequence[Any], ranks: Sequence[int]) -> l
         ranks: the rank to which each one goes, for error messages.
 
     Raises:
-        ValueError, TypeError: As `CallOptions.to_entries`; the text names the vector.
+        ValueError, TypeError: x or an option is invalid; the text names the vector.
     """
     messages = []
     for rank, x in zip(ranks, xs, strict=True):
         try:
-            rows = (x, Back()) if isinstance(x, RowSparse) else None
-            messages.append(pack(options, *options.to_entries(x, sums=False, rows=rows)))
+            messages.append(packed(options, x))
         except (ValueError, TypeError) as error:
             raise type(error)(str(error).replace("x:", f"x[{rank}]:", 1)) from error
     return messages

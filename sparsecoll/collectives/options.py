@@ -112,7 +112,7 @@ class CallOptions:
         """Raise unless the values of x can be combined by `op`."""
         name, dtype = self.operation.name, x.dtype
         if x.width and self.format != "auto":
-            raise ValueError(f"format: expected 'auto' for rows, which have one format, got {self.format!r}")
+            raise ValueError(f"format: expected 'auto' for rows and dense arrays, which have one, got {self.format!r}")
         if name == "mean" and dtype.kind in "biu":
             raise TypeError(f"op: expected 'sum' for {dtype}, got 'mean'")
         if name.startswith("bitwise") and dtype.kind not in "biu":
@@ -180,7 +180,11 @@ class CallOptions:
         self.check_dtype(vector.dtype, "partial sums" if sums and not rows else None)
         k = self.resolve_k(vector.length)
         if k is None and isinstance(vector, DenseVector):
-            expected = "a sparse one, or k or density" if sums else "a sparse one, such as SparseVector.from_dense(x)"
+            expected = (
+                "a sparse one, or k or density"
+                if sums
+                else "a sparse one to split, or a list such as np.array_split(x, P)"
+            )
             raise ValueError(f"x: expected {expected}, got a dense one{' and neither' if sums else ''}")
         with index_of_nan(vector):
             entries = vector if k is None else topk(vector, k)

@@ -28,7 +28,7 @@ from sparsecoll.torch.options import Options
 from sparsecoll.torch.replica import Replica
 from sparsecoll.torch.rounds import JOINED, Row
 from sparsecoll.torch.row_gradients import RowBucket, nan_rows
-from sparsecoll.torch.state import UNNAMED, is_trial_step
+from sparsecoll.torch.state import UNNAMED, Copied, is_trial_step
 from sparsecoll.torch.tensors import named
 from sparsecoll.torch.timeline import Timeline, bucket_span
 from sparsecoll.transport.call import CollectiveCall
@@ -38,7 +38,7 @@ from sparsecoll.transport.progress import in_background
 logger = logging.getLogger(__name__)
 
 
-class HookState:
+class HookState(Copied):
     """The state of `comm_hook`.
 
     Residuals belong to parameters, not to buckets, so that nothing is lost when DDP rebuilds its buckets. They change
@@ -52,6 +52,8 @@ class HookState:
     There is no `move`: DDP cannot change its process group, and the hook does not know the optimizer, whose state may
     differ between the surviving ranks. After the loss of a rank, create a new process group, DDP, HookState and
     optimizer, and load a checkpoint that `redistribute` has converted from the files of all ranks.
+
+    A copy, as in a deepcopy or torch.save of the model, has `state_dict()`, and raises RuntimeError when it is used.
 
     Args:
         comm: DDP's process group, or an mpi4py intracommunicator with its ranks in the same order; None, the default,
@@ -318,6 +320,8 @@ class HookState:
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's residuals and other tensors by kind and parameter name, as of the last step."""
+        if "_saved" in self.__dict__:  # of a copy
+            return self._saved  # type: ignore[no-any-return]
         state = self._buckets.state_dict()
         if len(self._names) > self._named and state["tensors"] and self.transport.rank == 0:
             logger.warning("state_dict: expected names of parameters, without which it cannot be loaded%s", UNNAMED)

@@ -78,6 +78,16 @@ def warn_if_equal(transport: Transport, digest: int) -> None:
         )
 
 
+def warn_of_state(optimizer: torch.optim.Optimizer, transport: Transport) -> None:
+    """Warn on rank 0 if an optimizer has taken steps, or loaded them, before it is wrapped."""
+    if transport.rank == 0 and any(state and state.get("step", 1) for state in optimizer.state.values()):
+        logger.warning(
+            "%s has state before it is wrapped. If it comes from a checkpoint, wrap the optimizer first and call"
+            " load_state_dict() of the wrapper: residuals in a checkpoint that the plain optimizer loads are lost",
+            type(optimizer).__name__,
+        )
+
+
 def warn_of_adam(optimizer: torch.optim.Optimizer, compressor: Compressor) -> None:
     """Warn of optimizers that divide a gradient by its own size, if most of its entries come late and added up.
 

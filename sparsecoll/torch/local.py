@@ -13,7 +13,7 @@ from sparsecoll.torch.broadcasts import broadcast_optimizer, broadcast_tensors
 from sparsecoll.torch.calls import collective, communicator
 from sparsecoll.torch.compressors import Compressor
 from sparsecoll.torch.grad_scaler import forget, is_called_by_scaler
-from sparsecoll.torch.guards import refuse_wrapped
+from sparsecoll.torch.guards import refuse_wrapped, warn_of_state
 from sparsecoll.torch.layout import takes_part
 from sparsecoll.torch.members import Members
 from sparsecoll.torch.optimizer import DistributedOptimizer, Wrapper, of_optimizer
@@ -133,6 +133,7 @@ class LocalOptimizer(Wrapper):
             timeline=timeline,
         )
         self._follow(self._params)
+        warn_of_state(optimizer, transport)
 
     _step_supports_amp_scaling = True  # GradScaler.step() calls `step` always, which refuses it
 

@@ -14,7 +14,7 @@ from sparsecoll.torch.calls import collective, communicator
 from sparsecoll.torch.compressors import Compressor, resolve
 from sparsecoll.torch.engine import Engine
 from sparsecoll.torch.grad_scaler import Scaling
-from sparsecoll.torch.guards import refuse_wrapped
+from sparsecoll.torch.guards import refuse_wrapped, warn_of_state
 from sparsecoll.torch.members import Members
 from sparsecoll.torch.options import Options
 from sparsecoll.torch.state import STATE, is_trial_step
@@ -158,6 +158,8 @@ class DistributedOptimizer(Wrapper):
         params, own, options, self._scaling = collective(transport, "DistributedOptimizer", None, checked)
         self._engine = Engine(transport, own, optimizer, model, options, self._scaling)
         self._engine.add(params)
+        if own.keeps_gradient:
+            warn_of_state(optimizer, transport)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:

@@ -251,6 +251,9 @@ class Transport(ABC):
             if not outer:
                 self.traffic.set_up.seconds += self.now() - start
 
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError("a communicator cannot be pickled or copied: save the state_dict() of what has it")
+
     def _counters(self) -> tuple[Counts, ...]:
         if self._setting_up:
             return (self.traffic.set_up,)

@@ -279,7 +279,7 @@ def _raised_error(reports: list[dict[str, Any]]) -> Exception:
 def _different_kinds(calls: list[dict[str, Any]]) -> list[str]:
     """Return a text if x is of different kinds in the same call: then most of the other arguments differ, too."""
     kinds = [
-        "a type with keys" if call.get("keyed") else "rows" if call.get("x") == "rows" else "a vector"
+        "a type with keys" if call.get("keyed") else call["x"] if "n" in call else "a vector"
         for call in calls
         if {"keyed", "length", "n"} & call.keys()
     ]

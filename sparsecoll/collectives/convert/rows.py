@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from sparsecoll.collectives.convert.back import Back
-from sparsecoll.collectives.convert.tensors import ToTorch, torch_array
-from sparsecoll.vector import RowSparse
+from sparsecoll.collectives.convert.tensors import ToTorch, tensor_of, torch_array
+from sparsecoll.vector import DenseVector, RowSparse
 from sparsecoll.vector.coordinates import count, flat_indices
 from sparsecoll.vector.scipy_arrays import blocks_of
 
@@ -67,3 +67,18 @@ class ToBsr(Back):
         )
         made.has_canonical_format = True
         return made
+
+
+@dataclass(frozen=True)
+class ToArray(Back):
+    """Returns a dense array: a tensor of torch, a DenseVector for library "", or else an array of NumPy or CuPy."""
+
+    library: str
+    shape: Sequence[int]
+
+    def layout(self) -> dict[str, Any]:
+        return {"x": "an array", "shape": list(self.shape)}
+
+    def __call__(self, y: Any) -> Any:
+        values = y.values.reshape(tuple(self.shape))
+        return tensor_of(values) if self.library == "torch" else values if self.library else DenseVector(values)

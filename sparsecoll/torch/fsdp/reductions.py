@@ -77,6 +77,9 @@ class ShardedReductions:
         register_optimizer_step_pre_hook(partial(_before_step, weakref.ref(self)))
         register_optimizer_step_post_hook(partial(_stepped, weakref.ref(self)))
 
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError("ShardedReductions cannot be pickled or copied: save their state_dict()")
+
     @property
     def _transport(self) -> Transport:
         return self._replica.transport
