@@ -70,11 +70,12 @@ def by_hand(comm, n, d):
         return whole
 
     def run(x):
-        sent = np.diff(np.searchsorted(x.rows, edges)).astype(np.int64)
+        rows = x.rows
+        sent = np.diff(np.searchsorted(rows, edges)).astype(np.int64)
         received = np.empty_like(sent)
         comm.Alltoall(sent, received)
         ids, values = np.empty(received.sum(), np.int64), np.empty((received.sum(), d), np.float32)
-        comm.Alltoallv([x.rows, sent], [ids, received])
+        comm.Alltoallv([rows, sent], [ids, received])
         comm.Alltoallv([x.values, sent * d], [values, received * d])
         order = np.argsort(ids, kind="stable")
         starts = np.flatnonzero(np.diff(ids[order], prepend=-1))

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sparsecoll.kernels.keys import COMPILED_DTYPES, PLAIN, Momentum, Pass
-from sparsecoll.kernels.memory import empty, to_host
+from sparsecoll.kernels.memory import empty
 from sparsecoll.kernels.sampling import sample_of
 from sparsecoll.select import Selector
 from sparsecoll.vector import DenseVector, RowSparse, SparseVector
@@ -138,24 +138,16 @@ class Residual:
             self._acc.subtract_at(contributed)
 
 
-def check_part(name: str, part: Any, acc: DenseVector) -> None:
-    """Raise TypeError or ValueError, which begins with `name`, unless a vector can be subtracted from `acc`."""
-    if not isinstance(part, (SparseVector, DenseVector)):
-        raise TypeError(f"{name}: expected a SparseVector or DenseVector, got {type(part).__name__}")
-    if part.length != acc.length:
-        raise ValueError(f"{name}: expected length {acc.length}, got {part.length}")
+def check_part(name: str, part: Any, acc: DenseVector | RowSparse) -> None:
+    """Raise TypeError or ValueError, which begins with `name`, unless a vector, or rows, can be added to `acc`."""
+    if not isinstance(part, RowSparse if acc.width else (SparseVector, DenseVector)):
+        expected = "RowSparse" if acc.width else "SparseVector or DenseVector"
+        raise TypeError(f"{name}: expected a {expected}, got {type(part).__name__}")
+    if (part.length, part.width) != (acc.length, acc.width):
+        sizes = [(x.length, x.width) if acc.width else x.length for x in (acc, part)]
+        raise ValueError(f"{name}: expected {'shape' if acc.width else 'length'} {sizes[0]}, got {sizes[1]}")
     if not can_add(part.dtype, acc.dtype):
         raise TypeError(f"{name}: expected a dtype that can be added to {acc.dtype}, got {part.dtype}")
-
-
-def check_rows(name: str, part: Any, rows: RowSparse) -> None:
-    """Raise TypeError or ValueError, which begins with `name`, unless `part` can be added to `rows`."""
-    if not isinstance(part, RowSparse):
-        raise TypeError(f"{name}: expected a RowSparse, got {type(part).__name__}")
-    if part.shape != rows.shape:
-        raise ValueError(f"{name}: expected shape {rows.shape}, got {part.shape}")
-    if not can_add(part.dtype, rows.dtype):
-        raise TypeError(f"{name}: expected a dtype that can be added to {rows.dtype}, got {part.dtype}")
 
 
 def check_scale(scale: float, dtype: np.dtype[Any]) -> None:
@@ -207,7 +199,7 @@ class RowResidual:
             TypeError: The gradient is no RowSparse, or of a dtype that would lose more than digits, as complex numbers
                 in a real residual.
         """
-        check_rows("gradient", gradient, self.rows)
+        check_part("gradient", gradient, self.rows)
         check_scale(scale, self.rows.dtype)
         dtype = self.rows.dtype
         own = gradient.astype(dtype)
@@ -225,15 +217,10 @@ class RowResidual:
             ValueError: It is of a table of another shape.
             TypeError: It is no RowSparse, or of a dtype that would lose more than digits.
         """
-        check_rows("contributed", contributed, self.rows)
+        check_part("contributed", contributed, self.rows)
         acc, dtype = self.rows, self.rows.dtype
-        own, sent = to_host(acc.rows), to_host(contributed.rows)
-        changed, found = np.zeros(own.size, np.bool_), np.searchsorted(own, sent)
-        inside = found < own.size
-        changed[found[inside][own[found[inside]] == sent[inside]]] = True
-        left = RowSparse.merge([acc.take(np.flatnonzero(changed)), -contributed.astype(dtype)], dtype)
-        left = left.take(np.flatnonzero((left.values != 0).any(axis=1)))
-        self.rows = RowSparse.join([acc.take(np.flatnonzero(~changed)), left])
+        left = RowSparse.merge([acc.intersect(contributed), -contributed.astype(dtype)], dtype)._drop_zeros()
+        self.rows = RowSparse.join([acc.difference(contributed), left])
 
 
 class LazyAccumulator(DenseVector):

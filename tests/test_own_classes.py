@@ -226,8 +226,8 @@ def test_options_that_are_fields_are_compared(base, use, monkeypatch):
 
     def program(comm):
         with pytest.raises(CommunicationError, match="share"):
-            use(comm, Fields(0.5 + comm.rank))
-        return use(comm, Fields(0.25))
+            use(comm, Fields(share=0.5 + comm.rank))
+        return use(comm, Fields(share=0.25))
 
     assert simulate(2, program).results == [2, 2]
 

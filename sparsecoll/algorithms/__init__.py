@@ -18,6 +18,7 @@ from sparsecoll.algorithms.hierarchical import Hierarchical
 from sparsecoll.algorithms.hitopk import HiTopK
 from sparsecoll.algorithms.lowbit import LowBit
 from sparsecoll.algorithms.oktopk import OkTopk
+from sparsecoll.algorithms.rows import RowAuto, RowOwners
 from sparsecoll.algorithms.sparcml import SparCML
 from sparsecoll.algorithms.spardl import SparDL
 from sparsecoll.errors import check_choice
@@ -36,9 +37,11 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     "arctopk": ARCTopK,
     "hierarchical": Hierarchical,
 }
+ROW_ALGORITHMS: dict[str, type[Algorithm]] = {"auto": RowAuto, "allgather": Allgather, "owners": RowOwners}
 
 __all__ = [
     "ALGORITHMS",
+    "ROW_ALGORITHMS",
     "ARCTopK",
     "Algorithm",
     "Allgather",
@@ -53,26 +56,38 @@ __all__ = [
     "LowBit",
     "OkTopk",
     "Reduction",
+    "RowAuto",
+    "RowOwners",
     "SparCML",
     "SparDL",
     "resolve",
 ]
 
 
-def resolve(algo: str | Algorithm) -> Algorithm:
+def resolve(algo: str | Algorithm, rows: bool = False) -> Algorithm:
     """Return a new algorithm with default options for a name, and an object as it is, with its state.
+
+    Args:
+        algo: name or object.
+        rows: whether it is for a RowSparse, and a name one of ROW_ALGORITHMS (default: False).
 
     Raises:
         ValueError: No algorithm has the name.
-        TypeError: `algo` is neither a name nor an Algorithm.
+        TypeError: `algo` is neither a name nor an Algorithm, or one for rows alone, or for vectors alone.
     """
+    names = ROW_ALGORITHMS if rows else ALGORITHMS
     if isinstance(algo, Algorithm):
+        if not (algo.takes_rows if rows else algo.takes_vectors):
+            kind, choices = "rows" if rows else "a vector", ", ".join(map(repr, names))
+            raise TypeError(f"algo: expected {choices} or another one for {kind}, got {algo.describe()}")
+        if rows and algo.selector is not None:
+            raise ValueError(f"selector: expected None for rows, which are selected by norm, got {algo.selector!r}")
         return algo
     if isinstance(algo, type) and issubclass(algo, Algorithm):
         raise TypeError(f"algo: expected a name or an Algorithm object, got the class: use {algo.__name__}()")
     if not isinstance(algo, str):
         cure = ", an operation of mpi4py: use op=" if type(algo).__module__ == "mpi4py.MPI" else ""
         raise TypeError(f"algo: expected a name or an Algorithm object, got {type(algo).__name__}{cure}")
-    if algo not in ALGORITHMS:
-        check_choice("algo", algo, ALGORITHMS)
-    return ALGORITHMS[algo]()
+    if algo not in names:
+        check_choice("algo", algo, names)
+    return names[algo]()

@@ -14,7 +14,7 @@ from sparsecoll.algorithms.primitives import pipeline
 from sparsecoll.formats import Buffer
 from sparsecoll.transport.call import AGREEMENT_BYTES
 from sparsecoll.transport.channel import Channel
-from sparsecoll.transport.collectives import allgatherv, is_direct
+from sparsecoll.transport.collectives import allgatherv
 from sparsecoll.vector import SparseVector
 
 
@@ -29,8 +29,8 @@ class Allgather(Algorithm):
        which the last vectors had equal numbers of entries, as far as their chunks show.
     2. Sum all vectors in one pass, or leave that to the caller who wants dense values (`Channel.deferred`).
 
-    Volume: 2k(P-1) words with COO (Ok-Topk, Table 1) in ceil(log2 P) messages, or P - 1 messages per chunk. Memory: the
-    entries, never P*n.
+    Volume: 2k(P-1) words with COO (Ok-Topk, Table 1) in ceil(log2 P) messages, or P - 1 messages per chunk; r(P-1) rows
+    of a RowSparse with r. Memory: the entries, never P*n.
 
     Args:
         k: as in `sparsecoll.Algorithm`.
@@ -41,6 +41,7 @@ class Allgather(Algorithm):
     semantics = "exact_sum"
     sends_sums = False
     takes_ops = True
+    takes_rows = True
 
     _edges: list[int] = field(default_factory=list, init=False, repr=False, compare=False)
 
@@ -56,8 +57,7 @@ class Allgather(Algorithm):
         blocks = channel.gathered
         if not blocks or not all(map(len, blocks)):
             with channel.phase("gather"):
-                direct = is_direct(channel.transport, k * (x.indices.itemsize + x.dtype.itemsize))
-                blocks = allgatherv(channel.transport, channel.encode(x), direct)
+                blocks = allgatherv(channel.transport, channel.encode(x), channel.is_direct(x, k))
         own = -1 if channel.format.lossy else channel.rank  # a lossy format may change x once more
         parts = [x if rank == own else channel.decode(block) for rank, block in enumerate(blocks)]
         if channel.deferred:
@@ -72,8 +72,8 @@ class Allgather(Algorithm):
 
     @staticmethod
     def _stages(channel: Channel, dtype: np.dtype[Any], entries: int) -> int:
-        """Return the number of chunks; one in lossy formats, which would round a part of x anew."""
-        if channel.format.lossy:
+        """Return the number of chunks; one in lossy formats, which would round a part of x anew, and of rows."""
+        if channel.format.lossy or channel.width:
             return 1
         return pipeline.chunks(entries * (dtype.itemsize + 1), channel.transport.one_node)
 

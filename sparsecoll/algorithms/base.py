@@ -104,6 +104,8 @@ class Algorithm(Stateful, ABC):
     takes_dense: ClassVar[bool] = False  # whether __call__ takes a DenseVector, without a selection
     returns_dense: ClassVar[bool] = False  # whether the result of a dense array is one, too, instead of a SparseVector
     sends_sums: ClassVar[bool] = True  # whether partial sums are encoded, so that lossy formats are not possible
+    takes_rows: ClassVar[bool] = False  # whether x may be a RowSparse, on a channel of rows
+    takes_vectors: ClassVar[bool] = True  # whether x may be a vector
     takes_ops = False  # whether all values are combined by `Channel.merge`, so that `op` may be any operation
 
     k: int | None = None
@@ -240,8 +242,8 @@ class Loss:
         parts, dtype = [part for part in self._parts if part.nnz], accumulator_dtype(x.dtype)
         if not parts:
             return x
-        if isinstance(x, SparseVector):
-            return SparseVector.merge([x.astype(dtype), *(-part for part in parts)], dtype)._drop_zeros()
+        if not isinstance(x, DenseVector):
+            return type(x).merge([x.astype(dtype), *(-part for part in parts)], dtype)._drop_zeros()
         rest = DenseVector(x.values.astype(dtype))
         for part in parts:
             rest.subtract_at(part)

@@ -14,6 +14,7 @@ import numpy as np
 
 from sparsecoll.algorithms.base import Algorithm, Loss, Reduction, check_region, digest
 from sparsecoll.algorithms.primitives import grid, partition, pipeline
+from sparsecoll.algorithms.primitives.balance import balanced
 from sparsecoll.algorithms.primitives.estimates import oktopk_levels
 from sparsecoll.algorithms.primitives.global_topk import global_topk
 from sparsecoll.errors import NonFiniteError
@@ -277,7 +278,7 @@ class OkTopk(Algorithm):
         """Return the entries of all ranks in index order. Equation (2)."""
         order = self._owners
         if sizes is not None:
-            mine = self._balance(channel, mine, [sizes[owner] for owner in order], order)
+            mine = balanced(channel, mine, [sizes[owner] for owner in order], order)
             largest = -(-sum(sizes) // len(sizes))
         if self._on_grid:
             return grid.allgather(channel, mine)
@@ -288,23 +289,3 @@ class OkTopk(Algorithm):
         else:
             rows = [channel.allgather(mine)]
         return SparseVector.concatenate([row[owner] for owner in order for row in rows])
-
-    @staticmethod
-    def _balance(channel: Channel, mine: SparseVector, sizes: list[int], order: list[int]) -> SparseVector:
-        """Move entries so that every rank has K/P of all K, in the same order (section 3.1.2)."""
-        size, position = channel.size, order.index(channel.rank)
-        have = np.concatenate([[0], np.cumsum(sizes)]).tolist()
-        want = [have[-1] * j // size for j in range(size + 1)]
-        parts = []
-        for step in range(size):
-            to = (position + step) % size
-            start, stop = max(have[position], want[to]), min(have[position + 1], want[to + 1])
-            if start < stop and to != position:
-                channel.isend(order[to], mine._slice_entries(start - have[position], stop - have[position]))
-        for source in range(size):
-            start, stop = max(have[source], want[position]), min(have[source + 1], want[position + 1])
-            if start < stop and source == position:
-                parts.append(mine._slice_entries(start - have[position], stop - have[position]))
-            elif start < stop:
-                parts.append(channel.recv(order[source]))
-        return SparseVector.concatenate(parts or [mine._slice_entries(0, 0)])

@@ -7,7 +7,6 @@ from typing import Any
 from sparsecoll.collectives.keyed import on_vectors
 from sparsecoll.collectives.messages import rows_of
 from sparsecoll.collectives.options import CallOptions
-from sparsecoll.collectives.rows import allgather_rows
 from sparsecoll.formats import Format
 from sparsecoll.transport.call import CollectiveCall
 
@@ -60,12 +59,9 @@ def allgather(
 
 def _allgather(call: CollectiveCall, x: Any, options: CallOptions) -> list[Any]:
     """Agree on the arguments of an allgather and send the data."""
-    rows = rows_of(options, x)
-    if rows is not None:
-        return allgather_rows(call, *rows, options)
-    channel, entries, back = options.agree(call, x, sums=False)
+    channel, entries, back = options.agree(call, x, sums=False, rows=rows_of(options, x))
 
     with channel.phase("gather"):
-        parts = channel.allgather(entries)
+        parts = channel.allgather(entries, max(channel.held, default=0))
         call.transport.waitall()
     return [back(part.astype(entries.dtype)) for part in parts]

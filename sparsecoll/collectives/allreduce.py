@@ -15,7 +15,6 @@ from sparsecoll.collectives import convert
 from sparsecoll.collectives.convert.back import Back
 from sparsecoll.collectives.keyed import with_keys
 from sparsecoll.collectives.options import NOTHING, CallOptions, blocking, index_of_nan, signature_of
-from sparsecoll.collectives.rows import allreduce_rows, as_rows
 from sparsecoll.formats import Buffer, Format
 from sparsecoll.select import Vector
 from sparsecoll.select.base import check_order
@@ -165,16 +164,15 @@ class Arguments:
 
 def _allreduce(call: CollectiveCall, x: Any, algo: Any, options: CallOptions, return_reduction: bool) -> Any:
     """Return `allreduce` of any type that has a length."""
-    transport, vector, back, shape = call.transport, x, UNCHANGED, ()
+    transport, vector, back, shape, layout = call.transport, x, UNCHANGED, (), NOTHING
     before = transport.traffic.copy() if return_reduction else transport.traffic
     if not isinstance(x, (SparseVector, DenseVector)):
-        rows = as_rows(x, options, algo, return_reduction)
-        if rows is not None:
-            return allreduce_rows(call, *rows, algo, options, return_reduction)
-        vector, back = convert.to_vector(x)
+        rows = options.as_rows(x, algo, return_reduction)
+        vector, back = rows or convert.to_vector(x)
         shape = tuple(getattr(x, "shape", ()))
-    algorithm = resolve(algo)
-    arguments = arguments_of(call, vector, algorithm, options, shape)
+        layout = back.layout()
+    algorithm = resolve(algo, vector.width > 0)
+    arguments = arguments_of(call, vector, algorithm, options, shape, layout)
     options = arguments.options
     if return_reduction and not options.operation.sums:
         raise ValueError(f"return_reduction: expected False unless op is 'sum' or 'mean', got op={options.op!r}")
@@ -224,13 +222,13 @@ def _reduce(
     transport, options = call.transport, arguments.options
     start = transport.now()
     algorithm.sync_epoch(transport.epoch)
-    channel = options.channel(transport, vector.length)
+    channel, rows = options.channel(transport, vector.length, vector.width), vector.width > 0
     entries = contribution(vector, algorithm, selected, channel, options)
-    counted = counts_entries(algorithm, arguments.k, vector.length)
+    counted = rows or counts_entries(algorithm, arguments.k, vector.length)
     message = early_message(algorithm, channel, entries) if counted and arguments.k is None else None
     call.state = algorithm.alike()
-    held = call.agree(entries.nnz if counted else None, options.check, message, arguments.checksum, every=False)
-    channel.gathered, channel.deferred = call.gathered, deferred
+    held = call.agree(entries.nnz if counted else None, options.check, message, arguments.checksum, every=rows)
+    channel.gathered, channel.deferred, channel.held = call.gathered, deferred, held
     reduction = run(algorithm, channel, entries, max(held) if counted else arguments.k or 0)
     call.leaves(algorithm.alike())
     transport.traffic.total.seconds += transport.now() - start
@@ -246,7 +244,7 @@ def counts_entries(algorithm: Algorithm, k: int | None, length: int) -> bool:
 
 def early_message(algorithm: Algorithm, channel: Channel, entries: Vector) -> Buffer | None:
     """Return what is sent together with the arguments of a call without k; see `Algorithm.early`."""
-    if channel.size == 1 or entries.on_gpu or channel.op.name == "replace":
+    if channel.size == 1 or entries.on_gpu or entries.width or channel.op.name == "replace":
         return None
     return algorithm.early(channel, entries)  # type: ignore[arg-type]
 
@@ -270,7 +268,7 @@ def arguments_of(
         alike: see `allreduce_vectors` (default: nothing).
     """
     known = call.transport.validated
-    of_vector = type(vector), vector.length, vector.dtype, vector.on_gpu, shape
+    of_vector = type(vector), vector.length, vector.width, vector.dtype, vector.on_gpu, shape
     of_options = options, type(options.k), type(options.density)  # True equals 1
     key = call.name, *of_vector, *of_options, type(algorithm), algorithm.k, algorithm.describe(), *alike.items()
     try:
@@ -303,9 +301,9 @@ def _validated(
     _check_takes(algorithm, options.operation)
     options.check_dtype(vector.dtype, f"algo={algorithm.name!r}" if algorithm.sends_sums else None)
     call.signature |= {
+        "x": "dense" if dense else "sparse",
         **signature_of(vector, call.transport),
         **options.signature(),
-        "x": "dense" if dense else "sparse",
         "k": k,
         "algo": algorithm.describe(),
     }
@@ -339,7 +337,7 @@ def contribution(vector: Vector, algorithm: Algorithm, k: int | None, channel: C
 
 def run(algorithm: Algorithm, channel: Channel, entries: Vector, k: int) -> Reduction:
     """Combine the entries of all ranks and wait for the messages that this takes."""
-    if channel.op.name == "replace":  # partial results of trees are not of ranks that follow each other
+    if channel.op.name == "replace" and not channel.width:  # partial results of trees are not of successive ranks
         entries, algorithm = entries.to_sparse(keep_zeros=True), SparCML(variant="split_allgather")
     reduction = reduced(algorithm, channel, entries, k)
     channel.transport.waitall()

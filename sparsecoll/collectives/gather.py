@@ -7,7 +7,6 @@ from typing import Any
 from sparsecoll.collectives.keyed import on_vectors
 from sparsecoll.collectives.messages import rows_of
 from sparsecoll.collectives.options import CallOptions, check_root
-from sparsecoll.collectives.rows import gather_rows
 from sparsecoll.formats import Format
 from sparsecoll.transport.call import CollectiveCall
 
@@ -66,10 +65,7 @@ def _gather(call: CollectiveCall, x: Any, options: CallOptions, root: Any) -> li
     """Agree on the arguments of a gather and send the data."""
     transport = call.transport
     call.signature["root"] = root = check_root(root, transport)
-    rows = rows_of(options, x)
-    if rows is not None:
-        return gather_rows(call, *rows, options, root)
-    channel, entries, back = options.agree(call, x, sums=False)
+    channel, entries, back = options.agree(call, x, sums=False, rows=rows_of(options, x))
 
     with transport.phase("gather"):
         if transport.rank != root:

@@ -17,7 +17,6 @@ from sparsecoll.collectives.convert.back import Back
 from sparsecoll.collectives.options import CallOptions
 from sparsecoll.errors import CommunicationError
 from sparsecoll.formats import Buffer, decode
-from sparsecoll.formats.rows import decode_rows, encode_rows
 from sparsecoll.kernels.memory import asarray_like, to_host
 from sparsecoll.vector import RowSparse, SparseVector, dtype_of
 
@@ -35,31 +34,19 @@ def rows_of(options: CallOptions, x: Any) -> tuple[RowSparse, Back] | None:
 
 def packed(options: CallOptions, x: Any) -> Buffer:
     """Return what the caller sends as one message."""
-    rows = rows_of(options, x)
-    if rows is None:
-        return pack(options, *options.to_entries(x, sums=False))
-    options.check_rows(rows[0])
-    return pack_rows(options, *rows)
+    return pack(options, *options.to_entries(x, sums=False, rows=rows_of(options, x)))
 
 
 def pack(options: CallOptions, entries: SparseVector, back: Back) -> Buffer:
-    """Return a vector as one message.
+    """Return a vector, or rows, as one message.
 
     Args:
         options: the format and the value dtype.
-        entries: the vector.
+        entries: the vector, or a RowSparse.
         back: converts it to the caller's type.
     """
-    end = _description([entries.length, entries.dtype.name, convert.to_text(back)])
-    message = options.wire_format.encode(entries, options.wire_dtype, room=end.size)
-    message[message.size - end.size :] = asarray_like(end, message)
-    return message
-
-
-def pack_rows(options: CallOptions, x: RowSparse, back: Back) -> Buffer:
-    """Return rows as one message; arguments as of `pack`."""
-    end = _description([x.shape, x.dtype.name, convert.to_text(back)])
-    message = encode_rows(x, options.wire_dtype, room=end.size)
+    end = _description([entries.shape if entries.width else entries.length, entries.dtype.name, convert.to_text(back)])
+    message = options.format_of(entries.width).encode(entries, options.wire_dtype, room=end.size)
     message[message.size - end.size :] = asarray_like(end, message)
     return message
 
@@ -81,13 +68,10 @@ def unpack(message: Buffer) -> Any:
         text = to_host(message[max(start, 0) : message.size - SIZE_BYTES]).tobytes()
         shape, dtype, kind = json.loads(text)
         back = convert.from_text(kind)
-        length = shape if isinstance(shape, int) else None
-        n, d = (0, 0) if length is not None else shape
+        length, width = map(int, shape if isinstance(shape, list) else (shape, 0))
     except (ValueError, TypeError, KeyError) as error:
         raise CommunicationError(f"message: {message.size} bytes do not end with a description of a vector") from error
-    if length is None:
-        return back(decode_rows(message[:start], n, d).astype(dtype_of(dtype)))
-    return back(decode(message[:start], length).astype(dtype_of(dtype)))
+    return back(decode(message[:start], length, width).astype(dtype_of(dtype)))
 
 
 def pack_all(options: CallOptions, xs: Sequence[Any], ranks: Sequence[int]) -> list[Buffer]:

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from sparsecoll import formats
+from sparsecoll.algorithms import ROW_ALGORITHMS, Algorithm
 from sparsecoll.collectives import convert
 from sparsecoll.collectives.convert.back import Back
 from sparsecoll.collectives.operations import operation_of
@@ -28,6 +29,7 @@ from sparsecoll.vector.operation import Operation
 V = TypeVar("V", bound="SparseVector | DenseVector | RowSparse")
 S = TypeVar("S", bound="SparseVector | RowSparse")
 T = TypeVar("T")
+PACKED = formats.FORMATS["packed"]
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 VALUE_DTYPES_ON_THE_WIRE = ("float16", "bfloat16", "float32")
 
@@ -109,6 +111,8 @@ class CallOptions:
     def check_operation(self, x: Vector | RowSparse) -> None:
         """Raise unless the values of x can be combined by `op`."""
         name, dtype = self.operation.name, x.dtype
+        if x.width and self.format != "auto":
+            raise ValueError(f"format: expected 'auto' for rows and dense arrays, which have one, got {self.format!r}")
         if name == "mean" and dtype.kind in "biu":
             raise TypeError(f"op: expected 'sum' for {dtype}, got 'mean'")
         if name.startswith("bitwise") and dtype.kind not in "biu":
@@ -150,16 +154,30 @@ class CallOptions:
             where = "in row" if isinstance(x, RowSparse) else "at index"
             raise ValueError(f"x: expected finite values, got NaN or infinity, the first {where} {index}")
 
-    def to_entries(self, x: Any, sums: bool) -> tuple[SparseVector, Back]:
+    def as_rows(self, x: Any, algo: Any = "auto", return_reduction: bool = False) -> tuple[RowSparse, Back] | None:
+        """Return x as rows, and what converts a result to its type; None if a call takes x for a vector.
+
+        Types of other libraries are vectors in calls that select entries or ask for what only vectors have.
+        """
+        if not isinstance(x, RowSparse):
+            if self.k is not None or self.density is not None or self.format != "auto" or return_reduction:
+                return None
+            named = isinstance(algo, str) and algo in ROW_ALGORITHMS
+            if not (named or (isinstance(algo, Algorithm) and algo.takes_rows)):
+                return None
+        return convert.to_rows(x)
+
+    def to_entries(self, x: Any, sums: bool, rows: tuple[Any, Back] | None = None) -> tuple[SparseVector, Back]:
         """Return the entries that this rank sends, and a function that converts a result to the type of x.
 
         Args:
             x: the caller's argument, of any type that `convert.to_vector` takes.
             sums: whether the collective sends partial sums and first selects the top k of x.
+            rows: x as rows, which are then what is returned; None, the default, for a vector.
         """
-        vector, back = convert.to_vector(x)
+        vector, back = rows or convert.to_vector(x)
         self.check_operation(vector)
-        self.check_dtype(vector.dtype, "partial sums" if sums else None)
+        self.check_dtype(vector.dtype, "partial sums" if sums and not rows else None)
         k = self.resolve_k(vector.length)
         if k is None and isinstance(vector, DenseVector):
             expected = (
@@ -170,21 +188,18 @@ class CallOptions:
             raise ValueError(f"x: expected {expected}, got a dense one{' and neither' if sums else ''}")
         with index_of_nan(vector):
             entries = vector if k is None else topk(vector, k)
-        assert isinstance(entries, SparseVector)
+        assert not isinstance(entries, DenseVector)
         self.check_finite(entries)
         return entries, back
 
-    def check_rows(self, x: RowSparse) -> None:
-        """Raise unless rows can be sent, and combined, with these options."""
-        if self.format != "auto":
-            raise ValueError(f"format: expected 'auto' for rows and dense arrays, which have one, got {self.format!r}")
-        self.check_operation(x)
-        self.check_dtype(x.dtype)
+    def format_of(self, width: int) -> Format:
+        """Return the format of messages of entries, or of rows of so many values."""
+        return PACKED if width else self.wire_format
 
-    def channel(self, transport: Transport, length: int) -> Channel:
-        """Return the channel of a call on vectors of this length."""
+    def channel(self, transport: Transport, length: int, width: int = 0) -> Channel:
+        """Return the channel of a call on vectors of this length, or on rows of so many values."""
         finite = self.nonfinite == "raise"
-        return Channel(transport, length, self.wire_format, self.wire_dtype, self.operation, finite)
+        return Channel(transport, length, self.format_of(width), self.wire_dtype, self.operation, finite, width)
 
     def prepared(self, x: V, transport: Transport) -> V:
         """Return what x contributes to the operation, in place of its values; x itself if nothing changes."""
@@ -198,17 +213,20 @@ class CallOptions:
         mean = self.operation.name == "mean" and transport.size > 1
         return y._divide(transport.size) if mean else y  # type: ignore[return-value]
 
-    def agree(self, call: CollectiveCall, x: Any, sums: bool) -> tuple[Channel, SparseVector, Back]:
+    def agree(
+        self, call: CollectiveCall, x: Any, sums: bool, rows: tuple[Any, Back] | None = None
+    ) -> tuple[Channel, SparseVector, Back]:
         """Agree on the arguments of the call; return its channel and `to_entries`, rounded as on the wire."""
-        entries, back = self.to_entries(x, sums)
+        entries, back = self.to_entries(x, sums, rows)
         call.signature |= {
-            **convert.shape_of(x),
             **signature_of(entries, call.transport),
+            **convert.shape_of(x),
+            **(back.layout() if rows else NOTHING),
             **self.signature(),
             "k": self.resolve_k(entries.length),
         }
-        call.agree(check=self.check)
-        channel = self.channel(call.transport, entries.length)
+        channel = self.channel(call.transport, entries.length, entries.width)
+        channel.held = call.agree(entries.nnz if rows else None, self.check)
         return channel, channel.roundtrip(self.prepared(entries, call.transport)), back
 
 
@@ -239,10 +257,11 @@ def index_of_nan(x: Vector) -> Iterator[None]:
         raise NonFiniteError(f"{error}; the first value not finite is at index {x._first_not_finite()}") from error
 
 
-def signature_of(x: Vector, transport: Transport) -> dict[str, Any]:
+def signature_of(x: Vector | RowSparse, transport: Transport) -> dict[str, Any]:
     """Return what must be the same for the vectors of all ranks: length, dtype, and the memory of messages."""
     memory = ("gpu, direct" if transport.gpu_direct else "gpu, staged") if x.on_gpu else "host"
-    return {"length": x.length, "dtype": x.dtype.name, "memory": memory}
+    size = {"x": "rows", "n": x.length, "d": x.width} if x.width else {"length": x.length}
+    return {**size, "dtype": x.dtype.name, "memory": memory}
 
 
 def check_root(root: Any, transport: Transport) -> int:

@@ -11,10 +11,10 @@ from sparsecoll.algorithms import Reduction
 from sparsecoll.algorithms.dense import sum_of_chunk
 from sparsecoll.algorithms.primitives import halving
 from sparsecoll.algorithms.primitives.exchange import exchange
+from sparsecoll.algorithms.rows import OWNERS, RowOwners
 from sparsecoll.collectives import convert
 from sparsecoll.collectives.keyed import on_vectors
 from sparsecoll.collectives.options import NOTHING, CallOptions, as_edges, check_boundaries, signature_of
-from sparsecoll.collectives.rows import reduce_scatter_rows
 from sparsecoll.formats import Format
 from sparsecoll.select import Vector
 from sparsecoll.transport import Transport
@@ -106,16 +106,20 @@ def _reduce_scatter(call: CollectiveCall, x: Any, options: CallOptions, boundari
     """Agree on the arguments of a reduce-scatter and send the data."""
     transport = call.transport
     rows = convert.to_rows(x) if owner is not None or isinstance(x, RowSparse) else None
-    if rows is not None:
-        return reduce_scatter_rows(call, *rows, owner, boundaries, options)
-    if owner is not None:
+    if owner is not None and rows is None:
         raise ValueError(f"owner: expected None unless x consists of rows, got {owner!r} for {type(x).__name__}")
+    if owner is not None and boundaries is not None:
+        raise ValueError(f"owner, boundaries: expected one of them, got {owner!r} and {boundaries!r}")
+    if owner is not None and not isinstance(owner, str):
+        raise TypeError(f"owner: expected one of {', '.join(map(repr, OWNERS))}, got {owner!r}")
     edges = as_edges(boundaries)
-    call.signature["boundaries"] = edges
-    channel, entries, back = options.agree(call, x, sums=True)
-    edges = check_boundaries(edges, entries.length, transport.size)
-
-    part = sum_of_region(channel, entries, edges)
+    owners = RowOwners(owner or "hash") if rows is not None and edges is None else None
+    call.signature |= {"boundaries": edges, "owner": owners and owners.owner}
+    channel, entries, back = options.agree(call, x, sums=True, rows=rows)
+    if owners is None:
+        part = sum_of_region(channel, entries, check_boundaries(edges, entries.length, transport.size))
+    else:
+        part = owners.reduce_scatter(channel, entries)  # type: ignore[assignment,arg-type]
     transport.waitall()
     return back(options.result(part.astype(entries.dtype)._copy_if_overlapping(entries), transport))
 
@@ -124,7 +128,7 @@ def sum_of_region(channel: Channel, entries: SparseVector, edges: Sequence[int])
     """Return the entries of all ranks from edges[rank] up to edges[rank + 1] combined, in the accumulator dtype."""
     dtype = accumulator_dtype(entries.dtype)
     with channel.phase("split"):
-        if channel.op.name == "replace":  # partial results of halving are not of ranks that follow each other
+        if channel.op.name == "replace" or channel.width:  # partial results of halving are not of successive ranks
             return channel.merge(exchange(channel, entries.split(edges)), dtype)
         whole = channel.merge([entries], dtype)
         return halving.reduce_scatter(channel, whole, edges, channel.round, pairs=True)

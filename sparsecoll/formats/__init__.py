@@ -93,29 +93,40 @@ def encode(x: SparseVector, format: str | Format = "auto", value_dtype: str | No
     """Return x as one self-describing message.
 
     Args:
-        x: the vector to send.
+        x: the vector, or RowSparse, to send.
         format: name or Format.
         value_dtype: name of the dtype to which values are rounded; None for their own.
 
     Returns:
         uint8 array, in the memory of x (host or GPU).
-    """
-    return resolve(format).encode(x, value_dtype)
-
-
-def decode(buffer: Buffer, length: int) -> SparseVector:
-    """Return the vector in a message.
-
-    Args:
-        buffer: the message, uint8, in any format.
-        length: length of the vector.
 
     Raises:
-        CommunicationError: The message is truncated, corrupted, or for a vector of another length.
+        ValueError: x is a RowSparse, and the format is not Packed.
+    """
+    form = resolve(format)
+    if x.width and type(form) is not Packed:
+        raise ValueError(f"format: expected 'packed' for rows, got {format!r}")
+    return form.encode(x, value_dtype)
+
+
+def decode(buffer: Buffer, length: int, width: int = 0) -> SparseVector:
+    """Return the vector, or the RowSparse, in a message.
+
+    Args:
+        buffer: the message, uint8, in any format; of a RowSparse in Packed.
+        length: length of the vector, or number of rows of the table.
+        width: number of values in a row of a RowSparse (default: 0, for a vector).
+
+    Raises:
+        CommunicationError: The message is truncated, corrupted, or for a vector of another length or width.
     """
     form = _of(buffer)
     with span("decode", entries(buffer) if listening() else 0):
-        return form.decode(_aligned(buffer), length)
+        if not width:
+            return form.decode(_aligned(buffer), length)
+        if type(form) is not Packed:
+            raise CommunicationError(f"message: expected rows of {width} values, got a message in {form.name}")
+        return form.decode(_aligned(buffer), length, width)
 
 
 def entries(buffer: Buffer) -> int:

@@ -4,7 +4,9 @@ A message is one buffer, in the memory of the vector (host or GPU): a header of 
 
     byte 0      format id          byte 2      index bytes (4 or 8)
     byte 1      value dtype id     byte 3      version of this layout
-    bytes 4-7   zero               bytes 8-15  nnz, unsigned, little-endian
+    bytes 4-7   values in a row    bytes 8-15  nnz, unsigned, little-endian
+
+An entry of one value has zero in bytes 4-7; only Packed has messages of rows of values.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from sparsecoll.kernels import kernels_of
 from sparsecoll.kernels.keys import index_dtype
 from sparsecoll.kernels.memory import asarray_like, empty, to_host
 from sparsecoll.telemetry.trace import span
-from sparsecoll.vector import DenseVector, SparseVector, saturating_cast
+from sparsecoll.vector import DenseVector, RowSparse, SparseVector, saturating_cast
 from sparsecoll.vector.values import can_add
 
 Buffer = NDArray[np.uint8]
@@ -77,7 +79,7 @@ class WireDtype:
 
     def rounded(self, values: NDArray[Any]) -> NDArray[Any]:
         """Return the values as a receiver gets them, in their own dtype."""
-        return self.unpack_as(self.pack(values), values.dtype)
+        return self.unpack_as(self.pack(values.reshape(-1)), values.dtype).reshape(values.shape)
 
 
 STORED_AS = {"bfloat16": "uint16", "bool": "uint8"}
@@ -102,14 +104,14 @@ def wire_dtype(x_dtype: np.dtype[Any], value_dtype: str | None) -> WireDtype:
     return WIRE_DTYPES[value_dtype or x_dtype.name]
 
 
-V = TypeVar("V", bound="SparseVector | DenseVector")
+V = TypeVar("V", bound="SparseVector | RowSparse | DenseVector")
 
 
 def rounded(x: V, value_dtype: str | None) -> V:
     """Return x with its values rounded as on the wire, in x's own dtype; x itself if nothing changes.
 
     Args:
-        x: a SparseVector or DenseVector.
+        x: a SparseVector, RowSparse or DenseVector.
         value_dtype: name of the dtype on the wire; None for x's own.
     """
     if value_dtype is None:
@@ -206,7 +208,7 @@ class Format(ABC):
 
     def _written(self, plan: Plan, x: SparseVector, wire: WireDtype, room: int) -> Buffer:
         buffer = empty(plan.size + room, np.uint8, x.values)
-        header = (self.id, wire.id, self.index_dtype(x.length).itemsize, VERSION, 0, x.nnz)
+        header = (self.id, wire.id, self.index_dtype(x.length).itemsize, VERSION, x.width, x.nnz)
         if isinstance(buffer, np.ndarray):
             HEADER.pack_into(buffer, 0, *header)
         else:
@@ -244,7 +246,9 @@ class Format(ABC):
         check_addition(y.dtype, dense)
         dense.add_at(y)
 
-    def read_header(self, buffer: Buffer, length: int, per_byte: int = 1) -> tuple[WireDtype, np.dtype[Any], int]:
+    def read_header(
+        self, buffer: Buffer, length: int, per_byte: int = 1, width: int = 0
+    ) -> tuple[WireDtype, np.dtype[Any], int]:
         """Return (wire dtype, index dtype, nnz) from the header of a message; for `decode`.
 
         Args:
@@ -252,6 +256,7 @@ class Format(ABC):
             length: length of the vector.
             per_byte: the largest number of entries in a byte of a message (default: 1), so that a damaged number of
                 entries is noticed before memory is allocated for them.
+            width: number of values in a row (default: 0, an entry has one value).
 
         Raises:
             CommunicationError: The header is incomplete, of another format, or does not fit the length and the size of
@@ -260,9 +265,9 @@ class Format(ABC):
         if buffer.size < HEADER.size:
             raise CommunicationError(f"message: expected at least {HEADER.size} bytes, got {buffer.size}")
         header = to_host(buffer[: HEADER.size])
-        format_id, value_id, index_bytes, version, zero, nnz = HEADER.unpack_from(header)
+        format_id, value_id, index_bytes, version, values, nnz = HEADER.unpack_from(header)
         expected = self.index_dtype(length)
-        if format_id != self.id or version != VERSION or zero or value_id not in _BY_ID:
+        if format_id != self.id or version != VERSION or values != width or value_id not in _BY_ID:
             raise CommunicationError(f"message: not a {self.name} message (header {header.tobytes().hex()})")
         if index_bytes != expected.itemsize or nnz > min(length, per_byte * buffer.size):
             raise CommunicationError(

@@ -13,7 +13,7 @@ from sparsecoll.formats.quantized import Codes, check_dtype, encode_finite
 from sparsecoll.kernels import kernels_of
 from sparsecoll.kernels.memory import empty
 from sparsecoll.kernels.reference.rice import RICE_BLOCKS, RICE_PAD
-from sparsecoll.vector import SparseVector
+from sparsecoll.vector import RowSparse, SparseVector
 
 START = HEADER.size + 8
 BUCKET = 512  # number of values that share a scale
@@ -25,7 +25,7 @@ class Packed(Format):
 
     Every block of 1,024, 256 or 128 gaps (the size that codes a sample of the message shortest) has its own Rice
     parameter, which follows the local density. The table has 16 bits per block, the parameter and the bytes of the
-    quotients, so that several threads or a GPU can decode blocks in parallel.
+    quotients, so that several threads or a GPU can decode blocks in parallel. An entry may be a row of several values.
 
     Size in bytes: 34 + nnz * value bytes (plus 1 if that is odd) + 2 * blocks + the coded gaps. These take 1.006 to
     1.02 times the entropy log2(C(n, nnz)) of uniform indices at densities of 0.1 to 10 %, and less if indices cluster.
@@ -37,11 +37,11 @@ class Packed(Format):
     name = "packed"
     per_byte: ClassVar[int] = 1  # the most entries per byte of a message
 
-    def plan(self, x: SparseVector, wire: WireDtype) -> Plan:
+    def plan(self, x: SparseVector | RowSparse, wire: WireDtype) -> Plan:
         kernels = kernels_of(x.values)
         block = kernels.rice_block(x.indices)
         table = kernels.rice_table(x.indices, block)
-        stop = START + self._value_bytes(x.nnz, wire)
+        stop = START + self._value_bytes(int(x.values.size), wire)
         middle = stop + stop % 2
         payload = middle + 2 + table.nbytes
         coded = int(kernels.rice_offsets(table, x.nnz, block)[-1])
@@ -57,10 +57,10 @@ class Packed(Format):
 
         return Plan(payload + coded + RICE_PAD, write)
 
-    def decode(self, buffer: Buffer, length: int) -> SparseVector:
-        wire, index, nnz = self.read_header(buffer, length, per_byte=self.per_byte)
-        kernels = kernels_of(buffer)
-        stop = START + self._value_bytes(nnz, wire)
+    def decode(self, buffer: Buffer, length: int, width: int = 0) -> SparseVector:
+        wire, index, nnz = self.read_header(buffer, length, self.per_byte, width)
+        kernels, count = kernels_of(buffer), nnz * (width or 1)
+        stop = START + self._value_bytes(count, wire)
         middle = stop + stop % 2
         block = int(buffer[middle : middle + 2].view(np.uint16)[0]) if buffer.size >= middle + 2 else 0
         if block not in RICE_BLOCKS:
@@ -76,16 +76,19 @@ class Packed(Format):
         indices = kernels.rice_decode(table, buffer[payload:], block, first, nnz, length, index) if fits else None
         if indices is None:
             raise CommunicationError(f"message: packed indices are damaged or not below {length}")
-        return SparseVector.from_sorted_unchecked(indices, self._values(buffer[START:stop], nnz, wire), length)
+        values = self._values(buffer[START:stop], count, wire)
+        if width:
+            return RowSparse.from_sorted_unchecked(indices, values.reshape(nnz, width), length)  # type: ignore[return-value]
+        return SparseVector.from_sorted_unchecked(indices, values, length)
 
-    def _value_bytes(self, nnz: int, wire: WireDtype) -> int:
-        """Return the number of bytes of the values."""
-        return nnz * wire.stored.itemsize
+    def _value_bytes(self, count: int, wire: WireDtype) -> int:
+        """Return the number of bytes of so many values."""
+        return count * wire.stored.itemsize
 
-    def _write_values(self, stored: Buffer, x: SparseVector, wire: WireDtype) -> None:
-        stored.view(wire.stored)[:] = wire.pack(x.values)
+    def _write_values(self, stored: Buffer, x: SparseVector | RowSparse, wire: WireDtype) -> None:
+        stored.view(wire.stored)[:] = wire.pack(x.values.reshape(-1))
 
-    def _values(self, stored: Buffer, nnz: int, wire: WireDtype) -> Any:
+    def _values(self, stored: Buffer, count: int, wire: WireDtype) -> Any:
         """Return the values in their bytes."""
         return wire.unpack(stored.view(wire.stored))
 
@@ -102,14 +105,14 @@ class PackedIndices(Packed):
     lossy = True
     per_byte = 8
 
-    def _value_bytes(self, nnz: int, wire: WireDtype) -> int:
+    def _value_bytes(self, count: int, wire: WireDtype) -> int:
         return 0
 
-    def _write_values(self, stored: Buffer, x: SparseVector, wire: WireDtype) -> None:
+    def _write_values(self, stored: Buffer, x: SparseVector | RowSparse, wire: WireDtype) -> None:
         pass
 
-    def _values(self, stored: Buffer, nnz: int, wire: WireDtype) -> Any:
-        values = empty(nnz, np.uint8, stored).view(np.bool_)
+    def _values(self, stored: Buffer, count: int, wire: WireDtype) -> Any:
+        values = empty(count, np.uint8, stored).view(np.bool_)
         values[:] = True
         return values
 
@@ -156,7 +159,7 @@ class PackedCodes(Packed):
         encode_finite(self, self._codes, x.values, 0, None, stored)
         return x.with_values(self._codes.values(stored, 0, x.nnz).astype(x.dtype, copy=False))
 
-    def plan(self, x: SparseVector, wire: WireDtype) -> Plan:
+    def plan(self, x: SparseVector, wire: WireDtype) -> Plan:  # type: ignore[override]
         check_dtype(self, x)
         plan = super().plan(x, wire)
 
@@ -166,18 +169,18 @@ class PackedCodes(Packed):
 
         return Plan(plan.size, write)
 
-    def decode(self, buffer: Buffer, length: int) -> SparseVector:
+    def decode(self, buffer: Buffer, length: int, width: int = 0) -> SparseVector:
         bits = int(buffer[START : START + 4].view(np.uint32)[0]) if buffer.size >= START + 4 else 0
         if bits not in (8, 4):
             raise CommunicationError(f"message: packed values of {bits} bits in {buffer.size} bytes")
-        return super(PackedCodes, PackedCodes(bits)).decode(buffer, length)
+        return super(PackedCodes, PackedCodes(bits)).decode(buffer, length, width)
 
-    def _value_bytes(self, nnz: int, wire: WireDtype) -> int:
-        return 4 + self._codes.size(0, nnz)
+    def _value_bytes(self, count: int, wire: WireDtype) -> int:
+        return 4 + self._codes.size(0, count)
 
-    def _write_values(self, stored: Buffer, x: SparseVector, wire: WireDtype) -> None:
+    def _write_values(self, stored: Buffer, x: SparseVector | RowSparse, wire: WireDtype) -> None:
         stored[:4].view(np.uint32)[0] = self.bits
         encode_finite(self, self._codes, x.values, 0, None, stored[4:])
 
-    def _values(self, stored: Buffer, nnz: int, wire: WireDtype) -> Any:
-        return self._codes.values(stored[4:], 0, nnz)
+    def _values(self, stored: Buffer, count: int, wire: WireDtype) -> Any:
+        return self._codes.values(stored[4:], 0, count)

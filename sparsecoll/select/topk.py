@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from sparsecoll.select.base import Selector, Vector, as_vector, check_k, checked
-from sparsecoll.vector import SparseVector
+from sparsecoll.vector import RowSparse, SparseVector
 
 
 def topk(x: Any, k: int) -> SparseVector:
     """Select the k entries of largest magnitude; ties go to the lower index, and zeros are never selected.
 
     Args:
-        x: 1-D NumPy or CuPy array, SparseVector or DenseVector.
+        x: 1-D NumPy or CuPy array, SparseVector or DenseVector; or a RowSparse, see `RowSparse.topk`.
         k: number of entries, at least 0; if it is larger than the number of nonzeros, all of these are selected.
 
     Returns:
@@ -27,7 +27,7 @@ def topk(x: Any, k: int) -> SparseVector:
     array([1, 3], dtype=uint32)
     """
     check_k(k)
-    return checked(as_vector(x).topk(k))
+    return x.topk(k) if isinstance(x, RowSparse) else checked(as_vector(x).topk(k))  # type: ignore[return-value]
 
 
 def threshold(x: Any, t: float) -> SparseVector:

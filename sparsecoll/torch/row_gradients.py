@@ -6,7 +6,7 @@ Nothing here has the size of the table: a rank holds the rows of its own gradien
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -102,7 +102,10 @@ class RowBucket(Bucket):
         return accumulated(residual, a, self.rows(b))
 
     def reduce(self, transport: Transport, compressor: Compressor) -> None:
-        compressor.allreduce_mean(transport, self, self)  # type: ignore[arg-type]
+        compressor.allreduce_mean(transport, self.rows(), self)  # type: ignore[arg-type]
+
+    def recycle(self, arrays: Iterable[Any]) -> None:
+        """Rows are nobody else's memory."""
 
     def set_mean(self, mean: RowSparse) -> None:
         """Set the mean over the ranks."""

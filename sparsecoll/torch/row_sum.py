@@ -10,15 +10,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from sparsecoll.algorithms import Reduction
-from sparsecoll.collectives.convert.back import Back
+from sparsecoll.algorithms import Reduction, RowAuto
+from sparsecoll.collectives.allreduce import allreduce_vectors
 from sparsecoll.collectives.options import CallOptions
-from sparsecoll.collectives.rows import allreduce_rows
 from sparsecoll.errors import NonFiniteError
 from sparsecoll.residual import RowResidual
-from sparsecoll.telemetry.trace import span
-from sparsecoll.torch.compressors import Compressor, StepContext
-from sparsecoll.torch.compressors.base import overflowed
+from sparsecoll.torch.compressors import StepContext
+from sparsecoll.torch.compressors.base import ErrorFeedback, overflowed
 from sparsecoll.torch.compressors.rates import Rates
 from sparsecoll.torch.compressors.versions import Versions
 from sparsecoll.torch.device import CPU, Array
@@ -34,7 +32,7 @@ ROWS = "rows by row_density, which may depend on the step alone"  # what errors 
 
 
 @dataclass
-class RowSum(Compressor):
+class RowSum(ErrorFeedback):
     """The mean of gradients of rows: of all rows, or of those of largest norm, with error feedback.
 
     Without `density` nothing stays behind, so that there is no residual, and what rounding takes is lost.
@@ -73,110 +71,87 @@ class RowSum(Compressor):
         n, *rest = layout.shapes[0]
         self._densities = None if self.density is None else Densities.of(self.density)
         self._residual = Versions(RowSparse.empty(n, math.prod(rest), layout.dtype))
-        self._rates = Rates(layout.names, context.rates) if self.follow_lr else None
+        if self.follow_lr:
+            self._rates = Rates(layout.names, context.rates)
+        self._acc: Any = None  # in a reduction that leaves a part of it
         self._alike: dict[str, int] = {}  # what else ranks compare in a call
         if self.momentum and transport.rank == 0:
             warn_of_momentum_of_rows(layout.names[0], self.momentum, context)
-
-    @property
-    def residual(self) -> RowSparse:
-        """The residual that the next reduction begins with."""
-        rows: RowSparse = self._residual.current
-        return rows
 
     @property
     def _sends_parts(self) -> bool:
         """Whether values are divided by P before they are rounded, so that sums do not overflow if no value does."""
         return self.value_dtype == "float16" and not self.keeps_gradient
 
-    def compensate(self, gradient: Any) -> RowSparse:
+    def compensate(self, gradient: Any, *_: Any) -> Any:
         """Return acc, the rows of a gradient plus the residual."""
-        (factor,) = [1.0] if self._rates is None else self._rates.factors()
-        return accumulated(self.residual, factor, gradient if self.clip is None else self._clipped(gradient))
+        (factor,) = self._rates.factors() or [1.0]
+        return accumulated(self.residual, factor, gradient if self.clip is None else self._clipped(gradient))  # type: ignore[arg-type]
 
     def _clipped(self, gradient: RowSparse) -> RowSparse:
         assert self.clip is not None
         most, norm = self.clip / self.size**0.5, float(np.linalg.norm(gradient.values.astype(np.float64)))
         return gradient.with_values(gradient.values * gradient.dtype.type(most / norm)) if norm > most else gradient
 
-    def compress(self, acc: RowSparse) -> RowSparse:
+    def compress(self, acc: Any) -> Any:
         (name,) = self.layout.names
+        if self.local:
+            return acc
         if self.finite and acc._first_not_finite() is not None:
             raise NonFiniteError(f"gradient of {name!r}: expected finite values, got NaN or infinity")
         if self._densities is None:
             return _overflowed(acc._divide(self.size)) if self._sends_parts else acc
         with as_row_density():
-            self._alike = {ROWS: self._densities.k(acc.n, self.context.step, name)}
+            self._acc, self._alike = acc, {ROWS: self._densities.k(acc.n, self.context.step, name)}
         return acc.topk(self._alike[ROWS])
 
-    def communicate(self, transport: Transport, message: RowSparse) -> Reduction:
-        with CollectiveCall(transport, "allreduce", self.timeout) as call:
-            call.signature |= self._alike
-            options = CallOptions(value_dtype=self.value_dtype, timeout=self.timeout, nonfinite="pass")
-            found = allreduce_rows(call, message, Back(), "auto", options, self.keeps_gradient)
-        reduction: Reduction = found if self.keeps_gradient else Reduction(found, found)
-        total: Any = reduction.value
-        if self._sends_parts:
-            reduction.value = total.with_values(_overflowed(total).values * total.dtype.type(self.size))
-        return reduction
-
-    def update(self, out: Any, message: Any, reduced: RowSparse) -> None:
-        """Set the mean of RowBucket `out`, of a sum or, with `local`, of this rank's rows."""
-        out.set_mean(reduced if self.local else reduced._divide(self.size))
-
-    def allreduce_sum(self, transport: Transport, acc: RowSparse) -> RowSparse:
-        """Sum acc over the ranks; what remains of acc becomes the trial residual. Called within a CollectiveCall.
+    def communicate(self, transport: Transport, message: Any) -> Reduction:
+        """Sum the message over the ranks, or return it with `local`.
 
         Raises:
-            NonFiniteError: a value on some rank, or in the sum, is NaN or infinite; on every rank.
+            NonFiniteError: On every rank, if the sum is NaN or infinite.
         """
-        self.sync(transport)
         if self.local:
-            return acc
-        reduced = self.communicate(transport, self.compress(acc))
-        total: Any = reduced.value
+            return Reduction(message, message)
+        options = CallOptions(value_dtype=self.value_dtype, timeout=self.timeout, nonfinite="pass")
+        reduction = allreduce_vectors(transport, message, RowAuto(), options, True, self._alike)
+        total: Any = reduction.value
+        if self._sends_parts:
+            reduction.value = total = total.with_values(_overflowed(total).values * total.dtype.type(self.size))
         if self.finite and total._first_not_finite() is not None:
             raise NonFiniteError(
                 f"gradient of {self.layout.names[0]!r}: expected a finite sum over the ranks, got an overflow"
             )
+        return reduction
+
+    def update(self, out: Any, message: Any, reduced: Reduction) -> None:
+        """Set the mean of RowBucket `out`, of a sum or, with `local`, of this rank's rows."""
+        total: Any = reduced.value
+        out.set_mean(total if self.local else total._divide(self.size))
+        self._settle(reduced)
+
+    def _settle(self, reduced: Reduction) -> None:
+        """What remains of acc becomes the trial residual."""
         if self.keeps_gradient:
-            kept = RowResidual.of(acc)
+            kept, self._acc = RowResidual.of(self._acc), None
             kept.update(reduced.contributed)  # type: ignore[arg-type]
             self._residual.trial = kept.rows
-        return total  # type: ignore[no-any-return]
 
-    def allreduce_mean(self, transport: Transport, gradient: Any, out: Any, source: Any = None) -> None:
-        """Set the mean of RowBucket `out` to that of all ranks' RowBucket `gradient`. Collective."""
+    def allreduce_sum(self, transport: Transport, acc: Any) -> RowSparse:
+        """Return the sum of what all ranks have sent of acc, which holds the residual already. Collective."""
+        self.sync(transport)
         with CollectiveCall(transport, f"bucket {self.layout.index}", self.timeout):
-            with span("select"):
-                acc = self.compensate(gradient.rows())
-            self.update(out, None, self.allreduce_sum(transport, acc))
+            reduced = self.communicate(transport, self.compress(acc))
+            self._settle(reduced)
+        return reduced.value  # type: ignore[return-value]
 
     # -- state
 
-    def keep(self) -> list[Array]:
-        if self._rates is not None:
-            self._rates.keep()
-        self._residual.keep()
-        return []  # rows are nobody else's memory
-
-    def drop(self) -> None:
-        if self._rates is not None:
-            self._rates.drop()
-        self._residual.drop()
-
-    def commit(self) -> list[Array]:
-        if self._rates is not None:
-            self._rates.commit()
-        self._residual.commit()
-        return []
+    def exclude(self, names: Collection[str]) -> None:
+        """Do nothing: what a parameter without a gradient sends is a part of its residual."""
 
     def rollback(self, names: Collection[str] | None = None) -> list[Array]:
-        if names is None or self.layout.names[0] in names:
-            self._residual.rollback()
-            if self._rates is not None:
-                self._rates.rollback(names)
-        return []
+        return super().rollback() if names is None or self.layout.names[0] in names else []
 
     def state(self) -> dict[str, dict[str, torch.Tensor]]:
         if not self.keeps_gradient:
@@ -184,7 +159,7 @@ class RowSum(Compressor):
         (name,), (shape,), kept = self.layout.names, self.layout.shapes, self._residual.base
         rows, values = torch.from_numpy(kept.rows)[None], torch.from_numpy(kept.values).reshape(-1, *shape[1:])
         made = torch.sparse_coo_tensor(rows, values, shape, device="cpu", is_coalesced=True, check_invariants=False)
-        rates = {} if self._rates is None else {"rate": self._rates.state()}
+        rates = {"rate": self._rates.state()} if self.follow_lr else {}
         return {"residual": {name: made}, **rates}
 
     def load_state(self, saved: Mapping[str, Mapping[str, torch.Tensor]]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -15,8 +15,10 @@ from sparsecoll.formats import FORMATS, Buffer, Format
 from sparsecoll.transport.base import ReceiveRequest, Transport
 from sparsecoll.transport.collectives import allgatherv, is_direct
 from sparsecoll.transport.group import group
-from sparsecoll.vector import DenseVector, SparseVector, accumulator_dtype
+from sparsecoll.vector import DenseVector, RowSparse, SparseVector, accumulator_dtype
 from sparsecoll.vector.operation import SUM, Operation
+
+S = TypeVar("S", SparseVector, RowSparse)
 
 
 class Channel:
@@ -29,10 +31,13 @@ class Channel:
         value_dtype: name of the dtype of values on the wire; None, the default, for their own.
         op: how values of the same index are combined (default: the sum).
         finite: whether all ranks' values are known to be finite (default: False).
+        width: number of values in a row, if the call is one on RowSparse (default: 0): what is a vector below is then a
+            RowSparse, and the format must be Packed.
 
     Attributes:
         rank: rank of this process.
         size: number of ranks.
+        held: every rank's number of rows, in rank order, in calls on RowSparse.
         gathered: every rank's vector as a message, in rank order, if these have been sent together with the arguments.
         deferred: whether the caller can take a sum as `Reduction.parts` (False unless the caller sets it).
     """
@@ -45,6 +50,7 @@ class Channel:
         value_dtype: str | None = None,
         op: Operation = SUM,
         finite: bool = False,
+        width: int = 0,
     ) -> None:
         self.transport = transport
         self.rank, self.size = transport.rank, transport.size
@@ -53,25 +59,27 @@ class Channel:
         self.value_dtype = value_dtype
         self.op = op
         self.finite = finite
+        self.width = width
+        self.held: list[int] = []
         self.gathered: list[Buffer] = []
         self.deferred = False
 
     def with_format(self, format: Format) -> Channel:
         """Return a channel that sends sparse messages in another format."""
-        other = Channel(self.transport, self.length, format, self.value_dtype, self.op, self.finite)
+        other = Channel(self.transport, self.length, format, self.value_dtype, self.op, self.finite, self.width)
         other.deferred = self.deferred
         return other
 
     def group(self, members: list[int]) -> Channel:
         """Return a channel among some of the ranks, renumbered 0, 1, ...; this rank must be one of them."""
         transport = group(self.transport, members)
-        return Channel(transport, self.length, self.format, self.value_dtype, self.op, self.finite)
+        return Channel(transport, self.length, self.format, self.value_dtype, self.op, self.finite, self.width)
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Context manager: count and time the enclosed messages under this name."""
         return self.transport.phase(name)
 
-    def merge(self, parts: Sequence[SparseVector], dtype: np.dtype[Any]) -> SparseVector:
+    def merge(self, parts: Sequence[S], dtype: np.dtype[Any]) -> S:
         """Return the parts combined by the operation of this call, in their order and in the accumulator dtype.
 
         Each part must combine all entries that some ranks have at these indices, and no rank's may be in two parts: an
@@ -81,12 +89,13 @@ class Channel:
             parts: vectors, whose values may have the dtype of messages.
             dtype: of the result: that of x; or, for a partial result, `accumulator_dtype(x.dtype)`, without rounding.
         """
-        total = SparseVector.merge(parts, accumulator_dtype(dtype), self.op)
+        kind: Any = RowSparse if self.width else SparseVector
+        total: S = kind.merge(parts, accumulator_dtype(dtype), self.op)
         return total if total.dtype == dtype else total.astype(dtype)
 
     # -- sparse vectors
 
-    def isend(self, destination: int, x: SparseVector) -> None:
+    def isend(self, destination: int, x: S) -> None:
         """Send a vector without blocking."""
         self.transport.isend(destination, self.encode(x))
 
@@ -98,7 +107,7 @@ class Channel:
         """Start to receive the next vector from `source`; receives from one source complete in order."""
         return VectorRequest(self, self.transport.irecv(source))
 
-    def allgather(self, x: SparseVector, k: int = 0) -> list[SparseVector]:
+    def allgather(self, x: S, k: int = 0) -> list[S]:
         """Return every rank's vector in rank order, this rank's as the others receive it.
 
         Args:
@@ -106,25 +115,29 @@ class Channel:
             k: about the number of entries of each, the same on all ranks: many are sent directly between the ranks of
                 one machine, in P - 1 messages; 0, the default, if they are few or not known (ceil(log2 P) messages).
         """
-        direct = is_direct(self.transport, k * (x.indices.itemsize + x.dtype.itemsize))
-        return [self.decode(block) for block in allgatherv(self.transport, self.encode(x), direct)]
+        blocks = allgatherv(self.transport, self.encode(x), self.is_direct(x, k))
+        return [self.decode(block) for block in blocks]  # type: ignore[misc]
 
-    def encode(self, x: SparseVector) -> Buffer:
-        """Return x as one message."""
-        return self.format.encode(x, self.value_dtype)
+    def is_direct(self, x: SparseVector | RowSparse, k: int) -> bool:
+        """Return whether vectors of about k entries are gathered directly, see `allgather`; the same on all ranks."""
+        return is_direct(self.transport, k * (x.indices.itemsize + x.dtype.itemsize * (x.width or 1)))
+
+    def encode(self, x: SparseVector | RowSparse, room: int = 0) -> Buffer:
+        """Return x as one message, with room for so many bytes of the caller at its end (default: 0)."""
+        return self.format.encode(x, self.value_dtype, room)  # type: ignore[arg-type]  # Packed takes both
 
     def decode(self, message: Buffer) -> SparseVector:
         """Return the vector in a message of any format; its values have the dtype of the message."""
-        return formats.decode(message, self.length)
+        return formats.decode(message, self.length, self.width)
 
-    def round(self, x: SparseVector) -> SparseVector:
+    def round(self, x: S) -> S:
         """Return x with its values rounded as on the wire, in x's own dtype."""
         return formats.rounded(x, self.value_dtype)
 
-    def roundtrip(self, x: SparseVector) -> SparseVector:
+    def roundtrip(self, x: S) -> S:
         """Return what a receiver of x gets, in x's own dtype: rounded, and without entries that the format drops."""
         changed = self.value_dtype is not None or self.format.lossy
-        return self.format.roundtrip(x, self.value_dtype) if changed else x
+        return self.format.roundtrip(x, self.value_dtype) if changed else x  # type: ignore[return-value,arg-type]
 
     def rounds(self, dtype: np.dtype[Any]) -> bool:
         """Whether values of `dtype` are rounded on the wire."""

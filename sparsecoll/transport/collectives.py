@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -83,6 +83,20 @@ def allgatherv(transport: Transport, block: Buffer, direct: bool = False) -> lis
         transport.isend((rank - have) % size, joined(blocks[:count]))
         blocks += separated(transport.recv((rank + have) % size), count)
     return blocks[size - rank :] + blocks[: size - rank]
+
+
+def exchanged(transport: Transport, message: Callable[[int], Buffer]) -> Iterator[tuple[int, Buffer]]:
+    """Send message(j) to every other rank j, and yield each other rank and its message in the order of their arrival.
+
+    P - 1 messages, each of which is made when it is sent.
+    """
+    rank, size = transport.rank, transport.size
+    for step in range(1, size):
+        to = (rank + step) % size
+        transport.isend(to, message(to))
+    for step in range(1, size):
+        source = (rank - step) % size
+        yield source, transport.recv(source)
 
 
 def is_direct(transport: Transport, size: float) -> bool:

@@ -1,16 +1,15 @@
-"""Arithmetic: sums, multiples and comparison of what stores some of its values, in the words of NumPy and SciPy."""
+"""Arithmetic: sums, multiples and comparison of entries, in the words of NumPy and SciPy."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Sequence
 from numbers import Number
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from sparsecoll.vector.values import Values, accumulator_dtype, check_value_dtype, common_dtype, native_values
+from sparsecoll.vector.entries import Entries
+from sparsecoll.vector.values import accumulator_dtype, check_value_dtype, common_dtype, native_values
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -19,41 +18,10 @@ if TYPE_CHECKING:
 PYTHON = {bool: np.dtype(np.bool_), int: np.dtype(np.int64), float: np.dtype(np.int64), complex: np.dtype(np.complex64)}
 
 
-class Arithmetic(Values):
+class Arithmetic(Entries):
     """The operators of SparseVector and RowSparse; sums store what either operand stores."""
 
     __slots__ = ()
-
-    @property
-    @abstractmethod
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the array that this stands for."""
-
-    @property
-    @abstractmethod
-    def _stored_at(self) -> NDArray[Any]:
-        """Where values are stored: ascending, unique integers."""
-
-    @classmethod
-    @abstractmethod
-    def merge(cls, parts: Sequence[Any], dtype: np.dtype[Any]) -> Self:
-        """Return the sum of `parts`, added in their order."""
-
-    @abstractmethod
-    def astype(self, dtype: Any) -> Self:
-        """Return the values as `dtype`."""
-
-    @abstractmethod
-    def copy(self) -> Self:
-        """Return a copy that shares no memory with this."""
-
-    @abstractmethod
-    def with_values(self, values: NDArray[Any]) -> Self:
-        """Return other values that are stored at the same places."""
-
-    @abstractmethod
-    def to_dense(self) -> NDArray[Any]:
-        """Return a new array of this shape."""
 
     def toarray(self) -> NDArray[Any]:
         """Return a new array of this shape: `to_dense` in the words of SciPy."""
@@ -120,7 +88,7 @@ class Arithmetic(Values):
         if not self._is_alike(other):
             return NotImplemented
         assert isinstance(other, Arithmetic)
-        mine, theirs = self._stored_at, other._stored_at
+        mine, theirs = self.indices, other.indices
         return (
             (self.shape, mine.size, self.on_gpu) == (other.shape, theirs.size, other.on_gpu)
             and bool((mine == theirs).all())

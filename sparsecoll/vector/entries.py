@@ -1,8 +1,10 @@
-"""Entries: what users do with a SparseVector, in the words of NumPy and SciPy; `sparse.py` adds what algorithms do."""
+"""Entries: what SparseVector and RowSparse have in common, in the words of NumPy and SciPy."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,17 +12,21 @@ from numpy.typing import NDArray
 
 from sparsecoll.kernels import kernels_of, kernels_of_values
 from sparsecoll.kernels.keys import index_dtype
-from sparsecoll.kernels.memory import empty, to_host
+from sparsecoll.kernels.memory import asarray_like, empty, may_share_memory, to_host
 from sparsecoll.telemetry.trace import listening, span
-from sparsecoll.vector.arithmetic import Arithmetic
 from sparsecoll.vector.operation import SUM, Operation
-from sparsecoll.vector.pairs import combined
+from sparsecoll.vector.pairs import combined, sorted_order
 from sparsecoll.vector.scipy_arrays import scipy_entries, to_scipy
 from sparsecoll.vector.values import (
+    Values,
     dense_values,
+    finite_difference,
+    not_zero,
     pairs,
     saturating_cast,
     sparse_entries,
+    stacked,
+    taken,
 )
 
 if TYPE_CHECKING:
@@ -29,8 +35,8 @@ if TYPE_CHECKING:
 SHOWN = 4  # entries in a repr
 
 
-class Entries(Arithmetic):
-    """Ascending, unique `indices` and their `values`, of a vector of `length` coordinates: the base of SparseVector."""
+class Entries(Values):
+    """Ascending, unique `indices` below `length`, and a value, or a row of `width` values, for each of them."""
 
     __slots__ = ("indices", "length")
 
@@ -125,6 +131,26 @@ class Entries(Arithmetic):
                 indices, values = _merge_sum([(p.indices, p._array) for p in parts], dtype)
         return cls.from_sorted_unchecked(indices.astype(index_dtype(length), copy=False), values, length)
 
+    @classmethod
+    def concatenate(cls, parts: Sequence[Self]) -> Self:
+        """Return the entries of all parts, whose index ranges follow each other. A single part is returned as it is."""
+        if len(parts) == 1:
+            return parts[0]
+        indices, values = (stacked(arrays) for arrays in ([p.indices for p in parts], [p.values for p in parts]))
+        return cls.from_sorted_unchecked(indices, values, parts[0].length)
+
+    @classmethod
+    def join(cls, parts: Sequence[Self]) -> Self:
+        """Return the entries of parts that share no index, in the dtype of the first."""
+        joined = cls.concatenate([part for part in parts if part.nnz] or parts[:1])
+        if bool((joined.indices[1:] > joined.indices[:-1]).all()):
+            return joined
+        ascending, order = sorted_order(joined.indices)
+        return joined._of((ascending, taken(joined.values, order)))
+
+    def _of(self, entries: tuple[NDArray[Any], NDArray[Any]]) -> Self:
+        return self.from_sorted_unchecked(*entries, self.length)
+
     @property
     def nnz(self) -> int:
         """Number of stored entries, explicit zeros among them."""
@@ -141,32 +167,37 @@ class Entries(Arithmetic):
         return self.nnz / self.length if self.length else 0.0
 
     @property
-    def _stored_at(self) -> NDArray[Any]:
-        return self.indices
-
-    @property
-    def shape(self) -> tuple[int]:
+    def shape(self) -> tuple[int, ...]:
         """(length,)."""
         return (self.length,)
 
     @property
     def size(self) -> int:
         """Number of coordinates, as of a NumPy array; `nnz` is the number of stored entries."""
-        return self.length
+        return math.prod(self.shape)
 
     ndim = 1
 
     # Conversions
 
+    def to_sparse(self, keep_zeros: bool = True) -> Self:
+        """Return the vector itself.
+
+        Args:
+            keep_zeros: as in `DenseVector.to_sparse`; it has no effect, since a sparse vector keeps the zeros that it
+                stores.
+        """
+        return self
+
     def to_dense(self, fill: Any = 0) -> NDArray[Any]:
-        """Return a new array of `length` values.
+        """Return a new array of this shape.
 
         Args:
             fill: value of the coordinates without a stored entry (default: 0).
         """
-        with span("dense", self.length):
-            dense = empty(self.length, self.dtype, self.values)
-            if isinstance(fill, int) and fill == 0:
+        with span("dense", self.size):
+            dense = empty(self.size, self.dtype, self.values).reshape(self.shape)
+            if isinstance(fill, int) and fill == 0 and not self.width:
                 kernels_of_values(dense).write_dense(dense, self.indices, self.values)
             else:
                 dense[:] = fill
@@ -211,13 +242,41 @@ class Entries(Arithmetic):
 
     # Parts
 
+    def take(self, positions: NDArray[np.int64]) -> Self:
+        """Return the entries at ascending positions, copied."""
+        return self._of((self.indices[positions], taken(self.values, positions)))
+
+    def _slice_entries(self, start: int, stop: int) -> Self:
+        """Return the entries at positions start..stop-1, as views."""
+        return self._of((self.indices[start:stop], self.values[start:stop]))
+
+    def searchsorted(self, edges: Any) -> NDArray[np.int64]:
+        """Return np.searchsorted(indices, edges): for each edge (0..length) the number of entries below it."""
+        limit = int(np.iinfo(self.indices.dtype).max)
+        edges = np.asarray(edges, dtype=np.uint64)
+        inside = asarray_like(np.minimum(edges, limit).astype(self.indices.dtype), self.indices)
+        positions = to_host(np.searchsorted(self.indices, inside))
+        return np.where(edges > limit, self.nnz, positions).astype(np.int64)
+
+    def split(self, boundaries: Sequence[int]) -> list[Self]:
+        """Return the entries between consecutive boundaries, as views; indices and length are those of the vector."""
+        return [self._slice_entries(a, b) for a, b in pairwise(self.searchsorted(boundaries))]
+
+    def intersect(self, other: Entries) -> Self:
+        """Return the entries of this vector whose index `other` stores, too."""
+        return self.take(kernels_of(self.indices).intersect(self.indices, other.indices))
+
+    def difference(self, other: Entries) -> Self:
+        """Return the entries of this vector whose index `other` does not store."""
+        return self.take(kernels_of(self.indices).difference(self.indices, other.indices))
+
     def __len__(self) -> int:
         return self.length
 
     __iter__ = None  # a loop over `length` coordinates is never meant
 
     def __bool__(self) -> bool:
-        raise ValueError("SparseVector: expected .nnz or .length where a truth value is asked for")
+        raise ValueError(f"{type(self).__name__}: expected .nnz or len(x) where a truth value is asked for")
 
     def __getitem__(self, key: Any) -> Any:
         if isinstance(key, slice):
@@ -233,7 +292,7 @@ class Entries(Arithmetic):
         position = self._position(index)
         if position < self.nnz and int(self.indices[position]) == index:
             return self.values[position]
-        return self.dtype.type(0)
+        return np.zeros_like(self.values, shape=self.values.shape[1:])[()]
 
     def _between(self, start: int, stop: int) -> Self:
         a, b = self._position(start), self._position(stop)
@@ -246,6 +305,29 @@ class Entries(Arithmetic):
         if index > np.iinfo(self.indices.dtype).max:
             return self.nnz
         return int(np.searchsorted(self.indices, self.indices.dtype.type(index)))
+
+    def _divide(self, divisor: int) -> Self:
+        """Return self / divisor, in its own dtype, rounded once."""
+        return self.with_values(np.divide(self.values, divisor).astype(self.dtype, copy=False))
+
+    def _rounding_error(self, rounded: Self) -> Self:
+        """Return self - rounded, which has the same indices, where they differ; infinities and NaN have no error."""
+        if rounded.values is self.values:
+            return self._slice_entries(0, 0)
+        error = finite_difference(self.values, rounded.values)
+        positions = not_zero(error)
+        return self._of((self.indices[positions], error[positions]))
+
+    def _copy_if_overlapping(self, other: Values) -> Self:
+        """Return the same entries in arrays that share no memory with those of `other`."""
+        theirs = (other.indices, other.values) if isinstance(other, Entries) else (other.values,)
+        indices, values = self.indices, self._array
+        for array in theirs:
+            if may_share_memory(indices, array):
+                indices = indices.copy()
+            if may_share_memory(values, array):
+                values = values.copy()
+        return self if indices is self.indices and values is self._array else self._of((indices, values))
 
     def __repr__(self) -> str:
         first = zip(to_host(self.indices[:SHOWN]).tolist(), to_host(self.values[:SHOWN]).tolist(), strict=True)

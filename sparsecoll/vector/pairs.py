@@ -1,4 +1,4 @@
-"""Entries in any order, with repeated indices: sorted once, and those with the same index combined."""
+"""Entries or rows in any order, with repeated indices: sorted once, and those with the same index combined."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import numpy as np
 
 from sparsecoll.kernels import kernels_of_values
 from sparsecoll.kernels.memory import asarray_like, empty
-from sparsecoll.vector.values import accumulator_dtype, saturating_cast
+from sparsecoll.vector.row_arrays import sums
+from sparsecoll.vector.values import accumulator_dtype, saturating_cast, taken
 
 COMBINE = ("sum", "min", "max", "replace")
 
@@ -18,7 +19,7 @@ def combined(indices: Any, values: Any, op: str | None) -> tuple[Any, Any]:
 
     Args:
         indices: unsigned integers.
-        values: as many values.
+        values: as many values, or rows of values.
         op: how values of the same index are combined, in the order given: "sum", "min", "max" or "replace", which keeps
             the last one; None raises ValueError for a repeated index.
 
@@ -26,35 +27,40 @@ def combined(indices: Any, values: Any, op: str | None) -> tuple[Any, Any]:
         ValueError: An index is repeated and op is None; `op` is another; or there are more indices than values, or
             fewer.
     """
-    if indices.size != values.size:
-        raise ValueError(f"x: expected as many values as indices, got {values.size} for {indices.size}")
+    if indices.size != len(values):
+        raise ValueError(f"x: expected as many values as indices, got {len(values)} for {indices.size}")
     if op is not None and op not in COMBINE:
         raise ValueError(f"op: expected {', '.join(map(repr, COMBINE))} or None, got {op!r}")
     if not indices.size or bool((indices[1:] > indices[:-1]).all()):
         return indices, values
-    if bool((indices[1:] < indices[:-1]).any()):
+    order = None
+    if values.ndim == 2 or bool((indices[1:] < indices[:-1]).any()):
         indices, order = sorted_order(indices)
-        values = values[order]
     first = run_starts(indices)
     starts = np.flatnonzero(first)
+    if op is None and starts.size < indices.size:
+        repeated = indices[np.flatnonzero(~first)[0]]
+        raise ValueError(f"x: expected unique indices for op=None, got {int(repeated)} more than once")
+    if op == "sum" and values.ndim == 2 and values.dtype.kind != "b":
+        return indices[starts], saturating_cast(
+            sums([values], order, starts, accumulator_dtype(values.dtype)), values.dtype
+        )
+    values = values if order is None else taken(values, order)
     if starts.size == indices.size:
         return indices, values
-    if op is None:
-        repeated = indices[np.flatnonzero(~first)[0]]
-        raise ValueError(f"indices: expected unique ones for op=None, got {int(repeated)} more than once")
     return indices[starts], _combine(op, values, first, starts)
 
 
-def _combine(op: str, values: Any, first: Any, starts: Any) -> Any:
-    if op == "sum":  # one after the other, in the order given; float16 and bfloat16 are rounded once
+def _combine(op: str | None, values: Any, first: Any, starts: Any) -> Any:
+    if op == "sum" and values.ndim == 1:  # one after the other, in the order given; half precision is rounded once
         addends = saturating_cast(values, accumulator_dtype(values.dtype))
         sums = empty(int(starts.size), addends.dtype, values)
         sums[:] = 0
         kernels_of_values(sums).scatter_add_marked(sums, (np.cumsum(first) - 1).astype(np.uint64), addends)
         return saturating_cast(sums, values.dtype)
     if op == "replace":
-        return values[np.concatenate([starts[1:], asarray_like(np.array([values.size]), starts)]) - 1]
-    return (np.minimum if op == "min" else np.maximum).reduceat(values, starts)
+        return taken(values, np.concatenate([starts[1:], asarray_like(np.array([len(values)]), starts)]) - 1)
+    return (np.minimum if op == "min" else np.maximum).reduceat(values, starts)  # a sum of bool is the logical or
 
 
 def run_starts(indices: Any) -> Any:

@@ -11,15 +11,24 @@ from numpy.typing import NDArray
 
 from sparsecoll.kernels import kernels_of, kernels_of_values
 from sparsecoll.kernels.keys import index_dtype, is_float
-from sparsecoll.kernels.memory import asarray_like, empty, to_host
+from sparsecoll.kernels.memory import asarray_like, to_host
 from sparsecoll.telemetry.trace import span
 from sparsecoll.vector.arithmetic import Arithmetic
 from sparsecoll.vector.dense import DenseVector
 from sparsecoll.vector.operation import SUM, Operation
-from sparsecoll.vector.pairs import run_starts, sorted_order
-from sparsecoll.vector.row_arrays import blocks_of, cast, checked, combined, folded, stacked, sums, taken
+from sparsecoll.vector.pairs import combined, run_starts, sorted_order
+from sparsecoll.vector.row_arrays import sums
+from sparsecoll.vector.scipy_arrays import blocks_of
 from sparsecoll.vector.sparse import MULTIPLIERS, SparseVector
-from sparsecoll.vector.values import accumulator_dtype, finite_difference, native_values
+from sparsecoll.vector.values import (
+    ROWS,
+    accumulator_dtype,
+    native_values,
+    not_zero,
+    pairs,
+    saturating_cast,
+    sparse_entries,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -34,8 +43,8 @@ class RowSparse(Arithmetic):
     one coded index for each row, where a SparseVector of the same values has one for each value.
 
     Args:
-        rows: 1-D integer array, strictly ascending, in [0, n). It is converted to int64, and not copied if it has that
-            dtype.
+        rows: 1-D integer array, strictly ascending, in [0, n). It is stored as the indices of a SparseVector are, and
+            not copied if it has their dtype.
         values: 2-D array of shape (len(rows), d), d at least 1, of any dtype that SparseVector supports. It is not
             copied if it is contiguous. Both arrays are NumPy's or both CuPy's.
         n: number of rows of the table, at most 2^63 - 1.
@@ -58,33 +67,15 @@ class RowSparse(Arithmetic):
            [6.]])
     """
 
-    __slots__ = ("n", "rows")
-
-    rows: NDArray[np.int64]
-    n: int
+    __slots__ = ()
 
     def __init__(self, rows: Any, values: Any, n: int) -> None:
-        self.rows, self._array, self.n = checked(rows, values, n)
-        position = kernels_of(self.rows).first_unsorted(self.rows.view(np.uint64), self.n)
-        if position >= 0:
-            before, row = int(self.rows[position - 1]), int(self.rows[position])
-            what = "repeated" if before == row else "unsorted"
-            raise ValueError(
-                f"rows: expected strictly ascending, got {what}: {before} at position {position - 1}, then {row};"
-                " RowSparse.from_pairs takes them in any order"
-            )
+        self.indices, self._array, self.length = sparse_entries(rows, values, n, ROWS)
 
     @classmethod
-    def from_sorted_unchecked(cls, rows: NDArray[np.int64], values: NDArray[Any], n: int) -> Self:
-        """Return the rows of arrays that are valid: int64, ascending, unique, in range; values 2-D and contiguous."""
-        made = object.__new__(cls)
-        made.rows, made._array, made.n = rows, values, n
-        return made
-
-    @classmethod
-    def empty(cls, n: int, d: int, dtype: Any) -> Self:
+    def empty(cls, n: int, d: int, dtype: Any) -> Self:  # type: ignore[override]
         """Return a table of shape (n, d) without stored rows, in host memory."""
-        return cls.from_sorted_unchecked(np.empty(0, np.int64), np.empty((0, d), dtype), n)
+        return cls.from_sorted_unchecked(np.empty(0, index_dtype(n)), np.empty((0, d), dtype), n)
 
     @classmethod
     def from_pairs(cls, rows: Any, values: Any, n: int, op: str | None = "sum") -> Self:
@@ -102,8 +93,8 @@ class RowSparse(Arithmetic):
             ValueError: A row is out of range, the shapes do not fit, or `op` is not one of these.
             TypeError: A dtype is not supported.
         """
-        numbers, values, n = checked(rows, values, n)
-        return cls.from_sorted_unchecked(*combined(numbers, values, op), n)
+        indices, values, n = pairs(rows, values, n, ROWS)
+        return cls.from_sorted_unchecked(*combined(indices, values, op), n)
 
     @classmethod
     def from_dense(cls, table: Any) -> Self:
@@ -118,8 +109,8 @@ class RowSparse(Arithmetic):
         table = native_values(table)
         if table.ndim != 2 or table.shape[1] < 1:
             raise ValueError(f"table: expected shape (n, d) with d of at least 1, got {table.shape}")
-        rows = np.flatnonzero((table != 0).any(axis=1)).astype(np.int64, copy=False)
-        return cls.from_sorted_unchecked(rows, table[rows], int(table.shape[0]))
+        rows, n = not_zero(table), int(table.shape[0])
+        return cls.from_sorted_unchecked(rows.astype(index_dtype(n)), table[rows], n)
 
     @classmethod
     def from_scipy(cls, x: Any) -> Self:
@@ -157,34 +148,29 @@ class RowSparse(Arithmetic):
         """
         n, d = parts[0].shape
         with span("merge", sum(part.nnz for part in parts) * d):
-            numbers = np.concatenate([part.rows for part in parts])
-            ascending, order = sorted_order(numbers)
+            ascending, order = sorted_order(np.concatenate([part.indices for part in parts]))
             starts = np.flatnonzero(run_starts(ascending))
-            if op.fold(dtype) is None:
-                values = sums([part.values for part in parts], order, starts, dtype)
-            else:
-                values = folded([part.values for part in parts], order, starts, dtype, op)
+            values = sums([part.values for part in parts], order, starts, dtype, op)
         return cls.from_sorted_unchecked(ascending[starts], values, n)
 
-    @classmethod
-    def join(cls, parts: Sequence[Self]) -> Self:
-        """Return the rows of parts that share none, in the dtype of the first."""
-        filled = [part for part in parts if part.nnz] or list(parts[:1])
-        if len(filled) == 1:
-            return filled[0]
-        numbers = np.concatenate([part.rows for part in filled])
-        values = stacked([part.values for part in filled])
-        if bool((numbers[1:] > numbers[:-1]).all()):
-            return cls.from_sorted_unchecked(numbers, values, filled[0].n)
-        ascending, order = sorted_order(numbers)
-        return cls.from_sorted_unchecked(ascending, taken(values, order), filled[0].n)
-
     # What it holds
+
+    @property
+    def rows(self) -> NDArray[np.int64]:
+        """The numbers of the stored rows, ascending: a new int64 array; `indices` has them as they are stored."""
+        return self.indices.astype(np.int64)
+
+    @property
+    def n(self) -> int:
+        """Number of rows of the table; as `length`."""
+        return self.length
 
     @property
     def d(self) -> int:
         """Number of values in a row."""
         return int(self._array.shape[1])
+
+    width = d
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -192,33 +178,6 @@ class RowSparse(Arithmetic):
         return (self.n, self.d)
 
     ndim = 2
-
-    @property
-    def nnz(self) -> int:
-        """Number of stored rows, those of zeros among them."""
-        return int(self.rows.size)
-
-    @property
-    def density(self) -> float:
-        """nnz / n; 0.0 for n = 0."""
-        return self.nnz / self.n if self.n else 0.0
-
-    def __len__(self) -> int:
-        return self.n
-
-    __iter__ = None  # a loop over n rows is never meant
-
-    def __bool__(self) -> bool:
-        raise ValueError("RowSparse: expected .nnz or .n where a truth value is asked for")
-
-    @property
-    def _stored_at(self) -> NDArray[np.int64]:
-        return self.rows
-
-    @property
-    def _indices(self) -> Any:
-        """The rows as a SparseVector of length n stores them."""
-        return self.rows.astype(index_dtype(self.n))
 
     def owners(self, ranks: int) -> NDArray[np.int64]:
         """Return the rank that owns each stored row with owner="hash" of `sparsecoll.reduce_scatter`.
@@ -228,19 +187,9 @@ class RowSparse(Arithmetic):
         Args:
             ranks: number of ranks of the communicator.
         """
-        return hash_owners(self.rows, self.n, ranks)
+        return hash_owners(self.indices, ranks)
 
     # Conversions
-
-    def to_dense(self) -> NDArray[Any]:
-        """Return a new array of shape (n, d)."""
-        with span("dense", self.n * self.d):
-            dense = empty(self.n * self.d, self.dtype, self.values).reshape(self.n, self.d)
-            dense[:] = 0
-            dense[self.rows] = self.values
-        return dense
-
-    toarray = to_dense
 
     def add_to(self, table: NDArray[Any]) -> None:
         """Add the rows to a contiguous array of shape (n, d), in place: table[rows] += values.
@@ -255,40 +204,23 @@ class RowSparse(Arithmetic):
             raise ValueError("table: expected an array that can be written to, got a read-only one")
         if not np.can_cast(self.dtype, table.dtype, "same_kind"):
             raise TypeError(f"table: expected a dtype to which {self.dtype} can be added, got {table.dtype}")
-        kernels_of_values(table).scatter_add_rows(table, self.rows, cast(self.values, table.dtype))
+        kernels_of_values(table).scatter_add_rows(table, self.rows, saturating_cast(self.values, table.dtype))
 
-    def to_scipy(self) -> Any:
+    def to_scipy(self) -> Any:  # type: ignore[override]
         """Return a SciPy BSR array of shape (n, d) with blocks of one row, which shares the memory of the values."""
         sparse = importlib.import_module("scipy.sparse")
-        starts = np.searchsorted(to_host(self.rows), np.arange(self.n + 1))
+        starts = np.searchsorted(to_host(self.indices), np.arange(self.n + 1, dtype=self.indices.dtype))
         columns = np.zeros(self.nnz, np.int64)
         values = to_host(self.values).reshape(self.nnz, 1, self.d)
         return sparse.bsr_array((values, columns, starts), shape=self.shape, blocksize=(1, self.d))
-
-    def astype(self, dtype: Any) -> Self:
-        """Return the rows as `dtype`, as NumPy casts them; where real floats become narrower ones, finite values beyond
-        their range become the largest finite one.
-        """
-        return self.with_values(cast(self.values, np.dtype(dtype)))
-
-    def copy(self) -> Self:
-        """Return rows whose arrays share no memory with these."""
-        return self.from_sorted_unchecked(self.rows.copy(), self.values.copy(), self.n)
-
-    def with_values(self, values: NDArray[Any]) -> Self:
-        """Return other values of the same rows."""
-        return self.from_sorted_unchecked(self.rows, values, self.n)
 
     # Parts
 
     def take(self, positions: NDArray[np.int64]) -> Self:
         """Return the stored rows at ascending positions, copied."""
-        positions = asarray_like(positions, self.values)
-        return self.from_sorted_unchecked(self.rows[positions], taken(self.values, positions), self.n)
+        return super().take(asarray_like(positions, self.values))
 
-    def slice_rows(self, start: int, stop: int) -> Self:
-        """Return the stored rows at positions start..stop-1, as views."""
-        return self.from_sorted_unchecked(self.rows[start:stop], self.values[start:stop], self.n)
+    slice_rows = Arithmetic._slice_entries
 
     def topk(self, k: int) -> Self:
         """Return the k stored rows of largest Euclidean norm, ties by lower row; the rows themselves if nnz <= k."""
@@ -299,23 +231,6 @@ class RowSparse(Arithmetic):
         ordered = SparseVector.from_sorted_unchecked(positions, squares, self.nnz)
         return self.take(ordered.topk(k).indices.astype(np.int64))
 
-    def __getitem__(self, row: Any) -> NDArray[Any]:
-        if isinstance(row, (bool, np.bool_)) or not isinstance(row, (int, np.integer)):
-            raise TypeError(f"row: expected an integer, got {row!r}")
-        number = int(row) + (self.n if row < 0 else 0)
-        if not 0 <= number < self.n:
-            raise IndexError(f"row: expected from {-self.n} to {self.n - 1}, got {row}")
-        position = int(np.searchsorted(self.rows, number))
-        if position < self.nnz and int(self.rows[position]) == number:
-            return self.values[position]  # type: ignore[no-any-return]
-        none = empty(self.d, self.dtype, self.values)
-        none[:] = 0
-        return none
-
-    def _divide(self, divisor: int) -> Self:
-        """Return self / divisor, in its own dtype, rounded once."""
-        return self.with_values(np.divide(self.values, divisor).astype(self.dtype, copy=False))
-
     def __repr__(self) -> str:
         shown = [str(row) for row in to_host(self.rows[:SHOWN]).tolist()] + ["..."] * (self.nnz > SHOWN)
         return (
@@ -323,23 +238,18 @@ class RowSparse(Arithmetic):
             f" rows=[{', '.join(shown)}])"
         )
 
-    # What collectives ask for
-
-    def _rounding_error(self, rounded: Self) -> Self:
-        """Return self - rounded, which has the same rows, where they differ; infinities and NaN have no error."""
-        error = finite_difference(self.values, cast(rounded.values, self.dtype))
-        positions = np.flatnonzero((error != 0).any(axis=1))
-        return self.from_sorted_unchecked(self.rows[positions], error[positions], self.n)
+    def _drop_zeros(self) -> Self:
+        """Return the rows that have a value other than zero."""
+        return self.take(not_zero(self.values))
 
     def _first_not_finite(self) -> int | None:
         """Return the row of the first NaN or infinity."""
         position = DenseVector(self.values.reshape(-1))._first_not_finite()
-        return None if position is None else int(self.rows[position // self.d])
+        return None if position is None else int(self.indices[position // self.d])
 
 
-def hash_owners(rows: NDArray[np.int64], n: int, ranks: int) -> NDArray[np.int64]:
-    """Return the rank to which each of some rows of a table of n rows belongs by a hash of its number."""
-    indices = rows.astype(index_dtype(n))
+def hash_owners(indices: NDArray[Any], ranks: int) -> NDArray[np.int64]:
+    """Return the rank to which each row belongs by a hash of its number, uint32 or uint64."""
     return kernels_of(indices).hash_slots(indices, ranks, MULTIPLIERS)  # type: ignore[no-any-return]
 
 
@@ -347,7 +257,8 @@ def _squares(values: NDArray[Any]) -> NDArray[Any]:
     """Return the sum of the squares of each row, in float64 where float32 overflows; of NaN it is NaN."""
     if values.dtype.kind == "c":
         return _squares(values.real) + _squares(values.imag)  # type: ignore[no-any-return]
-    floats = cast(values, accumulator_dtype(values.dtype)) if is_float(values.dtype) else values.astype(np.float64)
+    wide = accumulator_dtype(values.dtype) if is_float(values.dtype) else np.dtype(np.float64)
+    floats = saturating_cast(values, wide)
     with np.errstate(over="ignore"):
         on_host = isinstance(floats, np.ndarray)
         squares: NDArray[Any] = np.einsum("ij,ij->i", floats, floats) if on_host else (floats * floats).sum(axis=1)

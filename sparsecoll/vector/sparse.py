@@ -4,25 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import chain, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sparsecoll.kernels import kernels_of
 from sparsecoll.kernels.keys import index_dtype, key_of, magnitude_of, nan_key
-from sparsecoll.kernels.memory import asarray_like, empty, may_share_memory, on_gpu, to_host
-from sparsecoll.vector.entries import Entries
-from sparsecoll.vector.values import SMALLEST, accumulator_dtype, finite_difference
-
-if TYPE_CHECKING:
-    from sparsecoll.vector.dense import DenseVector
+from sparsecoll.kernels.memory import asarray_like, empty, on_gpu, to_host
+from sparsecoll.vector.arithmetic import Arithmetic
+from sparsecoll.vector.values import SMALLEST, accumulator_dtype
 
 FEW = 4096  # values of which NumPy tells sooner than a kernel whether they are finite
 MULTIPLIERS = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9)  # of `hash_slots`; odd, otherwise arbitrary
 
 
-class SparseVector(Entries):
+class SparseVector(Arithmetic):
     """A long vector of which only some entries are stored: their ascending, unique `indices` and their `values`.
 
     Coordinates without a stored entry are zero. Stored zeros are allowed and count in `nnz`.
@@ -71,16 +68,6 @@ class SparseVector(Entries):
     __slots__ = ()
 
     @classmethod
-    def concatenate(cls, parts: Sequence[SparseVector]) -> SparseVector:
-        """Return the entries of all parts, whose index ranges follow each other. A single part is returned as it is."""
-        if len(parts) == 1:
-            return parts[0]
-        count, first = sum(p.nnz for p in parts), parts[0]
-        indices = np.concatenate([p.indices for p in parts], out=empty(count, first.indices.dtype, first.indices))
-        values = np.concatenate([p.values for p in parts], out=empty(count, first.dtype, first.values))
-        return cls.from_sorted_unchecked(indices, values, first.length)
-
-    @classmethod
     def collect(cls, parts: Iterable[SparseVector], room: int) -> SparseVector:
         """Return what `concatenate` returns; on the host, entries are copied as parts come, while they are in a cache.
 
@@ -103,39 +90,7 @@ class SparseVector(Entries):
             count = stop
         return cls.from_sorted_unchecked(indices[:count], values[:count], first.length)
 
-    def _of(self, entries: tuple[NDArray[Any], NDArray[Any]]) -> SparseVector:
-        return SparseVector.from_sorted_unchecked(*entries, self.length)
-
-    def to_sparse(self, keep_zeros: bool = True) -> SparseVector:
-        """Return the vector itself.
-
-        Args:
-            keep_zeros: as in `DenseVector.to_sparse`; it has no effect, since a sparse vector keeps the zeros that it
-                stores.
-        """
-        return self
-
     # Parts of the entries
-
-    def take(self, positions: NDArray[np.int64]) -> SparseVector:
-        """Return the entries at ascending positions, copied."""
-        return self._of((self.indices[positions], self.values[positions]))
-
-    def _slice_entries(self, start: int, stop: int) -> SparseVector:
-        """Return the entries at positions start..stop-1, as views."""
-        return self._of((self.indices[start:stop], self.values[start:stop]))
-
-    def searchsorted(self, edges: Any) -> NDArray[np.int64]:
-        """Return np.searchsorted(indices, edges): for each edge (0..length) the number of entries below it."""
-        limit = int(np.iinfo(self.indices.dtype).max)
-        edges = np.asarray(edges, dtype=np.uint64)
-        inside = asarray_like(np.minimum(edges, limit).astype(self.indices.dtype), self.indices)
-        positions = to_host(np.searchsorted(self.indices, inside))
-        return np.where(edges > limit, self.nnz, positions).astype(np.int64)
-
-    def split(self, boundaries: Sequence[int]) -> list[SparseVector]:
-        """Return the entries between consecutive boundaries, as views; indices and length are those of the vector."""
-        return [self._slice_entries(a, b) for a, b in pairwise(self.searchsorted(boundaries))]
 
     def _subdivide(self, edges: Sequence[int], parts: int) -> list[int]:
         """Return edges that divide each region between `edges` into `parts` with equal numbers of stored entries."""
@@ -234,14 +189,6 @@ class SparseVector(Entries):
 
     # Indices of two vectors
 
-    def intersect(self, other: SparseVector) -> SparseVector:
-        """Return the entries of this vector whose index `other` stores, too."""
-        return self.take(kernels_of(self.indices).intersect(self.indices, other.indices))
-
-    def difference(self, other: SparseVector) -> SparseVector:
-        """Return the entries of this vector whose index `other` does not store."""
-        return self.take(kernels_of(self.indices).difference(self.indices, other.indices))
-
     def _union_disjoint(self, other: SparseVector) -> SparseVector:
         """Return the entries of two vectors of one dtype that share no index."""
         return (
@@ -270,34 +217,9 @@ class SparseVector(Entries):
         """Return the entries whose bit is set in a mask that `mask_of` returned."""
         return self.take(np.flatnonzero(np.unpackbits(mask)[: self.nnz]))
 
-    # Arithmetic
-
-    def _divide(self, divisor: int) -> SparseVector:
-        """Return self / divisor, in its own dtype, rounded once."""
-        return self.with_values(np.divide(self.values, divisor).astype(self.dtype, copy=False))
-
-    def _rounding_error(self, rounded: SparseVector) -> SparseVector:
-        """Return self - rounded, which has the same indices, where they differ; infinities and NaN have no error."""
-        if rounded.values is self.values:
-            return self._slice_entries(0, 0)
-        error = finite_difference(self.values, rounded.values)
-        positions = np.flatnonzero(error)
-        return self._of((self.indices[positions], error[positions]))
-
     def _shifted(self, offset: int, length: int) -> SparseVector:
         """Return the entries of this vector in one of `length` coordinates, at index + offset."""
         dtype, step = index_dtype(max(length, self.length)), abs(offset)
         indices = self.indices.astype(dtype)
         indices = indices + dtype.type(step) if offset >= 0 else indices - dtype.type(step)
         return SparseVector.from_sorted_unchecked(indices.astype(index_dtype(length), copy=False), self.values, length)
-
-    def _copy_if_overlapping(self, other: SparseVector | DenseVector) -> SparseVector:
-        """Return the same entries in arrays that share no memory with those of `other`."""
-        theirs = (other.indices, other.values) if isinstance(other, SparseVector) else (other.values,)
-        indices, values = self.indices, self._array
-        for array in theirs:
-            if may_share_memory(indices, array):
-                indices = indices.copy()
-            if may_share_memory(values, array):
-                values = values.copy()
-        return self if indices is self.indices and values is self._array else self._of((indices, values))

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sparsecoll.kernels import kernels_of
 from sparsecoll.kernels.keys import COMPILED_DTYPES, Array, index_dtype, is_float, key_of
-from sparsecoll.kernels.memory import contiguous, on_gpu
+from sparsecoll.kernels.memory import contiguous, empty, on_gpu
 
 VALUE_DTYPES = (
     *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
@@ -26,6 +27,7 @@ class Values:
     __slots__ = ("_array",)
 
     _array: NDArray[Any]
+    width = 0  # number of values in a row; 0 where an entry has one value
 
     @property
     def values(self) -> NDArray[Any]:
@@ -131,53 +133,92 @@ def dense_values(array: Any) -> Any:
     return contiguous(values)
 
 
-def sparse_entries(indices: Any, values: Any, length: Any) -> tuple[Any, Any, int]:
+class Kind(NamedTuple):
+    """How errors call the arguments of a class of entries, and which values it takes."""
+
+    indices: str
+    length: str
+    name: str
+    shapes: str
+    ndim: int
+
+
+ENTRIES = Kind("indices", "length", "SparseVector", "two 1-D arrays of one size", 1)
+ROWS = Kind("rows", "n", "RowSparse", "shapes (r,) and (r, d) with d of at least 1", 2)
+
+
+def sparse_entries(indices: Any, values: Any, length: Any, kind: Kind = ENTRIES) -> tuple[Any, Any, int]:
     """Return indices, values and length as SparseVector stores them; raise as its constructor does."""
-    stored, values, length = pairs(indices, values, length)
+    stored, values, length = pairs(indices, values, length, kind)
     position = kernels_of(values).first_unsorted(stored, length)
     if position >= 0:
         before, index = int(stored[position - 1]), int(stored[position])
-        what = "duplicate" if before == index else "unsorted"
+        what = "repeated" if before == index else "unsorted"
         raise ValueError(
-            f"indices: expected strictly ascending, got {what}: {before} at position {position - 1}, then {index};"
-            " SparseVector.from_pairs takes them in any order"
+            f"{kind.indices}: expected strictly ascending, got {what}: {before} at position {position - 1}, then"
+            f" {index}; {kind.name}.from_pairs takes them in any order"
         )
     return stored, values, length
 
 
-def pairs(indices: Any, values: Any, length: Any) -> tuple[Any, Any, int]:
+def pairs(indices: Any, values: Any, length: Any, kind: Kind = ENTRIES) -> tuple[Any, Any, int]:
     """Return indices in any order as SparseVector stores them, contiguous values, and the length.
+
+    Args:
+        indices: of the caller, as the others.
+        kind: of the entries (default: one value each, as of SparseVector).
 
     Raises:
         ValueError: indices are negative or out of range, the sizes differ, or length is negative.
         TypeError: a dtype is not supported, or only one of the arrays is on the GPU.
     """
-    length, given, values = checked_length(length), asarray(indices), asarray(values)
+    length, given, values, name = checked_length(length, kind.length), asarray(indices), asarray(values), kind.indices
     if on_gpu(given) != on_gpu(values):
         where = ["CuPy" if on_gpu(array) else "NumPy" for array in (given, values)]
-        raise TypeError(f"indices, values: expected both on the GPU or neither, got arrays of {' and '.join(where)}")
+        raise TypeError(f"{name}, values: expected both on the GPU or neither, got arrays of {' and '.join(where)}")
     if given.size == 0 and given.ndim == 1:
         given = given.astype(np.int64)
-    if given.ndim != 1 or values.ndim != 1 or given.size != values.size:
+    if given.ndim != 1 or values.ndim != kind.ndim or given.size != len(values) or 0 in values.shape[1:]:
         raise ValueError(
-            f"indices, values: expected two 1-D arrays of one size, got shapes {given.shape} and {values.shape}"
+            f"{name}, values: expected {kind.shapes}, got shapes {tuple(given.shape)} and {tuple(values.shape)}"
         )
     if given.dtype.kind not in "iu":
-        raise TypeError(f"indices: expected integers, got {given.dtype}")
+        raise TypeError(f"{name}: expected integers, got {given.dtype}")
     values = native_values(values)
     if given.dtype.kind == "i" and given.size and int(given.min()) < 0:
-        raise ValueError(f"indices: expected at least 0, got {int(given.min())}")
+        raise ValueError(f"{name}: expected at least 0, got {int(given.min())}")
     if given.size and int(given.max()) >= length:
-        raise ValueError(f"indices: expected below length {length}, got {int(given.max())}")
+        raise ValueError(f"{name}: expected below {kind.length} {length}, got {int(given.max())}")
     return contiguous(given, index_dtype(length)), contiguous(values), length
 
 
-def checked_length(length: Any, name: str = "length") -> int:
+def checked_length(length: Any, name: str) -> int:
     if isinstance(length, bool) or not isinstance(length, (int, np.integer)):
         raise TypeError(f"{name}: expected an integer, got {type(length).__name__}")
     if not 0 <= length < 2**63:
         raise ValueError(f"{name}: expected 0 <= {name} < 2^63, got {length}")
     return int(length)
+
+
+def taken(values: Any, positions: Any) -> Any:
+    """Return the values, or the rows of values, at some positions, copied."""
+    if values.ndim == 1 or not positions.size:
+        return values[positions]
+    out = empty(int(positions.size) * int(values.shape[1]), values.dtype, values).reshape(positions.size, -1)
+    kernels_of(values).take_rows(values, positions, out)
+    return out
+
+
+def stacked(parts: Sequence[Any]) -> Any:
+    """Return arrays of values, or of rows of values, of one dtype, one after the other."""
+    first = parts[0]
+    out = empty(sum(int(part.size) for part in parts), first.dtype, first)
+    return np.concatenate(parts, out=out.reshape(-1, *first.shape[1:]))
+
+
+def not_zero(values: Any) -> Any:
+    """Return the positions of values, or of rows, that are not zero, NaN among them."""
+    return np.flatnonzero(values if values.ndim == 1 else (values != 0).any(axis=1))
 
 
 def saturating_cast(values: Array, dtype: np.dtype[Any]) -> Array:
@@ -186,14 +227,18 @@ def saturating_cast(values: Array, dtype: np.dtype[Any]) -> Array:
         return values
     check_value_dtype(dtype)
     if dtype.name == "bfloat16":
-        narrow: Array = kernels_of(values).to_bfloat16(saturating_cast(values, np.dtype(np.float32))).view(dtype)
-        return narrow
+        narrow: Array = kernels_of(values).to_bfloat16(saturating_cast(values, np.dtype(np.float32)).reshape(-1))
+        return narrow.view(dtype).reshape(values.shape)
+    if values.ndim == 2 and dtype == np.float32 and values.dtype.itemsize == 2 and is_float(values.dtype):
+        flat, half = values.reshape(-1), values.dtype == np.float16
+        wide = kernels_of(flat).from_float16(flat) if half else kernels_of(flat).from_bfloat16(flat.view(np.uint16))
+        return wide.reshape(values.shape)  # type: ignore[no-any-return]
     if dtype.kind == "f" and values.dtype.kind == "f" and dtype.itemsize < values.dtype.itemsize:
         limit = np.finfo(dtype).max
         with np.errstate(over="ignore", invalid="ignore"):
             narrow = values.astype(dtype)
-        overflown = np.flatnonzero(np.isinf(narrow) & np.isfinite(values))
-        if overflown.size:
+        overflown = np.isinf(narrow) & np.isfinite(values)
+        if overflown.any():
             narrow[overflown] = np.copysign(limit, values[overflown]).astype(dtype)
         return narrow
     return values.astype(dtype)

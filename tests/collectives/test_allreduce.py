@@ -35,7 +35,7 @@ INVALID = {
     "duplicate": (
         ([4, 4], np.ones(2), N),
         {},
-        "indices: expected strictly ascending, got duplicate: 4 at position 0",
+        "indices: expected strictly ascending, got repeated: 4 at position 0",
     ),
     "out of range": (([4, N], np.ones(2), N), {}, f"indices: expected below length {N}, got {N}"),
     "negative index": (([-1, 4], np.ones(2), N), {}, "indices: expected at least 0, got -1"),

@@ -141,6 +141,7 @@ WRONG = {
     ),
     "one array": (lambda comm: sparsecoll.scatter(comm, np.zeros(9)), r"a list such as np.array_split\(x, P\)"),
     "shape": (lambda comm: sparsecoll.allgather(comm, np.zeros((2, 3 + comm.rank))), "shape: expected the same value"),
+    "empty": (lambda comm: sparsecoll.allgather(comm, np.zeros(comm.rank)), "shape: expected the same value"),
     "dtype": (
         lambda comm: sparsecoll.gather(comm, np.zeros(2, f"i{1 << comm.rank}")),
         "dtype: expected the same value",

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 import sparsecoll
-from sparsecoll import CommunicationError, RowSparse, SparseVector, simulate
+from sparsecoll import Allgather, CommunicationError, OkTopk, RowSparse, SparseVector, simulate
 from sparsecoll.algorithms.rows import OWNERS, RowOwners
+from sparsecoll.select import TopK
 
 ALGORITHMS = ["auto", "allgather", *(RowOwners(owner, hot) for owner in OWNERS for hot in (False, True))]
 N, D = 40, 3
@@ -23,9 +24,9 @@ def stored(inputs):
     return np.unique(np.concatenate([x.rows for x in inputs]))
 
 
-@pytest.mark.parametrize("P", range(1, 8))
-def test_sums_are_exact_and_the_same_on_all_ranks(P):
-    inputs = [rows_of(rank) for rank in range(P)]
+@pytest.mark.parametrize("P, d", [*((P, 3) for P in range(1, 8)), (3, 1), (5, 64)])
+def test_sums_are_exact_and_the_same_on_all_ranks(P, d):
+    inputs = [rows_of(rank, d=d) for rank in range(P)]
     expected = sum(x.to_dense() for x in inputs)
     for algo in ALGORITHMS:
         found = simulate(P, lambda comm, algo=algo: sparsecoll.allreduce(comm, inputs[comm.rank], algo)).results
@@ -76,6 +77,13 @@ def test_gathers_and_broadcasts():
         (lambda c: sparsecoll.allreduce(c, rows_of(0, d=3 + c.rank)), CommunicationError, "d: expected the same"),
         (lambda c: sparsecoll.allreduce(c, rows_of(0, n=40 + c.rank)), CommunicationError, "n: expected the same"),
         (lambda c: sparsecoll.allreduce(c, rows_of(0), "oktopk"), ValueError, "algo: expected one of auto"),
+        (lambda c: sparsecoll.allreduce(c, rows_of(0), OkTopk()), TypeError, "another one for rows, got oktopk"),
+        (lambda c: sparsecoll.allreduce(c, np.ones(3), RowOwners(), k=1), TypeError, "one for a vector, got owners"),
+        (
+            lambda c: sparsecoll.allreduce(c, rows_of(0), Allgather(selector=TopK()), k=1),
+            ValueError,
+            "selector: expected None for rows",
+        ),
         (lambda c: sparsecoll.allreduce(c, rows_of(0), format="coo"), ValueError, "format: expected 'auto'"),
         (lambda c: sparsecoll.reduce_scatter(c, rows_of(0), owner="zen"), ValueError, "owner: expected one of hash"),
         (lambda c: sparsecoll.reduce_scatter(c, np.ones(3), owner="hash", k=1), ValueError, "owner: expected None"),
@@ -205,7 +213,7 @@ def test_rows_on_some_ranks_alone():
     [
         ((6, 6), (3, 2), r"^blocksize: expected .* \[2, 3\] on rank 0, \[3, 2\] on rank 1$"),
         ((4, 9), (2, 3), r"^shape: expected .* \[6, 6\] on rank 0, \[4, 9\] on rank 1$"),
-        ((6, 6), (1, 2), r"^n: expected .*; d: .*; blocksize: expected .* \[2, 3\] on rank 0, \[1, 2\] on rank 1$"),
+        ((6, 6), (1, 2), r"blocksize: expected .* \[2, 3\] on rank 0, \[1, 2\] on rank 1(;|$)"),
     ],
 )
 def test_blocks_of_other_shapes_are_refused(call, shape, blocks, text):

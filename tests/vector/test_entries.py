@@ -78,7 +78,7 @@ def test_parts_are_collected_as_they_come(dtype, room):
         (([3, -1], np.ones(2), 5), ValueError, "indices: expected at least 0, got -1"),
         (([3, 5], np.ones(2), 5), ValueError, "indices: expected below length 5, got 5"),
         (([3], np.ones(2), 5), ValueError, "two 1-D arrays of one size"),
-        (([3, 1, 3], np.ones(3), 5, None), ValueError, "unique ones for op=None, got 3 more than once"),
+        (([3, 1, 3], np.ones(3), 5, None), ValueError, "unique indices for op=None, got 3 more than once"),
         (([3], np.ones(1), 5, "mean"), ValueError, "op: expected 'sum', 'min', 'max', 'replace' or None, got 'mean'"),
         (([1.5], np.ones(1), 5), TypeError, "indices: expected integers, got float64"),
         (([1], np.ones(1, "m8[s]"), 5), TypeError, r"got timedelta64\[s\]: use x.view\(np.int64\)"),

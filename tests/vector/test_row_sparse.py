@@ -45,6 +45,7 @@ def test_arithmetic_and_comparison():
     assert x != RowSparse([1, 4], x.values, 7) and x != 3 and x.astype(np.float32).dtype == np.float32
     assert np.array_equal(np.asarray(x), x.toarray()) and pickle.loads(pickle.dumps(x)) == x
     assert (len(x), x.nnz, x.n, x.d, x.shape, x.density) == (6, 2, 6, 2, (6, 2), 1 / 3)
+    assert x[1:5] == RowSparse([0, 3], x.values, 4) and x.to_dense(fill=7)[0].tolist() == [7, 7]
     assert x[4].tolist() == [0, 3] and x[-6].tolist() == [0, 0] and RowSparse.from_dense(x.to_dense()) == x
     with pytest.raises(TypeError, match=r"use \.to_dense"):
         np.sum(x)
@@ -90,11 +91,11 @@ def test_bsr_matrices():
     [
         ([4, 1], np.ones((2, 2)), 6, ValueError, "unsorted: 4 at position 0, then 1"),
         ([1, 1], np.ones((2, 2)), 6, ValueError, "repeated: 1 at position 0, then 1"),
-        ([1, 6], np.ones((2, 2)), 6, ValueError, "below n = 6, got 6"),
+        ([1, 6], np.ones((2, 2)), 6, ValueError, "rows: expected below n 6, got 6"),
         ([-1, 2], np.ones((2, 2)), 6, ValueError, "at least 0, got -1"),
-        ([1, 2], np.ones(2), 6, ValueError, r"got \(2,\) and \(2,\)"),
+        ([1, 2], np.ones(2), 6, ValueError, r"got shapes \(2,\) and \(2,\)"),
         ([1, 2], np.ones((2, 0)), 6, ValueError, "d of at least 1"),
-        ([1, 2], np.ones((3, 2)), 6, ValueError, r"got \(2,\) and \(3, 2\)"),
+        ([1, 2], np.ones((3, 2)), 6, ValueError, r"got shapes \(2,\) and \(3, 2\)"),
         ([1.5], np.ones((1, 2)), 6, TypeError, "rows: expected integers"),
         ([1], np.ones((1, 2), object), 6, TypeError, "values: expected dtype"),
         ([1], np.ones((1, 2)), 2.0, TypeError, "n: expected an integer"),

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-from sparsecoll.transport.channel import Channel
-from sparsecoll.transport.collectives import FEW_RANKS
+from sparsecoll.transport.channel import Channel, S
+from sparsecoll.transport.collectives import FEW_RANKS, exchanged
 from sparsecoll.vector import SparseVector
 
 
-def exchange(channel: Channel, regions: Sequence[SparseVector]) -> list[SparseVector]:
-    """Send region number j to rank j, and return every rank's entries in this rank's region, in rank order.
+def exchange(channel: Channel, regions: Sequence[S]) -> list[S]:
+    """Send region number j to rank j, and return every rank's entries, or rows, in this rank's region, in rank order.
 
     P - 1 messages, received in the order in which they arrive.
 
@@ -18,15 +19,10 @@ def exchange(channel: Channel, regions: Sequence[SparseVector]) -> list[SparseVe
         channel: channel of the messages.
         regions: this rank's entries in each region.
     """
-    rank, size = channel.rank, channel.size
-    for step in range(1, size):
-        to = (rank + step) % size
-        channel.isend(to, regions[to])
-    parts = {rank: regions[rank]}
-    for step in range(1, size):
-        source = (rank - step) % size
-        parts[source] = channel.recv(source)
-    return [parts[source] for source in range(size)]
+    parts: dict[int, Any] = {channel.rank: regions[channel.rank]}
+    for source, message in exchanged(channel.transport, lambda to: channel.encode(regions[to])):
+        parts[source] = channel.decode(message)
+    return [parts[source] for source in range(channel.size)]
 
 
 def united(channel: Channel, region: SparseVector, root: int) -> SparseVector | None:

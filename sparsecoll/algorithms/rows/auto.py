@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
+from sparsecoll.algorithms.allgather import Allgather
+from sparsecoll.algorithms.base import Reduction
 from sparsecoll.algorithms.primitives.estimates import OVERHEAD, rounds
-from sparsecoll.algorithms.rows.base import RowAlgorithm, RowSum
-from sparsecoll.algorithms.rows.gather import RowGather
+from sparsecoll.algorithms.rows.base import RowAlgorithm
 from sparsecoll.algorithms.rows.owners import RowOwners
 from sparsecoll.formats import wire_dtype
+from sparsecoll.transport.channel import Channel
 from sparsecoll.transport.network import Network
-from sparsecoll.transport.row_channel import RowChannel
 from sparsecoll.vector import RowSparse
 
 BYTE = 5e-11  # seconds to copy or add a byte of a row
@@ -19,7 +19,7 @@ DISTINCT = 0.8  # of the rows of all ranks together, as ids by Zipf's law have t
 
 
 def gather_seconds(P: int, total: float, network: Network) -> float:
-    """Return the predicted seconds of `RowGather` for rows of `total` bytes on all ranks together."""
+    """Return the predicted seconds of `Allgather` for rows of `total` bytes on all ranks together."""
     return rounds(P) * network.alpha + total * (network.beta * (P - 1) / P + BYTE)
 
 
@@ -51,9 +51,10 @@ class RowAuto(RowAlgorithm):
     def __post_init__(self) -> None:
         RowOwners(self.owner)
 
-    def __call__(self, channel: RowChannel, x: RowSparse, held: Sequence[int]) -> RowSum:
+    def __call__(self, channel: Channel, x: RowSparse, k: int) -> Reduction:  # type: ignore[override]
         row_bytes = x.d * wire_dtype(x.dtype, channel.value_dtype).stored.itemsize + 1.5
-        P, total, network = channel.size, sum(held) * row_bytes, channel.transport.network
-        union = min(max(DISTINCT * total, max(held) * row_bytes), x.n * row_bytes)
+        P, total, network = channel.size, sum(channel.held) * row_bytes, channel.transport.network
+        union = min(max(DISTINCT * total, k * row_bytes), x.n * row_bytes)
         gathers = P == 1 or gather_seconds(P, total, network) <= owners_seconds(P, total, union, network)
-        return (RowGather() if gathers else RowOwners(self.owner))(channel, x, held)
+        chosen = Allgather() if gathers else RowOwners(self.owner)
+        return chosen(channel, x, k)  # type: ignore[arg-type]

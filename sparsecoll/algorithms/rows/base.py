@@ -1,58 +1,37 @@
-"""The interface of algorithms that sum rows."""
+"""The base of algorithms that sum rows alone, and the balance of sums before they are gathered."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
-from typing import ClassVar
+from dataclasses import dataclass, field
 
-from sparsecoll.transport.row_channel import RowChannel
+import numpy as np
+
+from sparsecoll.algorithms.base import Algorithm
+from sparsecoll.algorithms.primitives.balance import balanced
+from sparsecoll.select import Selector
+from sparsecoll.transport.channel import Channel
+from sparsecoll.transport.collectives import allgather
 from sparsecoll.vector import RowSparse
 
-
-@dataclass
-class RowSum:
-    """What an algorithm for rows returns.
-
-    Attributes:
-        value: the rows of all ranks combined, in the dtype of the call, the same on every rank.
-        lost: returns what rounding on the wire took from the sums that this rank formed, in the accumulator dtype;
-            None for nothing.
-    """
-
-    value: RowSparse
-    lost: Callable[[], RowSparse] | None = None
-
-    def contributed(self, sent: RowSparse) -> RowSparse:
-        """Return this rank's share of `value`, if it has sent these rows."""
-        lost = None if self.lost is None else self.lost()
-        if lost is None or not lost.nnz:
-            return sent
-        return RowSparse.merge([sent.astype(lost.dtype), -lost], lost.dtype)
+MOST = 1.1  # times the mean, up to which the largest number of rows is accepted
 
 
 @dataclass
-class RowAlgorithm(ABC):
-    """Exact sum of rows: derive a dataclass of its options, and define `__call__`.
+class RowAlgorithm(Algorithm):
+    """Exact sum of rows: derive a dataclass of its options, and define `__call__`, whose x is a RowSparse."""
 
-    Attributes:
-        name: key in ROW_ALGORITHMS.
-    """
+    semantics = "exact_sum"
+    takes_ops = True
+    takes_rows = True
+    takes_vectors = False
 
-    name: ClassVar[str]
+    k: int | None = field(default=None, init=False, repr=False, compare=False)
+    selector: Selector | None = field(default=None, init=False, repr=False, compare=False)
 
-    @abstractmethod
-    def __call__(self, channel: RowChannel, x: RowSparse, held: Sequence[int]) -> RowSum:
-        """Combine the rows of all ranks by the operation of the call.
 
-        Args:
-            channel: sends and receives rows in the value dtype of the call.
-            x: this rank's rows, rounded as on the wire.
-            held: number of rows of each rank.
-        """
-
-    def describe(self) -> str:
-        """Return name and options as a string, by which ranks compare their algorithms."""
-        options = ", ".join(f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if f.init)
-        return f"{self.name}({options})"
+def balanced_rows(channel: Channel, x: RowSparse) -> RowSparse:
+    """Return as many rows on each rank, if some rank has more than MOST times the mean; see `balanced`."""
+    counts: list[int] = allgather(channel.transport, np.array([x.nnz]))[:, 0].tolist()
+    if max(counts) * channel.size <= MOST * sum(counts) + channel.size:
+        return x
+    return balanced(channel, x, counts, range(channel.size))

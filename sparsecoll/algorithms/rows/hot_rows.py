@@ -13,15 +13,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sparsecoll.algorithms.rows.balance import balanced
-from sparsecoll.algorithms.rows.base import RowSum
+from sparsecoll.algorithms.base import Loss, Reduction
+from sparsecoll.algorithms.primitives.agreed import INDICES
+from sparsecoll.algorithms.rows.base import balanced_rows
 from sparsecoll.errors import CommunicationError
-from sparsecoll.formats.rows import decode_numbers, encode_numbers, pack_values, unpack_values
-from sparsecoll.transport.collectives import allgatherv, joined, separated
-from sparsecoll.transport.row_channel import RowChannel
-from sparsecoll.vector import RowSparse, accumulator_dtype
-from sparsecoll.vector.operation import Operation
-from sparsecoll.vector.row_arrays import cast, folded, sums, taken
+from sparsecoll.formats import Buffer
+from sparsecoll.transport.channel import Channel
+from sparsecoll.transport.collectives import allgatherv, exchanged, joined, separated
+from sparsecoll.vector import DenseVector, RowSparse, SparseVector, accumulator_dtype, saturating_cast
+from sparsecoll.vector.row_arrays import sums
+from sparsecoll.vector.values import finite_difference
 
 SHARE = 0.5  # of the ranks that have a hot row: sending it dense costs at most twice as much
 
@@ -31,16 +32,16 @@ class HotRows:
     """The hot rows, the same on all ranks.
 
     Attributes:
-        rows: their numbers, ascending.
+        rows: their numbers, ascending, as `RowSparse.indices`.
         d: number of values in a row.
         edges: rank j sums the values from edges[j] up to edges[j + 1] of the block of all hot rows.
     """
 
-    rows: NDArray[np.int64]
+    rows: NDArray[Any]
     d: int
     edges: list[int]
 
-    def among(self, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
+    def among(self, rows: NDArray[Any]) -> NDArray[np.bool_]:
         """Return which of some rows are hot."""
         if not self.rows.size:
             return np.zeros(rows.size, bool)
@@ -50,8 +51,8 @@ class HotRows:
     def block(self, x: RowSparse, missing: Any = 0) -> NDArray[Any]:
         """Return the values of the hot rows in x, one row after the other, with `missing` for those that x lacks."""
         block = np.full((self.rows.size, self.d), missing, x.dtype)
-        own = np.flatnonzero(self.among(x.rows))
-        block[np.searchsorted(self.rows, x.rows[own])] = taken(x.values, own)
+        own = np.flatnonzero(self.among(x.indices))
+        block[np.searchsorted(self.rows, x.indices[own])] = x.values[own]
         return block.reshape(-1)
 
     def width(self, rank: int) -> int:
@@ -82,7 +83,7 @@ class Sums:
     part: NDArray[Any]
 
 
-def find(channel: RowChannel, x: RowSparse, positions: Sequence[NDArray[np.int64]]) -> HotRows:
+def find(channel: Channel, x: RowSparse, positions: Sequence[NDArray[np.int64]]) -> HotRows:
     """Return the hot rows; collective. Each rank counts the rows of a share of the table and tells all which are hot.
 
     Args:
@@ -91,20 +92,20 @@ def find(channel: RowChannel, x: RowSparse, positions: Sequence[NDArray[np.int64
         positions: for each rank, the positions of the rows in x that it counts.
     """
     rank, size, transport = channel.rank, channel.size, channel.transport
-    for step in range(1, size):
-        to = (rank + step) % size
-        transport.isend(to, encode_numbers(x.rows[positions[to]], x.n, x.values))
-    lists = [x.rows[positions[rank]]]
-    lists += [decode_numbers(transport.recv((rank - step) % size), x.n) for step in range(1, size)]
+
+    def encoded(rows: NDArray[Any]) -> Buffer:
+        return INDICES.encode(SparseVector.from_sorted_unchecked(rows, np.empty(rows.size, np.bool_), x.n))
+
+    lists = [x.indices[positions[rank]]]
+    for _, message in exchanged(transport, lambda to: encoded(x.indices[positions[to]])):
+        lists.append(INDICES.decode(message, x.n).indices)
     rows, counts = np.unique(np.concatenate(lists), return_counts=True)
-    mine = rows[counts >= max(2.0, SHARE * size)]
-    messages = allgatherv(transport, encode_numbers(mine, x.n, x.values))
-    numbers = np.sort(np.concatenate([decode_numbers(message, x.n) for message in messages]))
-    values = numbers.size * x.d
-    return HotRows(numbers, x.d, [values * j // size for j in range(size + 1)])
+    messages = allgatherv(transport, encoded(rows[counts >= max(2.0, SHARE * size)]))
+    hot = np.sort(np.concatenate([INDICES.decode(message, x.n).indices for message in messages]))
+    return HotRows(hot, x.d, [hot.size * x.d * j // size for j in range(size + 1)])
 
 
-def reduce_scatter(channel: RowChannel, x: RowSparse, hot: HotRows, positions: Sequence[NDArray[np.int64]]) -> Sums:
+def reduce_scatter(channel: Channel, x: RowSparse, hot: HotRows, positions: Sequence[NDArray[np.int64]]) -> Sums:
     """Combine the rows of all ranks, in rank order, in P - 1 messages; collective.
 
     Args:
@@ -113,58 +114,60 @@ def reduce_scatter(channel: RowChannel, x: RowSparse, hot: HotRows, positions: S
         hot: the hot rows.
         positions: for each rank, the positions of the rows in x that it owns and that are not hot.
     """
-    rank, size, transport = channel.rank, channel.size, channel.transport
+    rank, size = channel.rank, channel.size
     block = hot.block(x, channel.op.neutral(x.dtype))
-    parts = [block[low:high] for low, high in zip(hot.edges, hot.edges[1:], strict=False)]
-    for step in range(1, size):
-        to = (rank + step) % size
-        end = pack_values(parts[to], channel.value_dtype)
-        message = channel.encode(x, positions[to], room=end.size)
+    parts = [DenseVector(block[low:high]) for low, high in zip(hot.edges, hot.edges[1:], strict=False)]
+
+    def rows_and_part(to: int) -> Buffer:
+        end = channel.pack(parts[to])
+        message = channel.encode(x.take(positions[to]), room=end.size)
         message[message.size - end.size :] = end
-        transport.isend(to, message)
-    received = {rank: (x.take(positions[rank]), parts[rank])}
-    room = pack_values(parts[rank], channel.value_dtype).size
-    for step in range(1, size):
-        source = (rank - step) % size
-        message = transport.recv(source)
+        return message
+
+    received: dict[int, tuple[Any, DenseVector]] = {rank: (x.take(positions[rank]), parts[rank])}
+    room = channel.pack(parts[rank]).size
+    for source, message in exchanged(channel.transport, rows_and_part):
         start = max(message.size - room, 0)
-        values = unpack_values(message[start:], hot.width(rank), x.dtype, channel.value_dtype)
-        received[source] = (channel.decode(message[:start]), values)
-    cold = channel.merge([received[source][0] for source in range(size)])
-    return Sums(cold, hot, combined([received[source][1] for source in range(size)], x.dtype, channel.op))
+        received[source] = channel.decode(message[:start]), channel.unpack(message[start:], x.dtype, hot.width(rank))
+    accumulator = accumulator_dtype(x.dtype)
+    cold: RowSparse = channel.merge([received[source][0] for source in range(size)], accumulator)
+    addends = [received[source][1].values.reshape(1, -1) for source in range(size)]
+    if not hot.width(rank):
+        return Sums(cold, hot, np.empty(0, accumulator))
+    part = sums(addends, np.arange(size), np.zeros(1, np.int64), accumulator, channel.op)
+    return Sums(cold, hot, part.reshape(-1))
 
 
-def combined(parts: Sequence[NDArray[Any]], of: np.dtype[Any], op: Operation) -> NDArray[Any]:
-    """Return arrays of one length combined in their order, in the accumulator dtype of values of dtype `of`."""
-    dtype, zero = accumulator_dtype(of), np.zeros(1, np.int64)
-    addends, order = [cast(part.reshape(1, -1), dtype) for part in parts], np.arange(len(parts))
-    if not addends[0].size:
-        return np.empty(0, dtype)
-    if op.fold(dtype) is None:
-        return sums(addends, order, zero, dtype).reshape(-1)  # type: ignore[no-any-return]
-    return folded(addends, order, zero, dtype, op).reshape(-1)  # type: ignore[no-any-return]
+def allgather(channel: Channel, x: RowSparse, found: Sums, k: int) -> Reduction:
+    """Return the sums of all ranks, in the dtype of x, rounded as on the wire.
 
-
-def allgather(channel: RowChannel, found: Sums, most: int, dtype: np.dtype[Any]) -> RowSum:
-    """Return the sums of all ranks, in `dtype`, rounded as on the wire; arguments as of `RowChannel.allgather`."""
-    hot, cold = found.hot, channel.round(found.cold.astype(dtype))
-    part = cast(found.part.reshape(1, -1), dtype).reshape(-1)
-    blocks = [channel.encode(balanced(channel, cold)), pack_values(part, channel.value_dtype)]
+    Args:
+        channel: of the call.
+        x: this rank's rows.
+        found: what this rank has summed.
+        k: as of `Channel.allgather`.
+    """
+    hot, dtype, cold = found.hot, x.dtype, channel.round(found.cold.astype(x.dtype))
+    blocks = [
+        channel.encode(balanced_rows(channel, cold)),
+        channel.pack(DenseVector(saturating_cast(found.part, dtype))),
+    ]
     parts, values = [], []
-    for rank, message in enumerate(allgatherv(channel.transport, joined(blocks), channel.is_direct(most))):
+    for rank, message in enumerate(allgatherv(channel.transport, joined(blocks), channel.is_direct(x, k))):
         rows, own = separated(message, 2)
         parts.append(channel.decode(rows).astype(dtype))
-        values.append(unpack_values(own, hot.width(rank), dtype, channel.value_dtype))
-    dense = np.concatenate(values).astype(dtype, copy=False).reshape(-1, hot.d)
+        values.append(channel.unpack(own, dtype, hot.width(rank)).values)
+    parts.append(RowSparse.from_sorted_unchecked(hot.rows, np.concatenate(values).reshape(-1, hot.d), x.n))  # type: ignore[arg-type]
 
-    def lost() -> RowSparse:
-        formed, arrived = (hot.rows_of_part(channel.rank, own, channel.n) for own in (found.part, values[channel.rank]))
-        return RowSparse.merge([found.cold._rounding_error(cold), formed._rounding_error(arrived)], found.cold.dtype)
+    def contributed() -> Any:
+        error = finite_difference(found.part, values[channel.rank])
+        lost: list[Any] = [found.cold._rounding_error(cold), hot.rows_of_part(channel.rank, error, x.n)._drop_zeros()]
+        return Loss(channel, *lost).subtract_from(x)  # type: ignore[arg-type]
 
-    return RowSum(RowSparse.join([*parts, RowSparse.from_sorted_unchecked(hot.rows, dense, channel.n)]), lost)
+    return Reduction(RowSparse.join(parts), contributed)  # type: ignore[arg-type]
 
 
-def to_owners(channel: RowChannel, found: Sums, owners: NDArray[np.int64]) -> RowSparse:
+def to_owners(channel: Channel, found: Sums, owners: NDArray[np.int64]) -> RowSparse:
     """Return all rows that this rank owns: those that are hot come from the ranks that have summed them; collective.
 
     Args:
@@ -193,6 +196,6 @@ def to_owners(channel: RowChannel, found: Sums, owners: NDArray[np.int64]) -> Ro
                 raise CommunicationError(f"message: expected {count} values of a hot row, got {message.size} bytes")
             received.append(message.view(found.part.dtype))
     own = RowSparse.from_sorted_unchecked(
-        hot.rows[owners == rank], np.concatenate(received).reshape(-1, hot.d), channel.n
+        hot.rows[owners == rank], np.concatenate(received).reshape(-1, hot.d), channel.length
     )
     return RowSparse.join([found.cold, own])

@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from sparsecoll.algorithms.base import Loss, Reduction
 from sparsecoll.algorithms.primitives import partition
 from sparsecoll.algorithms.rows import hot_rows
-from sparsecoll.algorithms.rows.balance import balanced
-from sparsecoll.algorithms.rows.base import RowAlgorithm, RowSum
+from sparsecoll.algorithms.rows.base import RowAlgorithm, balanced_rows
 from sparsecoll.errors import check_choice
-from sparsecoll.kernels.keys import index_dtype
 from sparsecoll.kernels.memory import to_host
-from sparsecoll.transport.base import Transport
-from sparsecoll.transport.row_channel import RowChannel
-from sparsecoll.vector import RowSparse, SparseVector
+from sparsecoll.transport.channel import Channel
+from sparsecoll.transport.collectives import exchanged
+from sparsecoll.vector import RowSparse, SparseVector, accumulator_dtype
 from sparsecoll.vector.rows import hash_owners
 
 OWNERS = ("hash", "quantile", "range")
@@ -32,7 +32,7 @@ class RowOwners(RowAlgorithm):
     1. Find the hot rows, where that pays (see `hot`), and the owner of each other row (see `owner`).
     2. Every rank sends each other one the rows that it owns, and a part of the block of hot rows, in P - 1 messages.
     3. The owners sum them, in rank order, and round the sums as on the wire.
-    4. Balance the sums if a rank has a tenth more than the mean (see `balance.py`), and allgather them.
+    4. Balance the sums if a rank has a tenth more than the mean (Ok-Topk, section 3.1.2), and allgather them.
 
     Volume: r(P-1)/P rows in step 2 and u(P-1)/P in step 4, for r rows on each rank and u rows in the sum: 2r(P-1)/P if
     all ranks have the same rows, r(P-1)/P + r(P-1) if they share none.
@@ -60,77 +60,67 @@ class RowOwners(RowAlgorithm):
     def __post_init__(self) -> None:
         check_choice("owner", self.owner, OWNERS)
 
-    def __call__(self, channel: RowChannel, x: RowSparse, held: Sequence[int]) -> RowSum:
+    def __call__(self, channel: Channel, x: RowSparse, k: int) -> Reduction:  # type: ignore[override]
         with channel.phase("split"):
-            found, _ = self._sums(channel, x, held)
+            found, _ = self._sums(channel, x)
         with channel.phase("gather"):
             if isinstance(found, hot_rows.Sums):
-                return hot_rows.allgather(channel, found, max(held), x.dtype)
+                return hot_rows.allgather(channel, x, found, k)
             rounded = channel.round(found.astype(x.dtype))
-            parts = channel.allgather(balanced(channel, rounded), max(held))
+            parts = channel.allgather(balanced_rows(channel, rounded), k)
             value = RowSparse.join([part.astype(x.dtype) for part in parts])
-            return RowSum(value, lambda: found._rounding_error(rounded))
+            lost: Any = found._rounding_error
+            return Reduction(value, lambda: Loss(channel, lost(rounded)).subtract_from(x))  # type: ignore[arg-type]
 
-    def reduce_scatter(self, channel: RowChannel, x: RowSparse, held: Sequence[int]) -> RowSparse:
+    def reduce_scatter(self, channel: Channel, x: RowSparse) -> RowSparse:
         """Return the rows that this rank owns, combined over all ranks, in the accumulator dtype."""
         with channel.phase("split"):
-            found, edges = self._sums(channel, x, held, delivered=True)
+            found, edges = self._sums(channel, x, delivered=True)
             if not isinstance(found, hot_rows.Sums):
                 return found
-            return hot_rows.to_owners(channel, found, owners_of(found.hot.rows, x.n, channel.size, edges))
+            return hot_rows.to_owners(channel, found, owners_of(found.hot.rows, channel.size, edges))
 
     def _sums(
-        self, channel: RowChannel, x: RowSparse, held: Sequence[int], delivered: bool = False
+        self, channel: Channel, x: RowSparse, delivered: bool = False
     ) -> tuple[RowSparse | hot_rows.Sums, list[int] | None]:
         """Return the sums that this rank forms, of hot rows apart if they are looked for, and the owners' edges.
 
         Quantiles count a hot row once if its sum is delivered to its owner, otherwise not.
         """
-        rows, size = to_host(x.rows), channel.size
+        rows, size = to_host(x.indices), channel.size
         places, hot = np.arange(x.nnz), None
-        if self._looks_for_hot_rows(channel, x, held):
-            hot = hot_rows.find(channel, x, split(places, owners_of(rows, x.n, size), size))
+        if self._looks_for_hot_rows(channel, x):
+            hot = hot_rows.find(channel, x, split(places, owners_of(rows, size), size))
             places = np.flatnonzero(~hot.among(rows))
         counted = rows[places]
         if hot is not None and delivered:
             counted = np.sort(np.concatenate([counted, hot.rows[channel.rank :: size]]))
-        edges = edges_of(channel.transport, counted, x.n, self.owner)
-        positions = split(places, owners_of(rows[places], x.n, size, edges), size)
+        edges = None
+        if self.owner != "hash":
+            entries = SparseVector.from_sorted_unchecked(counted, counted, x.n)
+            edges = partition.boundaries(channel.transport, entries, "even" if self.owner == "range" else "histogram")
+        positions = split(places, owners_of(rows[places], size, edges), size)
         if hot is not None:
             return hot_rows.reduce_scatter(channel, x, hot, positions), edges
-        return channel.merge(channel.exchange(x, positions)), edges
+        parts: dict[int, Any] = {channel.rank: x.take(positions[channel.rank])}
+        for source, message in exchanged(channel.transport, lambda to: channel.encode(x.take(positions[to]))):
+            parts[source] = channel.decode(message)
+        return channel.merge([parts[rank] for rank in range(size)], accumulator_dtype(x.dtype)), edges
 
-    def _looks_for_hot_rows(self, channel: RowChannel, x: RowSparse, held: Sequence[int]) -> bool:
+    def _looks_for_hot_rows(self, channel: Channel, x: RowSparse) -> bool:
         op = channel.op  # of which a value that stands for a missing one must not change others: 1 + 0j turns -0 to 0
         has_neutral = op.name != "replace" and (op.sums or x.dtype.kind != "c")
         if not has_neutral or channel.size <= 2 or x.on_gpu:
             return False
-        few = FEW_ROWS * channel.size**2 > sum(held) / channel.size
+        few = FEW_ROWS * channel.size**2 > sum(channel.held) / channel.size
         return (self.owner != "hash" or few) if self.hot is None else self.hot
 
 
-def edges_of(transport: Transport, rows: NDArray[np.int64], n: int, owner: str) -> list[int] | None:
-    """Return P + 1 edges: rank j owns the rows from edges[j] up to edges[j + 1]; None for owners by hash. Collective.
-
-    Args:
-        transport: of the ranks.
-        rows: this rank's rows, ascending, whose quantiles are taken.
-        n: number of rows of the table.
-        owner: see `RowOwners`.
-    """
-    if owner == "hash":
-        return None
-    if owner == "range":
-        return [n * j // transport.size for j in range(transport.size + 1)]
-    indices = rows.astype(index_dtype(n))
-    return partition.boundaries(transport, SparseVector.from_sorted_unchecked(indices, indices, n), "histogram")
-
-
-def owners_of(rows: NDArray[np.int64], n: int, size: int, edges: Sequence[int] | None = None) -> NDArray[np.int64]:
+def owners_of(rows: NDArray[Any], size: int, edges: Sequence[int] | None = None) -> NDArray[np.int64]:
     """Return the owner of each row by the edges of the owners' ranges, or by hash without edges."""
     if edges is None:
-        return hash_owners(rows, n, size)
-    return np.searchsorted(np.array(edges[1:-1], np.int64), rows, side="right")
+        return hash_owners(rows, size)
+    return np.searchsorted(np.array(edges[1:-1], np.uint64), rows, side="right")
 
 
 def split(places: NDArray[np.int64], owners: NDArray[np.int64], size: int) -> list[NDArray[np.int64]]:

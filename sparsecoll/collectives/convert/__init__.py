@@ -16,7 +16,7 @@ import numpy as np
 from sparsecoll.collectives.convert.back import Back, ToTriple
 from sparsecoll.collectives.convert.keyed import ToMapping, ToSeries, from_mapping, from_series
 from sparsecoll.collectives.convert.matrices import ToPydata, ToScipy, from_pydata, from_scipy
-from sparsecoll.collectives.convert.rows import ToArray, ToBsr, ToHybrid
+from sparsecoll.collectives.convert.rows import ToArray, ToBsr
 from sparsecoll.collectives.convert.rows import to_rows as to_rows
 from sparsecoll.collectives.convert.tensors import ToTorch, from_torch, tensor_of
 from sparsecoll.kernels.memory import asarray_like, contiguous, from_dlpack, on_gpu
@@ -24,7 +24,7 @@ from sparsecoll.select import Vector
 from sparsecoll.vector import DenseVector, RowSparse, SparseVector
 
 TO_VECTORS = (Back, ToTriple, ToScipy, ToPydata, ToTorch, ToMapping, ToSeries)
-BACKS = {kind.__name__: kind for kind in (*TO_VECTORS, ToHybrid, ToBsr, ToArray)}
+BACKS = {kind.__name__: kind for kind in (*TO_VECTORS, ToBsr, ToArray)}
 TYPES = (
     "a SparseVector, (indices, values, length), a SciPy sparse array or matrix, a pydata COO or GCXS, a torch tensor"
     " (dense or sparse_coo), a dict or Counter, a pandas Series, or a dense NumPy, CuPy or DLPack array"
@@ -159,9 +159,11 @@ def to_block(x: Any) -> tuple[RowSparse, Back] | None:
     if vector.length >> 32:
         raise ValueError(f"x: expected fewer than 2^32 values in an array, got {vector.length}: send it in parts")
     library = "" if x is vector else type(x).__module__.partition(".")[0]
-    row = asarray_like(np.zeros(1, np.int64), vector.values)
+    row = asarray_like(np.zeros(min(vector.length, 1), np.uint32), vector.values)
     shape = vector.values.shape if x is vector else tuple(map(int, x.shape))
-    return RowSparse.from_sorted_unchecked(row, vector.values.reshape(1, -1), 1), ToArray(library, shape)
+    return RowSparse.from_sorted_unchecked(row, vector.values.reshape(row.size, max(vector.length, 1)), 1), ToArray(
+        library, shape
+    )
 
 
 def _ordered(x: Any) -> tuple[Vector, Back]:

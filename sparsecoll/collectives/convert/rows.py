@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from sparsecoll.collectives.convert.back import Back
-from sparsecoll.collectives.convert.tensors import tensor_of, torch_array
+from sparsecoll.collectives.convert.tensors import ToTorch, tensor_of, torch_array
 from sparsecoll.vector import DenseVector, RowSparse
-from sparsecoll.vector.coordinates import coordinates, count, flat_indices
-from sparsecoll.vector.row_arrays import blocks_of
+from sparsecoll.vector.coordinates import count, flat_indices
+from sparsecoll.vector.scipy_arrays import blocks_of
 
 
 def to_rows(x: Any) -> tuple[RowSparse, Back] | None:
@@ -41,24 +41,7 @@ def _from_hybrid(x: Any) -> tuple[RowSparse, Back] | None:
         return None
     numbers = flat_indices(torch_array(x._indices()), outer)
     values = torch_array(x._values().reshape(-1, d))
-    return RowSparse.from_pairs(numbers, values, count(outer)), ToHybrid(len(outer), shape)
-
-
-@dataclass(frozen=True)
-class ToHybrid(Back):
-    """Returns a coalesced torch.sparse_coo tensor with sparse and dense dimensions."""
-
-    sparse_dim: int
-    shape: Sequence[int]
-
-    def __call__(self, y: Any) -> Any:
-        torch, shape = importlib.import_module("torch"), tuple(self.shape)
-        outer = coordinates(y.rows, shape[: self.sparse_dim], "int64")
-        index = torch.stack([tensor_of(np.ascontiguousarray(numbers)) for numbers in outer])
-        values = tensor_of(y.values).view(-1, *shape[self.sparse_dim :])
-        return torch.sparse_coo_tensor(
-            index, values, shape, device=values.device, is_coalesced=True, check_invariants=False
-        )
+    return RowSparse.from_pairs(numbers, values, count(outer)), ToTorch(len(outer), shape)
 
 
 @dataclass(frozen=True)
@@ -69,6 +52,10 @@ class ToBsr(Back):
     shape: Sequence[int]
     index_dtype: str
     blocksize: Sequence[int]
+
+    def layout(self) -> dict[str, Any]:
+        whole = tuple(self.blocksize) == (1, self.shape[1])  # rows, as of any other type
+        return {} if whole else {"blocksize": list(self.blocksize)}
 
     def __call__(self, y: Any) -> Any:
         height, width = self.blocksize
@@ -88,6 +75,9 @@ class ToArray(Back):
 
     library: str
     shape: Sequence[int]
+
+    def layout(self) -> dict[str, Any]:
+        return {"x": "an array", "shape": list(self.shape)}
 
     def __call__(self, y: Any) -> Any:
         values = y.values.reshape(tuple(self.shape))

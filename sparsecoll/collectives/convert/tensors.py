@@ -73,22 +73,22 @@ def from_torch(x: Any) -> tuple[Vector, Back]:
 
 @dataclass(frozen=True)
 class ToTorch(Back):
-    """Returns a coalesced torch.sparse_coo tensor."""
+    """Returns a coalesced torch.sparse_coo tensor, of entries or of rows of values."""
 
     sparse_dim: int
     shape: Sequence[int]
 
-    def __call__(self, y: SparseVector) -> Any:
+    def __call__(self, y: Any) -> Any:
         torch, shape = importlib.import_module("torch"), tuple(self.shape)
         rows, values = y.indices, tensor_of(y.values)
-        if self.sparse_dim < len(shape):  # a row of values for each index of the sparse dimensions
+        if self.sparse_dim < len(shape) and not y.width:  # a row of values for each index of the sparse dimensions
             width = np.uint64(math.prod(shape[self.sparse_dim :]))
             row, column = y.indices.astype(np.uint64) // width, y.indices.astype(np.uint64) % width
             first = run_starts(row)
             rows, position = row[first], np.cumsum(first) - 1
             values = torch.zeros(len(rows), int(width), dtype=values.dtype, device=values.device)
             values[tensor_of(position), tensor_of(column.astype(np.int64))] = tensor_of(y.values)
-            values = values.view(len(rows), *shape[self.sparse_dim :])
+        values = values.view(len(rows), *shape[self.sparse_dim :])
         index = torch.stack([tensor_of(row) for row in coordinates(rows, shape[: self.sparse_dim])])
         return torch.sparse_coo_tensor(
             index, values, shape, device=values.device, is_coalesced=True, check_invariants=False

@@ -17,7 +17,7 @@ from sparsecoll.errors import CommunicationError
 from sparsecoll.formats import Buffer
 from sparsecoll.kernels import kernels_of
 from sparsecoll.transport import Transport
-from sparsecoll.transport.collectives import allgatherv
+from sparsecoll.transport.collectives import allgatherv, exchanged
 
 FEW = 1 << 13  # keys of all ranks together that go to all of them at once
 ENCODING = ("utf-8", "surrogatepass")
@@ -154,13 +154,13 @@ def table_of(transport: Transport, keys: Keys, total: int) -> tuple[Text, NDArra
 
 def _owned(transport: Transport, own: Text) -> Text:
     """Return the different keys of all ranks whose hash names this rank."""
-    rank, size = transport.rank, transport.size
-    owners = own.owners(size)
-    parts = [own.take(np.flatnonzero(owners == owner)) for owner in range(size)]
-    for step in range(1, size):
-        transport.isend((rank + step) % size, parts[(rank + step) % size].packed())
-    arrived = [unpacked(transport.recv((rank - step) % size)) for step in range(1, size)]
-    every = Text.concatenate([parts[rank], *arrived])
+    owners = own.owners(transport.size)
+
+    def part(owner: int) -> Text:
+        return own.take(np.flatnonzero(owners == owner))
+
+    arrived = [unpacked(message) for _, message in exchanged(transport, lambda to: part(to).packed())]
+    every = Text.concatenate([part(transport.rank), *arrived])
     return every.take(every.numbers()[1])
 
 

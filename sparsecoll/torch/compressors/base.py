@@ -19,6 +19,7 @@ from sparsecoll.kernels import kernels_of
 from sparsecoll.residual import LazyAccumulator, check_part
 from sparsecoll.select import Vector
 from sparsecoll.telemetry.trace import span
+from sparsecoll.torch.compressors.rates import Rates
 from sparsecoll.torch.compressors.versions import Versions
 from sparsecoll.torch.device import Array, CpuDevice
 from sparsecoll.torch.layout import Layout
@@ -261,6 +262,7 @@ class ErrorFeedback(Compressor):
         super().bind(layout, transport, context, timeout)
         self._residual = Versions(layout.zeros() if self.keeps_gradient else layout.device.zeros(0, layout.dtype))
         self._versions = [self._residual]
+        self._rates = Rates((), lambda _: [])  # of no parameter, unless residuals follow the learning rate
         self._spare: list[Array] = []  # memory of versions other than the residual's, which is the bucket's
 
     def compensate(self, gradient: Array, scale: float = 1.0, source: Array | None = None) -> DenseVector:
@@ -310,19 +312,24 @@ class ErrorFeedback(Compressor):
         return change(self._residual)
 
     def keep(self) -> list[Array]:
+        self._rates.keep()
         return self._each(Versions.keep)
 
     def drop(self) -> None:
+        self._rates.drop()
         self._each(Versions.drop)
 
     def exclude(self, names: Collection[str]) -> None:
+        self._rates.exclude(names)
         for versions in self._versions:
             versions.exclude(self.layout.slices(names))
 
     def commit(self) -> list[Array]:
+        self._rates.commit()
         return self._each(Versions.commit)
 
     def rollback(self, names: Collection[str] | None = None) -> list[Array]:
+        self._rates.rollback(names)
         parts = None if names is None else self.layout.slices(names)
         return self._each(lambda versions: versions.rollback(parts))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -125,7 +124,6 @@ class TopK(ErrorFeedback):
         if self.momentum:
             self._velocity = Versions(layout.zeros())
             self._versions.append(self._velocity)
-        self._rates: Rates | None = None
         if self.follow_lr:
             self._rates = Rates(layout.names, context.rates)
 
@@ -166,7 +164,7 @@ class TopK(ErrorFeedback):
     def _add_residual(self, scale: float) -> None:
         """Form acc in the pass that selects, or at once if learning rates have changed by different factors."""
         residual = self._residual.current
-        factors = [1.0] if self._rates is None else self._rates.factors()
+        factors = self._rates.factors() or [1.0]
         if len(set(factors)) == 1:
             self.acc.add_later(residual, scale * factors[0])
             return
@@ -287,34 +285,9 @@ class TopK(ErrorFeedback):
             all_of_it = sent.indices is contributed.indices
             velocity[(sent if all_of_it else sent.intersect(contributed)).indices] = 0
 
-    def keep(self) -> list[Array]:
-        if self._rates is not None:
-            self._rates.keep()
-        return super().keep()
-
-    def drop(self) -> None:
-        if self._rates is not None:
-            self._rates.drop()
-        super().drop()
-
-    def exclude(self, names: Collection[str]) -> None:
-        super().exclude(names)
-        if self._rates is not None:
-            self._rates.exclude(names)
-
-    def rollback(self, names: Collection[str] | None = None) -> list[Array]:
-        if self._rates is not None:
-            self._rates.rollback(names)
-        return super().rollback(names)
-
-    def commit(self) -> list[Array]:
-        if self._rates is not None:
-            self._rates.commit()
-        return super().commit()
-
     def state(self) -> dict[str, dict[str, torch.Tensor]]:
         own = {"velocity": self.layout.by_name(self._velocity.base)} if self.momentum else {}
-        rates = {} if self._rates is None else {"rate": self._rates.state()}
+        rates = {"rate": self._rates.state()} if self.follow_lr else {}
         return super().state() | own | rates
 
     def extra_state(self) -> dict[str, Any]:
