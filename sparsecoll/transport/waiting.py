@@ -72,7 +72,7 @@ class Watchdog:
             self._error, patience = None, WATCHDOG_SECONDS
         due = self._warned + patience
         if self._on_stall is not None:
-            if now - self._start > self._stalls * self._stall:
+            if now >= self._start + self._stalls * self._stall:
                 self._stalls += 1
                 self._on_stall(self._stalls == 2)
             due = min(due, self._start + self._stalls * self._stall)

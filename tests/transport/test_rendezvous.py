@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from test_tcp import Meeting, run
+from socket_ranks import Meeting, run
 
 import sparsecoll
 from sparsecoll import CommunicationError
