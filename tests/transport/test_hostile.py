@@ -192,5 +192,5 @@ def test_a_rank_that_is_interrupted_says_so_and_its_communicator_is_out_of_use(n
             for texts in world.run(program):
                 assert all(isinstance(text, str) or text == 3.0 for text in texts)
                 assert "communicator is out of use since " in texts[-1]
-                causes = ("allreduce was interrupted on rank 1", "KeyboardInterrupt on rank 1", "lost rank 1")
-                assert any(cause in texts[-1] for cause in causes)
+                causes = ("allreduce was interrupted on rank 1", "KeyboardInterrupt on rank 1", "lost rank ")
+                assert any(cause in texts[-1] for cause in causes), texts
