@@ -96,11 +96,14 @@ def warn_of_adam(optimizer: torch.optim.Optimizer, compressor: Compressor) -> No
         )
 
 
-def warn_of_momentum(optimizer: torch.optim.Optimizer, compressor: Compressor, tables: Collection[int] = ()) -> None:
+def warn_of_momentum(
+    optimizer: torch.optim.Optimizer, compressor: Compressor, tables: Collection[int] = (), owner: str = ""
+) -> None:
     """Warn if the compressor has a momentum and the optimizer has one, too.
 
     Args:
         tables: ids of parameters that do not get the momentum of the compressor.
+        owner: class whose `outer_momentum` is the optimizer's; "", the default: none.
     """
     own = getattr(compressor, "momentum", 0.0)
     others = [
@@ -111,12 +114,13 @@ def warn_of_momentum(optimizer: torch.optim.Optimizer, compressor: Compressor, t
     if own and others:
         logger.warning(
             "%s has a momentum of %s, and %s one of %s: gradients get both, as if the learning rate were %.2g times as"
-            " large. Use an optimizer without momentum, or a compressor with momentum=0",
+            " large. Use %s, or a compressor with momentum=0",
             compressor.name,
             own,
-            type(optimizer).__name__,
+            owner or type(optimizer).__name__,
             others[0],
             1 / (1 - others[0]) if others[0] < 1 else math.inf,
+            "outer_momentum=0" if owner else "an optimizer without momentum",
         )
 
 

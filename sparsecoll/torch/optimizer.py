@@ -20,7 +20,7 @@ from sparsecoll.torch.options import Options
 from sparsecoll.torch.state import STATE, is_trial_step
 from sparsecoll.torch.tensors import Named, model_of, named
 from sparsecoll.torch.timeline import Timeline
-from sparsecoll.transport import as_transport
+from sparsecoll.transport import Transport, as_transport
 from sparsecoll.transport.call import CollectiveCall
 
 
@@ -44,9 +44,33 @@ class Wrapper(torch.optim.Optimizer):
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the wrapped optimizer, such as train() and eval() of schedule-free ones."""
-        if name == "optimizer":
-            raise AttributeError(name)
+        if name == "optimizer" or any(name in vars(kind) for kind in Wrapper.__subclasses__()):  # the library's own
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self.optimizer, name)
+
+    def _with_hooks(self, own: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Return the wrapped optimizer's state_dict and `own()`, as the hooks on `state_dict` leave them."""
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
+        state = {**self.optimizer.state_dict(), **own()}
+        for after in self._optimizer_state_dict_post_hooks.values():
+            state = _replaced(state, after(self, state))
+        return state
+
+    def _load_with_hooks(
+        self, transport: Transport, state_dict: Mapping[str, Any], load: Callable[[dict[str, Any]], None]
+    ) -> None:
+        """Load a state_dict as the hooks on `load_state_dict` leave it. Collective."""
+
+        def hooked(_: CollectiveCall) -> dict[str, Any]:
+            state = dict(state_dict)
+            for before in self._optimizer_load_state_dict_pre_hooks.values():
+                state = _replaced(state, before(self, state))
+            return state
+
+        load(collective(transport, "hooks of load_state_dict", None, hooked))
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
 
     def _add_to_wrapped(
         self, param_group: dict[str, Any], members: Members, given: Iterable[tuple[str, torch.Tensor]]
@@ -299,12 +323,7 @@ class DistributedOptimizer(Wrapper):
         Residuals differ between ranks, so save one file per rank. It can be loaded with torch.load(weights_only=True).
         A plain torch optimizer can also load it and ignores the residuals.
         """
-        for before in self._optimizer_state_dict_pre_hooks.values():
-            before(self)
-        state = {**self.optimizer.state_dict(), STATE: self._engine.state_dict()}
-        for after in self._optimizer_state_dict_post_hooks.values():
-            state = _replaced(state, after(self, state))
-        return state
+        return self._with_hooks(lambda: {STATE: self._engine.state_dict()})
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned, to continue with the same bits on as many ranks; collective.
@@ -323,18 +342,11 @@ class DistributedOptimizer(Wrapper):
             TypeError: The state contains values of another type.
         """
 
-        def hooked(_: CollectiveCall) -> dict[str, Any]:
-            state = dict(state_dict)
-            for before in self._optimizer_load_state_dict_pre_hooks.values():
-                state = _replaced(state, before(self, state))
-            return state
+        def load(state: dict[str, Any]) -> None:
+            inner = {name: value for name, value in state.items() if name != STATE}
+            self._engine.load_state_dict(state.get(STATE), lambda: self.optimizer.load_state_dict(inner))
 
-        state_dict = collective(self._engine.transport, "hooks of load_state_dict", None, hooked)
-        own = state_dict.get(STATE)
-        inner = {name: value for name, value in state_dict.items() if name != STATE}
-        self._engine.load_state_dict(own, lambda: self.optimizer.load_state_dict(inner))
-        for after in self._optimizer_load_state_dict_post_hooks.values():
-            after(self)
+        self._load_with_hooks(self._engine.transport, state_dict, load)
 
     def close(self) -> None:
         """Remove the hooks from the parameters; each rank's optimizer then steps on its own gradients."""
