@@ -43,11 +43,11 @@ class LocalOptimizer(Wrapper):
     1. Every rank takes `every` steps of the wrapped optimizer on its own gradients. Nothing is sent.
     2. The compressor, which may keep a residual, averages the ranks' changes: shared parameters - own parameters.
     3. `torch.optim.SGD(outer_lr, outer_momentum)`, with Nesterov momentum if any, updates the shared parameters by the
-       mean, and every rank continues from them. Buffers (BatchNorm) are set to those of rank 0.
+       mean, and every rank continues from them. Buffers that have changed (BatchNorm) are set to those of rank 0.
 
     After every `every`-th step, and after `synchronize`, parameters have the same bits on all ranks; in between they
-    differ. All ranks must take the same number of steps: call `synchronize()` after the last one. The state of the
-    wrapped optimizer stays local to each rank.
+    differ. Call `synchronize()` after the last step; where numbers of steps differ by `every` or more, use `join`. The
+    state of the wrapped optimizer stays local to each rank.
 
     Parameters that are frozen, or that the wrapped optimizer does not have, are set to those of rank 0 at the start and
     not averaged later. A parameter that is frozen between two means is part of the next one. If you change frozen
@@ -76,8 +76,9 @@ class LocalOptimizer(Wrapper):
         ValueError, TypeError: On every rank, if an option or a parameter is invalid on some rank.
         CommunicationError: On every rank, if ranks have different parameters, compressors or options.
 
-    Volume: that of the compressor, divided by `every`. Memory: the shared parameters, their mean change, and what
-    `DistributedOptimizer` and the compressor need.
+    Volume: that of the compressor, divided by `every`; buffers that have changed; a few hundred bytes. Memory: the
+    shared parameters, their momentum if any, and the state of the compressor (three times the model with top-k); during
+    a mean, the change and the mean of one bucket.
 
     See Also:
         `sparsecoll.torch.DistributedOptimizer`, which averages gradients in every step.

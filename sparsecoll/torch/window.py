@@ -139,26 +139,32 @@ class Window:
             NonFiniteError: a parameter is NaN or infinite on some rank; nothing has changed.
             CommunicationError: some rank failed; parameters of the buckets before that have moved on all ranks.
         """
+        before = self.replica.context.step
+        try:
+            outcome = self._mean(flags)
+        except Exception:  # ranks may have failed at different points: the next mean compares, and makes buckets again
+            self.replica.suspect, self.replica.context.step = True, before
+            self._buckets.release()
+            raise
+        if outcome.trainable or outcome.over:
+            self.replica.compare_if_due()
+        return outcome
+
+    def _mean(self, flags: int) -> Round:
         self._check_loaded()
         if not self.steps:
             self._start()
         while (outcome := self._agree(flags)).flags & MEMBERS:
             self.regroup(self.members.named())
-        if not (outcome.trainable or outcome.over):
-            return outcome
-        if outcome.trainable and outcome.trainable != set(self._buckets.index_of):
-            self._buckets.release()
-            self._buckets.make(outcome.trainable)
-        before, self._last = self.replica.context.step, self._last | outcome.trainable
-        try:
+        if outcome.trainable or outcome.over:
+            if outcome.trainable and outcome.trainable != set(self._buckets.index_of):
+                self._buckets.release()
+                self._buckets.make(outcome.trainable)
+            self._last = self._last | outcome.trainable
             for bucket, compressor in self._buckets if outcome.trainable else ():
                 self._reduce(bucket, compressor)
                 self._apply(bucket)
             self.replica.call(self._name, lambda _: self._finish(outcome))
-        except Exception:
-            self.replica.suspect, self.replica.context.step = True, before  # compared in the next mean
-            raise
-        self.replica.compare_if_due()
         return outcome
 
     def _agree(self, flags: int) -> Round:
@@ -173,8 +179,12 @@ class Window:
                 break
         moved, modules = [name in self._moved for name in self._shared], replica.buffers.changed()
         row = Row(replica.context.step, flags | replica.flags, self._shared, modules, moved)
-        digest = None if replica.warmed or replica.transport.size == 1 else fingerprint(self._params.values())
-        outcome = replica.agree(self._name, row, lambda _: digest, failed)
+
+        def digest(outcome: Round) -> int | None:
+            first = not outcome.most and replica.transport.size > 1
+            return fingerprint(self._params.values()) if first else None
+
+        outcome = replica.agree(self._name, row, digest, failed)
         if outcome.over:
             outcome.modules = [True] * len(outcome.modules)  # which ranks without data do not tell
         return outcome
@@ -206,6 +216,7 @@ class Window:
 
     def _apply(self, bucket: Bucket) -> None:
         """Move the parameters of a bucket by its mean."""
+        self._outer.zero_grad()  # what an earlier failure has left
         bucket.assign_grads(bucket.layout.names)
         self._outer.step()
         for name, shared in bucket.params.items():
@@ -226,6 +237,7 @@ class Window:
         Args:
             name: of the call.
         """
+        self._buckets.release()
         self.replica.follow(name, self._outer, root)
         with torch.no_grad():
             for moved in self._moved | self._last:
