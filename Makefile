@@ -13,7 +13,7 @@ SEEDS ?= 1
 FAST := $(addprefix tests/,kernels formats select algorithms/test_contract.py transport collectives test_architecture.py)
 
 # What depends on the number of ranks; the rest of tests/mpi, training above all, shows on 3 ranks what it shows on 8.
-COLLECTIVES := $(patsubst %,tests/mpi/test_%.py,mpi collectives_mpi contract_mpi failures_mpi progress process_groups commands_mpi)
+COLLECTIVES := $(patsubst %,tests/mpi/test_%.py,mpi collectives_mpi contract_mpi failures_mpi mismatch_mpi progress process_groups commands_mpi)
 ON_THREE := tests/mpi $(addprefix --ignore=,$(COLLECTIVES))
 TRAINING := $(patsubst %,tests/mpi/test_%.py,torch_mpi distributed_optimizer training_loops)
 SHARDED := $(patsubst %,tests/mpi/test_%.py,fsdp fsdp_residuals fsdp_refusals)
@@ -61,7 +61,8 @@ lint: $(MPICH)/dev.done
 	$(MPICH)/bin/ruff check . && $(MPICH)/bin/ruff format --check . && $(MPICH)/bin/mypy sparsecoll
 
 fuzz: $(MPICH)/test.done  # the long run of what the tests do in short
-	SPARSECOLL_FUZZ=20000 $(MPICH)/bin/python -m pytest -q -n 2 tests/test_fuzz.py
+	SPARSECOLL_FUZZ=20000 $(MPICH)/bin/python -m pytest -q -n 2 tests/test_fuzz.py tests/torch/test_every_line.py
+	SPARSECOLL_PAIRS=all $(MPICH)/bin/python -m pytest -q -n 2 tests/transport/test_mismatch.py
 	$(MPICH)/bin/python tests/corrupt_messages.py --count 1000000
 	SPARSECOLL_KERNELS=portable $(MPICH)/bin/python tests/corrupt_messages.py --count 1000000 --seed 1
 	SPARSECOLL_LOOPS=2000 $(MPICH)/bin/mpirun -n 3 $(MPICH)/bin/python -m pytest -q --with-mpi -o faulthandler_timeout=0 tests/mpi/test_random_loops.py

@@ -10,7 +10,7 @@ from sparsecoll.algorithms.base import Algorithm, Reduction
 from sparsecoll.algorithms.primitives.agreed import INDICES, sum_at
 from sparsecoll.select import Vector
 from sparsecoll.transport.channel import Channel
-from sparsecoll.transport.collectives import allgatherv, spread
+from sparsecoll.transport.collectives import spread
 
 
 @dataclass
@@ -26,8 +26,7 @@ class CLTk(Algorithm):
     dense or sparse.
 
     Volume: at most k words of indices, and 2k(P-1)/P of values, in ceil(log2 P) messages of the broadcast and those of
-    `dense`; in the first call of an object, after a state was loaded, or on another communicator, P - 1 empty messages
-    more, unless the ranks compare their arguments in that call.
+    `dense`.
     Memory: k entries.
 
     Args:
@@ -39,7 +38,6 @@ class CLTk(Algorithm):
     semantics = "approximate_top_k"
 
     _calls: int = field(default=0, init=False, repr=False)
-    _expected: tuple[int, int] = field(default=(0, 0), init=False, repr=False, compare=False)  # transport, calls
 
     def select(self, x: Vector, k: int, ranks: int = 1) -> Vector:  # type: ignore[override]
         """Return x: only the leader selects, in the call."""
@@ -49,9 +47,6 @@ class CLTk(Algorithm):
         return self._calls, 0
 
     def __call__(self, channel: Channel, x: Vector, k: int) -> Reduction:
-        transport = channel.transport
-        if self._expected != (id(transport), self._calls) and transport.met != transport.calls:
-            self._compare_calls(channel)
         leader, message = self._calls % channel.size, np.empty(0, np.uint8)
         with channel.phase("indices"):
             if channel.rank == leader:
@@ -61,15 +56,4 @@ class CLTk(Algorithm):
         with channel.phase("values"):
             reduction = sum_at(channel, x, indices)
         self._calls += 1
-        self._expected = id(channel.transport), self._calls
         return reduction
-
-    def _compare_calls(self, channel: Channel) -> None:
-        """Send a message to all: its tag has the state, which the ranks have not compared in this call.
-
-        The object is new, its state was loaded, or it is of another communicator. Otherwise, ranks of different states
-        might all wait for another one to lead; and a rank that is alone in sending this has sent it to those that wait
-        for it.
-        """
-        with channel.phase("agree"):
-            allgatherv(channel.transport, np.empty(0, np.uint8), direct=True)

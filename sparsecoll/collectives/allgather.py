@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from sparsecoll.collectives.keyed import on_vectors
+from sparsecoll.collectives.messages import rows_of
 from sparsecoll.collectives.options import CallOptions
-from sparsecoll.collectives.rows import allgather_rows, as_rows
+from sparsecoll.collectives.rows import allgather_rows
 from sparsecoll.formats import Format
 from sparsecoll.transport.call import CollectiveCall
 
@@ -26,8 +27,8 @@ def allgather(
 
     Args:
         comm: communicator, as in `sparsecoll.allreduce`.
-        x: sparse vector, matrix or RowSparse as in `sparsecoll.allreduce`, with the same length and dtype on all
-            ranks.
+        x: sparse vector, matrix, RowSparse or dense array as in `sparsecoll.allreduce`, with the same length (shape of
+            an array) and dtype on all ranks.
         format: wire format, a name or a Format (default: "auto").
         value_dtype: dtype of the values on the wire, "float16", "bfloat16" or "float32"; None, the default, for that of
             x.
@@ -38,7 +39,7 @@ def allgather(
         List of P vectors of the same type as x, in rank order. All are rounded as on the wire, this rank's own too.
 
     Raises:
-        ValueError: On every rank, if an argument is invalid on some rank, or x is dense.
+        ValueError: On every rank, if an argument is invalid on some rank.
         TypeError: On every rank, if an argument has a wrong type on some rank.
         CommunicationError: As in `sparsecoll.allreduce`.
 
@@ -59,7 +60,7 @@ def allgather(
 
 def _allgather(call: CollectiveCall, x: Any, options: CallOptions) -> list[Any]:
     """Agree on the arguments of an allgather and send the data."""
-    rows = as_rows(x, options)
+    rows = rows_of(options, x)
     if rows is not None:
         return allgather_rows(call, *rows, options)
     channel, entries, back = options.agree(call, x, sums=False)

@@ -55,10 +55,10 @@ def allreduce(
             the default process group if torch.distributed is initialized, otherwise for MPI.COMM_WORLD, or for one rank
             without MPI; or what `sparsecoll.simulate` passes to its function. The first call is collective.
         x: SparseVector, RowSparse, tuple (indices, values, length), SciPy or pydata sparse matrix, torch tensor (dense
-            or sparse_coo), dict or Counter with keys of int, str or bytes, pandas Series with integer labels, or dense
-            NumPy, CuPy or DLPack array of any shape, of bool, integers, floats or complex numbers (see
-            `sparsecoll.as_vector`). Dtype, length and shape must be the same on all ranks (except of keyed types), and
-            x must be on the GPU on all ranks or on none. It is not changed.
+            or sparse_coo), dict or Counter with keys of int, str, bytes or tuples of int and str, pandas Series with
+            integer labels, or dense NumPy, CuPy or DLPack array of any shape, of bool, integers, floats or complex
+            numbers (see `sparsecoll.as_vector`). Dtype, length and shape must be the same on all ranks (except of keyed
+            types), and x must be on the GPU on all ranks or on none. It is not changed.
         algo: name in `sparsecoll.ALGORITHMS`, which creates a new algorithm object, or an Algorithm object, which keeps
             thresholds and boundaries between calls. "auto" (the default), "dense", "allgather", "sparcml",
             "densestream" and "hierarchical" compute the exact sum of the selected entries, "oktopk" its top k,

@@ -261,6 +261,9 @@ class Plan:
             self.wait()
         self._perform = self._request = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError("Plan cannot be pickled or copied: call allreduce_init again")
+
     def _check_waited_for(self, what: str) -> None:
         if self._request is not None and not self._request.waited_for:
             raise CommunicationError(f"{what}: expected wait() for the call started before")

@@ -26,8 +26,8 @@ def alltoall(
 
     Args:
         comm: communicator, as in `sparsecoll.allreduce`.
-        x: list or tuple of P sparse vectors or matrices as in `sparsecoll.allreduce`, or RowSparse, x[j] for rank j.
-            Their lengths, dtypes and types may differ.
+        x: list or tuple of P sparse vectors, matrices, RowSparse or dense arrays as in `sparsecoll.allreduce`, x[j] for
+            rank j. Their lengths, dtypes and types may differ.
         format: wire format, a name or a Format (default: "auto").
         value_dtype: dtype of the values on the wire, "float16", "bfloat16" or "float32"; None, the default, for that of
             each vector.
@@ -39,7 +39,7 @@ def alltoall(
         rounded as on the wire. For a type of SciPy, pydata, pandas or torch, every rank needs that library.
 
     Raises:
-        ValueError: On every rank, if an argument is invalid on some rank, or a vector is dense.
+        ValueError: On every rank, if an argument is invalid on some rank.
         TypeError: On every rank, if an argument has a wrong type on some rank.
         CommunicationError: As in `sparsecoll.allreduce`.
 

@@ -39,8 +39,8 @@ def alltoallv(
 
     Args:
         comm: communicator, as in `sparsecoll.allreduce`.
-        x: dict from rank to the sparse vector or matrix (as in `sparsecoll.allreduce`), or RowSparse, that it receives;
-            {} to send none. Lengths, dtypes and types may differ. A rank may send to itself.
+        x: dict from rank to the sparse vector, matrix, RowSparse or dense array (as in `sparsecoll.allreduce`) that it
+            receives; {} to send none. Lengths, dtypes and types may differ. A rank may send to itself.
         format: wire format, a name or a Format (default: "auto").
         value_dtype: dtype of the values on the wire, "float16", "bfloat16" or "float32"; None, the default, for that of
             each vector.
@@ -52,7 +52,7 @@ def alltoallv(
         there, rounded as on the wire. For a type of SciPy, pydata, pandas or torch, the receiver needs that library.
 
     Raises:
-        ValueError: On every rank, if an argument is invalid on some rank, or a vector is dense.
+        ValueError: On every rank, if an argument is invalid on some rank.
         TypeError: On every rank, if an argument has a wrong type on some rank.
         CommunicationError: As in `sparsecoll.allreduce`.
 

@@ -6,9 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from sparsecoll.collectives.messages import pack, unpack
+from sparsecoll.collectives.messages import packed, unpack
 from sparsecoll.collectives.options import CallOptions, blocking, check_root
-from sparsecoll.collectives.rows import as_rows, packed
 from sparsecoll.formats import Format
 from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.transport.collectives import spread
@@ -24,13 +23,14 @@ def bcast(
     timeout: float | None = None,
     check: bool = True,
 ) -> Any:
-    """Send one rank's sparse vector to all ranks. Collective.
+    """Send one rank's sparse vector, or dense array, to all ranks. Collective.
 
     A binomial tree takes ceil(log2 P) successive messages.
 
     Args:
         comm: communicator, as in `sparsecoll.allreduce`.
-        x: on the root, a sparse vector, matrix or RowSparse as in `sparsecoll.allreduce`; ignored on the other ranks.
+        x: on the root, a sparse vector, matrix, RowSparse or dense array as in `sparsecoll.allreduce`; ignored on the
+            other ranks.
         root: rank that has the vector (default: 0).
         format: wire format, a name or a Format (default: "auto").
         value_dtype: dtype of the values on the wire, "float16", "bfloat16" or "float32"; None, the default, for that of
@@ -43,11 +43,11 @@ def bcast(
         SciPy, pydata, pandas or torch, every rank needs the library.
 
     Raises:
-        ValueError: On every rank, if an argument is invalid on some rank, or the root's x is dense.
+        ValueError: On every rank, if an argument is invalid on some rank.
         TypeError: On every rank, if an argument has a wrong type on some rank.
         CommunicationError: As in `sparsecoll.allreduce`.
 
-    Volume: each rank receives 2k words, and some 100 bytes that say the type.
+    Volume: each rank receives 2k words, or the values of a dense array, and some 100 bytes that say the type.
 
     See Also:
         `sparsecoll.allgather`.
@@ -68,8 +68,7 @@ def _bcast(call: CollectiveCall, x: Any, options: CallOptions, root: Any) -> Any
     call.signature["root"] = root = check_root(root, transport)
     call.signature |= options.signature()
     if transport.rank == root:
-        rows = as_rows(x, options)
-        message = packed(*rows, options) if rows else pack(options, *options.to_entries(x, sums=False))
+        message = packed(options, x)
     call.agree(check=options.check)
 
     with transport.phase("broadcast"):

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from sparsecoll.collectives.keyed import on_vectors
+from sparsecoll.collectives.messages import rows_of
 from sparsecoll.collectives.options import CallOptions, check_root
+from sparsecoll.collectives.rows import gather_rows
 from sparsecoll.formats import Format
 from sparsecoll.transport.call import CollectiveCall
 
@@ -27,7 +29,8 @@ def gather(
 
     Args:
         comm: communicator, as in `sparsecoll.allreduce`.
-        x: sparse vector or matrix as in `sparsecoll.allreduce`, with the same length and dtype on all ranks.
+        x: sparse vector, matrix, RowSparse or dense array as in `sparsecoll.allreduce`, with the same length (shape of
+            an array) and dtype on all ranks.
         root: rank that receives the vectors (default: 0).
         format: wire format, a name or a Format (default: "auto").
         value_dtype: dtype of the values on the wire, "float16", "bfloat16" or "float32"; None, the default, for that of
@@ -40,7 +43,7 @@ def gather(
         as on the wire, the root's own too.
 
     Raises:
-        ValueError: On every rank, if an argument is invalid on some rank, or x is dense.
+        ValueError: On every rank, if an argument is invalid on some rank.
         TypeError: On every rank, if an argument has a wrong type on some rank.
         CommunicationError: As in `sparsecoll.allreduce`.
 
@@ -63,6 +66,9 @@ def _gather(call: CollectiveCall, x: Any, options: CallOptions, root: Any) -> li
     """Agree on the arguments of a gather and send the data."""
     transport = call.transport
     call.signature["root"] = root = check_root(root, transport)
+    rows = rows_of(options, x)
+    if rows is not None:
+        return gather_rows(call, *rows, options, root)
     channel, entries, back = options.agree(call, x, sums=False)
 
     with transport.phase("gather"):

@@ -1,9 +1,10 @@
-"""Collectives of what has keys and no length: mappings from integers or strings, and pandas Series.
+"""Collectives of what has keys and no length: mappings from integers, strings or tuples, and pandas Series.
 
 `with_keys` makes vectors of them, of one length, dtype and table of keys on all ranks, and converts results back; the
 collectives themselves know vectors alone. All ranks use the wider of their dtypes, and the largest integer of all ranks
 plus one as the length. The index of a string is its position in a table of the keys of all ranks, see `convert.words`.
-With few keys, all entries go to all ranks together with what is compared, in one round.
+With few keys, all entries go to all ranks together with what is compared, in one round. A bound of the integers on each
+rank goes with the number of its keys: a result of mappings that int64 or float64 might not hold exactly is refused.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from sparsecoll.algorithms import Reduction
 from sparsecoll.collectives import convert
 from sparsecoll.collectives.convert import words
 from sparsecoll.collectives.convert.back import Back
-from sparsecoll.collectives.convert.keyed import ToMapping
+from sparsecoll.collectives.convert.keyed import EXACT, ToMapping
 from sparsecoll.collectives.convert.words import Table, Text, table_of, unpacked
 from sparsecoll.collectives.options import CallOptions, blocking, signature_of
 from sparsecoll.errors import CommunicationError
@@ -29,8 +30,10 @@ from sparsecoll.transport.call import AGREEMENT_BYTES, CollectiveCall
 from sparsecoll.vector import VALUE_DTYPES, DenseVector, SparseVector, dtype_of
 from sparsecoll.vector.values import common_dtype
 
-KEYS = ("integers", "str", "bytes")
+KEYS = ("integers", "str", "bytes", "tuples")
 KINDS = 64  # more than types of keys times dtypes
+BOUNDS = 256  # more than twice the bits of an integer
+INT64 = np.iinfo(np.int64).max
 HEAD = 8  # bytes of a message for `_kind_of` the entries
 KEY_BYTES = 64  # of a key on average, above which a rank does not send its keys in the first round
 
@@ -83,7 +86,7 @@ def with_keys(
         options.check_finite(own)
         call.signature |= options.signature() | at_once
         message = _message(own, back, transport.size)
-    own, back, total = _agree_on_kinds(call, own, back, options.check, message)
+    own, back, total = _agree_on_kinds(call, own, back, options, message)
     blocks, call.gathered = call.gathered, []
     if message is not None and all(block.size for block in blocks):
         options.check_operation(own)
@@ -105,32 +108,62 @@ def with_keys(
 
 
 def _agree_on_kinds(
-    call: CollectiveCall, x: SparseVector, back: Back, check: bool, message: Buffer | None
+    call: CollectiveCall, x: SparseVector, back: Back, options: CallOptions, message: Buffer | None
 ) -> tuple[SparseVector, Back, int]:
     """Return the entries of x in the dtype of all ranks, what converts results, and the number of all ranks' keys.
 
     Raises:
         TypeError: Keys are integers on some ranks and strings on others, or of two types of strings.
+        ValueError: The result for mappings might exceed what their dtype holds exactly.
     """
-    counts, kinds = np.divmod(call.agree(_kind_of(x, back), check, message), KINDS)
+    numbers, kinds = np.divmod(call.agree(_kind_of(x, back), options.check, message), KINDS)
+    counts, bounds = np.divmod(numbers, BOUNDS)
     kinds = kinds[counts > 0] if counts.any() else kinds
     found = np.unique(kinds // len(VALUE_DTYPES)).tolist()
     keys = KEYS[found[0]]
     if len(found) > 1 or (keys != KEYS[0] and not isinstance(back, ToMapping)):
         types = " and ".join(KEYS[kind] for kind in found)
-        raise TypeError(f"x: expected keys of one type on all ranks, and a mapping for str or bytes, got {types}")
+        raise TypeError(
+            f"x: expected keys of one type on all ranks, and a mapping unless they are integers, got {types}"
+        )
     dtypes = {dtype_of(VALUE_DTYPES[kind]) for kind in (kinds % len(VALUE_DTYPES)).tolist()}
     wide = common_dtype(*dtypes)
     if wide.kind == "f" and all(dtype.kind in "iu" for dtype in dtypes):
         found = " and ".join(sorted(map(str, dtypes)))
         raise TypeError(f"x: expected integers of one type on all ranks, got {found}: use x.astype(np.int64)")
+    if (bounds % 2).any():
+        op = None if call.name in ("allgather", "gather") else options.operation.name
+        wide = np.dtype(np.int64) if wide.kind == "b" and op == "sum" else wide  # as Python adds them
+        _check_bounds((bounds // 2).tolist(), wide, op)
     return x.astype(wide), replace(back, keys=keys) if isinstance(back, ToMapping) else back, int(counts.sum())
 
 
 def _kind_of(x: SparseVector, back: Back) -> int:
-    """Return the number of keys, their type and the dtype of the values as one number."""
+    """Return the number of keys, a bound of the integers, the type of the keys and the dtype as one number.
+
+    A bound of b > 0 stands for magnitudes up to 2^(b-1), and 0 for no integer but 0.
+    """
     own = KEYS.index(getattr(back, "keys", KEYS[0])) * len(VALUE_DTYPES) + VALUE_DTYPES.index(x.dtype.name)
-    return x.nnz * KINDS + own
+    largest = getattr(back, "largest", 0)
+    if x.nnz and x.dtype.kind in "iu":
+        largest = max(int(x.values.max()), -int(x.values.min()))
+    bound = (largest - 1).bit_length() + 1 if largest else 0
+    return (x.nnz * BOUNDS + 2 * bound + isinstance(back, ToMapping)) * KINDS + own
+
+
+def _check_bounds(bounds: list[int], dtype: np.dtype[Any], op: str | None) -> None:
+    """Raise unless `dtype` holds every result of integers within these bounds; `op` is None where none are combined."""
+    powers, whole = [bound - 1 for bound in bounds if bound], dtype.kind in "biu"
+    combined = {"sum": "sum", "mean": "sum", "prod": "product"}.get(op or "") if len(powers) > 1 else None
+    if not powers or (whole and combined is None):
+        return
+    largest = 1 << max(powers)
+    result = {"sum": sum(1 << p for p in powers), "product": 1 << sum(powers)}.get(combined or "", largest)
+    if result > (INT64 if whole else EXACT):
+        what = f"a {combined} of integers" if combined else "integers"
+        limit = "below 2^63" if whole else "within 2^53 where other values are floats"
+        found = f"magnitudes up to 2^{max(powers)} on rank {bounds.index(max(bounds))}"
+        raise ValueError(f"x: expected {what} {limit}, got {found}: use float(value){'' if whole else ' on all ranks'}")
 
 
 def _with_common_keys(call: CollectiveCall, x: SparseVector, back: Back, total: int, check: bool) -> Keyed:
@@ -180,7 +213,8 @@ def _combined(call: CollectiveCall, x: SparseVector, back: Back, options: CallOp
 
 def _parts(block: Buffer) -> tuple[Any, Buffer]:
     """Return the values in a message, and the bytes of the keys."""
-    nnz, kind = divmod(int.from_bytes(block[:HEAD].tobytes(), "little"), KINDS)
+    number, kind = divmod(int.from_bytes(block[:HEAD].tobytes(), "little"), KINDS)
+    nnz = number // BOUNDS
     dtype = dtype_of(VALUE_DTYPES[kind % len(VALUE_DTYPES)])
     end = HEAD + nnz * dtype.itemsize
     if end > block.size:

@@ -1,4 +1,4 @@
-"""Messages that say what is in them: a vector, its length and dtype, and the type that its receiver makes of it.
+"""Messages that say what is in them: a vector, rows or an array, its shape and dtype, and the type it had.
 
 Where ranks send vectors of different lengths or types, or a receiver has none of its own, the message of the vector's
 format is followed by a description (JSON) and by the description's size in 8 bytes.
@@ -24,6 +24,24 @@ from sparsecoll.vector import RowSparse, SparseVector, dtype_of
 SIZE_BYTES = 8
 
 
+def rows_of(options: CallOptions, x: Any) -> tuple[RowSparse, Back] | None:
+    """Return what calls that only move data send as rows: types of rows, and a dense array as one row; None for others.
+
+    Types of other libraries that consist of rows are vectors in calls that ask for a format of vectors.
+    """
+    block = convert.to_block(x)
+    return convert.to_rows(x) if block is None and (options.format == "auto" or isinstance(x, RowSparse)) else block
+
+
+def packed(options: CallOptions, x: Any) -> Buffer:
+    """Return what the caller sends as one message."""
+    rows = rows_of(options, x)
+    if rows is None:
+        return pack(options, *options.to_entries(x, sums=False))
+    options.check_rows(rows[0])
+    return pack_rows(options, *rows)
+
+
 def pack(options: CallOptions, entries: SparseVector, back: Back) -> Buffer:
     """Return a vector as one message.
 
@@ -42,12 +60,12 @@ def pack_rows(options: CallOptions, x: RowSparse, back: Back) -> Buffer:
     """Return rows as one message; arguments as of `pack`."""
     end = _description([x.shape, x.dtype.name, convert.to_text(back)])
     message = encode_rows(x, options.wire_dtype, room=end.size)
-    message[message.size - end.size :] = end
+    message[message.size - end.size :] = asarray_like(end, message)
     return message
 
 
 def _description(fields: list[Any]) -> Buffer:
-    text = json.dumps(fields).encode()
+    text = json.dumps(fields, ensure_ascii=False).encode("utf-8", "surrogatepass")
     return np.frombuffer(text + len(text).to_bytes(SIZE_BYTES, "little"), np.uint8)
 
 
@@ -81,16 +99,12 @@ def pack_all(options: CallOptions, xs: Sequence[Any], ranks: Sequence[int]) -> l
         ranks: the rank to which each one goes, for error messages.
 
     Raises:
-        ValueError, TypeError: As `CallOptions.to_entries`; the text names the vector.
+        ValueError, TypeError: x or an option is invalid; the text names the vector.
     """
     messages = []
     for rank, x in zip(ranks, xs, strict=True):
         try:
-            if isinstance(x, RowSparse):
-                options.check_rows(x)
-                messages.append(pack_rows(options, x, Back()))
-            else:
-                messages.append(pack(options, *options.to_entries(x, sums=False)))
+            messages.append(packed(options, x))
         except (ValueError, TypeError) as error:
             raise type(error)(str(error).replace("x:", f"x[{rank}]:", 1)) from error
     return messages

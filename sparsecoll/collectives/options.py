@@ -162,7 +162,11 @@ class CallOptions:
         self.check_dtype(vector.dtype, "partial sums" if sums else None)
         k = self.resolve_k(vector.length)
         if k is None and isinstance(vector, DenseVector):
-            expected = "a sparse one, or k or density" if sums else "a sparse one, such as SparseVector.from_dense(x)"
+            expected = (
+                "a sparse one, or k or density"
+                if sums
+                else "a sparse one to split, or a list such as np.array_split(x, P)"
+            )
             raise ValueError(f"x: expected {expected}, got a dense one{' and neither' if sums else ''}")
         with index_of_nan(vector):
             entries = vector if k is None else topk(vector, k)
@@ -173,7 +177,7 @@ class CallOptions:
     def check_rows(self, x: RowSparse) -> None:
         """Raise unless rows can be sent, and combined, with these options."""
         if self.format != "auto":
-            raise ValueError(f"format: expected 'auto' for rows, which have one format, got {self.format!r}")
+            raise ValueError(f"format: expected 'auto' for rows and dense arrays, which have one, got {self.format!r}")
         self.check_operation(x)
         self.check_dtype(x.dtype)
 

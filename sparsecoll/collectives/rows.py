@@ -1,5 +1,5 @@
-"""Collectives of rows: what `allreduce`, `reduce_scatter`, `allgather` and `bcast` do with RowSparse and with the types
-that consist of rows (see `convert.rows`)."""
+"""Collectives of rows: what `allreduce`, `reduce_scatter`, `allgather` and `gather` do with RowSparse and types that
+consist of rows (see `convert.rows`); a gather takes a dense array as one row."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from sparsecoll.algorithms.rows import OWNERS, ROW_ALGORITHMS, RowAlgorithm, Row
 from sparsecoll.algorithms.rows.owners import owners_of, split
 from sparsecoll.collectives import convert
 from sparsecoll.collectives.convert.back import Back
-from sparsecoll.collectives.messages import pack_rows
+from sparsecoll.collectives.convert.rows import ToArray
 from sparsecoll.collectives.options import CallOptions, check_boundaries
 from sparsecoll.errors import check_choice
-from sparsecoll.formats import Buffer
 from sparsecoll.kernels.memory import to_host
 from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.transport.row_channel import RowChannel
@@ -88,6 +87,19 @@ def allgather_rows(call: CollectiveCall, x: RowSparse, back: Back, options: Call
     return [back(part.astype(x.dtype)) for part in parts]
 
 
+def gather_rows(call: CollectiveCall, x: RowSparse, back: Back, options: CallOptions, root: int) -> list[Any] | None:
+    """Return `sparsecoll.gather` of rows."""
+    channel, sent, _ = agree(call, x, back, options, {})
+    with channel.phase("gather"):
+        if channel.rank != root:
+            call.transport.isend(root, channel.encode(sent))
+            call.transport.waitall()
+            return None
+        requests = [None if rank == root else call.transport.irecv(rank) for rank in range(channel.size)]
+        parts = [sent.copy() if request is None else channel.decode(request.wait()) for request in requests]
+    return [back(part.astype(x.dtype)) for part in parts]
+
+
 def agree(
     call: CollectiveCall, x: RowSparse, back: Back, options: CallOptions, arguments: dict[str, Any]
 ) -> tuple[RowChannel, RowSparse, list[int]]:
@@ -105,7 +117,7 @@ def agree(
     if layout.get("blocksize") == [1, x.d] and layout["shape"] == list(x.shape):  # rows, as of any other type
         layout = {}
     call.signature |= {
-        "x": "rows",
+        "x": "an array" if isinstance(back, ToArray) else "rows",
         "n": x.n,
         "d": x.d,
         "shape": list(x.shape),
@@ -127,9 +139,3 @@ def contribution(call: CollectiveCall, x: RowSparse, options: CallOptions) -> tu
         k = options.resolve_k(x.n)
         chosen = x if k is None else x.topk(k)
         return channel, channel.round(options.prepared(chosen, call.transport))
-
-
-def packed(x: RowSparse, back: Back, options: CallOptions) -> Buffer:
-    """Return the message of `sparsecoll.bcast` of rows."""
-    options.check_rows(x)
-    return pack_rows(options, x, back)

@@ -29,8 +29,9 @@ def scatter(
 
     Args:
         comm: communicator, as in `sparsecoll.allreduce`.
-        x: on the root, a list or tuple of P sparse vectors or matrices as in `sparsecoll.allreduce`, whose lengths,
-            dtypes and types may differ; or one sparse vector or matrix, which is split. Ignored on the other ranks.
+        x: on the root, a list or tuple of P sparse vectors, matrices, RowSparse or dense arrays as in
+            `sparsecoll.allreduce`, whose lengths, dtypes and types may differ; or one sparse vector or matrix, which is
+            split. Ignored on the other ranks.
         root: rank that has x (default: 0).
         boundaries: on the root, if x is one vector: P + 1 ascending indices from 0 to the length; rank j receives the
             entries from boundaries[j] up to boundaries[j + 1], as from `sparsecoll.reduce_scatter`. None, the default,
@@ -47,7 +48,8 @@ def scatter(
         in its region. For a type of SciPy, pydata, pandas or torch, every rank needs that library.
 
     Raises:
-        ValueError: On every rank, if an argument is invalid on some rank, or a vector is dense.
+        ValueError: On every rank, if an argument is invalid on some rank, or x is one dense array:
+            use np.array_split(x, P).
         TypeError: On every rank, if an argument has a wrong type on some rank.
         CommunicationError: As in `sparsecoll.allreduce`.
 

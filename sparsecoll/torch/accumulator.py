@@ -120,7 +120,6 @@ class Accumulator:
         for bucket, compressor in self._buckets:
             assert isinstance(compressor, SparseSum | RowSum)
             with bucket.layout.device.stream_context():
-                compressor.timeout = self._replica.patience
                 residual: Any = compressor.residual
                 acc.append(bucket.accumulate(residual, weights))
         return acc

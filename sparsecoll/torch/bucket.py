@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,6 +17,8 @@ from sparsecoll.torch.layout import Layout
 from sparsecoll.transport import Transport
 
 MOST_FREE = 2  # arrays that are kept for later gradients
+# by parameter: its new gradient, and memory and offset of the old one, where others may have this memory
+NewGrads = dict[str, tuple[torch.Tensor, tuple[Callable[[], Any], Any] | None]]
 
 
 class Buffer:
@@ -109,7 +112,7 @@ class Bucket:
             gradient is not None
             and self.layout.device is CPU
             and gradient.dtype == p.dtype == self._dtype
-            and not (gradient.is_sparse or gradient.requires_grad)
+            and not (gradient.is_sparse or gradient.requires_grad or gradient.is_inference())
             and gradient.is_contiguous()
             and p.is_contiguous()
         )
@@ -211,27 +214,48 @@ class Bucket:
         return torch.full_like(self.params[name], float("nan"), requires_grad=False)
 
     @torch.no_grad()
-    def assign_grads(self, names: Collection[str], scale: float = 1.0) -> None:
-        """Set the gradients of these parameters to scale * mean, in the parameter's dtype and memory format.
-
-        A tensor that is the gradient remains it, and gets the memory of the mean. If something else has its own memory,
-        as a view or a flat tensor of a loop that zeros or clips through it, the mean is copied there, as by DDP.
-        """
-        left = []
+    def new_grads(self, names: Collection[str], scale: float = 1.0) -> NewGrads:
+        """Return scale * mean of these parameters for `assign_grads`: what takes memory, or may fail, is done here."""
+        made: NewGrads = {}
         for name in names:
             p, view = self.params[name], self.part_of_mean(name)
             if scale != 1.0:
                 view.mul_(scale)
-            old, alike = p.grad, p.dtype == view.dtype and p.is_contiguous()
-            if old is None or old.is_sparse or old.requires_grad or (old.dtype, old.stride()) != (p.dtype, p.stride()):
-                p.grad = view.data if alike else torch.empty_like(p, requires_grad=False).copy_(view)
-            elif not alike:
-                old.copy_(view)
-            elif old.data_ptr() != view.data_ptr():
-                left.append((old, weakref.ref(old.untyped_storage()), old.storage_offset(), view))
-                old.data = view
+            old, alike, place = p.grad, p.dtype == view.dtype and p.is_contiguous(), None
+            if not _stays(p):
+                view = view if alike else torch.empty_like(p, requires_grad=False).copy_(view)
+            elif alike and old is not None and old.data_ptr() != view.data_ptr():
+                place = weakref.ref(old.untyped_storage()), old.storage_offset()
+            made[name] = view, place
+        return made
+
+    @torch.no_grad()
+    def assign_grads(self, made: NewGrads) -> None:
+        """Set the gradients of parameters to what `new_grads` has made; the same again does no harm.
+
+        A tensor that is the gradient remains it, and gets the memory of the mean. If something else has its own memory,
+        as a view or a flat tensor of a loop that zeros or clips through it, the mean is copied there, as by DDP.
+        """
+        for name, (new, place) in made.items():
+            p = self.params[name]
+            old = p.grad if _stays(p) else None
+            if old is None:
+                p.grad = new.data
+            elif place is not None:
+                old.data = new
+            elif old.data_ptr() != new.data_ptr():
+                old.copy_(new)
         self.mean = None
-        for gradient, memory, offset, view in left:
-            storage = memory()
-            if storage is not None:
-                gradient.set_(storage, offset, view.shape, view.stride()).copy_(view)  # type: ignore[call-overload]
+        for name, (new, place) in made.items():
+            storage = None if place is None else place[0]()
+            if place is not None and storage is not None:
+                gradient: Any = self.params[name].grad
+                gradient.set_(storage, place[1], new.shape, new.stride()).copy_(new)
+
+
+def _stays(p: torch.Tensor) -> bool:
+    """Return whether the tensor that is a parameter's gradient can take the mean."""
+    old = p.grad
+    if old is None or old.is_sparse or old.requires_grad or old.is_inference():
+        return False
+    return (old.dtype, old.stride()) == (p.dtype, p.stride())

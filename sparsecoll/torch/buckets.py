@@ -120,7 +120,7 @@ class Buckets:
         kind = RowBucket if layout.rows else Bucket
         bucket = kind(params, layout, options.gradient_as_bucket_view)
         compressor = self._compressor_of(layout)
-        compressor.bind(layout, replica.transport, replica.context, replica.patience)
+        compressor.bind(layout, replica.transport, replica.context, options.timeout)
         layout.device.synchronize()  # jobs have a stream of their own
         self._parked = restore([compressor], self._parked)
         if layout.names in self._extra:

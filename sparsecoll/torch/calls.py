@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable
-from contextlib import nullcontext
-from typing import Any, TypeVar
+import operator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager, nullcontext
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -15,17 +18,18 @@ from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.transport.collectives import allgather
 from sparsecoll.transport.progress import completed_future
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def communicator(comm: Any) -> Transport:
+def communicator(comm: Any, timeout: Any = None) -> Transport:
     """Return the transport of a communicator; None stands for what `sparsecoll.transport.default_comm` returns.
 
     Raises:
         RuntimeError: It has one rank, and a launcher has started several processes: each of them would train on its
             own. `comm` is None, or the same world given explicitly.
     """
-    transport = as_transport(comm)
+    transport = as_transport(comm, timeout)
     if comm is not None and transport.size == 1 and (isinstance(transport, LocalTransport) or is_alone(comm)):
         launcher.refuse_one_rank()
     return transport
@@ -43,10 +47,51 @@ def collective(
     """
 
     def call() -> T:
-        with CollectiveCall(transport, name, timeout) as call, transport.phase(phase) if phase else nullcontext():
+        with (
+            CollectiveCall(transport, name, timeout) as call,
+            transport.phase(phase) if phase else nullcontext(),
+        ):
             return function(call)
 
     return transport.in_order(call)
+
+
+@contextmanager
+def agreed(transport: Transport, timeout: float | None) -> Iterator[None]:
+    """Context manager for work around the calls of a collective method: what it raises on one rank is raised on all.
+
+    The other ranks raise it in the call that they make now or, if they have finished the method, in their next one.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not getattr(error, "on_all_ranks", False):
+            failed = Future[None]()
+            failed.set_exception(error)
+            collective(transport, "after an exception", timeout, lambda _: failed.result())
+        raise
+
+
+def agreeing(path: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Decorator of a collective method: what it raises is raised in a context manager, such as `agreed`.
+
+    Args:
+        path: attributes that lead from the object to a function that returns the context manager.
+    """
+    context = operator.attrgetter(path)
+
+    def decorate(method: Callable[P, T]) -> Callable[P, T]:
+        @functools.wraps(method)
+        def call(*args: P.args, **kwargs: P.kwargs) -> T:
+            try:
+                return method(*args, **kwargs)
+            except Exception:
+                with context(args[0])():
+                    raise
+
+        return call
+
+    return decorate
 
 
 def mean_of(transport: Transport, value: float, timeout: float | None) -> float:

@@ -12,14 +12,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from sparsecoll.algorithms import Algorithm
 from sparsecoll.errors import NonFiniteError
 from sparsecoll.torch.backward import after_callbacks, at_end_of_backward
 from sparsecoll.torch.bucket import Bucket
 from sparsecoll.torch.buckets import Buckets
-from sparsecoll.torch.calls import communicator
+from sparsecoll.torch.calls import agreed, agreeing, communicator
 from sparsecoll.torch.compressors import Compressor, resolve
 from sparsecoll.torch.device import device_of
 from sparsecoll.torch.grad_scaler import enabled
@@ -28,7 +27,8 @@ from sparsecoll.torch.options import Options
 from sparsecoll.torch.replica import Replica
 from sparsecoll.torch.rounds import JOINED, Row
 from sparsecoll.torch.row_gradients import RowBucket, nan_rows
-from sparsecoll.torch.state import UNNAMED, is_trial_step
+from sparsecoll.torch.state import UNNAMED, Copied
+from sparsecoll.torch.steps import Steps
 from sparsecoll.torch.tensors import named
 from sparsecoll.torch.timeline import Timeline, bucket_span
 from sparsecoll.transport.call import CollectiveCall
@@ -38,13 +38,14 @@ from sparsecoll.transport.progress import in_background
 logger = logging.getLogger(__name__)
 
 
-class HookState:
+class HookState(Copied):
     """The state of `comm_hook`.
 
     Residuals belong to parameters, not to buckets, so that nothing is lost when DDP rebuilds its buckets. They change
-    when an optimizer with these parameters steps. A back-propagation that fails leaves them as they were, and so does
-    `discard`, for a step that you skip after back-propagation. In DDP's `join()`, a rank that has no more data sends
-    values from its residuals, which then change as in a step. See `load_state_dict` for how to resume bit for bit.
+    when an optimizer with these parameters steps, or when the loop updates parameters by itself. A back-propagation
+    that fails leaves them as they were, and so does a step that you skip: `zero_grad()` in its place, or `discard`. In
+    DDP's `join()`, a rank that has no more data sends values from its residuals, which then change as in a step. See
+    `load_state_dict` for how to resume bit for bit.
 
     Every parameter is compressed, small ones too, since DDP puts them into the same buckets. Sparse gradients, as of
     torch.nn.Embedding(sparse=True), are summed as rows, as by DistributedOptimizer.
@@ -52,6 +53,8 @@ class HookState:
     There is no `move`: DDP cannot change its process group, and the hook does not know the optimizer, whose state may
     differ between the surviving ranks. After the loss of a rank, create a new process group, DDP, HookState and
     optimizer, and load a checkpoint that `redistribute` has converted from the files of all ranks.
+
+    A copy, as in a deepcopy or torch.save of the model, has `state_dict()`, and raises RuntimeError when it is used.
 
     Args:
         comm: DDP's process group, or an mpi4py intracommunicator with its ranks in the same order; None, the default,
@@ -89,7 +92,7 @@ class HookState:
         verify: bool | int = 0,
         timeline: Timeline | None = None,
     ) -> None:
-        self.transport = communicator(comm)
+        self.transport = communicator(comm, timeout)
         own, options = resolve(compressor), Options(verify=verify, timeout=timeout, timeline=timeline)
         if own.needs_all_buckets:
             raise ValueError(
@@ -101,7 +104,6 @@ class HookState:
         self._group: Any = named_parameters.process_group if wrapped else None  # type: ignore[union-attr]
         self._check_group()
         self._replica = Replica(self.transport, None, options)
-        self._replica.warmed = True  # the timeout holds from the first bucket on
         self._params = self._replica.params
         self._params.update(named(named_parameters.module if wrapped else named_parameters))  # type: ignore[union-attr]
         self._names = {id(p): name for name, p in self._params.items()}
@@ -109,11 +111,12 @@ class HookState:
         self._buckets = Buckets(own, self._replica)
         self._complete = False  # whether all parameters of DDP are known
         self._failed: Exception | None = None  # raised by a bucket of this back-propagation, on all ranks
-        self._joined = False  # whether a rank had no data in the last reduction
+        self._joined = self._left = False  # whether any rank, and this one, had no data in the last reduction
         self._reduced = 0  # buckets of this back-propagation; DDP numbers all of a static graph's first one 0
-        self._pending = self._warned = False
-        self._unverified = False  # whether there was a step since parameters were last compared
-        register_optimizer_step_post_hook(partial(_stepped, weakref.ref(self)))
+        self._steps = Steps(self._buckets, self._replica, lambda: self._params, "the HookState")
+        self._steps.follow_optimizers(own, warns=self.transport.rank == 0)
+        self._watched: set[str] = set()  # parameters with a hook that looks at their gradients
+        self._task = -1  # back-propagation in which it was called last
 
     def _check_group(self) -> None:
         dist = torch.distributed
@@ -179,17 +182,19 @@ class HookState:
         Args:
             joined: whether this rank has no more data, within DDP's `join()`.
         """
-        if self._reduced == 0:
-            self._begin()
-        self._reduced += 1
         values = grads.buffer()
         try:
-            if self._reduced == 1:
-                self._verify()
-            if self._failed is None:
-                values = self._mean_of_rows(grads) if values.is_sparse else self._mean(grads)
-                if grads.is_last():
-                    self._end(joined)
+            with agreed(self.transport, self._timeout):
+                self._reduced += 1
+                if self._reduced == 1:
+                    self._failed = None
+                    if joined:  # otherwise before the first gradient
+                        self._steps.settle()
+                    self._verify()
+                if self._failed is None:
+                    values = self._mean_of_rows(grads) if values.is_sparse else self._mean(grads)
+                    if grads.is_last():
+                        self._end(joined)
         except Exception as error:
             self._failed = error
             self._buckets.drop()
@@ -206,6 +211,11 @@ class HookState:
         if self._failed is None and self._reduced:
             in_background(self.transport, lambda: self._end(False)).result()
         self._reduced = 0
+        for name in self._buckets.index_of.keys() - self._watched:
+            self._watched.add(name)
+            self._params[name].register_hook(partial(_before_gradient, weakref.ref(self)))  # type: ignore[no-untyped-call]
+        if self._failed is None and not self._left:
+            self._steps.accept({name: self._params[name] for name in self._buckets.index_of})
         if self._failed is not None and (self._scaler is None or not isinstance(self._failed, NonFiniteError)):
             raise self._failed
 
@@ -241,25 +251,15 @@ class HookState:
             values.mul_(scale)
         return values
 
-    def _begin(self) -> None:
-        """Start the reduction of a back-propagation."""
-        self._failed = None
-        if self._pending and not self._warned and self.transport.rank == 0:
-            self._warned = True
-            logger.warning(
-                "gradients were reduced twice without a step of the optimizer in between, which adds them up. If you"
-                " skip a step, call discard() of the HookState; to accumulate gradients locally, use no_sync()"
-            )
-
     def _verify(self) -> None:
         """Compare the replicas if that is due. Collective.
 
         Not yet when an optimizer has stepped: several may do so for one step, and what ZeroRedundancyOptimizer wraps
         steps before that has sent the parameters to the other ranks, or on some ranks not at all.
         """
-        if self._unverified and not self._joined:
+        if self._steps.unverified and not self._joined:
             self._replica.compare_if_due()
-        self._unverified = False
+        self._steps.unverified = False
 
     def _leave_out(self, layout: Layout, compressor: Compressor, absent: set[str], mean: torch.Tensor) -> None:
         """Set means to zero for parameters without a gradient on any rank, since DDP would throw them away."""
@@ -281,29 +281,24 @@ class HookState:
         with CollectiveCall(self.transport, "end of back-propagation", self._timeout), self.transport.phase("agree"):
             outcome = row.exchange(self.transport)
         self._buckets.keep()
-        self._pending, self._joined, self._reduced = True, outcome.joined, 0
+        self._joined, self._left, self._reduced = outcome.joined, joined, 0
         self._complete = True
         if joined and outcome.step is not None:  # this rank's optimizer does not step, but others do
+            self._steps.accept({})
             self._replica.context.step = outcome.step
-            self._commit()
-
-    def _commit(self) -> None:
-        """Make the state of the last reduction permanent, because the optimizer has stepped."""
-        self._buckets.commit()
-        self._replica.context.step += self._pending
-        self._unverified |= self._pending
-        self._pending = False
+            self._steps.commit()
 
     def discard(self) -> None:
         """Skip the step after back-propagation, on all ranks: residuals return to what they were before it.
 
+        `zero_grad()` does this, too, but not if the loop has changed parameters after back-propagation, as SAM does.
+
         Raises:
             RuntimeError: In DDP's `join()`, a rank has no more data. It would not skip this step.
         """
-        if self._joined and self._pending:
+        if self._joined and self._steps.open:
             raise RuntimeError("discard: expected all ranks to have data, got one that has left DDP's join()")
-        self._buckets.rollback()
-        self._pending = False
+        self._steps.discard()
 
     def verify(self) -> None:
         """Compare the bits of all parameters between ranks now, whatever the argument `verify`; collective.
@@ -313,16 +308,21 @@ class HookState:
         Raises:
             CommunicationError: On every rank, if they differ; the text names the first parameter that does.
         """
+        self._steps.settle()
         self._replica.compare()
-        self._unverified = False
+        self._steps.unverified = False
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's residuals and other tensors by kind and parameter name, as of the last step."""
+        if "_saved" in self.__dict__:  # of a copy
+            return self._saved  # type: ignore[no-any-return]
+        self._steps.settle()
         state = self._buckets.state_dict()
         if len(self._names) > self._named and state["tensors"] and self.transport.rank == 0:
             logger.warning("state_dict: expected names of parameters, without which it cannot be loaded%s", UNNAMED)
         return state
 
+    @agreeing("_replica.agreed")
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned; collective.
 
@@ -341,7 +341,7 @@ class HookState:
             ValueError: The state is of other parameters or another compressor.
         """
         self._buckets.load_state_dict(lambda: state)
-        self._pending = False
+        self._steps.pending = False
 
 
 def _all_zero(gradient: torch.Tensor) -> bool:
@@ -350,15 +350,15 @@ def _all_zero(gradient: torch.Tensor) -> bool:
     return not values[:1024].any() and not values.any()  # one that was used is rarely read to the end
 
 
-def _stepped(state: "weakref.ref[HookState]", optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Commit after the step of an optimizer that has the parameters of this state."""
-    alive = state()
-    if alive is None or not alive._pending or is_trial_step(optimizer):
-        return
-    if any(id(p) in alive._names for group in optimizer.param_groups for p in group["params"]):
-        alive._commit()
+def _before_gradient(state: "weakref.ref[HookState]", _: torch.Tensor) -> None:
+    """Before the first gradient of a back-propagation is added, find out what has become of the last ones."""
+    alive, task = state(), torch._C._current_graph_task_id()
+    if alive is not None and task != alive._task:
+        alive._task = task
+        alive._steps.settle()
 
 
+@agreeing("_replica.agreed")
 def comm_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Communication hook for DistributedDataParallel: `model.register_comm_hook(state, comm_hook)`.
 

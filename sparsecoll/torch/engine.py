@@ -13,7 +13,7 @@ import torch
 
 from sparsecoll.errors import NonFiniteError
 from sparsecoll.torch.backward import at_end_of_backward
-from sparsecoll.torch.calls import mean_of_loss
+from sparsecoll.torch.calls import agreeing, mean_of_loss
 from sparsecoll.torch.compressors import Compressor
 from sparsecoll.torch.grad_scaler import Scaling
 from sparsecoll.torch.guards import Watch, refuse_ddp, warn_of_adam, warn_of_momentum
@@ -82,12 +82,13 @@ class Engine:
         self.discard()
 
     @property
-    def patience(self) -> float | None:
+    def timeout(self) -> float | None:
         """The timeout of a call in seconds."""
-        return self._replica.patience
+        return self._options.timeout
 
     # -- parameters
 
+    @agreeing("_replica.agreed")
     def add(self, params: Named, stay: Mapping[str, str] | None = None) -> None:
         """More parameters, and fewer; collective. All ranks must have the same ones; values are taken from rank 0.
 
@@ -150,11 +151,13 @@ class Engine:
                 guard.remove()
         self.closed, self._replaced = True, replaced
 
+    @agreeing("_replica.agreed")
     def move(self, transport: Transport) -> None:
         """Go on over another communicator, with rank 0's parameters, buffers and optimizer state; collective on it."""
         self.transport = self._replica.transport = transport
         self._reducer.release()
         self._replica.follow("move", self._optimizer)
+        self._reducer.steps.pass_over()
         self.number = enlist(self)
         self._begin()  # gradients are reduced again, unless zero_grad() gives the step up
 
@@ -173,6 +176,7 @@ class Engine:
         """Back-propagation has found a gradient of a parameter, before it is added (on the thread that does so)."""
         self._reducer.accumulating(name)
 
+    @agreeing("_reducer.failing")
     def accumulated(self, name: str) -> None:
         """A parameter's gradient is complete (on the thread that back-propagates)."""
         self._reducer.accumulated(name)
@@ -186,6 +190,8 @@ class Engine:
             at_end_of_backward(self.transport, partial(synchronize_all, self.transport))
         self._reducer.send(name, self._hooks.comes_last(name))
 
+    @agreeing("_reducer.failing")
+    @torch.inference_mode(False)  # in which step() may be called: gradients would have no versions
     def synchronize(self) -> None:
         """Reduce all gradients. Collective.
 
@@ -199,6 +205,8 @@ class Engine:
         if self._watch is not None:
             self._watch.look(self.params.values())
         self._hooks.attach(self.params)
+        if not self._outcome.joined:
+            self._compare_if_due()
         try:
             name = f"end of reduction of optimizer {self.number}"
             self._outcome = self._reducer.reduce(self._joined, name, self._regroup)
@@ -216,6 +224,7 @@ class Engine:
         """Whether gradients are the means, or will be nobody's."""
         return self.closed or (self._reduced and not self._dirty)
 
+    @agreeing("_replica.agreed")
     def ensure_means(self) -> None:
         """Make gradients the means. Collective where they are not yet."""
         if self._replaced:
@@ -228,6 +237,7 @@ class Engine:
             self.asked = True
             synchronize_all(self.transport)
 
+    @agreeing("_replica.agreed")
     def before_step(self) -> None:
         """Make sure that gradients are the means. Collective where they are not."""
         self.ensure_means()
@@ -238,22 +248,38 @@ class Engine:
         self._reducer.take_back_missing()
 
     @contextlib.contextmanager
-    def stepping(self) -> Iterator[None]:
-        """Context manager in which the wrapped optimizer steps."""
+    def stepping(self, evaluates: bool = False) -> Iterator[None]:
+        """Context manager in which the wrapped optimizer steps, and `evaluates` a closure."""
+        self._reducer.steps.enter(self, evaluates)
         self._stepping = True
         try:
             yield
         finally:
             self._stepping = False
+            self._reducer.steps.leave(self)
 
+    def trial_step(self) -> Any:
+        """A step of the wrapped optimizer that changes nothing but versions."""
+        self._reducer.settle()
+        with self.stepping():
+            result = self._optimizer.step()
+        self._reducer.steps.pass_over()
+        return result
+
+    @agreeing("_replica.agreed")
     def after_step(self) -> None:
         """The optimizer has stepped."""
         if self.closed:
             return
         self._reducer.commit()
         self._reduced = self._dirty = False
-        self._replica.context.step += 1
-        self._replica.compare_if_due()
+        self._compare_if_due()
+
+    def _compare_if_due(self) -> None:
+        """After a step, or before the reduction that follows one that the loop has taken by itself. Collective."""
+        if self._reducer.steps.unverified:
+            self._reducer.steps.unverified = False
+            self._replica.compare_if_due()
 
     def failed_step(self, error: Exception) -> None:
         """The optimizer has raised on this rank: tell the others, who may have stepped, in their next reduction."""
@@ -261,11 +287,14 @@ class Engine:
         logger.error("rank %d: the wrapped optimizer's step failed: %s", self.transport.rank, error)
 
     def skip(self) -> None:
-        """Give this step up, because gradients are set to zero.
+        """Give this step up, because gradients are set to zero, unless the loop has updated parameters by itself.
 
         Raises:
             RuntimeError: Within `join`, a rank has no more data. It has kept what contributed already.
         """
+        if self._reducer.settle():
+            self._begin()
+            return
         if self._reduced and self._outcome.joined and self._reducer.has_residuals and not self.closed:
             raise RuntimeError(
                 "zero_grad: expected step() first, since a rank has left join() and would not skip this step:"
@@ -283,6 +312,7 @@ class Engine:
         self._reduced = self._dirty = self.asked = False
         self._unusable = None
 
+    @agreeing("_replica.agreed")
     def mean_loss(self, loss: Any) -> Any:
         """The mean of a closure's loss over the ranks, of its own type.
 
@@ -308,6 +338,7 @@ class Engine:
             return
         with self._replica.reporting():
             yield
+        self._reducer.settle()
         self.discard()
         self._joined, self._outcome, buckets = True, NOTHING, self._reducer.buckets
         with self._replica.leaving():
@@ -330,8 +361,10 @@ class Engine:
         """See `Buckets.state_dict`; refused while gradients are sent."""
         if self._reducer.under_way:
             raise RuntimeError("state_dict: expected a call after back-propagation, got one while gradients are sent")
+        self._reducer.settle()
         return renamed_state(self._reducer.buckets.state_dict(), self.members.staying())
 
+    @agreeing("_replica.agreed")
     def load_state_dict(self, state: Mapping[str, Any] | None, load: Callable[[], None]) -> None:
         """See `Buckets.load_state_dict`. Collective."""
         if self.members.changed():

@@ -15,6 +15,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from sparsecoll.torch.compressors import Compressor, StepContext
+from sparsecoll.torch.tensors import version
 from sparsecoll.transport import Transport
 from sparsecoll.transport.collectives import allgather
 
@@ -78,6 +79,16 @@ def warn_if_equal(transport: Transport, digest: int) -> None:
         )
 
 
+def warn_of_state(optimizer: torch.optim.Optimizer, transport: Transport) -> None:
+    """Warn on rank 0 if an optimizer has taken steps, or loaded them, before it is wrapped."""
+    if transport.rank == 0 and any(state and state.get("step", 1) for state in optimizer.state.values()):
+        logger.warning(
+            "%s has state before it is wrapped. If it comes from a checkpoint, wrap the optimizer first and call"
+            " load_state_dict() of the wrapper: residuals in a checkpoint that the plain optimizer loads are lost",
+            type(optimizer).__name__,
+        )
+
+
 def warn_of_adam(optimizer: torch.optim.Optimizer, compressor: Compressor) -> None:
     """Warn of optimizers that divide a gradient by its own size, if most of its entries come late and added up.
 
@@ -89,21 +100,19 @@ def warn_of_adam(optimizer: torch.optim.Optimizer, compressor: Compressor) -> No
             "%s with %s: gradients that have added up in the residual are sent as one large value, which %s divides by"
             " its own size, so that the model learns little. Use QSGD(4) or 'fp16', LocalOptimizer, which compresses"
             " the updates of %s, or torch.optim.SGD with momentum= in the compressor",
-            compressor.name,
+            compressor.given_name or compressor.name,
             name,
             name,
             name,
         )
 
 
-def warn_of_momentum(
-    optimizer: torch.optim.Optimizer, compressor: Compressor, tables: Collection[int] = (), owner: str = ""
-) -> None:
+def warn_of_momentum(optimizer: torch.optim.Optimizer, compressor: Compressor, tables: Collection[int] = ()) -> None:
     """Warn if the compressor has a momentum and the optimizer has one, too.
 
     Args:
+        optimizer: whose attribute `momentum_of` says to which option of whom its momentum belongs, if it has one.
         tables: ids of parameters that do not get the momentum of the compressor.
-        owner: class whose `outer_momentum` is the optimizer's; "", the default: none.
     """
     own = getattr(compressor, "momentum", 0.0)
     others = [
@@ -112,15 +121,17 @@ def warn_of_momentum(
         if group.get("momentum", 0.0) and any(id(p) not in tables for p in group["params"])
     ]
     if own and others:
+        whose, option = getattr(optimizer, "momentum_of", (type(optimizer).__name__, "momentum"))
         logger.warning(
             "%s has a momentum of %s, and %s one of %s: gradients get both, as if the learning rate were %.2g times as"
-            " large. Use %s, or a compressor with momentum=0",
-            compressor.name,
+            " large. Use %s=0 in %s, or momentum=0 in the compressor",
+            compressor.given_name or compressor.name,
             own,
-            owner or type(optimizer).__name__,
+            whose,
             others[0],
             1 / (1 - others[0]) if others[0] < 1 else math.inf,
-            "outer_momentum=0" if owner else "an optimizer without momentum",
+            option,
+            whose,
         )
 
 
@@ -187,7 +198,7 @@ class Watch:
 def _mark(p: torch.Tensor) -> tuple[int, int]:
     """Return the identity of a gradient's tensor, and its version counter."""
     assert p.grad is not None
-    return p.grad._cdata, p.grad._version
+    return p.grad._cdata, version(p.grad)
 
 
 def _note(watch: weakref.ref[Watch], p: torch.Tensor) -> None:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from sparsecoll.errors import CommunicationError
-from sparsecoll.torch.calls import collective
+from sparsecoll.torch.calls import agreed, collective
 from sparsecoll.torch.tensors import Named
 from sparsecoll.transport import Transport
 from sparsecoll.transport.call import CollectiveCall
@@ -103,7 +103,7 @@ def enlist(owner: Engine) -> int:
     if transport.sharers and transport.size > 1:
         alive = _alive(transport)
         mine = np.array([number in alive for number in transport.sharers], np.uint8)
-        anywhere = collective(transport, "optimizers", owner.patience, lambda _: _any(transport, mine), "agree")
+        anywhere = collective(transport, "optimizers", owner.timeout, lambda _: _any(transport, mine), "agree")
         kept = [number for number, is_alive in zip(transport.sharers, anywhere, strict=True) if is_alive]
     else:
         kept = list(_alive(transport))
@@ -138,21 +138,24 @@ def synchronize_all(transport: Transport) -> None:
     Raises:
         CommunicationError: on every rank, if an owner that is asked on some rank is gone on another.
     """
-    owners = _alive(transport)
-    numbers = list(transport.sharers)
-    asked = np.array([n in owners and owners[n].asked for n in numbers], np.uint8)
-    if is_shared(transport) and transport.size > 1:
-        patience = [owner.patience for owner in owners.values()]
-        timeout = None if None in patience else max(filter(None, patience), default=None)
+    with agreed(transport, None):
+        owners = _alive(transport)
+        numbers = list(transport.sharers)
+        asked = np.array([n in owners and owners[n].asked for n in numbers], np.uint8)
+        if is_shared(transport) and transport.size > 1:
+            timeouts = [owners[n].timeout for n, is_asked in zip(numbers, asked, strict=True) if is_asked]
+            timeout = min(filter(None, timeouts), default=None)
 
-        def agree(_: CollectiveCall) -> NDArray[Any]:
-            anywhere: NDArray[Any] = _any(transport, asked)
-            gone = [n for n, is_asked in zip(numbers, anywhere, strict=True) if is_asked and n not in owners]
-            if gone:
-                raise CommunicationError(f"optimizer {gone[0]}: expected it on all ranks, but it is closed or deleted")
-            return anywhere
+            def agree(_: CollectiveCall) -> NDArray[Any]:
+                anywhere: NDArray[Any] = _any(transport, asked)
+                gone = [n for n, is_asked in zip(numbers, anywhere, strict=True) if is_asked and n not in owners]
+                if gone:
+                    raise CommunicationError(
+                        f"optimizer {gone[0]}: expected it on all ranks, but it is closed or deleted"
+                    )
+                return anywhere
 
-        asked = collective(transport, "start of reduction", timeout, agree, "agree")
-    for number, is_asked in zip(numbers, asked, strict=True):
-        if is_asked:
-            owners[number].synchronize()
+            asked = collective(transport, "start of reduction", timeout, agree, "agree")
+        for number, is_asked in zip(numbers, asked, strict=True):
+            if is_asked:
+                owners[number].synchronize()

@@ -16,18 +16,25 @@ from sparsecoll.torch.broadcasts import broadcast_optimizer, broadcast_tensors
 from sparsecoll.torch.calls import collective, communicator
 from sparsecoll.torch.compressors import Compressor, resolve
 from sparsecoll.torch.grad_scaler import forget, is_called_by_scaler
-from sparsecoll.torch.guards import refuse_wrapped, warn_of_momentum
-from sparsecoll.torch.optimizer import Wrapper, of_optimizer
+from sparsecoll.torch.guards import refuse_wrapped, warn_of_momentum, warn_of_state
+from sparsecoll.torch.optimizer import of_optimizer
 from sparsecoll.torch.options import Options, check_integer
 from sparsecoll.torch.rounds import JOINED
 from sparsecoll.torch.state import LOCAL, STATE, is_trial_step
 from sparsecoll.torch.tensors import Named, check_whole, describe, model_of, named
 from sparsecoll.torch.timeline import Timeline
 from sparsecoll.torch.window import Window, is_finite
+from sparsecoll.torch.wrapper import Wrapper
 from sparsecoll.transport import as_transport
 from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.transport.collectives import allgather
 from sparsecoll.transport.group import GroupTransport
+
+
+class Outer(torch.optim.SGD):
+    """The optimizer of the shared parameters."""
+
+    momentum_of = "LocalOptimizer", "outer_momentum"
 
 
 class LocalOptimizer(Wrapper):
@@ -101,7 +108,7 @@ class LocalOptimizer(Wrapper):
         timeline: Timeline | None = None,
     ) -> None:
         super().__init__(optimizer)
-        transport, model = communicator(comm), model_of(named_parameters)
+        transport, model = communicator(comm, timeout), model_of(named_parameters)
 
         def made(call: CollectiveCall) -> tuple[Named, Named, Compressor, Options, torch.optim.SGD]:
             check_integer("every", every, 1)
@@ -117,7 +124,7 @@ class LocalOptimizer(Wrapper):
             stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
             params = {name: p for name, p in given.items() if id(p) in stepped}
             others = {name: p for name, p in given.items() if id(p) not in stepped}
-            outer = torch.optim.SGD(params.values(), outer_lr, outer_momentum, nesterov=outer_momentum > 0)
+            outer = Outer(params.values(), outer_lr, outer_momentum, nesterov=outer_momentum > 0)
             call.signature |= {"every": every, "outer_lr": outer_lr, "outer_momentum": outer_momentum}
             call.signature |= {"bucket_bytes": bucket_bytes, "dense_below": dense_below, "verify": options.verify}
             call.signature |= {**own.signature(), **describe(others, "other parameter")}
@@ -125,9 +132,10 @@ class LocalOptimizer(Wrapper):
             broadcast_tensors(transport, others.values())
             return given, params, own, options, outer
 
-        given, params, own, options, outer = collective(transport, "LocalOptimizer", None, made)
+        given, params, own, options, outer = collective(transport, "LocalOptimizer", timeout, made)
         if transport.rank == 0:
-            warn_of_momentum(outer, own, owner="LocalOptimizer")
+            warn_of_momentum(outer, own)
+        warn_of_state(optimizer, transport)
         self._every, self._held, self._closed = every, False, False
         names = given.items if model is None else model.named_parameters
         self._window = Window(transport, optimizer, outer, own, model, names, options)
@@ -159,7 +167,7 @@ class LocalOptimizer(Wrapper):
             forget(self)
             raise RuntimeError("LocalOptimizer takes no GradScaler, which skips steps on single ranks: use bfloat16")
         due = self._window.steps + 1 >= self._every and not (self._held or self._closed)
-        with self._window.replica.reporting() if due else contextlib.nullcontext():
+        with self._window.replica.agreed() if due else contextlib.nullcontext():
             if not self._closed:
                 self._window.begin_step()
             result = self.optimizer.step() if closure is None else self.optimizer.step(closure)
@@ -181,7 +189,7 @@ class LocalOptimizer(Wrapper):
                 before, and move in the next mean.
         """
         if not self._closed:
-            with self._window.replica.reporting():
+            with self._window.replica.agreed():
                 self._window.mean()
 
     @contextlib.contextmanager
@@ -227,7 +235,7 @@ class LocalOptimizer(Wrapper):
             tensors = replica.buffers.tensors.values(), [t for entries in state.values() for t in entries.values()]
             return allgather(replica.transport, np.array([*map(_are_finite, tensors)], np.uint8)).astype(bool)
 
-        with replica.reporting():
+        with replica.agreed():
             buffers, moments = replica.call("discard", look).T
             self._window.start_anew("discard", int(buffers.argmax()))
             self.optimizer.zero_grad()
@@ -251,7 +259,8 @@ class LocalOptimizer(Wrapper):
             named_parameters: pairs (name, parameter). Parameters without a name have the one under which the model has
                 them, otherwise they are called group<i>.<j>.
         """
-        self._window.regroup(self._add_to_wrapped(param_group, self._window.members, named_parameters))
+        with self._window.replica.agreed():
+            self._window.regroup(self._add_to_wrapped(param_group, self._window.members, named_parameters))
 
     def move(self, comm: Any) -> None:
         """Continue on another communicator, such as that of `sparsecoll.shrink` after a rank was lost; collective on
@@ -263,7 +272,7 @@ class LocalOptimizer(Wrapper):
         Args:
             comm: communicator, as in `sparsecoll.allreduce`.
         """
-        transport = as_transport(comm)
+        transport = as_transport(comm, self._window.replica.options.timeout)
         self._window.use(transport)
         self._window.start_anew("move", 0)
         self._window.replica.call("move", lambda _: broadcast_optimizer(transport, self.optimizer))
@@ -297,7 +306,9 @@ class LocalOptimizer(Wrapper):
             inner = {name: value for name, value in state.items() if name not in (STATE, LOCAL)}
             self._window.load_state_dict(state, lambda: self.optimizer.load_state_dict(inner))
 
-        self._load_with_hooks(self._window.replica.transport, state_dict, load)
+        replica = self._window.replica
+        with replica.agreed():
+            self._load_with_hooks(replica.transport, replica.options.timeout, state_dict, load)
 
     def close(self) -> None:
         """Take no more means: each rank continues by itself."""

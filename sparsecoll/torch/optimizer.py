@@ -10,75 +10,18 @@ import torch
 
 from sparsecoll.algorithms import Algorithm
 from sparsecoll.telemetry.traffic import Traffic
-from sparsecoll.torch.calls import collective, communicator
+from sparsecoll.torch.calls import agreed, agreeing, collective, communicator
 from sparsecoll.torch.compressors import Compressor, resolve
 from sparsecoll.torch.engine import Engine
 from sparsecoll.torch.grad_scaler import Scaling
-from sparsecoll.torch.guards import refuse_wrapped
-from sparsecoll.torch.members import Members
+from sparsecoll.torch.guards import refuse_wrapped, warn_of_state
 from sparsecoll.torch.options import Options
 from sparsecoll.torch.state import STATE, is_trial_step
 from sparsecoll.torch.tensors import Named, model_of, named
 from sparsecoll.torch.timeline import Timeline
-from sparsecoll.transport import Transport, as_transport
+from sparsecoll.torch.wrapper import Wrapper
+from sparsecoll.transport import as_transport
 from sparsecoll.transport.call import CollectiveCall
-
-
-def forwarded(name: str) -> property:
-    """An attribute of the wrapped optimizer."""
-    return property(
-        lambda self: getattr(self.optimizer, name), lambda self, value: setattr(self.optimizer, name, value)
-    )
-
-
-class Wrapper(torch.optim.Optimizer):
-    """A torch optimizer that wraps another one, whose groups and state are its own, too."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer = optimizer
-        super().__setstate__({})  # the hooks of a torch optimizer
-
-    param_groups: Any = forwarded("param_groups")
-    state: Any = forwarded("state")
-    defaults: Any = forwarded("defaults")
-
-    def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the wrapped optimizer, such as train() and eval() of schedule-free ones."""
-        if name == "optimizer" or any(name in vars(kind) for kind in Wrapper.__subclasses__()):  # the library's own
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(self.optimizer, name)
-
-    def _with_hooks(self, own: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Return the wrapped optimizer's state_dict and `own()`, as the hooks on `state_dict` leave them."""
-        for before in self._optimizer_state_dict_pre_hooks.values():
-            before(self)
-        state = {**self.optimizer.state_dict(), **own()}
-        for after in self._optimizer_state_dict_post_hooks.values():
-            state = _replaced(state, after(self, state))
-        return state
-
-    def _load_with_hooks(
-        self, transport: Transport, state_dict: Mapping[str, Any], load: Callable[[dict[str, Any]], None]
-    ) -> None:
-        """Load a state_dict as the hooks on `load_state_dict` leave it. Collective."""
-
-        def hooked(_: CollectiveCall) -> dict[str, Any]:
-            state = dict(state_dict)
-            for before in self._optimizer_load_state_dict_pre_hooks.values():
-                state = _replaced(state, before(self, state))
-            return state
-
-        load(collective(transport, "hooks of load_state_dict", None, hooked))
-        for after in self._optimizer_load_state_dict_post_hooks.values():
-            after(self)
-
-    def _add_to_wrapped(
-        self, param_group: dict[str, Any], members: Members, given: Iterable[tuple[str, torch.Tensor]]
-    ) -> Named:
-        """Add a group to the wrapped optimizer; return its parameters by name, see `Members.named`."""
-        number = len(self.optimizer.param_groups)
-        self.optimizer.add_param_group(param_group)
-        return members.named(number, given)
 
 
 class DistributedOptimizer(Wrapper):
@@ -134,7 +77,9 @@ class DistributedOptimizer(Wrapper):
         verify: number of steps after which the bits of all parameters and buffers are compared between ranks; 0, the
             default, for never, and True for 100.
         timeout: seconds to wait for a message before CommunicationError is raised; None, the default, for no limit,
-            with a warning once a minute. In the first reduction, in which kernels are compiled, it is at least 300.
+            with a warning once a minute. It holds from the first call on, so it should be longer than the kernels take
+            to compile in their first run on a machine (about 10 s). If several optimizers share a communicator and a
+            back-propagation has computed gradients of more than one, ranks wait for the shortest of their timeouts.
         timeline: a `sparsecoll.torch.Timeline` that records a trace; None, the default, for none.
 
     Raises:
@@ -170,7 +115,7 @@ class DistributedOptimizer(Wrapper):
         timeline: Timeline | None = None,
     ) -> None:
         super().__init__(optimizer)
-        transport = communicator(comm)
+        transport = communicator(comm, timeout)
         model = model_of(named_parameters)
 
         def checked(_: CollectiveCall) -> tuple[Named, Compressor, Options, Scaling]:
@@ -179,9 +124,12 @@ class DistributedOptimizer(Wrapper):
             refuse_wrapped(model, "named_parameters")
             return of_optimizer(optimizer, named(named_parameters)), own, options, Scaling(self, grad_scaler)
 
-        params, own, options, self._scaling = collective(transport, "DistributedOptimizer", None, checked)
-        self._engine = Engine(transport, own, optimizer, model, options, self._scaling)
-        self._engine.add(params)
+        params, own, options, self._scaling = collective(transport, "DistributedOptimizer", timeout, checked)
+        with agreed(transport, timeout):
+            self._engine = Engine(transport, own, optimizer, model, options, self._scaling)
+            self._engine.add(params)
+        if own.keeps_gradient:
+            warn_of_state(optimizer, transport)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -208,7 +156,7 @@ class DistributedOptimizer(Wrapper):
         Args:
             comm: communicator, as in `sparsecoll.allreduce`.
         """
-        self._engine.move(as_transport(comm))
+        self._engine.move(as_transport(comm, self._engine.timeout))
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Context manager: gradients of the enclosed back-propagations accumulate without communication."""
@@ -227,6 +175,7 @@ class DistributedOptimizer(Wrapper):
         """
         return self._engine.join()
 
+    @agreeing("_engine._replica.agreed")
     def synchronize(self) -> None:
         """Reduce the gradients now, unless they are the means already; collective.
 
@@ -258,27 +207,33 @@ class DistributedOptimizer(Wrapper):
             RuntimeError: There is a closure, and a rank has left `join`, which takes no part in the mean of the losses.
         """
         if is_trial_step(self):
-            with self._engine.stepping():
-                return self.optimizer.step()
-        if not self._engine.closed and self._scaling.check(self):
-            self._engine.ensure_means()
-            if self._scaling.look(self):
-                return None  # as a GradScaler does
-        if closure is None:
-            self._engine.before_step()
-            return self._stepped(None)
+            return self._engine.trial_step()
+        if self._skips(closure):
+            return None  # as a GradScaler does
 
         def evaluated() -> Any:
-            with torch.enable_grad():
+            assert closure is not None
+            with agreed(self._engine.transport, self._engine.timeout), torch.enable_grad():
                 loss = closure()
             self._engine.before_step()
             return self._engine.mean_loss(loss)
 
-        return self._stepped(evaluated)
+        return self._stepped(None if closure is None else evaluated)
+
+    @agreeing("_engine._replica.agreed")
+    def _skips(self, closure: Any) -> bool:
+        """Make gradients the means, unless a closure does; return whether the GradScaler skips this step."""
+        if not self._engine.closed and self._scaling.check(self):
+            self._engine.ensure_means()
+            if self._scaling.look(self):
+                return True
+        if closure is None:
+            self._engine.before_step()
+        return False
 
     def _stepped(self, closure: Callable[[], Any] | None) -> Any:
         try:
-            with self._engine.stepping():
+            with self._engine.stepping(evaluates=closure is not None):
                 result = self.optimizer.step() if closure is None else self.optimizer.step(closure)
         except Exception as error:
             if not getattr(error, "on_all_ranks", False):
@@ -287,10 +242,18 @@ class DistributedOptimizer(Wrapper):
         self._engine.after_step()
         return result
 
+    def discard(self) -> None:
+        """Skip the step after `backward()`, on all ranks: residuals are restored to their values before it.
+
+        `zero_grad` does this, too, but not if your loop has changed parameters before, as SAM does: call this first.
+        """
+        self._engine.discard()
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Call the wrapped optimizer's zero_grad; between `backward()` and `step()` this skips the step.
 
-        Residuals are then restored to their values before the step.
+        Residuals are then restored to their values before the step, unless your loop has changed parameters since
+        `backward()`, which counts as a step that it takes by itself.
 
         Args:
             set_to_none: as in torch.
@@ -301,6 +264,7 @@ class DistributedOptimizer(Wrapper):
         self._engine.skip()
         self.optimizer.zero_grad(set_to_none)
 
+    @agreeing("_engine._replica.agreed")
     def add_param_group(
         self, param_group: dict[str, Any], named_parameters: Iterable[tuple[str, torch.Tensor]] = ()
     ) -> None:
@@ -325,6 +289,7 @@ class DistributedOptimizer(Wrapper):
         """
         return self._with_hooks(lambda: {STATE: self._engine.state_dict()})
 
+    @agreeing("_engine._replica.agreed")
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned, to continue with the same bits on as many ranks; collective.
 
@@ -346,7 +311,7 @@ class DistributedOptimizer(Wrapper):
             inner = {name: value for name, value in state.items() if name != STATE}
             self._engine.load_state_dict(state.get(STATE), lambda: self.optimizer.load_state_dict(inner))
 
-        self._load_with_hooks(self._engine.transport, state_dict, load)
+        self._load_with_hooks(self._engine.transport, self._engine.timeout, state_dict, load)
 
     def close(self) -> None:
         """Remove the hooks from the parameters; each rank's optimizer then steps on its own gradients."""
@@ -357,11 +322,6 @@ class DistributedOptimizer(Wrapper):
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError("DistributedOptimizer cannot be pickled: save its state_dict()")
-
-
-def _replaced(state: dict[str, Any], result: Any) -> dict[str, Any]:
-    """Return what a hook has returned, or the state, which it may have changed in place, if that is None."""
-    return state if result is None else result  # type: ignore[no-any-return]
 
 
 def of_optimizer(optimizer: torch.optim.Optimizer, params: Named) -> Named:

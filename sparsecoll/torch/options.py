@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sparsecoll.torch.timeline import Timeline
+from sparsecoll.transport import check_timeout
 
 
 @dataclass
@@ -35,11 +36,7 @@ class Options:
         if isinstance(self.verify, bool):
             self.verify = 100 * self.verify
         check_integer("verify", self.verify, 0)
-        if self.timeout is not None:
-            if isinstance(self.timeout, bool) or not isinstance(self.timeout, (int, float)):
-                raise TypeError(f"timeout: expected seconds or None, got {self.timeout!r}")
-            if not self.timeout > 0:
-                raise ValueError(f"timeout: expected more than 0 seconds, or None to wait for ever, got {self.timeout}")
+        check_timeout(self.timeout)
         if self.timeline is not None and not isinstance(self.timeline, Timeline):
             raise TypeError(f"timeline: expected a sparsecoll.torch.Timeline, got {self.timeline!r}")
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from sparsecoll.torch.tensors import Named
+from sparsecoll.torch.tensors import Named, version
 
 
 class ReducedGrads:
@@ -31,7 +31,7 @@ class ReducedGrads:
         """A parameter's gradient has been reduced."""
         gradient = self._params[name].grad
         assert gradient is not None
-        self._means[name] = gradient, gradient._version
+        self._means[name] = gradient, version(gradient)
 
     def discard(self, names: set[str]) -> None:
         """Gradients of these parameters are local ones again, or None."""
@@ -59,12 +59,12 @@ class ReducedGrads:
         """
         if name not in self._means:
             return
-        (mean, version), gradient = self._means[name], self._params[name].grad
+        (mean, seen), gradient = self._means[name], self._params[name].grad
         assert gradient is not None
         if gradient is mean:
-            self._means[name] = mean, version + 1
+            self._means[name] = mean, seen + 1
         elif name in self._whole:
-            self._means[name] = gradient, gradient._version - (mean._version - version)
+            self._means[name] = gradient, version(gradient) - (version(mean) - seen)
 
     def is_replaced(self, name: str) -> bool:
         """Return whether the gradient of a parameter was a mean, and is another tensor now, or None."""
@@ -77,7 +77,7 @@ class ReducedGrads:
     def changed(self) -> str | None:
         """Return the last of the parameters whose means were changed in place."""
         gone, found = self.replaced(), None
-        for name, (gradient, version) in self._means.items():
-            if name not in gone and gradient._version > version:
+        for name, (gradient, seen) in self._means.items():
+            if name not in gone and version(gradient) > seen:
                 found = name
         return found

@@ -7,13 +7,14 @@ next step when the optimizer steps; until then it can be taken back.
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Mapping
-from typing import NoReturn
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
 from sparsecoll.errors import NonFiniteError
+from sparsecoll.torch.bucket import Bucket, NewGrads
 from sparsecoll.torch.buckets import Buckets
 from sparsecoll.torch.compressors import Compressor
 from sparsecoll.torch.grad_scaler import Scaling
@@ -24,6 +25,7 @@ from sparsecoll.torch.reduced_grads import ReducedGrads
 from sparsecoll.torch.replica import Replica
 from sparsecoll.torch.rounds import CHANGED, JOINED, MEMBERS, NOTHING, Round, Row
 from sparsecoll.torch.sender import Sender
+from sparsecoll.torch.steps import Steps
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +41,7 @@ class Reducer:
 
     Attributes:
         seconds: of this rank by kind of work (see `telemetry.trace`), and "exposed": waited for in `reduce`.
+        steps: tells what has become of the means.
     """
 
     def __init__(
@@ -46,6 +49,7 @@ class Reducer:
     ) -> None:
         self._replica = replica
         self.buckets = Buckets(compressor, replica)
+        self.steps = Steps(self.buckets, replica, lambda: replica.params, "DistributedOptimizer")
         self._scaling = scaling
         self._sender = Sender(replica, self.buckets, scaling, compressor)
         self.seconds = self._sender.seconds
@@ -115,7 +119,8 @@ class Reducer:
             self._sender.take(name)
 
     def _open(self) -> None:
-        """A reduction begins: take back what was kept of gradients thrown away."""
+        """A reduction begins: take back what was kept of gradients thrown away, unless the loop has used them."""
+        self.settle()
         self._opened = True
         changed = self._means.changed()
         if changed is not None:
@@ -146,9 +151,24 @@ class Reducer:
             NonFiniteError: a gradient is not finite on some rank; all gradients are NaN now.
             CommunicationError, RuntimeError: the reduction failed on some rank; gradients are as they were.
         """
-        while (outcome := self._attempt(JOINED * joined, name, regroup)) is None:
-            pass
+        with self.failing():
+            while (outcome := self._attempt(JOINED * joined, name, regroup)) is None:
+                pass
         return outcome
+
+    @contextlib.contextmanager
+    def failing(self) -> Iterator[None]:
+        """Context manager: what it raises, all ranks raise, and everything is as before the reduction."""
+        try:
+            with self._replica.agreed():
+                yield
+        except Exception as error:
+            self._sender.finish()
+            self._drop()
+            self._opened = False
+            if isinstance(error, NonFiniteError):
+                self._spread_nan()
+            raise
 
     def _attempt(self, flags: int, name: str, regroup: Callable[[], None]) -> Round | None:
         """One reduction of all buckets; None if it has to be made again."""
@@ -168,12 +188,13 @@ class Reducer:
         digest = None if replica.warmed or replica.transport.size == 1 else fingerprint(replica.params.values())
         seconds, outcome, error = self._sender.wait(lambda: self._round(name, row, digest))
         if error is not None:
-            self._fail(error)
+            raise error
         assert isinstance(outcome, Round)
         changed, learned = outcome.flags & (CHANGED | MEMBERS), self.buckets.learn(outcome.rows, outcome.dense)
         stale = learned or outcome.trainable != set(self.buckets.index_of)
         if not (changed or stale or outcome.over):
-            self._follow_up(outcome, seconds)
+            replica.broadcast_buffers(outcome)
+            self._profiler.note(replica.transport, self._sender.last, seconds, replica.options.timeout)
             self._accept(outcome)
             return outcome
         if self._again:
@@ -205,14 +226,6 @@ class Reducer:
         self._end()
         self._opened = True
 
-    def _fail(self, error: Exception) -> NoReturn:
-        """Raise what a reduction has failed with; the next one begins anew."""
-        self._drop()
-        self._opened = False
-        if isinstance(error, NonFiniteError):
-            self._spread_nan()
-        raise error
-
     def _spread_nan(self) -> None:
         """Gradients become NaN on all ranks, for code that reads them before the step."""
         for name, index in self.buckets.index_of.items():
@@ -227,31 +240,32 @@ class Reducer:
             self._replica.transport.rank,
         )
 
-    def _follow_up(self, outcome: Round, seconds: list[float]) -> None:
-        """Broadcast buffers and measure the step: gradients are as they were if that fails. Collective."""
-        try:
-            self._replica.broadcast_buffers(outcome)
-            self._profiler.note(self._replica.transport, self._sender.last, seconds, self._replica.patience)
-        except Exception as error:
-            self._fail(error)
-
     def _accept(self, outcome: Round) -> None:
-        """The reduction is good on all ranks: gradients become means."""
-        replica = self._replica
-        self.buckets.keep()
-        if not replica.warmed:
-            replica.warmed = True
-            for _, compressor in self.buckets:
-                compressor.timeout = replica.patience
-        self._means.clear()
-        self._end()  # nothing refers to gradients any more
+        """The reduction is good on all ranks: gradients become means, all of them or none."""
+        made = []
         for bucket, compressor in self.buckets:
+            bucket.layout.device.wait_stream()
             names = [
                 n for n, p in bucket.params.items() if n in outcome.used or (p.requires_grad and bucket.has_mean(n))
             ]
-            bucket.assign_grads(names, self._scaling.of(compressor))
-            for name in names:
+            made.append((bucket, bucket.new_grads(names, self._scaling.of(compressor))))
+        try:
+            self._assign(made)
+        except Exception:
+            self._assign(made)
+            raise
+
+    def _assign(self, made: list[tuple[Bucket, NewGrads]]) -> None:
+        """Set all gradients; the same again does no harm."""
+        self.buckets.keep()
+        self._replica.warmed = True
+        self._means.clear()
+        self._end()  # nothing refers to gradients any more
+        for bucket, gradients in made:
+            bucket.assign_grads(gradients)
+            for name in gradients:
                 self._means.add(name)
+        self.steps.accept({name: self._replica.params[name] for name in self._means})
 
     # -- a step, or none
 
@@ -263,9 +277,20 @@ class Reducer:
         """Means that were set to None count as thrown away."""
         self._take_back({name for name in self._means if self._replica.params[name].grad is None})
 
-    def commit(self) -> None:
-        """The optimizer has stepped: what the reductions since the last step have kept is the state of the next one."""
-        self.buckets.commit()
+    def settle(self) -> bool:
+        """Commit if the loop has updated parameters by itself; return whether it has."""
+        updated = self.steps.updated()
+        if updated:
+            self.commit(by_hand=True)
+        return updated
+
+    def commit(self, by_hand: bool = False) -> None:
+        """A step was taken: what the reductions since the last step have kept is the state of the next one.
+
+        Args:
+            by_hand: whether the loop has taken it by itself.
+        """
+        self.steps.commit(by_hand)
         self._means.clear()
         self._opened = False
         self._profiler.stepped()
@@ -275,12 +300,13 @@ class Reducer:
         self._came = {}
         if self._sender.begun:
             self._changed = self._broken_off = True  # what was sent is sent again with the next back-propagation
-        self.buckets.rollback()
+        self.steps.rollback()
         self._means.clear()
         self._opened = False
 
     def loaded(self) -> None:
         """The buckets' state was loaded: make them as they were when it was saved. Collective."""
+        self.steps.pending = False
         self._means.clear()
         self._end()
         if self.buckets.order:

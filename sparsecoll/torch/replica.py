@@ -6,7 +6,6 @@ import contextlib
 import json
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import numpy as np
@@ -14,7 +13,7 @@ import torch
 
 from sparsecoll.errors import CommunicationError
 from sparsecoll.torch.broadcasts import broadcast_optimizer, broadcast_tensors
-from sparsecoll.torch.calls import collective
+from sparsecoll.torch.calls import agreed, collective
 from sparsecoll.torch.compressors import StepContext
 from sparsecoll.torch.guards import refuse_renormalized, warn_if_equal
 from sparsecoll.torch.options import Options
@@ -26,7 +25,6 @@ from sparsecoll.transport.collectives import allgather
 
 T = TypeVar("T")
 CHANGE = "change of parameters, to be made on all ranks between the same steps"  # a call; errors show its name
-COMPILING = 300.0  # seconds: the least timeout of the first reduction, in which kernels may be compiled
 
 
 class Replica:
@@ -70,15 +68,9 @@ class Replica:
         """The number of steps that this rank has taken; `context` has that of the ranks that have data."""
         return self.context.step if self.left is None else self.left
 
-    @property
-    def patience(self) -> float | None:
-        """The timeout of a call: longer while kernels may still be compiled."""
-        timeout = self.options.timeout
-        return timeout if self.warmed or timeout is None else max(timeout, COMPILING)
-
     def call(self, name: str, function: Callable[[CollectiveCall], T], phase: str = "") -> T:
         """See `collective`."""
-        return collective(self.transport, name, self.patience, function, phase)
+        return collective(self.transport, name, self.options.timeout, function, phase)
 
     def agree(
         self, name: str, row: Row, digest: Callable[[Round], int | None], failed: Exception | None = None
@@ -171,18 +163,20 @@ class Replica:
         self.buffers.mark()
         self.suspect = False
 
+    def agreed(self) -> contextlib.AbstractContextManager[None]:
+        """See `agreed`."""
+        return agreed(self.transport, self.options.timeout)
+
     @contextlib.contextmanager
     def reporting(self) -> Iterator[None]:
         """Context manager: an exception that leaves the block on one rank is raised in the others' next call."""
         try:
             yield
         except Exception as error:
-            if not getattr(error, "on_all_ranks", False):
-                failed, traceback = Future[None](), error.__traceback__
-                failed.set_exception(error)
-                with contextlib.suppress(Exception):
-                    self.call("join", lambda _: failed.result())
-                error.__traceback__ = traceback
+            traceback = error.__traceback__
+            with contextlib.suppress(Exception), self.agreed():
+                raise
+            error.__traceback__ = traceback
             raise
 
     @contextlib.contextmanager
@@ -190,7 +184,8 @@ class Replica:
         """Context manager for a rank that has run out of data and takes part in the others' reductions."""
         self.left = self.context.step
         try:
-            yield
+            with self.agreed():
+                yield
         finally:
             self.left = None
 

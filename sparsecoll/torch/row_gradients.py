@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from sparsecoll.residual import RowResidual
-from sparsecoll.torch.bucket import Bucket
+from sparsecoll.torch.bucket import Bucket, NewGrads
 from sparsecoll.torch.compressors import Compressor
 from sparsecoll.torch.device import CPU
 from sparsecoll.torch.layout import Layout, has_rows, rows_like
@@ -126,9 +126,12 @@ class RowBucket(Bucket):
             rows, values = rows.clone(), values.clone()
         return rows_like(p, rows, values if scale == 1.0 else values * scale)
 
-    def assign_grads(self, names: Collection[str], scale: float = 1.0) -> None:
-        for name in names:
-            self.params[name].grad = self.mean_tensor(scale)
+    def new_grads(self, names: Collection[str], scale: float = 1.0) -> NewGrads:
+        return {name: (self.mean_tensor(scale), None) for name in names}
+
+    def assign_grads(self, made: NewGrads) -> None:
+        for name, (new, _) in made.items():
+            self.params[name].grad = new
 
     def nan(self, name: str) -> torch.Tensor:
         return nan_rows(self.params[name])

@@ -17,6 +17,7 @@ from sparsecoll.torch.buckets import Buckets
 from sparsecoll.torch.compressors import Compressor
 from sparsecoll.torch.grad_scaler import Scaling
 from sparsecoll.torch.replica import Replica
+from sparsecoll.torch.tensors import version
 from sparsecoll.torch.timeline import bucket_span
 from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.transport.collectives import allgather
@@ -72,14 +73,14 @@ class Sender:
         """Take a parameter's gradient into its bucket, and send the buckets that are complete and next in order."""
         self._take(self._buckets.index_of[name], name)
         p = self._replica.params[name]
-        self._marks.append((p, p.grad, -1 if p.grad is None else p.grad._version))
+        self._marks.append((p, p.grad, -1 if p.grad is None else version(p.grad)))
         while len(self._sent) < len(self._buckets) and not self._waiting[len(self._sent)]:
             self._isend()
 
     @property
     def altered(self) -> bool:
         """Whether a gradient was replaced, or changed in place, since it was taken during back-propagation."""
-        return any(p.grad is not g or (g is not None and g._version != version) for p, g, version in self._marks)
+        return any(p.grad is not g or (g is not None and version(g) != seen) for p, g, seen in self._marks)
 
     def _take(self, index: int, name: str) -> None:
         bucket, compressor = self._buckets[index]
@@ -94,6 +95,13 @@ class Sender:
 
     def _job(self, bucket: Bucket, compressor: Compressor, event: Any) -> float:
         """Reduce one bucket, whose gradients are complete at `event`; returns its seconds."""
+        try:
+            return self._timed(bucket, compressor, event)
+        except Exception as error:
+            self.failed = error
+            raise
+
+    def _timed(self, bucket: Bucket, compressor: Compressor, event: Any) -> float:
         if self.failed is not None:
             return 0.0
         if torch.get_num_threads() != self._threads:
@@ -101,11 +109,7 @@ class Sender:
         start = time.perf_counter()
         layout = bucket.layout
         with bucket_span(self._timeline, layout.index, layout.length) as recorder, layout.device.stream_context(event):
-            try:
-                self._reduce(bucket, compressor)
-            except Exception as error:
-                self.failed = error
-                raise
+            self._reduce(bucket, compressor)
         for kind, seconds in recorder.seconds.items():
             self.seconds[kind] += seconds
         return time.perf_counter() - start
@@ -121,7 +125,7 @@ class Sender:
         for name, p in bucket.params.items():
             if not torch.isfinite(bucket.part_of_mean(name)).all():
                 local = p.grad is not None and not torch.isfinite(p.grad).all()
-                with CollectiveCall(transport, "gradients", self._replica.patience):
+                with CollectiveCall(transport, "gradients", self._replica.options.timeout):
                     if local or transport.size == 1:
                         raise NonFiniteError(f"gradient of {name!r}: expected finite values, got NaN or infinity")
                     rows = allgather(transport, np.zeros(1, np.uint8))  # the rank that has it raises
@@ -157,6 +161,6 @@ class Sender:
                 results.append(future.result())
             except Exception as problem:
                 results.append(None)
-                error = error or problem
+                error = error if getattr(error, "on_all_ranks", False) else problem  # `end` has agreed on it
         self.seconds["exposed"] += time.perf_counter() - start
         return results[:-1], results[-1], error

@@ -14,7 +14,7 @@ from sparsecoll.errors import NonFiniteError
 from sparsecoll.formats import Format
 from sparsecoll.telemetry.traffic import Traffic
 from sparsecoll.torch.accumulator import Accumulator, Sums
-from sparsecoll.torch.calls import collective, communicator, mean_loss
+from sparsecoll.torch.calls import agreed, agreeing, collective, communicator, mean_loss
 from sparsecoll.torch.grad_scaler import Scaling
 from sparsecoll.torch.guards import Watch, fingerprint, refuse_wrapped
 from sparsecoll.torch.layout import takes_part
@@ -95,7 +95,7 @@ class SparseSGD(torch.optim.Optimizer):
         verify: number of steps after which the bits of all parameters and buffers are compared between ranks; 0, the
             default, for never, and True for 100.
         timeout: seconds to wait for a message before CommunicationError is raised; None, the default, for no limit,
-            with a warning once a minute. In the first step, in which kernels are compiled, it is at least 300.
+            with a warning once a minute. See `DistributedOptimizer`.
         timeline: records spans of the reductions; None, the default, for nothing.
 
     Raises:
@@ -140,7 +140,7 @@ class SparseSGD(torch.optim.Optimizer):
             "nesterov": nesterov,
             "maximize": maximize,
         }
-        transport, known = communicator(comm), model_of(params) if model is None else model
+        transport, known = communicator(comm, timeout), model_of(params) if model is None else model
         self._built = False
         watched = transport.rank == 0 and transport.size > 1
         self._watch = Watch("SparseSGD", "DistributedOptimizer clips the mean") if watched else None
@@ -154,13 +154,14 @@ class SparseSGD(torch.optim.Optimizer):
                 check_group(group, compressor)
             return compressor, options, Scaling(self, grad_scaler)
 
-        self._compressor, options, self._scaling = collective(transport, "SparseSGD", None, build)
-        self._replica = Replica(transport, known, options)
-        self._replica.alike = lambda: common(self.param_groups)
-        self._replica.changed = lambda: self._flat.differs(self.param_groups)
-        self._flat = Accumulator(self._compressor, self._replica)
-        self._model, self._built = known, True
-        self._introduce()
+        self._compressor, options, self._scaling = collective(transport, "SparseSGD", timeout, build)
+        with agreed(transport, timeout):
+            self._replica = Replica(transport, known, options)
+            self._replica.alike = lambda: common(self.param_groups)
+            self._replica.changed = lambda: self._flat.differs(self.param_groups)
+            self._flat = Accumulator(self._compressor, self._replica)
+            self._model, self._built = known, True
+            self._introduce()
 
     @property
     def traffic(self) -> Traffic:
@@ -187,6 +188,7 @@ class SparseSGD(torch.optim.Optimizer):
             raise
         self._introduce()
 
+    @agreeing("_replica.agreed")
     def _introduce(self) -> None:
         """Name the parameters that the groups have now, and broadcast those that are new from rank 0. Collective."""
         names = names_of(self.param_groups, self._model)
@@ -203,6 +205,8 @@ class SparseSGD(torch.optim.Optimizer):
         """Whether GradScaler.step() leaves unscaling and the decision to `step`."""
         return self._scaling.asks_for_steps(True)
 
+    @agreeing("_replica.agreed")
+    @torch.inference_mode(False)
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """One step on all ranks; collective.
@@ -221,7 +225,7 @@ class SparseSGD(torch.optim.Optimizer):
         if is_trial_step(self):
             return self._make_state()
         scaling = self._scaling if self._scaling.check(self) else None
-        loss = None if closure is None else mean_loss(self._replica.transport, closure, self._replica.patience)
+        loss = None if closure is None else mean_loss(self._replica.transport, closure, self._replica.options.timeout)
         if self._watch is not None:
             self._watch.look(self._flat.names)
         try:
@@ -337,6 +341,7 @@ class SparseSGD(torch.optim.Optimizer):
                 self._replica.keep_up(outcome)
             self._replica.follow("join", self, outcome.furthest)
 
+    @agreeing("_replica.agreed")
     def move(self, comm: Any) -> None:
         """Continue on another communicator, such as that of `sparsecoll.shrink` after a rank was lost; collective on
         it.
@@ -347,7 +352,7 @@ class SparseSGD(torch.optim.Optimizer):
         Args:
             comm: communicator, as in `sparsecoll.allreduce`.
         """
-        self._replica.transport = as_transport(comm)
+        self._replica.transport = as_transport(comm, self._replica.options.timeout)
         self._flat.release()
         self._replica.follow("move", self)
 
@@ -363,6 +368,7 @@ class SparseSGD(torch.optim.Optimizer):
         state[STATE] = self._flat.state_dict(names_of(self.param_groups, self._model))
         return state
 
+    @agreeing("_replica.agreed")
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned, to continue with the same bits on as many ranks; collective.
 

@@ -31,6 +31,8 @@ def compressor_of(
     if k is None and isinstance(density, Mapping):
         raise TypeError("density: expected a number or a Schedule with SparseSGD, got a mapping")
     chosen: dict[str, Any] = {"density": density}
+    if k == 0 and not isinstance(k, bool):
+        raise ValueError(f"k: expected at least 1, got {k}, with which no gradient would ever be sent")
     if k is not None or not isinstance(density, Schedule):
         CallOptions(k=k, density=density if k is None else None).resolve_k(1)
         chosen = {"density": float(density)} if k is None else {"k": int(k)}

@@ -20,6 +20,21 @@ CHECKPOINT = "torch.distributed.checkpoint.state_dict"  # torch's module of get_
 Tensors = dict[str, dict[str, torch.Tensor]]
 
 
+class Copied:
+    """A base whose copies and pickles keep the state, without a communicator, and raise when they are used."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_saved": self.state_dict()}  # type: ignore[attr-defined]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "_saved" not in self.__dict__:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        raise RuntimeError(
+            f"A copied or loaded {type(self).__name__} has no communicator: make a new one with the options of the"
+            " old one, and call load_state_dict(copy.state_dict()) of it on every rank."
+        )
+
+
 def is_trial_step(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether torch.distributed.checkpoint takes this step, for an optimizer without state to make its own.
 

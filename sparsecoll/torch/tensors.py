@@ -159,7 +159,12 @@ def _forms(tensors: Named) -> list[tuple[str, torch.Size, torch.dtype]]:
 
 
 def _versions(tensors: Named) -> list[int]:
-    return [0 if b.is_inference() else b._version for b in tensors.values()]
+    return [version(b) for b in tensors.values()]
+
+
+def version(t: torch.Tensor) -> int:
+    """Return the version of a tensor, which changes in place raise; 0 for inference tensors, which have none."""
+    return 0 if t.is_inference() else t._version
 
 
 def _compared(tensors: Named) -> Named:

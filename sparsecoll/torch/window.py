@@ -196,7 +196,6 @@ class Window:
 
         def reduce(_: CollectiveCall) -> None:
             taken.result()
-            compressor.timeout = replica.patience
             with bucket_span(replica.options.timeline, layout.index, layout.length), layout.device.stream_context():
                 bucket.reduce(replica.transport, compressor)
                 if not bucket.mean_is_finite():
@@ -217,7 +216,7 @@ class Window:
     def _apply(self, bucket: Bucket) -> None:
         """Move the parameters of a bucket by its mean."""
         self._outer.zero_grad()  # what an earlier failure has left
-        bucket.assign_grads(bucket.layout.names)
+        bucket.assign_grads(bucket.new_grads(bucket.layout.names))
         self._outer.step()
         for name, shared in bucket.params.items():
             shared.grad = None

@@ -24,6 +24,7 @@ __all__ = [
     "Simulation",
     "Transport",
     "as_transport",
+    "check_timeout",
     "default_comm",
     "is_alone",
     "shrink",
@@ -85,6 +86,13 @@ def usable(timeout: Any) -> bool:
         return True
     number = isinstance(timeout, (int, float, np.integer, np.floating)) and not isinstance(timeout, bool)
     return bool(number and timeout > 0 and math.isfinite(timeout))
+
+
+def check_timeout(timeout: Any) -> None:
+    """Raise unless a timeout is `usable`."""
+    if not usable(timeout):
+        kind = ValueError if isinstance(timeout, (int, float)) else TypeError
+        raise kind(f"timeout: expected seconds above 0, or None to wait for ever, got {timeout!r}")
 
 
 def traffic(comm: Any) -> Traffic:

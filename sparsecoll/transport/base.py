@@ -11,10 +11,11 @@ import os
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
+import numpy as np
 from numpy.typing import NDArray
 
 from sparsecoll.errors import CommunicationError
@@ -27,13 +28,41 @@ T = TypeVar("T")
 
 PHASES = 4  # messages of calls that follow each other never have the same tag
 ERROR_TAG, REVOKE_TAG = 0, PHASES  # the tags of reports, see `sparsecoll.transport.call`; over MPI one for each phase
-FIRST_TAG = REVOKE_TAG + 1  # the lowest tag of a message
+STALL_TAG = REVOKE_TAG + 1  # of what a rank that waits tells, see `Transport.stalled`
+FIRST_TAG = STALL_TAG + 1  # the lowest tag of a message
 FORKED, CALL_PARENT = "this process was forked", "make calls in the process that it was forked from"
-TAGS = 16383  # tags are below this: MPI's tag has one bit more, and every MPI has 32,767 tags
+TAGS = 16383  # MPI's tags are below this, with one bit more: every MPI has 32,767 tags
+NUMBERS = (TAGS - FIRST_TAG) // PHASES  # tags of a phase: by name before the ranks agree, by name with check=False,
+NAMES = 509  # (a prime that gives each name in use a number of its own)
+KEPT = NUMBERS - 2 * NAMES  # and one for each of the last arguments and states that the ranks have agreed on
+STEPS = 64  # more than a call has, see `Transport.history`
+HISTORY = 1024  # calls that are remembered
 
 
 class CallMismatch(Exception):
     """A report or a message of another call was received in place of the expected message."""
+
+
+def tag_of(call: int, name: int, step: int, number: int) -> int:
+    """Return the tag of a message; modulo PHASES * NUMBERS, it has the number of the call modulo PHASES and `number`.
+
+    Args:
+        call: number of the call on the communicator.
+        name: number of its name.
+        step: position in `Transport.history`.
+        number: of the name, or of the arguments that the ranks have agreed on.
+    """
+    turn, phase = divmod(call, PHASES)
+    return FIRST_TAG + (((turn * NAMES + name) * STEPS + step) * PHASES + phase) * NUMBERS + number
+
+
+def parts_of(tag: int) -> tuple[int, int, int, int]:
+    """Return the arguments of `tag_of`."""
+    rest, number = divmod(tag - FIRST_TAG, NUMBERS)
+    rest, phase = divmod(rest, PHASES)
+    rest, step = divmod(rest, STEPS)
+    turn, name = divmod(rest, NAMES)
+    return turn * PHASES + phase, name, step, number
 
 
 class ReceiveRequest(Protocol):
@@ -66,8 +95,12 @@ class Transport(ABC):
         groups: transports of some of the ranks, see `group.group`.
         sharers: weak references to the objects that make calls by themselves, by number.
         worker: executes all calls once there has been a nonblocking one, see `progress.Worker`; None before.
-        tag: tag with which messages are sent, and expected to be received.
+        tag: tag with which messages are sent, and expected to be received, see `tag_of`.
         calls: number of calls made on this transport.
+        history: for each of the last HISTORY calls the numbers in its tags: that of its name, then for each agreement
+            that of its messages, or -1 if it had none, and that of what was agreed on.
+        told: for each rank that has waited long for this one, the tag for which it waits.
+        serial: greater than that of any earlier communicator of one of the ranks, if their messages might be mixed up.
         met: number of the last call in which each rank has had a message of every other one.
         agreed: dict from a checksum of what all ranks have agreed on to its number, the least recently used first.
         validated: arguments that have been validated on this communicator, see `collectives.allreduce.arguments_of`.
@@ -94,7 +127,9 @@ class Transport(ABC):
         self.worker: Any = None
         self._caller = threading.RLock()  # held by the thread that makes a blocking call
         self.tag = FIRST_TAG
-        self.calls = self.met = 0
+        self.calls = self.met = self.serial = 0
+        self.history: dict[int, list[int]] = {}
+        self.told: dict[int, int] = {}
         self.agreed: dict[int, int] = {}
         self.validated: dict[Any, Any] = {}
         self.epoch = 0
@@ -115,10 +150,51 @@ class Transport(ABC):
         """Discard what the ranks have found out together; after a failed call, only some of them may have it."""
         self.agreed.clear()
         self.validated.clear()
+        self.history.clear()
+        self.told.clear()
         self.nodes = None
         for group in self.groups.values():
             group.reset()
         self.epoch += 1
+
+    def is_in_another_call(self, tag: int) -> bool:
+        """Return whether this rank makes, or has made, another call than the one in which a rank uses this tag."""
+        call, name, step, number = parts_of(tag)
+        numbers = self.history.get(call)
+        return numbers is not None and (numbers[0] != name or (step < len(numbers) and numbers[step] != number))
+
+    def stalled(self, awaited: Callable[[], Iterable[int]], first: bool) -> None:
+        """Tell ranks for which tag this one waits, and compare what others have told; see docs/reliability.md.
+
+        Args:
+            awaited: returns the ranks for which this one waits.
+            first: whether they have not been told yet.
+
+        Raises:
+            CallMismatch: A rank that waits for this one is in another call.
+        """
+        for peer in awaited() if first else ():
+            self._tell(peer, np.array([self.serial, self.tag]).view(np.uint8))
+        self._listen()
+        for source, tag in self.told.items():
+            self._compare(source, tag)
+
+    def _hear(self, source: int, message: Buffer) -> None:
+        """Take note of what `stalled` told this rank."""
+        serial, tag = message.view(np.int64).tolist()
+        if serial == self.serial:
+            self.told[source] = tag
+            self._compare(source, tag)
+
+    def _compare(self, source: int, tag: int) -> None:
+        if self.is_in_another_call(tag):
+            raise CallMismatch(f"rank {source} is in another call")
+
+    def _tell(self, peer: int, message: Buffer) -> None:  # noqa: B027 - the simulator knows who waits for whom
+        """Send a message of `stalled`, without waiting; not counted."""
+
+    def _listen(self) -> None:  # noqa: B027 - see _tell
+        """Hear what has arrived of the messages of `stalled`, whatever else was sent before."""
 
     def in_order(self, function: Callable[[], T]) -> T:
         """Execute a blocking call after earlier nonblocking ones; immediately if it is made within one of them.
@@ -251,6 +327,9 @@ class Transport(ABC):
             if not outer:
                 self.traffic.set_up.seconds += self.now() - start
 
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError("a communicator cannot be pickled or copied: save the state_dict() of what has it")
+
     def _counters(self) -> tuple[Counts, ...]:
         if self._setting_up:
             return (self.traffic.set_up,)
@@ -270,8 +349,13 @@ def out_of_use(why: str, cure: str) -> CommunicationError:
 _living: weakref.WeakSet[Transport] = weakref.WeakSet()
 
 
+def living() -> list[Transport]:
+    """Return all transports of this process."""
+    return list(_living)
+
+
 def _forget() -> None:
-    for transport in list(_living):
+    for transport in living():
         transport.forked()
 
 

@@ -1,9 +1,14 @@
 """Calls in which all ranks raise the same error or none does, and whose arguments all ranks compare.
 
-The MPI tag of each message identifies its call: it holds the number of the call on the communicator, modulo PHASES, and
-a number for the arguments, together with the state that an algorithm object keeps between calls. All ranks give these
-their number when they have agreed on them: by messages, or because a call in which they agreed has left that state. So
-different arguments or states never share a number.
+The tag of each message identifies its call: it holds the number of the call on the communicator (over MPI, modulo
+PHASES) and a number for the arguments, together with the state that an algorithm object keeps between calls. All ranks
+give these their number when they have agreed on them: by messages, or because a call in which they agreed has left that
+state. So different arguments or states never share a number.
+
+Ranks in different calls may also wait for each other without a message between them. So a rank that has waited for a
+while sends the rank for which it waits the tag that it expects. That rank compares it with the tags of its own calls
+while it waits itself. docs/reliability.md has the proof that this finds every difference for which ranks would wait for
+ever.
 
 A rank that receives a message with another tag, or on which an exception is raised, sends a report to all ranks: its
 arguments and its exception. Then it reads from each rank up to that rank's report, and discards the messages before it.
@@ -26,14 +31,11 @@ import numpy as np
 
 from sparsecoll.errors import CommunicationError, NonFiniteError
 from sparsecoll.formats import Buffer
-from sparsecoll.transport import usable
-from sparsecoll.transport.base import FIRST_TAG, PHASES, TAGS, CallMismatch, Transport, out_of_use
+from sparsecoll.transport import check_timeout, usable
+from sparsecoll.transport.base import HISTORY, KEPT, NAMES, CallMismatch, Transport, out_of_use, tag_of
 from sparsecoll.transport.collectives import FEW_RANKS, allgather, allgatherv, disseminate, node_members
 from sparsecoll.transport.waiting import check_environment
 
-NUMBERS = (TAGS - FIRST_TAG) // PHASES  # tags of a phase: by name before the ranks agree, by name with check=False,
-NAMES = 509  # (a prime that gives each name in use a number of its own)
-KEPT = NUMBERS - 2 * NAMES  # and one for each of the last arguments and states that the ranks have agreed on
 STATELESS = (0, 0)
 ROW = struct.Struct("<qq")  # a rank's number of entries and checksum of arguments
 AGREEMENT_BYTES = ROW.size
@@ -80,13 +82,13 @@ class CollectiveCall:
     def __enter__(self) -> CollectiveCall:
         transport = self.transport
         self._outer = transport.tag, transport.timeout
-        transport.timeout = self._timeout if usable(self._timeout) else None
-        transport.calls += 1
-        self._set_tag(self._number_of_name)
         try:
-            if not usable(self._timeout):
-                kind = ValueError if isinstance(self._timeout, (int, float)) else TypeError
-                raise kind(f"timeout: expected seconds above 0, or None to wait for ever, got {self._timeout!r}")
+            transport.timeout = self._timeout if usable(self._timeout) else None
+            self._call = transport.calls = transport.calls + 1
+            self._numbers = transport.history[self._call] = []
+            transport.history.pop(self._call - HISTORY, None)
+            self._set_tag(self._number_of_name)
+            check_timeout(self._timeout)
             if transport.nodes is None:
                 check_environment()
                 with transport.set_up():
@@ -109,7 +111,8 @@ class CollectiveCall:
             transport.tag, transport.timeout = self._outer
 
     def _set_tag(self, number: int) -> None:
-        self.transport.tag = FIRST_TAG + self.transport.calls % PHASES * NUMBERS + number
+        self.transport.tag = tag_of(self._call, self._number_of_name, len(self._numbers), number)
+        self._numbers.append(number)
 
     def agree(
         self,
@@ -120,6 +123,8 @@ class CollectiveCall:
         every: bool = True,
     ) -> list[int]:
         """Compare `signature` and `state` on all ranks, now if they are new, and by the tags of messages that follow.
+
+        Calls within this one come after it.
 
         Args:
             entries: a number for all ranks to know; None, the default, for none.
@@ -133,9 +138,8 @@ class CollectiveCall:
             Every rank's `entries`, in rank order; without `every` perhaps only the smallest and the largest of them. An
             empty list if it is None.
 
-        Volume: 4(P-1) words in ceil(log2 P) messages if the arguments are new or `entries` is given, in P - 1 messages
-        if the state is new; otherwise none. With more than FEW_RANKS ranks and a state that is not new, 8 ceil(log2 P)
-        words if neither a message nor `every` is asked for.
+        Volume: 4(P-1) words in ceil(log2 P) messages if arguments or state are new or `entries` is given; otherwise
+        none. With more than FEW_RANKS ranks, 8 ceil(log2 P) words if neither a message nor `every` is asked for.
 
         Raises:
             CallMismatch: Arguments differ; the call then raises CommunicationError on all ranks.
@@ -147,16 +151,16 @@ class CollectiveCall:
         counts: list[int] = []
         new = check and key not in transport.agreed
         if new or entries is not None:
+            self._set_tag(self._numbers[-1])
             row = (-1 if entries is None else entries, key)
-            direct = message is None and new and self.state != STATELESS
-            if direct:  # so that ranks hear of it which know their state and wait for this rank
-                message = np.empty(AGREEMENT_BYTES, np.uint8)
             reduced = message is None and transport.size > FEW_RANKS and (entries is None or not every)
-            held, keys = zip(*(self._extremes(row) if reduced else self._rows(row, message, direct)), strict=True)
+            held, keys = zip(*(self._extremes(row) if reduced else self._rows(row, message)), strict=True)
             if set(keys) != {key} or (min(held) < 0) != (entries is None):
                 raise CallMismatch("ranks disagree")
             transport.met = transport.calls
             counts = list(held) if entries is not None else []
+        else:
+            self._numbers.append(-1)
         self._checksum = checksum if check else None
         self._set_tag(self._number_of(key) if check else NAMES + self._number_of_name)
         return counts
@@ -171,7 +175,7 @@ class CollectiveCall:
         text = json.dumps(self.signature, sort_keys=True).encode()
         return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little", signed=True)
 
-    def _rows(self, row: tuple[int, int], message: Buffer | None, direct: bool) -> list[tuple[int, int]]:
+    def _rows(self, row: tuple[int, int], message: Buffer | None) -> list[tuple[int, int]]:
         """Return every rank's row, and set `gathered` to every rank's message."""
         transport = self.transport
         try:
@@ -180,7 +184,7 @@ class CollectiveCall:
                     return list(map(tuple, allgather(transport, np.array(row, np.int64)).tolist()))
             ROW.pack_into(message, message.size - AGREEMENT_BYTES, *row)
             with transport.phase("gather" if message.size > AGREEMENT_BYTES else "agree"):
-                blocks = allgatherv(transport, message, direct)
+                blocks = allgatherv(transport, message)
             rows: list[Any] = [ROW.unpack_from(block, block.size - AGREEMENT_BYTES) for block in blocks]
         except (CommunicationError, ValueError, struct.error) as error:  # not as long as those of this rank
             if transport.broken:
@@ -279,7 +283,7 @@ def _raised_error(reports: list[dict[str, Any]]) -> Exception:
 def _different_kinds(calls: list[dict[str, Any]]) -> list[str]:
     """Return a text if x is of different kinds in the same call: then most of the other arguments differ, too."""
     kinds = [
-        "a type with keys" if call.get("keyed") else "rows" if call.get("x") == "rows" else "a vector"
+        "a type with keys" if call.get("keyed") else call["x"] if "n" in call else "a vector"
         for call in calls
         if {"keyed", "length", "n"} & call.keys()
     ]

@@ -32,6 +32,9 @@ class Request(Generic[T]):
         self._process = os.getpid()
         self.waited_for = False
 
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError("Request cannot be pickled or copied: use the result of wait()")
+
     def wait(self, timeout: float | None = None) -> T:
         """Wait for the call to finish; return its result or raise its exception.
 

@@ -82,6 +82,9 @@ class World:
         self.batons = [threading.Semaphore(0) for _ in range(size)]
         self.ready: deque[int] = deque(range(size))
         self.waiting: dict[int, Route] = {}
+        self.ends: dict[tuple[Hashable, int], SimTransport] = {}  # by communicator and rank of the world
+        self.tags: dict[int, int] = {}  # for which ranks wait
+        self.mismatched: set[int] = set()  # ranks that are to raise CallMismatch
         self.finished: set[int] = set()
         self.failure: BaseException | None = None
         self.done = threading.Event()
@@ -89,7 +92,12 @@ class World:
     def pass_baton(self) -> None:
         """Wake the next rank that can run; if there is none, the run is over or in a deadlock."""
         if self.failure is None and not self.ready and self.waiting:
-            self.failure = DeadlockError(self._report())
+            self.mismatched = {rank for rank in self.waiting if self._is_mismatched(rank)}
+            for rank in sorted(self.mismatched):
+                del self.waiting[rank]
+                self.ready.append(rank)
+            if not self.ready:
+                self.failure = DeadlockError(self._report())
         if self.failure is not None and self.waiting:
             self.ready.extend(sorted(self.waiting))
             self.waiting.clear()
@@ -97,6 +105,11 @@ class World:
             self.batons[self.ready.popleft()].release()
         else:
             self.done.set()
+
+    def _is_mismatched(self, rank: int) -> bool:
+        """Return whether a rank waits for one that is in another call."""
+        context, source, _ = self.waiting[rank]
+        return rank in self.tags and self.ends[context, source].is_in_another_call(self.tags[rank])
 
     def _report(self) -> str:
         lines = [f"rank {rank} waits for rank {self.waiting[rank][1]}" for rank in sorted(self.waiting)]
@@ -115,16 +128,30 @@ class World:
         if self.failure is not None:
             raise Stopped
 
-    def take(self, route: Route) -> Message:
-        """Return the next message on a route; pass the baton on until there is one."""
+    def take(self, route: Route, tag: int | None = None) -> Message:
+        """Return the next message on a route; pass the baton on until there is one.
+
+        Args:
+            route: the route.
+            tag: that the message of a call must have; None, the default, for another message.
+
+        Raises:
+            CallMismatch: All ranks wait, and the sender is in another call.
+        """
         self._check_running()
         rank = route[2]
         while not self.mail.get(route):
             self.waiting[rank] = route
+            if tag is not None:
+                self.tags[rank] = tag
             self.pass_baton()
             self.batons[rank].acquire()
+            self.tags.pop(rank, None)
             if self.failure is not None:
                 raise Stopped
+            if rank in self.mismatched:
+                self.mismatched.discard(rank)
+                raise CallMismatch("a rank is in another call")
         return self.mail[route].popleft()
 
     def deliver(self, route: Route, message: Message) -> None:
@@ -180,6 +207,7 @@ class SimTransport(Transport):
         self._clock = world.clocks[members[rank]]
         self._reports: dict[int, Buffer] = {}  # received in place of messages
         self._node = members[rank] // world.ranks_per_node
+        world.ends[context, members[rank]] = self
         self.one_node = all(member // world.ranks_per_node == self._node for member in members)
 
     def part(self, members: list[int], context: Hashable) -> SimTransport:
@@ -232,15 +260,15 @@ class SimTransport(Transport):
     def _irecv(self, source: int, into: Buffer | None) -> SimReceive:
         return SimReceive(self, source, into)
 
-    def _next(self, source: int) -> Message:
-        message = self._world.take(self._route(source, self.rank))
+    def _next(self, source: int, tag: int | None = None) -> Message:
+        message = self._world.take(self._route(source, self.rank), tag)
         network, port = self._port(source)
         port.into = max(message.arrival, port.into + network.beta * message.content.size)
         self._clock.now = max(self._clock.now, port.into)
         return message
 
     def _take(self, source: int, tag: int) -> Buffer:
-        message = self._next(source)
+        message = self._next(source, tag)
         if message.tag == ERROR_TAG:
             self._reports[source] = message.content
         if message.tag != tag:

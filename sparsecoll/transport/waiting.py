@@ -13,6 +13,7 @@ from sparsecoll.errors import CommunicationError, check_choice
 logger = logging.getLogger(__name__)
 
 WATCHDOG_SECONDS = 60.0  # between warnings of a rank that waits
+STALL_SECONDS = 1.0  # after which, and again and again, a rank that waits looks whether it does so for ever
 ERROR_SHOWN_SECONDS = 1.0  # before a rank that waits after an exception shows it
 ON_TIMEOUT = "SPARSECOLL_ON_TIMEOUT"  # environment variable: "raise" (the default) or "abort"
 
@@ -32,6 +33,8 @@ class Watchdog:
         timeout: seconds until CommunicationError is raised; None for no limit.
         error: exception raised on this rank before; the first warning comes sooner and shows it.
         abort: ends the whole job, if the environment asks for that.
+        on_stall: called with True after STALL_SECONDS, or a quarter of the timeout if that is less, and with False each
+            time that as much has passed again; None, the default, for nothing.
     """
 
     def __init__(
@@ -41,6 +44,7 @@ class Watchdog:
         timeout: float | None,
         error: Exception | None = None,
         abort: Callable[[], object] = lambda: os._exit(1),
+        on_stall: Callable[[bool], None] | None = None,
     ) -> None:
         self._rank = rank
         self._what = what
@@ -48,12 +52,15 @@ class Watchdog:
         self._error = error
         self._abort = abort
         self._start = self._warned = self._checked = time.monotonic()
+        self._on_stall, self._stalls = on_stall, 1
+        self._stall = STALL_SECONDS if timeout is None else min(STALL_SECONDS, timeout / 4)
 
     def check(self) -> float:
         """Log a warning if it is due; return the seconds until the next check.
 
         Raises:
             CommunicationError: The timeout is over.
+            Exception: What `on_stall` raises.
         """
         now = self._checked = time.monotonic()
         patience = WATCHDOG_SECONDS if self._error is None else ERROR_SHOWN_SECONDS
@@ -64,6 +71,11 @@ class Watchdog:
             logger.warning("rank %d %s, %.0f s so far", self._rank, self._what(), since, exc_info=self._error)
             self._error, patience = None, WATCHDOG_SECONDS
         due = self._warned + patience
+        if self._on_stall is not None:
+            if now - self._start > self._stalls * self._stall:
+                self._stalls += 1
+                self._on_stall(self._stalls == 2)
+            due = min(due, self._start + self._stalls * self._stall)
         return (due if self._timeout is None else min(due, self._start + self._timeout)) - now
 
     def _give_up(self, timeout: float) -> None:

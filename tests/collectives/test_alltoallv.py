@@ -62,7 +62,7 @@ def test_types_are_the_senders():
 def test_errors_are_the_same_on_all_ranks():
     def program(comm):
         texts, x = [], SparseVector([1], np.ones(1), 9)
-        for wrong in ({3: x}, {-1: x}, {"a": x}, {True: x}, [x], {0: x, 2: np.ones(9)}):
+        for wrong in ({3: x}, {-1: x}, {"a": x}, {True: x}, [x], {0: x, 2: [1.0]}):
             with pytest.raises((ValueError, TypeError), match=r"rank 1: x(\[2\])?: expected") as caught:
                 sparsecoll.alltoallv(comm, wrong if comm.rank == 1 else {})
             texts.append(str(caught.value))

@@ -56,10 +56,10 @@ def test_a_rank_that_fails_between_messages_is_heard_by_all(name):
 
 
 STEPS = {
-    "gather": (lambda x: x, lambda x: x.to_dense()),
+    "gather": (lambda x: x, lambda x: {-1: 1}),
     "scan": (lambda x: x, lambda x: x * np.nan),
     "exscan": (lambda x: x, lambda x: x * np.nan),
-    "alltoallv": (lambda x: {0: x}, lambda x: {0: x, 1: x.to_dense()}),
+    "alltoallv": (lambda x: {0: x}, lambda x: {0: x, 1: {-1: 1}}),
 }
 
 

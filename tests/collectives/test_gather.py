@@ -48,7 +48,10 @@ ERRORS = {
     "root": (lambda comm, x: {"root": 3}, "root: expected a rank from 0 to 2, got 3"),
     "roots differ": (lambda comm, x: {"root": comm.rank}, "root: expected the same value on all ranks"),
     "lengths differ": (lambda comm, x: {"x": x[: 100 + comm.rank]}, "length: expected the same value on all ranks"),
-    "dense": (lambda comm, x: {"x": x.to_dense() if comm.rank else x}, "rank 1: x: expected a sparse one, such as"),
+    "dense": (
+        lambda comm, x: {"x": x.to_dense() if comm.rank else x},
+        "x: expected the same value on all ranks, got 'a vector' on rank 0, 'an array'",
+    ),
 }
 
 

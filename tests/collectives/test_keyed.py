@@ -2,6 +2,8 @@
 
 import functools
 from collections import Counter, OrderedDict, defaultdict
+from decimal import Decimal
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -83,16 +85,27 @@ def test_the_family():
         assert summed == total and top == {2: 3, 9: 4}
 
 
+class NeedsName(Counter):
+    def __init__(self, name, items=()):
+        super().__init__(items)
+
+
 WRONG = {
     "mixed": (
         {"a": 1, 7: 1},
         TypeError,
-        "x: expected keys that are integers below 2^63 - 1, all str, or all bytes",
+        "integers below 2^63 - 1, all str, all bytes, or all tuples of int and str, got 'a': use str(key)",
     ),
-    "str": ({"a": 1}, TypeError, "x: expected keys of one type on all ranks, and a mapping for str or bytes, got"),
-    "float": ({1: 1, 2.5: 1}, TypeError, "got 2.5"),
-    "bool": ({True: 1}, TypeError, "got True"),
-    "pairs": ({(1, 2): 1}, TypeError, r"got (1, 2)"),
+    "str": ({"a": 1}, TypeError, "x: expected keys of one type on all ranks, and a mapping unless they are integers"),
+    "float": ({1: 1, 2.5: 1}, TypeError, "got 2.5: use str(key)"),
+    "bool": ({True: 1}, TypeError, "got True: use int(key)"),
+    "bool beside int": ({True: 1, 5: 1}, TypeError, "got True: use int(key)"),
+    "fraction": ({Fraction(1, 3): 1}, TypeError, "got Fraction(1, 3): use str(key)"),
+    "decimal": ({Decimal("0.1"): 1}, TypeError, "got Decimal('0.1'): use str(key)"),
+    "pairs": ({(1, 2): 1}, TypeError, "keys of one type on all ranks, and a mapping unless they are integers, got"),
+    "nested": ({(1, (2, 3)): 1}, TypeError, "x: expected tuples of int and str as keys, got (1, (2, 3)): use str(key)"),
+    "bool in a tuple": ({(1, 2): 1, (1, True): 1}, TypeError, "as keys, got (1, True): use str(key)"),
+    "float in a tuple": ({(1, 2.5): 1}, TypeError, "as keys, got (1, 2.5): use str(key)"),
     "huge": ({2**70: 1}, TypeError, f"got {2**70}"),
     "length": ({2**63 - 1: 1}, ValueError, "length: expected 0 <= length < 2^63"),
     "negative": ({-3: 1}, ValueError, "x: expected keys of at least 0, got -3"),
@@ -102,7 +115,8 @@ WRONG = {
     "unsigned beside signed": ({1: 2**63 + 1, 2: 5}, TypeError, "got uint64 from values such as int"),
     "unsigned words": ({"a": 2**64 - 1, "b": -5}, TypeError, "got uint64 from values such as int"),
     "unsigned of NumPy": ({1: np.uint64(3), 2: np.int64(-5)}, TypeError, "got uint64 from values such as uint64"),
-    "subclass": (type("Mine", (dict,), {})({1: 1}), TypeError, r"got Mine: use dict(x)"),
+    "needs an argument": (NeedsName("a"), TypeError, "that makes a mapping of a dict, got NeedsName: use dict(x)"),
+    "defaultdict": (type("Mine", (defaultdict,), {})(int, {1: 1}), TypeError, "got Mine: use dict(x)"),
     "factory": (defaultdict(list, {1: 1}), TypeError, r"got one of list: use dict(x)"),
 }
 

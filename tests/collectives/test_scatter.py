@@ -106,7 +106,10 @@ ERRORS = {
     "root": (lambda x: {"x": [x] * 3, "root": -1}, "root: expected a rank from 0 to 2, got -1"),
     "too few": (lambda x: {"x": [x, x]}, "rank 0: x: expected a list of 3 vectors, one for each rank, got 2"),
     "a wrong one": (lambda x: {"x": [x, x, "no"]}, r"rank 0: x\[2\]: expected a SparseVector"),
-    "dense": (lambda x: {"x": [x, x.to_dense(), x]}, r"rank 0: x\[1\]: expected a sparse one"),
+    "dense": (
+        lambda x: {"x": x.to_dense()},
+        r"rank 0: x: expected a sparse one to split, or a list such as np.array_split",
+    ),
     "boundaries": (lambda x: {"x": x, "boundaries": [0, 9, 5, N]}, "boundaries: expected 4 ascending ones"),
     "both": (lambda x: {"x": [x] * 3, "boundaries": [0, 1, 2, N]}, "boundaries: expected None for a list"),
 }

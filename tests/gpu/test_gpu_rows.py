@@ -56,3 +56,20 @@ def test_collectives(cp, P, value_dtype):
     for mine, theirs in zip(*(simulate(P, lambda c, g=g: program(c, g)).results for g in (device, host)), strict=True):
         for y, wanted in zip(mine[0], theirs[0], strict=True):
             equal(y, wanted)
+
+
+@pytest.mark.parametrize("call", ["bcast", "allgather", "gather", "scatter", "alltoall", "alltoallv"])
+def test_arrays_in_calls_that_only_move_data(cp, call):
+    arrays = [np.arange(24.0, dtype=np.float32).reshape(2, 3, 4), np.array(7), np.zeros((0, 5)), np.arange(9)[::2]]
+
+    def program(comm, x):
+        given = {"scatter": [x] * 3, "alltoall": [x] * 3, "alltoallv": {0: x, 2: x}}.get(call, x)
+        y = getattr(sparsecoll, call)(comm, given)
+        return list(y.values()) if isinstance(y, dict) else y if isinstance(y, list) else [y] * (y is not None)
+
+    for x in arrays:
+        device = cp.asarray(x)
+        for found in simulate(3, lambda comm, x=device: program(comm, x)).results:
+            for y in found:
+                assert type(y) is type(device) and y.shape == x.shape
+                same(y, x)

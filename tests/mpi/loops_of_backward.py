@@ -164,6 +164,7 @@ def two_steps_of_sam(run):
         with torch.no_grad():
             for p, e in zip(run.params, moved, strict=True):
                 p.add_(e)
+        run.discard()
         run.optimizer.zero_grad()
         run.loss(step).backward()
         with torch.no_grad():

@@ -112,6 +112,13 @@ class Run:
         if self.way in (OVERLAP, LOCAL):
             self.optimizer.synchronize()
 
+    def discard(self):
+        """Parameters have changed, but not by a step."""
+        if self.way == HOOK:
+            self.state.discard()
+        elif self.way in (OVERLAP, LOCAL):
+            self.optimizer.discard()
+
     def mean(self):
         """Gradients are about to be looked at or changed."""
         if self.way == LOCAL:

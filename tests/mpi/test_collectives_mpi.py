@@ -135,3 +135,37 @@ def test_operations_of_mpi4py(comm, mpi):
     for call in (sparsecoll.allreduce, sparsecoll.allreduce_init):
         with pytest.raises(TypeError, match=r"algo: expected a name .* an operation of mpi4py: use op="):
             call(comm, x, mpi.MAX)
+
+
+class Edges(Counter):
+    """A Counter of pairs, whose class every rank finds by its name."""
+
+
+@pytest.mark.mpi
+def test_tuples_and_subclasses_of_counter(comm):
+    parts = [Edges({(rank, 1): 2, ("a", rank // 2): 1, (0,): 1}) for rank in range(comm.size)]
+    total = sparsecoll.allreduce(comm, parts[comm.rank])
+    assert type(total) is Edges and total == sum(parts, Edges())
+    sent = sparsecoll.bcast(comm, parts[-1] if comm.rank == comm.size - 1 else None, comm.size - 1)
+    assert type(sent) is Edges and sent == parts[-1]
+
+
+@pytest.mark.mpi
+def test_integers_that_a_sum_might_not_hold_are_refused_on_all_ranks(comm):
+    if comm.size > 1:
+        for last in (2**62, 0.5):
+            with pytest.raises(ValueError, match=r"rank 0: x: expected a sum of integers|rank 0: x: expected integers"):
+                sparsecoll.allreduce(comm, {"a": last if comm.rank == comm.size - 1 else 2**62})
+    assert sparsecoll.allreduce(comm, {"a": 2**50}) == {"a": comm.size * 2**50}
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("x", [np.arange(12.0).reshape(3, 4).T, np.array(True), np.zeros((0, 3)), np.arange(1 << 17)])
+def test_arrays(comm, x):
+    P, rank = comm.size, comm.rank
+    found = [sparsecoll.bcast(comm, x if rank == P - 1 else None, P - 1), *sparsecoll.allgather(comm, x)]
+    found += [*sparsecoll.alltoall(comm, [x] * P), *sparsecoll.alltoallv(comm, {(rank + 1) % P: x}).values()]
+    found += [sparsecoll.scatter(comm, [x] * P), *(sparsecoll.gather(comm, x, P - 1) or [])]
+    for y in found:
+        assert y.dtype == x.dtype and y.shape == x.shape and np.array_equal(y, x)
+        y[...] = 1

@@ -375,3 +375,139 @@ def resume(dcp, model, optimizer, reductions, path):
     set_model_state_dict(model, state["model"])
     set_optimizer_state_dict(model, optimizer, state["optimizer"])
     reductions.load(path)
+
+
+class Wide(torch.nn.Module):
+    """Layers of which few values enter a sum; the bias of the last one is on one rank, the others' parts are empty."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.a, self.b = torch.nn.Linear(6, 700), torch.nn.Linear(6, 1)
+
+    def forward(self, x):
+        return (self.a(x) * torch.arange(700) / 100).sum() + self.b(x).sum()
+
+
+def through_data(params):
+    for p in params:
+        p.data.add_(p.grad, alpha=-1.0)
+
+
+def through_local(params):
+    for p in params:
+        p.detach().to_local().numpy()[...] -= p.grad.to_local().numpy()
+
+
+@torch.no_grad()
+def in_place(params):
+    for p in params:
+        p.sub_(p.grad)
+
+
+@torch.no_grad()
+def foreach(params):
+    torch._foreach_add_(list(params), [p.grad for p in params], alpha=-1.0)
+
+
+@torch.no_grad()
+def copied(params):
+    for p in params:
+        p.copy_(p - p.grad)
+
+
+def only_the_last(params):
+    """Nothing changes where its part is empty."""
+    through_local(params[-1:])
+
+
+@LAYOUTS
+@pytest.mark.parametrize("update", [through_data, through_local, in_place, foreach, copied], ids=lambda f: f.__name__)
+def test_a_loop_that_updates_parameters_by_itself_loses_nothing(comm, nodes, update, caplog):
+    """Nor does it if it skips steps, or reduces twice before one."""
+    for how in ("model", "none", "in place"):
+        model, reductions = attached(nodes, sparsecoll.torch.compressors.TopK(0.02), Wide())
+        before = whole(model.parameters())
+        for step in range(9):
+            model(batch(comm.rank, step)[0]).backward()
+            if step % 3 == 0:
+                continue  # gradients add up
+            if step != 5:  # which is skipped
+                update(list(model.parameters()))
+            for p in model.parameters():
+                if how == "none":
+                    p.grad = None
+            if how != "none":
+                model.zero_grad(set_to_none=how == "model")
+        conserved(model, reductions, [*range(5), *range(6, 9)], before, Wide(), rtol=1e-4, atol=1e-4)
+    assert not caplog.records
+
+
+@LAYOUTS
+def test_a_change_that_one_rank_alone_sees_is_a_step_on_all(comm, nodes):
+    model, reductions = attached(nodes, sparsecoll.torch.compressors.TopK(1.0), Wide())
+    for step in range(3):
+        model(batch(comm.rank, step)[0]).backward()
+        only_the_last(list(model.parameters()))
+        model.zero_grad()
+    assert reductions.state_dict()["step"] == 3
+
+
+@LAYOUTS
+def test_optimizers_of_some_parameters_in_turn_lose_nothing(comm, nodes):
+    """The gradients of the other's parameters are thrown away."""
+    model, reductions = attached(nodes, sparsecoll.torch.compressors.TopK(0.02), Wide())
+    both = [torch.optim.SGD(layer.parameters(), 1.0) for layer in (model.a, model.b)]
+    before = whole(model.parameters())
+    for step in range(6):
+        model(batch(comm.rank, step)[0]).backward()
+        both[step % 2].step()
+        model.zero_grad(set_to_none=step % 3 == 0)
+    after, waits = whole(model.parameters()), reductions.state_dict()["tensors"]["residual"]
+    for i, (name, _) in enumerate(model.named_parameters()):
+        gradient = mean_gradients(range(i // 2, 6, 2), Wide())[i]
+        moved = before[i] - after[i] + waits[name].full_tensor().mean(0)
+        torch.testing.assert_close(moved, gradient, rtol=1e-4, atol=1e-4)
+
+
+@LAYOUTS
+@pytest.mark.parametrize("discards", [True, False])
+def test_a_change_that_is_no_step_is_told_unless_it_is_discarded(comm, nodes, discards):
+    """SAM: a step up, a second back-propagation, a step down."""
+    model, reductions = attached(nodes, sparsecoll.torch.compressors.TopK(0.02), Wide())
+    optimizer, before = torch.optim.SGD(model.parameters(), 1.0), whole(model.parameters())
+
+    def step(i):
+        for sign in (1.0, -1.0):
+            model(batch(comm.rank, i)[0]).backward()
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.add_(sign)
+            if sign > 0:
+                if discards:
+                    reductions.discard()
+                optimizer.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    if discards:
+        step(0)
+        step(1)
+        conserved(model, reductions, [0, 1], before, Wide(), rtol=1e-4, atol=1e-4)
+    else:
+        with pytest.raises(RuntimeError, match=r"call discard\(\) of what attach\(\) returned"):
+            step(0)
+
+
+def test_mistakes_with_momentum_and_adam_are_told(comm, caplog):
+    for make, compressor, text in [
+        (
+            lambda p: torch.optim.SGD(p, 0.1, momentum=0.9),
+            "nesterovtopk",
+            "nesterovtopk has a momentum of 0.7, and SGD",
+        ),
+        (torch.optim.AdamW, "oktopk", "oktopk with AdamW: gradients"),
+    ]:
+        model, _ = attached(MIDDLE, compressor)
+        train(model, make(model.parameters()), comm.rank, range(2))
+        assert caplog.text.count(text) == (comm.rank == 0)

@@ -227,7 +227,7 @@ def test_options_are_those_of_all_ranks(comm):
         ({"bucket_bytes": 0}, "bucket_bytes: expected at least 1"),
         ({"bucket_bytes": "25MB"}, "bucket_bytes: expected an integer"),
         ({"verify": -1}, "verify: expected at least 0"),
-        ({"timeout": 0}, "timeout: expected more than 0"),
+        ({"timeout": 0}, "timeout: expected seconds above 0"),
         ({"timeout": "5"}, "timeout: expected seconds"),
         ({"dense_below": None}, "dense_below: expected an integer"),
         ({"overlap": 1}, "overlap: expected True or False"),

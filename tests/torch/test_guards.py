@@ -11,8 +11,8 @@ from tables import backward, table  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
 from sparsecoll import CommunicationError, simulate  # noqa: E402
-from sparsecoll.torch import DistributedOptimizer, WarmUp, init_process_group  # noqa: E402
-from sparsecoll.torch.compressors import TopK  # noqa: E402
+from sparsecoll.torch import DistributedOptimizer, LocalOptimizer, WarmUp, init_process_group  # noqa: E402
+from sparsecoll.torch.compressors import NesterovTopK, TopK  # noqa: E402
 from sparsecoll.transport import default_comm, launcher  # noqa: E402
 
 P = 3
@@ -205,6 +205,19 @@ def test_momentum_in_the_compressor_and_in_the_optimizer_is_told_once(caplog, mo
     with caplog.at_level(logging.WARNING, "sparsecoll"):
         simulate(P, program)
     assert caplog.text.count("gradients get both, as if the learning rate were 10 times as large") == warnings
+    assert caplog.text.count(f"{compressor} has a momentum of 0.9, and SGD one of 0.9") == warnings
+
+
+def test_a_momentum_that_local_optimizer_has_too_is_told_by_its_name(caplog):
+    def program(comm):
+        model, compressor = net(), NesterovTopK(0.05)
+        LocalOptimizer(torch.optim.AdamW(model.parameters()), model, comm, compressor, outer_momentum=0.9).close()
+
+    with caplog.at_level(logging.WARNING, "sparsecoll"):
+        simulate(P, program)
+    (record,) = caplog.records
+    assert record.message.startswith("nesterovtopk has a momentum of 0.7, and LocalOptimizer one of 0.9")
+    assert "Use outer_momentum=0 in LocalOptimizer" in record.message
 
 
 @pytest.mark.parametrize(

@@ -93,10 +93,10 @@ def test_gradients_that_nobody_else_has_are_not_copied(monkeypatch, loop, option
     """The means become gradients as they are."""
     found, assign = [], Bucket.assign_grads
 
-    def noted(self, names, scale=1.0):
-        means = {name: self.part_of_mean(name).data_ptr() for name in names}
-        assign(self, names, scale)
-        found.extend(self.params[name].grad.data_ptr() == means[name] for name in names)
+    def noted(self, made):
+        means = {name: self.part_of_mean(name).data_ptr() for name in made}
+        assign(self, made)
+        found.extend(self.params[name].grad.data_ptr() == means[name] for name in made)
 
     monkeypatch.setattr(Bucket, "assign_grads", noted)
 

@@ -14,8 +14,8 @@ from oracles import oracle
 import sparsecoll
 from sparsecoll import ALGORITHMS, CommunicationError, SparseVector, simulate
 from sparsecoll.algorithms import resolve
-from sparsecoll.transport.base import FIRST_TAG, TAGS
-from sparsecoll.transport.call import KEPT, NUMBERS, CollectiveCall, number_of_name
+from sparsecoll.transport.base import FIRST_TAG, KEPT, NUMBERS, PHASES, TAGS, parts_of, tag_of
+from sparsecoll.transport.call import CollectiveCall, number_of_name
 from sparsecoll.transport.collectives import allgather
 from sparsecoll.transport.waiting import check_environment
 
@@ -138,7 +138,10 @@ def test_different_arguments_and_states_never_have_the_same_tag():
         return tags, len(transport.agreed)
 
     tags, kept = simulate(1, program).results[0]
-    assert kept == KEPT and max(tags) < TAGS and min(tags) >= FIRST_TAG
+    assert kept == KEPT
+    assert all(tag_of(*parts_of(tag)) == tag and parts_of(tag)[0] == call for call, tag in enumerate(tags, 1))
+    tags = [FIRST_TAG + (tag - FIRST_TAG) % (PHASES * NUMBERS) for tag in tags]  # as over MPI
+    assert max(tags) < TAGS and min(tags) >= FIRST_TAG
     for call in range(0, KEPT, 97):  # what any two arguments would have in this call, and in the next ones
         number = [(tag - FIRST_TAG) % NUMBERS for tag in tags[call + KEPT // 2 : call + KEPT]]
         assert len(set(number)) == len(number)

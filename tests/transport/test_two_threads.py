@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 from failing import Held
-from test_tcp import run, together
+from socket_ranks import run, together
 
 import sparsecoll
 from sparsecoll import CommunicationError, SparseVector

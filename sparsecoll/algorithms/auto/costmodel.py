@@ -12,7 +12,7 @@ from sparsecoll.algorithms.base import Algorithm
 from sparsecoll.algorithms.dense import Dense, is_short
 from sparsecoll.algorithms.densestream import DenseStream
 from sparsecoll.algorithms.oktopk import OkTopk
-from sparsecoll.algorithms.primitives.estimates import CALL, MERGE, OVERHEAD, fill_in, oktopk_levels, rounds
+from sparsecoll.algorithms.primitives.estimates import MERGE, OVERHEAD, fill_in, oktopk_levels, rounds
 from sparsecoll.algorithms.primitives.pipeline import chunks
 from sparsecoll.algorithms.sparcml import SparCML
 from sparsecoll.formats.costs import CODING
@@ -31,13 +31,14 @@ EXACT = tuple(name for name in CHOICES if name != "oktopk")
 
 # Sums of data that are in no cache, as in calls, on a core with AVX-512.
 # Magnitudes matter, digits do not; together they choose well at the points of docs/benchmarks.md.
+CALL = 100e-6  # seconds to encode, decode or sum a message, however short: Python and kernels in cold caches
 PARTS, PASS = 4, 0.4  # MERGE is that of PARTS vectors; PASS: how much longer it takes for each doubling of their number
 UNION = 3e-9  # seconds per input entry of a sum of two sparse vectors, at any density
 DENSE_MERGE = 1.8e-9  # the same at high density, to which DENSE_MERGE_SPAN is added
 DENSE_MERGE_SPAN = 0.2e-9  # seconds per coordinate of such a sum
 CONCATENATE = 1.2e-9  # seconds per entry copied into the result
-VALUE = 7e-10  # seconds per value of a dense vector: filled from a sparse one, added, and converted to sparse again
-STAGE_CALLS = 8  # times CALL: what a message of a chunk costs beyond its entries, in Python and in MPI
+VALUE = 1e-9  # seconds per value of a dense vector: filled from a sparse one, added, and converted to sparse again
+STAGE_CALLS = 2.5  # times CALL: what a message of a chunk costs beyond its entries, in Python and in MPI
 
 
 @dataclass(frozen=True)
@@ -161,7 +162,7 @@ def _overlapped(link: float, work: float, stages: int) -> float:
 def _dense(shape: Shape) -> float:
     P, size = shape.P, shape.n * shape.value_bytes
     waits = rounds(P) * (shape.network.alpha + CALL) if is_short(size, P) else shape.waits(P - 1) + (P - 1) * CALL
-    entries = CONCATENATE * (shape.k + shape.entries(P))  # written to all values, and selected from them
+    entries = CALL + CONCATENATE * (shape.k + shape.entries(P))  # written to all values, and selected from them
     return 2 * waits + 2 * shape.network.beta * size * (P - 1) / P + VALUE * shape.n + entries
 
 

@@ -16,22 +16,21 @@ import numpy as np
 from sparsecoll.collectives.convert.back import Back, ToTriple
 from sparsecoll.collectives.convert.keyed import ToMapping, ToSeries, from_mapping, from_series
 from sparsecoll.collectives.convert.matrices import ToPydata, ToScipy, from_pydata, from_scipy
-from sparsecoll.collectives.convert.rows import ToBsr, ToHybrid
+from sparsecoll.collectives.convert.rows import ToArray, ToBsr, ToHybrid
 from sparsecoll.collectives.convert.rows import to_rows as to_rows
 from sparsecoll.collectives.convert.tensors import ToTorch, from_torch, tensor_of
-from sparsecoll.kernels.memory import contiguous, from_dlpack, on_gpu
+from sparsecoll.kernels.memory import asarray_like, contiguous, from_dlpack, on_gpu
 from sparsecoll.select import Vector
-from sparsecoll.vector import DenseVector, SparseVector
+from sparsecoll.vector import DenseVector, RowSparse, SparseVector
 
-BACKS = {
-    kind.__name__: kind for kind in (Back, ToTriple, ToScipy, ToPydata, ToTorch, ToMapping, ToSeries, ToHybrid, ToBsr)
-}
+TO_VECTORS = (Back, ToTriple, ToScipy, ToPydata, ToTorch, ToMapping, ToSeries)
+BACKS = {kind.__name__: kind for kind in (*TO_VECTORS, ToHybrid, ToBsr, ToArray)}
 TYPES = (
     "a SparseVector, (indices, values, length), a SciPy sparse array or matrix, a pydata COO or GCXS, a torch tensor"
     " (dense or sparse_coo), a dict or Counter, a pandas Series, or a dense NumPy, CuPy or DLPack array"
 )
 CURES = {
-    "RowSparse": "allreduce, reduce_scatter, allgather, bcast, alltoall or alltoallv, or x.to_dense()",
+    "RowSparse": "allreduce, reduce_scatter, or a call that only moves data, or x.to_dense()",
     "list": "np.asarray(x) of a dense one, SparseVector.from_pairs of pairs",
     "set": "dict.fromkeys(x, 1)",
     "DataFrame": "x.to_numpy(), or x.sparse.to_coo()",
@@ -54,9 +53,10 @@ def as_vector(x: Any) -> Vector:
             - pydata/sparse COO, GCXS or DOK, with fill value 0;
             - torch tensor, dense or sparse_coo (of a hybrid tensor, all values of each stored row are entries), on the
               CPU or CUDA; of bfloat16, on the CPU where ml_dtypes is installed;
-            - dict, Counter, OrderedDict or defaultdict from integers of at least 0 to numbers, in any order: the length
-              is the largest key plus one, on which ranks agree in a collective; or from str or bytes: an index is the
-              position of a key among the sorted keys, in a collective that in a table of the keys of all ranks;
+            - dict, Counter, OrderedDict, defaultdict, or another mapping whose class makes one of a dict, from integers
+              of at least 0 to numbers, in any order: the length is the largest key plus one, on which ranks agree in a
+              collective; or from str, bytes, or tuples of int and str: an index is the position of a key among the
+              sorted keys (tuples as JSON), in a collective that in a table of the keys of all ranks;
             - pandas Series with an integer index; repeated labels are summed;
             - dense NumPy or CuPy array, or any array with `__dlpack__`.
 
@@ -148,6 +148,22 @@ def to_vector(x: Any) -> tuple[Vector, Back]:
     raise TypeError(f"x: expected {TYPES}, got {type(x).__module__}.{type(x).__qualname__}{cure}")
 
 
+def to_block(x: Any) -> tuple[RowSparse, Back] | None:
+    """Return a dense array as a table of one row, and what makes an equal array of it; None for other types."""
+    strided = str(getattr(x, "layout", "torch.strided")) == "torch.strided" and hasattr(x, "__dlpack_device__")
+    if not isinstance(x, (DenseVector, np.ndarray)) and not on_gpu(x) and not strided:
+        return None
+    vector, _ = to_vector(x)
+    if not isinstance(vector, DenseVector):
+        return None
+    if vector.length >> 32:
+        raise ValueError(f"x: expected fewer than 2^32 values in an array, got {vector.length}: send it in parts")
+    library = "" if x is vector else type(x).__module__.partition(".")[0]
+    row = asarray_like(np.zeros(1, np.int64), vector.values)
+    shape = vector.values.shape if x is vector else tuple(map(int, x.shape))
+    return RowSparse.from_sorted_unchecked(row, vector.values.reshape(1, -1), 1), ToArray(library, shape)
+
+
 def _ordered(x: Any) -> tuple[Vector, Back]:
     """Return `to_vector(x)` with ascending keys, so that an index stands for the same key in equal mappings."""
     vector, back = to_vector(x)
@@ -164,7 +180,7 @@ def _flat(array: Any) -> Any:
 
 def to_text(back: Back) -> str:
     """Return what converts back as a text that another rank can read."""
-    return json.dumps([type(back).__name__, back.fields()])
+    return json.dumps([type(back).__name__, back.fields()], ensure_ascii=False)
 
 
 def from_text(text: str) -> Back:

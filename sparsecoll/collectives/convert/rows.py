@@ -12,7 +12,7 @@ import numpy as np
 
 from sparsecoll.collectives.convert.back import Back
 from sparsecoll.collectives.convert.tensors import tensor_of, torch_array
-from sparsecoll.vector import RowSparse
+from sparsecoll.vector import DenseVector, RowSparse
 from sparsecoll.vector.coordinates import coordinates, count, flat_indices
 from sparsecoll.vector.row_arrays import blocks_of
 
@@ -80,3 +80,15 @@ class ToBsr(Back):
         )
         made.has_canonical_format = True
         return made
+
+
+@dataclass(frozen=True)
+class ToArray(Back):
+    """Returns a dense array: a tensor of torch, a DenseVector for library "", or else an array of NumPy or CuPy."""
+
+    library: str
+    shape: Sequence[int]
+
+    def __call__(self, y: Any) -> Any:
+        values = y.values.reshape(tuple(self.shape))
+        return tensor_of(values) if self.library == "torch" else values if self.library else DenseVector(values)

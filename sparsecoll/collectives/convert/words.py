@@ -69,12 +69,12 @@ class Text:
         return Text(text, _starts(stops), stops)
 
     def keys(self, kind: str) -> list[Any]:
-        """Return the keys as objects; `kind` is "str" or "bytes"."""
+        """Return the keys as objects, bytes if `kind` is "bytes" and str if not."""
         whole = self.text.tobytes()
         if whole.count(0) == len(self):
-            return (whole.decode(*ENCODING).split("\0") if kind == "str" else whole.split(b"\0"))[:-1]
+            return (whole.split(b"\0") if kind == "bytes" else whole.decode(*ENCODING).split("\0"))[:-1]
         parts = [whole[a:b] for a, b in zip(self.starts.tolist(), self.stops.tolist(), strict=True)]
-        return [part.decode(*ENCODING) for part in parts] if kind == "str" else parts
+        return parts if kind == "bytes" else [part.decode(*ENCODING) for part in parts]
 
     def numbers(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the number of each key, equal ones for equal keys, and the position of the first key of each."""
@@ -98,7 +98,7 @@ class Table(Sequence[Any]):
 
     Args:
         text: the keys.
-        kind: "str" or "bytes".
+        kind: as of `Text.keys`.
     """
 
     def __init__(self, text: Text, kind: str) -> None:

@@ -70,6 +70,7 @@ class Compressor(ABC):
     takes_source: ClassVar[bool] = False  # whether `compensate` has the argument `source`
     keeps_gradient = False  # whether the gradient's memory becomes part of the state, so that the mean needs its own
     sends_rarely = False  # whether an entry waits in the residual for many steps
+    given_name = ""  # by which the user asked for it, if that is the name of a preset
     wants_profile = False  # whether `StepContext.ccr` is to be measured in the first steps
 
     @property

@@ -27,7 +27,7 @@ def NesterovTopK(density: Density = 0.01, **options: Any) -> TopK:
         TopK with `algo="allgather"`, `format="packed_codes"`, `momentum=0.7` and `nesterov=True`.
     """
     defaults = {"algo": "allgather", "format": "packed_codes", "momentum": 0.7, "nesterov": True}
-    return TopK(density, **{**defaults, **options})
+    return _named("nesterovtopk", density, defaults, options)
 
 
 def OkTopk(density: Density = 0.01, **options: Any) -> TopK:
@@ -42,7 +42,7 @@ def OkTopk(density: Density = 0.01, **options: Any) -> TopK:
     Returns:
         TopK with `algo="oktopk"`.
     """
-    return TopK(density, **{"algo": "oktopk", **options})
+    return _named("oktopk", density, {"algo": "oktopk"}, options)
 
 
 def DenseStream(density: Density = 0.01, **options: Any) -> TopK:
@@ -58,7 +58,8 @@ def DenseStream(density: Density = 0.01, **options: Any) -> TopK:
     Returns:
         TopK with `algo=sparsecoll.DenseStream(fill=True)` and `format="densestream"`.
     """
-    return TopK(density, **{"algo": algorithms.DenseStream(fill=True), "format": "densestream", **options})
+    defaults = {"algo": algorithms.DenseStream(fill=True), "format": "densestream"}
+    return _named("densestream", density, defaults, options)
 
 
 def DGC(density: Density = 0.01, **options: Any) -> TopK:
@@ -83,7 +84,7 @@ def DGC(density: Density = 0.01, **options: Any) -> TopK:
         TopK with `algo="allgather"`, `selector=select.SampledThreshold()` and `momentum=0.9`.
     """
     defaults = {"algo": "allgather", "selector": select.SampledThreshold(), "momentum": 0.9}
-    return TopK(density, **{**defaults, **options})
+    return _named("dgc", density, defaults, options)
 
 
 def GaussianK(density: Density = 0.01, **options: Any) -> TopK:
@@ -98,7 +99,7 @@ def GaussianK(density: Density = 0.01, **options: Any) -> TopK:
     Returns:
         TopK with `algo="allgather"` and `selector=select.GaussianK()`.
     """
-    return TopK(density, **{"algo": "allgather", "selector": select.GaussianK(), **options})
+    return _named("gaussiank", density, {"algo": "allgather", "selector": select.GaussianK()}, options)
 
 
 def MSTopK(density: Density = 0.01, **options: Any) -> TopK:
@@ -115,4 +116,10 @@ def MSTopK(density: Density = 0.01, **options: Any) -> TopK:
     Returns:
         TopK with `algo="allgather"` and `selector=select.MSTopK()`.
     """
-    return TopK(density, **{"algo": "allgather", "selector": select.MSTopK(), **options})
+    return _named("mstopk", density, {"algo": "allgather", "selector": select.MSTopK()}, options)
+
+
+def _named(name: str, density: Density, defaults: dict[str, Any], options: dict[str, Any]) -> TopK:
+    made = TopK(density, **{**defaults, **options})
+    made.given_name = name
+    return made

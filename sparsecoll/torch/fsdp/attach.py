@@ -163,7 +163,7 @@ def _introduce(replica: Replica, node: Transport, groups: list[Group], options: 
         node.waitall()
         return ranks
 
-    inside = collective(node, "attach", replica.patience, compare)
+    inside = collective(node, "attach", replica.options.timeout, compare)
     if replica.transport is node:
         return inside
     values = {shard.name: shard.local for shard in shards.values()}

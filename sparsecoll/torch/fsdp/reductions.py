@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import weakref
 from collections.abc import Mapping
 from concurrent.futures import Future
 from functools import partial
@@ -12,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from numpy.typing import NDArray
 
 from sparsecoll.errors import CommunicationError, NonFiniteError
 from sparsecoll.torch.backward import after_callbacks, at_end_of_backward
@@ -23,15 +22,14 @@ from sparsecoll.torch.compressors import Compressor
 from sparsecoll.torch.fsdp.checkpoint import Checkpoint
 from sparsecoll.torch.fsdp.groups import Group, ReduceScatter, Shard
 from sparsecoll.torch.fsdp.scatter import reduce_scatter_tensors
-from sparsecoll.torch.fsdp.steps import Steps
 from sparsecoll.torch.layout import Layout
 from sparsecoll.torch.replica import Replica
 from sparsecoll.torch.rounds import Row
-from sparsecoll.torch.state import is_trial_step
+from sparsecoll.torch.steps import Steps
 from sparsecoll.torch.timeline import bucket_span
 from sparsecoll.transport import Transport
 from sparsecoll.transport.call import KNOWN, CollectiveCall
-from sparsecoll.transport.collectives import allgatherv
+from sparsecoll.transport.collectives import allgatherv, disseminate
 from sparsecoll.transport.progress import completed_future, in_background
 
 
@@ -71,11 +69,13 @@ class ShardedReductions:
         self._jobs: list[Future[None]] = []  # of the back-propagation that is under way
         self._reduced: set[int] = set()  # groups that have been reduced in it
         self._failed: Exception | None = None
-        self._steps = Steps(groups, replica, node, self._buckets, warns=grad_scaler is None)
-        self._replica.warmed = True  # the timeout holds from the first reduction on
+        self._steps = Steps(self._buckets, replica, self._trained, "what attach() returned", self._any, self._in_layout)
+        self._steps.follow_optimizers(compressor, warns=replica.transport.rank == node.rank == 0)
+        self._steps.after = self._compare
         self._bind()
-        register_optimizer_step_pre_hook(partial(_before_step, weakref.ref(self)))
-        register_optimizer_step_post_hook(partial(_stepped, weakref.ref(self)))
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError("ShardedReductions cannot be pickled or copied: save their state_dict()")
 
     @property
     def _transport(self) -> Transport:
@@ -88,6 +88,31 @@ class ShardedReductions:
     @property
     def _parameters(self) -> list[Shard]:
         return [shard for group in self._groups for shard in group.parameters]
+
+    def _trained(self) -> dict[str, torch.Tensor]:
+        return {shard.name: shard.param for shard in self._shards}
+
+    def _in_layout(self, names: set[str]) -> set[str]:
+        return {part for shard in self._shards if shard.name in names for part in shard.names(self._parts)}
+
+    def _any(self, marks: NDArray[Any]) -> NDArray[Any]:
+        """Return which marks are set on a rank with a part of the parameters. Collective.
+
+        A rank alone cannot tell: its part may be empty, or no entry that was sent lies in it.
+        """
+
+        def combine(_: CollectiveCall) -> NDArray[Any]:
+            anywhere: NDArray[Any] = disseminate(self._node, marks, np.bitwise_or)
+            self._node.waitall()
+            return anywhere
+
+        return collective(self._node, "steps", self._replica.options.timeout, combine, "agree")
+
+    def _compare(self) -> None:
+        """After a step: compare replicas if that is due."""
+        if not self._scattered:
+            self._replica.params = {shard.name: shard.local for shard in self._shards}
+            self._replica.compare_if_due()
 
     # -- hooks
 
@@ -107,7 +132,7 @@ class ShardedReductions:
         self._receive(index, values, values, 1.0)
 
     def _reduce_scatter_in_node(self, values: torch.Tensor, out: torch.Tensor, factor: float) -> None:
-        reduce_scatter_tensors(self._node, values, out, factor, self._replica.patience)
+        reduce_scatter_tensors(self._node, values, out, factor, self._replica.options.timeout)
 
     def _memory(self, index: int, size: int, dtype: torch.dtype) -> torch.Tensor | None:
         """Return the bucket's own memory for the gradients of a group, where it is free and fits."""
@@ -209,6 +234,7 @@ class ShardedReductions:
         if self._reduced:
             return
         self._steps.settle()
+        self._steps.under_way = True
         if [layout.names for layout in self._layouts()] != [bucket.layout.names for bucket, _ in self._buckets]:
             self._bind()  # parameters were frozen or unfrozen
 
@@ -219,10 +245,12 @@ class ShardedReductions:
         for bucket, _ in self._buckets:
             bucket.layout.device.wait_stream()
         failed, self._failed, self._jobs, self._reduced = self._failed, None, [], set()
+        self._steps.under_way = False
         agreed = completed_future(lambda: self._agree(failed))
         error = agreed.exception()
         if error is None:
-            self._steps.accept()
+            self._buckets.keep()
+            self._steps.accept(self._trained())
             return
         self.discard()
         for shard in self._shards:
@@ -243,7 +271,7 @@ class ShardedReductions:
             )
             failed = exchanged.exception()  # type: ignore[assignment]
         if not self._scattered:
-            failed = collective(self._node, END, self._replica.patience, lambda _: self._first(failed), "agree")
+            failed = collective(self._node, END, self._replica.options.timeout, lambda _: self._first(failed), "agree")
         if failed is not None:
             raise failed
 
@@ -256,28 +284,18 @@ class ShardedReductions:
             return KNOWN.get(kind, CommunicationError)(text)
         return None
 
-    def stepped(self) -> None:
-        """Take note that an optimizer has stepped.
-
-        Raises:
-            RuntimeError: Back-propagation is under way.
-        """
-        if self._reduced:
-            raise RuntimeError(
-                "step: expected a step after back-propagation, got one within it, where residuals are not known yet"
-            )
-        self._steps.stepped()
-
     def discard(self) -> None:
         """Skip the step after back-propagation, on all ranks: residuals are restored to their values before it.
 
-        `zero_grad()` does this, too. After an exception in back-propagation that you catch on all ranks, call this and
-        `model.reset_iter_state()`.
+        `zero_grad()` does this, too, unless the loop has changed parameters before, as SAM does. After an exception in
+        back-propagation that you catch on all ranks, call this and `model.reset_iter_state()`.
         """
         for job in self._jobs:
             job.result()
         self._jobs, self._reduced, self._failed = [], set(), None
-        self._steps.rollback()
+        self._steps.under_way = False
+        self._buckets.drop()
+        self._steps.discard()
 
     # -- layout
 
@@ -299,7 +317,7 @@ class ShardedReductions:
     # -- saved state
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the residuals and other state as of the last step, for torch.distributed.checkpoint.
+        """Return the residuals and other state as of the last step, for torch.distributed.checkpoint. Collective.
 
         Returns:
             Dict with DTensors by kind and parameter name, whose first dimension counts the replicas (without replicas
@@ -310,7 +328,7 @@ class ShardedReductions:
             raise RuntimeError(
                 "state_dict: expected a call after back-propagation, got one while gradients are reduced"
             )
-        self._steps.commit_if_updated()
+        self._steps.settle()
         return self._checkpoint.saved(self._buckets.state_dict(), self._parameters)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -352,21 +370,3 @@ class ShardedReductions:
 
 
 END = "end of back-propagation"
-
-
-def _before_step(reductions: weakref.ref[ShardedReductions], optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Before a step that changes nothing but versions, see whether the loop has taken one by itself."""
-    alive = reductions()
-    if alive is not None and is_trial_step(optimizer):
-        alive._steps.commit_if_updated()
-
-
-def _stepped(reductions: weakref.ref[ShardedReductions], optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Commit after the step of an optimizer that has parameters of this model."""
-    alive = reductions()
-    if alive is not None and is_trial_step(optimizer):
-        alive._steps.pass_over()
-    elif alive is not None and (alive._steps.pending or alive._reduced):
-        known = {id(shard.param) for shard in alive._shards}
-        if any(id(p) in known for group in optimizer.param_groups for p in group["params"]):
-            alive.stepped()

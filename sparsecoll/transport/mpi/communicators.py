@@ -7,6 +7,7 @@ import threading
 from dataclasses import dataclass
 from typing import Any, cast
 
+import numpy as np
 from mpi4py import MPI
 
 from sparsecoll.errors import CommunicationError
@@ -16,6 +17,7 @@ from sparsecoll.transport.mpi.waiting import Waiter
 
 _keyval_lock = threading.Lock()
 _keyval: list[int] = []
+_serial = [0]  # the greatest one of this process's transports
 _forked: list[bool] = []  # not empty in a process that was forked from one that uses MPI
 
 
@@ -25,7 +27,7 @@ class _Abandoned:
 
     Attributes:
         why: the error.
-        request: the barrier that is not complete; MPI still uses it.
+        request: the barrier that is not complete, and its array; MPI still uses them.
     """
 
     why: str
@@ -70,17 +72,22 @@ def _duplicate(comm: MPI.Intracomm, timeout: float | None) -> MpiTransport | _Ab
     """Return a transport over a duplicate of `comm`.
 
     MPI_Comm_dup has no timeout. Two barriers come first, so that a rank only enters it if all others do: after the
-    first barrier it knows that all ranks have come, and after the second that none of them had given up by then.
+    first barrier it knows that all ranks have come, and after the second that none of them had given up by then. The
+    barriers are reductions, which find the serial number.
     """
     waiter = Waiter(comm, lambda: "waits for all ranks to make their first call on the communicator", timeout)
+    serial = np.array(_serial)
     for _ in range(2):
-        request = comm.Ibarrier()
+        request = comm.Iallreduce(MPI.IN_PLACE, serial, MPI.MAX)
         while not request.Test():
             try:
                 waiter.pause()
             except CommunicationError as error:
-                return _Abandoned(str(error), request)
-    return MpiTransport(comm.Dup())
+                return _Abandoned(str(error), (request, serial))
+    transport = MpiTransport(comm.Dup())
+    transport.serial = int(serial[0]) + 1
+    _serial[0] = max(_serial[0], transport.serial)
+    return transport
 
 
 def _key() -> int:

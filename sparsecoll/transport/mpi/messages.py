@@ -9,7 +9,7 @@ from mpi4py import MPI
 
 from sparsecoll.formats import Buffer
 from sparsecoll.kernels.memory import empty, on_gpu
-from sparsecoll.transport.base import CallMismatch
+from sparsecoll.transport.base import STALL_TAG, CallMismatch
 
 if TYPE_CHECKING:
     from sparsecoll.transport.mpi.transport import MpiTransport
@@ -62,6 +62,9 @@ class IncomingMessage:
                     message = transport.comm.Improbe(self._source, MPI.ANY_TAG, transport.status)
                     if message is None:
                         return False
+                    if transport.status.Get_tag() == 2 * STALL_TAG:
+                        transport.hear(message)
+                        continue
                     self._begin(message, transport.status, keep)
                 if not self._request.Test():
                     return False
@@ -126,6 +129,8 @@ class MpiReceive(IncomingMessage):
             while not self.complete and queue[0].poll():
                 queue.popleft()
             if not self.complete:
-                waiter = waiter or transport.waiter(lambda: f"waits for a message of rank {self._source}")
+                waiter = waiter or transport.waiter(
+                    lambda: f"waits for a message of rank {self._source}", awaited=lambda: (self._source,)
+                )
                 transport.pause(waiter)
         return self.joined()

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
+import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
@@ -20,8 +22,10 @@ from sparsecoll.transport.base import (
     ERROR_TAG,
     FIRST_TAG,
     FORKED,
+    NUMBERS,
     PHASES,
     REVOKE_TAG,
+    STALL_TAG,
     Transport,
     out_of_use,
 )
@@ -57,7 +61,8 @@ class MpiTransport(Transport):
         self.threads = MPI.Query_thread() >= MPI.THREAD_MULTIPLE
         self.expected: list[deque[MpiReceive]] = [deque() for _ in range(self.size)]
         self._sources: set[int] = set()  # from which something may be expected
-        self._sends: deque[tuple[Any, Buffer]] = deque()
+        self._sends: deque[tuple[Any, Buffer, int]] = deque()
+        self._telling: list[tuple[Any, Buffer]] = []
         self._revoked = False  # whether this rank has revoked the communicator
         self._direct: bool | None = None
         self._staging: Any = None
@@ -75,9 +80,20 @@ class MpiTransport(Transport):
 
     # -- waiting and failures
 
-    def waiter(self, what: Callable[[], str], error: Exception | None = None) -> Waiter:
-        """Return a Waiter with the timeout of the current call."""
-        return Waiter(self.comm, what, self.timeout, error)
+    def waiter(
+        self,
+        what: Callable[[], str],
+        error: Exception | None = None,
+        awaited: Callable[[], Iterable[int]] | None = None,
+    ) -> Waiter:
+        """Return a Waiter with the timeout of the current call.
+
+        Args:
+            what: see Waiter.
+            error: see Waiter.
+            awaited: returns the ranks that may be in another call; None, the default, if none is.
+        """
+        return Waiter(self.comm, what, self.timeout, error, awaited and partial(self.stalled, awaited))
 
     def pause(self, waiter: Waiter, moving: bool = False) -> bool:
         """Pause between two polls; return whether that was a sleep. After the timeout the communicator is broken.
@@ -109,14 +125,17 @@ class MpiTransport(Transport):
     def _isend(self, destination: int, buffer: Buffer) -> None:
         self._check()
         try:
-            self._post(destination, buffer, self.tag)
+            self._post(destination, buffer, self._mpi_tag())
         except MPI.Exception as error:
             raise self.lost(f"sending to rank {destination}", error) from error
+
+    def _mpi_tag(self) -> int:
+        return FIRST_TAG + (self.tag - FIRST_TAG) % (PHASES * NUMBERS)
 
     def _post(self, destination: int, buffer: Buffer, tag: int) -> None:
         """Start sending in chunks; the lowest bit of MPI's tag tells messages from GPU memory."""
         if buffer.size < self.chunk and not on_gpu(buffer):
-            self._sends.append((self.comm.Isend([buffer, MPI.BYTE], destination, 2 * tag), buffer))
+            self._sends.append((self.comm.Isend([buffer, MPI.BYTE], destination, 2 * tag), buffer, destination))
             return
         if on_gpu(buffer):
             chunks, mpi_tag = self.staging().sendable(buffer, self.chunk), 2 * tag + 1
@@ -124,7 +143,7 @@ class MpiTransport(Transport):
             starts = range(0, buffer.size + 1, self.chunk)
             chunks, mpi_tag = (buffer[start : start + self.chunk] for start in starts), 2 * tag
         for chunk in chunks:
-            self._sends.append((self.comm.Isend([chunk, MPI.BYTE], destination, mpi_tag), chunk))
+            self._sends.append((self.comm.Isend([chunk, MPI.BYTE], destination, mpi_tag), chunk, destination))
 
     def waitall(self) -> None:
         waiter: Waiter | None = None
@@ -137,14 +156,16 @@ class MpiTransport(Transport):
                 if sent:
                     self._sends.popleft()
                     continue
-                waiter = waiter or self.waiter(lambda: "waits for its own sends to complete")
+                waiter = waiter or self.waiter(
+                    lambda: "waits for its own sends to complete", awaited=lambda: {send[2] for send in self._sends}
+                )
                 self.pause(waiter)
 
     # -- receiving
 
     def _irecv(self, source: int, into: Buffer | None) -> MpiReceive:
         self._check()
-        request = MpiReceive(self, source, into, self.tag)
+        request = MpiReceive(self, source, into, self._mpi_tag())
         self.expected[source].append(request)
         self._sources.add(source)
         return request
@@ -164,6 +185,28 @@ class MpiTransport(Transport):
     def reset(self) -> None:
         super().reset()
         self.native_sum.reset()
+
+    # -- ranks in different calls
+
+    def _tell(self, peer: int, message: Buffer) -> None:
+        try:
+            self._telling = [sending for sending in self._telling if not sending[0].Test()]
+            self._telling.append((self.comm.Isend([message, MPI.BYTE], peer, 2 * STALL_TAG), message))
+        except MPI.Exception as error:
+            raise self.lost(f"sending to rank {peer}", error) from error
+
+    def _listen(self) -> None:
+        try:
+            while (message := self.comm.Improbe(MPI.ANY_SOURCE, 2 * STALL_TAG, self.status)) is not None:
+                self.hear(message)
+        except MPI.Exception as error:
+            raise self.lost("receiving from any rank", error) from error
+
+    def hear(self, message: Any) -> None:
+        """Receive a message of `stalled`, which has been probed."""
+        source, told = self.status.Get_source(), np.empty(16, np.uint8)
+        message.Recv([told, MPI.BYTE])
+        self._hear(source, told)
 
     # -- messages in GPU memory
 

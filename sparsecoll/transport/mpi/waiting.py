@@ -30,6 +30,7 @@ class Waiter(Watchdog):
         what: says what the rank does, such as "waits for a message of rank 2".
         timeout: seconds until CommunicationError is raised; None for no limit.
         error: exception raised on this rank before; the first warning comes sooner and shows it.
+        on_stall: see Watchdog.
     """
 
     def __init__(
@@ -38,8 +39,9 @@ class Waiter(Watchdog):
         what: Callable[[], str],
         timeout: float | None,
         error: Exception | None = None,
+        on_stall: Callable[[bool], None] | None = None,
     ) -> None:
-        super().__init__(comm.rank, what, timeout, error, partial(comm.Abort, 1))
+        super().__init__(comm.rank, what, timeout, error, partial(comm.Abort, 1), on_stall)
         self._seconds, self._polls = SHORTEST_SECONDS, 1
 
     def pause(self, moving: bool = False) -> bool:

@@ -13,7 +13,7 @@ import numpy as np
 from sparsecoll.formats import Buffer
 from sparsecoll.kernels.memory import empty, on_gpu
 
-HEADER = struct.Struct("<HBQ")  # tag, 1 for a message from GPU memory, bytes
+HEADER = struct.Struct("<QBQ")  # tag, 1 for a message from GPU memory, bytes
 CHUNK = 1 << 30  # bytes that a system call takes at most; some systems refuse more
 
 
@@ -175,6 +175,17 @@ class Connection:
         if count == 0:
             raise Disconnected("it closed the connection, or it has ended")
         return count
+
+    def next_tag(self) -> int:
+        """Return the tag of the next message, which is not received; -1 if its header has not arrived."""
+        if self.message is not None:
+            return self.message.tag
+        try:
+            rest = self.socket.recv(HEADER.size - self._have, socket.MSG_PEEK)
+        except OSError:  # nothing has arrived, or whoever waits for this peer finds that it is gone
+            return -1
+        header = self._header[: self._have] + rest
+        return int(HEADER.unpack(header)[0]) if len(header) == HEADER.size else -1
 
     def take(self) -> IncomingMessage:
         """Return the message that is complete; the next one may follow."""

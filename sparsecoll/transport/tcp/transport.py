@@ -2,23 +2,42 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import math
 import select
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 from sparsecoll.errors import CommunicationError
 from sparsecoll.formats import Buffer
 from sparsecoll.kernels.memory import on_gpu
 from sparsecoll.telemetry.trace import span
-from sparsecoll.transport.base import CALL_PARENT, ERROR_TAG, FORKED, REVOKE_TAG, CallMismatch, Transport
+from sparsecoll.transport.base import (
+    CALL_PARENT,
+    ERROR_TAG,
+    FIRST_TAG,
+    FORKED,
+    REVOKE_TAG,
+    STALL_TAG,
+    CallMismatch,
+    Transport,
+    living,
+)
 from sparsecoll.transport.tcp.connection import CHUNK, Connection, Disconnected, IncomingMessage
 from sparsecoll.transport.waiting import Watchdog
 
 FAREWELL_SECONDS = 1.0  # in which a rank that revokes the communicator sends its report
+
+
+@atexit.register
+def _leave_all() -> None:
+    for transport in living():
+        if isinstance(transport, TcpTransport) and not transport.broken:
+            transport.leave()
 
 
 class TcpReceive:
@@ -39,7 +58,7 @@ class TcpReceive:
         if self.message is None:
             transport.serve(self.connection)
         if self.message is None:
-            watchdog = transport.watchdog(lambda: f"waits for a message of rank {source}")
+            watchdog = transport.watchdog(lambda: f"waits for a message of rank {source}", awaited=lambda: (source,))
             while self.message is None:
                 transport.poll(watchdog)
         return self.message.buffer
@@ -100,7 +119,13 @@ class TcpTransport(Transport):
         """Close all connections, after the nonblocking calls that are under way."""
         if self.worker is not None:
             self.worker.close()
+        self.leave()
         self._abandon(why)
+
+    def leave(self) -> None:
+        """Read what others have told: where data are unread, closing a socket also discards data on their way."""
+        with contextlib.suppress(CallMismatch):
+            self._listen()
 
     def forked(self) -> None:
         """Close the copies of the sockets, or peers would not notice when the process that was forked ends."""
@@ -116,9 +141,20 @@ class TcpTransport(Transport):
 
     # -- waiting and failures
 
-    def watchdog(self, what: Callable[[], str], error: Exception | None = None) -> Watchdog:
-        """Return a Watchdog with the timeout of the current call."""
-        return Watchdog(self.rank, what, self.timeout, error)
+    def watchdog(
+        self,
+        what: Callable[[], str],
+        error: Exception | None = None,
+        awaited: Callable[[], Iterable[int]] | None = None,
+    ) -> Watchdog:
+        """Return a Watchdog with the timeout of the current call.
+
+        Args:
+            what: see Watchdog.
+            error: see Watchdog.
+            awaited: returns the ranks that may be in another call; None, the default, if none is.
+        """
+        return Watchdog(self.rank, what, self.timeout, error, on_stall=awaited and partial(self.stalled, awaited))
 
     def poll(self, watchdog: Watchdog) -> None:
         """Wait until something arrives or can be sent, and receive and send that.
@@ -184,7 +220,7 @@ class TcpTransport(Transport):
     def waitall(self) -> None:
         if self._sends:
             with span("wait"):
-                watchdog = self.watchdog(self._waits_for_sends)
+                watchdog = self.watchdog(self._waits_for_sends, awaited=lambda: [c.peer for c in self._sends])
                 while self._sends:
                     self.poll(watchdog)
 
@@ -218,13 +254,31 @@ class TcpTransport(Transport):
             except Disconnected as error:
                 self.broken = f"rank {self.rank} lost rank {connection.peer}: {error}"
                 raise CommunicationError(self.broken) from error
-            if request.tag is not None and connection.message is not None and connection.message.tag != request.tag:
+            tag = None if connection.message is None else connection.message.tag
+            if request.tag is not None and tag not in (None, request.tag, STALL_TAG):
                 raise CallMismatch(f"rank {connection.peer} is in another call")
             if not complete:
                 return
-            request.message = connection.take()
+            message = connection.take()
+            if tag == STALL_TAG:
+                self._hear(connection.peer, message.buffer)
+                continue
+            request.message = message
             connection.expected.popleft()
         self._watch(connection)
+
+    def _tell(self, peer: int, message: Buffer) -> None:
+        with contextlib.suppress(CallMismatch):  # whoever waits for a rank finds that it is gone
+            self._post(peer, message, STALL_TAG)
+
+    def _listen(self) -> None:
+        """See Transport; what was told stays behind a message that is not expected, but its tag tells as much."""
+        for connection in self._incoming:
+            with contextlib.suppress(Disconnected):
+                while (tag := connection.next_tag()) == STALL_TAG and connection.poll():
+                    self._hear(connection.peer, connection.take().buffer)
+            if tag >= FIRST_TAG:
+                self.told[connection.peer] = tag
 
     def progress(self) -> None:
         self._poll_once(0)

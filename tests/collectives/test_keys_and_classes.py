@@ -1,0 +1,147 @@
+"""Mappings with tuples as keys, and of other classes than dict: results have equal keys, and the class of x."""
+
+import functools
+from collections import ChainMap, Counter, UserDict, namedtuple
+from enum import IntEnum
+from types import MappingProxyType
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import sparsecoll
+from sparsecoll import as_vector, like, simulate
+from sparsecoll.collectives.convert import words
+
+FEW = settings(max_examples=40, deadline=None)
+ALGORITHMS = ["auto", "allgather", "sparcml", "densestream", "dense"]
+Edge = namedtuple("Edge", "u v")
+Colour = IntEnum("Colour", "RED GREEN")
+EDGES = [
+    Counter({(0, 1): 2, (1, 0): 5, (-7, 2**70): 1}),
+    Counter(),
+    Counter({(0, 1): 3, ("chr1", 1234): 1, ("the", "cat"): 7, (): 1}),
+    Counter({("0", "1"): 1, (0, "1"): 2, ("a\0b", 'quoted"'): 1, ("\U0001f600", "\ud83d\ude00"): 1}),
+    Counter({(1,): 9, (0, 1, 2): 1, ("0,1",): 4}),
+]
+
+
+@pytest.mark.parametrize("few", [words.FEW, 0])
+@pytest.mark.parametrize("P", [1, 2, 3, 5])
+def test_tuples(P, few, monkeypatch):
+    monkeypatch.setattr(words, "FEW", few)
+    total = sum(EDGES[:P], Counter())
+
+    def program(comm):
+        x = EDGES[comm.rank]
+        sums = [sparsecoll.allreduce(comm, x, algo) for algo in ALGORITHMS]
+        moved = sparsecoll.bcast(comm, x, P - 1), sparsecoll.alltoall(comm, [x] * P), sparsecoll.allgather(comm, x)
+        split = sparsecoll.scatter(comm, x, P - 1), sparsecoll.reduce_scatter(comm, x)
+        return sums, sparsecoll.reduce(comm, x, P - 1), moved, split, sparsecoll.scan(comm, x)
+
+    results = simulate(P, program).results
+    assert results[-1][1] == results[-1][4] == total
+    for sums, _, (sent, exchanged, gathered), _, _ in results:
+        for y in sums:
+            assert type(y) is Counter and y == total and list(y) == list(results[0][0][0])
+        assert sent == EDGES[P - 1] and exchanged == gathered == EDGES[:P]
+        assert all(type(key) is tuple for key in sums[0])
+    for part, whole in ((0, EDGES[P - 1]), (1, total)):
+        assert dict(item for r in results for item in r[3][part].items()) == whole
+
+
+def test_equal_tuples_are_one_key():
+    keys = [(1, "a"), (np.int32(1), np.str_("a")), Edge(Colour.RED, "a")]
+
+    def program(comm):
+        return sparsecoll.allreduce(comm, {keys[comm.rank]: 1})
+
+    assert simulate(3, program).results == [{(1, "a"): 3}] * 3
+    assert like({(2, 1): 1, (1, 9): 1}, as_vector({(1, 9): 3, (2, 1): 4})) == {(1, 9): 3, (2, 1): 4}
+
+
+@FEW
+@given(
+    parts=st.lists(
+        st.dictionaries(st.lists(st.integers() | st.text(), max_size=3).map(tuple), st.integers(-9, 9)),
+        min_size=1,
+        max_size=4,
+    )
+)
+def test_any_tuples(parts):
+    results = simulate(len(parts), lambda comm: sparsecoll.allreduce(comm, parts[comm.rank])).results
+    expected = {key: sum(part.get(key, 0) for part in parts) for key in set().union(*parts)}
+    assert all(y == expected for y in results)
+
+
+def test_strings_that_are_no_valid_unicode_arrive_as_they_are():
+    x = {"\ud83d\ude00": 1, "\U0001f600": 2, "\udc80": 3}
+    assert simulate(2, lambda comm: sparsecoll.bcast(comm, x)).results == [x] * 2
+
+
+class Mine(dict):
+    pass
+
+
+class Words(Counter):
+    """A Counter with a method of its own, which records that its own constructor made it."""
+
+    def __init__(self, items=()):
+        super().__init__(items)
+        self.made = True
+
+    def longest(self):
+        return max(self, key=len)
+
+
+class Outer:
+    class Inner(Counter):
+        pass
+
+
+CLASSES = [Mine, Words, Outer.Inner, UserDict, ChainMap, MappingProxyType]
+
+
+@pytest.mark.parametrize("keys", [[3, 900], ["a", "bcd"], [(1, "x"), (2,)]], ids=["int", "str", "tuple"])
+@pytest.mark.parametrize("kind", CLASSES)
+def test_the_class_of_the_mapping_is_kept(kind, keys):
+    def program(comm):
+        x = kind({keys[0]: comm.rank, keys[1]: 1})
+        y = sparsecoll.allreduce(comm, x), sparsecoll.reduce_scatter(comm, x), *sparsecoll.allgather(comm, x)
+        if kind is MappingProxyType:
+            with pytest.raises(TypeError, match=r"finds? by its name, got builtins:mappingproxy: use dict\(x\)"):
+                sparsecoll.bcast(comm, x)
+            return y, ()
+        return y, (sparsecoll.bcast(comm, x), *sparsecoll.alltoallv(comm, {0: x}).values())
+
+    for (total, part, *gathered), moved in simulate(3, program).results:
+        assert all(type(y) is kind for y in (total, part, *gathered, *moved))
+        assert dict(total) == {keys[0]: 3, keys[1]: 3} and [dict(y) for y in gathered] == [
+            {keys[0]: rank, keys[1]: 1} for rank in range(3)
+        ]
+        if kind is Words:
+            assert total.made and moved[0].made and (keys[1] != "bcd" or total.longest() == "bcd")
+
+
+def test_a_class_that_has_no_name_elsewhere_is_kept_only_where_results_are_those_of_this_rank():
+    class Local(Counter):
+        pass
+
+    def program(comm):
+        for call in (sparsecoll.bcast, functools.partial(sparsecoll.scatter, boundaries=None)):
+            with pytest.raises(TypeError, match=r"got .*test_keys_and_classes:.*Local: use dict\(x\)"):
+                call(comm, Local({"a": 1}))
+        return sparsecoll.allreduce(comm, Local({"a": 1}))
+
+    assert all(type(y) is Local and y == {"a": 2} for y in simulate(2, program).results)
+
+
+def test_a_damaged_name_of_a_class_is_an_error():
+    from sparsecoll.collectives.convert import from_text, to_text
+    from sparsecoll.collectives.convert.keyed import ToMapping
+
+    text = to_text(ToMapping(Mine, "None"))
+    assert from_text(text).kind is Mine
+    with pytest.raises(ValueError, match="expected the name of a mapping, got os:getcwd"):
+        from_text(text.replace(f"{Mine.__module__}:Mine", "os:getcwd"))
