@@ -15,12 +15,10 @@ from sparsecoll.errors import NonFiniteError
 from sparsecoll.torch.backward import at_end_of_backward
 from sparsecoll.torch.calls import agreeing, mean_of_loss
 from sparsecoll.torch.compressors import Compressor
-from sparsecoll.torch.device import device_of
 from sparsecoll.torch.grad_scaler import Scaling
 from sparsecoll.torch.guards import Watch, refuse_ddp, warn_of_adam, warn_of_momentum
 from sparsecoll.torch.hooks import Hooks, enlist, owner_of, synchronize_all
-from sparsecoll.torch.layout import residual_dtype
-from sparsecoll.torch.members import Members, changes, taken_over
+from sparsecoll.torch.members import Members, changes, check_added, taken_over
 from sparsecoll.torch.options import Options
 from sparsecoll.torch.reducer import Reducer
 from sparsecoll.torch.replica import Replica
@@ -101,21 +99,12 @@ class Engine:
         stay, new = self.members.staying() if stay is None else stay, self.members.came(params)
         left = self.params.keys() - stay.keys()
 
-        def check() -> None:
-            taken = new.keys() & set(stay.values())
-            if taken:
-                raise ValueError(f"named_parameters: expected every name once, got {min(taken)!r} again")
-            for p in new.values():
-                if p.requires_grad:
-                    residual_dtype(p.dtype)
-                    device_of(p)
-
         signature = {
             name: getattr(self._options, name) for name in ("bucket_bytes", "dense_below", "overlap", "verify")
         }
         signature |= {"grad_scaler": self._scaling.scaler is not None}
         signature = {**changes(new if self.params else (), left), **self._compressor.signature(), **signature}
-        self._replica.introduce(params, signature, check)
+        self._replica.introduce(params, signature, lambda: check_added(new, stay))
         if self.number < 0:
             self.number = enlist(self)
         self._let_stay(stay)

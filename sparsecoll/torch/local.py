@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from sparsecoll.algorithms import Algorithm
 from sparsecoll.telemetry.traffic import Traffic
 from sparsecoll.torch.broadcasts import broadcast_optimizer, broadcast_tensors
-from sparsecoll.torch.calls import agreeing, collective, communicator
-from sparsecoll.torch.compressors import Compressor
+from sparsecoll.torch.calls import collective, communicator
+from sparsecoll.torch.compressors import Compressor, resolve
 from sparsecoll.torch.grad_scaler import forget, is_called_by_scaler
-from sparsecoll.torch.guards import refuse_wrapped, warn_of_state
-from sparsecoll.torch.layout import takes_part
-from sparsecoll.torch.members import Members
-from sparsecoll.torch.optimizer import DistributedOptimizer, Wrapper, of_optimizer
-from sparsecoll.torch.options import check_integer
-from sparsecoll.torch.state import STATE, is_trial_step
-from sparsecoll.torch.tensors import Named, check_buffers, check_whole, describe, model_of, named
+from sparsecoll.torch.guards import refuse_wrapped, warn_of_momentum, warn_of_state
+from sparsecoll.torch.optimizer import of_optimizer
+from sparsecoll.torch.options import Options, check_integer
+from sparsecoll.torch.rounds import JOINED
+from sparsecoll.torch.state import LOCAL, STATE, is_trial_step
+from sparsecoll.torch.tensors import Named, check_whole, describe, model_of, named
 from sparsecoll.torch.timeline import Timeline
+from sparsecoll.torch.window import Window, is_finite
+from sparsecoll.torch.wrapper import Wrapper
 from sparsecoll.transport import as_transport
 from sparsecoll.transport.call import CollectiveCall
-
-LOCAL = "sparsecoll_local"  # key of this optimizer's own part of a state_dict
+from sparsecoll.transport.collectives import allgather
+from sparsecoll.transport.group import GroupTransport
 
 
 class Outer(torch.optim.SGD):
@@ -46,11 +50,11 @@ class LocalOptimizer(Wrapper):
     1. Every rank takes `every` steps of the wrapped optimizer on its own gradients. Nothing is sent.
     2. The compressor, which may keep a residual, averages the ranks' changes: shared parameters - own parameters.
     3. `torch.optim.SGD(outer_lr, outer_momentum)`, with Nesterov momentum if any, updates the shared parameters by the
-       mean, and every rank continues from them. Buffers (BatchNorm) are set to those of rank 0.
+       mean, and every rank continues from them. Buffers that have changed (BatchNorm) are set to those of rank 0.
 
     After every `every`-th step, and after `synchronize`, parameters have the same bits on all ranks; in between they
-    differ. All ranks must take the same number of steps: call `synchronize()` after the last one. The state of the
-    wrapped optimizer stays local to each rank.
+    differ. Call `synchronize()` after the last step; where numbers of steps differ by `every` or more, use `join`. The
+    state of the wrapped optimizer stays local to each rank.
 
     Parameters that are frozen, or that the wrapped optimizer does not have, are set to those of rank 0 at the start and
     not averaged later. A parameter that is frozen between two means is part of the next one. If you change frozen
@@ -79,8 +83,9 @@ class LocalOptimizer(Wrapper):
         ValueError, TypeError: On every rank, if an option or a parameter is invalid on some rank.
         CommunicationError: On every rank, if ranks have different parameters, compressors or options.
 
-    Volume: that of the compressor, divided by `every`. Memory: the shared parameters, their mean change, and what
-    `DistributedOptimizer` and the compressor need.
+    Volume: that of the compressor, divided by `every`; buffers that have changed; a few hundred bytes. Memory: the
+    shared parameters, their momentum if any, and the state of the compressor (three times the model with top-k); during
+    a mean, the change and the mean of one bucket.
 
     See Also:
         `sparsecoll.torch.DistributedOptimizer`, which averages gradients in every step.
@@ -103,68 +108,45 @@ class LocalOptimizer(Wrapper):
         timeline: Timeline | None = None,
     ) -> None:
         super().__init__(optimizer)
-        self._every, self._since = every, 0  # steps from one mean to the next, and since the last one
-        self._moved: set[str] = set()  # parameters that took part in these steps; a mean of their changes is due
         transport, model = communicator(comm, timeout), model_of(named_parameters)
 
-        def made(call: CollectiveCall) -> tuple[Named, Named, Named, torch.optim.Optimizer]:
+        def made(call: CollectiveCall) -> tuple[Named, Named, Compressor, Options, torch.optim.SGD]:
             check_integer("every", every, 1)
             refuse_wrapped(model, "named_parameters")
+            own, options = (
+                resolve(compressor),
+                Options(bucket_bytes, dense_below, False, False, verify, timeout, timeline),
+            )
+            if own.wants_profile:
+                raise ValueError(f"compressor: expected an interval of {own.name}, which nothing is measured for here")
             given = of_optimizer(optimizer, named(named_parameters))
             check_whole(given.values())
-            own = {id(p) for group in optimizer.param_groups for p in group["params"]}
-            params = {name: p for name, p in given.items() if id(p) in own}
-            others = {name: p for name, p in given.items() if id(p) not in own}
-            shared = {name: p.detach().clone().requires_grad_(p.requires_grad) for name, p in params.items()}
-            outer = Outer(shared.values(), outer_lr, momentum=outer_momentum, nesterov=outer_momentum > 0)
+            stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            params = {name: p for name, p in given.items() if id(p) in stepped}
+            others = {name: p for name, p in given.items() if id(p) not in stepped}
+            outer = Outer(params.values(), outer_lr, outer_momentum, nesterov=outer_momentum > 0)
             call.signature |= {"every": every, "outer_lr": outer_lr, "outer_momentum": outer_momentum}
-            call.signature |= describe(others, "other parameter")
+            call.signature |= {"bucket_bytes": bucket_bytes, "dense_below": dense_below, "verify": options.verify}
+            call.signature |= {**own.signature(), **describe(others, "other parameter")}
             call.agree(entries=0)
             broadcast_tensors(transport, others.values())
-            return given, params, shared, outer
+            return given, params, own, options, outer
 
-        given, self._params, self._shared, outer = collective(transport, "LocalOptimizer", timeout, made)
-        self._model, self._named = model, given.items if model is None else model.named_parameters
-        self._members = Members(optimizer, self._params, self._named)
-        self._outer = DistributedOptimizer(
-            outer,
-            self._shared.items(),
-            comm,
-            compressor,
-            bucket_bytes=bucket_bytes,
-            dense_below=dense_below,
-            overlap=False,
-            verify=verify,
-            timeout=timeout,
-            timeline=timeline,
-        )
-        self._follow(self._params)
+        given, params, own, options, outer = collective(transport, "LocalOptimizer", timeout, made)
+        if transport.rank == 0:
+            warn_of_momentum(outer, own)
         warn_of_state(optimizer, transport)
+        self._every, self._held, self._closed = every, False, False
+        names = given.items if model is None else model.named_parameters
+        self._window = Window(transport, optimizer, outer, own, model, names, options)
+        self._window.regroup(params)
 
     _step_supports_amp_scaling = True  # GradScaler.step() calls `step` always, which refuses it
 
     @property
     def traffic(self) -> Traffic:
         """Traffic of this rank, which later calls update."""
-        return self._outer.traffic
-
-    @torch.no_grad()
-    def _follow(self, names: Iterable[str]) -> None:
-        """Set the named parameters to the shared ones, and the buffers to rank 0's. Collective."""
-        for name in names:
-            self._params[name].copy_(self._shared[name])
-        if self._model is None:
-            return
-        buffers, transport = dict(self._model.named_buffers()), self._outer._engine.transport
-
-        def broadcast(call: CollectiveCall) -> None:
-            check_buffers(buffers)
-            call.signature |= describe(buffers, "buffer")
-            call.agree(entries=0)
-            broadcast_tensors(transport, buffers.values())
-
-        if buffers:
-            collective(transport, "buffers", self._outer._engine.timeout, broadcast)
+        return self._window.replica.transport.traffic
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """One step of the wrapped optimizer on this rank; every `every`-th call also is a `synchronize`.
@@ -176,64 +158,97 @@ class LocalOptimizer(Wrapper):
             What the wrapped optimizer returns.
 
         Raises:
-            NonFiniteError: On every rank, if a parameter has become NaN or infinity on some rank. "none" and "fp16" do
-                not look, which would take another pass over memory: the parameter is then so on all ranks.
-            CommunicationError: The mean failed on some rank; the shared parameters and residuals are as before.
+            NonFiniteError, CommunicationError: As `synchronize`. What the wrapped optimizer raises in a call that takes
+                a mean is raised on every rank, and otherwise on this one.
         """
         if is_trial_step(self):
             return self.optimizer.step()
         if is_called_by_scaler(self):
             forget(self)
             raise RuntimeError("LocalOptimizer takes no GradScaler, which skips steps on single ranks: use bfloat16")
-        self._begin()
-        result = self.optimizer.step() if closure is None else self.optimizer.step(closure)
-        self._since += 1
-        if self._since >= self._every:
-            self.synchronize()
+        due = self._window.steps + 1 >= self._every and not (self._held or self._closed)
+        with self._window.replica.agreed() if due else contextlib.nullcontext():
+            if not self._closed:
+                self._window.begin_step()
+            result = self.optimizer.step() if closure is None else self.optimizer.step(closure)
+            self._window.steps += 1
+            if due:
+                self._window.mean()
         return result
 
-    @torch.no_grad()
-    def _begin(self) -> None:
-        """Before a step: note where parameters start that it may move, and that did not take part since the last mean.
-
-        All ranks start from the same values, which the user may have loaded since then.
-        """
-        if not self._since:
-            self._follow_groups()
-            self._moved.clear()
-        for name in self._params.keys() - self._moved:
-            if takes_part(self._params[name]):
-                self._moved.add(name)
-                self._shared[name].copy_(self._params[name])
-
-    @agreeing("_outer._engine._replica.agreed")
-    @torch.inference_mode(False)
     def synchronize(self) -> None:
-        """Take the mean of the changes now, unless it was taken after the last step; collective.
+        """Take the mean of the changes now, if any rank has taken steps since the last one; collective.
 
-        Call it before you evaluate, save or export the model, after the same number of steps on every rank. The next
-        mean is taken `every` steps later. If this raises, `step` and `synchronize` take the mean once more.
+        Call it on all ranks before you evaluate, save or export the model. Ranks may have taken different numbers of
+        steps since the last mean, or none. The next mean is taken `every` steps later.
 
         Raises:
-            NonFiniteError: On every rank, if a parameter has become NaN or infinity on some rank. "none" and "fp16" do
-                not look, which would take another pass over memory: the parameter is then so on all ranks.
-            CommunicationError: The mean failed on some rank; the shared parameters and residuals are as before.
+            NonFiniteError: On every rank, if a parameter has become NaN or infinity on some rank: see `discard`.
+            CommunicationError: On every rank, if the mean failed on some rank. Buckets are averaged one after the
+                other: parameters of the first ones may have moved on all ranks; others, and their residuals, are as
+                before, and move in the next mean.
         """
-        if not self._since:
-            return
-        self._follow_groups()
-        with torch.no_grad():
-            for name, shared in self._shared.items():
-                moved = name in self._moved  # which tells also of one that was frozen since then
-                shared.requires_grad_(moved)
-                shared.grad = shared - self._params[name] if moved else None
-        self._outer.step()
-        self._moved = {name for name, shared in self._shared.items() if shared.grad is not None}  # on some rank
-        self._outer.zero_grad()
-        self._since = 0
-        self._follow(self._moved)
+        if not self._closed:
+            with self._window.replica.agreed():
+                self._window.mean()
 
-    @agreeing("_outer._engine._replica.agreed")
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Context manager: steps inside take no mean; the first step after it does if one is due.
+
+        Back-propagation never communicates, so that gradients accumulate with or without it.
+        """
+        before, self._held = self._held, True
+        try:
+            yield
+        finally:
+            self._held = before
+
+    @contextlib.contextmanager
+    def join(self) -> Iterator[None]:
+        """Context manager that allows different numbers of steps on the ranks; collective.
+
+            with optimizer.join():
+                for batch in loader: ...
+
+        A rank that leaves the block early takes part in the others' means, first with its changes since the last one,
+        then with zeros; means are always divided by the number of all ranks. When all have left, a last mean is taken.
+        If an exception leaves the block on one rank, the others raise CommunicationError in their next mean.
+        """
+        with self._window.replica.reporting():
+            yield
+            while not (self._closed or self._window.mean(JOINED).over):
+                pass
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def discard(self) -> None:
+        """Give up the steps of all ranks since the last mean; collective. The cure for a NaN on one rank.
+
+        Parameters return to the values from which all ranks have started, and gradients are thrown away. Buffers are
+        set to those of the lowest rank on which they are finite. On a rank where the state of the wrapped optimizer has
+        NaN or infinity, it becomes that of the lowest rank where it is finite, or is cleared if there is none.
+        """
+        replica, state = self._window.replica, self.optimizer.state
+
+        def look(_: CollectiveCall) -> NDArray[Any]:
+            tensors = replica.buffers.tensors.values(), [t for entries in state.values() for t in entries.values()]
+            return allgather(replica.transport, np.array([*map(_are_finite, tensors)], np.uint8)).astype(bool)
+
+        with replica.agreed():
+            buffers, moments = replica.call("discard", look).T
+            self._window.start_anew("discard", int(buffers.argmax()))
+            self.optimizer.zero_grad()
+            members = [*np.flatnonzero(moments)[:1].tolist(), *np.flatnonzero(~moments).tolist()]
+            if not moments[replica.transport.rank]:
+                state.clear()
+
+            def mend(_: CollectiveCall) -> None:
+                if moments.any() and not moments.all() and replica.transport.rank in members:
+                    broadcast_optimizer(GroupTransport(replica.transport, members), self.optimizer)
+
+            replica.call("discard", mend)
+
     def add_param_group(
         self, param_group: dict[str, Any], named_parameters: Iterable[tuple[str, torch.Tensor]] = ()
     ) -> None:
@@ -244,65 +259,36 @@ class LocalOptimizer(Wrapper):
             named_parameters: pairs (name, parameter). Parameters without a name have the one under which the model has
                 them, otherwise they are called group<i>.<j>.
         """
-        self._regroup(self._add_to_wrapped(param_group, self._members, named_parameters))
-
-    def _follow_groups(self) -> None:
-        """Share parameters that were put into the wrapped optimizer itself, and drop those that have left.
-
-        Collective if there are any.
-        """
-        if self._members.changed():
-            self._regroup(self._members.named())
-
-    def _regroup(self, params: Named) -> None:
-        """Share parameters that are not shared yet, with rank 0's values, and drop those that have left. Collective."""
-        added, stay, outer = self._members.came(params), self._members.staying(), self._outer.optimizer
-        shared = {name: p.detach().clone().requires_grad_(p.requires_grad) for name, p in added.items()}
-        self._outer._engine.add(shared, stay)  # if this raises, nothing has changed
-        for name in self._shared.keys() - stay.keys():
-            outer.state.pop(self._shared[name], None)
-        self._moved = {stay[name] for name in self._moved if name in stay}
-        for own, new in ((self._params, added), (self._shared, shared)):
-            all_now = {**{stay[name]: p for name, p in own.items() if name in stay}, **new}
-            own.clear()
-            own.update(all_now)
-        order = [name for name, _ in self._named() if name in self._shared]  # as if they had been there from the start
-        outer.param_groups[0]["params"] = [self._shared[name] for name in dict.fromkeys([*order, *self._shared])]
-        with torch.no_grad():
-            for name, p in added.items():
-                p.copy_(shared[name])
+        with self._window.replica.agreed():
+            self._window.regroup(self._add_to_wrapped(param_group, self._window.members, named_parameters))
 
     def move(self, comm: Any) -> None:
         """Continue on another communicator, such as that of `sparsecoll.shrink` after a rank was lost; collective on
         it.
 
-        Parameters and the wrapped optimizer's state are set to those of the new rank 0 after the last mean; each rank
-        keeps its residuals, and the steps since that mean are dropped.
+        Parameters, buffers and the wrapped optimizer's state are set to those of the new rank 0 after the last mean;
+        each rank keeps its residuals, and the steps since that mean are dropped.
 
         Args:
             comm: communicator, as in `sparsecoll.allreduce`.
         """
-        timeout = self._outer._engine.timeout
-        transport = as_transport(comm, timeout)
-        self._outer.move(transport)
-        self._since = 0
-        collective(transport, "move", timeout, lambda _: broadcast_optimizer(transport, self.optimizer))
-        self._follow(self._moved)
+        transport = as_transport(comm, self._window.replica.options.timeout)
+        self._window.use(transport)
+        self._window.start_anew("move", 0)
+        self._window.replica.call("move", lambda _: broadcast_optimizer(transport, self.optimizer))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the wrapped optimizer's state_dict, with the shared parameters and the state of the compressor.
+        """Return the wrapped optimizer's state_dict, with the state of the compressor and of the means.
 
-        Save one file per rank, with the model's own state_dict if steps were taken since the last mean.
+        Save one file per rank. If a rank has taken steps since the last mean, its file has its parameters, too, so that
+        any rank's model may be loaded with it.
         """
-        outer = self._outer.state_dict()
-        shared = {name: p.detach().clone() for name, p in self._shared.items()}
-        own = {"since": self._since, "moved": sorted(self._moved), "shared": shared}
-        inner: dict[str, Any] = self.optimizer.state_dict()
-        return {**inner, STATE: outer.pop(STATE), LOCAL: {**own, "outer": outer}}
+        return self._with_hooks(self._window.state_dict)
 
-    @agreeing("_outer._engine._replica.agreed")
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned; collective. Load the model's state as well.
+        """Restore what `state_dict` returned; collective. Load the model's state before, the same on all ranks.
+
+        If the state was saved between two means, parameters get this rank's values, whichever rank's model was loaded.
 
         The state of a plain optimizer is accepted, too; the ranks then start from the model's parameters.
 
@@ -311,52 +297,22 @@ class LocalOptimizer(Wrapper):
 
         Raises:
             CommunicationError: The state was saved by another rank, or with another number of ranks, or ranks load
-                states of different steps.
+                states of different means. The next mean raises it, too, if ranks have loaded different models, or have
+                loaded one after a state that was saved between two means.
             ValueError: The state is of another model or compressor, or lacks what cannot be known without it.
         """
 
-        def read(call: CollectiveCall) -> dict[str, Any] | None:
-            own = self._own(state_dict)
-            since = None if own is None else own["since"]
-            call.signature |= {"steps since the last mean": since}
-            call.agree(entries=0)
-            return own
+        def load(state: dict[str, Any]) -> None:
+            inner = {name: value for name, value in state.items() if name not in (STATE, LOCAL)}
+            self._window.load_state_dict(state, lambda: self.optimizer.load_state_dict(inner))
 
-        self._follow_groups()
-        engine = self._outer._engine
-        own = collective(engine.transport, "LocalOptimizer.load_state_dict", engine.timeout, read)
-        inner = {name: value for name, value in state_dict.items() if name not in (STATE, LOCAL)}
-        if own is None:
-            self._since, self._moved = 0, set()
-            self._outer.load_state_dict(self._outer.optimizer.state_dict())
-        else:
-            self._outer.load_state_dict({**own["outer"], STATE: state_dict[STATE]})
-            self._since, self._moved = own["since"], set(own["moved"])
-            with torch.no_grad():
-                for name, p in own["shared"].items():
-                    self._shared[name].copy_(p)
-        self.optimizer.load_state_dict(inner)
-
-    def _own(self, state_dict: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Return this optimizer's own part of a state, or None for that of a plain optimizer.
-
-        Raises:
-            ValueError: It lacks something, or is of other parameters.
-        """
-        own = state_dict.get(LOCAL)
-        if own is None:
-            return None
-        missing = {"since", "moved", "shared", "outer"}.difference(own) | {STATE}.difference(state_dict)
-        if missing:
-            raise ValueError(f"state_dict: expected that of LocalOptimizer, got one without {min(missing)!r}")
-        unknown = own["shared"].keys() - self._shared.keys()
-        if unknown:
-            raise ValueError(f"state_dict: expected names of parameters, got {min(unknown)!r}")
-        return dict(own)
+        replica = self._window.replica
+        with replica.agreed():
+            self._load_with_hooks(replica.transport, replica.options.timeout, state_dict, load)
 
     def close(self) -> None:
         """Take no more means: each rank continues by itself."""
-        self._outer.close()
+        self._closed = True
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Call the wrapped optimizer's zero_grad."""
@@ -367,3 +323,9 @@ class LocalOptimizer(Wrapper):
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError("LocalOptimizer cannot be pickled: save its state_dict()")
+
+
+def _are_finite(values: Iterable[Any]) -> bool:
+    """Return whether no tensor among these values has NaN or infinity."""
+    tensors = (v._values() if v.is_sparse else v for v in values if torch.is_tensor(v) and v.is_floating_point())
+    return all(map(is_finite, tensors))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from sparsecoll.torch.device import device_of
 from sparsecoll.torch.hooks import owner_of
+from sparsecoll.torch.layout import residual_dtype
 from sparsecoll.torch.tensors import NUMBERED, Named, named_in_groups
 
 if TYPE_CHECKING:
@@ -93,6 +95,17 @@ class Members:
 def changes(came: Collection[str], left: Collection[str]) -> dict[str, Any]:
     """Return which parameters have come and left, for ranks to compare; an error shows the cure."""
     return {f"parameters that came {CURE}": sorted(came), f"parameters that left {CURE}": sorted(left)}
+
+
+def check_added(params: Named, stay: Mapping[str, str]) -> None:
+    """Raise unless parameters can be added to those that stay, old name -> new."""
+    taken = params.keys() & set(stay.values())
+    if taken:
+        raise ValueError(f"named_parameters: expected every name once, got {min(taken)!r} again")
+    for p in params.values():
+        if p.requires_grad:
+            residual_dtype(p.dtype)
+            device_of(p)
 
 
 def taken_over(owner: Engine, params: Named) -> Named:

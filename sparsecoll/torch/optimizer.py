@@ -15,46 +15,13 @@ from sparsecoll.torch.compressors import Compressor, resolve
 from sparsecoll.torch.engine import Engine
 from sparsecoll.torch.grad_scaler import Scaling
 from sparsecoll.torch.guards import refuse_wrapped, warn_of_state
-from sparsecoll.torch.members import Members
 from sparsecoll.torch.options import Options
 from sparsecoll.torch.state import STATE, is_trial_step
 from sparsecoll.torch.tensors import Named, model_of, named
 from sparsecoll.torch.timeline import Timeline
+from sparsecoll.torch.wrapper import Wrapper
 from sparsecoll.transport import as_transport
 from sparsecoll.transport.call import CollectiveCall
-
-
-def forwarded(name: str) -> property:
-    """An attribute of the wrapped optimizer."""
-    return property(
-        lambda self: getattr(self.optimizer, name), lambda self, value: setattr(self.optimizer, name, value)
-    )
-
-
-class Wrapper(torch.optim.Optimizer):
-    """A torch optimizer that wraps another one, whose groups and state are its own, too."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer = optimizer
-        super().__setstate__({})  # the hooks of a torch optimizer
-
-    param_groups: Any = forwarded("param_groups")
-    state: Any = forwarded("state")
-    defaults: Any = forwarded("defaults")
-
-    def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the wrapped optimizer, such as train() and eval() of schedule-free ones."""
-        if name == "optimizer":
-            raise AttributeError(name)
-        return getattr(self.optimizer, name)
-
-    def _add_to_wrapped(
-        self, param_group: dict[str, Any], members: Members, given: Iterable[tuple[str, torch.Tensor]]
-    ) -> Named:
-        """Add a group to the wrapped optimizer; return its parameters by name, see `Members.named`."""
-        number = len(self.optimizer.param_groups)
-        self.optimizer.add_param_group(param_group)
-        return members.named(number, given)
 
 
 class DistributedOptimizer(Wrapper):
@@ -320,12 +287,7 @@ class DistributedOptimizer(Wrapper):
         Residuals differ between ranks, so save one file per rank. It can be loaded with torch.load(weights_only=True).
         A plain torch optimizer can also load it and ignores the residuals.
         """
-        for before in self._optimizer_state_dict_pre_hooks.values():
-            before(self)
-        state = {**self.optimizer.state_dict(), STATE: self._engine.state_dict()}
-        for after in self._optimizer_state_dict_post_hooks.values():
-            state = _replaced(state, after(self, state))
-        return state
+        return self._with_hooks(lambda: {STATE: self._engine.state_dict()})
 
     @agreeing("_engine._replica.agreed")
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -345,19 +307,11 @@ class DistributedOptimizer(Wrapper):
             TypeError: The state contains values of another type.
         """
 
-        def hooked(_: CollectiveCall) -> dict[str, Any]:
-            state = dict(state_dict)
-            for before in self._optimizer_load_state_dict_pre_hooks.values():
-                state = _replaced(state, before(self, state))
-            return state
+        def load(state: dict[str, Any]) -> None:
+            inner = {name: value for name, value in state.items() if name != STATE}
+            self._engine.load_state_dict(state.get(STATE), lambda: self.optimizer.load_state_dict(inner))
 
-        transport, timeout = self._engine.transport, self._engine.timeout
-        state_dict = collective(transport, "hooks of load_state_dict", timeout, hooked)
-        own = state_dict.get(STATE)
-        inner = {name: value for name, value in state_dict.items() if name != STATE}
-        self._engine.load_state_dict(own, lambda: self.optimizer.load_state_dict(inner))
-        for after in self._optimizer_load_state_dict_post_hooks.values():
-            after(self)
+        self._load_with_hooks(self._engine.transport, self._engine.timeout, state_dict, load)
 
     def close(self) -> None:
         """Remove the hooks from the parameters; each rank's optimizer then steps on its own gradients."""
@@ -368,11 +322,6 @@ class DistributedOptimizer(Wrapper):
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError("DistributedOptimizer cannot be pickled: save its state_dict()")
-
-
-def _replaced(state: dict[str, Any], result: Any) -> dict[str, Any]:
-    """Return what a hook has returned, or the state, which it may have changed in place, if that is None."""
-    return state if result is None else result  # type: ignore[no-any-return]
 
 
 def of_optimizer(optimizer: torch.optim.Optimizer, params: Named) -> Named:

@@ -99,7 +99,7 @@ class Replica:
         if not outcome.alike:
             self.call("step", self._disagree)
         if outcome.flags & SUSPECT:
-            self.compare()
+            self.compare(buffers=False)
             self.suspect = False
         return outcome
 
@@ -211,13 +211,17 @@ class Replica:
             self.call("buffers", broadcast)
             self.buffers.mark()
 
-    def compare(self) -> None:
+    def compare(self, buffers: bool = True) -> None:
         """Compare the bits of all parameters and buffers over the ranks. Collective.
+
+        Args:
+            buffers: False leaves out buffers, which forward passes have changed since they were the same.
 
         Raises:
             CommunicationError: they differ, on every rank; the text names the first tensor that does.
         """
-        tensors = self.tensors
+        left_out = {} if buffers else self.buffers.tensors
+        tensors = {name: t for name, t in self.tensors.items() if name not in left_out}
 
         def gather(_: CollectiveCall) -> Any:
             rows = allgather(self.transport, np.array([zlib.crc32(_bits(t)) for t in tensors.values()], np.uint32))

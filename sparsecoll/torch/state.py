@@ -13,6 +13,7 @@ from sparsecoll.torch.compressors import Compressor
 from sparsecoll.transport import Transport
 
 STATE = "sparsecoll"  # key of the library's own part of a state_dict, which has at least these keys
+LOCAL, MOVED = "sparsecoll_local", ("shared", "own")  # key of LocalOptimizer's, and of tensors in it
 KEYS = frozenset({"rank", "size", "compressor", "replicated", "step", "ccr", "order", "tensors", "buckets"})
 UNNAMED = ": pass the model to HookState, both where the state is saved and where it is loaded"
 CHECKPOINT = "torch.distributed.checkpoint.state_dict"  # torch's module of get_state_dict and set_state_dict
@@ -139,7 +140,8 @@ def redistribute(states: Sequence[Mapping[str, Any]], rank: int, size: int) -> d
     The residual of rank i goes to the new rank i mod `size`, multiplied by size / old size. Since an update is the mean
     over the ranks, the residuals then move the parameters as far as they would have before. Other tensors that belong
     to a rank (velocities) are treated in the same way, state that is the same on all ranks is copied, and thresholds
-    and boundaries are found again.
+    and boundaries are found again. States of a LocalOptimizer between two means have the parameters of their ranks: all
+    new ranks go on from the mean of these. The wrapped optimizer's state is that of old rank `rank` mod old size.
 
     Args:
         states: list of the `state_dict()` of all ranks 0, 1, ... of a DistributedOptimizer, SparseSGD, LocalOptimizer
@@ -166,7 +168,21 @@ def redistribute(states: Sequence[Mapping[str, Any]], rank: int, size: int) -> d
         mine = [part["tensors"][kind] for part in own[rank::size]]
         tensors[kind] = {name: _summed([m[name] for m in mine], t, scale) for name, t in entries.items()}
     new = {**own[0], "rank": rank, "size": size, "tensors": tensors, "buckets": [], "ccr": None}
-    return {**states[0], STATE: new} if STATE in states[0] else new
+    if STATE not in states[0]:
+        return new
+    local = {LOCAL: _joined_changes([state[LOCAL] for state in states])} if LOCAL in states[0] else {}
+    return {**states[rank % len(states)], STATE: new, **local}
+
+
+def _joined_changes(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return LocalOptimizer's part of a state, with the mean of all ranks' changes since their last mean."""
+    shared = {name: t for part in parts for name, t in part["shared"].items()}
+    own = {}
+    for name, t in shared.items():
+        start = t.to(torch.promote_types(t.dtype, torch.float32))
+        mine = [part["own"].get(name, start) for part in parts]
+        own[name] = start.sub(sum(start - p for p in mine), alpha=1 / len(parts)).to(t.dtype)
+    return {**parts[0], "steps": max(part["steps"] for part in parts), "shared": shared, "own": own}
 
 
 def _summed(parts: Sequence[torch.Tensor], like: torch.Tensor, scale: float) -> torch.Tensor:
@@ -185,6 +201,8 @@ def _check_parts(own: Sequence[Mapping[str, Any]]) -> None:
     if not own or [part["rank"] for part in own] != list(range(own[0]["size"])):
         last = own[0]["size"] - 1 if own else "..."
         raise ValueError(f"states: expected those of ranks 0 to {last}, got {[part['rank'] for part in own]}")
+    if len({part["step"] for part in own}) > 1:
+        raise ValueError(f"states: expected those of one step, got those after {[part['step'] for part in own]} steps")
     known = [{(kind, name) for kind, entries in part["tensors"].items() for name in entries} for part in own]
     for rank, entries in enumerate(known):
         if entries != known[0]:

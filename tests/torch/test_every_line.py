@@ -24,10 +24,10 @@ from sparsecoll.torch import (  # noqa: E402  # noqa: E402
     buckets,
     engine,
     hooks,
-    local,
     reducer,
     sender,
     sgd,
+    window,
 )
 from sparsecoll.torch.compressors import TopK  # noqa: E402
 
@@ -35,7 +35,7 @@ P, CULPRIT, STEP = 3, 1, 2
 TRIED = None if os.environ.get("SPARSECOLL_FUZZ") else 12  # lines of a kind
 TEXT = f"rank {CULPRIT} failed: Injected: here"
 OPTIONS = {"bucket_bytes": 6000, "dense_below": 10}
-FILES = [module.__file__ for module in (accumulator, bucket, buckets, engine, hooks, local, reducer, sender, sgd)]
+FILES = [module.__file__ for module in (accumulator, bucket, buckets, engine, hooks, reducer, sender, sgd, window)]
 ADAPTER = {
     "Engine.synchronize", "Engine.ensure_means", "Engine.before_step", "Engine.after_step", "Engine.accumulated",
     "synchronize_all.<locals>.agree", "Hooks.attach",
@@ -47,7 +47,8 @@ ADAPTER = {
     "Bucket.reduce", "Bucket.mean_buffer",
     "SparseSGD.step", "SparseSGD._reduced", "SparseSGD._round", "SparseSGD._update", "SparseSGD._apply",
     "Accumulator.sums", "Accumulator._accumulate", "Accumulator.commit", "Accumulator.fits", "Bucket.accumulate",
-    "LocalOptimizer.synchronize",
+    "Window.begin_step", "Window.mean", "Window._mean", "Window._agree", "Window._start", "Window._reduce",
+    "Window._reduce.<locals>.reduce", "Window._apply", "Window._finish", "Bucket.take_changes",
 }  # fmt: skip
 
 
@@ -120,8 +121,8 @@ def training(kind, target, comm):
             if max(comm.allgather(step)) > STEP:  # the others have taken the step that the culprit has not
                 optimizer.move(comm)
                 step = STEP
-            elif kind == "local":  # the culprit's own step was taken
-                optimizer.synchronize()
+            elif kind == "local":  # some buckets have moved, perhaps not on all ranks
+                optimizer.discard()
             else:
                 continue
         step += 1

@@ -1,0 +1,264 @@
+"""LocalOptimizer's means: what they send and hold in memory, and failures at any line."""
+
+import gc
+import logging
+import sys
+import tracemalloc
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from nets import batch, bits, loss_of, net, train  # noqa: E402
+
+from sparsecoll import CommunicationError, simulate  # noqa: E402
+from sparsecoll.torch import DistributedOptimizer, LocalOptimizer, window  # noqa: E402
+from sparsecoll.torch.compressors import TopK  # noqa: E402
+
+SPARSE = TopK(0.1, "allgather")
+
+
+def local(comm, model, make=torch.optim.AdamW, **options):
+    options = {"every": 4, "compressor": SPARSE, "dense_below": 0, "bucket_bytes": 6000, **options}
+    return LocalOptimizer(make(model.parameters(), 0.01), model, comm, **options)
+
+
+def test_buffers_are_sent_only_when_they_have_changed():
+    class Masked(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.norm = torch.nn.Linear(12, 3), torch.nn.BatchNorm1d(3)
+            self.register_buffer("mask", torch.ones(1000, 1000))
+
+        def forward(self, x):
+            return self.norm(self.inner(x)) * self.mask[0, 0]
+
+    def program(comm):
+        model = Masked()
+        optimizer = local(comm, model)
+        sent = optimizer.traffic.total.bytes_sent
+        train(comm, model, optimizer, range(8), torch.float32)
+        means = optimizer.traffic.total.bytes_sent - sent
+        with torch.no_grad():
+            model.mask[0, 0] = comm.rank
+        optimizer.synchronize()
+        optimizer.synchronize()
+        train(comm, model, optimizer, [8], torch.float32)
+        optimizer.synchronize()
+        return means, float(model.mask[0, 0]), model.norm.running_mean.tolist()
+
+    (sent, *same), (_, *other) = simulate(2, program).results
+    assert sent < 10_000 and same == other and same[0] == 0
+
+
+def storage_bytes():
+    """Bytes of the memory that tensors hold which Python knows and has made since gc.freeze()."""
+    storages = [t.untyped_storage() for t in gc.get_objects() if issubclass(type(t), torch.Tensor) and not t.is_meta]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_memory_is_that_of_the_shared_parameters_the_residual_and_the_momentum(momentum):
+    """NumPy's memory is counted by tracemalloc, also at its peak; torch's, before and after every outer step."""
+    model = torch.nn.Sequential(*[torch.nn.Linear(128, 128, bias=False) for _ in range(20)])  # one layer per bucket
+    size = sum(p.nbytes for p in model.parameters())
+
+    def program(comm):
+        def step():
+            optimizer.zero_grad()
+            model(torch.ones(1, 128)).square().mean().backward()
+            optimizer.step()
+
+        optimizer = local(comm, model, torch.optim.SGD, every=2, outer_momentum=momentum, bucket_bytes=70_000)
+        for _ in range(4):
+            step()
+        optimizer.zero_grad()
+        gc.collect()
+        between = storage_bytes() + tracemalloc.get_traced_memory()[0]
+        outer = optimizer._window._outer
+        outer.register_step_pre_hook(lambda *_: seen.append(storage_bytes()))
+        outer.register_step_post_hook(lambda *_: seen.append(storage_bytes()))
+        tracemalloc.reset_peak()
+        for _ in range(2):
+            step()
+        peak = max(seen) + tracemalloc.get_traced_memory()[1] - size  # without gradients
+        return between / size, peak / size
+
+    seen = []
+    simulate(1, program)  # compiles kernels
+    seen.clear()
+    gc.collect()
+    gc.freeze()
+    tracemalloc.start()
+    try:
+        ((between, peak),) = simulate(1, program).results
+    finally:
+        tracemalloc.stop()
+        gc.unfreeze()
+    copies = 2 + (momentum > 0)
+    assert copies - 0.1 < between < copies + 0.2 and peak < copies + 0.5, (between, peak)
+
+
+def lines(rank, fail_at, run):
+    """Run a function; raise at a line of window.py, counted from 0; return the number of lines."""
+    count = 0
+
+    def trace(frame, event, _):
+        nonlocal count
+        if frame.f_code.co_filename != window.__file__:
+            return None
+        if event == "line":
+            count += 1
+            if count - 1 == fail_at:
+                raise OSError(f"at line {frame.f_lineno} on rank {rank}")
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        run()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+@pytest.mark.slow
+def test_an_exception_at_any_line_is_raised_on_all_ranks():
+    """On a rank that has finished the mean already, in its next call; discard() then gives all the same bits again."""
+
+    def program(comm, fail_at):
+        model = net()
+        optimizer = local(comm, model)
+        train(comm, model, optimizer, range(3))
+        loss_of(model, batch(comm.rank, 9)).backward()
+        if fail_at is None:
+            return lines(comm.rank, None, optimizer.step)
+        with pytest.raises((OSError, CommunicationError), match="on rank 1"):
+            lines(comm.rank, fail_at if comm.rank == 1 else None, optimizer.step)
+            optimizer.synchronize()
+        optimizer.discard()
+        train(comm, model, optimizer, range(10, 14))
+        return bits(model)
+
+    count = simulate(2, lambda comm: program(comm, None)).results[1]
+    assert count > 50
+    for fail_at in range(count):
+        assert len(set(simulate(2, lambda comm, n=fail_at: program(comm, n)).results)) == 1, fail_at
+
+
+@pytest.mark.parametrize("optimizer_of", [torch.optim.SGD, torch.optim.AdamW])
+def test_steps_in_inference_mode(optimizer_of):
+    def program(comm, mode):
+        model = net()
+        optimizer = local(comm, model, optimizer_of, outer_momentum=0.9)
+        for step in range(9):
+            optimizer.zero_grad()
+            loss_of(model, batch(comm.rank, step)).backward()
+            with mode():
+                optimizer.step()
+        optimizer.synchronize()
+        with mode():
+            optimizer.load_state_dict(optimizer.state_dict())
+            optimizer.discard()
+        return bits(model)
+
+    modes = torch.no_grad, torch.inference_mode
+    plain, other = (simulate(2, lambda comm, mode=mode: program(comm, mode)).results for mode in modes)
+    assert plain == other and len(set(plain)) == 1
+
+
+def test_hooks_on_the_state_are_called():
+    """As frameworks that load rank 0's state on all ranks need them."""
+
+    def program(comm):
+        model = net()
+        optimizer = local(comm, model)
+        train(comm, model, optimizer, range(6))
+        saved[comm.rank] = optimizer.state_dict()
+        optimizer.synchronize()
+        optimizer.register_load_state_dict_pre_hook(lambda _, state: saved[comm.rank])
+        optimizer.load_state_dict(saved[0])
+        return optimizer.state_dict()["sparsecoll"]["rank"]
+
+    saved = {}
+    assert simulate(2, program).results == [0, 1]
+
+
+def test_an_attribute_that_is_missing_is_not_looked_for_in_the_wrapped_optimizer():
+    def program(comm):
+        model = net()
+        inner = torch.optim.SGD(model.parameters(), 0.1)
+        inner.train, inner.seconds = (lambda: "train"), None  # the second one is DistributedOptimizer's
+        optimizer = LocalOptimizer(inner, model.named_parameters(), comm)
+        with pytest.raises(AttributeError, match="'LocalOptimizer' object has no attribute 'seconds'"):
+            _ = optimizer.seconds
+        return optimizer.train()
+
+    assert simulate(1, program).results == ["train"]
+
+
+def test_momentum_in_compressor_and_outer_step_is_told_by_its_name(caplog):
+    def program(comm):
+        model = net()
+        with pytest.raises(ValueError, match="covap"):
+            local(comm, model, compressor="covap")
+        local(comm, model, compressor="nesterovtopk", outer_momentum=0.9)
+
+    with caplog.at_level(logging.WARNING):
+        simulate(2, program)
+    (record,) = [r for r in caplog.records if "momentum" in r.msg]
+    assert (
+        "LocalOptimizer one of 0.9" in record.getMessage()
+        and "Use outer_momentum=0 in LocalOptimizer" in record.getMessage()
+    )
+
+
+@pytest.mark.parametrize("error", [False, True])
+def test_no_sync_ends_where_it_began(error):
+    def program(comm):
+        model = net(seed=comm.rank)
+        optimizer = local(comm, model, every=1)
+        with pytest.raises(KeyError) if error else optimizer.no_sync(), optimizer.no_sync():
+            train(comm, model, optimizer, range(3))
+            assert len({*comm_bits(model)}) == 2
+            if error:
+                raise KeyError
+        train(comm, model, optimizer, [3])
+        return bits(model)
+
+    seen = {}
+
+    def comm_bits(model):
+        seen[id(model)] = bits(model)
+        return seen.values() if len(seen) == 2 else [0, 1]
+
+    assert len(set(simulate(2, program).results)) == 1
+
+
+@pytest.mark.parametrize("wrapper", [DistributedOptimizer, LocalOptimizer])
+def test_a_comparison_after_a_failure_leaves_out_buffers_of_forward_passes(wrapper):
+    """Those differ between ranks until the reduction ends."""
+
+    def program(comm):
+        model = torch.nn.Sequential(torch.nn.Linear(12, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 3)).double()
+        inner = torch.optim.SGD(model.parameters(), 0.1)
+        optimizer = wrapper(inner, model, comm, **({"every": 2} if wrapper is LocalOptimizer else {}))
+        train(comm, model, optimizer, range(2))
+        if wrapper is LocalOptimizer:
+            optimizer.load_state_dict(optimizer.state_dict())
+        elif comm.rank == 1:
+
+            def fail(*_):
+                handle.remove()
+                raise OSError("after the step")
+
+            handle = inner.register_step_post_hook(fail)
+            with pytest.raises(OSError, match="after the step"):
+                train(comm, model, optimizer, [2])
+            optimizer._engine.after_step()  # which it is
+        else:
+            train(comm, model, optimizer, [2])
+        train(comm, model, optimizer, range(3, 5))
+        return bits(model)
+
+    assert len(set(simulate(2, program).results)) == 1
