@@ -289,7 +289,6 @@ class SparseSGD(torch.optim.Optimizer):
         if sums:
             self._flat.commit(self.param_groups)
         self._replica.context.step += 1
-        self._replica.warmed = True
         groups = {p: group for group in self.param_groups for p in group["params"]}
         try:
             for bucket, value in sums:

@@ -226,7 +226,7 @@ class Window:
     def _finish(self, outcome: Round) -> None:
         """Set buffers to those of the lowest rank that has data. Collective."""
         self.replica.broadcast_buffers(outcome)
-        self.steps, self.replica.warmed = 0, True
+        self.steps = 0
         self.replica.context.step += 1
         _barrier(self.replica.transport)
 

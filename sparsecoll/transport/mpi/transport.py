@@ -217,7 +217,7 @@ class MpiTransport(Transport):
                 self.hear(message)
             return message is not None
 
-        while self.recorded(heard, "receiving from any rank, as", self.rank):
+        while self.recorded(heard, "receiving what was told to rank", self.rank):
             pass
 
     def hear(self, message: Any) -> None:
