@@ -15,22 +15,22 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
 from sparsecoll.algorithms import Algorithm
 from sparsecoll.errors import NonFiniteError
-from sparsecoll.torch.backward import after_callbacks, at_end_of_backward
-from sparsecoll.torch.bucket import Bucket
-from sparsecoll.torch.buckets import Buckets
-from sparsecoll.torch.calls import agreed, agreeing, communicator
 from sparsecoll.torch.compressors import Compressor, resolve
-from sparsecoll.torch.device import device_of
-from sparsecoll.torch.grad_scaler import enabled
-from sparsecoll.torch.layout import Layout, residual_dtype
-from sparsecoll.torch.options import Options
-from sparsecoll.torch.replica import Replica
-from sparsecoll.torch.rounds import JOINED, Row
-from sparsecoll.torch.row_gradients import RowBucket, nan_rows
-from sparsecoll.torch.state import UNNAMED, Copied
-from sparsecoll.torch.steps import Steps
-from sparsecoll.torch.tensors import named
-from sparsecoll.torch.timeline import Timeline, bucket_span
+from sparsecoll.torch.reduction.bucket import Bucket
+from sparsecoll.torch.reduction.buckets import Buckets
+from sparsecoll.torch.reduction.grad_scaler import enabled
+from sparsecoll.torch.reduction.row_gradients import RowBucket, nan_rows
+from sparsecoll.torch.reduction.state import UNNAMED, Copied
+from sparsecoll.torch.reduction.steps import Steps
+from sparsecoll.torch.replica.calls import agreed, agreeing, communicator
+from sparsecoll.torch.replica.options import Options
+from sparsecoll.torch.replica.replica import Replica
+from sparsecoll.torch.replica.rounds import JOINED, Row
+from sparsecoll.torch.replica.timeline import Timeline, bucket_span
+from sparsecoll.torch.tensors.backward import after_callbacks, at_end_of_backward
+from sparsecoll.torch.tensors.device import device_of
+from sparsecoll.torch.tensors.layout import Layout, residual_dtype
+from sparsecoll.torch.tensors.model import named
 from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.transport.collectives import allgather, disseminate
 from sparsecoll.transport.progress import in_background

@@ -20,10 +20,10 @@ from sparsecoll.residual import LazyAccumulator, check_part
 from sparsecoll.select import Vector
 from sparsecoll.telemetry.trace import span
 from sparsecoll.torch.compressors.rates import Rates
+from sparsecoll.torch.compressors.schedule import without_addresses
 from sparsecoll.torch.compressors.versions import Versions
-from sparsecoll.torch.device import Array, CpuDevice
-from sparsecoll.torch.layout import Layout
-from sparsecoll.torch.schedule import without_addresses
+from sparsecoll.torch.tensors.device import Array, CpuDevice
+from sparsecoll.torch.tensors.layout import Layout
 from sparsecoll.transport import Transport
 from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.transport.collectives import allgatherv

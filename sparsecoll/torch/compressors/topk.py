@@ -16,10 +16,10 @@ from sparsecoll.select import Selector, Vector
 from sparsecoll.select.base import built_in
 from sparsecoll.torch.compressors.base import Compressor, ErrorFeedback, StepContext, write_mean
 from sparsecoll.torch.compressors.rates import Rates
+from sparsecoll.torch.compressors.schedule import ENTRIES, Densities, Density, as_row_density
 from sparsecoll.torch.compressors.versions import Versions
-from sparsecoll.torch.device import CPU, Array
-from sparsecoll.torch.layout import Layout
-from sparsecoll.torch.schedule import ENTRIES, Densities, Density, as_row_density
+from sparsecoll.torch.tensors.device import CPU, Array
+from sparsecoll.torch.tensors.layout import Layout
 from sparsecoll.transport import Transport
 from sparsecoll.vector import DenseVector, SparseVector
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from sparsecoll.torch.device import Array
+from sparsecoll.torch.tensors.device import Array
 
 
 class Versions:

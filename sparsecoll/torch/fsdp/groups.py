@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import _get_gradient_divide_factors
 
-from sparsecoll.torch.device import device_of
-from sparsecoll.torch.layout import Layout, residual_dtype
+from sparsecoll.torch.tensors.device import device_of
+from sparsecoll.torch.tensors.layout import Layout, residual_dtype
 
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # parts of names that torch.compile and checkpointing add
 

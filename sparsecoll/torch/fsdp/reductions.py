@@ -14,19 +14,19 @@ import torch
 from numpy.typing import NDArray
 
 from sparsecoll.errors import CommunicationError, NonFiniteError
-from sparsecoll.torch.backward import after_callbacks, at_end_of_backward
-from sparsecoll.torch.bucket import Bucket
-from sparsecoll.torch.buckets import Buckets
-from sparsecoll.torch.calls import collective
 from sparsecoll.torch.compressors import Compressor
 from sparsecoll.torch.fsdp.checkpoint import Checkpoint
 from sparsecoll.torch.fsdp.groups import Group, ReduceScatter, Shard
 from sparsecoll.torch.fsdp.scatter import reduce_scatter_tensors
-from sparsecoll.torch.layout import Layout
-from sparsecoll.torch.replica import Replica
-from sparsecoll.torch.rounds import Row
-from sparsecoll.torch.steps import Steps
-from sparsecoll.torch.timeline import bucket_span
+from sparsecoll.torch.reduction.bucket import Bucket
+from sparsecoll.torch.reduction.buckets import Buckets
+from sparsecoll.torch.reduction.steps import Steps
+from sparsecoll.torch.replica.calls import collective
+from sparsecoll.torch.replica.replica import Replica
+from sparsecoll.torch.replica.rounds import Row
+from sparsecoll.torch.replica.timeline import bucket_span
+from sparsecoll.torch.tensors.backward import after_callbacks, at_end_of_backward
+from sparsecoll.torch.tensors.layout import Layout
 from sparsecoll.transport import Transport
 from sparsecoll.transport.call import KNOWN, CollectiveCall
 from sparsecoll.transport.collectives import allgatherv, disseminate
