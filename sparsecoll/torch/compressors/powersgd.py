@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from sparsecoll.errors import check_integer
 from sparsecoll.torch.compressors.base import ErrorFeedback, StepContext
-from sparsecoll.torch.replica.options import check_integer
 from sparsecoll.torch.tensors.device import Array
 from sparsecoll.torch.tensors.layout import Layout
 from sparsecoll.transport import Transport

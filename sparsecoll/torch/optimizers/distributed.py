@@ -14,12 +14,13 @@ from sparsecoll.torch.compressors import Compressor, resolve
 from sparsecoll.torch.optimizers.wrapper import Wrapper
 from sparsecoll.torch.reduction.engine import Engine
 from sparsecoll.torch.reduction.grad_scaler import Scaling
-from sparsecoll.torch.reduction.state import STATE, is_trial_step
+from sparsecoll.torch.reduction.state import STATE
 from sparsecoll.torch.replica.calls import agreed, agreeing, collective, communicator
 from sparsecoll.torch.replica.guards import refuse_wrapped, warn_of_state
 from sparsecoll.torch.replica.options import Options
 from sparsecoll.torch.replica.timeline import Timeline
 from sparsecoll.torch.tensors.model import Named, model_of, named
+from sparsecoll.torch.tensors.private import is_trial_step
 from sparsecoll.transport import as_transport
 from sparsecoll.transport.call import CollectiveCall
 

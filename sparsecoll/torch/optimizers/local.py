@@ -11,20 +11,22 @@ import torch
 from numpy.typing import NDArray
 
 from sparsecoll.algorithms import Algorithm
+from sparsecoll.errors import check_integer
 from sparsecoll.telemetry.traffic import Traffic
 from sparsecoll.torch.compressors import Compressor, resolve
 from sparsecoll.torch.optimizers.distributed import of_optimizer
 from sparsecoll.torch.optimizers.wrapper import Wrapper
 from sparsecoll.torch.reduction.grad_scaler import forget, is_called_by_scaler
-from sparsecoll.torch.reduction.state import LOCAL, STATE, is_trial_step
+from sparsecoll.torch.reduction.state import LOCAL, STATE
 from sparsecoll.torch.reduction.window import Window, is_finite
 from sparsecoll.torch.replica.broadcasts import broadcast_optimizer, broadcast_tensors
 from sparsecoll.torch.replica.calls import collective, communicator
 from sparsecoll.torch.replica.guards import refuse_wrapped, warn_of_momentum, warn_of_state
-from sparsecoll.torch.replica.options import Options, check_integer
+from sparsecoll.torch.replica.options import Options
 from sparsecoll.torch.replica.rounds import JOINED
 from sparsecoll.torch.replica.timeline import Timeline
 from sparsecoll.torch.tensors.model import Named, check_whole, describe, model_of, named
+from sparsecoll.torch.tensors.private import is_trial_step, values_of
 from sparsecoll.transport import as_transport
 from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.transport.collectives import allgather
@@ -327,5 +329,5 @@ class LocalOptimizer(Wrapper):
 
 def _are_finite(values: Iterable[Any]) -> bool:
     """Return whether no tensor among these values has NaN or infinity."""
-    tensors = (v._values() if v.is_sparse else v for v in values if torch.is_tensor(v) and v.is_floating_point())
+    tensors = (values_of(v) for v in values if torch.is_tensor(v) and v.is_floating_point())
     return all(map(is_finite, tensors))

@@ -19,7 +19,7 @@ from sparsecoll.torch.optimizers.sgd_updates import Rule, Update, updates
 from sparsecoll.torch.reduction.accumulator import Accumulator, Sums
 from sparsecoll.torch.reduction.grad_scaler import Scaling
 from sparsecoll.torch.reduction.sparse_sum import SparseSum
-from sparsecoll.torch.reduction.state import STATE, is_trial_step
+from sparsecoll.torch.reduction.state import STATE
 from sparsecoll.torch.replica.calls import agreed, agreeing, collective, communicator, mean_loss
 from sparsecoll.torch.replica.guards import Watch, fingerprint, refuse_wrapped
 from sparsecoll.torch.replica.options import Options
@@ -28,6 +28,7 @@ from sparsecoll.torch.replica.rounds import JOINED, MEMBERS, Round, Row
 from sparsecoll.torch.replica.timeline import Timeline
 from sparsecoll.torch.tensors.layout import takes_part
 from sparsecoll.torch.tensors.model import model_of
+from sparsecoll.torch.tensors.private import is_trial_step
 from sparsecoll.transport import as_transport
 from sparsecoll.transport.call import CollectiveCall
 

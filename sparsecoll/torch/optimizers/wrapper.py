@@ -10,6 +10,7 @@ import torch
 from sparsecoll.torch.replica.calls import collective
 from sparsecoll.torch.replica.members import Members
 from sparsecoll.torch.tensors.model import Named
+from sparsecoll.torch.tensors.private import state_dict_hooks
 from sparsecoll.transport import Transport
 from sparsecoll.transport.call import CollectiveCall
 
@@ -40,10 +41,10 @@ class Wrapper(torch.optim.Optimizer):
 
     def _with_hooks(self, own: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return the wrapped optimizer's state_dict and `own()`, as the hooks on `state_dict` leave them."""
-        for before in self._optimizer_state_dict_pre_hooks.values():
+        for before in state_dict_hooks(self, "state_dict_pre"):
             before(self)
         state = {**self.optimizer.state_dict(), **own()}
-        for after in self._optimizer_state_dict_post_hooks.values():
+        for after in state_dict_hooks(self, "state_dict_post"):
             state = _replaced(state, after(self, state))
         return state
 
@@ -58,12 +59,12 @@ class Wrapper(torch.optim.Optimizer):
 
         def hooked(_: CollectiveCall) -> dict[str, Any]:
             state = dict(state_dict)
-            for before in self._optimizer_load_state_dict_pre_hooks.values():
+            for before in state_dict_hooks(self, "load_state_dict_pre"):
                 state = _replaced(state, before(self, state))
             return state
 
         load(collective(transport, "hooks of load_state_dict", timeout, hooked))
-        for after in self._optimizer_load_state_dict_post_hooks.values():
+        for after in state_dict_hooks(self, "load_state_dict_post"):
             after(self)
 
     def _add_to_wrapped(

@@ -17,6 +17,7 @@ from sparsecoll.torch.reduction.row_sum import RowSum
 from sparsecoll.torch.reduction.state import Tensors, check, collect, joined, renamed, restore
 from sparsecoll.torch.replica.replica import Replica
 from sparsecoll.torch.tensors.layout import Layout, cut, has_rows, takes_part
+from sparsecoll.torch.tensors.private import values_of
 from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.transport.collectives import allgather, broadcast
 
@@ -281,7 +282,7 @@ class Buckets:
         states = [self._parked, *(compressor.state() for _, compressor in self)]
         kinds = {kind for state in states for kind in state} - self._compressor.replicated_state
         tensors = (t for state in states for kind in kinds & state.keys() for t in state[kind].values())
-        if any(bool((t._values() if t.is_sparse else t).any()) for t in tensors):
+        if any(bool(values_of(t).any()) for t in tensors):
             self._warned = True
             logger.warning(
                 "load_state_dict: expected a state with residuals, got one without them, such as from get_state_dict of"

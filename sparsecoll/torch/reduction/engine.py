@@ -14,12 +14,12 @@ import torch
 from sparsecoll.errors import NonFiniteError
 from sparsecoll.torch.compressors import Compressor
 from sparsecoll.torch.reduction.grad_scaler import Scaling
-from sparsecoll.torch.reduction.hooks import Hooks, enlist, owner_of, synchronize_all
+from sparsecoll.torch.reduction.hooks import Hooks, enlist, owner_of, synchronize_all, taken_over
 from sparsecoll.torch.reduction.reducer import Reducer
 from sparsecoll.torch.reduction.state import renamed_state
 from sparsecoll.torch.replica.calls import agreeing, mean_of_loss
 from sparsecoll.torch.replica.guards import Watch, refuse_ddp, warn_of_adam, warn_of_momentum
-from sparsecoll.torch.replica.members import Members, changes, check_added, taken_over
+from sparsecoll.torch.replica.members import Members, changes, check_added
 from sparsecoll.torch.replica.options import Options
 from sparsecoll.torch.replica.replica import Replica
 from sparsecoll.torch.replica.rounds import NOTHING

@@ -8,6 +8,7 @@ import torch
 from torch.amp.grad_scaler import OptState
 
 from sparsecoll.torch.compressors import Compressor
+from sparsecoll.torch.tensors.private import look_for_overflow, scale_device, scaler_state
 
 
 def enabled(scaler: Any) -> torch.amp.GradScaler | None:
@@ -68,7 +69,7 @@ class Scaling:
     @property
     def _state(self) -> dict[str, Any]:
         """What the scaler has noted of the optimizer since its last update()."""
-        return {} if self.scaler is None else self.scaler._per_optimizer_states.get(self._key, {})
+        return {} if self.scaler is None else scaler_state(self.scaler, self._key)
 
     @property
     def unscaled(self) -> bool:
@@ -103,7 +104,7 @@ class Scaling:
         """Unscale means, unless their gradients were; return whether one is not finite, the same on all ranks."""
         assert self.scaler is not None
         if self.unscaled:
-            self.scaler._check_inf_per_device(optimizer)
+            look_for_overflow(self.scaler, optimizer)
         else:
             self.scaler.unscale_(optimizer)
         return self.found
@@ -112,8 +113,8 @@ class Scaling:
         """Tell the scaler whether any rank has found an overflow, so that all scales change alike."""
         marks = self._state["found_inf_per_device"]
         if not marks:  # no gradients on this rank
-            assert self.scaler is not None and self.scaler._scale is not None
-            where = self.scaler._scale.device
+            assert self.scaler is not None
+            where = scale_device(self.scaler)
             marks[where] = torch.zeros((), device=where)
         if found:
             for mark in marks.values():

@@ -6,7 +6,7 @@ import gc
 import weakref
 from collections.abc import MutableMapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -15,18 +15,35 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from sparsecoll.errors import CommunicationError
 from sparsecoll.torch.replica.calls import agreed, collective
+from sparsecoll.torch.replica.members import Members
 from sparsecoll.torch.tensors.model import Named
+from sparsecoll.torch.tensors.private import hooks_after
 from sparsecoll.transport import Transport
 from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.transport.collectives import allgather
 
-if TYPE_CHECKING:
-    from sparsecoll.torch.reduction.engine import Engine
 
-_owners: MutableMapping[torch.Tensor, weakref.ref[Engine]] = WeakTensorKeyDictionary()  # by parameter
+class Owner(Protocol):
+    """What reduces the gradients of parameters: an Engine."""
+
+    transport: Transport
+    members: Members
+    closed: bool
+    asked: bool
+
+    @property
+    def timeout(self) -> float | None: ...
+    def accumulating(self, name: str) -> None: ...
+    def accumulated(self, name: str) -> None: ...
+    def synchronize(self) -> None: ...
+    def give_up(self, p: torch.Tensor) -> None: ...
+    def close(self, replaced: str = "") -> None: ...
 
 
-def owner_of(p: torch.Tensor) -> Engine | None:
+_owners: MutableMapping[torch.Tensor, weakref.ref[Owner]] = WeakTensorKeyDictionary()  # by parameter
+
+
+def owner_of(p: torch.Tensor) -> Owner | None:
     """Return the engine that reduces a parameter's gradients, unless it is closed or gone."""
     reference = _owners.get(p)
     return None if reference is None else reference()
@@ -35,7 +52,7 @@ def owner_of(p: torch.Tensor) -> Engine | None:
 class Hooks:
     """The hooks of one engine, the owner of its parameters."""
 
-    def __init__(self, owner: Engine) -> None:
+    def __init__(self, owner: Owner) -> None:
         self._owner = weakref.ref(owner)
         self._handles: dict[str, tuple[torch.Tensor, tuple[Any, Any]]] = {}
 
@@ -62,8 +79,7 @@ class Hooks:
     def comes_last(self, name: str) -> bool:
         """Return whether our hook on a parameter's complete gradient is there, and none comes after it."""
         p, (_, after) = self._handles[name]
-        hooks = p._post_accumulate_grad_hooks or {}  # type: ignore[attr-defined]
-        return next(reversed(hooks), None) == after.id  # type: ignore[no-any-return]
+        return hooks_after(p)[-1:] == [after.id]
 
     def remove(self, params: Named) -> None:
         """Own these parameters no more."""
@@ -75,19 +91,39 @@ class Hooks:
                 _owners.pop(p, None)
 
 
-def _before(owner: weakref.ref[Engine], name: str, _: torch.Tensor) -> None:
+def _before(owner: weakref.ref[Owner], name: str, _: torch.Tensor) -> None:
     alive = owner()
     if alive is not None:
         alive.accumulating(name)
 
 
-def _after(owner: weakref.ref[Engine], name: str, _: torch.Tensor) -> None:
+def _after(owner: weakref.ref[Owner], name: str, _: torch.Tensor) -> None:
     alive = owner()
     if alive is not None:
         alive.accumulated(name)
 
 
-def enlist(owner: Engine) -> int:
+def taken_over(owner: Owner, params: Named) -> Named:
+    """Take parameters over from other engines; return those that `owner` is to reduce.
+
+    A parameter is reduced by the engine whose optimizer steps it, whatever else is in `named_parameters`. Where both do
+    so, the later one replaces the other, as when a cell of a notebook is run again.
+    """
+    own, taken = owner.members.stepped(), dict(params)
+    for name, p in params.items():
+        other = owner_of(p)
+        if other is None or other is owner:
+            continue
+        if id(p) not in own:
+            del taken[name]
+        elif id(p) in other.members.stepped():
+            other.close(replaced=name)
+        else:
+            other.give_up(p)
+    return taken
+
+
+def enlist(owner: Owner) -> int:
     """Add an owner to those that use its transport; collective.
 
     Owners that are closed or gone on all ranks are forgotten: those that are left, and their numbers, are the same on
@@ -113,7 +149,7 @@ def enlist(owner: Engine) -> int:
     return number
 
 
-def _alive(transport: Transport) -> dict[int, Engine]:
+def _alive(transport: Transport) -> dict[int, Owner]:
     owners = {number: reference() for number, reference in transport.sharers.items()}
     return {n: owner for n, owner in owners.items() if owner and not owner.closed and owner.transport is transport}
 

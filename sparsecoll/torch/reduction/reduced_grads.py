@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from sparsecoll.torch.tensors.model import Named, version
+from sparsecoll.torch.tensors.model import Named
+from sparsecoll.torch.tensors.private import version
 
 
 class ReducedGrads:

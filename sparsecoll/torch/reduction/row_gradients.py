@@ -17,6 +17,7 @@ from sparsecoll.torch.compressors import Compressor
 from sparsecoll.torch.reduction.bucket import Bucket, NewGrads
 from sparsecoll.torch.tensors.device import CPU
 from sparsecoll.torch.tensors.layout import Layout, has_rows, rows_like
+from sparsecoll.torch.tensors.private import indices_of, values_of
 from sparsecoll.transport import Transport
 from sparsecoll.vector import RowSparse
 
@@ -87,11 +88,11 @@ class RowBucket(Bucket):
             return RowSparse.empty(n, d, dtype)
         if tuple(self._own.shape) != (n, *rest):
             raise ValueError(f"gradient: expected shape {(n, *rest)}, got {tuple(self._own.shape)}")
-        values = self._own._values().reshape(-1, d).cpu()  # rows are sent from host memory
+        values = values_of(self._own).reshape(-1, d).cpu()  # rows are sent from host memory
         values = values.to(torch.float64 if dtype == np.float64 else torch.float32)
         if factor != self._scale:
             values = values * (factor / self._scale)
-        indices = self._own._indices()[0].cpu()
+        indices = indices_of(self._own)[0].cpu()
         return RowSparse.from_pairs(CPU.array(indices.contiguous()), CPU.array(values.contiguous()), n)
 
     def accumulate(self, residual: Any, weights: Mapping[str, tuple[float, float]]) -> Any:

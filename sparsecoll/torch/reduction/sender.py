@@ -18,7 +18,7 @@ from sparsecoll.torch.reduction.buckets import Buckets
 from sparsecoll.torch.reduction.grad_scaler import Scaling
 from sparsecoll.torch.replica.replica import Replica
 from sparsecoll.torch.replica.timeline import bucket_span
-from sparsecoll.torch.tensors.model import version
+from sparsecoll.torch.tensors.private import version
 from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.transport.collectives import allgather
 from sparsecoll.transport.progress import in_background

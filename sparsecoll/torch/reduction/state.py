@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -16,7 +15,6 @@ STATE = "sparsecoll"  # key of the library's own part of a state_dict, which has
 LOCAL, MOVED = "sparsecoll_local", ("shared", "own")  # key of LocalOptimizer's, and of tensors in it
 KEYS = frozenset({"rank", "size", "compressor", "replicated", "step", "ccr", "order", "tensors", "buckets"})
 UNNAMED = ": pass the model to HookState, both where the state is saved and where it is loaded"
-CHECKPOINT = "torch.distributed.checkpoint.state_dict"  # torch's module of get_state_dict and set_state_dict
 Tensors = dict[str, dict[str, torch.Tensor]]
 
 
@@ -33,22 +31,6 @@ class Copied:
             f"A copied or loaded {type(self).__name__} has no communicator: make a new one with the options of the"
             " old one, and call load_state_dict(copy.state_dict()) of it on every rank."
         )
-
-
-def is_trial_step(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether torch.distributed.checkpoint takes this step, for an optimizer without state to make its own.
-
-    Its functions do so with gradients of zero and lr = 0, on all ranks, before they save or load. They expect that
-    nothing else comes of it: no step counts, and residuals are not sent.
-    """
-    if any(group.get("lr", 0) != 0 for group in optimizer.param_groups):  # a few optimizers have none
-        return False
-    frame = inspect.currentframe()
-    while frame is not None:
-        if frame.f_code.co_name == "_init_optim_state" and frame.f_globals.get("__name__") == CHECKPOINT:
-            return True
-        frame = frame.f_back
-    return False
 
 
 def collect(compressors: Iterable[Compressor], parked: Tensors) -> Tensors:

@@ -24,10 +24,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from sparsecoll.torch.compressors import Compressor
 from sparsecoll.torch.reduction.buckets import Buckets
-from sparsecoll.torch.reduction.state import is_trial_step
 from sparsecoll.torch.replica.guards import warn_of_adam, warn_of_momentum
 from sparsecoll.torch.replica.replica import Replica
-from sparsecoll.torch.tensors.model import Named, version
+from sparsecoll.torch.tensors.model import Named
+from sparsecoll.torch.tensors.private import indices_of, is_trial_step, values_of, version
 
 SAMPLE = 1024  # values of a parameter, about
 KEPT, ZERO, GONE = "kept", "zero, as the mean was", "thrown away"  # what has become of a gradient
@@ -279,7 +279,7 @@ class _Mark(NamedTuple):
         if self.param.grad is None:
             return GONE
         gradient = _local(self.param.grad)
-        values = (gradient._values() if gradient.is_sparse else gradient).detach()
+        values = values_of(gradient).detach()
         first = values.narrow(0, 0, min(1, values.shape[0])) if values.dim() else values
         if first.any() or values.any():
             return KEPT
@@ -305,7 +305,7 @@ def _range(values: torch.Tensor, mean: torch.Tensor | None) -> tuple[int, int]:
     size = values.shape[0] if values.dim() else 1
     start, length = 0, max(1, SAMPLE * size // max(1, values.numel()))
     if mean is not None and mean.is_sparse:
-        start = int(mean._indices()[0, 0]) if mean._nnz() else 0
+        start = int(indices_of(mean)[0, 0]) if values_of(mean).shape[0] else 0
     elif mean is not None and mean.device.type == "cpu":
         while start + length < size and not mean.narrow(0, start, length).any():
             start, length = start + length, 2 * length
@@ -326,5 +326,4 @@ def _identity(gradient: torch.Tensor | None) -> tuple[int, int]:
     """Return where a gradient is, and its version; zeros for none."""
     if gradient is None:
         return 0, 0
-    values = _local(gradient)
-    return (values._values() if values.is_sparse else values).data_ptr(), version(gradient)
+    return values_of(_local(gradient)).data_ptr(), version(gradient)

@@ -11,6 +11,7 @@ import torch
 
 from sparsecoll.torch.replica.calls import collective, communicator
 from sparsecoll.torch.tensors.model import check_whole, describe
+from sparsecoll.torch.tensors.private import indices_of, values_of
 from sparsecoll.transport import Transport, collectives
 from sparsecoll.transport.call import CollectiveCall
 
@@ -49,7 +50,7 @@ def _parts(t: torch.Tensor) -> Sequence[torch.Tensor]:
 def _described(value: Any) -> Any:
     """Return a value as JSON: numbers as they are, of a tensor shape, dtype and, if sparse, the stored entries."""
     if torch.is_tensor(value):
-        stored = [value.sparse_dim(), value._nnz()] if value.is_sparse else []
+        stored = [value.sparse_dim(), values_of(value).shape[0]] if value.is_sparse else []
         return {"tensor": [list(value.shape), str(value.dtype).removeprefix("torch."), *stored]}
     if type(value) in (list, tuple):
         return {type(value).__name__: [_described(item) for item in value]}
@@ -84,7 +85,7 @@ def _leveled(p: torch.Tensor, own: Any, told: Any, tensors: list[torch.Tensor]) 
         return tuple(items) if kind == "tuple" else items
     shape, dtype, *stored = content
     new = own if _described(own) == told else _made(p, shape, getattr(torch, dtype), *stored)
-    tensors += [new._indices(), new._values()] if stored else [new]
+    tensors += [indices_of(new), values_of(new)] if stored else [new]
     return new
 
 

@@ -15,7 +15,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from sparsecoll.torch.compressors import Compressor, StepContext
-from sparsecoll.torch.tensors.model import version
+from sparsecoll.torch.tensors.private import address, inside_ddp, values_of, version
 from sparsecoll.transport import Transport
 from sparsecoll.transport.collectives import allgather
 
@@ -54,7 +54,7 @@ def refuse_renormalized(model: torch.nn.Module | None, transport: Transport) -> 
 
 def refuse_ddp(*_: Any) -> None:
     """A hook before a model's forward pass: raise if a DistributedDataParallel calls the model."""
-    if getattr(DistributedDataParallel, "_active_ddp_module", None) is not None and torch.is_grad_enabled():
+    if inside_ddp() and torch.is_grad_enabled():
         raise RuntimeError(
             f"DistributedOptimizer: expected a plain model, got one inside of a DistributedDataParallel, {CURE}"
         )
@@ -63,7 +63,7 @@ def refuse_ddp(*_: Any) -> None:
 def fingerprint(params: Iterable[torch.Tensor]) -> int:
     """Return a number that is equal for equal gradients, and 0 if there are none or all are zero."""
     grads = [p.grad.detach() for p in params if p.grad is not None]
-    sums = [float((g._values() if g.is_sparse else g).sum(dtype=torch.float64)) for g in grads]
+    sums = [float(values_of(g).sum(dtype=torch.float64)) for g in grads]
     return zlib.crc32(np.array(sums).tobytes()) if any(sums) else 0
 
 
@@ -198,7 +198,7 @@ class Watch:
 def _mark(p: torch.Tensor) -> tuple[int, int]:
     """Return the identity of a gradient's tensor, and its version counter."""
     assert p.grad is not None
-    return p.grad._cdata, version(p.grad)
+    return address(p.grad), version(p.grad)
 
 
 def _note(watch: weakref.ref[Watch], p: torch.Tensor) -> None:

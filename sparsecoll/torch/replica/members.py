@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from sparsecoll.torch.reduction.hooks import owner_of
 from sparsecoll.torch.tensors.device import device_of
 from sparsecoll.torch.tensors.layout import residual_dtype
 from sparsecoll.torch.tensors.model import NUMBERED, Named, named_in_groups
-
-if TYPE_CHECKING:
-    from sparsecoll.torch.reduction.engine import Engine
 
 CURE = "(change the model and the optimizer on all ranks alike, between the same steps)"  # if ranks have other changes
 
@@ -106,23 +102,3 @@ def check_added(params: Named, stay: Mapping[str, str]) -> None:
         if p.requires_grad:
             residual_dtype(p.dtype)
             device_of(p)
-
-
-def taken_over(owner: Engine, params: Named) -> Named:
-    """Take parameters over from other engines; return those that `owner` is to reduce.
-
-    A parameter is reduced by the engine whose optimizer steps it, whatever else is in `named_parameters`. Where both do
-    so, the later one replaces the other, as when a cell of a notebook is run again.
-    """
-    own, taken = owner.members.stepped(), dict(params)
-    for name, p in params.items():
-        other = owner_of(p)
-        if other is None or other is owner:
-            continue
-        if id(p) not in own:
-            del taken[name]
-        elif id(p) in other.members.stepped():
-            other.close(replaced=name)
-        else:
-            other.give_up(p)
-    return taken

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from sparsecoll.errors import check_integer
 from sparsecoll.torch.replica.timeline import Timeline
 from sparsecoll.transport import check_timeout
 
@@ -39,11 +40,3 @@ class Options:
         check_timeout(self.timeout)
         if self.timeline is not None and not isinstance(self.timeline, Timeline):
             raise TypeError(f"timeline: expected a sparsecoll.torch.Timeline, got {self.timeline!r}")
-
-
-def check_integer(name: str, value: object, least: int) -> None:
-    """Raise unless an option is an integer of at least `least`."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name}: expected an integer, got {value!r}")
-    if value < least:
-        raise ValueError(f"{name}: expected at least {least}, got {value}")

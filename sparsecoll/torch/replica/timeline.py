@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from sparsecoll.telemetry import trace
+from sparsecoll.torch.tensors.private import profiled
 
 
 class Timeline:
@@ -87,16 +88,11 @@ def bucket_span(timeline: Timeline | None, index: int, length: int) -> Iterator[
         length: its values.
     """
     name = f"bucket {index}"
-    profiled = torch.profiler.record_function(f"sparsecoll: {name}") if _profiled() else contextlib.nullcontext()
-    with profiled:
+    recorded = torch.profiler.record_function(f"sparsecoll: {name}") if profiled() else contextlib.nullcontext()
+    with recorded:
         if timeline is None:
             with trace.record(trace.Recorder()) as recorder:
                 yield recorder
             return
         with timeline.span(name, values=length), trace.record(timeline), trace.record(trace.Recorder()) as recorder:
             yield recorder
-
-
-def _profiled() -> bool:
-    """Whether a profiler of torch records: a span takes tens of microseconds even if none does."""
-    return bool(getattr(torch.autograd.profiler, "_is_profiler_enabled", True))

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
-from torch.autograd import Variable
+from sparsecoll.torch.tensors.private import backward_node, backward_number, queue_callback
 
 
 def at_end_of_backward(owner: Any, call: Callable[[], None]) -> None:
@@ -18,14 +17,14 @@ def at_end_of_backward(owner: Any, call: Callable[[], None]) -> None:
     Args:
         owner: object for which `call` runs only once per back-propagation, however often this function is called.
     """
-    task = torch._C._current_graph_task_id()
+    task = backward_number()
     asked = owner.__dict__.setdefault("_backward_tasks", set())
     if task in asked:
         return
     asked.add(task)
 
     def end() -> None:
-        node = torch._C._current_autograd_node()
+        node = backward_node()
         if node is None:
             asked.clear()
             call()
@@ -36,12 +35,7 @@ def at_end_of_backward(owner: Any, call: Callable[[], None]) -> None:
                 return
         at_end_of_backward(owner, call)
 
-    Variable._execution_engine.queue_callback(end)  # type: ignore[attr-defined]
-
-
-def after_callbacks(call: Callable[[], None]) -> None:
-    """Call a function after the callbacks at the end of back-propagation that are queued already."""
-    Variable._execution_engine.queue_callback(call)  # type: ignore[attr-defined]
+    queue_callback(end)
 
 
 def _before(node: Any, call: Callable[[], None]) -> None:

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from sparsecoll.torch.tensors.private import has_buffers, is_flat, version
+
 Named = dict[str, torch.Tensor]
 
 NUMBERED = re.compile(r"group\d+\.\d+'*")  # names of parameters that nobody has named, see `named_in_groups`
@@ -144,7 +146,7 @@ def _buffers_by_module(model: torch.nn.Module | None) -> list[Named]:
     found: list[Named] = []
     seen: set[int] = set()
     for prefix, module in () if model is None else model.named_modules():
-        if not module._buffers:
+        if not has_buffers(module):
             continue
         own = {f"{prefix}.{name}".lstrip("."): b for name, b in module.named_buffers(recurse=False)}
         own = {name: b for name, b in own.items() if id(b) not in seen and not torch.nn.parameter.is_lazy(b)}
@@ -160,11 +162,6 @@ def _forms(tensors: Named) -> list[tuple[str, torch.Size, torch.dtype]]:
 
 def _versions(tensors: Named) -> list[int]:
     return [version(b) for b in tensors.values()]
-
-
-def version(t: torch.Tensor) -> int:
-    """Return the version of a tensor, which changes in place raise; 0 for inference tensors, which have none."""
-    return 0 if t.is_inference() else t._version
 
 
 def _compared(tensors: Named) -> Named:
@@ -236,7 +233,7 @@ def check_whole(params: Iterable[torch.Tensor]) -> None:
                 f" the model its values first ({cure})"
             )
         kinds = {base.__name__ for base in type(p).__mro__}
-        if kinds & {"DTensor", "ShardedTensor"} or getattr(p, "_is_flat_param", False):
+        if kinds & {"DTensor", "ShardedTensor"} or is_flat(p):
             raise TypeError(
                 f"params: expected whole tensors on every rank, got a {type(p).__name__} as FSDP and tensor parallelism"
                 " make: use sparsecoll.torch.fsdp.attach and a plain optimizer for a model of fully_shard"
