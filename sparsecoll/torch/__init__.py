@@ -12,8 +12,7 @@ from sparsecoll.torch.optimizers.distributed import DistributedOptimizer
 from sparsecoll.torch.optimizers.local import LocalOptimizer
 from sparsecoll.torch.optimizers.rowwise_adagrad import RowWiseAdagrad
 from sparsecoll.torch.optimizers.sgd import SparseSGD
-from sparsecoll.torch.reduction.checkpoint import load, save
-from sparsecoll.torch.reduction.state import redistribute
+from sparsecoll.torch.reduction.state import load, redistribute, save
 from sparsecoll.torch.replica.broadcasts import broadcast
 from sparsecoll.torch.replica.process_group import init_process_group
 from sparsecoll.torch.replica.timeline import Timeline

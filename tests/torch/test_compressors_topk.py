@@ -19,7 +19,7 @@ from sparsecoll.torch.compressors import (  # noqa: E402
     TopK,
     resolve,
 )
-from sparsecoll.torch.compressors.rates import Rates  # noqa: E402
+from sparsecoll.torch.compressors.versions import Rates  # noqa: E402
 from sparsecoll.torch.tensors.layout import Layout  # noqa: E402
 
 

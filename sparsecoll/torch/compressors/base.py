@@ -19,9 +19,8 @@ from sparsecoll.kernels import kernels_of
 from sparsecoll.residual import LazyAccumulator, check_part
 from sparsecoll.select import Vector
 from sparsecoll.telemetry.trace import span
-from sparsecoll.torch.compressors.rates import Rates
 from sparsecoll.torch.compressors.schedule import without_addresses
-from sparsecoll.torch.compressors.versions import Versions
+from sparsecoll.torch.compressors.versions import Rates, Versions
 from sparsecoll.torch.tensors.device import Array, CpuDevice
 from sparsecoll.torch.tensors.layout import Layout
 from sparsecoll.transport import Transport
@@ -320,7 +319,7 @@ class ErrorFeedback(Compressor):
         self._each(Versions.drop)
 
     def exclude(self, names: Collection[str]) -> None:
-        self._rates.exclude(names)
+        self._rates.exclude(self._rates.parts(names))
         for versions in self._versions:
             versions.exclude(self.layout.slices(names))
 
@@ -329,7 +328,7 @@ class ErrorFeedback(Compressor):
         return self._each(Versions.commit)
 
     def rollback(self, names: Collection[str] | None = None) -> list[Array]:
-        self._rates.rollback(names)
+        self._rates.rollback(None if names is None else self._rates.parts(names))
         parts = None if names is None else self.layout.slices(names)
         return self._each(lambda versions: versions.rollback(parts))
 

@@ -15,9 +15,8 @@ from sparsecoll.kernels.keys import Momentum
 from sparsecoll.select import Selector, Vector
 from sparsecoll.select.base import built_in
 from sparsecoll.torch.compressors.base import Compressor, ErrorFeedback, StepContext, write_mean
-from sparsecoll.torch.compressors.rates import Rates
 from sparsecoll.torch.compressors.schedule import ENTRIES, Densities, Density, as_row_density
-from sparsecoll.torch.compressors.versions import Versions
+from sparsecoll.torch.compressors.versions import Rates, Versions
 from sparsecoll.torch.tensors.device import CPU, Array
 from sparsecoll.torch.tensors.layout import Layout
 from sparsecoll.transport import Transport

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
+
+import numpy as np
+import torch
 
 from sparsecoll.torch.tensors.device import Array
 
@@ -59,3 +62,41 @@ class Versions:
             return []
         freed, self.current = [self.current], self.base
         return freed
+
+
+class Rates(Versions):
+    """The learning rates at which the residuals of a bucket's parameters are kept, if residuals follow them.
+
+    What waits is then applied at the rate of the step in which it came. They are those of the last step in which they
+    were above 0, and 0 before the first one.
+
+    Args:
+        names: of the parameters.
+        of: returns their learning rates in this step; None in a loop that does not know them.
+
+    Raises:
+        ValueError: `of` is None.
+    """
+
+    def __init__(self, names: Sequence[str], of: Callable[[Sequence[str]], list[float]] | None) -> None:
+        if of is None:
+            raise ValueError(
+                "follow_lr: expected False in a loop that does not know the learning rate, got True: use"
+                " DistributedOptimizer, or SparseSGD without momentum, whose residual follows the rate by itself"
+            )
+        super().__init__(np.zeros(len(names)))
+        self._names, self._of = names, of
+
+    def factors(self) -> list[float]:
+        """Return, by parameter, the factors of the residuals in a reduction: 1 where an earlier one has applied it."""
+        pairs = list(zip(self._of(self._names), self.current.tolist(), strict=True))
+        self.trial = np.array([now or kept for now, kept in pairs])
+        return [kept / now if kept and now else 1.0 for now, kept in pairs]
+
+    def parts(self, names: Collection[str]) -> list[slice]:
+        """Return the places of the named parameters."""
+        return [slice(i, i + 1) for i, name in enumerate(self._names) if name in names]
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Return the rates after the last step by parameter name; views, not copies."""
+        return dict(zip(self._names, torch.from_numpy(self.base), strict=True))

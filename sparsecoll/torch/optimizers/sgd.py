@@ -16,9 +16,8 @@ from sparsecoll.telemetry.traffic import Traffic
 from sparsecoll.torch.compressors.schedule import Density, Schedule
 from sparsecoll.torch.optimizers.sgd_options import check_group, common, compressor_of, names_of
 from sparsecoll.torch.optimizers.sgd_updates import Rule, Update, updates
-from sparsecoll.torch.reduction.accumulator import Accumulator, Sums
+from sparsecoll.torch.reduction.accumulator import Accumulator, SparseSum, Sums
 from sparsecoll.torch.reduction.grad_scaler import Scaling
-from sparsecoll.torch.reduction.sparse_sum import SparseSum
 from sparsecoll.torch.reduction.state import STATE
 from sparsecoll.torch.replica.calls import agreed, agreeing, collective, communicator, mean_loss
 from sparsecoll.torch.replica.guards import Watch, fingerprint, refuse_wrapped

@@ -15,7 +15,7 @@ from sparsecoll.algorithms import resolve
 from sparsecoll.collectives.options import CallOptions
 from sparsecoll.formats import Format
 from sparsecoll.torch.compressors.schedule import Schedule
-from sparsecoll.torch.reduction.sparse_sum import SparseSum
+from sparsecoll.torch.reduction.accumulator import SparseSum
 from sparsecoll.torch.tensors.device import device_of
 from sparsecoll.torch.tensors.layout import residual_dtype
 from sparsecoll.torch.tensors.model import check_whole

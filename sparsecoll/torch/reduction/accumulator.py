@@ -3,29 +3,77 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from sparsecoll.algorithms import resolve
 from sparsecoll.errors import NonFiniteError
+from sparsecoll.kernels.memory import may_share_memory
 from sparsecoll.select import Vector
+from sparsecoll.telemetry.trace import span
+from sparsecoll.torch.compressors import TopK
 from sparsecoll.torch.reduction.bucket import Bucket
 from sparsecoll.torch.reduction.buckets import Buckets
 from sparsecoll.torch.reduction.grad_scaler import Scaling
 from sparsecoll.torch.reduction.row_sum import RowSum
-from sparsecoll.torch.reduction.sparse_sum import SparseSum
 from sparsecoll.torch.reduction.state import STATE, renamed, renamed_state
 from sparsecoll.torch.replica.members import changes
 from sparsecoll.torch.replica.replica import Replica
 from sparsecoll.torch.replica.rounds import Round
 from sparsecoll.torch.replica.timeline import bucket_span
+from sparsecoll.torch.tensors.device import Array
 from sparsecoll.torch.tensors.model import Named
+from sparsecoll.transport import Transport
 from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.transport.progress import completed_future
-from sparsecoll.vector import RowSparse
+from sparsecoll.vector import DenseVector, RowSparse, SparseVector
 
 Sums = list[tuple[Bucket, Vector | RowSparse]]
 Group = dict[str, Any]
+
+
+@dataclass
+class SparseSum(TopK):
+    """TopK that returns the sum as it is, sparse, instead of writing a dense mean.
+
+    Args:
+        k: entries to select instead of `density`.
+    """
+
+    name = "SparseSGD"
+
+    k: int | None = None
+
+    def describe(self) -> str:
+        return f"{self.name}({resolve(self.algo).describe()})"
+
+    def count(self) -> int:
+        return super().count() if self.k is None else self.k
+
+    @property
+    def compared(self) -> dict[str, Any]:
+        return super().compared if self.k is None else {}
+
+    def compress(self, acc: Vector) -> Vector:
+        if self._algorithm.selector is not None:  # which may pass NaN by
+            self.check_finite(acc)
+        return super().compress(acc)
+
+    def allreduce_sum(self, transport: Transport, acc: Array) -> Vector:
+        """Return the sum of what all ranks have sent of acc, which holds the residual already. Collective."""
+        self.sync(transport)
+        with CollectiveCall(transport, f"bucket {self.layout.index}", self.timeout):
+            with span("select", acc.size):
+                self.begin(acc)
+                message = self.message(self.acc)
+            reduced = self.communicate(transport, message)
+            value = reduced.value
+            if may_share_memory(value.values, acc):  # which will change
+                value = value.copy() if isinstance(value, SparseVector) else DenseVector(value.values.copy())
+            self._settle(message, reduced)
+        return value
 
 
 class Accumulator:

@@ -17,9 +17,8 @@ from sparsecoll.errors import NonFiniteError
 from sparsecoll.residual import RowResidual
 from sparsecoll.torch.compressors import StepContext
 from sparsecoll.torch.compressors.base import ErrorFeedback, overflowed
-from sparsecoll.torch.compressors.rates import Rates
 from sparsecoll.torch.compressors.schedule import Densities, Density, as_row_density
-from sparsecoll.torch.compressors.versions import Versions
+from sparsecoll.torch.compressors.versions import Rates, Versions
 from sparsecoll.torch.reduction.row_gradients import accumulated
 from sparsecoll.torch.replica.guards import warn_of_momentum_of_rows
 from sparsecoll.torch.tensors.device import CPU, Array

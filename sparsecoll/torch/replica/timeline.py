@@ -88,11 +88,10 @@ def bucket_span(timeline: Timeline | None, index: int, length: int) -> Iterator[
         length: its values.
     """
     name = f"bucket {index}"
-    recorded = torch.profiler.record_function(f"sparsecoll: {name}") if profiled() else contextlib.nullcontext()
-    with recorded:
-        if timeline is None:
-            with trace.record(trace.Recorder()) as recorder:
-                yield recorder
-            return
-        with timeline.span(name, values=length), trace.record(timeline), trace.record(trace.Recorder()) as recorder:
-            yield recorder
+    with contextlib.ExitStack() as stack:
+        if profiled():
+            stack.enter_context(torch.profiler.record_function(f"sparsecoll: {name}"))
+        if timeline is not None:
+            stack.enter_context(timeline.span(name, values=length))
+            stack.enter_context(trace.record(timeline))
+        yield stack.enter_context(trace.record(trace.Recorder()))
