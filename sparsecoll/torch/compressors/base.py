@@ -259,9 +259,11 @@ class ErrorFeedback(Compressor):
 
     def bind(self, layout: Layout, transport: Transport, context: StepContext, timeout: float | None = None) -> None:
         super().bind(layout, transport, context, timeout)
-        self._residual = Versions(layout.zeros() if self.keeps_gradient else layout.device.zeros(0, layout.dtype))
-        self._versions = [self._residual]
+        residual = layout.zeros() if self.keeps_gradient else layout.device.zeros(0, layout.dtype)
+        self._residual = Versions(residual, layout.slices)
+        self._versions = [self._residual]  # arrays of the bucket's length
         self._rates = Rates((), lambda _: [])  # of no parameter, unless residuals follow the learning rate
+        self._others: list[Versions] = []  # versions of what has another length
         self._spare: list[Array] = []  # memory of versions other than the residual's, which is the bucket's
 
     def compensate(self, gradient: Array, scale: float = 1.0, source: Array | None = None) -> DenseVector:
@@ -306,31 +308,26 @@ class ErrorFeedback(Compressor):
             np.subtract(acc.values, sent.values, out=acc.values)
 
     def _each(self, change: Callable[[Versions], list[Array]]) -> list[Array]:
+        for versions in self._others:
+            change(versions)
         for versions in self._versions[1:]:
             self._spare += change(versions)
         return change(self._residual)
 
     def keep(self) -> list[Array]:
-        self._rates.keep()
         return self._each(Versions.keep)
 
     def drop(self) -> None:
-        self._rates.drop()
         self._each(Versions.drop)
 
     def exclude(self, names: Collection[str]) -> None:
-        self._rates.exclude(self._rates.parts(names))
-        for versions in self._versions:
-            versions.exclude(self.layout.slices(names))
+        self._each(lambda versions: versions.exclude(names))
 
     def commit(self) -> list[Array]:
-        self._rates.commit()
         return self._each(Versions.commit)
 
     def rollback(self, names: Collection[str] | None = None) -> list[Array]:
-        self._rates.rollback(None if names is None else self._rates.parts(names))
-        parts = None if names is None else self.layout.slices(names)
-        return self._each(lambda versions: versions.rollback(parts))
+        return self._each(lambda versions: versions.rollback(names))
 
     def state(self) -> dict[str, dict[str, torch.Tensor]]:
         return {"residual": self.layout.by_name(self._residual.base)} if self.keeps_gradient else {}

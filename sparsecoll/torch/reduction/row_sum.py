@@ -72,6 +72,7 @@ class RowSum(ErrorFeedback):
         self._residual = Versions(RowSparse.empty(n, math.prod(rest), layout.dtype))
         if self.follow_lr:
             self._rates = Rates(layout.names, context.rates)
+            self._others.append(self._rates)
         self._acc: Any = None  # in a reduction that leaves a part of it
         self._alike: dict[str, int] = {}  # what else ranks compare in a call
         if self.momentum and transport.rank == 0:
@@ -145,9 +146,6 @@ class RowSum(ErrorFeedback):
         return reduced.value  # type: ignore[return-value]
 
     # -- state
-
-    def exclude(self, names: Collection[str]) -> None:
-        """Do nothing: what a parameter without a gradient sends is a part of its residual."""
 
     def rollback(self, names: Collection[str] | None = None) -> list[Array]:
         return super().rollback() if names is None or self.layout.names[0] in names else []
