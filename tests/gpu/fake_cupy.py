@@ -39,7 +39,7 @@ abs add any all append arange argsort array asarray ascontiguousarray bitwise_an
     multiply nan_to_num negative not_equal packbits left_shift right_shift remainder floor_divide absolute rint
     searchsorted sign sort sqrt subtract sum true_divide unpackbits where zeros zeros_like power square
     bitwise_xor ones outer repeat argmax argmin max min stack nonzero shape ndim size result_type can_cast
-    may_share_memory take dot clip unique array_equal
+    may_share_memory take dot clip unique array_equal from_dlpack
 """
 _OPERATORS = """
     add sub mul floordiv truediv mod and or xor lshift rshift lt le gt ge eq ne neg invert abs radd rsub rmul rfloordiv

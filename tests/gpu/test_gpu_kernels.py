@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from sparsecoll.kernels import reference
 from sparsecoll.kernels.keys import COMPILED_DTYPES, Momentum, Pass, key_of
-from sparsecoll.kernels.sampling import stride_for
 from sparsecoll.kernels.reference.quantization import code_bytes
 from sparsecoll.kernels.reference.rice import RICE_BLOCKS, RICE_PAD
+from sparsecoll.kernels.sampling import stride_for
 from sparsecoll.vector import accumulator_dtype
 
 EXAMPLES = 40 if os.environ.get("SPARSECOLL_GPU_TESTS") == "all" else 4
