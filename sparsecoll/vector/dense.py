@@ -170,12 +170,12 @@ class DenseVector(Values):
             expected_nnz: number of entries that should reach the bound.
 
         Returns:
-            (moments, candidates, bound): float64[4] with the sums of x, x^2 and |x|, and the largest |x|; the entries
+            (moments, candidates, bound): float64[4] with the sums of x, x^2 and |x|, and the largest |x|; the nonzeros
             with |x| >= bound; the bound, estimated on a sample so that at least `expected_nnz` entries are likely to
             reach it, and not many more.
         """
         key, moments, room = self._lower_bound_key(expected_nnz), np.empty(4), expected_nnz + (expected_nnz >> 2)
-        candidates = self._select(self._kernels.select_at_least, key, room, moments=moments)
+        candidates = self._select(self._kernels.select_at_least, max(key, 1), room, moments=moments)
         return moments, candidates, magnitude_of(key, self.dtype)
 
     def _first_not_finite(self) -> int | None:

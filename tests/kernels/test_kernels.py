@@ -117,6 +117,17 @@ def test_fused_accumulation_moments_and_clearing(dtype, size, seed, data):
 
 
 @FEW
+@given(ordered, sizes, seeds)
+def test_moments_of_every_type_are_compiled(dtype, size, seed):
+    v = values(dtype, size, seed)
+    expected, alone, together = reference.moments_of(v), cpu.moments_of(v), np.empty(4)
+    cpu.select_at_least(v, 1, moments=together)
+    for moments in (alone, together):
+        same_values(moments, expected)
+    assert cpu.moments_of is not reference.moments_of  # 20 times slower
+
+
+@FEW
 @given(ordered, sizes, seeds, st.data())
 def test_selection_from_a_source(dtype, size, seed, data):
     """The source and the addend stay as they are, and the values that are not selected have the right bits."""

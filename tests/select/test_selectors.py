@@ -16,6 +16,7 @@ from sparsecoll.kernels.keys import Momentum
 from sparsecoll.kernels.sampling import stride_for
 from sparsecoll.residual import LazyAccumulator
 from sparsecoll.select import SELECTORS, GaussianK, Hashed, MSTopK, RandomK, SampledThreshold, TopK
+from sparsecoll.select.randomk import mix
 from sparsecoll.select.stats import MagnitudeStats
 from sparsecoll.testing import check_selector
 
@@ -282,6 +283,45 @@ def test_survey_counts_on_both_sides_of_its_bound():
     np.testing.assert_allclose(stats.mean, x.mean(dtype=np.float64), atol=1e-9)
     np.testing.assert_allclose(stats.deviation, x.std(dtype=np.float64), rtol=1e-6)
     np.testing.assert_allclose([stats.mean_magnitude, stats.largest], [np.abs(x).mean(dtype=float), np.abs(x).max()])
+
+
+EDGES = {
+    "few nonzeros": lambda x: x * (np.arange(x.size) % 300 == 0),
+    "zeros": lambda x: x * 0,
+    "equal": lambda x: x * 0 + 1,
+    "ties": lambda x: np.round(x),
+    "one huge": lambda x: np.where(np.arange(x.size) == 7, np.float32(1e30), x),
+    "int8": lambda x: x.clip(-100, 100).astype(np.int8),
+}
+
+
+@pytest.mark.parametrize("edge", EDGES)
+def test_mstopk_takes_the_entries_of_its_description(edge):
+    x, k = EDGES[edge](heavy(30_000)), 300
+    magnitude, stats = np.abs(x.astype(float)), MagnitudeStats(DenseVector(x), k)
+    low, high, t1, t2 = 0.0, 1.0, np.inf, 5e-324
+    for _ in range(30):
+        t = max(stats.mean_magnitude + (low + high) / 2 * (stats.largest - stats.mean_magnitude), 5e-324)
+        if np.count_nonzero(magnitude >= t) <= k:
+            high, t1 = (low + high) / 2, t
+        else:
+            low, t2 = (low + high) / 2, t
+    sure, between = np.flatnonzero(magnitude >= t1), np.flatnonzero((magnitude >= t2) & (magnitude < t1))
+    missing = min(k - sure.size, between.size)
+    start = mix(5, 1) % (between.size - missing + 1)
+    chosen = MSTopK(seed=5).select(DenseVector(x), k)
+    assert chosen.indices.tolist() == sorted([*sure, *between[start : start + missing]])
+    np.testing.assert_array_equal(chosen.values, x[chosen.indices])
+
+
+@pytest.mark.parametrize("make", [MSTopK, GaussianK, SampledThreshold])
+def test_zeros_are_no_candidates_and_few_nonzeros_take_one_pass(make, monkeypatch):
+    """A bound of 0 made all zeros candidates, which were counted for every threshold."""
+    x, passes = DenseVector(EDGES["few nonzeros"](heavy(60_000))), []
+    assert MagnitudeStats(x, 600)._candidates.nnz == np.count_nonzero(x.values) < 600
+    select_in = DenseVector._select
+    monkeypatch.setattr(DenseVector, "_select", lambda *given, **named: passes.append(1) or select_in(*given, **named))
+    assert same_bits(make().select(x, 600), x.to_sparse()) and len(passes) == 1
 
 
 def test_algorithms_take_a_selector():
