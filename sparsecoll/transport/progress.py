@@ -6,15 +6,18 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable, Generator, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as FutureTimeout
-from typing import Any, Generic, TypeVar
+from queue import Empty, SimpleQueue
+from typing import Any, Generic, TypeAlias, TypeVar
 
 from sparsecoll.errors import CommunicationError
 from sparsecoll.kernels.memory import bind_current_stream
+from sparsecoll.transport import process
 from sparsecoll.transport.base import CALL_PARENT, FORKED, Transport, out_of_use
 
 T = TypeVar("T")
+_Call: TypeAlias = tuple[Future[Any], Callable[[], Any]] | None  # None ends the thread
 
 
 class Request(Generic[T]):
@@ -119,6 +122,8 @@ def in_background(transport: Transport, call: Callable[[], T]) -> Future[T]:
     if not transport.threads:
         return completed_future(call)
     if transport.worker is None:
+        if process.ended()[0]:  # no thread may be started any more
+            return completed_future(lambda: transport.in_order(call))
         transport.worker = transport.in_order(lambda: transport.worker or Worker())
     worker: Worker = transport.worker
     return worker.submit(call)
@@ -137,27 +142,61 @@ def completed_future(call: Callable[[], T]) -> Future[T]:
 class Worker:
     """One thread that executes calls in FIFO order.
 
-    When the interpreter shuts down, the queued calls are executed, and later ones, of handlers of atexit, at once.
+    After `close`, calls are executed at once, on the thread of the caller.
 
     Attributes:
         thread: identifies the thread.
     """
 
     def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="sparsecoll-progress")
-        self.thread = self._pool.submit(threading.get_ident).result()
+        self._calls: SimpleQueue[_Call] = SimpleQueue()  # which the garbage collector may use within any function
+        self._closed = threading.Event()
+        self._thread = threading.Thread(
+            target=_work, args=(self._calls, self._closed), name="sparsecoll-progress", daemon=True
+        )
+        self._thread.start()
+        self.thread = self._thread.ident
 
     def submit(self, call: Callable[[], T]) -> Future[T]:
         """Queue a call and return its future."""
-        try:
-            return self._pool.submit(bind_current_stream(call))
-        except RuntimeError:  # the interpreter has ended the thread
-            return completed_future(call)
+        future: Future[T] = Future()
+        self._calls.put((future, bind_current_stream(call)))
+        if self._closed.is_set():  # perhaps the thread has not seen it
+            _execute_queued(self._calls)
+        return future
 
     def in_order(self, call: Callable[[], T]) -> T:
         """Execute a blocking call of another thread after the queued ones."""
         return self.submit(call).result()
 
-    def close(self) -> None:
-        """Execute the queued calls, then end the thread."""
-        self._pool.shutdown()
+    def close(self, seconds: float | None = None) -> bool:
+        """Execute the queued calls, then end the thread; return whether that took no more than `seconds`."""
+        self._calls.put(None)
+        if self.thread != threading.get_ident():
+            self._thread.join(seconds)
+        return not self._thread.is_alive()
+
+    def __del__(self) -> None:
+        self._calls.put(None)
+
+
+def _work(calls: SimpleQueue[_Call], closed: threading.Event) -> None:
+    while (queued := calls.get()) is not None:
+        _execute(*queued)
+        del queued  # it may hold arrays
+    closed.set()
+    _execute_queued(calls)
+
+
+def _execute_queued(calls: SimpleQueue[_Call]) -> None:
+    with contextlib.suppress(Empty):
+        while True:
+            if (queued := calls.get_nowait()) is not None:
+                _execute(*queued)
+
+
+def _execute(future: Future[Any], call: Callable[[], Any]) -> None:
+    try:
+        future.set_result(call())
+    except BaseException as error:
+        future.set_exception(error)

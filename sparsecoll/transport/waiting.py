@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 
 from sparsecoll.errors import CommunicationError, check_choice
+from sparsecoll.transport import process
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +53,7 @@ class Watchdog:
         self._error = error
         self._abort = abort
         self._start = self._warned = self._checked = time.monotonic()
+        self._ended: float | None = None  # when the program was found to have ended
         self._on_stall, self._stalls = on_stall, 1
         self._stall = STALL_SECONDS if timeout is None else min(STALL_SECONDS, timeout / 4)
 
@@ -59,13 +61,18 @@ class Watchdog:
         """Log a warning if it is due; return the seconds until the next check.
 
         Raises:
-            CommunicationError: The timeout is over.
+            CommunicationError: The timeout is over, or the program has ended and no rank has answered since.
             Exception: What `on_stall` raises.
         """
         now = self._checked = time.monotonic()
         patience = WATCHDOG_SECONDS if self._error is None else ERROR_SHOWN_SECONDS
         if self._timeout is not None and now - self._start >= self._timeout:
             self._give_up(self._timeout)
+        why, limit = process.ended()
+        if why:
+            self._ended = now if self._ended is None else self._ended
+            if now - self._ended >= limit:
+                raise CommunicationError(f"rank {self._rank} {self._what()}, but {why}")
         if now - self._warned >= patience:
             self._warned, since = now, now - self._start
             logger.warning("rank %d %s, %.0f s so far", self._rank, self._what(), since, exc_info=self._error)
@@ -76,6 +83,7 @@ class Watchdog:
                 self._stalls += 1
                 self._on_stall(self._stalls == 2)
             due = min(due, self._start + self._stalls * self._stall)
+        due = min(due, now + STALL_SECONDS)  # and looks whether the program has ended
         return (due if self._timeout is None else min(due, self._start + self._timeout)) - now
 
     def _give_up(self, timeout: float) -> None:
