@@ -14,13 +14,20 @@ import threading
 import time
 from pathlib import Path
 
-ENDED = Path(os.environ.get("ENDED", "."))  # where a rank whose program has ended leaves a file
-atexit.register(lambda: (ENDED / str(os.getpid())).touch())  # the last handler, since it is the first one registered
+ENDED = Path(os.environ.get("ENDED", "/nowhere"))  # where a rank whose program has ended leaves a file
+
+
+@atexit.register
+def _end():  # the last handler, since it is the first one that is registered
+    if ENDED.exists():
+        (ENDED / str(os.getpid())).touch()
+
 
 import numpy as np  # noqa: E402
 
 import sparsecoll  # noqa: E402
 from sparsecoll import SparseVector  # noqa: E402
+from sparsecoll.transport import process  # noqa: E402
 
 ENDS_WITHIN = 60  # seconds after which a process that has not ended counts as hanging
 
@@ -28,6 +35,7 @@ ENDS_WITHIN = 60  # seconds after which a process that has not ended counts as h
 def begin(network):
     """Find the communicator, and this process's place in it."""
     global COMM, RANK, LAST
+    process.LAST_SECONDS, process.FAILED_SECONDS = 1.0, 0.3
     if network == "mpi":
         from mpi4py import MPI
 
@@ -38,6 +46,10 @@ def begin(network):
 
         dist.init_process_group("gloo")
         COMM, RANK, LAST = None, dist.get_rank(), dist.get_world_size() - 1
+
+
+def say(text):
+    os.write(1, f"{text}\n".encode())  # in one piece
 
 
 def vector():
@@ -57,9 +69,9 @@ def tell(function):
     try:
         function()
     except sparsecoll.CommunicationError as error:
-        print(f"<rank {RANK}: {error}>", flush=True)
+        say(f"<rank {RANK}: {error}>")
         sys.exit(5)
-    print(f"<rank {RANK}: done>", flush=True)
+    say(f"<rank {RANK}: done>")
 
 
 def forever():
@@ -125,6 +137,14 @@ def plainly():
     """No call is under way."""
     others(forever)
     raise ValueError("a bug")
+
+
+def finalized():
+    """The last rank ends its use of MPI while the others go on."""
+    others(forever)
+    from mpi4py import MPI
+
+    MPI.Finalize()
 
 
 def early():
@@ -194,9 +214,9 @@ def training(run):
     try:
         run()
     except (sparsecoll.CommunicationError, RuntimeError) as error:
-        print(f"<rank {RANK}: {error}>", flush=True)
+        say(f"<rank {RANK}: {error}>")
         sys.exit(5)
-    print(f"<rank {RANK}: done>", flush=True)
+    say(f"<rank {RANK}: done>")
 
 
 # -- finalizers
@@ -222,9 +242,9 @@ def finalizers(matching):
         try:
             call()
         except sparsecoll.CommunicationError as error:
-            print(f"<rank {RANK}: {error}>", flush=True)
+            say(f"<rank {RANK}: {error}>")
         else:
-            print(f"<rank {RANK}: done>", flush=True)
+            say(f"<rank {RANK}: done>")
 
     call()
     start()
@@ -259,7 +279,7 @@ def works_on():
         for _ in range(20):
             start().wait()
             call()
-        print(f"<rank {RANK}: done>", flush=True)
+        say(f"<rank {RANK}: done>")
 
     call()
     threading.Thread(target=work).start()
@@ -288,7 +308,7 @@ def together(order, destroy):
             work = dist.all_reduce(torch.ones(1000), async_op=True)
             start(group).wait()
             work.wait()
-    print(f"<rank {RANK}: done>", flush=True)
+    say(f"<rank {RANK}: done>")
     if destroy == "outstanding":
         start(MPI.COMM_WORLD)
     elif destroy == "destroy":
@@ -316,7 +336,7 @@ def forked():
     globals()["LOADER"] = loader
     start().wait()
     start()
-    print(f"<rank {RANK}: done>", flush=True)
+    say(f"<rank {RANK}: done>")
 
 
 # -- Ctrl-C
@@ -341,6 +361,7 @@ CASES = {
     "plan": plan,
     "plainly": plainly,
     "early": early,
+    "finalized": finalized,
     "ddp, loss": lambda: ddp(in_loss),
     "ddp, hook": lambda: ddp(in_hook),
     "optimizer, loss": lambda: distributed(in_loss),

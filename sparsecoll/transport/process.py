@@ -35,6 +35,11 @@ def add(transport: Transport) -> None:
     _living.add(transport)
 
 
+def living() -> list[Transport]:
+    """Return all transports of this process, except those of virtual ranks."""
+    return [transport for transport in _living if not transport.virtual]
+
+
 def ended() -> tuple[str, float]:
     """Return how the program has ended, "" if it runs, and the seconds for which a call may still wait."""
     error = getattr(sys, "last_value", None)  # the exception that has ended the main thread, or a line typed by a user
@@ -45,15 +50,20 @@ def ended() -> tuple[str, float]:
     return f"its program was ended by {error!r}", FAILED_SECONDS
 
 
+def leave(transports: list[Transport]) -> None:
+    """Let each of these transports leave its communicator."""
+    while transports := [transport for transport in transports if not transport.leave()]:
+        time.sleep(0.001)
+
+
 @atexit.register
-def _leave() -> None:
+def _end() -> None:
     _exiting.set()
-    transports = [transport for transport in _living if not transport.virtual]
+    transports = living()
     deadline = time.monotonic() + BUSY_SECONDS
     for transport in transports:
         transport.finish(lambda: max(0.0, deadline - time.monotonic()))
-    while transports := [transport for transport in transports if not transport.leave()]:
-        time.sleep(0.001)
+    leave(transports)
 
 
 def _forget() -> None:

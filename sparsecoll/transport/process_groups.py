@@ -77,8 +77,8 @@ def bind(transport: Transport) -> None:
 
 
 def _close_with(group: Any, transport: TcpTransport) -> None:
-    """Close the transport when the group is gone."""
-    weakref.finalize(group, _leave, transport)
+    """Close the transport when the group is gone, unless the process ends: then threads may be in calls."""
+    weakref.finalize(group, _leave, transport).atexit = False
 
 
 def _leave(transport: TcpTransport) -> None:
@@ -163,14 +163,18 @@ class StoreMeeting:
         return f"{self._prefix}/{self._number + later}/{name}"
 
     def put(self, entry: str) -> None:
+        while self._is_over():
+            self._number = self._come()
         self._entry = entry
         for key in (self._key(self.rank), self._key("begun")):
             self._store.set(key, entry)
 
+    def _is_over(self) -> bool:
+        return self._counted and bool(self._store.check([self._key("begun", later=1)]))
+
     def entries(self) -> list[str] | None:
-        while self._counted and self._store.check([self._key("begun", later=1)]):
+        if self._is_over():
             self.clear()
-            self._number = self._come()
             self.put(self._entry)
         keys = [self._key(rank) for rank in range(self.size)]
         return [self._store.get(key).decode() for key in keys] if self._store.check(keys) else None

@@ -11,6 +11,7 @@ import numpy as np
 from mpi4py import MPI
 
 from sparsecoll.errors import CommunicationError
+from sparsecoll.transport import process
 from sparsecoll.transport.base import CALL_PARENT, FORKED, out_of_use
 from sparsecoll.transport.mpi.transport import CALL_BEFORE, FINALIZED, MpiTransport
 from sparsecoll.transport.mpi.waiting import Waiter
@@ -94,6 +95,7 @@ def _key() -> int:
     with _keyval_lock:
         if not _keyval:
             _keyval.append(MPI.Comm.Create_keyval(delete_fn=_free))
+            MPI.COMM_SELF.Set_attr(MPI.Comm.Create_keyval(delete_fn=_leave), True)  # deleted first of all at the end
         return _keyval[0]
 
 
@@ -108,6 +110,11 @@ def _free(comm: MPI.Comm, keyval: int, transport: MpiTransport | _Abandoned) -> 
         transport.native_sum.free()
         transport.comm.Free()
     transport.close()
+
+
+def _leave(*_: object) -> None:
+    """MPI.Finalize() was called."""
+    process.leave([transport for transport in process.living() if isinstance(transport, MpiTransport)])
 
 
 def shrink(comm: MPI.Intracomm) -> MPI.Intracomm:

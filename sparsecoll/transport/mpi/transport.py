@@ -308,7 +308,7 @@ class MpiTransport(Transport):
             return True
         try:
             if not self.broken and self._is_awaited():
-                self.broken = f"rank {self.rank} does not make this call: {process.ended()[0]}"
+                self.broken = f"rank {self.rank} does not make this call: {process.ended()[0] or FINALIZED}"
             if self.broken:
                 self.revoke(revocation(self.broken))
                 return True
