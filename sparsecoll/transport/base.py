@@ -358,9 +358,10 @@ def out_of_use(why: str, cure: str) -> CommunicationError:
     return CommunicationError(f"communicator is out of use since {why}; {cure}")
 
 
-def revocation(why: str) -> Buffer:
-    """Return the report of a rank by which the communicator is out of use."""
-    report = {"broken": why, "error": {"type": "CommunicationError", "text": why}}
+def report_of(why: str = "", **report: Any) -> Buffer:
+    """Return a report as a message; with `why`, that of a rank by which the communicator is out of use."""
+    if why:
+        report |= {"broken": why, "error": {"type": "CommunicationError", "text": why}}
     return np.frombuffer(bytearray(json.dumps(report).encode()), np.uint8)
 
 

@@ -5,6 +5,7 @@ torch is imported by the user; a process that has not imported torch.distributed
 
 from __future__ import annotations
 
+import os
 import sys
 import weakref
 from dataclasses import dataclass
@@ -135,7 +136,8 @@ def _meeting_of(group: Any) -> StoreMeeting:
 
     No collective of the group is used: one that some rank never joins would wait when the process ends.
     """
-    return StoreMeeting(_store_of(group), group.rank(), group.size(), f"sparsecoll/{group.group_name}", counted=True)
+    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
+    return StoreMeeting(_store_of(group), group.rank(), group.size(), f"sparsecoll/{group.group_name}", True, start)
 
 
 class StoreMeeting:
@@ -149,12 +151,13 @@ class StoreMeeting:
         counted: whether there may be several meetings in this place, one after the other (default: False). The store
             counts for each rank how often it has come, whatever process it was. A rank that finds others in the next
             meeting joins them: as long as a rank waits for entries, nobody has left its meeting but by a failure.
+        start: of the job, whose failures count (default: "").
     """
 
-    def __init__(self, store: Any, rank: int, size: int, prefix: str, counted: bool = False) -> None:
+    def __init__(self, store: Any, rank: int, size: int, prefix: str, counted: bool = False, start: str = "") -> None:
         self._store, self.rank, self.size = store, rank, size
         self._prefix, self._counted, self._entry = prefix, counted, ""
-        self._number = self._come() if counted else 0
+        self._number, self._failed = self._come() if counted else 0, f"failed/{start}"
 
     def _come(self) -> int:
         return int(self._store.add(f"{self._prefix}/came/{self.rank}", 1))
@@ -183,10 +186,10 @@ class StoreMeeting:
         self._store.delete_key(self._key(self.rank))
 
     def fail(self, why: str) -> None:
-        self._store.set(self._key("failed"), why)
+        self._store.set(self._key(self._failed), why)
 
     def failed(self) -> str:
-        key = self._key("failed")
+        key = self._key(self._failed)
         return str(self._store.get(key).decode()) if self._store.check([key]) else ""
 
 

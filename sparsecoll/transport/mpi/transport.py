@@ -30,7 +30,7 @@ from sparsecoll.transport.base import (
     Transport,
     out_of_use,
     parts_of,
-    revocation,
+    report_of,
 )
 from sparsecoll.transport.mpi import info
 from sparsecoll.transport.mpi.allreduce import NativeSum
@@ -310,7 +310,7 @@ class MpiTransport(Transport):
             if not self.broken and self._is_awaited():
                 self.broken = f"rank {self.rank} does not make this call: {process.ended()[0] or FINALIZED}"
             if self.broken:
-                self.revoke(revocation(self.broken))
+                self.revoke(report_of(self.broken))
                 return True
             self._leaving = self._leaving or self.comm.Ibarrier()
             return bool(self._leaving.Test())
