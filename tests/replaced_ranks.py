@@ -119,6 +119,10 @@ class Local(Optimizer):
             inner, self.model.named_parameters(), alone, "topk", every=1, dense_below=0
         )
 
+    def step(self):
+        super().step()
+        return digest(self.model.parameters())  # momentum is each rank's own
+
 
 def without_residuals(state):
     """A hook's state for a rank that has none."""

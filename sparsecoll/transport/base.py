@@ -144,7 +144,8 @@ class Transport(ABC):
 
     def finish(self, seconds: Callable[[], float]) -> None:
         """Wait until no other thread is in a call, for `seconds()` at most; from then on none can make one."""
-        if self.worker is not None and self.worker.close(seconds()):
+        if self.worker is not None:
+            self.worker.close(seconds())
             self.worker = None
         self._caller.acquire(timeout=seconds())
 

@@ -9,7 +9,6 @@ thread that runs while the interpreter is finalized may abort the process. Then 
 from __future__ import annotations
 
 import atexit
-import logging
 import os
 import sys
 import threading
@@ -19,8 +18,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from sparsecoll.transport.base import Transport
-
-logger = logging.getLogger(__name__)
 
 LAST_SECONDS = 5.0  # for which a call waits for other ranks after the program has ended
 FAILED_SECONDS = 1.0  # the same after an exception

@@ -8,16 +8,16 @@ import threading
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as FutureTimeout
-from queue import Empty, SimpleQueue
-from typing import Any, Generic, TypeAlias, TypeVar
+from queue import SimpleQueue
+from typing import Any, Generic, TypeVar
 
 from sparsecoll.errors import CommunicationError
 from sparsecoll.kernels.memory import bind_current_stream
+from sparsecoll.kernels.threads import Task, serve
 from sparsecoll.transport import process
 from sparsecoll.transport.base import CALL_PARENT, FORKED, Transport, out_of_use
 
 T = TypeVar("T")
-_Call: TypeAlias = tuple[Future[Any], Callable[[], Any]] | None  # None ends the thread
 
 
 class Request(Generic[T]):
@@ -149,54 +149,31 @@ class Worker:
     """
 
     def __init__(self) -> None:
-        self._calls: SimpleQueue[_Call] = SimpleQueue()  # which the garbage collector may use within any function
-        self._closed = threading.Event()
-        self._thread = threading.Thread(
-            target=_work, args=(self._calls, self._closed), name="sparsecoll-progress", daemon=True
-        )
+        self._tasks: SimpleQueue[Task | None] = SimpleQueue()  # the garbage collector may use it within any function
+        self._closed = False
+        self._thread = threading.Thread(target=serve, args=(self._tasks,), name="sparsecoll-progress", daemon=True)
         self._thread.start()
         self.thread = self._thread.ident
 
     def submit(self, call: Callable[[], T]) -> Future[T]:
         """Queue a call and return its future."""
         future: Future[T] = Future()
-        self._calls.put((future, bind_current_stream(call)))
-        if self._closed.is_set():  # perhaps the thread has not seen it
-            _execute_queued(self._calls)
+        self._tasks.put((bind_current_stream(call), (), future))
+        while self._closed and not future.done():  # perhaps the thread has ended before
+            self.close()
+            serve(self._tasks)
         return future
 
     def in_order(self, call: Callable[[], T]) -> T:
         """Execute a blocking call of another thread after the queued ones."""
         return self.submit(call).result()
 
-    def close(self, seconds: float | None = None) -> bool:
-        """Execute the queued calls, then end the thread; return whether that took no more than `seconds`."""
-        self._calls.put(None)
+    def close(self, seconds: float | None = None) -> None:
+        """Execute the queued calls, then end the thread; wait for that for `seconds`, or without a limit."""
+        self._closed = True
+        self._tasks.put(None)
         if self.thread != threading.get_ident():
             self._thread.join(seconds)
-        return not self._thread.is_alive()
 
     def __del__(self) -> None:
-        self._calls.put(None)
-
-
-def _work(calls: SimpleQueue[_Call], closed: threading.Event) -> None:
-    while (queued := calls.get()) is not None:
-        _execute(*queued)
-        del queued  # it may hold arrays
-    closed.set()
-    _execute_queued(calls)
-
-
-def _execute_queued(calls: SimpleQueue[_Call]) -> None:
-    with contextlib.suppress(Empty):
-        while True:
-            if (queued := calls.get_nowait()) is not None:
-                _execute(*queued)
-
-
-def _execute(future: Future[Any], call: Callable[[], Any]) -> None:
-    try:
-        future.set_result(call())
-    except BaseException as error:
-        future.set_exception(error)
+        self._tasks.put(None)
