@@ -5,7 +5,6 @@ each case, as torchrun does but without ending the others when one fails, and pr
 """
 
 import atexit
-import json
 import os
 import signal
 import sys
@@ -14,12 +13,14 @@ import threading
 import time
 from pathlib import Path
 
-ENDED = Path(os.environ.get("ENDED", "/nowhere"))  # where a rank whose program has ended leaves a file
+ENDED = (
+    Path(os.environ["ENDED"]) if "ENDED" in os.environ else None
+)  # where a rank whose program has ended leaves a file
 
 
 @atexit.register
 def _end():  # the last handler, since it is the first one that is registered
-    if ENDED.exists():
+    if ENDED is not None:
         (ENDED / str(os.getpid())).touch()
 
 
@@ -28,8 +29,6 @@ import numpy as np  # noqa: E402
 import sparsecoll  # noqa: E402
 from sparsecoll import SparseVector  # noqa: E402
 from sparsecoll.transport import process  # noqa: E402
-
-ENDS_WITHIN = 60  # seconds after which a process that has not ended counts as hanging
 
 
 def begin(network):
@@ -383,58 +382,20 @@ CASES = {
 }
 
 
-def _child(case, size, folder):
-    """Become a rank in a forked process: return its rank there, -1 in the process that has started them."""
-    ports = tempfile.mkdtemp(dir=folder)
-    Path(ports, "ended").mkdir()
-    children = {}
-    import socket
-
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    started = time.monotonic()
-    for rank in range(size):
-        pid = os.fork()
-        if not pid:
-            os.environ.update(
-                RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=port, TORCHELASTIC_RUN_ID="x"
-            )
-            global ENDED
-            ENDED = Path(ports, "ended")
-
-            out = os.open(f"{ports}/{rank}", os.O_CREAT | os.O_WRONLY)
-            os.dup2(out, 1), os.dup2(out, 2)
-            return True
-        children[pid] = rank
-    while children:
-        pid, status = os.waitpid(-1, os.WNOHANG)
-        if not pid:
-            if time.monotonic() - started > ENDS_WITHIN:
-                for hung in children:
-                    os.kill(hung, signal.SIGABRT if os.environ.get("DUMP") else signal.SIGKILL)
-            time.sleep(0.02)
-            continue
-        rank = children.pop(pid)
-        text = Path(f"{ports}/{rank}").read_text()
-        row = {"case": case, "rank": rank, "status": os.waitstatus_to_exitcode(status), "text": text}
-        print(json.dumps({**row, "seconds": round(time.monotonic() - started, 1)}), flush=True)
-    return False
-
-
 if __name__ == "__main__":
     network, *cases = sys.argv[1:]
     running = cases[0]
     if network != "mpi":
         import torch
         import torch.distributed
+        from launched_ranks import launched
 
         import sparsecoll.torch
 
         torch.set_num_threads(1)
         folder = tempfile.mkdtemp()
         for running in cases:
-            if _child(running, int(network), folder):
+            if ENDED := launched(running, int(network), folder):
                 break
         else:
             sys.exit()

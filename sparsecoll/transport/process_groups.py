@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import sys
 import weakref
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,19 +15,9 @@ from sparsecoll.errors import CommunicationError
 from sparsecoll.transport.base import Transport
 from sparsecoll.transport.tcp import TcpTransport
 from sparsecoll.transport.tcp import connect as connect_ranks
+from sparsecoll.transport.waiting import Abandoned
 
-_transports: weakref.WeakKeyDictionary[Any, Transport | _Abandoned] = weakref.WeakKeyDictionary()
-
-
-@dataclass
-class _Abandoned:
-    """Cached in place of a transport after the ranks could not be connected.
-
-    Attributes:
-        why: the error.
-    """
-
-    why: str
+_transports: weakref.WeakKeyDictionary[Any, Transport | Abandoned] = weakref.WeakKeyDictionary()
 
 
 def is_group(comm: Any) -> bool:
@@ -60,15 +49,12 @@ def group_transport(comm: Any, timeout: float | None = None) -> Transport:
         try:
             transport = connect_ranks(_meeting_of(group), timeout)
         except CommunicationError as error:
-            transport = _Abandoned(str(error))
+            transport = Abandoned(str(error))
         else:
             _close_with(group, transport)
         _transports[group] = transport
-    if isinstance(transport, _Abandoned):
-        raise CommunicationError(
-            f"communicator is out of use since {transport.why}; continue with a new one, once all ranks have made"
-            " this call"
-        )
+    if isinstance(transport, Abandoned):
+        raise transport.error()
     return transport
 
 

@@ -7,9 +7,12 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 from sparsecoll.errors import CommunicationError, check_choice
 from sparsecoll.transport import process
+from sparsecoll.transport.base import out_of_use
 
 logger = logging.getLogger(__name__)
 
@@ -23,6 +26,18 @@ ON_TIMEOUT = "SPARSECOLL_ON_TIMEOUT"  # environment variable: "raise" (the defau
 def check_environment() -> None:
     """Raise ValueError if SPARSECOLL_ON_TIMEOUT has a value that means nothing."""
     check_choice(ON_TIMEOUT, os.environ.get(ON_TIMEOUT) or "raise", ("raise", "abort"))
+
+
+@dataclass
+class Abandoned:
+    """Stands for a transport whose ranks did not all come to its first call, for the reason `why`."""
+
+    why: str
+    kept: Any = None
+
+    def error(self) -> CommunicationError:
+        """Return what is raised by calls."""
+        return out_of_use(self.why, "continue with a new one, once all ranks have made this call")
 
 
 class Watchdog:
