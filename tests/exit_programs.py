@@ -20,7 +20,7 @@ ENDED = (
 
 @atexit.register
 def _end():  # the last handler, since it is the first one that is registered
-    if ENDED is not None:
+    if ENDED:
         (ENDED / str(os.getpid())).touch()
 
 
