@@ -201,12 +201,13 @@ def start(rank, generation):
 
 def serve(port):
     """Fork a process that has the store."""
-    child = os.fork()
+    parent, child = os.getpid(), os.fork()
     if child:
         return child
     store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
-    while store is not None:
+    while store is not None and os.getppid() == parent:
         time.sleep(1)
+    os._exit(0)
 
 
 KINDS = {"sums": Sums, "optimizer": Optimizer, "sgd": Sgd, "local": Local, "hook": Hook}
