@@ -7,9 +7,8 @@ do not block; so algorithms need no tags. A message that was sent from GPU memor
 from __future__ import annotations
 
 import contextlib
-import os
+import json
 import threading
-import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from sparsecoll.errors import CommunicationError
 from sparsecoll.formats import Buffer
 from sparsecoll.telemetry.trace import span
 from sparsecoll.telemetry.traffic import Counts, Traffic
+from sparsecoll.transport import process
 from sparsecoll.transport.network import BETWEEN_NODES, ONE_NODE, Network
 
 T = TypeVar("T")
@@ -136,11 +136,22 @@ class Transport(ABC):
         self.broken = ""
         self._phase: Counts | None = None
         self._setting_up = False
-        _living.add(self)
+        process.add(self)
 
     def forked(self) -> None:
         """Forget, in a forked process, what only the process that it was forked from has: its threads."""
         self.worker, self._caller = None, threading.RLock()
+
+    def finish(self, seconds: Callable[[], float]) -> None:
+        """Wait until no other thread is in a call, for `seconds()` at most; from then on none can make one."""
+        if self.worker is not None:
+            self.worker.close(seconds())
+            self.worker = None
+        self._caller.acquire(timeout=seconds())
+
+    def leave(self) -> bool:
+        """Return whether this process may end; called again and again until it may."""
+        return True
 
     def _check(self) -> None:
         if self.broken:
@@ -207,7 +218,8 @@ class Transport(ABC):
         if self.worker is not None and self.worker.thread == threading.get_ident():
             return function()
         if not self._caller.acquire(blocking=False):
-            self.broken = self.broken or f"two threads made calls at the same time on rank {self.rank}"
+            why, _ = process.ended()
+            self.broken = self.broken or why or f"two threads made calls at the same time on rank {self.rank}"
             raise out_of_use(self.broken, self.cure)
         try:
             return function() if self.worker is None else self.worker.in_order(function)  # type: ignore[no-any-return]
@@ -347,21 +359,11 @@ def out_of_use(why: str, cure: str) -> CommunicationError:
     return CommunicationError(f"communicator is out of use since {why}; {cure}")
 
 
-_living: weakref.WeakSet[Transport] = weakref.WeakSet()
-
-
-def living() -> list[Transport]:
-    """Return all transports of this process."""
-    return list(_living)
-
-
-def _forget() -> None:
-    for transport in living():
-        transport.forked()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget)
+def report_of(why: str = "", **report: Any) -> Buffer:
+    """Return a report as a message; with `why`, that of a rank by which the communicator is out of use."""
+    if why:
+        report |= {"broken": why, "error": {"type": "CommunicationError", "text": why}}
+    return np.frombuffer(bytearray(json.dumps(report).encode()), np.uint8)
 
 
 class _Phase:

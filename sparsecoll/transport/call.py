@@ -32,7 +32,7 @@ import numpy as np
 from sparsecoll.errors import CommunicationError, NonFiniteError
 from sparsecoll.formats import Buffer
 from sparsecoll.transport import check_timeout, usable
-from sparsecoll.transport.base import HISTORY, KEPT, NAMES, CallMismatch, Transport, out_of_use, tag_of
+from sparsecoll.transport.base import HISTORY, KEPT, NAMES, CallMismatch, Transport, out_of_use, report_of, tag_of
 from sparsecoll.transport.collectives import FEW_RANKS, allgather, allgatherv, disseminate, node_members
 from sparsecoll.transport.waiting import check_environment
 
@@ -243,12 +243,12 @@ def _resolve_failure(transport: Transport, call: dict[str, Any], state: tuple[in
         report["error"] = {"type": type(error).__name__, "text": str(error)}
     if transport.broken:
         report["broken"] = transport.broken
-        transport.revoke(_bytes(report))
+        transport.revoke(report_of(**report))
         return error
     transport.reset()
     transport.timeout = transport.timeout or REPORT_SECONDS
     try:
-        blocks = transport.exchange_errors(_bytes(report), None if report["error"] is None else error)
+        blocks = transport.exchange_errors(report_of(**report), None if report["error"] is None else error)
     except CommunicationError as unanswered:  # the communicator is broken
         if report["error"] is None:
             return unanswered
@@ -258,15 +258,11 @@ def _resolve_failure(transport: Transport, call: dict[str, Any], state: tuple[in
     for other in reports:
         if other.get("broken"):
             transport.broken = other["broken"]
-            transport.revoke(_bytes(report | {"broken": other["broken"], "error": other["error"]}))
+            transport.revoke(report_of(**report | {"broken": other["broken"], "error": other["error"]}))
             return CommunicationError(other["error"]["text"])
     reports.insert(transport.rank, report)
     transport.calls = max(other["number"] for other in reports)
     return _raised_error(reports)
-
-
-def _bytes(report: dict[str, Any]) -> np.ndarray[Any, Any]:
-    return np.frombuffer(bytearray(json.dumps(report).encode()), np.uint8)
 
 
 def _raised_error(reports: list[dict[str, Any]]) -> Exception:

@@ -230,17 +230,24 @@ class Window:
         self.replica.context.step += 1
         _barrier(self.replica.transport)
 
-    def start_anew(self, name: str, root: int) -> None:
+    @torch.no_grad()
+    def start_anew(self, name: str, root: int, everything: bool = False) -> None:
         """Drop the steps since the last mean; values of that mean and buffers become those of rank `root`. Collective.
 
         Args:
             name: of the call.
+            everything: whether parameters that took no part become those of rank `root`, too: some rank may be new
+                (default: False).
         """
         self._buckets.release()
+        behind = self._moved | self._last
+        if everything:
+            for other in self._shared.keys() - behind:
+                self._shared[other].copy_(self._params[other])
+            behind = set(self._shared)
         self.replica.follow(name, self._outer, root)
-        with torch.no_grad():
-            for moved in self._moved | self._last:
-                self._params[moved].copy_(self._shared[moved])
+        for moved in behind:
+            self._params[moved].copy_(self._shared[moved])
         self.steps, self._moved, self._loaded, self._refused = 0, set(), {}, None
 
     # -- saved state

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import math
 import select
@@ -25,20 +24,12 @@ from sparsecoll.transport.base import (
     STALL_TAG,
     CallMismatch,
     Transport,
-    living,
 )
 from sparsecoll.transport.tcp.connection import CHUNK, Connection, Disconnected, IncomingMessage
 from sparsecoll.transport.waiting import Watchdog
 
 LOOK_SECONDS = 5.0  # between looks at the hosts of a rank that waits
 FAREWELL_SECONDS = 1.0  # in which a rank that revokes the communicator sends its report
-
-
-@atexit.register
-def _leave_all() -> None:
-    for transport in living():
-        if isinstance(transport, TcpTransport) and not transport.broken:
-            transport.leave()
 
 
 class TcpReceive:
@@ -123,10 +114,12 @@ class TcpTransport(Transport):
         self.leave()
         self._abandon(why)
 
-    def leave(self) -> None:
+    def leave(self) -> bool:
         """Read what others have told: where data are unread, closing a socket also discards data on their way."""
-        with contextlib.suppress(CallMismatch):
-            self._listen()
+        if not self.broken:
+            with contextlib.suppress(CallMismatch):
+                self._listen()
+        return True
 
     def forked(self) -> None:
         """Close the copies of the sockets, or peers would not notice when the process that was forked ends."""
