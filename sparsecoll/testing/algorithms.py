@@ -23,10 +23,10 @@ Expected = Callable[[list[SparseVector], int], NDArray[Any]]
 def check_algorithm(algorithm: Algorithm, expected: Expected | None = None, long: bool = True) -> None:
     """Check the contract of algorithms on the simulator, on 1 to 12 ranks; takes some seconds.
 
-    All ranks get the same bits, in every run; inputs are not changed; what contributed adds up to the result, also if
-    values are rounded on the wire; no coordinate waits for ever with error feedback; every dtype, format and number of
-    entries is taken, and vectors that are empty, tiny or longer than 2^32. An exact sum and the top k of a sum, as
-    `semantics` says, are compared with those of NumPy.
+    All ranks get the same bits, in every run and every order of messages; inputs are not changed; what contributed adds
+    up to the result, also if values are rounded on the wire; no coordinate waits for ever with error feedback; every
+    dtype, format and number of entries is taken, and vectors that are empty, tiny or longer than 2^32. An exact sum and
+    the top k of a sum, as `semantics` says, are compared with those of NumPy.
 
     Args:
         algorithm: an object of the class; each call gets a copy.
@@ -219,7 +219,13 @@ def _repeats(algorithm: Algorithm) -> None:
     first, again = (_reduced(algorithm, inputs, k=200)[0].value.to_sparse() for _ in range(2))
     expect(same_bits(first, again), "expected the same bits in every run")
     expect(algorithm.semantics != "top_k_of_sum" or first.nnz == 200, "expected 200 entries")
-    simulation = simulate(7, lambda comm: allreduce(comm, inputs[comm.rank], copy.deepcopy(algorithm), k=200))
+    chance = np.random.default_rng(7)
+
+    def program(comm: Any) -> SparseVector:
+        return allreduce(comm, inputs[comm.rank], copy.deepcopy(algorithm), k=200)  # type: ignore[no-any-return]
+
+    simulation = simulate(7, program, schedule=lambda steps: int(chance.integers(len(steps))))
+    expect(all(same_bits(y, first) for y in simulation.results), "expected the same bits in every order of messages")
     totals = [counts.total for counts in simulation.traffic]
     sent, received = sum(t.bytes_sent for t in totals), sum(t.bytes_received for t in totals)
     expect(simulation.seconds > 0 and sent == received > 0, f"{sent} bytes were sent and {received} received")

@@ -13,19 +13,40 @@ import contextlib
 import copy
 import threading
 from collections import deque
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
+from sparsecoll.errors import CommunicationError
 from sparsecoll.formats import Buffer
-from sparsecoll.transport.base import ERROR_TAG, CallMismatch, Transport
+from sparsecoll.transport.base import ERROR_TAG, REVOKE_TAG, CallMismatch, Transport
 from sparsecoll.transport.network import Costs, Network
+from sparsecoll.transport.waiting import Watchdog
 
 Route = tuple[Hashable, int, int]  # (communicator, source, destination), which are ranks of the world
 
 
 class DeadlockError(RuntimeError):
     """Every virtual rank waits for a message that no rank will send; the message says which rank waits for which."""
+
+
+class Step(NamedTuple):
+    """What a rank may do next, see `simulate`.
+
+    Attributes:
+        rank: the rank, of those of the simulation.
+        what: "start" its program, "send" or "receive" a message, "stall" (it has waited for a while, and looks whether
+            the rank for which it waits is in another call), or "timeout" (it gives up).
+        peer: rank that the message is for or comes from; -1 for other steps.
+    """
+
+    rank: int
+    what: str
+    peer: int = -1
+
+
+Schedule = Callable[[Sequence[Step]], int]
+WHEN_ALL_WAIT = ("stall", "timeout")  # in this order
 
 
 class Stopped(BaseException):
@@ -68,53 +89,78 @@ class Clock:
     inner: Port = field(default_factory=Port)
 
 
+@dataclass
+class Wait:
+    """What lets a rank that waits go on: a message on one of the routes, or one of the steps `otherwise()`."""
+
+    routes: Collection[Route]
+    otherwise: Callable[[], list[Step]] = list
+
+
 class World:
     """What the virtual ranks of one simulation share: mailboxes, ports, and the baton."""
 
-    def __init__(self, size: int, network: Network, ranks_per_node: int, inside: Network) -> None:
+    def __init__(
+        self, size: int, network: Network, ranks_per_node: int, inside: Network, schedule: Schedule | None = None
+    ) -> None:
         self.size = size
         self.network = network
         self.inside = inside
         self.ranks_per_node = ranks_per_node
+        self.schedule = schedule
         self.ports = {node: Port() for node in range(-(-size // ranks_per_node))}
         self.clocks = [Clock() for _ in range(size)]
         self.mail: dict[Route, deque[Message]] = {}
         self.batons = [threading.Semaphore(0) for _ in range(size)]
-        self.ready: deque[int] = deque(range(size))
-        self.waiting: dict[int, Route] = {}
+        self.ready: deque[Step] = deque(Step(rank, "start") for rank in range(size))
+        self.waiting: dict[int, Wait] = {}
+        self.step = self.ready[0]  # of the rank that has the baton
         self.ends: dict[tuple[Hashable, int], SimTransport] = {}  # by communicator and rank of the world
-        self.tags: dict[int, int] = {}  # for which ranks wait
-        self.mismatched: set[int] = set()  # ranks that are to raise CallMismatch
         self.finished: set[int] = set()
         self.failure: BaseException | None = None
         self.done = threading.Event()
 
     def pass_baton(self) -> None:
         """Wake the next rank that can run; if there is none, the run is over or in a deadlock."""
-        if self.failure is None and not self.ready and self.waiting:
-            self.mismatched = {rank for rank in self.waiting if self._is_mismatched(rank)}
-            for rank in sorted(self.mismatched):
-                del self.waiting[rank]
-                self.ready.append(rank)
-            if not self.ready:
-                self.failure = DeadlockError(self._report())
-        if self.failure is not None and self.waiting:
-            self.ready.extend(sorted(self.waiting))
+        try:
+            step = self._next() if self.failure is None and (self.ready or self.waiting) else None
+        except BaseException as error:  # also of the schedule
+            self.failure, step = error, None
+        if self.failure is not None:
+            self.ready.extend(Step(rank, "stop") for rank in sorted(self.waiting))
             self.waiting.clear()
-        if self.ready:
-            self.batons[self.ready.popleft()].release()
-        else:
+            step = self.ready.popleft() if self.ready else None
+        if step is None:
             self.done.set()
+        else:
+            self.step = step
+            self.batons[step.rank].release()
 
-    def _is_mismatched(self, rank: int) -> bool:
-        """Return whether a rank waits for one that is in another call."""
-        context, source, _ = self.waiting[rank]
-        return rank in self.tags and self.ends[context, source].is_in_another_call(self.tags[rank])
+    def _next(self) -> Step:
+        """Return the step that comes next; the rank neither waits nor is ready any longer."""
+        if self.schedule is None and self.ready:
+            return self.ready.popleft()
+        steps = [*self.ready, *(step for rank in sorted(self.waiting) for step in self._steps(rank))]
+        if not steps:
+            raise DeadlockError(self._report())
+        if self.schedule is not None:
+            step = steps[self.schedule(steps)]
+        else:
+            step = min(steps, key=lambda step: WHEN_ALL_WAIT.index(step.what))
+        if step in self.ready:
+            self.ready.remove(step)
+        self.waiting.pop(step.rank, None)
+        return step
+
+    def _steps(self, rank: int) -> list[Step]:
+        wait = self.waiting[rank]
+        return [*(Step(rank, "receive", r[1]) for r in wait.routes if self.mail.get(r)), *wait.otherwise()]
 
     def _report(self) -> str:
-        lines = [f"rank {rank} waits for rank {self.waiting[rank][1]}" for rank in sorted(self.waiting)]
+        waits = [(rank, ", ".join(str(r[1]) for r in self.waiting[rank].routes)) for rank in sorted(self.waiting)]
         ended = f"; ended: {sorted(self.finished)}" if self.finished else ""
-        return f"deadlock among {self.size} virtual ranks: " + ", ".join(lines) + ended
+        lines = ", ".join(f"rank {rank} waits for rank {sources}" for rank, sources in waits)
+        return f"deadlock among {self.size} virtual ranks: {lines}{ended}"
 
     def stop(self, why: BaseException) -> None:
         """Let every rank end in the call in which it waits, or in its next one."""
@@ -128,39 +174,31 @@ class World:
         if self.failure is not None:
             raise Stopped
 
-    def take(self, route: Route, tag: int | None = None) -> Message:
-        """Return the next message on a route; pass the baton on until there is one.
-
-        Args:
-            route: the route.
-            tag: that the message of a call must have; None, the default, for another message.
-
-        Raises:
-            CallMismatch: All ranks wait, and the sender is in another call.
-        """
+    def wait(self, rank: int, wait: Wait) -> Step:
+        """Let other ranks run until this one can go on; return how. A message that has come stays in the mailbox."""
         self._check_running()
-        rank = route[2]
-        while not self.mail.get(route):
-            self.waiting[rank] = route
-            if tag is not None:
-                self.tags[rank] = tag
-            self.pass_baton()
-            self.batons[rank].acquire()
-            self.tags.pop(rank, None)
-            if self.failure is not None:
-                raise Stopped
-            if rank in self.mismatched:
-                self.mismatched.discard(rank)
-                raise CallMismatch("a rank is in another call")
-        return self.mail[route].popleft()
+        if self.schedule is None:
+            for route in wait.routes:
+                if self.mail.get(route):
+                    return Step(rank, "receive", route[1])
+        self.waiting[rank] = wait
+        self.pass_baton()
+        self.batons[rank].acquire()
+        if self.failure is not None:
+            raise Stopped
+        return self.step
 
     def deliver(self, route: Route, message: Message) -> None:
         """Put a message into the receiver's mailbox; a receiver that waits for it can run again."""
         self._check_running()
+        _, source, receiver = route
+        if self.schedule is not None:
+            self.wait(source, Wait((), lambda: [Step(source, "send", receiver)]))
         self.mail.setdefault(route, deque()).append(message)
-        if self.waiting.get(route[2]) == route:
-            del self.waiting[route[2]]
-            self.ready.append(route[2])
+        waiting = self.waiting.get(receiver)
+        if self.schedule is None and waiting is not None and route in waiting.routes:
+            del self.waiting[receiver]
+            self.ready.append(Step(receiver, "receive", source))
 
 
 class SimReceive:
@@ -195,6 +233,7 @@ class SimTransport(Transport):
     """
 
     virtual = True
+    cure = "continue with a new one, such as comm.Dup()"
 
     def __init__(
         self, world: World, members: list[int], rank: int, costs: Costs | None = None, context: Hashable = ()
@@ -205,7 +244,9 @@ class SimTransport(Transport):
         self._world = world
         self._costs = costs or Costs()
         self._clock = world.clocks[members[rank]]
-        self._reports: dict[int, Buffer] = {}  # received in place of messages
+        self._told = False  # whether the rank for which this one waits has been told so
+        self._unheard: dict[int, Buffer] = {}  # of what `stalled` has told this rank, by source
+        self._revoked = False  # whether this rank has revoked the communicator
         self._node = members[rank] // world.ranks_per_node
         world.ends[context, members[rank]] = self
         self.one_node = all(member // world.ranks_per_node == self._node for member in members)
@@ -248,6 +289,7 @@ class SimTransport(Transport):
         return world.network, world.ports[self._node]
 
     def _isend(self, destination: int, buffer: Buffer) -> None:
+        self._check()
         clock, (network, port) = self._clock, self._port(destination)
         port.out = max(clock.now, port.out) + network.beta * buffer.size
         clock.left = max(clock.left, port.out)
@@ -258,34 +300,86 @@ class SimTransport(Transport):
         self._clock.now = max(self._clock.now, self._clock.left)
 
     def _irecv(self, source: int, into: Buffer | None) -> SimReceive:
+        self._check()
         return SimReceive(self, source, into)
 
-    def _next(self, source: int, tag: int | None = None) -> Message:
-        message = self._world.take(self._route(source, self.rank), tag)
+    def _wait(self, sources: Collection[int], what: str, stalls: bool) -> int:
+        """Wait for a message of one of the sources; return which one.
+
+        Args:
+            sources: the ranks.
+            what: what they send.
+            stalls: whether they may be in another call.
+        """
+        me, self._told = self.members[self.rank], not stalls
+        wait = Wait(
+            [self._route(source, self.rank) for source in sources], lambda: self._otherwise(me, sources, stalls)
+        )
+        while (step := self._world.wait(me, wait)).what != "receive":
+            self._happens(step, sources, f"waits for {what} of rank {', '.join(map(str, sources))}")
+        return self.members.index(step.peer)
+
+    def _otherwise(self, me: int, sources: Collection[int], stalls: bool) -> list[Step]:
+        """Return what may happen while this rank waits."""
+        due = (not self._told or (stalls and self._unheard), self.timeout is not None)
+        return [Step(me, what) for what, is_due in zip(WHEN_ALL_WAIT, due, strict=True) if is_due]
+
+    def _happens(self, step: Step, sources: Collection[int], what: str) -> None:
+        """Look whether this rank waits for ever, or give up."""
+        if step.what == "stall":
+            first, self._told = not self._told, True
+            return self.stalled(lambda: sources, first)
+        assert self.timeout is not None
+        self._clock.now += self.timeout
+        try:
+            Watchdog(self.rank, lambda: what, self.timeout).give_up()
+        except CommunicationError as error:
+            self.broken = str(error)
+            raise
+
+    def _next(self, source: int) -> Message:
+        """Take the next message of a source, which has come."""
+        message = self._world.mail[self._route(source, self.rank)].popleft()
         network, port = self._port(source)
         port.into = max(message.arrival, port.into + network.beta * message.content.size)
         self._clock.now = max(self._clock.now, port.into)
         return message
 
     def _take(self, source: int, tag: int) -> Buffer:
-        message = self._next(source, tag)
-        if message.tag == ERROR_TAG:
-            self._reports[source] = message.content
-        if message.tag != tag:
+        self._wait([source], "a message", True)
+        if self._world.mail[self._route(source, self.rank)][0].tag != tag:  # it may be a report, which is read later
             raise CallMismatch(f"rank {source} is in another call")
-        return message.content  # type: ignore[no-any-return]
+        return self._next(source).content  # type: ignore[no-any-return]
+
+    def _tell(self, peer: int, message: Buffer) -> None:
+        self._world.ends[self.context, self.members[peer]]._unheard[self.rank] = message
+
+    def _listen(self) -> None:
+        for source in list(self._unheard):
+            self._hear(source, self._unheard.pop(source))
 
     def exchange_errors(self, report: Buffer, error: Exception | None = None) -> list[Buffer | None]:
-        others = [peer for peer in range(self.size) if peer != self.rank]
-        for peer in others:
-            self._world.deliver(self._route(self.rank, peer), Message(report, self.now(), ERROR_TAG))
-        for peer in others:
-            while peer not in self._reports:
-                message = self._next(peer)
-                if message.tag == ERROR_TAG:
-                    self._reports[peer] = message.content
-        reports, self._reports = self._reports, {}
-        return [reports.get(peer) for peer in range(self.size)]
+        self._check()
+        self._send_to_all(report, ERROR_TAG)
+        reports: list[Buffer | None] = [None] * self.size
+        missing = [peer for peer in range(self.size) if peer != self.rank]
+        while missing:
+            source = self._wait(missing, "the report", False)
+            message = self._next(source)
+            if message.tag in (ERROR_TAG, REVOKE_TAG):
+                reports[source] = message.content
+                missing = [] if message.tag == REVOKE_TAG else [peer for peer in missing if peer != source]
+        return reports
+
+    def revoke(self, report: Buffer) -> None:
+        if not self._revoked:
+            self._revoked = True
+            self._send_to_all(report, REVOKE_TAG)
+
+    def _send_to_all(self, report: Buffer, tag: int) -> None:
+        for peer in range(self.size):
+            if peer != self.rank:
+                self._world.deliver(self._route(self.rank, peer), Message(report, self.now(), tag))
 
     # Objects that a program sends by its communicator: not counted, and without a duration
 
@@ -296,6 +390,8 @@ class SimTransport(Transport):
 
     def receive_object(self, source: int) -> Any:
         """Receive the next object from `source`."""
-        message = self._world.take((("objects", self.context), self.members[source], self.members[self.rank]))
+        route = (("objects", self.context), self.members[source], self.members[self.rank])
+        self._world.wait(route[2], Wait([route]))
+        message = self._world.mail[route].popleft()
         self._clock.now = max(self._clock.now, message.arrival)
         return message.content
