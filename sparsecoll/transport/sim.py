@@ -142,11 +142,10 @@ def simulate(
             first node.
         inside: alpha-beta model of the messages inside a node (default: 1 us and 10 GB/s).
         costs: costs of computation; None, the default, for none.
-        schedule: chooses what happens next, before each message that is sent or received: a function of the list of
-            steps that are possible (tuples `rank`, `what`, `peer`; see `sparsecoll.transport.virtual_ranks.Step`) that
-            returns the position of one. Ranks may then be slow and messages late in every way, and a wait with a
-            `timeout` may end at any time. None, the default, for an order in which a timeout is over only when all
-            ranks wait.
+        schedule: chooses what happens next, before each message is sent or received: a function of the list of steps
+            that are possible, tuples (rank, what, peer), that returns the position of one. Ranks may so be slow and
+            messages late in every way, and a wait with a `timeout` may end at any time. None, the default, for an order
+            in which a timeout is over only when all ranks wait.
 
     Returns:
         Simulation, with results and counters of every rank and the modelled seconds.

@@ -21,7 +21,6 @@ from sparsecoll.errors import CommunicationError
 from sparsecoll.formats import Buffer
 from sparsecoll.transport.base import ERROR_TAG, REVOKE_TAG, CallMismatch, Transport
 from sparsecoll.transport.network import Costs, Network
-from sparsecoll.transport.waiting import Watchdog
 
 Route = tuple[Hashable, int, int]  # (communicator, source, destination), which are ranks of the world
 
@@ -31,13 +30,9 @@ class DeadlockError(RuntimeError):
 
 
 class Step(NamedTuple):
-    """What a rank may do next, see `simulate`.
+    """What a rank may do next: "start", "send" to or "receive" from `peer`, "stall" or "timeout".
 
-    Attributes:
-        rank: the rank, of those of the simulation.
-        what: "start" its program, "send" or "receive" a message, "stall" (it has waited for a while, and looks whether
-            the rank for which it waits is in another call), or "timeout" (it gives up).
-        peer: rank that the message is for or comes from; -1 for other steps.
+    In a "stall", it has waited for a while, and looks whether a rank for which it waits is in another call.
     """
 
     rank: int
@@ -45,8 +40,7 @@ class Step(NamedTuple):
     peer: int = -1
 
 
-Schedule = Callable[[Sequence[Step]], int]
-WHEN_ALL_WAIT = ("stall", "timeout")  # in this order
+Schedule = Callable[[Sequence[Step]], int] | None
 
 
 class Stopped(BaseException):
@@ -89,20 +83,10 @@ class Clock:
     inner: Port = field(default_factory=Port)
 
 
-@dataclass
-class Wait:
-    """What lets a rank that waits go on: a message on one of the routes, or one of the steps `otherwise()`."""
-
-    routes: Collection[Route]
-    otherwise: Callable[[], list[Step]] = list
-
-
 class World:
     """What the virtual ranks of one simulation share: mailboxes, ports, and the baton."""
 
-    def __init__(
-        self, size: int, network: Network, ranks_per_node: int, inside: Network, schedule: Schedule | None = None
-    ) -> None:
+    def __init__(self, size: int, network: Network, ranks_per_node: int, inside: Network, schedule: Schedule) -> None:
         self.size = size
         self.network = network
         self.inside = inside
@@ -113,7 +97,7 @@ class World:
         self.mail: dict[Route, deque[Message]] = {}
         self.batons = [threading.Semaphore(0) for _ in range(size)]
         self.ready: deque[Step] = deque(Step(rank, "start") for rank in range(size))
-        self.waiting: dict[int, Wait] = {}
+        self.waiting: dict[int, tuple[Collection[Route], Callable[[], list[Step]]]] = {}
         self.step = self.ready[0]  # of the rank that has the baton
         self.ends: dict[tuple[Hashable, int], SimTransport] = {}  # by communicator and rank of the world
         self.finished: set[int] = set()
@@ -123,44 +107,39 @@ class World:
     def pass_baton(self) -> None:
         """Wake the next rank that can run; if there is none, the run is over or in a deadlock."""
         try:
-            step = self._next() if self.failure is None and (self.ready or self.waiting) else None
+            if self.failure is None and (self.ready or self.waiting):
+                self.step = self._next()
+                return self.batons[self.step.rank].release()
         except BaseException as error:  # also of the schedule
-            self.failure, step = error, None
-        if self.failure is not None:
-            self.ready.extend(Step(rank, "stop") for rank in sorted(self.waiting))
-            self.waiting.clear()
-            step = self.ready.popleft() if self.ready else None
-        if step is None:
-            self.done.set()
+            self.failure = error
+        self.ready.extend(Step(rank, "stop") for rank in sorted(self.waiting))
+        self.waiting.clear()
+        if self.ready:
+            self.batons[self.ready.popleft().rank].release()
         else:
-            self.step = step
-            self.batons[step.rank].release()
+            self.done.set()
 
     def _next(self) -> Step:
-        """Return the step that comes next; the rank neither waits nor is ready any longer."""
+        """Return the step that comes next; its rank is neither ready nor waits any longer."""
         if self.schedule is None and self.ready:
             return self.ready.popleft()
-        steps = [*self.ready, *(step for rank in sorted(self.waiting) for step in self._steps(rank))]
+        steps = list(self.ready)
+        for rank, (routes, otherwise) in sorted(self.waiting.items()):
+            steps += [Step(rank, "receive", route[1]) for route in routes if self.mail.get(route)] + otherwise()
         if not steps:
             raise DeadlockError(self._report())
-        if self.schedule is not None:
-            step = steps[self.schedule(steps)]
-        else:
-            step = min(steps, key=lambda step: WHEN_ALL_WAIT.index(step.what))
+        stall_first = min(steps, key=lambda step: step.what)  # then a timeout
+        step = stall_first if self.schedule is None else steps[self.schedule(steps)]
         if step in self.ready:
             self.ready.remove(step)
         self.waiting.pop(step.rank, None)
         return step
 
-    def _steps(self, rank: int) -> list[Step]:
-        wait = self.waiting[rank]
-        return [*(Step(rank, "receive", r[1]) for r in wait.routes if self.mail.get(r)), *wait.otherwise()]
-
     def _report(self) -> str:
-        waits = [(rank, ", ".join(str(r[1]) for r in self.waiting[rank].routes)) for rank in sorted(self.waiting)]
+        sources = {rank: ", ".join(str(route[1]) for route in wait[0]) for rank, wait in sorted(self.waiting.items())}
+        lines = [f"rank {rank} waits for rank {source}" for rank, source in sources.items()]
         ended = f"; ended: {sorted(self.finished)}" if self.finished else ""
-        lines = ", ".join(f"rank {rank} waits for rank {sources}" for rank, sources in waits)
-        return f"deadlock among {self.size} virtual ranks: {lines}{ended}"
+        return f"deadlock among {self.size} virtual ranks: " + ", ".join(lines) + ended
 
     def stop(self, why: BaseException) -> None:
         """Let every rank end in the call in which it waits, or in its next one."""
@@ -174,14 +153,13 @@ class World:
         if self.failure is not None:
             raise Stopped
 
-    def wait(self, rank: int, wait: Wait) -> Step:
+    def wait(self, rank: int, routes: Collection[Route], otherwise: Callable[[], list[Step]] = list) -> Step:
         """Let other ranks run until this one can go on; return how. A message that has come stays in the mailbox."""
         self._check_running()
-        if self.schedule is None:
-            for route in wait.routes:
-                if self.mail.get(route):
-                    return Step(rank, "receive", route[1])
-        self.waiting[rank] = wait
+        for route in routes if self.schedule is None else ():
+            if self.mail.get(route):
+                return Step(rank, "receive", route[1])
+        self.waiting[rank] = routes, otherwise
         self.pass_baton()
         self.batons[rank].acquire()
         if self.failure is not None:
@@ -193,10 +171,9 @@ class World:
         self._check_running()
         _, source, receiver = route
         if self.schedule is not None:
-            self.wait(source, Wait((), lambda: [Step(source, "send", receiver)]))
+            self.wait(source, (), lambda: [Step(source, "send", receiver)])
         self.mail.setdefault(route, deque()).append(message)
-        waiting = self.waiting.get(receiver)
-        if self.schedule is None and waiting is not None and route in waiting.routes:
+        if self.schedule is None and route in self.waiting.get(receiver, ((), None))[0]:
             del self.waiting[receiver]
             self.ready.append(Step(receiver, "receive", source))
 
@@ -245,8 +222,6 @@ class SimTransport(Transport):
         self._costs = costs or Costs()
         self._clock = world.clocks[members[rank]]
         self._told = False  # whether the rank for which this one waits has been told so
-        self._unheard: dict[int, Buffer] = {}  # of what `stalled` has told this rank, by source
-        self._revoked = False  # whether this rank has revoked the communicator
         self._node = members[rank] // world.ranks_per_node
         world.ends[context, members[rank]] = self
         self.one_node = all(member // world.ranks_per_node == self._node for member in members)
@@ -304,38 +279,26 @@ class SimTransport(Transport):
         return SimReceive(self, source, into)
 
     def _wait(self, sources: Collection[int], what: str, stalls: bool) -> int:
-        """Wait for a message of one of the sources; return which one.
-
-        Args:
-            sources: the ranks.
-            what: what they send.
-            stalls: whether they may be in another call.
-        """
-        me, self._told = self.members[self.rank], not stalls
-        wait = Wait(
-            [self._route(source, self.rank) for source in sources], lambda: self._otherwise(me, sources, stalls)
-        )
-        while (step := self._world.wait(me, wait)).what != "receive":
+        """Wait for a message of one of the sources, which may be in another call if `stalls`; return which one."""
+        me, self._told = self.members[self.rank], False
+        routes = [self._route(source, self.rank) for source in sources]
+        while (step := self._world.wait(me, routes, lambda: self._otherwise(me, sources, stalls))).what != "receive":
             self._happens(step, sources, f"waits for {what} of rank {', '.join(map(str, sources))}")
         return self.members.index(step.peer)
 
     def _otherwise(self, me: int, sources: Collection[int], stalls: bool) -> list[Step]:
         """Return what may happen while this rank waits."""
-        due = (not self._told or (stalls and self._unheard), self.timeout is not None)
-        return [Step(me, what) for what, is_due in zip(WHEN_ALL_WAIT, due, strict=True) if is_due]
+        here = all((self.context, self.members[source]) in self._world.ends for source in sources)
+        due = stalls and here and (not self._told or any(map(self.is_in_another_call, self.told.values())))
+        return [Step(me, "stall")] * due + [Step(me, "timeout")] * (self.timeout is not None)
 
     def _happens(self, step: Step, sources: Collection[int], what: str) -> None:
-        """Look whether this rank waits for ever, or give up."""
         if step.what == "stall":
             first, self._told = not self._told, True
             return self.stalled(lambda: sources, first)
-        assert self.timeout is not None
-        self._clock.now += self.timeout
-        try:
-            Watchdog(self.rank, lambda: what, self.timeout).give_up()
-        except CommunicationError as error:
-            self.broken = str(error)
-            raise
+        self._clock.now += self.timeout or 0
+        self.broken = f"rank {self.rank} {what} for {self.timeout} s: no answer within the timeout"
+        raise CommunicationError(self.broken)
 
     def _next(self, source: int) -> Message:
         """Take the next message of a source, which has come."""
@@ -352,29 +315,22 @@ class SimTransport(Transport):
         return self._next(source).content  # type: ignore[no-any-return]
 
     def _tell(self, peer: int, message: Buffer) -> None:
-        self._world.ends[self.context, self.members[peer]]._unheard[self.rank] = message
-
-    def _listen(self) -> None:
-        for source in list(self._unheard):
-            self._hear(source, self._unheard.pop(source))
+        self._world.ends[self.context, self.members[peer]]._hear(self.rank, message)
 
     def exchange_errors(self, report: Buffer, error: Exception | None = None) -> list[Buffer | None]:
         self._check()
         self._send_to_all(report, ERROR_TAG)
         reports: list[Buffer | None] = [None] * self.size
-        missing = [peer for peer in range(self.size) if peer != self.rank]
-        while missing:
-            source = self._wait(missing, "the report", False)
-            message = self._next(source)
+        while missing := [peer for peer, seen in enumerate(reports) if seen is None and peer != self.rank]:
+            message = self._next(source := self._wait(missing, "the report", False))
             if message.tag in (ERROR_TAG, REVOKE_TAG):
                 reports[source] = message.content
-                missing = [] if message.tag == REVOKE_TAG else [peer for peer in missing if peer != source]
+            if message.tag == REVOKE_TAG:
+                break
         return reports
 
     def revoke(self, report: Buffer) -> None:
-        if not self._revoked:
-            self._revoked = True
-            self._send_to_all(report, REVOKE_TAG)
+        self._send_to_all(report, REVOKE_TAG)
 
     def _send_to_all(self, report: Buffer, tag: int) -> None:
         for peer in range(self.size):
@@ -391,7 +347,7 @@ class SimTransport(Transport):
     def receive_object(self, source: int) -> Any:
         """Receive the next object from `source`."""
         route = (("objects", self.context), self.members[source], self.members[self.rank])
-        self._world.wait(route[2], Wait([route]))
+        self._world.wait(route[2], [route])
         message = self._world.mail[route].popleft()
         self._clock.now = max(self._clock.now, message.arrival)
         return message.content

@@ -65,7 +65,7 @@ class Watchdog:
         now = self._checked = time.monotonic()
         patience = WATCHDOG_SECONDS if self._error is None else ERROR_SHOWN_SECONDS
         if self._timeout is not None and now - self._start >= self._timeout:
-            self.give_up()
+            self._give_up(self._timeout)
         if now - self._warned >= patience:
             self._warned, since = now, now - self._start
             logger.warning("rank %d %s, %.0f s so far", self._rank, self._what(), since, exc_info=self._error)
@@ -78,9 +78,8 @@ class Watchdog:
             due = min(due, self._start + self._stalls * self._stall)
         return (due if self._timeout is None else min(due, self._start + self._timeout)) - now
 
-    def give_up(self) -> None:
-        """Raise CommunicationError, as the timeout is over, or end the whole job."""
-        why = f"rank {self._rank} {self._what()} for {self._timeout} s: no answer within the timeout"
+    def _give_up(self, timeout: float) -> None:
+        why = f"rank {self._rank} {self._what()} for {timeout} s: no answer within the timeout"
         if os.environ.get(ON_TIMEOUT) == "abort":
             logger.critical("%s; aborting the job (%s=abort)", why, ON_TIMEOUT)
             self._abort()

@@ -24,7 +24,7 @@ from sparsecoll import simulate
 from sparsecoll.errors import CommunicationError
 from sparsecoll.transport import sim
 from sparsecoll.transport.base import FIRST_TAG, REVOKE_TAG, CallMismatch
-from sparsecoll.transport.virtual_ranks import DeadlockError, SimTransport, Step, Wait
+from sparsecoll.transport.virtual_ranks import DeadlockError, SimTransport, Step
 
 
 class Fault(Exception):
@@ -67,7 +67,7 @@ class Rank(SimTransport):
             if kind == "interrupt":
                 raise KeyboardInterrupt
             me = self.members[self.rank]
-            self._world.wait(me, Wait((), lambda: [Step(me, kind)]))
+            self._world.wait(me, (), lambda: [Step(me, kind)])
             self.open = kind == "stop"
             raise Died
 
@@ -83,7 +83,7 @@ class Rank(SimTransport):
             return [Step(me, what, peer) for what in (("reach",) if end.open else ("lose", "gone"))]
 
         if end.fault is not None and end.fault[0] == "die":
-            step = self._world.wait(me, Wait((), ways))
+            step = self._world.wait(me, (), ways)
             if step.what == "gone":
                 raise CallMismatch(f"rank {destination} is gone: Broken pipe")
             if step.what == "lose":
@@ -101,6 +101,7 @@ class Rank(SimTransport):
         return content
 
     def _otherwise(self, me, sources, stalls):
+        self._listen()
         steps = super()._otherwise(me, sources, stalls)
         if self.limited and self.timeout is None:
             steps.append(Step(me, "timeout"))
@@ -124,7 +125,6 @@ class Rank(SimTransport):
         super()._happens(step, sources, what)
 
     def _listen(self):
-        super()._listen()
         if self.peeks:
             for source in range(self.size):
                 queue = self._world.mail.get(self._route(source, self.rank))
@@ -297,7 +297,7 @@ class Order:
         if any(other.what != "receive" for other in own) or self.stalls[step.rank] < search.stalls:
             return False
         rank = self.ranks[step.rank]
-        routes = rank._world.waiting[step.rank].routes
+        routes = rank._world.waiting[step.rank][0]
         if len(routes) == 1:
             return not any(n and rank.members[source] != step.peer for source, n in rank.posted.items())
         return not dying and all(
@@ -319,10 +319,7 @@ class Order:
             tuple(self.local),
             tuple(self.stalls),
             self.timeouts,
-            tuple(
-                (rank._told, *sorted(rank.told.items()), *sorted((s, bytes(m)) for s, m in rank._unheard.items()))
-                for rank in self.ranks
-            ),
+            tuple((rank._told, *sorted(rank.told.items())) for rank in self.ranks),
         )
         digest = tuple(rank.digest for rank in self.ranks)
         known = self.search.states.setdefault(hash(state), digest)

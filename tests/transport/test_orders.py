@@ -25,11 +25,11 @@ from orders import Search, orders_of
 import sparsecoll
 from sparsecoll import ALGORITHMS, CommunicationError, RowSparse, SparseVector, simulate
 from sparsecoll.algorithms import ROW_ALGORITHMS
-from sparsecoll.transport.virtual_ranks import SimTransport, Step, Wait
+from sparsecoll.transport.virtual_ranks import SimTransport, Step
 
 ALL = "SPARSECOLL_ORDERS" in os.environ
-LIMIT = int(os.environ.get("SPARSECOLL_ORDERS", "100"))  # orders of one failure
-PAIRED = 100 if ALL else 3  # pairs of different calls
+LIMIT = int(os.environ.get("SPARSECOLL_ORDERS", "40"))  # orders of one failure
+PAIRED = 100 if ALL else 2  # pairs of different calls
 CAUSES = (
     "no answer within the timeout",
     "failed: Fault: injected",
@@ -188,7 +188,7 @@ def test_a_rank_that_is_late_is_no_error(name, P):
 @pytest.mark.parametrize("name", TESTED if ALL else SHORT)
 def test_one_failure_anywhere_is_an_error_on_all_ranks(name, kind, P):
     late = int(kind == "raise, late")
-    limit = LIMIT if ALL or P == 2 else 10
+    limit = LIMIT if ALL or P == 2 else 5
     count(f"{name}, P={P}, {kind}", searches(name, P, kind, timeouts=late, limit=limit))
 
 
@@ -244,7 +244,7 @@ class LateWorker:
         me, future = self._transport.members[self._transport.rank], Late(self)
         self._queue.append((call, future))
         ways = [Step(me, "now"), Step(me, "later")]
-        if self._transport._world.wait(me, Wait((), lambda: ways)).what == "now":
+        if self._transport._world.wait(me, (), lambda: ways).what == "now":
             self.catch_up()
         return future
 
