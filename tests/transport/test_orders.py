@@ -295,6 +295,18 @@ def test_steps_that_commute_are_no_choices(name, kind, bounds):
     assert sum(s.runs for s in few) < sum(s.runs for s in all_of_them)
 
 
+@pytest.mark.parametrize("fault", [("interrupt", 0, 1), *([("die", 2, 3), ("raise", 0, 3)] if ALL else [])])
+def test_steps_that_commute_are_no_choices_on_three_ranks(fault):
+    """What the ranks return is what they return in some order of all steps; reports are read in any order."""
+    check = verdict(fault[0], fault[1], expected_of("scan", 3))
+    few, every = (
+        Search(3, lambda comm: program(comm, TESTED["scan"]), check, fault, every_step=every).run()
+        for every in (False, True)
+    )
+    assert {*few.histories.values()} == {*every.histories.values()}
+    assert fault[0] == "raise" or few.histories.keys() == every.histories.keys()
+
+
 def test_a_program_whose_result_depends_on_the_order_is_found_and_replays():
     def racing(comm):
         if len(seen) == 2:
