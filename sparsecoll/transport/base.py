@@ -202,10 +202,10 @@ class Transport(ABC):
         if serial == self.serial:
             self.told[source] = tag
 
-    def _tell(self, peer: int, message: Buffer) -> None:  # noqa: B027 - the simulator knows who waits for whom
+    def _tell(self, peer: int, message: Buffer) -> None:  # noqa: B027 - one rank has nobody to tell
         """Send a message of `stalled`, without waiting; not counted."""
 
-    def _listen(self) -> None:  # noqa: B027 - see _tell
+    def _listen(self) -> None:  # noqa: B027 - on the simulator, `_tell` is heard at once
         """Hear what has arrived of the messages of `stalled`, whatever else was sent before."""
 
     def in_order(self, function: Callable[[], T]) -> T:
