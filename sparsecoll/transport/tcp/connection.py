@@ -131,17 +131,19 @@ class Connection:
 
     def send(self, tag: int, size: int, pieces: Iterable[Buffer], gpu: bool) -> None:
         """Send a message, or queue what the kernel does not take now."""
-        self._begin_to_send()
         fields = FIELDS.pack(tag, gpu, size)
-        self.outgoing.append(memoryview(_check(fields, self._sent) + fields))
+        header = memoryview(_check(fields, self._sent) + fields)
+        self._check_whole()
+        self._torn_out = True  # until all of the message is queued
+        self.outgoing.append(header)
         self._sent += 1
         for piece in pieces:
             if piece.size:
                 self.outgoing.append(memoryview(piece))
             if gpu:  # while this piece is sent, the next one is copied
                 self._push()
-        self._push()
         self._torn_out = False
+        self._push()
 
     def flush(self) -> None:
         """Send what the kernel takes.
@@ -149,24 +151,24 @@ class Connection:
         Raises:
             Disconnected: The peer has closed the connection, or it cannot be used any more.
         """
-        self._begin_to_send()
+        self._check_whole()
         self._push()
-        self._torn_out = False
 
-    def _begin_to_send(self) -> None:
+    def _check_whole(self) -> None:
         if self._torn_out:
             self.end(TORN)
-        self._torn_out = True
 
     def _push(self) -> None:
-        queue = self.outgoing
+        queue, before = self.outgoing, self._torn_out
         while queue:
             views = [queue[0][: self.chunk]]
             if len(queue) > 1 and len(queue[0]) <= min(HEADER_BYTES, self.chunk):  # header and message in one packet
                 views.append(queue[1][: self.chunk])
+            self._torn_out = True
             try:
                 sent = self.socket.sendmsg(views)
             except BlockingIOError:
+                self._torn_out = before
                 return
             except OSError as error:
                 self.end(_reason(error), error)
@@ -174,6 +176,7 @@ class Connection:
                 sent -= len(queue.popleft())
             if sent:
                 queue[0] = queue[0][sent:]
+            self._torn_out = before
 
     def check_host(self) -> None:
         """Look whether the peer's host is there, if the kernel has asked it more than once.
