@@ -98,11 +98,10 @@ def connect(meeting: Meeting, timeout: float | None = None, secret: str | bytes 
     Raises:
         CommunicationError: Some rank did not come, cannot be reached or has another secret.
     """
-    rank = meeting.rank
-    watchdog = Watchdog(rank, lambda: "waits for all ranks to make their first call on the communicator", timeout)
     try:
         with contextlib.ExitStack() as stack:
-            known = _secret(secret)
+            rank, what = meeting.rank, "waits for all ranks to make their first call on the communicator"
+            watchdog, known = Watchdog(rank, lambda: what, timeout), _secret(secret)
             listener, host = addresses.listen(meeting.size + STRANGERS)
             local, name = addresses.listen_locally(meeting.size + STRANGERS)
             listeners = [stack.enter_context(one) for one in (listener, local) if one is not None]
@@ -119,7 +118,7 @@ def connect(meeting: Meeting, timeout: float | None = None, secret: str | bytes 
             return party.transport()
     except Exception as error:
         text = f"{error}" if isinstance(error, (ValueError, OSError)) else f"{type(error).__name__}: {error}"
-        why = str(error) if isinstance(error, CommunicationError) else f"rank {rank}: {text}"
+        why = str(error) if isinstance(error, CommunicationError) else f"rank {meeting.rank}: {text}"
         meeting.fail(why)
         raise CommunicationError(why) from error
 
