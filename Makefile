@@ -65,6 +65,8 @@ fuzz: $(MPICH)/test.done  # the long run of what the tests do in short
 	SPARSECOLL_PAIRS=all $(MPICH)/bin/python -m pytest -q -n 2 tests/transport/test_mismatch.py
 	SPARSECOLL_ORDERS=1000 $(MPICH)/bin/python -m pytest -q -n 2 -rP tests/transport/test_orders.py
 	SPARSECOLL_HOSTILE=50000 $(MPICH)/bin/python -m pytest -q -n 2 -rP tests/transport/test_hostile.py
+	SPARSECOLL_STRANGERS=2000 $(MPICH)/bin/python -m pytest -q -rP tests/transport/test_strangers.py
+	$(MPICH)/bin/python tests/memory_errors.py
 	$(MPICH)/bin/python tests/corrupt_messages.py --count 1000000
 	SPARSECOLL_KERNELS=portable $(MPICH)/bin/python tests/corrupt_messages.py --count 1000000 --seed 1
 	SPARSECOLL_LOOPS=2000 $(MPICH)/bin/mpirun -n 3 $(MPICH)/bin/python -m pytest -q --with-mpi -o faulthandler_timeout=0 tests/mpi/test_random_loops.py

@@ -337,6 +337,7 @@ def contribution(vector: Vector, algorithm: Algorithm, k: int | None, channel: C
 
 def run(algorithm: Algorithm, channel: Channel, entries: Vector, k: int) -> Reduction:
     """Combine the entries of all ranks and wait for the messages that this takes."""
+    channel.limit(entries.dtype)
     if channel.op.name == "replace" and not channel.width:  # partial results of trees are not of successive ranks
         entries, algorithm = entries.to_sparse(keep_zeros=True), SparCML(variant="split_allgather")
     reduction = reduced(algorithm, channel, entries, k)

@@ -227,6 +227,7 @@ class CallOptions:
         }
         channel = self.channel(call.transport, entries.length, entries.width)
         channel.held = call.agree(entries.nnz if rows else None, self.check)
+        channel.limit(entries.dtype)
         return channel, channel.roundtrip(self.prepared(entries, call.transport)), back
 
 

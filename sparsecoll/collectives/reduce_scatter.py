@@ -157,6 +157,7 @@ def reduce_scatter_vectors(
         call.signature |= {**alike, **signature_of(vector, transport), **options.signature(), "x": kind}
         call.agree()
         channel, edges = options.channel(transport, n), [n // size * j for j in range(size + 1)]
+        channel.limit(vector.dtype)
         if isinstance(vector, DenseVector):
             reduction = Reduction(
                 sum_of_chunk(channel, vector, edges), lambda: formats.rounded(vector, channel.value_dtype)

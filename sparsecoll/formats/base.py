@@ -33,6 +33,7 @@ Buffer = NDArray[np.uint8]
 
 HEADER = struct.Struct("<BBBBIQ")
 VERSION = 1
+MARGIN_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -162,6 +163,15 @@ class Format(ABC):
     def least_size(self, x: SparseVector, wire: WireDtype) -> int:
         """Return a number of bytes that a message of x takes at least, without a plan: those of the values."""
         return HEADER.size + x.nnz * wire.stored.itemsize
+
+    def most_bytes(self, length: int, entry: int) -> int:
+        """Return how long a message of a vector can be: receivers refuse a longer one before they take memory for it.
+
+        Args:
+            length: length of the vector.
+            entry: bytes of an index and a value.
+        """
+        return MARGIN_BYTES + 4 * length * entry
 
     @abstractmethod
     def decode(self, buffer: Buffer, length: int) -> SparseVector:

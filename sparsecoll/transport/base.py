@@ -37,6 +37,7 @@ NAMES = 509  # (a prime that gives each name in use a number of its own)
 KEPT = NUMBERS - 2 * NAMES  # and one for each of the last arguments and states that the ranks have agreed on
 STEPS = 64  # more than a call has, see `Transport.history`
 HISTORY = 1024  # calls that are remembered
+ANY, REPORT_BYTES = 1 << 63, 1 << 24  # of a message, and of a report, at most
 
 
 class CallMismatch(Exception):
@@ -86,6 +87,7 @@ class Transport(ABC):
         traffic: counters, see `sparsecoll.Traffic`.
         timeout: seconds a receive waits before it raises CommunicationError; None for no limit, with a warning once a
             minute that names the rank waited for.
+        room: bytes of a message that is received, at most; a longer one is refused before there is memory for it.
         threads: whether calls may run in a thread of their own.
         virtual: whether time is modelled.
         one_node: whether all ranks are on one machine, the same on all of them.
@@ -109,6 +111,7 @@ class Transport(ABC):
         cure: what to do then.
     """
 
+    room = ANY
     threads = False
     virtual = False
     one_node = False
@@ -117,8 +120,7 @@ class Transport(ABC):
     cure = "use each communicator from one thread at a time"
 
     def __init__(self, rank: int, size: int) -> None:
-        self.rank = rank
-        self.size = size
+        self.rank, self.size = rank, size
         self.traffic = Traffic()
         self.timeout: float | None = None
         self.nodes: list[list[int]] | None = None
@@ -127,15 +129,13 @@ class Transport(ABC):
         self.worker: Any = None
         self._caller = threading.RLock()  # held by the thread that makes a blocking call
         self.tag = FIRST_TAG
-        self.calls = self.met = self.serial = 0
+        self.calls = self.met = self.serial = self.epoch = 0
         self.history: dict[int, list[int]] = {}
         self.told: dict[int, int] = {}
         self.agreed: dict[int, int] = {}
         self.validated: dict[Any, Any] = {}
-        self.epoch = 0
-        self.broken = ""
+        self.broken, self._setting_up = "", False
         self._phase: Counts | None = None
-        self._setting_up = False
         process.add(self)
 
     def forked(self) -> None:
@@ -164,10 +164,8 @@ class Transport(ABC):
 
     def reset(self) -> None:
         """Discard what the ranks have found out together; after a failed call, only some of them may have it."""
-        self.agreed.clear()
-        self.validated.clear()
-        self.history.clear()
-        self.told.clear()
+        for known in (self.agreed, self.validated, self.history, self.told):
+            known.clear()
         self.nodes = None
         for group in self.groups.values():
             group.reset()
@@ -295,6 +293,11 @@ class Transport(ABC):
             into: memory for the message, used if it has exactly this size; None, the default, for a new buffer.
         """
         return _CountedReceive(self, self._irecv(source, into))
+
+    def check_room(self, source: int, size: int, room: int) -> None:
+        """Raise CommunicationError unless a message of `size` bytes may be received."""
+        if size > room:
+            raise CommunicationError(f"message from rank {source}: expected at most {room} bytes, got {size}")
 
     def progress(self) -> None:  # noqa: B027 - a transport that needs no polling has nothing to do
         """Receive the messages that have arrived, before a long computation."""

@@ -32,7 +32,17 @@ import numpy as np
 from sparsecoll.errors import CommunicationError, NonFiniteError
 from sparsecoll.formats import Buffer
 from sparsecoll.transport import check_timeout, usable
-from sparsecoll.transport.base import HISTORY, KEPT, NAMES, CallMismatch, Transport, out_of_use, report_of, tag_of
+from sparsecoll.transport.base import (
+    ANY,
+    HISTORY,
+    KEPT,
+    NAMES,
+    CallMismatch,
+    Transport,
+    out_of_use,
+    report_of,
+    tag_of,
+)
 from sparsecoll.transport.collectives import FEW_RANKS, allgather, allgatherv, disseminate, node_members
 from sparsecoll.transport.waiting import check_environment
 
@@ -40,6 +50,7 @@ STATELESS = (0, 0)
 ROW = struct.Struct("<qq")  # a rank's number of entries and checksum of arguments
 AGREEMENT_BYTES = ROW.size
 REPORT_SECONDS = 60.0  # how long a rank that failed waits for the reports of the others, if the call has no timeout
+TEXT_SENT = 1 << 20  # characters of an exception
 VALUE_SHOWN, VALUES_SHOWN, ARGUMENTS_SHOWN = 120, 4, 3  # characters; values of an argument, arguments in an error
 KNOWN = {kind.__name__: kind for kind in (ValueError, TypeError, CommunicationError, NonFiniteError)}
 
@@ -81,9 +92,9 @@ class CollectiveCall:
 
     def __enter__(self) -> CollectiveCall:
         transport = self.transport
-        self._outer = transport.tag, transport.timeout
+        self._outer = transport.tag, transport.timeout, transport.room
         try:
-            transport.timeout = self._timeout if usable(self._timeout) else None
+            transport.timeout, transport.room = self._timeout if usable(self._timeout) else None, ANY
             self._call = transport.calls = transport.calls + 1
             self._numbers = transport.history[self._call] = []
             transport.history.pop(self._call - HISTORY, None)
@@ -110,7 +121,7 @@ class CollectiveCall:
         finally:
             if not known:
                 transport.interrupt(f"{self.name} was interrupted on rank {transport.rank}")
-            transport.tag, transport.timeout = self._outer
+            transport.tag, transport.timeout, transport.room = self._outer
 
     def _set_tag(self, number: int) -> None:
         self.transport.tag = tag_of(self._call, self._number_of_name, len(self._numbers), number)
@@ -240,7 +251,7 @@ def _resolve_failure(transport: Transport, call: dict[str, Any], state: tuple[in
         error = out_of_use(transport.broken, transport.cure)
     report: dict[str, Any] = {"call": call, "state": state, "number": transport.calls, "error": None}
     if not isinstance(error, CallMismatch):
-        report["error"] = {"type": type(error).__name__, "text": str(error)}
+        report["error"] = {"type": type(error).__name__, "text": str(error)[:TEXT_SENT]}
     if transport.broken:
         report["broken"] = transport.broken
         transport.revoke(report_of(**report))
@@ -249,7 +260,8 @@ def _resolve_failure(transport: Transport, call: dict[str, Any], state: tuple[in
     transport.timeout = transport.timeout or REPORT_SECONDS
     try:
         blocks = transport.exchange_errors(report_of(**report), None if report["error"] is None else error)
-    except CommunicationError as unanswered:  # the communicator is broken
+    except CommunicationError as unanswered:
+        transport.broken = transport.broken or str(unanswered)
         if report["error"] is None:
             return unanswered
         own = f"rank {transport.rank} failed: {report['error']['type']}: {report['error']['text']}"

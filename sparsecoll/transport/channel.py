@@ -79,6 +79,15 @@ class Channel:
         """Context manager: count and time the enclosed messages under this name."""
         return self.transport.phase(name)
 
+    def limit(self, dtype: np.dtype[Any]) -> None:
+        """Refuse messages that are longer than one of every rank's vector, until the call ends.
+
+        Args:
+            dtype: of the values.
+        """
+        entry = 8 + max(8, dtype.itemsize) * (self.width or 1)  # sums on the way may have a wider dtype
+        self.transport.room = self.size * self.format.most_bytes(self.length, entry)
+
     def merge(self, parts: Sequence[S], dtype: np.dtype[Any]) -> S:
         """Return the parts combined by the operation of this call, in their order and in the accumulator dtype.
 

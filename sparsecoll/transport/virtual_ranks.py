@@ -181,17 +181,18 @@ class World:
 class SimReceive:
     """A receive request for the next message from one source."""
 
-    __slots__ = ("_into", "_source", "_tag", "_transport")
+    __slots__ = ("_into", "_room", "_source", "_tag", "_transport")
 
     def __init__(self, transport: SimTransport, source: int, into: Buffer | None) -> None:
         self._transport = transport
         self._source = source
         self._into = into
-        self._tag = transport.tag
+        self._tag, self._room = transport.tag, transport.room
 
     def wait(self) -> Buffer:
         """Wait for the message and return it."""
         message = self._transport._take(self._source, self._tag)
+        self._transport.check_room(self._source, message.size, self._room)
         if self._into is None or self._into.size != message.size:
             return message
         self._into[:] = message

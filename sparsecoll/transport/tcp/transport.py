@@ -35,14 +35,21 @@ FAREWELL_SECONDS = 1.0  # in which a rank that revokes the communicator sends it
 class TcpReceive:
     """A receive request for the next message from one source; its tag must be `tag`, if that is not None."""
 
-    __slots__ = ("_transport", "connection", "into", "message", "tag")
+    __slots__ = ("_room", "_transport", "connection", "into", "message", "tag")
 
     def __init__(self, transport: TcpTransport, connection: Connection, into: Buffer | None, tag: int | None) -> None:
         self._transport = transport
         self.connection = connection
         self.into = into
         self.tag = tag
+        self._room = transport.room
         self.message: IncomingMessage | None = None
+
+    def admit(self, tag: int, size: int) -> None:
+        """Refuse a message that is not the one expected, or longer than any that the call can hold."""
+        if tag != self.tag:
+            raise CallMismatch(f"rank {self.connection.peer} is in another call")
+        self._transport.check_room(self.connection.peer, size, self._room)
 
     def wait(self) -> Buffer:
         """Wait for the message; earlier requests of this source are served first."""
@@ -259,13 +266,13 @@ class TcpTransport(Transport):
         """Receive what has arrived of the messages that are expected on a connection.
 
         Raises:
-            CommunicationError: The rank at the other end is lost.
+            CommunicationError: The rank at the other end is lost, or its message is too long.
             CallMismatch: A message has another tag.
         """
         while connection.expected:
             request = connection.expected[0]
             try:
-                complete = connection.poll(request.into, keep=request.tag is not None)
+                complete = connection.poll(request.into, None if request.tag is None else request.admit)
             except Disconnected as error:
                 raise self._lost(connection, error) from error
             tag = None if connection.message is None else connection.message.tag
