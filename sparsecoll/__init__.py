@@ -55,6 +55,7 @@ from sparsecoll.collectives.reduce import reduce
 from sparsecoll.collectives.reduce_scatter import reduce_scatter
 from sparsecoll.collectives.scan import scan
 from sparsecoll.collectives.scatter import scatter
+from sparsecoll.collectives.signature import Comm
 from sparsecoll.errors import CommunicationError, NonFiniteError
 from sparsecoll.residual import Residual, RowResidual
 from sparsecoll.telemetry.traffic import Traffic
@@ -71,6 +72,7 @@ __all__ = [
     "Allgather",
     "Auto",
     "CLTk",
+    "Comm",
     "CommunicationError",
     "Costs",
     "DeadlockError",

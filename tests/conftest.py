@@ -19,6 +19,8 @@ collect_ignore = [
     "corrupt_messages.py",
     "soak.py",
     "gpu/run.py",
+    "typed/right.py",
+    "typed/wrong.py",
 ]  # programs, not tests
 
 

@@ -50,7 +50,7 @@ class Hierarchical(Algorithm):
         self._between = resolve(self.inner)
 
     @property
-    def semantics(self) -> str:
+    def semantics(self) -> str:  # type: ignore[override]
         """The semantics of `inner`."""
         return self._between.semantics
 

@@ -31,6 +31,7 @@ S = TypeVar("S", bound="SparseVector | RowSparse")
 T = TypeVar("T")
 PACKED = formats.FORMATS["packed"]
 NOTHING: Mapping[str, Any] = MappingProxyType({})
+NONFINITE = ("raise", "pass")
 VALUE_DTYPES_ON_THE_WIRE = ("float16", "bfloat16", "float32")
 
 
@@ -39,7 +40,7 @@ class CallOptions:
     """The options of a collective call as its caller gave them; see `sparsecoll.allreduce` for their meaning.
 
     They are validated when they are used, inside the CollectiveCall, so that an error is raised on every rank. To add
-    an option, add a field here and an argument to the functions that take it.
+    an option, add a field here, and its type and description to `signature.py`.
     """
 
     k: int | None = None
@@ -51,6 +52,13 @@ class CallOptions:
     check: bool = True
     nonfinite: str = "raise"
     missing: str = "ignore"
+
+    @classmethod
+    def moving(
+        cls, format: str | Format = "auto", value_dtype: Any = None, timeout: float | None = None, check: bool = True
+    ) -> CallOptions:
+        """Return the options of a call that only moves data."""
+        return cls(format=format, value_dtype=value_dtype, timeout=timeout, check=check, nonfinite="pass")
 
     @functools.cached_property
     def wire_format(self) -> Format:
@@ -147,7 +155,7 @@ class CallOptions:
 
     def check_finite(self, x: Vector | RowSparse) -> None:
         """Raise if x contains NaN or infinity, unless `nonfinite` is "pass"."""
-        if self.nonfinite not in ("raise", "pass"):
+        if self.nonfinite not in NONFINITE:
             raise ValueError(f"nonfinite: expected 'raise' or 'pass', got {self.nonfinite!r}")
         index = x._first_not_finite() if self.nonfinite == "raise" else None
         if index is not None:

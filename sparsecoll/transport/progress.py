@@ -15,6 +15,7 @@ from sparsecoll.kernels.memory import bind_current_stream
 from sparsecoll.transport.base import CALL_PARENT, FORKED, Transport, out_of_use
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 
 class Request(Generic[T]):
@@ -74,7 +75,7 @@ class Request(Generic[T]):
         raise CommunicationError("cancel: a collective call cannot be cancelled, because other ranks take part in it")
 
     @staticmethod
-    def waitall(requests: Iterable[Request[Any]], timeout: float | None = None) -> list[Any]:
+    def waitall(requests: Iterable[Request[R]], timeout: float | None = None) -> list[R]:
         """Wait for all calls to finish; return their results in order, or raise the exception of the first that failed.
 
         Args:
