@@ -226,7 +226,7 @@ class Loss:
         """
         rounded = self._channel.round(part if dtype is None else part.astype(dtype))
         if own:
-            self.add(part._rounding_error(rounded))
+            self.add(part.rounding_error(rounded))
         return rounded
 
     def truncate(self, part: SparseVector, kept: SparseVector, own: bool = True) -> SparseVector:
@@ -245,7 +245,7 @@ class Loss:
         if not parts:
             return x
         if not isinstance(x, DenseVector):
-            return type(x).merge([x.astype(dtype), *(-part for part in parts)], dtype)._drop_zeros()
+            return type(x).merge([x.astype(dtype), *(-part for part in parts)], dtype).drop_zeros()
         rest = DenseVector(x.values.astype(dtype))
         for part in parts:
             rest.subtract_at(part)
@@ -268,7 +268,7 @@ def check_region(part: SparseVector, low: int, high: int, source: int) -> Sparse
 
 def check_order(value: SparseVector) -> SparseVector:
     """Return the result of an algorithm, which all ranks have; raise NonFiniteError if it contains a NaN."""
-    if value._has_nan():
+    if value.has_nan():
         raise NonFiniteError(
             "x: expected sums that can be ordered by magnitude, got NaN (inf - inf, or NaN in an input)"
         )

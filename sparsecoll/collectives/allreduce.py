@@ -223,7 +223,7 @@ def _reduce(
     transport, options = call.transport, arguments.options
     start = transport.now()
     algorithm.sync_epoch(transport.epoch)
-    channel, rows = options.channel(transport, vector.length, vector.width), vector.width > 0
+    channel, rows = options.channel(transport, vector), vector.width > 0
     entries = contribution(vector, algorithm, selected, channel, options)
     counted = rows or counts_entries(algorithm, arguments.k, vector.length)
     message = early_message(algorithm, channel, entries) if counted and arguments.k is None else None

@@ -37,7 +37,7 @@ class _Allreduce:
         self._selecting.sync_epoch(transport.epoch)
         arguments = arguments_of(call, vector, self._selecting, options, tuple(getattr(x, "shape", ())))
         self._k = k = arguments.k
-        channel, counted = options.channel(transport, vector.length), counts_entries(self._selecting, k, vector.length)
+        channel, counted = options.channel(transport, vector), counts_entries(self._selecting, k, vector.length)
         if k is None and counted and self._selecting.semantics != "exact_sum":
             raise ValueError(f"k, density: expected one of them for algo={self._selecting.name!r}, got neither")
         self._size, early = k or 0, False

@@ -171,7 +171,7 @@ def _with_common_keys(call: CollectiveCall, x: SparseVector, back: Back, total: 
     if not total:
         return x, back
     if not isinstance(back, ToMapping) or back.keys == KEYS[0]:
-        return x._shifted(0, max(call.agree(x.length, check, every=False))), back
+        return x.shifted(0, max(call.agree(x.length, check, every=False))), back
     text, indices = table_of(call.transport, back.words, total)
     return SparseVector.from_pairs(indices, x.values, len(text), None), replace(back, words=Table(text, back.keys))
 
@@ -195,7 +195,7 @@ def _message(x: SparseVector, back: Back, size: int) -> Buffer:
 
 def _combined(call: CollectiveCall, x: SparseVector, back: Back, options: CallOptions, blocks: list[Buffer]) -> Keyed:
     """Return the entries of all ranks' messages combined, and what converts them."""
-    channel, last = options.channel(call.transport, x.length), len(blocks) - 1
+    channel, last = options.channel(call.transport, x), len(blocks) - 1
     arrays, keys = zip(*map(_parts, blocks), strict=True)
     typed = [array.astype(x.dtype, copy=False) for array in arrays]
     values = [options.operation.prepared(array, rank == last) for rank, array in enumerate(typed)]
@@ -208,7 +208,7 @@ def _combined(call: CollectiveCall, x: SparseVector, back: Back, options: CallOp
         each = zip(indices, values, strict=True)
         dtype = index_dtype(length)
         parts = [SparseVector.from_sorted_unchecked(own.astype(dtype), array, length) for own, array in each]
-    return channel.merge(parts, x.dtype), back
+    return channel.merge(parts), back
 
 
 def _parts(block: Buffer) -> tuple[Any, Buffer]:
@@ -234,7 +234,7 @@ def _words_at(root: int, call: CollectiveCall, x: SparseVector, back: ToMapping,
     x, _ = options.to_entries(x, sums=True)
     call.signature |= signature_of(x, transport) | options.signature() | {"length": None, "k": None}
     call.agree(check=options.check)
-    channel = options.channel(transport, x.length)
+    channel = options.channel(transport, x)
     x = channel.roundtrip(options.prepared(x, transport))
     own = Text.of(back.words if x.nnz == x.length else [back.words[index] for index in x.indices.tolist()])
     with channel.phase("keys"):
@@ -250,7 +250,7 @@ def _words_at(root: int, call: CollectiveCall, x: SparseVector, back: ToMapping,
             values.append(arrived.values)
     with channel.phase("merge"):
         parts, back = _united(texts, values, back)
-        return channel.merge(parts, x.dtype), back
+        return channel.merge(parts), back
 
 
 def _united(texts: list[Text], values: list[NDArray[Any]], back: ToMapping) -> tuple[list[SparseVector], ToMapping]:

@@ -123,8 +123,7 @@ class CallOptions:
             raise ValueError(f"format: expected 'auto' for rows and dense arrays, which have one, got {self.format!r}")
         if name == "mean" and dtype.kind in "biu":
             raise TypeError(f"op: expected 'sum' for {dtype}, got 'mean'")
-        if name.startswith("bitwise") and dtype.kind not in "biu":
-            raise TypeError(f"op: expected {name!r} only for bool and integers, got values of {dtype}")
+        self.operation.fold(dtype)  # refuses dtypes
         if name in ("min", "max") and dtype.kind == "c":
             raise TypeError(
                 f"op: expected another one for {dtype}, whose values have no order, got {name!r}: use abs(x)"
@@ -157,7 +156,7 @@ class CallOptions:
         """Raise if x contains NaN or infinity, unless `nonfinite` is "pass"."""
         if self.nonfinite not in NONFINITE:
             raise ValueError(f"nonfinite: expected 'raise' or 'pass', got {self.nonfinite!r}")
-        index = x._first_not_finite() if self.nonfinite == "raise" else None
+        index = x.first_not_finite() if self.nonfinite == "raise" else None
         if index is not None:
             where = "in row" if isinstance(x, RowSparse) else "at index"
             raise ValueError(f"x: expected finite values, got NaN or infinity, the first {where} {index}")
@@ -204,10 +203,10 @@ class CallOptions:
         """Return the format of messages of entries, or of rows of so many values."""
         return PACKED if width else self.wire_format
 
-    def channel(self, transport: Transport, length: int, width: int = 0) -> Channel:
-        """Return the channel of a call on vectors of this length, or on rows of so many values."""
-        finite = self.nonfinite == "raise"
-        return Channel(transport, length, self.format_of(width), self.wire_dtype, self.operation, finite, width)
+    def channel(self, transport: Transport, x: Vector | RowSparse) -> Channel:
+        """Return the channel of a call on vectors, or rows, of the length, width and dtype of x."""
+        form, finite = self.format_of(x.width), self.nonfinite == "raise"
+        return Channel(transport, x.length, form, self.wire_dtype, self.operation, finite, x.width, x.dtype)
 
     def prepared(self, x: V, transport: Transport) -> V:
         """Return what x contributes to the operation, in place of its values; x itself if nothing changes."""
@@ -219,7 +218,7 @@ class CallOptions:
     def result(self, y: S, transport: Transport) -> S:
         """Return what `op` makes of combined entries: a mean is divided by the number of ranks."""
         mean = self.operation.name == "mean" and transport.size > 1
-        return y._divide(transport.size) if mean else y  # type: ignore[return-value]
+        return y.divide(transport.size) if mean else y  # type: ignore[return-value]
 
     def agree(
         self, call: CollectiveCall, x: Any, sums: bool, rows: tuple[Any, Back] | None = None
@@ -233,7 +232,7 @@ class CallOptions:
             **self.signature(),
             "k": self.resolve_k(entries.length),
         }
-        channel = self.channel(call.transport, entries.length, entries.width)
+        channel = self.channel(call.transport, entries)
         channel.held = call.agree(entries.nnz if rows else None, self.check)
         return channel, channel.roundtrip(self.prepared(entries, call.transport)), back
 
@@ -262,7 +261,7 @@ def index_of_nan(x: Vector) -> Iterator[None]:
     try:
         yield
     except NonFiniteError as error:
-        raise NonFiniteError(f"{error}; the first value not finite is at index {x._first_not_finite()}") from error
+        raise NonFiniteError(f"{error}; the first value not finite is at index {x.first_not_finite()}") from error
 
 
 def signature_of(x: Vector | RowSparse, transport: Transport) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from sparsecoll.select import Vector
 from sparsecoll.transport import Transport
 from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.transport.channel import Channel
-from sparsecoll.vector import DenseVector, RowSparse, SparseVector, accumulator_dtype
+from sparsecoll.vector import DenseVector, RowSparse, SparseVector
 
 
 @overload
@@ -107,11 +107,10 @@ def _reduce_scatter(call: CollectiveCall, x: Any, options: CallOptions, boundari
 
 def sum_of_region(channel: Channel, entries: SparseVector, edges: Sequence[int]) -> SparseVector:
     """Return the entries of all ranks from edges[rank] up to edges[rank + 1] combined, in the accumulator dtype."""
-    dtype = accumulator_dtype(entries.dtype)
     with channel.phase("split"):
         if channel.op.name == "replace" or channel.width:  # partial results of halving are not of successive ranks
-            return channel.merge(exchange(channel, entries.split(edges)), dtype)
-        whole = channel.merge([entries], dtype)
+            return channel.merge(exchange(channel, entries.split(edges)), partial=True)
+        whole = channel.merge([entries], partial=True)
         return halving.reduce_scatter(channel, whole, edges, channel.round, pairs=True)
 
 
@@ -137,7 +136,7 @@ def reduce_scatter_vectors(
         kind = "dense" if isinstance(vector, DenseVector) else "sparse"
         call.signature |= {**alike, **signature_of(vector, transport), **options.signature(), "x": kind}
         call.agree()
-        channel, edges = options.channel(transport, n), [n // size * j for j in range(size + 1)]
+        channel, edges = options.channel(transport, vector), [n // size * j for j in range(size + 1)]
         if isinstance(vector, DenseVector):
             reduction: Reduction = Reduction(
                 sum_of_chunk(channel, vector, edges), lambda: formats.rounded(vector, channel.value_dtype)
@@ -145,9 +144,9 @@ def reduce_scatter_vectors(
         else:
             sent = [channel.roundtrip(region) for region in vector.split(edges)]  # a lossy format rounds each by itself
             with channel.phase("split"):
-                total = channel.merge(exchange(channel, sent), accumulator_dtype(vector.dtype))
+                total = channel.merge(exchange(channel, sent), partial=True)
             reduction = Reduction(
-                total._shifted(-edges[rank], n // size), functools.partial(SparseVector.concatenate, sent)
+                total.shifted(-edges[rank], n // size), functools.partial(SparseVector.concatenate, sent)
             )
         transport.waitall()
         return reduction

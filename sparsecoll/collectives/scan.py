@@ -9,7 +9,7 @@ from sparsecoll.collectives.keyed import on_vectors
 from sparsecoll.collectives.options import CallOptions
 from sparsecoll.collectives.signature import AnyComm, Dense, Given, Operator, ScanOptions, T, Triple, Unpack, X, takes
 from sparsecoll.transport.call import CollectiveCall
-from sparsecoll.vector import SparseVector, accumulator_dtype
+from sparsecoll.vector import SparseVector
 
 
 @overload
@@ -63,7 +63,7 @@ def scan_vectors(call: CollectiveCall, x: Any, options: CallOptions, inclusive: 
     channel, entries, back = options.agree(call, x, sums=True)
 
     with channel.phase("scan"):
-        own = channel.merge([entries], accumulator_dtype(entries.dtype))
+        own = channel.merge([entries], partial=True)
         result = prefix(channel, own, inclusive)
         call.transport.waitall()
     return back(result.astype(entries.dtype)._copy_if_overlapping(entries))

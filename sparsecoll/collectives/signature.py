@@ -54,6 +54,7 @@ OperationName = Literal[
 WireDtypeName = Literal["float16", "bfloat16", "float32"]
 Missing = Literal["ignore", "zero"]
 NonFinite = Literal["raise", "pass"]
+Owner = Literal["hash", "range", "quantile"]
 
 
 class Comm(Protocol):
@@ -143,7 +144,7 @@ class ReduceOptions(ScanOptions, total=False):
 class RegionOptions(ReduceOptions, total=False):
     """Options of `sparsecoll.reduce_scatter`."""
 
-    owner: Literal["hash", "range", "quantile"] | None
+    owner: Owner | None
 
 
 class AllreduceOptions(ReduceOptions, total=False):

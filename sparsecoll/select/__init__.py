@@ -7,13 +7,14 @@ with a Selector and a line in SELECTORS.
 
 from __future__ import annotations
 
-from sparsecoll.select.base import Selector, Vector
+from sparsecoll.select.base import Selector, Vector, checked
 from sparsecoll.select.dgc import SampledThreshold
 from sparsecoll.select.gaussian import GaussianK
 from sparsecoll.select.hashed import Hashed
 from sparsecoll.select.mstopk import MSTopK
 from sparsecoll.select.randomk import RandomK
 from sparsecoll.select.reuse import ThresholdReuse
+from sparsecoll.select.stats import MagnitudeStats
 from sparsecoll.select.topk import TopK, threshold, topk
 
 SELECTORS: dict[str, type[Selector]] = {
@@ -31,12 +32,14 @@ __all__ = [
     "GaussianK",
     "Hashed",
     "MSTopK",
+    "MagnitudeStats",
     "RandomK",
     "SampledThreshold",
     "Selector",
     "ThresholdReuse",
     "TopK",
     "Vector",
+    "checked",
     "threshold",
     "topk",
 ]

@@ -54,7 +54,7 @@ class SampledThreshold(Selector):
         sample = self._sample(x)
         self._calls += 1
         rank = max(1, round(k / x.nnz * sample.nnz))
-        chosen = x.threshold(max(sample._kth_magnitude(rank), SMALLEST), k)
+        chosen = x.threshold(max(sample.kth_magnitude(rank), SMALLEST), k)
         if chosen.nnz > k * (1 + self.tolerance):
             chosen = chosen.topk(k)
         elif chosen.nnz * (1 + self.tolerance) < k:

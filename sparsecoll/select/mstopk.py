@@ -50,8 +50,8 @@ class MSTopK(Selector):
             else:
                 low, t2 = middle, t
         candidates = checked(stats.threshold(t2))
-        sure = candidates.threshold(t1, k) if math.isfinite(t1) else candidates._slice_entries(0, 0)
+        sure = candidates.threshold(t1, k) if math.isfinite(t1) else candidates.slice_entries(0, 0)
         between = candidates.difference(sure)
         missing = min(k - sure.nnz, between.nnz)
         start = mix(self.seed, self._calls) % (between.nnz - missing + 1)
-        return sure._union_disjoint(between._slice_entries(start, start + missing))
+        return sure.union_disjoint(between.slice_entries(start, start + missing))

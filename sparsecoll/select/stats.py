@@ -35,7 +35,7 @@ class MagnitudeStats:
 
     def count(self, t: float) -> int:
         """Return the number of entries of magnitude >= t."""
-        return (self._candidates if t >= self._bound else self._x)._count_at_least(t)
+        return (self._candidates if t >= self._bound else self._x).count_at_least(t)
 
     def threshold(self, t: float) -> SparseVector:
         """Return the entries of magnitude >= t."""

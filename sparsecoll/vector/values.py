@@ -48,7 +48,7 @@ class Values:
     def _kernels(self) -> Any:
         return kernels_of(self._array)
 
-    def _count_at_least(self, threshold: float) -> int:
+    def count_at_least(self, threshold: float) -> int:
         """Return the number of stored values with a magnitude >= threshold."""
         return int(self._kernels.count_at_least(self.values, key_of(threshold, self.dtype)))
 

@@ -153,9 +153,9 @@ def test_nothing_is_lost_by_taking(name, seed, k, n):
 def test_what_did_not_contribute_goes_back():
     residual, gradient = Residual(1000), heavy(1000)
     taken = residual.take(gradient, TopK(), 100)
-    residual.restore(taken, taken._slice_entries(10, 60))
-    np.testing.assert_array_equal(residual.array + taken._slice_entries(10, 60).to_dense(), gradient)
-    residual.restore(taken._slice_entries(10, 60))
+    residual.restore(taken, taken.slice_entries(10, 60))
+    np.testing.assert_array_equal(residual.array + taken.slice_entries(10, 60).to_dense(), gradient)
+    residual.restore(taken.slice_entries(10, 60))
     np.testing.assert_array_equal(residual.array, gradient)
 
 

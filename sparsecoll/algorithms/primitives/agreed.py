@@ -30,7 +30,7 @@ def sum_at(channel: Channel, x: Vector, indices: NDArray[np.integer]) -> Reducti
     def contributed() -> SparseVector:
         values = reduction.contributed
         assert isinstance(values, DenseVector)
-        return SparseVector.from_sorted_unchecked(indices, values.values, x.length)._drop_zeros()
+        return SparseVector.from_sorted_unchecked(indices, values.values, x.length).drop_zeros()
 
     assert isinstance(reduction.value, DenseVector)
     return Reduction(SparseVector.from_sorted_unchecked(indices, reduction.value.values, x.length), contributed)

@@ -56,7 +56,7 @@ def reduce_scatter(
         elif channel.op.zeros:
             x = _merge_where_both(channel, rest, edges, own, arriving, parts)
         else:
-            x = channel.merge([rest, *parts], x.dtype)
+            x = channel.merge([rest, *parts], partial=True)
     return x
 
 
@@ -65,7 +65,7 @@ def _merge_where_both(
 ) -> SparseVector:
     """Return x merged with what arrived, so that entries count as missing only in the regions that were sent."""
     arrived = SparseVector.concatenate([part.astype(x.dtype) for part in parts])
-    both = channel.merge([SparseVector.concatenate(_split(x, edges, arriving)), arrived], x.dtype)
+    both = channel.merge([SparseVector.concatenate(_split(x, edges, arriving)), arrived], partial=True)
     others = (own[0] + arriving[1]) % channel.size, own[1] - arriving[1]
     return SparseVector.merge([both, *_split(x, edges, others)], x.dtype, Operation("replace"))  # without overlap
 

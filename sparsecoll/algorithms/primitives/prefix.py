@@ -20,15 +20,15 @@ def prefix(channel: Channel, x: SparseVector, inclusive: bool) -> SparseVector:
         inclusive: whether this rank's own entries take part. If not, the result on rank 0 has no entries.
     """
     rank, size, distance = channel.rank, channel.size, 1
-    before = x._slice_entries(0, 0)
+    before = x.slice_entries(0, 0)
     while distance < size:
         if rank + distance < size:
             channel.isend(rank + distance, channel.round(x))
         if rank >= distance:
             arrived = channel.recv(rank - distance).astype(x.dtype)
             if not inclusive:
-                before = arrived if distance == 1 else channel.merge([arrived, before], x.dtype)
+                before = arrived if distance == 1 else channel.merge([arrived, before], partial=True)
             if inclusive or rank + 2 * distance < size:
-                x = channel.merge([arrived, x], x.dtype)
+                x = channel.merge([arrived, x], partial=True)
         distance *= 2
     return x if inclusive else before

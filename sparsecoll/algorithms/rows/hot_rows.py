@@ -130,7 +130,7 @@ def reduce_scatter(channel: Channel, x: RowSparse, hot: HotRows, positions: Sequ
         start = max(message.size - room, 0)
         received[source] = channel.decode(message[:start]), channel.unpack(message[start:], x.dtype, hot.width(rank))
     accumulator = accumulator_dtype(x.dtype)
-    cold: RowSparse = channel.merge([received[source][0] for source in range(size)], accumulator)
+    cold: RowSparse = channel.merge([received[source][0] for source in range(size)], partial=True)
     addends = [received[source][1].values.reshape(1, -1) for source in range(size)]
     if not hot.width(rank):
         return Sums(cold, hot, np.empty(0, accumulator))
@@ -161,7 +161,7 @@ def allgather(channel: Channel, x: RowSparse, found: Sums, k: int) -> Reduction:
 
     def contributed() -> Any:
         error = finite_difference(found.part, values[channel.rank])
-        lost: list[Any] = [found.cold._rounding_error(cold), hot.rows_of_part(channel.rank, error, x.n)._drop_zeros()]
+        lost: list[Any] = [found.cold.rounding_error(cold), hot.rows_of_part(channel.rank, error, x.n).drop_zeros()]
         return Loss(channel, *lost).subtract_from(x)  # type: ignore[arg-type]
 
     return Reduction(RowSparse.join(parts), contributed)  # type: ignore[arg-type]

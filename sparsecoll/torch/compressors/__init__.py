@@ -12,6 +12,7 @@ from collections.abc import Callable
 from sparsecoll.algorithms import Algorithm
 from sparsecoll.errors import check_choice
 from sparsecoll.torch.compressors.acpsgd import ACPSGD
+from sparsecoll.torch.compressors.arrays import ArrayCompressor
 from sparsecoll.torch.compressors.base import Compressor, ErrorFeedback, StepContext
 from sparsecoll.torch.compressors.covap import COVAP
 from sparsecoll.torch.compressors.dragonn import DRAGONN
@@ -52,6 +53,7 @@ __all__ = [
     "DRAGONN",
     "FP16",
     "QSGD",
+    "ArrayCompressor",
     "Compressor",
     "DenseStream",
     "EFSignSGD",
