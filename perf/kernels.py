@@ -23,8 +23,7 @@ import torch
 from harness import Entries, heavy, load, markdown, medians
 
 from sparsecoll import DenseVector, Residual, SparseVector, formats, select
-from sparsecoll.kernels import host_kernels, kernels_of, memory
-from sparsecoll.kernels import threads as pool
+from sparsecoll.kernels import host_kernels, kernels_of, memory, threads as pool
 from sparsecoll.kernels.reference.rice import RICE_PAD
 
 DENSITIES = (0.001, 0.01, 0.05, 0.1)

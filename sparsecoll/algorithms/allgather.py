@@ -98,12 +98,7 @@ class Allgather(Algorithm):
 
 
 def rebalanced(edges: list[int], counts: list[int]) -> list[int]:
-    """Return edges of as many chunks with equal numbers of entries, if those of each chunk are spread evenly.
-
-    Args:
-        edges: those of the chunks, ascending.
-        counts: number of entries of each chunk.
-    """
+    """Return edges of as many chunks with equal numbers of entries, if those of each chunk are spread evenly."""
     total, found, below, chunk = sum(counts), [edges[0]], 0, 0
     for number in range(1, len(counts)):
         wanted = total * number // len(counts)

@@ -26,11 +26,6 @@ def allgather(comm: AnyComm, x: T, **options: Unpack[MoveOptions]) -> list[T]:
     Returns:
         List of P vectors of the same type as x, in rank order. All are rounded as on the wire, this rank's own too.
 
-    Raises:
-        ValueError: On every rank, if an argument is invalid on some rank.
-        TypeError: On every rank, if an argument has a wrong type on some rank.
-        CommunicationError: As in `sparsecoll.allreduce`.
-
     Volume: the entries of the other ranks, 2k(P-1) words of COO.
 
     See Also:

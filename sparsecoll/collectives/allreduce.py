@@ -261,10 +261,6 @@ def arguments_of(
     """Return the validated arguments of a call, which become its signature; they are validated once on a communicator.
 
     Args:
-        call: the call.
-        vector: x as a vector.
-        algorithm: as resolved.
-        options: the other arguments.
         shape: of the caller's x (default: that of a vector).
         alike: see `allreduce_vectors` (default: nothing).
     """

@@ -126,9 +126,6 @@ def allreduce_init(comm: AnyComm, x: Any, algo: Algo = "auto", **options: Unpack
     Returns:
         Plan: `plan(x)` returns the sum, `plan.start(x)` and `plan.wait()` form it in the background.
 
-    Raises:
-        ValueError, TypeError, CommunicationError: As in `sparsecoll.allreduce`.
-
     Volume: as of the first `sparsecoll.allreduce` with these arguments, without the data.
 
     See Also:

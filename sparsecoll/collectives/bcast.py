@@ -30,11 +30,6 @@ def bcast(comm: AnyComm, x: T | None, root: int = 0, **options: Unpack[MoveOptio
         The vector, rounded as on the wire, of the type and shape of the root's x on every rank. Where that is a type of
         SciPy, pydata, pandas or torch, every rank needs the library.
 
-    Raises:
-        ValueError: On every rank, if an argument is invalid on some rank.
-        TypeError: On every rank, if an argument has a wrong type on some rank.
-        CommunicationError: As in `sparsecoll.allreduce`.
-
     Volume: each rank receives 2k words, or the values of a dense array, and some 100 bytes that say the type.
 
     See Also:

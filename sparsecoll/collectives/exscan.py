@@ -37,11 +37,6 @@ def exscan(comm: AnyComm, x: Any, op: Operator = "sum", **options: Unpack[ScanOp
         The result for the ranks before this one, of the same type as x (a SparseVector if x is dense). On rank 0 it has
         no entries, where MPI leaves the result undefined and mpi4py returns None.
 
-    Raises:
-        ValueError: On every rank, if an argument is invalid on some rank, or a value is not finite.
-        TypeError: On every rank, if an argument has a wrong type on some rank.
-        CommunicationError: As in `sparsecoll.allreduce`.
-
     Volume: as of `sparsecoll.scan`.
 
     See Also:

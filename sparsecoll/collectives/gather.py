@@ -29,11 +29,6 @@ def gather(comm: AnyComm, x: T, root: int = 0, **options: Unpack[MoveOptions]) -
         On the root, a list of P vectors of the same type as x, in rank order; None on the other ranks. All are rounded
         as on the wire, the root's own too.
 
-    Raises:
-        ValueError: On every rank, if an argument is invalid on some rank.
-        TypeError: On every rank, if an argument has a wrong type on some rank.
-        CommunicationError: As in `sparsecoll.allreduce`.
-
     Volume: the root receives the entries of the other ranks, 2k(P-1) words of COO, in P - 1 messages.
 
     See Also:

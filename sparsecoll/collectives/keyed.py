@@ -42,15 +42,7 @@ T = TypeVar("T")
 
 
 def on_vectors(comm: Any, name: str, x: Any, options: CallOptions, perform: Callable[[CollectiveCall, Any], T]) -> T:
-    """Make a blocking call `perform(call, x)`, which gets a vector where x has keys, see `with_keys`.
-
-    Args:
-        comm: the caller's communicator.
-        name: of the collective.
-        x: the caller's argument, of any type.
-        options: of the call.
-        perform: does the call on what has a length.
-    """
+    """Make a blocking call `perform(call, x)`, which gets a vector where x has keys, see `with_keys`."""
     made = blocking(comm, name, options, lambda call: with_keys(call, x, options, lambda x: perform(call, x)))
     return made  # type: ignore[no-any-return]
 
@@ -66,10 +58,6 @@ def with_keys(
     """Return `perform(x)`; where x has keys, `perform` gets a vector, and its result is converted to the type of x.
 
     Args:
-        call: the call.
-        x: the caller's argument, of any type.
-        options: of the call.
-        perform: does the call on what has a length.
         at_once: the arguments of a sum of this collective alone, by name, which ranks compare; None, the default, if
             few keys are not sent at once.
         root: the rank that alone receives the result; None, the default, for all ranks.

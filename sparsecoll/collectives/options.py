@@ -137,7 +137,6 @@ class CallOptions:
         """Raise unless values of this dtype can be sent in `format` as `value_dtype`.
 
         Args:
-            dtype: dtype of the caller's values.
             sums: what sends partial sums, for the error message; None if only the ranks' own entries are sent.
         """
         form, narrow = self.wire_format, self.wire_dtype
@@ -238,14 +237,7 @@ class CallOptions:
 
 
 def blocking(comm: Any, name: str, options: CallOptions, perform: Callable[[CollectiveCall], T]) -> T:
-    """Make a blocking call after the calls that were started before it.
-
-    Args:
-        comm: the caller's communicator.
-        name: of the collective.
-        options: of the call.
-        perform: agrees on the arguments, sends the data and returns the result.
-    """
+    """Make a blocking call after the calls that were started before it."""
     transport = as_transport(comm, options.timeout)
 
     def make() -> T:

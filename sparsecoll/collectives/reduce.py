@@ -38,11 +38,6 @@ def reduce(comm: AnyComm, x: Any, root: int = 0, **options: Unpack[ReduceOptions
     Returns:
         On the root, the result, of the same type as x (a SparseVector if x is dense); None on the other ranks.
 
-    Raises:
-        ValueError: On every rank, if an argument is invalid on some rank, or a value is not finite.
-        TypeError: On every rank, if an argument has a wrong type on some rank.
-        CommunicationError: As in `sparsecoll.allreduce`.
-
     Volume: each rank receives 2k(P-1)/P words (identical supports) to k log2 P words (disjoint supports) if entries are
     distributed evenly over the P parts, and at most 2k(P-1) if not; then the root receives the sum, in P - 1 messages.
     With more than 64 ranks it receives the sum in ceil(log2 P), and other ranks parts of it on their way. Each rank

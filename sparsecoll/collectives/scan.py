@@ -36,11 +36,6 @@ def scan(comm: AnyComm, x: Any, op: Operator = "sum", **options: Unpack[ScanOpti
     Returns:
         The result for the ranks up to and including this one, of the same type as x (a SparseVector if x is dense).
 
-    Raises:
-        ValueError: On every rank, if an argument is invalid on some rank, or a value is not finite.
-        TypeError: On every rank, if an argument has a wrong type on some rank.
-        CommunicationError: As in `sparsecoll.allreduce`.
-
     Volume: rank r receives from 2k log2 P words (identical supports) to 2kr words (disjoint supports), in at most
     ceil(log2 P) messages.
 

@@ -153,6 +153,13 @@ class AllreduceOptions(ReduceOptions, total=False):
     return_reduction: bool
 
 
+RAISES = """    Raises:
+        ValueError: On every rank, if an argument is invalid on some rank, or a value is not finite (with
+            nonfinite="raise").
+        TypeError: On every rank, if an argument has a wrong type on some rank.
+        CommunicationError: As in `sparsecoll.allreduce`.
+
+"""
 OPTIONS = re.compile(r" {8}\*\*options: .*\n(?: {12}.*\n)*")
 DESCRIPTIONS = {
     "k": """number of entries that each rank selects; None, the default, for all entries of x.""",
@@ -176,7 +183,7 @@ DESCRIPTIONS = {
 
 
 def takes(options: type) -> Callable[[F], F]:
-    """Decorator: show the options of a function, with their defaults and descriptions, in place of `**options`.
+    """Decorator: show and describe the options of a function in place of `**options`, and what it raises.
 
     Args:
         options: a TypedDict, as MoveOptions.
@@ -196,6 +203,7 @@ def takes(options: type) -> Callable[[F], F]:
         entries = "".join(
             f"        {name}: {DESCRIPTIONS[name]}\n" for name in order if f"{' ' * 8}{name}: " not in text
         )
+        text = text if "    Raises:" in text else text.replace("    Volume:", f"{RAISES}    Volume:")
         call.__doc__ = OPTIONS.sub(lambda _: entries, text)
         return call
 

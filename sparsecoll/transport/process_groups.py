@@ -16,8 +16,7 @@ from typing import Any
 
 from sparsecoll.errors import CommunicationError
 from sparsecoll.transport.base import Transport
-from sparsecoll.transport.tcp import TcpTransport
-from sparsecoll.transport.tcp import connect as connect_ranks
+from sparsecoll.transport.tcp import TcpTransport, connect as connect_ranks
 
 _transports: weakref.WeakKeyDictionary[Any, Transport | _Abandoned] = weakref.WeakKeyDictionary()
 _numbers: dict[str, int] = {}  # how many transports of a group of this name have been made

@@ -6,8 +6,7 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable, Generator, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from concurrent.futures import TimeoutError as FutureTimeout
+from concurrent.futures import Future, ThreadPoolExecutor, TimeoutError as FutureTimeout, wait
 from typing import Any, Generic, TypeVar
 
 from sparsecoll.errors import CommunicationError

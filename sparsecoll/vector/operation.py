@@ -68,7 +68,6 @@ class Operation:
         """Return what a rank contributes in place of its values.
 
         Args:
-            values: its values.
             last: whether the rank is the last one, whose zeros "replace" the others' values, too.
         """
         if self.name.startswith("logical"):

@@ -5,8 +5,7 @@ import math
 import numpy as np
 import pytest
 from cases import same_bits
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 import sparsecoll
 from sparsecoll import DenseVector, Residual, RowResidual, RowSparse, SparseVector, select

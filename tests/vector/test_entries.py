@@ -5,8 +5,7 @@ import pickle
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from sparsecoll import RowSparse, SparseVector, as_vector
 from sparsecoll.vector import VALUE_DTYPES

@@ -107,9 +107,7 @@ class Shape:
         """Return the seconds to sum sparse vectors.
 
         Args:
-            entries: number of entries of all of them.
             share: of the coordinates in which they are.
-            parts: number of vectors.
         """
         if parts <= 2:
             return CALL + UNION * entries
@@ -131,8 +129,6 @@ def fastest(
     """Return the choice that is predicted to be the fastest.
 
     Args:
-        n: as in `Shape`, like the other numbers.
-        choices: names of CHOICES.
         early: whether an allgather sends its entries together with the arguments, which saves it half of the messages.
     """
     times = seconds(Shape(n, k, P, value_bytes, one_node, network))

@@ -15,10 +15,8 @@ def balanced(channel: Channel, x: S, held: Sequence[int], order: Sequence[int]) 
     rank goes to its neighbours in this list. Volume: the entries that are beyond the mean.
 
     Args:
-        channel: of the call.
         x: this rank's entries, rounded as on the wire, of which no other rank has one.
         held: number of entries of each rank, in this order.
-        order: the ranks.
     """
     size, position = channel.size, order.index(channel.rank)
     have = [0, *accumulate(held)]

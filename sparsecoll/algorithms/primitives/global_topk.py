@@ -33,7 +33,6 @@ def global_topk(
     be exact, the search ends as soon as a threshold gives k to within half of the tolerance, often after one round.
 
     Args:
-        transport: transport of the ranks.
         entries: this rank's entries, in an index region that no other rank has; without NaN.
         k: number of entries, below `total`.
         total: number of entries of all ranks.

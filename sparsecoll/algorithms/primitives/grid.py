@@ -79,8 +79,6 @@ def reduce_scatter(channel: Channel, x: SparseVector, edges: list[int], loss: Lo
     """Return this rank's region of the sum, in the accumulator dtype, and the number of entries that were added.
 
     Args:
-        channel: channel of the messages.
-        x: this rank's entries.
         edges: P + 1 boundaries of the regions, in the order of `Grid.order`.
         loss: records what rounding removes from the sums of rows.
     """

@@ -34,7 +34,6 @@ def reduce_scatter(
     """Return region number `rank` of the sum over all ranks.
 
     Args:
-        channel: channel of the messages.
         x: this rank's entries, in the dtype in which they are summed.
         edges: P + 1 boundaries of the regions.
         round: function that rounds partial sums, before they are sent, to the values that arrive, as `Loss.round`.

@@ -27,7 +27,6 @@ def run(transport: Transport, stages: Iterable[list[VectorRequest]]) -> Iterator
     """Yield the vectors received in each stage, while the messages of later stages are in flight.
 
     Args:
-        transport: the transport of the messages.
         stages: iterator that, in each step, sends the messages of the next stage and yields its receives.
     """
     in_flight: deque[list[VectorRequest]] = deque()
@@ -45,7 +44,6 @@ def allgather(channel: Channel, parts: Iterable[SparseVector]) -> Iterator[list[
     """Yield, for each of `parts`, those of all ranks in rank order, while the next ones are in flight.
 
     Args:
-        channel: the channel of the messages.
         parts: this rank's vectors, as many as on every other rank.
     """
     rank, size = channel.rank, channel.size

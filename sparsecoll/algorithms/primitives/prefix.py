@@ -15,7 +15,6 @@ def prefix(channel: Channel, x: SparseVector, inclusive: bool) -> SparseVector:
     """Return the entries of the ranks up to this one, combined by `Channel.merge`.
 
     Args:
-        channel: channel of the messages.
         x: this rank's entries, in the dtype in which they are combined.
         inclusive: whether this rank's own entries take part. If not, the result on rank 0 has no entries.
     """

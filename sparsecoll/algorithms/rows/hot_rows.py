@@ -87,8 +87,6 @@ def find(channel: Channel, x: RowSparse, positions: Sequence[NDArray[np.int64]])
     """Return the hot rows; collective. Each rank counts the rows of a share of the table and tells all which are hot.
 
     Args:
-        channel: of the call.
-        x: this rank's rows.
         positions: for each rank, the positions of the rows in x that it counts.
     """
     rank, size, transport = channel.rank, channel.size, channel.transport
@@ -109,9 +107,6 @@ def reduce_scatter(channel: Channel, x: RowSparse, hot: HotRows, positions: Sequ
     """Combine the rows of all ranks, in rank order, in P - 1 messages; collective.
 
     Args:
-        channel: of the call.
-        x: this rank's rows.
-        hot: the hot rows.
         positions: for each rank, the positions of the rows in x that it owns and that are not hot.
     """
     rank, size = channel.rank, channel.size
@@ -139,14 +134,7 @@ def reduce_scatter(channel: Channel, x: RowSparse, hot: HotRows, positions: Sequ
 
 
 def allgather(channel: Channel, x: RowSparse, found: Sums, k: int) -> Reduction:
-    """Return the sums of all ranks, in the dtype of x, rounded as on the wire.
-
-    Args:
-        channel: of the call.
-        x: this rank's rows.
-        found: what this rank has summed.
-        k: as of `Channel.allgather`.
-    """
+    """Return the sums of all ranks, in the dtype of x, rounded as on the wire."""
     hot, dtype, cold = found.hot, x.dtype, channel.round(found.cold.astype(x.dtype))
     blocks = [
         channel.encode(balanced_rows(channel, cold)),
@@ -168,13 +156,7 @@ def allgather(channel: Channel, x: RowSparse, found: Sums, k: int) -> Reduction:
 
 
 def to_owners(channel: Channel, found: Sums, owners: NDArray[np.int64]) -> RowSparse:
-    """Return all rows that this rank owns: those that are hot come from the ranks that have summed them; collective.
-
-    Args:
-        channel: of the call.
-        found: what this rank has summed.
-        owners: the owner of each hot row.
-    """
+    """Return all rows that this rank owns: those that are hot come from the ranks that have summed them; collective."""
     rank, size, hot, transport = channel.rank, channel.size, found.hot, channel.transport
 
     def owners_of_part(of: int) -> NDArray[np.int64]:

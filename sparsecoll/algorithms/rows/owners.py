@@ -128,8 +128,6 @@ def split(places: NDArray[np.int64], owners: NDArray[np.int64], size: int) -> li
 
     Args:
         places: positions of rows, ascending.
-        owners: the owner of each.
-        size: number of ranks.
     """
     narrow = owners.astype(np.min_scalar_type(max(size - 1, 1)))  # sorted by radix up to 65,536 ranks
     order = np.argsort(narrow, kind="stable")

@@ -20,5 +20,4 @@ from sparsecoll.kernels.cpu.sums import *
 from sparsecoll.kernels.cpu.words import *
 from sparsecoll.kernels.reference.codecs import from_bfloat16 as from_bfloat16
 from sparsecoll.kernels.reference.row_sums import take_rows as take_rows
-from sparsecoll.kernels.reference.selection import magnitude_keys as magnitude_keys
-from sparsecoll.kernels.reference.selection import moments_of as moments_of
+from sparsecoll.kernels.reference.selection import magnitude_keys as magnitude_keys, moments_of as moments_of

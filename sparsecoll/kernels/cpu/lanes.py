@@ -14,21 +14,29 @@ from numba.extending import overload
 
 from sparsecoll.kernels.cpu import portable
 from sparsecoll.kernels.cpu.intrinsics import blocks
-from sparsecoll.kernels.cpu.intrinsics.blocks import end_stream as end_stream
-from sparsecoll.kernels.cpu.intrinsics.blocks import narrow_block as narrow_block
-from sparsecoll.kernels.cpu.intrinsics.blocks import stream_block as stream_block
-from sparsecoll.kernels.cpu.intrinsics.blocks import widen_block as widen_block
+from sparsecoll.kernels.cpu.intrinsics.blocks import (
+    end_stream as end_stream,
+    narrow_block as narrow_block,
+    stream_block as stream_block,
+    widen_block as widen_block,
+)
 from sparsecoll.kernels.cpu.intrinsics.cache import jit as jit
-from sparsecoll.kernels.cpu.intrinsics.target import ADVICE as ADVICE  # how the kernels could be faster here, or ""
-from sparsecoll.kernels.cpu.intrinsics.target import BLOCK as BLOCK
-from sparsecoll.kernels.cpu.intrinsics.target import PURE, SET, SUPPORTED
-from sparsecoll.kernels.cpu.intrinsics.words import array_at as array_at
-from sparsecoll.kernels.cpu.intrinsics.words import load64 as load64
-from sparsecoll.kernels.cpu.intrinsics.words import magnitude_key as magnitude_key
-from sparsecoll.kernels.cpu.intrinsics.words import popcount as popcount
-from sparsecoll.kernels.cpu.intrinsics.words import prefetch as prefetch
-from sparsecoll.kernels.cpu.intrinsics.words import store64 as store64
-from sparsecoll.kernels.cpu.intrinsics.words import trailing_zeros as trailing_zeros
+from sparsecoll.kernels.cpu.intrinsics.target import (
+    ADVICE as ADVICE,  # how the kernels could be faster here, or ""
+    BLOCK as BLOCK,
+    PURE,
+    SET,
+    SUPPORTED,
+)
+from sparsecoll.kernels.cpu.intrinsics.words import (
+    array_at as array_at,
+    load64 as load64,
+    magnitude_key as magnitude_key,
+    popcount as popcount,
+    prefetch as prefetch,
+    store64 as store64,
+    trailing_zeros as trailing_zeros,
+)
 from sparsecoll.kernels.keys import Array
 from sparsecoll.kernels.memory import ALIGNMENT, data_ptr
 
