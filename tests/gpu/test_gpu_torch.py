@@ -8,13 +8,9 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from sparsecoll import simulate  # noqa: E402
-from sparsecoll.torch import (  # noqa: E402
-    COMPRESSORS,
-    DistributedOptimizer,
-    SparseSGD,
-    device as devices,
-)
+from sparsecoll.torch import COMPRESSORS, DistributedOptimizer, SparseSGD  # noqa: E402
 from sparsecoll.torch.compressors import OkTopk, TopK  # noqa: E402
+from sparsecoll.torch.tensors import device as devices  # noqa: E402
 
 OPTIONS = {"covap": {"interval": 2}, "dragonn": {"selective": False, "density": 0.1}}
 

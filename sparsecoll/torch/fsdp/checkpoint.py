@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard as ShardPlacement, zeros
 
 from sparsecoll.torch.fsdp.groups import Shard
-from sparsecoll.torch.state import Tensors
+from sparsecoll.torch.reduction.state import Tensors
 from sparsecoll.transport import Transport
 
 Placements = tuple[Any, ...]
