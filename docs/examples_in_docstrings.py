@@ -13,6 +13,8 @@ class Examples(griffe.Extension):
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         """Edit the docstring of a module, class or function."""
+        if obj.docstring is None and obj.path.startswith("sparsecoll.collectives.nonblocking.i"):
+            obj.docstring = griffe.Docstring(f"Nonblocking `sparsecoll.{obj.name[1:]}`.", parent=obj)
         if obj.docstring is None:
             return
         if obj.name in sparsecoll.__all__ and "**options: " in obj.docstring.value:

@@ -16,8 +16,7 @@ import pytest
 from sparsecoll.algorithms import ALGORITHMS, ROW_ALGORITHMS
 from sparsecoll.algorithms.rows import OWNERS
 from sparsecoll.collectives import signature
-from sparsecoll.collectives.operations import MISSING
-from sparsecoll.collectives.options import NONFINITE, VALUE_DTYPES_ON_THE_WIRE, CallOptions
+from sparsecoll.collectives.options import MISSING, NONFINITE, VALUE_DTYPES_ON_THE_WIRE, CallOptions
 from sparsecoll.formats import FORMATS
 from sparsecoll.vector.operation import OPERATIONS
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -16,7 +17,6 @@ from sparsecoll import formats
 from sparsecoll.algorithms import ROW_ALGORITHMS, Algorithm
 from sparsecoll.collectives import convert
 from sparsecoll.collectives.convert.back import Back
-from sparsecoll.collectives.operations import operation_of
 from sparsecoll.errors import NonFiniteError
 from sparsecoll.formats import Format
 from sparsecoll.select import Vector, topk
@@ -24,13 +24,17 @@ from sparsecoll.transport import Transport, as_transport
 from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.transport.channel import Channel
 from sparsecoll.vector import DenseVector, RowSparse, SparseVector
-from sparsecoll.vector.operation import Operation
+from sparsecoll.vector.operation import OPERATIONS, Operation
 
 V = TypeVar("V", bound="SparseVector | DenseVector | RowSparse")
 S = TypeVar("S", bound="SparseVector | RowSparse")
 T = TypeVar("T")
 PACKED = formats.FORMATS["packed"]
 NOTHING: Mapping[str, Any] = MappingProxyType({})
+MPI_NAMES = {name.upper(): name for name in ("sum", "max", "min", "prod", "replace")}
+MPI_NAMES |= {f"L{name.upper()}": f"logical_{name}" for name in ("and", "or", "xor")}
+MPI_NAMES |= {f"B{name.upper()}": f"bitwise_{name}" for name in ("and", "or", "xor")}
+MISSING = ("ignore", "zero")
 NONFINITE = ("raise", "pass")
 VALUE_DTYPES_ON_THE_WIRE = ("float16", "bfloat16", "float32")
 
@@ -286,3 +290,24 @@ def check_boundaries(boundaries: Any, length: int, parts: int) -> list[int]:
     if len(edges) != parts + 1 or edges[0] != 0 or edges[-1] != length or edges != sorted(edges):
         raise ValueError(f"boundaries: expected {parts + 1} ascending ones from 0 to {length}, got {edges}")
     return edges
+
+
+def operation_of(op: Any, missing: Any) -> Operation:
+    """Return the operation that a caller asks for, by a name or as one of mpi4py, which is not imported for it."""
+    if missing not in MISSING:
+        raise ValueError(f"missing: expected 'ignore' or 'zero', got {missing!r}")
+    if type(op).__module__ == "mpi4py.MPI" and type(op).__name__ == "Op":
+        mpi = sys.modules["mpi4py.MPI"]
+        name = next((name for known, name in MPI_NAMES.items() if op == getattr(mpi, known)), None)
+        if name is None:
+            known = ", ".join(f"MPI.{known}" for known in MPI_NAMES)
+            raise ValueError(f"op: expected one of {known}, got another operation of MPI")
+    elif not isinstance(op, str):
+        raise TypeError(
+            f"op: expected a name or an operation of mpi4py, got {op!r}: use one of {', '.join(OPERATIONS)}"
+        )
+    else:
+        name = op
+    if name not in OPERATIONS:
+        raise ValueError(f"op: expected one of {', '.join(OPERATIONS)}, got {op!r}")
+    return Operation(name, missing == "zero")
