@@ -17,6 +17,7 @@ from sparsecoll.torch.compressors.base import ErrorFeedback
 from sparsecoll.torch.tensors.device import Array
 from sparsecoll.transport import Transport
 from sparsecoll.vector import VALUE_DTYPES, DenseVector, accumulator_dtype, dtype_of
+from sparsecoll.vector.values import native_values
 
 
 @dataclass
@@ -57,7 +58,8 @@ class ArrayCompressor(ErrorFeedback):
         values = to_host(acc.values).view()
         values.flags.writeable = False
         made = self.compress(values)
-        return packed([np.ravel(array) for array in (made if isinstance(made, (list, tuple)) else [made])])
+        arrays = made if isinstance(made, (list, tuple)) else [made]
+        return packed([native_values(array).reshape(-1) for array in arrays])
 
     def communicate(self, transport: Transport, message: Buffer) -> list[Buffer]:
         return self.gather(transport, message)
