@@ -344,3 +344,16 @@ def test_a_random_sample_finds_about_k_of_a_periodic_vector_and_goes_on_from_its
     second.load_state_dict(first.state_dict())
     sparse = SparseVector.from_dense(x)
     assert same_bits(first.select(DenseVector(x), 2000), second.select(sparse, 2000))
+
+
+def test_an_accumulator_is_an_array_after_the_work_that_waits():
+    acc = LazyAccumulator(np.array([1.0, -2.0, 0.0], np.float32))
+    acc.add_later(np.array([0.5, 0.5, 0.5], np.float32), 2.0)
+    assert len(acc) == 3 and np.asarray(acc).tolist() == [2.0, -1.0, 1.0]
+    assert np.asarray(acc) is acc.values and np.array(acc) is not acc.values
+    assert np.asarray(acc, np.float64).dtype == np.float64 and np.sum(acc) == 2.0
+    acc.clear_selected = True
+    acc.topk(1)
+    assert np.asarray(acc).tolist() == [2.0, -1.0, 1.0]  # nothing is removed before `commit`
+    with pytest.raises(ValueError, match="copy=None"):
+        acc.__array__(np.float64, copy=False)
