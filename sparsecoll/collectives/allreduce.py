@@ -258,12 +258,7 @@ def arguments_of(
     shape: tuple[int, ...] = (),
     alike: Mapping[str, Any] = NOTHING,
 ) -> Arguments:
-    """Return the validated arguments of a call, which become its signature; they are validated once on a communicator.
-
-    Args:
-        shape: of the caller's x (default: that of a vector).
-        alike: see `allreduce_vectors` (default: nothing).
-    """
+    """Return the validated arguments of a call, which become its signature; validated once on a communicator."""
     known = call.transport.validated
     of_vector = type(vector), vector.length, vector.width, vector.dtype, vector.on_gpu, shape
     of_options = options, type(options.k), type(options.density)  # True equals 1

@@ -71,9 +71,6 @@ def unpack(message: Buffer) -> Any:
 def pack_all(options: CallOptions, xs: Sequence[Any], ranks: Sequence[int]) -> list[Buffer]:
     """Return a message for each of several vectors of the caller.
 
-    Args:
-        ranks: the rank to which each one goes, for error messages.
-
     Raises:
         ValueError, TypeError: x or an option is invalid; the text names the vector.
     """

@@ -96,12 +96,7 @@ class CallOptions:
         }
 
     def resolve_k(self, length: int, default: int | None = None) -> int | None:
-        """Return the number of entries that each rank selects from a vector; None for all entries.
-
-        Args:
-            length: length of the vector, of which `density` is a fraction.
-            default: k if the caller gave neither `k` nor `density`.
-        """
+        """Return the number of entries that each rank selects from a vector; None for all entries."""
         k, density = self.k, self.density
         if k is not None and density is not None:
             raise ValueError(f"k, density: expected one of them, got k={k} and density={density}")

@@ -183,11 +183,7 @@ DESCRIPTIONS = {
 
 
 def takes(options: type) -> Callable[[F], F]:
-    """Decorator: show and describe the options of a function in place of `**options`, and what it raises.
-
-    Args:
-        options: a TypedDict, as MoveOptions.
-    """
+    """Decorator: show and describe the options of a function in place of `**options`, and what it raises."""
     types = {name: kind.__forward_arg__ for name, kind in options.__annotations__.items()}  # with those of its bases
     order = [name for name in DESCRIPTIONS if name in types]
     defaults = {"owner": None, "return_reduction": False} | {field.name: field.default for field in fields(CallOptions)}

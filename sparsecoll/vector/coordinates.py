@@ -97,11 +97,7 @@ def used_indices(x: Any, rows: int, width: int) -> NDArray[Any]:
 
 
 def flat_of_rows(x: Any, shape: tuple[int, int]) -> tuple[NDArray[Any], bool]:
-    """Return flat indices of a matrix by rows (CSR), and whether they are strictly ascending.
-
-    Args:
-        x: as `used_indices` takes and checks it.
-    """
+    """Return flat indices of a matrix by rows (CSR), and whether they are strictly ascending."""
     columns = contiguous(used_indices(x, *shape))
     flat = empty(columns.size, index_dtype(count(shape)))
     unsigned = columns.view(f"u{columns.itemsize}")

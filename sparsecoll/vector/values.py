@@ -164,10 +164,6 @@ def sparse_entries(indices: Any, values: Any, length: Any, kind: Kind = ENTRIES)
 def pairs(indices: Any, values: Any, length: Any, kind: Kind = ENTRIES) -> tuple[Any, Any, int]:
     """Return indices in any order as SparseVector stores them, contiguous values, and the length.
 
-    Args:
-        indices: of the caller, as the others.
-        kind: of the entries (default: one value each, as of SparseVector).
-
     Raises:
         ValueError: indices are negative or out of range, the sizes differ, or length is negative.
         TypeError: a dtype is not supported, or only one of the arrays is on the GPU.

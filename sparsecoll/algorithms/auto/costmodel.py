@@ -104,11 +104,7 @@ class Shape:
         return self.network.alpha + self.network.beta * message.bytes + message.encode + message.decode
 
     def merging(self, entries: float, share: float = 1.0, parts: int = 2) -> float:
-        """Return the seconds to sum sparse vectors.
-
-        Args:
-            share: of the coordinates in which they are.
-        """
+        """Return the seconds to sum sparse vectors."""
         if parts <= 2:
             return CALL + UNION * entries
         dense = DENSE_MERGE * entries + DENSE_MERGE_SPAN * self.n * share

@@ -12,12 +12,7 @@ from sparsecoll.vector import SparseVector
 
 
 def prefix(channel: Channel, x: SparseVector, inclusive: bool) -> SparseVector:
-    """Return the entries of the ranks up to this one, combined by `Channel.merge`.
-
-    Args:
-        x: this rank's entries, in the dtype in which they are combined.
-        inclusive: whether this rank's own entries take part. If not, the result on rank 0 has no entries.
-    """
+    """Return the entries of the ranks up to this one, without its own unless `inclusive`, by `Channel.merge`."""
     rank, size, distance = channel.rank, channel.size, 1
     before = x.slice_entries(0, 0)
     while distance < size:

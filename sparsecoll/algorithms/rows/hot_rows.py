@@ -84,11 +84,7 @@ class Sums:
 
 
 def find(channel: Channel, x: RowSparse, positions: Sequence[NDArray[np.int64]]) -> HotRows:
-    """Return the hot rows; collective. Each rank counts the rows of a share of the table and tells all which are hot.
-
-    Args:
-        positions: for each rank, the positions of the rows in x that it counts.
-    """
+    """Return the hot rows; collective. Each rank counts the rows at its `positions` and tells all which are hot."""
     rank, size, transport = channel.rank, channel.size, channel.transport
 
     def encoded(rows: NDArray[Any]) -> Buffer:

@@ -124,11 +124,7 @@ def owners_of(rows: NDArray[Any], size: int, edges: Sequence[int] | None = None)
 
 
 def split(places: NDArray[np.int64], owners: NDArray[np.int64], size: int) -> list[NDArray[np.int64]]:
-    """Return for each of `size` ranks the places that it owns, ascending.
-
-    Args:
-        places: positions of rows, ascending.
-    """
+    """Return for each of `size` ranks the places that it owns, ascending."""
     narrow = owners.astype(np.min_scalar_type(max(size - 1, 1)))  # sorted by radix up to 65,536 ranks
     order = np.argsort(narrow, kind="stable")
     ends = np.searchsorted(narrow[order], np.arange(size + 1))
