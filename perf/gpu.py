@@ -71,7 +71,7 @@ def selection(options):
     for density in options.densities:
         k = max(1, round(density * x.size))
         vector, residual = DenseVector(x), Residual(x.size, like=x)
-        t = vector.topk(k)._kth_magnitude(k)
+        t = vector.topk(k).kth_magnitude(k)
 
         def reset(residual=residual):
             residual.array[:] = x
@@ -95,7 +95,7 @@ def encoding(options):
     for density in options.densities:
         k = max(1, round(density * x.size))
         vector = DenseVector(x)
-        t = vector.topk(k)._kth_magnitude(k)
+        t = vector.topk(k).kth_magnitude(k)
         for form in ("coo", "slots", "packed", "densestream", "bitmap"):
 
             def encode(vector=vector, t=t, k=k, form=form):

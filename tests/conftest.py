@@ -21,6 +21,8 @@ collect_ignore = [
     "corrupt_messages.py",
     "soak.py",
     "gpu/run.py",
+    "typed/right.py",
+    "typed/wrong.py",
 ]  # programs, not tests
 
 

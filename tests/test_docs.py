@@ -121,7 +121,7 @@ def test_every_public_argument_has_an_entry_of_its_own(module):
     for name, obj in vars(importlib.import_module(module)).items():
         if not (inspect.isclass(obj) or inspect.isfunction(obj)) or not obj.__module__.startswith("sparsecoll"):
             continue
-        if name[0] != "_" and not name.endswith("Error") and name != "Request":
+        if name[0] != "_" and not name.endswith("Error") and name not in ("Comm", "Request"):
             lacking = set(inspect.signature(obj).parameters) - _entries(obj.__doc__ or "")
             missing |= {name: lacking} if lacking else {}
     assert not missing

@@ -338,7 +338,7 @@ def index_and_value_bytes(start: int, count: int, index: np.dtype[Any], wire: Wi
 
 def holds_zeros(x: SparseVector, wire: WireDtype) -> bool:
     """Return whether an entry is zero or is rounded to zero on the wire."""
-    return rounded(x, wire.name)._has_zeros()
+    return rounded(x, wire.name).has_zeros()
 
 
 def nonzero_entries(values: NDArray[Any], first: int, nnz: int, length: int) -> SparseVector:

@@ -54,7 +54,7 @@ class SampledThreshold(Selector):
         sample = self._sample(x)
         self._calls += 1
         rank = max(1, round(k / x.nnz * sample.nnz))
-        t = max(sample._kth_magnitude(rank), SMALLEST)
+        t = max(sample.kth_magnitude(rank), SMALLEST)
         chosen = x.threshold(t, k)
         if chosen.nnz > k * (1 + self.tolerance):
             chosen = chosen.topk(k)

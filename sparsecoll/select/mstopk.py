@@ -51,10 +51,10 @@ class MSTopK(Selector):
             else:
                 low, t2 = middle, t
         candidates = checked(stats.threshold(t2))
-        sure = candidates.threshold(t1, k) if math.isfinite(t1) else candidates._slice_entries(0, 0)
+        sure = candidates.threshold(t1, k) if math.isfinite(t1) else candidates.slice_entries(0, 0)
         others = candidates.nnz - sure.nnz
         missing = min(k - sure.nnz, others)
         start = mix(self.seed, self._calls) % (others - missing + 1)
-        near = candidates._slice_entries(start, start + missing + sure.nnz)  # from `start` of the others on, and before
+        near = candidates.slice_entries(start, start + missing + sure.nnz)  # from `start` of the others on, and before
         before = sure._position(int(near.indices[0])) if near.nnz else 0
-        return sure._union_disjoint(near.difference(sure)._slice_entries(before, before + missing))
+        return sure.union_disjoint(near.difference(sure).slice_entries(before, before + missing))

@@ -35,7 +35,7 @@ class MagnitudeStats:
 
     def count(self, t: float) -> int:
         """Return the number of entries of magnitude >= t."""
-        return self._holding(t)._count_at_least(t)
+        return self._holding(t).count_at_least(t)
 
     def threshold(self, t: float) -> SparseVector:
         """Return the entries of magnitude >= t."""

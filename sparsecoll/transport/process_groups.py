@@ -13,8 +13,7 @@ from typing import Any
 
 from sparsecoll.errors import CommunicationError
 from sparsecoll.transport.base import Transport
-from sparsecoll.transport.tcp import TcpTransport
-from sparsecoll.transport.tcp import connect as connect_ranks
+from sparsecoll.transport.tcp import TcpTransport, connect as connect_ranks
 from sparsecoll.transport.waiting import Abandoned
 
 _transports: weakref.WeakKeyDictionary[Any, Transport | Abandoned] = weakref.WeakKeyDictionary()

@@ -6,8 +6,7 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable, Generator, Iterable
-from concurrent.futures import Future, wait
-from concurrent.futures import TimeoutError as FutureTimeout
+from concurrent.futures import Future, TimeoutError as FutureTimeout, wait
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
@@ -18,6 +17,7 @@ from sparsecoll.transport import process
 from sparsecoll.transport.base import CALL_PARENT, FORKED, Transport, out_of_use
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 
 class Request(Generic[T]):
@@ -77,7 +77,7 @@ class Request(Generic[T]):
         raise CommunicationError("cancel: a collective call cannot be cancelled, because other ranks take part in it")
 
     @staticmethod
-    def waitall(requests: Iterable[Request[Any]], timeout: float | None = None) -> list[Any]:
+    def waitall(requests: Iterable[Request[R]], timeout: float | None = None) -> list[R]:
         """Wait for all calls to finish; return their results in order, or raise the exception of the first that failed.
 
         Args:

@@ -6,7 +6,7 @@ import contextlib
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from sparsecoll.telemetry.traffic import Traffic
 from sparsecoll.transport.network import Costs, Network
 from sparsecoll.transport.virtual_ranks import Schedule, SimTransport, Stopped, World
 
+T = TypeVar("T")
 _STACK_BYTES = 1 << 20
 _TICK_SECONDS = 0.2  # after which an interrupt is seen whose signal another thread has taken
 _STOP_SECONDS = 1.0  # that an interrupt waits for a rank that computes; it ends in its next call
@@ -104,7 +105,7 @@ class SimComm:
 
 
 @dataclass
-class Simulation:
+class Simulation(Generic[T]):
     """The result of `simulate`; lists are in rank order.
 
     Attributes:
@@ -113,20 +114,20 @@ class Simulation:
         seconds: modelled time until the last rank ended, in seconds.
     """
 
-    results: list[Any]
+    results: list[T]
     traffic: list[Traffic]
     seconds: float
 
 
 def simulate(
     P: int,
-    fn: Callable[[SimComm], Any],
+    fn: Callable[[SimComm], T],
     network: Network | None = None,
     ranks_per_node: int = 1,
     inside: Network | None = None,
     costs: Costs | None = None,
     schedule: Schedule | None = None,
-) -> Simulation:
+) -> Simulation[T]:
     """Run fn(comm) on P virtual ranks in this process, without MPI.
 
     The library's code, its results and the bytes that it counts are the same as over MPI; time is modelled. Only "auto"

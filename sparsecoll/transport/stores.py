@@ -6,8 +6,7 @@ from typing import Any
 
 from sparsecoll.transport import usable
 from sparsecoll.transport.process_groups import StoreMeeting
-from sparsecoll.transport.tcp import TcpTransport
-from sparsecoll.transport.tcp import connect as connect_ranks
+from sparsecoll.transport.tcp import TcpTransport, connect as connect_ranks
 
 PREFIX = "sparsecoll"
 

@@ -4,8 +4,7 @@ import os
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from sparsecoll.kernels import reference
 from sparsecoll.kernels.keys import COMPILED_DTYPES, Momentum, Pass, key_of

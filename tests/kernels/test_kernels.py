@@ -5,8 +5,7 @@ import os
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from sparsecoll.kernels import cpu, reference, sampling
 from sparsecoll.kernels.keys import COMPILED_DTYPES, Momentum, Pass, key_of, magnitude_of

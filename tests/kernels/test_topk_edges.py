@@ -5,8 +5,7 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from sparsecoll.kernels import cpu, memory, reference, sampling, threads
 from sparsecoll.kernels.keys import Pass

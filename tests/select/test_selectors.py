@@ -5,8 +5,7 @@ import math
 import numpy as np
 import pytest
 from cases import same_bits
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 import sparsecoll
 from sparsecoll import DenseVector, Residual, RowResidual, RowSparse, SparseVector, select
@@ -154,9 +153,9 @@ def test_nothing_is_lost_by_taking(name, seed, k, n):
 def test_what_did_not_contribute_goes_back():
     residual, gradient = Residual(1000), heavy(1000)
     taken = residual.take(gradient, TopK(), 100)
-    residual.restore(taken, taken._slice_entries(10, 60))
-    np.testing.assert_array_equal(residual.array + taken._slice_entries(10, 60).to_dense(), gradient)
-    residual.restore(taken._slice_entries(10, 60))
+    residual.restore(taken, taken.slice_entries(10, 60))
+    np.testing.assert_array_equal(residual.array + taken.slice_entries(10, 60).to_dense(), gradient)
+    residual.restore(taken.slice_entries(10, 60))
     np.testing.assert_array_equal(residual.array, gradient)
 
 
@@ -385,3 +384,16 @@ def test_a_random_sample_finds_about_k_of_a_periodic_vector_and_goes_on_from_its
     second.load_state_dict(first.state_dict())
     sparse = SparseVector.from_dense(x)
     assert same_bits(first.select(DenseVector(x), 2000), second.select(sparse, 2000))
+
+
+def test_an_accumulator_is_an_array_after_the_work_that_waits():
+    acc = LazyAccumulator(np.array([1.0, -2.0, 0.0], np.float32))
+    acc.add_later(np.array([0.5, 0.5, 0.5], np.float32), 2.0)
+    assert len(acc) == 3 and np.asarray(acc).tolist() == [2.0, -1.0, 1.0]
+    assert np.asarray(acc) is acc.values and np.array(acc) is not acc.values
+    assert np.asarray(acc, np.float64).dtype == np.float64 and np.sum(acc) == 2.0
+    acc.clear_selected = True
+    acc.topk(1)
+    assert np.asarray(acc).tolist() == [2.0, -1.0, 1.0]  # nothing is removed before `commit`
+    with pytest.raises(ValueError, match="copy=None"):
+        acc.__array__(np.float64, copy=False)

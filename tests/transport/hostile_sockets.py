@@ -8,8 +8,7 @@ from types import SimpleNamespace
 
 from hostile import NEVER
 
-from sparsecoll.transport.tcp import connection as connections
-from sparsecoll.transport.tcp import transport as tcp
+from sparsecoll.transport.tcp import connection as connections, transport as tcp
 
 PLACES = {
     "interrupt": ("send", "sent", "receive", "received", "line"),

@@ -11,23 +11,31 @@ from typing import Any
 
 import numba
 
-from sparsecoll.kernels.cpu.intrinsics.blocks import compress_block as compress_block
-from sparsecoll.kernels.cpu.intrinsics.blocks import emit_block as emit_block
-from sparsecoll.kernels.cpu.intrinsics.blocks import end_stream as end_stream
-from sparsecoll.kernels.cpu.intrinsics.blocks import stream_block as stream_block
+from sparsecoll.kernels.cpu.intrinsics.blocks import (
+    compress_block as compress_block,
+    emit_block as emit_block,
+    end_stream as end_stream,
+    stream_block as stream_block,
+)
 from sparsecoll.kernels.cpu.intrinsics.cache import jit as jit
-from sparsecoll.kernels.cpu.intrinsics.target import ADVICE as ADVICE  # how the kernels could be faster here, or ""
-from sparsecoll.kernels.cpu.intrinsics.target import BLOCK as BLOCK
-from sparsecoll.kernels.cpu.intrinsics.target import PURE, SET, SUPPORTED
-from sparsecoll.kernels.cpu.intrinsics.words import array_at as array_at
-from sparsecoll.kernels.cpu.intrinsics.words import load64 as load64
-from sparsecoll.kernels.cpu.intrinsics.words import magnitude_key as magnitude_key
-from sparsecoll.kernels.cpu.intrinsics.words import narrowed as narrowed
-from sparsecoll.kernels.cpu.intrinsics.words import popcount as popcount
-from sparsecoll.kernels.cpu.intrinsics.words import prefetch as prefetch
-from sparsecoll.kernels.cpu.intrinsics.words import store64 as store64
-from sparsecoll.kernels.cpu.intrinsics.words import trailing_zeros as trailing_zeros
-from sparsecoll.kernels.cpu.intrinsics.words import widened as widened
+from sparsecoll.kernels.cpu.intrinsics.target import (
+    ADVICE as ADVICE,  # how the kernels could be faster here, or ""
+    BLOCK as BLOCK,
+    PURE,
+    SET,
+    SUPPORTED,
+)
+from sparsecoll.kernels.cpu.intrinsics.words import (
+    array_at as array_at,
+    load64 as load64,
+    magnitude_key as magnitude_key,
+    narrowed as narrowed,
+    popcount as popcount,
+    prefetch as prefetch,
+    store64 as store64,
+    trailing_zeros as trailing_zeros,
+    widened as widened,
+)
 from sparsecoll.kernels.keys import Array
 from sparsecoll.kernels.memory import ALIGNMENT, data_ptr
 

@@ -7,8 +7,7 @@ from typing import Any
 
 import llvmlite.binding as llvm
 import numba as nb
-from numba.core import codegen as _codegen
-from numba.core import registry as _registry
+from numba.core import codegen as _codegen, registry as _registry
 
 codegen: Any = _codegen
 config: Any = nb.config

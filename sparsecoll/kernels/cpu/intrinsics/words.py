@@ -6,8 +6,7 @@ from typing import Any
 
 import numba as nb
 from llvmlite import ir
-from numba.core import cgutils as _cgutils
-from numba.core import types
+from numba.core import cgutils as _cgutils, types
 from numba.cpython.unsafe import numbers as _numbers
 from numba.extending import intrinsic as _intrinsic
 
