@@ -271,10 +271,9 @@ def hidden(rows, name):
 
 def table(rows, *columns):
     """Return the table of a net, with these columns of the rows beside the times."""
-    best, shown = min((row["x plain"] for name, row in rows.items() if name.startswith("DDP, gloo")), default=None), []
+    shown = []
     for name, row in rows.items():
         line = {"line": name, "s / step": row["seconds"], "x plain": row["x plain"]}
-        line |= {"best DDP / this": best / row["x plain"]} if best else {}
         for column in columns:
             line[column] = hidden(rows, name) if column == "hidden" else row.get(column)
         counted = next(column for column in ("MB received", "MB into a node") if column in row)
