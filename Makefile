@@ -1,4 +1,4 @@
-# `make demo` and `make test` start from nothing but Python 3.10-3.13 and pip. README.md shows the same lines by hand.
+# `make demo` and `make test` start from nothing but Python 3.10-3.13 and pip.
 PYTHON ?= python3
 MPICH := .venv
 CHECK := .venv-check
@@ -22,7 +22,7 @@ SOCKETS := $(COLLECTIVES) $(TRAINING) tests/mpi/test_docs_mpi.py tests/gpu/test_
 
 .PHONY: demo check test test-serial test-mpich test-torchrun test-openmpi test-pythons frameworks lint fuzz soak bench docs serve gpu clean
 
-demo: $(MPICH)/demo.done  # SEEDS=3 make demo: the means of README's table
+demo: $(MPICH)/demo.done  # SEEDS=3 make demo: means of three runs
 	$(LIMIT) 3000 $(MPICH)/bin/mpirun -n 4 $(MPICH)/bin/python examples/train.py --seeds $(SEEDS)
 
 check: $(CHECK)/check.done  # the short loop: lint, types and the fast tests; needs neither MPI nor torch
