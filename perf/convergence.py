@@ -25,7 +25,7 @@ from sparsecoll import simulate
 from sparsecoll.cli import bench
 from sparsecoll.torch import DistributedOptimizer, LocalOptimizer
 from sparsecoll.torch.compressors import ACPSGD, COVAP, DGC, QSGD, DenseStream, NesterovTopK, OkTopk, PowerSGD, TopK
-from sparsecoll.torch.schedule import WarmUp
+from sparsecoll.torch.compressors.schedule import WarmUp
 from sparsecoll.transport import default_comm
 
 MOMENTUM, DENSITY, MARGIN = 0.9, 0.01, 0.2

@@ -32,3 +32,11 @@ def check_choice(argument: str, value: str, choices: Collection[str]) -> None:
     """
     if value not in choices:
         raise ValueError(f"{argument}: expected one of {', '.join(choices)}, got {value!r}")
+
+
+def check_integer(argument: str, value: object, least: int) -> None:
+    """Raise unless the value of an argument is an integer of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{argument}: expected an integer, got {value!r}")
+    if value < least:
+        raise ValueError(f"{argument}: expected at least {least}, got {value}")

@@ -2,6 +2,7 @@
 
 import ast
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -27,6 +28,8 @@ LAYERS = [  # one room a floor; a module may import from its own room and from t
     "cli",
     "__main__",
 ]
+TORCH = ["tensors", "compressors", "replica", "reduction", "optimizers", "ddp fsdp __init__"]  # likewise, in torch/
+PRIVATE = {"tensors/private.py", "fsdp/groups.py"}  # which use what torch keeps private
 INTERNALS = {str(p.relative_to(PACKAGE)) for p in (PACKAGE / "kernels" / "cpu" / "intrinsics").glob("*.py")}
 HOMES = {
     "mpi4py": {str(p.relative_to(PACKAGE)) for p in (PACKAGE / "transport" / "mpi").glob("*.py")},
@@ -49,8 +52,24 @@ def imported(path):
             yield from ([f"sparsecoll.{a.name}" for a in node.names] if node.module == "sparsecoll" else [node.module])
 
 
-def layer(name):
-    return next(i for i, names in enumerate(LAYERS) if name in names.split())
+def layer(name, layers=LAYERS):
+    return next(i for i, names in enumerate(layers) if name in names.split())
+
+
+def modules():
+    """Name -> path of the modules of the package."""
+    names = ((".".join(p.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"), p) for p in FILES)
+    return dict(names)
+
+
+def imported_modules(path):
+    """The modules of the package that one imports anywhere in it, also in a function or for types only."""
+    known = modules()
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = [a.name for a in node.names] if isinstance(node, (ast.Import, ast.ImportFrom)) else []
+        if isinstance(node, ast.ImportFrom):
+            names = {f"{node.module}.{name}" if f"{node.module}.{name}" in known else node.module for name in names}
+        yield from known.keys() & set(names)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
@@ -63,6 +82,48 @@ def test_imports_go_one_way(path):
         for package, files in HOMES.items():
             if f"{name}.".startswith(f"{package}."):
                 assert str(path.relative_to(PACKAGE)) in files, f"{path.name} imports {package}"
+
+
+@pytest.mark.parametrize("path", sorted((PACKAGE / "torch").rglob("*.py")), ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_imports_go_one_way_in_torch(path):
+    home = path.relative_to(PACKAGE / "torch").parts[0].removesuffix(".py")
+    for name in imported_modules(path):
+        if name.startswith("sparsecoll.torch"):
+            other = [*name.split("."), "__init__"][2]
+            assert layer(other, TORCH) <= layer(home, TORCH), f"{path.name} imports {name}"
+
+
+def test_no_circle_of_imports_in_torch():
+    imports = {name: {*imported_modules(p)} for name, p in modules().items() if name.startswith("sparsecoll.torch")}
+    while imports:
+        leaves = {name for name, others in imports.items() if not others & imports.keys()}
+        assert leaves, f"in a circle, or above one: {sorted(imports)}"
+        imports = {name: others for name, others in imports.items() if name not in leaves}
+
+
+def test_private_interfaces_of_torch_stand_in_one_file():
+    """Names with an underscore are torch's if nothing in the package has them, or `private.py` uses them of torch."""
+    nodes = {p: list(ast.walk(ast.parse(p.read_text()))) for p in FILES}
+    own = {"_replace", "_asdict", "_fields"}  # of named tuples
+    for node in (n for found in nodes.values() for n in found):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            own.add(node.name)
+        elif isinstance(node, (ast.Name, ast.Attribute)) and isinstance(node.ctx, ast.Store):
+            own.add(node.id if isinstance(node, ast.Name) else node.attr)
+    own -= set(used_of_torch(nodes[PACKAGE / "torch" / "tensors" / "private.py"]))
+    for path in (PACKAGE / "torch").rglob("*.py"):
+        names = {*used_of_torch(nodes[path]), *(part for name in imported(path) for part in name.split("."))}
+        private = {name for name in names if re.match("_[A-Za-z]", name)} - own
+        assert not private or str(path.relative_to(PACKAGE / "torch")) in PRIVATE, f"{path.name}: {private}"
+
+
+def used_of_torch(nodes):
+    """The names of attributes of other objects than `self`, also as arguments of getattr and the like."""
+    for node in nodes:
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) != "self":
+            yield node.attr
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr", "attrgetter"):
+            yield from (a.value for a in node.args if isinstance(a, ast.Constant) and isinstance(a.value, str))
 
 
 def test_import_is_light():

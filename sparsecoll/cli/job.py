@@ -22,7 +22,7 @@ def joined() -> Iterator[Any]:
     if not under_torchrun():
         yield default_comm()
         return
-    from sparsecoll.torch.process_group import torchrun_group
+    from sparsecoll.torch.replica.process_group import torchrun_group
 
     with torchrun_group() as group:
         yield group

@@ -13,7 +13,7 @@ import torch
 from sparsecoll.testing.cases import case_of, check_class, expect
 from sparsecoll.torch.compressors import Compressor
 from sparsecoll.torch.compressors.base import ErrorFeedback
-from sparsecoll.torch.optimizer import DistributedOptimizer
+from sparsecoll.torch.optimizers.distributed import DistributedOptimizer
 from sparsecoll.transport import simulate
 
 

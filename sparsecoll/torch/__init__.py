@@ -5,18 +5,17 @@ import torch.distributed
 if not torch.distributed.is_available():
     raise ImportError("sparsecoll.torch: expected PyTorch with torch.distributed, got one that was built without it")
 
-from sparsecoll.torch.broadcasts import broadcast
-from sparsecoll.torch.checkpoint import load, save
 from sparsecoll.torch.compressors import COMPRESSORS, Compressor
+from sparsecoll.torch.compressors.schedule import Constant, Schedule, WarmUp
 from sparsecoll.torch.ddp import HookState, comm_hook
-from sparsecoll.torch.local import LocalOptimizer
-from sparsecoll.torch.optimizer import DistributedOptimizer
-from sparsecoll.torch.process_group import init_process_group
-from sparsecoll.torch.rowwise_adagrad import RowWiseAdagrad
-from sparsecoll.torch.schedule import Constant, Schedule, WarmUp
-from sparsecoll.torch.sgd import SparseSGD
-from sparsecoll.torch.state import redistribute
-from sparsecoll.torch.timeline import Timeline
+from sparsecoll.torch.optimizers.distributed import DistributedOptimizer
+from sparsecoll.torch.optimizers.local import LocalOptimizer
+from sparsecoll.torch.optimizers.rowwise_adagrad import RowWiseAdagrad
+from sparsecoll.torch.optimizers.sgd import SparseSGD
+from sparsecoll.torch.reduction.state import load, redistribute, save
+from sparsecoll.torch.replica.broadcasts import broadcast
+from sparsecoll.torch.replica.process_group import init_process_group
+from sparsecoll.torch.replica.timeline import Timeline
 
 __all__ = [
     "COMPRESSORS",

@@ -15,22 +15,23 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
 from sparsecoll.algorithms import Algorithm
 from sparsecoll.errors import NonFiniteError
-from sparsecoll.torch.backward import after_callbacks, at_end_of_backward
-from sparsecoll.torch.bucket import Bucket
-from sparsecoll.torch.buckets import Buckets
-from sparsecoll.torch.calls import agreed, agreeing, communicator
 from sparsecoll.torch.compressors import Compressor, resolve
-from sparsecoll.torch.device import device_of
-from sparsecoll.torch.grad_scaler import enabled
-from sparsecoll.torch.layout import Layout, residual_dtype
-from sparsecoll.torch.options import Options
-from sparsecoll.torch.replica import Replica
-from sparsecoll.torch.rounds import JOINED, Row
-from sparsecoll.torch.row_gradients import RowBucket, nan_rows
-from sparsecoll.torch.state import UNNAMED, Copied
-from sparsecoll.torch.steps import Steps
-from sparsecoll.torch.tensors import named
-from sparsecoll.torch.timeline import Timeline, bucket_span
+from sparsecoll.torch.reduction.bucket import Bucket
+from sparsecoll.torch.reduction.buckets import Buckets
+from sparsecoll.torch.reduction.grad_scaler import enabled
+from sparsecoll.torch.reduction.row_gradients import RowBucket, nan_rows
+from sparsecoll.torch.reduction.state import UNNAMED, Copied
+from sparsecoll.torch.reduction.steps import Steps
+from sparsecoll.torch.replica.calls import agreed, agreeing, communicator
+from sparsecoll.torch.replica.options import Options
+from sparsecoll.torch.replica.replica import Replica
+from sparsecoll.torch.replica.rounds import JOINED, Row
+from sparsecoll.torch.replica.timeline import Timeline, bucket_span
+from sparsecoll.torch.tensors.backward import at_end_of_backward
+from sparsecoll.torch.tensors.device import device_of
+from sparsecoll.torch.tensors.layout import Layout, residual_dtype
+from sparsecoll.torch.tensors.model import named
+from sparsecoll.torch.tensors.private import backward_number, queue_callback
 from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.transport.collectives import allgather, disseminate
 from sparsecoll.transport.progress import in_background
@@ -352,7 +353,7 @@ def _all_zero(gradient: torch.Tensor) -> bool:
 
 def _before_gradient(state: "weakref.ref[HookState]", _: torch.Tensor) -> None:
     """Before the first gradient of a back-propagation is added, find out what has become of the last ones."""
-    alive, task = state(), torch._C._current_graph_task_id()
+    alive, task = state(), backward_number()
     if alive is not None and task != alive._task:
         alive._task = task
         alive._steps.settle()
@@ -377,7 +378,7 @@ def comm_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[torc
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=[where] if where.type == "cuda" else None)
     device = device_of(bucket.buffer())
     event = device.record_event()
-    joined = torch._C._current_graph_task_id() < 0  # DDP's join() calls this hook outside of a back-propagation
+    joined = backward_number() < 0  # DDP's join() calls this hook outside of a back-propagation
 
     def job() -> None:
         try:
@@ -388,7 +389,7 @@ def comm_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[torc
 
     request = in_background(state.transport, job)
     if not joined:  # an exception in the future would reach the user as "Unable to cast"
-        at_end_of_backward(state, lambda: after_callbacks(state.finish))  # after DDP's own callback
+        at_end_of_backward(state, lambda: queue_callback(state.finish))  # after DDP's own callback
     elif bucket.is_last():
         request.result()
         state.finish()

@@ -9,8 +9,8 @@ torch = pytest.importorskip("torch")
 
 from sparsecoll import simulate  # noqa: E402
 from sparsecoll.torch import COMPRESSORS, DistributedOptimizer, SparseSGD  # noqa: E402
-from sparsecoll.torch import device as devices  # noqa: E402
 from sparsecoll.torch.compressors import OkTopk, TopK  # noqa: E402
+from sparsecoll.torch.tensors import device as devices  # noqa: E402
 
 OPTIONS = {"covap": {"interval": 2}, "dragonn": {"selective": False, "density": 0.1}}
 

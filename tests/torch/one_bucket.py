@@ -4,7 +4,7 @@ import numpy as np
 
 from sparsecoll import simulate
 from sparsecoll.torch.compressors import StepContext, resolve
-from sparsecoll.torch.layout import Layout
+from sparsecoll.torch.tensors.layout import Layout
 
 OPTIONS = {"bucket_bytes": 6000, "dense_below": 10}  # three or more buckets, vectors among what is compressed
 

@@ -13,9 +13,9 @@ from one_bucket import step  # noqa: E402
 
 from sparsecoll import simulate  # noqa: E402
 from sparsecoll.torch import COMPRESSORS, DistributedOptimizer  # noqa: E402
-from sparsecoll.torch.bucket import Bucket  # noqa: E402
 from sparsecoll.torch.compressors import DGC, StepContext, TopK, resolve  # noqa: E402
-from sparsecoll.torch.layout import Layout, cut  # noqa: E402
+from sparsecoll.torch.reduction.bucket import Bucket  # noqa: E402
+from sparsecoll.torch.tensors.layout import Layout, cut  # noqa: E402
 
 P = 3
 WAYS = [(as_view, size) for as_view in (False, True) for size in (1, None)]  # bucket_bytes

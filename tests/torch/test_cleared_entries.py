@@ -14,7 +14,7 @@ from one_bucket import step  # noqa: E402
 import sparsecoll  # noqa: E402
 from sparsecoll import Allgather, select, simulate  # noqa: E402
 from sparsecoll.torch.compressors import DGC, DRAGONN, StepContext, TopK  # noqa: E402
-from sparsecoll.torch.layout import Layout  # noqa: E402
+from sparsecoll.torch.tensors.layout import Layout  # noqa: E402
 
 
 @dataclass

@@ -13,7 +13,6 @@ from one_bucket import OPTIONS, normal, one, step  # noqa: E402
 
 from sparsecoll import CommunicationError, simulate  # noqa: E402
 from sparsecoll.torch import DistributedOptimizer  # noqa: E402
-from sparsecoll.torch.calls import collective  # noqa: E402
 from sparsecoll.torch.compressors import (  # noqa: E402
     ACPSGD,
     COVAP,
@@ -24,8 +23,9 @@ from sparsecoll.torch.compressors import (  # noqa: E402
     StepContext,
     resolve,
 )
-from sparsecoll.torch.layout import Layout  # noqa: E402
-from sparsecoll.torch.profiler import Profiler  # noqa: E402
+from sparsecoll.torch.reduction.profiler import Profiler  # noqa: E402
+from sparsecoll.torch.replica.calls import collective  # noqa: E402
+from sparsecoll.torch.tensors.layout import Layout  # noqa: E402
 
 
 @pytest.mark.parametrize(
@@ -271,7 +271,7 @@ def test_a_failure_while_covap_measures_leaves_gradients_as_they_were(monkeypatc
         train(comm, model, optimizer, range(6, 10))
         return optimizer.state_dict()["sparsecoll"]["ccr"], bits(model)
 
-    monkeypatch.setattr("sparsecoll.torch.profiler.collective", fail_once)
+    monkeypatch.setattr("sparsecoll.torch.reduction.profiler.collective", fail_once)
     results = simulate(3, program).results
     assert len({str(r) for r in results}) == 1 and results[0][0] > 0
 

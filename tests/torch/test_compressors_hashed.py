@@ -15,7 +15,7 @@ from sparsecoll.torch.compressors import (  # noqa: E402
     RandomK,
     StepContext,
 )
-from sparsecoll.torch.layout import Layout  # noqa: E402
+from sparsecoll.torch.tensors.layout import Layout  # noqa: E402
 
 
 def test_randomk_takes_the_same_coordinates_everywhere_and_sends_no_index():

@@ -19,8 +19,8 @@ from sparsecoll.torch.compressors import (  # noqa: E402
     TopK,
     resolve,
 )
-from sparsecoll.torch.compressors.rates import Rates  # noqa: E402
-from sparsecoll.torch.layout import Layout  # noqa: E402
+from sparsecoll.torch.compressors.versions import Rates  # noqa: E402
+from sparsecoll.torch.tensors.layout import Layout  # noqa: E402
 
 
 def test_presets_are_top_k_with_other_defaults():

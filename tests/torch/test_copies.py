@@ -161,7 +161,7 @@ def test_rank_0_warns_if_an_optimizer_has_state_before_it_is_wrapped(make, caplo
         later.load_state_dict({name: state[name] for name in ("state", "param_groups")})
         make(later, model, comm, compressor="topk").close()
 
-    caplog.set_level("WARNING", "sparsecoll.torch.guards")
+    caplog.set_level("WARNING", "sparsecoll.torch.replica.guards")
     simulate(2, program)
     texts = [record.getMessage() for record in caplog.records if "before it is wrapped" in record.getMessage()]
     assert len(texts) == 1 and texts[0].startswith(

@@ -15,10 +15,10 @@ torch = pytest.importorskip("torch")
 from nets import batch, bits, loss_of, net  # noqa: E402
 
 from sparsecoll import CommunicationError, simulate  # noqa: E402
-from sparsecoll.torch import (  # noqa: E402  # noqa: E402
-    DistributedOptimizer,
-    LocalOptimizer,
-    SparseSGD,
+from sparsecoll.torch import DistributedOptimizer, LocalOptimizer, SparseSGD  # noqa: E402
+from sparsecoll.torch.compressors import TopK  # noqa: E402
+from sparsecoll.torch.optimizers import sgd  # noqa: E402
+from sparsecoll.torch.reduction import (  # noqa: E402
     accumulator,
     bucket,
     buckets,
@@ -26,10 +26,8 @@ from sparsecoll.torch import (  # noqa: E402  # noqa: E402
     hooks,
     reducer,
     sender,
-    sgd,
     window,
 )
-from sparsecoll.torch.compressors import TopK  # noqa: E402
 
 P, CULPRIT, STEP = 3, 1, 2
 TRIED = None if os.environ.get("SPARSECOLL_FUZZ") else 12  # lines of a kind

@@ -8,8 +8,8 @@ from nets import batch, bits, close, loss_of, mean_loss, net, parameters  # noqa
 
 from sparsecoll import simulate  # noqa: E402
 from sparsecoll.torch import DistributedOptimizer  # noqa: E402
-from sparsecoll.torch.bucket import Bucket  # noqa: E402
 from sparsecoll.torch.compressors import TopK  # noqa: E402
+from sparsecoll.torch.reduction.bucket import Bucket  # noqa: E402
 
 P = 3
 OPTIONS = [{}, {"bucket_bytes": 1}, {"overlap": False}, {"gradient_as_bucket_view": True}]

@@ -12,8 +12,9 @@ torch = pytest.importorskip("torch")
 from nets import batch, bits, loss_of, net, train  # noqa: E402
 
 from sparsecoll import CommunicationError, simulate  # noqa: E402
-from sparsecoll.torch import DistributedOptimizer, LocalOptimizer, window  # noqa: E402
+from sparsecoll.torch import DistributedOptimizer, LocalOptimizer  # noqa: E402
 from sparsecoll.torch.compressors import TopK  # noqa: E402
+from sparsecoll.torch.reduction import window  # noqa: E402
 
 SPARSE = TopK(0.1, "allgather")
 

@@ -6,7 +6,7 @@ torch = pytest.importorskip("torch")
 
 import sparsecoll  # noqa: E402
 from sparsecoll import CommunicationError, simulate  # noqa: E402
-from sparsecoll.torch.rounds import CHANGED, JOINED, NOTHING, SUSPECT, Row  # noqa: E402
+from sparsecoll.torch.replica.rounds import CHANGED, JOINED, NOTHING, SUSPECT, Row  # noqa: E402
 from sparsecoll.transport.call import CollectiveCall  # noqa: E402
 
 RANKS = [1, 2, 3, 5, 6, 7, 12]

@@ -16,7 +16,7 @@ from one_bucket import step as one_step  # noqa: E402
 from sparsecoll import CommunicationError, Network, simulate  # noqa: E402
 from sparsecoll.torch import Constant, DistributedOptimizer, Schedule, SparseSGD, WarmUp  # noqa: E402
 from sparsecoll.torch.compressors import DRAGONN, RandomK, StepContext, TopK  # noqa: E402
-from sparsecoll.torch.layout import Layout  # noqa: E402
+from sparsecoll.torch.tensors.layout import Layout  # noqa: E402
 
 
 class Table(Schedule):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from sparsecoll.torch.compressors.powersgd import LowRank, orthogonalized
-from sparsecoll.torch.device import Array
+from sparsecoll.torch.tensors.device import Array
 from sparsecoll.transport import Transport
 from sparsecoll.vector import DenseVector
 
@@ -66,7 +66,7 @@ class ACPSGD(LowRank):
     def communicate(self, transport: Transport, message: DenseVector) -> list[torch.Tensor]:
         means = self._means(transport, message, self._P if self._odd else self._Q)
         count = len(self._fixed)
-        self._trial = (means[:count], self._fixed) if self._odd else (self._fixed, means[:count])
+        self._factors.trial = (means[:count], self._fixed) if self._odd else (self._fixed, means[:count])
         return means[count:]
 
     @torch.no_grad()

@@ -19,11 +19,10 @@ from sparsecoll.kernels import kernels_of
 from sparsecoll.residual import LazyAccumulator, check_part
 from sparsecoll.select import Vector
 from sparsecoll.telemetry.trace import span
-from sparsecoll.torch.compressors.rates import Rates
-from sparsecoll.torch.compressors.versions import Versions
-from sparsecoll.torch.device import Array, CpuDevice
-from sparsecoll.torch.layout import Layout
-from sparsecoll.torch.schedule import without_addresses
+from sparsecoll.torch.compressors.schedule import without_addresses
+from sparsecoll.torch.compressors.versions import Rates, Versions
+from sparsecoll.torch.tensors.device import Array, CpuDevice
+from sparsecoll.torch.tensors.layout import Layout
 from sparsecoll.transport import Transport
 from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.transport.collectives import allgatherv
@@ -260,9 +259,11 @@ class ErrorFeedback(Compressor):
 
     def bind(self, layout: Layout, transport: Transport, context: StepContext, timeout: float | None = None) -> None:
         super().bind(layout, transport, context, timeout)
-        self._residual = Versions(layout.zeros() if self.keeps_gradient else layout.device.zeros(0, layout.dtype))
-        self._versions = [self._residual]
+        residual = layout.zeros() if self.keeps_gradient else layout.device.zeros(0, layout.dtype)
+        self._residual = Versions(residual, layout.slices)
+        self._versions = [self._residual]  # arrays of the bucket's length
         self._rates = Rates((), lambda _: [])  # of no parameter, unless residuals follow the learning rate
+        self._others: list[Versions] = []  # versions of what has another length
         self._spare: list[Array] = []  # memory of versions other than the residual's, which is the bucket's
 
     def compensate(self, gradient: Array, scale: float = 1.0, source: Array | None = None) -> DenseVector:
@@ -307,31 +308,26 @@ class ErrorFeedback(Compressor):
             np.subtract(acc.values, sent.values, out=acc.values)
 
     def _each(self, change: Callable[[Versions], list[Array]]) -> list[Array]:
+        for versions in self._others:
+            change(versions)
         for versions in self._versions[1:]:
             self._spare += change(versions)
         return change(self._residual)
 
     def keep(self) -> list[Array]:
-        self._rates.keep()
         return self._each(Versions.keep)
 
     def drop(self) -> None:
-        self._rates.drop()
         self._each(Versions.drop)
 
     def exclude(self, names: Collection[str]) -> None:
-        self._rates.exclude(names)
-        for versions in self._versions:
-            versions.exclude(self.layout.slices(names))
+        self._each(lambda versions: versions.exclude(names))
 
     def commit(self) -> list[Array]:
-        self._rates.commit()
         return self._each(Versions.commit)
 
     def rollback(self, names: Collection[str] | None = None) -> list[Array]:
-        self._rates.rollback(names)
-        parts = None if names is None else self.layout.slices(names)
-        return self._each(lambda versions: versions.rollback(parts))
+        return self._each(lambda versions: versions.rollback(names))
 
     def state(self) -> dict[str, dict[str, torch.Tensor]]:
         return {"residual": self.layout.by_name(self._residual.base)} if self.keeps_gradient else {}

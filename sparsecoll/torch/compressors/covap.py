@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from sparsecoll.algorithms import Reduction
+from sparsecoll.errors import check_integer
 from sparsecoll.torch.compressors.base import ErrorFeedback, StepContext, write_mean
-from sparsecoll.torch.device import Array
-from sparsecoll.torch.layout import Layout
-from sparsecoll.torch.options import check_integer
+from sparsecoll.torch.tensors.device import Array
+from sparsecoll.torch.tensors.layout import Layout
 from sparsecoll.transport import Transport
 from sparsecoll.vector import DenseVector
 

@@ -15,8 +15,8 @@ from sparsecoll.select import Selector, Vector
 from sparsecoll.select.randomk import mix
 from sparsecoll.torch.compressors.base import DENSE, StepContext, measured, write_mean
 from sparsecoll.torch.compressors.topk import TopK
-from sparsecoll.torch.device import Array
-from sparsecoll.torch.layout import Layout
+from sparsecoll.torch.tensors.device import Array
+from sparsecoll.torch.tensors.layout import Layout
 from sparsecoll.transport import Transport
 from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.transport.collectives import allgather
@@ -93,7 +93,7 @@ class DRAGONN(TopK):
         network, P, n = self.network or transport.network, transport.size, layout.length
         full = 2 * (P - 1) * (network.alpha + network.beta * n * layout.dtype.itemsize / P)
         if self._densities.settles:
-            return n if self._seconds(transport, layout, self._late_entries(layout)) < full else -1
+            return n if self._seconds(transport, layout, max(sum(self._entries(settled=True)), 1)) < full else -1
         few, many = 1, max(2, n // 10)
         low, high = (self._seconds(transport, layout, k) for k in (few, many))
         if low >= full:
@@ -114,14 +114,6 @@ class DRAGONN(TopK):
         decode = measured(transport, lambda: formats.add_into(out, [message]), layout.device)
         cost = float(allgather(transport, np.array([encode + P * decode])).max())
         return cost + (P - 1) * (network.alpha + network.beta * message.size)
-
-    def _late_entries(self, layout: Layout) -> int:
-        """Return k of late steps."""
-        step, edges = self.context.step, layout.offsets
-        if not self._densities.by_layer:
-            return self._densities.k(layout.length, step, settled=True)
-        parts = zip(layout.names, edges[:-1], edges[1:], strict=True)
-        return max(sum(self._densities.k(b - a, step, name, True) for name, a, b in parts), 1)
 
     def _selected(self, acc: Vector) -> Vector:
         self.compressed = self._k <= self._most

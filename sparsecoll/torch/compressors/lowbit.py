@@ -9,7 +9,7 @@ from sparsecoll.algorithms import LowBit
 from sparsecoll.errors import NonFiniteError
 from sparsecoll.select.randomk import mix
 from sparsecoll.torch.compressors.base import ErrorFeedback
-from sparsecoll.torch.device import Array
+from sparsecoll.torch.tensors.device import Array
 from sparsecoll.transport import Transport
 from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.transport.channel import Channel

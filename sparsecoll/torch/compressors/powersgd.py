@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
+from sparsecoll.errors import check_integer
 from sparsecoll.torch.compressors.base import ErrorFeedback, StepContext
-from sparsecoll.torch.device import Array
-from sparsecoll.torch.layout import Layout
-from sparsecoll.torch.options import check_integer
+from sparsecoll.torch.compressors.versions import Versions
+from sparsecoll.torch.tensors.device import Array
+from sparsecoll.torch.tensors.layout import Layout
 from sparsecoll.transport import Transport
 from sparsecoll.vector import DenseVector
-
-Factors = tuple[list[torch.Tensor], list[torch.Tensor]]
 
 
 @dataclass
@@ -62,8 +60,8 @@ class LowRank(ErrorFeedback):
             [self._random(shape, generator) for shape in rows],
             [self._random(shape, generator) for shape in columns],
         )
-        self._base = self._factors = first  # as of the last step, as of the last reduction
-        self._trial: Factors | None = None
+        self._factors = Versions(first)
+        self._others.append(self._factors)
 
     def _factored(self, shape: tuple[int, ...]) -> tuple[int, int, int]:
         """Return rows, columns and the rank of the factors of a parameter; rank 0 if it is sent densely."""
@@ -79,29 +77,14 @@ class LowRank(ErrorFeedback):
     @property
     def p(self) -> list[torch.Tensor]:
         """The left factors, of the current reduction if there is one."""
-        return (self._trial or self._factors)[0]
+        left: list[torch.Tensor] = (self._factors.trial or self._factors.current)[0]
+        return left
 
     @property
     def q(self) -> list[torch.Tensor]:
         """The right factors, of the current reduction if there is one."""
-        return (self._trial or self._factors)[1]
-
-    def keep(self) -> list[Array]:
-        self._factors, self._trial = self._trial or self._factors, None
-        return super().keep()
-
-    def drop(self) -> None:
-        self._trial = None
-        super().drop()
-
-    def commit(self) -> list[Array]:
-        self._base = self._factors
-        return super().commit()
-
-    def rollback(self, names: Collection[str] | None = None) -> list[Array]:
-        if names is None:
-            self._factors = self._base
-        return super().rollback(names)
+        right: list[torch.Tensor] = (self._factors.trial or self._factors.current)[1]
+        return right
 
     def _random(self, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
         """Return a normally distributed matrix in the bucket's memory, the same on every kind of device."""
@@ -132,7 +115,7 @@ class LowRank(ErrorFeedback):
 
     def state(self) -> dict[str, dict[str, torch.Tensor]]:
         names = [self.layout.names[index] for index, *_ in self._low]
-        p, q = self._base
+        p, q = self._factors.base
         return super().state() | {"p": dict(zip(names, p, strict=True)), "q": dict(zip(names, q, strict=True))}
 
     def finite(self, message: Array, acc: DenseVector) -> DenseVector:
@@ -181,7 +164,7 @@ class PowerSGD(LowRank):
         if count:
             parts = [M.T @ p for M, p in zip(self._matrices(self.acc.values), left, strict=True)]
             right = self._means(transport, DenseVector(columns.join(parts)), columns)
-        self._trial = left, right
+        self._factors.trial = left, right
         return means[count:]
 
     @torch.no_grad()

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from sparsecoll import algorithms, select
+from sparsecoll.torch.compressors.schedule import Density
 from sparsecoll.torch.compressors.topk import TopK
-from sparsecoll.torch.schedule import Density
 
 
 def NesterovTopK(density: Density = 0.01, **options: Any) -> TopK:

@@ -15,11 +15,10 @@ from sparsecoll.kernels.keys import Momentum
 from sparsecoll.select import Selector, Vector
 from sparsecoll.select.base import built_in
 from sparsecoll.torch.compressors.base import Compressor, ErrorFeedback, StepContext, write_mean
-from sparsecoll.torch.compressors.rates import Rates
-from sparsecoll.torch.compressors.versions import Versions
-from sparsecoll.torch.device import CPU, Array
-from sparsecoll.torch.layout import Layout
-from sparsecoll.torch.schedule import ENTRIES, Densities, Density, as_row_density
+from sparsecoll.torch.compressors.schedule import ENTRIES, Densities, Density, as_row_density
+from sparsecoll.torch.compressors.versions import Rates, Versions
+from sparsecoll.torch.tensors.device import CPU, Array
+from sparsecoll.torch.tensors.layout import Layout
 from sparsecoll.transport import Transport
 from sparsecoll.vector import DenseVector, SparseVector
 
@@ -122,10 +121,11 @@ class TopK(ErrorFeedback):
         if self._densities.by_layer:
             self._selectors = [copy.deepcopy(self.selector or select.TopK()) for _ in layout.names]
         if self.momentum:
-            self._velocity = Versions(layout.zeros())
+            self._velocity = Versions(layout.zeros(), layout.slices)
             self._versions.append(self._velocity)
         if self.follow_lr:
             self._rates = Rates(layout.names, context.rates)
+            self._others.append(self._rates)
 
     def _reads_acc_once(self) -> bool:
         """Return whether nothing reads acc after the pass that selects, as a selection of the user's may do."""
@@ -192,13 +192,13 @@ class TopK(ErrorFeedback):
         self._counts = self._entries()
         return self._selected(acc)
 
-    def _entries(self) -> list[int]:
-        """Return the number of entries to select in this step, or those of each layer."""
-        if not self._densities.by_layer:
-            return [self.count()]
+    def _entries(self, settled: bool = False) -> list[int]:
+        """Return the number of entries to select in this step, or in late ones, or those of each layer."""
         edges, step = self.layout.offsets, self.context.step
+        if not self._densities.by_layer:
+            return [self._densities.k(self.layout.length, step, settled=True) if settled else self.count()]
         layers = zip(self.layout.names, edges[:-1], edges[1:], strict=True)
-        return [self._densities.k(b - a, step, name) for name, a, b in layers]
+        return [self._densities.k(b - a, step, name, settled) for name, a, b in layers]
 
     def _selected(self, acc: Vector) -> Vector:
         """Return what this rank sends, of as many entries as were counted."""

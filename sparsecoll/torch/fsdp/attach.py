@@ -9,16 +9,16 @@ import torch
 import torch.distributed as dist
 
 from sparsecoll.algorithms import Algorithm
-from sparsecoll.torch.calls import collective
 from sparsecoll.torch.compressors import Compressor, TopK, resolve
 from sparsecoll.torch.fsdp.checkpoint import Checkpoint
 from sparsecoll.torch.fsdp.groups import Group, groups_of
 from sparsecoll.torch.fsdp.reductions import ShardedReductions
 from sparsecoll.torch.fsdp.scatter import scattered
-from sparsecoll.torch.grad_scaler import enabled
-from sparsecoll.torch.options import Options
-from sparsecoll.torch.replica import Replica
-from sparsecoll.torch.timeline import Timeline
+from sparsecoll.torch.reduction.grad_scaler import enabled
+from sparsecoll.torch.replica.calls import collective
+from sparsecoll.torch.replica.options import Options
+from sparsecoll.torch.replica.replica import Replica
+from sparsecoll.torch.replica.timeline import Timeline
 from sparsecoll.transport import Transport, as_transport
 from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.transport.collectives import allgather

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, zeros
 from torch.distributed.tensor import Shard as ShardPlacement
 
 from sparsecoll.torch.fsdp.groups import Shard
-from sparsecoll.torch.state import Tensors
+from sparsecoll.torch.reduction.state import Tensors
 from sparsecoll.transport import Transport
 
 Placements = tuple[Any, ...]

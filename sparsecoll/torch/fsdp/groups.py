@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import _get_gradient_divide_factors
 
-from sparsecoll.torch.device import device_of
-from sparsecoll.torch.layout import Layout, residual_dtype
+from sparsecoll.torch.tensors.device import device_of
+from sparsecoll.torch.tensors.layout import Layout, residual_dtype
+from sparsecoll.torch.tensors.private import hooks_after
 
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # parts of names that torch.compile and checkpointing add
 
@@ -117,9 +118,7 @@ class Group:
         if not as_they_are or values.dtype != group._orig_dtype or group.force_sum_reduction_for_comms:
             return True
         return any(
-            p.sharded_param.grad is not None
-            or p.offload_to_cpu
-            or getattr(p.sharded_param, "_post_accumulate_grad_hooks", None)
+            p.sharded_param.grad is not None or p.offload_to_cpu or hooks_after(p.sharded_param)
             for p in group.fsdp_params
         )
 

@@ -14,19 +14,20 @@ import torch
 from numpy.typing import NDArray
 
 from sparsecoll.errors import CommunicationError, NonFiniteError
-from sparsecoll.torch.backward import after_callbacks, at_end_of_backward
-from sparsecoll.torch.bucket import Bucket
-from sparsecoll.torch.buckets import Buckets
-from sparsecoll.torch.calls import collective
 from sparsecoll.torch.compressors import Compressor
 from sparsecoll.torch.fsdp.checkpoint import Checkpoint
 from sparsecoll.torch.fsdp.groups import Group, ReduceScatter, Shard
 from sparsecoll.torch.fsdp.scatter import reduce_scatter_tensors
-from sparsecoll.torch.layout import Layout
-from sparsecoll.torch.replica import Replica
-from sparsecoll.torch.rounds import Row
-from sparsecoll.torch.steps import Steps
-from sparsecoll.torch.timeline import bucket_span
+from sparsecoll.torch.reduction.bucket import Bucket
+from sparsecoll.torch.reduction.buckets import Buckets
+from sparsecoll.torch.reduction.steps import Steps
+from sparsecoll.torch.replica.calls import collective
+from sparsecoll.torch.replica.replica import Replica
+from sparsecoll.torch.replica.rounds import Row
+from sparsecoll.torch.replica.timeline import bucket_span
+from sparsecoll.torch.tensors.backward import at_end_of_backward
+from sparsecoll.torch.tensors.layout import Layout
+from sparsecoll.torch.tensors.private import queue_callback
 from sparsecoll.transport import Transport
 from sparsecoll.transport.call import KNOWN, CollectiveCall
 from sparsecoll.transport.collectives import allgatherv, disseminate
@@ -148,7 +149,7 @@ class ShardedReductions:
     def _receive(self, index: int, values: torch.Tensor, out: torch.Tensor, factor: float) -> None:
         """Reduce the gradients of a group; runs on the thread that back-propagates."""
         self._begin()
-        at_end_of_backward(self, lambda: after_callbacks(self._end))
+        at_end_of_backward(self, lambda: queue_callback(self._end))
         device = self._buckets[index][0].layout.device
         again = index in self._reduced
         self._reduced.add(index)

@@ -14,7 +14,7 @@ from sparsecoll.collectives.options import NOTHING, CallOptions
 from sparsecoll.collectives.reduce_scatter import reduce_scatter_vectors
 from sparsecoll.select import Vector
 from sparsecoll.torch.compressors import FP16, Compressor, NoCompression, TopK
-from sparsecoll.torch.device import device_of
+from sparsecoll.torch.tensors.device import device_of
 from sparsecoll.transport import Transport
 from sparsecoll.vector import DenseVector, SparseVector
 

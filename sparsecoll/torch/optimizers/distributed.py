@@ -1,0 +1,342 @@
+"""DistributedOptimizer: any torch optimizer, on the mean of all ranks' compressed gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from sparsecoll.algorithms import Algorithm
+from sparsecoll.telemetry.traffic import Traffic
+from sparsecoll.torch.compressors import Compressor, resolve
+from sparsecoll.torch.optimizers.wrapper import Wrapper
+from sparsecoll.torch.reduction.engine import Engine
+from sparsecoll.torch.reduction.grad_scaler import Scaling
+from sparsecoll.torch.reduction.state import STATE
+from sparsecoll.torch.replica.calls import agreed, agreeing, collective, communicator
+from sparsecoll.torch.replica.guards import refuse_wrapped, warn_of_state
+from sparsecoll.torch.replica.options import Options
+from sparsecoll.torch.replica.timeline import Timeline
+from sparsecoll.torch.tensors.model import Named, model_of, named
+from sparsecoll.torch.tensors.private import is_trial_step
+from sparsecoll.transport import as_transport
+from sparsecoll.transport.call import CollectiveCall
+
+
+class DistributedOptimizer(Wrapper):
+    """Wraps an optimizer, which then uses the mean of all ranks' gradients. Gradients are sent compressed.
+
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+        optimizer = DistributedOptimizer(optimizer, model.named_parameters(), compressor="topk")
+
+    Write the training loop as for DistributedDataParallel. Gradients are collected in buckets, and a progress thread
+    compresses and reduces each bucket while back-propagation continues. When `backward()` returns, every `p.grad` is
+    the mean, with the same bits on all ranks. Clipping, GradScaler, checks of the norm, skipped steps (`zero_grad()`
+    instead of `step()`) and closures therefore work as on one process with the global batch. The first step does not
+    overlap: it records the order of the gradients on rank 0, which all ranks use from then on.
+
+    Parameters and buffers are broadcast from rank 0 at the start; buffers that a forward pass has changed (BatchNorm's
+    running statistics) are set to rank 0's at the end of each back-propagation. A parameter that only some ranks use
+    counts as zero on the others. The gradient of one that no rank uses stays None, so that the optimizer skips it,
+    unless residuals contribute something.
+
+    Sparse gradients, as of torch.nn.Embedding(sparse=True), are summed as rows and take no memory of the table's size;
+    `p.grad` is then the mean as a coalesced sparse tensor. The sum is exact, unless the compressor has a `row_density`
+    or a `value_dtype` (`TopK`, `FP16`).
+
+    A step that fails or is skipped does not change the residuals.
+
+    To accumulate gradients, run all back-propagations of a step except the last inside `no_sync()`, which saves
+    communication. Without `no_sync()`, every back-propagation is reduced, with the same result. With `overlap=False`,
+    gradients are local to each rank until `step`, so that changes to them (local clipping, noise) take effect before
+    they are sent. Rank 0 logs a warning of the first such change, in case you wanted to change the mean.
+
+    Args:
+        optimizer: torch optimizer of floating-point parameters, on the CPU or (with CuPy) a CUDA device. Half-precision
+            gradients are reduced in float32.
+        named_parameters: `model.named_parameters()`, the model itself, or pairs (name, parameter) that include all of
+            the optimizer's parameters; the same on every rank. With a list of pairs, the model's buffers are not
+            known: see `sparsecoll.torch.broadcast`. Two optimizers may be given one model if each parameter is updated
+            by at most one of them, which then reduces its gradients.
+        comm: communicator, as in `sparsecoll.allreduce`; None, the default, for the default process group of
+            torch.distributed, otherwise MPI.COMM_WORLD. Several optimizers may share it.
+        compressor: name in `sparsecoll.torch.COMPRESSORS`, a Compressor object, or an Algorithm for `TopK(algo=...)`
+            (default: "topk", for any optimizer; with SGD, use "nesterovtopk", which has a momentum of its own, and set
+            that of SGD to 0).
+        bucket_bytes: bytes of gradient in a bucket (default: 25 MiB); None for one bucket with the whole model. Buckets
+            are sent in the order in which they fill. If a parameter does not fit into a bucket that is less than 4 %
+            full, it gets a bucket of its own, and the first bucket is filled with later parameters.
+        dense_below: number of values below which a parameter is not compressed (default: 1024).
+        overlap: whether gradients are reduced during back-propagation (the default) or in `step`.
+        gradient_as_bucket_view: as in DistributedDataParallel: whether every `p.grad` is a view of its bucket's flat
+            vector as soon as autograd has computed it (default: False). See "Memory".
+        grad_scaler: the torch.amp.GradScaler of the loop: residuals are kept without its scale, and all ranks skip the
+            same steps. With None, the default, `scaler.step(optimizer)` raises RuntimeError. A scaler that is disabled
+            says that there is none, which Lightning's clipping with "bf16-mixed" has to know.
+        verify: number of steps after which the bits of all parameters and buffers are compared between ranks; 0, the
+            default, for never, and True for 100.
+        timeout: seconds to wait for a message before CommunicationError is raised; None, the default, for no limit,
+            with a warning once a minute. It holds from the first call on, so it should be longer than the kernels take
+            to compile in their first run on a machine (about 10 s). If several optimizers share a communicator and a
+            back-propagation has computed gradients of more than one, ranks wait for the shortest of their timeouts.
+        timeline: a `sparsecoll.torch.Timeline` that records a trace; None, the default, for none.
+
+    Raises:
+        ValueError: On every rank, if an option or a parameter is invalid on some rank.
+        TypeError: On every rank, if one has a wrong type on some rank.
+        CommunicationError: On every rank, if ranks have different parameters, compressors or options, or bits differ.
+        RuntimeError: `comm` is None, and a launcher that MPI does not recognize has started several processes.
+
+    Memory: with error feedback three flat vectors of the size of the gradients (residual, gradient, mean), otherwise
+    one, and the state of the compressor; and autograd's own gradients until `backward()` returns. With
+    `gradient_as_bucket_view` each of these is freed when it has been copied, and the copies take one more flat vector;
+    where autograd adds to a gradient (accumulation, or after `zero_grad(set_to_none=False)`) nothing is copied. A large
+    gradient that is alone in its bucket is never copied, with or without this option.
+
+    See Also:
+        `sparsecoll.torch.SparseSGD`, `sparsecoll.torch.comm_hook`.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        named_parameters: torch.nn.Module | Iterable[tuple[str, torch.Tensor]],
+        comm: Any = None,
+        compressor: str | Compressor | Algorithm = "topk",
+        *,
+        bucket_bytes: int | None = 25 << 20,
+        dense_below: int = 1024,
+        overlap: bool = True,
+        gradient_as_bucket_view: bool = False,
+        grad_scaler: torch.amp.GradScaler | None = None,
+        verify: bool | int = 0,
+        timeout: float | None = None,
+        timeline: Timeline | None = None,
+    ) -> None:
+        super().__init__(optimizer)
+        transport = communicator(comm, timeout)
+        model = model_of(named_parameters)
+
+        def checked(_: CollectiveCall) -> tuple[Named, Compressor, Options, Scaling]:
+            options = Options(bucket_bytes, dense_below, overlap, gradient_as_bucket_view, verify, timeout, timeline)
+            own = resolve(compressor)
+            refuse_wrapped(model, "named_parameters")
+            return of_optimizer(optimizer, named(named_parameters)), own, options, Scaling(self, grad_scaler)
+
+        params, own, options, self._scaling = collective(transport, "DistributedOptimizer", timeout, checked)
+        with agreed(transport, timeout):
+            self._engine = Engine(transport, own, optimizer, model, options, self._scaling)
+            self._engine.add(params)
+        if own.keeps_gradient:
+            warn_of_state(optimizer, transport)
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Whether GradScaler.step() leaves the decision to `step`: gradients are not means, or it was not passed."""
+        return not self._engine.closed and self._scaling.asks_for_steps(not self._engine.has_means)
+
+    @property
+    def traffic(self) -> Traffic:
+        """Traffic of this rank, which later calls update."""
+        return self._engine.transport.traffic
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Seconds of this rank by kind of work (see `telemetry.trace`), and "exposed", the time that `step` waited."""
+        return self._engine.seconds
+
+    def move(self, comm: Any) -> None:
+        """Continue on another communicator, such as that of `sparsecoll.shrink` after a rank was lost; collective on
+        it.
+
+        Each rank keeps its residuals; those of lost ranks are lost. Parameters, buffers and the wrapped optimizer's
+        state are set to those of the new rank 0, since only some ranks may have taken the step that failed.
+
+        Args:
+            comm: communicator, as in `sparsecoll.allreduce`.
+        """
+        self._engine.move(as_transport(comm, self._engine.timeout))
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Context manager: gradients of the enclosed back-propagations accumulate without communication."""
+        return self._engine.no_sync()
+
+    def join(self) -> AbstractContextManager[None]:
+        """Context manager that allows different numbers of batches on the ranks; collective.
+
+            with optimizer.join():
+                for batch in loader: ...
+
+        A rank that leaves the block early takes part in the others' reductions with zeros, as in DDP's join; when all
+        have left, parameters, buffers and optimizer state are those of the rank that took the most steps. Means are
+        always divided by the number of all ranks. If an exception leaves the block on one rank, the others raise
+        CommunicationError in their next reduction.
+        """
+        return self._engine.join()
+
+    @agreeing("_engine._replica.agreed")
+    def synchronize(self) -> None:
+        """Reduce the gradients now, unless they are the means already; collective.
+
+        Use it to work on the means before `step` if `overlap=False` or `no_sync()` has left gradients local.
+
+        Raises:
+            CommunicationError: The reduction failed on some rank; gradients and residuals are as before.
+        """
+        unscaled = self._scaling.unscaled and not self._engine.has_means
+        self._engine.ensure_means()
+        if unscaled:
+            self._scaling.look(self)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """One step on all ranks; collective.
+
+        Args:
+            closure: function that computes this rank's loss and gradients and returns the loss. The wrapped optimizer
+            gets the mean loss of all ranks, so that line searches take the same decisions on all ranks. Refused
+            within `join` once a rank has no more data.
+
+        Returns:
+            What the wrapped optimizer returns.
+
+        Raises:
+            NonFiniteError: On every rank, if a gradient contains NaN or infinity on some rank and the compressor cannot
+            pass it on. The step is not taken.
+            CommunicationError: A reduction failed, or an earlier step failed on another rank.
+            RuntimeError: There is a closure, and a rank has left `join`, which takes no part in the mean of the losses.
+        """
+        if is_trial_step(self):
+            return self._engine.trial_step()
+        if self._skips(closure):
+            return None  # as a GradScaler does
+
+        def evaluated() -> Any:
+            assert closure is not None
+            with agreed(self._engine.transport, self._engine.timeout), torch.enable_grad():
+                loss = closure()
+            self._engine.before_step()
+            return self._engine.mean_loss(loss)
+
+        return self._stepped(None if closure is None else evaluated)
+
+    @agreeing("_engine._replica.agreed")
+    def _skips(self, closure: Any) -> bool:
+        """Make gradients the means, unless a closure does; return whether the GradScaler skips this step."""
+        if not self._engine.closed and self._scaling.check(self):
+            self._engine.ensure_means()
+            if self._scaling.look(self):
+                return True
+        if closure is None:
+            self._engine.before_step()
+        return False
+
+    def _stepped(self, closure: Callable[[], Any] | None) -> Any:
+        try:
+            with self._engine.stepping(evaluates=closure is not None):
+                result = self.optimizer.step() if closure is None else self.optimizer.step(closure)
+        except Exception as error:
+            if not getattr(error, "on_all_ranks", False):
+                self._engine.failed_step(error)
+            raise
+        self._engine.after_step()
+        return result
+
+    def discard(self) -> None:
+        """Skip the step after `backward()`, on all ranks: residuals are restored to their values before it.
+
+        `zero_grad` does this, too, but not if your loop has changed parameters before, as SAM does: call this first.
+        """
+        self._engine.discard()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Call the wrapped optimizer's zero_grad; between `backward()` and `step()` this skips the step.
+
+        Residuals are then restored to their values before the step, unless your loop has changed parameters since
+        `backward()`, which counts as a step that it takes by itself.
+
+        Args:
+            set_to_none: as in torch.
+
+        Raises:
+            RuntimeError: Within `join`, a rank has already left the block, and would not skip the step.
+        """
+        self._engine.skip()
+        self.optimizer.zero_grad(set_to_none)
+
+    @agreeing("_engine._replica.agreed")
+    def add_param_group(
+        self, param_group: dict[str, Any], named_parameters: Iterable[tuple[str, torch.Tensor]] = ()
+    ) -> None:
+        """Add a group as in torch; collective.
+
+        Parameters that are neither in the optimizer's groups nor in the model any more are dropped with their
+        residuals, now or in the next step. To replace a layer, take the old parameters out of `param_groups` and
+        `state`, then add the new ones.
+
+        Args:
+            param_group: as in torch.
+            named_parameters: pairs (name, parameter). Parameters keep the name that they have already. Others without
+                one have the model's, if the model is known and no other parameter has it, or are called group<i>.<j>.
+        """
+        self._engine.add(self._add_to_wrapped(param_group, self._engine.members, named_parameters))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the wrapped optimizer's state_dict, with the compressor's state by parameter name under "sparsecoll".
+
+        Residuals differ between ranks, so save one file per rank. It can be loaded with torch.load(weights_only=True).
+        A plain torch optimizer can also load it and ignores the residuals.
+        """
+        return self._with_hooks(lambda: {STATE: self._engine.state_dict()})
+
+    @agreeing("_engine._replica.agreed")
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned, to continue with the same bits on as many ranks; collective.
+
+        The state_dict of a plain optimizer is accepted, too; residuals are then empty, and rank 0 warns if they were
+        not. If a framework loads rank 0's state on all ranks, register a hook that replaces the part "sparsecoll" by
+        this rank's own (`register_load_state_dict_pre_hook`).
+
+        Args:
+            state_dict: a state that this rank saved.
+
+        Raises:
+            CommunicationError: The state was saved by another rank, or with another number of ranks (see
+                `redistribute`).
+            ValueError: The state is of another model or compressor.
+            TypeError: The state contains values of another type.
+        """
+
+        def load(state: dict[str, Any]) -> None:
+            inner = {name: value for name, value in state.items() if name != STATE}
+            self._engine.load_state_dict(state.get(STATE), lambda: self.optimizer.load_state_dict(inner))
+
+        self._load_with_hooks(self._engine.transport, self._engine.timeout, state_dict, load)
+
+    def close(self) -> None:
+        """Remove the hooks from the parameters; each rank's optimizer then steps on its own gradients."""
+        self._engine.close()
+
+    def __repr__(self) -> str:
+        return f"DistributedOptimizer({self.optimizer!r})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError("DistributedOptimizer cannot be pickled: save its state_dict()")
+
+
+def of_optimizer(optimizer: torch.optim.Optimizer, params: Named) -> Named:
+    """Return the named parameters, after a check.
+
+    Raises:
+        ValueError: The optimizer has a parameter that is not among them.
+    """
+    known = {id(p) for p in params.values()}
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if id(p) not in known:
+                raise ValueError(
+                    "named_parameters: expected all of the optimizer's parameters,"
+                    f" one of shape {tuple(p.shape)} is missing"
+                )
+    return params

@@ -1,0 +1,333 @@
+"""LocalOptimizer: every rank takes some steps by itself, then all ranks move by the mean of their changes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from sparsecoll.algorithms import Algorithm
+from sparsecoll.errors import check_integer
+from sparsecoll.telemetry.traffic import Traffic
+from sparsecoll.torch.compressors import Compressor, resolve
+from sparsecoll.torch.optimizers.distributed import of_optimizer
+from sparsecoll.torch.optimizers.wrapper import Wrapper
+from sparsecoll.torch.reduction.grad_scaler import forget, is_called_by_scaler
+from sparsecoll.torch.reduction.state import LOCAL, STATE
+from sparsecoll.torch.reduction.window import Window, is_finite
+from sparsecoll.torch.replica.broadcasts import broadcast_optimizer, broadcast_tensors
+from sparsecoll.torch.replica.calls import collective, communicator
+from sparsecoll.torch.replica.guards import refuse_wrapped, warn_of_momentum, warn_of_state
+from sparsecoll.torch.replica.options import Options
+from sparsecoll.torch.replica.rounds import JOINED
+from sparsecoll.torch.replica.timeline import Timeline
+from sparsecoll.torch.tensors.model import Named, check_whole, describe, model_of, named
+from sparsecoll.torch.tensors.private import is_trial_step, values_of
+from sparsecoll.transport import as_transport
+from sparsecoll.transport.call import CollectiveCall
+from sparsecoll.transport.collectives import allgather
+from sparsecoll.transport.group import GroupTransport
+
+
+class Outer(torch.optim.SGD):
+    """The optimizer of the shared parameters."""
+
+    momentum_of = "LocalOptimizer", "outer_momentum"
+
+
+class LocalOptimizer(Wrapper):
+    """Wraps an optimizer: every rank steps by itself, and every few steps all ranks move by the mean of their changes.
+
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+        optimizer = LocalOptimizer(optimizer, model, every=10, compressor=QSGD(4, feedback=True))
+
+    This is DiLoCo (Douillard and others, 2023), with the sparse or low-bit changes and the error feedback of SparseLoCo
+    (2025) if the compressor has them. Adam-type optimizers divide a gradient by its recent size, and so learn little
+    with a compressor that delays entries. Here they get every gradient of their rank, and their updates are compressed.
+
+    1. Every rank takes `every` steps of the wrapped optimizer on its own gradients. Nothing is sent.
+    2. The compressor, which may keep a residual, averages the ranks' changes: shared parameters - own parameters.
+    3. `torch.optim.SGD(outer_lr, outer_momentum)`, with Nesterov momentum if any, updates the shared parameters by the
+       mean, and every rank continues from them. Buffers that have changed (BatchNorm) are set to those of rank 0.
+
+    After every `every`-th step, and after `synchronize`, parameters have the same bits on all ranks; in between they
+    differ. Call `synchronize()` after the last step; where numbers of steps differ by `every` or more, use `join`. The
+    state of the wrapped optimizer stays local to each rank.
+
+    Parameters that are frozen, or that the wrapped optimizer does not have, are set to those of rank 0 at the start and
+    not averaged later. A parameter that is frozen between two means is part of the next one. If you change frozen
+    parameters yourself, such as those of a teacher that follows its student, do so right after a mean, when all ranks
+    have the same student, or call `sparsecoll.torch.broadcast(teacher)` before you evaluate, save or unfreeze them.
+
+    Args:
+        optimizer: torch optimizer of floating-point parameters.
+        named_parameters: `model.named_parameters()`, the model itself, or pairs (name, parameter) that include all of
+            the optimizer's parameters; the same on every rank. With a list of pairs, the model's buffers are not known.
+            Several optimizers may be given one model if each parameter is updated by at most one of them.
+        comm: communicator, as in `sparsecoll.allreduce`; None, the default, for the default process group of
+            torch.distributed, otherwise MPI.COMM_WORLD.
+        compressor: as in `DistributedOptimizer`, of the changes (default: "none").
+        every: number of steps from one mean to the next (default: 10).
+        outer_lr: learning rate of the step by the mean change (default: 1, which takes the mean of the parameters).
+        outer_momentum: its Nesterov momentum, in [0, 1) (default: 0, none; DiLoCo uses 0.9 with a rate of 0.7).
+        bucket_bytes: as in `DistributedOptimizer`.
+        dense_below: as in `DistributedOptimizer`.
+        verify: number of means after which the bits of all parameters are compared between ranks; 0, the default, for
+            never, and True for 100.
+        timeout: as in `DistributedOptimizer`.
+        timeline: as in `DistributedOptimizer`.
+
+    Raises:
+        ValueError, TypeError: On every rank, if an option or a parameter is invalid on some rank.
+        CommunicationError: On every rank, if ranks have different parameters, compressors or options.
+
+    Volume: that of the compressor, divided by `every`; buffers that have changed; a few hundred bytes. Memory: the
+    shared parameters, their momentum if any, and the state of the compressor (three times the model with top-k); during
+    a mean, the change and the mean of one bucket.
+
+    See Also:
+        `sparsecoll.torch.DistributedOptimizer`, which averages gradients in every step.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        named_parameters: torch.nn.Module | Iterable[tuple[str, torch.Tensor]],
+        comm: Any = None,
+        compressor: str | Compressor | Algorithm = "none",
+        *,
+        every: int = 10,
+        outer_lr: float = 1.0,
+        outer_momentum: float = 0.0,
+        bucket_bytes: int | None = 25 << 20,
+        dense_below: int = 1024,
+        verify: bool | int = 0,
+        timeout: float | None = None,
+        timeline: Timeline | None = None,
+    ) -> None:
+        super().__init__(optimizer)
+        transport, model = communicator(comm, timeout), model_of(named_parameters)
+
+        def made(call: CollectiveCall) -> tuple[Named, Named, Compressor, Options, torch.optim.SGD]:
+            check_integer("every", every, 1)
+            refuse_wrapped(model, "named_parameters")
+            own, options = (
+                resolve(compressor),
+                Options(bucket_bytes, dense_below, False, False, verify, timeout, timeline),
+            )
+            if own.wants_profile:
+                raise ValueError(f"compressor: expected an interval of {own.name}, which nothing is measured for here")
+            given = of_optimizer(optimizer, named(named_parameters))
+            check_whole(given.values())
+            stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            params = {name: p for name, p in given.items() if id(p) in stepped}
+            others = {name: p for name, p in given.items() if id(p) not in stepped}
+            outer = Outer(params.values(), outer_lr, outer_momentum, nesterov=outer_momentum > 0)
+            call.signature |= {"every": every, "outer_lr": outer_lr, "outer_momentum": outer_momentum}
+            call.signature |= {"bucket_bytes": bucket_bytes, "dense_below": dense_below, "verify": options.verify}
+            call.signature |= {**own.signature(), **describe(others, "other parameter")}
+            call.agree(entries=0)
+            broadcast_tensors(transport, others.values())
+            return given, params, own, options, outer
+
+        given, params, own, options, outer = collective(transport, "LocalOptimizer", timeout, made)
+        if transport.rank == 0:
+            warn_of_momentum(outer, own)
+        warn_of_state(optimizer, transport)
+        self._every, self._held, self._closed = every, False, False
+        names = given.items if model is None else model.named_parameters
+        self._window = Window(transport, optimizer, outer, own, model, names, options)
+        self._window.regroup(params)
+
+    _step_supports_amp_scaling = True  # GradScaler.step() calls `step` always, which refuses it
+
+    @property
+    def traffic(self) -> Traffic:
+        """Traffic of this rank, which later calls update."""
+        return self._window.replica.transport.traffic
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """One step of the wrapped optimizer on this rank; every `every`-th call also is a `synchronize`.
+
+        Args:
+            closure: function that computes this rank's loss and gradients again and returns the loss.
+
+        Returns:
+            What the wrapped optimizer returns.
+
+        Raises:
+            NonFiniteError, CommunicationError: As `synchronize`. What the wrapped optimizer raises in a call that takes
+                a mean is raised on every rank, and otherwise on this one.
+        """
+        if is_trial_step(self):
+            return self.optimizer.step()
+        if is_called_by_scaler(self):
+            forget(self)
+            raise RuntimeError("LocalOptimizer takes no GradScaler, which skips steps on single ranks: use bfloat16")
+        due = self._window.steps + 1 >= self._every and not (self._held or self._closed)
+        with self._window.replica.agreed() if due else contextlib.nullcontext():
+            if not self._closed:
+                self._window.begin_step()
+            result = self.optimizer.step() if closure is None else self.optimizer.step(closure)
+            self._window.steps += 1
+            if due:
+                self._window.mean()
+        return result
+
+    def synchronize(self) -> None:
+        """Take the mean of the changes now, if any rank has taken steps since the last one; collective.
+
+        Call it on all ranks before you evaluate, save or export the model. Ranks may have taken different numbers of
+        steps since the last mean, or none. The next mean is taken `every` steps later.
+
+        Raises:
+            NonFiniteError: On every rank, if a parameter has become NaN or infinity on some rank: see `discard`.
+            CommunicationError: On every rank, if the mean failed on some rank. Buckets are averaged one after the
+                other: parameters of the first ones may have moved on all ranks; others, and their residuals, are as
+                before, and move in the next mean.
+        """
+        if not self._closed:
+            with self._window.replica.agreed():
+                self._window.mean()
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Context manager: steps inside take no mean; the first step after it does if one is due.
+
+        Back-propagation never communicates, so that gradients accumulate with or without it.
+        """
+        before, self._held = self._held, True
+        try:
+            yield
+        finally:
+            self._held = before
+
+    @contextlib.contextmanager
+    def join(self) -> Iterator[None]:
+        """Context manager that allows different numbers of steps on the ranks; collective.
+
+            with optimizer.join():
+                for batch in loader: ...
+
+        A rank that leaves the block early takes part in the others' means, first with its changes since the last one,
+        then with zeros; means are always divided by the number of all ranks. When all have left, a last mean is taken.
+        If an exception leaves the block on one rank, the others raise CommunicationError in their next mean.
+        """
+        with self._window.replica.reporting():
+            yield
+            while not (self._closed or self._window.mean(JOINED).over):
+                pass
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def discard(self) -> None:
+        """Give up the steps of all ranks since the last mean; collective. The cure for a NaN on one rank.
+
+        Parameters return to the values from which all ranks have started, and gradients are thrown away. Buffers are
+        set to those of the lowest rank on which they are finite. On a rank where the state of the wrapped optimizer has
+        NaN or infinity, it becomes that of the lowest rank where it is finite, or is cleared if there is none.
+        """
+        replica, state = self._window.replica, self.optimizer.state
+
+        def look(_: CollectiveCall) -> NDArray[Any]:
+            tensors = replica.buffers.tensors.values(), [t for entries in state.values() for t in entries.values()]
+            return allgather(replica.transport, np.array([*map(_are_finite, tensors)], np.uint8)).astype(bool)
+
+        with replica.agreed():
+            buffers, moments = replica.call("discard", look).T
+            self._window.start_anew("discard", int(buffers.argmax()))
+            self.optimizer.zero_grad()
+            members = [*np.flatnonzero(moments)[:1].tolist(), *np.flatnonzero(~moments).tolist()]
+            if not moments[replica.transport.rank]:
+                state.clear()
+
+            def mend(_: CollectiveCall) -> None:
+                if moments.any() and not moments.all() and replica.transport.rank in members:
+                    broadcast_optimizer(GroupTransport(replica.transport, members), self.optimizer)
+
+            replica.call("discard", mend)
+
+    def add_param_group(
+        self, param_group: dict[str, Any], named_parameters: Iterable[tuple[str, torch.Tensor]] = ()
+    ) -> None:
+        """Add a group as in torch; collective. All ranks start from rank 0's values of these parameters.
+
+        Args:
+            param_group: as in torch; its options are those of the wrapped optimizer.
+            named_parameters: pairs (name, parameter). Parameters without a name have the one under which the model has
+                them, otherwise they are called group<i>.<j>.
+        """
+        with self._window.replica.agreed():
+            self._window.regroup(self._add_to_wrapped(param_group, self._window.members, named_parameters))
+
+    def move(self, comm: Any) -> None:
+        """Continue on another communicator, such as that of `sparsecoll.shrink` after a rank was lost; collective on
+        it.
+
+        Parameters, buffers and the wrapped optimizer's state are set to those of the new rank 0 after the last mean;
+        each rank keeps its residuals, and the steps since that mean are dropped.
+
+        Args:
+            comm: communicator, as in `sparsecoll.allreduce`.
+        """
+        transport = as_transport(comm, self._window.replica.options.timeout)
+        self._window.use(transport)
+        self._window.start_anew("move", 0)
+        self._window.replica.call("move", lambda _: broadcast_optimizer(transport, self.optimizer))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the wrapped optimizer's state_dict, with the state of the compressor and of the means.
+
+        Save one file per rank. If a rank has taken steps since the last mean, its file has its parameters, too, so that
+        any rank's model may be loaded with it.
+        """
+        return self._with_hooks(self._window.state_dict)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned; collective. Load the model's state before, the same on all ranks.
+
+        If the state was saved between two means, parameters get this rank's values, whichever rank's model was loaded.
+
+        The state of a plain optimizer is accepted, too; the ranks then start from the model's parameters.
+
+        Args:
+            state_dict: a state that this rank saved, or that `redistribute` made.
+
+        Raises:
+            CommunicationError: The state was saved by another rank, or with another number of ranks, or ranks load
+                states of different means. The next mean raises it, too, if ranks have loaded different models, or have
+                loaded one after a state that was saved between two means.
+            ValueError: The state is of another model or compressor, or lacks what cannot be known without it.
+        """
+
+        def load(state: dict[str, Any]) -> None:
+            inner = {name: value for name, value in state.items() if name not in (STATE, LOCAL)}
+            self._window.load_state_dict(state, lambda: self.optimizer.load_state_dict(inner))
+
+        replica = self._window.replica
+        with replica.agreed():
+            self._load_with_hooks(replica.transport, replica.options.timeout, state_dict, load)
+
+    def close(self) -> None:
+        """Take no more means: each rank continues by itself."""
+        self._closed = True
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Call the wrapped optimizer's zero_grad."""
+        self.optimizer.zero_grad(set_to_none)
+
+    def __repr__(self) -> str:
+        return f"LocalOptimizer({self.optimizer!r}, every={self._every})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError("LocalOptimizer cannot be pickled: save its state_dict()")
+
+
+def _are_finite(values: Iterable[Any]) -> bool:
+    """Return whether no tensor among these values has NaN or infinity."""
+    tensors = (values_of(v) for v in values if torch.is_tensor(v) and v.is_floating_point())
+    return all(map(is_finite, tensors))

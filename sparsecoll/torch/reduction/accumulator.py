@@ -1,0 +1,228 @@
+"""SparseSGD's acc = residual + learning rate * gradient, in flat vectors: forming, summing, keeping and saving it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sparsecoll.algorithms import resolve
+from sparsecoll.errors import NonFiniteError
+from sparsecoll.kernels.memory import may_share_memory
+from sparsecoll.select import Vector
+from sparsecoll.telemetry.trace import span
+from sparsecoll.torch.compressors import TopK
+from sparsecoll.torch.reduction.bucket import Bucket
+from sparsecoll.torch.reduction.buckets import Buckets
+from sparsecoll.torch.reduction.grad_scaler import Scaling
+from sparsecoll.torch.reduction.row_sum import RowSum
+from sparsecoll.torch.reduction.state import STATE, renamed, renamed_state
+from sparsecoll.torch.replica.members import changes
+from sparsecoll.torch.replica.replica import Replica
+from sparsecoll.torch.replica.rounds import Round
+from sparsecoll.torch.replica.timeline import bucket_span
+from sparsecoll.torch.tensors.device import Array
+from sparsecoll.torch.tensors.model import Named
+from sparsecoll.transport import Transport
+from sparsecoll.transport.call import CollectiveCall
+from sparsecoll.transport.progress import completed_future
+from sparsecoll.vector import DenseVector, RowSparse, SparseVector
+
+Sums = list[tuple[Bucket, Vector | RowSparse]]
+Group = dict[str, Any]
+
+
+@dataclass
+class SparseSum(TopK):
+    """TopK that returns the sum as it is, sparse, instead of writing a dense mean.
+
+    Args:
+        k: entries to select instead of `density`.
+    """
+
+    name = "SparseSGD"
+
+    k: int | None = None
+
+    def describe(self) -> str:
+        return f"{self.name}({resolve(self.algo).describe()})"
+
+    def count(self) -> int:
+        return super().count() if self.k is None else self.k
+
+    @property
+    def compared(self) -> dict[str, Any]:
+        return super().compared if self.k is None else {}
+
+    def compress(self, acc: Vector) -> Vector:
+        if self._algorithm.selector is not None:  # which may pass NaN by
+            self.check_finite(acc)
+        return super().compress(acc)
+
+    def allreduce_sum(self, transport: Transport, acc: Array) -> Vector:
+        """Return the sum of what all ranks have sent of acc, which holds the residual already. Collective."""
+        self.sync(transport)
+        with CollectiveCall(transport, f"bucket {self.layout.index}", self.timeout):
+            with span("select", acc.size):
+                self.begin(acc)
+                message = self.message(self.acc)
+            reduced = self.communicate(transport, message)
+            value = reduced.value
+            if may_share_memory(value.values, acc):  # which will change
+                value = value.copy() if isinstance(value, SparseVector) else DenseVector(value.values.copy())
+            self._settle(message, reduced)
+        return value
+
+
+class Accumulator:
+    """The parameters that take part, one bucket for each residual dtype and device; residuals of all parameters.
+
+    Args:
+        compressor: copied for each bucket.
+        replica: the parameters and the ranks.
+
+    Attributes:
+        names: parameter -> its name, in the order of the groups.
+        laid_out: names of the parameters that take part.
+    """
+
+    def __init__(self, compressor: SparseSum, replica: Replica) -> None:
+        self.names: dict[torch.Tensor, str] = {}
+        self.laid_out: set[str] = set()
+        self._replica, self._buckets = replica, Buckets(compressor, replica)
+        self._rated: dict[str, bool] = {}  # whether a residual is in units of learning rate * gradient
+
+    # -- layout
+
+    def differs(self, groups: Iterable[Group]) -> bool:
+        """Return whether groups have other parameters, or in another order, than at the last `rename`."""
+        ids = dict.fromkeys(id(p) for group in groups for p in group["params"])
+        return list(ids) != [id(p) for p in self.names]
+
+    def compared(self, names: dict[torch.Tensor, str]) -> tuple[Named, dict[str, Any]]:
+        """Return the parameters that are new in `names`, and what all ranks must have alike before `rename`."""
+        new = {name: p for p, name in names.items() if p not in self.names}
+        left = [name for p, name in self.names.items() if p not in names]
+        return new, {**changes(new if self.names else (), left), "order of parameters": [*names.values()]}
+
+    def rename(self, names: dict[torch.Tensor, str]) -> None:
+        """Set the parameters and their names; what belongs to parameters that are gone is dropped."""
+        new = self._renamed(names)
+        if any(new.get(old) != old for old in self.names.values()):
+            self._buckets.rename(new)
+            self._rated = {new[name]: rated for name, rated in self._rated.items() if name in new}
+            self.laid_out = set()
+        self.names, self._replica.params = names, {name: p for p, name in names.items()}
+
+    def _renamed(self, names: dict[torch.Tensor, str]) -> dict[str, str]:
+        return {old: names[p] for p, old in self.names.items() if p in names}
+
+    def release(self) -> None:
+        """Discard all buckets, which the next step creates again; residuals are kept."""
+        self._buckets.release()
+        self.laid_out = set()
+
+    def fits(self, outcome: Round) -> bool:
+        """Return whether the buckets are those of the parameters that take part, each with its kind of gradient."""
+        learned = self._buckets.learn(outcome.rows, outcome.dense)
+        return outcome.trainable == self.laid_out and not learned
+
+    def lay_out(self, trainable: set[str]) -> None:
+        """Create buckets of these parameters; residuals are kept. Collective."""
+        self._buckets.order = [name for p, name in self.names.items() if name in trainable and p.numel()]
+        self._buckets.lay_out()
+        self.laid_out = trainable
+
+    # -- a step
+
+    def sums(self, groups: Iterable[Group], scaling: Scaling | None) -> Sums:
+        """Return the sum of acc over the ranks for each bucket, and subtract from acc what contributed. Collective.
+
+        Raises:
+            NonFiniteError: acc holds NaN or infinity on some rank; the text names the parameter; on every rank.
+        """
+
+        acc = completed_future(lambda: self._accumulate(groups, scaling))  # on the streams and threads of the caller
+        if not self._buckets:
+            self._replica.call("gradients", lambda _: acc.result())
+        sums: Sums = []
+        for index, (bucket, compressor) in enumerate(self._buckets):
+
+            def call(_: CollectiveCall, index: int = index, compressor: Any = compressor) -> Vector | RowSparse:
+                with bucket_span(self._replica.options.timeline, index, compressor.layout.length):
+                    value: Vector | RowSparse = compressor.allreduce_sum(self._replica.transport, acc.result()[index])
+                return value
+
+            with bucket.layout.device.stream_context():
+                sums.append((bucket, self._replica.call(f"bucket {index}", call)))
+        return sums
+
+    def _accumulate(self, groups: Iterable[Group], scaling: Scaling | None) -> list[Any]:
+        if scaling is not None:
+            scaling.begin()
+        if scaling is not None and scaling.found:
+            raise NonFiniteError("gradients: expected finite values, got NaN or infinity in a scaled gradient")
+        weights, acc = self._weights(groups, 1.0 if scaling is None else scaling.scale), []
+        for bucket, compressor in self._buckets:
+            assert isinstance(compressor, SparseSum | RowSum)
+            with bucket.layout.device.stream_context():
+                residual: Any = compressor.residual
+                acc.append(bucket.accumulate(residual, weights))
+        return acc
+
+    def _weights(self, groups: Iterable[Group], scale: float) -> dict[str, tuple[float, float]]:
+        """Return (a, b) by parameter: acc = a * residual + b * gradient; b is the learning rate if momentum is 0."""
+        weights = dict.fromkeys(self.names.values(), (1.0, 1.0))
+        for group in groups:
+            lr, rated = float(group["lr"]), not group["momentum"]
+            for p in filter(self.names.__contains__, group["params"]):  # others come in after this sum
+                a, name = 1.0, self.names[p]
+                if self._rated.get(name, rated) != rated:  # momentum was switched on or off
+                    a = lr if rated else 1 / lr if lr else 1.0
+                weights[name] = a, (lr if rated else 1.0) / scale
+        return weights
+
+    def commit(self, groups: Iterable[Group]) -> None:
+        """Accept the step: what remains of acc becomes the residual."""
+        self._buckets.keep()
+        self._buckets.commit()
+        rated = {self.names[p]: not group["momentum"] for group in groups for p in group["params"]}
+        self._rated |= {name: rated[name] for name in self._buckets.index_of}
+
+    # -- saved state
+
+    def state_dict(self, names: dict[torch.Tensor, str]) -> dict[str, Any]:
+        """Return `Buckets.state_dict`, with the names of all parameters in order and the units of their residuals.
+
+        Args:
+            names: as for the next `rename`.
+        """
+        state, new = self._buckets.state_dict(), self._renamed(names)
+        rated = {new[name]: rated for name, rated in self._rated.items() if name in new}
+        return {**renamed_state(state, new), "params": list(names.values()), "rated": rated}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], load: Callable[[], Any]) -> None:
+        """Load a state as `Buckets.load_state_dict` does; parameters are matched by order, not by name. Collective."""
+        own = self._buckets.load_state_dict(lambda: self._own(state_dict), load)
+        self.laid_out, self._rated = set(), dict(own.get("rated", {}))
+
+    def _own(self, state_dict: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Return the library's part of a state_dict under the names used here, or None for a plain torch.optim.SGD's.
+
+        Raises:
+            ValueError: it is of another number of parameters or another optimizer.
+        """
+        own = state_dict.get(STATE)
+        if own is None:
+            return None
+        if "param_groups" not in state_dict or "rated" not in own:
+            raise ValueError("state_dict: expected that of SparseSGD or torch.optim.SGD, got another optimizer's")
+        here = list(self.names.values())
+        if len(own["params"]) != len(here):
+            raise ValueError(f"state_dict: expected {len(here)} parameters, got {len(own['params'])}")
+        names = dict(zip(own["params"], here, strict=True))
+        buckets = [[[names[n] for n in key], text] for key, text in own["buckets"]]
+        rated = {names[name]: rated for name, rated in own["rated"].items()}
+        return {**own, "tensors": renamed(own["tensors"], names), "rated": rated, "buckets": buckets, "order": []}

@@ -1,0 +1,261 @@
+"""The memory of a bucket: its gradients and their means as flat vectors."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from sparsecoll.telemetry.trace import span
+from sparsecoll.torch.compressors import Compressor
+from sparsecoll.torch.tensors.device import CPU, Array
+from sparsecoll.torch.tensors.layout import Layout
+from sparsecoll.transport import Transport
+
+MOST_FREE = 2  # arrays that are kept for later gradients
+# by parameter: its new gradient, and memory and offset of the old one, where others may have this memory
+NewGrads = dict[str, tuple[torch.Tensor, tuple[Callable[[], Any], Any] | None]]
+
+
+class Buffer:
+    """A flat vector, as an array and as a tensor over the same memory.
+
+    The tensor is made when it is first asked for: in a hook on a gradient, an operation of torch takes tens of
+    microseconds, since what back-propagation computes has taken its code out of the caches.
+    """
+
+    def __init__(self, array: Array, layout: Layout) -> None:
+        self.array = array
+        self._layout = layout
+
+    @functools.cached_property
+    def tensor(self) -> torch.Tensor:
+        """The vector as a tensor."""
+        return self._layout.device.tensor(self.array)
+
+
+class Bucket:
+    """Some parameters and the memory for their gradients and means.
+
+    A gradient is copied into a buffer, which a compressor with error feedback makes its residual; it returns the memory
+    of the old residual once the step is taken. Means become gradients without a copy, whose memory is freed with them.
+
+    A gradient is not copied if it is the only one of its bucket, or if it is in the flat vector already, as with
+    `as_view`: it is the source, which nobody writes to. A reduction that fails has then changed no gradient.
+
+    Args:
+        params: name -> parameter; those of the layout are taken.
+        layout: of the flat vector.
+        as_view: whether gradients become views of the source.
+
+    Attributes:
+        params: name -> parameter.
+        gradient: this rank's gradients, in `layout.dtype`, or memory if there is a source; None outside of a reduction.
+        source: this rank's gradients where they are not in `gradient`, or None.
+        mean: the means, after a reduction until they are gradients.
+    """
+
+    def __init__(self, params: Mapping[str, torch.Tensor], layout: Layout, as_view: bool = False) -> None:
+        self.params = {name: params[name] for name in layout.names}
+        self.layout = layout
+        self.gradient: Buffer | None = None
+        self.source: Buffer | None = None
+        self.mean: Buffer | None = None
+        self._as_view, self._dtype = as_view, layout.device.zeros_tensor(0, layout.dtype).dtype
+        self._free: list[Array] = []
+
+    def recycle(self, arrays: Iterable[Array]) -> None:
+        """Take back arrays that a compressor no longer needs."""
+        self._free = [*self._free, *arrays][-MOST_FREE:]
+
+    def gradient_buffer(self) -> Buffer:
+        """Return the buffer for the gradients of this reduction; the first call reserves it."""
+        if self.gradient is None:
+            self.mean = None
+            self.gradient = Buffer(self._free.pop() if self._free else self.layout.empty(), self.layout)
+        return self.gradient
+
+    def take_grad(self, name: str, scale: float = 1.0) -> None:
+        """Take a parameter's gradient, divided by `scale`: zeros if it has none."""
+        p, whole = self.params[name], self.gradient_buffer()
+        flat = scale == 1.0 and self._is_flat(p)
+        if flat and len(self.params) == 1 and p.shape == self.layout.shapes[0]:
+            self.source = Buffer(p.grad.numpy().reshape(-1), self.layout)  # type: ignore[union-attr]
+            return
+        self._check(name, p)
+        if self.source is None and self._as_view and scale == 1.0 and self.layout.device is CPU:
+            self.source = (self._around(p, name) if flat else None) or Buffer(self.layout.empty(), self.layout)
+        view = self.layout.part((self.source or whole).tensor, name)
+        if flat and p.grad.data_ptr() == view.data_ptr():  # type: ignore[union-attr]
+            return
+        with span("dense", view.numel()), torch.no_grad():
+            self._copy_in(view, p.grad, scale)
+        if flat and self.source is not None:
+            p.grad.data = view  # type: ignore[union-attr]  # the same tensor: another one would count as a new gradient
+
+    def take_changes(self, now: Mapping[str, torch.Tensor], names: Collection[str]) -> None:
+        """Take by how much the named parameters are above their values of `now`, and zeros for the others."""
+        for name, view in self.layout.split(self.gradient_buffer().tensor).items():
+            self._check(name, now[name])
+            view.zero_()
+            if name in names:
+                view.copy_(self.params[name]).sub_(now[name])
+
+    def _is_flat(self, p: torch.Tensor) -> bool:
+        """Whether a parameter's gradient could be a part of the flat vector as it is; devices other than CPUs copy."""
+        gradient = p.grad
+        return (
+            gradient is not None
+            and self.layout.device is CPU
+            and gradient.dtype == p.dtype == self._dtype
+            and not (gradient.is_sparse or gradient.requires_grad or gradient.is_inference())
+            and gradient.is_contiguous()
+            and p.is_contiguous()
+        )
+
+    def _around(self, p: torch.Tensor, name: str) -> Buffer | None:
+        """Return the flat vector of which a parameter's gradient is a part already; None: it is not."""
+        gradient, layout = p.grad, self.layout
+        assert gradient is not None
+        fits = gradient.untyped_storage().nbytes() == layout.length * layout.dtype.itemsize
+        if not fits or gradient.storage_offset() != layout.offsets[layout.positions[name]]:
+            return None
+        return Buffer(gradient.detach().as_strided((layout.length,), (1,), 0).numpy(), layout)
+
+    def _check(self, name: str, p: torch.Tensor) -> None:
+        """Raise unless a parameter is as it was when the bucket was made."""
+        shape, dtype = self.layout.shapes[self.layout.positions[name]], self._dtype
+        if p.shape != shape or (p.dtype == torch.float64) != (dtype == torch.float64):
+            raise ValueError(
+                f"parameter {name!r}: expected shape {shape} and a dtype that is summed in {dtype}, as"
+                f" when the optimizer was wrapped, got {tuple(p.shape)} and {p.dtype}: convert a model before you wrap"
+                " its optimizer"
+            )
+
+    def _copy_in(self, view: torch.Tensor, gradient: torch.Tensor | None, scale: float) -> None:
+        if gradient is None:
+            view.zero_()
+            return
+        if gradient.is_sparse:
+            gradient = gradient.to_dense()
+        if scale == 1.0:
+            view.copy_(gradient)
+        else:
+            torch.mul(gradient.to(view.dtype), 1 / scale, out=view)
+
+    def accumulate(self, residual: Array, weights: Mapping[str, tuple[float, float]]) -> Array:
+        """Write a * residual + b * gradient to the gradient buffer; one pass over memory where a is 1.
+
+        Args:
+            residual: of the bucket's length.
+            weights: parameter name -> (a, b).
+
+        Raises:
+            ValueError: a gradient has another shape than its parameter had when this was made.
+        """
+        out = self.gradient_buffer()
+        views, kept = self.layout.split(out.tensor), self.layout.by_name(residual)
+        for name, p in self.params.items():
+            gradient, acc, old, (a, b) = p.grad, views[name], kept[name], weights[name]
+            if gradient is not None and gradient.shape != acc.shape:
+                raise ValueError(f"gradient: expected shape {tuple(acc.shape)}, got {tuple(gradient.shape)}")
+            if gradient is not None and a == 1 and not gradient.is_sparse:
+                torch.add(old, gradient, alpha=b, out=acc)
+                continue
+            torch.mul(old, a, out=acc)
+            if gradient is not None:
+                acc.add_(gradient.to(acc.dtype) if gradient.is_sparse else gradient, alpha=b)
+        return out.array
+
+    def mean_buffer(self, keeps_gradient: bool) -> Array:
+        """Return memory for the means: that of the gradients, unless the compressor keeps it."""
+        assert self.gradient is not None
+        self.mean = Buffer(self.layout.empty(), self.layout) if keeps_gradient else self.gradient
+        return self.mean.array
+
+    def reduce(self, transport: Transport, compressor: Compressor) -> None:
+        """Reduce the gradients to their mean. Collective."""
+        assert self.gradient is not None
+        source = None if self.source is None else self.source.array
+        out = self.mean_buffer(compressor.keeps_gradient)
+        compressor.allreduce_mean(transport, self.gradient.array, out, source)
+        if not compressor.communicates:  # the means are this rank's gradients
+            self.mean = self.gradient if self.source is None else self.source
+
+    def accept(self) -> None:
+        """Accept the reduction: the gradient buffer now belongs to the compressor, or holds the means."""
+        self.gradient = self.source = None
+
+    def reset(self) -> None:
+        """Drop the reduction."""
+        if self.gradient is not None:
+            self.recycle([self.gradient.array])
+        self.gradient = self.source = self.mean = None
+
+    def part_of_mean(self, name: str) -> torch.Tensor:
+        """Return a view of a parameter's mean."""
+        assert self.mean is not None
+        return self.layout.part(self.mean.tensor, name)
+
+    def has_mean(self, name: str) -> bool:
+        """Return whether a parameter's mean has a value other than zero."""
+        return bool(self.part_of_mean(name).any())
+
+    def mean_is_finite(self) -> bool:
+        """Return whether no mean is NaN or infinite."""
+        return self.mean is None or bool(np.isfinite(self.mean.array).all())
+
+    def nan(self, name: str) -> torch.Tensor:
+        """Return a gradient of a parameter that is NaN."""
+        return torch.full_like(self.params[name], float("nan"), requires_grad=False)
+
+    @torch.no_grad()
+    def new_grads(self, names: Collection[str], scale: float = 1.0) -> NewGrads:
+        """Return scale * mean of these parameters for `assign_grads`: what takes memory, or may fail, is done here."""
+        made: NewGrads = {}
+        for name in names:
+            p, view = self.params[name], self.part_of_mean(name)
+            if scale != 1.0:
+                view.mul_(scale)
+            old, alike, place = p.grad, p.dtype == view.dtype and p.is_contiguous(), None
+            if not _stays(p):
+                view = view if alike else torch.empty_like(p, requires_grad=False).copy_(view)
+            elif alike and old is not None and old.data_ptr() != view.data_ptr():
+                place = weakref.ref(old.untyped_storage()), old.storage_offset()
+            made[name] = view, place
+        return made
+
+    @torch.no_grad()
+    def assign_grads(self, made: NewGrads) -> None:
+        """Set the gradients of parameters to what `new_grads` has made; the same again does no harm.
+
+        A tensor that is the gradient remains it, and gets the memory of the mean. If something else has its own memory,
+        as a view or a flat tensor of a loop that zeros or clips through it, the mean is copied there, as by DDP.
+        """
+        for name, (new, place) in made.items():
+            p = self.params[name]
+            old = p.grad if _stays(p) else None
+            if old is None:
+                p.grad = new.data
+            elif place is not None:
+                old.data = new
+            elif old.data_ptr() != new.data_ptr():
+                old.copy_(new)
+        self.mean = None
+        for name, (new, place) in made.items():
+            storage = None if place is None else place[0]()
+            if place is not None and storage is not None:
+                gradient: Any = self.params[name].grad
+                gradient.set_(storage, place[1], new.shape, new.stride()).copy_(new)
+
+
+def _stays(p: torch.Tensor) -> bool:
+    """Return whether the tensor that is a parameter's gradient can take the mean."""
+    old = p.grad
+    if old is None or old.is_sparse or old.requires_grad or old.is_inference():
+        return False
+    return (old.dtype, old.stride()) == (p.dtype, p.stride())

@@ -1,0 +1,300 @@
+"""Buckets and the compressors bound to them; their state, by parameter name, outlives the layout of the buckets."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from sparsecoll.torch.compressors import Compressor, TopK, resolve
+from sparsecoll.torch.reduction.bucket import Bucket
+from sparsecoll.torch.reduction.row_gradients import RowBucket, RowParameters
+from sparsecoll.torch.reduction.row_sum import RowSum
+from sparsecoll.torch.reduction.state import Tensors, check, collect, joined, renamed, restore
+from sparsecoll.torch.replica.replica import Replica
+from sparsecoll.torch.tensors.layout import Layout, cut, has_rows, takes_part
+from sparsecoll.torch.tensors.private import values_of
+from sparsecoll.transport.call import CollectiveCall
+from sparsecoll.transport.collectives import allgather, broadcast
+
+logger = logging.getLogger(__name__)
+
+
+class Buckets:
+    """Buckets with their compressors, in the order in which they are reduced; none at first.
+
+    A Compressor object holds options; each bucket has a copy of it, bound to its layout, with the bucket's state.
+
+    Args:
+        compressor: what is copied.
+        replica: the parameters and the ranks; its number of steps is saved with the compressors' state.
+
+    Attributes:
+        index_of: parameter name -> number of its bucket.
+        order: names of the parameters in the order in which they are laid out, the same on all ranks.
+    """
+
+    def __init__(self, compressor: Compressor, replica: Replica) -> None:
+        self.order: list[str] = []
+        self.index_of: dict[str, int] = {}
+        self._compressor, self._replica = compressor, replica
+        self._rows = RowParameters()
+        self._pairs: list[tuple[Bucket, Compressor]] = []
+        self._parked: Tensors = {}  # tensors of parameters that are in no bucket
+        self._reduced = False  # whether a reduction was accepted since the last step
+        self._base: Tensors = {}  # as of the last step, of buckets that were released after such a reduction
+        self._warned = False  # whether it was told that residuals are lost
+        self._extra: dict[tuple[str, ...], str] = {}  # saved state of buckets that are still to be made, as JSON
+
+    def __len__(self) -> int:
+        return len(self._pairs)
+
+    def __iter__(self) -> Iterator[tuple[Bucket, Compressor]]:
+        return iter(self._pairs)
+
+    def __getitem__(self, index: int) -> tuple[Bucket, Compressor]:
+        return self._pairs[index]
+
+    # -- layout
+
+    def make(self, trainable: Collection[str] | None, came: Sequence[str] = ()) -> None:
+        """Create the buckets in `order`, then as they came on rank 0, then of all others, last ones first. Collective.
+
+        Args:
+            trainable: names of the parameters that take part; None: those that want gradients on some rank.
+            came: names of the parameters in the order in which this rank's gradients came.
+        """
+
+        def lay_out(_: CollectiveCall) -> None:
+            self.order = self._agree_on_order(trainable, came)
+            self.lay_out(self._replica.options.bucket_bytes, self._replica.options.dense_below)
+            self._replica.transport.waitall()
+
+        self._replica.call("buckets", lay_out)
+
+    def learn(self, rows: Collection[str], dense: Collection[str]) -> bool:
+        """Note of which parameters a rank has gradients of rows and dense ones; return whether this changes buckets."""
+        changed = self._rows.learn(rows, dense) & set(self.index_of)
+        for name in sorted(changed.intersection(dense)):
+            if self._replica.transport.rank == 0:
+                logger.warning(
+                    "gradient of %r: expected a sparse one on all ranks, as before, got a dense one: it is reduced as a"
+                    " dense gradient from now on",
+                    name,
+                )
+        return bool(changed)
+
+    def _agree_on_order(self, trainable: Collection[str] | None, came: Sequence[str]) -> list[str]:
+        transport, params = self._replica.transport, self._replica.params
+        names = list(params)
+        numbers = {name: i for i, name in enumerate(names)}
+        known = list(dict.fromkeys([*self.order, *came, *reversed(names)]))
+        on = set(trainable or ())
+        if trainable is None:
+            sparse = self._replica.sparse_weights
+            mine = [
+                (takes_part(p), has_rows(p.grad) or id(p) in sparse, p.grad is not None and not has_rows(p.grad))
+                for p in params.values()
+            ]
+            anywhere = allgather(transport, np.array(mine, np.uint8).ravel()).any(axis=0).reshape(-1, 3)
+            on, rows, dense = ({name for name, is_ in zip(names, column, strict=True) if is_} for column in anywhere.T)
+            self.learn(rows, dense)
+        order = np.array([numbers[name] for name in known], np.int64)
+        if order.size:
+            order = broadcast(transport, order)
+        return [names[i] for i in order.tolist() if names[i] in on]
+
+    def lay_out(self, bucket_bytes: int | None = None, dense_below: int = 0) -> None:
+        """Create the buckets again for the parameters in `order`; state of parameters is kept. Collective."""
+        self.release()
+        for layout in cut(self._replica.params, self.order, bucket_bytes, dense_below, self._rows):
+            self.bind(self._replica.params, layout)
+
+    def bind(self, params: Mapping[str, torch.Tensor], layout: Layout) -> tuple[Bucket, Compressor]:
+        """Add a bucket with a compressor of its own. Collective."""
+        replica = self._replica
+        options = replica.options
+        kind = RowBucket if layout.rows else Bucket
+        bucket = kind(params, layout, options.gradient_as_bucket_view)
+        compressor = self._compressor_of(layout)
+        compressor.bind(layout, replica.transport, replica.context, options.timeout)
+        layout.device.synchronize()  # jobs have a stream of their own
+        self._parked = restore([compressor], self._parked)
+        if layout.names in self._extra:
+            saved = json.loads(self._extra.pop(layout.names))
+            if _has_keys_of(json.loads(json.dumps(compressor.extra_state())), saved):
+                compressor.load_extra_state(saved)  # otherwise `dense_below` was another one: begin with none
+        self._pairs.append((bucket, compressor))
+        self.index_of |= dict.fromkeys(layout.names, len(self) - 1)
+        return self._pairs[-1]
+
+    def _compressor_of(self, layout: Layout) -> Compressor:
+        own = self._compressor
+        if layout.rows:
+            return RowSum(**own.for_rows())
+        if not layout.small:
+            return resolve(own)
+        waits = self._parked.get("residual", {}).keys()  # of rows, or from when `dense_below` was another one
+        small = own.for_small()
+        return TopK(1.0, "dense") if small == "none" and not waits.isdisjoint(layout.names) else resolve(small)
+
+    def release(self, start: int = 0) -> None:
+        """Discard the buckets from number `start` on; their parameters keep their state, and that before this step."""
+        gone = [compressor for _, compressor in self._pairs[start:]]
+        if gone:
+            if self._reduced:
+                self._base = joined(collect(gone, {}), self._base)  # a bucket may be released twice before a step
+            for compressor in gone:
+                compressor.commit()
+            self._parked = collect(gone, self._parked)
+            del self._pairs[start:]
+            self.index_of = {name: i for name, i in self.index_of.items() if i < start}
+
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Discard all buckets, and rename parameters; what belongs to parameters that are not named is dropped.
+
+        Args:
+            names: old name -> new name.
+        """
+        self.release()
+        self._parked, self._base = renamed(self._parked, names), renamed(self._base, names)
+        self._rows.rename(names)
+        self._extra = {tuple(names[n] for n in own): t for own, t in self._extra.items() if names.keys() >= set(own)}
+        self.order = [names[name] for name in self.order if name in names]
+
+    # -- a reduction, and a step
+
+    def keep(self) -> None:
+        """Accept the reduction: the next one starts from the trial states."""
+        self._reduced = True
+        for bucket, compressor in self:
+            bucket.recycle(compressor.keep())
+            bucket.accept()
+            bucket.layout.device.wait_stream()
+
+    def drop(self) -> None:
+        """Drop the reduction: trial states are discarded."""
+        for bucket, compressor in self:
+            compressor.drop()
+            bucket.reset()
+
+    def commit(self) -> None:
+        """Make the state of the last accepted reduction permanent, because the optimizer has stepped."""
+        for bucket, compressor in self:
+            bucket.recycle(compressor.commit())
+        self._reduced, self._base = False, {}
+
+    def rollback(self, names: Collection[str] | None = None) -> None:
+        """Return to the state of the last step, for all parameters or for those named."""
+        if self._base:
+            self._restore_base(names)
+        for bucket, compressor in self:
+            bucket.recycle(compressor.rollback(names))
+        if names is None:
+            self._reduced, self._base = False, {}
+
+    def _restore_base(self, names: Collection[str] | None) -> None:
+        """Let the state of the last step be in the buckets that were made since; a rollback of theirs returns to it."""
+        base = self._base
+        if names is not None:  # gone on this rank alone, perhaps: what ranks share stays, but for rates of residuals
+            kinds = base.keys() - (self._compressor.replicated_state - {"rate"})
+            base = {kind: {name: t for name, t in base[kind].items() if name in names} for kind in kinds}
+        self._parked = restore([compressor for _, compressor in self], joined(self._parked, base))
+
+    # -- saved state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return tensors by kind and parameter name as of the last step, and other state by bucket."""
+        for _, compressor in self:
+            compressor.sync(self._replica.transport)  # what the next call would drop
+        extra = [[list(c.layout.names), json.dumps(c.extra_state())] for _, c in self]
+        waiting = [[list(names), text] for names, text in self._extra.items()]
+        return {
+            "rank": self._replica.transport.rank,
+            "size": self._replica.transport.size,
+            "compressor": self._compressor.describe(),
+            "replicated": sorted(self._compressor.replicated_state),
+            "step": self._replica.context.step,
+            "ccr": self._replica.context.ccr,
+            "order": list(self.order),
+            **self._rows.state(),
+            "tensors": joined(collect([compressor for _, compressor in self], self._parked), self._base),
+            "buckets": extra + waiting,
+        }
+
+    def load_state_dict(
+        self, state: Callable[[], Mapping[str, Any] | None], load: Callable[[], Any] = lambda: None
+    ) -> Mapping[str, Any]:
+        """Load what `state_dict` returned, on all ranks or on none; buckets are created as they were. Collective.
+
+        Args:
+            state: returns the state, or None, which begins with empty residuals. What it raises is raised on all ranks.
+            load: loads the rest, once the state has been found to fit.
+
+        Returns:
+            What `state` returned, an empty state for None.
+
+        Raises:
+            CommunicationError: it is another rank's, or of another number of ranks, or ranks load different steps.
+            ValueError: it is of other parameters or another compressor.
+        """
+
+        replica = self._replica
+
+        def read(call: CollectiveCall) -> Mapping[str, Any]:
+            own = state()
+            if own is not None:
+                check(own, replica.transport, replica.params, self._compressor)
+            kinds = {} if own is None else {kind: len(entries) for kind, entries in own["tensors"].items()}
+            steps = 0 if own is None else own["step"]
+            rows, order = (own.get("rows", []), own["order"]) if own else ([], [])
+            call.signature |= {"steps": steps, "residuals": own is not None, "tensors": kinds, "rows": rows}
+            call.signature |= {"order of parameters": order}
+            call.agree()
+            try:
+                load()
+            except KeyError as error:
+                raise ValueError(f"state_dict: expected that of an optimizer, got one without {error}") from error
+            allgather(replica.transport, np.zeros(1, np.uint8))  # none returns before all have loaded
+            replica.transport.waitall()
+            return own or {"step": 0, "ccr": None, "order": [], "tensors": {}, "compressor": ""}
+
+        own = replica.call("load_state_dict", read)
+        if not own["compressor"]:
+            self._warn_of_loss()
+        self._pairs, self.index_of = [], {}
+        self._parked, self._reduced, self._base = own["tensors"], False, {}
+        self.order = [name for name in own["order"] if name in replica.params]
+        self._rows.load(own, replica.params)
+        replica.context.step, replica.context.ccr, replica.suspect = own["step"], own["ccr"], False
+        fits = own["compressor"] == self._compressor.describe()
+        self._extra = {tuple(names): text for names, text in own["buckets"]} if fits else {}
+        return own
+
+    def _warn_of_loss(self) -> None:
+        """Tell once, on rank 0, that a state without residuals takes the place of those that are here."""
+        if self._warned or self._replica.transport.rank:
+            return
+        states = [self._parked, *(compressor.state() for _, compressor in self)]
+        kinds = {kind for state in states for kind in state} - self._compressor.replicated_state
+        tensors = (t for state in states for kind in kinds & state.keys() for t in state[kind].values())
+        if any(bool(values_of(t).any()) for t in tensors):
+            self._warned = True
+            logger.warning(
+                "load_state_dict: expected a state with residuals, got one without them, such as from get_state_dict of"
+                " torch.distributed.checkpoint: the values in the residuals are lost. Save"
+                " optimizer.state_dict() of every rank with sparsecoll.torch.save, and load that"
+            )
+
+
+def _has_keys_of(own: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:
+    """Return whether a saved state has the keys of one's own, and so the parts of both that are mappings."""
+    return own.keys() <= saved.keys() and all(
+        _has_keys_of(part, saved[key])
+        for key, part in own.items()
+        if isinstance(part, Mapping) and isinstance(saved[key], Mapping)
+    )

@@ -1,0 +1,394 @@
+"""When gradients are reduced, and what step(), zero_grad() and join() of DistributedOptimizer do with the means."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from sparsecoll.errors import NonFiniteError
+from sparsecoll.torch.compressors import Compressor
+from sparsecoll.torch.reduction.grad_scaler import Scaling
+from sparsecoll.torch.reduction.hooks import Hooks, enlist, owner_of, synchronize_all, taken_over
+from sparsecoll.torch.reduction.reducer import Reducer
+from sparsecoll.torch.reduction.state import renamed_state
+from sparsecoll.torch.replica.calls import agreeing, mean_of_loss
+from sparsecoll.torch.replica.guards import Watch, refuse_ddp, warn_of_adam, warn_of_momentum
+from sparsecoll.torch.replica.members import Members, changes, check_added
+from sparsecoll.torch.replica.options import Options
+from sparsecoll.torch.replica.replica import Replica
+from sparsecoll.torch.replica.rounds import NOTHING
+from sparsecoll.torch.tensors.backward import at_end_of_backward
+from sparsecoll.torch.tensors.model import Named, momenta_of, options_of, rates_of
+from sparsecoll.transport import Transport
+
+logger = logging.getLogger(__name__)
+
+
+class Engine:
+    """Reduces the gradients of named parameters; `optimizer` is what steps on them.
+
+    Attributes:
+        params: all named parameters; those that want gradients are in buckets.
+        members: tells which of them have left the optimizer and the model, and which have come.
+        seconds: of this rank by kind of work (see `telemetry.trace`), and "exposed": waited for in `synchronize`.
+        number: by which ranks know this engine, the same on all of them.
+        asked: whether `synchronize` is to be called at the end of the back-propagation that is under way.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        compressor: Compressor,
+        optimizer: torch.optim.Optimizer,
+        model: torch.nn.Module | None,
+        options: Options,
+        scaling: Scaling,
+    ) -> None:
+        self.transport = transport
+        self.closed = False
+        self._compressor, self._optimizer, self._options = compressor, optimizer, options
+        self._replica = Replica(transport, model, options)
+        self.params = self._replica.params
+        self.members = Members(optimizer, self.params, None if model is None else model.named_parameters)
+        self._replica.changed = self.members.changed
+        self._replica.context.rates = partial(rates_of, optimizer, self.params)
+        self._replica.context.momenta = partial(momenta_of, optimizer, self.params)
+        self._replica.alike = partial(options_of, optimizer)
+        hooked = None if isinstance(model, torch.jit.ScriptModule) else model  # ScriptModules do not support hooks
+        self._scaling, self._reducer = scaling, Reducer(self._replica, compressor, hooked, scaling)
+        self.seconds = self._reducer.seconds
+        self._hooks = Hooks(self)
+        self._guard = None if hooked is None else hooked.register_forward_pre_hook(refuse_ddp)
+        if transport.rank == 0:
+            warn_of_adam(optimizer, compressor)
+            warn_of_momentum(optimizer, compressor, self._replica.sparse_weights)
+        watched = not options.overlap and transport.rank == 0 and transport.size > 1
+        self._watch = Watch("overlap=False", "To clip the mean, call synchronize() first") if watched else None
+        self._synchronizing = True
+        self._unusable: NonFiniteError | None = None  # what the next step raises
+        self._joined = False  # whether this rank has no more data
+        self._replaced = ""  # name of a parameter that an optimizer made later steps, too
+        self._stepping = False
+        before = getattr(optimizer, "register_step_pre_hook", None)
+        self._step_guard = None if before is None else before(partial(_before_wrapped_step, weakref.ref(self)))
+        self._outcome = NOTHING  # of the last reduction
+        self.number = -1
+        self.discard()
+
+    @property
+    def timeout(self) -> float | None:
+        """The timeout of a call in seconds."""
+        return self._options.timeout
+
+    # -- parameters
+
+    @agreeing("_replica.agreed")
+    def add(self, params: Named, stay: Mapping[str, str] | None = None) -> None:
+        """More parameters, and fewer; collective. All ranks must have the same ones; values are taken from rank 0.
+
+        Args:
+            params: name -> parameter: those that are new here, and perhaps others.
+            stay: names of those that are not dropped, old -> new; None, the default, for those of `Members.staying`.
+        """
+        stay, new = self.members.staying() if stay is None else stay, self.members.came(params)
+        left = self.params.keys() - stay.keys()
+
+        signature = {
+            name: getattr(self._options, name) for name in ("bucket_bytes", "dense_below", "overlap", "verify")
+        }
+        signature |= {"grad_scaler": self._scaling.scaler is not None}
+        signature = {**changes(new if self.params else (), left), **self._compressor.signature(), **signature}
+        self._replica.introduce(params, signature, lambda: check_added(new, stay))
+        if self.number < 0:
+            self.number = enlist(self)
+        self._let_stay(stay)
+        self.params.update(taken_over(self, new))
+        if self.transport.virtual:
+            # Virtual ranks are threads: their back-propagation stays in them. Otherwise autograd executes what is on a
+            # GPU, and so our hooks, in one thread for all ranks, and the first hook that waits stops the others.
+            torch.autograd.set_multithreading_enabled(False)
+        self._hooks.attach(self.params)
+        if new:
+            self._reducer.buckets.order = []
+
+    def give_up(self, p: torch.Tensor) -> None:
+        """Leave a parameter to an engine whose optimizer steps it."""
+        self.discard()
+        self._let_stay({name: name for name, own in self.params.items() if own is not p})
+
+    def _let_stay(self, names: Mapping[str, str]) -> None:
+        """Rename parameters, old name -> new name, and drop the others with their state; buckets are made again."""
+        self._hooks.remove({name: p for name, p in self.params.items() if names.get(name) != name})
+        self._reducer.rename(names)
+        stay = {new: self.params[old] for old, new in names.items()}
+        self.params.clear()
+        self.params.update(stay)
+
+    def _regroup(self) -> None:
+        """Add parameters that were put into the optimizer and are not known, and let go of those that left. Collective.
+
+        Raises:
+            CommunicationError: others than on this rank have come or left on some rank.
+        """
+        self.add(self.members.came(self.members.named()))
+
+    def close(self, replaced: str = "") -> None:
+        """Take the hooks off the parameters; nothing is reduced any more.
+
+        Args:
+            replaced: name of a parameter that an optimizer made later steps, so that a further step is an error.
+        """
+        self._hooks.remove(self.params)
+        self._reducer.close()
+        for guard in (self._guard, self._step_guard):
+            if guard is not None:
+                guard.remove()
+        self.closed, self._replaced = True, replaced
+
+    @agreeing("_replica.agreed")
+    def move(self, transport: Transport) -> None:
+        """Go on over another communicator, with rank 0's parameters, buffers and optimizer state; collective on it."""
+        self.transport = self._replica.transport = transport
+        self._reducer.release()
+        self._replica.follow("move", self._optimizer)
+        self._reducer.steps.pass_over()
+        self.number = enlist(self)
+        self._begin()  # gradients are reduced again, unless zero_grad() gives the step up
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Gradients of back-propagations inside only accumulate; they are sent with those of the next one outside."""
+        before, self._synchronizing = self._synchronizing, False
+        try:
+            yield
+        finally:
+            self._synchronizing = before
+
+    # -- back-propagation
+
+    def accumulating(self, name: str) -> None:
+        """Back-propagation has found a gradient of a parameter, before it is added (on the thread that does so)."""
+        self._reducer.accumulating(name)
+
+    @agreeing("_reducer.failing")
+    def accumulated(self, name: str) -> None:
+        """A parameter's gradient is complete (on the thread that back-propagates)."""
+        self._reducer.accumulated(name)
+        self._dirty = True
+        if self._watch is not None:
+            self._watch.note(self.params[name])
+        if not self._synchronizing:
+            return
+        if self._options.overlap:
+            self.asked = True
+            at_end_of_backward(self.transport, partial(synchronize_all, self.transport))
+        self._reducer.send(name, self._hooks.comes_last(name))
+
+    @agreeing("_reducer.failing")
+    @torch.inference_mode(False)  # in which step() may be called: gradients would have no versions
+    def synchronize(self) -> None:
+        """Reduce all gradients. Collective.
+
+        Raises:
+            CommunicationError, RuntimeError: the reduction failed on some rank; gradients are as they were. A gradient
+                that is not finite raises later, in `before_step`: until then all gradients are NaN.
+        """
+        self.asked = False
+        if self.closed:
+            return
+        if self._watch is not None:
+            self._watch.look(self.params.values())
+        self._hooks.attach(self.params)
+        if not self._outcome.joined:
+            self._compare_if_due()
+        try:
+            name = f"end of reduction of optimizer {self.number}"
+            self._outcome = self._reducer.reduce(self._joined, name, self._regroup)
+            self._unusable = None
+        except NonFiniteError as error:
+            self._outcome, self._unusable = NOTHING, error
+        self._reduced, self._dirty = True, False
+        if self._replica.warmed and self._guard is not None:
+            self._guard.remove()
+
+    # -- the optimizer's step
+
+    @property
+    def has_means(self) -> bool:
+        """Whether gradients are the means, or will be nobody's."""
+        return self.closed or (self._reduced and not self._dirty)
+
+    @agreeing("_replica.agreed")
+    def ensure_means(self) -> None:
+        """Make gradients the means. Collective where they are not yet."""
+        if self._replaced:
+            raise RuntimeError(
+                f"DistributedOptimizer: expected parameters that no other one updates, got {self._replaced!r}, which a"
+                " DistributedOptimizer created later updates, too, and reduces now: give one DistributedOptimizer the"
+                " parameters of both models (those without gradients are skipped), or let only one optimizer update it"
+            )
+        if not self.has_means:
+            self.asked = True
+            synchronize_all(self.transport)
+
+    @agreeing("_replica.agreed")
+    def before_step(self) -> None:
+        """Make sure that gradients are the means. Collective where they are not."""
+        self.ensure_means()
+        if self._unusable is not None:
+            error = self._unusable
+            self.discard()
+            raise error
+        self._reducer.take_back_missing()
+
+    @contextlib.contextmanager
+    def stepping(self, evaluates: bool = False) -> Iterator[None]:
+        """Context manager in which the wrapped optimizer steps, and `evaluates` a closure."""
+        self._reducer.steps.enter(self, evaluates)
+        self._stepping = True
+        try:
+            yield
+        finally:
+            self._stepping = False
+            self._reducer.steps.leave(self)
+
+    def trial_step(self) -> Any:
+        """A step of the wrapped optimizer that changes nothing but versions."""
+        self._reducer.settle()
+        with self.stepping():
+            result = self._optimizer.step()
+        self._reducer.steps.pass_over()
+        return result
+
+    @agreeing("_replica.agreed")
+    def after_step(self) -> None:
+        """The optimizer has stepped."""
+        if self.closed:
+            return
+        self._reducer.commit()
+        self._reduced = self._dirty = False
+        self._compare_if_due()
+
+    def _compare_if_due(self) -> None:
+        """After a step, or before the reduction that follows one that the loop has taken by itself. Collective."""
+        if self._reducer.steps.unverified:
+            self._reducer.steps.unverified = False
+            self._replica.compare_if_due()
+
+    def failed_step(self, error: Exception) -> None:
+        """The optimizer has raised on this rank: tell the others, who may have stepped, in their next reduction."""
+        self._replica.suspect = True
+        logger.error("rank %d: the wrapped optimizer's step failed: %s", self.transport.rank, error)
+
+    def skip(self) -> None:
+        """Give this step up, because gradients are set to zero, unless the loop has updated parameters by itself.
+
+        Raises:
+            RuntimeError: Within `join`, a rank has no more data. It has kept what contributed already.
+        """
+        if self._reducer.settle():
+            self._begin()
+            return
+        if self._reduced and self._outcome.joined and self._reducer.has_residuals and not self.closed:
+            raise RuntimeError(
+                "zero_grad: expected step() first, since a rank has left join() and would not skip this step:"
+                " decide before backward(), or take the step with a learning rate of 0"
+            )
+        self.discard()
+
+    def discard(self) -> None:
+        """Give this step up: gradients are about to be thrown away, and residuals are as they were before it."""
+        self._reducer.discard()
+        self._begin()
+
+    def _begin(self) -> None:
+        """Nothing has been reduced."""
+        self._reduced = self._dirty = self.asked = False
+        self._unusable = None
+
+    @agreeing("_replica.agreed")
+    def mean_loss(self, loss: Any) -> Any:
+        """The mean of a closure's loss over the ranks, of its own type.
+
+        Raises:
+            RuntimeError: On all ranks that have data, if one has left `join` and cannot take part in the mean.
+        """
+        if self._outcome.joined and not self.closed:
+            error = RuntimeError(
+                "step: expected no closure once a rank has left join(), since the mean of the"
+                " losses is that of all ranks: call step() without it (the gradients are means by now), and evaluate"
+                " the loss yourself in later steps"
+            )
+            error.on_all_ranks = True  # type: ignore[attr-defined]
+            raise error
+        given = loss is None or self.closed
+        return loss if given else mean_of_loss(self.transport, loss, self._options.timeout)
+
+    @contextlib.contextmanager
+    def join(self) -> Iterator[None]:
+        """See DistributedOptimizer."""
+        if self.closed:
+            yield
+            return
+        with self._replica.reporting():
+            yield
+        self._reducer.settle()
+        self.discard()
+        self._joined, self._outcome, buckets = True, NOTHING, self._reducer.buckets
+        with self._replica.leaving():
+            try:
+                while not self._outcome.over:
+                    buckets.commit()
+                    for name in buckets.index_of:
+                        self.params[name].grad = None
+                    self.asked = True
+                    synchronize_all(self.transport)
+                    self._replica.keep_up(self._outcome)
+            finally:
+                self._joined = False
+            self.discard()
+            self._replica.follow("join", self._optimizer, self._outcome.furthest)
+
+    # -- saved state
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Buckets.state_dict`; refused while gradients are sent."""
+        if self._reducer.under_way:
+            raise RuntimeError("state_dict: expected a call after back-propagation, got one while gradients are sent")
+        self._reducer.settle()
+        return renamed_state(self._reducer.buckets.state_dict(), self.members.staying())
+
+    @agreeing("_replica.agreed")
+    def load_state_dict(self, state: Mapping[str, Any] | None, load: Callable[[], None]) -> None:
+        """See `Buckets.load_state_dict`. Collective."""
+        if self.members.changed():
+            self.discard()
+            self._regroup()
+        self._reducer.buckets.load_state_dict(lambda: state, load)
+        self._reducer.loaded()
+        self.discard()
+
+
+def _before_wrapped_step(engine: weakref.ref[Engine], optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """A hook of the wrapped optimizer: raise unless DistributedOptimizer has called its step."""
+    alive = engine()
+    if alive is None:
+        owners = (owner_of(p) for group in optimizer.param_groups for p in group["params"])
+        if not any(owner is not None for owner in owners):  # one that was made later has a hook of its own
+            raise RuntimeError(
+                "step: expected a call of DistributedOptimizer's step(), got one of the optimizer that it wraps, and"
+                " the DistributedOptimizer is gone, so that gradients are this rank's own: keep it and call its step()"
+                " and zero_grad(), or close() it to train on one rank"
+            )
+    elif not (alive.closed or alive._stepping):
+        raise RuntimeError(
+            "step: expected a call of DistributedOptimizer's step(), got one of the optimizer that it wraps, which"
+            " loses residuals and may step before gradients are means: call step() and zero_grad() of the"
+            " DistributedOptimizer only, or close() it first"
+        )

@@ -1,0 +1,121 @@
+"""torch.amp.GradScaler: the scale of gradients, and agreement of all ranks on the steps that it skips."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.amp.grad_scaler import OptState
+
+from sparsecoll.torch.compressors import Compressor
+from sparsecoll.torch.tensors.private import look_for_overflow, scale_device, scaler_state
+
+
+def enabled(scaler: Any) -> torch.amp.GradScaler | None:
+    """Return the argument `grad_scaler`, or None for a scaler that does not scale.
+
+    Raises:
+        TypeError: It is something else.
+    """
+    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+        raise TypeError(f"grad_scaler: expected a torch.amp.GradScaler or None, got {scaler!r}")
+    return scaler if scaler is not None and scaler.is_enabled() else None
+
+
+def is_called_by_scaler(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether a GradScaler calls step() and leaves the decision to it, as `_step_supports_amp_scaling` asks for.
+
+    It then calls step() after an overflow, too, and sets these attributes meanwhile.
+    """
+    return "found_inf" in vars(optimizer)
+
+
+def forget(optimizer: torch.optim.Optimizer) -> None:
+    """Remove the attributes that a GradScaler would remove only after a step that succeeds."""
+    for name in ("grad_scale", "found_inf"):
+        vars(optimizer).pop(name, None)
+
+
+class Scaling:
+    """The GradScaler that a loop uses with an optimizer, if any.
+
+    Args:
+        optimizer: that is passed to the methods of the scaler.
+        scaler: the argument `grad_scaler`; a scaler that is disabled says that there is none.
+
+    Attributes:
+        scaler: the scaler, or None.
+        scale: of the gradients of the reduction under way.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, scaler: Any) -> None:
+        self.scaler = enabled(scaler)
+        self.scale = 1.0
+        self._known = scaler is not None
+        self._name, self._key = type(optimizer).__name__, id(optimizer)
+
+    def asks_for_steps(self, local: bool) -> bool:
+        """Return `_step_supports_amp_scaling`: to agree on a step by `local` gradients, or to refuse a scaler."""
+        return local if self.scaler is not None else not self._known
+
+    def begin(self) -> None:
+        """Note the scale of the gradients of a new reduction."""
+        self.scale = 1.0 if self.scaler is None or self.unscaled else float(self.scaler.get_scale())
+
+    def of(self, compressor: Compressor) -> float:
+        """Return what gradients are divided by before they are clipped or added to a residual, which is unscaled."""
+        return self.scale if compressor.unscales else 1.0
+
+    @property
+    def _state(self) -> dict[str, Any]:
+        """What the scaler has noted of the optimizer since its last update()."""
+        return {} if self.scaler is None else scaler_state(self.scaler, self._key)
+
+    @property
+    def unscaled(self) -> bool:
+        """Whether unscale_() has divided the gradients by the scale."""
+        return self._state.get("stage") is OptState.UNSCALED
+
+    @property
+    def found(self) -> bool:
+        """Whether the scaler has found a gradient of this rank that is not finite."""
+        return any(float(mark) > 0 for mark in self._state.get("found_inf_per_device", {}).values())
+
+    def check(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return `is_called_by_scaler` for a step.
+
+        Raises:
+            RuntimeError: The scaler that takes the step is not the one that was passed.
+        """
+        called, name, cure = is_called_by_scaler(optimizer), self._name, ""
+        if self.scaler is None and called:
+            cure = f"{name} has to know the GradScaler that calls its step(): pass grad_scaler=scaler to {name}"
+        elif self.scaler is not None and not self._state:
+            cure = (
+                f"{name} was given a grad_scaler, by whose scale gradients were divided, but it does not take this"
+                " step: call its step(optimizer), or leave grad_scaler= out"
+            )
+        if cure:
+            forget(optimizer)
+            raise RuntimeError(cure)
+        return called
+
+    def look(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Unscale means, unless their gradients were; return whether one is not finite, the same on all ranks."""
+        assert self.scaler is not None
+        if self.unscaled:
+            look_for_overflow(self.scaler, optimizer)
+        else:
+            self.scaler.unscale_(optimizer)
+        return self.found
+
+    def settle(self, found: bool) -> None:
+        """Tell the scaler whether any rank has found an overflow, so that all scales change alike."""
+        marks = self._state["found_inf_per_device"]
+        if not marks:  # no gradients on this rank
+            assert self.scaler is not None
+            where = scale_device(self.scaler)
+            marks[where] = torch.zeros((), device=where)
+        if found:
+            for mark in marks.values():
+                mark.fill_(1.0)

@@ -1,0 +1,197 @@
+"""Hooks on parameters, which tell an engine when a gradient is complete; and the engines that share a transport."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import MutableMapping
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from sparsecoll.errors import CommunicationError
+from sparsecoll.torch.replica.calls import agreed, collective
+from sparsecoll.torch.replica.members import Members
+from sparsecoll.torch.tensors.model import Named
+from sparsecoll.torch.tensors.private import hooks_after
+from sparsecoll.transport import Transport
+from sparsecoll.transport.call import CollectiveCall
+from sparsecoll.transport.collectives import allgather
+
+
+class Owner(Protocol):
+    """What reduces the gradients of parameters: an Engine."""
+
+    transport: Transport
+    members: Members
+    closed: bool
+    asked: bool
+
+    @property
+    def timeout(self) -> float | None: ...
+    def accumulating(self, name: str) -> None: ...
+    def accumulated(self, name: str) -> None: ...
+    def synchronize(self) -> None: ...
+    def give_up(self, p: torch.Tensor) -> None: ...
+    def close(self, replaced: str = "") -> None: ...
+
+
+_owners: MutableMapping[torch.Tensor, weakref.ref[Owner]] = WeakTensorKeyDictionary()  # by parameter
+
+
+def owner_of(p: torch.Tensor) -> Owner | None:
+    """Return the engine that reduces a parameter's gradients, unless it is closed or gone."""
+    reference = _owners.get(p)
+    return None if reference is None else reference()
+
+
+class Hooks:
+    """The hooks of one engine, the owner of its parameters."""
+
+    def __init__(self, owner: Owner) -> None:
+        self._owner = weakref.ref(owner)
+        self._handles: dict[str, tuple[torch.Tensor, tuple[Any, Any]]] = {}
+
+    def attach(self, params: Named) -> None:
+        """Own these parameters, and hook those that require gradients. Not for use in a hook.
+
+        Hooks that see a complete gradient are called in the order in which they came: ours becomes the last one, so
+        that what the others write to the gradient is seen, also where no version tells.
+        """
+        for name, p in params.items():
+            _owners[p] = self._owner
+            if name in self._handles:
+                if not self.comes_last(name):
+                    before, after = self._handles[name][1]
+                    after.remove()
+                    self._handles[name] = p, (before, self._hook_after(name, p))
+            elif p.requires_grad:
+                before = p.register_hook(partial(_before, self._owner, name))  # type: ignore[no-untyped-call]
+                self._handles[name] = p, (before, self._hook_after(name, p))
+
+    def _hook_after(self, name: str, p: torch.Tensor) -> Any:
+        return p.register_post_accumulate_grad_hook(partial(_after, self._owner, name))  # type: ignore[no-untyped-call]
+
+    def comes_last(self, name: str) -> bool:
+        """Return whether our hook on a parameter's complete gradient is there, and none comes after it."""
+        p, (_, after) = self._handles[name]
+        return hooks_after(p)[-1:] == [after.id]
+
+    def remove(self, params: Named) -> None:
+        """Own these parameters no more."""
+        for name, p in params.items():
+            if name in self._handles:
+                for handle in self._handles.pop(name)[1]:
+                    handle.remove()
+            if owner_of(p) is self._owner():
+                _owners.pop(p, None)
+
+
+def _before(owner: weakref.ref[Owner], name: str, _: torch.Tensor) -> None:
+    alive = owner()
+    if alive is not None:
+        alive.accumulating(name)
+
+
+def _after(owner: weakref.ref[Owner], name: str, _: torch.Tensor) -> None:
+    alive = owner()
+    if alive is not None:
+        alive.accumulated(name)
+
+
+def taken_over(owner: Owner, params: Named) -> Named:
+    """Take parameters over from other engines; return those that `owner` is to reduce.
+
+    A parameter is reduced by the engine whose optimizer steps it, whatever else is in `named_parameters`. Where both do
+    so, the later one replaces the other, as when a cell of a notebook is run again.
+    """
+    own, taken = owner.members.stepped(), dict(params)
+    for name, p in params.items():
+        other = owner_of(p)
+        if other is None or other is owner:
+            continue
+        if id(p) not in own:
+            del taken[name]
+        elif id(p) in other.members.stepped():
+            other.close(replaced=name)
+        else:
+            other.give_up(p)
+    return taken
+
+
+def enlist(owner: Owner) -> int:
+    """Add an owner to those that use its transport; collective.
+
+    Owners that are closed or gone on all ranks are forgotten: those that are left, and their numbers, are the same on
+    all ranks.
+
+    Returns:
+        The owner's number.
+    """
+    transport = owner.transport
+    transport.sharers = {n: other for n, other in transport.sharers.items() if other() is not owner}  # it has moved
+    if _alive(transport):
+        gc.collect()  # one that is in a cycle of references counts as alive
+    if transport.sharers and transport.size > 1:
+        alive = _alive(transport)
+        mine = np.array([number in alive for number in transport.sharers], np.uint8)
+        anywhere = collective(transport, "optimizers", owner.timeout, lambda _: _any(transport, mine), "agree")
+        kept = [number for number, is_alive in zip(transport.sharers, anywhere, strict=True) if is_alive]
+    else:
+        kept = list(_alive(transport))
+    transport.sharers = {number: transport.sharers[number] for number in kept}
+    number = 1 + max(kept, default=-1)
+    transport.sharers[number] = weakref.ref(owner)
+    return number
+
+
+def _alive(transport: Transport) -> dict[int, Owner]:
+    owners = {number: reference() for number, reference in transport.sharers.items()}
+    return {n: owner for n, owner in owners.items() if owner and not owner.closed and owner.transport is transport}
+
+
+def _any(transport: Transport, mine: NDArray[Any]) -> NDArray[Any]:
+    """Return which items are set on at least one rank."""
+    held: NDArray[Any] = allgather(transport, mine).max(axis=0)
+    return held
+
+
+def is_shared(transport: Transport) -> bool:
+    """Return whether several owners use a transport; the same on all ranks."""
+    return len(transport.sharers) > 1
+
+
+def synchronize_all(transport: Transport) -> None:
+    """Reduce, in order of creation, the gradients of all owners that are asked to; collective.
+
+    A back-propagation may meet other owners on another rank. Where several share the transport, ranks first tell each
+    other which ones are asked anywhere: one message of a byte per owner.
+
+    Raises:
+        CommunicationError: on every rank, if an owner that is asked on some rank is gone on another.
+    """
+    with agreed(transport, None):
+        owners = _alive(transport)
+        numbers = list(transport.sharers)
+        asked = np.array([n in owners and owners[n].asked for n in numbers], np.uint8)
+        if is_shared(transport) and transport.size > 1:
+            timeouts = [owners[n].timeout for n, is_asked in zip(numbers, asked, strict=True) if is_asked]
+            timeout = min(filter(None, timeouts), default=None)
+
+            def agree(_: CollectiveCall) -> NDArray[Any]:
+                anywhere: NDArray[Any] = _any(transport, asked)
+                gone = [n for n, is_asked in zip(numbers, anywhere, strict=True) if is_asked and n not in owners]
+                if gone:
+                    raise CommunicationError(
+                        f"optimizer {gone[0]}: expected it on all ranks, but it is closed or deleted"
+                    )
+                return anywhere
+
+            asked = collective(transport, "start of reduction", timeout, agree, "agree")
+        for number, is_asked in zip(numbers, asked, strict=True):
+            if is_asked:
+                owners[number].synchronize()

@@ -1,0 +1,313 @@
+"""A reduction: the gradients of a back-propagation become their means over the ranks, on all ranks or on none.
+
+Gradients are taken into buckets, which the progress thread reduces on trial. Then one round of all ranks tells whether
+all went well everywhere, and only then gradients become means. What error feedback keeps of it becomes the state of the
+next step when the optimizer steps; until then it can be taken back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+
+from sparsecoll.errors import NonFiniteError
+from sparsecoll.torch.compressors import Compressor
+from sparsecoll.torch.reduction.bucket import Bucket, NewGrads
+from sparsecoll.torch.reduction.buckets import Buckets
+from sparsecoll.torch.reduction.grad_scaler import Scaling
+from sparsecoll.torch.reduction.hooks import is_shared
+from sparsecoll.torch.reduction.profiler import Profiler
+from sparsecoll.torch.reduction.reduced_grads import ReducedGrads
+from sparsecoll.torch.reduction.sender import Sender
+from sparsecoll.torch.reduction.steps import Steps
+from sparsecoll.torch.replica.guards import fingerprint
+from sparsecoll.torch.replica.replica import Replica
+from sparsecoll.torch.replica.rounds import CHANGED, JOINED, MEMBERS, NOTHING, Round, Row
+
+logger = logging.getLogger(__name__)
+
+
+class Reducer:
+    """Reduces the gradients of a replica's parameters, as often as they are reduced before a step.
+
+    Args:
+        replica: the parameters and the ranks.
+        compressor: what each bucket gets a copy of.
+        model: whose forward passes are timed, or None.
+        scaling: the scale of gradients.
+
+    Attributes:
+        seconds: of this rank by kind of work (see `telemetry.trace`), and "exposed": waited for in `reduce`.
+        steps: tells what has become of the means.
+    """
+
+    def __init__(
+        self, replica: Replica, compressor: Compressor, model: torch.nn.Module | None, scaling: Scaling
+    ) -> None:
+        self._replica = replica
+        self.buckets = Buckets(compressor, replica)
+        self.steps = Steps(self.buckets, replica, lambda: replica.params, "DistributedOptimizer")
+        self._scaling = scaling
+        self._sender = Sender(replica, self.buckets, scaling, compressor)
+        self.seconds = self._sender.seconds
+        self._means = ReducedGrads(replica.params)
+        self._profiler = Profiler(model, replica.context, compressor.wants_profile)
+        self._early = replica.options.overlap  # whether buckets are sent before back-propagation ends
+        self._end()
+
+    @property
+    def has_residuals(self) -> bool:
+        """Whether a bucket has a residual."""
+        return any(compressor.keeps_gradient for _, compressor in self.buckets)
+
+    @property
+    def under_way(self) -> bool:
+        """Whether gradients were sent, which `discard` has not thrown away since."""
+        return self._sender.begun and not self._broken_off
+
+    # -- during back-propagation
+
+    def _end(self) -> None:
+        """No reduction is under way."""
+        self._sender.begin()
+        self._changed = self._again = self._broken_off = self._opened = False
+        self._came: dict[str, None] = {}  # parameters, in the order of their gradients, as long as there are no buckets
+
+    def release(self) -> None:
+        """Give up the reduction and the buckets, which are rebuilt in the next one; residuals are kept."""
+        self.buckets.release()
+        self._end()
+
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Give up the reduction and the buckets, and rename parameters; what belongs to others is dropped."""
+        self.release()
+        self._means.rename(names)
+        self.buckets.rename(names)
+
+    def accumulating(self, name: str) -> None:
+        """Autograd may be about to add to a parameter's gradient; `torch.autograd.grad` does not."""
+        self._means.look(name)
+
+    def accumulated(self, name: str) -> None:
+        """Autograd has added to a parameter's gradient."""
+        self._means.accumulated(name)
+        if not self._opened:
+            self._open()
+        elif self._means.is_replaced(name):
+            self._take_back({name})
+
+    def send(self, name: str, final: bool = True) -> None:
+        """Take a gradient into its bucket, which is sent when it is full; in the first reduction, note the order.
+
+        Args:
+            name: of the parameter.
+            final: whether no other hook may change the gradient; else it is taken when back-propagation has ended.
+        """
+        self._sender.came()
+        if not self.buckets:
+            self._came[name] = None
+            return
+        wait = not self._early or self._profiler.active or self._broken_off or is_shared(self._replica.transport)
+        if wait or name not in self.buckets.index_of or not final:
+            return
+        if name in self._sender.taken:  # once more in this back-propagation, or after one that was broken off
+            self._changed = self._again = True
+        else:
+            self._sender.take(name)
+
+    def _open(self) -> None:
+        """A reduction begins: take back what was kept of gradients thrown away, unless the loop has used them."""
+        self.settle()
+        self._opened = True
+        changed = self._means.changed()
+        if changed is not None:
+            self._sender.failed = RuntimeError(
+                f"gradient of {changed!r}: expected step() or zero_grad() of the optimizer before the next"
+                " back-propagation, got a gradient that was changed in place after it had been reduced"
+            )
+        self._take_back(self._means.replaced())
+        self._scaling.begin()
+
+    def _take_back(self, names: set[str]) -> None:
+        """Gradients of these parameters were thrown away after they had been reduced: residuals are as before."""
+        if names:
+            self.buckets.rollback(None if len(names) == len(self._means) else names)
+            self._means.discard(names)
+
+    # -- at its end
+
+    def reduce(self, joined: bool, name: str, regroup: Callable[[], None]) -> Round:
+        """Send what was not sent, wait for all, and let gradients be the means. Collective.
+
+        Args:
+            joined: whether this rank has no more data.
+            name: of the call at the end.
+            regroup: takes in and drops parameters that have come and left; collective.
+
+        Raises:
+            NonFiniteError: a gradient is not finite on some rank; all gradients are NaN now.
+            CommunicationError, RuntimeError: the reduction failed on some rank; gradients are as they were.
+        """
+        with self.failing():
+            while (outcome := self._attempt(JOINED * joined, name, regroup)) is None:
+                pass
+        return outcome
+
+    @contextlib.contextmanager
+    def failing(self) -> Iterator[None]:
+        """Context manager: what it raises, all ranks raise, and everything is as before the reduction."""
+        try:
+            with self._replica.agreed():
+                yield
+        except Exception as error:
+            self._sender.finish()
+            self._drop()
+            self._opened = False
+            if isinstance(error, NonFiniteError):
+                self._spread_nan()
+            raise
+
+    def _attempt(self, flags: int, name: str, regroup: Callable[[], None]) -> Round | None:
+        """One reduction of all buckets; None if it has to be made again."""
+        if self._opened:
+            self._take_back(self._means.replaced())
+        else:
+            self._open()
+        if not self.buckets:
+            self.make_buckets()
+        self._scaling.begin()  # unscale_() may have been called since
+        self._sender.send_rest()
+        replica, self._changed = self._replica, self._changed or self._sender.altered
+        modules = replica.buffers.changed()
+        flags |= CHANGED * self._changed | replica.flags
+        sparse, checksum = replica.sparse_weights, replica.checksum
+        row = Row(replica.steps, flags, replica.params, modules, checksum=checksum, sparse=sparse)
+        digest = None if replica.warmed or replica.transport.size == 1 else fingerprint(replica.params.values())
+        seconds, outcome, error = self._sender.wait(lambda: self._round(name, row, digest))
+        if error is not None:
+            raise error
+        assert isinstance(outcome, Round)
+        changed, learned = outcome.flags & (CHANGED | MEMBERS), self.buckets.learn(outcome.rows, outcome.dense)
+        stale = learned or outcome.trainable != set(self.buckets.index_of)
+        if not (changed or stale or outcome.over):
+            replica.broadcast_buffers(outcome)
+            self._profiler.note(replica.transport, self._sender.last, seconds, replica.options.timeout)
+            self._accept(outcome)
+            return outcome
+        if self._again:
+            self._send_at_the_end()
+        self._drop()
+        if outcome.flags & MEMBERS:
+            self._opened = False
+            regroup()
+        elif stale:  # parameters were frozen or unfrozen, or have gradients of another kind
+            self.buckets.release()
+            self.make_buckets(outcome.trainable)
+        return None if changed or stale else outcome
+
+    def _round(self, name: str, row: Row, digest: int | None) -> Round:
+        """Tell all ranks how it went here; `digest` is of this rank's own gradients, in the first reduction."""
+        failed = self._sender.failed
+        if getattr(failed, "on_all_ranks", False):
+            return NOTHING  # all ranks know
+        return self._replica.agree(name, row, lambda _: digest, failed)
+
+    def make_buckets(self, trainable: set[str] | None = None) -> None:
+        """Lay the parameters out in the order in which rank 0's gradients came. Collective."""
+        self.buckets.make(trainable, list(self._came))
+        self._sender.laid_out()
+
+    def _drop(self) -> None:
+        """Leave everything as it was before the reduction."""
+        self.buckets.drop()
+        self._end()
+        self._opened = True
+
+    def _spread_nan(self) -> None:
+        """Gradients become NaN on all ranks, for code that reads them before the step."""
+        for name, index in self.buckets.index_of.items():
+            self._replica.params[name].grad = self.buckets[index][0].nan(name)
+
+    def _send_at_the_end(self) -> None:
+        """Send gradients when back-propagation has ended, from now on."""
+        self._early = False
+        logger.warning(
+            "rank %d: gradients came more than once before a back-propagation ended (reentrant checkpointing does so;"
+            " use_reentrant=False does not): they are sent at its end from now on",
+            self._replica.transport.rank,
+        )
+
+    def _accept(self, outcome: Round) -> None:
+        """The reduction is good on all ranks: gradients become means, all of them or none."""
+        made = []
+        for bucket, compressor in self.buckets:
+            bucket.layout.device.wait_stream()
+            names = [
+                n for n, p in bucket.params.items() if n in outcome.used or (p.requires_grad and bucket.has_mean(n))
+            ]
+            made.append((bucket, bucket.new_grads(names, self._scaling.of(compressor))))
+        try:
+            self._assign(made)
+        except Exception:
+            self._assign(made)
+            raise
+
+    def _assign(self, made: list[tuple[Bucket, NewGrads]]) -> None:
+        """Set all gradients; the same again does no harm."""
+        self.buckets.keep()
+        self._replica.warmed = True
+        self._means.clear()
+        self._end()  # nothing refers to gradients any more
+        for bucket, gradients in made:
+            bucket.assign_grads(gradients)
+            for name in gradients:
+                self._means.add(name)
+        self.steps.accept({name: self._replica.params[name] for name in self._means})
+
+    # -- a step, or none
+
+    def close(self) -> None:
+        """Take the profiler's hook off the model."""
+        self._profiler.close()
+
+    def take_back_missing(self) -> None:
+        """Means that were set to None count as thrown away."""
+        self._take_back({name for name in self._means if self._replica.params[name].grad is None})
+
+    def settle(self) -> bool:
+        """Commit if the loop has updated parameters by itself; return whether it has."""
+        updated = self.steps.updated()
+        if updated:
+            self.commit(by_hand=True)
+        return updated
+
+    def commit(self, by_hand: bool = False) -> None:
+        """A step was taken: what the reductions since the last step have kept is the state of the next one.
+
+        Args:
+            by_hand: whether the loop has taken it by itself.
+        """
+        self.steps.commit(by_hand)
+        self._means.clear()
+        self._opened = False
+        self._profiler.stepped()
+
+    def discard(self) -> None:
+        """Gradients are about to be thrown away: residuals are as they were after the last step."""
+        self._came = {}
+        if self._sender.begun:
+            self._changed = self._broken_off = True  # what was sent is sent again with the next back-propagation
+        self.steps.rollback()
+        self._means.clear()
+        self._opened = False
+
+    def loaded(self) -> None:
+        """The buckets' state was loaded: make them as they were when it was saved. Collective."""
+        self.steps.pending = False
+        self._means.clear()
+        self._end()
+        if self.buckets.order:
+            self.make_buckets(set(self.buckets.order))

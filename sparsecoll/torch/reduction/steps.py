@@ -1,0 +1,329 @@
+"""Whether a step was taken with the means of a reduction: one rule for all adapters.
+
+1. A step was taken with the mean of a parameter if an optimizer has stepped while the parameter had a gradient.
+2. A step was taken with all means if a parameter has changed since the reduction, and not in an optimizer's step: the
+   loop updates parameters by itself. A change shows in the version of the parameter, in where its values are, or, where
+   the loop writes through `p.data`, in a sample of values with a mean that is not zero.
+3. Otherwise, the step was skipped if the gradient was thrown away: it is None or zero.
+4. Otherwise, gradients add up.
+
+A step makes the residuals permanent; one that is skipped restores them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from sparsecoll.torch.compressors import Compressor
+from sparsecoll.torch.reduction.buckets import Buckets
+from sparsecoll.torch.replica.guards import warn_of_adam, warn_of_momentum
+from sparsecoll.torch.replica.replica import Replica
+from sparsecoll.torch.tensors.model import Named
+from sparsecoll.torch.tensors.private import indices_of, is_trial_step, values_of, version
+
+SAMPLE = 1024  # values of a parameter, about
+KEPT, ZERO, GONE = "kept", "zero, as the mean was", "thrown away"  # what has become of a gradient
+
+
+class Steps:
+    """What has become of the means of a reduction, and of the state that it has left in the buckets.
+
+    Args:
+        buckets: whose state is committed or rolled back.
+        replica: whose steps are counted.
+        params: returns the parameters by name.
+        owner: whose `discard()` errors name.
+        agree: combines the marks of all ranks that may see other parts of the parameters: any rank's.
+        in_layout: returns the names that parameters have in the layouts of the buckets.
+
+    Attributes:
+        pending: whether there are means of which nothing has become yet.
+        unverified: whether a step was taken since parameters were last compared.
+        under_way: whether a reduction is under way, in which no optimizer may step.
+        after: called after the first optimizer's step since a reduction.
+    """
+
+    def __init__(
+        self,
+        buckets: Buckets,
+        replica: Replica,
+        params: Callable[[], Named],
+        owner: str,
+        agree: Callable[[NDArray[Any]], NDArray[Any]] = lambda marks: marks,
+        in_layout: Callable[[set[str]], set[str]] = lambda names: names,
+    ) -> None:
+        self._buckets, self._replica, self._params, self._owner = buckets, replica, params, owner
+        self._agree, self._in_layout = agree, in_layout
+        self.pending = self.unverified = self.under_way = False
+        self.after: Callable[[], None] = lambda: None
+        self._marks: dict[str, _Mark] = {}  # of the parameters with means
+        self._stepped: set[str] = set()  # those that optimizers have stepped
+        self._by_hand = False  # whether the last step was the loop's own
+        self._inside: Any = None  # whose step() calls a closure
+        self._entered = False  # whether the loop had updated parameters by itself when that began
+        self._counts = True  # whether the next step is the first one since the last reduction
+
+    def accept(self, params: Named) -> None:
+        """A reduction has succeeded: gradients of these parameters are means, and residuals what it has left."""
+        self._marks = {name: _mark(p) for name, p in params.items()}
+        self._stepped, self._entered, self._counts, self.pending = set(), False, True, True
+
+    # -- what has become of the means
+
+    @property
+    def open(self) -> bool:
+        """Whether there are means of which nothing has become, as far as an optimizer tells."""
+        return self.pending and not self._stepped
+
+    def updated(self) -> bool:
+        """Return whether the loop has updated a parameter by itself, as far as this rank sees."""
+        if not self.pending or self._inside is not None:
+            return self.pending and self._entered
+        marks = [mark for name, mark in self._marks.items() if name not in self._stepped]
+        return any(mark.is_old() for mark in marks) or any(mark.differs() for mark in marks)
+
+    def settle(self) -> None:
+        """Before the next gradient: commit, roll back, or let gradients add up. Collective for those who `agree`."""
+        if not self.pending:
+            return
+        left = [name for name in self._marks if name not in self._stepped]
+        by_hand, gone = self._look(left) if left else (False, set())
+        if len(gone) == len(self._marks):
+            self.rollback()
+            return
+        if gone:
+            self._buckets.rollback(self._in_layout(gone))
+            self._marks = {name: mark for name, mark in self._marks.items() if name not in gone}
+        if by_hand or self._stepped:
+            self.commit(by_hand=not self._stepped)
+
+    def _look(self, names: list[str]) -> tuple[bool, set[str]]:
+        """Return whether the loop has updated parameters by itself, and else of which gradients were thrown away.
+
+        The mean of a parameter may be zero, so that the gradient does not tell: it is like the others.
+        """
+        seen = [self._marks[name].of_gradient() for name in names]
+        here = [self.updated(), *(state == KEPT for state in seen), *(state == GONE for state in seen)]
+        by_hand, *states = self._agree(np.array(here, np.uint8)).astype(bool).tolist()
+        kept = {name for name, is_kept in zip(names, states[: len(names)], strict=True) if is_kept}
+        gone = {name for name, is_gone in zip(names, states[len(names) :], strict=True) if is_gone} - kept
+        return by_hand, set() if by_hand else gone if kept or not gone else set(names)
+
+    def commit(self, by_hand: bool = False) -> None:
+        """A step was taken: what the reductions since the last one have left is the state of the next one.
+
+        Args:
+            by_hand: whether the loop has taken it by itself.
+        """
+        self._buckets.commit()
+        self._count()
+        self._by_hand, self.pending = by_hand, False
+
+    def _count(self) -> None:
+        if self._counts:
+            self._replica.context.step += 1
+            self._counts, self.unverified = False, True
+
+    def rollback(self) -> None:
+        """The step was skipped: residuals are as they were after the last one."""
+        self._buckets.rollback()
+        self._by_hand = self.pending = False
+
+    def discard(self) -> None:
+        """Skip the step, unless an optimizer has taken it."""
+        if self._stepped:
+            self.settle()
+        self.rollback()
+
+    # -- optimizers
+
+    def follow_optimizers(self, compressor: Compressor, warns: bool) -> None:
+        """See the steps of all optimizers that have these parameters.
+
+        Args:
+            compressor: of which warnings tell if it does not suit an optimizer.
+            warns: whether this rank warns.
+        """
+        known = weakref.WeakSet[torch.optim.Optimizer]()
+        register_optimizer_step_pre_hook(partial(_before, weakref.ref(self), compressor, known if warns else None))
+        register_optimizer_step_post_hook(partial(_after, weakref.ref(self)))
+
+    def enter(self, optimizer: Any, evaluates: bool) -> None:
+        """An optimizer begins to step; what it changes until `leave` is its own.
+
+        Args:
+            evaluates: whether it may reduce gradients meanwhile.
+
+        Raises:
+            RuntimeError: The last change of parameters by the loop itself cannot have been a step.
+        """
+        if self._inside is not None and self._inside is not optimizer:
+            return  # an optimizer that steps another one
+        self._inside = None
+        self._entered = (evaluates or self._by_hand) and self.updated()
+        if self._by_hand and self.pending and any(compressor.keeps_gradient for _, compressor in self._buckets):
+            self._refuse(bool(self._agree(np.array([self._entered], np.uint8))[0]))
+        self._inside = optimizer
+
+    def _refuse(self, changed: bool) -> None:
+        """Raise if parameters have changed once more after a change that counted as a step."""
+        if changed:
+            error = RuntimeError(
+                "step: expected parameters that either optimizers update or the loop, got both: the loop has changed"
+                " them after the last reduction, and after the one before, which counted as a step. If that was none"
+                f" (SAM), call discard() of {self._owner} after the change, before zero_grad()"
+            )
+            error.on_all_ranks = True  # type: ignore[attr-defined]
+            raise error
+
+    def leave(self, optimizer: Any) -> None:
+        """An optimizer has stepped, or failed to."""
+        if self._inside is optimizer:
+            self._inside = None
+
+    def of(self, optimizer: torch.optim.Optimizer) -> Named:
+        """Return the parameters that an optimizer has, too."""
+        ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        return {name: p for name, p in self._params().items() if id(p) in ids}
+
+    def stepped(self, params: Named) -> None:
+        """An optimizer has stepped these parameters."""
+        if self.under_way:
+            raise RuntimeError(
+                "step: expected a step after back-propagation, got one within it, where residuals are not known yet"
+            )
+        if not self.pending:
+            return
+        self._stepped |= {name for name, p in params.items() if p.grad is not None} & self._marks.keys()
+        if self._counts:
+            self._count()
+            self.after()
+
+    def pass_over(self) -> None:
+        """Parameters were written to, but not by a step."""
+        self._marks = {name: _mark(mark.param) for name, mark in self._marks.items()}
+
+
+def _before(
+    steps: weakref.ref[Steps],
+    compressor: Compressor,
+    known: weakref.WeakSet[torch.optim.Optimizer] | None,
+    optimizer: torch.optim.Optimizer,
+    args: Any,
+    options: Any,
+) -> None:
+    """A hook before the steps of all optimizers."""
+    alive = steps()
+    params = {} if alive is None else alive.of(optimizer)
+    if alive is None or not params:
+        return
+    if is_trial_step(optimizer):  # which changes nothing but versions
+        alive.settle()
+        return
+    if known is not None and optimizer not in known:
+        known.add(optimizer)
+        warn_of_adam(optimizer, compressor)
+        rows = {id(p) for p in params.values() if p.grad is not None and p.grad.is_sparse}
+        warn_of_momentum(optimizer, compressor, rows)
+    alive.enter(optimizer, len(args) > 1 or bool(options))
+
+
+def _after(steps: weakref.ref[Steps], optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """A hook after the steps of all optimizers."""
+    alive = steps()
+    params = {} if alive is None else alive.of(optimizer)
+    if alive is None or not params:
+        return
+    if is_trial_step(optimizer):
+        alive.pass_over()
+        return
+    alive.leave(optimizer)
+    alive.stepped(params)
+
+
+class _Mark(NamedTuple):
+    """A parameter as it was after a reduction.
+
+    Attributes:
+        address: of its values.
+        sample: some of them, from `start` on in its first dimension.
+        gradient: address and version of its gradient; zeros if it was not zero.
+    """
+
+    param: torch.Tensor
+    version: int
+    address: int
+    start: int
+    sample: torch.Tensor
+    gradient: tuple[int, int]
+
+    def is_old(self) -> bool:
+        """Return whether the version or the address is another one now."""
+        return version(self.param) != self.version or _local(self.param).data_ptr() != self.address
+
+    def differs(self) -> bool:
+        """Return whether one of the values is another one now."""
+        length = self.sample.shape[0] if self.sample.dim() else 1
+        return not torch.equal(_part(_local(self.param), self.start, length), self.sample)
+
+    def of_gradient(self) -> str:
+        """Return what has become of the gradient, as far as it tells."""
+        if self.param.grad is None:
+            return GONE
+        gradient = _local(self.param.grad)
+        values = values_of(gradient).detach()
+        first = values.narrow(0, 0, min(1, values.shape[0])) if values.dim() else values
+        if first.any() or values.any():
+            return KEPT
+        return ZERO if _identity(self.param.grad) == self.gradient else GONE
+
+
+@torch.no_grad()
+def _mark(p: torch.Tensor) -> _Mark:
+    values = _local(p)
+    mean = None if p.grad is None else _local(p.grad)
+    start, length = _range(values, mean)
+    sample = _part(values, start, length).detach().clone()
+    searched = mean is not None and not mean.is_sparse and mean.device.type == "cpu"
+    known = searched and bool(_part(mean, start, length).any())  # type: ignore[arg-type]
+    return _Mark(p, version(p), values.data_ptr(), start, sample, (0, 0) if known else _identity(p.grad))
+
+
+def _range(values: torch.Tensor, mean: torch.Tensor | None) -> tuple[int, int]:
+    """Return start and length of a part in the first dimension, in which the mean is not zero if it is anywhere.
+
+    On a GPU it is the first part, since to search would make the CPU wait for it.
+    """
+    size = values.shape[0] if values.dim() else 1
+    start, length = 0, max(1, SAMPLE * size // max(1, values.numel()))
+    if mean is not None and mean.is_sparse:
+        start = int(indices_of(mean)[0, 0]) if values_of(mean).shape[0] else 0
+    elif mean is not None and mean.device.type == "cpu":
+        while start + length < size and not mean.narrow(0, start, length).any():
+            start, length = start + length, 2 * length
+    return start, min(length, size - start)
+
+
+def _part(values: torch.Tensor, start: int, length: int) -> torch.Tensor:
+    return values[start : start + length] if values.dim() else values
+
+
+def _local(t: torch.Tensor) -> torch.Tensor:
+    """Return the values of a tensor that are on this rank."""
+    local: torch.Tensor = t.to_local().detach() if hasattr(t, "to_local") else t
+    return local
+
+
+def _identity(gradient: torch.Tensor | None) -> tuple[int, int]:
+    """Return where a gradient is, and its version; zeros for none."""
+    if gradient is None:
+        return 0, 0
+    return values_of(_local(gradient)).data_ptr(), version(gradient)

@@ -1,0 +1,207 @@
+"""Mistakes that would go unnoticed: means that DDP overwrites, equal samples, local clipping, Adam, momentum twice."""
+
+from __future__ import annotations
+
+import logging
+import math
+import weakref
+import zlib
+from collections.abc import Collection, Iterable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from sparsecoll.torch.compressors import Compressor, StepContext
+from sparsecoll.torch.tensors.private import address, inside_ddp, values_of, version
+from sparsecoll.transport import Transport
+from sparsecoll.transport.collectives import allgather
+
+logger = logging.getLogger(__name__)
+
+CURE = (
+    "which would put its own, dense means in place of the compressed ones: leave the model as it is (with Accelerate,"
+    " prepare_model(model, evaluation_mode=True)), or keep DistributedDataParallel and a plain optimizer and register"
+    " sparsecoll.torch.comm_hook"
+)
+
+
+def refuse_wrapped(model: Any, argument: str) -> None:
+    """Raise unless a model is None or a plain module.
+
+    Args:
+        argument: that gave the model.
+    """
+    if model is not None and not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model: expected a torch.nn.Module or None, got {type(model).__name__}")
+    if isinstance(model, DistributedDataParallel):
+        raise TypeError(f"{argument}: expected a plain model, got a DistributedDataParallel, {CURE}")
+
+
+def refuse_renormalized(model: torch.nn.Module | None, transport: Transport) -> None:
+    """Raise if a module of the model changes rows of its parameter in the forward pass, on each rank others."""
+    tables = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+    for name, module in () if model is None or transport.size == 1 else model.named_modules():
+        if isinstance(module, tables) and module.max_norm is not None:
+            raise ValueError(
+                f"{type(module).__name__} {name!r}: expected max_norm=None, got {module.max_norm}, which scales rows"
+                " that a rank looks up, so that parameters would differ: scale all rows after step() instead, as by"
+                " weight.data.renorm_(2, 0, max_norm)"
+            )
+
+
+def refuse_ddp(*_: Any) -> None:
+    """A hook before a model's forward pass: raise if a DistributedDataParallel calls the model."""
+    if inside_ddp() and torch.is_grad_enabled():
+        raise RuntimeError(
+            f"DistributedOptimizer: expected a plain model, got one inside of a DistributedDataParallel, {CURE}"
+        )
+
+
+def fingerprint(params: Iterable[torch.Tensor]) -> int:
+    """Return a number that is equal for equal gradients, and 0 if there are none or all are zero."""
+    grads = [p.grad.detach() for p in params if p.grad is not None]
+    sums = [float(values_of(g).sum(dtype=torch.float64)) for g in grads]
+    return zlib.crc32(np.array(sums).tobytes()) if any(sums) else 0
+
+
+def warn_if_equal(transport: Transport, digest: int) -> None:
+    """Warn on rank 0 if all ranks have the same gradients. Collective; called within a CollectiveCall."""
+    digests = allgather(transport, np.array([digest], np.int64))
+    if digest and (digests == digest).all() and transport.rank == 0:
+        logger.warning(
+            "the first gradients have the same bits on all %d ranks: it seems that all of them train on the same"
+            " samples. Give each rank its own part of the data, as with DistributedSampler(data, num_replicas=size,"
+            " rank=rank), and its own seed",
+            transport.size,
+        )
+
+
+def warn_of_state(optimizer: torch.optim.Optimizer, transport: Transport) -> None:
+    """Warn on rank 0 if an optimizer has taken steps, or loaded them, before it is wrapped."""
+    if transport.rank == 0 and any(state and state.get("step", 1) for state in optimizer.state.values()):
+        logger.warning(
+            "%s has state before it is wrapped. If it comes from a checkpoint, wrap the optimizer first and call"
+            " load_state_dict() of the wrapper: residuals in a checkpoint that the plain optimizer loads are lost",
+            type(optimizer).__name__,
+        )
+
+
+def warn_of_adam(optimizer: torch.optim.Optimizer, compressor: Compressor) -> None:
+    """Warn of optimizers that divide a gradient by its own size, if most of its entries come late and added up.
+
+    SparseAdam takes sparse gradients only, whose rows are summed exactly.
+    """
+    if compressor.sends_rarely and "betas" in optimizer.defaults and not isinstance(optimizer, torch.optim.SparseAdam):
+        name = type(optimizer).__name__
+        logger.warning(
+            "%s with %s: gradients that have added up in the residual are sent as one large value, which %s divides by"
+            " its own size, so that the model learns little. Use QSGD(4) or 'fp16', LocalOptimizer, which compresses"
+            " the updates of %s, or torch.optim.SGD with momentum= in the compressor",
+            compressor.given_name or compressor.name,
+            name,
+            name,
+            name,
+        )
+
+
+def warn_of_momentum(optimizer: torch.optim.Optimizer, compressor: Compressor, tables: Collection[int] = ()) -> None:
+    """Warn if the compressor has a momentum and the optimizer has one, too.
+
+    Args:
+        optimizer: whose attribute `momentum_of` says to which option of whom its momentum belongs, if it has one.
+        tables: ids of parameters that do not get the momentum of the compressor.
+    """
+    own = getattr(compressor, "momentum", 0.0)
+    others = [
+        group["momentum"]
+        for group in optimizer.param_groups
+        if group.get("momentum", 0.0) and any(id(p) not in tables for p in group["params"])
+    ]
+    if own and others:
+        whose, option = getattr(optimizer, "momentum_of", (type(optimizer).__name__, "momentum"))
+        logger.warning(
+            "%s has a momentum of %s, and %s one of %s: gradients get both, as if the learning rate were %.2g times as"
+            " large. Use %s=0 in %s, or momentum=0 in the compressor",
+            compressor.given_name or compressor.name,
+            own,
+            whose,
+            others[0],
+            1 / (1 - others[0]) if others[0] < 1 else math.inf,
+            option,
+            whose,
+        )
+
+
+def warn_of_momentum_of_rows(name: str, momentum: float, context: StepContext) -> None:
+    """Warn once of a parameter with sparse gradients if neither the compressor nor the optimizer has a momentum for it.
+
+    Args:
+        momentum: of the compressor, for dense gradients only.
+        context: of the parameter's model.
+    """
+    if context.warned or (context.momenta is not None and any(context.momenta([name]))):
+        return
+    context.warned = True
+    logger.warning(
+        "the momentum of %s in the compressor is not applied to the sparse gradient of %r: give this table a parameter"
+        " group of its own with momentum= in the optimizer, which applies it to the mean, or make it with"
+        " Embedding(sparse=False)",
+        momentum,
+        name,
+    )
+
+
+class Watch:
+    """Notices gradients that have changed between the end of back-propagation and their reduction, and warns once.
+
+    Args:
+        who: whose gradients are local to each rank until then.
+        cure: what clips the mean, for the warning.
+    """
+
+    def __init__(self, who: str, cure: str) -> None:
+        self._who, self._cure = who, cure
+        self._seen: dict[int, tuple[int, int]] = {}
+        self._handles: dict[int, Any] = {}
+        self._warned = False
+
+    def over(self, params: Iterable[torch.Tensor]) -> None:
+        """Watch the gradients of these parameters as well."""
+        for p in params:
+            if not self._warned and p.requires_grad and id(p) not in self._handles:
+                hook = partial(_note, weakref.ref(self))
+                self._handles[id(p)] = p.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+    def note(self, p: torch.Tensor) -> None:
+        """Back-propagation has completed a gradient."""
+        if not self._warned:
+            self._seen[id(p)] = _mark(p)
+
+    def look(self, params: Iterable[torch.Tensor]) -> None:
+        """Warn, before the reduction, if gradients have changed since back-propagation."""
+        seen, self._seen = self._seen, {}
+        if any(p.grad is not None and seen.get(id(p), _mark(p)) != _mark(p) for p in params):
+            self._warned = True
+            for handle in self._handles.values():
+                handle.remove()
+            logger.warning(
+                "gradients were changed between backward() and step(), as clipping does: with %s that acts on each"
+                " rank's own gradients before they are averaged, not on their mean as on one process. %s",
+                self._who,
+                self._cure,
+            )
+
+
+def _mark(p: torch.Tensor) -> tuple[int, int]:
+    """Return the identity of a gradient's tensor, and its version counter."""
+    assert p.grad is not None
+    return address(p.grad), version(p.grad)
+
+
+def _note(watch: weakref.ref[Watch], p: torch.Tensor) -> None:
+    alive = watch()
+    if alive is not None and p.grad is not None:
+        alive.note(p)

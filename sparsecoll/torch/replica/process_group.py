@@ -1,0 +1,149 @@
+"""torch.distributed's process group of the ranks of a communicator, for frameworks that get rank and size from it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+from sparsecoll.torch.replica.calls import communicator
+from sparsecoll.transport import SimComm, Transport, launcher
+from sparsecoll.transport.call import CollectiveCall
+from sparsecoll.transport.collectives import node_members, spread
+from sparsecoll.transport.process_groups import bind
+
+_told: dict[str, str] = {}  # environment variables of torchrun that were set here
+
+
+def init_process_group(comm: Any = None, backend: str = "gloo", **options: Any) -> None:
+    """Create torch.distributed's default process group of the ranks of a communicator, or of torchrun. Collective.
+
+    A script that calls this first, and passes None as the communicator afterwards, runs under torchrun and mpirun.
+
+    Accelerate, the Transformers Trainer and Lightning get rank and world size from this group and from the environment
+    variables of torchrun (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT), which are set
+    here, too. DistributedDataParallel needs the group for its start-up. Call it before you create any object of a
+    framework.
+
+    An existing group is kept if it has the same ranks in the same order. sparsecoll's own messages continue to use
+    `comm`, also where the group, or None, is passed as the communicator.
+
+    Args:
+        comm: mpi4py intracommunicator; None, the default, for the processes that torchrun has started, else
+            MPI.COMM_WORLD, else one rank.
+        backend: backend of torch.distributed (default: "gloo", for tensors on the CPU and on CUDA devices).
+        **options: further arguments of `torch.distributed.init_process_group`, such as `timeout`.
+
+    Raises:
+        RuntimeError: On every rank, if there is another process group already, or `comm` is None and a launcher that
+            MPI does not recognize has started several processes.
+        TypeError: `comm` is a virtual rank of `sparsecoll.simulate`, which share one process.
+    """
+    if isinstance(comm, SimComm):
+        raise TypeError("comm: expected an mpi4py communicator, got virtual ranks, which share one process")
+    if comm is None and launcher.by_torchrun() and os.environ["WORLD_SIZE"] != _told.get("WORLD_SIZE"):
+        if not dist.is_initialized():
+            _join_torchrun(backend, **options)
+        return
+    transport = communicator(comm)
+    known = transport.in_order(lambda: _meet(transport))
+    if known is not None:
+        store, environment = known
+        os.environ.update(environment)
+        _told.update(environment)
+        dist.init_process_group(backend, store=store, rank=transport.rank, world_size=transport.size, **options)
+    bind(transport)
+
+
+@contextlib.contextmanager
+def torchrun_group() -> Iterator[Any]:
+    """Context manager: the default process group of torchrun's ranks, for the time of the block if there was none."""
+    if dist.is_initialized():
+        yield dist.group.WORLD
+        return
+    dist.init_process_group("gloo")
+    try:
+        yield dist.group.WORLD
+    finally:
+        dist.destroy_process_group()
+
+
+def _join_torchrun(backend: str, **options: Any) -> None:
+    """Create the default process group of torchrun's processes, also after a restart.
+
+    torchrun may keep its store when it restarts the job (PyTorch 2.13 does), and then gloo finds the addresses of
+    processes that have ended. So each start of the job gets a part of the store of its own, whose name rank 0 draws.
+    """
+    store, rank, size = next(iter(dist.rendezvous("env://")))  # type: ignore[no-untyped-call, attr-defined]
+    part = _name_of_start(store, rank, size)
+    dist.init_process_group(
+        backend, store=PrefixStore(f"sparsecoll/{part}", store), rank=rank, world_size=size, **options
+    )
+
+
+def _name_of_start(store: Any, rank: int, size: int) -> str:
+    """Return a name that only the processes of this start of the job have.
+
+    Every other rank asks with a random number, rank 0 answers what it finds, questions of processes that have ended
+    included, until each rank has confirmed its answer.
+    """
+    own = secrets.token_hex(8)
+    if rank > 0:
+        store.set(f"sparsecoll/question/{rank}", own)
+        name: str = store.get(f"sparsecoll/answer/{own}").decode()
+        store.set(f"sparsecoll/confirmed/{own}/{name}", "")
+        return name
+    waiting = set(range(1, size))
+    while waiting:
+        for other in list(waiting):
+            if store.check([f"sparsecoll/question/{other}"]):
+                question = store.get(f"sparsecoll/question/{other}").decode()
+                store.set(f"sparsecoll/answer/{question}", own)
+                if store.check([f"sparsecoll/confirmed/{question}/{own}"]):
+                    waiting.remove(other)
+        time.sleep(0.005)
+    return own
+
+
+def _meet(transport: Transport) -> tuple[Any, dict[str, str]] | None:
+    """Return a store that all ranks have joined and the environment variables, or None if there is a group already."""
+    rank, size = transport.rank, transport.size
+    with CollectiveCall(transport, "init_process_group") as call:
+        exists = dist.is_initialized()
+        if exists and (dist.get_rank(), dist.get_world_size()) != (rank, size):
+            raise RuntimeError(
+                f"torch.distributed: expected no process group yet, or rank {rank} of {size},"
+                f" got rank {dist.get_rank()} of {dist.get_world_size()}"
+            )
+        call.signature["exists"] = exists
+        call.agree(entries=rank)  # a message in every call: what one rank finds wrong, all hear
+        if exists:
+            return None
+        nodes = node_members(transport)
+        address, store = b"", None
+        if rank == 0:
+            host = "127.0.0.1" if len(nodes) == 1 else socket.gethostname()
+            store = TCPStore(host, 0, size, is_master=True, wait_for_workers=False)
+            address = json.dumps([host, store.port]).encode()
+        host, port = json.loads(bytes(spread(transport, np.frombuffer(address, np.uint8))))
+        transport.waitall()
+        if store is None:
+            store = TCPStore(host, port, size, is_master=False)
+    mine = next(members for members in nodes if rank in members)
+    return store, {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_RANK": str(mine.index(rank)),
+        "LOCAL_WORLD_SIZE": str(len(mine)),
+        "MASTER_ADDR": host,
+        "MASTER_PORT": str(port),
+    }

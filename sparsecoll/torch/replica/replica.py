@@ -1,0 +1,247 @@
+"""A rank's copy of the model, which has the same bits on all ranks: how it is made so, checked, and kept so."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from sparsecoll.errors import CommunicationError
+from sparsecoll.torch.compressors import StepContext
+from sparsecoll.torch.replica.broadcasts import broadcast_optimizer, broadcast_tensors
+from sparsecoll.torch.replica.calls import agreed, collective
+from sparsecoll.torch.replica.guards import refuse_renormalized, warn_if_equal
+from sparsecoll.torch.replica.options import Options
+from sparsecoll.torch.replica.rounds import MEMBERS, REPLACED, SUSPECT, Round, Row
+from sparsecoll.torch.tensors.model import Buffers, Named, check_buffers, check_whole, describe, sparse_weights
+from sparsecoll.transport import Transport
+from sparsecoll.transport.call import CollectiveCall
+from sparsecoll.transport.collectives import allgather
+
+T = TypeVar("T")
+CHANGE = "change of parameters, to be made on all ranks between the same steps"  # a call; errors show its name
+
+
+class Replica:
+    """Parameters and buffers of one rank, and the ranks that have the same ones.
+
+    Args:
+        transport: of the ranks.
+        model: whose buffers are kept the same; None if it is not known.
+        options: of whom the replica serves.
+
+    Attributes:
+        params: by name.
+        sparse_weights: ids of the parameters whose modules say that their gradients are sparse.
+        context: the number of steps taken, and what else compressors know.
+        alike: returns options that must be the same on all ranks.
+        changed: returns whether parameters have come or left on this rank.
+        warmed: whether a reduction has succeeded.
+        suspect: whether this rank's parameters may differ from the others'.
+        left: the number of steps that this rank had taken when it ran out of data; None while it has some.
+    """
+
+    def __init__(self, transport: Transport, model: torch.nn.Module | None, options: Options) -> None:
+        self.transport, self.options = transport, options
+        self.params: Named = {}
+        self.buffers = Buffers(model)
+        self.sparse_weights = sparse_weights(model)
+        self.context = StepContext()
+        self.alike: Callable[[], dict[str, Any]] = dict
+        self.changed: Callable[[], bool] = lambda: False
+        self.warmed = self.suspect = False
+        self.left: int | None = None
+        self._model = model
+
+    @property
+    def flags(self) -> int:
+        """What the other ranks have to know of this one, see `Row`, after `buffers.changed()`."""
+        return SUSPECT * self.suspect | REPLACED * self.buffers.replaced | MEMBERS * self.changed()
+
+    @property
+    def steps(self) -> int:
+        """The number of steps that this rank has taken; `context` has that of the ranks that have data."""
+        return self.context.step if self.left is None else self.left
+
+    def call(self, name: str, function: Callable[[CollectiveCall], T], phase: str = "") -> T:
+        """See `collective`."""
+        return collective(self.transport, name, self.options.timeout, function, phase)
+
+    def agree(
+        self, name: str, row: Row, digest: Callable[[Round], int | None], failed: Exception | None = None
+    ) -> Round:
+        """Tell all ranks how a reduction went here; whatever failed on one fails on all. Collective.
+
+        Args:
+            name: of the call.
+            row: of this rank.
+            digest: of this rank's own gradients, which are compared in the first step; None: they are not compared.
+            failed: what has been raised on this rank.
+        """
+
+        def exchange(_: CollectiveCall) -> Round:
+            if failed is not None:
+                raise failed
+            outcome = row.exchange(self.transport)
+            own = digest(outcome)
+            if own is not None:
+                warn_if_equal(self.transport, own)
+            return outcome
+
+        outcome = self.call(name, exchange, "agree")
+        if outcome.flags & MEMBERS:  # which are to be taken in and dropped first
+            return outcome
+        if not outcome.alike:
+            self.call("step", self._disagree)
+        if outcome.flags & SUSPECT:
+            self.compare(buffers=False)
+            self.suspect = False
+        return outcome
+
+    @property
+    def checksum(self) -> int:
+        """Of the options that must be the same on all ranks."""
+        return zlib.crc32(json.dumps(self.alike()).encode())
+
+    def _disagree(self, call: CollectiveCall) -> None:
+        """Raise an error that names the option that differs between ranks."""
+        call.signature |= self.alike()
+        call.agree()
+
+    @property
+    def tensors(self) -> Named:
+        """All parameters and buffers that are kept the same on all ranks."""
+        return self._with_model(self.params)
+
+    def _with_model(self, params: Named) -> Named:
+        known = {id(p) for p in params.values()}
+        others = [] if self._model is None else self._model.named_parameters()
+        return {**{name: p for name, p in others if id(p) not in known}, **params, **self.buffers.tensors}
+
+    def introduce(self, params: Named, signature: Mapping[str, Any], check: Callable[[], Any] = lambda: None) -> None:
+        """Broadcast parameters from rank 0, with all others of the model and the buffers at first. Collective.
+
+        Args:
+            params: name -> parameter: those that are new here, and perhaps others.
+            signature: what else all ranks must have alike.
+            check: what it raises is raised on every rank.
+        """
+        tensors = params if self.params else self._with_model(params)
+        self.sparse_weights = sparse_weights(self._model)
+
+        def introduce(call: CollectiveCall) -> None:
+            check_whole(tensors.values())
+            check_buffers(self.buffers.tensors)
+            refuse_renormalized(self._model, self.transport)
+            check()
+            call.signature |= {**signature, **describe(tensors)}
+            call.agree(entries=0)
+            broadcast_tensors(self.transport, tensors.values())
+
+        self.call(CHANGE if self.params else "parameters", introduce)
+        if not self.params:
+            self.buffers.mark()
+
+    def follow(self, name: str, optimizer: torch.optim.Optimizer, root: int = 0) -> None:
+        """Make parameters, buffers, optimizer state and the number of steps those of rank `root`. Collective."""
+        tensors = self.tensors
+
+        def follow(call: CollectiveCall) -> None:
+            call.signature |= describe(tensors)
+            call.agree()
+            steps = allgather(self.transport, np.array([self.steps], np.int64))
+            broadcast_tensors(self.transport, tensors.values(), root)
+            broadcast_optimizer(self.transport, optimizer, root)
+            self.context.step = int(steps[root, 0])
+
+        self.call(name, follow)
+        self.buffers.mark()
+        self.suspect = False
+
+    def agreed(self) -> contextlib.AbstractContextManager[None]:
+        """See `agreed`."""
+        return agreed(self.transport, self.options.timeout)
+
+    @contextlib.contextmanager
+    def reporting(self) -> Iterator[None]:
+        """Context manager: an exception that leaves the block on one rank is raised in the others' next call."""
+        try:
+            yield
+        except Exception as error:
+            traceback = error.__traceback__
+            with contextlib.suppress(Exception), self.agreed():
+                raise
+            error.__traceback__ = traceback
+            raise
+
+    @contextlib.contextmanager
+    def leaving(self) -> Iterator[None]:
+        """Context manager for a rank that has run out of data and takes part in the others' reductions."""
+        self.left = self.context.step
+        try:
+            with self.agreed():
+                yield
+        finally:
+            self.left = None
+
+    def keep_up(self, outcome: Round) -> None:
+        """On a rank that has run out of data: the others step after a reduction, and compressors count their steps."""
+        if outcome.step is not None:
+            self.context.step = outcome.step + 1
+
+    def broadcast_buffers(self, outcome: Round) -> None:
+        """Make buffers that a forward pass has changed those of the lowest rank that has data. Collective."""
+        replaced = outcome.flags & REPLACED
+        tensors = list(self.buffers.tensors.values()) if replaced else self.buffers.of(outcome.modules)
+
+        def broadcast(call: CollectiveCall) -> None:
+            if replaced:
+                check_buffers(self.buffers.tensors)
+                call.signature |= describe(self.buffers.tensors, "buffer")
+                call.agree(entries=0)
+            broadcast_tensors(self.transport, tensors, outcome.root)
+            self.transport.waitall()
+
+        if tensors or replaced:
+            self.call("buffers", broadcast)
+            self.buffers.mark()
+
+    def compare(self, buffers: bool = True) -> None:
+        """Compare the bits of all parameters and buffers over the ranks. Collective.
+
+        Args:
+            buffers: False leaves out buffers, which forward passes have changed since they were the same.
+
+        Raises:
+            CommunicationError: they differ, on every rank; the text names the first tensor that does.
+        """
+        left_out = {} if buffers else self.buffers.tensors
+        tensors = {name: t for name, t in self.tensors.items() if name not in left_out}
+
+        def gather(_: CollectiveCall) -> Any:
+            rows = allgather(self.transport, np.array([zlib.crc32(_bits(t)) for t in tensors.values()], np.uint32))
+            self.transport.waitall()
+            return rows
+
+        rows = collective(self.transport, "verify", self.options.timeout, gather, "verify")
+        for name, column in zip(tensors, rows.T, strict=True):
+            if (column != column[0]).any():
+                others = [str(rank) for rank, value in enumerate(column.tolist()) if value != column[0]]
+                raise CommunicationError(
+                    f"verify: expected the same bits on all ranks after step {self.context.step},"
+                    f" got others than rank 0's in {name!r} on rank {', '.join(others)}"
+                )
+
+    def compare_if_due(self) -> None:
+        """After a step: compare where `verify` asks for it. Collective."""
+        if self.options.verify and self.context.step % self.options.verify == 0:
+            self.compare()
+
+
+def _bits(t: torch.Tensor) -> memoryview:
+    return memoryview(t.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy())

@@ -1,0 +1,195 @@
+"""The flat layout of parameters: which of them are concatenated in one vector, and at which offsets."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from bisect import bisect_right
+from collections.abc import Collection, Container, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from sparsecoll.torch.tensors.device import CPU, Array, CpuDevice, device_of
+
+TINY = 25  # a bucket below this part of `bucket_bytes`, 1 MiB of 25 as the first one of DDP, waits for more
+
+
+def residual_dtype(dtype: torch.dtype) -> Any:
+    """Return the dtype in which gradients of a parameter accumulate.
+
+    Args:
+        dtype: of the parameter.
+
+    Returns:
+        float64 for float64, else float32 (also for float16 and bfloat16).
+    """
+    if not dtype.is_floating_point:
+        cure = ": keep real numbers, and use torch.view_as_complex(p) in forward()" if dtype.is_complex else ""
+        raise TypeError(f"params: expected floating-point tensors, got {dtype}{cure}")
+    return np.dtype(np.float64 if dtype == torch.float64 else np.float32)
+
+
+def takes_part(p: torch.Tensor) -> bool:
+    """Return whether a parameter requires a gradient, or has one: optimizers step on that even if it is frozen."""
+    return p.requires_grad or p.grad is not None
+
+
+def has_rows(gradient: torch.Tensor | None) -> bool:
+    """Return whether a gradient is a sparse tensor of whole rows, as torch.nn.Embedding(sparse=True) makes it."""
+    return gradient is not None and gradient.is_sparse and gradient.sparse_dim() == 1 and gradient.numel() > 0
+
+
+def rows_like(p: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Return a coalesced sparse tensor of the shape and dtype of a parameter.
+
+    Args:
+        rows: ascending, unique.
+        values: of these rows, in the shape (len(rows), d).
+    """
+    values = values.reshape(-1, *p.shape[1:]).to(p.device, p.dtype)
+    return torch.sparse_coo_tensor(
+        rows.view(1, -1).to(p.device), values, p.shape, device=p.device, is_coalesced=True, check_invariants=False
+    )
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The parameters of one bucket and their offsets in its flat vector; the same on every rank.
+
+    Attributes:
+        index: of the bucket.
+        lengths: of all buckets.
+        names, shapes: of the parameters in the bucket, in order.
+        dtype: of the flat vector, float32 or float64.
+        device: that holds it.
+        small: whether these parameters are too small to be compressed.
+        rows: whether gradients are rows of the only parameter; the length is then 0.
+    """
+
+    index: int
+    lengths: tuple[int, ...]
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    dtype: np.dtype[Any]
+    device: CpuDevice = CPU
+    small: bool = False
+    rows: bool = False
+
+    @property
+    def length(self) -> int:
+        """Values in the bucket."""
+        return self.lengths[self.index]
+
+    @functools.cached_property
+    def offsets(self) -> list[int]:
+        """The offset of each parameter, and the length."""
+        return [0, *itertools.accumulate(math.prod(shape) for shape in self.shapes)]
+
+    @functools.cached_property
+    def positions(self) -> dict[str, int]:
+        """The number of each parameter in the bucket."""
+        return {name: i for i, name in enumerate(self.names)}
+
+    def zeros(self) -> Array:
+        """A flat vector of zeros."""
+        return self.device.zeros(self.length, self.dtype)
+
+    def empty(self) -> Array:
+        """A flat vector whose values are not set, in memory that is used again when it is freed."""
+        return self.device.empty(self.length, self.dtype)
+
+    def name_at(self, index: int) -> str:
+        """Return the name of the parameter at an index of the flat vector."""
+        return self.names[bisect_right(self.offsets, index) - 1]
+
+    def views(self, flat: Array) -> list[torch.Tensor]:
+        """Return the parts of a flat vector that belong to the parameters, as views in their shapes."""
+        return list(self.by_name(flat).values())
+
+    def by_name(self, flat: Array) -> dict[str, torch.Tensor]:
+        """Return `views` by parameter name."""
+        return self.split(self.device.tensor(flat))
+
+    def split(self, whole: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return views of a flat tensor in the shapes of the parameters, by name."""
+        parts = torch.split(whole, [math.prod(shape) for shape in self.shapes])
+        return {name: part.view(shape) for name, part, shape in zip(self.names, parts, self.shapes, strict=True)}
+
+    def part(self, whole: torch.Tensor, name: str) -> torch.Tensor:
+        """Return a view of a flat tensor in the shape of one parameter."""
+        i = self.positions[name]
+        return whole[self.offsets[i] : self.offsets[i + 1]].view(self.shapes[i])
+
+    def of_shapes(self, shapes: Sequence[tuple[int, ...]]) -> Layout:
+        """Return the layout of arrays of other shapes, in this dtype and on this device."""
+        length = sum(math.prod(shape) for shape in shapes)
+        names = tuple(map(str, range(len(shapes))))
+        return replace(self, index=0, lengths=(length,), names=names, shapes=tuple(shapes))
+
+    def join(self, parts: Sequence[torch.Tensor]) -> Array:
+        """Return a new flat vector of arrays that have these shapes."""
+        whole = self.zeros()
+        for view, part in zip(self.views(whole), parts, strict=True):
+            view.copy_(part)
+        return whole
+
+    def slices(self, names: Collection[str]) -> list[slice]:
+        """Return the slices of the named parameters that are in the bucket."""
+        return [slice(self.offsets[i], self.offsets[i + 1]) for i, name in enumerate(self.names) if name in names]
+
+
+def cut(
+    params: dict[str, torch.Tensor],
+    order: Sequence[str],
+    bucket_bytes: int | None = None,
+    dense_below: int = 0,
+    rows: Container[str] = (),
+) -> list[Layout]:
+    """Lay parameters out in buckets, each of one dtype on one device; buckets are in the order in which they fill.
+
+    A parameter that does not fit into the open bucket closes it and opens the next one. If the open bucket has little
+    in it (below `bucket_bytes` / TINY), it waits for later parameters instead, and that parameter gets a bucket of its
+    own: every bucket has its messages, whatever its size, and a parameter alone in its bucket is not copied.
+
+    Args:
+        params: by name.
+        order: names of the parameters that are to be laid out, in this order.
+        bucket_bytes: most bytes of gradient in a bucket of several parameters; None: no limit.
+        dense_below: parameters of fewer values come last, in buckets of their own (`Layout.small`).
+        rows: parameters whose gradients are rows; each is in a bucket of its own.
+    """
+    last = {name: (params[name].numel() < dense_below and name not in rows, i) for i, name in enumerate(order)}
+    groups: list[list[str]] = []
+    open_: dict[tuple[bool, Any, CpuDevice], list[str]] = {}
+    sizes: dict[tuple[bool, Any, CpuDevice], int] = {}
+    for name in order:
+        key = (last[name][0], residual_dtype(params[name].dtype), device_of(params[name]))
+        size = params[name].numel() * key[1].itemsize
+        full = bucket_bytes is not None and key in open_ and sizes[key] + size > bucket_bytes
+        if name in rows or (full and sizes[key] * TINY < (bucket_bytes or 0)):
+            groups.append([name])
+            continue
+        if full or key not in open_:
+            open_[key], sizes[key] = [], 0
+            groups.append(open_[key])
+        open_[key].append(name)
+        sizes[key] += size
+    groups.sort(key=lambda names: last[names[-1]])
+    lengths = tuple(sum(params[name].numel() for name in names if name not in rows) for names in groups)
+    return [
+        Layout(
+            index,
+            lengths,
+            tuple(names),
+            tuple(tuple(params[n].shape) for n in names),
+            residual_dtype(params[names[0]].dtype),
+            device_of(params[names[0]]),
+            last[names[0]][0],
+            names[0] in rows,
+        )
+        for index, names in enumerate(groups)
+    ]

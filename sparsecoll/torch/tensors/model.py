@@ -1,0 +1,266 @@
+"""The parameters and buffers of a model by name, and which of them can be trained on several ranks."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from sparsecoll.torch.tensors.private import has_buffers, is_flat, version
+
+Named = dict[str, torch.Tensor]
+
+NUMBERED = re.compile(r"group\d+\.\d+'*")  # names of parameters that nobody has named, see `named_in_groups`
+COMPARED_BYTES = 16 << 20  # of a buffer of which a copy is kept, to notice what version counters do not tell
+
+
+def model_of(given: Any) -> torch.nn.Module | None:
+    """Return the model, given itself or a generator of its `parameters()` or `named_parameters()`; else None."""
+    if isinstance(given, torch.nn.Module):
+        return given
+    if inspect.isgenerator(given) and given.gi_frame is not None:
+        owner = inspect.getgeneratorlocals(given).get("self")
+        return owner if isinstance(owner, torch.nn.Module) else None
+    return None
+
+
+def named(given: Any) -> Named:
+    """Return parameters by name, from a Module or from (name, parameter) pairs.
+
+    Raises:
+        TypeError: neither.
+        ValueError: a name comes twice.
+    """
+    pairs = given.named_parameters() if isinstance(given, torch.nn.Module) else given
+    result: Named = {}
+    for pair in pairs:
+        if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)):
+            raise TypeError(
+                "named_parameters: expected (name, parameter) pairs, as of model.named_parameters(), or the model,"
+                f" got {type(pair).__name__} in it"
+            )
+        name, p = pair
+        if name in result and result[name] is not p:
+            raise ValueError(f"named_parameters: expected every name once, got {name!r} again")
+        result[name] = p
+    return result
+
+
+def named_in_groups(
+    groups: Iterable[Mapping[str, Any]], first: int, known: Iterable[tuple[str, torch.Tensor]]
+) -> Named:
+    """Return the parameters of groups by name: the last one under which a parameter is known, otherwise group<i>.<j>.
+
+    Args:
+        groups: of an optimizer.
+        first: number of the first of them.
+        known: pairs (name, parameter). Their names are not given to others, as when a group takes the place of another.
+
+    Raises:
+        ValueError: two parameters are known by one name.
+    """
+    pairs = list(known)
+    names, taken = {id(p): name for name, p in pairs}, {name for name, _ in pairs}
+    result: Named = {}
+    for i, group in enumerate(groups, first):
+        for j, p in enumerate(group["params"]):
+            name = names.get(id(p), f"group{i}.{j}")
+            while id(p) not in names and name in taken:
+                name += "'"
+            if result.setdefault(name, p) is not p:
+                raise ValueError(f"named_parameters: expected every name once, got {name!r} for two parameters")
+    return result
+
+
+def sparse_weights(model: torch.nn.Module | None) -> set[int]:
+    """Return the ids of the parameters of modules with `sparse=True`, whose gradients are rows."""
+    tables = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+    modules = () if model is None else model.modules()
+    return {id(module.weight) for module in modules if isinstance(module, tables) and module.sparse}
+
+
+class Buffers:
+    """A model's buffers, such as BatchNorm's running statistics, as they are now, and which of them have changed.
+
+    Attributes:
+        replaced: whether the last call of `changed` found other names, shapes or dtypes than the last `mark`.
+    """
+
+    def __init__(self, model: torch.nn.Module | None) -> None:
+        self._model = model
+        self._marked = _buffers_by_module(model)
+        self._versions = [_versions(own) for own in self._marked]
+        self._copies = [_copies(own) for own in self._marked]
+        self._told: list[bool] = [False] * len(self._marked)  # those whose versions told of the last change
+        self._differ = self._told  # those that had changed at all
+        self.replaced = False
+
+    @property
+    def tensors(self) -> Named:
+        """All buffers by name."""
+        return {name: b for own in _buffers_by_module(self._model) for name, b in own.items()}
+
+    def mark(self) -> None:
+        """Let `changed` report changes from now on."""
+        modules = _buffers_by_module(self._model)
+        if self.replaced or len(modules) != len(self._marked):
+            self._told, self._differ = [False] * len(modules), [True] * len(modules)
+            self._copies, self._versions = [{} for _ in modules], [[] for _ in modules]
+        for i, own in enumerate(modules):
+            if self._differ[i] or _versions(own) != self._versions[i]:  # which a broadcast has raised
+                self._copies[i] = {} if self._told[i] else _copies(own)
+        self._marked, self._versions = modules, [_versions(own) for own in modules]
+        self._told = self._differ = [False] * len(modules)
+        self.replaced = False
+
+    def changed(self) -> list[bool]:
+        """Return for each module that had buffers at the last `mark` whether one of them has changed since.
+
+        Most forward passes assign another tensor or raise a version counter. Others write to `.data`, or have a kernel
+        write (`F.batch_norm`), so that values are compared as well, up to COMPARED_BYTES for each buffer.
+        """
+        modules = _buffers_by_module(self._model)
+        self.replaced = [*map(_forms, modules)] != [*map(_forms, self._marked)]
+        if self.replaced:
+            return [True] * len(self._marked)
+        told, differ = [], []
+        for now, then, versions, copies in zip(modules, self._marked, self._versions, self._copies, strict=True):
+            told.append(any(b is not then[name] for name, b in now.items()) or _versions(now) != versions)
+            differ.append(
+                told[-1] or any(name not in copies or not _equal(b, copies[name]) for name, b in _compared(now).items())
+            )
+        self._told, self._differ = told, differ
+        return differ
+
+    def of(self, modules: Iterable[bool]) -> list[torch.Tensor]:
+        """Return the buffers of the modules, as of the last `mark`, for which `modules` is True."""
+        tensors = self.tensors
+        return [tensors[name] for own, is_ in zip(self._marked, modules, strict=True) if is_ for name in own]
+
+
+def _buffers_by_module(model: torch.nn.Module | None) -> list[Named]:
+    """Return the buffers that have values by name for each module that has any of its own; each buffer once."""
+    found: list[Named] = []
+    seen: set[int] = set()
+    for prefix, module in () if model is None else model.named_modules():
+        if not has_buffers(module):
+            continue
+        own = {f"{prefix}.{name}".lstrip("."): b for name, b in module.named_buffers(recurse=False)}
+        own = {name: b for name, b in own.items() if id(b) not in seen and not torch.nn.parameter.is_lazy(b)}
+        seen |= set(map(id, own.values()))
+        if own:
+            found.append(own)
+    return found
+
+
+def _forms(tensors: Named) -> list[tuple[str, torch.Size, torch.dtype]]:
+    return [(name, b.shape, b.dtype) for name, b in tensors.items()]
+
+
+def _versions(tensors: Named) -> list[int]:
+    return [version(b) for b in tensors.values()]
+
+
+def _compared(tensors: Named) -> Named:
+    return {name: b for name, b in tensors.items() if not b.is_sparse and b.nbytes <= COMPARED_BYTES}
+
+
+@torch.no_grad()
+def _copies(tensors: Named) -> Named:
+    return {name: b.detach().clone() for name, b in _compared(tensors).items()}
+
+
+def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.device != b.device:
+        return False
+    if a.is_cpu and a.is_contiguous() and b.is_contiguous() and a.nbytes % 8 == 0 and a.numel():
+        words, others = (t.detach().view(-1).view(torch.int64).numpy() for t in (a, b))
+        return bool((words == others).all())  # 20 times as fast as torch.equal
+    return torch.equal(a, b)
+
+
+def check_buffers(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raise unless buffers can be set to those of another rank.
+
+    Raises:
+        TypeError: one is sparse, nested, quantized or a conjugate or negative view, or was made in inference mode.
+        ValueError: elements of one share memory.
+    """
+    for name, b in tensors.items():
+        kind = "nested" if b.is_nested else "quantized" if b.is_quantized else str(b.layout).removeprefix("torch.")
+        if kind != "strided":
+            raise TypeError(
+                f"buffer {name!r}: expected a dense tensor, which ranks can keep the same, got a {kind} one:"
+                " keep it as a plain attribute of the module"
+            )
+        if b.is_conj() or b.is_neg():
+            view, cure = ("conjugate", "resolve_conj()") if b.is_conj() else ("negative", "resolve_neg()")
+            raise TypeError(f"buffer {name!r}: expected values in memory, got a {view} view: register its {cure}")
+        if b.is_inference():
+            raise TypeError(
+                f"buffer {name!r}: expected a tensor that can be written to, got one made in inference_mode:"
+                " make it outside, or register a clone()"
+            )
+        if any(size > 1 and stride == 0 for size, stride in zip(b.shape, b.stride(), strict=True)):
+            raise ValueError(
+                f"buffer {name!r}: expected elements with memory of their own, got an expanded tensor:"
+                " register its clone()"
+            )
+
+
+def describe(tensors: Mapping[str, torch.Tensor], kind: str = "parameter") -> dict[str, str]:
+    """Return name, shape and dtype of each tensor, for ranks to compare; an error shows only those that differ."""
+    return {
+        f"{kind} {i}": f"{name!r}, {tuple(t.shape)}, {str(t.dtype).removeprefix('torch.')}"
+        for i, (name, t) in enumerate(tensors.items())
+    }
+
+
+def check_whole(params: Iterable[torch.Tensor]) -> None:
+    """Raise unless every rank holds all values of these parameters.
+
+    Raises:
+        TypeError: one is a DTensor or ShardedTensor, or FSDP's flat parameter, or it has no values yet.
+    """
+    for p in params:
+        if p.is_meta or torch.nn.parameter.is_lazy(p):
+            cure = "to_empty() and initialize it" if p.is_meta else "call it once on a batch"
+            raise TypeError(
+                f"params: expected tensors with values, got one {'on meta' if p.is_meta else 'of a lazy module'}: give"
+                f" the model its values first ({cure})"
+            )
+        kinds = {base.__name__ for base in type(p).__mro__}
+        if kinds & {"DTensor", "ShardedTensor"} or is_flat(p):
+            raise TypeError(
+                f"params: expected whole tensors on every rank, got a {type(p).__name__} as FSDP and tensor parallelism"
+                " make: use sparsecoll.torch.fsdp.attach and a plain optimizer for a model of fully_shard"
+            )
+
+
+def options_of(optimizer: torch.optim.Optimizer) -> dict[str, float]:
+    """Return the learning rates of an optimizer's groups, which must be the same on all ranks."""
+    rates = ((i, group.get("lr")) for i, group in enumerate(optimizer.param_groups))
+    return {
+        f"lr of param_groups[{i}]": float(rate)
+        for i, rate in rates
+        if isinstance(rate, (int, float)) or (torch.is_tensor(rate) and rate.is_cpu and rate.numel() == 1)
+    }
+
+
+def rates_of(optimizer: torch.optim.Optimizer, params: Named, names: Sequence[str]) -> list[float]:
+    """Return the learning rates of named parameters, 1 where the optimizer has none."""
+    rates = {id(p): float(group.get("lr", 1.0)) for group in optimizer.param_groups for p in group["params"]}
+    return [rates.get(id(params[name]), 1.0) for name in names]
+
+
+def momenta_of(optimizer: torch.optim.Optimizer, params: Named, names: Sequence[str]) -> list[float]:
+    """Return the momenta of named parameters, with Adam's first beta for one, and 0 where the optimizer has none."""
+    momenta = {
+        id(p): float(group.get("momentum") or group.get("betas", (0.0,))[0])
+        for group in optimizer.param_groups
+        for p in group["params"]
+    }
+    return [momenta.get(id(params[name]), 0.0) for name in names]

@@ -1,0 +1,126 @@
+"""Private interfaces of torch: what each is used in place of. Those of FSDP2 are in `fsdp/groups.py`.
+
+`tests/torch/test_private.py` has a test named after each function, which fails if torch changes what it uses.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.autograd import Variable
+from torch.nn.parallel import DistributedDataParallel
+
+CHECKPOINT = "torch.distributed.checkpoint.state_dict"  # torch's module of get_state_dict and set_state_dict
+
+# -- tensors
+
+
+def version(t: torch.Tensor) -> int:
+    """Return how often a tensor was changed in place, 0 for inference tensors; in place of comparing its values."""
+    return 0 if t.is_inference() else t._version
+
+
+def address(t: torch.Tensor) -> int:
+    """Return the address of a tensor's C++ object; in place of `id`, since `p.grad` may be another Python object."""
+    return t._cdata
+
+
+def values_of(t: torch.Tensor) -> torch.Tensor:
+    """Return the stored values of a sparse tensor, or a dense tensor itself; `values()` wants a coalesced one."""
+    return t._values() if t.is_sparse else t
+
+
+def indices_of(t: torch.Tensor) -> torch.Tensor:
+    """Return the indices of a sparse tensor; `indices()` wants a coalesced one."""
+    return t._indices()
+
+
+def is_flat(p: torch.Tensor) -> bool:
+    """Return whether this is a flat parameter of FullyShardedDataParallel; in place of its class, which is private."""
+    return getattr(p, "_is_flat_param", False)
+
+
+def has_buffers(module: torch.nn.Module) -> bool:
+    """Return whether a module has buffers of its own; in place of `buffers(recurse=False)`, for its time."""
+    return bool(module._buffers)
+
+
+# -- back-propagation
+
+
+def hooks_after(p: torch.Tensor) -> list[int]:
+    """Return the ids of the hooks of `register_post_accumulate_grad_hook`, in order; nothing public tells them."""
+    return [*(p._post_accumulate_grad_hooks or ())]  # type: ignore[attr-defined]
+
+
+def backward_number() -> int:
+    """Return the number of the back-propagation on this thread, -1 for none; nothing public tells it."""
+    return torch._C._current_graph_task_id()
+
+
+def backward_node() -> Any:
+    """Return the node that autograd executes on this thread, or None; nothing public tells it."""
+    return torch._C._current_autograd_node()
+
+
+def queue_callback(call: Callable[[], None]) -> None:
+    """Call a function when back-propagation ends, after those queued before; in place of code after `backward()`."""
+    Variable._execution_engine.queue_callback(call)  # type: ignore[attr-defined]
+
+
+def inside_ddp() -> bool:
+    """Return whether a DistributedDataParallel runs its forward pass; in place of a hook on a model not known here."""
+    return getattr(DistributedDataParallel, "_active_ddp_module", None) is not None
+
+
+def profiled() -> bool:
+    """Return whether a profiler of torch records; in place of a span that nobody sees, which takes microseconds."""
+    return bool(getattr(torch.autograd.profiler, "_is_profiler_enabled", True))
+
+
+# -- optimizers
+
+
+def state_dict_hooks(optimizer: torch.optim.Optimizer, moment: str) -> Iterable[Callable[..., Any]]:
+    """Return the hooks that `register_MOMENT_hook` has registered; torch calls them only for its own `state_dict`."""
+    hooks: Mapping[int, Callable[..., Any]] = getattr(optimizer, f"_optimizer_{moment}_hooks")
+    return hooks.values()
+
+
+def is_trial_step(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether torch.distributed.checkpoint takes this step, for an optimizer without state to make its own.
+
+    Its functions do so with gradients of zero and lr = 0, on all ranks, before they save or load. They expect that
+    nothing else comes of it: no step counts, and residuals are not sent. They are found by name on the stack, since
+    nothing public tells such a step.
+    """
+    if any(group.get("lr", 0) != 0 for group in optimizer.param_groups):  # a few optimizers have none
+        return False
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code.co_name == "_init_optim_state" and frame.f_globals.get("__name__") == CHECKPOINT:
+            return True
+        frame = frame.f_back
+    return False
+
+
+# -- GradScaler
+
+
+def scaler_state(scaler: torch.amp.GradScaler, key: int) -> dict[str, Any]:
+    """Return what a scaler has noted of the optimizer with this id since `update()`; nothing public tells it."""
+    return scaler._per_optimizer_states.get(key, {})
+
+
+def look_for_overflow(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
+    """Let a scaler look for gradients that are not finite; in place of `unscale_`, which it refuses a second time."""
+    scaler._check_inf_per_device(optimizer)
+
+
+def scale_device(scaler: torch.amp.GradScaler) -> torch.device:
+    """Return the device of a scaler's scale; `get_scale()` returns a float."""
+    assert scaler._scale is not None
+    return scaler._scale.device

@@ -1,0 +1,190 @@
+"""What the adapter uses of torch's private interfaces is as it expects: a test for each function of `private.py`."""
+
+import inspect
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict  # noqa: E402
+from torch.distributed.fsdp._flat_param import FlatParameter  # noqa: E402
+
+from sparsecoll.torch.tensors import private  # noqa: E402
+
+SPARSE = torch.sparse_coo_tensor([[2, 0, 2]], [[1.0], [2.0], [3.0]], (4, 1), check_invariants=False)
+
+
+class Table(torch.nn.Module):
+    """A module with a buffer, which has a module without any."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(2))
+        self.inner = torch.nn.Linear(2, 2)
+
+
+def test_every_function_has_a_test():
+    functions = {
+        name for name, f in inspect.getmembers(private, inspect.isfunction) if f.__module__ == private.__name__
+    }
+    assert {f"test_{name}" for name in functions} <= globals().keys() and functions
+
+
+def test_version():
+    t = torch.zeros(3)
+    before = private.version(t)
+    t.add_(1)
+    assert private.version(t) == before + 1
+    t.detach().add_(1)
+    assert private.version(t) == before + 2
+    t.data.add_(1)
+    assert private.version(t) == before + 2
+    with torch.inference_mode():
+        assert private.version(torch.zeros(3)) == 0
+
+
+def test_address():
+    p = torch.nn.Parameter(torch.zeros(3))
+    p.sum().backward()
+    before = private.address(p.grad)
+    p.sum().backward()
+    assert private.address(p.grad) == before
+    old, p.grad = p.grad, p.grad.clone()
+    assert private.address(p.grad) != private.address(old) == before
+
+
+def test_values_of():
+    dense = torch.ones(3)
+    assert private.values_of(dense) is dense
+    values = private.values_of(SPARSE)
+    assert not SPARSE.is_coalesced() and values.tolist() == [[1.0], [2.0], [3.0]]
+    new = torch.sparse_coo_tensor([[0, 1]], torch.zeros(2), (2,), is_coalesced=True, check_invariants=False)
+    private.values_of(new).fill_(5.0)  # not a copy
+    assert new.to_dense().tolist() == [5.0, 5.0]
+
+
+def test_indices_of():
+    assert private.indices_of(SPARSE).tolist() == [[2, 0, 2]]
+
+
+def test_is_flat():
+    assert private.is_flat(FlatParameter(torch.zeros(3))) and not private.is_flat(torch.nn.Parameter(torch.zeros(3)))
+
+
+def test_has_buffers():
+    module = Table()
+    assert private.has_buffers(module) and not private.has_buffers(module.inner)
+
+
+def test_hooks_after():
+    p = torch.nn.Parameter(torch.zeros(3))
+    assert private.hooks_after(p) == []
+    first, second = (p.register_post_accumulate_grad_hook(lambda p: None) for _ in range(2))
+    assert private.hooks_after(p) == [first.id, second.id]
+    first.remove()
+    assert private.hooks_after(p) == [second.id]
+
+
+def test_backward_number():
+    p, seen = torch.nn.Parameter(torch.zeros(3)), []
+    p.register_hook(lambda g: seen.append(private.backward_number()))
+    for _ in range(2):
+        (p * p).sum().backward()
+    assert private.backward_number() == -1 and len(set(seen)) == 2 and min(seen) >= 0
+
+
+def test_backward_node():
+    p, seen = torch.nn.Parameter(torch.zeros(3)), []
+    p.register_hook(lambda g: (seen.append(private.backward_node()), private.queue_callback(end))[:0] or None)
+
+    def end():
+        seen.append(private.backward_node())
+
+    (p * p).sum().backward()
+    assert private.backward_node() is None and seen[0] is not None and seen[1] is None
+
+
+def test_queue_callback():
+    p, seen = torch.nn.Parameter(torch.zeros(3)), []
+
+    def hook(p):
+        for name in ("first", "second"):
+            private.queue_callback(lambda name=name: seen.append((name, p.grad.tolist())))
+
+    p.register_post_accumulate_grad_hook(hook)
+    p.sum().backward()
+    assert seen == [("first", [1.0] * 3), ("second", [1.0] * 3)]
+
+
+def test_inside_ddp(tmp_path):
+    seen, model = [], torch.nn.Linear(2, 1)
+    model.register_forward_pre_hook(lambda *_: seen.append(private.inside_ddp()))
+    torch.distributed.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        torch.nn.parallel.DistributedDataParallel(model)(torch.zeros(1, 2))
+    finally:
+        torch.distributed.destroy_process_group()
+    model(torch.zeros(1, 2))
+    assert seen == [True, False] and not private.inside_ddp()
+
+
+def test_profiled():
+    assert not private.profiled()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        assert private.profiled()
+
+
+@pytest.mark.parametrize("moment", ["state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post"])
+def test_state_dict_hooks(moment):
+    optimizer = torch.optim.SGD([torch.zeros(2)], 0.1)
+
+    def hook(*_):
+        return None
+
+    getattr(optimizer, f"register_{moment}_hook")(hook)
+    assert list(private.state_dict_hooks(optimizer, moment)) == [hook]
+
+
+def test_is_trial_step():
+    model, seen = torch.nn.Linear(2, 1), []
+
+    class Adam(torch.optim.Adam):
+        def step(self, closure=None):
+            seen.append(private.is_trial_step(self))
+            return super().step(closure)
+
+    optimizer = Adam(model.parameters())
+    get_optimizer_state_dict(model, optimizer)
+    optimizer.step()
+    assert seen == [True, False]
+
+
+def test_scaler_state():
+    scaler, optimizer = scaled(float("inf"))
+    assert private.scaler_state(scaler, id(optimizer)) == {}
+    scaler.unscale_(optimizer)
+    state = private.scaler_state(scaler, id(optimizer))
+    assert state["stage"] is torch.amp.grad_scaler.OptState.UNSCALED
+    assert [float(mark) for mark in state["found_inf_per_device"].values()] == [1.0]
+
+
+def test_look_for_overflow():
+    scaler, optimizer = scaled(1.0)
+    scaler.unscale_(optimizer)
+    (group,) = optimizer.param_groups
+    group["params"][0].grad.fill_(float("nan"))
+    private.look_for_overflow(scaler, optimizer)
+    marks = private.scaler_state(scaler, id(optimizer))["found_inf_per_device"]
+    assert [float(mark) for mark in marks.values()] == [1.0]
+
+
+def test_scale_device():
+    assert private.scale_device(scaled(1.0)[0]) == torch.device("cpu")
+
+
+def scaled(factor):
+    """A scaler and an optimizer with scaled gradients of one parameter."""
+    p = torch.nn.Parameter(torch.zeros(3))
+    scaler, optimizer = torch.amp.GradScaler("cpu", init_scale=4.0), torch.optim.SGD([p], 0.1)
+    scaler.scale((factor * p).sum()).backward()
+    return scaler, optimizer
