@@ -10,6 +10,7 @@ is divided by the `scale` in each row of --scaling.
 """
 
 from functools import partial
+from itertools import product
 
 import formulas
 import harness
@@ -126,14 +127,7 @@ def second_call(comm, kind, n, k):
 
 def scaling(options):
     """Yield modelled seconds, and words of the busiest rank without and with search; above 256 ranks on 1 Gb/s."""
-    cases = [
-        (model, P, network, kind)
-        for model in options.models
-        for P in options.ranks
-        for network in NETWORKS
-        for kind in KINDS
-    ]
-    for model, P, network, kind in cases:
+    for model, P, network, kind in product(options.models, options.ranks, NETWORKS, KINDS):
         if P > 256 and network != "1 Gb/s":
             continue
         n, density = MODELS[model]
