@@ -65,7 +65,7 @@ fuzz: $(MPICH)/test.done  # the long run of what the tests do in short
 	SPARSECOLL_FUZZ=20000 $(MPICH)/bin/python -m pytest -q -n 2 tests/test_fuzz.py tests/torch/test_every_line.py
 	SPARSECOLL_PAIRS=all $(MPICH)/bin/python -m pytest -q -n 2 tests/transport/test_mismatch.py
 	SPARSECOLL_ORDERS=1000 $(MPICH)/bin/python -m pytest -q -n 2 -rP tests/transport/test_orders.py
-	SPARSECOLL_HOSTILE=50000 $(MPICH)/bin/python -m pytest -q -n 2 -rP tests/transport/test_hostile.py
+	SPARSECOLL_HOSTILE=50000 $(MPICH)/bin/python -m pytest -q -n 2 -rP tests/transport/test_hostile.py tests/transport/test_hostile_connecting.py
 	SPARSECOLL_STRANGERS=2000 $(MPICH)/bin/python -m pytest -q -rP tests/transport/test_strangers.py
 	$(MPICH)/bin/python tests/memory_errors.py
 	$(MPICH)/bin/python tests/corrupt_messages.py --count 1000000

@@ -52,6 +52,7 @@ class Caller(End):
             return errno.ECONNREFUSED
         self.incoming.source = self.outgoing.sink = port.rank
         port.ring(self.outgoing, self.incoming)
+        port.strangers(self._world.random.choice([0, 0, 0, 0, 130]))  # more than may wait there
         return errno.EINPROGRESS
 
 
@@ -63,7 +64,11 @@ class Port:
         self.world, self.rank, self.number, self.closed = world, world.current, world.descriptors, False
         self.queue = deque()  # (time of arrival, the end for this rank)
         ports[self.number] = self
-        for _ in range(world.random.choice([0, 0, 1, 5, 130])):
+        self.strangers(world.random.choice([0, 0, 1, 5, 130]))
+
+    def strangers(self, count):
+        world = self.world
+        for _ in range(count):
             words, answers = Link(world, None, self.rank), Link(world, self.rank, None)
             if world.random.random() < 0.7:
                 words.put(world.random.randbytes(world.random.choice([1, 16, 51, 52, 80])))

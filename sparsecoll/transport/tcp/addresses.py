@@ -31,7 +31,7 @@ def listen(backlog: int) -> tuple[socket.socket, str]:
 
     That is the address of the interface that GLOO_SOCKET_IFNAME or TP_SOCKET_IFNAME names; or else the one from which
     this host reaches MASTER_ADDR. On the host that MASTER_ADDR names, that may be a loopback address, which other hosts
-    cannot reach: then, and without MASTER_ADDR, it is that of the default route, if there is one.
+    cannot reach: then, and without MASTER_ADDR, it is that of the default route or, without one, of this host's name.
 
     Raises:
         ValueError: The interface does not exist, or has no address.
@@ -43,7 +43,7 @@ def listen(backlog: int) -> tuple[socket.socket, str]:
         master = os.environ.get("MASTER_ADDR", "")
         address = route_to(master) if master else ""
         if is_loopback(address) and not (master and is_loopback(master)):
-            address = route_to(ELSEWHERE) or "127.0.0.1"
+            address = route_to(ELSEWHERE) or route_to(socket.gethostname()) or "127.0.0.1"
     return socket.create_server((address, 0), family=family(address), backlog=backlog), address
 
 
