@@ -105,7 +105,14 @@ def check_order(x: SparseVector) -> SparseVector:
 
 
 def checked(x: SparseVector) -> SparseVector:
-    """Return x without explicit zeros (x itself if it has none); raise NonFiniteError if it contains a NaN."""
+    """Return what a selector has selected: without explicit zeros, which are no entries.
+
+    Args:
+        x: the selected entries.
+
+    Raises:
+        NonFiniteError: There is a NaN among them.
+    """
     lowest, highest = x.key_range()
     if x.nnz and highest >= x.nan_key():
         return check_order(x)

@@ -15,6 +15,10 @@ class MagnitudeStats:
     about `expected_nnz` entries exceed it. A threshold above the bound is counted and selected among these; one below
     it costs another pass over x.
 
+    Args:
+        x: vector with at least one entry.
+        expected_nnz: about the number of entries that will be selected.
+
     Attributes:
         mean: mean of the values; NaN if a value is NaN, as are the others.
         deviation: standard deviation of the values.

@@ -64,6 +64,7 @@ def outcomes():
     return found
 
 
+@pytest.mark.slow  # it may compile the portable set
 def test_every_set_takes_and_refuses_the_same_dtypes():
     pytest.importorskip("numba")
     pytest.importorskip("ml_dtypes")
