@@ -62,6 +62,8 @@ class LocalOptimizer(Wrapper):
     not averaged later. A parameter that is frozen between two means is part of the next one. If you change frozen
     parameters yourself, such as those of a teacher that follows its student, do so right after a mean, when all ranks
     have the same student, or call `sparsecoll.torch.broadcast(teacher)` before you evaluate, save or unfreeze them.
+    Values that you load or change yourself between a mean and the next step must be the same on all ranks: the next
+    mean raises CommunicationError otherwise.
 
     Args:
         optimizer: torch optimizer of floating-point parameters.

@@ -118,11 +118,13 @@ class Window:
     def _start(self) -> set[str]:
         """Note the values of parameters that take part and have not moved: all ranks start from the same.
 
-        The user may have loaded them since the last mean. Returns their names.
+        The user may have loaded them since the last mean, which the next one compares. Returns their names.
         """
         names = {name for name, p in self._params.items() if name not in self._moved and takes_part(p)}
         for name in names:
-            self._shared[name].copy_(self._params[name])
+            if not torch.equal(self._shared[name], self._params[name]):
+                self._shared[name].copy_(self._params[name])
+                self.replica.suspect = True
         return names
 
     # -- the mean
@@ -240,10 +242,13 @@ class Window:
             name: of the call.
         """
         self._buckets.release()
-        self.replica.follow(name, self._outer, root)
         with torch.no_grad():
-            for moved in self._moved | self._last:
-                self._params[moved].copy_(self._shared[moved])
+            if not self.steps:
+                self._start()
+            self.replica.follow(name, self._outer, root)
+            for name, p in self._params.items():
+                if takes_part(p) or name in self._moved | self._last:
+                    p.copy_(self._shared[name])
         self.steps, self._moved, self._loaded, self._refused = 0, set(), {}, None
 
     # -- saved state
