@@ -162,7 +162,7 @@ class Buckets:
         """
         self.release()
         self._parked, self._base = renamed(self._parked, names), renamed(self._base, names)
-        self._rows.rename(names)
+        self._rows = self._rows.renamed(names)
         self._extra = {tuple(names[n] for n in own): t for own, t in self._extra.items() if names.keys() >= set(own)}
         self.order = [names[name] for name in self.order if name in names]
 

@@ -43,9 +43,11 @@ class RowParameters:
         self._rows = (self._rows | set(rows)) - self._dense
         return before ^ self._rows
 
-    def rename(self, names: Mapping[str, str]) -> None:
-        """Rename parameters, old name -> new name; those that are not named are forgotten."""
-        self._rows, self._dense = ({names[n] for n in own if n in names} for own in (self._rows, self._dense))
+    def renamed(self, names: Mapping[str, str]) -> RowParameters:
+        """Return these parameters with other names, old name -> new name, without those that are not named."""
+        new = RowParameters()
+        new._rows, new._dense = ({names[n] for n in own if n in names} for own in (self._rows, self._dense))
+        return new
 
     def state(self) -> dict[str, list[str]]:
         """Return what `load` takes."""

@@ -6,7 +6,6 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from typing import Any, ParamSpec, TypeVar
 
@@ -36,7 +35,12 @@ def communicator(comm: Any, timeout: Any = None) -> Transport:
 
 
 def collective(
-    transport: Transport, name: str, timeout: float | None, function: Callable[[CollectiveCall], T], phase: str = ""
+    transport: Transport,
+    name: str,
+    timeout: float | None,
+    function: Callable[[CollectiveCall], T],
+    phase: str = "",
+    failed: Exception | None = None,
 ) -> T:
     """Call a function within a CollectiveCall, after the nonblocking calls that were made before it.
 
@@ -44,11 +48,12 @@ def collective(
         name, timeout: of the call.
         function: called with the CollectiveCall. What it raises on one rank is raised on all.
         phase: of its traffic; "": none.
+        failed: what is raised on all ranks in place of the call; None: nothing.
     """
 
     def call() -> T:
         with (
-            CollectiveCall(transport, name, timeout) as call,
+            CollectiveCall(transport, name, timeout, failed) as call,
             transport.phase(phase) if phase else nullcontext(),
         ):
             return function(call)
@@ -66,9 +71,7 @@ def agreed(transport: Transport, timeout: float | None) -> Iterator[None]:
         yield
     except Exception as error:
         if not getattr(error, "on_all_ranks", False):
-            failed = Future[None]()
-            failed.set_exception(error)
-            collective(transport, "after an exception", timeout, lambda _: failed.result())
+            collective(transport, "after an exception", timeout, lambda _: None, failed=error)
         raise
 
 
