@@ -272,7 +272,7 @@ class HookState(Copied):
             self.transport.waitall()
         unused = {name for name, is_used in zip(names, used.tolist(), strict=True) if not is_used}
         if unused:
-            compressor.exclude(unused)
+            compressor.versions.exclude(unused)
             for name in unused:
                 layout.part(mean, name).zero_()
 

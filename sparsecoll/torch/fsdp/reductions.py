@@ -178,7 +178,6 @@ class ShardedReductions:
             try:
                 if self._failed is None:
                     if again:  # a module that is used several times, or by parts of the loss
-                        bucket.recycle(compressor.keep())
                         bucket.accept()
                     with CollectiveCall(self._transport, f"module {index}", compressor.timeout):
                         self._mean(bucket, compressor, values, out, factor, divisor)

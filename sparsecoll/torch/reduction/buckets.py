@@ -118,10 +118,10 @@ class Buckets:
         """Add a bucket with a compressor of its own. Collective."""
         replica = self._replica
         options = replica.options
-        kind = RowBucket if layout.rows else Bucket
-        bucket = kind(params, layout, options.gradient_as_bucket_view)
         compressor = self._compressor_of(layout)
         compressor.bind(layout, replica.transport, replica.context, options.timeout)
+        kind = RowBucket if layout.rows else Bucket
+        bucket = kind(params, layout, compressor.versions, options.gradient_as_bucket_view)
         layout.device.synchronize()  # jobs have a stream of their own
         self._parked = restore([compressor], self._parked)
         if layout.names in self._extra:
@@ -149,7 +149,7 @@ class Buckets:
             if self._reduced:
                 self._base = joined(collect(gone, {}), self._base)  # a bucket may be released twice before a step
             for compressor in gone:
-                compressor.commit()
+                compressor.versions.commit()
             self._parked = collect(gone, self._parked)
             del self._pairs[start:]
             self.index_of = {name: i for name, i in self.index_of.items() if i < start}
@@ -171,29 +171,27 @@ class Buckets:
     def keep(self) -> None:
         """Accept the reduction: the next one starts from the trial states."""
         self._reduced = True
-        for bucket, compressor in self:
-            bucket.recycle(compressor.keep())
+        for bucket, _ in self:
             bucket.accept()
             bucket.layout.device.wait_stream()
 
     def drop(self) -> None:
         """Drop the reduction: trial states are discarded."""
-        for bucket, compressor in self:
-            compressor.drop()
-            bucket.reset()
+        for bucket, _ in self:
+            bucket.drop()
 
     def commit(self) -> None:
         """Make the state of the last accepted reduction permanent, because the optimizer has stepped."""
-        for bucket, compressor in self:
-            bucket.recycle(compressor.commit())
+        for bucket, _ in self:
+            bucket.versions.commit()
         self._reduced, self._base = False, {}
 
     def rollback(self, names: Collection[str] | None = None) -> None:
         """Return to the state of the last step, for all parameters or for those named."""
         if self._base:
             self._restore_base(names)
-        for bucket, compressor in self:
-            bucket.recycle(compressor.rollback(names))
+        for bucket, _ in self:
+            bucket.versions.rollback(names)
         if names is None:
             self._reduced, self._base = False, {}
 

@@ -6,7 +6,7 @@ Nothing here has the size of the table: a rank holds the rows of its own gradien
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ import torch
 
 from sparsecoll.residual import RowResidual
 from sparsecoll.torch.compressors import Compressor
+from sparsecoll.torch.compressors.versions import Versions
 from sparsecoll.torch.reduction.bucket import Bucket, NewGrads
 from sparsecoll.torch.tensors.device import CPU
 from sparsecoll.torch.tensors.layout import Layout, has_rows, rows_like
@@ -65,8 +66,10 @@ def accumulated(residual: RowSparse, factor: float, gradient: RowSparse) -> RowS
 class RowBucket(Bucket):
     """One parameter whose gradients are rows: this rank's gradient, and the mean."""
 
-    def __init__(self, params: Mapping[str, torch.Tensor], layout: Layout, as_view: bool = False) -> None:
-        super().__init__(params, layout)
+    def __init__(
+        self, params: Mapping[str, torch.Tensor], layout: Layout, versions: Versions, as_view: bool = False
+    ) -> None:
+        super().__init__(params, layout, versions)
         self._own: torch.Tensor | None = None
         self._scale = 1.0
         self._mean: RowSparse | None = None
@@ -105,17 +108,16 @@ class RowBucket(Bucket):
     def reduce(self, transport: Transport, compressor: Compressor) -> None:
         compressor.allreduce_mean(transport, self.rows(), self)  # type: ignore[arg-type]
 
-    def recycle(self, arrays: Iterable[Any]) -> None:
-        """Rows are nobody else's memory."""
-
     def set_mean(self, mean: RowSparse) -> None:
         """Set the mean over the ranks."""
         self._mean = mean
 
     def accept(self) -> None:
+        super().accept()
         self._own = None
 
-    def reset(self) -> None:
+    def drop(self) -> None:
+        super().drop()
         self._own = self._mean = None
 
     def has_mean(self, name: str) -> bool:

@@ -206,12 +206,11 @@ class Window:
         try:
             replica.call(self._name, reduce)
         except Exception:
-            compressor.drop()
-            bucket.reset()
+            bucket.drop()
             raise
-        compressor.keep()  # the memory that these return is freed
-        compressor.commit()
         bucket.accept()
+        bucket.versions.commit()
+        bucket.versions.clear()
 
     def _apply(self, bucket: Bucket) -> None:
         """Move the parameters of a bucket by its mean."""
