@@ -20,6 +20,7 @@ from sparsecoll.torch.fsdp.groups import Group, ReduceScatter, Shard
 from sparsecoll.torch.fsdp.scatter import reduce_scatter_tensors
 from sparsecoll.torch.reduction.bucket import Bucket
 from sparsecoll.torch.reduction.buckets import Buckets
+from sparsecoll.torch.reduction.gradients import State
 from sparsecoll.torch.reduction.steps import Steps
 from sparsecoll.torch.replica.calls import collective
 from sparsecoll.torch.replica.replica import Replica
@@ -234,7 +235,7 @@ class ShardedReductions:
         if self._reduced:
             return
         self._steps.settle()
-        self._steps.under_way = True
+        self._steps.gradients.to(State.SENDING)
         if [layout.names for layout in self._layouts()] != [bucket.layout.names for bucket, _ in self._buckets]:
             self._bind()  # parameters were frozen or unfrozen
 
@@ -245,11 +246,9 @@ class ShardedReductions:
         for bucket, _ in self._buckets:
             bucket.layout.device.wait_stream()
         failed, self._failed, self._jobs, self._reduced = self._failed, None, [], set()
-        self._steps.under_way = False
         agreed = completed_future(lambda: self._agree(failed))
         error = agreed.exception()
         if error is None:
-            self._buckets.keep()
             self._steps.accept(self._trained())
             return
         self.discard()
@@ -293,7 +292,7 @@ class ShardedReductions:
         for job in self._jobs:
             job.result()
         self._jobs, self._reduced, self._failed = [], set(), None
-        self._steps.under_way = False
+        self._steps.gradients.to(State.EMPTY)
         self._buckets.drop()
         self._steps.discard()
 
@@ -346,7 +345,7 @@ class ShardedReductions:
         own = completed_future(lambda: self._checkpoint.loaded(state, self._parameters, self._transport))
         self._buckets.load_state_dict(own.result)
         self._bind()
-        self._steps.pending = False
+        self._steps.gradients.to(State.EMPTY)
 
     def load(
         self,

@@ -227,9 +227,9 @@ class SparseSGD(torch.optim.Optimizer):
         scaling = self._scaling if self._scaling.check(self) else None
         loss = None if closure is None else mean_loss(self._replica.transport, closure, self._replica.options.timeout)
         if self._watch is not None:
-            self._watch.look(self._flat.names)
+            self._watch.check(self._flat.names)
         try:
-            outcome, sums = self._reduced(0, scaling)
+            outcome, sums = self._reduced(scaling)
         except NonFiniteError:
             if scaling is None:
                 raise
@@ -248,13 +248,13 @@ class SparseSGD(torch.optim.Optimizer):
                 if group["momentum"] and p.grad is not None and id(p) not in sparse:
                     self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
 
-    def _reduced(self, flags: int, scaling: Scaling | None = None) -> tuple[Round, Sums]:
+    def _reduced(self, scaling: Scaling | None = None) -> tuple[Round, Sums]:
         """Sum acc over the ranks. No state changes yet, and all ranks know that all have succeeded."""
         if self._watch is not None:
             self._watch.over(self._flat.names)
         while True:
             sums = self._flat.sums(self.param_groups, scaling)
-            outcome = self._round(flags)
+            outcome = self._round()
             if outcome.flags & MEMBERS:
                 self._introduce()
                 continue
@@ -264,10 +264,10 @@ class SparseSGD(torch.optim.Optimizer):
                 return outcome, sums
             self._flat.lay_out(outcome.trainable)
 
-    def _round(self, flags: int) -> Round:
+    def _round(self) -> Round:
         """Agree on whether the sums succeeded, and on which parameters have gradients. Collective."""
         modules = self._replica.buffers.changed()
-        flags |= self._replica.flags
+        flags = self._replica.flags
         here = not flags & JOINED
         live = {
             p: bool(group["lr"] != 0 or group["momentum"] != 0) for group in self.param_groups for p in group["params"]
@@ -329,7 +329,7 @@ class SparseSGD(torch.optim.Optimizer):
                 for p in self._flat.names:
                     p.grad = None
                 try:
-                    outcome, sums = self._reduced(JOINED)
+                    outcome, sums = self._reduced()
                 except NonFiniteError:  # those who have data skip the step
                     continue
                 if outcome.over:
@@ -337,7 +337,7 @@ class SparseSGD(torch.optim.Optimizer):
                 self._replica.broadcast_buffers(outcome)
                 if sums:
                     self._flat.commit(self.param_groups)
-                self._replica.keep_up(outcome)
+                self._replica.follow_step(outcome)
             self._replica.follow("join", self, outcome.furthest)
 
     @agreeing("_replica.agreed")

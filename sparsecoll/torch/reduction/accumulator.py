@@ -186,7 +186,7 @@ class Accumulator:
 
     def commit(self, groups: Iterable[Group]) -> None:
         """Accept the step: what remains of acc becomes the residual."""
-        self._buckets.keep()
+        self._buckets.accept()
         self._buckets.commit()
         rated = {self.names[p]: not group["momentum"] for group in groups for p in group["params"]}
         self._rated |= {name: rated[name] for name in self._buckets.index_of}

@@ -36,6 +36,7 @@ class Buckets:
     Attributes:
         index_of: parameter name -> number of its bucket.
         order: names of the parameters in the order in which they are laid out, the same on all ranks.
+        pending: whether a reduction was accepted since the last step.
     """
 
     def __init__(self, compressor: Compressor, replica: Replica) -> None:
@@ -45,7 +46,7 @@ class Buckets:
         self._rows = RowParameters()
         self._pairs: list[tuple[Bucket, Compressor]] = []
         self._parked: Tensors = {}  # tensors of parameters that are in no bucket
-        self._reduced = False  # whether a reduction was accepted since the last step
+        self.pending = False
         self._base: Tensors = {}  # as of the last step, of buckets that were released after such a reduction
         self._warned = False  # whether it was told that residuals are lost
         self._extra: dict[tuple[str, ...], str] = {}  # saved state of buckets that are still to be made, as JSON
@@ -146,7 +147,7 @@ class Buckets:
         """Discard the buckets from number `start` on; their parameters keep their state, and that before this step."""
         gone = [compressor for _, compressor in self._pairs[start:]]
         if gone:
-            if self._reduced:
+            if self.pending:
                 self._base = joined(collect(gone, {}), self._base)  # a bucket may be released twice before a step
             for compressor in gone:
                 compressor.versions.commit()
@@ -168,9 +169,9 @@ class Buckets:
 
     # -- a reduction, and a step
 
-    def keep(self) -> None:
+    def accept(self) -> None:
         """Accept the reduction: the next one starts from the trial states."""
-        self._reduced = True
+        self.pending = True
         for bucket, _ in self:
             bucket.accept()
             bucket.layout.device.wait_stream()
@@ -184,7 +185,7 @@ class Buckets:
         """Make the state of the last accepted reduction permanent, because the optimizer has stepped."""
         for bucket, _ in self:
             bucket.versions.commit()
-        self._reduced, self._base = False, {}
+        self.pending, self._base = False, {}
 
     def rollback(self, names: Collection[str] | None = None) -> None:
         """Return to the state of the last step, for all parameters or for those named."""
@@ -193,7 +194,7 @@ class Buckets:
         for bucket, _ in self:
             bucket.versions.rollback(names)
         if names is None:
-            self._reduced, self._base = False, {}
+            self.pending, self._base = False, {}
 
     def _restore_base(self, names: Collection[str] | None) -> None:
         """Let the state of the last step be in the buckets that were made since; a rollback of theirs returns to it."""
@@ -265,7 +266,7 @@ class Buckets:
         if not own["compressor"]:
             self._warn_of_loss()
         self._pairs, self.index_of = [], {}
-        self._parked, self._reduced, self._base = own["tensors"], False, {}
+        self._parked, self.pending, self._base = own["tensors"], False, {}
         self.order = [name for name in own["order"] if name in replica.params]
         self._rows.load(own, replica.params)
         replica.context.step, replica.context.ccr, replica.suspect = own["step"], own["ccr"], False

@@ -14,6 +14,7 @@ import torch
 from sparsecoll.errors import NonFiniteError
 from sparsecoll.torch.compressors import Compressor
 from sparsecoll.torch.reduction.grad_scaler import Scaling
+from sparsecoll.torch.reduction.gradients import State
 from sparsecoll.torch.reduction.hooks import Hooks, enlist, owner_of, synchronize_all, taken_over
 from sparsecoll.torch.reduction.reducer import Reducer
 from sparsecoll.torch.reduction.state import renamed_state
@@ -71,15 +72,12 @@ class Engine:
         watched = not options.overlap and transport.rank == 0 and transport.size > 1
         self._watch = Watch("overlap=False", "To clip the mean, call synchronize() first") if watched else None
         self._synchronizing = True
-        self._unusable: NonFiniteError | None = None  # what the next step raises
-        self._joined = False  # whether this rank has no more data
         self._replaced = ""  # name of a parameter that an optimizer made later steps, too
-        self._stepping = False
+        self.asked = False
         before = getattr(optimizer, "register_step_pre_hook", None)
         self._step_guard = None if before is None else before(partial(_before_wrapped_step, weakref.ref(self)))
         self._outcome = NOTHING  # of the last reduction
         self.number = -1
-        self.discard()
 
     @property
     def timeout(self) -> float | None:
@@ -159,7 +157,8 @@ class Engine:
         self._replica.follow("move", self._optimizer)
         self._reducer.steps.pass_over()
         self.number = enlist(self)
-        self._begin()  # gradients are reduced again, unless zero_grad() gives the step up
+        self._reducer.gradients.to(State.EMPTY)  # gradients are reduced again, unless zero_grad() skips the step
+        self.asked, self._outcome = False, NOTHING
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -180,9 +179,8 @@ class Engine:
     def accumulated(self, name: str) -> None:
         """A parameter's gradient is complete (on the thread that back-propagates)."""
         self._reducer.accumulated(name)
-        self._dirty = True
         if self._watch is not None:
-            self._watch.note(self.params[name])
+            self._watch.record(self.params[name])
         if not self._synchronizing:
             return
         if self._options.overlap:
@@ -203,17 +201,15 @@ class Engine:
         if self.closed:
             return
         if self._watch is not None:
-            self._watch.look(self.params.values())
+            self._watch.check(self.params.values())
         self._hooks.attach(self.params)
         if not self._outcome.joined:
             self._compare_if_due()
         try:
             name = f"end of reduction of optimizer {self.number}"
-            self._outcome = self._reducer.reduce(self._joined, name, self._regroup)
-            self._unusable = None
-        except NonFiniteError as error:
-            self._outcome, self._unusable = NOTHING, error
-        self._reduced, self._dirty = True, False
+            self._outcome = self._reducer.reduce(name, self._regroup)
+        except NonFiniteError:
+            self._outcome = NOTHING
         if self._replica.warmed and self._guard is not None:
             self._guard.remove()
 
@@ -221,8 +217,8 @@ class Engine:
 
     @property
     def has_means(self) -> bool:
-        """Whether gradients are the means, or will be nobody's."""
-        return self.closed or (self._reduced and not self._dirty)
+        """Whether gradients are the means, or are not reduced any more."""
+        return self.closed or self._reducer.gradients.are(State.MEANS, State.NAN)
 
     @agreeing("_replica.agreed")
     def ensure_means(self) -> None:
@@ -241,21 +237,19 @@ class Engine:
     def before_step(self) -> None:
         """Make sure that gradients are the means. Collective where they are not."""
         self.ensure_means()
-        if self._unusable is not None:
-            error = self._unusable
+        error = self._reducer.nonfinite
+        if error is not None and self._reducer.gradients.are(State.NAN):
             self.discard()
             raise error
-        self._reducer.take_back_missing()
+        self._reducer.restore_missing()
 
     @contextlib.contextmanager
     def stepping(self, evaluates: bool = False) -> Iterator[None]:
         """Context manager in which the wrapped optimizer steps, and `evaluates` a closure."""
         self._reducer.steps.enter(self, evaluates)
-        self._stepping = True
         try:
             yield
         finally:
-            self._stepping = False
             self._reducer.steps.leave(self)
 
     def trial_step(self) -> Any:
@@ -272,7 +266,6 @@ class Engine:
         if self.closed:
             return
         self._reducer.commit()
-        self._reduced = self._dirty = False
         self._compare_if_due()
 
     def _compare_if_due(self) -> None:
@@ -293,9 +286,10 @@ class Engine:
             RuntimeError: Within `join`, a rank has no more data. It has kept what contributed already.
         """
         if self._reducer.settle():
-            self._begin()
+            self.asked = False
             return
-        if self._reduced and self._outcome.joined and self._reducer.has_residuals and not self.closed:
+        pending = self._reducer.buckets.pending and self._reducer.has_residuals and not self.closed
+        if pending and self._outcome.joined:
             raise RuntimeError(
                 "zero_grad: expected step() first, since a rank has left join() and would not skip this step:"
                 " decide before backward(), or take the step with a learning rate of 0"
@@ -305,12 +299,7 @@ class Engine:
     def discard(self) -> None:
         """Give this step up: gradients are about to be thrown away, and residuals are as they were before it."""
         self._reducer.discard()
-        self._begin()
-
-    def _begin(self) -> None:
-        """Nothing has been reduced."""
-        self._reduced = self._dirty = self.asked = False
-        self._unusable = None
+        self.asked = False
 
     @agreeing("_replica.agreed")
     def mean_loss(self, loss: Any) -> Any:
@@ -340,18 +329,15 @@ class Engine:
             yield
         self._reducer.settle()
         self.discard()
-        self._joined, self._outcome, buckets = True, NOTHING, self._reducer.buckets
+        self._outcome, buckets = NOTHING, self._reducer.buckets
         with self._replica.leaving():
-            try:
-                while not self._outcome.over:
-                    buckets.commit()
-                    for name in buckets.index_of:
-                        self.params[name].grad = None
-                    self.asked = True
-                    synchronize_all(self.transport)
-                    self._replica.keep_up(self._outcome)
-            finally:
-                self._joined = False
+            while not self._outcome.over:
+                buckets.commit()
+                for name in buckets.index_of:
+                    self.params[name].grad = None
+                self.asked = True
+                synchronize_all(self.transport)
+                self._replica.follow_step(self._outcome)
             self.discard()
             self._replica.follow("join", self._optimizer, self._outcome.furthest)
 
@@ -359,7 +345,7 @@ class Engine:
 
     def state_dict(self) -> dict[str, Any]:
         """See `Buckets.state_dict`; refused while gradients are sent."""
-        if self._reducer.under_way:
+        if self._reducer.gradients.are(State.SENDING, State.STALE):
             raise RuntimeError("state_dict: expected a call after back-propagation, got one while gradients are sent")
         self._reducer.settle()
         return renamed_state(self._reducer.buckets.state_dict(), self.members.staying())
@@ -386,7 +372,7 @@ def _before_wrapped_step(engine: weakref.ref[Engine], optimizer: torch.optim.Opt
                 " the DistributedOptimizer is gone, so that gradients are this rank's own: keep it and call its step()"
                 " and zero_grad(), or close() it to train on one rank"
             )
-    elif not (alive.closed or alive._stepping):
+    elif not (alive.closed or alive._reducer.steps.stepping):
         raise RuntimeError(
             "step: expected a call of DistributedOptimizer's step(), got one of the optimizer that it wraps, which"
             " loses residuals and may step before gradients are means: call step() and zero_grad() of the"

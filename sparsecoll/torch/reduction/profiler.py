@@ -47,7 +47,7 @@ class Profiler:
         """Note the time of the optimizer's step."""
         self._begin, self._stepped = None, time.perf_counter()
 
-    def note(self, transport: Transport, end: float, seconds: list[float], timeout: float | None) -> None:
+    def measure(self, transport: Transport, end: float, seconds: list[float], timeout: float | None) -> None:
         """Measure a step, if it is to be measured; the last one gives `StepContext.ccr`. Collective.
 
         A reduction is timed by the rank that came to it last. Measuring begins anew if the number of buckets changes.

@@ -16,16 +16,16 @@ from sparsecoll.torch.compressors import Compressor
 from sparsecoll.torch.reduction.bucket import Bucket
 from sparsecoll.torch.reduction.buckets import Buckets
 from sparsecoll.torch.reduction.grad_scaler import Scaling
+from sparsecoll.torch.reduction.gradients import Seen
 from sparsecoll.torch.replica.replica import Replica
 from sparsecoll.torch.replica.timeline import bucket_span
-from sparsecoll.torch.tensors.private import version
 from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.transport.collectives import allgather
 from sparsecoll.transport.progress import in_background
 
 
 class Sender:
-    """Sends buckets in their order, the same on all ranks, and waits for them.
+    """Sends buckets in their order, the same on all ranks, and waits for them: the progress thread reduces them.
 
     Args:
         scaling: the scale of gradients.
@@ -48,7 +48,7 @@ class Sender:
     def begin(self) -> None:
         """Forget the last reduction."""
         self.taken: set[str] = set()
-        self._marks: list[tuple[torch.Tensor, torch.Tensor | None, int]] = []  # parameter, its gradient, its version
+        self._seen: list[tuple[torch.Tensor, Seen]] = []  # parameters, and their gradients when they were taken
         self.failed: Exception | None = None
         self.first: float | None = None
         self.last = 0.0
@@ -56,16 +56,11 @@ class Sender:
         self.laid_out()
 
     def laid_out(self) -> None:
-        """Note that the buckets are new ones."""
+        """The buckets are new ones."""
         self._waiting = [set(bucket.params) for bucket, _ in self._buckets]
 
-    @property
-    def begun(self) -> bool:
-        """Whether a gradient was taken or a bucket sent."""
-        return bool(self.taken or self._sent)
-
-    def came(self) -> None:
-        """Note the time of a gradient."""
+    def arrived(self) -> None:
+        """Record the time of a gradient."""
         self.last = time.perf_counter()
         self.first = self.last if self.first is None else self.first
 
@@ -73,14 +68,14 @@ class Sender:
         """Take a parameter's gradient into its bucket, and send the buckets that are complete and next in order."""
         self._take(self._buckets.index_of[name], name)
         p = self._replica.params[name]
-        self._marks.append((p, p.grad, -1 if p.grad is None else version(p.grad)))
+        self._seen.append((p, Seen.of(p)))
         while len(self._sent) < len(self._buckets) and not self._waiting[len(self._sent)]:
             self._isend()
 
     @property
     def altered(self) -> bool:
         """Whether a gradient was replaced, or changed in place, since it was taken during back-propagation."""
-        return any(p.grad is not g or (g is not None and version(g) != seen) for p, g, seen in self._marks)
+        return any(seen.has_changed(p) for p, seen in self._seen)
 
     def _take(self, index: int, name: str) -> None:
         bucket, compressor = self._buckets[index]

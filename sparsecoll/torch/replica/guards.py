@@ -175,12 +175,12 @@ class Watch:
                 hook = partial(_note, weakref.ref(self))
                 self._handles[id(p)] = p.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
-    def note(self, p: torch.Tensor) -> None:
+    def record(self, p: torch.Tensor) -> None:
         """Back-propagation has completed a gradient."""
         if not self._warned:
             self._seen[id(p)] = _mark(p)
 
-    def look(self, params: Iterable[torch.Tensor]) -> None:
+    def check(self, params: Iterable[torch.Tensor]) -> None:
         """Warn, before the reduction, if gradients have changed since back-propagation."""
         seen, self._seen = self._seen, {}
         if any(p.grad is not None and seen.get(id(p), _mark(p)) != _mark(p) for p in params):
@@ -204,4 +204,4 @@ def _mark(p: torch.Tensor) -> tuple[int, int]:
 def _note(watch: weakref.ref[Watch], p: torch.Tensor) -> None:
     alive = watch()
     if alive is not None and p.grad is not None:
-        alive.note(p)
+        alive.record(p)

@@ -17,7 +17,7 @@ from sparsecoll.torch.replica.broadcasts import broadcast_optimizer, broadcast_t
 from sparsecoll.torch.replica.calls import agreed, collective
 from sparsecoll.torch.replica.guards import refuse_renormalized, warn_if_equal
 from sparsecoll.torch.replica.options import Options
-from sparsecoll.torch.replica.rounds import MEMBERS, REPLACED, SUSPECT, Round, Row
+from sparsecoll.torch.replica.rounds import JOINED, MEMBERS, REPLACED, SUSPECT, Round, Row
 from sparsecoll.torch.tensors.model import Buffers, Named, check_buffers, check_whole, describe, sparse_weights
 from sparsecoll.transport import Transport
 from sparsecoll.transport.call import CollectiveCall
@@ -61,7 +61,8 @@ class Replica:
     @property
     def flags(self) -> int:
         """What the other ranks have to know of this one, see `Row`, after `buffers.changed()`."""
-        return SUSPECT * self.suspect | REPLACED * self.buffers.replaced | MEMBERS * self.changed()
+        joined = JOINED * (self.left is not None)
+        return joined | SUSPECT * self.suspect | REPLACED * self.buffers.replaced | MEMBERS * self.changed()
 
     @property
     def steps(self) -> int:
@@ -189,7 +190,7 @@ class Replica:
         finally:
             self.left = None
 
-    def keep_up(self, outcome: Round) -> None:
+    def follow_step(self, outcome: Round) -> None:
         """On a rank that has run out of data: the others step after a reduction, and compressors count their steps."""
         if outcome.step is not None:
             self.context.step = outcome.step + 1
