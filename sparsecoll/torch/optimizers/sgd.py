@@ -23,7 +23,7 @@ from sparsecoll.torch.replica.calls import agreed, agreeing, collective, communi
 from sparsecoll.torch.replica.guards import Watch, fingerprint, refuse_wrapped
 from sparsecoll.torch.replica.options import Options
 from sparsecoll.torch.replica.replica import Replica
-from sparsecoll.torch.replica.rounds import JOINED, MEMBERS, Round, Row
+from sparsecoll.torch.replica.rounds import MEMBERS, Round
 from sparsecoll.torch.replica.timeline import Timeline
 from sparsecoll.torch.tensors.layout import takes_part
 from sparsecoll.torch.tensors.model import model_of
@@ -157,7 +157,7 @@ class SparseSGD(torch.optim.Optimizer):
         self._compressor, options, self._scaling = collective(transport, "SparseSGD", timeout, build)
         with agreed(transport, timeout):
             self._replica = Replica(transport, known, options)
-            self._replica.alike = lambda: common(self.param_groups)
+            self._replica.shared_options = lambda: common(self.param_groups)
             self._replica.changed = lambda: self._flat.differs(self.param_groups)
             self._flat = Accumulator(self._compressor, self._replica)
             self._model, self._built = known, True
@@ -233,10 +233,10 @@ class SparseSGD(torch.optim.Optimizer):
         except NonFiniteError:
             if scaling is None:
                 raise
-            scaling.settle(True)
+            scaling.report(True)
             return loss
         if scaling is not None:
-            scaling.settle(False)
+            scaling.report(False)
         self._update(outcome, sums)
         return loss
 
@@ -266,16 +266,10 @@ class SparseSGD(torch.optim.Optimizer):
 
     def _round(self) -> Round:
         """Agree on whether the sums succeeded, and on which parameters have gradients. Collective."""
-        modules = self._replica.buffers.changed()
-        flags = self._replica.flags
-        here = not flags & JOINED
-        live = {
-            p: bool(group["lr"] != 0 or group["momentum"] != 0) for group in self.param_groups for p in group["params"]
-        }
-        names, step = self._flat.names, self._replica.steps
-        checksum = self._replica.checksum
-        trainable = [here and takes_part(p) and live.get(p, False) for p in names]
-        row = Row(step, flags, self._replica.params, modules, trainable, checksum, self._replica.sparse_weights)
+        groups, names = self.param_groups, self._flat.names
+        live = {p for group in groups for p in group["params"] if group["lr"] != 0 or group["momentum"] != 0}
+        here = self._replica.left is None
+        row = self._replica.row(0, [here and takes_part(p) and p in live for p in names])
 
         def digest(outcome: Round) -> int | None:
             first = not outcome.most and outcome.trainable == self._flat.laid_out

@@ -223,10 +223,10 @@ class Bucket:
             p, view = self.params[name], self.part_of_mean(name)
             if scale != 1.0:
                 view.mul_(scale)
-            old, alike, place = p.grad, p.dtype == view.dtype and p.is_contiguous(), None
+            old, fits, place = p.grad, p.dtype == view.dtype and p.is_contiguous(), None
             if not _stays(p):
-                view = view if alike else torch.empty_like(p, requires_grad=False).copy_(view)
-            elif alike and old is not None and old.data_ptr() != view.data_ptr():
+                view = view if fits else torch.empty_like(p, requires_grad=False).copy_(view)
+            elif fits and old is not None and old.data_ptr() != view.data_ptr():
                 place = weakref.ref(old.untyped_storage()), old.storage_offset()
             made[name] = view, place
         return made

@@ -62,23 +62,22 @@ class Buckets:
 
     # -- layout
 
-    def make(self, trainable: Collection[str] | None, came: Sequence[str] = ()) -> None:
-        """Create the buckets in `order`, then as they came on rank 0, then of all others, last ones first. Collective.
+    def make(self, trainable: Collection[str] | None, first: Sequence[str] = ()) -> None:
+        """Create the buckets: of `order`, then of rank 0's `first`, then of all others, last ones first. Collective.
 
         Args:
-            trainable: names of the parameters that take part; None: those that want gradients on some rank.
-            came: names of the parameters in the order in which this rank's gradients came.
+            trainable: names of the parameters that take part; None: those that require gradients on some rank.
         """
 
         def lay_out(_: CollectiveCall) -> None:
-            self.order = self._agree_on_order(trainable, came)
+            self.order = self._agree_on_order(trainable, first)
             self.lay_out(self._replica.options.bucket_bytes, self._replica.options.dense_below)
             self._replica.transport.waitall()
 
         self._replica.call("buckets", lay_out)
 
     def learn(self, rows: Collection[str], dense: Collection[str]) -> bool:
-        """Note of which parameters a rank has gradients of rows and dense ones; return whether this changes buckets."""
+        """Learn which parameters have gradients of rows on a rank, and dense ones; return whether buckets change."""
         changed = self._rows.learn(rows, dense) & set(self.index_of)
         for name in sorted(changed.intersection(dense)):
             if self._replica.transport.rank == 0:
@@ -89,11 +88,11 @@ class Buckets:
                 )
         return bool(changed)
 
-    def _agree_on_order(self, trainable: Collection[str] | None, came: Sequence[str]) -> list[str]:
+    def _agree_on_order(self, trainable: Collection[str] | None, first: Sequence[str]) -> list[str]:
         transport, params = self._replica.transport, self._replica.params
         names = list(params)
         numbers = {name: i for i, name in enumerate(names)}
-        known = list(dict.fromkeys([*self.order, *came, *reversed(names)]))
+        known = list(dict.fromkeys([*self.order, *first, *reversed(names)]))
         on = set(trainable or ())
         if trainable is None:
             sparse = self._replica.sparse_weights
@@ -156,11 +155,7 @@ class Buckets:
             self.index_of = {name: i for name, i in self.index_of.items() if i < start}
 
     def rename(self, names: Mapping[str, str]) -> None:
-        """Discard all buckets, and rename parameters; what belongs to parameters that are not named is dropped.
-
-        Args:
-            names: old name -> new name.
-        """
+        """Discard all buckets, and rename parameters, old name -> new name; the state of all others is dropped."""
         self.release()
         self._parked, self._base = renamed(self._parked, names), renamed(self._base, names)
         self._rows.rename(names)
@@ -232,14 +227,10 @@ class Buckets:
 
         Args:
             state: returns the state, or None, which begins with empty residuals. What it raises is raised on all ranks.
-            load: loads the rest, once the state has been found to fit.
+            load: loads the rest, once the state has been found to fit (see `check`).
 
         Returns:
             What `state` returned, an empty state for None.
-
-        Raises:
-            CommunicationError: it is another rank's, or of another number of ranks, or ranks load different steps.
-            ValueError: it is of other parameters or another compressor.
         """
 
         replica = self._replica
@@ -291,7 +282,7 @@ class Buckets:
 
 
 def _has_keys_of(own: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:
-    """Return whether a saved state has the keys of one's own, and so the parts of both that are mappings."""
+    """Return whether a saved state has all keys of this bucket's, and so the parts of both that are mappings."""
     return own.keys() <= saved.keys() and all(
         _has_keys_of(part, saved[key])
         for key, part in own.items()

@@ -60,7 +60,7 @@ class Engine:
         self._replica.changed = self.members.changed
         self._replica.context.rates = partial(rates_of, optimizer, self.params)
         self._replica.context.momenta = partial(momenta_of, optimizer, self.params)
-        self._replica.alike = partial(options_of, optimizer)
+        self._replica.shared_options = partial(options_of, optimizer)
         hooked = None if isinstance(model, torch.jit.ScriptModule) else model  # ScriptModules do not support hooks
         self._scaling, self._reducer = scaling, Reducer(self._replica, compressor, hooked, scaling)
         self.seconds = self._reducer.seconds
@@ -129,19 +129,11 @@ class Engine:
         self.params.update(stay)
 
     def _regroup(self) -> None:
-        """Add parameters that were put into the optimizer and are not known, and let go of those that left. Collective.
-
-        Raises:
-            CommunicationError: others than on this rank have come or left on some rank.
-        """
+        """Add new parameters of the optimizer, and drop those that have left it and the model. Collective."""
         self.add(self.members.came(self.members.named()))
 
     def close(self, replaced: str = "") -> None:
-        """Take the hooks off the parameters; nothing is reduced any more.
-
-        Args:
-            replaced: name of a parameter that an optimizer made later steps, so that a further step is an error.
-        """
+        """Remove the hooks; a further step raises if an optimizer made later updates the parameter `replaced`."""
         self._hooks.remove(self.params)
         self._reducer.close()
         for guard in (self._guard, self._step_guard):
@@ -280,10 +272,9 @@ class Engine:
         logger.error("rank %d: the wrapped optimizer's step failed: %s", self.transport.rank, error)
 
     def skip(self) -> None:
-        """Give this step up, because gradients are set to zero, unless the loop has updated parameters by itself.
+        """Skip this step, because gradients are set to zero, unless the loop has updated parameters by itself.
 
-        Raises:
-            RuntimeError: Within `join`, a rank has no more data. It has kept what contributed already.
+        It cannot be skipped once a rank has left `join`, which has committed the reduction.
         """
         if self._reducer.settle():
             self.asked = False
@@ -297,17 +288,13 @@ class Engine:
         self.discard()
 
     def discard(self) -> None:
-        """Give this step up: gradients are about to be thrown away, and residuals are as they were before it."""
+        """Skip this step: gradients are about to be thrown away, and residuals are as they were before it."""
         self._reducer.discard()
         self.asked = False
 
     @agreeing("_replica.agreed")
     def mean_loss(self, loss: Any) -> Any:
-        """The mean of a closure's loss over the ranks, of its own type.
-
-        Raises:
-            RuntimeError: On all ranks that have data, if one has left `join` and cannot take part in the mean.
-        """
+        """The mean of a closure's loss over the ranks, of its own type; raise where a rank has left `join`."""
         if self._outcome.joined and not self.closed:
             error = RuntimeError(
                 "step: expected no closure once a rank has left join(), since the mean of the"

@@ -1,4 +1,4 @@
-"""The state of a rank's gradients from one step to the next, and which of them hold means."""
+"""The state of a rank's gradients between two steps, and which of them hold means."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Gradients:
         self.to(State.DISCARDED if self.are(State.SENDING, State.STALE, State.DISCARDED) else State.EMPTY)
 
     def are(self, *states: State) -> bool:
-        """Return whether gradients are in one of these states."""
+        """Return whether the state is one of these."""
         return self.state in states
 
 

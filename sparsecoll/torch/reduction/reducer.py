@@ -1,8 +1,7 @@
 """A reduction: the gradients of a back-propagation become their means over the ranks, on all ranks or on none.
 
 Gradients are taken into buckets, which the progress thread reduces on trial. Then one round of all ranks tells whether
-all went well everywhere, and only then gradients become means. docs/architecture.md has a table of
-the states that they pass through.
+all went well everywhere, and only then gradients become means. docs/architecture.md has a table of their states.
 """
 
 from __future__ import annotations
@@ -34,10 +33,7 @@ class Reducer:
     """Reduces the gradients of a replica's parameters, as often as they are reduced before a step.
 
     Args:
-        replica: the parameters and the ranks.
-        compressor: what each bucket gets a copy of.
         model: whose forward passes are timed, or None.
-        scaling: the scale of gradients.
 
     Attributes:
         seconds: of this rank by kind of work (see `telemetry.trace`), and "exposed": waited for in `reduce`.
@@ -107,9 +103,7 @@ class Reducer:
     def send(self, name: str, final: bool = True) -> None:
         """Take a gradient into its bucket, which is sent when it is full; the first reduction records the order.
 
-        Args:
-            name: of the parameter.
-            final: whether no other hook may change the gradient; else it is taken when back-propagation has ended.
+        One that is not `final`, since another hook may change it, is taken when back-propagation has ended.
         """
         self._sender.arrived()
         if not self.buckets:
@@ -147,15 +141,11 @@ class Reducer:
     # -- at its end
 
     def reduce(self, name: str, regroup: Callable[[], None]) -> Round:
-        """Send what was not sent, wait for all, and let gradients be the means. Collective.
+        """Send the rest, wait for all, and make gradients the means; raise as `Engine.synchronize`. Collective.
 
         Args:
             name: of the call at the end.
             regroup: adds and removes parameters as the optimizer and the model have them now; collective.
-
-        Raises:
-            NonFiniteError: a gradient is not finite on some rank; all gradients are NaN now.
-            CommunicationError, RuntimeError: the reduction failed on some rank; gradients are as they were.
         """
         with self.failing():
             while (outcome := self._attempt(name, regroup)) is None:
@@ -192,18 +182,15 @@ class Reducer:
         if self.gradients.are(State.LOCAL):
             self.gradients.to(State.SENDING)
         replica = self._replica
-        modules = replica.buffers.changed()
-        flags = CHANGED * (self.gradients.are(State.STALE) or self._sender.altered) | replica.flags
-        sparse, checksum = replica.sparse_weights, replica.checksum
-        row = Row(replica.steps, flags, replica.params, modules, checksum=checksum, sparse=sparse)
+        row = replica.row(CHANGED * (self.gradients.are(State.STALE) or self._sender.altered))
         digest = None if replica.warmed or replica.transport.size == 1 else fingerprint(replica.params.values())
         seconds, outcome, error = self._sender.wait(lambda: self._round(name, row, digest))
         if error is not None:
             raise error
         assert isinstance(outcome, Round)
         changed, learned = outcome.flags & (CHANGED | MEMBERS), self.buckets.learn(outcome.rows, outcome.dense)
-        stale = learned or outcome.trainable != set(self.buckets.index_of)
-        if not (changed or stale or outcome.over):
+        relaid = learned or outcome.trainable != set(self.buckets.index_of)
+        if not (changed or relaid or outcome.over):
             replica.broadcast_buffers(outcome)
             self._profiler.measure(replica.transport, self._sender.last, seconds, replica.options.timeout)
             self._accept(outcome)
@@ -212,10 +199,10 @@ class Reducer:
         self.gradients.to(State.LOCAL)
         if outcome.flags & MEMBERS:
             regroup()
-        elif stale:  # parameters were frozen or unfrozen, or have gradients of another kind
+        elif relaid:  # parameters were frozen or unfrozen, or have gradients of another kind
             self.buckets.release()
             self.make_buckets(outcome.trainable)
-        return None if changed or stale else outcome
+        return None if changed or relaid else outcome
 
     def _round(self, name: str, row: Row, digest: int | None) -> Round:
         """Tell all ranks how it went here; `digest` is of this rank's own gradients, in the first reduction."""

@@ -35,7 +35,7 @@ class Sender:
         seconds: of this rank by kind of work (see `telemetry.trace`), and "exposed": waited for.
         taken: names of the parameters whose gradients are in their buckets.
         failed: what a bucket of this reduction has raised.
-        first, last: when the first and the last gradient came, by time.perf_counter.
+        first, last: time.perf_counter at the first and the last gradient.
     """
 
     def __init__(self, replica: Replica, buckets: Buckets, scaling: Scaling, compressor: Compressor) -> None:
@@ -65,7 +65,7 @@ class Sender:
         self.first = self.last if self.first is None else self.first
 
     def take(self, name: str) -> None:
-        """Take a parameter's gradient into its bucket, and send the buckets that are complete and next in order."""
+        """Take a parameter's gradient into its bucket, and queue the buckets that are complete and next in order."""
         self._take(self._buckets.index_of[name], name)
         p = self._replica.params[name]
         self._seen.append((p, Seen.of(p)))
@@ -90,29 +90,23 @@ class Sender:
 
     def _job(self, bucket: Bucket, compressor: Compressor, event: Any) -> float:
         """Reduce one bucket, whose gradients are complete at `event`; returns its seconds."""
+        if self.failed is not None:
+            return 0.0
+        start, layout = time.perf_counter(), bucket.layout
         try:
-            return self._timed(bucket, compressor, event)
+            if torch.get_num_threads() != self._threads:
+                torch.set_num_threads(self._threads)  # holds for the thread
+            span = bucket_span(self._timeline, layout.index, layout.length)
+            with span as recorder, layout.device.stream_context(event):
+                bucket.reduce(self._replica.transport, compressor)
+                if layout.small and self._finite and not bucket.mean_is_finite():
+                    self._refuse(bucket)
         except Exception as error:
             self.failed = error
             raise
-
-    def _timed(self, bucket: Bucket, compressor: Compressor, event: Any) -> float:
-        if self.failed is not None:
-            return 0.0
-        if torch.get_num_threads() != self._threads:
-            torch.set_num_threads(self._threads)  # holds for the thread
-        start = time.perf_counter()
-        layout = bucket.layout
-        with bucket_span(self._timeline, layout.index, layout.length) as recorder, layout.device.stream_context(event):
-            self._reduce(bucket, compressor)
         for kind, seconds in recorder.seconds.items():
             self.seconds[kind] += seconds
         return time.perf_counter() - start
-
-    def _reduce(self, bucket: Bucket, compressor: Compressor) -> None:
-        bucket.reduce(self._replica.transport, compressor)
-        if bucket.layout.small and self._finite and not bucket.mean_is_finite():
-            self._refuse(bucket)
 
     def _refuse(self, bucket: Bucket) -> None:
         """Raise for a parameter that is not compressed what the compressor would raise; all ranks see the same mean."""

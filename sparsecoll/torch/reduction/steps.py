@@ -124,11 +124,7 @@ class Steps:
         return by_hand, set() if by_hand else gone if kept or not gone else set(names)
 
     def commit(self, by_hand: bool = False) -> None:
-        """A step was taken: what the reductions since the last one have left is the state of the next one.
-
-        Args:
-            by_hand: whether the loop has taken it by itself.
-        """
+        """A step was taken, perhaps by the loop itself: make permanent what reductions since the last one have left."""
         self._buckets.commit()
         if not self.gradients.are(State.STEPPED):
             self._count()
@@ -154,12 +150,7 @@ class Steps:
     # -- optimizers
 
     def follow_optimizers(self, compressor: Compressor, warns: bool) -> None:
-        """See the steps of all optimizers that have these parameters.
-
-        Args:
-            compressor: of which warnings tell if it does not suit an optimizer.
-            warns: whether this rank warns.
-        """
+        """Hook the steps of all optimizers; those with these parameters count, and must suit the compressor."""
         known = weakref.WeakSet[torch.optim.Optimizer]()
         register_optimizer_step_pre_hook(partial(_before, weakref.ref(self), compressor, known if warns else None))
         register_optimizer_step_post_hook(partial(_after, weakref.ref(self)))

@@ -40,10 +40,7 @@ def collective(
 ) -> T:
     """Call a function within a CollectiveCall, after the nonblocking calls that were made before it.
 
-    Args:
-        name, timeout: of the call.
-        function: called with the CollectiveCall. What it raises on one rank is raised on all.
-        phase: of its traffic; "": none.
+    The phase is that of its traffic; "" for none.
     """
 
     def call() -> T:
@@ -113,11 +110,7 @@ def mean_of_loss(transport: Transport, loss: Any, timeout: float | None) -> Any:
 
 
 def mean_loss(transport: Transport, closure: Callable[[], Any], timeout: float | None) -> Any:
-    """Evaluate a closure on every rank; return the mean of the losses, in the type of the loss. Collective.
-
-    Raises:
-        CommunicationError, ValueError, TypeError: On every rank, if the closure raised on one of them.
-    """
+    """Evaluate a closure on every rank; return the mean of the losses, in the type of the loss. Collective."""
     with torch.enable_grad():
         loss = completed_future(closure)
 
