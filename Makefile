@@ -61,7 +61,9 @@ lint: $(MPICH)/dev.done
 	$(MPICH)/bin/ruff check . && $(MPICH)/bin/ruff format --check . && $(MPICH)/bin/mypy sparsecoll
 
 fuzz: $(MPICH)/test.done  # the long run of what the tests do in short
-	SPARSECOLL_FUZZ=20000 $(MPICH)/bin/python -m pytest -q -n 2 tests/test_fuzz.py tests/torch/test_every_line.py
+	SPARSECOLL_FUZZ=20000 $(MPICH)/bin/python -m pytest -q -n 2 tests/test_fuzz.py tests/torch/test_every_line.py \
+		tests/torch/test_added_groups.py tests/collectives/test_injected.py
+	SPARSECOLL_PROGRAMS=2000 $(MPICH)/bin/python -m pytest -q -n 2 tests/torch/test_random_programs.py
 	SPARSECOLL_PAIRS=all $(MPICH)/bin/python -m pytest -q -n 2 tests/transport/test_mismatch.py
 	SPARSECOLL_HOSTILE=50000 $(MPICH)/bin/python -m pytest -q -n 2 -rP tests/transport/test_hostile.py
 	$(MPICH)/bin/python tests/corrupt_messages.py --count 1000000

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from sparsecoll.algorithms import Algorithm
 from sparsecoll.torch.compressors import Compressor, TopK, resolve
 from sparsecoll.torch.fsdp.checkpoint import Checkpoint
+from sparsecoll.torch.fsdp.failures import Failures
 from sparsecoll.torch.fsdp.groups import Group, groups_of
 from sparsecoll.torch.fsdp.reductions import ShardedReductions
 from sparsecoll.torch.fsdp.scatter import scattered
@@ -84,19 +85,20 @@ def attach(
     groups = groups_of(model)
     if not any(group.shards for group in groups):
         raise ValueError("model: expected trainable parameters, got none")
-    own, options = (
-        _checked(compressor, replicas is not None),
-        Options(verify=verify, timeout=timeout, timeline=timeline),
-    )
-    scaler = enabled(grad_scaler)
-    if replicas is None and options.verify:
-        raise ValueError("verify: expected 0 without replicas, which are compared, got another number")
     node = as_transport(groups[0].shard_group, timeout)
     transport = node if replicas is None else _replicas(replicas, groups, node, timeout)
-    replica = Replica(transport, None, options)
-    ranks = _introduce(replica, node, groups, {**own.signature(), "verify": options.verify})
-    checkpoint = Checkpoint(ranks, None if replicas is None else _group(replicas), groups[0].shard_group)
-    reductions = ShardedReductions(groups, replica, node, own, checkpoint, scaler)
+
+    def attached() -> ShardedReductions:
+        own = _checked(compressor, replicas is not None)
+        options, scaler = Options(verify=verify, timeout=timeout, timeline=timeline), enabled(grad_scaler)
+        if replicas is None and options.verify:
+            raise ValueError("verify: expected 0 without replicas, which are compared, got another number")
+        replica = Replica(transport, None, options)
+        ranks = _introduce(replica, node, groups, {**own.signature(), "verify": options.verify})
+        checkpoint = Checkpoint(ranks, None if replicas is None else _group(replicas), groups[0].shard_group)
+        return ShardedReductions(groups, replica, node, own, checkpoint, scaler)
+
+    reductions = Failures(transport, node, timeout).together("attach", attached)
     reductions.install()
     return reductions
 

@@ -7,7 +7,8 @@ sharded as the parameter is. What is conserved if their number changes is the su
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -159,20 +160,37 @@ class Checkpoint:
         checkpoint_id: Any,
         storage_reader: Any,
         key: str,
+        together: Callable[[str, Callable[[], Any]], Any],
     ) -> dict[str, Any]:
         """Return the state in a checkpoint, with residuals of as many replicas as it has.
+
+        Args:
+            together: calls a function, and raises on all ranks what it raises on one.
 
         Raises:
             ValueError: It is not there, or of other parameters or another compressor.
         """
-        reader = FileSystemReader(checkpoint_id) if storage_reader is None else storage_reader
-        metadata: dict[str, Any] = reader.read_metadata().state_dict_metadata
-        template = self.saved(state, shards)
-        if f"{key}.compressor" not in metadata:
-            raise ValueError(f"key: expected one that the checkpoint has, got {key!r}")
+
+        def opened() -> tuple[Any, dict[str, Any]]:
+            reader = FileSystemReader(checkpoint_id) if storage_reader is None else storage_reader
+            metadata: dict[str, Any] = reader.read_metadata().state_dict_metadata
+            if f"{key}.compressor" not in metadata:
+                raise ValueError(f"key: expected one that the checkpoint has, got {key!r}")
+            return reader, metadata
+
+        reader, metadata = together("load", opened)  # before each call of torch, in which ranks wait for each other
         about: dict[str, Any] = {key: {"compressor": "", "step": 0}}
         load(about, storage_reader=reader)
-        method, saved = state["compressor"], about[key]["compressor"]
+        fitting = partial(self._fitting, state, shards, metadata, key, about[key]["compressor"])
+        template: dict[str, Any] = together("load", fitting)
+        load({key: template}, storage_reader=reader)
+        return template
+
+    def _fitting(
+        self, state: Mapping[str, Any], shards: Sequence[Shard], metadata: Mapping[str, Any], key: str, saved: str
+    ) -> dict[str, Any]:
+        """Return a state to be filled, with tensors of the sizes that they have in a checkpoint; see `read`."""
+        method, template = state["compressor"], self.saved(state, shards)
         if saved.partition("(")[0] != method.partition("(")[0]:
             raise ValueError(f"checkpoint: expected the state of compressor {method}, got that of {saved}")
         ranks = {name.rpartition(".")[2] for name in metadata if name.startswith(f"{key}.buckets.")}
@@ -194,7 +212,6 @@ class Checkpoint:
                     entries[name] = self._zeros(stored, shard, whole=False)  # of a layer that is frozen here
         if not same:
             template["buckets"] = {}
-        load({key: template}, storage_reader=reader)
         return template
 
     def _zeros(self, stored: Any, shard: Shard, whole: bool) -> DTensor:

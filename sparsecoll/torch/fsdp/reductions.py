@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from concurrent.futures import Future
@@ -13,16 +12,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from sparsecoll.errors import CommunicationError, NonFiniteError
+from sparsecoll.errors import NonFiniteError
 from sparsecoll.torch.compressors import Compressor
 from sparsecoll.torch.fsdp.checkpoint import Checkpoint
+from sparsecoll.torch.fsdp.failures import Failures
 from sparsecoll.torch.fsdp.groups import Group, ReduceScatter, Shard
 from sparsecoll.torch.fsdp.scatter import reduce_scatter_tensors
 from sparsecoll.torch.reduction.bucket import Bucket
 from sparsecoll.torch.reduction.buckets import Buckets
 from sparsecoll.torch.reduction.gradients import State
 from sparsecoll.torch.reduction.steps import Steps
-from sparsecoll.torch.replica.calls import collective
 from sparsecoll.torch.replica.replica import Replica
 from sparsecoll.torch.replica.rounds import Row
 from sparsecoll.torch.replica.timeline import bucket_span
@@ -30,9 +29,11 @@ from sparsecoll.torch.tensors.backward import at_end_of_backward
 from sparsecoll.torch.tensors.layout import Layout
 from sparsecoll.torch.tensors.private import queue_callback
 from sparsecoll.transport import Transport
-from sparsecoll.transport.call import KNOWN, CollectiveCall
-from sparsecoll.transport.collectives import allgatherv, disseminate
-from sparsecoll.transport.progress import completed_future, in_background
+from sparsecoll.transport.call import CollectiveCall
+from sparsecoll.transport.collectives import disseminate
+from sparsecoll.transport.progress import in_background
+
+END = "end of back-propagation"
 
 
 class ShardedReductions:
@@ -70,7 +71,7 @@ class ShardedReductions:
         self._buckets = Buckets(compressor, replica)
         self._jobs: list[Future[None]] = []  # of the back-propagation that is under way
         self._reduced: set[int] = set()  # groups that have been reduced in it
-        self._failed: Exception | None = None
+        self._failures = Failures(replica.transport, node, replica.options.timeout)
         self._steps = Steps(self._buckets, replica, self._trained, "what attach() returned", self._any, self._in_layout)
         self._steps.follow_optimizers(compressor, warns=replica.transport.rank == node.rank == 0)
         self._steps.after = self._compare
@@ -108,7 +109,7 @@ class ShardedReductions:
             self._node.waitall()
             return anywhere
 
-        return collective(self._node, "steps", self._replica.options.timeout, combine, "agree")
+        return self._failures.call(self._node, "steps", combine, "agree")
 
     def _compare(self) -> None:
         """After a step: compare replicas if that is due."""
@@ -120,21 +121,23 @@ class ShardedReductions:
 
     def install(self) -> None:
         """Set the hooks of all modules."""
+        hook, ask = self._failures.hook, self._ask_for_end
         for index, group in enumerate(self._groups):
             group.module.set_reduce_scatter_unused_params(True, recurse=False)  # so that the layout is known
+            reduce = hook(ask, ask, partial(self._receive, index))  # asks again, if that has failed
             if self._scattered:
-                scatter = ReduceScatter(partial(self._receive, index), partial(self._memory, index))
+                scatter = ReduceScatter(reduce, hook(partial(self._memory, index)))
                 group.module.set_custom_reduce_scatter(scatter)
                 continue
-            group.module.set_all_reduce_hook(partial(self._all_reduce, index))
+            group.module.set_all_reduce_hook(reduce)
             if self._node.size > 1 and self._shards[0].local.device.type == "cpu":  # gloo sends twice as much
-                group.module.set_custom_reduce_scatter(ReduceScatter(self._reduce_scatter_in_node))
-
-    def _all_reduce(self, index: int, values: torch.Tensor) -> None:
-        self._receive(index, values, values, 1.0)
+                group.module.set_custom_reduce_scatter(ReduceScatter(hook(self._reduce_scatter_in_node)))
 
     def _reduce_scatter_in_node(self, values: torch.Tensor, out: torch.Tensor, factor: float) -> None:
-        reduce_scatter_tensors(self._node, values, out, factor, self._replica.options.timeout)
+        def reduce(_: CollectiveCall) -> None:
+            reduce_scatter_tensors(self._node, values, out, factor, self._replica.options.timeout)
+
+        self._failures.call(self._node, "reduce_scatter", reduce)
 
     def _memory(self, index: int, size: int, dtype: torch.dtype) -> torch.Tensor | None:
         """Return the bucket's own memory for the gradients of a group, where it is free and fits."""
@@ -147,19 +150,24 @@ class ShardedReductions:
         memory = bucket.gradient_buffer().tensor
         return memory if memory.dtype == dtype else None
 
-    def _receive(self, index: int, values: torch.Tensor, out: torch.Tensor, factor: float) -> None:
-        """Reduce the gradients of a group; runs on the thread that back-propagates."""
+    def _receive(self, index: int, values: torch.Tensor, out: torch.Tensor | None = None, factor: float = 1.0) -> None:
+        """Reduce the gradients of a group, in place without `out`; runs on the thread that back-propagates."""
+        out = values if out is None else out
         self._begin()
-        at_end_of_backward(self, lambda: queue_callback(self._end))
         device = self._buckets[index][0].layout.device
         again = index in self._reduced
         self._reduced.add(index)
         divisor = self._groups[index].divisor(values)
         job = partial(self._job, index, values, out, factor, divisor, again, device.record_event())
-        self._jobs.append(in_background(self._transport, job))
+        self._jobs.append(in_background(self._transport, self._failures.hook(job, partial(self._spoil, out))))
         if self._groups[index].reads_at_once(out):
             self._jobs[-1].result()
             device.wait_stream()
+
+    def _ask_for_end(self, *_: Any) -> None:
+        """Call `Failures.end` when back-propagation ends."""
+        end = partial(self._failures.end, END, self._wait, self._exchange, self._settle)
+        at_end_of_backward(self, lambda: queue_callback(end))
 
     # -- a reduction, on the progress thread
 
@@ -174,18 +182,20 @@ class ShardedReductions:
         again: bool,
         event: Any,
     ) -> None:
-        bucket, compressor = self._buckets[index]
-        with bucket.layout.device.stream_context(event):
-            try:
-                if self._failed is None:
-                    if again:  # a module that is used several times, or by parts of the loss
-                        bucket.accept()
-                    with CollectiveCall(self._transport, f"module {index}", compressor.timeout):
-                        self._mean(bucket, compressor, values, out, factor, divisor)
-            except Exception as error:
-                self._failed = error
-            if self._failed is not None:
-                out.fill_(float("nan"))
+        def reduce(_: CollectiveCall) -> None:
+            bucket, compressor = self._buckets[index]
+            with bucket.layout.device.stream_context(event):
+                if again:  # a module that is used several times, or by parts of the loss
+                    bucket.accept()
+                self._mean(bucket, compressor, values, out, factor, divisor)
+
+        self._failures.call(self._transport, f"module {index}", reduce)
+
+    @torch.no_grad()
+    def _spoil(self, out: torch.Tensor) -> None:
+        """Write NaN in place of means, if this back-propagation has failed."""
+        if self._failures.noted is not None:
+            out.fill_(float("nan"))
 
     def _mean(
         self,
@@ -239,49 +249,31 @@ class ShardedReductions:
         if [layout.names for layout in self._layouts()] != [bucket.layout.names for bucket, _ in self._buckets]:
             self._bind()  # parameters were frozen or unfrozen
 
-    def _end(self) -> None:
-        """At the end of back-propagation: accept the reductions if they have succeeded on all ranks."""
+    def _wait(self) -> None:
         for job in self._jobs:
             job.result()
         for bucket, _ in self._buckets:
             bucket.layout.device.wait_stream()
-        failed, self._failed, self._jobs, self._reduced = self._failed, None, [], set()
-        agreed = completed_future(lambda: self._agree(failed))
-        error = agreed.exception()
+
+    def _exchange(self, ranks: Transport) -> None:
+        Row(self._replica.context.step, 0, {}).exchange(ranks)
+
+    def _settle(self, error: Exception | None) -> Exception | None:
+        """Accept the reductions of a back-propagation, or drop them; return what is to be raised."""
         if error is None:
+            self._over()
             self._steps.accept(self._trained())
-            return
+            return None
         self.discard()
         for shard in self._shards:
             if shard.param.grad is not None:
                 shard.param.grad.to_local().fill_(float("nan"))  # type: ignore[attr-defined]
-        if self._scaler is None or not isinstance(error, NonFiniteError):
-            raise error
+        return None if self._scaler is not None and isinstance(error, NonFiniteError) else error
 
-    def _agree(self, failed: Exception | None) -> None:
-        """Raise on every rank of all nodes if a reduction has failed on some, or if ranks took different steps.
-
-        A reduction fails on all ranks that have the same shard, so that every node has one of them.
-        """
-        row = Row(self._replica.context.step, 0, {})
-        if failed is None:
-            exchanged = completed_future(
-                lambda: self._replica.call(END, lambda _: row.exchange(self._transport), "agree")
-            )
-            failed = exchanged.exception()  # type: ignore[assignment]
-        if not self._scattered:
-            failed = collective(self._node, END, self._replica.options.timeout, lambda _: self._first(failed), "agree")
-        if failed is not None:
-            raise failed
-
-    def _first(self, failed: Exception | None) -> Exception | None:
-        """Return the exception of the first rank of this node that has one."""
-        report = [] if failed is None else [type(failed).__name__, f"shard {self._node.rank}: {failed}"]
-        blocks = allgatherv(self._node, np.frombuffer(bytearray(json.dumps(report).encode()), np.uint8))
-        self._node.waitall()
-        for kind, text in filter(None, (json.loads(bytes(block)) for block in blocks)):
-            return KNOWN.get(kind, CommunicationError)(text)
-        return None
+    def _over(self) -> None:
+        """No back-propagation is under way."""
+        self._jobs, self._reduced = [], set()
+        self._failures.forget()
 
     def discard(self) -> None:
         """Skip the step after back-propagation, on all ranks: residuals are restored to their values before it.
@@ -291,10 +283,10 @@ class ShardedReductions:
         """
         for job in self._jobs:
             job.result()
-        self._jobs, self._reduced, self._failed = [], set(), None
-        self._steps.gradients.to(State.EMPTY)
+        self._over()
         self._buckets.drop()
         self._steps.discard()
+        self._steps.gradients.to(State.EMPTY)
 
     # -- layout
 
@@ -311,7 +303,7 @@ class ShardedReductions:
                 params = dict.fromkeys(layout.names, torch.empty(0, device="cpu"))
                 self._buckets.bind(params, layout)
 
-        self._replica.call("bind", bind)
+        self._failures.call(self._transport, "bind", bind)
 
     # -- saved state
 
@@ -327,8 +319,12 @@ class ShardedReductions:
             raise RuntimeError(
                 "state_dict: expected a call after back-propagation, got one while gradients are reduced"
             )
-        self._steps.settle()
-        return self._checkpoint.saved(self._buckets.state_dict(), self._parameters)
+
+        def saved() -> dict[str, Any]:
+            self._steps.settle()
+            return self._checkpoint.saved(self._buckets.state_dict(), self._parameters)
+
+        return self._failures.together("state_dict", saved)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned, after torch.distributed.checkpoint has filled it. Collective.
@@ -340,12 +336,18 @@ class ShardedReductions:
         Raises:
             ValueError: The state is of other parameters or another compressor.
         """
-        shapes = {name: shard.padded for shard in self._parameters for name in shard.names(self._parts)}
-        self._replica.params = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
-        own = completed_future(lambda: self._checkpoint.loaded(state, self._parameters, self._transport))
-        self._buckets.load_state_dict(own.result)
-        self._bind()
-        self._steps.gradients.to(State.EMPTY)
+
+        def loaded() -> dict[str, Any]:
+            shapes = {name: shard.padded for shard in self._parameters for name in shard.names(self._parts)}
+            self._replica.params = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+            return self._checkpoint.loaded(state, self._parameters, self._transport)
+
+        def load(own: dict[str, Any]) -> None:
+            self._buckets.load_state_dict(lambda: own)
+            self._bind()
+            self._steps.gradients.to(State.EMPTY)
+
+        self._failures.together("load_state_dict", partial(load, self._failures.together("load_state_dict", loaded)))
 
     def load(
         self,
@@ -364,8 +366,9 @@ class ShardedReductions:
         Raises:
             ValueError: The checkpoint has no such state, or that of other parameters or another compressor.
         """
-        own = self._buckets.state_dict()
-        self.load_state_dict(self._checkpoint.read(own, self._parameters, checkpoint_id, storage_reader, key))
 
+        def read() -> dict[str, Any]:
+            together, own = self._failures.together, self._buckets.state_dict()
+            return self._checkpoint.read(own, self._parameters, checkpoint_id, storage_reader, key, together)
 
-END = "end of back-propagation"
+        self.load_state_dict(self._failures.together("load", read))

@@ -269,7 +269,7 @@ class DistributedOptimizer(Wrapper):
     def add_param_group(
         self, param_group: dict[str, Any], named_parameters: Iterable[tuple[str, torch.Tensor]] = ()
     ) -> None:
-        """Add a group as in torch; collective.
+        """Add a group as in torch, on all ranks or, if one of them raises, on none; collective.
 
         Parameters that are neither in the optimizer's groups nor in the model any more are dropped with their
         residuals, now or in the next step. To replace a layer, take the old parameters out of `param_groups` and
@@ -280,7 +280,8 @@ class DistributedOptimizer(Wrapper):
             named_parameters: pairs (name, parameter). Parameters keep the name that they have already. Others without
                 one have the model's, if the model is known and no other parameter has it, or are called group<i>.<j>.
         """
-        self._engine.add(self._add_to_wrapped(param_group, self._engine.members, named_parameters))
+        own = self._engine
+        self._add_group(param_group, own.members, named_parameters, own.add, own.release)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the wrapped optimizer's state_dict, with the compressor's state by parameter name under "sparsecoll".

@@ -20,7 +20,7 @@ from sparsecoll.torch.reduction.grad_scaler import forget, is_called_by_scaler
 from sparsecoll.torch.reduction.state import LOCAL, STATE
 from sparsecoll.torch.reduction.window import Window, is_finite
 from sparsecoll.torch.replica.broadcasts import broadcast_optimizer, broadcast_tensors
-from sparsecoll.torch.replica.calls import collective, communicator
+from sparsecoll.torch.replica.calls import agreeing, collective, communicator
 from sparsecoll.torch.replica.guards import refuse_wrapped, warn_of_momentum, warn_of_state
 from sparsecoll.torch.replica.options import Options
 from sparsecoll.torch.replica.rounds import JOINED
@@ -62,6 +62,8 @@ class LocalOptimizer(Wrapper):
     not averaged later. A parameter that is frozen between two means is part of the next one. If you change frozen
     parameters yourself, such as those of a teacher that follows its student, do so right after a mean, when all ranks
     have the same student, or call `sparsecoll.torch.broadcast(teacher)` before you evaluate, save or unfreeze them.
+    Values that you load or change yourself between a mean and the next step must be the same on all ranks: the next
+    mean raises CommunicationError otherwise.
 
     Args:
         optimizer: torch optimizer of floating-point parameters.
@@ -251,18 +253,19 @@ class LocalOptimizer(Wrapper):
 
             replica.call("discard", mend)
 
+    @agreeing("_window.replica.agreed")
     def add_param_group(
         self, param_group: dict[str, Any], named_parameters: Iterable[tuple[str, torch.Tensor]] = ()
     ) -> None:
-        """Add a group as in torch; collective. All ranks start from rank 0's values of these parameters.
+        """Add a group as in torch, on all ranks or on none; collective. Its values become those of rank 0.
 
         Args:
             param_group: as in torch; its options are those of the wrapped optimizer.
             named_parameters: pairs (name, parameter). Parameters without a name have the one under which the model has
                 them, otherwise they are called group<i>.<j>.
         """
-        with self._window.replica.agreed():
-            self._window.regroup(self._add_to_wrapped(param_group, self._window.members, named_parameters))
+        own = self._window
+        self._add_group(param_group, own.members, named_parameters, own.regroup, own.release)
 
     def move(self, comm: Any) -> None:
         """Continue on another communicator, such as that of `sparsecoll.shrink` after a rank was lost; collective on

@@ -16,6 +16,7 @@ from sparsecoll.telemetry.traffic import Traffic
 from sparsecoll.torch.compressors.schedule import Density, Schedule
 from sparsecoll.torch.optimizers.sgd_options import check_group, common, compressor_of, names_of
 from sparsecoll.torch.optimizers.sgd_updates import Rule, Update, updates
+from sparsecoll.torch.optimizers.wrapper import taken_back
 from sparsecoll.torch.reduction.accumulator import Accumulator, SparseSum, Sums
 from sparsecoll.torch.reduction.grad_scaler import Scaling
 from sparsecoll.torch.reduction.state import STATE
@@ -170,33 +171,31 @@ class SparseSGD(torch.optim.Optimizer):
 
     # -- parameters
 
+    def _agreed(self) -> contextlib.AbstractContextManager[None]:
+        return self._replica.agreed() if self._built else contextlib.nullcontext()
+
+    @agreeing("_agreed")
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group as in torch; collective, since the new parameters are broadcast from rank 0."""
+        """Add a group as in torch, on all ranks or on none; collective: its values are broadcast from rank 0."""
         if not self._built:
             super().add_param_group(param_group)
             return
-        count = len(self.param_groups)
-
-        def add(_: CollectiveCall) -> None:
-            super(SparseSGD, self).add_param_group(param_group)
+        with taken_back(self.param_groups, self._flat.release):
+            super().add_param_group(param_group)
             check_group(self.param_groups[-1], self._compressor)
-
-        try:
-            self._replica.call("add_param_group", add)
-        except Exception:
-            del self.param_groups[count:]
-            raise
-        self._introduce()
+            self._introduce()
 
     @agreeing("_replica.agreed")
     def _introduce(self) -> None:
         """Name the parameters that the groups have now, and broadcast those that are new from rank 0. Collective."""
-        names = names_of(self.param_groups, self._model)
-        new, signature = self._flat.compared(names)
-        signature |= {**common(self.param_groups), "verify": self._replica.options.verify}
-        signature |= {"grad_scaler": self._scaling.scaler is not None}
-        self._replica.introduce(new, signature)
-        self._flat.rename(names)
+        with self._flat.all_or_none() as begin:
+            names = names_of(self.param_groups, self._model)
+            new, signature = self._flat.compared(names)
+            signature |= {**common(self.param_groups), "verify": self._replica.options.verify}
+            signature |= {"grad_scaler": self._scaling.scaler is not None}
+            self._replica.introduce(new, signature)
+            begin()
+            self._flat.rename(names)
 
     # -- a step
 

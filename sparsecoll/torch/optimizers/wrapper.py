@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -67,13 +68,35 @@ class Wrapper(torch.optim.Optimizer):
         for after in state_dict_hooks(self, "load_state_dict_post"):
             after(self)
 
-    def _add_to_wrapped(
-        self, param_group: dict[str, Any], members: Members, given: Iterable[tuple[str, torch.Tensor]]
-    ) -> Named:
-        """Add a group to the wrapped optimizer; return its parameters by name, see `Members.named`."""
-        number = len(self.optimizer.param_groups)
-        self.optimizer.add_param_group(param_group)
-        return members.named(number, given)
+    def _add_group(
+        self,
+        param_group: dict[str, Any],
+        members: Members,
+        given: Iterable[tuple[str, torch.Tensor]],
+        introduce: Callable[[Named], None],
+        release: Callable[[], None],
+    ) -> None:
+        """Add a group to the wrapped optimizer and introduce its parameters, see `Members.named`. Collective."""
+        with taken_back(self.optimizer.param_groups, release) as number:
+            self.optimizer.add_param_group(param_group)
+            introduce(members.named(number, given))
+
+
+@contextlib.contextmanager
+def taken_back(groups: list[Any], release: Callable[[], None]) -> Iterator[int]:
+    """Context manager: if it raises, as it does on all ranks, the groups that were added in it are taken back.
+
+    Args:
+        groups: of an optimizer, whose number it returns.
+        release: discards the buckets, which some ranks may have done already.
+    """
+    count = len(groups)
+    try:
+        yield count
+    except Exception:
+        del groups[count:]
+        release()
+        raise
 
 
 def _replaced(state: dict[str, Any], result: Any) -> dict[str, Any]:

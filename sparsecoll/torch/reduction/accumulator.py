@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -109,12 +110,16 @@ class Accumulator:
 
     def rename(self, names: dict[torch.Tensor, str]) -> None:
         """Set the parameters and their names; what belongs to parameters that are gone is dropped."""
-        new = self._renamed(names)
-        if any(new.get(old) != old for old in self.names.values()):
-            self._buckets.rename(new)
-            self._rated = {new[name]: rated for name, rated in self._rated.items() if name in new}
-            self.laid_out = set()
-        self.names, self._replica.params = names, {name: p for p, name in names.items()}
+        new, params = self._renamed(names), self._replica.params
+        self._buckets.rename(new)
+        self._rated = {new[name]: rated for name, rated in self._rated.items() if name in new}
+        self.names = names
+        params.clear()
+        params.update({name: p for p, name in names.items()})
+
+    def all_or_none(self) -> contextlib.AbstractContextManager[Callable[[], None]]:
+        """See `Replica.all_or_none`."""
+        return self._replica.all_or_none(self.release, vars(self), vars(self._buckets), self._replica.params)
 
     def _renamed(self, names: dict[torch.Tensor, str]) -> dict[str, str]:
         return {old: names[p] for p, old in self.names.items() if p in names}

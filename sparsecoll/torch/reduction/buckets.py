@@ -12,7 +12,7 @@ import torch
 
 from sparsecoll.torch.compressors import Compressor, TopK, resolve
 from sparsecoll.torch.reduction.bucket import Bucket
-from sparsecoll.torch.reduction.row_gradients import RowBucket, RowParameters
+from sparsecoll.torch.reduction.row_gradients import RowBucket
 from sparsecoll.torch.reduction.row_sum import RowSum
 from sparsecoll.torch.reduction.state import Tensors, check, collect, joined, renamed, restore
 from sparsecoll.torch.replica.replica import Replica
@@ -59,6 +59,11 @@ class Buckets:
 
     def __getitem__(self, index: int) -> tuple[Bucket, Compressor]:
         return self._pairs[index]
+
+    @property
+    def has_residuals(self) -> bool:
+        """Whether a bucket has a residual."""
+        return any(compressor.keeps_gradient for _, compressor in self)
 
     # -- layout
 
@@ -158,7 +163,7 @@ class Buckets:
         """Discard all buckets, and rename parameters, old name -> new name; the state of all others is dropped."""
         self.release()
         self._parked, self._base = renamed(self._parked, names), renamed(self._base, names)
-        self._rows.rename(names)
+        self._rows = self._rows.renamed(names)
         self._extra = {tuple(names[n] for n in own): t for own, t in self._extra.items() if names.keys() >= set(own)}
         self.order = [names[name] for name in self.order if name in names]
 
@@ -279,6 +284,42 @@ class Buckets:
                 " torch.distributed.checkpoint: the values in the residuals are lost. Save"
                 " optimizer.state_dict() of every rank with sparsecoll.torch.save, and load that"
             )
+
+
+class RowParameters:
+    """The names of the parameters whose gradients are reduced as rows; the same on every rank.
+
+    A parameter is one of them if some rank has had a gradient of rows for it, or its module says so, and no rank has
+    ever had a dense one. A table that is also the weight of a linear layer has dense gradients.
+    """
+
+    def __init__(self) -> None:
+        self._rows: set[str] = set()
+        self._dense: set[str] = set()
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._rows
+
+    def learn(self, rows: Collection[str], dense: Collection[str]) -> set[str]:
+        """Note for which parameters a rank has gradients of each kind; return those that are reduced otherwise now."""
+        before = set(self._rows)
+        self._dense |= set(dense)
+        self._rows = (self._rows | set(rows)) - self._dense
+        return before ^ self._rows
+
+    def renamed(self, names: Mapping[str, str]) -> RowParameters:
+        """Return these parameters with other names, old name -> new name, without those that are not named."""
+        new = RowParameters()
+        new._rows, new._dense = ({names[n] for n in own if n in names} for own in (self._rows, self._dense))
+        return new
+
+    def state(self) -> dict[str, list[str]]:
+        """Return what `load` takes."""
+        return {"rows": sorted(self._rows), "dense": sorted(self._dense)}
+
+    def load(self, state: Mapping[str, Collection[str]], names: Collection[str]) -> None:
+        """Restore what `state` returned, for those parameters that are among `names`."""
+        self._rows, self._dense = (set(state.get(kind, ())) & set(names) for kind in ("rows", "dense"))
 
 
 def _has_keys_of(own: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:

@@ -15,7 +15,7 @@ from sparsecoll.errors import NonFiniteError
 from sparsecoll.torch.compressors import Compressor
 from sparsecoll.torch.reduction.grad_scaler import Scaling
 from sparsecoll.torch.reduction.gradients import State
-from sparsecoll.torch.reduction.hooks import Hooks, enlist, owner_of, synchronize_all, taken_over
+from sparsecoll.torch.reduction.hooks import Hooks, before_wrapped_step, enlist, others_of, synchronize_all, take_over
 from sparsecoll.torch.reduction.reducer import Reducer
 from sparsecoll.torch.reduction.state import renamed_state
 from sparsecoll.torch.replica.calls import agreeing, mean_of_loss
@@ -75,7 +75,7 @@ class Engine:
         self._replaced = ""  # name of a parameter that an optimizer made later steps, too
         self.asked = False
         before = getattr(optimizer, "register_step_pre_hook", None)
-        self._step_guard = None if before is None else before(partial(_before_wrapped_step, weakref.ref(self)))
+        self._step_guard = None if before is None else before(partial(before_wrapped_step, weakref.ref(self)))
         self._outcome = NOTHING  # of the last reduction
         self.number = -1
 
@@ -83,6 +83,11 @@ class Engine:
     def timeout(self) -> float | None:
         """The timeout of a call in seconds."""
         return self._options.timeout
+
+    @property
+    def is_stepping(self) -> bool:
+        """Whether the wrapped optimizer steps, called by `stepping`."""
+        return self._reducer.steps.stepping
 
     # -- parameters
 
@@ -94,26 +99,37 @@ class Engine:
             params: name -> parameter: those that are new here, and perhaps others.
             stay: names of those that are not dropped, old -> new; None, the default, for those of `Members.staying`.
         """
-        stay, new = self.members.staying() if stay is None else stay, self.members.came(params)
-        left = self.params.keys() - stay.keys()
-
-        signature = {
-            name: getattr(self._options, name) for name in ("bucket_bytes", "dense_below", "overlap", "verify")
-        }
-        signature |= {"grad_scaler": self._scaling.scaler is not None}
-        signature = {**changes(new if self.params else (), left), **self._compressor.signature(), **signature}
-        self._replica.introduce(params, signature, lambda: check_added(new, stay))
-        if self.number < 0:
-            self.number = enlist(self)
-        self._let_stay(stay)
-        self.params.update(taken_over(self, new))
-        if self.transport.virtual:
-            # Virtual ranks are threads: their back-propagation stays in them. Otherwise autograd executes what is on a
-            # GPU, and so our hooks, in one thread for all ranks, and the first hook that waits stops the others.
-            torch.autograd.set_multithreading_enabled(False)
-        self._hooks.attach(self.params)
-        if new:
-            self._reducer.buckets.order = []
+        own, others = params, dict[str, Any]()
+        try:
+            with self._replica.all_or_none(self.release, vars(self._reducer.buckets), self.params) as begin:
+                stay, new = self.members.staying() if stay is None else stay, self.members.came(params)
+                compared = ("bucket_bytes", "dense_below", "overlap", "verify")
+                signature = {
+                    **changes(new if self.params else (), self.params.keys() - stay.keys()),
+                    **self._compressor.signature(),
+                    **{name: getattr(self._options, name) for name in compared},
+                    "grad_scaler": self._scaling.scaler is not None,
+                }
+                self._replica.introduce(params, signature, lambda: check_added(new, stay))
+                if self.number < 0:
+                    self.number = enlist(self)
+                others, stepped = others_of(self, new), self.members.stepped()
+                own = {name: p for name, p in new.items() if name not in others or id(p) in stepped}
+                begin()
+                self._let_stay(stay)
+                self.params.update(own)
+                if self.transport.virtual:
+                    # Virtual ranks are threads: their back-propagation stays in them. Otherwise autograd executes what
+                    # is on a GPU, and so our hooks, in one thread for all ranks, and the first that waits stops others.
+                    torch.autograd.set_multithreading_enabled(False)
+                self._hooks.attach(self.params)
+                if new:
+                    self._reducer.buckets.order = []
+        except Exception:
+            self._hooks.remove(own)
+            self._hooks.attach(self.params)
+            raise
+        take_over(others, own)
 
     def give_up(self, p: torch.Tensor) -> None:
         """Leave a parameter to an engine whose optimizer steps it."""
@@ -131,6 +147,10 @@ class Engine:
     def _regroup(self) -> None:
         """Add new parameters of the optimizer, and drop those that have left it and the model. Collective."""
         self.add(self.members.came(self.members.named()))
+
+    def release(self) -> None:
+        """Give up the reduction that is under way and the buckets; residuals are kept."""
+        self._reducer.release()
 
     def close(self, replaced: str = "") -> None:
         """Remove the hooks; a further step raises if an optimizer made later updates the parameter `replaced`."""
@@ -279,8 +299,8 @@ class Engine:
         if self._reducer.settle():
             self.asked = False
             return
-        pending = self._reducer.buckets.pending and self._reducer.has_residuals and not self.closed
-        if pending and self._outcome.joined:
+        buckets = self._reducer.buckets
+        if buckets.pending and self._outcome.joined and buckets.has_residuals and not self.closed:
             raise RuntimeError(
                 "zero_grad: expected step() first, since a rank has left join() and would not skip this step:"
                 " decide before backward(), or take the step with a learning rate of 0"
@@ -346,22 +366,3 @@ class Engine:
         self._reducer.buckets.load_state_dict(lambda: state, load)
         self._reducer.loaded()
         self.discard()
-
-
-def _before_wrapped_step(engine: weakref.ref[Engine], optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """A hook of the wrapped optimizer: raise unless DistributedOptimizer has called its step."""
-    alive = engine()
-    if alive is None:
-        owners = (owner_of(p) for group in optimizer.param_groups for p in group["params"])
-        if not any(owner is not None for owner in owners):  # one that was made later has a hook of its own
-            raise RuntimeError(
-                "step: expected a call of DistributedOptimizer's step(), got one of the optimizer that it wraps, and"
-                " the DistributedOptimizer is gone, so that gradients are this rank's own: keep it and call its step()"
-                " and zero_grad(), or close() it to train on one rank"
-            )
-    elif not (alive.closed or alive._reducer.steps.stepping):
-        raise RuntimeError(
-            "step: expected a call of DistributedOptimizer's step(), got one of the optimizer that it wraps, which"
-            " loses residuals and may step before gradients are means: call step() and zero_grad() of the"
-            " DistributedOptimizer only, or close() it first"
-        )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from functools import partial
 from typing import Any, Protocol
 
@@ -31,6 +31,8 @@ class Owner(Protocol):
     closed: bool
     asked: bool
 
+    @property
+    def is_stepping(self) -> bool: ...
     @property
     def timeout(self) -> float | None: ...
     def accumulating(self, name: str) -> None: ...
@@ -103,24 +105,23 @@ def _after(owner: weakref.ref[Owner], name: str, _: torch.Tensor) -> None:
         alive.accumulated(name)
 
 
-def taken_over(owner: Owner, params: Named) -> Named:
-    """Take parameters over from other engines; return those that `owner` is to reduce.
+def others_of(owner: Owner, params: Named) -> dict[str, Owner]:
+    """Return the other engines that reduce some of these parameters, by name of the parameter."""
+    engines = {name: owner_of(p) for name, p in params.items()}
+    return {name: other for name, other in engines.items() if other is not None and other is not owner}
+
+
+def take_over(others: Mapping[str, Owner], params: Named) -> None:
+    """Let other engines no longer reduce these parameters, which the optimizer of a new one steps.
 
     A parameter is reduced by the engine whose optimizer steps it, whatever else is in `named_parameters`. Where both do
     so, the later one replaces the other, as when a cell of a notebook is run again.
     """
-    own, taken = owner.members.stepped(), dict(params)
-    for name, p in params.items():
-        other = owner_of(p)
-        if other is None or other is owner:
-            continue
-        if id(p) not in own:
-            del taken[name]
-        elif id(p) in other.members.stepped():
+    for name, other in others.items():
+        if name in params and not other.closed and id(params[name]) in other.members.stepped():
             other.close(replaced=name)
-        else:
-            other.give_up(p)
-    return taken
+        elif name in params and not other.closed:
+            other.give_up(params[name])
 
 
 def enlist(owner: Owner) -> int:
@@ -195,3 +196,22 @@ def synchronize_all(transport: Transport) -> None:
         for number, is_asked in zip(numbers, asked, strict=True):
             if is_asked:
                 owners[number].synchronize()
+
+
+def before_wrapped_step(engine: weakref.ref[Owner], optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """A hook of the wrapped optimizer: raise unless DistributedOptimizer has called its step."""
+    alive = engine()
+    if alive is None:
+        owners = (owner_of(p) for group in optimizer.param_groups for p in group["params"])
+        if not any(owner is not None for owner in owners):  # one that was made later has a hook of its own
+            raise RuntimeError(
+                "step: expected a call of DistributedOptimizer's step(), got one of the optimizer that it wraps, and"
+                " the DistributedOptimizer is gone, so that gradients are this rank's own: keep it and call its step()"
+                " and zero_grad(), or close() it to train on one rank"
+            )
+    elif not (alive.closed or alive.is_stepping):
+        raise RuntimeError(
+            "step: expected a call of DistributedOptimizer's step(), got one of the optimizer that it wraps, which"
+            " loses residuals and may step before gradients are means: call step() and zero_grad() of the"
+            " DistributedOptimizer only, or close() it first"
+        )

@@ -58,11 +58,6 @@ class Reducer:
         self._early = replica.options.overlap  # whether buckets are sent before back-propagation ends
         self._order: dict[str, None] = {}  # parameters by the order of their gradients, while there are no buckets
 
-    @property
-    def has_residuals(self) -> bool:
-        """Whether a bucket has a residual."""
-        return any(compressor.keeps_gradient for _, compressor in self.buckets)
-
     # -- during back-propagation
 
     @property

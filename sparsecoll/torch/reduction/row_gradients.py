@@ -23,40 +23,6 @@ from sparsecoll.transport import Transport
 from sparsecoll.vector import RowSparse
 
 
-class RowParameters:
-    """The names of the parameters whose gradients are reduced as rows; the same on every rank.
-
-    A parameter is one of them if some rank has had a gradient of rows for it, or its module says so, and no rank has
-    ever had a dense one. A table that is also the weight of a linear layer has dense gradients.
-    """
-
-    def __init__(self) -> None:
-        self._rows: set[str] = set()
-        self._dense: set[str] = set()
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._rows
-
-    def learn(self, rows: Collection[str], dense: Collection[str]) -> set[str]:
-        """Note for which parameters a rank has gradients of each kind; return those that are reduced otherwise now."""
-        before = set(self._rows)
-        self._dense |= set(dense)
-        self._rows = (self._rows | set(rows)) - self._dense
-        return before ^ self._rows
-
-    def rename(self, names: Mapping[str, str]) -> None:
-        """Rename parameters, old name -> new name; those that are not named are forgotten."""
-        self._rows, self._dense = ({names[n] for n in own if n in names} for own in (self._rows, self._dense))
-
-    def state(self) -> dict[str, list[str]]:
-        """Return what `load` takes."""
-        return {"rows": sorted(self._rows), "dense": sorted(self._dense)}
-
-    def load(self, state: Mapping[str, Collection[str]], names: Collection[str]) -> None:
-        """Restore what `state` returned, for those parameters that are among `names`."""
-        self._rows, self._dense = (set(state.get(kind, ())) & set(names) for kind in ("rows", "dense"))
-
-
 def accumulated(residual: RowSparse, factor: float, gradient: RowSparse) -> RowSparse:
     """Return factor * residual + gradient."""
     kept = residual if factor == 1 else residual.with_values(residual.values * residual.dtype.type(factor))

@@ -70,6 +70,7 @@ class Steps:
         self._by_hand = False  # whether the last step was the loop's own
         self._inside: Any = None  # whose step() calls a closure
         self._entered = False  # whether the loop had updated parameters by itself when that began
+        self._found: tuple[list[str], NDArray[Any]] | None = None  # what all ranks have found out about parameters
 
     def accept(self, params: Named) -> None:
         """A reduction has succeeded: gradients of these parameters are means, and residuals what it has left."""
@@ -102,23 +103,27 @@ class Steps:
             return
         left = [name for name in self._marks if name not in self._stepped]
         by_hand, gone = self._look(left) if left else (False, set())
-        if len(gone) == len(self._marks):
+        if self._marks.keys() <= gone:
             self.rollback()
-            return
-        if gone:
-            self._buckets.rollback(self._in_layout(gone))
-            self._marks = {name: mark for name, mark in self._marks.items() if name not in gone}
-        if by_hand or self._stepped:
-            self.commit(by_hand=not self._stepped)
+        else:
+            if gone:
+                self._buckets.rollback(self._in_layout(gone))
+                self._marks = {name: mark for name, mark in self._marks.items() if name not in gone}
+            if by_hand or self._stepped:
+                self.commit(by_hand=not self._stepped)
+        self._found = None
 
     def _look(self, names: list[str]) -> tuple[bool, set[str]]:
         """Return whether the loop has updated parameters by itself, and else of which gradients were thrown away.
 
         The mean of a parameter may be zero, so that the gradient does not tell: it is like the others.
         """
-        seen = [self._marks[name].of_gradient() for name in names]
-        here = [self.updated(), *(state == KEPT for state in seen), *(state == GONE for state in seen)]
-        by_hand, *states = self._agree(np.array(here, np.uint8)).astype(bool).tolist()
+        if self._found is None:  # otherwise what comes after has failed on this rank
+            seen = [self._marks[name].of_gradient() for name in names]
+            here = [self.updated(), *(state == KEPT for state in seen), *(state == GONE for state in seen)]
+            self._found = names, self._agree(np.array(here, np.uint8))
+        names, marks = self._found
+        by_hand, *states = marks.astype(bool).tolist()
         kept = {name for name, is_kept in zip(names, states[: len(names)], strict=True) if is_kept}
         gone = {name for name, is_gone in zip(names, states[len(names) :], strict=True) if is_gone} - kept
         return by_hand, set() if by_hand else gone if kept or not gone else set(names)
@@ -168,11 +173,7 @@ class Steps:
             return  # an optimizer that steps another one
         self._inside = None
         self._entered = (evaluates or self._by_hand) and self.updated()
-        if (
-            self._by_hand
-            and self._buckets.pending
-            and any(compressor.keeps_gradient for _, compressor in self._buckets)
-        ):
+        if self._by_hand and self._buckets.pending and self._buckets.has_residuals:
             self._refuse(bool(self._agree(np.array([self._entered], np.uint8))[0]))
         self._inside = optimizer
 

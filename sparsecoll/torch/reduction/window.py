@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 
 from sparsecoll.errors import CommunicationError, NonFiniteError
@@ -18,14 +17,13 @@ from sparsecoll.torch.reduction.state import LOCAL, MOVED, STATE, renamed_state
 from sparsecoll.torch.replica.guards import fingerprint
 from sparsecoll.torch.replica.members import Members, changes, check_added
 from sparsecoll.torch.replica.options import Options
-from sparsecoll.torch.replica.replica import Replica
+from sparsecoll.torch.replica.replica import Replica, barrier
 from sparsecoll.torch.replica.rounds import MEMBERS, Round
 from sparsecoll.torch.replica.timeline import bucket_span
 from sparsecoll.torch.tensors.layout import takes_part
 from sparsecoll.torch.tensors.model import Buffers, Named, rates_of
 from sparsecoll.transport import Transport
 from sparsecoll.transport.call import CollectiveCall
-from sparsecoll.transport.collectives import allgather
 from sparsecoll.transport.progress import completed_future
 
 
@@ -75,31 +73,36 @@ class Window:
         self.replica.transport, self._name = transport, f"mean of LocalOptimizer {number}"
         self._buckets.release()
 
+    def release(self) -> None:
+        """Discard the buckets, which the next mean makes again; residuals are kept."""
+        self._buckets.release()
+
     @torch.inference_mode(False)
     @torch.no_grad()
     def regroup(self, params: Named) -> None:
         """Share parameters that are not shared yet, with rank 0's values, and drop those that have left. Collective."""
         self._check_loaded()
-        added, stay = self.members.came(params), self.members.staying()
-        shared = {name: p.detach().clone() for name, p in added.items()}
-
-        signature = changes(added if self._params else (), self._params.keys() - stay.keys())
-        self.replica.introduce(
-            shared, signature, lambda: check_added(added, stay)
-        )  # if this raises, nothing has changed
-        self._buckets.rename(stay)
-        self._buckets.order = []
-        for name in self._shared.keys() - stay.keys():
-            self._outer.state.pop(self._shared[name], None)
-        self._moved, self._last = ({stay[n] for n in names if n in stay} for names in (self._moved, self._last))
-        for own, new in ((self._params, added), (self._shared, shared)):
-            all_now = {**{stay[name]: p for name, p in own.items() if name in stay}, **new}
-            own.clear()
-            own.update(all_now)
-        order = [name for name, _ in self._names() if name in self._shared]  # as if they had been there from the start
-        self._outer.param_groups[0]["params"] = [self._shared[n] for n in dict.fromkeys([*order, *self._shared])]
-        for name, p in added.items():
-            p.copy_(shared[name])
+        outer = self._outer.state, self._outer.param_groups[0]
+        changing = vars(self), vars(self._buckets), self._params, self._shared, *outer
+        with self.replica.all_or_none(self.release, *changing) as begin:
+            added, stay = self.members.came(params), self.members.staying()
+            shared = {name: p.detach().clone() for name, p in added.items()}
+            signature = changes(added if self._params else (), self._params.keys() - stay.keys())
+            self.replica.introduce(shared, signature, lambda: check_added(added, stay))
+            begin()
+            self._buckets.rename(stay)
+            self._buckets.order = []
+            for name in self._shared.keys() - stay.keys():
+                self._outer.state.pop(self._shared[name], None)
+            self._moved, self._last = ({stay[n] for n in names if n in stay} for names in (self._moved, self._last))
+            for own, new in ((self._params, added), (self._shared, shared)):
+                all_now = {**{stay[name]: p for name, p in own.items() if name in stay}, **new}
+                own.clear()
+                own.update(all_now)
+            order = [name for name, _ in self._names() if name in self._shared]  # as if they had been there always
+            outer[1]["params"] = [self._shared[n] for n in dict.fromkeys([*order, *self._shared])]
+            for name, p in added.items():
+                p.copy_(shared[name])
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -115,11 +118,13 @@ class Window:
     def _start(self) -> set[str]:
         """Note the values of parameters that take part and have not moved: all ranks start from the same.
 
-        The user may have loaded them since the last mean. Returns their names.
+        The user may have loaded them since the last mean, which the next one compares. Returns their names.
         """
         names = {name for name, p in self._params.items() if name not in self._moved and takes_part(p)}
         for name in names:
-            self._shared[name].copy_(self._params[name])
+            if not torch.equal(self._shared[name], self._params[name]):
+                self._shared[name].copy_(self._params[name])
+                self.replica.suspect = True
         return names
 
     # -- the mean
@@ -197,7 +202,7 @@ class Window:
                 if not bucket.mean_is_finite():
                     name = next(n for n in layout.names if not bucket.part_of_mean(n).isfinite().all())
                     raise NonFiniteError(f"change of parameter {name!r}: expected a finite mean, got an overflow")
-            _barrier(replica.transport)
+            barrier(replica.transport)
 
         try:
             replica.call(self._name, reduce)
@@ -223,7 +228,7 @@ class Window:
         self.replica.broadcast_buffers(outcome)
         self.steps = 0
         self.replica.context.step += 1
-        _barrier(self.replica.transport)
+        barrier(self.replica.transport)
 
     def start_anew(self, name: str, root: int) -> None:
         """Drop the steps since the last mean; values of that mean and buffers become those of rank `root`. Collective.
@@ -232,10 +237,13 @@ class Window:
             name: of the call.
         """
         self._buckets.release()
-        self.replica.follow(name, self._outer, root)
         with torch.no_grad():
-            for moved in self._moved | self._last:
-                self._params[moved].copy_(self._shared[moved])
+            if not self.steps:
+                self._start()
+            self.replica.follow(name, self._outer, root)
+            for name, p in self._params.items():
+                if takes_part(p) or name in self._moved | self._last:
+                    p.copy_(self._shared[name])
         self.steps, self._moved, self._loaded, self._refused = 0, set(), {}, None
 
     # -- saved state
@@ -302,12 +310,6 @@ class Window:
                     f"parameter {name!r}: expected its value in the state, which was saved between two means on this"
                     " rank, got that of a model that was loaded later: load the model before the optimizer"
                 )
-
-
-def _barrier(transport: Transport) -> None:
-    """Wait until all ranks have come here. Collective."""
-    allgather(transport, np.zeros(1, np.uint8))
-    transport.waitall()
 
 
 def is_finite(t: torch.Tensor) -> bool:

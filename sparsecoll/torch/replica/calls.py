@@ -91,21 +91,17 @@ def agreeing(path: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
     return decorate
 
 
-def mean_of(transport: Transport, value: float, timeout: float | None) -> float:
-    """Return the mean of a number over the ranks, with the same bits on all of them. Collective."""
+def mean_of_loss(transport: Transport, loss: Any, timeout: float | None) -> Any:
+    """Return the mean of a loss over the ranks, with the same bits on all of them, in its type. Collective."""
+    own = float(loss.detach() if torch.is_tensor(loss) else loss)
 
     def gather(_: CollectiveCall) -> list[float]:
-        numbers: list[float] = allgather(transport, np.array([value], np.float64)).ravel().tolist()
+        numbers: list[float] = allgather(transport, np.array([own], np.float64)).ravel().tolist()
         transport.waitall()
         return numbers
 
     numbers = collective(transport, "mean", timeout, gather)
-    return math.fsum(numbers) / len(numbers) if all(map(math.isfinite, numbers)) else sum(numbers) / len(numbers)
-
-
-def mean_of_loss(transport: Transport, loss: Any, timeout: float | None) -> Any:
-    """Return the mean of a loss over the ranks, in the type of the loss. Collective."""
-    mean = mean_of(transport, float(loss.detach() if torch.is_tensor(loss) else loss), timeout)
+    mean = (math.fsum if all(map(math.isfinite, numbers)) else sum)(numbers) / len(numbers)
     return torch.full_like(loss.detach(), mean) if torch.is_tensor(loss) else mean
 
 

@@ -155,6 +155,33 @@ class Replica:
         self.buffers.mark()
         self.suspect = False
 
+    @contextlib.contextmanager
+    def all_or_none(self, release: Callable[[], None], *dicts: dict[Any, Any]) -> Iterator[Callable[[], None]]:
+        """Context manager for a change of parameters that all ranks make, or none: they end it together. Collective.
+
+        Args:
+            release: discards the buckets, of which parameters keep their state.
+            dicts: become what they were, without buckets, if a rank raises.
+
+        Yields:
+            What is to be called before the first change.
+        """
+        copies: list[dict[Any, Any]] = []
+
+        def begin() -> None:
+            release()
+            copies.extend(dict(own) for own in dicts)
+
+        try:
+            yield begin
+            self.call(CHANGE, lambda _: barrier(self.transport))
+        except Exception:
+            release()
+            for own, copy in zip(dicts, copies, strict=False):
+                own.clear()
+                own.update(copy)
+            raise
+
     def agreed(self) -> contextlib.AbstractContextManager[None]:
         """See `agreed`."""
         return agreed(self.transport, self.options.timeout)
@@ -229,6 +256,12 @@ class Replica:
         """After a step: compare where `verify` asks for it. Collective."""
         if self.options.verify and self.context.step % self.options.verify == 0:
             self.compare()
+
+
+def barrier(transport: Transport) -> None:
+    """Wait until all ranks have come here. Collective."""
+    allgather(transport, np.zeros(1, np.uint8))
+    transport.waitall()
 
 
 def _bits(t: torch.Tensor) -> memoryview:

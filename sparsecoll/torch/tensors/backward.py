@@ -21,13 +21,13 @@ def at_end_of_backward(owner: Any, call: Callable[[], None]) -> None:
     asked = owner.__dict__.setdefault("_backward_tasks", set())
     if task in asked:
         return
-    asked.add(task)
 
     def end() -> None:
         node = backward_node()
         if node is None:
-            asked.clear()
-            call()
+            if asked:
+                asked.clear()
+                call()
             return
         for successor, _ in node.next_functions:  # autograd comes there next, on the outer level
             if successor is not None:
@@ -36,6 +36,7 @@ def at_end_of_backward(owner: Any, call: Callable[[], None]) -> None:
         at_end_of_backward(owner, call)
 
     queue_callback(end)
+    asked.add(task)
 
 
 def _before(node: Any, call: Callable[[], None]) -> None:

@@ -1,0 +1,138 @@
+"""What fails on one rank within back-propagation is raised on all ranks at its end."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+from sparsecoll.torch.replica.calls import collective
+from sparsecoll.torch.replica.replica import barrier
+from sparsecoll.transport import Transport
+from sparsecoll.transport.call import KNOWN, CollectiveCall
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+
+class Failures:
+    """The calls of the ranks of a sharded model on both of their communicators, and what fails between them.
+
+    An exception must not leave back-propagation on one rank before its end, since the others wait for that rank in
+    FSDP's own collectives. So it is noted, and raised in this rank's next call on each communicator, so that all ranks
+    there note it, too. Those that know of it make no more calls there, until all raise it at the end.
+
+    Args:
+        transport: of the ranks that reduce this rank's shard, which are on all nodes.
+        node: of the ranks over which parameters are sharded; may be the same.
+        timeout: of calls.
+
+    Attributes:
+        noted: what has failed.
+    """
+
+    def __init__(self, transport: Transport, node: Transport, timeout: float | None) -> None:
+        self._transport, self._node, self._timeout = transport, node, timeout
+        self.forget()
+
+    def forget(self) -> None:
+        """Nothing has failed."""
+        self.noted: Exception | None = None
+        self._told: set[Transport] = set()  # those whose ranks know of that
+
+    @contextlib.contextmanager
+    def noting(self) -> Iterator[None]:
+        """Context manager: what it raises is noted."""
+        try:
+            yield
+        except Exception as error:
+            known = getattr(error, "known_on", None)
+            if known is not None or self.noted is None:
+                self.noted = error
+            if known is not None:
+                self._told.add(known)
+
+    def hook(self, *functions: Callable[..., Any]) -> Callable[..., Any]:
+        """Return what calls functions within back-propagation, and returns the last one's result, None if it failed."""
+
+        def call(*args: Any) -> Any:
+            result = None
+            for function in functions:
+                result = None
+                with self.noting():
+                    result = function(*args)
+            return result
+
+        return call
+
+    def end(
+        self,
+        name: str,
+        wait: Callable[[], None],
+        last: Callable[[Transport], Any],
+        settle: Callable[[Exception | None], Exception | None],
+    ) -> None:
+        """End a back-propagation on all ranks.
+
+        Args:
+            name, last: see `all_told`.
+            wait: waits for what is under way.
+            settle: called with what has failed; returns what is to be raised. All ranks know that by then: what it
+                raises itself is not raised, if the same again succeeds.
+        """
+        with self.noting():
+            wait()
+        failed = self.all_told(name, last)
+        try:
+            raised = settle(failed)
+        except Exception:
+            logger.warning("end of back-propagation: it is repeated after an exception", exc_info=True)
+            raised = settle(failed)
+        if raised is not None:
+            raise raised
+
+    def call(self, transport: Transport, name: str, function: Callable[[CollectiveCall], T], phase: str = "") -> T:
+        """See `collective`; in this call its ranks learn of what has failed on one of them."""
+        if transport in self._told and self.noted is not None:
+            raise self.noted
+
+        def call(call: CollectiveCall) -> T:
+            if self.noted is not None:
+                kind = KNOWN.get(type(self.noted).__name__)
+                raise self.noted if kind is None else kind(str(self.noted))  # which no rank knows here
+            return function(call)
+
+        try:
+            return collective(transport, name, self._timeout, call, phase)
+        except Exception as error:
+            error.known_on = transport  # type: ignore[attr-defined]
+            raise
+
+    def all_told(self, name: str, last: Callable[[Transport], Any] = barrier) -> Exception | None:
+        """Return what has failed on some rank of all nodes, and forget it. All ranks make these calls together.
+
+        What fails on one rank fails on all ranks that have the same shard, so that every node has one of them.
+
+        Args:
+            name: of the calls.
+            last: what the ranks with the same shard do if nothing has failed (default: wait for each other).
+        """
+        with self.noting():
+            self.call(self._transport, name, lambda _: last(self._transport), "agree")
+        if self._node is not self._transport:
+            with self.noting():
+                self.call(self._node, name, lambda _: barrier(self._node), "agree")
+        failed = self.noted
+        self.forget()
+        return failed
+
+    def together(self, name: str, function: Callable[[], T]) -> T:
+        """Return what a function returns; what it raises on one rank is raised on all ranks of all nodes."""
+        result = []
+        with self.noting():
+            result.append(function())
+        failed = self.all_told(name)
+        if failed is not None:
+            raise failed
+        return result[0]

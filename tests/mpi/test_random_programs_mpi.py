@@ -1,0 +1,18 @@
+"""Random training programs over MPI, see tests/torch for many more on the simulator."""
+
+import os
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from programs import run  # noqa: E402
+from runs import alike  # noqa: E402
+
+pytestmark = [pytest.mark.mpi, pytest.mark.mpich, pytest.mark.usefixtures("process_group")]
+COUNT = int(os.environ.get("SPARSECOLL_PROGRAMS", "40"))
+
+
+def test_random_programs_lose_nothing(comm):
+    for seed in range(COUNT):
+        assert alike(comm, run(comm, seed)), seed
