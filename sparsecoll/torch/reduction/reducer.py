@@ -249,8 +249,9 @@ class Reducer:
         """Set all gradients; the same again does no harm."""
         self._replica.warmed = True
         self._means.clear()
-        self._end()  # nothing refers to gradients any more
+        self._end()
         for bucket, gradients in made:
+            bucket.accept()  # nothing refers to gradients any more
             bucket.assign_grads(gradients)
             for name in gradients:
                 self._means.add(name)
