@@ -55,6 +55,7 @@ class CollectiveCall:
         transport: the communicator.
         name: name of the call, for error messages.
         timeout: seconds to wait for a message, above 0; None, the default, for no limit.
+        failed: what this rank has to report, raised before any message; None, the default, for nothing.
 
     Attributes:
         name: name of the call.
@@ -70,11 +71,13 @@ class CollectiveCall:
         CommunicationError: Arguments differ, or a rank failed with another exception.
     """
 
-    def __init__(self, transport: Transport, name: str, timeout: float | None = None) -> None:
+    def __init__(
+        self, transport: Transport, name: str, timeout: float | None = None, failed: Exception | None = None
+    ) -> None:
         self.transport, self.name = transport, name
         self.signature: dict[str, Any] = {"call": name}
         self._number_of_name = number_of_name(name)
-        self._timeout = timeout
+        self._timeout, self._failed = timeout, failed
         self.state = STATELESS
         self._checksum: int | None = None  # of arguments that the ranks have compared
         self.gathered: list[Buffer] = []
@@ -89,6 +92,8 @@ class CollectiveCall:
             transport.history.pop(self._call - HISTORY, None)
             self._set_tag(self._number_of_name)
             check_timeout(self._timeout)
+            if self._failed is not None:
+                raise self._failed
             if transport.nodes is None:
                 check_environment()
                 with transport.set_up():

@@ -17,7 +17,7 @@ from programs import run  # noqa: E402
 
 from sparsecoll import simulate  # noqa: E402
 
-COUNT, PARTS = int(os.environ.get("SPARSECOLL_PROGRAMS", "160")), 4
+COUNT, PARTS = int(os.environ.get("SPARSECOLL_PROGRAMS", "80")), 4
 ONE = os.environ.get("SPARSECOLL_PROGRAM")
 
 

@@ -97,14 +97,10 @@ class Failures:
         if transport in self._told and self.noted is not None:
             raise self.noted
 
-        def call(call: CollectiveCall) -> T:
-            if self.noted is not None:
-                kind = KNOWN.get(type(self.noted).__name__)
-                raise self.noted if kind is None else kind(str(self.noted))  # which no rank knows here
-            return function(call)
-
+        failed, kind = self.noted, KNOWN.get(type(self.noted).__name__)
+        failed = failed if kind is None else kind(str(failed))  # which no rank knows here
         try:
-            return collective(transport, name, self._timeout, call, phase)
+            return collective(transport, name, self._timeout, function, phase, failed)
         except Exception as error:
             error.known_on = transport  # type: ignore[attr-defined]
             raise

@@ -6,7 +6,6 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from typing import Any, ParamSpec, TypeVar
 
@@ -36,16 +35,21 @@ def communicator(comm: Any, timeout: Any = None) -> Transport:
 
 
 def collective(
-    transport: Transport, name: str, timeout: float | None, function: Callable[[CollectiveCall], T], phase: str = ""
+    transport: Transport,
+    name: str,
+    timeout: float | None,
+    function: Callable[[CollectiveCall], T],
+    phase: str = "",
+    failed: Exception | None = None,
 ) -> T:
     """Call a function within a CollectiveCall, after the nonblocking calls that were made before it.
 
-    The phase is that of its traffic; "" for none.
+    The phase is that of its traffic, "" for none. What has `failed` is raised on all ranks in place of the call.
     """
 
     def call() -> T:
         with (
-            CollectiveCall(transport, name, timeout) as call,
+            CollectiveCall(transport, name, timeout, failed) as call,
             transport.phase(phase) if phase else nullcontext(),
         ):
             return function(call)
@@ -63,9 +67,7 @@ def agreed(transport: Transport, timeout: float | None) -> Iterator[None]:
         yield
     except Exception as error:
         if not getattr(error, "on_all_ranks", False):
-            failed = Future[None]()
-            failed.set_exception(error)
-            collective(transport, "after an exception", timeout, lambda _: failed.result())
+            collective(transport, "after an exception", timeout, lambda _: None, failed=error)
         raise
 
 
