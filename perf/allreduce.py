@@ -115,39 +115,26 @@ def table2():
     """Yield headings and tables of DenseStream's Table II."""
     found = load("allreduce")["rows"]
     for n in dict.fromkeys(row["n"] for row in found):
-        some = [row for row in found if row["n"] == n]
+        some = [row for row in found if row["n"] == n and row["name"] not in UNSHOWN]
         yield f"### heavy-tailed, n = {n:,}"
         yield markdown([line(name, name, some, True) for name in dict.fromkeys(row["name"] for row in some)])
 
 
+UNSHOWN = ("dense, 2 bits, nearest", "dense, 1 bit, nearest", "dense, E3M0")  # in the figure only
 SHOWN = {  # in the README: name of a row
     "`MPI_Allreduce`, dense (MPICH)": MPI_ALLREDUCE,
-    "PyTorch's gloo, dense": "gloo, dense",
-    **{f"**sparsecoll, dense in {bits} bits a value**": f"dense, {bits} bits" for bits in (8, 4, 2)},
-    "PyTorch's gloo, sparse (entries given)": "gloo, sparse",
-    "TopkA: exact top-k, COO, allgather": "TopkA",
-    "Ok-Topk with COO": "Ok-Topk",
-    "**sparsecoll, exact sum**": "exact sum",
+    "**sparsecoll, exact sum** of all top k": "exact sum",
     "**sparsecoll, top k of the sum**": "top k of sum",
-    "the same, float16 on the wire": "top k of sum, float16",
 }
 
 
 def tables():
-    """Return the tables of docs/benchmarks.md that are made of these rows, and that of the README, by name."""
-    by_set = {kernels: load(f"allreduce_{kernels}")["rows"] for kernels in SETS}
-    names, lines = dict.fromkeys(row["name"] for row in by_set["avx512"]), []
-    for name in names:
-        lines += [{"": name, "kernels": kernels} | line(name, name, some) for kernels, some in by_set.items()]
-    readme = []
-    for text, name in SHOWN.items():
-        readme.append(line(text, name, by_set["avx512"]))
-        if name in ("exact sum", "top k of sum"):
-            readme.append(line("the same, kernels of AVX2", name, by_set["avx2"]))
+    """Return the table of docs/benchmarks.md that is made of these rows, and that of the README, by name."""
+    short = [row for row in load("allreduce")["rows"] if row["n"] == 24_000_000]
+    readme = [line(text, name, short) for text, name in SHOWN.items()]
     return {
         "allreduce.table2": "\n\n".join(table2()),
-        "allreduce.kernels": markdown(lines),
-        "allreduce.readme": f"{markdown(readme)}\n\n{source('allreduce_avx512', 'allreduce_avx2')}",
+        "allreduce.readme": f"{markdown(readme)}\n\n{source('allreduce')}",
     }
 
 

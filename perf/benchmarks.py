@@ -19,12 +19,11 @@ import training
 import volume
 import waiting
 from breakeven import judged
-from harness import FIGURES, RESULTS, ROOT, load, markdown, source
+from harness import FIGURES, RESULTS, ROOT, cell, load, markdown, source
 
 from sparsecoll.cli import bench, plot
 
 RANKS = {"memory": (2, 4, 8), "10gbit": (4,), "1gbit": (4,)}  # of the break-even map
-COLUMNS = ("n", "density", "fastest", "ms", "quartiles", "auto ms", "auto / fastest", "MPI_Allreduce ms")
 RATIOS = (0.001, 0.01, 0.1, 0.3)  # densities of the table of docs/choosing.md
 ALGORITHMS = ("dense", "allgather", "sparcml:variant=dynamic", "densestream", "gtopk", "spardl", "oktopk", "auto")
 
@@ -59,31 +58,39 @@ def measure():
     subprocess.run([sys.executable, "perf/volume.py", "--scaling", "--json", str(RESULTS / "scaling.json")], check=True)
 
 
-def breakeven(rate):
-    """Yield headings and tables of the fastest algorithm for each length and density on a network."""
-    rows = load(f"breakeven_{rate}")["rows"]
-    for P in dict.fromkeys(row["P"] for row in rows):
-        found = [row for row in rows if row["P"] == P]
-        yield f"### {P} ranks, {rate}\n\n{judged(found)} {source(f'breakeven_{rate}')}"
-        yield markdown([{column: row[column] for column in (*COLUMNS, "auto / MPI_Allreduce")} for row in found])
+def breakeven():
+    """Return the fastest algorithm for each length and density on each network, and how near to it `auto` is."""
+    notes, lines = [], {}
+    for rate in RANKS:
+        rows = load(f"breakeven_{rate}")["rows"]
+        for P in RANKS[rate]:
+            found = [row for row in rows if row["P"] == P]
+            notes.append(f"- {P} ranks, {rate}: {judged(found)}")
+            for row in found:
+                line = lines.setdefault((row["n"], row["density"]), _point(row))
+                line[f"{P} ranks, {rate}"] = f"{row['fastest']} {cell(row['ms'])}"
+    about = source(*(f"breakeven_{rate}" for rate in RANKS))
+    return f"{markdown(lines.values())}\n\n{about}\n\n" + "\n".join(notes)
 
 
 def ratios():
     """Return the table of the times of `auto` divided by those of MPI_Allreduce, and its source."""
-    hosts = {"1gbit": "4 hosts, 1 Gb/s", "10gbit": "4 hosts, 10 Gb/s", "memory": "2 ranks, shared memory"}
     lines = {}
-    for rate, text in hosts.items():
+    for rate in RANKS:
         for row in load(f"breakeven_{rate}")["rows"]:
-            if row["P"] == RANKS[rate][0] and row["density"] in RATIOS:
-                line = {"n": f"{row['n']:,}", "density": f"{row['density'] * 100:g} %"}
-                lines.setdefault((row["n"], row["density"]), line)[text] = f"{row['auto / MPI_Allreduce']:.2g}"
-    return f"{markdown(lines.values())}\n\n{source(*(f'breakeven_{rate}' for rate in hosts))}"
+            if row["density"] in RATIOS:
+                line = lines.setdefault((row["n"], row["density"]), _point(row))
+                line[f"{row['P']} ranks, {rate}"] = f"{row['auto / MPI_Allreduce']:.2g}"
+    return f"{markdown(lines.values())}\n\n{source(*(f'breakeven_{rate}' for rate in RANKS))}"
+
+
+def _point(row):
+    return {"n": f"{row['n']:,}", "density": f"{row['density'] * 100:g}%"}
 
 
 def tables():
     """Return the tables of all pages by name."""
-    found = {"benchmarks.breakeven": "\n\n".join(text for rate in RANKS for text in breakeven(rate))}
-    found["benchmarks.ratios"] = ratios()
+    found = {"benchmarks.breakeven": breakeven(), "benchmarks.ratios": ratios()}
     memory = markdown([{"algorithm": row["algo"], "MB": round(row["memory"] / 1e6)} for row in load("memory")["rows"]])
     found["benchmarks.memory"] = f"{memory}\n\n{source('memory')}"
     for script in (allreduce, convergence, gpu, kernels, rows, training, volume, waiting):

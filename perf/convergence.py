@@ -16,7 +16,7 @@ from functools import partial
 import harness
 import numpy as np
 import torch
-from harness import FIGURES, load, markdown
+from harness import FIGURES, cell, load, markdown
 from nets import TASKS, data, quality
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -201,18 +201,33 @@ def plus_minus(mean, error, sign=""):
     return f"{mean:{sign}.2f}" + (f" +- {error:.2f}" if error == error else "")
 
 
-def table(rows, nets, lines, heads):
-    """Return a table of nets and lines over the seeds: final quality, difference to dense, bytes."""
+def table(rows, name):
+    """Return the table of a net over the seeds: final quality, difference to dense, bytes."""
     shown = []
-    for name, P, line in [(name, P, line) for name in nets for P in (4, 8) for line in lines]:
+    for P, line in [(P, line) for P in (4, 8) for line in LINES]:
         last = np.array(list(last_points(rows, name, line, P).values()))
         if len(last):
             gap, error, fewer = against_dense(rows, name, line, P)
-            deviation = last[:, 2].std(ddof=1) if len(last) > 1 else float("nan")
-            row = heads(name, P, line) | {"seeds": len(last)}
-            row[f"quality, {TASKS[name].unit}"] = plus_minus(last[:, 2].mean(), deviation)
+            row = {"P": P, "": line, "seeds": len(last), f"quality, {TASKS[name].unit}": f"{last[:, 2].mean():.2f}"}
             row["against dense"] = plus_minus(gap, error, "+") if line != "dense" else None
             shown.append(row | {"MB received": last[:, 1].mean(), "times fewer": fewer})
+    return markdown(shown)
+
+
+def side_by_side(rows, nets):
+    """Return a table of several nets: the quality of dense, the differences to it, and how many times fewer bytes."""
+    shown = []
+    for line in LINES:
+        row = {}
+        for name, P in [(name, P) for name in nets for P in (4, 8)]:
+            last = [quality for *_, quality in last_points(rows, name, line, P).values()]
+            gap, error, fewer = against_dense(rows, name, line, P) if last else (None,) * 3
+            if last and line == "dense":
+                row[f"{name}, {P}"] = plus_minus(np.mean(last), np.std(last, ddof=1))
+            elif last:
+                row[f"{name}, {P}"] = f"{plus_minus(gap, error, '+')}, {cell(fewer)}x"
+        if row:
+            shown.append({"": line} | row)
     return markdown(shown)
 
 
@@ -229,13 +244,11 @@ def seconds_table():
 
 
 def tables():
-    """Return the tables of docs/convergence.md by name: of each net, of lines over all nets, and of seconds."""
-    rows, nets = load("convergence")["rows"], [name for name in TASKS if name != "wide"]
-    made = {name: table(rows, [name], list(LINES), lambda _, P, line: {"P": P, "": line}) for name in nets}
-    sgd = [net for net in nets if not TASKS[net].adam]
-    for name, lines in {"best": [BEST, TWICE], "rate": [RATE_TWICE, RATE], "before": [BEFORE]}.items():
-        made[name] = table(rows, sgd, lines, lambda net, P, line: {"net": net, "P": P, "line": line})
-    return {f"convergence.{name}": text for name, text in (made | {"seconds": seconds_table()}).items()}
+    """Return the tables of docs/convergence.md by name: of nets side by side, of single nets, and of seconds."""
+    rows = load("convergence")["rows"]
+    made = {"nets": side_by_side(rows, ("vgg", "resnet", "lstm", "mlp")), "seconds": seconds_table()}
+    made |= {name: table(rows, name) for name in ("resnet9", "text")}
+    return {f"convergence.{name}": text for name, text in made.items()}
 
 
 def draw():

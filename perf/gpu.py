@@ -40,12 +40,7 @@ def gradient(options):
     import cupy
 
     x = cupy.asarray(heavy(options.n))
-    target = x.copy()
-
-    def copy():
-        target[:] = x
-
-    return x, milliseconds(copy, options.repeat) / 2
+    return x, milliseconds(partial(cupy.copyto, x.copy(), x), options.repeat) / 2
 
 
 def rivals(x, k, repeat):
@@ -71,11 +66,7 @@ def selection(options):
     for density in options.densities:
         k = max(1, round(density * x.size))
         vector, residual = DenseVector(x), Residual(x.size, like=x)
-        t = vector.topk(k)._kth_magnitude(k)
-
-        def reset(residual=residual):
-            residual.array[:] = x
-
+        t, reset = vector.topk(k).kth_magnitude(k), partial(residual.array.__setitem__, slice(None), x)
         calls = {
             "threshold": (partial(vector.threshold, t, k), None),
             "top-k": (partial(vector.topk, k), None),
@@ -95,7 +86,7 @@ def encoding(options):
     for density in options.densities:
         k = max(1, round(density * x.size))
         vector = DenseVector(x)
-        t = vector.topk(k)._kth_magnitude(k)
+        t = vector.topk(k).kth_magnitude(k)
         for form in ("coo", "slots", "packed", "densestream", "bitmap"):
 
             def encode(vector=vector, t=t, k=k, form=form):

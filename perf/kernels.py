@@ -2,17 +2,15 @@
 
     python perf/kernels.py --json perf/results/kernels.json
 
-Times are medians of interleaved repetitions, on one thread. Ratios are to the peer named in the column's head, on the
-same array in the same process. Every instruction set that the processor has runs in processes of its own
-(SPARSECOLL_KERNELS); NumPy and torch, too, are kept from AVX-512 while `avx2` or `portable` is measured. All takes some
-five minutes where the kernels have been compiled before.
+Times are medians of interleaved repetitions, on one thread; ratios are to the peer in the column's head, on the same
+array in the same process. Every instruction set runs in processes of its own (SPARSECOLL_KERNELS); NumPy and torch,
+too, are kept from AVX-512 while `avx2` or `portable` is measured. All takes five minutes once kernels are compiled.
 """
 
 import json
 import os
 import subprocess
 import sys
-import tempfile
 import tracemalloc
 from functools import partial
 from math import lgamma, log
@@ -23,15 +21,17 @@ import torch
 from harness import Entries, heavy, load, markdown, medians
 
 from sparsecoll import DenseVector, Residual, SparseVector, formats, select
-from sparsecoll.kernels import host_kernels, kernels_of, memory
-from sparsecoll.kernels import threads as pool
+from sparsecoll.kernels import host_kernels, kernels_of, memory, threads as pool
 from sparsecoll.kernels.reference.rice import RICE_PAD
+from sparsecoll.kernels.sampling import stride_for
 
 DENSITIES = (0.001, 0.01, 0.05, 0.1)
 WITHOUT_AVX512 = {  # for NumPy before 2.4 and since, and torch
     "NPY_DISABLE_CPU_FEATURES": "AVX512F AVX512CD AVX512_SKX AVX512_CLX AVX512_CNL AVX512_ICL AVX512_SPR X86_V4",
     "ATEN_CPU_CAPABILITY": "avx2",
 }
+
+OTHERS = {"DGC": select.SampledThreshold, "Gaussian-k": select.GaussianK, "MSTopk": select.MSTopK}
 
 # A section yields two parts of each row: what is shown of the fastest instruction set only, and of all.
 
@@ -47,7 +47,7 @@ def cases(options):
 def threshold(options):
     """Selection of the entries above a known threshold (select.threshold), compared with np.sum of the array."""
     for row, x, k in cases(options):
-        t = DenseVector(x).topk(k)._kth_magnitude(k)
+        t = DenseVector(x).topk(k).kth_magnitude(k)
         base, mine = medians([partial(np.sum, x), partial(DenseVector(x).threshold, t, k)], options.repeat)
         yield row | {"ms": mine * 1e3, "np.sum ms": base * 1e3}, {"x np.sum": mine / base}
 
@@ -65,11 +65,33 @@ def topk(options):
         yield row | {"ms": mine * 1e3}, {"x np.sum": mine / base} | slower
 
 
+def edges(options):
+    """Selection of 1 % of 2.4 M values of other kinds, in multiples of the time of the usual ones, float32 and normally
+    distributed, in the same run. Values of more than four bytes take longer to read.
+    """
+    n, rng = options.sizes[1], np.random.default_rng(0)
+    k, x, at, period = n // 100, rng.standard_normal(n, dtype=np.float32), np.arange(n), stride_for(n, n >> 7)
+    kinds = {"float32": x, "float64": x.astype("f8"), "float16": x.astype("f2"), "bool": x > 1}
+    kinds |= {name: np.abs(20 * x).astype(name) for name in ("int8", "uint8", "int16", "uint32", "int64", "uint64")}
+    kinds |= {name: x + x[::-1] * np.dtype(name).type(1j) for name in ("complex64", "complex128")}
+    kinds |= {"nonzeros fewer than k": x * (at % 200 == 0), "zeros": x * 0, "equal": x * 0 + 1, "ties": np.round(2 * x)}
+    kinds |= {"subnormal": x * np.float32(1e-40), "one huge": np.where(at == n // 3, np.float32(1e30), x)}
+    kinds |= {"all at one end": x * (at < n // 50), "blocks of equal ones": np.repeat(x[::1000], 1000)[:n]}
+    kinds |= {"ascending": np.sort(x), "descending": np.sort(x)[::-1].copy(), "period of the sample": x[at % period]}
+    times = {}
+    for name, make in ({"top-k": select.TopK} | OTHERS).items():
+        calls = [partial(make().select, DenseVector(values), k) for values in kinds.values()]
+        times[name] = medians(calls, options.repeat)
+    for number, (kind, values) in enumerate(kinds.items()):
+        ratios = {name: took[number] / took[0] if number else took[0] * 1e3 for name, took in times.items()}
+        top = {"top-k": ratios.pop("top-k")}
+        yield {"values": kind if number else f"{kind}, ms", "bytes": values.itemsize} | ratios, top
+
+
 def fused(options):
     """Residual.take (add the gradient, select, clear the selected entries), compared with np.add(a, b, out=a)."""
     selectors = {"threshold (reused)": partial(select.ThresholdReuse, 10**9), "exact top-k": select.TopK}
-    others = {"DGC": select.SampledThreshold, "Gaussian-k": select.GaussianK, "MSTopk": select.MSTopK}
-    selectors |= others | {"random-k": select.RandomK}
+    selectors |= OTHERS | {"random-k": select.RandomK}
     for row, x, k in cases(options):
         gradient = np.random.default_rng(1).standard_normal(x.size, dtype=np.float32) * np.abs(x).mean() / 10
         residual = Residual(x.size)
@@ -120,10 +142,8 @@ def quantized(options):
             "decode and add, GB/s": partial(codes.decode, message, 0, out, True),
         }
         times = medians(calls.values(), options.repeat, partial(np.copyto, error, x))
-        yield (
-            {"bits": bits, "levels": levels},
-            {call: x.nbytes / 1e9 / took for call, took in zip(calls, times, strict=True)},
-        )
+        speeds = {call: x.nbytes / 1e9 / took for call, took in zip(calls, times, strict=True)}
+        yield {"bits": bits, "levels": levels}, speeds
 
 
 def sorted_vectors(P, each, density, wide=False):
@@ -154,7 +174,7 @@ def merge(options):
         yield row, {"M entries/s": P * each / seconds / 1e6}
 
 
-SECTIONS = (threshold, topk, fused, packed, quantized, merge)
+SECTIONS = (threshold, topk, edges, fused, packed, quantized, merge)
 
 
 def across_sets(section):
@@ -163,13 +183,11 @@ def across_sets(section):
     def run(options):
         rows = {}
         for kernels in options.kernels:
-            command = [sys.executable, __file__, "--measure", section.__name__, "--repeat", str(options.repeat)]
+            command = [sys.executable, __file__, "--measure", section.__name__]
+            command += ["--repeat", str(options.repeat), "--sizes", *map(str, options.sizes)]
             limits = {} if kernels == "avx512" else WITHOUT_AVX512
             environment = os.environ | {"SPARSECOLL_KERNELS": kernels, pool.VARIABLE: "1"} | limits
-            with tempfile.NamedTemporaryFile("r") as file:
-                command += ["--json", file.name, "--sizes", *map(str, options.sizes)]
-                subprocess.run(command, check=True, env=environment)
-                rows[kernels] = json.load(file)
+            rows[kernels] = json.loads(subprocess.check_output(command, env=environment))
         for number, (row, heads) in enumerate(rows[options.kernels[0]]):
             for head in heads:
                 row |= {f"{head}, {kernels}": of_all[number][1][head] for kernels, of_all in rows.items()}
@@ -181,8 +199,7 @@ def across_sets(section):
 
 def tables():
     """Return the tables of docs/kernels.md by name."""
-    saved = load("kernels")
-    return {f"kernels.{section.__name__}": markdown(saved[section.__name__]) for section in SECTIONS}
+    return {f"kernels.{name}": markdown(rows) for name, rows in load("kernels").items() if name != "about"}
 
 
 def main():
@@ -191,8 +208,7 @@ def main():
     options = harness.options(__doc__, sizes=sizes, repeat=7, kernels=sets, only=[], measure="")
     torch.set_num_threads(1)
     if options.measure:  # a section, in this process
-        section = next(section for section in SECTIONS if section.__name__ == options.measure)
-        options.json.write_text(json.dumps(list(section(options))))
+        print(json.dumps(list(globals()[options.measure](options))))
     else:
         harness.run_sections([across_sets(section) for section in SECTIONS], options)
 

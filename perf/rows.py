@@ -12,7 +12,7 @@ from pathlib import Path
 import harness
 import numpy as np
 import torch
-from harness import load, markdown
+from harness import cell, load, markdown, source
 
 import sparsecoll
 from sparsecoll import RowSparse
@@ -107,13 +107,9 @@ def contestants(comm, batches, n, d):
 
     half = ours("auto", "bfloat16")
     runs = {name: (ours(name), batches.rows) for name in ALGORITHMS}
-    runs |= {
-        f"{name}, bfloat16": (ours(name, "bfloat16"), batches.rows) for name in ("auto", "allgather", "owners, hash")
-    }
-    runs["auto, bfloat16, a quarter of the rows"] = (
-        lambda x: half(x.topk(x.nnz // 4)),
-        batches.rows,
-    )  # of largest norm
+    for name in ("auto", "allgather", "owners, hash"):
+        runs[f"{name}, bfloat16"] = (ours(name, "bfloat16"), batches.rows)
+    runs["auto, bfloat16, a quarter of the rows"] = (lambda x: half(x.topk(x.nnz // 4)), batches.rows)
     runs["auto, from the batch"] = (lambda batch: ours()(RowSparse.from_pairs(*batch, n)), batches.batch)
     runs["Alltoallv by hand, equal ranges"] = (by_hand(comm, n, d), batches.rows)
     return runs | {"gloo, sparse": (gloo_sparse, batches.rows)}
@@ -155,32 +151,25 @@ def measured(options, comm):
             yield from (row | {"name": name, "seconds": time} for name, time in zip(slow, seconds, strict=True))
 
 
-def times(rows, table):
-    """Return a table of times and bytes at one exponent after the other."""
-    gloo = {row["exponent"]: row["seconds"] for row in rows if (row["table"], row["name"]) == (table, "gloo, sparse")}
-    shown = []
-    for row in [row for row in rows if row["table"] == table]:
-        faster, counted = gloo[row["exponent"]] / row["seconds"], "bytes" in row
-        line = {"Zipf": str(row["exponent"]), "": row["name"], "ms": row["seconds"] * 1e3}
-        line["times faster than gloo, sparse"] = f"{faster:.2f}" if faster > 0.1 else f"1/{1 / faster:.0f}"
-        line["MB of the busiest rank"] = row["bytes"] / 1e6 if counted else None
-        shown.append(line | {"busiest / mean": f"{row['bytes'] / row['mean']:.2f}" if counted else None})
-    return markdown(shown)
-
-
 def tables():
-    """Return the tables of docs/rows.md by name."""
-    return {
-        f"rows.{name}": times(load("rows")["rows"], table) for name, table in zip(("wide", "long"), TABLES, strict=True)
-    }
+    """Return the table of docs/rows.md: milliseconds, and times faster than gloo's sparse sum, and their bytes."""
+    rows, lines = load("rows")["rows"], {}
+    gloo = {(row["table"], row["exponent"]): row["seconds"] for row in rows if row["name"] == "gloo, sparse"}
+    for row in rows:
+        faster, line = gloo[row["table"], row["exponent"]] / row["seconds"], lines.setdefault(row["name"], {})
+        ratio = f"{faster:.2f}" if faster > 0.1 else f"1/{1 / faster:.0f}"
+        line[f"d = {row['d']}, s = {row['exponent']}"] = f"{cell(row['seconds'] * 1e3)} ms, {ratio}"
+        if row["exponent"] == 1.05 and "bytes" in row:
+            line[f"MB, d = {row['d']}"] = row["bytes"] / 1e6
+            line[f"busiest / mean, d = {row['d']}"] = f"{row['bytes'] / row['mean']:.2f}"
+    shown = [{"": name} | line for name, line in lines.items()]
+    return {"rows.times": f"{markdown(shown)}\n\n{source('rows')}"}
 
 
 def main():
     """Measure and print; rank 0 saves the rows."""
-    exponents, comm = [1.05, 1.2], default_comm()
-    options = harness.options(
-        __doc__, tables=list(TABLES), exponents=exponents, repeat=7, interface="eth0", quick=False
-    )
+    defaults = {"tables": list(TABLES), "exponents": [1.05, 1.2], "repeat": 7, "interface": "eth0", "quick": False}
+    options, comm = harness.options(__doc__, **defaults), default_comm()
     harness.record(measured(options, comm), options, comm.rank)
 
 

@@ -269,29 +269,33 @@ def hidden(rows, name):
     return (apart["x plain"] - rows[name]["x plain"]) / min(1.0, apart["x plain"] - 1.0) if apart else None
 
 
-def table(rows):
-    """Return the table of a net."""
-    best, shown = min((row["x plain"] for name, row in rows.items() if name.startswith("DDP, gloo")), default=None), []
+def table(rows, *columns):
+    """Return the table of a net, with these columns of the rows beside the times."""
+    shown = []
     for name, row in rows.items():
         line = {"line": name, "s / step": row["seconds"], "x plain": row["x plain"]}
-        line |= {"best DDP / this": best / row["x plain"]} if best else {}
-        for column in ("MB received", "MB into a node"):
-            line |= {column: row[column] if row[column] > 0.001 else None} if column in row else {}
-        line |= {kind: row[kind] for kind in ("select", "wait", "exposed") if kind in row}
-        shown.append(line | {"hidden": hidden(rows, name)} if f"{name}, no overlap" in rows else line)
+        for column in columns:
+            line[column] = hidden(rows, name) if column == "hidden" else row.get(column)
+        counted = next(column for column in ("MB received", "MB into a node") if column in row)
+        shown.append(line | {counted: row[counted] if row[counted] > 0.001 else None})
     return markdown(shown)
 
 
 def tables():
     """Return the tables of docs/training.md and docs/fsdp.md by name."""
-    made = {f"16_cores_{device}": markdown(load("training_16_cores")[device]) for device in ("cpu", "cuda")}
+    made, columns = {}, ("million", "line", "s / step", "x plain", "MB received", "wait")
+    for device in ("cpu", "cuda"):
+        made[f"16_cores_{device}"] = markdown(
+            [{name: row[name] for name in columns} for row in load("training_16_cores")[device]]
+        )
     made["work"] = markdown([{name: row[name] for name in ("line", *trace.KINDS)} for row in load("work")["rows"]])
     for name in ("hsdp", "fsdp"):
         made[name] = f"{table({row['line']: row for row in load(name)['rows']})}\n\n{source(name)}"
-    found = load("training")["rows"] + load("overlap")["rows"]
-    for key in dict.fromkeys((row["model"], row["batch"]) for row in found):
-        rows = {row["line"]: row for row in found if (row["model"], row["batch"]) == key}
-        made[f"{key[0]}_{key[1]}"] = table(rows)
+    for file, columns in {"training": (), "overlap": ("wait", "hidden")}.items():
+        found = load(file)["rows"]
+        for key in dict.fromkeys((row["model"], row["batch"]) for row in found):
+            rows = {row["line"]: row for row in found if (row["model"], row["batch"]) == key}
+            made[f"{key[0]}_{key[1]}"] = table(rows, *columns)
     return {f"training.{name}": text for name, text in made.items()}
 
 

@@ -10,11 +10,12 @@ is divided by the `scale` in each row of --scaling.
 """
 
 from functools import partial
+from itertools import product
 
 import formulas
 import harness
 import numpy as np
-from harness import Entries, load, markdown
+from harness import Entries, load, markdown, source
 
 import sparsecoll
 from sparsecoll import Costs, DenseVector, Network, SparseVector
@@ -126,14 +127,7 @@ def second_call(comm, kind, n, k):
 
 def scaling(options):
     """Yield modelled seconds, and words of the busiest rank without and with search; above 256 ranks on 1 Gb/s."""
-    cases = [
-        (model, P, network, kind)
-        for model in options.models
-        for P in options.ranks
-        for network in NETWORKS
-        for kind in KINDS
-    ]
-    for model, P, network, kind in cases:
+    for model, P, network, kind in product(options.models, options.ranks, NETWORKS, KINDS):
         if P > 256 and network != "1 Gb/s":
             continue
         n, density = MODELS[model]
@@ -152,21 +146,23 @@ def scaling(options):
 
 
 def scaling_tables():
-    """Yield a heading and a table for each model and network."""
-    rows = load("scaling")["rows"]
-    for model, network in dict.fromkeys((row["model"], row["network"]) for row in rows):
-        some = [row for row in rows if (row["model"], row["network"]) == (model, network)]
-        ms = {(row["algo"], row["P"]): 1e3 * row["seconds"] for row in some}
-        lines = {row["algo"]: {"": row["algo"]} for row in some}
-        for kind, P in sorted(ms, key=lambda key: key[1]):
-            lines[kind][f"P = {P}"] = f"{ms[kind, P]:,.0f} ms, {ms[kind, P] / ms['top k of sum', P]:.2f} x"
-        yield f"### {model} (n = {some[0]['n']:,}, density {some[0]['density']:.0%}), {network}"
-        yield markdown(list(lines.values()))
+    """Yield a heading and a table for each network."""
+    rows = [row for row in load("scaling")["rows"] if row["model"] == "BERT"]
+    for network in dict.fromkeys(row["network"] for row in rows):
+        lines = {}
+        for row in rows:
+            if row["network"] == network:
+                line = lines.setdefault(row["algo"], {"ms": row["algo"]})
+                line[f"P = {row['P']}"] = f"{1e3 * row['seconds']:,.0f}"
+        yield f"### {network}"
+        yield markdown(lines.values())
 
 
 def tables():
     """Return the table of docs/volume.md, and those of docs/benchmarks.md about many ranks, by name."""
-    return {"volume.table1": markdown(load("volume")["rows"]), "volume.scaling": "\n\n".join(scaling_tables())}
+    counted = [row for row in load("volume")["rows"] if row["P"] == 64]
+    scaled = f"{source('scaling')}\n\n" + "\n\n".join(scaling_tables())
+    return {"volume.table1": f"{markdown(counted)}\n\n{source('volume')}", "volume.scaling": scaled}
 
 
 def main():

@@ -7,128 +7,69 @@ Sum long sparse vectors over all ranks, exactly or as the top k of the sum, with
 Importing this package pulls in NumPy alone; MPI, Numba and torch come in when they are first needed.
 """
 
-from sparsecoll import formats, select
-from sparsecoll._version import __version__
+from sparsecoll import formats as formats, select as select
+from sparsecoll._version import __version__ as __version__
 from sparsecoll.algorithms import (
-    ALGORITHMS,
-    Algorithm,
-    Allgather,
-    ARCTopK,
-    Auto,
-    CLTk,
-    Dense,
-    DenseStream,
-    ExDyna,
-    GTopk,
-    Hierarchical,
-    HiTopK,
-    LowBit,
-    OkTopk,
-    Reduction,
-    SparCML,
-    SparDL,
+    ALGORITHMS as ALGORITHMS,
+    Algorithm as Algorithm,
+    Allgather as Allgather,
+    ARCTopK as ARCTopK,
+    Auto as Auto,
+    CLTk as CLTk,
+    Dense as Dense,
+    DenseStream as DenseStream,
+    ExDyna as ExDyna,
+    GTopk as GTopk,
+    Hierarchical as Hierarchical,
+    HiTopK as HiTopK,
+    LowBit as LowBit,
+    OkTopk as OkTopk,
+    Reduction as Reduction,
+    SparCML as SparCML,
+    SparDL as SparDL,
 )
-from sparsecoll.algorithms.rows import RowAuto, RowGather, RowOwners
-from sparsecoll.collectives.allgather import allgather
-from sparsecoll.collectives.allreduce import allreduce
-from sparsecoll.collectives.allreduce_init import Plan, allreduce_init
-from sparsecoll.collectives.alltoall import alltoall
-from sparsecoll.collectives.alltoallv import alltoallv
-from sparsecoll.collectives.bcast import bcast
-from sparsecoll.collectives.convert import as_vector, like
-from sparsecoll.collectives.exscan import exscan
-from sparsecoll.collectives.gather import gather
+from sparsecoll.algorithms.rows import RowAuto as RowAuto, RowGather as RowGather, RowOwners as RowOwners
+from sparsecoll.collectives.allgather import allgather as allgather
+from sparsecoll.collectives.allreduce import allreduce as allreduce
+from sparsecoll.collectives.allreduce_init import Plan as Plan, allreduce_init as allreduce_init
+from sparsecoll.collectives.alltoall import alltoall as alltoall
+from sparsecoll.collectives.alltoallv import alltoallv as alltoallv
+from sparsecoll.collectives.bcast import bcast as bcast
+from sparsecoll.collectives.convert import as_vector as as_vector, like as like
+from sparsecoll.collectives.exscan import exscan as exscan
+from sparsecoll.collectives.gather import gather as gather
 from sparsecoll.collectives.nonblocking import (
-    iallgather,
-    iallreduce,
-    ialltoall,
-    ialltoallv,
-    ibcast,
-    iexscan,
-    igather,
-    ireduce,
-    ireduce_scatter,
-    iscan,
-    iscatter,
+    iallgather as iallgather,
+    iallreduce as iallreduce,
+    ialltoall as ialltoall,
+    ialltoallv as ialltoallv,
+    ibcast as ibcast,
+    iexscan as iexscan,
+    igather as igather,
+    ireduce as ireduce,
+    ireduce_scatter as ireduce_scatter,
+    iscan as iscan,
+    iscatter as iscatter,
 )
-from sparsecoll.collectives.reduce import reduce
-from sparsecoll.collectives.reduce_scatter import reduce_scatter
-from sparsecoll.collectives.scan import scan
-from sparsecoll.collectives.scatter import scatter
-from sparsecoll.errors import CommunicationError, NonFiniteError
-from sparsecoll.residual import Residual, RowResidual
-from sparsecoll.telemetry.traffic import Traffic
-from sparsecoll.transport import DeadlockError, Simulation, shrink, simulate, traffic
-from sparsecoll.transport.network import Costs, Network
-from sparsecoll.transport.progress import Request
-from sparsecoll.transport.stores import connect
-from sparsecoll.vector import DenseVector, RowSparse, SparseVector
+from sparsecoll.collectives.reduce import reduce as reduce
+from sparsecoll.collectives.reduce_scatter import reduce_scatter as reduce_scatter
+from sparsecoll.collectives.scan import scan as scan
+from sparsecoll.collectives.scatter import scatter as scatter
+from sparsecoll.collectives.signature import Comm as Comm
+from sparsecoll.errors import CommunicationError as CommunicationError, NonFiniteError as NonFiniteError
+from sparsecoll.residual import Residual as Residual, RowResidual as RowResidual
+from sparsecoll.telemetry.traffic import Traffic as Traffic
+from sparsecoll.transport import (
+    DeadlockError as DeadlockError,
+    Simulation as Simulation,
+    shrink as shrink,
+    simulate as simulate,
+    traffic as traffic,
+)
+from sparsecoll.transport.network import Costs as Costs, Network as Network
+from sparsecoll.transport.progress import Request as Request
+from sparsecoll.transport.stores import connect as connect
+from sparsecoll.vector import DenseVector as DenseVector, RowSparse as RowSparse, SparseVector as SparseVector
 
-__all__ = [
-    "ALGORITHMS",
-    "ARCTopK",
-    "Algorithm",
-    "Allgather",
-    "Auto",
-    "CLTk",
-    "CommunicationError",
-    "Costs",
-    "DeadlockError",
-    "Dense",
-    "DenseStream",
-    "DenseVector",
-    "ExDyna",
-    "GTopk",
-    "HiTopK",
-    "Hierarchical",
-    "LowBit",
-    "Network",
-    "NonFiniteError",
-    "OkTopk",
-    "Plan",
-    "Reduction",
-    "Request",
-    "Residual",
-    "RowAuto",
-    "RowGather",
-    "RowOwners",
-    "RowResidual",
-    "RowSparse",
-    "Simulation",
-    "SparCML",
-    "SparDL",
-    "SparseVector",
-    "Traffic",
-    "__version__",
-    "allgather",
-    "allreduce",
-    "allreduce_init",
-    "alltoall",
-    "alltoallv",
-    "as_vector",
-    "bcast",
-    "connect",
-    "exscan",
-    "formats",
-    "gather",
-    "iallgather",
-    "iallreduce",
-    "ialltoall",
-    "ialltoallv",
-    "ibcast",
-    "iexscan",
-    "igather",
-    "ireduce",
-    "ireduce_scatter",
-    "iscan",
-    "iscatter",
-    "like",
-    "reduce",
-    "reduce_scatter",
-    "scan",
-    "scatter",
-    "select",
-    "shrink",
-    "simulate",
-    "traffic",
-]
+_public = [name for name, value in globals().items() if name[0] != "_" and not isinstance(value, type(formats))]
+__all__ = ["__version__", "formats", "select", *_public]

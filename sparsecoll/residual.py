@@ -219,7 +219,7 @@ class RowResidual:
         """
         check_part("contributed", contributed, self.rows)
         acc, dtype = self.rows, self.rows.dtype
-        left = RowSparse.merge([acc.intersect(contributed), -contributed.astype(dtype)], dtype)._drop_zeros()
+        left = RowSparse.merge([acc.intersect(contributed), -contributed.astype(dtype)], dtype).drop_zeros()
         self.rows = RowSparse.join([acc.difference(contributed), left])
 
 

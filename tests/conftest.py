@@ -16,9 +16,13 @@ if torch is None or torch.origin is None:  # then `import torch` would find the 
 
 collect_ignore = [
     "fault_programs.py",
+    "exit_programs.py",
+    "replaced_ranks.py",
     "corrupt_messages.py",
     "soak.py",
     "gpu/run.py",
+    "typed/right.py",
+    "typed/wrong.py",
 ]  # programs, not tests
 
 

@@ -19,8 +19,7 @@ import numpy as np
 
 import sparsecoll
 from sparsecoll import SparseVector
-from sparsecoll.transport import call as call_module
-from sparsecoll.transport import waiting
+from sparsecoll.transport import call as call_module, waiting
 from sparsecoll.transport.channel import Channel
 
 if "TORCHELASTIC_RUN_ID" in os.environ:

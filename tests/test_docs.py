@@ -16,14 +16,17 @@ from sparsecoll.formats import FORMATS
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCKS = [
-    pytest.param(block, id=f"{page.name}-{number}")
+    pytest.param(*found, id=f"{page.name}-{number}")
     for page in PAGES
-    for number, block in enumerate(re.findall(r"^```python\n(.*?)^```", page.read_text(), re.S | re.M))
+    for number, found in enumerate(
+        re.findall(r"^```python\n(.*?)^```\n(?:\n^```text\n(.*?)^```\n)?", page.read_text() + "\n", re.S | re.M)
+    )
 ]
 
 
-@pytest.mark.parametrize("block", BLOCKS)
-def test_block_runs(block, capsys, monkeypatch):
+@pytest.mark.parametrize(("block", "output"), BLOCKS)
+def test_block_runs(block, output, capsys, monkeypatch):
+    """It prints what the block of text below it shows, and the tuples in its comments."""
     for package in ("torch", "transformers", "lightning"):
         if re.search(rf"^\s*(import|from) (\w+\.)?{package}\b", block, re.M):
             pytest.importorskip(package)
@@ -47,8 +50,10 @@ def test_block_runs(block, capsys, monkeypatch):
         distributed = importlib.import_module("torch.distributed")
         if distributed.is_initialized():
             distributed.destroy_process_group()
+    printed = capsys.readouterr().out
+    assert not output or printed == output
     for expected in re.findall(r"print\(.*#\s*(\(.*?\))", block):
-        assert expected in capsys.readouterr().out
+        assert expected in printed
 
 
 def test_classes_of_the_frameworks_page_are_those_of_the_examples():
@@ -121,7 +126,7 @@ def test_every_public_argument_has_an_entry_of_its_own(module):
     for name, obj in vars(importlib.import_module(module)).items():
         if not (inspect.isclass(obj) or inspect.isfunction(obj)) or not obj.__module__.startswith("sparsecoll"):
             continue
-        if name[0] != "_" and not name.endswith("Error") and name != "Request":
+        if name[0] != "_" and not name.endswith("Error") and name not in ("Comm", "Request"):
             lacking = set(inspect.signature(obj).parameters) - _entries(obj.__doc__ or "")
             missing |= {name: lacking} if lacking else {}
     assert not missing

@@ -7,8 +7,7 @@ import os
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 import sparsecoll
 from sparsecoll import ALGORITHMS, SparseVector, formats, simulate

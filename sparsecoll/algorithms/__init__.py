@@ -5,22 +5,22 @@ The contract tests (any P, any distribution, same bits, conservation, simulator 
 
 from __future__ import annotations
 
-from sparsecoll.algorithms.allgather import Allgather
-from sparsecoll.algorithms.arctopk import ARCTopK
-from sparsecoll.algorithms.auto import Auto
-from sparsecoll.algorithms.base import Algorithm, Reduction
-from sparsecoll.algorithms.cltk import CLTk
-from sparsecoll.algorithms.dense import Dense
-from sparsecoll.algorithms.densestream import DenseStream
-from sparsecoll.algorithms.exdyna import ExDyna
-from sparsecoll.algorithms.gtopk import GTopk
-from sparsecoll.algorithms.hierarchical import Hierarchical
-from sparsecoll.algorithms.hitopk import HiTopK
-from sparsecoll.algorithms.lowbit import LowBit
-from sparsecoll.algorithms.oktopk import OkTopk
-from sparsecoll.algorithms.rows import RowAuto, RowOwners
-from sparsecoll.algorithms.sparcml import SparCML
-from sparsecoll.algorithms.spardl import SparDL
+from sparsecoll.algorithms.allgather import Allgather as Allgather
+from sparsecoll.algorithms.arctopk import ARCTopK as ARCTopK
+from sparsecoll.algorithms.auto import Auto as Auto
+from sparsecoll.algorithms.base import Algorithm as Algorithm, Reduction as Reduction
+from sparsecoll.algorithms.cltk import CLTk as CLTk
+from sparsecoll.algorithms.dense import Dense as Dense
+from sparsecoll.algorithms.densestream import DenseStream as DenseStream
+from sparsecoll.algorithms.exdyna import ExDyna as ExDyna
+from sparsecoll.algorithms.gtopk import GTopk as GTopk
+from sparsecoll.algorithms.hierarchical import Hierarchical as Hierarchical
+from sparsecoll.algorithms.hitopk import HiTopK as HiTopK
+from sparsecoll.algorithms.lowbit import LowBit as LowBit
+from sparsecoll.algorithms.oktopk import OkTopk as OkTopk
+from sparsecoll.algorithms.rows import RowAuto as RowAuto, RowOwners as RowOwners
+from sparsecoll.algorithms.sparcml import SparCML as SparCML
+from sparsecoll.algorithms.spardl import SparDL as SparDL
 from sparsecoll.errors import check_choice
 
 ALGORITHMS: dict[str, type[Algorithm]] = {
@@ -38,30 +38,6 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     "hierarchical": Hierarchical,
 }
 ROW_ALGORITHMS: dict[str, type[Algorithm]] = {"auto": RowAuto, "allgather": Allgather, "owners": RowOwners}
-
-__all__ = [
-    "ALGORITHMS",
-    "ROW_ALGORITHMS",
-    "ARCTopK",
-    "Algorithm",
-    "Allgather",
-    "Auto",
-    "CLTk",
-    "Dense",
-    "DenseStream",
-    "ExDyna",
-    "GTopk",
-    "HiTopK",
-    "Hierarchical",
-    "LowBit",
-    "OkTopk",
-    "Reduction",
-    "RowAuto",
-    "RowOwners",
-    "SparCML",
-    "SparDL",
-    "resolve",
-]
 
 
 def resolve(algo: str | Algorithm, rows: bool = False) -> Algorithm:

@@ -61,9 +61,9 @@ class Allgather(Algorithm):
         own = -1 if channel.format.lossy else channel.rank  # a lossy format may change x once more
         parts = [x if rank == own else channel.decode(block) for rank, block in enumerate(blocks)]
         if channel.deferred:
-            return Reduction(lambda: channel.merge(parts, x.dtype), x, [parts])
+            return Reduction(lambda: channel.merge(parts), x, [parts])
         with channel.phase("merge"):
-            return Reduction(channel.merge(parts, x.dtype), x)
+            return Reduction(channel.merge(parts), x)
 
     @classmethod
     def in_one_message(cls, channel: Channel, dtype: np.dtype[Any], entries: int) -> bool:
@@ -83,9 +83,9 @@ class Allgather(Algorithm):
         with channel.phase("gather"):
             arriving = self._arriving(channel, x, edges)
             if channel.deferred:
-                chunks, dtype = list(arriving), x.dtype
-                return Reduction(lambda: SparseVector.concatenate([channel.merge(c, dtype) for c in chunks]), x, chunks)
-            sums = (channel.merge(chunk, x.dtype) for chunk in arriving)
+                chunks = list(arriving)
+                return Reduction(lambda: SparseVector.concatenate([channel.merge(c) for c in chunks]), x, chunks)
+            sums = (channel.merge(chunk) for chunk in arriving)
             return Reduction(SparseVector.collect(sums, min(channel.size * k, x.length)), x)
 
     def _arriving(self, channel: Channel, x: SparseVector, edges: list[int]) -> Iterator[list[SparseVector]]:
@@ -98,12 +98,7 @@ class Allgather(Algorithm):
 
 
 def rebalanced(edges: list[int], counts: list[int]) -> list[int]:
-    """Return edges of as many chunks with equal numbers of entries, if those of each chunk are spread evenly.
-
-    Args:
-        edges: those of the chunks, ascending.
-        counts: number of entries of each chunk.
-    """
+    """Return edges of as many chunks with equal numbers of entries, if those of each chunk are spread evenly."""
     total, found, below, chunk = sum(counts), [edges[0]], 0, 0
     for number in range(1, len(counts)):
         wanted = total * number // len(counts)

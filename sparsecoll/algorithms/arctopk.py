@@ -86,7 +86,7 @@ class ARCTopK(Algorithm):
             reduction = sum_at(channel, x, indices.astype(index_dtype(x.length)))
         if isinstance(x, SparseVector):
             assert isinstance(reduction.value, SparseVector)
-            reduction.value = reduction.value._drop_zeros()  # where no rank has an entry
+            reduction.value = reduction.value.drop_zeros()  # where no rank has an entry
         self._calls += 1
         return reduction
 

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic
 
 import numpy as np
 
@@ -18,12 +18,22 @@ from sparsecoll.select import Selector, Vector, topk
 from sparsecoll.select.base import Stateful, check_selector
 from sparsecoll.telemetry.traffic import Traffic
 from sparsecoll.transport.channel import Channel
-from sparsecoll.vector import DenseVector, SparseVector, accumulator_dtype
+from sparsecoll.vector import DenseVector, RowSparse, SparseVector, accumulator_dtype
 
+if TYPE_CHECKING:
+    from typing_extensions import TypeVar
+
+    V = TypeVar("V", bound=Vector | RowSparse, default=Vector, covariant=True)
+else:
+    from typing import TypeVar
+
+    V = TypeVar("V")
+
+# the sum of all entries sent; the same up to rounding; its k largest entries; about these
 SEMANTICS = ("exact_sum", "rounded_sum", "top_k_of_sum", "approximate_top_k")
 
 
-class Reduction:
+class Reduction(Generic[V]):
     """The result of an allreduce with `return_reduction=True`.
 
     Attributes:
@@ -44,8 +54,8 @@ class Reduction:
 
     def __init__(
         self,
-        value: Vector | Callable[[], Vector],
-        contributed: Vector | Callable[[], Vector],
+        value: V | Callable[[], V],
+        contributed: V | Callable[[], V],
         parts: Sequence[Sequence[SparseVector]] | None = None,
     ) -> None:
         self._value = value
@@ -54,21 +64,21 @@ class Reduction:
         self._contributed = contributed
 
     @property
-    def value(self) -> Vector:
+    def value(self) -> V:
         """The result, with the same bits on every rank."""
         if callable(self._value):
             self._value, self.parts = self._value(), None
         return self._value
 
     @value.setter
-    def value(self, value: Vector) -> None:
+    def value(self, value: V) -> None:  # type: ignore[misc]  # only algorithms set it
         self._value, self.parts = value, None
 
     def __repr__(self) -> str:
         return f"Reduction(value={self.value!r}, received {self.traffic.total.bytes_received:,} bytes)"
 
     @property
-    def contributed(self) -> Vector:
+    def contributed(self) -> V:
         """What of this rank's entries has entered `value`; computed when it is first read."""
         if callable(self._contributed):
             self._contributed = self._contributed()
@@ -101,6 +111,7 @@ class Algorithm(Stateful, ABC):
     """
 
     name: ClassVar[str]
+    semantics: ClassVar[str]  # the kind of result, one of SEMANTICS
     takes_dense: ClassVar[bool] = False  # whether __call__ takes a DenseVector, without a selection
     returns_dense: ClassVar[bool] = False  # whether the result of a dense array is one, too, instead of a SparseVector
     sends_sums: ClassVar[bool] = True  # whether partial sums are encoded, so that lossy formats are not possible
@@ -111,15 +122,6 @@ class Algorithm(Stateful, ABC):
     k: int | None = None
     selector: Selector | None = None
     _epoch: int | None = field(default=None, init=False, repr=False, compare=False)
-
-    @property
-    @abstractmethod
-    def semantics(self) -> str:
-        """The kind of result, one of SEMANTICS; a plain attribute of most classes.
-
-        "exact_sum" is the sum of all entries sent, "rounded_sum" the same up to rounding, "top_k_of_sum" its k largest
-        entries, and "approximate_top_k" about these.
-        """
 
     def __post_init__(self) -> None:
         if self.k is not None and self.k < 0:
@@ -224,7 +226,7 @@ class Loss:
         """
         rounded = self._channel.round(part if dtype is None else part.astype(dtype))
         if own:
-            self.add(part._rounding_error(rounded))
+            self.add(part.rounding_error(rounded))
         return rounded
 
     def truncate(self, part: SparseVector, kept: SparseVector, own: bool = True) -> SparseVector:
@@ -243,7 +245,7 @@ class Loss:
         if not parts:
             return x
         if not isinstance(x, DenseVector):
-            return type(x).merge([x.astype(dtype), *(-part for part in parts)], dtype)._drop_zeros()
+            return type(x).merge([x.astype(dtype), *(-part for part in parts)], dtype).drop_zeros()
         rest = DenseVector(x.values.astype(dtype))
         for part in parts:
             rest.subtract_at(part)
@@ -266,7 +268,7 @@ def check_region(part: SparseVector, low: int, high: int, source: int) -> Sparse
 
 def check_order(value: SparseVector) -> SparseVector:
     """Return the result of an algorithm, which all ranks have; raise NonFiniteError if it contains a NaN."""
-    if value._has_nan():
+    if value.has_nan():
         raise NonFiniteError(
             "x: expected sums that can be ordered by magnitude, got NaN (inf - inf, or NaN in an input)"
         )

@@ -76,12 +76,12 @@ class Dense(Algorithm):
         reduction = self._natively(channel, x, local) or _summed(channel, x, local)
         if isinstance(x, SparseVector) and marked:
             assert isinstance(reduction.value, DenseVector)
-            reduction.value = reduction.value._stored()
+            reduction.value = reduction.value.stored()
         elif isinstance(x, SparseVector):
             with channel.phase("pattern"):
-                bits = sum_counts(channel.transport, x._mask(), np.bitwise_or)
+                bits = sum_counts(channel.transport, x.mask(), np.bitwise_or)
             assert isinstance(reduction.value, DenseVector)
-            reduction.value = reduction.value._select_mask(bits)
+            reduction.value = reduction.value.select_mask(bits)
         return reduction
 
     def _natively(self, channel: Channel, x: Vector, local: DenseVector) -> Reduction | None:
@@ -143,7 +143,7 @@ def _pairwise(channel: Channel, x: Vector, local: DenseVector, edges: list[int])
 
     def contributed() -> Vector:
         error = total.subtract(regions[rank]).to_sparse()
-        return Loss(channel, error._shifted(edges[rank], x.length)).subtract_from(x)
+        return Loss(channel, error.shifted(edges[rank], x.length)).subtract_from(x)
 
     return Reduction(value, contributed)
 

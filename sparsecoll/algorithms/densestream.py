@@ -13,7 +13,7 @@ from sparsecoll.errors import check_choice
 from sparsecoll.formats import FORMATS
 from sparsecoll.select import Vector
 from sparsecoll.transport.channel import Channel
-from sparsecoll.vector import DenseVector, SparseVector, accumulator_dtype
+from sparsecoll.vector import DenseVector, SparseVector
 
 BLOCKS = formats.DenseStream()
 
@@ -70,7 +70,7 @@ class DenseStream(Algorithm):
         with channel.phase("repartition"):
             edges = partition.boundaries(channel.transport, x, self.repartition)
         with channel.phase("split"):
-            whole = channel.merge([x], accumulator_dtype(x.dtype))
+            whole = channel.merge([x], partial=True)
             total = reduce_scatter(channel, whole, edges, loss.round, pairs=True)
         with channel.phase("gather"):
             value = SparseVector.concatenate(channel.allgather(loss.round(total, x.dtype), k))

@@ -87,13 +87,13 @@ class ExDyna(Algorithm):
         with channel.phase("threshold"):
             chosen = self._selected(channel, self._part(x, own), k, first)
         with channel.phase("indices"):
-            message = INDICES.encode(chosen._shifted(self._edges[own] if chosen.length < x.length else 0, x.length))
+            message = INDICES.encode(chosen.shifted(self._edges[own] if chosen.length < x.length else 0, x.length))
             rows = [INDICES.decode(row, x.length) for row in allgatherv(channel.transport, message)]
             agreed = SparseVector.concatenate([rows[(partition - first) % P] for partition in range(P)])
         with channel.phase("values"):
             reduction = sum_at(channel, x, agreed.indices)
         if agreed.nnz >= P:
-            self._edges = agreed._subdivide([0, x.length], P)
+            self._edges = agreed.subdivide([0, x.length], P)
         self._calls += 1
         return reduction
 
@@ -124,7 +124,7 @@ class ExDyna(Algorithm):
             if reuse.accepts(total, k):
                 reuse.selected(total, k)
                 return chosen
-        chosen = part.topk(k)._drop_zeros()
+        chosen = part.topk(k).drop_zeros()
         sizes, largest = self._counts(channel, chosen)
         if sum(sizes) <= k or k == 0:
             reuse.reset()
@@ -135,7 +135,7 @@ class ExDyna(Algorithm):
     @staticmethod
     def _counts(channel: Channel, chosen: SparseVector) -> tuple[list[int], int]:
         """Return the number of entries that each rank has selected, and their largest key; raise on a NaN."""
-        row = np.array([chosen.nnz, chosen._key_range()[1], int(chosen._has_nan())], np.uint64)
+        row = np.array([chosen.nnz, chosen.key_range()[1], int(chosen.has_nan())], np.uint64)
         sizes, keys, invalid = allgather(channel.transport, row).T.tolist()
         if any(invalid):
             ranks = [rank for rank, nan in enumerate(invalid) if nan]

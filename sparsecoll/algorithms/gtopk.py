@@ -40,7 +40,7 @@ class GTopk(Algorithm):
             total, merges = self._reduce(channel, x.topk(k), k)
         with channel.phase("broadcast"):
             loss = Loss(channel)
-            sent = loss.round(total, None if rank else x.dtype)._drop_zeros()  # some formats do not send zeros
+            sent = loss.round(total, None if rank else x.dtype).drop_zeros()  # some formats do not send zeros
             if rank == 0:
                 value, alive = sent, sent
                 message = channel.encode(value)
@@ -49,10 +49,10 @@ class GTopk(Algorithm):
                 channel.isend(parent, sent)
                 message, bits = separated(transport.recv(parent), 2)
                 value = channel.decode(message).astype(x.dtype)
-                alive = sent._select_mask(bits)
+                alive = sent.select_mask(bits)
             loss.restrict_to(alive)
             for child, before, theirs in reversed(merges):
-                transport.isend(child, joined([message, theirs._mask_of(alive)]))
+                transport.isend(child, joined([message, theirs.mask_of(alive)]))
                 alive = before.intersect(alive)
         return Reduction(check_order(value), lambda: loss.subtract_from(x.intersect(alive)))
 

@@ -9,7 +9,7 @@ from sparsecoll.formats import FORMATS
 from sparsecoll.select import Vector, topk
 from sparsecoll.transport.channel import Channel
 from sparsecoll.transport.collectives import joined, node_members, separated
-from sparsecoll.vector import SparseVector, accumulator_dtype
+from sparsecoll.vector import SparseVector
 
 
 @dataclass
@@ -50,7 +50,7 @@ class Hierarchical(Algorithm):
         self._between = resolve(self.inner)
 
     @property
-    def semantics(self) -> str:
+    def semantics(self) -> str:  # type: ignore[override]
         """The semantics of `inner`."""
         return self._between.semantics
 
@@ -77,7 +77,7 @@ class Hierarchical(Algorithm):
             return self._follow(channel, x, mine[0])
         with channel.phase("inside"):
             parts = [x, *(channel.recv(rank) for rank in mine[1:])]
-            total = channel.merge(parts, accumulator_dtype(x.dtype))
+            total = channel.merge(parts, partial=True)
             entering = channel.round(total)
         between = channel.group([members[0] for members in nodes])
         reduction = reduced(self._between, between, entering, k)
@@ -86,7 +86,7 @@ class Hierarchical(Algorithm):
         with channel.phase("inside"):
             message = FORMATS["coo"].encode(value.astype(x.dtype))
             for rank, part in zip(mine[1:], parts[1:], strict=True):
-                channel.transport.isend(rank, joined([message, part._mask_of(contributed)]))
+                channel.transport.isend(rank, joined([message, part.mask_of(contributed)]))
 
         def share() -> Vector:
             return Loss(channel, total.intersect(contributed), -contributed).subtract_from(x.intersect(contributed))
@@ -99,4 +99,4 @@ class Hierarchical(Algorithm):
         with channel.phase("inside"):
             channel.with_format(FORMATS["coo"]).isend(first, x)
             message, bits = separated(channel.transport.recv(first), 2)
-        return Reduction(channel.decode(message).astype(x.dtype), x._select_mask(bits))
+        return Reduction(channel.decode(message).astype(x.dtype), x.select_mask(bits))

@@ -99,8 +99,8 @@ class HiTopK(Algorithm):
             total = SparseVector.merge(owners.allgather(sent), chunk.dtype)
         value = total.astype(x.dtype)
         if owners.rank == 0:
-            loss.add(total._rounding_error(value.astype(total.dtype)))
-        return value._drop_zeros()
+            loss.add(total.rounding_error(value.astype(total.dtype)))
+        return value.drop_zeros()
 
     @staticmethod
     def _gather(

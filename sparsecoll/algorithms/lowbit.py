@@ -127,8 +127,6 @@ class LowBit(Algorithm):
         """Write the sum, or with `mean` the mean, of all ranks' vectors to `value`; it may be x without `take`.
 
         Args:
-            channel: as in `__call__`.
-            x: this rank's values.
             value: memory of the result.
             seed: of the stochastic rounding, another one on every rank.
             mean: divide the sum by the number of ranks (default: False).

@@ -152,13 +152,13 @@ class OkTopk(Algorithm):
             chosen, largest, sizes = self._select_global(channel, reduced, load, k)
         with channel.phase("gather"):
             final = channel.round(chosen.astype(x.dtype))
-            value = self._balance_and_allgatherv(channel, final._drop_zeros(), largest, sizes).astype(x.dtype)
+            value = self._balance_and_allgatherv(channel, final.drop_zeros(), largest, sizes).astype(x.dtype)
         chunks = 1 if self._on_grid else self._chunk_count(x, k, channel)
-        self._edges = value._subdivide(self._boundaries, chunks) if chunks > 1 else []
+        self._edges = value.subdivide(self._boundaries, chunks) if chunks > 1 else []
         self._calls += 1
 
         def contributed() -> SparseVector:
-            loss.add(chosen._rounding_error(final))  # it stays with the owner of the region
+            loss.add(chosen.rounding_error(final))  # it stays with the owner of the region
             loss.restrict_to(value)
             share = loss.subtract_from(x.intersect(value))
             assert isinstance(share, SparseVector)
@@ -239,8 +239,8 @@ class OkTopk(Algorithm):
         reuse = self._global
         exact = self.exact or reuse.due
         estimate = reduced if exact else reduced.threshold(reuse.value or 0.0, reduced.nnz)
-        largest_key = reduced._key_range()[1]
-        row = [reduced.nnz, estimate.nnz, int(largest_key >= reduced._nan_key()), largest_key, load]
+        largest_key = reduced.key_range()[1]
+        row = [reduced.nnz, estimate.nnz, int(largest_key >= reduced.nan_key()), largest_key, load]
         sums, most, rows = sums_and_maxima(channel.transport, row)
         if most[2]:
             self._refuse_nan(channel, row[2])
@@ -284,7 +284,7 @@ class OkTopk(Algorithm):
             return grid.allgather(channel, mine)
         chunks = pipeline.chunks(largest * (mine.dtype.itemsize + 1), channel.transport.one_node)
         if chunks > 1 and channel.size > 1:
-            parts = (mine._slice_entries(mine.nnz * j // chunks, mine.nnz * (j + 1) // chunks) for j in range(chunks))
+            parts = (mine.slice_entries(mine.nnz * j // chunks, mine.nnz * (j + 1) // chunks) for j in range(chunks))
             rows = list(pipeline.allgather(channel, parts))
         else:
             rows = [channel.allgather(mine)]

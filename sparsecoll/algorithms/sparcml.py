@@ -14,7 +14,7 @@ from sparsecoll.formats import FORMATS, Format, Quantized
 from sparsecoll.select import Vector
 from sparsecoll.transport.channel import Channel
 from sparsecoll.transport.network import Network
-from sparsecoll.vector import SparseVector, accumulator_dtype
+from sparsecoll.vector import SparseVector
 
 VARIANTS = ("auto", "recursive_double", "split_allgather", "dynamic")
 
@@ -100,9 +100,9 @@ class SparCML(Algorithm):
             if rank >= core:
                 channel.isend(rank - core, x)
                 return Reduction(channel.recv(rank - core).astype(x.dtype), x)
-            total = channel.merge([x], accumulator_dtype(x.dtype))
+            total = channel.merge([x], partial=True)
             if rank + core < size:
-                total = channel.merge([total, channel.recv(rank + core)], total.dtype)
+                total = channel.merge([total, channel.recv(rank + core)], partial=True)
             distance = 1
             while distance < core:
                 partner = rank ^ distance
@@ -110,7 +110,7 @@ class SparCML(Algorithm):
                 channel.isend(partner, sent)
                 theirs = channel.recv(partner)
                 pair = [sent, theirs] if rank < partner else [theirs, sent]
-                total = channel.merge(pair, total.dtype)
+                total = channel.merge(pair, partial=True)
                 distance *= 2
             value = total.astype(x.dtype)
             if size > core:  # some ranks receive the result, rounded
@@ -129,14 +129,14 @@ class SparCML(Algorithm):
         gather = channel.with_format(form.sparse_or(quantized or dense) if dynamic else form.sparse())
         with channel.phase("split"):
             regions = x.split(partition.boundaries(channel.transport, x, "even"))
-            total = channel.merge(exchange(split, regions), accumulator_dtype(x.dtype))
+            total = channel.merge(exchange(split, regions), partial=True)
         with channel.phase("gather"):
             gathered = gather.allgather(total.astype(x.dtype), k)
             value = SparseVector.concatenate([part.astype(x.dtype) for part in gathered])
 
         def contributed() -> Vector:
             arrived = gathered[channel.rank].astype(total.dtype)
-            return Loss(channel, SparseVector.merge([total, -arrived], total.dtype)._drop_zeros()).subtract_from(x)
+            return Loss(channel, SparseVector.merge([total, -arrived], total.dtype).drop_zeros()).subtract_from(x)
 
         return Reduction(value, contributed)
 

@@ -67,7 +67,7 @@ class SparDL(Algorithm):
         edges = self._edges(x.length, blocks)
         for (start, stop), share in zip(pairwise(edges), shares(k, blocks, self._calls), strict=True):
             if isinstance(x, DenseVector):
-                part = topk(x.slice(start, stop), share)._shifted(start, x.length)
+                part = topk(x.slice(start, stop), share).shifted(start, x.length)
             else:
                 part = topk(x.split([start, stop])[0], share)
             parts.append(part)
@@ -110,7 +110,7 @@ class SparDL(Algorithm):
         ranges = [(start, stop, share) for (start, stop), share in zip(pairwise(positions), allowed, strict=True)]
         if all(stop - start <= share for start, stop, share in ranges):
             return part
-        return SparseVector.concatenate([part._slice_entries(start, stop).topk(share) for start, stop, share in ranges])
+        return SparseVector.concatenate([part.slice_entries(start, stop).topk(share) for start, stop, share in ranges])
 
     @staticmethod
     def _across(
@@ -118,12 +118,12 @@ class SparDL(Algorithm):
     ) -> SparseVector:
         """Return the sum of the block over all teams, the same bits in each; the first of them records the loss."""
         if peers.size & (peers.size - 1):
-            sent = loss.round(block)._drop_zeros()
+            sent = loss.round(block).drop_zeros()
             return truncate(SparseVector.merge(peers.allgather(sent), block.dtype), peers.rank == 0)
         distance = 1
         while distance < peers.size:
             partner = peers.rank ^ distance
-            sent = loss.round(block, own=peers.rank % distance == 0)._drop_zeros()  # some formats do not send zeros
+            sent = loss.round(block, own=peers.rank % distance == 0).drop_zeros()  # some formats do not send zeros
             peers.isend(partner, sent)
             theirs = peers.recv(partner)
             pair = [sent, theirs] if peers.rank < partner else [theirs, sent]

@@ -26,7 +26,6 @@ from sparsecoll._version import __version__
 from sparsecoll.cli.arguments import MPI_ALLREDUCE, algorithm
 from sparsecoll.collectives.allreduce import allreduce
 from sparsecoll.collectives.options import CallOptions
-from sparsecoll.formats import Format
 from sparsecoll.kernels import host_kernels
 from sparsecoll.telemetry import trace
 from sparsecoll.transport import Transport, as_transport, traffic
@@ -96,8 +95,8 @@ class Call:
 
     algo: str
     density: float | None
-    format: str | Format = "auto"
-    value_dtype: str | None = None
+    format: Any = "auto"
+    value_dtype: Any = None
 
 
 def measure(
@@ -174,9 +173,9 @@ def runner(comm: Any, call: Call) -> Run:
     chosen, counters = algorithm(call.algo), traffic(comm)
     whole = chosen.takes_dense  # then nothing is selected
 
-    def sparse(vector: NDArray[Any] | SparseVector) -> tuple[float, float, float, int]:
+    def sparse(vector: Any) -> tuple[float, float, float, int]:
         before = counters.copy()
-        value = allreduce(
+        value: SparseVector = allreduce(
             comm,
             vector,
             chosen,

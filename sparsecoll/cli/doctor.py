@@ -197,11 +197,12 @@ def _gpu(comm: Any) -> Iterator[Finding]:
 
 def _variables() -> Iterator[Finding]:
     for name in sorted(name for name in os.environ if name.startswith("SPARSECOLL_")):
+        shown = "set" if "SECRET" in name else os.environ[name]
         if name not in VARIABLES:
-            yield Finding(name, os.environ[name], WORSE, f"unknown variable; known ones are {', '.join(VARIABLES)}")
+            yield Finding(name, shown, WORSE, f"unknown variable; known ones are {', '.join(VARIABLES)}")
             continue
         fault = VARIABLES[name](os.environ[name])
-        yield Finding(name, os.environ[name], BAD if fault else GOOD, fault)
+        yield Finding(name, shown, BAD if fault else GOOD, fault)
 
 
 def _one_of(*values: str) -> Callable[[str], str]:
@@ -217,6 +218,7 @@ VARIABLES: dict[str, Callable[[str], str]] = {  # what is wrong with a value; ""
     "SPARSECOLL_THREADS": _threads,
     "SPARSECOLL_ON_TIMEOUT": _one_of("raise", "abort"),
     "SPARSECOLL_GPU_DIRECT": _one_of("0", "1"),
+    "SPARSECOLL_SECRET": lambda value: "" if len(value.encode()) >= 16 else "expected at least 16 bytes",
 }
 
 

@@ -7,19 +7,12 @@ from typing import Any
 from sparsecoll.collectives.keyed import on_vectors
 from sparsecoll.collectives.messages import rows_of
 from sparsecoll.collectives.options import CallOptions
-from sparsecoll.formats import Format
+from sparsecoll.collectives.signature import AnyComm, MoveOptions, T, Unpack, takes
 from sparsecoll.transport.call import CollectiveCall
 
 
-def allgather(
-    comm: Any,
-    x: Any,
-    *,
-    format: str | Format = "auto",
-    value_dtype: Any = None,
-    timeout: float | None = None,
-    check: bool = True,
-) -> list[Any]:
+@takes(MoveOptions)
+def allgather(comm: AnyComm, x: T, **options: Unpack[MoveOptions]) -> list[T]:
     """Gather every rank's sparse vector on every rank. Collective.
 
     Bruck's algorithm takes ceil(log2 P) messages.
@@ -28,19 +21,10 @@ def allgather(
         comm: communicator, as in `sparsecoll.allreduce`.
         x: sparse vector, matrix, RowSparse or dense array as in `sparsecoll.allreduce`, with the same length (shape of
             an array) and dtype on all ranks.
-        format: wire format, a name or a Format (default: "auto").
-        value_dtype: dtype of the values on the wire, "float16", "bfloat16" or "float32"; None, the default, for that of
-            x.
-        timeout: seconds to wait for a message before CommunicationError is raised; None, the default, for no limit.
-        check: compare the arguments of all ranks (default: True).
+        **options: format, value_dtype, timeout and check, as in `sparsecoll.allreduce`.
 
     Returns:
         List of P vectors of the same type as x, in rank order. All are rounded as on the wire, this rank's own too.
-
-    Raises:
-        ValueError: On every rank, if an argument is invalid on some rank.
-        TypeError: On every rank, if an argument has a wrong type on some rank.
-        CommunicationError: As in `sparsecoll.allreduce`.
 
     Volume: the entries of the other ranks, 2k(P-1) words of COO.
 
@@ -53,8 +37,8 @@ def allgather(
     >>> sparsecoll.simulate(3, program).results[2]
     [0, 1, 2]
     """
-    options = CallOptions(format=format, value_dtype=value_dtype, timeout=timeout, check=check, nonfinite="pass")
-    return on_vectors(comm, "allgather", x, options, lambda call, x: _allgather(call, x, options))
+    given = CallOptions.moving(**options)
+    return on_vectors(comm, "allgather", x, given, lambda call, x: _allgather(call, x, given))
 
 
 def _allgather(call: CollectiveCall, x: Any, options: CallOptions) -> list[Any]:

@@ -4,25 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, overload
 
 import numpy as np
 
 from sparsecoll import formats
-from sparsecoll.algorithms import Algorithm, Reduction, SparCML, resolve
+from sparsecoll.algorithms import Algorithm, LowBit, Reduction, SparCML, resolve
 from sparsecoll.algorithms.base import reduced
 from sparsecoll.collectives import convert
 from sparsecoll.collectives.convert.back import Back
 from sparsecoll.collectives.keyed import with_keys
 from sparsecoll.collectives.options import NOTHING, CallOptions, blocking, index_of_nan, signature_of
-from sparsecoll.formats import Buffer, Format
+from sparsecoll.collectives.signature import (
+    Algo,
+    AllreduceOptions,
+    AnyComm,
+    Dense,
+    Given,
+    ReduceOptions,
+    T,
+    Triple,
+    Unpack,
+    X,
+    takes,
+)
+from sparsecoll.formats import Buffer
 from sparsecoll.select import Vector
 from sparsecoll.select.base import check_order
 from sparsecoll.telemetry.trace import span
 from sparsecoll.transport import Transport
 from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.transport.channel import Channel
-from sparsecoll.vector import DenseVector, SparseVector
+from sparsecoll.vector import DenseVector, RowSparse, SparseVector
 from sparsecoll.vector.operation import Operation
 
 UNCHANGED = Back()
@@ -30,22 +43,31 @@ MAX_KNOWN = 256  # validated arguments kept for a communicator
 MANY, HIGH = 1 << 16, 16  # from a larger k, at a density above 1 / HIGH, the number of entries is worth a message
 
 
+@overload
 def allreduce(
-    comm: Any,
-    x: Any,
-    algo: str | Algorithm = "auto",
+    comm: AnyComm,
+    x: RowSparse,
+    algo: Algo = "auto",
     *,
-    k: int | None = None,
-    density: float | None = None,
-    format: str | Format = "auto",
-    value_dtype: Any = None,
-    op: Any = "sum",
-    missing: str = "ignore",
-    timeout: float | None = None,
-    check: bool = True,
-    nonfinite: str = "raise",
-    return_reduction: bool = False,
-) -> Any:
+    return_reduction: Literal[True],
+    **options: Unpack[ReduceOptions],
+) -> Reduction[RowSparse]: ...
+@overload
+def allreduce(
+    comm: AnyComm, x: Any, algo: Algo = "auto", *, return_reduction: Literal[True], **options: Unpack[ReduceOptions]
+) -> Reduction[SparseVector]: ...
+@overload
+def allreduce(comm: AnyComm, x: T, algo: LowBit, **options: Unpack[ReduceOptions]) -> T: ...  # type: ignore[overload-overlap]
+@overload
+def allreduce(comm: AnyComm, x: X, algo: Algo = "auto", **options: Unpack[ReduceOptions]) -> SparseVector | X: ...
+@overload
+def allreduce(comm: AnyComm, x: Dense, algo: Algo = "auto", **options: Unpack[ReduceOptions]) -> SparseVector: ...
+@overload
+def allreduce(comm: AnyComm, x: Given, algo: Algo = "auto", **options: Unpack[ReduceOptions]) -> Triple: ...
+@overload
+def allreduce(comm: AnyComm, x: T, algo: Algo = "auto", **options: Unpack[ReduceOptions]) -> T: ...
+@takes(AllreduceOptions)
+def allreduce(comm: AnyComm, x: Any, algo: Algo = "auto", **options: Unpack[AllreduceOptions]) -> Any:
     """Combine the sparse vectors of all ranks, by default their sum; every rank receives the same bits. Collective.
 
     Args:
@@ -67,25 +89,13 @@ def allreduce(
         k: number of entries that each rank selects, and for "oktopk" also of the result. None, the default, stands for
             the algorithm's own k, or else the largest nnz of all ranks. A dense x requires `k` or `density`, except
             with algo="dense". For a RowSparse, the k rows of largest norm are selected; None selects all rows.
-        density: k as a fraction of the length, in (0, 1], instead of `k`; at least one entry is selected.
-        format: wire format: name in `sparsecoll.formats.FORMATS`, or a Format object. "auto", the default, uses the
-            smallest format for each message. Entries that a lossy format drops do not count as contributed.
-        value_dtype: dtype of the values on the wire, "float16", "bfloat16" or "float32", not wider than that of x;
-            None, the default, for the dtype of x. The rounding error does not count as contributed.
+        **options: density, format, value_dtype, missing, timeout, check and nonfinite: see help(sparsecoll.allreduce).
         op: "sum" (the default), "mean" (the sum divided by P), "min", "max", "prod", "logical_and", "logical_or",
             "logical_xor", "bitwise_and", "bitwise_or", "bitwise_xor", or "replace" (the value of the highest rank that
             has one); or MPI.SUM, MPI.MAX, MPI.LAND and so on of mpi4py. The result has an entry wherever at least one
             rank has one. Operations other than the sum and the mean need an algorithm that computes exact sums. Sums of
             bool are the logical or; logical operations return 1 and 0 and count NaN as true; "min" and "max" of a NaN
             are NaN.
-        missing: what operations do where some ranks have no entry: "ignore" (the default) combines the entries of the
-            other ranks, "zero" counts missing entries as zeros. Sums and means are the same in both cases.
-        timeout: seconds to wait for a message. A rank that has waited longer raises CommunicationError, and the
-            communicator cannot be used afterwards. None, the default, waits without limit and logs a warning once a
-            minute.
-        check: compare the arguments of all ranks (default: True). False must be passed on all ranks.
-        nonfinite: "raise" (the default) raises on every rank if a value to be sent is NaN or infinite; with "pass",
-            sums become NaN or infinite, and only algorithms that order sums by magnitude raise on NaN.
         return_reduction: return a Reduction with value, contributed and traffic, whose vectors are SparseVectors
             (default: False); for sums and means only.
 
@@ -124,25 +134,16 @@ def allreduce(
     >>> sparsecoll.simulate(2, largest).results[0]
     array([-1., -1.,  1.])
     """
-    options = CallOptions(
-        k=k,
-        density=density,
-        format=format,
-        value_dtype=value_dtype,
-        op=op,
-        missing=missing,
-        timeout=timeout,
-        check=check,
-        nonfinite=nonfinite,
-    )
+    return_reduction = options.pop("return_reduction", False)
+    given = CallOptions(**options)  # type: ignore[misc]  # the option that was taken out
     at_once = {"algo": "auto"} if isinstance(algo, str) and algo == "auto" and not return_reduction else None
 
     def perform(call: CollectiveCall) -> Any:
         if isinstance(x, SparseVector):  # nothing to convert
-            return _allreduce(call, x, algo, options, return_reduction)
-        return with_keys(call, x, options, lambda x: _allreduce(call, x, algo, options, return_reduction), at_once)
+            return _allreduce(call, x, algo, given, return_reduction)
+        return with_keys(call, x, given, lambda x: _allreduce(call, x, algo, given, return_reduction), at_once)
 
-    return blocking(comm, "allreduce", options, perform)
+    return blocking(comm, "allreduce", given, perform)
 
 
 @dataclass(frozen=True)
@@ -222,7 +223,7 @@ def _reduce(
     transport, options = call.transport, arguments.options
     start = transport.now()
     algorithm.sync_epoch(transport.epoch)
-    channel, rows = options.channel(transport, vector.length, vector.width), vector.width > 0
+    channel, rows = options.channel(transport, vector), vector.width > 0
     entries = contribution(vector, algorithm, selected, channel, options)
     counted = rows or counts_entries(algorithm, arguments.k, vector.length)
     message = early_message(algorithm, channel, entries) if counted and arguments.k is None else None
@@ -257,16 +258,7 @@ def arguments_of(
     shape: tuple[int, ...] = (),
     alike: Mapping[str, Any] = NOTHING,
 ) -> Arguments:
-    """Return the validated arguments of a call, which become its signature; they are validated once on a communicator.
-
-    Args:
-        call: the call.
-        vector: x as a vector.
-        algorithm: as resolved.
-        options: the other arguments.
-        shape: of the caller's x (default: that of a vector).
-        alike: see `allreduce_vectors` (default: nothing).
-    """
+    """Return the validated arguments of a call, which become its signature; validated once on a communicator."""
     known = call.transport.validated
     of_vector = type(vector), vector.length, vector.width, vector.dtype, vector.on_gpu, shape
     of_options = options, type(options.k), type(options.density)  # True equals 1
@@ -337,6 +329,7 @@ def contribution(vector: Vector, algorithm: Algorithm, k: int | None, channel: C
 
 def run(algorithm: Algorithm, channel: Channel, entries: Vector, k: int) -> Reduction:
     """Combine the entries of all ranks and wait for the messages that this takes."""
+    channel.limit(entries.dtype)
     if channel.op.name == "replace" and not channel.width:  # partial results of trees are not of successive ranks
         entries, algorithm = entries.to_sparse(keep_zeros=True), SparCML(variant="split_allgather")
     reduction = reduced(algorithm, channel, entries, k)

@@ -4,24 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
-from sparsecoll.algorithms import Algorithm, resolve
+from sparsecoll.algorithms import Algorithm, LowBit, resolve
 from sparsecoll.collectives import convert
 from sparsecoll.collectives.allreduce import arguments_of, contribution, counts_entries, early_message, returned, run
 from sparsecoll.collectives.convert.back import Back
 from sparsecoll.collectives.options import CallOptions
+from sparsecoll.collectives.signature import Algo, AnyComm, Dense, Given, ReduceOptions, T, Triple, Unpack, X, takes
 from sparsecoll.errors import CommunicationError
-from sparsecoll.formats import Format
 from sparsecoll.select import Vector
 from sparsecoll.transport import Transport, as_transport
 from sparsecoll.transport.call import AGREEMENT_BYTES, CollectiveCall
 from sparsecoll.transport.progress import Request, in_background
+from sparsecoll.vector import SparseVector
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 NAME = "allreduce_init"
+R = TypeVar("R")
 
 
 class _Allreduce:
@@ -35,7 +37,7 @@ class _Allreduce:
         self._selecting.sync_epoch(transport.epoch)
         arguments = arguments_of(call, vector, self._selecting, options, tuple(getattr(x, "shape", ())))
         self._k = k = arguments.k
-        channel, counted = options.channel(transport, vector.length), counts_entries(self._selecting, k, vector.length)
+        channel, counted = options.channel(transport, vector), counts_entries(self._selecting, k, vector.length)
         if k is None and counted and self._selecting.semantics != "exact_sum":
             raise ValueError(f"k, density: expected one of them for algo={self._selecting.name!r}, got neither")
         self._size, early = k or 0, False
@@ -89,21 +91,22 @@ def _described(kind: tuple[Any, ...]) -> str:
     return f"a {name} of {size} of {dtype}{' on the GPU' * on_gpu}"
 
 
+@overload
+def allreduce_init(comm: AnyComm, x: T, algo: LowBit, **options: Unpack[ReduceOptions]) -> Plan[T]: ...  # type: ignore[overload-overlap]
+@overload
 def allreduce_init(
-    comm: Any,
-    x: Any,
-    algo: str | Algorithm = "auto",
-    *,
-    k: int | None = None,
-    density: float | None = None,
-    format: str | Format = "auto",
-    value_dtype: Any = None,
-    op: Any = "sum",
-    missing: str = "ignore",
-    timeout: float | None = None,
-    check: bool = True,
-    nonfinite: str = "raise",
-) -> Plan:
+    comm: AnyComm, x: X, algo: Algo = "auto", **options: Unpack[ReduceOptions]
+) -> Plan[SparseVector | X]: ...
+@overload
+def allreduce_init(
+    comm: AnyComm, x: Dense, algo: Algo = "auto", **options: Unpack[ReduceOptions]
+) -> Plan[SparseVector]: ...
+@overload
+def allreduce_init(comm: AnyComm, x: Given, algo: Algo = "auto", **options: Unpack[ReduceOptions]) -> Plan[Triple]: ...
+@overload
+def allreduce_init(comm: AnyComm, x: T, algo: Algo = "auto", **options: Unpack[ReduceOptions]) -> Plan[T]: ...
+@takes(ReduceOptions)
+def allreduce_init(comm: AnyComm, x: Any, algo: Algo = "auto", **options: Unpack[ReduceOptions]) -> Plan[Any]:
     """Prepare an `allreduce` that is repeated; return a plan, whose calls give the same bits. Collective.
 
     As a persistent collective of MPI-4, it validates the options, compares the arguments of all ranks, and lets "auto"
@@ -118,22 +121,10 @@ def allreduce_init(
             that thresholds and boundaries are kept between its calls. "auto" chooses for the example's entries.
         k: number of entries that each rank selects; None, the default, for the algorithm's own k, or else for all
             entries. Algorithms of the top k need `k` or `density`.
-        density: k as a fraction of the length, in (0, 1], instead of `k`.
-        format: wire format, a name or a Format (default: "auto").
-        value_dtype: dtype of the values on the wire, "float16", "bfloat16" or "float32"; None, the default, for that of
-            x.
-        op: operation, as in `sparsecoll.allreduce` (default: "sum").
-        missing: "ignore" (the default) or "zero", as in `sparsecoll.allreduce`.
-        timeout: seconds to wait for a message in each call before CommunicationError is raised; None, the default, for
-            no limit.
-        check: compare the arguments of all ranks (default: True).
-        nonfinite: "raise" (the default) or "pass" values that are NaN or infinite.
+        **options: density, op, missing, format, value_dtype, timeout, check, nonfinite, as in `sparsecoll.allreduce`.
 
     Returns:
         Plan: `plan(x)` returns the sum, `plan.start(x)` and `plan.wait()` form it in the background.
-
-    Raises:
-        ValueError, TypeError, CommunicationError: As in `sparsecoll.allreduce`.
 
     Volume: as of the first `sparsecoll.allreduce` with these arguments, without the data.
 
@@ -147,28 +138,18 @@ def allreduce_init(
     >>> sparsecoll.simulate(2, program).results[0]
     [0.0, 4.0, 8.0]
     """
-    options = CallOptions(
-        k=k,
-        density=density,
-        format=format,
-        value_dtype=value_dtype,
-        op=op,
-        missing=missing,
-        timeout=timeout,
-        check=check,
-        nonfinite=nonfinite,
-    )
-    transport = as_transport(comm, timeout)
+    given = CallOptions(**options)
+    transport = as_transport(comm, given.timeout)
 
-    def init() -> Plan:
-        with CollectiveCall(transport, NAME, timeout) as call:
-            perform = _Allreduce(call, x, algo, options)
-        return Plan(transport, timeout, perform)
+    def init() -> Plan[Any]:
+        with CollectiveCall(transport, NAME, given.timeout) as call:
+            perform = _Allreduce(call, x, algo, given)
+        return Plan(transport, given.timeout, perform)
 
     return transport.in_order(init)
 
 
-class Plan:
+class Plan(Generic[R]):
     """A persistent allreduce, as `sparsecoll.allreduce_init` returns it.
 
     `plan(x)` returns the result of the blocking call. `plan.start(x)` starts the call in the background, and
@@ -189,13 +170,13 @@ class Plan:
     """
 
     def __init__(
-        self, transport: Transport, timeout: float | None, perform: Callable[[CollectiveCall, Any], Any]
+        self, transport: Transport, timeout: float | None, perform: Callable[[CollectiveCall, Any], R]
     ) -> None:
         self._transport, self._timeout = transport, timeout
-        self._perform: Callable[[CollectiveCall, Any], Any] | None = perform
-        self._request: Request[Any] | None = None
+        self._perform: Callable[[CollectiveCall, Any], R] | None = perform
+        self._request: Request[R] | None = None
 
-    def __call__(self, x: Any) -> Any:
+    def __call__(self, x: Any) -> R:
         """Return what `allreduce` returns for x with the plan's arguments. Collective.
 
         Args:
@@ -207,7 +188,7 @@ class Plan:
         """
         return self._transport.in_order(self._prepared(x))
 
-    def start(self, x: Any) -> Request[Any]:
+    def start(self, x: Any) -> Request[R]:
         """Start the call for x in the background; return its Request, for which `wait` waits, too. Collective.
 
         Args:
@@ -224,7 +205,7 @@ class Plan:
         """Return whether the started call has finished; True if none was started, as in MPI."""
         return self._request is None or self._request.test()
 
-    def wait(self, timeout: float | None = None) -> Any:
+    def wait(self, timeout: float | None = None) -> R:
         """Wait for the started call; return its result or raise its exception.
 
         Args:
@@ -268,11 +249,11 @@ class Plan:
         if self._request is not None and not self._request.waited_for:
             raise CommunicationError(f"{what}: expected wait() for the call started before")
 
-    def _prepared(self, x: Any) -> Callable[[], Any]:
+    def _prepared(self, x: Any) -> Callable[[], R]:
         """Return the call for x as the plan is now: what was started before `free` or the end of `with` is finished."""
         perform = self._perform
 
-        def call() -> Any:
+        def call() -> R:
             with CollectiveCall(self._transport, NAME, self._timeout) as call:
                 if perform is None:
                     raise CommunicationError("plan: expected one that is in use, got one after free()")

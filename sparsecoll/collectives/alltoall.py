@@ -6,19 +6,12 @@ from typing import Any
 
 from sparsecoll.collectives.messages import pack_all, unpack
 from sparsecoll.collectives.options import CallOptions, blocking
-from sparsecoll.formats import Format
+from sparsecoll.collectives.signature import AnyComm, Many, MoveOptions, T, Unpack, takes
 from sparsecoll.transport.call import CollectiveCall
 
 
-def alltoall(
-    comm: Any,
-    x: list[Any] | tuple[Any, ...],
-    *,
-    format: str | Format = "auto",
-    value_dtype: Any = None,
-    timeout: float | None = None,
-    check: bool = True,
-) -> list[Any]:
+@takes(MoveOptions)
+def alltoall(comm: AnyComm, x: Many[T], **options: Unpack[MoveOptions]) -> list[T]:
     """Send x[j] to rank j, and return what every rank has sent to this one. Collective.
 
     Every rank sends one message to every other one, in the order rank + 1, rank + 2, ... If most pairs of ranks have
@@ -28,20 +21,11 @@ def alltoall(
         comm: communicator, as in `sparsecoll.allreduce`.
         x: list or tuple of P sparse vectors, matrices, RowSparse or dense arrays as in `sparsecoll.allreduce`, x[j] for
             rank j. Their lengths, dtypes and types may differ.
-        format: wire format, a name or a Format (default: "auto").
-        value_dtype: dtype of the values on the wire, "float16", "bfloat16" or "float32"; None, the default, for that of
-            each vector.
-        timeout: seconds to wait for a message before CommunicationError is raised; None, the default, for no limit.
-        check: compare the arguments of all ranks (default: True).
+        **options: format, value_dtype, timeout and check, as in `sparsecoll.allreduce`.
 
     Returns:
         List of P vectors, in the order of the ranks that have sent them, each of the type and shape that it has there,
         rounded as on the wire. For a type of SciPy, pydata, pandas or torch, every rank needs that library.
-
-    Raises:
-        ValueError: On every rank, if an argument is invalid on some rank.
-        TypeError: On every rank, if an argument has a wrong type on some rank.
-        CommunicationError: As in `sparsecoll.allreduce`.
 
     Volume: each rank receives P - 1 messages: the entries, 2 words each in COO, and some 100 bytes that describe the
     type.
@@ -55,8 +39,8 @@ def alltoall(
     >>> sparsecoll.simulate(3, program).results[1]
     [1.0, 11.0, 21.0]
     """
-    options = CallOptions(format=format, value_dtype=value_dtype, timeout=timeout, check=check, nonfinite="pass")
-    return blocking(comm, "alltoall", options, lambda call: _alltoall(call, x, options))
+    given = CallOptions.moving(**options)
+    return blocking(comm, "alltoall", given, lambda call: _alltoall(call, x, given))
 
 
 def _alltoall(call: CollectiveCall, x: Any, options: CallOptions) -> list[Any]:

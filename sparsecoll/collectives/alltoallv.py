@@ -10,22 +10,16 @@ import numpy as np
 from sparsecoll.algorithms.primitives import halving
 from sparsecoll.collectives.messages import pack_all, unpack
 from sparsecoll.collectives.options import CallOptions, blocking
-from sparsecoll.formats import FORMATS, Format
+from sparsecoll.collectives.signature import AnyComm, MoveOptions, T, Unpack, takes
+from sparsecoll.formats import FORMATS
 from sparsecoll.transport import Transport
 from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.transport.channel import Channel
 from sparsecoll.vector import SparseVector
 
 
-def alltoallv(
-    comm: Any,
-    x: Mapping[int, Any],
-    *,
-    format: str | Format = "auto",
-    value_dtype: Any = None,
-    timeout: float | None = None,
-    check: bool = True,
-) -> dict[int, Any]:
+@takes(MoveOptions)
+def alltoallv(comm: AnyComm, x: Mapping[int, T], **options: Unpack[MoveOptions]) -> dict[int, T]:
     """Send a vector to each of some ranks, and return what others have sent to this one. Collective.
 
     A rank need not know who sends to it, as in an assembly of finite elements, or with particles that change ranks:
@@ -41,20 +35,11 @@ def alltoallv(
         comm: communicator, as in `sparsecoll.allreduce`.
         x: dict from rank to the sparse vector, matrix, RowSparse or dense array (as in `sparsecoll.allreduce`) that it
             receives; {} to send none. Lengths, dtypes and types may differ. A rank may send to itself.
-        format: wire format, a name or a Format (default: "auto").
-        value_dtype: dtype of the values on the wire, "float16", "bfloat16" or "float32"; None, the default, for that of
-            each vector.
-        timeout: seconds to wait for a message before CommunicationError is raised; None, the default, for no limit.
-        check: compare the arguments of all ranks (default: True).
+        **options: format, value_dtype, timeout and check, as in `sparsecoll.allreduce`.
 
     Returns:
         Dict from each rank that has sent to this one, ascending, to its vector, of the type and shape that it has
         there, rounded as on the wire. For a type of SciPy, pydata, pandas or torch, the receiver needs that library.
-
-    Raises:
-        ValueError: On every rank, if an argument is invalid on some rank.
-        TypeError: On every rank, if an argument has a wrong type on some rank.
-        CommunicationError: As in `sparsecoll.allreduce`.
 
     Volume: ceil(log2 P) messages with at most two words for each pair that passes through this rank (about log2 P words
     for each partner), then one message from each partner: its entries and some 100 bytes that describe the type.
@@ -68,8 +53,8 @@ def alltoallv(
     >>> sparsecoll.simulate(4, program).results
     [[3], [0], [1], [2]]
     """
-    options = CallOptions(format=format, value_dtype=value_dtype, timeout=timeout, check=check, nonfinite="pass")
-    return blocking(comm, "alltoallv", options, lambda call: _alltoallv(call, x, options))
+    given = CallOptions.moving(**options)
+    return blocking(comm, "alltoallv", given, lambda call: _alltoallv(call, x, given))
 
 
 def _alltoallv(call: CollectiveCall, x: Any, options: CallOptions) -> dict[int, Any]:

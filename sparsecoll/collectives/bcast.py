@@ -8,21 +8,13 @@ import numpy as np
 
 from sparsecoll.collectives.messages import packed, unpack
 from sparsecoll.collectives.options import CallOptions, blocking, check_root
-from sparsecoll.formats import Format
+from sparsecoll.collectives.signature import AnyComm, MoveOptions, T, Unpack, takes
 from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.transport.collectives import spread
 
 
-def bcast(
-    comm: Any,
-    x: Any,
-    root: int = 0,
-    *,
-    format: str | Format = "auto",
-    value_dtype: Any = None,
-    timeout: float | None = None,
-    check: bool = True,
-) -> Any:
+@takes(MoveOptions)
+def bcast(comm: AnyComm, x: T | None, root: int = 0, **options: Unpack[MoveOptions]) -> T:
     """Send one rank's sparse vector, or dense array, to all ranks. Collective.
 
     A binomial tree takes ceil(log2 P) successive messages.
@@ -32,20 +24,11 @@ def bcast(
         x: on the root, a sparse vector, matrix, RowSparse or dense array as in `sparsecoll.allreduce`; ignored on the
             other ranks.
         root: rank that has the vector (default: 0).
-        format: wire format, a name or a Format (default: "auto").
-        value_dtype: dtype of the values on the wire, "float16", "bfloat16" or "float32"; None, the default, for that of
-            x.
-        timeout: seconds to wait for a message before CommunicationError is raised; None, the default, for no limit.
-        check: compare the arguments of all ranks (default: True).
+        **options: format, value_dtype, timeout and check, as in `sparsecoll.allreduce`.
 
     Returns:
         The vector, rounded as on the wire, of the type and shape of the root's x on every rank. Where that is a type of
         SciPy, pydata, pandas or torch, every rank needs the library.
-
-    Raises:
-        ValueError: On every rank, if an argument is invalid on some rank.
-        TypeError: On every rank, if an argument has a wrong type on some rank.
-        CommunicationError: As in `sparsecoll.allreduce`.
 
     Volume: each rank receives 2k words, or the values of a dense array, and some 100 bytes that say the type.
 
@@ -58,8 +41,8 @@ def bcast(
     >>> sparsecoll.simulate(3, program).results
     [2, 2, 2]
     """
-    options = CallOptions(format=format, value_dtype=value_dtype, timeout=timeout, check=check, nonfinite="pass")
-    return blocking(comm, "bcast", options, lambda call: _bcast(call, x, options, root))
+    given = CallOptions.moving(**options)
+    return blocking(comm, "bcast", given, lambda call: _bcast(call, x, given, root))  # type: ignore[no-any-return]
 
 
 def _bcast(call: CollectiveCall, x: Any, options: CallOptions, root: Any) -> Any:

@@ -7,20 +7,12 @@ from typing import Any
 from sparsecoll.collectives.keyed import on_vectors
 from sparsecoll.collectives.messages import rows_of
 from sparsecoll.collectives.options import CallOptions, check_root
-from sparsecoll.formats import Format
+from sparsecoll.collectives.signature import AnyComm, MoveOptions, T, Unpack, takes
 from sparsecoll.transport.call import CollectiveCall
 
 
-def gather(
-    comm: Any,
-    x: Any,
-    root: int = 0,
-    *,
-    format: str | Format = "auto",
-    value_dtype: Any = None,
-    timeout: float | None = None,
-    check: bool = True,
-) -> list[Any] | None:
+@takes(MoveOptions)
+def gather(comm: AnyComm, x: T, root: int = 0, **options: Unpack[MoveOptions]) -> list[T] | None:
     """Gather every rank's sparse vector on one rank. Collective.
 
     Every other rank sends its vector to the root, in one message. For the sum of the vectors use `sparsecoll.reduce`,
@@ -31,20 +23,11 @@ def gather(
         x: sparse vector, matrix, RowSparse or dense array as in `sparsecoll.allreduce`, with the same length (shape of
             an array) and dtype on all ranks.
         root: rank that receives the vectors (default: 0).
-        format: wire format, a name or a Format (default: "auto").
-        value_dtype: dtype of the values on the wire, "float16", "bfloat16" or "float32"; None, the default, for that of
-            x.
-        timeout: seconds to wait for a message before CommunicationError is raised; None, the default, for no limit.
-        check: compare the arguments of all ranks (default: True).
+        **options: format, value_dtype, timeout and check, as in `sparsecoll.allreduce`.
 
     Returns:
         On the root, a list of P vectors of the same type as x, in rank order; None on the other ranks. All are rounded
         as on the wire, the root's own too.
-
-    Raises:
-        ValueError: On every rank, if an argument is invalid on some rank.
-        TypeError: On every rank, if an argument has a wrong type on some rank.
-        CommunicationError: As in `sparsecoll.allreduce`.
 
     Volume: the root receives the entries of the other ranks, 2k(P-1) words of COO, in P - 1 messages.
 
@@ -57,8 +40,8 @@ def gather(
     >>> sparsecoll.simulate(3, program).results
     [[0, 1, 2], None, None]
     """
-    options = CallOptions(format=format, value_dtype=value_dtype, timeout=timeout, check=check, nonfinite="pass")
-    return on_vectors(comm, "gather", x, options, lambda call, x: _gather(call, x, options, root))
+    given = CallOptions.moving(**options)
+    return on_vectors(comm, "gather", x, given, lambda call, x: _gather(call, x, given, root))
 
 
 def _gather(call: CollectiveCall, x: Any, options: CallOptions, root: Any) -> list[Any] | None:

@@ -42,15 +42,7 @@ T = TypeVar("T")
 
 
 def on_vectors(comm: Any, name: str, x: Any, options: CallOptions, perform: Callable[[CollectiveCall, Any], T]) -> T:
-    """Make a blocking call `perform(call, x)`, which gets a vector where x has keys, see `with_keys`.
-
-    Args:
-        comm: the caller's communicator.
-        name: of the collective.
-        x: the caller's argument, of any type.
-        options: of the call.
-        perform: does the call on what has a length.
-    """
+    """Make a blocking call `perform(call, x)`, which gets a vector where x has keys, see `with_keys`."""
     made = blocking(comm, name, options, lambda call: with_keys(call, x, options, lambda x: perform(call, x)))
     return made  # type: ignore[no-any-return]
 
@@ -66,10 +58,6 @@ def with_keys(
     """Return `perform(x)`; where x has keys, `perform` gets a vector, and its result is converted to the type of x.
 
     Args:
-        call: the call.
-        x: the caller's argument, of any type.
-        options: of the call.
-        perform: does the call on what has a length.
         at_once: the arguments of a sum of this collective alone, by name, which ranks compare; None, the default, if
             few keys are not sent at once.
         root: the rank that alone receives the result; None, the default, for all ranks.
@@ -171,7 +159,7 @@ def _with_common_keys(call: CollectiveCall, x: SparseVector, back: Back, total: 
     if not total:
         return x, back
     if not isinstance(back, ToMapping) or back.keys == KEYS[0]:
-        return x._shifted(0, max(call.agree(x.length, check, every=False))), back
+        return x.shifted(0, max(call.agree(x.length, check, every=False))), back
     text, indices = table_of(call.transport, back.words, total)
     return SparseVector.from_pairs(indices, x.values, len(text), None), replace(back, words=Table(text, back.keys))
 
@@ -195,7 +183,7 @@ def _message(x: SparseVector, back: Back, size: int) -> Buffer:
 
 def _combined(call: CollectiveCall, x: SparseVector, back: Back, options: CallOptions, blocks: list[Buffer]) -> Keyed:
     """Return the entries of all ranks' messages combined, and what converts them."""
-    channel, last = options.channel(call.transport, x.length), len(blocks) - 1
+    channel, last = options.channel(call.transport, x), len(blocks) - 1
     arrays, keys = zip(*map(_parts, blocks), strict=True)
     typed = [array.astype(x.dtype, copy=False) for array in arrays]
     values = [options.operation.prepared(array, rank == last) for rank, array in enumerate(typed)]
@@ -208,7 +196,7 @@ def _combined(call: CollectiveCall, x: SparseVector, back: Back, options: CallOp
         each = zip(indices, values, strict=True)
         dtype = index_dtype(length)
         parts = [SparseVector.from_sorted_unchecked(own.astype(dtype), array, length) for own, array in each]
-    return channel.merge(parts, x.dtype), back
+    return channel.merge(parts), back
 
 
 def _parts(block: Buffer) -> tuple[Any, Buffer]:
@@ -234,7 +222,7 @@ def _words_at(root: int, call: CollectiveCall, x: SparseVector, back: ToMapping,
     x, _ = options.to_entries(x, sums=True)
     call.signature |= signature_of(x, transport) | options.signature() | {"length": None, "k": None}
     call.agree(check=options.check)
-    channel = options.channel(transport, x.length)
+    channel = options.channel(transport, x)
     x = channel.roundtrip(options.prepared(x, transport))
     own = Text.of(back.words if x.nnz == x.length else [back.words[index] for index in x.indices.tolist()])
     with channel.phase("keys"):
@@ -250,7 +238,7 @@ def _words_at(root: int, call: CollectiveCall, x: SparseVector, back: ToMapping,
             values.append(arrived.values)
     with channel.phase("merge"):
         parts, back = _united(texts, values, back)
-        return channel.merge(parts, x.dtype), back
+        return channel.merge(parts), back
 
 
 def _united(texts: list[Text], values: list[NDArray[Any]], back: ToMapping) -> tuple[list[SparseVector], ToMapping]:

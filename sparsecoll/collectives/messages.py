@@ -38,13 +38,7 @@ def packed(options: CallOptions, x: Any) -> Buffer:
 
 
 def pack(options: CallOptions, entries: SparseVector, back: Back) -> Buffer:
-    """Return a vector, or rows, as one message.
-
-    Args:
-        options: the format and the value dtype.
-        entries: the vector, or a RowSparse.
-        back: converts it to the caller's type.
-    """
+    """Return a vector, or rows, as one message."""
     end = _description([entries.shape if entries.width else entries.length, entries.dtype.name, convert.to_text(back)])
     message = options.format_of(entries.width).encode(entries, options.wire_dtype, room=end.size)
     message[message.size - end.size :] = asarray_like(end, message)
@@ -76,11 +70,6 @@ def unpack(message: Buffer) -> Any:
 
 def pack_all(options: CallOptions, xs: Sequence[Any], ranks: Sequence[int]) -> list[Buffer]:
     """Return a message for each of several vectors of the caller.
-
-    Args:
-        options: the format and the value dtype.
-        xs: the vectors.
-        ranks: the rank to which each one goes, for error messages.
 
     Raises:
         ValueError, TypeError: x or an option is invalid; the text names the vector.

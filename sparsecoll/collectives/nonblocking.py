@@ -68,34 +68,13 @@ def nonblocking(call: Callable[P, T]) -> Callable[P, Request[T]]:
 
 
 iallreduce = nonblocking(allreduce)
-"""Nonblocking `sparsecoll.allreduce`."""
-
 ireduce = nonblocking(reduce)
-"""Nonblocking `sparsecoll.reduce`."""
-
 ireduce_scatter = nonblocking(reduce_scatter)
-"""Nonblocking `sparsecoll.reduce_scatter`."""
-
 iallgather = nonblocking(allgather)
-"""Nonblocking `sparsecoll.allgather`."""
-
 igather = nonblocking(gather)
-"""Nonblocking `sparsecoll.gather`."""
-
 iscatter = nonblocking(scatter)
-"""Nonblocking `sparsecoll.scatter`."""
-
 ibcast = nonblocking(bcast)
-"""Nonblocking `sparsecoll.bcast`."""
-
 ialltoall = nonblocking(alltoall)
-"""Nonblocking `sparsecoll.alltoall`."""
-
 ialltoallv = nonblocking(alltoallv)
-"""Nonblocking `sparsecoll.alltoallv`."""
-
 iscan = nonblocking(scan)
-"""Nonblocking `sparsecoll.scan`."""
-
 iexscan = nonblocking(exscan)
-"""Nonblocking `sparsecoll.exscan`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -16,7 +17,6 @@ from sparsecoll import formats
 from sparsecoll.algorithms import ROW_ALGORITHMS, Algorithm
 from sparsecoll.collectives import convert
 from sparsecoll.collectives.convert.back import Back
-from sparsecoll.collectives.operations import operation_of
 from sparsecoll.errors import NonFiniteError
 from sparsecoll.formats import Format
 from sparsecoll.select import Vector, topk
@@ -24,13 +24,18 @@ from sparsecoll.transport import Transport, as_transport
 from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.transport.channel import Channel
 from sparsecoll.vector import DenseVector, RowSparse, SparseVector
-from sparsecoll.vector.operation import Operation
+from sparsecoll.vector.operation import OPERATIONS, Operation
 
 V = TypeVar("V", bound="SparseVector | DenseVector | RowSparse")
 S = TypeVar("S", bound="SparseVector | RowSparse")
 T = TypeVar("T")
 PACKED = formats.FORMATS["packed"]
 NOTHING: Mapping[str, Any] = MappingProxyType({})
+MPI_NAMES = {name.upper(): name for name in ("sum", "max", "min", "prod", "replace")}
+MPI_NAMES |= {f"L{name.upper()}": f"logical_{name}" for name in ("and", "or", "xor")}
+MPI_NAMES |= {f"B{name.upper()}": f"bitwise_{name}" for name in ("and", "or", "xor")}
+MISSING = ("ignore", "zero")
+NONFINITE = ("raise", "pass")
 VALUE_DTYPES_ON_THE_WIRE = ("float16", "bfloat16", "float32")
 
 
@@ -39,7 +44,7 @@ class CallOptions:
     """The options of a collective call as its caller gave them; see `sparsecoll.allreduce` for their meaning.
 
     They are validated when they are used, inside the CollectiveCall, so that an error is raised on every rank. To add
-    an option, add a field here and an argument to the functions that take it.
+    an option, add a field here, and its type and description to `signature.py`.
     """
 
     k: int | None = None
@@ -51,6 +56,13 @@ class CallOptions:
     check: bool = True
     nonfinite: str = "raise"
     missing: str = "ignore"
+
+    @classmethod
+    def moving(
+        cls, format: str | Format = "auto", value_dtype: Any = None, timeout: float | None = None, check: bool = True
+    ) -> CallOptions:
+        """Return the options of a call that only moves data."""
+        return cls(format=format, value_dtype=value_dtype, timeout=timeout, check=check, nonfinite="pass")
 
     @functools.cached_property
     def wire_format(self) -> Format:
@@ -84,12 +96,7 @@ class CallOptions:
         }
 
     def resolve_k(self, length: int, default: int | None = None) -> int | None:
-        """Return the number of entries that each rank selects from a vector; None for all entries.
-
-        Args:
-            length: length of the vector, of which `density` is a fraction.
-            default: k if the caller gave neither `k` nor `density`.
-        """
+        """Return the number of entries that each rank selects from a vector; None for all entries."""
         k, density = self.k, self.density
         if k is not None and density is not None:
             raise ValueError(f"k, density: expected one of them, got k={k} and density={density}")
@@ -115,8 +122,7 @@ class CallOptions:
             raise ValueError(f"format: expected 'auto' for rows and dense arrays, which have one, got {self.format!r}")
         if name == "mean" and dtype.kind in "biu":
             raise TypeError(f"op: expected 'sum' for {dtype}, got 'mean'")
-        if name.startswith("bitwise") and dtype.kind not in "biu":
-            raise TypeError(f"op: expected {name!r} only for bool and integers, got values of {dtype}")
+        self.operation.fold(dtype)  # refuses dtypes
         if name in ("min", "max") and dtype.kind == "c":
             raise TypeError(
                 f"op: expected another one for {dtype}, whose values have no order, got {name!r}: use abs(x)"
@@ -130,7 +136,6 @@ class CallOptions:
         """Raise unless values of this dtype can be sent in `format` as `value_dtype`.
 
         Args:
-            dtype: dtype of the caller's values.
             sums: what sends partial sums, for the error message; None if only the ranks' own entries are sent.
         """
         form, narrow = self.wire_format, self.wire_dtype
@@ -147,9 +152,9 @@ class CallOptions:
 
     def check_finite(self, x: Vector | RowSparse) -> None:
         """Raise if x contains NaN or infinity, unless `nonfinite` is "pass"."""
-        if self.nonfinite not in ("raise", "pass"):
+        if self.nonfinite not in NONFINITE:
             raise ValueError(f"nonfinite: expected 'raise' or 'pass', got {self.nonfinite!r}")
-        index = x._first_not_finite() if self.nonfinite == "raise" else None
+        index = x.first_not_finite() if self.nonfinite == "raise" else None
         if index is not None:
             where = "in row" if isinstance(x, RowSparse) else "at index"
             raise ValueError(f"x: expected finite values, got NaN or infinity, the first {where} {index}")
@@ -196,10 +201,10 @@ class CallOptions:
         """Return the format of messages of entries, or of rows of so many values."""
         return PACKED if width else self.wire_format
 
-    def channel(self, transport: Transport, length: int, width: int = 0) -> Channel:
-        """Return the channel of a call on vectors of this length, or on rows of so many values."""
-        finite = self.nonfinite == "raise"
-        return Channel(transport, length, self.format_of(width), self.wire_dtype, self.operation, finite, width)
+    def channel(self, transport: Transport, x: Vector | RowSparse) -> Channel:
+        """Return the channel of a call on vectors, or rows, of the length, width and dtype of x."""
+        form, finite = self.format_of(x.width), self.nonfinite == "raise"
+        return Channel(transport, x.length, form, self.wire_dtype, self.operation, finite, x.width, x.dtype)
 
     def prepared(self, x: V, transport: Transport) -> V:
         """Return what x contributes to the operation, in place of its values; x itself if nothing changes."""
@@ -211,7 +216,7 @@ class CallOptions:
     def result(self, y: S, transport: Transport) -> S:
         """Return what `op` makes of combined entries: a mean is divided by the number of ranks."""
         mean = self.operation.name == "mean" and transport.size > 1
-        return y._divide(transport.size) if mean else y  # type: ignore[return-value]
+        return y.divide(transport.size) if mean else y  # type: ignore[return-value]
 
     def agree(
         self, call: CollectiveCall, x: Any, sums: bool, rows: tuple[Any, Back] | None = None
@@ -225,20 +230,14 @@ class CallOptions:
             **self.signature(),
             "k": self.resolve_k(entries.length),
         }
-        channel = self.channel(call.transport, entries.length, entries.width)
+        channel = self.channel(call.transport, entries)
         channel.held = call.agree(entries.nnz if rows else None, self.check)
+        channel.limit(entries.dtype)
         return channel, channel.roundtrip(self.prepared(entries, call.transport)), back
 
 
 def blocking(comm: Any, name: str, options: CallOptions, perform: Callable[[CollectiveCall], T]) -> T:
-    """Make a blocking call after the calls that were started before it.
-
-    Args:
-        comm: the caller's communicator.
-        name: of the collective.
-        options: of the call.
-        perform: agrees on the arguments, sends the data and returns the result.
-    """
+    """Make a blocking call after the calls that were started before it."""
     transport = as_transport(comm, options.timeout)
 
     def make() -> T:
@@ -254,7 +253,7 @@ def index_of_nan(x: Vector) -> Iterator[None]:
     try:
         yield
     except NonFiniteError as error:
-        raise NonFiniteError(f"{error}; the first value not finite is at index {x._first_not_finite()}") from error
+        raise NonFiniteError(f"{error}; the first value not finite is at index {x.first_not_finite()}") from error
 
 
 def signature_of(x: Vector | RowSparse, transport: Transport) -> dict[str, Any]:
@@ -287,3 +286,24 @@ def check_boundaries(boundaries: Any, length: int, parts: int) -> list[int]:
     if len(edges) != parts + 1 or edges[0] != 0 or edges[-1] != length or edges != sorted(edges):
         raise ValueError(f"boundaries: expected {parts + 1} ascending ones from 0 to {length}, got {edges}")
     return edges
+
+
+def operation_of(op: Any, missing: Any) -> Operation:
+    """Return the operation that a caller asks for, by a name or as one of mpi4py, which is not imported for it."""
+    if missing not in MISSING:
+        raise ValueError(f"missing: expected 'ignore' or 'zero', got {missing!r}")
+    if type(op).__module__ == "mpi4py.MPI" and type(op).__name__ == "Op":
+        mpi = sys.modules["mpi4py.MPI"]
+        name = next((name for known, name in MPI_NAMES.items() if op == getattr(mpi, known)), None)
+        if name is None:
+            known = ", ".join(f"MPI.{known}" for known in MPI_NAMES)
+            raise ValueError(f"op: expected one of {known}, got another operation of MPI")
+    elif not isinstance(op, str):
+        raise TypeError(
+            f"op: expected a name or an operation of mpi4py, got {op!r}: use one of {', '.join(OPERATIONS)}"
+        )
+    else:
+        name = op
+    if name not in OPERATIONS:
+        raise ValueError(f"op: expected one of {', '.join(OPERATIONS)}, got {op!r}")
+    return Operation(name, missing == "zero")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, overload
 
 from sparsecoll import formats
 from sparsecoll.algorithms import Reduction
@@ -15,30 +15,28 @@ from sparsecoll.algorithms.rows import OWNERS, RowOwners
 from sparsecoll.collectives import convert
 from sparsecoll.collectives.keyed import on_vectors
 from sparsecoll.collectives.options import NOTHING, CallOptions, as_edges, check_boundaries, signature_of
-from sparsecoll.formats import Format
+from sparsecoll.collectives.signature import AnyComm, Dense, Edges, Given, RegionOptions, T, Triple, Unpack, X, takes
 from sparsecoll.select import Vector
 from sparsecoll.transport import Transport
 from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.transport.channel import Channel
-from sparsecoll.vector import DenseVector, RowSparse, SparseVector, accumulator_dtype
+from sparsecoll.vector import DenseVector, RowSparse, SparseVector
 
 
+@overload
 def reduce_scatter(
-    comm: Any,
-    x: Any,
-    boundaries: Sequence[int] | None = None,
-    *,
-    owner: str | None = None,
-    k: int | None = None,
-    density: float | None = None,
-    format: str | Format = "auto",
-    value_dtype: Any = None,
-    op: Any = "sum",
-    missing: str = "ignore",
-    timeout: float | None = None,
-    check: bool = True,
-    nonfinite: str = "raise",
-) -> Any:
+    comm: AnyComm, x: X, boundaries: Edges = None, **options: Unpack[RegionOptions]
+) -> SparseVector | X: ...
+@overload
+def reduce_scatter(
+    comm: AnyComm, x: Dense, boundaries: Edges = None, **options: Unpack[RegionOptions]
+) -> SparseVector: ...
+@overload
+def reduce_scatter(comm: AnyComm, x: Given, boundaries: Edges = None, **options: Unpack[RegionOptions]) -> Triple: ...
+@overload
+def reduce_scatter(comm: AnyComm, x: T, boundaries: Edges = None, **options: Unpack[RegionOptions]) -> T: ...
+@takes(RegionOptions)
+def reduce_scatter(comm: AnyComm, x: Any, boundaries: Edges = None, **options: Unpack[RegionOptions]) -> Any:
     """Combine sparse vectors, by default as their sum: rank j receives indices boundaries[j] to boundaries[j + 1] - 1.
 
     Collective. The algorithm is recursive halving for any P, in ceil(log2 P) messages; for op="replace", every rank
@@ -53,16 +51,8 @@ def reduce_scatter(
             (the default for a RowSparse without `boundaries`) chooses it by a hash of the row number (see
             `sparsecoll.RowSparse.owners`), "range" gives each rank n/P successive rows, and "quantile" gives each rank
             successive rows so that the ranks' stored rows are divided equally. None, the default, for other types.
-        k: number of entries that each rank selects; None, the default, for all entries of x.
-        density: k as a fraction of the length, in (0, 1], instead of `k`.
-        format: wire format, a name or a lossless Format (default: "auto").
-        value_dtype: dtype of the values on the wire, "float16", "bfloat16" or "float32"; None, the default, for that of
-            x.
-        op: operation, as in `sparsecoll.allreduce` (default: "sum").
-        missing: "ignore" (the default) or "zero", as in `sparsecoll.allreduce`.
-        timeout: seconds to wait for a message before CommunicationError is raised; None, the default, for no limit.
-        check: compare the arguments of all ranks (default: True).
-        nonfinite: "raise" (the default) or "pass" values that are NaN or infinite.
+        **options: k, density, op, missing, format, value_dtype, timeout, check and nonfinite, as in
+            `sparsecoll.allreduce`.
 
     Returns:
         This rank's part, of the same type as x (a SparseVector if x is dense), with the indices and the length of the
@@ -86,19 +76,10 @@ def reduce_scatter(
     >>> sparsecoll.simulate(3, program).results
     [[0], [], [5]]
     """
-    options = CallOptions(
-        k=k,
-        density=density,
-        format=format,
-        value_dtype=value_dtype,
-        op=op,
-        missing=missing,
-        timeout=timeout,
-        check=check,
-        nonfinite=nonfinite,
-    )
+    owner = options.pop("owner", None)
+    given = CallOptions(**options)  # type: ignore[misc]  # the option that was taken out
     return on_vectors(
-        comm, "reduce_scatter", x, options, lambda call, x: _reduce_scatter(call, x, options, boundaries, owner)
+        comm, "reduce_scatter", x, given, lambda call, x: _reduce_scatter(call, x, given, boundaries, owner)
     )
 
 
@@ -126,11 +107,10 @@ def _reduce_scatter(call: CollectiveCall, x: Any, options: CallOptions, boundari
 
 def sum_of_region(channel: Channel, entries: SparseVector, edges: Sequence[int]) -> SparseVector:
     """Return the entries of all ranks from edges[rank] up to edges[rank + 1] combined, in the accumulator dtype."""
-    dtype = accumulator_dtype(entries.dtype)
     with channel.phase("split"):
         if channel.op.name == "replace" or channel.width:  # partial results of halving are not of successive ranks
-            return channel.merge(exchange(channel, entries.split(edges)), dtype)
-        whole = channel.merge([entries], dtype)
+            return channel.merge(exchange(channel, entries.split(edges)), partial=True)
+        whole = channel.merge([entries], partial=True)
         return halving.reduce_scatter(channel, whole, edges, channel.round, pairs=True)
 
 
@@ -156,17 +136,18 @@ def reduce_scatter_vectors(
         kind = "dense" if isinstance(vector, DenseVector) else "sparse"
         call.signature |= {**alike, **signature_of(vector, transport), **options.signature(), "x": kind}
         call.agree()
-        channel, edges = options.channel(transport, n), [n // size * j for j in range(size + 1)]
+        channel, edges = options.channel(transport, vector), [n // size * j for j in range(size + 1)]
+        channel.limit(vector.dtype)
         if isinstance(vector, DenseVector):
-            reduction = Reduction(
+            reduction: Reduction = Reduction(
                 sum_of_chunk(channel, vector, edges), lambda: formats.rounded(vector, channel.value_dtype)
             )
         else:
             sent = [channel.roundtrip(region) for region in vector.split(edges)]  # a lossy format rounds each by itself
             with channel.phase("split"):
-                total = channel.merge(exchange(channel, sent), accumulator_dtype(vector.dtype))
+                total = channel.merge(exchange(channel, sent), partial=True)
             reduction = Reduction(
-                total._shifted(-edges[rank], n // size), functools.partial(SparseVector.concatenate, sent)
+                total.shifted(-edges[rank], n // size), functools.partial(SparseVector.concatenate, sent)
             )
         transport.waitall()
         return reduction

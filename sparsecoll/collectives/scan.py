@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, overload
 
 from sparsecoll.algorithms.primitives.prefix import prefix
 from sparsecoll.collectives.keyed import on_vectors
 from sparsecoll.collectives.options import CallOptions
-from sparsecoll.formats import Format
+from sparsecoll.collectives.signature import AnyComm, Dense, Given, Operator, ScanOptions, T, Triple, Unpack, X, takes
 from sparsecoll.transport.call import CollectiveCall
-from sparsecoll.vector import accumulator_dtype
+from sparsecoll.vector import SparseVector
 
 
-def scan(
-    comm: Any,
-    x: Any,
-    op: Any = "sum",
-    *,
-    missing: str = "ignore",
-    k: int | None = None,
-    density: float | None = None,
-    format: str | Format = "auto",
-    value_dtype: Any = None,
-    timeout: float | None = None,
-    check: bool = True,
-    nonfinite: str = "raise",
-) -> Any:
+@overload
+def scan(comm: AnyComm, x: X, op: Operator = "sum", **options: Unpack[ScanOptions]) -> SparseVector | X: ...
+@overload
+def scan(comm: AnyComm, x: Dense, op: Operator = "sum", **options: Unpack[ScanOptions]) -> SparseVector: ...
+@overload
+def scan(comm: AnyComm, x: Given, op: Operator = "sum", **options: Unpack[ScanOptions]) -> Triple: ...
+@overload
+def scan(comm: AnyComm, x: T, op: Operator = "sum", **options: Unpack[ScanOptions]) -> T: ...
+@takes(ScanOptions)
+def scan(comm: AnyComm, x: Any, op: Operator = "sum", **options: Unpack[ScanOptions]) -> Any:
     """Combine the sparse vectors of ranks 0 to r on each rank r, by default as their sum. Collective.
 
     The algorithm is recursive doubling for any P, in ceil(log2 P) messages. Vectors are combined in rank order, grouped
@@ -35,23 +31,10 @@ def scan(
         comm: communicator, as in `sparsecoll.allreduce`.
         x: vector or array as in `sparsecoll.allreduce`; a dense x requires `k` or `density`.
         op: operation, as in `sparsecoll.allreduce` (default: "sum"), but not "mean" or "replace".
-        missing: "ignore" (the default) or "zero", as in `sparsecoll.allreduce`.
-        k: number of entries that each rank selects; None, the default, for all entries of x.
-        density: k as a fraction of the length, in (0, 1], instead of `k`.
-        format: wire format, a name or a lossless Format (default: "auto").
-        value_dtype: dtype of the values on the wire, "float16", "bfloat16" or "float32"; None, the default, for that of
-            x.
-        timeout: seconds to wait for a message before CommunicationError is raised; None, the default, for no limit.
-        check: compare the arguments of all ranks (default: True).
-        nonfinite: "raise" (the default) or "pass" values that are NaN or infinite.
+        **options: k, density, missing, format, value_dtype, timeout, check and nonfinite, as in `sparsecoll.allreduce`.
 
     Returns:
         The result for the ranks up to and including this one, of the same type as x (a SparseVector if x is dense).
-
-    Raises:
-        ValueError: On every rank, if an argument is invalid on some rank, or a value is not finite.
-        TypeError: On every rank, if an argument has a wrong type on some rank.
-        CommunicationError: As in `sparsecoll.allreduce`.
 
     Volume: rank r receives from 2k log2 P words (identical supports) to 2kr words (disjoint supports), in at most
     ceil(log2 P) messages.
@@ -64,18 +47,8 @@ def scan(
     >>> sparsecoll.simulate(2, program).results
     [[1.0, 0.0, 0.0, 0.0, 1.0], [1.0, 1.0, 0.0, 0.0, 2.0]]
     """
-    options = CallOptions(
-        k=k,
-        density=density,
-        format=format,
-        value_dtype=value_dtype,
-        op=op,
-        missing=missing,
-        timeout=timeout,
-        check=check,
-        nonfinite=nonfinite,
-    )
-    return on_vectors(comm, "scan", x, options, lambda call, x: scan_vectors(call, x, options))
+    given = CallOptions(op=op, **options)
+    return on_vectors(comm, "scan", x, given, lambda call, x: scan_vectors(call, x, given))
 
 
 def scan_vectors(call: CollectiveCall, x: Any, options: CallOptions, inclusive: bool = True) -> Any:
@@ -85,7 +58,7 @@ def scan_vectors(call: CollectiveCall, x: Any, options: CallOptions, inclusive: 
     channel, entries, back = options.agree(call, x, sums=True)
 
     with channel.phase("scan"):
-        own = channel.merge([entries], accumulator_dtype(entries.dtype))
+        own = channel.merge([entries], partial=True)
         result = prefix(channel, own, inclusive)
         call.transport.waitall()
     return back(result.astype(entries.dtype)._copy_if_overlapping(entries))

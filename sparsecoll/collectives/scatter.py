@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from numbers import Integral
-from typing import Any
+from typing import Any, overload
 
 from sparsecoll.collectives.messages import pack, pack_all, unpack
 from sparsecoll.collectives.options import CallOptions, blocking, check_boundaries, check_root
-from sparsecoll.formats import Buffer, Format
+from sparsecoll.collectives.signature import AnyComm, Edges, Given, Many, MoveOptions, T, Triple, Unpack, takes
+from sparsecoll.formats import Buffer
 from sparsecoll.transport.call import CollectiveCall
 
 
+@overload
 def scatter(
-    comm: Any,
-    x: Any,
-    root: int = 0,
-    boundaries: Sequence[int] | None = None,
-    *,
-    format: str | Format = "auto",
-    value_dtype: Any = None,
-    timeout: float | None = None,
-    check: bool = True,
-) -> Any:
+    comm: AnyComm, x: Given, root: int = 0, boundaries: Edges = None, **options: Unpack[MoveOptions]
+) -> Triple: ...
+@overload
+def scatter(
+    comm: AnyComm, x: Many[T], root: int = 0, boundaries: Edges = None, **options: Unpack[MoveOptions]
+) -> T: ...
+@overload
+def scatter(
+    comm: AnyComm, x: T | None, root: int = 0, boundaries: Edges = None, **options: Unpack[MoveOptions]
+) -> T: ...
+@takes(MoveOptions)
+def scatter(comm: AnyComm, x: Any, root: int = 0, boundaries: Edges = None, **options: Unpack[MoveOptions]) -> Any:
     """Send each rank one vector of the root's list, or one region of the root's vector. Collective.
 
     The root sends one message to every other rank.
@@ -36,11 +39,7 @@ def scatter(
         boundaries: on the root, if x is one vector: P + 1 ascending indices from 0 to the length; rank j receives the
             entries from boundaries[j] up to boundaries[j + 1], as from `sparsecoll.reduce_scatter`. None, the default,
             for P equal parts.
-        format: wire format, a name or a Format (default: "auto").
-        value_dtype: dtype of the values on the wire, "float16", "bfloat16" or "float32"; None, the default, for that of
-            x.
-        timeout: seconds to wait for a message before CommunicationError is raised; None, the default, for no limit.
-        check: compare the arguments of all ranks (default: True).
+        **options: format, value_dtype, timeout and check, as in `sparsecoll.allreduce`.
 
     Returns:
         This rank's vector, of the type and shape that it has on the root, rounded as on the wire; a part of a vector
@@ -65,8 +64,8 @@ def scatter(
     >>> sparsecoll.simulate(3, program).results
     [[0, 1], [], [4]]
     """
-    options = CallOptions(format=format, value_dtype=value_dtype, timeout=timeout, check=check, nonfinite="pass")
-    return blocking(comm, "scatter", options, lambda call: _scatter(call, x, options, root, boundaries))
+    given = CallOptions.moving(**options)
+    return blocking(comm, "scatter", given, lambda call: _scatter(call, x, given, root, boundaries))
 
 
 def _scatter(call: CollectiveCall, x: Any, options: CallOptions, root: Any, boundaries: Any) -> Any:

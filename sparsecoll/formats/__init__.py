@@ -10,15 +10,25 @@ from collections.abc import Iterable
 import numpy as np
 
 from sparsecoll.errors import CommunicationError, check_choice
-from sparsecoll.formats.auto import Auto
-from sparsecoll.formats.base import HEADER, WIRE_DTYPES, Buffer, Chooser, Format, Plan, WireDtype, rounded, wire_dtype
-from sparsecoll.formats.bitmap import Bitmap
-from sparsecoll.formats.coo import Coo
-from sparsecoll.formats.dense import Dense
-from sparsecoll.formats.densestream import DenseStream
-from sparsecoll.formats.packed import Packed, PackedCodes
-from sparsecoll.formats.quantized import Codes, Quantized
-from sparsecoll.formats.slots import Slots
+from sparsecoll.formats.auto import Auto as Auto
+from sparsecoll.formats.base import (
+    HEADER as HEADER,
+    WIRE_DTYPES as WIRE_DTYPES,
+    Buffer as Buffer,
+    Chooser,
+    Format as Format,
+    Plan as Plan,
+    WireDtype as WireDtype,
+    rounded as rounded,
+    wire_dtype as wire_dtype,
+)
+from sparsecoll.formats.bitmap import Bitmap as Bitmap
+from sparsecoll.formats.coo import Coo as Coo
+from sparsecoll.formats.dense import Dense as Dense
+from sparsecoll.formats.densestream import DenseStream as DenseStream
+from sparsecoll.formats.packed import Packed as Packed, PackedCodes as PackedCodes
+from sparsecoll.formats.quantized import Codes as Codes, Quantized as Quantized
+from sparsecoll.formats.slots import Slots as Slots
 from sparsecoll.kernels.memory import data_ptr, to_host
 from sparsecoll.telemetry.trace import listening, span
 from sparsecoll.vector import DenseVector, SparseVector
@@ -36,33 +46,6 @@ FORMATS: dict[str, Format] = {
 }
 
 _BY_ID = {form.id: form for form in FORMATS.values() if form.id}
-
-__all__ = [
-    "FORMATS",
-    "HEADER",
-    "WIRE_DTYPES",
-    "Auto",
-    "Bitmap",
-    "Buffer",
-    "Codes",
-    "Coo",
-    "Dense",
-    "DenseStream",
-    "Format",
-    "Packed",
-    "PackedCodes",
-    "Plan",
-    "Quantized",
-    "Slots",
-    "WireDtype",
-    "add_into",
-    "decode",
-    "encode",
-    "entries",
-    "resolve",
-    "rounded",
-    "wire_dtype",
-]
 
 
 def resolve(format: str | Format) -> Format:

@@ -81,7 +81,7 @@ class Auto(Chooser):
         if self.beta is None:
             return size
         c = CODING[form.name]
-        seconds = (c.encode + c.decode) * x.nnz + (c.encode_span + c.decode_span) * x._span
+        seconds = (c.encode + c.decode) * x.nnz + (c.encode_span + c.decode_span) * x.extent
         return self.beta * size + seconds
 
     @staticmethod

@@ -33,6 +33,7 @@ Buffer = NDArray[np.uint8]
 
 HEADER = struct.Struct("<BBBBIQ")
 VERSION = 1
+MARGIN_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -162,6 +163,15 @@ class Format(ABC):
     def least_size(self, x: SparseVector, wire: WireDtype) -> int:
         """Return a number of bytes that a message of x takes at least, without a plan: those of the values."""
         return HEADER.size + x.nnz * wire.stored.itemsize
+
+    def most_bytes(self, length: int, entry: int) -> int:
+        """Return how long a message of a vector can be: receivers refuse a longer one before they take memory for it.
+
+        Args:
+            length: length of the vector.
+            entry: bytes of an index and a value.
+        """
+        return MARGIN_BYTES + 4 * length * entry
 
     @abstractmethod
     def decode(self, buffer: Buffer, length: int) -> SparseVector:
@@ -328,7 +338,7 @@ def index_and_value_bytes(start: int, count: int, index: np.dtype[Any], wire: Wi
 
 def holds_zeros(x: SparseVector, wire: WireDtype) -> bool:
     """Return whether an entry is zero or is rounded to zero on the wire."""
-    return rounded(x, wire.name)._has_zeros()
+    return rounded(x, wire.name).has_zeros()
 
 
 def nonzero_entries(values: NDArray[Any], first: int, nnz: int, length: int) -> SparseVector:

@@ -24,7 +24,7 @@ class Bitmap(Format):
 
     def plan(self, x: SparseVector, wire: WireDtype) -> Plan:
         start = HEADER.size + 8
-        middle = start + 8 * -(-x._span // 64)
+        middle = start + 8 * -(-x.extent // 64)
 
         def write(buffer: Buffer) -> None:
             first = first_index(x)
@@ -35,7 +35,7 @@ class Bitmap(Format):
         return Plan(self.least_size(x, wire), write)
 
     def least_size(self, x: SparseVector, wire: WireDtype) -> int:
-        return HEADER.size + 8 + 8 * -(-x._span // 64) + x.nnz * wire.stored.itemsize
+        return HEADER.size + 8 + 8 * -(-x.extent // 64) + x.nnz * wire.stored.itemsize
 
     def decode(self, buffer: Buffer, length: int) -> SparseVector:
         wire, index, nnz = self.read_header(buffer, length)

@@ -36,7 +36,7 @@ class Dense(Format):
         return Plan(self.least_size(x, wire), write)
 
     def least_size(self, x: SparseVector, wire: WireDtype) -> int:
-        return HEADER.size + 8 + x._span * wire.stored.itemsize
+        return HEADER.size + 8 + x.extent * wire.stored.itemsize
 
     def decode(self, buffer: Buffer, length: int) -> SparseVector:
         wire, _, nnz = self.read_header(buffer, length)

@@ -133,7 +133,7 @@ class Quantized(Format):
 
     def plan(self, x: SparseVector, wire: WireDtype) -> Plan:
         check_dtype(self, x)
-        first, count = first_index(x), x._span
+        first, count = first_index(x), x.extent
 
         def write(buffer: Buffer) -> None:
             buffer[1] = 2  # whatever came in, float32 arrives

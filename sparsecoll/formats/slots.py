@@ -57,6 +57,9 @@ class Slots(Format):
         if self.m is not None and not 0 < self.m < 2**32:
             raise ValueError(f"m: expected in (0, 2^32), got {self.m}")
 
+    def most_bytes(self, length: int, entry: int) -> int:
+        return super().most_bytes(max(length, self.m or 0), entry)
+
     def index_dtype(self, length: int) -> np.dtype[np.generic]:
         """Return uint32 if length < 2^32, because the largest index, which marks unused slots, must not be in use."""
         return np.dtype(np.uint32 if length < 2**32 else np.uint64)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+import numpy as np
+
 from sparsecoll.kernels.keys import Array, Pass
 
 Form = Callable[[Array, Pass], None]
@@ -54,8 +56,9 @@ def bounding_sample(values: Array, k: int, work: Pass, most: int, form: Form) ->
     """
     if values.size <= SMALL or k > values.size // 2:
         return None
-    stride = stride_for(values.size, min(max(values.size >> 7, SMALL), most))
-    sample = sample_of(values, work, slice(None, None, stride), form)
-    expected = k * sample.size / values.size
+    stride, half = stride_for(values.size, min(max(values.size >> 7, SMALL), most)), values.size // 2
+    parts = slice(None, half, stride), slice(half, None, stride_for(stride + 1, 1))
+    sample = np.concatenate([sample_of(values, work, part, form) for part in parts])
+    expected = k / stride  # if all of them are in the first half
     rank = int(expected + 4 * math.sqrt(expected) + 5)
     return None if rank > sample.size else (sample, rank)

@@ -91,20 +91,21 @@ def _tasks(workers: int) -> SimpleQueue[Task] | None:
     tasks: SimpleQueue[Task] = SimpleQueue()
     for number in range(workers):
         try:
-            threading.Thread(target=_serve, args=(tasks,), name=f"sparsecoll-kernels-{number}", daemon=True).start()
+            threading.Thread(target=serve, args=(tasks,), name=f"sparsecoll-kernels-{number}", daemon=True).start()
         except RuntimeError:  # the system allows no more threads, or the interpreter is shutting down
             return tasks if number else None
     return tasks if workers > 0 else None
 
 
-def _serve(tasks: SimpleQueue[Task]) -> None:
-    while True:
-        function, arguments, answer = tasks.get()
+def serve(tasks: SimpleQueue[Task | None]) -> None:
+    """Execute tasks until one is None."""
+    while (task := tasks.get()) is not None:
+        function, arguments, answer = task
         try:
             answer.set_result(function(*arguments))
         except BaseException as error:
             answer.set_exception(error)
-        del function, arguments, answer  # they may hold arrays
+        del task, function, arguments, answer  # they may hold arrays
 
 
 if hasattr(os, "register_at_fork"):

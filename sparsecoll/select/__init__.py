@@ -7,14 +7,15 @@ with a Selector and a line in SELECTORS.
 
 from __future__ import annotations
 
-from sparsecoll.select.base import Selector, Vector
-from sparsecoll.select.dgc import SampledThreshold
-from sparsecoll.select.gaussian import GaussianK
-from sparsecoll.select.hashed import Hashed
-from sparsecoll.select.mstopk import MSTopK
-from sparsecoll.select.randomk import RandomK
-from sparsecoll.select.reuse import ThresholdReuse
-from sparsecoll.select.topk import TopK, threshold, topk
+from sparsecoll.select.base import Selector as Selector, Vector as Vector, checked as checked
+from sparsecoll.select.dgc import SampledThreshold as SampledThreshold
+from sparsecoll.select.gaussian import GaussianK as GaussianK
+from sparsecoll.select.hashed import Hashed as Hashed
+from sparsecoll.select.mstopk import MSTopK as MSTopK
+from sparsecoll.select.randomk import RandomK as RandomK
+from sparsecoll.select.reuse import ThresholdReuse as ThresholdReuse
+from sparsecoll.select.stats import MagnitudeStats as MagnitudeStats
+from sparsecoll.select.topk import TopK as TopK, threshold as threshold, topk as topk
 
 SELECTORS: dict[str, type[Selector]] = {
     "topk": TopK,
@@ -25,18 +26,3 @@ SELECTORS: dict[str, type[Selector]] = {
     "randomk": RandomK,
     "hashed": Hashed,
 }
-
-__all__ = [
-    "SELECTORS",
-    "GaussianK",
-    "Hashed",
-    "MSTopK",
-    "RandomK",
-    "SampledThreshold",
-    "Selector",
-    "ThresholdReuse",
-    "TopK",
-    "Vector",
-    "threshold",
-    "topk",
-]

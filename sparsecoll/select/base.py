@@ -99,14 +99,21 @@ def check_k(k: int) -> None:
 
 def check_order(x: SparseVector) -> SparseVector:
     """Return x; raise NonFiniteError if it contains a NaN."""
-    if x._has_nan():
+    if x.has_nan():
         raise NonFiniteError("x: expected values that can be ordered by magnitude, got NaN among the selected entries")
     return x
 
 
 def checked(x: SparseVector) -> SparseVector:
-    """Return x without explicit zeros (x itself if it has none); raise NonFiniteError if it contains a NaN."""
-    lowest, highest = x._key_range()
-    if x.nnz and highest >= x._nan_key():
+    """Return what a selector has selected: without explicit zeros, which are no entries.
+
+    Args:
+        x: the selected entries.
+
+    Raises:
+        NonFiniteError: There is a NaN among them.
+    """
+    lowest, highest = x.key_range()
+    if x.nnz and highest >= x.nan_key():
         return check_order(x)
     return x if lowest > 0 or x.nnz == 0 else x.threshold(SMALLEST, x.nnz)

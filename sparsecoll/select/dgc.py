@@ -54,10 +54,11 @@ class SampledThreshold(Selector):
         sample = self._sample(x)
         self._calls += 1
         rank = max(1, round(k / x.nnz * sample.nnz))
-        chosen = x.threshold(max(sample._kth_magnitude(rank), SMALLEST), k)
+        t = max(sample.kth_magnitude(rank), SMALLEST)
+        chosen = x.threshold(t, k)
         if chosen.nnz > k * (1 + self.tolerance):
             chosen = chosen.topk(k)
-        elif chosen.nnz * (1 + self.tolerance) < k:
+        elif chosen.nnz * (1 + self.tolerance) < k and t > SMALLEST:  # else it has all nonzeros
             chosen = checked(x.topk(k))
         return checked(chosen)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, field
 
@@ -40,18 +41,20 @@ class MSTopK(Selector):
         stats = MagnitudeStats(x, k + k // 2)
         if not math.isfinite(stats.largest) or not math.isfinite(stats.mean_magnitude):
             return checked(stats.topk(k))
-        low, high = 0.0, 1.0
+        low, high, count = 0.0, 1.0, functools.cache(stats.count)  # of integers and ties many t are equal
         t1, t2 = math.inf, SMALLEST
         for _ in range(self.samplings):
             middle = (low + high) / 2
             t = max(stats.mean_magnitude + middle * (stats.largest - stats.mean_magnitude), SMALLEST)
-            if stats.count(t) <= k:
+            if count(t) <= k:
                 high, t1 = middle, t
             else:
                 low, t2 = middle, t
         candidates = checked(stats.threshold(t2))
-        sure = candidates.threshold(t1, k) if math.isfinite(t1) else candidates._slice_entries(0, 0)
-        between = candidates.difference(sure)
-        missing = min(k - sure.nnz, between.nnz)
-        start = mix(self.seed, self._calls) % (between.nnz - missing + 1)
-        return sure._union_disjoint(between._slice_entries(start, start + missing))
+        sure = candidates.threshold(t1, k) if math.isfinite(t1) else candidates.slice_entries(0, 0)
+        others = candidates.nnz - sure.nnz
+        missing = min(k - sure.nnz, others)
+        start = mix(self.seed, self._calls) % (others - missing + 1)
+        near = candidates.slice_entries(start, start + missing + sure.nnz)  # from `start` of the others on, and before
+        before = sure._position(int(near.indices[0])) if near.nnz else 0
+        return sure.union_disjoint(near.difference(sure).slice_entries(before, before + missing))

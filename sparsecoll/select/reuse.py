@@ -93,9 +93,9 @@ class ThresholdReuse(Selector):
         enough = chosen is not None and chosen.nnz > k  # then the k largest are among them
         chosen = checked(chosen.topk(k) if enough else x.topk(k))  # type: ignore[union-attr]
         if chosen.nnz:
-            lowest = chosen._magnitude_of(chosen._key_range()[0])
+            lowest = chosen.magnitude_of(chosen.key_range()[0])
             self._look_back(chosen, lowest)
-            self.found(lowest, chosen.nnz, chosen._count_at_least(lowest * self.PROBE))
+            self.found(lowest, chosen.nnz, chosen.count_at_least(lowest * self.PROBE))
         return chosen
 
     def _look_back(self, chosen: SparseVector, lowest: float) -> None:
@@ -104,6 +104,6 @@ class ThresholdReuse(Selector):
             return
         k = chosen.nnz
         if self.value > lowest:
-            self.steady = self.accepts(chosen._count_at_least(self.value), k)
+            self.steady = self.accepts(chosen.count_at_least(self.value), k)
         else:  # the number of entries above a lower one is not known
             self.steady = self.slope * math.log(lowest / self.value) <= math.log(1 + self.tolerance)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from sparsecoll.select.base import Vector
-from sparsecoll.vector import SparseVector
+from sparsecoll.vector import SMALLEST, SparseVector
 
 
 class MagnitudeStats:
@@ -14,6 +14,10 @@ class MagnitudeStats:
     The constructor makes one pass over x, which also selects the entries above a bound, estimated on a sample so that
     about `expected_nnz` entries exceed it. A threshold above the bound is counted and selected among these; one below
     it costs another pass over x.
+
+    Args:
+        x: vector with at least one entry.
+        expected_nnz: about the number of entries that will be selected.
 
     Attributes:
         mean: mean of the values; NaN if a value is NaN, as are the others.
@@ -35,11 +39,11 @@ class MagnitudeStats:
 
     def count(self, t: float) -> int:
         """Return the number of entries of magnitude >= t."""
-        return (self._candidates if t >= self._bound else self._x)._count_at_least(t)
+        return self._holding(t).count_at_least(t)
 
     def threshold(self, t: float) -> SparseVector:
         """Return the entries of magnitude >= t."""
-        return self._candidates.threshold(t) if t >= self._bound else self._x.threshold(t)
+        return self._holding(t).threshold(t)
 
     def reached_by(self, count: int) -> float:
         """Return a threshold that more than `count` entries are known to reach: the bound, or else 0."""
@@ -47,4 +51,8 @@ class MagnitudeStats:
 
     def topk(self, k: int) -> SparseVector:
         """Return the k entries of largest magnitude."""
-        return (self._candidates if self._candidates.nnz >= k else self._x).topk(k)
+        enough = self._bound == 0 or self._candidates.nnz >= k  # with a bound of 0 they are all nonzeros
+        return (self._candidates if enough else self._x).topk(k)
+
+    def _holding(self, t: float) -> Vector:
+        return self._candidates if t >= max(self._bound, SMALLEST) else self._x

@@ -11,27 +11,11 @@ import numpy as np
 from sparsecoll.errors import CommunicationError
 from sparsecoll.telemetry.traffic import Traffic
 from sparsecoll.transport import launcher
-from sparsecoll.transport.base import Transport
-from sparsecoll.transport.local import LocalTransport
+from sparsecoll.transport.base import Transport as Transport
+from sparsecoll.transport.local import LocalTransport as LocalTransport
 from sparsecoll.transport.process_groups import default_group, group_transport, is_group
-from sparsecoll.transport.sim import SimComm, Simulation, simulate
-from sparsecoll.transport.virtual_ranks import DeadlockError
-
-__all__ = [
-    "DeadlockError",
-    "LocalTransport",
-    "SimComm",
-    "Simulation",
-    "Transport",
-    "as_transport",
-    "check_timeout",
-    "default_comm",
-    "is_alone",
-    "shrink",
-    "simulate",
-    "traffic",
-    "usable",
-]
+from sparsecoll.transport.sim import SimComm as SimComm, Simulation as Simulation, simulate as simulate
+from sparsecoll.transport.virtual_ranks import DeadlockError as DeadlockError
 
 
 def as_transport(comm: Any, timeout: Any = None) -> Transport:

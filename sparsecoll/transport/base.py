@@ -7,9 +7,8 @@ do not block; so algorithms need no tags. A message that was sent from GPU memor
 from __future__ import annotations
 
 import contextlib
-import os
+import json
 import threading
-import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from sparsecoll.errors import CommunicationError
 from sparsecoll.formats import Buffer
 from sparsecoll.telemetry.trace import span
 from sparsecoll.telemetry.traffic import Counts, Traffic
+from sparsecoll.transport import process
 from sparsecoll.transport.network import BETWEEN_NODES, ONE_NODE, Network
 
 T = TypeVar("T")
@@ -37,6 +37,7 @@ NAMES = 509  # (a prime that gives each name in use a number of its own)
 KEPT = NUMBERS - 2 * NAMES  # and one for each of the last arguments and states that the ranks have agreed on
 STEPS = 64  # more than a call has, see `Transport.history`
 HISTORY = 1024  # calls that are remembered
+ANY, REPORT_BYTES = 1 << 63, 1 << 24  # of a message, and of a report, at most
 
 
 class CallMismatch(Exception):
@@ -86,6 +87,7 @@ class Transport(ABC):
         traffic: counters, see `sparsecoll.Traffic`.
         timeout: seconds a receive waits before it raises CommunicationError; None for no limit, with a warning once a
             minute that names the rank waited for.
+        room: bytes of a message that is received, at most; a longer one is refused before there is memory for it.
         threads: whether calls may run in a thread of their own.
         virtual: whether time is modelled.
         one_node: whether all ranks are on one machine, the same on all of them.
@@ -109,6 +111,7 @@ class Transport(ABC):
         cure: what to do then.
     """
 
+    room = ANY
     threads = False
     virtual = False
     one_node = False
@@ -117,8 +120,7 @@ class Transport(ABC):
     cure = "use each communicator from one thread at a time"
 
     def __init__(self, rank: int, size: int) -> None:
-        self.rank = rank
-        self.size = size
+        self.rank, self.size = rank, size
         self.traffic = Traffic()
         self.timeout: float | None = None
         self.nodes: list[list[int]] | None = None
@@ -127,20 +129,29 @@ class Transport(ABC):
         self.worker: Any = None
         self._caller = threading.RLock()  # held by the thread that makes a blocking call
         self.tag = FIRST_TAG
-        self.calls = self.met = self.serial = 0
+        self.calls = self.met = self.serial = self.epoch = 0
         self.history: dict[int, list[int]] = {}
         self.told: dict[int, int] = {}
         self.agreed: dict[int, int] = {}
         self.validated: dict[Any, Any] = {}
-        self.epoch = 0
-        self.broken = ""
+        self.broken, self._setting_up = "", False
         self._phase: Counts | None = None
-        self._setting_up = False
-        _living.add(self)
+        process.add(self)
 
     def forked(self) -> None:
         """Forget, in a forked process, what only the process that it was forked from has: its threads."""
         self.worker, self._caller = None, threading.RLock()
+
+    def finish(self, seconds: Callable[[], float]) -> None:
+        """Wait until no other thread is in a call, for `seconds()` at most; from then on none can make one."""
+        if self.worker is not None:
+            self.worker.close(seconds())
+            self.worker = None
+        self._caller.acquire(timeout=seconds())
+
+    def leave(self) -> bool:
+        """Return whether this process may end; called again and again until it may."""
+        return True
 
     def _check(self) -> None:
         if self.broken:
@@ -153,10 +164,8 @@ class Transport(ABC):
 
     def reset(self) -> None:
         """Discard what the ranks have found out together; after a failed call, only some of them may have it."""
-        self.agreed.clear()
-        self.validated.clear()
-        self.history.clear()
-        self.told.clear()
+        for known in (self.agreed, self.validated, self.history, self.told):
+            known.clear()
         self.nodes = None
         for group in self.groups.values():
             group.reset()
@@ -191,10 +200,10 @@ class Transport(ABC):
         if serial == self.serial:
             self.told[source] = tag
 
-    def _tell(self, peer: int, message: Buffer) -> None:  # noqa: B027 - the simulator knows who waits for whom
+    def _tell(self, peer: int, message: Buffer) -> None:  # noqa: B027 - one rank has nobody to tell
         """Send a message of `stalled`, without waiting; not counted."""
 
-    def _listen(self) -> None:  # noqa: B027 - see _tell
+    def _listen(self) -> None:  # noqa: B027 - on the simulator, `_tell` is heard at once
         """Hear what has arrived of the messages of `stalled`, whatever else was sent before."""
 
     def in_order(self, function: Callable[[], T]) -> T:
@@ -207,7 +216,8 @@ class Transport(ABC):
         if self.worker is not None and self.worker.thread == threading.get_ident():
             return function()
         if not self._caller.acquire(blocking=False):
-            self.broken = self.broken or f"two threads made calls at the same time on rank {self.rank}"
+            why, _ = process.ended()
+            self.broken = self.broken or why or f"two threads made calls at the same time on rank {self.rank}"
             raise out_of_use(self.broken, self.cure)
         try:
             return function() if self.worker is None else self.worker.in_order(function)  # type: ignore[no-any-return]
@@ -284,6 +294,11 @@ class Transport(ABC):
         """
         return _CountedReceive(self, self._irecv(source, into))
 
+    def check_room(self, source: int, size: int, room: int) -> None:
+        """Raise CommunicationError unless a message of `size` bytes may be received."""
+        if size > room:
+            raise CommunicationError(f"message from rank {source}: expected at most {room} bytes, got {size}")
+
     def progress(self) -> None:  # noqa: B027 - a transport that needs no polling has nothing to do
         """Receive the messages that have arrived, before a long computation."""
 
@@ -347,21 +362,11 @@ def out_of_use(why: str, cure: str) -> CommunicationError:
     return CommunicationError(f"communicator is out of use since {why}; {cure}")
 
 
-_living: weakref.WeakSet[Transport] = weakref.WeakSet()
-
-
-def living() -> list[Transport]:
-    """Return all transports of this process."""
-    return list(_living)
-
-
-def _forget() -> None:
-    for transport in living():
-        transport.forked()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget)
+def report_of(why: str = "", **report: Any) -> Buffer:
+    """Return a report as a message; with `why`, that of a rank by which the communicator is out of use."""
+    if why:
+        report |= {"broken": why, "error": {"type": "CommunicationError", "text": why}}
+    return np.frombuffer(bytearray(json.dumps(report).encode()), np.uint8)
 
 
 class _Phase:

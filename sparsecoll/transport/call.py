@@ -32,7 +32,17 @@ import numpy as np
 from sparsecoll.errors import CommunicationError, NonFiniteError
 from sparsecoll.formats import Buffer
 from sparsecoll.transport import check_timeout, usable
-from sparsecoll.transport.base import HISTORY, KEPT, NAMES, CallMismatch, Transport, out_of_use, tag_of
+from sparsecoll.transport.base import (
+    ANY,
+    HISTORY,
+    KEPT,
+    NAMES,
+    CallMismatch,
+    Transport,
+    out_of_use,
+    report_of,
+    tag_of,
+)
 from sparsecoll.transport.collectives import FEW_RANKS, allgather, allgatherv, disseminate, node_members
 from sparsecoll.transport.waiting import check_environment
 
@@ -40,6 +50,7 @@ STATELESS = (0, 0)
 ROW = struct.Struct("<qq")  # a rank's number of entries and checksum of arguments
 AGREEMENT_BYTES = ROW.size
 REPORT_SECONDS = 60.0  # how long a rank that failed waits for the reports of the others, if the call has no timeout
+TEXT_SENT = 1 << 20  # characters of an exception
 VALUE_SHOWN, VALUES_SHOWN, ARGUMENTS_SHOWN = 120, 4, 3  # characters; values of an argument, arguments in an error
 KNOWN = {kind.__name__: kind for kind in (ValueError, TypeError, CommunicationError, NonFiniteError)}
 
@@ -84,9 +95,9 @@ class CollectiveCall:
 
     def __enter__(self) -> CollectiveCall:
         transport = self.transport
-        self._outer = transport.tag, transport.timeout
+        self._outer = transport.tag, transport.timeout, transport.room
         try:
-            transport.timeout = self._timeout if usable(self._timeout) else None
+            transport.timeout, transport.room = self._timeout if usable(self._timeout) else None, ANY
             self._call = transport.calls = transport.calls + 1
             self._numbers = transport.history[self._call] = []
             transport.history.pop(self._call - HISTORY, None)
@@ -115,7 +126,7 @@ class CollectiveCall:
         finally:
             if not known:
                 transport.interrupt(f"{self.name} was interrupted on rank {transport.rank}")
-            transport.tag, transport.timeout = self._outer
+            transport.tag, transport.timeout, transport.room = self._outer
 
     def _set_tag(self, number: int) -> None:
         self.transport.tag = tag_of(self._call, self._number_of_name, len(self._numbers), number)
@@ -245,16 +256,17 @@ def _resolve_failure(transport: Transport, call: dict[str, Any], state: tuple[in
         error = out_of_use(transport.broken, transport.cure)
     report: dict[str, Any] = {"call": call, "state": state, "number": transport.calls, "error": None}
     if not isinstance(error, CallMismatch):
-        report["error"] = {"type": type(error).__name__, "text": str(error)}
+        report["error"] = {"type": type(error).__name__, "text": str(error)[:TEXT_SENT]}
     if transport.broken:
         report["broken"] = transport.broken
-        transport.revoke(_bytes(report))
+        transport.revoke(report_of(**report))
         return error
     transport.reset()
     transport.timeout = transport.timeout or REPORT_SECONDS
     try:
-        blocks = transport.exchange_errors(_bytes(report), None if report["error"] is None else error)
-    except CommunicationError as unanswered:  # the communicator is broken
+        blocks = transport.exchange_errors(report_of(**report), None if report["error"] is None else error)
+    except CommunicationError as unanswered:
+        transport.broken = transport.broken or str(unanswered)
         if report["error"] is None:
             return unanswered
         own = f"rank {transport.rank} failed: {report['error']['type']}: {report['error']['text']}"
@@ -263,15 +275,11 @@ def _resolve_failure(transport: Transport, call: dict[str, Any], state: tuple[in
     for other in reports:
         if other.get("broken"):
             transport.broken = other["broken"]
-            transport.revoke(_bytes(report | {"broken": other["broken"], "error": other["error"]}))
+            transport.revoke(report_of(**report | {"broken": other["broken"], "error": other["error"]}))
             return CommunicationError(other["error"]["text"])
     reports.insert(transport.rank, report)
     transport.calls = max(other["number"] for other in reports)
     return _raised_error(reports)
-
-
-def _bytes(report: dict[str, Any]) -> np.ndarray[Any, Any]:
-    return np.frombuffer(bytearray(json.dumps(report).encode()), np.uint8)
 
 
 def _raised_error(reports: list[dict[str, Any]]) -> Exception:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ class Channel:
         finite: whether all ranks' values are known to be finite (default: False).
         width: number of values in a row, if the call is one on RowSparse (default: 0): what is a vector below is then a
             RowSparse, and the format must be Packed.
+        dtype: of the vectors of the call, and of its results; None, the default, for that of the parts of a sum.
 
     Attributes:
         rank: rank of this process.
@@ -51,6 +53,7 @@ class Channel:
         op: Operation = SUM,
         finite: bool = False,
         width: int = 0,
+        dtype: np.dtype[Any] | None = None,
     ) -> None:
         self.transport = transport
         self.rank, self.size = transport.rank, transport.size
@@ -60,38 +63,53 @@ class Channel:
         self.op = op
         self.finite = finite
         self.width = width
+        self.dtype = dtype
         self.held: list[int] = []
         self.gathered: list[Buffer] = []
         self.deferred = False
 
     def with_format(self, format: Format) -> Channel:
         """Return a channel that sends sparse messages in another format."""
-        other = Channel(self.transport, self.length, format, self.value_dtype, self.op, self.finite, self.width)
-        other.deferred = self.deferred
+        other = copy.copy(self)
+        other.format = format
         return other
 
     def group(self, members: list[int]) -> Channel:
         """Return a channel among some of the ranks, renumbered 0, 1, ...; this rank must be one of them."""
-        transport = group(self.transport, members)
-        return Channel(transport, self.length, self.format, self.value_dtype, self.op, self.finite, self.width)
+        other = copy.copy(self)
+        other.transport = group(self.transport, members)
+        other.rank, other.size = other.transport.rank, other.transport.size
+        other.held, other.gathered, other.deferred = [], [], False
+        return other
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Context manager: count and time the enclosed messages under this name."""
         return self.transport.phase(name)
 
-    def merge(self, parts: Sequence[S], dtype: np.dtype[Any]) -> S:
-        """Return the parts combined by the operation of this call, in their order and in the accumulator dtype.
+    def limit(self, dtype: np.dtype[Any]) -> None:
+        """Refuse messages that are longer than one of every rank's vector, until the call ends.
+
+        Args:
+            dtype: of the values.
+        """
+        entry = 8 + max(8, dtype.itemsize) * (self.width or 1)  # sums on the way may have a wider dtype
+        self.transport.room = self.size * self.format.most_bytes(self.length, entry)
+
+    def merge(self, parts: Sequence[S], *, partial: bool = False) -> S:
+        """Return the parts combined by the operation of this call, in their order, in float32 for narrower floats.
 
         Each part must combine all entries that some ranks have at these indices, and no rank's may be in two parts: an
         index that a part does not store is missing on all of its ranks.
 
         Args:
             parts: vectors, whose values may have the dtype of messages.
-            dtype: of the result: that of x; or, for a partial result, `accumulator_dtype(x.dtype)`, without rounding.
+            partial: whether the result is one of several that are combined: it then has the dtype in which values are
+                combined, float32 for narrower floats (default: False, for the dtype of the call).
         """
         kind: Any = RowSparse if self.width else SparseVector
-        total: S = kind.merge(parts, accumulator_dtype(dtype), self.op)
-        return total if total.dtype == dtype else total.astype(dtype)
+        dtype = self.dtype or parts[0].dtype
+        total: S = kind.merge(parts, accumulator_dtype(dtype) if partial else dtype, self.op)
+        return total
 
     # -- sparse vectors
 

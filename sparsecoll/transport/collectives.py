@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -22,6 +23,25 @@ def _raw(array: NDArray[Any]) -> Buffer:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
+@contextlib.contextmanager
+def _limited(transport: Transport, size: int) -> Iterator[None]:
+    """Context manager: messages that are received have `size` bytes at most."""
+    outer, transport.room = transport.room, size
+    try:
+        yield
+    finally:
+        transport.room = outer
+
+
+def _recv(transport: Transport, source: int, size: int) -> Buffer:
+    """Return the next message from `source`, which must have `size` bytes."""
+    with _limited(transport, size):
+        message = transport.recv(source)
+    if message.size != size:
+        raise CommunicationError(f"message from rank {source}: expected {size} bytes, got {message.size}")
+    return message
+
+
 def allgather(transport: Transport, row: NDArray[Any]) -> NDArray[Any]:
     """Return every rank's `row` (1-D, m items of the same dtype on all ranks) as a (P, m) array in rank order.
 
@@ -34,12 +54,7 @@ def allgather(transport: Transport, row: NDArray[Any]) -> NDArray[Any]:
     while have < size:
         count = min(have, size - have)
         transport.isend((rank - have) % size, _raw(gathered[:count].copy()))
-        received = transport.recv((rank + have) % size)
-        if received.size != gathered[:count].nbytes:
-            raise CommunicationError(
-                f"allgather on rank {rank}: expected {gathered[:count].nbytes} bytes from rank"
-                f" {(rank + have) % size}, got {received.size}"
-            )
+        received = _recv(transport, (rank + have) % size, gathered[:count].nbytes)
         gathered[have : have + count] = received.view(row.dtype).reshape(count, row.size)
         have += count
     return np.concatenate([gathered[size - rank :], gathered[: size - rank]])
@@ -160,24 +175,24 @@ def sum_counts(transport: Transport, counts: NDArray[Any], combine: np.ufunc = n
     total[: counts.size] = counts
     if rank >= core:
         transport.isend(rank - core, _raw(total))
-        return transport.recv(rank - core).view(counts.dtype)[: counts.size]
+        return _recv(transport, rank - core, total.nbytes).view(counts.dtype)[: counts.size]
     if rank + core < size:
-        combine(total, transport.recv(rank + core).view(counts.dtype), out=total)
+        combine(total, _recv(transport, rank + core, total.nbytes).view(counts.dtype), out=total)
     steps, own, distance = [], total, core // 2
     while distance and whole:
         transport.isend(rank ^ distance, _raw(total.copy()))
-        combine(total, transport.recv(rank ^ distance).view(counts.dtype), out=total)
+        combine(total, _recv(transport, rank ^ distance, total.nbytes).view(counts.dtype), out=total)
         distance //= 2
     while distance:
         lower, upper = own[: own.size // 2], own[own.size // 2 :]
         own, other = (upper, lower) if rank & distance else (lower, upper)
         transport.isend(rank ^ distance, _raw(other.copy()))
-        combine(own, transport.recv(rank ^ distance).view(counts.dtype), out=own)
+        combine(own, _recv(transport, rank ^ distance, own.nbytes).view(counts.dtype), out=own)
         steps.append((rank ^ distance, own, other))
         distance //= 2
     for partner, own, other in reversed(steps):
         transport.isend(partner, _raw(own.copy()))
-        other[:] = transport.recv(partner).view(counts.dtype)
+        other[:] = _recv(transport, partner, other.nbytes).view(counts.dtype)
     if rank + core < size:
         transport.isend(rank + core, _raw(total.copy()))
     return total[: counts.size]
@@ -200,12 +215,7 @@ def disseminate(transport: Transport, row: NDArray[Any], combine: Callable[..., 
     total = row.copy()
     while distance < size:
         transport.isend((rank - distance) % size, _raw(total.copy()))
-        source = (rank + distance) % size
-        received = transport.recv(source)
-        if received.size != total.nbytes:
-            raise CommunicationError(
-                f"disseminate on rank {rank}: expected {total.nbytes} bytes from rank {source}, got {received.size}"
-            )
+        received = _recv(transport, (rank + distance) % size, total.nbytes)
         combine(total, received.view(row.dtype), out=total)
         distance *= 2
     return total
@@ -228,13 +238,13 @@ def sums_and_maxima(transport: Transport, row: Sequence[int]) -> tuple[list[int]
     rank, core = transport.rank, 1 << (transport.size.bit_length() - 1)
 
     def combine(source: int) -> None:
-        arrived = transport.recv(source).view(np.uint64).reshape(total.shape)
+        arrived = _recv(transport, source, total.nbytes).view(np.uint64).reshape(total.shape)
         np.add(total[0], arrived[0], out=total[0])
         np.maximum(total[1], arrived[1], out=total[1])
 
     if rank >= core:
         transport.isend(rank - core, _raw(total))
-        total = transport.recv(rank - core).view(np.uint64).reshape(total.shape)
+        total = _recv(transport, rank - core, total.nbytes).view(np.uint64).reshape(total.shape)
     else:
         if rank + core < transport.size:
             combine(rank + core)
@@ -268,7 +278,8 @@ def spread(transport: Transport, message: Buffer, root: int = 0) -> Buffer:
 
 def broadcast(transport: Transport, array: NDArray[Any], root: int = 0) -> NDArray[Any]:
     """Return a new array with the root's values; shape and dtype must be the same on all ranks (binomial tree)."""
-    data = spread(transport, _raw(array), root)
+    with _limited(transport, array.nbytes):
+        data = spread(transport, _raw(array), root)
     if data.size != array.nbytes:
         raise CommunicationError(f"broadcast on rank {transport.rank}: expected {array.nbytes} bytes, got {data.size}")
     return data.view(array.dtype).reshape(array.shape).copy()

@@ -30,6 +30,15 @@ class GroupTransport(Transport):
         """Whether all ranks of the parent are on one machine."""
         return self.parent.one_node
 
+    @property
+    def room(self) -> int:  # type: ignore[override]
+        """That of the parent."""
+        return self.parent.room
+
+    @room.setter
+    def room(self, size: int) -> None:
+        self.parent.room = size
+
     @contextlib.contextmanager
     def set_up(self) -> Iterator[None]:
         with self.parent.set_up(), super().set_up():

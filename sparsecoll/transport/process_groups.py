@@ -5,35 +5,18 @@ torch is imported by the user; a process that has not imported torch.distributed
 
 from __future__ import annotations
 
-import atexit
 import os
 import sys
-import threading
 import weakref
-from dataclasses import dataclass
-from queue import SimpleQueue
+from functools import partial
 from typing import Any
 
 from sparsecoll.errors import CommunicationError
 from sparsecoll.transport.base import Transport
-from sparsecoll.transport.tcp import TcpTransport
-from sparsecoll.transport.tcp import connect as connect_ranks
+from sparsecoll.transport.tcp import TcpTransport, connect as connect_ranks
+from sparsecoll.transport.waiting import Abandoned
 
-_transports: weakref.WeakKeyDictionary[Any, Transport | _Abandoned] = weakref.WeakKeyDictionary()
-_numbers: dict[str, int] = {}  # how many transports of a group of this name have been made
-_left: SimpleQueue[TcpTransport | None] = SimpleQueue()  # of groups that are gone; None ends the closer
-_closers: list[threading.Thread] = []  # the thread that closes those, once there is one
-
-
-@dataclass
-class _Abandoned:
-    """Cached in place of a transport after the ranks could not be connected.
-
-    Attributes:
-        why: the error.
-    """
-
-    why: str
+_transports: weakref.WeakKeyDictionary[Any, Transport | Abandoned] = weakref.WeakKeyDictionary()
 
 
 def is_group(comm: Any) -> bool:
@@ -65,15 +48,12 @@ def group_transport(comm: Any, timeout: float | None = None) -> Transport:
         try:
             transport = connect_ranks(_meeting_of(group), timeout)
         except CommunicationError as error:
-            transport = _Abandoned(str(error))
+            transport = Abandoned(str(error))
         else:
             _close_with(group, transport)
         _transports[group] = transport
-    if isinstance(transport, _Abandoned):
-        raise CommunicationError(
-            f"communicator is out of use since {transport.why}; continue with a new one, once all ranks have made"
-            " this call"
-        )
+    if isinstance(transport, Abandoned):
+        raise transport.error()
     return transport
 
 
@@ -83,42 +63,20 @@ def bind(transport: Transport) -> None:
 
 
 def _close_with(group: Any, transport: TcpTransport) -> None:
-    """Close the transport when the group is gone."""
-    if not any(thread.is_alive() for thread in _closers):  # a forked process has none
-        _closers[:] = [threading.Thread(target=_close_left, name="sparsecoll-closer", daemon=True)]
-        _closers[0].start()
-    weakref.finalize(group, _leave, transport)
+    """Close the transport when the group is gone, unless the process ends: then threads may be in calls."""
+    weakref.finalize(group, _leave, transport).atexit = False
 
 
 def _leave(transport: TcpTransport) -> None:
-    """Close a transport, or let the closer wait for its nonblocking calls.
+    """Close a transport, after its nonblocking calls.
 
     The garbage collector calls this, on any thread and within any function: also while a thread starts, which holds a
     lock of `threading` without which no thread can be joined. So nothing here may wait.
     """
-    if transport.worker is None or not _closers:
+    if transport.worker is None:
         _close(transport)
     else:
-        _left.put(transport)
-
-
-def _close_left() -> None:
-    while (transport := _left.get()) is not None:
-        _close(transport)
-        del transport
-
-
-@atexit.register
-def _end_closer() -> None:
-    """Wait for the closer: a thread that still runs when the interpreter is finalized may abort the process.
-
-    Nonblocking calls have been completed by now, so that later transports are closed at once, by `_leave` itself.
-    """
-    closers = [thread for thread in _closers if thread.is_alive()]
-    _closers.clear()
-    for thread in closers:
-        _left.put(None)
-        thread.join()
+        transport.worker.submit(partial(_close, transport))
 
 
 def _close(transport: TcpTransport) -> None:
@@ -163,34 +121,61 @@ def _meeting_of(group: Any) -> StoreMeeting:
 
     No collective of the group is used: one that some rank never joins would wait when the process ends.
     """
-    name = str(group.group_name)
-    number = _numbers[name] = _numbers.get(name, 0) + 1
     start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
-    return StoreMeeting(_store_of(group), group.rank(), group.size(), f"sparsecoll/{name}/{number}", f"failed/{start}")
+    return StoreMeeting(_store_of(group), group.rank(), group.size(), f"sparsecoll/{group.group_name}", True, start)
 
 
 class StoreMeeting:
-    """Keys of a store of torch.distributed by which ranks meet, see `tcp.Meeting`."""
+    """Keys of a store of torch.distributed by which ranks meet, see `tcp.Meeting`.
 
-    def __init__(self, store: Any, rank: int, size: int, prefix: str, failed: str = "failed") -> None:
+    Args:
+        store: the store.
+        rank: of this process.
+        size: number of ranks.
+        prefix: of all keys.
+        counted: whether there may be several meetings in this place, one after the other (default: False). The store
+            counts for each rank how often it has come, whatever process it was. A rank that finds others in the next
+            meeting joins them: as long as a rank waits for entries, nobody has left its meeting but by a failure.
+        start: of the job, whose failures count (default: "").
+    """
+
+    def __init__(self, store: Any, rank: int, size: int, prefix: str, counted: bool = False, start: str = "") -> None:
         self._store, self.rank, self.size = store, rank, size
-        self._keys = [f"{prefix}/{number}" for number in range(size)]
-        self._failed = f"{prefix}/{failed}"
+        self._prefix, self._counted, self._entry = prefix, counted, ""
+        self._number, self._failed = self._come() if counted else 0, f"failed/{start}"
+
+    def _come(self) -> int:
+        return int(self._store.add(f"{self._prefix}/came/{self.rank}", 1))
+
+    def _key(self, name: object, later: int = 0) -> str:
+        return f"{self._prefix}/{self._number + later}/{name}"
 
     def put(self, entry: str) -> None:
-        self._store.set(self._keys[self.rank], entry)
+        while self._is_over():
+            self._number = self._come()
+        self._entry = entry
+        for key in (self._key(self.rank), self._key("begun")):
+            self._store.set(key, entry)
+
+    def _is_over(self) -> bool:
+        return self._counted and bool(self._store.check([self._key("begun", later=1)]))
 
     def entries(self) -> list[str] | None:
-        return [self._store.get(key).decode() for key in self._keys] if self._store.check(self._keys) else None
+        if self._is_over():
+            self.clear()
+            self.put(self._entry)
+        keys = [self._key(rank) for rank in range(self.size)]
+        return [self._store.get(key).decode() for key in keys] if self._store.check(keys) else None
 
     def clear(self) -> None:
-        self._store.delete_key(self._keys[self.rank])
+        self._store.delete_key(self._key(self.rank))
 
     def fail(self, why: str) -> None:
-        self._store.set(self._failed, why)
+        self._store.set(self._key(self._failed), why)
 
     def failed(self) -> str:
-        return str(self._store.get(self._failed).decode()) if self._store.check([self._failed]) else ""
+        key = self._key(self._failed)
+        return str(self._store.get(key).decode()) if self._store.check([key]) else ""
 
 
 def _store_of(group: Any) -> Any:

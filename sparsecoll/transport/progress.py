@@ -6,15 +6,18 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable, Generator, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from concurrent.futures import TimeoutError as FutureTimeout
+from concurrent.futures import Future, TimeoutError as FutureTimeout, wait
+from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
 from sparsecoll.errors import CommunicationError
 from sparsecoll.kernels.memory import bind_current_stream
+from sparsecoll.kernels.threads import Task, serve
+from sparsecoll.transport import process
 from sparsecoll.transport.base import CALL_PARENT, FORKED, Transport, out_of_use
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 
 class Request(Generic[T]):
@@ -74,7 +77,7 @@ class Request(Generic[T]):
         raise CommunicationError("cancel: a collective call cannot be cancelled, because other ranks take part in it")
 
     @staticmethod
-    def waitall(requests: Iterable[Request[Any]], timeout: float | None = None) -> list[Any]:
+    def waitall(requests: Iterable[Request[R]], timeout: float | None = None) -> list[R]:
         """Wait for all calls to finish; return their results in order, or raise the exception of the first that failed.
 
         Args:
@@ -119,6 +122,8 @@ def in_background(transport: Transport, call: Callable[[], T]) -> Future[T]:
     if not transport.threads:
         return completed_future(call)
     if transport.worker is None:
+        if process.ended()[0]:  # no thread may be started any more
+            return completed_future(lambda: transport.in_order(call))
         transport.worker = transport.in_order(lambda: transport.worker or Worker())
     worker: Worker = transport.worker
     return worker.submit(call)
@@ -137,27 +142,38 @@ def completed_future(call: Callable[[], T]) -> Future[T]:
 class Worker:
     """One thread that executes calls in FIFO order.
 
-    When the interpreter shuts down, the queued calls are executed, and later ones, of handlers of atexit, at once.
+    After `close`, calls are executed at once, on the thread of the caller.
 
     Attributes:
         thread: identifies the thread.
     """
 
     def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="sparsecoll-progress")
-        self.thread = self._pool.submit(threading.get_ident).result()
+        self._tasks: SimpleQueue[Task | None] = SimpleQueue()  # the garbage collector may use it within any function
+        self._closed = False
+        self._thread = threading.Thread(target=serve, args=(self._tasks,), name="sparsecoll-progress", daemon=True)
+        self._thread.start()
+        self.thread = self._thread.ident
 
     def submit(self, call: Callable[[], T]) -> Future[T]:
         """Queue a call and return its future."""
-        try:
-            return self._pool.submit(bind_current_stream(call))
-        except RuntimeError:  # the interpreter has ended the thread
-            return completed_future(call)
+        future: Future[T] = Future()
+        self._tasks.put((bind_current_stream(call), (), future))
+        while self._closed and not future.done():  # perhaps the thread has ended before
+            self.close()
+            serve(self._tasks)
+        return future
 
     def in_order(self, call: Callable[[], T]) -> T:
         """Execute a blocking call of another thread after the queued ones."""
         return self.submit(call).result()
 
-    def close(self) -> None:
-        """Execute the queued calls, then end the thread."""
-        self._pool.shutdown()
+    def close(self, seconds: float | None = None) -> None:
+        """Execute the queued calls, then end the thread; wait for that for `seconds`, or without a limit."""
+        self._closed = True
+        self._tasks.put(None)
+        if self.thread != threading.get_ident():
+            self._thread.join(seconds)
+
+    def __del__(self) -> None:
+        self._tasks.put(None)

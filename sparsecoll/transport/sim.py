@@ -6,15 +6,16 @@ import contextlib
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
 from sparsecoll.telemetry.trace import record
 from sparsecoll.telemetry.traffic import Traffic
 from sparsecoll.transport.network import Costs, Network
-from sparsecoll.transport.virtual_ranks import SimTransport, Stopped, World
+from sparsecoll.transport.virtual_ranks import Schedule, SimTransport, Stopped, World
 
+T = TypeVar("T")
 _STACK_BYTES = 1 << 20
 _TICK_SECONDS = 0.2  # after which an interrupt is seen whose signal another thread has taken
 _STOP_SECONDS = 1.0  # that an interrupt waits for a rank that computes; it ends in its next call
@@ -104,7 +105,7 @@ class SimComm:
 
 
 @dataclass
-class Simulation:
+class Simulation(Generic[T]):
     """The result of `simulate`; lists are in rank order.
 
     Attributes:
@@ -113,19 +114,20 @@ class Simulation:
         seconds: modelled time until the last rank ended, in seconds.
     """
 
-    results: list[Any]
+    results: list[T]
     traffic: list[Traffic]
     seconds: float
 
 
 def simulate(
     P: int,
-    fn: Callable[[SimComm], Any],
+    fn: Callable[[SimComm], T],
     network: Network | None = None,
     ranks_per_node: int = 1,
     inside: Network | None = None,
     costs: Costs | None = None,
-) -> Simulation:
+    schedule: Schedule | None = None,
+) -> Simulation[T]:
     """Run fn(comm) on P virtual ranks in this process, without MPI.
 
     The library's code, its results and the bytes that it counts are the same as over MPI; time is modelled. Only "auto"
@@ -141,6 +143,10 @@ def simulate(
             first node.
         inside: alpha-beta model of the messages inside a node (default: 1 us and 10 GB/s).
         costs: costs of computation; None, the default, for none.
+        schedule: chooses what happens next, before each message is sent or received: a function of the list of steps
+            that are possible, tuples (rank, what, peer), that returns the position of one. Ranks may so be slow and
+            messages late in every way, and a wait with a `timeout` may end at any time. None, the default, for an order
+            in which a timeout is over only when all ranks wait.
 
     Returns:
         Simulation, with results and counters of every rank and the modelled seconds.
@@ -163,11 +169,13 @@ def simulate(
             raise ValueError(f"{name}: expected at least 1, got {count}")
     if not callable(fn):
         raise TypeError(f"fn: expected a function of a communicator, got {fn!r}")
+    if schedule is not None and not callable(schedule):
+        raise TypeError(f"schedule: expected a function of a list of steps, or None, got {schedule!r}")
     models: list[tuple[str, Any, type]] = [("network", network, Network), ("inside", inside, Network)]
     for name, model, kind in [*models, ("costs", costs, Costs)]:
         if model is not None and not isinstance(model, kind):
             raise TypeError(f"{name}: expected a sparsecoll.{kind.__name__} or None, got {model!r}")
-    world = World(P, network or Network(), ranks_per_node, inside or Network(1e-6, 1e-10))
+    world = World(P, network or Network(), ranks_per_node, inside or Network(1e-6, 1e-10), schedule)
     members = list(range(P))
     transports = [SimTransport(world, members, rank, costs) for rank in members]
     results: list[Any] = [None] * P

@@ -6,13 +6,14 @@ from typing import Any
 
 from sparsecoll.transport import usable
 from sparsecoll.transport.process_groups import StoreMeeting
-from sparsecoll.transport.tcp import TcpTransport
-from sparsecoll.transport.tcp import connect as connect_ranks
+from sparsecoll.transport.tcp import TcpTransport, connect as connect_ranks
 
 PREFIX = "sparsecoll"
 
 
-def connect(store: Any, rank: int, size: int, *, timeout: float | None = None) -> TcpTransport:
+def connect(
+    store: Any, rank: int, size: int, *, timeout: float | None = None, secret: str | bytes | None = None
+) -> TcpTransport:
     """Connect processes that share a store of torch.distributed, by sockets; collective.
 
     For ranks without `torch.distributed.init_process_group` or with groups that it does not know, such as
@@ -24,6 +25,9 @@ def connect(store: Any, rank: int, size: int, *, timeout: float | None = None) -
         rank: of this process, from 0 to size - 1.
         size: number of processes, the same on all of them.
         timeout: seconds to wait for the others; None, the default, for no limit.
+        secret: at least 16 bytes that only the ranks know, the same on all of them; None, the default, for the value of
+            the environment variable SPARSECOLL_SECRET, if there is one. It is never sent: each rank proves to each
+            other one that it knows it.
 
     Returns:
         Communicator, which every call of the library takes as `comm`; its attributes `rank` and `size` are as given,
@@ -31,7 +35,8 @@ def connect(store: Any, rank: int, size: int, *, timeout: float | None = None) -
 
     Raises:
         TypeError, ValueError: An argument is wrong, or a process of this rank has used the store already.
-        CommunicationError: That is so on another rank, or some rank did not come or cannot be reached.
+        CommunicationError: That is so on another rank, the secret is too short, or some rank did not come, cannot be
+            reached or has another secret.
 
     See Also:
         sparsecoll.torch.init_process_group: for the processes of torchrun and of mpirun.
@@ -40,10 +45,12 @@ def connect(store: Any, rank: int, size: int, *, timeout: float | None = None) -
         raise TypeError(f"store: expected a store of torch.distributed, such as TCPStore, got {type(store).__name__}")
     try:
         _check(store, rank, size, timeout)
+        if not isinstance(secret, (str, bytes, type(None))):
+            raise TypeError(f"secret: expected str or bytes, got {type(secret).__name__}")
     except (TypeError, ValueError) as error:
         StoreMeeting(store, 0, 0, PREFIX).fail(f"rank {rank}: {error}")  # the others wait for this rank
         raise
-    transport = connect_ranks(StoreMeeting(store, rank, size, PREFIX), timeout)
+    transport = connect_ranks(StoreMeeting(store, rank, size, PREFIX), timeout, secret)
     transport.cure = "connect the ranks again, by another store"
     return transport
 

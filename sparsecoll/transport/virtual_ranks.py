@@ -13,12 +13,13 @@ import contextlib
 import copy
 import threading
 from collections import deque
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
+from sparsecoll.errors import CommunicationError
 from sparsecoll.formats import Buffer
-from sparsecoll.transport.base import ERROR_TAG, CallMismatch, Transport
+from sparsecoll.transport.base import ERROR_TAG, REVOKE_TAG, CallMismatch, Transport
 from sparsecoll.transport.network import Costs, Network
 
 Route = tuple[Hashable, int, int]  # (communicator, source, destination), which are ranks of the world
@@ -26,6 +27,20 @@ Route = tuple[Hashable, int, int]  # (communicator, source, destination), which 
 
 class DeadlockError(RuntimeError):
     """Every virtual rank waits for a message that no rank will send; the message says which rank waits for which."""
+
+
+class Step(NamedTuple):
+    """What a rank may do next: "start", "send" to or "receive" from `peer`, "stall" or "timeout".
+
+    In a "stall", it has waited for a while, and looks whether a rank for which it waits is in another call.
+    """
+
+    rank: int
+    what: str
+    peer: int = -1
+
+
+Schedule = Callable[[Sequence[Step]], int] | None
 
 
 class Stopped(BaseException):
@@ -71,48 +86,58 @@ class Clock:
 class World:
     """What the virtual ranks of one simulation share: mailboxes, ports, and the baton."""
 
-    def __init__(self, size: int, network: Network, ranks_per_node: int, inside: Network) -> None:
+    def __init__(self, size: int, network: Network, ranks_per_node: int, inside: Network, schedule: Schedule) -> None:
         self.size = size
         self.network = network
         self.inside = inside
         self.ranks_per_node = ranks_per_node
+        self.schedule = schedule
         self.ports = {node: Port() for node in range(-(-size // ranks_per_node))}
         self.clocks = [Clock() for _ in range(size)]
         self.mail: dict[Route, deque[Message]] = {}
         self.batons = [threading.Semaphore(0) for _ in range(size)]
-        self.ready: deque[int] = deque(range(size))
-        self.waiting: dict[int, Route] = {}
+        self.ready: deque[Step] = deque(Step(rank, "start") for rank in range(size))
+        self.waiting: dict[int, tuple[Collection[Route], Callable[[], list[Step]]]] = {}
+        self.step = self.ready[0]  # of the rank that has the baton
         self.ends: dict[tuple[Hashable, int], SimTransport] = {}  # by communicator and rank of the world
-        self.tags: dict[int, int] = {}  # for which ranks wait
-        self.mismatched: set[int] = set()  # ranks that are to raise CallMismatch
         self.finished: set[int] = set()
         self.failure: BaseException | None = None
         self.done = threading.Event()
 
     def pass_baton(self) -> None:
         """Wake the next rank that can run; if there is none, the run is over or in a deadlock."""
-        if self.failure is None and not self.ready and self.waiting:
-            self.mismatched = {rank for rank in self.waiting if self._is_mismatched(rank)}
-            for rank in sorted(self.mismatched):
-                del self.waiting[rank]
-                self.ready.append(rank)
-            if not self.ready:
-                self.failure = DeadlockError(self._report())
-        if self.failure is not None and self.waiting:
-            self.ready.extend(sorted(self.waiting))
-            self.waiting.clear()
+        try:
+            if self.failure is None and (self.ready or self.waiting):
+                self.step = self._next()
+                return self.batons[self.step.rank].release()
+        except BaseException as error:  # also of the schedule
+            self.failure = error
+        self.ready.extend(Step(rank, "stop") for rank in sorted(self.waiting))
+        self.waiting.clear()
         if self.ready:
-            self.batons[self.ready.popleft()].release()
+            self.batons[self.ready.popleft().rank].release()
         else:
             self.done.set()
 
-    def _is_mismatched(self, rank: int) -> bool:
-        """Return whether a rank waits for one that is in another call."""
-        context, source, _ = self.waiting[rank]
-        return rank in self.tags and self.ends[context, source].is_in_another_call(self.tags[rank])
+    def _next(self) -> Step:
+        """Return the step that comes next; its rank is neither ready nor waits any longer."""
+        if self.schedule is None and self.ready:
+            return self.ready.popleft()
+        steps = list(self.ready)
+        for rank, (routes, otherwise) in sorted(self.waiting.items()):
+            steps += [Step(rank, "receive", route[1]) for route in routes if self.mail.get(route)] + otherwise()
+        if not steps:
+            raise DeadlockError(self._report())
+        stall_first = min(steps, key=lambda step: step.what)  # then a timeout
+        step = stall_first if self.schedule is None else steps[self.schedule(steps)]
+        if step in self.ready:
+            self.ready.remove(step)
+        self.waiting.pop(step.rank, None)
+        return step
 
     def _report(self) -> str:
-        lines = [f"rank {rank} waits for rank {self.waiting[rank][1]}" for rank in sorted(self.waiting)]
+        sources = {rank: ", ".join(str(route[1]) for route in wait[0]) for rank, wait in sorted(self.waiting.items())}
+        lines = [f"rank {rank} waits for rank {source}" for rank, source in sources.items()]
         ended = f"; ended: {sorted(self.finished)}" if self.finished else ""
         return f"deadlock among {self.size} virtual ranks: " + ", ".join(lines) + ended
 
@@ -128,55 +153,46 @@ class World:
         if self.failure is not None:
             raise Stopped
 
-    def take(self, route: Route, tag: int | None = None) -> Message:
-        """Return the next message on a route; pass the baton on until there is one.
-
-        Args:
-            route: the route.
-            tag: that the message of a call must have; None, the default, for another message.
-
-        Raises:
-            CallMismatch: All ranks wait, and the sender is in another call.
-        """
+    def wait(self, rank: int, routes: Collection[Route], otherwise: Callable[[], list[Step]] = list) -> Step:
+        """Let other ranks run until this one can go on; return how. A message that has come stays in the mailbox."""
         self._check_running()
-        rank = route[2]
-        while not self.mail.get(route):
-            self.waiting[rank] = route
-            if tag is not None:
-                self.tags[rank] = tag
-            self.pass_baton()
-            self.batons[rank].acquire()
-            self.tags.pop(rank, None)
-            if self.failure is not None:
-                raise Stopped
-            if rank in self.mismatched:
-                self.mismatched.discard(rank)
-                raise CallMismatch("a rank is in another call")
-        return self.mail[route].popleft()
+        for route in routes if self.schedule is None else ():
+            if self.mail.get(route):
+                return Step(rank, "receive", route[1])
+        self.waiting[rank] = routes, otherwise
+        self.pass_baton()
+        self.batons[rank].acquire()
+        if self.failure is not None:
+            raise Stopped
+        return self.step
 
     def deliver(self, route: Route, message: Message) -> None:
         """Put a message into the receiver's mailbox; a receiver that waits for it can run again."""
         self._check_running()
+        _, source, receiver = route
+        if self.schedule is not None:
+            self.wait(source, (), lambda: [Step(source, "send", receiver)])
         self.mail.setdefault(route, deque()).append(message)
-        if self.waiting.get(route[2]) == route:
-            del self.waiting[route[2]]
-            self.ready.append(route[2])
+        if self.schedule is None and route in self.waiting.get(receiver, ((), None))[0]:
+            del self.waiting[receiver]
+            self.ready.append(Step(receiver, "receive", source))
 
 
 class SimReceive:
     """A receive request for the next message from one source."""
 
-    __slots__ = ("_into", "_source", "_tag", "_transport")
+    __slots__ = ("_into", "_room", "_source", "_tag", "_transport")
 
     def __init__(self, transport: SimTransport, source: int, into: Buffer | None) -> None:
         self._transport = transport
         self._source = source
         self._into = into
-        self._tag = transport.tag
+        self._tag, self._room = transport.tag, transport.room
 
     def wait(self) -> Buffer:
         """Wait for the message and return it."""
         message = self._transport._take(self._source, self._tag)
+        self._transport.check_room(self._source, message.size, self._room)
         if self._into is None or self._into.size != message.size:
             return message
         self._into[:] = message
@@ -195,6 +211,7 @@ class SimTransport(Transport):
     """
 
     virtual = True
+    cure = "continue with a new one, such as comm.Dup()"
 
     def __init__(
         self, world: World, members: list[int], rank: int, costs: Costs | None = None, context: Hashable = ()
@@ -205,7 +222,7 @@ class SimTransport(Transport):
         self._world = world
         self._costs = costs or Costs()
         self._clock = world.clocks[members[rank]]
-        self._reports: dict[int, Buffer] = {}  # received in place of messages
+        self._told = False  # whether the rank for which this one waits has been told so
         self._node = members[rank] // world.ranks_per_node
         world.ends[context, members[rank]] = self
         self.one_node = all(member // world.ranks_per_node == self._node for member in members)
@@ -248,6 +265,7 @@ class SimTransport(Transport):
         return world.network, world.ports[self._node]
 
     def _isend(self, destination: int, buffer: Buffer) -> None:
+        self._check()
         clock, (network, port) = self._clock, self._port(destination)
         port.out = max(clock.now, port.out) + network.beta * buffer.size
         clock.left = max(clock.left, port.out)
@@ -258,34 +276,67 @@ class SimTransport(Transport):
         self._clock.now = max(self._clock.now, self._clock.left)
 
     def _irecv(self, source: int, into: Buffer | None) -> SimReceive:
+        self._check()
         return SimReceive(self, source, into)
 
-    def _next(self, source: int, tag: int | None = None) -> Message:
-        message = self._world.take(self._route(source, self.rank), tag)
+    def _wait(self, sources: Collection[int], what: str, stalls: bool) -> int:
+        """Wait for a message of one of the sources, which may be in another call if `stalls`; return which one."""
+        me, self._told = self.members[self.rank], False
+        routes = [self._route(source, self.rank) for source in sources]
+        while (step := self._world.wait(me, routes, lambda: self._otherwise(me, sources, stalls))).what != "receive":
+            self._happens(step, sources, f"waits for {what} of rank {', '.join(map(str, sources))}")
+        return self.members.index(step.peer)
+
+    def _otherwise(self, me: int, sources: Collection[int], stalls: bool) -> list[Step]:
+        """Return what may happen while this rank waits."""
+        here = all((self.context, self.members[source]) in self._world.ends for source in sources)
+        due = stalls and here and (not self._told or any(map(self.is_in_another_call, self.told.values())))
+        return [Step(me, "stall")] * due + [Step(me, "timeout")] * (self.timeout is not None)
+
+    def _happens(self, step: Step, sources: Collection[int], what: str) -> None:
+        if step.what == "stall":
+            first, self._told = not self._told, True
+            return self.stalled(lambda: sources, first)
+        self._clock.now += self.timeout or 0
+        self.broken = f"rank {self.rank} {what} for {self.timeout} s: no answer within the timeout"
+        raise CommunicationError(self.broken)
+
+    def _next(self, source: int) -> Message:
+        """Take the next message of a source, which has come."""
+        message = self._world.mail[self._route(source, self.rank)].popleft()
         network, port = self._port(source)
         port.into = max(message.arrival, port.into + network.beta * message.content.size)
         self._clock.now = max(self._clock.now, port.into)
         return message
 
     def _take(self, source: int, tag: int) -> Buffer:
-        message = self._next(source, tag)
-        if message.tag == ERROR_TAG:
-            self._reports[source] = message.content
-        if message.tag != tag:
+        self._wait([source], "a message", True)
+        if self._world.mail[self._route(source, self.rank)][0].tag != tag:  # it may be a report, which is read later
             raise CallMismatch(f"rank {source} is in another call")
-        return message.content  # type: ignore[no-any-return]
+        return self._next(source).content  # type: ignore[no-any-return]
+
+    def _tell(self, peer: int, message: Buffer) -> None:
+        self._world.ends[self.context, self.members[peer]]._hear(self.rank, message)
 
     def exchange_errors(self, report: Buffer, error: Exception | None = None) -> list[Buffer | None]:
-        others = [peer for peer in range(self.size) if peer != self.rank]
-        for peer in others:
-            self._world.deliver(self._route(self.rank, peer), Message(report, self.now(), ERROR_TAG))
-        for peer in others:
-            while peer not in self._reports:
-                message = self._next(peer)
-                if message.tag == ERROR_TAG:
-                    self._reports[peer] = message.content
-        reports, self._reports = self._reports, {}
-        return [reports.get(peer) for peer in range(self.size)]
+        self._check()
+        self._send_to_all(report, ERROR_TAG)
+        reports: list[Buffer | None] = [None] * self.size
+        while missing := [peer for peer, seen in enumerate(reports) if seen is None and peer != self.rank]:
+            message = self._next(source := self._wait(missing, "the report", False))
+            if message.tag in (ERROR_TAG, REVOKE_TAG):
+                reports[source] = message.content
+            if message.tag == REVOKE_TAG:
+                break
+        return reports
+
+    def revoke(self, report: Buffer) -> None:
+        self._send_to_all(report, REVOKE_TAG)
+
+    def _send_to_all(self, report: Buffer, tag: int) -> None:
+        for peer in range(self.size):
+            if peer != self.rank:
+                self._world.deliver(self._route(self.rank, peer), Message(report, self.now(), tag))
 
     # Objects that a program sends by its communicator: not counted, and without a duration
 
@@ -296,6 +347,8 @@ class SimTransport(Transport):
 
     def receive_object(self, source: int) -> Any:
         """Receive the next object from `source`."""
-        message = self._world.take((("objects", self.context), self.members[source], self.members[self.rank]))
+        route = (("objects", self.context), self.members[source], self.members[self.rank])
+        self._world.wait(route[2], [route])
+        message = self._world.mail[route].popleft()
         self._clock.now = max(self._clock.now, message.arrival)
         return message.content

@@ -7,8 +7,12 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 from sparsecoll.errors import CommunicationError, check_choice
+from sparsecoll.transport import process
+from sparsecoll.transport.base import out_of_use
 
 logger = logging.getLogger(__name__)
 
@@ -22,6 +26,18 @@ ON_TIMEOUT = "SPARSECOLL_ON_TIMEOUT"  # environment variable: "raise" (the defau
 def check_environment() -> None:
     """Raise ValueError if SPARSECOLL_ON_TIMEOUT has a value that means nothing."""
     check_choice(ON_TIMEOUT, os.environ.get(ON_TIMEOUT) or "raise", ("raise", "abort"))
+
+
+@dataclass
+class Abandoned:
+    """Stands for a transport whose ranks did not all come to its first call, for the reason `why`."""
+
+    why: str
+    kept: Any = None
+
+    def error(self) -> CommunicationError:
+        """Return what is raised by calls."""
+        return out_of_use(self.why, "continue with a new one, once all ranks have made this call")
 
 
 class Watchdog:
@@ -52,6 +68,7 @@ class Watchdog:
         self._error = error
         self._abort = abort
         self._start = self._warned = self._checked = time.monotonic()
+        self._ended: float | None = None  # when the program was found to have ended
         self._on_stall, self._stalls = on_stall, 1
         self._stall = STALL_SECONDS if timeout is None else min(STALL_SECONDS, timeout / 4)
 
@@ -59,13 +76,18 @@ class Watchdog:
         """Log a warning if it is due; return the seconds until the next check.
 
         Raises:
-            CommunicationError: The timeout is over.
+            CommunicationError: The timeout is over, or the program has ended and no rank has answered since.
             Exception: What `on_stall` raises.
         """
         now = self._checked = time.monotonic()
         patience = WATCHDOG_SECONDS if self._error is None else ERROR_SHOWN_SECONDS
         if self._timeout is not None and now - self._start >= self._timeout:
             self._give_up(self._timeout)
+        why, limit = process.ended()
+        if why:
+            self._ended = now if self._ended is None else self._ended
+            if now - self._ended >= limit:
+                raise CommunicationError(f"rank {self._rank} {self._what()}, but {why}")
         if now - self._warned >= patience:
             self._warned, since = now, now - self._start
             logger.warning("rank %d %s, %.0f s so far", self._rank, self._what(), since, exc_info=self._error)
@@ -76,6 +98,7 @@ class Watchdog:
                 self._stalls += 1
                 self._on_stall(self._stalls == 2)
             due = min(due, self._start + self._stalls * self._stall)
+        due = min(due, now + STALL_SECONDS)  # and looks whether the program has ended
         return (due if self._timeout is None else min(due, self._start + self._timeout)) - now
 
     def _give_up(self, timeout: float) -> None:

@@ -44,7 +44,7 @@ class Arithmetic(Entries):
         if self.shape != other.shape:
             raise ValueError(f"{type(self).__name__}: expected two of one shape, got {self.shape} and {other.shape}")
         dtype = common_dtype(self.dtype, other.dtype)
-        return self.merge([self.astype(dtype), other.astype(dtype)], accumulator_dtype(dtype)).astype(dtype)
+        return self.merge([self.astype(dtype), other.astype(dtype)], dtype)
 
     __radd__ = __add__
 

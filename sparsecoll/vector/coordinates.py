@@ -80,8 +80,6 @@ def used_indices(x: Any, rows: int, width: int) -> NDArray[Any]:
 
     Args:
         x: with indptr, indices and data, as SciPy's CSR; what comes after indptr[-1] is spare room.
-        rows: number of rows.
-        width: number of columns.
 
     Raises:
         ValueError: indptr does not ascend from 0 to at most the number of stored entries, or an index is outside the
@@ -99,12 +97,7 @@ def used_indices(x: Any, rows: int, width: int) -> NDArray[Any]:
 
 
 def flat_of_rows(x: Any, shape: tuple[int, int]) -> tuple[NDArray[Any], bool]:
-    """Return flat indices of a matrix by rows (CSR), and whether they are strictly ascending.
-
-    Args:
-        x: as `used_indices` takes and checks it.
-        shape: rows and columns.
-    """
+    """Return flat indices of a matrix by rows (CSR), and whether they are strictly ascending."""
     columns = contiguous(used_indices(x, *shape))
     flat = empty(columns.size, index_dtype(count(shape)))
     unsigned = columns.view(f"u{columns.itemsize}")

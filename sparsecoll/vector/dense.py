@@ -74,7 +74,7 @@ class DenseVector(Values):
         """Return float32 or float64 entries as a vector whose coordinates are -0.0 where no entry is stored.
 
         Sums of these vectors are +0.0 or another number where some of them store an entry, since -0.0 is the sum of
-        nothing but -0.0: `_stored` tells the entries of the sum.
+        nothing but -0.0: `stored` returns the entries of the sum.
         """
         vector = cls.empty(entries.length, entries.dtype, entries)
         with span("dense", entries.length):
@@ -89,6 +89,15 @@ class DenseVector(Values):
         return int(self._array.size)
 
     nnz = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
+        array = np.asarray(self.values, dtype)
+        if copy is False and array is not self.values:
+            raise ValueError(f"DenseVector: expected copy=None where {self.dtype} becomes {array.dtype}, got False")
+        return array.copy() if copy and array is self.values else array
 
     def _of(self, entries: tuple[NDArray[Any], NDArray[Any]]) -> SparseVector:
         return SparseVector.from_sorted_unchecked(*entries, self.length)
@@ -124,8 +133,8 @@ class DenseVector(Values):
         """Return the values at ascending unique indices (of `index_dtype(length)`), zeros among them."""
         return self._of((indices, self.values[indices]))
 
-    def _select_mask(self, mask: NDArray[np.uint8]) -> SparseVector:
-        """Return the values whose bit is set in a mask as of `SparseVector._mask`, zeros among them."""
+    def select_mask(self, mask: NDArray[np.uint8]) -> SparseVector:
+        """Return the values whose bit is set in a mask as of `SparseVector.mask`, zeros among them."""
         set_bytes = np.flatnonzero(mask)  # few: unpack these alone
         inside = np.flatnonzero(np.unpackbits(mask[set_bytes]))
         indices = set_bytes[inside >> 3]
@@ -135,7 +144,7 @@ class DenseVector(Values):
         del set_bytes, inside
         return self.take(asarray_like(indices.astype(index_dtype(self.length)), self.values))
 
-    def _stored(self) -> SparseVector:
+    def stored(self) -> SparseVector:
         """Return the entries of a sum of `marked` vectors, zeros among them; the values of this one are lost."""
         with span("dense", self.length):
             bits = self.values.view(f"i{self.dtype.itemsize}")
@@ -170,15 +179,15 @@ class DenseVector(Values):
             expected_nnz: number of entries that should reach the bound.
 
         Returns:
-            (moments, candidates, bound): float64[4] with the sums of x, x^2 and |x|, and the largest |x|; the entries
+            (moments, candidates, bound): float64[4] with the sums of x, x^2 and |x|, and the largest |x|; the nonzeros
             with |x| >= bound; the bound, estimated on a sample so that at least `expected_nnz` entries are likely to
             reach it, and not many more.
         """
         key, moments, room = self._lower_bound_key(expected_nnz), np.empty(4), expected_nnz + (expected_nnz >> 2)
-        candidates = self._select(self._kernels.select_at_least, key, room, moments=moments)
+        candidates = self._select(self._kernels.select_at_least, max(key, 1), room, moments=moments)
         return moments, candidates, magnitude_of(key, self.dtype)
 
-    def _first_not_finite(self) -> int | None:
+    def first_not_finite(self) -> int | None:
         """Return the index of the first NaN or infinity."""
         with np.errstate(over="ignore", invalid="ignore"):
             if self.dtype.kind in "biu" or np.isfinite(self.values.sum()):  # one pass, no array

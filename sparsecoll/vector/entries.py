@@ -19,6 +19,7 @@ from sparsecoll.vector.pairs import combined, sorted_order
 from sparsecoll.vector.scipy_arrays import scipy_entries, to_scipy
 from sparsecoll.vector.values import (
     Values,
+    accumulator_dtype,
     dense_values,
     finite_difference,
     not_zero,
@@ -117,11 +118,12 @@ class Entries(Values):
 
         Args:
             parts: vectors of one length.
-            dtype: in which values are combined and returned.
+            dtype: of the result; values of float16 and bfloat16 are combined in float32 and rounded once.
             op: the Operation (default: the sum, which starts at +0).
         """
+        result, dtype = dtype, accumulator_dtype(dtype)
         length, fold = parts[0].length, op.fold(dtype)
-        amounts = (sum(p.nnz for p in parts), max(p._span for p in parts)) if listening() else ()
+        amounts = (sum(p.nnz for p in parts), max(p.extent for p in parts)) if listening() else ()
         with span("merge", *amounts):
             if fold is not None:
                 folded = [(p.indices, p.values.astype(dtype, copy=False)) for p in parts]
@@ -129,7 +131,8 @@ class Entries(Values):
                 indices, values = merge_fold(folded, fold, op.zeros and fold != "last")
             else:
                 indices, values = _merge_sum([(p.indices, p._array) for p in parts], dtype)
-        return cls.from_sorted_unchecked(indices.astype(index_dtype(length), copy=False), values, length)
+        merged = cls.from_sorted_unchecked(indices.astype(index_dtype(length), copy=False), values, length)
+        return merged if dtype == result else merged.astype(result)
 
     @classmethod
     def concatenate(cls, parts: Sequence[Self]) -> Self:
@@ -157,7 +160,7 @@ class Entries(Values):
         return int(self.indices.size)
 
     @property
-    def _span(self) -> int:
+    def extent(self) -> int:
         """Number of coordinates from the first stored index to the last; 0 without stored entries."""
         return int(self.indices[-1]) - int(self.indices[0]) + 1 if self.indices.size else 0
 
@@ -246,7 +249,7 @@ class Entries(Values):
         """Return the entries at ascending positions, copied."""
         return self._of((self.indices[positions], taken(self.values, positions)))
 
-    def _slice_entries(self, start: int, stop: int) -> Self:
+    def slice_entries(self, start: int, stop: int) -> Self:
         """Return the entries at positions start..stop-1, as views."""
         return self._of((self.indices[start:stop], self.values[start:stop]))
 
@@ -260,7 +263,7 @@ class Entries(Values):
 
     def split(self, boundaries: Sequence[int]) -> list[Self]:
         """Return the entries between consecutive boundaries, as views; indices and length are those of the vector."""
-        return [self._slice_entries(a, b) for a, b in pairwise(self.searchsorted(boundaries))]
+        return [self.slice_entries(a, b) for a, b in pairwise(self.searchsorted(boundaries))]
 
     def intersect(self, other: Entries) -> Self:
         """Return the entries of this vector whose index `other` stores, too."""
@@ -306,14 +309,14 @@ class Entries(Values):
             return self.nnz
         return int(np.searchsorted(self.indices, self.indices.dtype.type(index)))
 
-    def _divide(self, divisor: int) -> Self:
+    def divide(self, divisor: int) -> Self:
         """Return self / divisor, in its own dtype, rounded once."""
         return self.with_values(np.divide(self.values, divisor).astype(self.dtype, copy=False))
 
-    def _rounding_error(self, rounded: Self) -> Self:
+    def rounding_error(self, rounded: Self) -> Self:
         """Return self - rounded, which has the same indices, where they differ; infinities and NaN have no error."""
         if rounded.values is self.values:
-            return self._slice_entries(0, 0)
+            return self.slice_entries(0, 0)
         error = finite_difference(self.values, rounded.values)
         positions = not_zero(error)
         return self._of((self.indices[positions], error[positions]))
@@ -343,7 +346,7 @@ def _merge_sum(parts: list[tuple[NDArray[Any], NDArray[Any]]], dtype: np.dtype[A
     merge_sum = kernels_of(parts[0][0]).merge_sum
     if dtype.kind == "u":  # the same bits as signed integers
         signed = np.dtype(f"i{dtype.itemsize}")
-        indices, values = merge_sum([(i, v.view(signed)) for i, v in parts], signed)
+        indices, values = merge_sum([(i, v.astype(dtype, copy=False).view(signed)) for i, v in parts], signed)
         return indices, values.view(dtype)
     if dtype.kind != "c":
         indices, values = merge_sum(parts, dtype)

@@ -42,7 +42,13 @@ class Operation:
         return self.name in ("sum", "mean")
 
     def fold(self, dtype: np.dtype[Any]) -> str | None:
-        """Return what the kernels call the operation on values of `dtype`; None for a sum of numbers."""
+        """Return what the kernels call the operation on values of `dtype`; None for a sum of numbers.
+
+        Raises:
+            TypeError: Values of this dtype have no such operation.
+        """
+        if self.name.startswith("bitwise") and dtype.kind not in "biu":
+            raise TypeError(f"op: expected {self.name!r} only for bool and integers, got values of {dtype}")
         if self.sums:
             return "or" if dtype.kind == "b" else None
         return FOLD_OF[self.name]
@@ -62,7 +68,6 @@ class Operation:
         """Return what a rank contributes in place of its values.
 
         Args:
-            values: its values.
             last: whether the rank is the last one, whose zeros "replace" the others' values, too.
         """
         if self.name.startswith("logical"):

@@ -143,15 +143,15 @@ class RowSparse(Arithmetic):
 
         Args:
             parts: rows of tables of one shape.
-            dtype: in which values are combined and returned.
+            dtype: of the result, as of `SparseVector.merge`.
             op: the Operation (default: the sum, which starts at +0).
         """
         n, d = parts[0].shape
         with span("merge", sum(part.nnz for part in parts) * d):
             ascending, order = sorted_order(np.concatenate([part.indices for part in parts]))
             starts = np.flatnonzero(run_starts(ascending))
-            values = sums([part.values for part in parts], order, starts, dtype, op)
-        return cls.from_sorted_unchecked(ascending[starts], values, n)
+            values = sums([part.values for part in parts], order, starts, accumulator_dtype(dtype), op)
+        return cls.from_sorted_unchecked(ascending[starts], saturating_cast(values, dtype), n)
 
     # What it holds
 
@@ -220,8 +220,6 @@ class RowSparse(Arithmetic):
         """Return the stored rows at ascending positions, copied."""
         return super().take(asarray_like(positions, self.values))
 
-    slice_rows = Arithmetic._slice_entries
-
     def topk(self, k: int) -> Self:
         """Return the k stored rows of largest Euclidean norm, ties by lower row; the rows themselves if nnz <= k."""
         if k >= self.nnz:
@@ -238,13 +236,13 @@ class RowSparse(Arithmetic):
             f" rows=[{', '.join(shown)}])"
         )
 
-    def _drop_zeros(self) -> Self:
+    def drop_zeros(self) -> Self:
         """Return the rows that have a value other than zero."""
         return self.take(not_zero(self.values))
 
-    def _first_not_finite(self) -> int | None:
+    def first_not_finite(self) -> int | None:
         """Return the row of the first NaN or infinity."""
-        position = DenseVector(self.values.reshape(-1))._first_not_finite()
+        position = DenseVector(self.values.reshape(-1)).first_not_finite()
         return None if position is None else int(self.indices[position // self.d])
 
 

@@ -90,7 +90,6 @@ def to_scipy(
     Args:
         indices: ascending, unique flat indices.
         values: as many values, which are not copied.
-        shape: of the result.
         kind: name of the class in scipy.sparse, such as "csr_array".
         index_dtype: that of SciPy's index arrays; "int64" is used in any case where they need it.
         blocksize: of BSR; None lets SciPy estimate it.

@@ -13,7 +13,7 @@ from sparsecoll.kernels import kernels_of
 from sparsecoll.kernels.keys import index_dtype, key_of, magnitude_of, nan_key
 from sparsecoll.kernels.memory import asarray_like, empty, on_gpu, to_host
 from sparsecoll.vector.arithmetic import Arithmetic
-from sparsecoll.vector.values import SMALLEST, accumulator_dtype
+from sparsecoll.vector.values import SMALLEST
 
 FEW = 4096  # values of which NumPy tells sooner than a kernel whether they are finite
 MULTIPLIERS = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9)  # of `hash_slots`; odd, otherwise arbitrary
@@ -92,7 +92,7 @@ class SparseVector(Arithmetic):
 
     # Parts of the entries
 
-    def _subdivide(self, edges: Sequence[int], parts: int) -> list[int]:
+    def subdivide(self, edges: Sequence[int], parts: int) -> list[int]:
         """Return edges that divide each region between `edges` into `parts` with equal numbers of stored entries."""
         finer: list[int] = []
         for (low, _), (start, stop) in zip(pairwise(edges), pairwise(self.searchsorted(edges).tolist()), strict=True):
@@ -119,7 +119,7 @@ class SparseVector(Arithmetic):
             return self
         return self._of(self._kernels.topk(self.values, k, indices=self.indices))
 
-    def _topk_by_key(self, key: int, ties: int) -> SparseVector:
+    def topk_by_key(self, key: int, ties: int) -> SparseVector:
         """Return the entries whose magnitude key exceeds `key`, and the first `ties` of those that have this key."""
         return self._of(self._kernels.topk_by_key(self.values, key, ties, indices=self.indices))
 
@@ -128,16 +128,16 @@ class SparseVector(Arithmetic):
         key = key_of(threshold, self.dtype)
         return self._of(self._kernels.select_at_least(self.values, key, expected or self.nnz, indices=self.indices))
 
-    def _count_around_key(self, key: int, factor: float) -> tuple[int, int, int]:
+    def count_around_key(self, key: int, factor: float) -> tuple[int, int, int]:
         """Return the numbers of entries above `key`, with that key, and with at least `factor` times its magnitude."""
         count = self._kernels.count_at_least
         above = count(self.values, key + 1)
         equal = count(self.values, key) - above
-        return above, equal, count(self.values, key_of(self._magnitude_of(key) * factor, self.dtype))
+        return above, equal, count(self.values, key_of(self.magnitude_of(key) * factor, self.dtype))
 
-    def _kth_magnitude(self, k: int) -> float:
+    def kth_magnitude(self, k: int) -> float:
         """Return the k-th largest magnitude, 1 <= k <= nnz."""
-        return self._magnitude_of(self._kernels.kth_key(self.values, k)[0])
+        return self.magnitude_of(self._kernels.kth_key(self.values, k)[0])
 
     def magnitude_stats(self, expected_nnz: int) -> tuple[NDArray[np.float64], SparseVector, float]:
         """Return (moments, the vector itself, 0.0); see DenseVector.
@@ -147,55 +147,53 @@ class SparseVector(Arithmetic):
         """
         return self._kernels.moments_of(self.values), self, 0.0
 
-    def _magnitude_keys(self) -> NDArray[Any]:
+    def magnitude_keys(self) -> NDArray[Any]:
         """Return the magnitude keys of the values, unsigned integers (see kernels/keys.py)."""
         return self._kernels.magnitude_keys(self.values)  # type: ignore[no-any-return]
 
-    def _key_range(self) -> tuple[int, int]:
+    def key_range(self) -> tuple[int, int]:
         """Return the smallest and the largest magnitude key of the values; (0, 0) without stored entries."""
         return self._kernels.key_range(self.values)  # type: ignore[no-any-return]
 
-    def _magnitude_of(self, key: int) -> float:
+    def magnitude_of(self, key: int) -> float:
         """Return the magnitude of values of this dtype that have the given key."""
         return magnitude_of(key, self.dtype)
 
-    def _nan_key(self) -> int:
+    def nan_key(self) -> int:
         """Return the smallest magnitude key of a NaN."""
         return nan_key(self.dtype)
 
-    def _has_nan(self) -> bool:
+    def has_nan(self) -> bool:
         """Return whether a value is NaN."""
-        return self._key_range()[1] >= self._nan_key()
+        return self.key_range()[1] >= self.nan_key()
 
-    def _has_zeros(self) -> bool:
+    def has_zeros(self) -> bool:
         """Return whether a stored entry is zero."""
-        return self.nnz > 0 and self._key_range()[0] == 0
+        return self.nnz > 0 and self.key_range()[0] == 0
 
-    def _drop_zeros(self) -> SparseVector:
+    def drop_zeros(self) -> SparseVector:
         """Return the entries that are not zero; the vector itself if none is."""
-        return self.threshold(SMALLEST, self.nnz) if self._has_zeros() else self
+        return self.threshold(SMALLEST, self.nnz) if self.has_zeros() else self
 
-    def _first_not_finite(self) -> int | None:
+    def first_not_finite(self) -> int | None:
         """Return the index of the first NaN or infinity."""
         kind = self._array.dtype.kind
         if kind in "biu":
             return None
         if kind == "f" and self.nnz <= FEW and not self.on_gpu and b"\0" not in np.isfinite(self._array).tobytes():
             return None
-        if self._key_range()[1] < self._nan_key() - 1:
+        if self.key_range()[1] < self.nan_key() - 1:
             return None
         wrong = self.indices[~np.isfinite(self.values)]
         return int(wrong[0]) if wrong.size else None  # |z| of finite numbers may be infinite
 
     # Indices of two vectors
 
-    def _union_disjoint(self, other: SparseVector) -> SparseVector:
+    def union_disjoint(self, other: SparseVector) -> SparseVector:
         """Return the entries of two vectors of one dtype that share no index."""
-        return (
-            SparseVector.merge([self, other], accumulator_dtype(self.dtype)).astype(self.dtype) if other.nnz else self
-        )
+        return SparseVector.merge([self, other], self.dtype) if other.nnz else self
 
-    def _mask(self) -> NDArray[np.uint8]:
+    def mask(self) -> NDArray[np.uint8]:
         """Return one bit for each coordinate, set where an entry is stored; as np.packbits, in host memory."""
         if self.on_gpu:
             marks = empty(self.length, np.uint8, self.values)
@@ -206,18 +204,18 @@ class SparseVector(Arithmetic):
         np.bitwise_or.at(bits, self.indices >> 3, np.uint8(128) >> (self.indices & 7).astype(np.uint8))
         return bits
 
-    def _mask_of(self, other: SparseVector) -> NDArray[np.uint8]:
+    def mask_of(self, other: SparseVector) -> NDArray[np.uint8]:
         """Return one bit for each entry of this vector, set where `other` stores its index; as np.packbits."""
         stored = empty(self.nnz, np.uint8, self.indices)
         stored[:] = 0
         stored[kernels_of(self.indices).intersect(self.indices, other.indices)] = 1
         return np.packbits(stored)
 
-    def _select_mask(self, mask: NDArray[np.uint8]) -> SparseVector:
+    def select_mask(self, mask: NDArray[np.uint8]) -> SparseVector:
         """Return the entries whose bit is set in a mask that `mask_of` returned."""
         return self.take(np.flatnonzero(np.unpackbits(mask)[: self.nnz]))
 
-    def _shifted(self, offset: int, length: int) -> SparseVector:
+    def shifted(self, offset: int, length: int) -> SparseVector:
         """Return the entries of this vector in one of `length` coordinates, at index + offset."""
         dtype, step = index_dtype(max(length, self.length)), abs(offset)
         indices = self.indices.astype(dtype)

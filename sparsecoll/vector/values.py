@@ -48,7 +48,7 @@ class Values:
     def _kernels(self) -> Any:
         return kernels_of(self._array)
 
-    def _count_at_least(self, threshold: float) -> int:
+    def count_at_least(self, threshold: float) -> int:
         """Return the number of stored values with a magnitude >= threshold."""
         return int(self._kernels.count_at_least(self.values, key_of(threshold, self.dtype)))
 
@@ -163,10 +163,6 @@ def sparse_entries(indices: Any, values: Any, length: Any, kind: Kind = ENTRIES)
 
 def pairs(indices: Any, values: Any, length: Any, kind: Kind = ENTRIES) -> tuple[Any, Any, int]:
     """Return indices in any order as SparseVector stores them, contiguous values, and the length.
-
-    Args:
-        indices: of the caller, as the others.
-        kind: of the entries (default: one value each, as of SparseVector).
 
     Raises:
         ValueError: indices are negative or out of range, the sizes differ, or length is negative.

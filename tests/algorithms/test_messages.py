@@ -1,4 +1,4 @@
-"""Messages that the busiest rank receives: formulas of the table in README that the other tests do not count."""
+"""Messages that the busiest rank receives: formulas of docs/algorithms.md that the other tests do not count."""
 
 from math import log2
 

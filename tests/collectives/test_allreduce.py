@@ -336,7 +336,7 @@ def test_an_algorithm_that_returns_something_else_fails_on_all_ranks(planned):
 
 class WithoutOptions(Returning):
     def __call__(self, channel, x, k):
-        return sparsecoll.Reduction(channel.merge(channel.allgather(x), x.dtype), x)
+        return sparsecoll.Reduction(channel.merge(channel.allgather(x)), x)
 
 
 def test_a_subclass_without_options_needs_no_decorator():

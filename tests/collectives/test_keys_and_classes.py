@@ -7,8 +7,7 @@ from types import MappingProxyType
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 import sparsecoll
 from sparsecoll import as_vector, like, simulate

@@ -4,8 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
+from hypothesis import assume, given, settings, strategies as st
 
 from sparsecoll import CommunicationError, DenseVector, Residual, SparseVector, allreduce, formats, simulate
 from sparsecoll.formats import FORMATS

@@ -123,7 +123,7 @@ class Ring(sparsecoll.Algorithm):
         for source in range(channel.rank, channel.rank - channel.size + 1, -1):
             channel.isend((channel.rank + 1) % channel.size, parts[source % channel.size])
             parts[(source - 1) % channel.size] = channel.recv((channel.rank - 1) % channel.size)
-        return sparsecoll.Reduction(channel.merge([parts[rank] for rank in range(channel.size)], x.dtype), x)
+        return sparsecoll.Reduction(channel.merge([parts[rank] for rank in range(channel.size)]), x)
 
 
 TAKES_LOSSY = [Ring, *(algo for algo in sparsecoll.ALGORITHMS.values() if not algo.sends_sums)]

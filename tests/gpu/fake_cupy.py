@@ -34,12 +34,12 @@ FLAGS = ("-O1", "-std=c++17", "-shared", "-fPIC", "-ffp-contract=off", "-fno-str
          "-fsanitize=alignment,shift", "-fsanitize-undefined-trap-on-error")  # fmt: skip
 _FUNCTIONS = """
 abs add any all append arange argsort array asarray ascontiguousarray bitwise_and bitwise_or concatenate
-    copysign count_nonzero cumsum diff divide empty empty_like equal flatnonzero full full_like greater
+    bincount copysign count_nonzero cumsum diff divide empty empty_like equal flatnonzero full full_like greater
     greater_equal invert isfinite isinf isnan less less_equal logical_and logical_not logical_or maximum minimum
     multiply nan_to_num negative not_equal packbits left_shift right_shift remainder floor_divide absolute rint
     searchsorted sign sort sqrt subtract sum true_divide unpackbits where zeros zeros_like power square
     bitwise_xor ones outer repeat argmax argmin max min stack nonzero shape ndim size result_type can_cast
-    may_share_memory take dot clip unique array_equal
+    may_share_memory take dot clip unique array_equal from_dlpack
 """
 _OPERATORS = """
     add sub mul floordiv truediv mod and or xor lshift rshift lt le gt ge eq ne neg invert abs radd rsub rmul rfloordiv

@@ -4,13 +4,13 @@ import os
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from sparsecoll.kernels import reference
 from sparsecoll.kernels.keys import COMPILED_DTYPES, Momentum, Pass, key_of
 from sparsecoll.kernels.reference.quantization import code_bytes
 from sparsecoll.kernels.reference.rice import RICE_BLOCKS, RICE_PAD
+from sparsecoll.kernels.sampling import stride_for
 from sparsecoll.vector import accumulator_dtype
 
 EXAMPLES = 40 if os.environ.get("SPARSECOLL_GPU_TESTS") == "all" else 4
@@ -148,19 +148,13 @@ def test_exact_top_k_of_many_by_candidates_and_when_the_sample_misleads(cp, gpu)
     v = rng.standard_normal(60_000).astype(np.float32)
     for k in (1, 600, 20_000, 45_000, 59_999):
         all_same(gpu.topk(cp.asarray(v), k), reference.topk(v, k))
-    stride = reference_stride(v.size)
+    stride, half = stride_for(v.size, max(v.size >> 7, 1 << 13)), v.size // 2
     v[:] = 1
-    v[::stride] = 100
+    v[:half:stride] = v[half :: stride_for(stride + 1, 1)] = 100
     for k in (100, 9000):
         cleared, theirs = cp.asarray(v), v.copy()
         all_same(gpu.topk(cleared, k, work=Pass(clear=True)), reference.topk(theirs, k, work=Pass(clear=True)))
         same(cleared, theirs)
-
-
-def reference_stride(size):
-    from sparsecoll.kernels.sampling import stride_for
-
-    return stride_for(size, max(size >> 7, 1 << 13))
 
 
 @pytest.mark.parametrize("few", [0, 4096])

@@ -4,8 +4,7 @@ import os
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from sparsecoll.kernels import cpu, reference
 from sparsecoll.kernels.reference.rice import RICE_BLOCKS, RICE_PAD

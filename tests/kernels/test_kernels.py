@@ -5,8 +5,7 @@ import os
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from sparsecoll.kernels import cpu, reference, sampling
 from sparsecoll.kernels.keys import COMPILED_DTYPES, Momentum, Pass, key_of, magnitude_of
@@ -114,6 +113,17 @@ def test_fused_accumulation_moments_and_clearing(dtype, size, seed, data):
             expected = getattr(reference, name)(theirs, argument, work=work, **extra[1])
         for a, b in ((mine, theirs), sums, *zip(found, expected, strict=True)):
             same_values(a, b)
+
+
+@FEW
+@given(ordered, sizes, seeds)
+def test_moments_of_every_type_are_compiled(dtype, size, seed):
+    v = values(dtype, size, seed)
+    expected, alone, together = reference.moments_of(v), cpu.moments_of(v), np.empty(4)
+    cpu.select_at_least(v, 1, moments=together)
+    for moments in (alone, together):
+        same_values(moments, expected)
+    assert cpu.moments_of is not reference.moments_of  # 20 times slower
 
 
 @FEW

@@ -2,8 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from test_kernels import FEW, equal, indices, seeds, sizes, values
 
 from sparsecoll.kernels import cpu, reference, threads

@@ -2,8 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 from test_kernels import FEW, dtypes, equal, indices, seeds, sizes, values
 
 from sparsecoll.kernels import cpu, memory, reference

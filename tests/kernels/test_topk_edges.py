@@ -5,8 +5,7 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from sparsecoll.kernels import cpu, memory, reference, sampling, threads
 from sparsecoll.kernels.keys import Pass
@@ -16,8 +15,12 @@ N = 50_000
 
 def sampled(n):
     """Whether an item is in the sample that bounds the k-th magnitude."""
-    size = min(max(n >> 7, sampling.SMALL), cpu.largest.SAMPLE)
-    return np.arange(n) % sampling.stride_for(n, size) == 0
+    stride, at, half = stride_of(n), np.arange(n), n // 2
+    return np.where(at < half, at % stride, (at - half) % sampling.stride_for(stride + 1, 1)) == 0
+
+
+def stride_of(n):
+    return sampling.stride_for(n, min(max(n >> 7, sampling.SMALL), cpu.largest.SAMPLE))
 
 
 def few(rng, n, k):
@@ -37,6 +40,10 @@ SHAPES = {
     "ascending": lambda rng, n, k: np.arange(n, dtype=float),
     "descending": lambda rng, n, k: np.arange(n, dtype=float)[::-1].copy(),
     "one is huge": lambda rng, n, k: np.where(np.arange(n) == n // 3, 1e30, rng.standard_normal(n)),
+    "period of the stride": lambda rng, n, k: rng.standard_normal(n)[np.arange(n) % stride_of(n)],
+    "subnormal": lambda rng, n, k: rng.standard_normal(n) * 1e-40,
+    "all NaN": lambda rng, n, k: np.full(n, np.nan),
+    "blocks": lambda rng, n, k: np.repeat(rng.standard_normal(n // 500 + 1), 500)[:n],
     "half zero": lambda rng, n, k: np.where(np.arange(n) < n // 2, rng.standard_normal(n), 0),
     "the sample is too large": lambda rng, n, k: np.where(sampled(n), 100, rng.standard_normal(n)),
     "the sample is too small": lambda rng, n, k: np.where(sampled(n), 1e-9, rng.standard_normal(n)),
@@ -69,6 +76,17 @@ def test_same_bits(shape, dtype, k, parts, clear):
         found = cpu.topk(mine, k, work=work)
     for a, b in zip((*found, mine), (*reference.topk(theirs, k, work=work), theirs), strict=True):
         assert a.dtype == b.dtype and a.tobytes() == b.tobytes()
+
+
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES if "sample" not in shape])
+@pytest.mark.parametrize("seed", range(4))
+def test_one_pass(shape, seed, monkeypatch):
+    """Values that repeat with the stride of the sample, among others, do not mislead it."""
+    n, k, passes = 1 << 18, 1 << 12, []
+    select = cpu.largest.select
+    monkeypatch.setattr(cpu.largest, "select", lambda *given: passes.append(1) or select(*given))
+    cpu.topk(as_dtype(SHAPES[shape](np.random.default_rng(seed), n, k), "float32"), k)
+    assert len(passes) == 1
 
 
 @pytest.mark.parametrize("dtype", ["float32", "int8", "uint8", "float64"])

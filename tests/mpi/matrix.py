@@ -18,11 +18,15 @@ ELSEWHERE = [  # rows whose tests have a file of their own
 
 
 def table():
-    """The rows, as Markdown."""
-    rows = [(loop.title, [loop.cell(way) for way in WAYS]) for loop in LOOPS.values()]
-    rows += [(title, [cells.get(way, SAME) for way in WAYS]) for title, cells in ELSEWHERE]
-    heads = ["`DistributedOptimizer`", "with `overlap=False`", "DDP hook", "`SparseSGD`"]
-    lines = [["loop", *heads], ["---"] * 5, *([title, *cells] for title, cells in rows)]
+    """Loops that have the same cells in one row, as Markdown; the largest groups first."""
+    groups = {}
+    for loop in LOOPS.values():
+        groups.setdefault(tuple(loop.cell(way) for way in WAYS), []).append(loop.title)
+    for title, cells in ELSEWHERE:
+        groups.setdefault(tuple(cells.get(way, SAME) for way in WAYS), []).append(title)
+    heads = ["loop", "`DistributedOptimizer`", "with `overlap=False`", "DDP hook", "`SparseSGD`"]
+    rows = sorted(groups.items(), key=lambda group: -len(group[1]))
+    lines = [heads, ["---"] * 5, *(["<br>".join(titles), *cells] for cells, titles in rows)]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 

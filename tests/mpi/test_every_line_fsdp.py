@@ -13,8 +13,15 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from lines import Lines, spread  # noqa: E402
-from sharded_models import MIDDLE, TORCHRUN, W, attached, batch, whole  # noqa: E402
-from sharded_models import Chain as Model  # noqa: E402
+from sharded_models import (  # noqa: E402
+    MIDDLE,
+    TORCHRUN,
+    Chain as Model,
+    W,
+    attached,
+    batch,
+    whole,
+)
 
 import sparsecoll.torch  # noqa: E402
 from sparsecoll.torch.compressors import TopK  # noqa: E402

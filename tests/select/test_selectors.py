@@ -5,8 +5,7 @@ import math
 import numpy as np
 import pytest
 from cases import same_bits
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 import sparsecoll
 from sparsecoll import DenseVector, Residual, RowResidual, RowSparse, SparseVector, select
@@ -16,6 +15,7 @@ from sparsecoll.kernels.keys import Momentum
 from sparsecoll.kernels.sampling import stride_for
 from sparsecoll.residual import LazyAccumulator
 from sparsecoll.select import SELECTORS, GaussianK, Hashed, MSTopK, RandomK, SampledThreshold, TopK
+from sparsecoll.select.randomk import mix
 from sparsecoll.select.stats import MagnitudeStats
 from sparsecoll.testing import check_selector
 
@@ -153,9 +153,9 @@ def test_nothing_is_lost_by_taking(name, seed, k, n):
 def test_what_did_not_contribute_goes_back():
     residual, gradient = Residual(1000), heavy(1000)
     taken = residual.take(gradient, TopK(), 100)
-    residual.restore(taken, taken._slice_entries(10, 60))
-    np.testing.assert_array_equal(residual.array + taken._slice_entries(10, 60).to_dense(), gradient)
-    residual.restore(taken._slice_entries(10, 60))
+    residual.restore(taken, taken.slice_entries(10, 60))
+    np.testing.assert_array_equal(residual.array + taken.slice_entries(10, 60).to_dense(), gradient)
+    residual.restore(taken.slice_entries(10, 60))
     np.testing.assert_array_equal(residual.array, gradient)
 
 
@@ -284,6 +284,45 @@ def test_survey_counts_on_both_sides_of_its_bound():
     np.testing.assert_allclose([stats.mean_magnitude, stats.largest], [np.abs(x).mean(dtype=float), np.abs(x).max()])
 
 
+EDGES = {
+    "few nonzeros": lambda x: x * (np.arange(x.size) % 300 == 0),
+    "zeros": lambda x: x * 0,
+    "equal": lambda x: x * 0 + 1,
+    "ties": lambda x: np.round(x),
+    "one huge": lambda x: np.where(np.arange(x.size) == 7, np.float32(1e30), x),
+    "int8": lambda x: x.clip(-100, 100).astype(np.int8),
+}
+
+
+@pytest.mark.parametrize("edge", EDGES)
+def test_mstopk_takes_the_entries_of_its_description(edge):
+    x, k = EDGES[edge](heavy(30_000)), 300
+    magnitude, stats = np.abs(x.astype(float)), MagnitudeStats(DenseVector(x), k)
+    low, high, t1, t2 = 0.0, 1.0, np.inf, 5e-324
+    for _ in range(30):
+        t = max(stats.mean_magnitude + (low + high) / 2 * (stats.largest - stats.mean_magnitude), 5e-324)
+        if np.count_nonzero(magnitude >= t) <= k:
+            high, t1 = (low + high) / 2, t
+        else:
+            low, t2 = (low + high) / 2, t
+    sure, between = np.flatnonzero(magnitude >= t1), np.flatnonzero((magnitude >= t2) & (magnitude < t1))
+    missing = min(k - sure.size, between.size)
+    start = mix(5, 1) % (between.size - missing + 1)
+    chosen = MSTopK(seed=5).select(DenseVector(x), k)
+    assert chosen.indices.tolist() == sorted([*sure, *between[start : start + missing]])
+    np.testing.assert_array_equal(chosen.values, x[chosen.indices])
+
+
+@pytest.mark.parametrize("make", [MSTopK, GaussianK, SampledThreshold])
+def test_zeros_are_no_candidates_and_few_nonzeros_take_one_pass(make, monkeypatch):
+    """A bound of 0 made all zeros candidates, which were counted for every threshold."""
+    x, passes = DenseVector(EDGES["few nonzeros"](heavy(60_000))), []
+    assert MagnitudeStats(x, 600)._candidates.nnz == np.count_nonzero(x.values) < 600
+    select_in = DenseVector._select
+    monkeypatch.setattr(DenseVector, "_select", lambda *given, **named: passes.append(1) or select_in(*given, **named))
+    assert same_bits(make().select(x, 600), x.to_sparse()) and len(passes) == 1
+
+
 def test_algorithms_take_a_selector():
     def program(comm):
         x = heavy(20_000, comm.rank)
@@ -345,3 +384,16 @@ def test_a_random_sample_finds_about_k_of_a_periodic_vector_and_goes_on_from_its
     second.load_state_dict(first.state_dict())
     sparse = SparseVector.from_dense(x)
     assert same_bits(first.select(DenseVector(x), 2000), second.select(sparse, 2000))
+
+
+def test_an_accumulator_is_an_array_after_the_work_that_waits():
+    acc = LazyAccumulator(np.array([1.0, -2.0, 0.0], np.float32))
+    acc.add_later(np.array([0.5, 0.5, 0.5], np.float32), 2.0)
+    assert len(acc) == 3 and np.asarray(acc).tolist() == [2.0, -1.0, 1.0]
+    assert np.asarray(acc) is acc.values and np.array(acc) is not acc.values
+    assert np.asarray(acc, np.float64).dtype == np.float64 and np.sum(acc) == 2.0
+    acc.clear_selected = True
+    acc.topk(1)
+    assert np.asarray(acc).tolist() == [2.0, -1.0, 1.0]  # nothing is removed before `commit`
+    with pytest.raises(ValueError, match="copy=None"):
+        acc.__array__(np.float64, copy=False)

@@ -248,7 +248,7 @@ class Elsewhere(Algorithm):
 
     def __call__(self, channel, x, k):
         other = SparseVector([2**39], np.ones(1, x.dtype), 2**40)
-        return Reduction(channel.merge(channel.allgather(x), x.dtype), (lambda: other) if self.later else other)
+        return Reduction(channel.merge(channel.allgather(x)), (lambda: other) if self.later else other)
 
 
 @pytest.mark.parametrize("later", [False, True])

@@ -10,8 +10,11 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from nets import bits, net, parameters, train  # noqa: E402
-from one_bucket import normal, one  # noqa: E402
-from one_bucket import step as one_step  # noqa: E402
+from one_bucket import (  # noqa: E402
+    normal,
+    one,
+    step as one_step,
+)
 
 from sparsecoll import CommunicationError, Network, simulate  # noqa: E402
 from sparsecoll.torch import Constant, DistributedOptimizer, Schedule, SparseSGD, WarmUp  # noqa: E402

@@ -8,8 +8,7 @@ from types import SimpleNamespace
 
 from hostile import NEVER
 
-from sparsecoll.transport.tcp import connection as connections
-from sparsecoll.transport.tcp import transport as tcp
+from sparsecoll.transport.tcp import connection as connections, transport as tcp
 
 PLACES = {
     "interrupt": ("send", "sent", "receive", "received", "line"),
@@ -173,7 +172,7 @@ class Poll:
 
     def poll(self, milliseconds):
         world = self._world
-        world.wait(lambda: bool(self._ready()), world.seconds + milliseconds / 1000)
+        world.wait(lambda: bool(self._ready()), world.seconds + max(milliseconds, 0.001) / 1000)  # time passes
         ready = self._ready()
         world.random.shuffle(ready)
         return ready

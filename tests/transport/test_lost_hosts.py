@@ -11,9 +11,7 @@ import numpy as np
 import pytest
 from test_tcp import run
 
-from sparsecoll.transport.tcp import addresses
-from sparsecoll.transport.tcp import connection as connections
-from sparsecoll.transport.tcp import transport as tcp
+from sparsecoll.transport.tcp import addresses, connection as connections, transport as tcp
 
 ROOT = Path(__file__).parent.parent.parent
 PROGRAM = """

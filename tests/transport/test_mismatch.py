@@ -17,7 +17,6 @@ import sparsecoll
 from sparsecoll import CommunicationError, DeadlockError, SparseVector, simulate
 from sparsecoll.transport.base import tag_of
 from sparsecoll.transport.tcp import TcpTransport, addresses
-from sparsecoll.transport.tcp.transport import _leave_all
 
 SAMPLE = 0 if os.environ.get("SPARSECOLL_PAIRS") == "all" else 100
 
@@ -71,7 +70,7 @@ def test_a_rank_that_is_late_is_no_error(monkeypatch):
     assert run(3, lambda comm: program(comm, late=True)) == punctual
 
 
-@pytest.mark.parametrize("leave", [TcpTransport.close, lambda transport: (_leave_all(), transport.close())])
+@pytest.mark.parametrize("leave", [TcpTransport.close, lambda transport: (transport.leave(), transport.close())])
 def test_what_was_told_and_not_read_loses_no_message(leave, monkeypatch):
     """A TCP socket that is closed while something is unread discards what its peer has not received yet."""
     monkeypatch.setattr(addresses, "listen_locally", lambda backlog: (None, ""))  # no Unix domain sockets

@@ -1,7 +1,6 @@
 """How ranks find and connect each other by sockets, also beside strangers, slow ranks and addresses that are no use."""
 
 import contextlib
-import json
 import os
 import socket
 import threading
@@ -27,45 +26,40 @@ def test_ranks_that_do_not_come_are_given_up_and_told():
     assert results[1] == results[0]
 
 
-def test_strangers_are_turned_away_and_impostors_refused():
-    """Who connects to a rank's port and does not know its cookie; who listens there and does not know the peer's."""
+def peer_of(host, port, machine=None):
+    return rendezvous.Peer(host, port, "00" * 16, addresses.machine() if machine is None else machine)
 
-    class Curious(Meeting):
-        def entries(self):
-            found = super().entries()
-            if found and self.rank == 1:
-                own = json.loads(found[1])
-                for greeting in (b"", b"x", b"GET / HTTP/1.1\r\n\r\n----------", bytes(20)):
-                    with socket.create_connection(("127.0.0.1", own["port"])) as stranger:
-                        stranger.sendall(greeting)
-            return found
 
-    entries = {}
-    with ThreadPoolExecutor(2) as pool:
-        made = list(pool.map(lambda rank: connect(Curious(entries, rank, 2)), range(2)))
-    made[0].isend(1, np.arange(5, dtype=np.uint8))
-    assert made[1].recv(0).tolist() == [0, 1, 2, 3, 4]
+def beside(peer):
+    """The meeting of rank 0 with a rank 1 that has left this and does nothing else."""
+    return Meeting({1: peer.entry(1, b"")}, 0, 2)
+
+
+def test_impostors_are_refused():
+    """Who listens at the address of a rank, and does not know what the ranks know."""
     with socket.create_server(("127.0.0.1", 0)) as impostor:
-        own = rendezvous.Peer(["127.0.0.1"], impostor.getsockname()[1], "00" * 16, addresses.machine())
-        meeting = Meeting({1: json.dumps(vars(own))}, 0, 2)
-        answering = threading.Thread(target=lambda: impostor.accept()[0].sendall(b"hello, I am rank 1"))
+        answering = threading.Thread(target=lambda: impostor.accept()[0].sendall(b"hello, I am rank 1. " * 3))
         answering.start()
         with pytest.raises(CommunicationError, match=r"rank 0 cannot connect to rank 1 .*: a wrong answer"):
-            connect(meeting, 10)
+            connect(beside(peer_of("127.0.0.1", impostor.getsockname()[1])), 10)
         answering.join()
-    for transport in made:
-        transport.close("the test is over")
 
 
 def test_a_rank_that_cannot_be_reached_is_told_to_all(monkeypatch):
-    nowhere = rendezvous.Peer(["127.0.0.1"], 1, "00" * 16, addresses.machine())
-    meeting = Meeting({1: json.dumps(vars(nowhere))}, 0, 2)
+    meeting = beside(peer_of("127.0.0.1", 1))
     with pytest.raises(CommunicationError, match=r"rank 0 cannot connect to rank 1 \(127.0.0.1: .*GLOO_SOCKET_IFNAME"):
         connect(meeting)
     assert meeting.failed().startswith("rank 0 cannot connect to rank 1")
-    elsewhere = rendezvous.Peer(["127.0.0.1", "no-such-host.invalid"], 1, "00" * 16, addresses.machine() + 1)
     with pytest.raises(CommunicationError, match="it has no address that this host can use"):
-        connect(Meeting({1: json.dumps(vars(elsewhere))}, 0, 2))
+        connect(beside(peer_of("127.0.0.1", 1, addresses.machine() + 1)))
+
+
+@pytest.mark.parametrize("entry", ["", "{}", "x" * 70, 3])
+def test_an_entry_that_no_rank_has_left_is_refused(entry):
+    meeting = Meeting({1: entry}, 0, 2)
+    with pytest.raises(CommunicationError, match=r"another one, or none, on rank 1|rank 0: TypeError"):
+        connect(meeting)
+    assert meeting.failed()
 
 
 @pytest.mark.parametrize("master", [None, "localhost", "127.0.0.1", "::1", socket.gethostname(), "192.0.2.1"])
@@ -134,7 +128,7 @@ def test_silent_strangers_delay_nobody(family, count):
             def entries(self):
                 found = super().entries()
                 if found and self.rank == 1:
-                    peer = rendezvous.Peer(**json.loads(found[1]))
+                    peer = rendezvous._peers(found, 1, b"")[1]
                     address = ("127.0.0.1", peer.port) if family == socket.AF_INET else f"\0{peer.local}"
                     for _ in range(count):
                         stranger = strangers.enter_context(socket.socket(family))
@@ -184,7 +178,7 @@ def test_addresses_that_swallow_packets_are_not_waited_for(hole, monkeypatch):
 
 def test_the_timeout_holds_while_ranks_connect(hole, monkeypatch):
     monkeypatch.setattr(rendezvous, "_ways", lambda *given: iter([(socket.AF_INET, hole)] * 2))
-    meeting = Meeting({1: json.dumps(vars(rendezvous.Peer([], 1, "00" * 16, 0)))}, 0, 2)
+    meeting = beside(peer_of("127.0.0.1", 1))
     began = time.monotonic()
     with pytest.raises(CommunicationError, match=r"for 1 s: no answer within the timeout"):
         connect(meeting, 1)
@@ -214,8 +208,7 @@ def test_a_rank_that_is_stopped_while_ranks_connect_is_waited_for(monkeypatch):
 
 def test_the_failure_of_another_rank_is_seen_while_its_answer_is_waited_for():
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        peer = rendezvous.Peer(["127.0.0.1"], silent.getsockname()[1], "00" * 16, addresses.machine())
-        meeting = Meeting({1: json.dumps(vars(peer))}, 0, 2)
+        meeting = beside(peer_of(*silent.getsockname()))
         threading.Timer(0.5, meeting.fail, ["rank 1: no descriptors"]).start()
         with pytest.raises(CommunicationError, match="rank 1: no descriptors"):
             connect(meeting)
@@ -223,8 +216,7 @@ def test_the_failure_of_another_rank_is_seen_while_its_answer_is_waited_for():
 
 def test_nothing_of_a_connection_that_fails_is_left():
     before = len(os.listdir("/proc/self/fd"))
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        peer = rendezvous.Peer(["127.0.0.1"], silent.getsockname()[1], "00" * 16, addresses.machine())
-        with pytest.raises(CommunicationError, match="no answer within the timeout"):
-            connect(Meeting({1: json.dumps(vars(peer))}, 0, 2), 0.3)
+    silent, unanswered = socket.create_server(("127.0.0.1", 0)), "no answer within the timeout"
+    with silent, pytest.raises(CommunicationError, match=unanswered):
+        connect(beside(peer_of(*silent.getsockname())), 0.3)
     assert len(os.listdir("/proc/self/fd")) == before

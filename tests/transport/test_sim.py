@@ -1,10 +1,12 @@
 """The simulator: order, clock, deadlock report, failures."""
 
+import random
+
 import numpy as np
 import pytest
 
 import sparsecoll
-from sparsecoll import Costs, DeadlockError, Network, SparseVector, simulate
+from sparsecoll import CommunicationError, Costs, DeadlockError, Network, SparseVector, simulate
 
 BYTES = np.zeros(1000, np.uint8)
 
@@ -60,6 +62,50 @@ def test_messages_between_two_ranks_keep_their_order():
 def test_deadlock_names_who_waits_for_whom():
     with pytest.raises(DeadlockError, match=r"rank 0 waits for rank 1, rank 1 waits for rank 0; ended: \[2\]"):
         simulate(3, lambda comm: comm.rank < 2 and comm.transport.recv(1 - comm.rank))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_schedule_chooses_the_order_and_changes_no_result(seed):
+    def program(comm):
+        y = sparsecoll.allreduce(comm, np.arange(40.0) * (comm.rank + 1), "oktopk", k=7)
+        return comm.allgather(y.values.tolist())
+
+    def choose(steps):
+        assert len({(step.rank, step.peer) for step in steps}) == len(steps)
+        taken.append([step for step in steps if step.what != "stall"] == steps)
+        return chance.randrange(len(steps))
+
+    chance, taken = random.Random(seed), []
+    assert simulate(5, program, schedule=choose).results == simulate(5, program).results
+    assert len(taken) > 100 and not all(taken)
+
+
+def test_what_a_schedule_raises_ends_the_run():
+    with pytest.raises(IndexError):
+        simulate(3, lambda comm: comm.Barrier(), schedule=lambda steps: len(steps))
+    with pytest.raises(TypeError, match="schedule: expected a function of a list of steps, or None, got 3"):
+        simulate(3, lambda comm: comm.Barrier(), schedule=3)
+
+
+def test_a_timeout_is_over_when_all_ranks_wait():
+    """After the modelled seconds, and on all ranks; no real time passes."""
+
+    def program(comm):
+        x, texts = SparseVector([1], np.ones(1), 9), []
+        if comm.rank == 0:
+            return None
+        for _ in range(2):
+            with pytest.raises(CommunicationError) as caught:
+                sparsecoll.allreduce(comm, x, "allgather", timeout=1000)
+            texts.append(str(caught.value))
+        return texts
+
+    simulation = simulate(3, program)
+    for rank in (1, 2):
+        cause = f"rank {rank} waits for a message of rank 0 for 1000 s: no answer within the timeout"
+        later = f"communicator is out of use since {cause}; continue with a new one, such as comm.Dup()"
+        assert simulation.results[rank] == [cause, later]
+    assert 1000 <= simulation.seconds < 1001
 
 
 def test_a_failing_rank_ends_the_run_with_its_own_error():

@@ -14,7 +14,7 @@ from socket_ranks import run, together
 
 import sparsecoll
 from sparsecoll import ALGORITHMS, CommunicationError, OkTopk, SparseVector, simulate
-from sparsecoll.transport import base
+from sparsecoll.transport import process
 from sparsecoll.transport.base import CallMismatch
 from sparsecoll.transport.tcp import transport as tcp
 
@@ -317,4 +317,4 @@ def test_nothing_is_left_behind():
     for _ in range(3):
         run(3, lambda transport: sparsecoll.iallreduce(transport, np.ones(9), "dense").wait())
     assert len(os.listdir("/proc/self/fd")) == before
-    assert all(t.broken for t in base._living if isinstance(t, tcp.TcpTransport))
+    assert all(t.broken for t in process.living() if isinstance(t, tcp.TcpTransport))

@@ -5,8 +5,7 @@ import pickle
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from sparsecoll import RowSparse, SparseVector, as_vector
 from sparsecoll.vector import VALUE_DTYPES
@@ -296,8 +295,8 @@ def test_every_type_of_values(dtype):
 
 def test_magnitudes_of_complex_and_unsigned_values():
     x = SparseVector([0, 1, 2, 3], np.array([3 + 4j, -6, 5j, 1e308 + 1.7e308j]), 4)
-    assert x.topk(2).indices.tolist() == [1, 3] and x.threshold(5).nnz == 4 and x._first_not_finite() is None
-    assert SparseVector([2], np.array([complex(0, np.nan)]), 4)._first_not_finite() == 2
+    assert x.topk(2).indices.tolist() == [1, 3] and x.threshold(5).nnz == 4 and x.first_not_finite() is None
+    assert SparseVector([2], np.array([complex(0, np.nan)]), 4).first_not_finite() == 2
     large = SparseVector([0, 1], np.array([2**64 - 1, 2**63], np.uint64), 4)
     assert abs(x).values[0] == 5 and abs(x).dtype == np.float64
     assert large.topk(1).indices.tolist() == [0] and SparseVector([0], np.array([-128], np.int8), 1).threshold(128).nnz

@@ -72,7 +72,7 @@ class Auto(Algorithm):
             self._oktopk = OkTopk()
 
     @property
-    def semantics(self) -> str:
+    def semantics(self) -> str:  # type: ignore[override]
         """The option `want`."""
         return self.want
 

@@ -104,13 +104,7 @@ class Shape:
         return self.network.alpha + self.network.beta * message.bytes + message.encode + message.decode
 
     def merging(self, entries: float, share: float = 1.0, parts: int = 2) -> float:
-        """Return the seconds to sum sparse vectors.
-
-        Args:
-            entries: number of entries of all of them.
-            share: of the coordinates in which they are.
-            parts: number of vectors.
-        """
+        """Return the seconds to sum sparse vectors."""
         if parts <= 2:
             return CALL + UNION * entries
         dense = DENSE_MERGE * entries + DENSE_MERGE_SPAN * self.n * share
@@ -131,8 +125,6 @@ def fastest(
     """Return the choice that is predicted to be the fastest.
 
     Args:
-        n: as in `Shape`, like the other numbers.
-        choices: names of CHOICES.
         early: whether an allgather sends its entries together with the arguments, which saves it half of the messages.
     """
     times = seconds(Shape(n, k, P, value_bytes, one_node, network))

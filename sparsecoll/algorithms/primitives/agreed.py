@@ -19,8 +19,6 @@ def sum_at(channel: Channel, x: Vector, indices: NDArray[np.integer]) -> Reducti
     """Return the sum over the ranks of the values that x has at some indices, zero where it has none.
 
     Args:
-        channel: channel of the call.
-        x: this rank's vector.
         indices: ascending and unique, of `index_dtype(length)`, the same on all ranks.
 
     Volume: 2m(P-1)/P words for m indices, as `dense` for a vector of m values; no index travels.
@@ -30,7 +28,7 @@ def sum_at(channel: Channel, x: Vector, indices: NDArray[np.integer]) -> Reducti
     def contributed() -> SparseVector:
         values = reduction.contributed
         assert isinstance(values, DenseVector)
-        return SparseVector.from_sorted_unchecked(indices, values.values, x.length)._drop_zeros()
+        return SparseVector.from_sorted_unchecked(indices, values.values, x.length).drop_zeros()
 
     assert isinstance(reduction.value, DenseVector)
     return Reduction(SparseVector.from_sorted_unchecked(indices, reduction.value.values, x.length), contributed)

@@ -15,10 +15,8 @@ def balanced(channel: Channel, x: S, held: Sequence[int], order: Sequence[int]) 
     rank goes to its neighbours in this list. Volume: the entries that are beyond the mean.
 
     Args:
-        channel: of the call.
         x: this rank's entries, rounded as on the wire, of which no other rank has one.
         held: number of entries of each rank, in this order.
-        order: the ranks.
     """
     size, position = channel.size, order.index(channel.rank)
     have = [0, *accumulate(held)]
@@ -27,12 +25,12 @@ def balanced(channel: Channel, x: S, held: Sequence[int], order: Sequence[int]) 
         to = (position + step) % size
         start, stop = max(have[position], want[to]), min(have[position + 1], want[to + 1])
         if start < stop:
-            channel.isend(order[to], x._slice_entries(start - have[position], stop - have[position]))
+            channel.isend(order[to], x.slice_entries(start - have[position], stop - have[position]))
     parts = []
     for source in range(size):
         start, stop = max(have[source], want[position]), min(have[source + 1], want[position + 1])
         if start < stop and source == position:
-            parts.append(x._slice_entries(start - have[position], stop - have[position]))
+            parts.append(x.slice_entries(start - have[position], stop - have[position]))
         elif start < stop:
             parts.append(channel.recv(order[source]).astype(x.dtype))  # type: ignore[arg-type]
-    return x.join(parts or [x._slice_entries(0, 0)])
+    return x.join(parts or [x.slice_entries(0, 0)])

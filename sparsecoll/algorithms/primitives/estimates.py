@@ -44,10 +44,6 @@ def oktopk_split_seconds(
     the sums of sqrt(P) ranks once more.
 
     Args:
-        n: number of coordinates.
-        k: number of entries per rank.
-        P: number of ranks.
-        network: the costs of messages.
         message: seconds in which a rank encodes, sends and decodes a message without entries.
         code: seconds to encode and decode an entry.
         merge: seconds to add an entry.

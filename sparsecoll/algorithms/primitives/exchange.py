@@ -14,10 +14,6 @@ def exchange(channel: Channel, regions: Sequence[S]) -> list[S]:
     """Send region number j to rank j, and return every rank's entries, or rows, in this rank's region, in rank order.
 
     P - 1 messages, received in the order in which they arrive.
-
-    Args:
-        channel: channel of the messages.
-        regions: this rank's entries in each region.
     """
     parts: dict[int, Any] = {channel.rank: regions[channel.rank]}
     for source, message in exchanged(channel.transport, lambda to: channel.encode(regions[to])):
@@ -33,9 +29,7 @@ def united(channel: Channel, region: SparseVector, root: int) -> SparseVector | 
     sent at most as often.
 
     Args:
-        channel: channel of the messages.
         region: this rank's entries, with higher indices than those of the ranks below.
-        root: rank that gets all.
     """
     rank, size = channel.rank, channel.size
     if size <= FEW_RANKS:

@@ -33,7 +33,6 @@ def global_topk(
     be exact, the search ends as soon as a threshold gives k to within half of the tolerance, often after one round.
 
     Args:
-        transport: transport of the ranks.
         entries: this rank's entries, in an index region that no other rank has; without NaN.
         k: number of entries, below `total`.
         total: number of entries of all ranks.
@@ -45,17 +44,17 @@ def global_topk(
     slack = -1 if exact else int(k * reuse.tolerance / 2)
     near_last = _edges_around(entries, reuse.value, largest, transport.size)
     [(key, below)] = quantiles(
-        transport, Items(entries._magnitude_keys()), [total - k], largest + 1, total, slack, near_last
+        transport, Items(entries.magnitude_keys()), [total - k], largest + 1, total, slack, near_last
     )
-    counts = entries._count_around_key(key, ThresholdReuse.PROBE)
+    counts = entries.count_around_key(key, ThresholdReuse.PROBE)
     above, equal, near = allgather(transport, np.array(counts)).T
     ordered = np.array(order)
     before = np.cumsum(equal[ordered]) - equal[ordered]  # ties of the regions before, which come first
     quotas = np.zeros_like(equal)
     wanted = k if exact or abs(total - below - k) > slack else total - below
     quotas[ordered] = np.clip(wanted - int(above.sum()) - before, 0, equal[ordered])
-    reuse.found(entries._magnitude_of(key), int((above + equal).sum()), int(near.sum()), exact)
-    return entries._topk_by_key(key, int(quotas[transport.rank])), (above + quotas).tolist()
+    reuse.found(entries.magnitude_of(key), int((above + equal).sum()), int(near.sum()), exact)
+    return entries.topk_by_key(key, int(quotas[transport.rank])), (above + quotas).tolist()
 
 
 def _edges_around(entries: SparseVector, value: float | None, largest: int, size: int) -> NDArray[np.uint64] | None:

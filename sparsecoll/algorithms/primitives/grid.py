@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from sparsecoll.algorithms.base import Loss, check_region
 from sparsecoll.transport.channel import Channel
-from sparsecoll.vector import SparseVector, accumulator_dtype
+from sparsecoll.vector import SparseVector
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,6 @@ def reduce_scatter(channel: Channel, x: SparseVector, edges: list[int], loss: Lo
     """Return this rank's region of the sum, in the accumulator dtype, and the number of entries that were added.
 
     Args:
-        channel: channel of the messages.
-        x: this rank's entries.
         edges: P + 1 boundaries of the regions, in the order of `Grid.order`.
         loss: records what rounding removes from the sums of rows.
     """
@@ -94,7 +92,7 @@ def reduce_scatter(channel: Channel, x: SparseVector, edges: list[int], loss: Lo
     low, high = edges[firsts[column]], edges[firsts[column + 1]]
     arrived = [check_region(channel.recv(source), low, high, source) for source in grid.senders(rank)]
     load = parts[column].nnz + sum(part.nnz for part in arrived)
-    total = channel.merge([parts[column], *arrived], accumulator_dtype(x.dtype))
+    total = channel.merge([parts[column], *arrived], partial=True)
     members = grid.column(column)
     regions = total.split(edges[firsts[column] : firsts[column + 1] + 1])
     for step in range(1, len(members)):
@@ -103,7 +101,7 @@ def reduce_scatter(channel: Channel, x: SparseVector, edges: list[int], loss: Lo
     low, high = edges[firsts[column] + row], edges[firsts[column] + row + 1]
     sources = [members[(row - step) % len(members)] for step in range(1, len(members))]
     own = [regions[row], *(check_region(channel.recv(source), low, high, source) for source in sources)]
-    return channel.merge(own, total.dtype), load + sum(part.nnz for part in own[1:])
+    return channel.merge(own, partial=True), load + sum(part.nnz for part in own[1:])
 
 
 def allgather(channel: Channel, mine: SparseVector) -> SparseVector:

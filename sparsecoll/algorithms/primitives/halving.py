@@ -34,7 +34,6 @@ def reduce_scatter(
     """Return region number `rank` of the sum over all ranks.
 
     Args:
-        channel: channel of the messages.
         x: this rank's entries, in the dtype in which they are summed.
         edges: P + 1 boundaries of the regions.
         round: function that rounds partial sums, before they are sent, to the values that arrive, as `Loss.round`.
@@ -56,7 +55,7 @@ def reduce_scatter(
         elif channel.op.zeros:
             x = _merge_where_both(channel, rest, edges, own, arriving, parts)
         else:
-            x = channel.merge([rest, *parts], x.dtype)
+            x = channel.merge([rest, *parts], partial=True)
     return x
 
 
@@ -65,7 +64,7 @@ def _merge_where_both(
 ) -> SparseVector:
     """Return x merged with what arrived, so that entries count as missing only in the regions that were sent."""
     arrived = SparseVector.concatenate([part.astype(x.dtype) for part in parts])
-    both = channel.merge([SparseVector.concatenate(_split(x, edges, arriving)), arrived], x.dtype)
+    both = channel.merge([SparseVector.concatenate(_split(x, edges, arriving)), arrived], partial=True)
     others = (own[0] + arriving[1]) % channel.size, own[1] - arriving[1]
     return SparseVector.merge([both, *_split(x, edges, others)], x.dtype, Operation("replace"))  # without overlap
 

@@ -18,8 +18,6 @@ def boundaries(transport: Transport, x: SparseVector, method: str) -> list[int]:
     """Return P + 1 boundaries of regions, the same on every rank; collective.
 
     Args:
-        transport: transport of the ranks.
-        x: this rank's entries.
         method: "histogram" for regions with equal numbers of entries, counted over all ranks, which balances any
             distribution; "average" for the mean over the ranks of each rank's own quantiles, which balances only
             similar supports (Ok-Topk, section 3.1.1; DenseStream, section III.B.1); "even" for equal widths, for which

@@ -24,12 +24,7 @@ def chunks(size: float, one_node: bool) -> int:
 
 
 def run(transport: Transport, stages: Iterable[list[VectorRequest]]) -> Iterator[list[SparseVector]]:
-    """Yield the vectors received in each stage, while the messages of later stages are in flight.
-
-    Args:
-        transport: the transport of the messages.
-        stages: iterator that, in each step, sends the messages of the next stage and yields its receives.
-    """
+    """Yield the vectors received in each stage, while the messages of later stages are in flight."""
     in_flight: deque[list[VectorRequest]] = deque()
     for requests in stages:
         in_flight.append(requests)
@@ -42,12 +37,7 @@ def run(transport: Transport, stages: Iterable[list[VectorRequest]]) -> Iterator
 
 
 def allgather(channel: Channel, parts: Iterable[SparseVector]) -> Iterator[list[SparseVector]]:
-    """Yield, for each of `parts`, those of all ranks in rank order, while the next ones are in flight.
-
-    Args:
-        channel: the channel of the messages.
-        parts: this rank's vectors, as many as on every other rank.
-    """
+    """Yield, for each of `parts`, those of all ranks in rank order, while the next ones are in flight."""
     rank, size = channel.rank, channel.size
     own: deque[Buffer] = deque()
 

@@ -12,23 +12,17 @@ from sparsecoll.vector import SparseVector
 
 
 def prefix(channel: Channel, x: SparseVector, inclusive: bool) -> SparseVector:
-    """Return the entries of the ranks up to this one, combined by `Channel.merge`.
-
-    Args:
-        channel: channel of the messages.
-        x: this rank's entries, in the dtype in which they are combined.
-        inclusive: whether this rank's own entries take part. If not, the result on rank 0 has no entries.
-    """
+    """Return the entries of the ranks up to this one, without its own unless `inclusive`, by `Channel.merge`."""
     rank, size, distance = channel.rank, channel.size, 1
-    before = x._slice_entries(0, 0)
+    before = x.slice_entries(0, 0)
     while distance < size:
         if rank + distance < size:
             channel.isend(rank + distance, channel.round(x))
         if rank >= distance:
             arrived = channel.recv(rank - distance).astype(x.dtype)
             if not inclusive:
-                before = arrived if distance == 1 else channel.merge([arrived, before], x.dtype)
+                before = arrived if distance == 1 else channel.merge([arrived, before], partial=True)
             if inclusive or rank + 2 * distance < size:
-                x = channel.merge([arrived, x], x.dtype)
+                x = channel.merge([arrived, x], partial=True)
         distance *= 2
     return x if inclusive else before

@@ -27,23 +27,27 @@ class Items:
 
     Args:
         items: the items.
-        ascending: whether they are in this order; if not, only those between the outermost edges are sorted.
+        ascending: whether they are in this order; if not, those outside the outermost edges are left out from then on.
     """
 
     def __init__(self, items: NDArray[Any], ascending: bool = False) -> None:
-        self._items = self._sorted = items
-        self._before = 0  # items below those that are sorted,
-        self._low, self._high = (0, 2**64) if ascending else (1, 0)  # which are all from `low` on and below `high`
+        self._items, self._ascending = items, ascending
+        self._kept, self._before = items, 0  # those from `low` on and below `high`, and how many are below `low`
+        self._low, self._high = 0, 2**64
 
     def below(self, edges: NDArray[np.uint64]) -> NDArray[np.int64]:
         """Return how many items are below each of some edges, which ascend and are within the range of the dtype."""
+        own = asarray_like(edges.astype(self._items.dtype), self._items)
+        if self._ascending:
+            return to_host(np.searchsorted(self._items, own))
         low, high = int(edges[0]), int(edges[-1])
         if low < self._low or high > self._high:
-            items = self._items
-            self._before = int((items < low).sum())
-            self._sorted, self._low, self._high = np.sort(items[(items >= low) & (items < high)]), low, high
-        own = asarray_like(edges.astype(self._sorted.dtype), self._sorted)
-        return self._before + to_host(np.searchsorted(self._sorted, own))
+            self._kept, self._before = self._items, 0
+        kept = self._kept
+        self._before += int((kept < low).sum())
+        self._kept, self._low, self._high = kept[(kept >= low) & (kept < high)], low, high
+        places = np.searchsorted(own, self._kept, side="right")
+        return self._before + to_host(np.cumsum(np.bincount(places, minlength=own.size)))
 
 
 def quantiles(

@@ -84,13 +84,7 @@ class Sums:
 
 
 def find(channel: Channel, x: RowSparse, positions: Sequence[NDArray[np.int64]]) -> HotRows:
-    """Return the hot rows; collective. Each rank counts the rows of a share of the table and tells all which are hot.
-
-    Args:
-        channel: of the call.
-        x: this rank's rows.
-        positions: for each rank, the positions of the rows in x that it counts.
-    """
+    """Return the hot rows; collective. Each rank counts the rows at its `positions` and tells all which are hot."""
     rank, size, transport = channel.rank, channel.size, channel.transport
 
     def encoded(rows: NDArray[Any]) -> Buffer:
@@ -109,9 +103,6 @@ def reduce_scatter(channel: Channel, x: RowSparse, hot: HotRows, positions: Sequ
     """Combine the rows of all ranks, in rank order, in P - 1 messages; collective.
 
     Args:
-        channel: of the call.
-        x: this rank's rows.
-        hot: the hot rows.
         positions: for each rank, the positions of the rows in x that it owns and that are not hot.
     """
     rank, size = channel.rank, channel.size
@@ -130,7 +121,7 @@ def reduce_scatter(channel: Channel, x: RowSparse, hot: HotRows, positions: Sequ
         start = max(message.size - room, 0)
         received[source] = channel.decode(message[:start]), channel.unpack(message[start:], x.dtype, hot.width(rank))
     accumulator = accumulator_dtype(x.dtype)
-    cold: RowSparse = channel.merge([received[source][0] for source in range(size)], accumulator)
+    cold: RowSparse = channel.merge([received[source][0] for source in range(size)], partial=True)
     addends = [received[source][1].values.reshape(1, -1) for source in range(size)]
     if not hot.width(rank):
         return Sums(cold, hot, np.empty(0, accumulator))
@@ -139,14 +130,7 @@ def reduce_scatter(channel: Channel, x: RowSparse, hot: HotRows, positions: Sequ
 
 
 def allgather(channel: Channel, x: RowSparse, found: Sums, k: int) -> Reduction:
-    """Return the sums of all ranks, in the dtype of x, rounded as on the wire.
-
-    Args:
-        channel: of the call.
-        x: this rank's rows.
-        found: what this rank has summed.
-        k: as of `Channel.allgather`.
-    """
+    """Return the sums of all ranks, in the dtype of x, rounded as on the wire."""
     hot, dtype, cold = found.hot, x.dtype, channel.round(found.cold.astype(x.dtype))
     blocks = [
         channel.encode(balanced_rows(channel, cold)),
@@ -161,20 +145,14 @@ def allgather(channel: Channel, x: RowSparse, found: Sums, k: int) -> Reduction:
 
     def contributed() -> Any:
         error = finite_difference(found.part, values[channel.rank])
-        lost: list[Any] = [found.cold._rounding_error(cold), hot.rows_of_part(channel.rank, error, x.n)._drop_zeros()]
+        lost: list[Any] = [found.cold.rounding_error(cold), hot.rows_of_part(channel.rank, error, x.n).drop_zeros()]
         return Loss(channel, *lost).subtract_from(x)  # type: ignore[arg-type]
 
     return Reduction(RowSparse.join(parts), contributed)  # type: ignore[arg-type]
 
 
 def to_owners(channel: Channel, found: Sums, owners: NDArray[np.int64]) -> RowSparse:
-    """Return all rows that this rank owns: those that are hot come from the ranks that have summed them; collective.
-
-    Args:
-        channel: of the call.
-        found: what this rank has summed.
-        owners: the owner of each hot row.
-    """
+    """Return all rows that this rank owns: those that are hot come from the ranks that have summed them; collective."""
     rank, size, hot, transport = channel.rank, channel.size, found.hot, channel.transport
 
     def owners_of_part(of: int) -> NDArray[np.int64]:

@@ -18,7 +18,7 @@ from sparsecoll.errors import check_choice
 from sparsecoll.kernels.memory import to_host
 from sparsecoll.transport.channel import Channel
 from sparsecoll.transport.collectives import exchanged
-from sparsecoll.vector import RowSparse, SparseVector, accumulator_dtype
+from sparsecoll.vector import RowSparse, SparseVector
 from sparsecoll.vector.rows import hash_owners
 
 OWNERS = ("hash", "quantile", "range")
@@ -69,7 +69,7 @@ class RowOwners(RowAlgorithm):
             rounded = channel.round(found.astype(x.dtype))
             parts = channel.allgather(balanced_rows(channel, rounded), k)
             value = RowSparse.join([part.astype(x.dtype) for part in parts])
-            lost: Any = found._rounding_error
+            lost: Any = found.rounding_error
             return Reduction(value, lambda: Loss(channel, lost(rounded)).subtract_from(x))  # type: ignore[arg-type]
 
     def reduce_scatter(self, channel: Channel, x: RowSparse) -> RowSparse:
@@ -105,7 +105,7 @@ class RowOwners(RowAlgorithm):
         parts: dict[int, Any] = {channel.rank: x.take(positions[channel.rank])}
         for source, message in exchanged(channel.transport, lambda to: channel.encode(x.take(positions[to]))):
             parts[source] = channel.decode(message)
-        return channel.merge([parts[rank] for rank in range(size)], accumulator_dtype(x.dtype)), edges
+        return channel.merge([parts[rank] for rank in range(size)], partial=True), edges
 
     def _looks_for_hot_rows(self, channel: Channel, x: RowSparse) -> bool:
         op = channel.op  # of which a value that stands for a missing one must not change others: 1 + 0j turns -0 to 0
@@ -124,13 +124,7 @@ def owners_of(rows: NDArray[Any], size: int, edges: Sequence[int] | None = None)
 
 
 def split(places: NDArray[np.int64], owners: NDArray[np.int64], size: int) -> list[NDArray[np.int64]]:
-    """Return for each of `size` ranks the places that it owns, ascending.
-
-    Args:
-        places: positions of rows, ascending.
-        owners: the owner of each.
-        size: number of ranks.
-    """
+    """Return for each of `size` ranks the places that it owns, ascending."""
     narrow = owners.astype(np.min_scalar_type(max(size - 1, 1)))  # sorted by radix up to 65,536 ranks
     order = np.argsort(narrow, kind="stable")
     ends = np.searchsorted(narrow[order], np.arange(size + 1))

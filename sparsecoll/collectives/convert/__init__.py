@@ -16,8 +16,7 @@ import numpy as np
 from sparsecoll.collectives.convert.back import Back, ToTriple
 from sparsecoll.collectives.convert.keyed import ToMapping, ToSeries, from_mapping, from_series
 from sparsecoll.collectives.convert.matrices import ToPydata, ToScipy, from_pydata, from_scipy
-from sparsecoll.collectives.convert.rows import ToArray, ToBsr
-from sparsecoll.collectives.convert.rows import to_rows as to_rows
+from sparsecoll.collectives.convert.rows import ToArray, ToBsr, to_rows as to_rows
 from sparsecoll.collectives.convert.tensors import ToTorch, from_torch, tensor_of
 from sparsecoll.kernels.memory import asarray_like, contiguous, from_dlpack, on_gpu
 from sparsecoll.select import Vector

@@ -131,11 +131,6 @@ def table_of(transport: Transport, keys: Keys, total: int) -> tuple[Text, NDArra
 
     Collective.
 
-    Args:
-        transport: the ranks.
-        keys: of this rank.
-        total: number of keys of all ranks, repeated ones included.
-
     Volume: all other ranks' keys, if they are few; otherwise a rank's share of them, then all others of the table.
     """
     own = Text.of(keys)

@@ -5,7 +5,6 @@ Floats are handled as bit patterns wherever only their order matters, so float16
 float16 are formed in float32 (see `vector.accumulator_dtype`).
 """
 
-from sparsecoll.kernels.cpu.additions import *
 from sparsecoll.kernels.cpu.codecs import *
 from sparsecoll.kernels.cpu.folds import *
 from sparsecoll.kernels.cpu.largest import *
@@ -18,7 +17,11 @@ from sparsecoll.kernels.cpu.selection import *
 from sparsecoll.kernels.cpu.steps import *
 from sparsecoll.kernels.cpu.sums import *
 from sparsecoll.kernels.cpu.words import *
-from sparsecoll.kernels.reference.codecs import from_bfloat16 as from_bfloat16
+from sparsecoll.kernels.reference.codecs import (
+    block_heads as block_heads,
+    from_bfloat16 as from_bfloat16,
+    slots_write as slots_write,
+)
 from sparsecoll.kernels.reference.row_sums import take_rows as take_rows
+from sparsecoll.kernels.reference.rows import join_rows as join_rows
 from sparsecoll.kernels.reference.selection import magnitude_keys as magnitude_keys
-from sparsecoll.kernels.reference.selection import moments_of as moments_of

@@ -7,18 +7,11 @@ from typing import Any
 import numpy as np
 
 from sparsecoll.kernels import reference
-from sparsecoll.kernels.cpu.lanes import BLOCK, VECTORS, jit, narrow_block, trailing_zeros, widen_block
+from sparsecoll.kernels.cpu.lanes import VECTORS, jit, narrowed, trailing_zeros, widened
 from sparsecoll.kernels.keys import Array
-from sparsecoll.kernels.memory import empty
+from sparsecoll.kernels.memory import empty, readonly
 
-
-@jit
-def _block_heads(indices, gap, out):  # type: ignore[no-untyped-def]
-    count = 0
-    for i in range(indices.size):
-        out[count] = i
-        count += i == 0 or np.uint64(indices[i] - indices[i - 1]) > np.uint64(gap + 1)
-    return count
+INFINITY, LARGEST_HALF = np.float32(np.inf), np.float32(65504)
 
 
 @jit
@@ -75,12 +68,6 @@ def _hash_slots(indices, slots, a, b, c, out):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _slots_write(slots, out):  # type: ignore[no-untyped-def]
-    for i in range(slots.size):
-        out[slots[i]] = i
-
-
-@jit
 def _scatter_add_marked(dense, indices, values):  # type: ignore[no-untyped-def]
     marked = 0
     for i in range(indices.size):
@@ -106,19 +93,15 @@ def _to_bfloat16(bits, out):  # type: ignore[no-untyped-def]
 
 @jit
 def _to_float16(values, out):  # type: ignore[no-untyped-def]
-    for block in range(0, values.size, BLOCK):
-        narrow_block(values, block, out)
+    for i in range(values.size):
+        x = values[i]
+        out[i] = narrowed(min(max(x, -LARGEST_HALF), LARGEST_HALF) if abs(x) < INFINITY else x)
 
 
 @jit
 def _from_float16(stored, out):  # type: ignore[no-untyped-def]
-    for block in range(0, stored.size, BLOCK):
-        widen_block(stored, block, out)
-
-
-def block_heads(indices: Array, gap: int) -> Array:
-    out = np.empty(indices.size + 1, np.int64)
-    return out[: _block_heads(indices, gap, out)]
+    for i in range(stored.size):
+        out[i] = widened(stored[i])
 
 
 def block_write(indices: Array, values: Array, gap: int, out: Array) -> None:
@@ -149,11 +132,6 @@ def hash_slots(indices: Array, slots: int, multipliers: tuple[int, int, int]) ->
     return out
 
 
-def slots_write(slots: Array, out: Array) -> None:
-    out[:] = -1
-    _slots_write(slots, out)
-
-
 def scatter_add_marked(dense: Array, indices: Array, values: Array) -> int:
     if np.float16 in (dense.dtype, values.dtype):
         return reference.scatter_add_marked(dense, indices, values)
@@ -167,21 +145,16 @@ def to_bfloat16(values: Array) -> Array:
 
 
 def to_float16(values: Array) -> Array:
-    if not VECTORS or values.dtype != np.float32 or not values.flags.c_contiguous:
+    if not VECTORS or values.dtype != np.float32:
         return reference.to_float16(values)
-    whole = values.size - values.size % BLOCK
     out = empty(values.size, np.uint16)
-    _to_float16(values[:whole].view(np.uint32), out)
-    out[whole:] = reference.to_float16(values[whole:]).view(np.uint16)
+    _to_float16(readonly(np.ascontiguousarray(values)), out)
     return out.view(np.float16)
 
 
 def from_float16(stored: Array) -> Array:
-    if not VECTORS or not stored.flags.c_contiguous:
+    if not VECTORS:
         return reference.from_float16(stored)
-    whole = stored.size - stored.size % BLOCK
-    out = empty(stored.size, np.uint32)
-    _from_float16(stored[:whole].view(np.uint16), out)
-    floats = out.view(np.float32)
-    floats[whole:] = stored[whole:]
-    return floats
+    out = empty(stored.size, np.float32)
+    _from_float16(readonly(np.ascontiguousarray(stored)).view(np.uint16), out)
+    return out

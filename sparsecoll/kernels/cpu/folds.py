@@ -13,9 +13,10 @@ import numpy as np
 from numba.extending import overload
 
 from sparsecoll.kernels import reference
-from sparsecoll.kernels.cpu.lanes import jit, trailing_zeros
+from sparsecoll.kernels.cpu.lanes import array_at, jit, trailing_zeros
+from sparsecoll.kernels.cpu.windows import lowest
 from sparsecoll.kernels.keys import Array
-from sparsecoll.kernels.memory import empty
+from sparsecoll.kernels.memory import data_ptr, empty
 from sparsecoll.kernels.reference.folds import FOLDS
 
 WINDOW = 1 << 14  # indices folded at a time
@@ -71,54 +72,37 @@ def _fold_into(dense, other, fold):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _fold(  # type: ignore[no-untyped-def]
-    indices, values, starts, stops, fold, expected, kept, counts, marks, summary, out_indices, out_values
-):
+def _fold(index_at, value_at, sizes, starts, fold, expected, kept, counts, marks, out_indices, out_values):  # type: ignore[no-untyped-def]
     """For each window: combine the values of all parts, one part after the other, then write them in index order.
 
     A value of which fewer than `expected` parts have one is combined with zero at last.
     """
-    count = 0
-    window = np.uint64(kept.size)
-    zero = values.dtype.type(0)
+    count, window, zero = 0, np.uint64(kept.size), out_values.dtype.type(0)
     while True:
-        base = indices[0]
-        found = False
-        for p in range(starts.size):
-            if starts[p] < stops[p] and (not found or indices[starts[p]] < base):
-                base = indices[starts[p]]
-                found = True
+        base, found = lowest(index_at, sizes, starts, out_indices)
         if not found:
             return count
-        for p in range(starts.size):
+        last = 0
+        for p in range(sizes.size):
+            indices, values = array_at(index_at[p], sizes[p], out_indices), array_at(value_at[p], sizes[p], out_values)
             i = starts[p]
-            stop = stops[p]
-            while i < stop:
-                distance = np.uint64(indices[i]) - np.uint64(base)
-                if distance >= window:
-                    break
-                j = np.int64(distance)
+            while i < sizes[p] and np.uint64(indices[i]) - base < window:
+                j = np.int64(np.uint64(indices[i]) - base)
                 kept[j] = _combined(kept[j], values[i], fold) if counts[j] > 0 else values[i]
                 counts[j] += 1
                 marks[j >> 6] |= np.uint64(1) << np.uint64(j & 63)
-                summary[j >> 12] |= np.uint64(1) << np.uint64((j >> 6) & 63)
+                last = max(last, j)
                 i += 1
             starts[p] = i
-        for s in range(summary.size):
-            row = summary[s]
-            summary[s] = 0
-            while row != 0:
-                m = (s << 6) + np.int64(trailing_zeros(row))
-                row &= row - np.uint64(1)
-                word = marks[m]
-                marks[m] = 0
-                while word != 0:
-                    j = (m << 6) + np.int64(trailing_zeros(word))
-                    word &= word - np.uint64(1)
-                    out_indices[count] = base + indices.dtype.type(j)
-                    out_values[count] = _combined(kept[j], zero, fold) if counts[j] < expected else kept[j]
-                    counts[j] = 0
-                    count += 1
+        for m in range((last >> 6) + 1):
+            word, marks[m] = marks[m], 0
+            while word != 0:
+                j = (m << 6) + np.int64(trailing_zeros(word))
+                word &= word - np.uint64(1)
+                out_indices[count] = base + np.uint64(j)
+                out_values[count] = _combined(kept[j], zero, fold) if counts[j] < expected else kept[j]
+                counts[j] = 0
+                count += 1
 
 
 def _numbers(values: Array) -> Array:
@@ -134,17 +118,15 @@ def fold_into(dense: Array, other: Array, fold: str) -> None:
 
 
 def merge_fold(parts: Sequence[tuple[Array, Array]], fold: str, zeros: bool) -> tuple[Array, Array]:
-    first_indices, first_values = parts[0]
-    dtype = first_values.dtype
+    index, dtype = parts[0][0].dtype, parts[0][1].dtype
     sizes = np.array([i.size for i, _ in parts])
     room = int(sizes.sum())
     if dtype.kind not in "biuf" or dtype == np.float16 or room == 0:
         return reference.merge_fold(parts, fold, zeros)
-    indices, values = np.concatenate([i for i, _ in parts]), np.concatenate([_numbers(v) for _, v in parts])
-    stops = np.cumsum(sizes)
-    out_indices, out_values = empty(room, first_indices.dtype), empty(room, values.dtype)
-    window = np.empty(WINDOW, values.dtype), np.zeros(WINDOW, np.int32)
-    marks = np.zeros(WINDOW >> 6, np.uint64), np.zeros(WINDOW >> 12, np.uint64)
+    indices, values = [np.ascontiguousarray(i) for i, _ in parts], [_numbers(v) for _, v in parts]
+    out_indices, out_values = empty(room, index), empty(room, values[0].dtype)
+    index_at, value_at = (np.array([data_ptr(array) for array in arrays]) for arrays in (indices, values))
     fixed = (FOLDS.index(fold), len(parts) if zeros else 0)
-    count = _fold(indices, values, stops - sizes, stops, *fixed, *window, *marks, out_indices, out_values)
+    window = np.empty(WINDOW, values[0].dtype), np.zeros(WINDOW, np.int32), np.zeros(WINDOW >> 6, np.uint64)
+    count = _fold(index_at, value_at, sizes, np.zeros_like(sizes), *fixed, *window, out_indices, out_values)
     return out_indices[:count], out_values[:count].view(dtype)

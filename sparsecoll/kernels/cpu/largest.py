@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from sparsecoll.kernels import reference
-from sparsecoll.kernels.cpu.additions import form
 from sparsecoll.kernels.cpu.lanes import BLOCK
 from sparsecoll.kernels.cpu.radix import cut, keep_largest, kth
-from sparsecoll.kernels.cpu.selection import lanes_of, magnitudes, select, select_at_least
+from sparsecoll.kernels.cpu.selection import form, lanes_of, magnitudes, select, select_at_least
 from sparsecoll.kernels.keys import PLAIN, Array, Pass, index_dtype
 from sparsecoll.kernels.memory import empty, readonly
 from sparsecoll.kernels.reference.selection import taken

@@ -15,14 +15,21 @@ BINS = 1 << 11  # of a digit; their counts stay in the first-level cache
 
 
 @jit
-def _digit(bits, mask, k):  # type: ignore[no-untyped-def]
-    """Of the keys' range, the part that holds the k-th largest key: (least key, log2 of its width, rank, count)."""
+def range_of(bits, mask):  # type: ignore[no-untyped-def]
+    """The lowest and the highest key."""
     low = magnitude_key(bits[0], mask)
     high = low
     for i in range(bits.size):
         m = magnitude_key(bits[i], mask)
         low = min(low, m)
         high = max(high, m)
+    return low, high
+
+
+@jit
+def _digit(bits, mask, k):  # type: ignore[no-untyped-def]
+    """Of the keys' range, the part that holds the k-th largest key: (least key, log2 of its width, rank, count)."""
+    low, high = range_of(bits, mask)
     least, shift, above = np.uint64(low), np.uint64(0), 0
     for i in range(bits.size):
         above += magnitude_key(bits[i], mask) > low

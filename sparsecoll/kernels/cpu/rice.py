@@ -6,13 +6,14 @@ from typing import Any
 
 import numpy as np
 
+from sparsecoll.kernels import reference
 from sparsecoll.kernels.cpu.lanes import jit, load64, popcount, store64, trailing_zeros
 from sparsecoll.kernels.keys import Array
 from sparsecoll.kernels.memory import empty
 from sparsecoll.kernels.reference.rice import RICE_BLOCKS, RICE_LARGEST, RICE_PAD, RICE_SAMPLES
 
 FOUR = 14  # the largest parameter for which four remainders and seven more bits fit into 64 bits
-PLAIN = 40  # up to this parameter the sums of a block cannot overflow 64 bits
+PLAIN = 40  # up to this parameter the sums of a block cannot overflow 64 bits; larger ones are left to the reference
 
 
 @jit
@@ -210,41 +211,22 @@ def _read_plain(payload, offset, k, ones, index, out):  # type: ignore[no-untype
 
 
 @jit
-def _read_checked(payload, offset, k, ones, index, limit, out):  # type: ignore[no-untyped-def]
-    mask = (np.uint64(1) << np.uint64(k)) - np.uint64(1)
-    before = -1
-    for j in range(out.size):
-        bit = j * k
-        low = (load64(payload, offset + (bit >> 3)) >> np.uint64(bit & 7)) & mask
-        one = np.int64(ones[j])
-        quotient = one - before - 1
-        before = one
-        if quotient > limit >> k or (np.uint64(quotient) << np.uint64(k)) + low >= np.uint64(limit - index - 1):
-            return np.uint64(limit)
-        index += np.int64((np.uint64(quotient) << np.uint64(k)) + low) + 1
-        out[j] = index
-    return np.uint64(index)
-
-
-@jit
 def _rice_decode(table, payload, block, first, limit, ones, out):  # type: ignore[no-untyped-def]
     index, offset = first - 1, np.int64(0)
     for number in range(table.size):
         start = number * block
         count = min(block, out.size - start)
         k, unary = np.int64(table[number] >> 10), np.int64(table[number] & 1023)
-        if k > RICE_LARGEST or not _read_unary(payload, offset, unary, count, ones):
-            return False
-        part = out[start : start + count]
-        if k <= PLAIN:
-            last = _read_plain(payload, offset + unary, k, ones, index, part)
-        else:
-            last = _read_checked(payload, offset + unary, k, ones, index, limit, part)
+        if k > PLAIN:
+            return -1
+        if not _read_unary(payload, offset, unary, count, ones):
+            return 0
+        last = _read_plain(payload, offset + unary, k, ones, index, out[start : start + count])
         if last >= np.uint64(limit):
-            return False
+            return 0
         index = np.int64(last)
         offset += unary + ((count * k + 7) >> 3)
-    return True
+    return 1
 
 
 @jit
@@ -283,4 +265,7 @@ def rice_decode(
     table: Array, payload: Array, block: int, first: int, count: int, limit: int, dtype: Any
 ) -> Array | None:
     out = empty(count, dtype)
-    return out if _rice_decode(table, payload, block, first, limit, np.empty(block + 3, np.uint64), out) else None
+    done = _rice_decode(table, payload, block, first, limit, np.empty(block + 3, np.uint64), out)
+    if done < 0:
+        return reference.rice_decode(table, payload, block, first, count, limit, dtype)
+    return out if done else None

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 
 from sparsecoll.kernels import reference, threads
-from sparsecoll.kernels.cpu.additions import ADDED, form
-from sparsecoll.kernels.cpu.lanes import BLOCK, VECTORS, jit, magnitude_key
-from sparsecoll.kernels.cpu.radix import keep_largest
+from sparsecoll.kernels.cpu.codecs import from_float16
+from sparsecoll.kernels.cpu.lanes import BLOCK, jit, magnitude_key
+from sparsecoll.kernels.cpu.radix import keep_largest, range_of
 from sparsecoll.kernels.cpu.selection_pass import CHUNK, LINE, select_chunks
 from sparsecoll.kernels.keys import PLAIN, Array, Pass, index_dtype, is_float
 from sparsecoll.kernels.memory import empty, readonly
-from sparsecoll.kernels.reference.selection import MOMENT_LANES, ROUNDS, moments_of, moments_of_lines, taken
+from sparsecoll.kernels.reference.selection import MOMENT_LANES, ROUNDS, moments_of_lines, taken
 
 SPARE = 1 << 16  # entries that a top k may find beyond 2k before it keeps the k largest of them
 
@@ -29,17 +29,6 @@ def _count(bits, mask, key):  # type: ignore[no-untyped-def]
     for i in range(bits.size):
         count += magnitude_key(bits[i], mask) >= key
     return count
-
-
-@jit
-def _key_range(bits, mask):  # type: ignore[no-untyped-def]
-    lowest = magnitude_key(bits[0], mask)
-    highest = lowest
-    for i in range(bits.size):
-        m = magnitude_key(bits[i], mask)
-        lowest = min(lowest, m)
-        highest = max(highest, m)
-    return lowest, highest
 
 
 @jit
@@ -78,7 +67,7 @@ def _lane(dtype: np.dtype[Any]) -> tuple[np.dtype[Any] | None, Any]:
 
 def count_at_least(values: Array, key: int) -> int:
     bits, mask = lanes_of(magnitudes(values))
-    return 0 if _beyond(key, bits) else int(_count(bits, mask, mask.dtype.type(key)))
+    return 0 if key > _highest(bits) else int(_count(bits, mask, mask.dtype.type(key)))
 
 
 def magnitudes(values: Array) -> Array:
@@ -86,15 +75,10 @@ def magnitudes(values: Array) -> Array:
     return np.abs(values, out=empty(values.size, values.real.dtype)) if values.dtype.kind == "c" else values
 
 
-def _beyond(key: int, values: Array) -> bool:
-    """Whether a key does not fit into the size of the values."""
-    return bool(key >> 8 * values.itemsize)
-
-
 def key_range(values: Array) -> tuple[int, int]:
     if values.size == 0:
         return 0, 0
-    lowest, highest = _key_range(*lanes_of(magnitudes(values)))
+    lowest, highest = range_of(*lanes_of(magnitudes(values)))
     return int(lowest), int(highest)
 
 
@@ -103,6 +87,24 @@ def random_indices(length: int, count: int, key: int) -> Array:
     _permuted(np.uint64(length), max(1, (max(length - 1, 1).bit_length() + 1) // 2), np.uint64(key), out)
     out.sort()
     return out
+
+
+def moments_of(values: Array) -> Array:
+    moments = np.empty(4)
+    select_at_least(values, _highest(magnitudes(values[:0])), moments=moments)
+    return moments
+
+
+def form(values: Array, work: Pass) -> None:
+    if values.dtype.char in "fd":
+        select_at_least(values, _highest(values), work=work._replace(clear=False))
+    else:
+        reference.form(values, work)
+
+
+def _highest(values: Array) -> int:
+    """The highest key of the size of the values; no float has it."""
+    return (1 << 8 * values.itemsize) - 1
 
 
 def select_at_least(
@@ -118,94 +120,68 @@ def select_at_least(
 
 
 def select(
-    values: Array,
-    key: int,
-    expected: int,
-    indices: Array | None,
-    moments: Array | None,
-    work: Pass,
-    k: int | None = None,
+    values: Array, key: int, expected: int, indices: Any, moments: Any, work: Pass, k: int | None = None
 ) -> tuple[Array, Array]:
     """select_at_least; with `k`, some of the entries that are not among the k largest may be left out."""
-    added_here = values.dtype in ADDED and (work.add is None or work.add[0].dtype in ADDED)  # else no arithmetic here
-    beyond, in_lanes = _beyond(key, values), moments is None and _in_lanes(values, work)
-    if not added_here or beyond or (work.momentum is not None and not in_lanes):
-        form(values, work)
-        work, in_lanes = Pass(clear=work.clear), False
-    if not added_here and moments is not None:
-        moments[:], moments = moments_of(values), None
-    if beyond:
-        return reference.select_at_least(values, key, indices=indices, moments=moments)
+    if values.dtype.char not in "fd":  # there is no arithmetic of this type in the pass
+        reference.form(values, work)
+        work = Pass(clear=work.clear)
     if values.dtype.kind == "c":
-        return taken(values, select_at_least(magnitudes(values), key, expected)[0], indices, work.clear)
-    origin, momentum, add, clear = work
-    bits, mask = lanes_of(values, write=clear or add is not None or origin is not None)
+        found, _ = select_at_least(magnitudes(values), key, expected, moments=moments)
+        return taken(values, found, indices, work.clear)
+    if key > _highest(values) and not is_float(values.dtype):
+        return reference.select_at_least(values, key, indices=indices, moments=moments)
+    source, momentum, add, clear = work
+    old, _, new, nesterov = momentum or (None, 0.0, None, False)
+    source = None if source is None else lanes_of(source)[0]
+    with np.errstate(over="ignore", invalid="ignore"):
+        addend = None if add is None else np.ascontiguousarray(add[0], values.dtype)
+    works = any(part is not None for part in work[:3])
+    bits, mask = lanes_of(values, write=clear or works)
     lines = None if moments is None else np.empty((-(-values.size // LINE), 4))
-    addend, scale = (None, None) if add is None else (readonly(np.ascontiguousarray(add[0])), values.dtype.type(add[1]))
-    floats = bits if addend is None and lines is None else values if addend is not None else readonly(values)
-    if origin is not None:
-        origin = readonly(origin) if addend is not None else lanes_of(origin)[0]  # which is only copied
-    added = addend.view(bits.dtype) if in_lanes else None  # type: ignore[union-attr]
-    source = lanes_of(origin)[0] if in_lanes and origin is not None else None
-    velocity = new_velocity = factor = with_nesterov = None
-    if momentum is not None:
-        velocity, new_velocity = readonly(momentum.velocity), momentum.new_velocity
-        factor, with_nesterov = values.dtype.type(momentum.factor), momentum.nesterov or None
-    index = index_dtype(values.size) if indices is None else indices.dtype
-    indices = None if indices is None else readonly(indices)
+    numbers = None if lines is None else _numbers(values)
+    arrays = [None if array is None else readonly(array) for array in (numbers, indices, source, addend, old)]
+    typed = mask.dtype.type(min(key, _highest(values)))
+    scales = [None if pair is None else values.dtype.type(pair[1]) for pair in (add, momentum)]
 
     def part(start: int, stop: int) -> tuple[Array, Array]:
-        given = velocity, new_velocity, floats, bits, origin, source, indices, addend, added
-        old, new, *arrays = [None if array is None else array[:stop] for array in given]
-        guess, typed = expected * (stop - start) // max(values.size, 1), mask.dtype.type(key)
-        moving = old, new, factor, with_nesterov
-        return _select_range(*arrays, mask, typed, scale, lines, start, guess, index, clear, moving, k)  # type: ignore
+        reals, own, origin, added, velocity = (None if array is None else array[:stop] for array in arrays)
+        moving = (velocity, None if new is None else new[:stop], scales[1], nesterov or None)
+        done = (origin, added, scales[0], *moving) if works else ()
+        guess = expected * (stop - start) // max(values.size, 1)
+        given = (reals, bits[:stop], mask, own, None if lines is None else np.empty((4, MOMENT_LANES)), lines)
+        index = index_dtype(values.size) if own is None else own.dtype
+        return _select_range(given, typed, done, clear, start, guess, index, k)
 
     count, unit = threads.count_for(values.size), CHUNK if lines is None else LINE
     edges = [values.size * t // count // unit * unit for t in range(count)] + [values.size]
     out_i, out_v = threads.joined(threads.run(part, list(pairwise(edges))))
     if lines is not None:
-        moments[:] = moments_of_lines(lines)  # type: ignore[index]
+        moments[:] = moments_of_lines(lines)
     return out_i, out_v.view(values.dtype)
 
 
-def _in_lanes(values: Array, work: Pass) -> bool:
-    """Whether the pass adds an addend, and before that the momentum: where all are of the same floats."""
-    if work.add is None or not VECTORS or values.dtype.char not in "fd":
-        return False
-    velocities = () if work.momentum is None else (work.momentum.velocity, work.momentum.new_velocity)
-    return all(array.dtype == values.dtype for array in (work.add[0], *velocities))
+def _numbers(values: Array) -> Array:
+    """The same numbers as an array that Numba can compute with."""
+    if values.dtype.kind == "b":
+        return values.view(np.uint8)
+    if values.dtype.itemsize == 2 and is_float(values.dtype):
+        return from_float16(values) if values.dtype.kind == "f" else reference.from_bfloat16(values.view(np.uint16))
+    return values
 
 
 def _select_range(
-    floats: Any,
-    bits: Any,
-    origin: Any,
-    source: Any,
-    indices: Any,
-    addend: Any,
-    added: Any,
-    mask: Any,
-    key: Any,
-    scale: Any,
-    lines: Any,
-    start: int,
-    expected: int,
-    index: Any,
-    clear: bool,
-    moving: tuple[Any, ...],
-    k: int | None,
+    given: Any, key: Any, done: Any, clear: bool, start: int, expected: int, index: Any, k: int | None
 ) -> tuple[Array, Array]:
     """(indices, bits) of the entries selected from `start` to the end, in arrays that grow as needed."""
+    _, bits, mask, *_ = given
     count, size, begin, first = 0, bits.size, start, key
     most = size - start if k is None else min(size - start, 2 * k + SPARE)
     capacity = min(most, expected + (expected >> 3)) + 2 * CHUNK
     out_i, out_v = empty(capacity, index), empty(capacity, bits.dtype)
-    sums = None if lines is None else np.empty((4, MOMENT_LANES))
     while True:
         room = capacity if k is None or key != first else k + CHUNK + BLOCK - 1  # with this it stops at k entries
-        given = (floats, bits, origin, source, mask, key, indices, addend, added, scale, sums, lines)
-        start, count = select_chunks(*given, start, out_i[:room], out_v[:room], count, clear or None, *moving)
+        start, count = select_chunks(*given, key, start, out_i[:room], out_v[:room], count, clear or None, *done)
         if start == size:
             break
         if k is not None and count >= k and (key == first or capacity >= most):

@@ -1,37 +1,21 @@
 """The pass of a selection over the values, compiled: it takes the entries above a threshold.
 
 It can also replace a gradient by one with momentum, add scale * addend to the values before it selects, set the
-selected values to zero, and do all this in other memory. A chunk stays in the first-level cache between these steps, so
-that memory is read and written once.
+selected values to zero, and do all this in other memory. Memory is read and written once: all of this happens in
+registers, and moments are formed of a chunk while it is in the first-level cache.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from sparsecoll.kernels.cpu.additions import add_range, sum_range, velocity_range
-from sparsecoll.kernels.cpu.lanes import (
-    BLOCK,
-    compress_block,
-    inlined,
-    jit,
-    magnitude_key,
-    prefetch_range,
-)
+from sparsecoll.kernels.cpu.lanes import BLOCK, compress_block, inlined, jit
 from sparsecoll.kernels.reference.selection import MOMENT_LANES, MOMENT_ROWS
 
 OFTEN = 10  # entries taken of a chunk; after more of them, branches would often be predicted wrongly in the next one
 FAR = 1 << 20  # items of an array from which on it is not in a core's caches when a pass begins
-AHEAD = 1024  # items from a block to the one that is loaded meanwhile
 CHUNK = 2048  # items per chunk; a multiple of MOMENT_LANES and of lanes.BLOCK
 LINE = MOMENT_ROWS * MOMENT_LANES  # items of a line of moments; a multiple of CHUNK
-
-
-@jit
-def _copy(values, out, start, stop):  # type: ignore[no-untyped-def]
-    target, source = out[start:stop], values[start:stop]
-    for i in range(target.size):
-        target[i] = source[i]
 
 
 @jit
@@ -68,182 +52,39 @@ def _add_moments(values, start, stop, sums, lines):  # type: ignore[no-untyped-d
 
 
 @inlined
-def _prefetch(bits, new_velocity, start):  # type: ignore[no-untyped-def]
-    """Have the processor load a block of what the pass writes: stores wait longer for memory than loads."""
-    prefetch_range(bits, start, start + BLOCK)
-    if new_velocity is not None:
-        prefetch_range(new_velocity, start, start + BLOCK)
-
-
-@inlined
-def _take(  # type: ignore[no-untyped-def]
-    bits,
-    origin,
-    mask,
-    key,
-    indices,
-    addend,
-    scale,
-    velocity,
-    new_velocity,
-    factor,
-    nesterov,
-    first,
-    start,
-    stop,
-    out_i,
-    out_v,
-    count,
-    clear,
-    often,
-    far,
-):
-    """Append the selected items of a chunk to the outputs, which have room for all of it and BLOCK more.
-
-    Items below `first` are handled BLOCK at a time; blocks with none are skipped unless some are so `often`. Unless
-    `origin` is None, these items are read there, and written to `bits`.
-    """
+def _take(bits, mask, key, work, indices, start, stop, out, count, often, far):  # type: ignore[no-untyped-def]
+    """Append the selected items of a chunk to the outputs, which have room for all of it and BLOCK more."""
+    first = stop - (stop - start) % BLOCK
     if often:  # a loop for each value: one loop takes 1.2 to 1.6 times as long where a tenth and more is taken
         for at in range(start, first, BLOCK):
-            if far and origin is None:
-                _prefetch(bits, new_velocity, at + AHEAD)
-            count = compress_block(
-                bits,
-                origin,
-                at,
-                mask,
-                key,
-                indices,
-                addend,
-                scale,
-                velocity,
-                new_velocity,
-                factor,
-                out_i,
-                out_v,
-                count,
-                clear,
-                nesterov,
-                True,
-            )
+            count = compress_block(bits, at, mask, key, work, indices, out, count, (True, far))
     else:
         for at in range(start, first, BLOCK):
-            if far and origin is None:
-                _prefetch(bits, new_velocity, at + AHEAD)
-            count = compress_block(
-                bits,
-                origin,
-                at,
-                mask,
-                key,
-                indices,
-                addend,
-                scale,
-                velocity,
-                new_velocity,
-                factor,
-                out_i,
-                out_v,
-                count,
-                clear,
-                nesterov,
-                False,
-            )
-    for i in range(first, stop):
-        x = bits[i]
-        if magnitude_key(x, mask) >= key:
-            if indices is None:
-                out_i[count] = i
-            else:
-                out_i[count] = indices[i]
-            out_v[count] = x
-            count += 1
-            if clear is not None:
-                bits[i] = 0
+            count = compress_block(bits, at, mask, key, work, indices, out, count, (False, far))
+    for at in range(first, stop):
+        count = compress_block(bits, at, mask, key, work, indices, out, count, None)
     return count
 
 
 @jit
-def _move(gradient, velocity, factor, nesterov, new_velocity, out, start, stop):  # type: ignore[no-untyped-def]
-    """Write the new velocity and what replaces the gradient."""
-    if nesterov is None:
-        sum_range(gradient, velocity, factor, new_velocity, start, stop)
-        _copy(new_velocity, out, start, stop)
-    else:
-        velocity_range(velocity, gradient, factor, new_velocity, start, stop)
-        sum_range(gradient, new_velocity, out.dtype.type(1), out, start, stop)
-
-
-@jit
-def select_chunks(  # type: ignore[no-untyped-def]
-    values,
-    bits,
-    origin,
-    source,
-    mask,
-    key,
-    indices,
-    addend,
-    added,
-    scale,
-    sums,
-    lines,
-    start,
-    out_i,
-    out_v,
-    count,
-    clear,
-    velocity,
-    new_velocity,
-    factor,
-    nesterov,
-):
+def select_chunks(numbers, bits, mask, indices, sums, lines, key, start, out_i, out_v, count, clear, *work):  # type: ignore[no-untyped-def]
     """Select from `start` on until the end, or until the outputs are nearly full: (where it stopped, the count).
 
-    `source` and `added` are the bit patterns of `origin` and `addend` where `_take` adds them, else None. It then also
-    replaces a gradient by that with momentum, unless `velocity` is None.
+    Moments are those of `numbers`, unless `sums` is None. `clear` and `work` are those of `compress_block`.
     """
-    often, far = False, bits.size >= FAR
+    often, far, out = False, bits.size >= FAR, (out_i, out_v)
     while start < bits.size:
         stop = min(start + CHUNK, bits.size)
         if count + (stop - start) + BLOCK > out_i.size:
             break
-        first = stop - (stop - start) % BLOCK
-        if velocity is not None:
-            _move(values if origin is None else origin, velocity, factor, nesterov, new_velocity, values, first, stop)
-            add_range(values, addend, scale, first, stop)
-        elif origin is not None:
-            if addend is not None:
-                sum_range(origin, addend, scale, values, start if added is None else first, stop)
-            else:
-                _copy(origin, bits, start, stop)
-        elif addend is not None:
-            add_range(values, addend, scale, start if added is None else first, stop)
-        if sums is not None:
-            _add_moments(values, start, stop, sums, lines)
         before = count
-        count = _take(
-            bits,
-            source,
-            mask,
-            key,
-            indices,
-            added,
-            scale,
-            velocity,
-            new_velocity,
-            factor,
-            nesterov,
-            first,
-            start,
-            stop,
-            out_i,
-            out_v,
-            count,
-            clear,
-            often,
-            far,
-        )
+        if sums is None:
+            count = _take(bits, mask, key, (*work, clear), indices, start, stop, out, count, often, far)
+        else:
+            if len(work) > 0:  # what this takes does not count
+                _take(bits, mask, key, (*work, None), indices, start, stop, out, count, False, far)
+            _add_moments(numbers, start, stop, sums, lines)
+            count = _take(bits, mask, key, (clear,), indices, start, stop, out, count, often, False)
         often = count - before > OFTEN
         start = stop
     return start, count
@@ -252,27 +93,4 @@ def select_chunks(  # type: ignore[no-untyped-def]
 @jit
 def select_all(bits, mask, key, indices, start, out_i, out_v, count):  # type: ignore[no-untyped-def]
     """Select from `start` to the end; the outputs have room for all items."""
-    first = bits.size - (bits.size - start) % BLOCK
-    stop = bits.size
-    return _take(
-        bits,
-        None,
-        mask,
-        key,
-        indices,
-        None,
-        None,
-        None,
-        None,
-        None,
-        None,
-        first,
-        start,
-        stop,
-        out_i,
-        out_v,
-        count,
-        None,
-        True,
-        False,
-    )
+    return _take(bits, mask, key, (None,), indices, start, bits.size, (out_i, out_v), count, True, False)

@@ -8,13 +8,21 @@ from typing import Any
 import numpy as np
 
 from sparsecoll.kernels import threads
-from sparsecoll.kernels.cpu.lanes import jit, prefetch_range
+from sparsecoll.kernels.cpu.lanes import jit, prefetch
 from sparsecoll.kernels.cpu.sums import end
 from sparsecoll.kernels.keys import Array
 from sparsecoll.kernels.memory import readonly
 
 PART = 1 << 11  # parameters that stay in the cache between two loops over them
 STRIP = 1 << 7  # of them for which the next part's memory is prefetched at a time: adding entries loads none of it
+CACHE_LINE = 64  # bytes
+
+
+@jit
+def _prefetch(array, start, stop):  # type: ignore[no-untyped-def]
+    """Have the processor load the items from `start` to `stop`, which may be beyond the end."""
+    for place in range(start, stop, CACHE_LINE // array.itemsize):
+        prefetch(array, place)
 
 
 @jit
@@ -37,7 +45,7 @@ def _step(  # type: ignore[no-untyped-def]
         if velocity is not None:
             v = velocity[begin:until]
             for begun in range(0, v.size, STRIP):
-                prefetch_range(velocity, until + begun, until + begun + STRIP)
+                _prefetch(velocity, until + begun, until + begun + STRIP)
                 strip = v[begun : begun + STRIP]
                 for i in range(strip.size):
                     strip[i] *= momentum
@@ -52,7 +60,7 @@ def _step(  # type: ignore[no-untyped-def]
             _add_entries(p, base, indices, values, first, last, share)
         if velocity is not None:
             for begun in range(0, p.size, STRIP):
-                prefetch_range(params, until + begun, until + begun + STRIP)
+                _prefetch(params, until + begun, until + begun + STRIP)
                 strip, moved = p[begun : begun + STRIP], v[begun : begun + STRIP]
                 for i in range(strip.size):
                     strip[i] -= rate * moved[i]

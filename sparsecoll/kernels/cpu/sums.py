@@ -47,23 +47,26 @@ def _scatter_subtract(dense, indices, values):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _stream_dense(bits, indices, values, divisor, part, part_bits):  # type: ignore[no-untyped-def]
-    """Write all values of a dense vector, whose bit patterns are `bits`; `part`, of PART items, is zero at first."""
+def _stream(part, bits, start, count):  # type: ignore[no-untyped-def]
+    """Write the first `count` bit patterns of `part` to `bits` from `start` on, past the caches; set them to zero."""
+    whole = count - count % BLOCK
+    for at in range(0, whole, BLOCK):
+        stream_block(part, at, bits, start + at)
+    for at in range(whole, count):
+        bits[start + at] = part[at]
+
+
+@jit
+def _stream_dense(bits, indices, values, part):  # type: ignore[no-untyped-def]
+    """Write all values of a dense vector, given as bit patterns; `part`, of PART items, is zero at first."""
     i, size, one = np.uint64(0), np.uint64(indices.size), np.uint64(1)  # unsigned: negative ones would be looked at
     for start in range(0, bits.size, PART):
         base, count = np.uint64(start), min(PART, bits.size - start)
         stop = base + np.uint64(count)
         while i < size and np.uint64(indices[i]) < stop:
-            if divisor is None:
-                part[np.uint64(indices[i]) - base] = values[i]
-            else:
-                part[np.uint64(indices[i]) - base] = part.dtype.type(0) + values[i] / divisor
+            part[np.uint64(indices[i]) - base] = values[i]
             i += one
-        whole = count - count % BLOCK
-        for at in range(0, whole, BLOCK):
-            stream_block(part_bits, at, bits, start + at)
-        for at in range(whole, count):
-            bits[start + at] = part_bits[at]
+        _stream(part, bits, start, count)
     end_stream()
 
 
@@ -100,11 +103,7 @@ def _write_sum(  # type: ignore[no-untyped-def]
             group += 0 if left else together
         _divide(block, divisor, inverse)
         if stream is not None:
-            whole = count - count % BLOCK
-            for at in range(0, whole, BLOCK):
-                stream_block(part_bits, at, bits, start + at)
-            for at in range(whole, count):
-                bits[start + at] = part_bits[at]
+            _stream(part_bits, bits, start, count)
     if stream is not None:
         end_stream()
 
@@ -176,25 +175,17 @@ def scatter_subtract(dense: Array, indices: Array, values: Array) -> None:
 
 
 def write_dense(dense: Array, indices: Array, values: Array, divisor: int | None = None) -> None:
-    known = dense.dtype == values.dtype and (divisor is None or dense.dtype in (np.float32, np.float64))
-    if not known or streams_to(dense) is None:
+    if dense.dtype == values.dtype and divisor is not None and dense.dtype.char in "fd":
+        write_sum(dense, [(indices, values)], divisor, 1)
+    elif dense.dtype == values.dtype and divisor is None and streams_to(dense):
+        kind = np.dtype(f"u{dense.itemsize}")
+        _stream_dense(dense.view(kind), readonly(indices), readonly(values.view(kind)), np.zeros(PART, kind))
+    else:
         dense.view(np.uint8).fill(0)  # bytes are set without reading the memory first
         if divisor is None:
             dense[indices] = values
         else:
             scatter_add(dense, indices, np.divide(values, values.dtype.type(divisor)))
-        return
-    kind = np.dtype(f"u{dense.itemsize}")
-    part = np.zeros(PART, dense.dtype if divisor is not None else kind)
-    given = readonly(values if divisor is not None else values.view(kind))
-    _stream_dense(
-        dense.view(kind),
-        readonly(indices),
-        given,
-        None if divisor is None else dense.dtype.type(divisor),
-        part,
-        part.view(kind),
-    )
 
 
 def write_sum(dense: Array, parts: Sequence[tuple[Array, Array]], divisor: int, together: int) -> None:

@@ -27,10 +27,9 @@ def _step(a, x, i, b, y, j, keys, sums, o):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _cut(a, i, i_stop, b, j, j_stop, count):  # type: ignore[no-untyped-def]
-    """The places up to which a and b have the first `count` of the merged entries, or one more of an equal index."""
-    none = np.uint64(0)
-    low = count - (j_stop - j) if count > j_stop - j else none
+def among_first(a, i, i_stop, b, j, j_stop, count):  # type: ignore[no-untyped-def]
+    """How many of the first `count` entries of the merged a[i:i_stop] and b[j:j_stop] are in a; uint64."""
+    low = count - (j_stop - j) if count > j_stop - j else np.uint64(0)
     high = min(count, i_stop - i)
     while low < high:
         middle = (low + high) >> np.uint64(1)
@@ -38,6 +37,13 @@ def _cut(a, i, i_stop, b, j, j_stop, count):  # type: ignore[no-untyped-def]
             low = middle + np.uint64(1)
         else:
             high = middle
+    return low
+
+
+@jit
+def _cut(a, i, i_stop, b, j, j_stop, count):  # type: ignore[no-untyped-def]
+    """The places up to which a and b have the first `count` of the merged entries, or one more of an equal index."""
+    low = among_first(a, i, i_stop, b, j, j_stop, count)
     u, v = i + low, j + count - low
     if u > i and v < j_stop and a[u - np.uint64(1)] == b[v]:
         v += np.uint64(1)

@@ -19,15 +19,15 @@ DENSE_FROM = 60 if VECTORS else 25  # a step of merging costs as much as DENSE_F
 
 
 @jit
-def _lowest(index_at, sizes, starts, like):  # type: ignore[no-untyped-def]
+def lowest(index_at, sizes, starts, like):  # type: ignore[no-untyped-def]
     """The lowest index from `starts` on, and whether there is one."""
-    lowest, found = np.uint64(0), False
+    index, found = np.uint64(0), False
     for p in range(sizes.size):
         if starts[p] < sizes[p]:
             first = np.uint64(array_at(index_at[p], sizes[p], like)[starts[p]])
-            if not found or first < lowest:
-                lowest, found = first, True
-    return lowest, found
+            if not found or first < index:
+                index, found = first, True
+    return index, found
 
 
 @jit
@@ -51,7 +51,7 @@ def _sum_windows(index_at, value_at, sizes, starts, sums, bits, out_indices, out
     """Sum all windows. `sums`, of which `bits` is a view, holds -0 everywhere before and after."""
     count = 0
     while True:
-        base, found = _lowest(index_at, sizes, starts, out_indices)
+        base, found = lowest(index_at, sizes, starts, out_indices)
         if not found:
             return count
         last = np.uint64(0)  # the window's last entry

@@ -77,12 +77,7 @@ def launch(
 
 
 u32 = np.uint32  # for parameters of a kernel that have 32 bits
-empty, zeros, to_device = cupy.empty, cupy.zeros, cupy.asarray
-
-
-def from_dlpack(array: Any) -> Any:
-    """A CuPy array that shares the memory of another library's array, after the work queued on that array's stream."""
-    return cupy.from_dlpack(array)
+empty, zeros, to_device, from_dlpack = cupy.empty, cupy.zeros, cupy.asarray, cupy.from_dlpack
 
 
 def pinned(size: int) -> np.ndarray[Any, np.dtype[np.uint8]]:

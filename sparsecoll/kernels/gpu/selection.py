@@ -180,11 +180,6 @@ def kth_key(values: Array, k: int) -> tuple[int, int]:
     return _narrowed(values, k, -(-_key_bits(values) // DIGIT))
 
 
-def _certain_bound(values: Array, k: int) -> int:
-    """A key that at least k values reach, and not many more, from one pass."""
-    return _narrowed(values, k, 1)[0]
-
-
 def _narrowed(values: Array, k: int, digits: int) -> tuple[int, int]:
     """(smallest key with the leading digits of the k-th largest, its rank among those), after `digits` digits."""
     state = device.zeros(4 + (1 << DIGIT), np.uint64)
@@ -208,7 +203,8 @@ def topk(values: Array, k: int, *, indices: Array | None = None, work: Pass = PL
     else:
         form(values, add)
     if values.size > SMALL and k < values.size and (not bound or all_v.size < k):  # no sample, or not a typical one
-        all_i, all_v = select_at_least(values, _certain_bound(values, k), k + (k >> 2), indices=indices)
+        certain, _ = _narrowed(values, k, 1)  # a key that at least k values reach, and not many more, from one pass
+        all_i, all_v = select_at_least(values, certain, k + (k >> 2), indices=indices)
     above, ties = (-1, 0) if k >= all_v.size else kth_key(all_v, k)
     chosen = _take(all_v, above, ties, min(k, all_v.size), all_i)
     if work.clear:

@@ -78,8 +78,7 @@ def hash_slots(indices: Array, slots: int, multipliers: tuple[int, int, int]) ->
 def slots_write(slots: Array, out: Array) -> None:
     """out[slot of entry i] = i, for i ascending: a later entry overwrites an earlier one. int64; unused slots: -1."""
     out[:] = -1
-    for i, slot in enumerate(slots.tolist()):
-        out[slot] = i
+    out[slots] = np.arange(slots.size)  # NumPy keeps the last value of a repeated index
 
 
 def scatter_add_marked(dense: Array, indices: Array, values: Array) -> int:

@@ -8,13 +8,7 @@ import numpy as np
 
 from sparsecoll.kernels.keys import Array
 
-__all__ = [
-    "rice_block",
-    "rice_decode",
-    "rice_encode",
-    "rice_offsets",
-    "rice_table",
-]
+__all__ = ["rice_block", "rice_decode", "rice_encode", "rice_offsets", "rice_table"]
 
 RICE_BLOCKS = (1024, 256, 128)  # how many gaps may share a parameter
 RICE_SAMPLES = 4  # at most so many runs of 1,024 gaps, and one in 16, are tried to choose among them

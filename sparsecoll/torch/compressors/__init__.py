@@ -11,18 +11,30 @@ from collections.abc import Callable
 
 from sparsecoll.algorithms import Algorithm
 from sparsecoll.errors import check_choice
-from sparsecoll.torch.compressors.acpsgd import ACPSGD
-from sparsecoll.torch.compressors.base import Compressor, ErrorFeedback, StepContext
-from sparsecoll.torch.compressors.covap import COVAP
-from sparsecoll.torch.compressors.dragonn import DRAGONN
-from sparsecoll.torch.compressors.efsignsgd import EFSignSGD
-from sparsecoll.torch.compressors.fp16 import FP16
-from sparsecoll.torch.compressors.none import NoCommunication, NoCompression
-from sparsecoll.torch.compressors.powersgd import PowerSGD
-from sparsecoll.torch.compressors.presets import DGC, DenseStream, GaussianK, MSTopK, NesterovTopK, OkTopk
-from sparsecoll.torch.compressors.qsgd import QSGD
-from sparsecoll.torch.compressors.randomk import RandomK
-from sparsecoll.torch.compressors.topk import TopK
+from sparsecoll.torch.compressors.acpsgd import ACPSGD as ACPSGD
+from sparsecoll.torch.compressors.arrays import ArrayCompressor as ArrayCompressor
+from sparsecoll.torch.compressors.base import (
+    Compressor as Compressor,
+    ErrorFeedback as ErrorFeedback,
+    StepContext as StepContext,
+)
+from sparsecoll.torch.compressors.covap import COVAP as COVAP
+from sparsecoll.torch.compressors.dragonn import DRAGONN as DRAGONN
+from sparsecoll.torch.compressors.efsignsgd import EFSignSGD as EFSignSGD
+from sparsecoll.torch.compressors.fp16 import FP16 as FP16
+from sparsecoll.torch.compressors.none import NoCommunication as NoCommunication, NoCompression as NoCompression
+from sparsecoll.torch.compressors.powersgd import PowerSGD as PowerSGD
+from sparsecoll.torch.compressors.presets import (
+    DGC as DGC,
+    DenseStream as DenseStream,
+    GaussianK as GaussianK,
+    MSTopK as MSTopK,
+    NesterovTopK as NesterovTopK,
+    OkTopk as OkTopk,
+)
+from sparsecoll.torch.compressors.qsgd import QSGD as QSGD
+from sparsecoll.torch.compressors.randomk import RandomK as RandomK
+from sparsecoll.torch.compressors.topk import TopK as TopK
 
 COMPRESSORS: dict[str, Callable[..., Compressor]] = {
     "none": NoCompression,
@@ -43,31 +55,6 @@ COMPRESSORS: dict[str, Callable[..., Compressor]] = {
     "acpsgd": ACPSGD,
     "covap": COVAP,
 }
-
-__all__ = [
-    "ACPSGD",
-    "COMPRESSORS",
-    "COVAP",
-    "DGC",
-    "DRAGONN",
-    "FP16",
-    "QSGD",
-    "Compressor",
-    "DenseStream",
-    "EFSignSGD",
-    "ErrorFeedback",
-    "GaussianK",
-    "MSTopK",
-    "NesterovTopK",
-    "NoCommunication",
-    "NoCompression",
-    "OkTopk",
-    "PowerSGD",
-    "RandomK",
-    "StepContext",
-    "TopK",
-    "resolve",
-]
 
 
 def resolve(compressor: str | Compressor | Algorithm) -> Compressor:

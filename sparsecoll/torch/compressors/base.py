@@ -79,7 +79,7 @@ class Compressor(ABC):
     def bind(self, layout: Layout, transport: Transport, context: StepContext, timeout: float | None = None) -> None:
         """Allocate the state of a bucket; collective, since compressors may measure or agree here."""
         self.layout, self.context, self.timeout = layout, context, timeout
-        self.size, self._rank = transport.size, transport.rank
+        self.size, self.rank = transport.size, transport.rank
         self._epoch = transport.epoch
         self.versions = Versions(layout)
 
@@ -197,12 +197,12 @@ class Compressor(ABC):
         Raises:
             NonFiniteError: The vector contains one; the message names the parameter.
         """
-        index = x._first_not_finite()
+        index = x.first_not_finite()
         if index is not None:
             name = self.layout.name_at(index)
             raise NonFiniteError(f"gradient of {name!r}: expected finite values, got NaN or infinity")
 
-    def _reduce(
+    def reduce(
         self,
         transport: Transport,
         message: Vector,
@@ -217,7 +217,7 @@ class Compressor(ABC):
         given = CallOptions(timeout=self.timeout, nonfinite="pass", **options)
         return allreduce_vectors(transport, message, algorithm, given, True, alike, deferred=True)
 
-    def _gather(self, transport: Transport, message: Array, alike: Mapping[str, Any] = NOTHING) -> list[Array]:
+    def gather(self, transport: Transport, message: Array, alike: Mapping[str, Any] = NOTHING) -> list[Array]:
         """Return all ranks' messages of bytes, in rank order; ranks compare what is `alike`, too."""
         with CollectiveCall(transport, "compressor", self.timeout) as call:
             call.signature |= {**alike, "compressor": self.describe(), "length": self.layout.length}

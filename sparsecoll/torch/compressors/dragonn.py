@@ -127,9 +127,9 @@ class DRAGONN(TopK):
 
     def communicate(self, transport: Transport, message: Vector) -> Any:
         if not self.compressed:
-            return self._reduce(transport, message, DENSE, self.compared)
+            return self.reduce(transport, message, DENSE, self.compared)
         assert isinstance(message, SparseVector)
-        return self._gather(transport, self._slots.encode(message, self.value_dtype), self.compared)
+        return self.gather(transport, self._slots.encode(message, self.value_dtype), self.compared)
 
     def update(self, out: Array, message: Vector, reduced: Any) -> None:
         if not self.compressed:

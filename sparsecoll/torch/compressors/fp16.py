@@ -50,7 +50,7 @@ class FP16(Compressor):
         return DenseVector(acc)
 
     def communicate(self, transport: Transport, message: DenseVector) -> Reduction:
-        return self._reduce(transport, message, value_dtype=self.value_dtype)
+        return self.reduce(transport, message, value_dtype=self.value_dtype)
 
     def update(self, out: Array, message: Any, reduced: Reduction) -> None:
         write_mean(out, reduced.value, 1)

@@ -27,7 +27,7 @@ class NoCompression(Compressor):
         return DenseVector(acc)
 
     def communicate(self, transport: Transport, message: DenseVector) -> Reduction:
-        return self._reduce(transport, message)
+        return self.reduce(transport, message)
 
     def update(self, out: Array, message: Any, reduced: Reduction) -> None:
         write_mean(out, reduced.value, self.size)

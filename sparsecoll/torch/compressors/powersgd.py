@@ -100,7 +100,7 @@ class LowRank(ErrorFeedback):
 
     def _means(self, transport: Transport, message: DenseVector, packed: Layout) -> list[torch.Tensor]:
         """Return the means over the ranks of the arrays in a message."""
-        value = self._reduce(transport, message).value
+        value = self.reduce(transport, message).value
         assert isinstance(value, DenseVector)
         return [part.div_(self.size) for part in packed.views(value.values)]
 

@@ -56,7 +56,7 @@ class RandomK(ErrorFeedback):
         return self._selector.select(acc, self._k)
 
     def communicate(self, transport: Transport, message: SparseVector) -> Reduction:
-        return self._reduce(transport, DenseVector(message.values), alike={ENTRIES: self._k})
+        return self.reduce(transport, DenseVector(message.values), alike={ENTRIES: self._k})
 
     def update(self, out: Array, message: SparseVector, reduced: Reduction) -> None:
         self.contributed(message)

@@ -228,7 +228,7 @@ class TopK(ErrorFeedback):
         """Return the largest entries of each layer."""
         values, edges, parts = acc.values, self.layout.offsets, []
         for selector, k, a, b in zip(self._selectors, self._counts, edges[:-1], edges[1:], strict=True):
-            parts.append(selector.select(DenseVector(values[a:b]), k)._shifted(a, self.layout.length))
+            parts.append(selector.select(DenseVector(values[a:b]), k).shifted(a, self.layout.length))
         return SparseVector.concatenate(parts)
 
     @property
@@ -243,7 +243,7 @@ class TopK(ErrorFeedback):
 
     def communicate(self, transport: Transport, message: Vector) -> Reduction:
         options: dict[str, Any] = {} if self._algorithm.takes_dense else {"k": self._k, "alike": self.compared}
-        return self._reduce(
+        return self.reduce(
             transport, message, self._algorithm, format=self.format, value_dtype=self.value_dtype, **options
         )
 

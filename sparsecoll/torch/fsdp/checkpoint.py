@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint import FileSystemReader, load  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, zeros
-from torch.distributed.tensor import Shard as ShardPlacement
+from torch.distributed.tensor import DTensor, Shard as ShardPlacement, zeros
 
 from sparsecoll.torch.fsdp.groups import Shard
 from sparsecoll.torch.reduction.state import Tensors

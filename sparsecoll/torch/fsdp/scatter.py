@@ -22,7 +22,7 @@ from sparsecoll.vector import DenseVector, SparseVector
 class Scattered(Compressor):
     """What the classes below have in common: the sum of messages is scattered, `allreduce_mean` writes one region."""
 
-    def _reduce(
+    def reduce(
         self,
         transport: Transport,
         message: Vector,

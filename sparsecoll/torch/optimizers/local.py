@@ -279,7 +279,7 @@ class LocalOptimizer(Wrapper):
         """
         transport = as_transport(comm, self._window.replica.options.timeout)
         self._window.use(transport)
-        self._window.start_anew("move", 0)
+        self._window.start_anew("move", 0, everything=True)
         self._window.replica.call("move", lambda _: broadcast_optimizer(transport, self.optimizer))
 
     def state_dict(self) -> dict[str, Any]:

@@ -167,6 +167,7 @@ class Engine:
         self.transport = self._replica.transport = transport
         self._reducer.release()
         self._replica.follow("move", self._optimizer)
+        self._replica.warmed = False  # the first reduction compares gradients, as it does on ranks that are new
         self._reducer.steps.pass_over()
         self.number = enlist(self)
         self._reducer.gradients.to(State.EMPTY)  # gradients are reduced again, unless zero_grad() skips the step

@@ -99,10 +99,10 @@ class RowSum(ErrorFeedback):
         (name,) = self.layout.names
         if self.local:
             return acc
-        if self.finite and acc._first_not_finite() is not None:
+        if self.finite and acc.first_not_finite() is not None:
             raise NonFiniteError(f"gradient of {name!r}: expected finite values, got NaN or infinity")
         if self._densities is None:
-            return _overflowed(acc._divide(self.size)) if self._sends_parts else acc
+            return _overflowed(acc.divide(self.size)) if self._sends_parts else acc
         with as_row_density():
             self._acc, self._alike = acc, {ROWS: self._densities.k(acc.n, self.context.step, name)}
         return acc.topk(self._alike[ROWS])
@@ -120,7 +120,7 @@ class RowSum(ErrorFeedback):
         total: Any = reduction.value
         if self._sends_parts:
             reduction.value = total = total.with_values(_overflowed(total).values * total.dtype.type(self.size))
-        if self.finite and total._first_not_finite() is not None:
+        if self.finite and total.first_not_finite() is not None:
             raise NonFiniteError(
                 f"gradient of {self.layout.names[0]!r}: expected a finite sum over the ranks, got an overflow"
             )
@@ -129,7 +129,7 @@ class RowSum(ErrorFeedback):
     def update(self, out: Any, message: Any, reduced: Reduction) -> None:
         """Set the mean of RowBucket `out`, of a sum or, with `local`, of this rank's rows."""
         total: Any = reduced.value
-        out.set_mean(total if self.local else total._divide(self.size))
+        out.set_mean(total if self.local else total.divide(self.size))
         self._settle(reduced)
 
     def _settle(self, reduced: Reduction) -> None:

@@ -230,20 +230,26 @@ class Window:
         self.replica.context.step += 1
         barrier(self.replica.transport)
 
-    def start_anew(self, name: str, root: int) -> None:
+    @torch.no_grad()
+    def start_anew(self, name: str, root: int, everything: bool = False) -> None:
         """Drop the steps since the last mean; values of that mean and buffers become those of rank `root`. Collective.
 
         Args:
             name: of the call.
+            everything: whether parameters that took no part become those of rank `root`, too: some rank may be new
+                (default: False).
         """
         self._buckets.release()
-        with torch.no_grad():
-            if not self.steps:
-                self._start()
-            self.replica.follow(name, self._outer, root)
-            for name, p in self._params.items():
-                if takes_part(p) or name in self._moved | self._last:
-                    p.copy_(self._shared[name])
+        if not self.steps:
+            self._start()
+        behind = self._moved | self._last | {other for other, p in self._params.items() if takes_part(p)}
+        if everything:
+            for other in self._shared.keys() - behind:
+                self._shared[other].copy_(self._params[other])
+            behind = set(self._shared)
+        self.replica.follow(name, self._outer, root)
+        for other in behind:
+            self._params[other].copy_(self._shared[other])
         self.steps, self._moved, self._loaded, self._refused = 0, set(), {}, None
 
     # -- saved state

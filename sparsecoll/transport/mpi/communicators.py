@@ -4,34 +4,22 @@ from __future__ import annotations
 
 import os
 import threading
-from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
 from mpi4py import MPI
 
 from sparsecoll.errors import CommunicationError
+from sparsecoll.transport import process
 from sparsecoll.transport.base import CALL_PARENT, FORKED, out_of_use
 from sparsecoll.transport.mpi.transport import CALL_BEFORE, FINALIZED, MpiTransport
 from sparsecoll.transport.mpi.waiting import Waiter
+from sparsecoll.transport.waiting import Abandoned
 
 _keyval_lock = threading.Lock()
 _keyval: list[int] = []
 _serial = [0]  # the greatest one of this process's transports
 _forked: list[bool] = []  # not empty in a process that was forked from one that uses MPI
-
-
-@dataclass
-class _Abandoned:
-    """Cached in place of a transport after ranks did not come to duplicate the communicator.
-
-    Attributes:
-        why: the error.
-        request: the barrier that is not complete, and its array; MPI still uses them.
-    """
-
-    why: str
-    request: Any
 
 
 def mpi_transport(comm: MPI.Intracomm, timeout: float | None = None) -> MpiTransport:
@@ -59,16 +47,13 @@ def mpi_transport(comm: MPI.Intracomm, timeout: float | None = None) -> MpiTrans
     if transport is None:
         transport = _duplicate(comm, timeout)
         comm.Set_attr(_key(), transport)
-    if isinstance(transport, _Abandoned):
-        raise CommunicationError(
-            f"communicator is out of use since {transport.why}; continue with a new one, once all ranks have made"
-            " this call"
-        )
+    if isinstance(transport, Abandoned):
+        raise transport.error()
     assert isinstance(transport, MpiTransport)
     return transport
 
 
-def _duplicate(comm: MPI.Intracomm, timeout: float | None) -> MpiTransport | _Abandoned:
+def _duplicate(comm: MPI.Intracomm, timeout: float | None) -> MpiTransport | Abandoned:
     """Return a transport over a duplicate of `comm`.
 
     MPI_Comm_dup has no timeout. Two barriers come first, so that a rank only enters it if all others do: after the
@@ -83,7 +68,7 @@ def _duplicate(comm: MPI.Intracomm, timeout: float | None) -> MpiTransport | _Ab
             try:
                 waiter.pause()
             except CommunicationError as error:
-                return _Abandoned(str(error), (request, serial))
+                return Abandoned(str(error), (request, serial))  # which MPI still uses
     transport = MpiTransport(comm.Dup())
     transport.serial = int(serial[0]) + 1
     _serial[0] = max(_serial[0], transport.serial)
@@ -94,11 +79,12 @@ def _key() -> int:
     with _keyval_lock:
         if not _keyval:
             _keyval.append(MPI.Comm.Create_keyval(delete_fn=_free))
+            MPI.COMM_SELF.Set_attr(MPI.Comm.Create_keyval(delete_fn=_leave), True)  # deleted first of all at the end
         return _keyval[0]
 
 
-def _free(comm: MPI.Comm, keyval: int, transport: MpiTransport | _Abandoned) -> None:
-    if isinstance(transport, _Abandoned):
+def _free(comm: MPI.Comm, keyval: int, transport: MpiTransport | Abandoned) -> None:
+    if isinstance(transport, Abandoned):
         return
     if transport.worker is not None:
         transport.worker.close()
@@ -108,6 +94,11 @@ def _free(comm: MPI.Comm, keyval: int, transport: MpiTransport | _Abandoned) -> 
         transport.native_sum.free()
         transport.comm.Free()
     transport.close()
+
+
+def _leave(*_: object) -> None:
+    """MPI.Finalize() was called."""
+    process.leave([transport for transport in process.living() if isinstance(transport, MpiTransport)])
 
 
 def shrink(comm: MPI.Intracomm) -> MPI.Intracomm:

@@ -9,7 +9,7 @@ from mpi4py import MPI
 
 from sparsecoll.formats import Buffer
 from sparsecoll.kernels.memory import empty, on_gpu
-from sparsecoll.transport.base import FIRST_TAG, STALL_TAG, CallMismatch
+from sparsecoll.transport.base import FIRST_TAG, REPORT_BYTES, STALL_TAG, CallMismatch
 
 if TYPE_CHECKING:
     from sparsecoll.transport.mpi.transport import MpiTransport
@@ -41,6 +41,7 @@ class IncomingMessage:
         self._transport = transport
         self._source = source
         self._into = into
+        self._room = transport.room
         self._chunks: list[Buffer] = []
         self._gpu = False
         self._size = self._full = 0  # bytes of the last chunk that was announced, and of a full one
@@ -58,7 +59,7 @@ class IncomingMessage:
 
         Raises:
             CallMismatch: The message has another tag than the one expected.
-            CommunicationError: An error of MPI.
+            CommunicationError: An error of MPI; or the message is too long, as MemoryError.
             MemoryError: There is no room for the message. It can be received later, or discarded.
         """
         transport = self._transport
@@ -68,7 +69,12 @@ class IncomingMessage:
                     return False
                 if self.expected not in (None, self.tag):
                     raise CallMismatch(f"rank {self._source} is in another call")
-                self._target = self._memory() if keep or self.tag < FIRST_TAG else None
+                if keep or self.tag < FIRST_TAG:
+                    room = REPORT_BYTES if self.tag < FIRST_TAG else self._room
+                    transport.check_room(self._source, sum(chunk.size for chunk in self._chunks) + self._size, room)
+                    self._target = self._memory()
+                else:
+                    self._target = None
                 transport.recorded(self._receive, RECEIVING, self._source)
             if not transport.recorded(self._request.Test, RECEIVING, self._source):
                 return False

@@ -17,6 +17,7 @@ from sparsecoll.errors import CommunicationError
 from sparsecoll.formats import Buffer
 from sparsecoll.kernels.memory import on_gpu
 from sparsecoll.telemetry.trace import span
+from sparsecoll.transport import process
 from sparsecoll.transport.base import (
     CALL_PARENT,
     ERROR_TAG,
@@ -28,6 +29,8 @@ from sparsecoll.transport.base import (
     STALL_TAG,
     Transport,
     out_of_use,
+    parts_of,
+    report_of,
 )
 from sparsecoll.transport.mpi import info
 from sparsecoll.transport.mpi.allreduce import NativeSum
@@ -67,6 +70,7 @@ class MpiTransport(Transport):
         self._telling: list[tuple[Any, Buffer]] = []
         self._kept: list[Any] = []
         self._revoked = False  # whether this rank has revoked the communicator
+        self._leaving: Any = None  # the barrier of ranks whose programs have ended
         self._direct: bool | None = None
         self._staging: Any = None
         self.native_sum = NativeSum(self)
@@ -294,6 +298,30 @@ class MpiTransport(Transport):
         self._revoked = True
         with contextlib.suppress(CommunicationError):
             self._send_to_all(report, REVOKE_TAG)
+
+    def leave(self) -> bool:
+        """See Transport: all ranks have ended their programs, or this one tells those that wait for it or will do so.
+
+        MPI_Finalize would wait for them, without a word, and they for this rank.
+        """
+        if self.size == 1 or MPI.Is_finalized():
+            return True
+        try:
+            if not self.broken and self._is_awaited():
+                self.broken = f"rank {self.rank} does not make this call: {process.ended()[0] or FINALIZED}"
+            if self.broken:
+                self.revoke(report_of(self.broken))
+                return True
+            self._leaving = self._leaving or self.comm.Ibarrier()
+            return bool(self._leaving.Test())
+        except (MPI.Exception, CommunicationError):
+            return True
+
+    def _is_awaited(self) -> bool:
+        """Return whether a rank makes a call that this one has not made."""
+        self._listen()
+        told = any(parts_of(tag)[0] > self.calls for tag in self.told.values())
+        return told or self.comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG)
 
     def close(self) -> None:
         """Refuse later calls, such as those of plans: the user's communicator has been freed."""

@@ -26,26 +26,25 @@ def machine() -> int:
     return zlib.crc32(name.encode())
 
 
-def listen(backlog: int) -> tuple[socket.socket, list[str]]:
-    """Return a listening socket, and the names or addresses by which other ranks may reach it, the best one first.
+def listen(backlog: int) -> tuple[socket.socket, str]:
+    """Return a listening socket, and its address, by which other ranks reach it.
 
-    These are the address of the interface that GLOO_SOCKET_IFNAME or TP_SOCKET_IFNAME names; or else the one from which
-    this host reaches MASTER_ADDR. On the host that MASTER_ADDR names, that address may be a loopback one, and other
-    hosts have to use the name.
+    That is the address of the interface that GLOO_SOCKET_IFNAME or TP_SOCKET_IFNAME names; or else the one from which
+    this host reaches MASTER_ADDR. On the host that MASTER_ADDR names, that may be a loopback address, which other hosts
+    cannot reach: then, and without MASTER_ADDR, it is that of the default route or, without one, of this host's name.
 
     Raises:
         ValueError: The interface does not exist, or has no address.
     """
-    for variable in INTERFACES:
-        if os.environ.get(variable):
-            address = interface_address(variable, os.environ[variable].split(",")[0])
-            return _server(address, backlog), [address]
-    master = os.environ.get("MASTER_ADDR", "")
-    route = route_to(master or ELSEWHERE)
-    if master and is_loopback(route) and is_loopback(master):
-        return _server(route, backlog), [route]
-    hosts = [route, *([master] if is_loopback(route) else []), socket.gethostname(), "127.0.0.1"]
-    return _server("", backlog), list(dict.fromkeys(host for host in hosts if host))
+    named = next(((name, os.environ[name]) for name in INTERFACES if os.environ.get(name)), None)
+    if named is not None:
+        address = interface_address(named[0], named[1].split(",")[0])
+    else:
+        master = os.environ.get("MASTER_ADDR", "")
+        address = route_to(master) if master else ""
+        if is_loopback(address) and not (master and is_loopback(master)):
+            address = route_to(ELSEWHERE) or route_to(socket.gethostname()) or "127.0.0.1"
+    return socket.create_server((address, 0), family=family(address), backlog=backlog), address
 
 
 def listen_locally(backlog: int) -> tuple[socket.socket | None, str]:
@@ -65,11 +64,9 @@ def listen_locally(backlog: int) -> tuple[socket.socket | None, str]:
     return server, name
 
 
-def _server(address: str, backlog: int) -> socket.socket:
-    if not address and socket.has_dualstack_ipv6():
-        return socket.create_server(("", 0), family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True)
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    return socket.create_server((address, 0), family=family, backlog=backlog)
+def family(address: str) -> int:
+    """Return the family of an address in digits."""
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
 def is_loopback(host: str) -> bool:
@@ -82,23 +79,15 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def resolve(host: str, port: int) -> list[tuple[int, tuple[str, int]]]:
-    """Return pairs of address family and socket address; none if the name is unknown."""
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except OSError:
-        return []
-    return [(family, (str(address[0]), int(address[1]))) for family, _, _, _, address in found]
-
-
 def route_to(host: str) -> str:
     """Return the address from which this host sends to another one; "" if there is no way. Sends nothing."""
-    for family, address in resolve(host, 9):
-        with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(address)
-            own = str(probe.getsockname()[0])
-            if not own.lower().startswith("fe80"):  # link-local: means nothing on other hosts
-                return own
+    with suppress(OSError):  # the name is unknown
+        for kind, _, _, _, address in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
+            with suppress(OSError), socket.socket(kind, socket.SOCK_DGRAM) as probe:
+                probe.connect(address)
+                own = str(probe.getsockname()[0])
+                if not own.lower().startswith("fe80"):  # link-local: means nothing on other hosts
+                    return own
     return ""
 
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from sparsecoll.formats import Buffer
 from sparsecoll.kernels.memory import empty, on_gpu
-from sparsecoll.transport.base import FIRST_TAG
+from sparsecoll.transport.base import FIRST_TAG, REPORT_BYTES
 
 FIELDS = struct.Struct("<QBQ")  # tag, 1 for a message from GPU memory, bytes
 CHECK_BYTES = 4  # of the checksum that precedes them, of these fields and the number of the message on its connection
@@ -131,17 +131,19 @@ class Connection:
 
     def send(self, tag: int, size: int, pieces: Iterable[Buffer], gpu: bool) -> None:
         """Send a message, or queue what the kernel does not take now."""
-        self._begin_to_send()
         fields = FIELDS.pack(tag, gpu, size)
-        self.outgoing.append(memoryview(_check(fields, self._sent) + fields))
+        header = memoryview(_check(fields, self._sent) + fields)
+        self._check_whole()
+        self._torn_out = True  # until all of the message is queued
+        self.outgoing.append(header)
         self._sent += 1
         for piece in pieces:
             if piece.size:
                 self.outgoing.append(memoryview(piece))
             if gpu:  # while this piece is sent, the next one is copied
                 self._push()
-        self._push()
         self._torn_out = False
+        self._push()
 
     def flush(self) -> None:
         """Send what the kernel takes.
@@ -149,24 +151,24 @@ class Connection:
         Raises:
             Disconnected: The peer has closed the connection, or it cannot be used any more.
         """
-        self._begin_to_send()
+        self._check_whole()
         self._push()
-        self._torn_out = False
 
-    def _begin_to_send(self) -> None:
+    def _check_whole(self) -> None:
         if self._torn_out:
             self.end(TORN)
-        self._torn_out = True
 
     def _push(self) -> None:
-        queue = self.outgoing
+        queue, before = self.outgoing, self._torn_out
         while queue:
             views = [queue[0][: self.chunk]]
             if len(queue) > 1 and len(queue[0]) <= min(HEADER_BYTES, self.chunk):  # header and message in one packet
                 views.append(queue[1][: self.chunk])
+            self._torn_out = True
             try:
                 sent = self.socket.sendmsg(views)
             except BlockingIOError:
+                self._torn_out = before
                 return
             except OSError as error:
                 self.end(_reason(error), error)
@@ -174,6 +176,7 @@ class Connection:
                 sent -= len(queue.popleft())
             if sent:
                 queue[0] = queue[0][sent:]
+            self._torn_out = before
 
     def check_host(self) -> None:
         """Look whether the peer's host is there, if the kernel has asked it more than once.
@@ -205,16 +208,18 @@ class Connection:
 
     # -- receiving
 
-    def poll(self, into: Buffer | None = None, keep: bool = True) -> bool:
+    def poll(self, into: Buffer | None = None, admit: Callable[[int, int], None] | None = None) -> bool:
         """Receive what has arrived of the next message; return whether it is complete, in `message`.
 
         Args:
             into: see IncomingMessage.
-            keep: False if the message is discarded, unless it is a report (default: True).
+            admit: called with the tag and the size of the message, before there is memory for it, unless it is a
+                report; None, the default, if the message is discarded.
 
         Raises:
-            Disconnected: The peer has closed the connection, or it cannot be used any more.
+            Disconnected: The peer has closed the connection, it cannot be used any more, or a report is too long.
             MemoryError: There is no room for the message. It can be received later, or discarded.
+            Exception: What `admit` raises; as MemoryError.
         """
         if self.message is None:
             while self._have < HEADER_BYTES:
@@ -223,7 +228,7 @@ class Connection:
                 self._torn_in = False
                 if not count:
                     return False
-            self.message = self._announced(into, keep)
+            self.message = self._announced(into, admit)
             self._have = 0
         message = self.message
         while message.missing:
@@ -235,14 +240,19 @@ class Connection:
                 return False
         return True
 
-    def _announced(self, into: Buffer | None, keep: bool) -> IncomingMessage:
+    def _announced(self, into: Buffer | None, admit: Callable[[int, int], None] | None) -> IncomingMessage:
         """Return memory for the message that the header announces."""
         fields = self._header[CHECK_BYTES:]
         if self._header[:CHECK_BYTES] != _check(fields, self._received):
             raise Disconnected("it has sent bytes that are no message")
         tag, gpu, size = FIELDS.unpack(fields)
-        if keep or tag < FIRST_TAG:
-            message = IncomingMessage(tag, size, into, self._staging() if gpu and keep else None)
+        if tag < FIRST_TAG:
+            if size > REPORT_BYTES:
+                raise Disconnected(f"it has sent a report of {size} bytes")
+            message = IncomingMessage(tag, size, None, None)
+        elif admit is not None:
+            admit(tag, size)
+            message = IncomingMessage(tag, size, into, self._staging() if gpu else None)
         else:
             message = DiscardedMessage(tag, size)
         self._received += 1
@@ -268,7 +278,8 @@ class Connection:
         if self.message is not None:
             return self.message.tag
         try:
-            rest = self.socket.recv(HEADER_BYTES - self._have, socket.MSG_PEEK)
+            missing = HEADER_BYTES - self._have
+            rest = self.socket.recv(missing, socket.MSG_PEEK) if missing else b""
         except OSError:  # nothing has arrived, or whoever waits for this peer finds that it is gone
             return -1
         header = self._header[: self._have] + rest

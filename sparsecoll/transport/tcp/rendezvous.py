@@ -1,14 +1,18 @@
 """Connecting all ranks with each other, given a place where each can leave a few hundred bytes for the others.
 
 Every rank listens at a port, and for ranks on its machine at a Unix domain socket, which takes less time for the same
-message. It connects to the ranks above it and accepts connections from those below it. Each end of a
-connection proves that it belongs to the job by the other's cookie, a random number left at the meeting place.
+message. It connects to the ranks above it and accepts connections from those below it. Each end of a connection proves
+that it belongs to the job: it knows all ranks' entries at the meeting place, random numbers among them, and the job's
+secret if there is one. Neither is sent. Who is called sends a nonce; the caller answers with its rank, a nonce and the
+HMAC-SHA256 of its part, both ranks and both nonces; and who is called, if that is right, with that of its own part.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import hmac
+import itertools
 import json
 import math
 import os
@@ -18,7 +22,6 @@ import socket
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from hmac import compare_digest
 from typing import Any, Protocol
 
 from sparsecoll.errors import CommunicationError
@@ -26,10 +29,12 @@ from sparsecoll.transport.tcp import addresses
 from sparsecoll.transport.tcp.transport import TcpTransport
 from sparsecoll.transport.waiting import Watchdog
 
-COOKIE_BYTES, RANK_BYTES = 16, 4
+SECRET = "SPARSECOLL_SECRET"
+SECRET_BYTES, NONCE_BYTES, PROOF_BYTES, RANK_BYTES = 16, 16, 32, 4  # of a secret at least
 STRANGERS = 100  # that may wait at the port besides the ranks
 TICK_SECONDS = 0.2  # between looks at what has happened to other ranks, and calls at the addresses of one rank
 ANSWER_SECONDS = 20.0  # for which a rank may be busy before it is called at its next address, too
+AGAIN_SECONDS = 0.02  # before a rank is called again that had too many callers
 KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}  # a host that is off is lost after a minute
 
 
@@ -69,58 +74,91 @@ class Meeting(Protocol):
 class Peer:
     """What a rank tells the others about itself."""
 
-    hosts: list[str]
+    host: str
     port: int
-    cookie: str
+    nonce: str
     machine: int
     local: str = ""  # name of its Unix domain socket
 
+    def entry(self, rank: int, secret: bytes) -> str:
+        """Return what the rank leaves for the others: a proof that it knows the secret, and these fields."""
+        text = json.dumps(vars(self))
+        return _proof(secret, "entry", rank, text.encode()).hex() + text
 
-def connect(meeting: Meeting, timeout: float | None = None) -> TcpTransport:
+
+def connect(meeting: Meeting, timeout: float | None = None, secret: str | bytes | None = None) -> TcpTransport:
     """Return the transport of the ranks that meet; all of them must call this.
 
     Args:
         meeting: where they meet.
         timeout: seconds to wait for the other ranks; None, the default, for no limit.
+        secret: what only the ranks know, at least SECRET_BYTES; None, the default, for the value of the environment
+            variable SPARSECOLL_SECRET or, if there is none, for no secret.
 
     Raises:
-        CommunicationError: Some rank did not come or cannot be reached.
+        CommunicationError: Some rank did not come, cannot be reached or has another secret.
     """
-    rank = meeting.rank
-    watchdog = Watchdog(rank, lambda: "waits for all ranks to make their first call on the communicator", timeout)
-    sockets: dict[int, socket.socket] = {}
     try:
         with contextlib.ExitStack() as stack:
-            listener, hosts = addresses.listen(meeting.size + STRANGERS)
+            rank, what = meeting.rank, "waits for all ranks to make their first call on the communicator"
+            watchdog, known = Watchdog(rank, lambda: what, timeout), _secret(secret)
+            listener, host = addresses.listen(meeting.size + STRANGERS)
             local, name = addresses.listen_locally(meeting.size + STRANGERS)
             listeners = [stack.enter_context(one) for one in (listener, local) if one is not None]
-            cookie = secrets.token_hex(COOKIE_BYTES)
-            peers = _meet(meeting, Peer(hosts, listener.getsockname()[1], cookie, addresses.machine(), name), watchdog)
-            party = stack.enter_context(contextlib.closing(_Party(rank, peers, listeners)))
+            nonce = secrets.token_hex(NONCE_BYTES)
+            own = Peer(host, listener.getsockname()[1], nonce, addresses.machine(), name)
+            meeting.put(own.entry(rank, known))
+            entries = _entries(meeting, watchdog)
+            key = _proof(known, "key", *entries)
+            party = stack.enter_context(contextlib.closing(_Party(rank, _peers(entries, rank, known), key, listeners)))
             while not party.complete():
                 party.step()
                 _check(meeting, watchdog)
-            sockets, party.sockets = party.sockets, {}
-    except (CommunicationError, ValueError, OSError) as error:
-        why = str(error) if isinstance(error, CommunicationError) else f"rank {rank}: {error}"
+            meeting.clear()
+            return party.transport()
+    except Exception as error:
+        text = f"{error}" if isinstance(error, (ValueError, OSError)) else f"{type(error).__name__}: {error}"
+        why = str(error) if isinstance(error, CommunicationError) else f"rank {meeting.rank}: {text}"
         meeting.fail(why)
         raise CommunicationError(why) from error
-    meeting.clear()
-    for connected in sockets.values():
-        _set_options(connected)
-    return TcpTransport(rank, sockets, [peer.machine for peer in peers])
 
 
-def _meet(meeting: Meeting, own: Peer, watchdog: Watchdog) -> list[Peer]:
-    meeting.put(json.dumps(vars(own)))
+def _secret(given: str | bytes | None) -> bytes:
+    secret = os.environ.get(SECRET, "") if given is None else given
+    secret = secret.encode() if isinstance(secret, str) else secret
+    if len(secret) < SECRET_BYTES and (secret or given is not None):
+        raise ValueError(
+            f"{SECRET}: expected at least {SECRET_BYTES} bytes, got {len(secret)}: python -c 'import secrets;"
+            " print(secrets.token_hex())' makes a good one"
+        )
+    return secret
+
+
+def _proof(key: bytes, *parts: str | int | bytes) -> bytes:
+    """Return the HMAC-SHA256 of these parts."""
+    return hmac.digest(key, repr(parts).encode(), "sha256")
+
+
+def _entries(meeting: Meeting, watchdog: Watchdog) -> list[str]:
     pause = 0.001
     while True:
         _check(meeting, watchdog)
         entries = meeting.entries()
         if entries is not None:
-            return [Peer(**json.loads(entry)) for entry in entries]
+            return entries
         time.sleep(pause)
         pause = min(2 * pause, TICK_SECONDS)
+
+
+def _peers(entries: list[str], rank: int, secret: bytes) -> list[Peer]:
+    for other, entry in enumerate(entries):
+        proof, text = entry[: 2 * PROOF_BYTES], entry[2 * PROOF_BYTES :]
+        if not hmac.compare_digest(proof.encode(), _proof(secret, "entry", other, text.encode()).hex().encode()):
+            raise CommunicationError(
+                f"{SECRET}: expected the same secret on all ranks, got another one, or none, on rank {other} than on"
+                f" rank {rank}"
+            )
+    return [Peer(**json.loads(entry[2 * PROOF_BYTES :])) for entry in entries]
 
 
 def _check(meeting: Meeting, watchdog: Watchdog) -> None:
@@ -134,16 +172,18 @@ class _Handshake:
     """A connection of which the other end has not proved yet that it belongs to the job.
 
     Attributes:
+        missing: bytes that the other end has to send next.
         peer: the rank that this one has called; None if it was called itself.
-        where: the address that was called.
-        greeted: whether the one that calls need not send anything any more.
+        way: the family and the address that were called.
+        nonces: that of the rank that was called, and that of the caller.
         heard: what the other end has sent.
     """
 
     socket: socket.socket
+    missing: int
     peer: int | None = None
-    where: str = ""
-    greeted: bool = True
+    way: tuple[int, Any] = (0, "")
+    nonces: bytes = b""
     heard: bytes = b""
 
 
@@ -157,9 +197,9 @@ class _Party:
         sockets: the connections that are made, by rank.
     """
 
-    def __init__(self, rank: int, peers: list[Peer], listeners: list[socket.socket]) -> None:
+    def __init__(self, rank: int, peers: list[Peer], key: bytes, listeners: list[socket.socket]) -> None:
         self.sockets: dict[int, socket.socket] = {}
-        self._rank, self._cookies = rank, [bytes.fromhex(peer.cookie) for peer in peers]
+        self._rank, self._key, self._machines = rank, key, [peer.machine for peer in peers]
         self._ways = {peer: _ways(peers[peer], peers[rank].machine) for peer in range(rank + 1, len(peers))}
         self._due = dict.fromkeys(self._ways, 0.0)  # when to call a rank at its next address
         self._errors: dict[int, list[str]] = {peer: [] for peer in self._ways}
@@ -171,7 +211,15 @@ class _Party:
             self._poll.register(listener, select.POLLIN)
 
     def complete(self) -> bool:
-        return len(self.sockets) == len(self._cookies) - 1
+        return len(self.sockets) == len(self._machines) - 1
+
+    def transport(self) -> TcpTransport:
+        """Return the transport that has the connections."""
+        for connected in self.sockets.values():
+            _set_options(connected)
+        transport = TcpTransport(self._rank, self.sockets, self._machines)
+        self.sockets = {}
+        return transport
 
     def step(self) -> None:
         """Go on for TICK_SECONDS, or until all are connected."""
@@ -179,7 +227,8 @@ class _Party:
         while not self.complete() and (now := time.monotonic()) < end:
             for peer in [peer for peer, due in self._due.items() if now >= due and peer not in self.sockets]:
                 self._call(peer)
-            for number, _ in self._poll.poll(1000 * (end - now)):
+            due = min((due for peer, due in self._due.items() if peer not in self.sockets), default=end)
+            for number, _ in self._poll.poll(math.ceil(1000 * max(min(due, end) - now, 0))):
                 if number in self._listeners:
                     self._accept(self._listeners[number])
                 elif number in self._handshakes:
@@ -189,18 +238,18 @@ class _Party:
         for left in (*self.sockets.values(), *(handshake.socket for handshake in self._handshakes.values())):
             left.close()
 
-    def _watch(self, handshake: _Handshake, events: int) -> None:
+    def _watch(self, handshake: _Handshake) -> None:
         handshake.socket.setblocking(False)
         self._handshakes[handshake.socket.fileno()] = handshake
-        self._poll.register(handshake.socket, events)
+        self._poll.register(handshake.socket, select.POLLIN)
 
     def _call(self, peer: int) -> None:
-        for family, address in self._ways[peer]:
-            handshake = _Handshake(socket.socket(family, socket.SOCK_STREAM), peer, str(address[0]), greeted=False)
-            self._watch(handshake, select.POLLOUT)
-            code = handshake.socket.connect_ex(address)
+        for way in self._ways[peer]:
+            handshake = _Handshake(socket.socket(way[0], socket.SOCK_STREAM), NONCE_BYTES, peer, way)
+            self._watch(handshake)
+            code = handshake.socket.connect_ex(way[1])
             if code in (0, errno.EINPROGRESS):
-                self._due[peer] = time.monotonic() + TICK_SECONDS
+                self._due[peer] = time.monotonic() + (TICK_SECONDS if code else ANSWER_SECONDS)
                 return
             self._drop(handshake, os.strerror(code))
         self._due[peer] = math.inf
@@ -212,69 +261,101 @@ class _Party:
             )
 
     def _accept(self, listener: socket.socket) -> None:
-        with contextlib.suppress(BlockingIOError, ConnectionAbortedError):  # the caller has given up
-            self._watch(_Handshake(listener.accept()[0]), select.POLLIN)
+        """Send a nonce to who calls; if there are too many callers, the one that has waited for longest has to go."""
         callers = [handshake for handshake in self._handshakes.values() if handshake.peer is None]
-        if len(callers) > len(self._cookies) + STRANGERS:
-            self._drop(callers[0])
-
-    def _go_on(self, handshake: _Handshake) -> None:
-        """Greet, or take what has come."""
-        expected = COOKIE_BYTES if handshake.peer is not None else COOKIE_BYTES + RANK_BYTES
+        if len(callers) >= len(self._machines) + STRANGERS:
+            self._drop(callers.pop(0))
         try:
-            if handshake.peer is not None and not handshake.greeted:
-                handshake.socket.send(self._cookies[handshake.peer] + self._rank.to_bytes(RANK_BYTES, "little"))
-                handshake.greeted = True
-                self._due[handshake.peer] = time.monotonic() + ANSWER_SECONDS
-                self._watch(handshake, select.POLLIN)
-                return
-            data = handshake.socket.recv(expected - len(handshake.heard))
-            handshake.heard += data
-            if len(handshake.heard) == expected:
-                self._decide(handshake)
-            elif not data:
-                self._drop(handshake, "no answer: it has given up or ended")
-        except BlockingIOError:
-            pass
+            accepted = listener.accept()[0]
+        except OSError as error:  # the caller has given up, or this process has no descriptor left
+            full = error.errno in (errno.EMFILE, errno.ENFILE)
+            if full and not callers:
+                raise
+            for caller in callers if full else ():
+                self._drop(caller)
+            return
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        handshake = _Handshake(accepted, RANK_BYTES + NONCE_BYTES + PROOF_BYTES, nonces=nonce)
+        self._watch(handshake)
+        self._send(handshake, nonce)
+
+    def _send(self, handshake: _Handshake, message: bytes) -> bool:
+        """Return whether a message was sent; a new connection has room for it."""
+        try:
+            handshake.socket.send(message)
         except OSError as error:
             self._drop(handshake, error.strerror or str(error))
+            return False
+        return True
 
-    def _decide(self, handshake: _Handshake) -> None:
-        """Keep a connection whose other end knows the cookie of this rank, and answer a call."""
-        cookie, caller = handshake.heard[:COOKIE_BYTES], handshake.heard[COOKIE_BYTES:]
-        peer = int.from_bytes(caller, "little") if handshake.peer is None else handshake.peer
-        known = compare_digest(cookie, self._cookies[self._rank])
-        if not known or peer in self.sockets or (caller and peer >= self._rank):
-            self._drop(handshake, "a wrong answer, of another program")
+    def _go_on(self, handshake: _Handshake) -> None:
+        """Take what has come."""
+        try:
+            data = handshake.socket.recv(handshake.missing)
+        except BlockingIOError:
             return
-        if caller:
-            handshake.socket.send(self._cookies[peer])
-        self._drop(handshake, keep=True)
+        except OSError as error:
+            self._drop(handshake, error.strerror or str(error))
+            return
+        handshake.heard += data
+        handshake.missing -= len(data)
+        if not data:
+            self._drop(handshake, "no answer: it has given up or ended")
+        elif not handshake.missing:
+            heard, handshake.heard = handshake.heard, b""
+            self._take(handshake, heard)
+
+    def _take(self, handshake: _Handshake, heard: bytes) -> None:
+        """Greet, answer, or take an answer; keep a connection whose other end has proved that it belongs to the job."""
+        own, peer = self._rank, handshake.peer
+        if peer is None:
+            caller, proof = int.from_bytes(heard[:RANK_BYTES], "little"), heard[-PROOF_BYTES:]
+            handshake.nonces += heard[RANK_BYTES:-PROOF_BYTES]
+            known = hmac.compare_digest(proof, _proof(self._key, "call", caller, own, handshake.nonces))
+            if not known or caller in self.sockets or caller >= own:
+                self._drop(handshake)
+            elif self._send(handshake, _proof(self._key, "answer", caller, own, handshake.nonces)):
+                self._keep(handshake, caller)
+        elif not handshake.nonces:
+            nonce, handshake.missing = secrets.token_bytes(NONCE_BYTES), PROOF_BYTES
+            handshake.nonces = heard + nonce
+            proof = _proof(self._key, "call", own, peer, handshake.nonces)
+            self._send(handshake, own.to_bytes(RANK_BYTES, "little") + nonce + proof)
+        elif hmac.compare_digest(heard, _proof(self._key, "answer", own, peer, handshake.nonces)):
+            self._keep(handshake, peer)
+        else:
+            self._drop(handshake, "a wrong answer, of another program", again=False)
+
+    def _keep(self, handshake: _Handshake, peer: int) -> None:
+        self._forget(handshake)
         self.sockets[peer] = handshake.socket
         for other in [other for other in self._handshakes.values() if other.peer == peer]:
             self._drop(other)
 
-    def _drop(self, handshake: _Handshake, why: str = "", keep: bool = False) -> None:
-        """Watch a connection no more, and close it unless it is kept; a rank is then called elsewhere at once."""
+    def _forget(self, handshake: _Handshake) -> None:
         self._poll.unregister(handshake.socket)
         del self._handshakes[handshake.socket.fileno()]
-        if keep:
-            return
+
+    def _drop(self, handshake: _Handshake, why: str = "", again: bool = True) -> None:
+        """Close a connection. A rank is then called elsewhere; there once more if it had too many callers to go on."""
+        self._forget(handshake)
         handshake.socket.close()
-        if handshake.peer is not None:
-            self._due[handshake.peer] = 0.0
-            if handshake.socket.family != socket.AF_UNIX:  # it may be in another container
-                self._errors[handshake.peer].append(f"{handshake.where}: {why}")
+        if handshake.peer is None:
+            return
+        self._due[handshake.peer] = 0.0
+        if again and handshake.nonces:
+            self._ways[handshake.peer] = itertools.chain([handshake.way], self._ways[handshake.peer])
+            self._due[handshake.peer] = time.monotonic() + AGAIN_SECONDS
+        elif handshake.way[0] != socket.AF_UNIX:  # it may be in another container
+            self._errors[handshake.peer].append(f"{handshake.way[1][0]}: {why}")
 
 
 def _ways(target: Peer, machine: int) -> Iterator[tuple[int, Any]]:
     """Yield the families and addresses by which a rank on `machine` may reach a peer, the best one first."""
     if target.local and target.machine == machine:
         yield socket.AF_UNIX, f"\0{target.local}"
-    for host in target.hosts:
-        for family, address in addresses.resolve(host, target.port):
-            if target.machine == machine or not addresses.is_loopback(address[0]):
-                yield family, address
+    if target.machine == machine or not addresses.is_loopback(target.host):
+        yield addresses.family(target.host), (target.host, target.port)
 
 
 def _set_options(connection: socket.socket) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import math
 import select
@@ -25,7 +24,6 @@ from sparsecoll.transport.base import (
     STALL_TAG,
     CallMismatch,
     Transport,
-    living,
 )
 from sparsecoll.transport.tcp.connection import CHUNK, Connection, Disconnected, IncomingMessage
 from sparsecoll.transport.waiting import Watchdog
@@ -34,24 +32,24 @@ LOOK_SECONDS = 5.0  # between looks at the hosts of a rank that waits
 FAREWELL_SECONDS = 1.0  # in which a rank that revokes the communicator sends its report
 
 
-@atexit.register
-def _leave_all() -> None:
-    for transport in living():
-        if isinstance(transport, TcpTransport) and not transport.broken:
-            transport.leave()
-
-
 class TcpReceive:
     """A receive request for the next message from one source; its tag must be `tag`, if that is not None."""
 
-    __slots__ = ("_transport", "connection", "into", "message", "tag")
+    __slots__ = ("_room", "_transport", "connection", "into", "message", "tag")
 
     def __init__(self, transport: TcpTransport, connection: Connection, into: Buffer | None, tag: int | None) -> None:
         self._transport = transport
         self.connection = connection
         self.into = into
         self.tag = tag
+        self._room = transport.room
         self.message: IncomingMessage | None = None
+
+    def admit(self, tag: int, size: int) -> None:
+        """Refuse a message that is not the one expected, or longer than any that the call can hold."""
+        if tag != self.tag:
+            raise CallMismatch(f"rank {self.connection.peer} is in another call")
+        self._transport.check_room(self.connection.peer, size, self._room)
 
     def wait(self) -> Buffer:
         """Wait for the message; earlier requests of this source are served first."""
@@ -123,10 +121,12 @@ class TcpTransport(Transport):
         self.leave()
         self._abandon(why)
 
-    def leave(self) -> None:
+    def leave(self) -> bool:
         """Read what others have told: where data are unread, closing a socket also discards data on their way."""
-        with contextlib.suppress(CallMismatch):
-            self._listen()
+        if not self.broken:
+            with contextlib.suppress(CallMismatch):
+                self._listen()
+        return True
 
     def forked(self) -> None:
         """Close the copies of the sockets, or peers would not notice when the process that was forked ends."""
@@ -266,13 +266,13 @@ class TcpTransport(Transport):
         """Receive what has arrived of the messages that are expected on a connection.
 
         Raises:
-            CommunicationError: The rank at the other end is lost.
+            CommunicationError: The rank at the other end is lost, or its message is too long.
             CallMismatch: A message has another tag.
         """
         while connection.expected:
             request = connection.expected[0]
             try:
-                complete = connection.poll(request.into, keep=request.tag is not None)
+                complete = connection.poll(request.into, None if request.tag is None else request.admit)
             except Disconnected as error:
                 raise self._lost(connection, error) from error
             tag = None if connection.message is None else connection.message.tag

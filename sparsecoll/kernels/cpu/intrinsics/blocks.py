@@ -1,7 +1,8 @@
 """Operations on blocks of BLOCK items, LANES of them at a time, in registers of REGISTER bits.
 
-The instruction sets differ only in `_packed`, which moves the chosen lanes of a register to its front. The packed
-register is then stored whole: the instruction that stores only the chosen lanes is slow on AMD processors.
+The instruction sets differ in how the chosen lanes of a register are written: `_packed` moves them to its front, and
+the register is stored whole, since the instruction that stores only the chosen lanes is slow on AMD processors;
+`portable` stores one lane after the other, and leaves registers to LLVM.
 """
 
 from __future__ import annotations
@@ -13,20 +14,21 @@ from llvmlite import ir
 from numba.core import types
 
 from sparsecoll.kernels.cpu.intrinsics.target import BLOCK, LANES, REGISTER, SET
-from sparsecoll.kernels.cpu.intrinsics.words import cgutils, data_of, intrinsic, magnitude_of
+from sparsecoll.kernels.cpu.intrinsics.words import cgutils, data_of, intrinsic, magnitude_of, prefetch_at
 
 I8, I32, I64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
+AHEAD = 1024  # items from a block to the one that is loaded meanwhile
 
 
-def _splat(builder: Any, value: Any) -> Any:
-    vector = ir.VectorType(value.type, LANES)
+def _splat(builder: Any, value: Any, lanes: int) -> Any:
+    vector = ir.VectorType(value.type, lanes)
     one = builder.insert_element(ir.Constant(vector, ir.Undefined), value, ir.Constant(I32, 0))
-    zeros = ir.Constant(ir.VectorType(I32, LANES), [0] * LANES)
+    zeros = ir.Constant(ir.VectorType(I32, lanes), [0] * lanes)
     return builder.shuffle_vector(one, ir.Constant(vector, ir.Undefined), zeros)
 
 
-def _load(builder: Any, data: Any, offset: Any) -> Any:
-    vector = ir.VectorType(data.type.pointee, LANES)
+def _load(builder: Any, data: Any, offset: Any, lanes: int = LANES) -> Any:
+    vector = ir.VectorType(data.type.pointee, lanes)
     loaded = builder.load(builder.bitcast(builder.gep(data, [offset]), vector.as_pointer()))
     loaded.align = 1
     return loaded
@@ -81,13 +83,19 @@ def _packed(builder: Any, value: Any, chosen: Any) -> Any:
 def _compress_store(builder: Any, value: Any, chosen: Any, data: Any, offset: Any) -> None:
     """Pack the chosen lanes together and write them from `offset` on."""
     width = value.type.element.width
+    if SET == "portable" or value.type.count == 1:
+        for lane in range(value.type.count):
+            one, taken = (builder.extract_element(x, ir.Constant(I32, lane)) for x in (value, chosen))
+            builder.store(one, builder.gep(data, [offset]))
+            offset = builder.add(offset, builder.zext(taken, offset.type))
+        return
     if width * value.type.count > REGISTER:
         low = _half(builder, chosen, 0)
         _compress_store(builder, _half(builder, value, 0), low, data, offset)
         offset = builder.add(offset, _popcount(builder, low, offset.type))
         _compress_store(builder, _half(builder, value, 1), _half(builder, chosen, 1), data, offset)
         return
-    wide = builder.zext(value, ir.VectorType(I32, LANES)) if width < 32 else value
+    wide = builder.zext(value, ir.VectorType(I32, value.type.count)) if width < 32 else value
     packed = _packed(builder, wide, chosen)
     _store(builder, builder.trunc(packed, value.type) if width < 32 else packed, data, offset)
 
@@ -104,15 +112,15 @@ def _order(builder: Any, chosen: Any) -> Any:
 
 def _compress_indices(builder: Any, given: Any, start: Any, chosen: Any, data: Any, offset: Any) -> None:
     """Write the indices of the chosen lanes from `offset` on: their positions, from `start` on, or those `given`."""
-    element = data.type.pointee
+    element, lanes = data.type.pointee, chosen.type.count
     if given is not None:
-        _compress_store(builder, _load(builder, given, start), chosen, data, offset)
+        _compress_store(builder, _load(builder, given, start, lanes), chosen, data, offset)
         return
-    first = _splat(builder, builder.trunc(start, element) if element.width < 64 else start)
-    if SET == "avx2" and element.width == 32:
+    first = _splat(builder, builder.trunc(start, element) if element.width < 64 else start, lanes)
+    if SET == "avx2" and element.width == 32 and lanes > 1:
         _store(builder, builder.add(_order(builder, chosen), first), data, offset)
     else:
-        lane = ir.Constant(first.type, list(range(LANES)))
+        lane = ir.Constant(first.type, list(range(lanes)))
         _compress_store(builder, builder.add(first, lane), chosen, data, offset)
 
 
@@ -132,21 +140,21 @@ def _append(
 
 def _floats(values: Any) -> Any:
     """The type of the floats of which these are bit patterns."""
-    return ir.VectorType({32: ir.FloatType(), 64: ir.DoubleType()}[values.type.element.width], LANES)
+    return ir.VectorType({32: ir.FloatType(), 64: ir.DoubleType()}[values.type.element.width], values.type.count)
 
 
 def _accumulated(builder: Any, values: Any, addend: Any, scale: Any) -> Any:
     """values + scale * addend of float bit patterns; the product is rounded before the sum. No scale (None) is 1."""
     term = builder.bitcast(addend, _floats(values))
     if scale is not None:
-        term = builder.fmul(_splat(builder, scale), term)
+        term = builder.fmul(_splat(builder, scale, term.type.count), term)
     return builder.bitcast(builder.fadd(builder.bitcast(values, _floats(values)), term), values.type)
 
 
 def _scaled_sum(builder: Any, first: Any, second: Any, scale: Any) -> Any:
     """scale * (first + second) of float bit patterns; the sum is rounded before the product."""
     total = builder.fadd(*(builder.bitcast(term, _floats(first)) for term in (first, second)))
-    return builder.bitcast(builder.fmul(_splat(builder, scale), total), first.type)
+    return builder.bitcast(builder.fmul(_splat(builder, scale, total.type.count), total), first.type)
 
 
 def _starts(builder: Any, start: Any) -> list[Any]:
@@ -154,92 +162,85 @@ def _starts(builder: Any, start: Any) -> list[Any]:
     return [builder.add(start, ir.Constant(start.type, part)) for part in range(0, BLOCK, LANES)]
 
 
-def _any(builder: Any, chosen: Any) -> Any:
-    """Whether a lane is chosen."""
-    word = builder.bitcast(chosen, ir.IntType(chosen.type.count))
-    return builder.icmp_unsigned("!=", word, ir.Constant(word.type, 0))
-
-
 @intrinsic  # type: ignore[untyped-decorator]
 def compress_block(
-    context: Any,
-    bits: Any,
-    origin: Any,
-    start: Any,
-    mask: Any,
-    key: Any,
-    indices: Any,
-    addend: Any,
-    scale: Any,
-    velocity: Any,
-    new_velocity: Any,
-    factor: Any,
-    out_i: Any,
-    out_v: Any,
-    count: Any,
-    clear: Any,
-    nesterov: Any,
-    often: Any,
+    context: Any, bits: Any, start: Any, mask: Any, key: Any, work: Any, indices: Any, out: Any, count: Any, how: Any
 ) -> Any:
-    """Append those of the BLOCK items from `start` on whose key is >= `key` to out_i and out_v; return the new count.
+    """Append those of the BLOCK items from `start` on whose key is >= `key` to both arrays of `out`; the new count.
 
-    The items are those of `bits`, or of `origin`, from which they are copied to `bits`. `indices` gives their indices;
-    None: their positions. Unless `addend` (bit patterns) is None, scale * addend is added to the items first, and
-    before that, unless `velocity` is None, `kernels.keys.Momentum` replaces them. Unless `clear` is None, the items
-    taken are zero in `bits` afterwards. All arrays are contiguous. Writes up to BLOCK items beyond the count. A block
-    without such items is skipped by a branch, unless there are some so `often` that the processor would often predict
-    it wrongly.
+    `work`, (clear,) or (origin, addend, scale, velocity, new_velocity, factor, nesterov, clear), is what is done to the
+    items of `bits` besides, None for what is not. They are read from `origin` and written to `bits`;
+    `kernels.keys.Momentum` replaces them; scale * addend is added; and those taken are zero in `bits` afterwards.
+    `indices` gives their indices; None: their positions. All arrays are contiguous, and those of floats have the width
+    of `bits`. Writes up to BLOCK items beyond the count.
+
+    `how` is (often, far): a block without such items is skipped by a branch, unless there are some so `often` that the
+    processor would often predict it wrongly, and of what is written, if it is `far`, a later block is loaded: stores
+    wait longer for memory than loads. None: this is one item, not a block.
     """
-    momentum_types = velocity, new_velocity, factor
-    given_types = bits, origin, types.int64, mask, key, indices, addend, scale, *momentum_types, out_i, out_v
-    signature = types.int64(*given_types, types.int64, clear, nesterov, types.boolean)
-    added, cleared = (not isinstance(kind, types.NoneType) for kind in (addend, clear))
-    moved = added or not isinstance(origin, types.NoneType)
+    signature = types.int64(bits, types.int64, mask, key, work, indices, out, types.int64, how)
+    lanes = 1 if isinstance(how, types.NoneType) else LANES
+    first = len(work.types) - 8
+    origin, addend, _, velocity, new_velocity, _, nesterov, clear = [types.none] * -first + [*work.types]
+    has_origin, added, moving, by_nesterov, cleared, has_indices = (
+        not isinstance(kind, types.NoneType) for kind in (origin, addend, velocity, nesterov, clear, indices)
+    )
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        a_bits, a_origin, start, mask, key, a_indices, a_addend, scale, *momentum, a_i, a_v, count, _, _, often = (
-            arguments
-        )
-        target, starts = data_of(context, builder, bits, a_bits), _starts(builder, start)
-        source = target if isinstance(origin, types.NoneType) else data_of(context, builder, origin, a_origin)
-        items = [_load(builder, source, at) for at in starts]
-        if not isinstance(velocity, types.NoneType):
-            kinds = zip((velocity, new_velocity), momentum, strict=False)
-            old, new = (builder.bitcast(data_of(context, builder, *kind), target.type) for kind in kinds)
-            moving = [_load(builder, old, at) for at in starts]
-            if isinstance(nesterov, types.NoneType):
-                items = [_accumulated(builder, x, v, momentum[2]) for x, v in zip(items, moving, strict=True)]
-                moving = items
+        a_bits, start, mask, key, a_work, a_indices, a_out, count, a_how = arguments
+        target = data_of(context, builder, bits, a_bits)
+        starts = _starts(builder, start) if lanes > 1 else [start]
+
+        def item(place: int) -> Any:
+            return builder.extract_value(a_work, first + place)
+
+        def data(kind: Any, place: int) -> Any:
+            return builder.bitcast(data_of(context, builder, kind, item(place)), target.type)
+
+        def loaded(source: Any) -> list[Any]:
+            return [_load(builder, source, at, lanes) for at in starts]
+
+        if lanes > 1 and not has_origin:
+            with builder.if_then(builder.extract_value(a_how, 1)):
+                for memory in [target, data(new_velocity, 4)] if moving else [target]:
+                    for place in range(AHEAD, AHEAD + BLOCK, 512 // target.type.pointee.width):
+                        prefetch_at(builder, builder.gep(memory, [builder.add(start, ir.Constant(I64, place))]))
+        items = loaded(data(origin, 0) if has_origin else target)
+        if moving:
+            moved = zip(items, loaded(data(velocity, 3)), strict=True)
+            if by_nesterov:
+                velocities = [_scaled_sum(builder, v, x, item(5)) for x, v in moved]
+                items = [_accumulated(builder, x, v, None) for x, v in zip(items, velocities, strict=True)]
             else:
-                moving = [_scaled_sum(builder, v, x, momentum[2]) for x, v in zip(items, moving, strict=True)]
-                items = [_accumulated(builder, x, v, None) for x, v in zip(items, moving, strict=True)]
-            for v, at in zip(moving, starts, strict=True):
-                _store(builder, v, new, at)
+                items = velocities = [_accumulated(builder, x, v, item(5)) for x, v in moved]
+            for v, at in zip(velocities, starts, strict=True):
+                _store(builder, v, data(new_velocity, 4), at)
         if added:
-            terms = data_of(context, builder, addend, a_addend)
-            items = [
-                _accumulated(builder, x, _load(builder, terms, at), scale) for x, at in zip(items, starts, strict=True)
-            ]
-        given = None if isinstance(indices, types.NoneType) else data_of(context, builder, indices, a_indices)
-        key, mask = _splat(builder, key), _splat(builder, mask)
+            terms = zip(items, loaded(data(addend, 1)), strict=True)
+            items = [_accumulated(builder, x, term, item(2)) for x, term in terms]
+        given = data_of(context, builder, indices, a_indices) if has_indices else None
+        key, mask = _splat(builder, key, lanes), _splat(builder, mask, lanes)
         keys = [magnitude_of(builder, bits.dtype.signed, x, mask) for x in items]
         largest = functools.reduce(lambda a, b: builder.select(builder.icmp_unsigned(">", a, b), a, b), keys)
-        target_i, target_v = data_of(context, builder, out_i, a_i), data_of(context, builder, out_v, a_v)
-        end = count
-        taken = _any(builder, builder.icmp_unsigned(">=", largest, key))
-        with builder.if_else(builder.or_(taken, often)) as (some, none):
+        to_i, to_v = (data_of(context, builder, kind, builder.extract_value(a_out, n)) for n, kind in enumerate(out))
+        end, written = count, has_origin or moving or added
+        word = builder.bitcast(builder.icmp_unsigned(">=", largest, key), ir.IntType(lanes))
+        taken = builder.icmp_unsigned("!=", word, ir.Constant(word.type, 0))
+        if lanes > 1 and SET != "portable":
+            taken = builder.or_(taken, builder.extract_value(a_how, 0))
+        with builder.if_else(taken) as (some, none):
             with some:
                 for x, k, at in zip(items, keys, starts, strict=True):
                     chosen = builder.icmp_unsigned(">=", k, key)
-                    end = _append(builder, x, chosen, given, at, target_i, target_v, end)
+                    end = _append(builder, x, chosen, given, at, to_i, to_v, end)
                     if cleared:
                         x = builder.select(chosen, ir.Constant(x.type, None), x)
-                    if moved or cleared:
+                    if written or cleared:
                         _store(builder, x, target, at)
                 after_some = builder.block
             with none:
                 for x, at in zip(items, starts, strict=True):
-                    if moved:
+                    if written:
                         _store(builder, x, target, at)
                 after_none = builder.block
         result = builder.phi(count.type)
@@ -299,42 +300,3 @@ def end_stream(context: Any) -> Any:
         return context.get_dummy_value()
 
     return types.none(), generate
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def narrow_block(context: Any, bits: Any, start: Any, out: Any) -> Any:
-    """BLOCK float32 (bit patterns) to float16 (bit patterns), finite ones cut to the largest finite value."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        source, target = data_of(context, builder, bits, arguments[0]), data_of(context, builder, out, arguments[2])
-        floats = ir.VectorType(ir.FloatType(), LANES)
-        for at in _starts(builder, arguments[1]):
-            word = _load(builder, source, at)
-            x = builder.bitcast(word, floats)
-            infinity = ir.Constant(word.type, [0x7F800000] * LANES)
-            magnitude = builder.and_(word, ir.Constant(word.type, [0x7FFFFFFF] * LANES))
-            finite = builder.icmp_unsigned("<", magnitude, infinity)
-            for sign, side in ((1.0, ">"), (-1.0, "<")):
-                limit = ir.Constant(floats, [sign * 65504.0] * LANES)
-                beyond = builder.and_(finite, builder.fcmp_ordered(side, x, limit))
-                x = builder.select(beyond, limit, x)
-            half = builder.fptrunc(x, ir.VectorType(ir.HalfType(), LANES))
-            _store(builder, builder.bitcast(half, ir.VectorType(ir.IntType(16), LANES)), target, at)
-        return context.get_dummy_value()
-
-    return types.none(bits, types.int64, out), generate
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def widen_block(context: Any, bits: Any, start: Any, out: Any) -> Any:
-    """BLOCK float16 (bit patterns) to float32 (bit patterns)."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        source, target = data_of(context, builder, bits, arguments[0]), data_of(context, builder, out, arguments[2])
-        for at in _starts(builder, arguments[1]):
-            half = builder.bitcast(_load(builder, source, at), ir.VectorType(ir.HalfType(), LANES))
-            wide = builder.fpext(half, ir.VectorType(ir.FloatType(), LANES))
-            _store(builder, builder.bitcast(wide, ir.VectorType(I32, LANES)), target, at)
-        return context.get_dummy_value()
-
-    return types.none(bits, types.int64, out), generate

@@ -7,14 +7,13 @@ from typing import Any
 
 import llvmlite.binding as llvm
 import numba as nb
-from numba.core import codegen as _codegen
-from numba.core import registry as _registry
+from numba.core import codegen as _codegen, registry as _registry
 
 codegen: Any = _codegen
 config: Any = nb.config
 if config.DISABLE_JIT:
     raise ImportError("NUMBA_DISABLE_JIT is set")
-REGISTERS = {"avx512": 512, "avx2": 256, "portable": 0}  # bits of a register
+REGISTERS = {"avx512": 512, "avx2": 256, "portable": 512}  # bits of a register; LLVM divides portable ones
 BLOCK = 32  # items of a block, in all sets
 
 

@@ -6,8 +6,7 @@ from typing import Any
 
 import numba as nb
 from llvmlite import ir
-from numba.core import cgutils as _cgutils
-from numba.core import types
+from numba.core import cgutils as _cgutils, types
 from numba.cpython.unsafe import numbers as _numbers
 from numba.extending import intrinsic as _intrinsic
 
@@ -51,6 +50,26 @@ def popcount(context: Any, word: Any) -> Any:
 
 
 @intrinsic  # type: ignore[untyped-decorator]
+def narrowed(context: Any, value: Any) -> Any:
+    """The bits of a float32 as float16, rounded to nearest even. Without F16C, LLVM calls a function for it."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.bitcast(builder.fptrunc(arguments[0], ir.HalfType()), ir.IntType(16))
+
+    return types.uint16(types.float32), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def widened(context: Any, bits: Any) -> Any:
+    """The float32 of the bits of a float16."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.fpext(builder.bitcast(arguments[0], ir.HalfType()), ir.FloatType())
+
+    return types.float32(types.uint16), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
 def load64(context: Any, data: Any, offset: Any) -> Any:
     """The eight bytes from `offset` on of a contiguous uint8 array as a little-endian uint64; any alignment."""
 
@@ -76,18 +95,20 @@ def store64(context: Any, data: Any, offset: Any, word: Any) -> Any:
     return types.none(data, types.int64, types.uint64), generate
 
 
+def prefetch_at(builder: Any, pointer: Any) -> None:
+    byte, number = ir.IntType(8).as_pointer(), ir.IntType(32)
+    kind = ir.FunctionType(ir.VoidType(), [byte, number, number, number])
+    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+    read, locality, data = (ir.Constant(number, n) for n in (0, 2, 1))
+    builder.call(function, [builder.bitcast(pointer, byte), read, locality, data])
+
+
 @intrinsic  # type: ignore[untyped-decorator]
 def prefetch(context: Any, array: Any, offset: Any) -> Any:
     """Have the processor load the item at `offset` of a contiguous array into its second-level cache; any offset."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        pointer = builder.gep(data_of(context, builder, array, arguments[0]), [arguments[1]])
-        byte = ir.IntType(8).as_pointer()
-        number = ir.IntType(32)
-        kind = ir.FunctionType(ir.VoidType(), [byte, number, number, number])
-        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-        read, locality, data = (ir.Constant(number, n) for n in (0, 2, 1))
-        builder.call(function, [builder.bitcast(pointer, byte), read, locality, data])
+        prefetch_at(builder, builder.gep(data_of(context, builder, array, arguments[0]), [arguments[1]]))
         return context.get_dummy_value()
 
     return types.none(array, types.int64), generate

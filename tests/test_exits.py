@@ -1,0 +1,112 @@
+"""A process that ends with calls under way: it ends with its status, and the others are told (see exit_programs.py).
+
+SPARSECOLL_EXITS=20 runs every case so many times, with two and three ranks each; without it, some run once.
+"""
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from test_faults import MPIRUN, OPEN_MPI
+
+PROGRAM = Path(__file__).parent / "exit_programs.py"
+TIMES = int(os.environ.get("SPARSECOLL_EXITS", "0"))
+ABORTED = re.compile(r"terminate called|Fatal Python|[Ss]egmentation|double free|corrupt")
+# the exit status of the last rank, and whether the others get an error that names it
+ENDS = {
+    "outstanding, ends": (0, True),
+    "outstanding, raises": (1, True),
+    "outstanding, exits": (3, True),
+    "matched": (0, False),
+    "plan": (1, True),
+    "plainly": (1, True),
+    "early": (0, True),
+    "ddp, loss": (1, True),
+    "ddp, hook": (1, True),
+    "optimizer, loss": (1, True),
+    "optimizer, hook": (1, True),
+    "finalizers, all": (0, False),
+    "finalizers, one": (0, False),
+    "daemon": (0, True),
+    "daemon, raises": (1, True),
+    "thread": (0, True),
+    "thread, raises": (1, True),
+    "works on": (0, False),
+    "forked": (0, False),
+    "interrupted": (-2, True),
+}
+OVER_MPI = {**ENDS, "finalized": (0, True)}
+TOGETHER = [
+    f"together, {order}, {end}"
+    for order in ("gms", "mgs", "gsm")
+    for end in ("left", "outstanding", "destroy", "finalize", "finalize only")
+]
+SOME = ["outstanding, raises", "ddp, hook", "daemon", "thread, raises", "interrupted"]
+SOME_OVER_MPI = ["outstanding, raises", "matched", "finalized", "thread, raises", TOGETHER[6]]
+
+
+def told(text):
+    return re.findall(r"<rank (\d+): (.*?)>$", text, re.S | re.M)
+
+
+def check(case, size, rank, text):
+    """What one rank that is not the last one has printed."""
+    failed = OVER_MPI.get(case, (0, False))[1]
+    said = [what for number, what in told(text) if int(number) == rank]
+    if failed:
+        assert len(said) == 1 and f"rank {size - 1}" in said[0], (case, rank, text)
+    else:
+        assert set(said) <= {"done"}, (case, rank, text)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 3] if TIMES else [3])
+def test_over_sockets(size):
+    pytest.importorskip("torch.distributed")
+    cases = [*ENDS] * TIMES or SOME
+    done = subprocess.run(
+        [sys.executable, str(PROGRAM), str(size), *cases], capture_output=True, text=True, timeout=60_000, check=False
+    )
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(rows) == size * len(cases), done.stdout + done.stderr
+    for row in rows:
+        case, rank, text = row["case"], row["rank"], row["text"]
+        assert not ABORTED.search(text), row
+        status, failed = ENDS[case]
+        if rank == size - 1:
+            assert row["status"] == status, row
+        else:
+            assert row["status"] == (5 if failed else 0), row
+            check(case, size, rank, text)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("time", range(TIMES or 1))
+@pytest.mark.parametrize("size", [2, 3] if TIMES else [3])
+@pytest.mark.parametrize("case", [*OVER_MPI, *TOGETHER] if TIMES else SOME_OVER_MPI)
+def test_over_mpi(case, size, time, tmp_path):
+    if MPIRUN is None:
+        pytest.skip("no mpirun")
+    if re.match("ddp|optimizer|together|forked", case) and importlib.util.find_spec("torch") is None:
+        pytest.skip("no torch")
+    flags = ["--oversubscribe", *(["--allow-run-as-root"] if os.geteuid() == 0 else [])] if OPEN_MPI else []
+    done = subprocess.run(
+        [MPIRUN, *flags, "-n", str(size), sys.executable, str(PROGRAM), "mpi", case],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+        stdin=subprocess.DEVNULL,
+        env={**os.environ, "ENDED": str(tmp_path)},
+    )
+    text = done.stdout + done.stderr
+    assert not ABORTED.search(text), text
+    status, failed = OVER_MPI.get(case, (0, False))
+    assert (done.returncode != 0) == (status != 0 or failed), text
+    for rank in range(size - 1):
+        check(case, size, rank, text)

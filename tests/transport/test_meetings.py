@@ -1,0 +1,107 @@
+"""Where the ranks of a process group meet again and again, among them processes that were not there before."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+dist = pytest.importorskip("torch.distributed")
+
+from sparsecoll import CommunicationError  # noqa: E402
+from sparsecoll.transport.process_groups import StoreMeeting  # noqa: E402
+from sparsecoll.transport.tcp import connect  # noqa: E402
+
+
+def come(store, rank, size=2):
+    """A meeting as a process has it that knows nothing of earlier ones."""
+    return StoreMeeting(store, rank, size, "sparsecoll/0", counted=True)
+
+
+def met(store, size=2):
+    """Connect all ranks, rank 0 first; the transports, or exceptions."""
+    begun = threading.Event()
+
+    class First(StoreMeeting):
+        def put(self, entry):
+            super().put(entry)
+            begun.set()
+
+    def one(rank):
+        if rank == 0:
+            return tried(First(store, 0, size, "sparsecoll/0", counted=True))
+        assert begun.wait(20)
+        return tried(come(store, rank, size))
+
+    def tried(meeting):
+        try:
+            return connect(meeting, 20)
+        except CommunicationError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(one, range(size)))
+
+
+def all_met(outcomes):
+    sizes = [getattr(outcome, "size", outcome) for outcome in outcomes]
+    for outcome in outcomes:
+        getattr(outcome, "close", str)()
+    return sizes == [len(outcomes)] * len(outcomes), sizes
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_ranks_meet_again_in_the_same_place(size):
+    store = dist.HashStore()
+    for _ in range(3):
+        assert all_met(met(store, size))[0]
+
+
+@pytest.mark.parametrize("times", [1, 3])
+def test_a_rank_that_has_waited_in_vain_meets_one_that_comes_for_the_first_time(times):
+    store = dist.HashStore()
+    for _ in range(times):
+        with pytest.raises(CommunicationError, match="rank 0 waits for all ranks to make their first call"):
+            connect(come(store, 0), 0.1)
+    good, sizes = all_met(met(store))
+    assert good, sizes
+
+
+def test_a_rank_that_waits_meets_the_one_that_replaces_a_process_which_never_came():
+    store = dist.HashStore()
+    with ThreadPoolExecutor(2) as pool:
+        waits = pool.submit(connect, come(store, 0), 20)
+        lost = come(store, 1)  # it is killed before it leaves an entry
+        del lost
+        new = pool.submit(connect, come(store, 1), 20)
+        assert all_met([waits.result(), new.result()])[0]
+
+
+def test_what_has_failed_before_does_not_fail_the_next_meeting():
+    store = dist.HashStore()
+    for rank in range(2):
+        come(store, rank).fail("rank 1: a bug")
+    assert all_met(met(store))[0]
+
+
+def test_a_rank_that_comes_after_a_failure_hears_of_it():
+    store = dist.HashStore()
+    come(store, 0).fail("rank 0: a bug")
+    with pytest.raises(CommunicationError, match="rank 0: a bug"):
+        connect(come(store, 1), 20)
+
+
+def test_all_ranks_hear_of_a_failure():
+    store, told = dist.HashStore(), threading.Event()
+
+    def fails():
+        meeting = come(store, 1)
+        assert told.wait(20)
+        meeting.fail("rank 1: a bug")
+
+    with ThreadPoolExecutor(2) as pool:
+        failing = pool.submit(fails)
+        waits = pool.submit(connect, come(store, 0), 20)
+        told.set()
+        with pytest.raises(CommunicationError, match="rank 1: a bug"):
+            waits.result()
+        failing.result()
