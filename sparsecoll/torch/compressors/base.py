@@ -79,7 +79,7 @@ class Compressor(ABC):
     def bind(self, layout: Layout, transport: Transport, context: StepContext, timeout: float | None = None) -> None:
         """Allocate the state of a bucket; collective, since compressors may measure or agree here."""
         self.layout, self.context, self.timeout = layout, context, timeout
-        self.size, self.rank = transport.size, transport.rank
+        self.size, self.own_rank = transport.size, transport.rank  # `rank` is an option of PowerSGD
         self._epoch = transport.epoch
         self.versions = Versions(layout)
 
