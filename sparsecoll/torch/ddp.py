@@ -19,6 +19,7 @@ from sparsecoll.torch.compressors import Compressor, resolve
 from sparsecoll.torch.reduction.bucket import Bucket
 from sparsecoll.torch.reduction.buckets import Buckets
 from sparsecoll.torch.reduction.grad_scaler import enabled
+from sparsecoll.torch.reduction.gradients import State
 from sparsecoll.torch.reduction.row_gradients import RowBucket, nan_rows
 from sparsecoll.torch.reduction.state import UNNAMED, Copied
 from sparsecoll.torch.reduction.steps import Steps
@@ -272,7 +273,7 @@ class HookState(Copied):
             self.transport.waitall()
         unused = {name for name, is_used in zip(names, used.tolist(), strict=True) if not is_used}
         if unused:
-            compressor.exclude(unused)
+            compressor.versions.exclude(unused)
             for name in unused:
                 layout.part(mean, name).zero_()
 
@@ -281,7 +282,6 @@ class HookState(Copied):
         row = Row(self._replica.context.step, JOINED * joined, {})
         with CollectiveCall(self.transport, "end of back-propagation", self._timeout), self.transport.phase("agree"):
             outcome = row.exchange(self.transport)
-        self._buckets.keep()
         self._joined, self._left, self._reduced = outcome.joined, joined, 0
         self._complete = True
         if joined and outcome.step is not None:  # this rank's optimizer does not step, but others do
@@ -342,7 +342,7 @@ class HookState(Copied):
             ValueError: The state is of other parameters or another compressor.
         """
         self._buckets.load_state_dict(lambda: state)
-        self._steps.pending = False
+        self._steps.gradients.to(State.EMPTY)
 
 
 def _all_zero(gradient: torch.Tensor) -> bool:

@@ -13,8 +13,8 @@ def step(own, transport, gradient):
     """The mean of a step that is taken."""
     out = np.empty_like(gradient) if own.keeps_gradient else gradient
     own.allreduce_mean(transport, gradient, out)
-    own.keep()
-    own.commit()
+    own.versions.accept()
+    own.versions.commit()
     return out
 
 

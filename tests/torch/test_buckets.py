@@ -36,8 +36,8 @@ def test_a_gradient_that_lies_elsewhere_gives_the_same_bits(name):
             memory = np.full(600, np.nan, np.float32)
             out = np.empty(600, np.float32) if elsewhere.keeps_gradient else memory
             elsewhere.allreduce_mean(comm.transport, memory, out, source)
-            elsewhere.keep()
-            elsewhere.commit()
+            elsewhere.versions.accept()
+            elsewhere.versions.commit()
             np.testing.assert_array_equal(out, expected)
             np.testing.assert_array_equal(source, gradient)
             for own in (given, elsewhere):

@@ -63,7 +63,7 @@ def test_entries_that_are_cleared_where_they_are_selected_leave_the_same_bits(co
             gradient[::7], gradient[1::7] = 0.0, -0.0
             means = [step(own, transport, gradient.copy()).tobytes() for own in both]
             assert means[0] == means[1]
-            for kept, same in zip(*([v.current.tobytes() for v in own._versions] for own in both), strict=True):
+            for kept, same in zip(*([v.current.tobytes() for v in own.versions.arrays] for own in both), strict=True):
                 assert kept == same
         return both[0]._clears
 
@@ -90,7 +90,7 @@ def test_entries_cleared_before_a_reduction_failed_are_sent_again(compressor):
                     with pytest.raises(sparsecoll.CommunicationError, match="rank 2 failed: Fault"):
                         own.allreduce_mean(transport, gradient.copy(), np.empty(100))
                     unpatch(transport, "isend")
-                    own.drop()
+                    own.versions.drop()
                 found.append((step(own, transport, gradient).tobytes(), own.residual.tobytes()))
         assert found[: len(found) // 2] == found[len(found) // 2 :]
 

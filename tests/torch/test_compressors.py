@@ -61,6 +61,13 @@ CHECKED = CONSERVING | {
 }
 
 
+@pytest.mark.parametrize("name", COMPRESSORS)
+def test_options_are_as_given_once_a_bucket_is_bound(name):
+    """Nothing that a compressor learns of its rank or bucket takes the name of an option."""
+    gradients = [np.ones((8, 8), np.float32)] * 2
+    assert [own.describe() for _, own in one(name, gradients)] == [resolve(name).describe()] * 2
+
+
 @pytest.mark.parametrize("name", CHECKED)
 def test_contract(name):
     check_compressor(resolve(CHECKED[name]), conserves=name in CONSERVING)

@@ -19,7 +19,7 @@ from sparsecoll.torch.compressors import (  # noqa: E402
     TopK,
     resolve,
 )
-from sparsecoll.torch.compressors.versions import Rates  # noqa: E402
+from sparsecoll.torch.compressors.versions import Rates, Versions  # noqa: E402
 from sparsecoll.torch.tensors.layout import Layout  # noqa: E402
 
 
@@ -160,8 +160,8 @@ def test_residuals_follow_the_learning_rate():
         applied, came = np.zeros(4), np.zeros(4)
         for lr in (np.repeat(row, 2) for row in rates):
             own.allreduce_mean(comm.transport, g.copy(), np.empty_like(g))  # thrown away
-            own.keep()
-            own.rollback()
+            own.versions.accept()
+            own.versions.rollback()
             applied += lr * step(own, comm.transport, g.copy())
             came += lr * g
             context.step += 1
@@ -169,10 +169,11 @@ def test_residuals_follow_the_learning_rate():
         return came - applied - waiting
 
     np.testing.assert_allclose(simulate(2, program).results, 0, atol=1e-5)
-    frozen = Rates(("a", "b"), lambda names: [0.0, 0.5])
+    versions = Versions(Layout(0, (4,), ("a", "b"), shapes, np.dtype(np.float32)))
+    frozen = versions.add(Rates(("a", "b"), lambda names: [0.0, 0.5]))
     assert frozen.factors() == [1.0, 1.0]  # no rate so far, then one of 0
-    frozen.keep()
-    frozen.commit()
+    versions.accept()
+    versions.commit()
     assert frozen.factors() == [1.0, 1.0]
     with pytest.raises(ValueError, match="follow_lr: expected False in a loop"):
         one(TopK(follow_lr=True), normal(2, 10))
@@ -190,8 +191,8 @@ def test_a_residual_that_is_taken_back_alone_follows_the_learning_rate():
         for names in ({"a"}, ()):
             means.append(np.empty(4, np.float32))
             own.allreduce_mean(comm.transport, np.zeros(4, np.float32), means[-1])
-            own.keep()
-            own.rollback(names)
+            own.versions.accept()
+            own.versions.rollback(names)
         return means
 
     for means in simulate(2, program).results:

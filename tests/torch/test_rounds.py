@@ -32,7 +32,7 @@ def test_what_any_rank_has(P):
 
     results = simulate(P, program).results
     for outcome, messages in results:
-        assert outcome.flags == CHANGED | SUSPECT and outcome.step == outcome.most == 4 and outcome.alike
+        assert outcome.flags == CHANGED | SUSPECT and outcome.step == outcome.most == 4 and outcome.same_options
         assert outcome.used == outcome.dense == {"a", "c"} and not outcome.rows and outcome.trainable == set("abc")
         assert outcome.modules == [True, False] and outcome.root == outcome.furthest == 0
         assert not outcome.joined and not outcome.over
@@ -55,7 +55,7 @@ def test_ranks_without_data(P):
         return Row(steps, 0 if last else JOINED, params("b"), checksum=comm.rank).exchange(comm.transport)
 
     for outcome in simulate(P, program).results:
-        assert outcome.joined and not outcome.over and outcome.alike
+        assert outcome.joined and not outcome.over and outcome.same_options
         assert (outcome.step, outcome.most, outcome.root, outcome.furthest) == (3, 9, P - 1, 0)
         assert outcome.used == {"b"}
 
@@ -66,7 +66,7 @@ def test_no_rank_with_data(P):
         return Row(comm.rank % 3, JOINED, params("b"), [True]).exchange(comm.transport)
 
     for outcome in simulate(P, program).results:
-        assert outcome.joined and outcome.over and outcome.step is None and outcome.alike
+        assert outcome.joined and outcome.over and outcome.step is None and outcome.same_options
         assert (outcome.most, outcome.furthest) == (min(P - 1, 2), min(P - 1, 2)) and outcome.root == 0
         assert not outcome.used and outcome.modules == [False]
     assert not NOTHING.over and not NOTHING.joined
@@ -102,4 +102,4 @@ def test_a_rank_in_another_call_is_told_so(P):
 
 def test_other_options_on_one_rank():
     results = simulate(6, lambda comm: Row(0, 0, {}, checksum=(comm.rank == 4) + 2**32 - 2).exchange(comm.transport))
-    assert not any(outcome.alike for outcome in results.results)
+    assert not any(outcome.same_options for outcome in results.results)

@@ -72,7 +72,7 @@ class ArrayCompressor(ErrorFeedback):
             if part.shape != (n,):
                 raise ValueError(f"decompress: expected an array of shape ({n},), got {part.shape}")
             total += part
-            own = part if rank == self.rank else own
+            own = part if rank == self.own_rank else own
         out[:] = asarray_like((total / self.size).astype(out.dtype), out)
         if self.keeps_gradient:
             self.contributed(DenseVector(asarray_like(own.astype(dtype), out)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
@@ -20,7 +20,7 @@ from sparsecoll.residual import LazyAccumulator, check_part
 from sparsecoll.select import Vector
 from sparsecoll.telemetry.trace import span
 from sparsecoll.torch.compressors.schedule import without_addresses
-from sparsecoll.torch.compressors.versions import Rates, Versions
+from sparsecoll.torch.compressors.versions import Rates, Versioned, Versions
 from sparsecoll.torch.tensors.device import Array, CpuDevice
 from sparsecoll.torch.tensors.layout import Layout
 from sparsecoll.transport import Transport
@@ -56,10 +56,8 @@ class Compressor(ABC):
     """A compression method: derive a dataclass of its options. A copy of the object is bound to each bucket.
 
     The copy holds the state of its bucket. `allreduce_mean` performs one reduction: compensate, compress, communicate,
-    update. An exception in any of these is raised on every rank. State (residuals, velocities, factors) is
-    transactional: a reduction works on a trial version, which `keep` accepts once every bucket of the model has been
-    reduced on all ranks, and which `drop` discards. `commit` makes it the state of the next step once the optimizer has
-    stepped, and `rollback` returns to the state before this step.
+    update. An exception in any of these is raised on every rank. State (residuals, velocities, factors) is in
+    `versions`, so that a reduction or a step that fails leaves it as it was.
     """
 
     name: ClassVar[str]
@@ -81,8 +79,9 @@ class Compressor(ABC):
     def bind(self, layout: Layout, transport: Transport, context: StepContext, timeout: float | None = None) -> None:
         """Allocate the state of a bucket; collective, since compressors may measure or agree here."""
         self.layout, self.context, self.timeout = layout, context, timeout
-        self.size, self.rank = transport.size, transport.rank
+        self.size, self.own_rank = transport.size, transport.rank  # `rank` is an option of PowerSGD
         self._epoch = transport.epoch
+        self.versions = Versions(layout)
 
     def for_small(self) -> Compressor | str:
         """Return the compressor, or its name, of parameters that are too small to be compressed: the exact mean."""
@@ -153,24 +152,6 @@ class Compressor(ABC):
             if isinstance(acc, (DenseVector, SparseVector)):
                 self.check_finite(acc)  # names the parameter
             raise
-
-    def keep(self) -> list[Array]:
-        """Accept the trial state; return arrays of the bucket's length that are no longer needed."""
-        return []
-
-    def drop(self) -> None:  # noqa: B027 - most have no state
-        """Discard the trial state, because the reduction failed on some rank or is repeated."""
-
-    def exclude(self, names: Collection[str]) -> None:  # noqa: B027 - most have no state
-        """Restore the trial state of parameters that take no part in the current reduction."""
-
-    def commit(self) -> list[Array]:
-        """Make the accepted state permanent after the optimizer's step; return arrays as `keep` does."""
-        return []
-
-    def rollback(self, names: Collection[str] | None = None) -> list[Array]:
-        """Return to the state before this step, for all or the named parameters; return arrays as `keep` does."""
-        return []
 
     def reset(self) -> None:  # noqa: B027 - most keep nothing of the kind
         """Discard state that may differ between ranks after a call that failed."""
@@ -259,12 +240,13 @@ class ErrorFeedback(Compressor):
 
     def bind(self, layout: Layout, transport: Transport, context: StepContext, timeout: float | None = None) -> None:
         super().bind(layout, transport, context, timeout)
-        residual = layout.zeros() if self.keeps_gradient else layout.device.zeros(0, layout.dtype)
-        self._residual = Versions(residual, layout.slices)
-        self._versions = [self._residual]  # arrays of the bucket's length
+        self._residual = self.versions.add(self._first_residual())
         self._rates = Rates((), lambda _: [])  # of no parameter, unless residuals follow the learning rate
-        self._others: list[Versions] = []  # versions of what has another length
-        self._spare: list[Array] = []  # memory of versions other than the residual's, which is the bucket's
+
+    def _first_residual(self) -> Versioned:
+        layout = self.layout
+        zeros = layout.zeros() if self.keeps_gradient else layout.device.zeros(0, layout.dtype)
+        return Versioned(zeros, layout.slices, flat=True)
 
     def compensate(self, gradient: Array, scale: float = 1.0, source: Array | None = None) -> DenseVector:
         """acc = scale * residual + gradient."""
@@ -306,28 +288,6 @@ class ErrorFeedback(Compressor):
             acc.subtract_at(sent)
         else:
             np.subtract(acc.values, sent.values, out=acc.values)
-
-    def _each(self, change: Callable[[Versions], list[Array]]) -> list[Array]:
-        for versions in self._others:
-            change(versions)
-        for versions in self._versions[1:]:
-            self._spare += change(versions)
-        return change(self._residual)
-
-    def keep(self) -> list[Array]:
-        return self._each(Versions.keep)
-
-    def drop(self) -> None:
-        self._each(Versions.drop)
-
-    def exclude(self, names: Collection[str]) -> None:
-        self._each(lambda versions: versions.exclude(names))
-
-    def commit(self) -> list[Array]:
-        return self._each(Versions.commit)
-
-    def rollback(self, names: Collection[str] | None = None) -> list[Array]:
-        return self._each(lambda versions: versions.rollback(names))
 
     def state(self) -> dict[str, dict[str, torch.Tensor]]:
         return {"residual": self.layout.by_name(self._residual.base)} if self.keeps_gradient else {}

@@ -92,7 +92,7 @@ class COVAP(ErrorFeedback):
     def _measured(self, ccr: float) -> int:
         """Return I for the ratio of communication to back-propagation."""
         interval = max(1, math.ceil(ccr))
-        if interval > self.max_interval and self.rank == 0 and self.layout.index == 0:
+        if interval > self.max_interval and self.own_rank == 0 and self.layout.index == 0:
             logger.warning(
                 "COVAP: communication takes %.1f times as long as back-propagation; I is limited to max_interval=%d, so"
                 " that every tensor is trained: use a compressor that sends fewer bytes, such as TopK, or raise it",

@@ -42,7 +42,7 @@ class LowBitMean(ErrorFeedback):
         return acc if isinstance(acc, DenseVector) else DenseVector(acc)
 
     def communicate(self, transport: Transport, message: DenseVector) -> None:
-        seed = mix(mix(mix(self.seed_of_rounding, self.rank), self.layout.index), self.context.step)
+        seed = mix(mix(mix(self.seed_of_rounding, self.own_rank), self.layout.index), self.context.step)
         with CollectiveCall(transport, "compressor", self.timeout) as call:
             call.signature |= {"compressor": self.describe(), "length": self.layout.length}
             call.agree()

@@ -11,7 +11,7 @@ import torch
 
 from sparsecoll.errors import check_integer
 from sparsecoll.torch.compressors.base import ErrorFeedback, StepContext
-from sparsecoll.torch.compressors.versions import Versions
+from sparsecoll.torch.compressors.versions import Versioned
 from sparsecoll.torch.tensors.device import Array
 from sparsecoll.torch.tensors.layout import Layout
 from sparsecoll.transport import Transport
@@ -60,8 +60,7 @@ class LowRank(ErrorFeedback):
             [self._random(shape, generator) for shape in rows],
             [self._random(shape, generator) for shape in columns],
         )
-        self._factors = Versions(first)
-        self._others.append(self._factors)
+        self._factors = self.versions.add(Versioned(first))
 
     def _factored(self, shape: tuple[int, ...]) -> tuple[int, int, int]:
         """Return rows, columns and the rank of the factors of a parameter; rank 0 if it is sent densely."""

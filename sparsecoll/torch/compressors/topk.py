@@ -16,7 +16,7 @@ from sparsecoll.select import Selector, Vector
 from sparsecoll.select.base import built_in
 from sparsecoll.torch.compressors.base import Compressor, ErrorFeedback, StepContext, write_mean
 from sparsecoll.torch.compressors.schedule import ENTRIES, Densities, Density, as_row_density
-from sparsecoll.torch.compressors.versions import Rates, Versions
+from sparsecoll.torch.compressors.versions import Rates, Versioned
 from sparsecoll.torch.tensors.device import CPU, Array
 from sparsecoll.torch.tensors.layout import Layout
 from sparsecoll.transport import Transport
@@ -121,11 +121,9 @@ class TopK(ErrorFeedback):
         if self._densities.by_layer:
             self._selectors = [copy.deepcopy(self.selector or select.TopK()) for _ in layout.names]
         if self.momentum:
-            self._velocity = Versions(layout.zeros(), layout.slices)
-            self._versions.append(self._velocity)
+            self._velocity = self.versions.add(Versioned(layout.zeros(), layout.slices, flat=True))
         if self.follow_lr:
-            self._rates = Rates(layout.names, context.rates)
-            self._others.append(self._rates)
+            self._rates = self.versions.add(Rates(layout.names, context.rates))
 
     def _reads_acc_once(self) -> bool:
         """Return whether nothing reads acc after the pass that selects, as a selection of the user's may do."""
@@ -156,7 +154,7 @@ class TopK(ErrorFeedback):
             self._clip(gradient, self.clip / self.size**0.5)
         self.begin(gradient, source)
         if self.momentum:
-            new_velocity = self._velocity.trial = self._spare.pop() if self._spare else self.layout.zeros()
+            new_velocity = self._velocity.trial = self.versions.empty()
             self.acc.momentum_later(Momentum(self._velocity.current, self.momentum, new_velocity, self.nesterov))
         self._add_residual(scale)
         return self.acc

@@ -20,6 +20,7 @@ from sparsecoll.torch.fsdp.groups import Group, ReduceScatter, Shard
 from sparsecoll.torch.fsdp.scatter import reduce_scatter_tensors
 from sparsecoll.torch.reduction.bucket import Bucket
 from sparsecoll.torch.reduction.buckets import Buckets
+from sparsecoll.torch.reduction.gradients import State
 from sparsecoll.torch.reduction.steps import Steps
 from sparsecoll.torch.replica.replica import Replica
 from sparsecoll.torch.replica.rounds import Row
@@ -185,7 +186,6 @@ class ShardedReductions:
             bucket, compressor = self._buckets[index]
             with bucket.layout.device.stream_context(event):
                 if again:  # a module that is used several times, or by parts of the loss
-                    bucket.recycle(compressor.keep())
                     bucket.accept()
                 self._mean(bucket, compressor, values, out, factor, divisor)
 
@@ -245,7 +245,7 @@ class ShardedReductions:
         if self._reduced:
             return
         self._steps.settle()
-        self._steps.under_way = True
+        self._steps.gradients.to(State.SENDING)
         if [layout.names for layout in self._layouts()] != [bucket.layout.names for bucket, _ in self._buckets]:
             self._bind()  # parameters were frozen or unfrozen
 
@@ -262,7 +262,6 @@ class ShardedReductions:
         """Accept the reductions of a back-propagation, or drop them; return what is to be raised."""
         if error is None:
             self._over()
-            self._buckets.keep()
             self._steps.accept(self._trained())
             return None
         self.discard()
@@ -273,7 +272,7 @@ class ShardedReductions:
 
     def _over(self) -> None:
         """No back-propagation is under way."""
-        self._jobs, self._reduced, self._steps.under_way = [], set(), False
+        self._jobs, self._reduced = [], set()
         self._failures.forget()
 
     def discard(self) -> None:
@@ -287,6 +286,7 @@ class ShardedReductions:
         self._over()
         self._buckets.drop()
         self._steps.discard()
+        self._steps.gradients.to(State.EMPTY)
 
     # -- layout
 
@@ -345,7 +345,7 @@ class ShardedReductions:
         def load(own: dict[str, Any]) -> None:
             self._buckets.load_state_dict(lambda: own)
             self._bind()
-            self._steps.pending = False
+            self._steps.gradients.to(State.EMPTY)
 
         self._failures.together("load_state_dict", partial(load, self._failures.together("load_state_dict", loaded)))
 

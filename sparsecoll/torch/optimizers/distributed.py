@@ -188,7 +188,7 @@ class DistributedOptimizer(Wrapper):
         unscaled = self._scaling.unscaled and not self._engine.has_means
         self._engine.ensure_means()
         if unscaled:
-            self._scaling.look(self)
+            self._scaling.overflows(self)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """One step on all ranks; collective.
@@ -226,7 +226,7 @@ class DistributedOptimizer(Wrapper):
         """Make gradients the means, unless a closure does; return whether the GradScaler skips this step."""
         if not self._engine.closed and self._scaling.check(self):
             self._engine.ensure_means()
-            if self._scaling.look(self):
+            if self._scaling.overflows(self):
                 return True
         if closure is None:
             self._engine.before_step()

@@ -24,7 +24,7 @@ from sparsecoll.torch.replica.calls import agreed, agreeing, collective, communi
 from sparsecoll.torch.replica.guards import Watch, fingerprint, refuse_wrapped
 from sparsecoll.torch.replica.options import Options
 from sparsecoll.torch.replica.replica import Replica
-from sparsecoll.torch.replica.rounds import JOINED, MEMBERS, Round, Row
+from sparsecoll.torch.replica.rounds import MEMBERS, Round
 from sparsecoll.torch.replica.timeline import Timeline
 from sparsecoll.torch.tensors.layout import takes_part
 from sparsecoll.torch.tensors.model import model_of
@@ -158,7 +158,7 @@ class SparseSGD(torch.optim.Optimizer):
         self._compressor, options, self._scaling = collective(transport, "SparseSGD", timeout, build)
         with agreed(transport, timeout):
             self._replica = Replica(transport, known, options)
-            self._replica.alike = lambda: common(self.param_groups)
+            self._replica.shared_options = lambda: common(self.param_groups)
             self._replica.changed = lambda: self._flat.differs(self.param_groups)
             self._flat = Accumulator(self._compressor, self._replica)
             self._model, self._built = known, True
@@ -226,16 +226,16 @@ class SparseSGD(torch.optim.Optimizer):
         scaling = self._scaling if self._scaling.check(self) else None
         loss = None if closure is None else mean_loss(self._replica.transport, closure, self._replica.options.timeout)
         if self._watch is not None:
-            self._watch.look(self._flat.names)
+            self._watch.check(self._flat.names)
         try:
-            outcome, sums = self._reduced(0, scaling)
+            outcome, sums = self._reduced(scaling)
         except NonFiniteError:
             if scaling is None:
                 raise
-            scaling.settle(True)
+            scaling.report(True)
             return loss
         if scaling is not None:
-            scaling.settle(False)
+            scaling.report(False)
         self._update(outcome, sums)
         return loss
 
@@ -247,13 +247,13 @@ class SparseSGD(torch.optim.Optimizer):
                 if group["momentum"] and p.grad is not None and id(p) not in sparse:
                     self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
 
-    def _reduced(self, flags: int, scaling: Scaling | None = None) -> tuple[Round, Sums]:
+    def _reduced(self, scaling: Scaling | None = None) -> tuple[Round, Sums]:
         """Sum acc over the ranks. No state changes yet, and all ranks know that all have succeeded."""
         if self._watch is not None:
             self._watch.over(self._flat.names)
         while True:
             sums = self._flat.sums(self.param_groups, scaling)
-            outcome = self._round(flags)
+            outcome = self._round()
             if outcome.flags & MEMBERS:
                 self._introduce()
                 continue
@@ -263,18 +263,12 @@ class SparseSGD(torch.optim.Optimizer):
                 return outcome, sums
             self._flat.lay_out(outcome.trainable)
 
-    def _round(self, flags: int) -> Round:
+    def _round(self) -> Round:
         """Agree on whether the sums succeeded, and on which parameters have gradients. Collective."""
-        modules = self._replica.buffers.changed()
-        flags |= self._replica.flags
-        here = not flags & JOINED
-        live = {
-            p: bool(group["lr"] != 0 or group["momentum"] != 0) for group in self.param_groups for p in group["params"]
-        }
-        names, step = self._flat.names, self._replica.steps
-        checksum = self._replica.checksum
-        trainable = [here and takes_part(p) and live.get(p, False) for p in names]
-        row = Row(step, flags, self._replica.params, modules, trainable, checksum, self._replica.sparse_weights)
+        groups, names = self.param_groups, self._flat.names
+        live = {p for group in groups for p in group["params"] if group["lr"] != 0 or group["momentum"] != 0}
+        here = self._replica.left is None
+        row = self._replica.row(0, [here and takes_part(p) and p in live for p in names])
 
         def digest(outcome: Round) -> int | None:
             first = not outcome.most and outcome.trainable == self._flat.laid_out
@@ -328,7 +322,7 @@ class SparseSGD(torch.optim.Optimizer):
                 for p in self._flat.names:
                     p.grad = None
                 try:
-                    outcome, sums = self._reduced(JOINED)
+                    outcome, sums = self._reduced()
                 except NonFiniteError:  # those who have data skip the step
                     continue
                 if outcome.over:
@@ -336,7 +330,7 @@ class SparseSGD(torch.optim.Optimizer):
                 self._replica.broadcast_buffers(outcome)
                 if sums:
                     self._flat.commit(self.param_groups)
-                self._replica.keep_up(outcome)
+                self._replica.follow_step(outcome)
             self._replica.follow("join", self, outcome.furthest)
 
     @agreeing("_replica.agreed")

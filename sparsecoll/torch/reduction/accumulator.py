@@ -143,12 +143,7 @@ class Accumulator:
     # -- a step
 
     def sums(self, groups: Iterable[Group], scaling: Scaling | None) -> Sums:
-        """Return the sum of acc over the ranks for each bucket, and subtract from acc what contributed. Collective.
-
-        Raises:
-            NonFiniteError: acc holds NaN or infinity on some rank; the text names the parameter; on every rank.
-        """
-
+        """Return the sum of acc over the ranks for each bucket, and subtract from acc what contributed. Collective."""
         acc = completed_future(lambda: self._accumulate(groups, scaling))  # on the streams and threads of the caller
         if not self._buckets:
             self._replica.call("gradients", lambda _: acc.result())
@@ -191,7 +186,7 @@ class Accumulator:
 
     def commit(self, groups: Iterable[Group]) -> None:
         """Accept the step: what remains of acc becomes the residual."""
-        self._buckets.keep()
+        self._buckets.accept()
         self._buckets.commit()
         rated = {self.names[p]: not group["momentum"] for group in groups for p in group["params"]}
         self._rated |= {name: rated[name] for name in self._buckets.index_of}
@@ -199,11 +194,7 @@ class Accumulator:
     # -- saved state
 
     def state_dict(self, names: dict[torch.Tensor, str]) -> dict[str, Any]:
-        """Return `Buckets.state_dict`, with the names of all parameters in order and the units of their residuals.
-
-        Args:
-            names: as for the next `rename`.
-        """
+        """Return `Buckets.state_dict` under new names, with those of all parameters and the units of residuals."""
         state, new = self._buckets.state_dict(), self._renamed(names)
         rated = {new[name]: rated for name, rated in self._rated.items() if name in new}
         return {**renamed_state(state, new), "params": list(names.values()), "rated": rated}
@@ -214,11 +205,7 @@ class Accumulator:
         self.laid_out, self._rated = set(), dict(own.get("rated", {}))
 
     def _own(self, state_dict: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Return the library's part of a state_dict under the names used here, or None for a plain torch.optim.SGD's.
-
-        Raises:
-            ValueError: it is of another number of parameters or another optimizer.
-        """
+        """Return the library's part of a state_dict under the names used here, or None if it has none."""
         own = state_dict.get(STATE)
         if own is None:
             return None

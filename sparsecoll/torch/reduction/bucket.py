@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -12,11 +12,11 @@ import torch
 
 from sparsecoll.telemetry.trace import span
 from sparsecoll.torch.compressors import Compressor
+from sparsecoll.torch.compressors.versions import Versions
 from sparsecoll.torch.tensors.device import CPU, Array
 from sparsecoll.torch.tensors.layout import Layout
 from sparsecoll.transport import Transport
 
-MOST_FREE = 2  # arrays that are kept for later gradients
 # by parameter: its new gradient, and memory and offset of the old one, where others may have this memory
 NewGrads = dict[str, tuple[torch.Tensor, tuple[Callable[[], Any], Any] | None]]
 
@@ -41,8 +41,9 @@ class Buffer:
 class Bucket:
     """Some parameters and the memory for their gradients and means.
 
-    A gradient is copied into a buffer, which a compressor with error feedback makes its residual; it returns the memory
-    of the old residual once the step is taken. Means become gradients without a copy, whose memory is freed with them.
+    A gradient is copied into a buffer, which a compressor with error feedback makes its residual; the memory of the old
+    residual is used again once the step is taken. Means become gradients without a copy, whose memory is freed with
+    them.
 
     A gradient is not copied if it is the only one of its bucket, or if it is in the flat vector already, as with
     `as_view`: it is the source, which nobody writes to. A reduction that fails has then changed no gradient.
@@ -50,33 +51,32 @@ class Bucket:
     Args:
         params: name -> parameter; those of the layout are taken.
         layout: of the flat vector.
+        versions: the state of the compressor, and memory.
         as_view: whether gradients become views of the source.
 
     Attributes:
         params: name -> parameter.
+        versions: as given.
         gradient: this rank's gradients, in `layout.dtype`, or memory if there is a source; None outside of a reduction.
         source: this rank's gradients where they are not in `gradient`, or None.
         mean: the means, after a reduction until they are gradients.
     """
 
-    def __init__(self, params: Mapping[str, torch.Tensor], layout: Layout, as_view: bool = False) -> None:
+    def __init__(
+        self, params: Mapping[str, torch.Tensor], layout: Layout, versions: Versions, as_view: bool = False
+    ) -> None:
         self.params = {name: params[name] for name in layout.names}
-        self.layout = layout
+        self.layout, self.versions = layout, versions
         self.gradient: Buffer | None = None
         self.source: Buffer | None = None
         self.mean: Buffer | None = None
         self._as_view, self._dtype = as_view, layout.device.zeros_tensor(0, layout.dtype).dtype
-        self._free: list[Array] = []
-
-    def recycle(self, arrays: Iterable[Array]) -> None:
-        """Take back arrays that a compressor no longer needs."""
-        self._free = [*self._free, *arrays][-MOST_FREE:]
 
     def gradient_buffer(self) -> Buffer:
         """Return the buffer for the gradients of this reduction; the first call reserves it."""
         if self.gradient is None:
             self.mean = None
-            self.gradient = Buffer(self._free.pop() if self._free else self.layout.empty(), self.layout)
+            self.gradient = Buffer(self.versions.empty(), self.layout)
         return self.gradient
 
     def take_grad(self, name: str, scale: float = 1.0) -> None:
@@ -187,14 +187,16 @@ class Bucket:
             self.mean = self.gradient if self.source is None else self.source
 
     def accept(self) -> None:
-        """Accept the reduction: the gradient buffer now belongs to the compressor, or holds the means."""
+        """Accept the reduction: the gradient buffer now belongs to the compressor's state, or holds the means."""
+        self.versions.accept()
         self.gradient = self.source = None
 
-    def reset(self) -> None:
+    def drop(self) -> None:
         """Drop the reduction."""
-        if self.gradient is not None:
-            self.recycle([self.gradient.array])
-        self.gradient = self.source = self.mean = None
+        self.versions.drop()
+        gradient, self.gradient, self.source, self.mean = self.gradient, None, None, None
+        if gradient is not None:
+            self.versions.recycle(gradient.array)
 
     def part_of_mean(self, name: str) -> torch.Tensor:
         """Return a view of a parameter's mean."""
@@ -221,10 +223,10 @@ class Bucket:
             p, view = self.params[name], self.part_of_mean(name)
             if scale != 1.0:
                 view.mul_(scale)
-            old, alike, place = p.grad, p.dtype == view.dtype and p.is_contiguous(), None
+            old, fits, place = p.grad, p.dtype == view.dtype and p.is_contiguous(), None
             if not _stays(p):
-                view = view if alike else torch.empty_like(p, requires_grad=False).copy_(view)
-            elif alike and old is not None and old.data_ptr() != view.data_ptr():
+                view = view if fits else torch.empty_like(p, requires_grad=False).copy_(view)
+            elif fits and old is not None and old.data_ptr() != view.data_ptr():
                 place = weakref.ref(old.untyped_storage()), old.storage_offset()
             made[name] = view, place
         return made

@@ -12,7 +12,7 @@ import torch
 
 from sparsecoll.torch.compressors import Compressor, TopK, resolve
 from sparsecoll.torch.reduction.bucket import Bucket
-from sparsecoll.torch.reduction.row_gradients import RowBucket, RowParameters
+from sparsecoll.torch.reduction.row_gradients import RowBucket
 from sparsecoll.torch.reduction.row_sum import RowSum
 from sparsecoll.torch.reduction.state import Tensors, check, collect, joined, renamed, restore
 from sparsecoll.torch.replica.replica import Replica
@@ -36,6 +36,7 @@ class Buckets:
     Attributes:
         index_of: parameter name -> number of its bucket.
         order: names of the parameters in the order in which they are laid out, the same on all ranks.
+        pending: whether a reduction was accepted since the last step.
     """
 
     def __init__(self, compressor: Compressor, replica: Replica) -> None:
@@ -45,7 +46,7 @@ class Buckets:
         self._rows = RowParameters()
         self._pairs: list[tuple[Bucket, Compressor]] = []
         self._parked: Tensors = {}  # tensors of parameters that are in no bucket
-        self._reduced = False  # whether a reduction was accepted since the last step
+        self.pending = False
         self._base: Tensors = {}  # as of the last step, of buckets that were released after such a reduction
         self._warned = False  # whether it was told that residuals are lost
         self._extra: dict[tuple[str, ...], str] = {}  # saved state of buckets that are still to be made, as JSON
@@ -59,25 +60,29 @@ class Buckets:
     def __getitem__(self, index: int) -> tuple[Bucket, Compressor]:
         return self._pairs[index]
 
+    @property
+    def has_residuals(self) -> bool:
+        """Whether a bucket has a residual."""
+        return any(compressor.keeps_gradient for _, compressor in self)
+
     # -- layout
 
-    def make(self, trainable: Collection[str] | None, came: Sequence[str] = ()) -> None:
-        """Create the buckets in `order`, then as they came on rank 0, then of all others, last ones first. Collective.
+    def make(self, trainable: Collection[str] | None, first: Sequence[str] = ()) -> None:
+        """Create the buckets: of `order`, then of rank 0's `first`, then of all others, last ones first. Collective.
 
         Args:
-            trainable: names of the parameters that take part; None: those that want gradients on some rank.
-            came: names of the parameters in the order in which this rank's gradients came.
+            trainable: names of the parameters that take part; None: those that require gradients on some rank.
         """
 
         def lay_out(_: CollectiveCall) -> None:
-            self.order = self._agree_on_order(trainable, came)
+            self.order = self._agree_on_order(trainable, first)
             self.lay_out(self._replica.options.bucket_bytes, self._replica.options.dense_below)
             self._replica.transport.waitall()
 
         self._replica.call("buckets", lay_out)
 
     def learn(self, rows: Collection[str], dense: Collection[str]) -> bool:
-        """Note of which parameters a rank has gradients of rows and dense ones; return whether this changes buckets."""
+        """Learn which parameters have gradients of rows on a rank, and dense ones; return whether buckets change."""
         changed = self._rows.learn(rows, dense) & set(self.index_of)
         for name in sorted(changed.intersection(dense)):
             if self._replica.transport.rank == 0:
@@ -88,11 +93,11 @@ class Buckets:
                 )
         return bool(changed)
 
-    def _agree_on_order(self, trainable: Collection[str] | None, came: Sequence[str]) -> list[str]:
+    def _agree_on_order(self, trainable: Collection[str] | None, first: Sequence[str]) -> list[str]:
         transport, params = self._replica.transport, self._replica.params
         names = list(params)
         numbers = {name: i for i, name in enumerate(names)}
-        known = list(dict.fromkeys([*self.order, *came, *reversed(names)]))
+        known = list(dict.fromkeys([*self.order, *first, *reversed(names)]))
         on = set(trainable or ())
         if trainable is None:
             sparse = self._replica.sparse_weights
@@ -118,10 +123,10 @@ class Buckets:
         """Add a bucket with a compressor of its own. Collective."""
         replica = self._replica
         options = replica.options
-        kind = RowBucket if layout.rows else Bucket
-        bucket = kind(params, layout, options.gradient_as_bucket_view)
         compressor = self._compressor_of(layout)
         compressor.bind(layout, replica.transport, replica.context, options.timeout)
+        kind = RowBucket if layout.rows else Bucket
+        bucket = kind(params, layout, compressor.versions, options.gradient_as_bucket_view)
         layout.device.synchronize()  # jobs have a stream of their own
         self._parked = restore([compressor], self._parked)
         if layout.names in self._extra:
@@ -146,20 +151,16 @@ class Buckets:
         """Discard the buckets from number `start` on; their parameters keep their state, and that before this step."""
         gone = [compressor for _, compressor in self._pairs[start:]]
         if gone:
-            if self._reduced:
+            if self.pending:
                 self._base = joined(collect(gone, {}), self._base)  # a bucket may be released twice before a step
             for compressor in gone:
-                compressor.commit()
+                compressor.versions.commit()
             self._parked = collect(gone, self._parked)
             del self._pairs[start:]
             self.index_of = {name: i for name, i in self.index_of.items() if i < start}
 
     def rename(self, names: Mapping[str, str]) -> None:
-        """Discard all buckets, and rename parameters; what belongs to parameters that are not named is dropped.
-
-        Args:
-            names: old name -> new name.
-        """
+        """Discard all buckets, and rename parameters, old name -> new name; the state of all others is dropped."""
         self.release()
         self._parked, self._base = renamed(self._parked, names), renamed(self._base, names)
         self._rows = self._rows.renamed(names)
@@ -168,34 +169,32 @@ class Buckets:
 
     # -- a reduction, and a step
 
-    def keep(self) -> None:
+    def accept(self) -> None:
         """Accept the reduction: the next one starts from the trial states."""
-        self._reduced = True
-        for bucket, compressor in self:
-            bucket.recycle(compressor.keep())
+        self.pending = True
+        for bucket, _ in self:
             bucket.accept()
             bucket.layout.device.wait_stream()
 
     def drop(self) -> None:
         """Drop the reduction: trial states are discarded."""
-        for bucket, compressor in self:
-            compressor.drop()
-            bucket.reset()
+        for bucket, _ in self:
+            bucket.drop()
 
     def commit(self) -> None:
         """Make the state of the last accepted reduction permanent, because the optimizer has stepped."""
-        for bucket, compressor in self:
-            bucket.recycle(compressor.commit())
-        self._reduced, self._base = False, {}
+        for bucket, _ in self:
+            bucket.versions.commit()
+        self.pending, self._base = False, {}
 
     def rollback(self, names: Collection[str] | None = None) -> None:
         """Return to the state of the last step, for all parameters or for those named."""
         if self._base:
             self._restore_base(names)
-        for bucket, compressor in self:
-            bucket.recycle(compressor.rollback(names))
+        for bucket, _ in self:
+            bucket.versions.rollback(names)
         if names is None:
-            self._reduced, self._base = False, {}
+            self.pending, self._base = False, {}
 
     def _restore_base(self, names: Collection[str] | None) -> None:
         """Let the state of the last step be in the buckets that were made since; a rollback of theirs returns to it."""
@@ -233,14 +232,10 @@ class Buckets:
 
         Args:
             state: returns the state, or None, which begins with empty residuals. What it raises is raised on all ranks.
-            load: loads the rest, once the state has been found to fit.
+            load: loads the rest, once the state has been found to fit (see `check`).
 
         Returns:
             What `state` returned, an empty state for None.
-
-        Raises:
-            CommunicationError: it is another rank's, or of another number of ranks, or ranks load different steps.
-            ValueError: it is of other parameters or another compressor.
         """
 
         replica = self._replica
@@ -267,7 +262,7 @@ class Buckets:
         if not own["compressor"]:
             self._warn_of_loss()
         self._pairs, self.index_of = [], {}
-        self._parked, self._reduced, self._base = own["tensors"], False, {}
+        self._parked, self.pending, self._base = own["tensors"], False, {}
         self.order = [name for name in own["order"] if name in replica.params]
         self._rows.load(own, replica.params)
         replica.context.step, replica.context.ccr, replica.suspect = own["step"], own["ccr"], False
@@ -291,8 +286,44 @@ class Buckets:
             )
 
 
+class RowParameters:
+    """The names of the parameters whose gradients are reduced as rows; the same on every rank.
+
+    A parameter is one of them if some rank has had a gradient of rows for it, or its module says so, and no rank has
+    ever had a dense one. A table that is also the weight of a linear layer has dense gradients.
+    """
+
+    def __init__(self) -> None:
+        self._rows: set[str] = set()
+        self._dense: set[str] = set()
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._rows
+
+    def learn(self, rows: Collection[str], dense: Collection[str]) -> set[str]:
+        """Note for which parameters a rank has gradients of each kind; return those that are reduced otherwise now."""
+        before = set(self._rows)
+        self._dense |= set(dense)
+        self._rows = (self._rows | set(rows)) - self._dense
+        return before ^ self._rows
+
+    def renamed(self, names: Mapping[str, str]) -> RowParameters:
+        """Return these parameters with other names, old name -> new name, without those that are not named."""
+        new = RowParameters()
+        new._rows, new._dense = ({names[n] for n in own if n in names} for own in (self._rows, self._dense))
+        return new
+
+    def state(self) -> dict[str, list[str]]:
+        """Return what `load` takes."""
+        return {"rows": sorted(self._rows), "dense": sorted(self._dense)}
+
+    def load(self, state: Mapping[str, Collection[str]], names: Collection[str]) -> None:
+        """Restore what `state` returned, for those parameters that are among `names`."""
+        self._rows, self._dense = (set(state.get(kind, ())) & set(names) for kind in ("rows", "dense"))
+
+
 def _has_keys_of(own: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:
-    """Return whether a saved state has the keys of one's own, and so the parts of both that are mappings."""
+    """Return whether a saved state has all keys of this bucket's, and so the parts of both that are mappings."""
     return own.keys() <= saved.keys() and all(
         _has_keys_of(part, saved[key])
         for key, part in own.items()

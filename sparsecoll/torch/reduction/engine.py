@@ -14,6 +14,7 @@ import torch
 from sparsecoll.errors import NonFiniteError
 from sparsecoll.torch.compressors import Compressor
 from sparsecoll.torch.reduction.grad_scaler import Scaling
+from sparsecoll.torch.reduction.gradients import State
 from sparsecoll.torch.reduction.hooks import Hooks, before_wrapped_step, enlist, others_of, synchronize_all, take_over
 from sparsecoll.torch.reduction.reducer import Reducer
 from sparsecoll.torch.reduction.state import renamed_state
@@ -59,7 +60,7 @@ class Engine:
         self._replica.changed = self.members.changed
         self._replica.context.rates = partial(rates_of, optimizer, self.params)
         self._replica.context.momenta = partial(momenta_of, optimizer, self.params)
-        self._replica.alike = partial(options_of, optimizer)
+        self._replica.shared_options = partial(options_of, optimizer)
         hooked = None if isinstance(model, torch.jit.ScriptModule) else model  # ScriptModules do not support hooks
         self._scaling, self._reducer = scaling, Reducer(self._replica, compressor, hooked, scaling)
         self.seconds = self._reducer.seconds
@@ -71,20 +72,22 @@ class Engine:
         watched = not options.overlap and transport.rank == 0 and transport.size > 1
         self._watch = Watch("overlap=False", "To clip the mean, call synchronize() first") if watched else None
         self._synchronizing = True
-        self._unusable: NonFiniteError | None = None  # what the next step raises
-        self._joined = False  # whether this rank has no more data
         self._replaced = ""  # name of a parameter that an optimizer made later steps, too
-        self.is_stepping = False
+        self.asked = False
         before = getattr(optimizer, "register_step_pre_hook", None)
         self._step_guard = None if before is None else before(partial(before_wrapped_step, weakref.ref(self)))
         self._outcome = NOTHING  # of the last reduction
         self.number = -1
-        self.discard()
 
     @property
     def timeout(self) -> float | None:
         """The timeout of a call in seconds."""
         return self._options.timeout
+
+    @property
+    def is_stepping(self) -> bool:
+        """Whether the wrapped optimizer steps, called by `stepping`."""
+        return self._reducer.steps.stepping
 
     # -- parameters
 
@@ -142,11 +145,7 @@ class Engine:
         self.params.update(stay)
 
     def _regroup(self) -> None:
-        """Add parameters that were put into the optimizer and are not known, and let go of those that left. Collective.
-
-        Raises:
-            CommunicationError: others than on this rank have come or left on some rank.
-        """
+        """Add new parameters of the optimizer, and drop those that have left it and the model. Collective."""
         self.add(self.members.came(self.members.named()))
 
     def release(self) -> None:
@@ -154,11 +153,7 @@ class Engine:
         self._reducer.release()
 
     def close(self, replaced: str = "") -> None:
-        """Take the hooks off the parameters; nothing is reduced any more.
-
-        Args:
-            replaced: name of a parameter that an optimizer made later steps, so that a further step is an error.
-        """
+        """Remove the hooks; a further step raises if an optimizer made later updates the parameter `replaced`."""
         self._hooks.remove(self.params)
         self._reducer.close()
         for guard in (self._guard, self._step_guard):
@@ -175,7 +170,8 @@ class Engine:
         self._replica.warmed = False  # the first reduction compares gradients, as it does on ranks that are new
         self._reducer.steps.pass_over()
         self.number = enlist(self)
-        self._begin()  # gradients are reduced again, unless zero_grad() gives the step up
+        self._reducer.gradients.to(State.EMPTY)  # gradients are reduced again, unless zero_grad() skips the step
+        self.asked, self._outcome = False, NOTHING
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -196,9 +192,8 @@ class Engine:
     def accumulated(self, name: str) -> None:
         """A parameter's gradient is complete (on the thread that back-propagates)."""
         self._reducer.accumulated(name)
-        self._dirty = True
         if self._watch is not None:
-            self._watch.note(self.params[name])
+            self._watch.record(self.params[name])
         if not self._synchronizing:
             return
         if self._options.overlap:
@@ -219,17 +214,15 @@ class Engine:
         if self.closed:
             return
         if self._watch is not None:
-            self._watch.look(self.params.values())
+            self._watch.check(self.params.values())
         self._hooks.attach(self.params)
         if not self._outcome.joined:
             self._compare_if_due()
         try:
             name = f"end of reduction of optimizer {self.number}"
-            self._outcome = self._reducer.reduce(self._joined, name, self._regroup)
-            self._unusable = None
-        except NonFiniteError as error:
-            self._outcome, self._unusable = NOTHING, error
-        self._reduced, self._dirty = True, False
+            self._outcome = self._reducer.reduce(name, self._regroup)
+        except NonFiniteError:
+            self._outcome = NOTHING
         if self._replica.warmed and self._guard is not None:
             self._guard.remove()
 
@@ -237,8 +230,8 @@ class Engine:
 
     @property
     def has_means(self) -> bool:
-        """Whether gradients are the means, or will be nobody's."""
-        return self.closed or (self._reduced and not self._dirty)
+        """Whether gradients are the means, or are not reduced any more."""
+        return self.closed or self._reducer.gradients.are(State.MEANS, State.NAN)
 
     @agreeing("_replica.agreed")
     def ensure_means(self) -> None:
@@ -257,21 +250,19 @@ class Engine:
     def before_step(self) -> None:
         """Make sure that gradients are the means. Collective where they are not."""
         self.ensure_means()
-        if self._unusable is not None:
-            error = self._unusable
+        error = self._reducer.nonfinite
+        if error is not None and self._reducer.gradients.are(State.NAN):
             self.discard()
             raise error
-        self._reducer.take_back_missing()
+        self._reducer.restore_missing()
 
     @contextlib.contextmanager
     def stepping(self, evaluates: bool = False) -> Iterator[None]:
         """Context manager in which the wrapped optimizer steps, and `evaluates` a closure."""
         self._reducer.steps.enter(self, evaluates)
-        self.is_stepping = True
         try:
             yield
         finally:
-            self.is_stepping = False
             self._reducer.steps.leave(self)
 
     def trial_step(self) -> Any:
@@ -288,7 +279,6 @@ class Engine:
         if self.closed:
             return
         self._reducer.commit()
-        self._reduced = self._dirty = False
         self._compare_if_due()
 
     def _compare_if_due(self) -> None:
@@ -303,15 +293,15 @@ class Engine:
         logger.error("rank %d: the wrapped optimizer's step failed: %s", self.transport.rank, error)
 
     def skip(self) -> None:
-        """Give this step up, because gradients are set to zero, unless the loop has updated parameters by itself.
+        """Skip this step, because gradients are set to zero, unless the loop has updated parameters by itself.
 
-        Raises:
-            RuntimeError: Within `join`, a rank has no more data. It has kept what contributed already.
+        It cannot be skipped once a rank has left `join`, which has committed the reduction.
         """
         if self._reducer.settle():
-            self._begin()
+            self.asked = False
             return
-        if self._reduced and self._outcome.joined and self._reducer.has_residuals and not self.closed:
+        buckets = self._reducer.buckets
+        if buckets.pending and self._outcome.joined and buckets.has_residuals and not self.closed:
             raise RuntimeError(
                 "zero_grad: expected step() first, since a rank has left join() and would not skip this step:"
                 " decide before backward(), or take the step with a learning rate of 0"
@@ -319,22 +309,13 @@ class Engine:
         self.discard()
 
     def discard(self) -> None:
-        """Give this step up: gradients are about to be thrown away, and residuals are as they were before it."""
+        """Skip this step: gradients are about to be thrown away, and residuals are as they were before it."""
         self._reducer.discard()
-        self._begin()
-
-    def _begin(self) -> None:
-        """Nothing has been reduced."""
-        self._reduced = self._dirty = self.asked = False
-        self._unusable = None
+        self.asked = False
 
     @agreeing("_replica.agreed")
     def mean_loss(self, loss: Any) -> Any:
-        """The mean of a closure's loss over the ranks, of its own type.
-
-        Raises:
-            RuntimeError: On all ranks that have data, if one has left `join` and cannot take part in the mean.
-        """
+        """The mean of a closure's loss over the ranks, of its own type; raise where a rank has left `join`."""
         if self._outcome.joined and not self.closed:
             error = RuntimeError(
                 "step: expected no closure once a rank has left join(), since the mean of the"
@@ -356,18 +337,15 @@ class Engine:
             yield
         self._reducer.settle()
         self.discard()
-        self._joined, self._outcome, buckets = True, NOTHING, self._reducer.buckets
+        self._outcome, buckets = NOTHING, self._reducer.buckets
         with self._replica.leaving():
-            try:
-                while not self._outcome.over:
-                    buckets.commit()
-                    for name in buckets.index_of:
-                        self.params[name].grad = None
-                    self.asked = True
-                    synchronize_all(self.transport)
-                    self._replica.keep_up(self._outcome)
-            finally:
-                self._joined = False
+            while not self._outcome.over:
+                buckets.commit()
+                for name in buckets.index_of:
+                    self.params[name].grad = None
+                self.asked = True
+                synchronize_all(self.transport)
+                self._replica.follow_step(self._outcome)
             self.discard()
             self._replica.follow("join", self._optimizer, self._outcome.furthest)
 
@@ -375,7 +353,7 @@ class Engine:
 
     def state_dict(self) -> dict[str, Any]:
         """See `Buckets.state_dict`; refused while gradients are sent."""
-        if self._reducer.under_way:
+        if self._reducer.gradients.are(State.SENDING, State.STALE):
             raise RuntimeError("state_dict: expected a call after back-propagation, got one while gradients are sent")
         self._reducer.settle()
         return renamed_state(self._reducer.buckets.state_dict(), self.members.staying())

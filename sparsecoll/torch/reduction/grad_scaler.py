@@ -12,11 +12,7 @@ from sparsecoll.torch.tensors.private import look_for_overflow, scale_device, sc
 
 
 def enabled(scaler: Any) -> torch.amp.GradScaler | None:
-    """Return the argument `grad_scaler`, or None for a scaler that does not scale.
-
-    Raises:
-        TypeError: It is something else.
-    """
+    """Return the argument `grad_scaler`, after a check, or None for a scaler that does not scale."""
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise TypeError(f"grad_scaler: expected a torch.amp.GradScaler or None, got {scaler!r}")
     return scaler if scaler is not None and scaler.is_enabled() else None
@@ -59,7 +55,7 @@ class Scaling:
         return local if self.scaler is not None else not self._known
 
     def begin(self) -> None:
-        """Note the scale of the gradients of a new reduction."""
+        """Get the scale of the gradients of a new reduction."""
         self.scale = 1.0 if self.scaler is None or self.unscaled else float(self.scaler.get_scale())
 
     def of(self, compressor: Compressor) -> float:
@@ -82,11 +78,7 @@ class Scaling:
         return any(float(mark) > 0 for mark in self._state.get("found_inf_per_device", {}).values())
 
     def check(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return `is_called_by_scaler` for a step.
-
-        Raises:
-            RuntimeError: The scaler that takes the step is not the one that was passed.
-        """
+        """Return `is_called_by_scaler` for a step; raise if that scaler is not the one that was passed."""
         called, name, cure = is_called_by_scaler(optimizer), self._name, ""
         if self.scaler is None and called:
             cure = f"{name} has to know the GradScaler that calls its step(): pass grad_scaler=scaler to {name}"
@@ -100,7 +92,7 @@ class Scaling:
             raise RuntimeError(cure)
         return called
 
-    def look(self, optimizer: torch.optim.Optimizer) -> bool:
+    def overflows(self, optimizer: torch.optim.Optimizer) -> bool:
         """Unscale means, unless their gradients were; return whether one is not finite, the same on all ranks."""
         assert self.scaler is not None
         if self.unscaled:
@@ -109,8 +101,8 @@ class Scaling:
             self.scaler.unscale_(optimizer)
         return self.found
 
-    def settle(self, found: bool) -> None:
-        """Tell the scaler whether any rank has found an overflow, so that all scales change alike."""
+    def report(self, found: bool) -> None:
+        """Tell the scaler whether any rank has found an overflow, so that the scale changes on all ranks."""
         marks = self._state["found_inf_per_device"]
         if not marks:  # no gradients on this rank
             assert self.scaler is not None

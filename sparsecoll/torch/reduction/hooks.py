@@ -30,8 +30,9 @@ class Owner(Protocol):
     members: Members
     closed: bool
     asked: bool
-    is_stepping: bool
 
+    @property
+    def is_stepping(self) -> bool: ...
     @property
     def timeout(self) -> float | None: ...
     def accumulating(self, name: str) -> None: ...

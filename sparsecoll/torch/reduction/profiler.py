@@ -44,16 +44,16 @@ class Profiler:
         return self._wanted and self._context.ccr is None
 
     def stepped(self) -> None:
-        """Note the time of the optimizer's step."""
+        """The optimizer has stepped."""
         self._begin, self._stepped = None, time.perf_counter()
 
-    def note(self, transport: Transport, end: float, seconds: list[float], timeout: float | None) -> None:
+    def measure(self, transport: Transport, end: float, seconds: list[float], timeout: float | None) -> None:
         """Measure a step, if it is to be measured; the last one gives `StepContext.ccr`. Collective.
 
-        A reduction is timed by the rank that came to it last. Measuring begins anew if the number of buckets changes.
+        A reduction is timed by the rank that began it last. Measuring begins anew if the number of buckets changes.
 
         Args:
-            end: when the last gradient came, by time.perf_counter; 0 if that is not known.
+            end: time.perf_counter at the last gradient; 0 if that is not known.
             seconds: of the reductions, by bucket.
         """
         if not self.active:

@@ -1,8 +1,7 @@
 """A reduction: the gradients of a back-propagation become their means over the ranks, on all ranks or on none.
 
 Gradients are taken into buckets, which the progress thread reduces on trial. Then one round of all ranks tells whether
-all went well everywhere, and only then gradients become means. What error feedback keeps of it becomes the state of the
-next step when the optimizer steps; until then it can be taken back.
+all went well everywhere, and only then gradients become means. docs/architecture.md has a table of their states.
 """
 
 from __future__ import annotations
@@ -18,14 +17,14 @@ from sparsecoll.torch.compressors import Compressor
 from sparsecoll.torch.reduction.bucket import Bucket, NewGrads
 from sparsecoll.torch.reduction.buckets import Buckets
 from sparsecoll.torch.reduction.grad_scaler import Scaling
+from sparsecoll.torch.reduction.gradients import Means, State
 from sparsecoll.torch.reduction.hooks import is_shared
 from sparsecoll.torch.reduction.profiler import Profiler
-from sparsecoll.torch.reduction.reduced_grads import ReducedGrads
 from sparsecoll.torch.reduction.sender import Sender
 from sparsecoll.torch.reduction.steps import Steps
 from sparsecoll.torch.replica.guards import fingerprint
 from sparsecoll.torch.replica.replica import Replica
-from sparsecoll.torch.replica.rounds import CHANGED, JOINED, MEMBERS, NOTHING, Round, Row
+from sparsecoll.torch.replica.rounds import CHANGED, MEMBERS, NOTHING, Round, Row
 
 logger = logging.getLogger(__name__)
 
@@ -34,14 +33,13 @@ class Reducer:
     """Reduces the gradients of a replica's parameters, as often as they are reduced before a step.
 
     Args:
-        replica: the parameters and the ranks.
-        compressor: what each bucket gets a copy of.
         model: whose forward passes are timed, or None.
-        scaling: the scale of gradients.
 
     Attributes:
         seconds: of this rank by kind of work (see `telemetry.trace`), and "exposed": waited for in `reduce`.
         steps: tells what has become of the means.
+        gradients: the state of the gradients.
+        nonfinite: what the next step raises while they are NaN.
     """
 
     def __init__(
@@ -50,78 +48,76 @@ class Reducer:
         self._replica = replica
         self.buckets = Buckets(compressor, replica)
         self.steps = Steps(self.buckets, replica, lambda: replica.params, "DistributedOptimizer")
+        self.gradients = self.steps.gradients
+        self.nonfinite: NonFiniteError | None = None
         self._scaling = scaling
         self._sender = Sender(replica, self.buckets, scaling, compressor)
         self.seconds = self._sender.seconds
-        self._means = ReducedGrads(replica.params)
+        self._means = Means(replica.params)
         self._profiler = Profiler(model, replica.context, compressor.wants_profile)
         self._early = replica.options.overlap  # whether buckets are sent before back-propagation ends
-        self._end()
-
-    @property
-    def has_residuals(self) -> bool:
-        """Whether a bucket has a residual."""
-        return any(compressor.keeps_gradient for _, compressor in self.buckets)
-
-    @property
-    def under_way(self) -> bool:
-        """Whether gradients were sent, which `discard` has not thrown away since."""
-        return self._sender.begun and not self._broken_off
+        self._order: dict[str, None] = {}  # parameters by the order of their gradients, while there are no buckets
 
     # -- during back-propagation
 
+    @property
+    def _is_open(self) -> bool:
+        """Whether a reduction has begun with the gradients that have come."""
+        return self.gradients.are(State.LOCAL, State.SENDING, State.STALE)
+
     def _end(self) -> None:
-        """No reduction is under way."""
+        """Nothing is sent any more."""
         self._sender.begin()
-        self._changed = self._again = self._broken_off = self._opened = False
-        self._came: dict[str, None] = {}  # parameters, in the order of their gradients, as long as there are no buckets
+        self._order = {}
 
     def release(self) -> None:
-        """Give up the reduction and the buckets, which are rebuilt in the next one; residuals are kept."""
+        """Drop the reduction and the buckets, which are rebuilt in the next one; residuals are kept."""
         self.buckets.release()
         self._end()
+        if not self.gradients.are(State.MEANS, State.NAN):
+            self.gradients.to(State.EMPTY)
 
     def rename(self, names: Mapping[str, str]) -> None:
-        """Give up the reduction and the buckets, and rename parameters; what belongs to others is dropped."""
+        """Drop the reduction and the buckets, and rename parameters; the state of those that are not named is lost."""
         self.release()
         self._means.rename(names)
         self.buckets.rename(names)
 
     def accumulating(self, name: str) -> None:
         """Autograd may be about to add to a parameter's gradient; `torch.autograd.grad` does not."""
-        self._means.look(name)
+        self._means.accumulating(name)
 
     def accumulated(self, name: str) -> None:
         """Autograd has added to a parameter's gradient."""
         self._means.accumulated(name)
-        if not self._opened:
+        if not self._is_open:
             self._open()
         elif self._means.is_replaced(name):
             self._take_back({name})
 
     def send(self, name: str, final: bool = True) -> None:
-        """Take a gradient into its bucket, which is sent when it is full; in the first reduction, note the order.
+        """Take a gradient into its bucket, which is sent when it is full; the first reduction records the order.
 
-        Args:
-            name: of the parameter.
-            final: whether no other hook may change the gradient; else it is taken when back-propagation has ended.
+        One that is not `final`, since another hook may change it, is taken when back-propagation has ended.
         """
-        self._sender.came()
+        self._sender.arrived()
         if not self.buckets:
-            self._came[name] = None
+            self._order[name] = None
             return
-        wait = not self._early or self._profiler.active or self._broken_off or is_shared(self._replica.transport)
-        if wait or name not in self.buckets.index_of or not final:
+        early = self._early and not (self._profiler.active or self.gradients.are(State.STALE))
+        if not early or is_shared(self._replica.transport) or name not in self.buckets.index_of or not final:
             return
-        if name in self._sender.taken:  # once more in this back-propagation, or after one that was broken off
-            self._changed = self._again = True
+        if name in self._sender.taken:  # once more in this back-propagation, or after one that an exception has ended
+            self.gradients.to(State.STALE)
+            self._send_at_the_end()
         else:
+            self.gradients.to(State.SENDING)
             self._sender.take(name)
 
     def _open(self) -> None:
-        """A reduction begins: take back what was kept of gradients thrown away, unless the loop has used them."""
+        """A reduction begins: restore the residuals of gradients thrown away, unless the loop has used them."""
         self.settle()
-        self._opened = True
+        self.gradients.to(State.STALE if self.gradients.are(State.DISCARDED) else State.LOCAL)
         changed = self._means.changed()
         if changed is not None:
             self._sender.failed = RuntimeError(
@@ -139,20 +135,15 @@ class Reducer:
 
     # -- at its end
 
-    def reduce(self, joined: bool, name: str, regroup: Callable[[], None]) -> Round:
-        """Send what was not sent, wait for all, and let gradients be the means. Collective.
+    def reduce(self, name: str, regroup: Callable[[], None]) -> Round:
+        """Send the rest, wait for all, and make gradients the means; raise as `Engine.synchronize`. Collective.
 
         Args:
-            joined: whether this rank has no more data.
             name: of the call at the end.
-            regroup: takes in and drops parameters that have come and left; collective.
-
-        Raises:
-            NonFiniteError: a gradient is not finite on some rank; all gradients are NaN now.
-            CommunicationError, RuntimeError: the reduction failed on some rank; gradients are as they were.
+            regroup: adds and removes parameters as the optimizer and the model have them now; collective.
         """
         with self.failing():
-            while (outcome := self._attempt(JOINED * joined, name, regroup)) is None:
+            while (outcome := self._attempt(name, regroup)) is None:
                 pass
         return outcome
 
@@ -165,14 +156,17 @@ class Reducer:
         except Exception as error:
             self._sender.finish()
             self._drop()
-            self._opened = False
             if isinstance(error, NonFiniteError):
+                self.gradients.to(State.NAN if self._is_open else State.EMPTY)
+                self.nonfinite = error
                 self._spread_nan()
+            else:
+                self.gradients.to(State.EMPTY)
             raise
 
-    def _attempt(self, flags: int, name: str, regroup: Callable[[], None]) -> Round | None:
+    def _attempt(self, name: str, regroup: Callable[[], None]) -> Round | None:
         """One reduction of all buckets; None if it has to be made again."""
-        if self._opened:
+        if self._is_open:
             self._take_back(self._means.replaced())
         else:
             self._open()
@@ -180,33 +174,30 @@ class Reducer:
             self.make_buckets()
         self._scaling.begin()  # unscale_() may have been called since
         self._sender.send_rest()
-        replica, self._changed = self._replica, self._changed or self._sender.altered
-        modules = replica.buffers.changed()
-        flags |= CHANGED * self._changed | replica.flags
-        sparse, checksum = replica.sparse_weights, replica.checksum
-        row = Row(replica.steps, flags, replica.params, modules, checksum=checksum, sparse=sparse)
+        if self.gradients.are(State.LOCAL):
+            self.gradients.to(State.SENDING)
+        replica = self._replica
+        row = replica.row(CHANGED * (self.gradients.are(State.STALE) or self._sender.altered))
         digest = None if replica.warmed or replica.transport.size == 1 else fingerprint(replica.params.values())
         seconds, outcome, error = self._sender.wait(lambda: self._round(name, row, digest))
         if error is not None:
             raise error
         assert isinstance(outcome, Round)
         changed, learned = outcome.flags & (CHANGED | MEMBERS), self.buckets.learn(outcome.rows, outcome.dense)
-        stale = learned or outcome.trainable != set(self.buckets.index_of)
-        if not (changed or stale or outcome.over):
+        relaid = learned or outcome.trainable != set(self.buckets.index_of)
+        if not (changed or relaid or outcome.over):
             replica.broadcast_buffers(outcome)
-            self._profiler.note(replica.transport, self._sender.last, seconds, replica.options.timeout)
+            self._profiler.measure(replica.transport, self._sender.last, seconds, replica.options.timeout)
             self._accept(outcome)
             return outcome
-        if self._again:
-            self._send_at_the_end()
         self._drop()
+        self.gradients.to(State.LOCAL)
         if outcome.flags & MEMBERS:
-            self._opened = False
             regroup()
-        elif stale:  # parameters were frozen or unfrozen, or have gradients of another kind
+        elif relaid:  # parameters were frozen or unfrozen, or have gradients of another kind
             self.buckets.release()
             self.make_buckets(outcome.trainable)
-        return None if changed or stale else outcome
+        return None if changed or relaid else outcome
 
     def _round(self, name: str, row: Row, digest: int | None) -> Round:
         """Tell all ranks how it went here; `digest` is of this rank's own gradients, in the first reduction."""
@@ -217,14 +208,13 @@ class Reducer:
 
     def make_buckets(self, trainable: set[str] | None = None) -> None:
         """Lay the parameters out in the order in which rank 0's gradients came. Collective."""
-        self.buckets.make(trainable, list(self._came))
+        self.buckets.make(trainable, list(self._order))
         self._sender.laid_out()
 
     def _drop(self) -> None:
         """Leave everything as it was before the reduction."""
         self.buckets.drop()
         self._end()
-        self._opened = True
 
     def _spread_nan(self) -> None:
         """Gradients become NaN on all ranks, for code that reads them before the step."""
@@ -257,11 +247,11 @@ class Reducer:
 
     def _assign(self, made: list[tuple[Bucket, NewGrads]]) -> None:
         """Set all gradients; the same again does no harm."""
-        self.buckets.keep()
         self._replica.warmed = True
         self._means.clear()
-        self._end()  # nothing refers to gradients any more
+        self._end()
         for bucket, gradients in made:
+            bucket.accept()  # nothing refers to gradients any more
             bucket.assign_grads(gradients)
             for name in gradients:
                 self._means.add(name)
@@ -273,41 +263,33 @@ class Reducer:
         """Take the profiler's hook off the model."""
         self._profiler.close()
 
-    def take_back_missing(self) -> None:
+    def restore_missing(self) -> None:
         """Means that were set to None count as thrown away."""
         self._take_back({name for name in self._means if self._replica.params[name].grad is None})
 
     def settle(self) -> bool:
-        """Commit if the loop has updated parameters by itself; return whether it has."""
+        """Commit if the loop has updated parameters; return whether it has."""
         updated = self.steps.updated()
         if updated:
             self.commit(by_hand=True)
         return updated
 
     def commit(self, by_hand: bool = False) -> None:
-        """A step was taken: what the reductions since the last step have kept is the state of the next one.
-
-        Args:
-            by_hand: whether the loop has taken it by itself.
-        """
+        """A step was taken, see `Steps.commit`."""
         self.steps.commit(by_hand)
         self._means.clear()
-        self._opened = False
         self._profiler.stepped()
 
     def discard(self) -> None:
         """Gradients are about to be thrown away: residuals are as they were after the last step."""
-        self._came = {}
-        if self._sender.begun:
-            self._changed = self._broken_off = True  # what was sent is sent again with the next back-propagation
+        self._order, self.nonfinite = {}, None
         self.steps.rollback()
         self._means.clear()
-        self._opened = False
 
     def loaded(self) -> None:
         """The buckets' state was loaded: make them as they were when it was saved. Collective."""
-        self.steps.pending = False
         self._means.clear()
         self._end()
+        self.gradients.to(State.EMPTY)
         if self.buckets.order:
             self.make_buckets(set(self.buckets.order))

@@ -6,7 +6,7 @@ Nothing here has the size of the table: a rank holds the rows of its own gradien
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -14,48 +14,13 @@ import torch
 
 from sparsecoll.residual import RowResidual
 from sparsecoll.torch.compressors import Compressor
+from sparsecoll.torch.compressors.versions import Versions
 from sparsecoll.torch.reduction.bucket import Bucket, NewGrads
 from sparsecoll.torch.tensors.device import CPU
 from sparsecoll.torch.tensors.layout import Layout, has_rows, rows_like
 from sparsecoll.torch.tensors.private import indices_of, values_of
 from sparsecoll.transport import Transport
 from sparsecoll.vector import RowSparse
-
-
-class RowParameters:
-    """The names of the parameters whose gradients are reduced as rows; the same on every rank.
-
-    A parameter is one of them if some rank has had a gradient of rows for it, or its module says so, and no rank has
-    ever had a dense one. A table that is also the weight of a linear layer has dense gradients.
-    """
-
-    def __init__(self) -> None:
-        self._rows: set[str] = set()
-        self._dense: set[str] = set()
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._rows
-
-    def learn(self, rows: Collection[str], dense: Collection[str]) -> set[str]:
-        """Note for which parameters a rank has gradients of each kind; return those that are reduced otherwise now."""
-        before = set(self._rows)
-        self._dense |= set(dense)
-        self._rows = (self._rows | set(rows)) - self._dense
-        return before ^ self._rows
-
-    def renamed(self, names: Mapping[str, str]) -> RowParameters:
-        """Return these parameters with other names, old name -> new name, without those that are not named."""
-        new = RowParameters()
-        new._rows, new._dense = ({names[n] for n in own if n in names} for own in (self._rows, self._dense))
-        return new
-
-    def state(self) -> dict[str, list[str]]:
-        """Return what `load` takes."""
-        return {"rows": sorted(self._rows), "dense": sorted(self._dense)}
-
-    def load(self, state: Mapping[str, Collection[str]], names: Collection[str]) -> None:
-        """Restore what `state` returned, for those parameters that are among `names`."""
-        self._rows, self._dense = (set(state.get(kind, ())) & set(names) for kind in ("rows", "dense"))
 
 
 def accumulated(residual: RowSparse, factor: float, gradient: RowSparse) -> RowSparse:
@@ -67,8 +32,10 @@ def accumulated(residual: RowSparse, factor: float, gradient: RowSparse) -> RowS
 class RowBucket(Bucket):
     """One parameter whose gradients are rows: this rank's gradient, and the mean."""
 
-    def __init__(self, params: Mapping[str, torch.Tensor], layout: Layout, as_view: bool = False) -> None:
-        super().__init__(params, layout)
+    def __init__(
+        self, params: Mapping[str, torch.Tensor], layout: Layout, versions: Versions, as_view: bool = False
+    ) -> None:
+        super().__init__(params, layout, versions)
         self._own: torch.Tensor | None = None
         self._scale = 1.0
         self._mean: RowSparse | None = None
@@ -107,17 +74,16 @@ class RowBucket(Bucket):
     def reduce(self, transport: Transport, compressor: Compressor) -> None:
         compressor.allreduce_mean(transport, self.rows(), self)  # type: ignore[arg-type]
 
-    def recycle(self, arrays: Iterable[Any]) -> None:
-        """Rows are nobody else's memory."""
-
     def set_mean(self, mean: RowSparse) -> None:
         """Set the mean over the ranks."""
         self._mean = mean
 
     def accept(self) -> None:
+        super().accept()
         self._own = None
 
-    def reset(self) -> None:
+    def drop(self) -> None:
+        super().drop()
         self._own = self._mean = None
 
     def has_mean(self, name: str) -> bool:

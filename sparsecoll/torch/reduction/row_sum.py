@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,10 +18,10 @@ from sparsecoll.residual import RowResidual
 from sparsecoll.torch.compressors import StepContext
 from sparsecoll.torch.compressors.base import ErrorFeedback, overflowed
 from sparsecoll.torch.compressors.schedule import Densities, Density, as_row_density
-from sparsecoll.torch.compressors.versions import Rates, Versions
+from sparsecoll.torch.compressors.versions import ALL, Rates, Versioned
 from sparsecoll.torch.reduction.row_gradients import accumulated
 from sparsecoll.torch.replica.guards import warn_of_momentum_of_rows
-from sparsecoll.torch.tensors.device import CPU, Array
+from sparsecoll.torch.tensors.device import CPU
 from sparsecoll.torch.tensors.layout import Layout
 from sparsecoll.transport import Transport
 from sparsecoll.transport.call import CollectiveCall
@@ -67,16 +67,18 @@ class RowSum(ErrorFeedback):
 
     def bind(self, layout: Layout, transport: Transport, context: StepContext, timeout: float | None = None) -> None:
         super().bind(layout, transport, context, timeout)
-        n, *rest = layout.shapes[0]
         self._densities = None if self.density is None else Densities.of(self.density)
-        self._residual = Versions(RowSparse.empty(n, math.prod(rest), layout.dtype))
         if self.follow_lr:
-            self._rates = Rates(layout.names, context.rates)
-            self._others.append(self._rates)
+            self._rates = self.versions.add(Rates(layout.names, context.rates))
         self._acc: Any = None  # in a reduction that leaves a part of it
         self._alike: dict[str, int] = {}  # what else ranks compare in a call
         if self.momentum and transport.rank == 0:
             warn_of_momentum_of_rows(layout.names[0], self.momentum, context)
+
+    def _first_residual(self) -> Versioned:
+        (name,), (n, *rest) = self.layout.names, self.layout.shapes[0]
+        empty = RowSparse.empty(n, math.prod(rest), self.layout.dtype)
+        return Versioned(empty, lambda names: [ALL] if name in names else [])
 
     @property
     def _sends_parts(self) -> bool:
@@ -147,9 +149,6 @@ class RowSum(ErrorFeedback):
 
     # -- state
 
-    def rollback(self, names: Collection[str] | None = None) -> list[Array]:
-        return super().rollback() if names is None or self.layout.names[0] in names else []
-
     def state(self) -> dict[str, dict[str, torch.Tensor]]:
         if not self.keeps_gradient:
             return {}
@@ -161,7 +160,7 @@ class RowSum(ErrorFeedback):
 
     def load_state(self, saved: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
         for t in saved.get("residual", {}).values():
-            self._residual = Versions(rows_of(t, self.layout.dtype))
+            self._residual.base = self._residual.current = rows_of(t, self.layout.dtype)
         super().load_state({"rate": saved.get("rate", {})})
 
 

@@ -16,16 +16,16 @@ from sparsecoll.torch.compressors import Compressor
 from sparsecoll.torch.reduction.bucket import Bucket
 from sparsecoll.torch.reduction.buckets import Buckets
 from sparsecoll.torch.reduction.grad_scaler import Scaling
+from sparsecoll.torch.reduction.gradients import Seen
 from sparsecoll.torch.replica.replica import Replica
 from sparsecoll.torch.replica.timeline import bucket_span
-from sparsecoll.torch.tensors.private import version
 from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.transport.collectives import allgather
 from sparsecoll.transport.progress import in_background
 
 
 class Sender:
-    """Sends buckets in their order, the same on all ranks, and waits for them.
+    """Sends buckets in their order, the same on all ranks, and waits for them: the progress thread reduces them.
 
     Args:
         scaling: the scale of gradients.
@@ -35,7 +35,7 @@ class Sender:
         seconds: of this rank by kind of work (see `telemetry.trace`), and "exposed": waited for.
         taken: names of the parameters whose gradients are in their buckets.
         failed: what a bucket of this reduction has raised.
-        first, last: when the first and the last gradient came, by time.perf_counter.
+        first, last: time.perf_counter at the first and the last gradient.
     """
 
     def __init__(self, replica: Replica, buckets: Buckets, scaling: Scaling, compressor: Compressor) -> None:
@@ -48,7 +48,7 @@ class Sender:
     def begin(self) -> None:
         """Forget the last reduction."""
         self.taken: set[str] = set()
-        self._marks: list[tuple[torch.Tensor, torch.Tensor | None, int]] = []  # parameter, its gradient, its version
+        self._seen: list[tuple[torch.Tensor, Seen]] = []  # parameters, and their gradients when they were taken
         self.failed: Exception | None = None
         self.first: float | None = None
         self.last = 0.0
@@ -56,31 +56,26 @@ class Sender:
         self.laid_out()
 
     def laid_out(self) -> None:
-        """Note that the buckets are new ones."""
+        """The buckets are new ones."""
         self._waiting = [set(bucket.params) for bucket, _ in self._buckets]
 
-    @property
-    def begun(self) -> bool:
-        """Whether a gradient was taken or a bucket sent."""
-        return bool(self.taken or self._sent)
-
-    def came(self) -> None:
-        """Note the time of a gradient."""
+    def arrived(self) -> None:
+        """Record the time of a gradient."""
         self.last = time.perf_counter()
         self.first = self.last if self.first is None else self.first
 
     def take(self, name: str) -> None:
-        """Take a parameter's gradient into its bucket, and send the buckets that are complete and next in order."""
+        """Take a parameter's gradient into its bucket, and queue the buckets that are complete and next in order."""
         self._take(self._buckets.index_of[name], name)
         p = self._replica.params[name]
-        self._marks.append((p, p.grad, -1 if p.grad is None else version(p.grad)))
+        self._seen.append((p, Seen.of(p)))
         while len(self._sent) < len(self._buckets) and not self._waiting[len(self._sent)]:
             self._isend()
 
     @property
     def altered(self) -> bool:
         """Whether a gradient was replaced, or changed in place, since it was taken during back-propagation."""
-        return any(p.grad is not g or (g is not None and version(g) != seen) for p, g, seen in self._marks)
+        return any(seen.has_changed(p) for p, seen in self._seen)
 
     def _take(self, index: int, name: str) -> None:
         bucket, compressor = self._buckets[index]
@@ -95,29 +90,23 @@ class Sender:
 
     def _job(self, bucket: Bucket, compressor: Compressor, event: Any) -> float:
         """Reduce one bucket, whose gradients are complete at `event`; returns its seconds."""
+        if self.failed is not None:
+            return 0.0
+        start, layout = time.perf_counter(), bucket.layout
         try:
-            return self._timed(bucket, compressor, event)
+            if torch.get_num_threads() != self._threads:
+                torch.set_num_threads(self._threads)  # holds for the thread
+            span = bucket_span(self._timeline, layout.index, layout.length)
+            with span as recorder, layout.device.stream_context(event):
+                bucket.reduce(self._replica.transport, compressor)
+                if layout.small and self._finite and not bucket.mean_is_finite():
+                    self._refuse(bucket)
         except Exception as error:
             self.failed = error
             raise
-
-    def _timed(self, bucket: Bucket, compressor: Compressor, event: Any) -> float:
-        if self.failed is not None:
-            return 0.0
-        if torch.get_num_threads() != self._threads:
-            torch.set_num_threads(self._threads)  # holds for the thread
-        start = time.perf_counter()
-        layout = bucket.layout
-        with bucket_span(self._timeline, layout.index, layout.length) as recorder, layout.device.stream_context(event):
-            self._reduce(bucket, compressor)
         for kind, seconds in recorder.seconds.items():
             self.seconds[kind] += seconds
         return time.perf_counter() - start
-
-    def _reduce(self, bucket: Bucket, compressor: Compressor) -> None:
-        bucket.reduce(self._replica.transport, compressor)
-        if bucket.layout.small and self._finite and not bucket.mean_is_finite():
-            self._refuse(bucket)
 
     def _refuse(self, bucket: Bucket) -> None:
         """Raise for a parameter that is not compressed what the compressor would raise; all ranks see the same mean."""

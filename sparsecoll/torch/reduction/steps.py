@@ -24,6 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from sparsecoll.torch.compressors import Compressor
 from sparsecoll.torch.reduction.buckets import Buckets
+from sparsecoll.torch.reduction.gradients import Gradients, State
 from sparsecoll.torch.replica.guards import warn_of_adam, warn_of_momentum
 from sparsecoll.torch.replica.replica import Replica
 from sparsecoll.torch.tensors.model import Named
@@ -45,9 +46,8 @@ class Steps:
         in_layout: returns the names that parameters have in the layouts of the buckets.
 
     Attributes:
-        pending: whether there are means of which nothing has become yet.
+        gradients: the state of the gradients.
         unverified: whether a step was taken since parameters were last compared.
-        under_way: whether a reduction is under way, in which no optimizer may step.
         after: called after the first optimizer's step since a reduction.
     """
 
@@ -62,7 +62,8 @@ class Steps:
     ) -> None:
         self._buckets, self._replica, self._params, self._owner = buckets, replica, params, owner
         self._agree, self._in_layout = agree, in_layout
-        self.pending = self.unverified = self.under_way = False
+        self.gradients = Gradients()
+        self.unverified = False
         self.after: Callable[[], None] = lambda: None
         self._marks: dict[str, _Mark] = {}  # of the parameters with means
         self._stepped: set[str] = set()  # those that optimizers have stepped
@@ -70,30 +71,35 @@ class Steps:
         self._inside: Any = None  # whose step() calls a closure
         self._entered = False  # whether the loop had updated parameters by itself when that began
         self._found: tuple[list[str], NDArray[Any]] | None = None  # what all ranks have found out about parameters
-        self._counts = True  # whether the next step is the first one since the last reduction
 
     def accept(self, params: Named) -> None:
         """A reduction has succeeded: gradients of these parameters are means, and residuals what it has left."""
-        self._marks = {name: _mark(p) for name, p in params.items()}
-        self._stepped, self._entered, self._counts, self.pending = set(), False, True, True
+        self._marks, self._stepped, self._entered = {name: _mark(p) for name, p in params.items()}, set(), False
+        self._buckets.accept()
+        self.gradients.to(State.MEANS)
 
     # -- what has become of the means
 
     @property
     def open(self) -> bool:
-        """Whether there are means of which nothing has become, as far as an optimizer tells."""
-        return self.pending and not self._stepped
+        """Whether there are means with which no optimizer has stepped."""
+        return self._buckets.pending and not self._stepped
+
+    @property
+    def stepping(self) -> bool:
+        """Whether an optimizer is stepping."""
+        return self._inside is not None
 
     def updated(self) -> bool:
         """Return whether the loop has updated a parameter by itself, as far as this rank sees."""
-        if not self.pending or self._inside is not None:
-            return self.pending and self._entered
+        if not self._buckets.pending or self.stepping:
+            return self._buckets.pending and self._entered
         marks = [mark for name, mark in self._marks.items() if name not in self._stepped]
         return any(mark.is_old() for mark in marks) or any(mark.differs() for mark in marks)
 
     def settle(self) -> None:
         """Before the next gradient: commit, roll back, or let gradients add up. Collective for those who `agree`."""
-        if not self.pending:
+        if not self._buckets.pending:
             return
         left = [name for name in self._marks if name not in self._stepped]
         by_hand, gone = self._look(left) if left else (False, set())
@@ -123,24 +129,22 @@ class Steps:
         return by_hand, set() if by_hand else gone if kept or not gone else set(names)
 
     def commit(self, by_hand: bool = False) -> None:
-        """A step was taken: what the reductions since the last one have left is the state of the next one.
-
-        Args:
-            by_hand: whether the loop has taken it by itself.
-        """
+        """A step was taken, perhaps by the loop itself: make permanent what reductions since the last one have left."""
         self._buckets.commit()
-        self._count()
-        self._by_hand, self.pending = by_hand, False
+        if not self.gradients.are(State.STEPPED):
+            self._count()
+        self._by_hand = by_hand
+        self.gradients.throw_away()
 
     def _count(self) -> None:
-        if self._counts:
-            self._replica.context.step += 1
-            self._counts, self.unverified = False, True
+        self._replica.context.step += 1
+        self.unverified = True
 
     def rollback(self) -> None:
         """The step was skipped: residuals are as they were after the last one."""
         self._buckets.rollback()
-        self._by_hand = self.pending = False
+        self._by_hand = False
+        self.gradients.throw_away()
 
     def discard(self) -> None:
         """Skip the step, unless an optimizer has taken it."""
@@ -151,12 +155,7 @@ class Steps:
     # -- optimizers
 
     def follow_optimizers(self, compressor: Compressor, warns: bool) -> None:
-        """See the steps of all optimizers that have these parameters.
-
-        Args:
-            compressor: of which warnings tell if it does not suit an optimizer.
-            warns: whether this rank warns.
-        """
+        """Hook the steps of all optimizers; those with these parameters count, and must suit the compressor."""
         known = weakref.WeakSet[torch.optim.Optimizer]()
         register_optimizer_step_pre_hook(partial(_before, weakref.ref(self), compressor, known if warns else None))
         register_optimizer_step_post_hook(partial(_after, weakref.ref(self)))
@@ -174,7 +173,7 @@ class Steps:
             return  # an optimizer that steps another one
         self._inside = None
         self._entered = (evaluates or self._by_hand) and self.updated()
-        if self._by_hand and self.pending and any(compressor.keeps_gradient for _, compressor in self._buckets):
+        if self._by_hand and self._buckets.pending and self._buckets.has_residuals:
             self._refuse(bool(self._agree(np.array([self._entered], np.uint8))[0]))
         self._inside = optimizer
 
@@ -201,15 +200,16 @@ class Steps:
 
     def stepped(self, params: Named) -> None:
         """An optimizer has stepped these parameters."""
-        if self.under_way:
+        if self.gradients.are(State.SENDING):
             raise RuntimeError(
                 "step: expected a step after back-propagation, got one within it, where residuals are not known yet"
             )
-        if not self.pending:
+        if not self._buckets.pending:
             return
         self._stepped |= {name for name, p in params.items() if p.grad is not None} & self._marks.keys()
-        if self._counts:
+        if not self.gradients.are(State.STEPPED):
             self._count()
+            self.gradients.to(State.STEPPED)
             self.after()
 
     def pass_over(self) -> None:

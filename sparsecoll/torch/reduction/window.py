@@ -18,7 +18,7 @@ from sparsecoll.torch.replica.guards import fingerprint
 from sparsecoll.torch.replica.members import Members, changes, check_added
 from sparsecoll.torch.replica.options import Options
 from sparsecoll.torch.replica.replica import Replica, barrier
-from sparsecoll.torch.replica.rounds import MEMBERS, Round, Row
+from sparsecoll.torch.replica.rounds import MEMBERS, Round
 from sparsecoll.torch.replica.timeline import bucket_span
 from sparsecoll.torch.tensors.layout import takes_part
 from sparsecoll.torch.tensors.model import Buffers, Named, rates_of
@@ -137,9 +137,6 @@ class Window:
         Args:
             flags: JOINED if this rank has no more data.
 
-        Returns:
-            What ranks have told each other.
-
         Raises:
             NonFiniteError: a parameter is NaN or infinite on some rank; nothing has changed.
             CommunicationError: some rank failed; parameters of the buckets before that have moved on all ranks.
@@ -182,8 +179,7 @@ class Window:
                     " ranks to give up the steps since the last mean"
                 )
                 break
-        moved, modules = [name in self._moved for name in self._shared], replica.buffers.changed()
-        row = Row(replica.context.step, flags | replica.flags, self._shared, modules, moved)
+        row = replica.row(flags, [name in self._moved for name in self._shared])
 
         def digest(outcome: Round) -> int | None:
             first = not outcome.most and replica.transport.size > 1
@@ -211,12 +207,11 @@ class Window:
         try:
             replica.call(self._name, reduce)
         except Exception:
-            compressor.drop()
-            bucket.reset()
+            bucket.drop()
             raise
-        compressor.keep()  # the memory that these return is freed
-        compressor.commit()
         bucket.accept()
+        bucket.versions.commit()
+        bucket.versions.clear()
 
     def _apply(self, bucket: Bucket) -> None:
         """Move the parameters of a bucket by its mean."""
@@ -297,11 +292,7 @@ class Window:
         )  # compared in the next mean
 
     def _checked(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the part of a state that is LocalOptimizer's; that of a plain optimizer has none.
-
-        Raises:
-            ValueError: it lacks something, or is of other parameters.
-        """
+        """Return the part of a state that is LocalOptimizer's, after a check; that of a plain optimizer has none."""
         own = state.get(LOCAL)
         if own is None:
             return {}

@@ -44,11 +44,7 @@ def collective(
 ) -> T:
     """Call a function within a CollectiveCall, after the nonblocking calls that were made before it.
 
-    Args:
-        name, timeout: of the call.
-        function: called with the CollectiveCall. What it raises on one rank is raised on all.
-        phase: of its traffic; "": none.
-        failed: what is raised on all ranks in place of the call; None: nothing.
+    The phase is that of its traffic, "" for none. What has `failed` is raised on all ranks in place of the call.
     """
 
     def call() -> T:
@@ -97,30 +93,22 @@ def agreeing(path: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
     return decorate
 
 
-def mean_of(transport: Transport, value: float, timeout: float | None) -> float:
-    """Return the mean of a number over the ranks, with the same bits on all of them. Collective."""
+def mean_of_loss(transport: Transport, loss: Any, timeout: float | None) -> Any:
+    """Return the mean of a loss over the ranks, with the same bits on all of them, in its type. Collective."""
+    own = float(loss.detach() if torch.is_tensor(loss) else loss)
 
     def gather(_: CollectiveCall) -> list[float]:
-        numbers: list[float] = allgather(transport, np.array([value], np.float64)).ravel().tolist()
+        numbers: list[float] = allgather(transport, np.array([own], np.float64)).ravel().tolist()
         transport.waitall()
         return numbers
 
     numbers = collective(transport, "mean", timeout, gather)
-    return math.fsum(numbers) / len(numbers) if all(map(math.isfinite, numbers)) else sum(numbers) / len(numbers)
-
-
-def mean_of_loss(transport: Transport, loss: Any, timeout: float | None) -> Any:
-    """Return the mean of a loss over the ranks, in the type of the loss. Collective."""
-    mean = mean_of(transport, float(loss.detach() if torch.is_tensor(loss) else loss), timeout)
+    mean = (math.fsum if all(map(math.isfinite, numbers)) else sum)(numbers) / len(numbers)
     return torch.full_like(loss.detach(), mean) if torch.is_tensor(loss) else mean
 
 
 def mean_loss(transport: Transport, closure: Callable[[], Any], timeout: float | None) -> Any:
-    """Evaluate a closure on every rank; return the mean of the losses, in the type of the loss. Collective.
-
-    Raises:
-        CommunicationError, ValueError, TypeError: On every rank, if the closure raised on one of them.
-    """
+    """Evaluate a closure on every rank; return the mean of the losses, in the type of the loss. Collective."""
     with torch.enable_grad():
         loss = completed_future(closure)
 

@@ -29,11 +29,7 @@ CURE = (
 
 
 def refuse_wrapped(model: Any, argument: str) -> None:
-    """Raise unless a model is None or a plain module.
-
-    Args:
-        argument: that gave the model.
-    """
+    """Raise unless a model is None or a plain module; `argument` is that which gave it."""
     if model is not None and not isinstance(model, torch.nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module or None, got {type(model).__name__}")
     if isinstance(model, DistributedDataParallel):
@@ -136,12 +132,7 @@ def warn_of_momentum(optimizer: torch.optim.Optimizer, compressor: Compressor, t
 
 
 def warn_of_momentum_of_rows(name: str, momentum: float, context: StepContext) -> None:
-    """Warn once of a parameter with sparse gradients if neither the compressor nor the optimizer has a momentum for it.
-
-    Args:
-        momentum: of the compressor, for dense gradients only.
-        context: of the parameter's model.
-    """
+    """Warn once of a parameter with sparse gradients that has no momentum, as the compressor's does not apply to it."""
     if context.warned or (context.momenta is not None and any(context.momenta([name]))):
         return
     context.warned = True
@@ -175,12 +166,12 @@ class Watch:
                 hook = partial(_note, weakref.ref(self))
                 self._handles[id(p)] = p.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
-    def note(self, p: torch.Tensor) -> None:
+    def record(self, p: torch.Tensor) -> None:
         """Back-propagation has completed a gradient."""
         if not self._warned:
             self._seen[id(p)] = _mark(p)
 
-    def look(self, params: Iterable[torch.Tensor]) -> None:
+    def check(self, params: Iterable[torch.Tensor]) -> None:
         """Warn, before the reduction, if gradients have changed since back-propagation."""
         seen, self._seen = self._seen, {}
         if any(p.grad is not None and seen.get(id(p), _mark(p)) != _mark(p) for p in params):
@@ -204,4 +195,4 @@ def _mark(p: torch.Tensor) -> tuple[int, int]:
 def _note(watch: weakref.ref[Watch], p: torch.Tensor) -> None:
     alive = watch()
     if alive is not None and p.grad is not None:
-        alive.note(p)
+        alive.record(p)

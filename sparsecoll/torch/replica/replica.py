@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -17,7 +17,7 @@ from sparsecoll.torch.replica.broadcasts import broadcast_optimizer, broadcast_t
 from sparsecoll.torch.replica.calls import agreed, collective
 from sparsecoll.torch.replica.guards import refuse_renormalized, warn_if_equal
 from sparsecoll.torch.replica.options import Options
-from sparsecoll.torch.replica.rounds import MEMBERS, REPLACED, SUSPECT, Round, Row
+from sparsecoll.torch.replica.rounds import JOINED, MEMBERS, REPLACED, SUSPECT, Round, Row
 from sparsecoll.torch.tensors.model import Buffers, Named, check_buffers, check_whole, describe, sparse_weights
 from sparsecoll.transport import Transport
 from sparsecoll.transport.call import CollectiveCall
@@ -39,7 +39,7 @@ class Replica:
         params: by name.
         sparse_weights: ids of the parameters whose modules say that their gradients are sparse.
         context: the number of steps taken, and what else compressors know.
-        alike: returns options that must be the same on all ranks.
+        shared_options: returns options that must be the same on all ranks.
         changed: returns whether parameters have come or left on this rank.
         warmed: whether a reduction has succeeded.
         suspect: whether this rank's parameters may differ from the others'.
@@ -52,16 +52,11 @@ class Replica:
         self.buffers = Buffers(model)
         self.sparse_weights = sparse_weights(model)
         self.context = StepContext()
-        self.alike: Callable[[], dict[str, Any]] = dict
+        self.shared_options: Callable[[], dict[str, Any]] = dict
         self.changed: Callable[[], bool] = lambda: False
         self.warmed = self.suspect = False
         self.left: int | None = None
         self._model = model
-
-    @property
-    def flags(self) -> int:
-        """What the other ranks have to know of this one, see `Row`, after `buffers.changed()`."""
-        return SUSPECT * self.suspect | REPLACED * self.buffers.replaced | MEMBERS * self.changed()
 
     @property
     def steps(self) -> int:
@@ -75,13 +70,10 @@ class Replica:
     def agree(
         self, name: str, row: Row, digest: Callable[[Round], int | None], failed: Exception | None = None
     ) -> Round:
-        """Tell all ranks how a reduction went here; whatever failed on one fails on all. Collective.
+        """Tell all ranks how a reduction went here; what has `failed` on one fails on all. Collective.
 
         Args:
-            name: of the call.
-            row: of this rank.
-            digest: of this rank's own gradients, which are compared in the first step; None: they are not compared.
-            failed: what has been raised on this rank.
+            digest: returns that of this rank's own gradients, which are compared in the first step; None: they are not.
         """
 
         def exchange(_: CollectiveCall) -> Round:
@@ -96,21 +88,24 @@ class Replica:
         outcome = self.call(name, exchange, "agree")
         if outcome.flags & MEMBERS:  # which are to be taken in and dropped first
             return outcome
-        if not outcome.alike:
+        if not outcome.same_options:
             self.call("step", self._disagree)
         if outcome.flags & SUSPECT:
             self.compare(buffers=False)
             self.suspect = False
         return outcome
 
-    @property
-    def checksum(self) -> int:
-        """Of the options that must be the same on all ranks."""
-        return zlib.crc32(json.dumps(self.alike()).encode())
+    def row(self, flags: int, trainable: Sequence[bool] | None = None) -> Row:
+        """Return this rank's message at the end of a reduction, with the flags of the replica, too; see `Row`."""
+        modules = self.buffers.changed()
+        flags |= JOINED * (self.left is not None) | SUSPECT * self.suspect | MEMBERS * self.changed()
+        flags |= REPLACED * self.buffers.replaced
+        checksum = zlib.crc32(json.dumps(self.shared_options()).encode())
+        return Row(self.steps, flags, self.params, modules, trainable, checksum, self.sparse_weights)
 
     def _disagree(self, call: CollectiveCall) -> None:
         """Raise an error that names the option that differs between ranks."""
-        call.signature |= self.alike()
+        call.signature |= self.shared_options()
         call.agree()
 
     @property
@@ -126,10 +121,7 @@ class Replica:
     def introduce(self, params: Named, signature: Mapping[str, Any], check: Callable[[], Any] = lambda: None) -> None:
         """Broadcast parameters from rank 0, with all others of the model and the buffers at first. Collective.
 
-        Args:
-            params: name -> parameter: those that are new here, and perhaps others.
-            signature: what else all ranks must have alike.
-            check: what it raises is raised on every rank.
+        The signature has further values that must be the same on all ranks, and what `check` raises, all ranks raise.
         """
         tensors = params if self.params else self._with_model(params)
         self.sparse_weights = sparse_weights(self._model)
@@ -216,7 +208,7 @@ class Replica:
         finally:
             self.left = None
 
-    def keep_up(self, outcome: Round) -> None:
+    def follow_step(self, outcome: Round) -> None:
         """On a rank that has run out of data: the others step after a reduction, and compressors count their steps."""
         if outcome.step is not None:
             self.context.step = outcome.step + 1
@@ -239,13 +231,9 @@ class Replica:
             self.buffers.mark()
 
     def compare(self, buffers: bool = True) -> None:
-        """Compare the bits of all parameters and buffers over the ranks. Collective.
+        """Raise on all ranks if bits of parameters or buffers differ between them. Collective.
 
-        Args:
-            buffers: False leaves out buffers, which forward passes have changed since they were the same.
-
-        Raises:
-            CommunicationError: they differ, on every rank; the text names the first tensor that does.
+        Buffers can be left out, which forward passes have changed since they were the same.
         """
         left_out = {} if buffers else self.buffers.tensors
         tensors = {name: t for name, t in self.tensors.items() if name not in left_out}

@@ -40,7 +40,7 @@ class Round:
         used, rows, dense, trainable: parameters of which any rank has a gradient, one of rows (or a module that says
             so), a dense one, and that take part.
         modules: by module with buffers, whether any rank has changed them.
-        alike: whether all ranks that have data have the same `checksum`.
+        same_options: whether all ranks that have data have the same `checksum`.
     """
 
     flags: int = 0
@@ -53,7 +53,7 @@ class Round:
     dense: set[str] = field(default_factory=set)
     trainable: set[str] = field(default_factory=set)
     modules: list[bool] = field(default_factory=list)
-    alike: bool = True
+    same_options: bool = True
 
     @property
     def joined(self) -> bool:
@@ -140,7 +140,7 @@ class Row:
             dense=named(dense),
             trainable=named(trainable),
             modules=modules.tolist(),
-            alike=most == LEAST or checksum == -other,
+            same_options=most == LEAST or checksum == -other,
         )
 
 

@@ -80,13 +80,7 @@ class Timeline:
 
 @contextlib.contextmanager
 def bucket_span(timeline: Timeline | None, index: int, length: int) -> Iterator[trace.Recorder]:
-    """Record the reduction of a bucket: for torch.profiler, on a timeline (if any), and by kind of work.
-
-    Args:
-        timeline: which records spans; None: nothing.
-        index: of the bucket.
-        length: its values.
-    """
+    """Record the reduction of a bucket: for torch.profiler, on a timeline (if any), and by kind of work."""
     name = f"bucket {index}"
     with contextlib.ExitStack() as stack:
         if profiled():

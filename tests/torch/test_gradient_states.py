@@ -1,0 +1,126 @@
+"""The states of gradients between two steps: those of docs/architecture.md, and no others."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import sparsecoll  # noqa: E402
+from sparsecoll import simulate  # noqa: E402
+from sparsecoll.torch import DistributedOptimizer  # noqa: E402
+from sparsecoll.torch.reduction.gradients import TRANSITIONS, Gradients, State  # noqa: E402
+
+PAGE = Path(__file__).parents[2] / "docs" / "architecture.md"
+OF_DISTRIBUTED_OPTIMIZER = """
+    EMPTY LOCAL, LOCAL SENDING, LOCAL EMPTY, SENDING MEANS, SENDING LOCAL, SENDING STALE, SENDING DISCARDED,
+    SENDING NAN, SENDING EMPTY, STALE LOCAL, STALE DISCARDED, STALE NAN, DISCARDED STALE, DISCARDED EMPTY, MEANS EMPTY,
+    MEANS LOCAL, NAN EMPTY, NAN LOCAL"""
+
+
+def test_the_table_of_the_page_has_the_transitions():
+    rows = re.findall(r"^\| `([A-Z]+)` \|[^|]*\| ([^|]*) \|$", PAGE.read_text(), re.M)
+    assert {State[name]: {State[to] for to in re.findall(r"`([A-Z]+)`", cell)} for name, cell in rows} == TRANSITIONS
+
+
+def test_another_transition_raises():
+    gradients = Gradients()
+    with pytest.raises(AssertionError, match="EMPTY to STEPPED"):
+        gradients.to(State.STEPPED)
+
+
+class Breaks(torch.autograd.Function):
+    """Raises in back-propagation, gives NaN, or calls a function."""
+
+    @staticmethod
+    def forward(ctx, x, how):
+        ctx.how = how
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if ctx.how == "raises":
+            raise ValueError("in back-propagation")
+        if callable(ctx.how):
+            ctx.how()
+        return gradient * (torch.nan if ctx.how == "nan" else 1.0), None
+
+
+def loops(comm):
+    """Loops that meet all states, of a model whose last layer has its gradients before `how` matters."""
+    first, last = torch.nn.Linear(30, 40), torch.nn.Linear(40, 30)
+    model = torch.nn.Sequential(first, last)
+    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.01), model, comm, "topk", bucket_bytes=4000)
+
+    def backward(how="plain"):
+        last(Breaks.apply(first(torch.full((3, 30), comm.rank + 1.0)), how)).square().mean().backward()
+
+    def break_off():
+        with pytest.raises(ValueError, match="in back-propagation"):
+            backward("raises")
+
+    def fail(call):
+        with pytest.raises(sparsecoll.NonFiniteError):
+            call()
+
+    for _ in range(2):
+        optimizer.zero_grad()
+        backward()
+        optimizer.step()
+    backward()
+    backward()  # adds to the means
+    optimizer.step()
+    optimizer.zero_grad()
+    backward(lambda: last.weight.grad.mul_(2.0))  # which was sent
+    optimizer.step()
+    optimizer.zero_grad()
+    with optimizer.no_sync():
+        backward()
+    optimizer.zero_grad()  # local ones
+    break_off()
+    optimizer.zero_grad()  # after some were sent
+    backward()
+    optimizer.step()
+    break_off()
+    backward()  # again
+    optimizer.step()
+    optimizer._engine._reducer._early = True  # as before gradients have come more than once
+    break_off()
+    break_off()
+    optimizer.zero_grad()
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer._engine._reducer._early = True
+    backward()
+    optimizer.zero_grad()
+    break_off()
+    backward("nan")
+    fail(optimizer.step)
+    optimizer._engine._reducer._early = True
+    backward()
+    optimizer.zero_grad()
+    backward("nan")
+    backward()  # adds to NaN
+    fail(optimizer.step)
+    optimizer.zero_grad()
+    break_off()
+    optimizer.load_state_dict({**optimizer.optimizer.state_dict()})  # drops what was sent
+    backward()
+    optimizer.step()
+    return np.concatenate([p.detach().numpy().ravel() for p in model.parameters()])
+
+
+@pytest.mark.parametrize("P", [1, 3])
+def test_loops_take_all_of_these_transitions_and_no_others(P, monkeypatch):
+    seen, enter = set(), Gradients.to
+
+    def to(self, state):
+        if state is not self.state:
+            seen.add(f"{self.state.name} {state.name}")
+        enter(self, state)
+
+    monkeypatch.setattr(Gradients, "to", to)
+    results = simulate(P, loops).results
+    assert all(np.array_equal(result, results[0]) for result in results)
+    assert seen == {pair.strip() for pair in OF_DISTRIBUTED_OPTIMIZER.split(",")}
