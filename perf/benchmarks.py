@@ -24,7 +24,7 @@ from harness import FIGURES, RESULTS, ROOT, cell, load, markdown, source
 from sparsecoll.cli import bench, plot
 
 RANKS = {"memory": (2, 4, 8), "10gbit": (4,), "1gbit": (4,)}  # of the break-even map
-RATIOS = (0.001, 0.01, 0.1, 0.3)  # densities of the table of docs/choosing.md
+RATIOS = (0.001, 0.01, 0.1, 0.3)  # densities of the tables of docs/benchmarks.md and docs/choosing.md
 ALGORITHMS = ("dense", "allgather", "sparcml:variant=dynamic", "densestream", "gtopk", "spardl", "oktopk", "auto")
 
 
@@ -66,7 +66,7 @@ def breakeven():
         for P in RANKS[rate]:
             found = [row for row in rows if row["P"] == P]
             notes.append(f"- {P} ranks, {rate}: {judged(found)}")
-            for row in found:
+            for row in (row for row in found if row["density"] in RATIOS):
                 line = lines.setdefault((row["n"], row["density"]), _point(row))
                 line[f"{P} ranks, {rate}"] = f"{row['fastest']} {cell(row['ms'])}"
     about = source(*(f"breakeven_{rate}" for rate in RANKS))
