@@ -107,7 +107,7 @@ class Racing(Own):
         begun.append(channel.rank)
         end = begun.count(channel.rank) * channel.size
         parts = channel.allgather(x)
-        return Reduction(channel.merge([parts[rank] for rank in begun[end - channel.size : end]], x.dtype), x)
+        return Reduction(channel.merge([parts[rank] for rank in begun[end - channel.size : end]]), x)
 
 
 @pytest.mark.parametrize(

@@ -96,7 +96,7 @@ for dtype in {dtypes}:
     x = np.arange(-500, 500).astype(dtype)
     assert cpu.key_range(np.array([-3, 2, 300], dtype)) == tuple(cpu.magnitude_keys(np.array([2, 300], dtype)).tolist())
     assert cpu.count_at_least(x, int(cpu.magnitude_keys(x[:1])[0])) == 1
-print(sum(sum(kernel.stats.cache_hits.values()) for kernel in (cpu.selection._count, cpu.selection.key_range)))
+print(sum(sum(kernel.stats.cache_hits.values()) for kernel in (cpu.selection._count, cpu.selection.range_of)))
 """
 
 
