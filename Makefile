@@ -59,9 +59,9 @@ frameworks: $(MPICH)/frameworks.done  # the examples for Trainer, Accelerate and
 
 lint: $(MPICH)/dev.done
 	$(MPICH)/bin/ruff check . && $(MPICH)/bin/ruff format --check . && $(MPICH)/bin/mypy sparsecoll
-	$(MPICH)/bin/python -m pytest -q tests/test_types.py  # pyright and mypy on right and wrong uses, and on the pages
 
 fuzz: $(MPICH)/test.done  # the long run of what the tests do in short
+	SPARSECOLL_RUNS=10 $(MPICH)/bin/python -m pytest -q tests/test_same_bits.py
 	SPARSECOLL_FUZZ=20000 $(MPICH)/bin/python -m pytest -q -n 2 tests/test_fuzz.py tests/torch/test_every_line.py \
 		tests/torch/test_added_groups.py tests/collectives/test_injected.py
 	SPARSECOLL_PROGRAMS=2000 $(MPICH)/bin/python -m pytest -q -n 2 tests/torch/test_random_programs.py
