@@ -13,9 +13,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from sparsecoll.kernels import reference, threads
-from sparsecoll.kernels.cpu.lanes import array_at, inlined, jit
+from sparsecoll.kernels.cpu.lanes import array_at, jit
 from sparsecoll.kernels.cpu.sums import as_contiguous, end
-from sparsecoll.kernels.cpu.union import among_first, union_sum
+from sparsecoll.kernels.cpu.union import union_sum
 from sparsecoll.kernels.cpu.windows import are_dense, sum_in_windows
 from sparsecoll.kernels.keys import Array
 from sparsecoll.kernels.memory import data_ptr, empty
@@ -24,35 +24,58 @@ BLOCK = 1 << 17  # bytes of the entries merged at a time
 SAMPLES = 64  # indices for each thread, of which some divide the entries among threads
 
 
-@inlined
-def _step(a, x, s, b, y, t, keys, bits, o):  # type: ignore[no-untyped-def]
-    """Write the lower one of a[s] and b[t], the former if they are equal; return the next places."""
-    p, q, one = a[s], b[t], np.uint64(1)  # unsigned places: negative ones would be looked at
-    later = np.uint64(q < p)
-    keys[o] = min(p, q)
-    bits[o] = y[t] if q < p else x[s]
-    return s + one - later, t + later, o + one
+@jit
+def _among_first(a, i, i_stop, b, j, j_stop, half):  # type: ignore[no-untyped-def]
+    """How many of the first `half` entries of the merged run are in a[i:i_stop]."""
+    low, high = max(0, half - (j_stop - j)), min(half, i_stop - i)
+    while low < high:
+        middle = (low + high) >> 1
+        if a[i + middle] <= b[j + half - middle - 1]:
+            low = middle + 1
+        else:
+            high = middle
+    return low
 
 
 @jit
 def _merge(a, x, i, i_stop, b, y, j, j_stop, keys, bits, o):  # type: ignore[no-untyped-def]
     """Merge a[i:i_stop] with values x and b[j:j_stop] with values y; write keys and bits from `o` on."""
-    s, u_stop, t, v_stop, out = np.uint64(i), np.uint64(i_stop), np.uint64(j), np.uint64(j_stop), np.uint64(o)
-    half = (u_stop - s + v_stop - t) >> np.uint64(1)
-    first = among_first(a, s, u_stop, b, t, v_stop, half)
-    u, v, far = s + first, t + half - first, out + half
-    s_stop, t_stop = u, v
+    half = (i_stop - i + j_stop - j) >> 1
+    first = _among_first(a, i, i_stop, b, j, j_stop, half)
+    one = np.uint64(1)  # unsigned positions: negative ones would be looked at
+    s, t, out = np.uint64(i), np.uint64(j), np.uint64(o)
+    u, v, far = np.uint64(i + first), np.uint64(j + half - first), np.uint64(o + half)
+    s_stop, t_stop, u_stop, v_stop = u, v, np.uint64(i_stop), np.uint64(j_stop)
     while s < s_stop and t < t_stop and u < u_stop and v < v_stop:
-        s, t, out = _step(a, x, s, b, y, t, keys, bits, out)
-        u, v, far = _step(a, x, u, b, y, v, keys, bits, far)
+        p, q = a[s], b[t]
+        later = np.uint64(q < p)
+        keys[out] = min(p, q)
+        bits[out] = y[t] if q < p else x[s]
+        t += later
+        s += one - later
+        out += one
+        p, q = a[u], b[v]
+        later = np.uint64(q < p)
+        keys[far] = min(p, q)
+        bits[far] = y[v] if q < p else x[u]
+        v += later
+        u += one - later
+        far += one
     _finish(a, x, s, s_stop, b, y, t, t_stop, keys, bits, out)
     _finish(a, x, u, u_stop, b, y, v, v_stop, keys, bits, far)
 
 
 @jit
 def _finish(a, x, s, s_stop, b, y, t, t_stop, keys, bits, out):  # type: ignore[no-untyped-def]
+    one = np.uint64(1)
     while s < s_stop and t < t_stop:
-        s, t, out = _step(a, x, s, b, y, t, keys, bits, out)
+        p, q = a[s], b[t]
+        later = np.uint64(q < p)
+        keys[out] = min(p, q)
+        bits[out] = y[t] if q < p else x[s]
+        t += later
+        s += one - later
+        out += one
     for d in range(s_stop - s):
         keys[out + d], bits[out + d] = a[s + d], x[s + d]
     for d in range(t_stop - t):
@@ -103,8 +126,19 @@ def _merge_block(index_at, value_at, sizes, starts, parts, stops, found, ends, k
     while runs > 1:
         for r in range(0, runs, 2):
             middle, last = ends[r + 1], ends[min(r + 2, runs)]
-            run, merged = (keys[row], bits[row]), (keys[1 - row], bits[1 - row])
-            _merge(*run, ends[r], middle, *run, middle, last, *merged, ends[r])
+            _merge(
+                keys[row],
+                bits[row],
+                ends[r],
+                middle,
+                keys[row],
+                bits[row],
+                middle,
+                last,
+                keys[1 - row],
+                bits[1 - row],
+                ends[r],
+            )
         for r in range(0, runs, 2):
             ends[(r >> 1) + 1] = ends[min(r + 2, runs)]
         runs = (runs + 1) >> 1
