@@ -433,7 +433,9 @@ class LocalTrainer(Trainer):
     clip_and_step = step
 
     def step_by_hand(self):
-        """Between two steps, or in place of all of them."""
+        """Between two steps, or in place of all of them; not right after loading, which the next mean refuses."""
+        if self.optimizers[0]._window._loaded:
+            return
         self.before = self.values()
         by_hand(self.draw.choice(BY_HAND), list(self.params.values()))
         self.note()

@@ -314,7 +314,7 @@ class Window:
             if not torch.equal(self._params[name], t.to(self._params[name])):
                 self._refused = CommunicationError(
                     f"parameter {name!r}: expected its value in the state, which was saved between two means on this"
-                    " rank, got that of a model that was loaded later: load the model before the optimizer"
+                    " rank, got another: load the model before the optimizer, and change nothing before the next step"
                 )
 
 
