@@ -346,6 +346,7 @@ class Trainer:
             optimizer.load_state_dict(state)
         if scaler is not None:
             self.scaler.load_state_dict(scaler)
+            self.scaler.scale(torch.zeros(()))  # torch's own step() raises before the first scale()
         self.waits, self.starts = waits, self.values()
         self.unchanged()
 
