@@ -282,7 +282,7 @@ def test_the_profiler_leaves_out_steps_whose_last_gradient_is_not_known():
         profiler = Profiler(None, context, True)
         for turn in range(7):
             profiler._begin = 1.0
-            profiler.note(comm.transport, 0.0 if turn in (2, 3, 4) or comm.rank == 1 else 3.0, [1.0, 2.0], None)
+            profiler.measure(comm.transport, 0.0 if turn in (2, 3, 4) or comm.rank == 1 else 3.0, [1.0, 2.0], None)
         return context.ccr
 
     assert simulate(3, program).results == [1.5] * 3
