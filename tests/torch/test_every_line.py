@@ -5,13 +5,13 @@ SPARSECOLL_FUZZ=1 injects one at every line (`make fuzz`); otherwise at some of 
 
 import contextlib
 import os
-import sys
 from functools import partial
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
+from lines import Lines  # noqa: E402
 from nets import batch, bits, loss_of, net  # noqa: E402
 
 from sparsecoll import CommunicationError, simulate  # noqa: E402
@@ -39,9 +39,9 @@ ADAPTER = {
     "synchronize_all.<locals>.agree", "Hooks.attach",
     "Reducer.reduce", "Reducer._attempt", "Reducer._round", "Reducer._accept", "Reducer._assign", "Reducer._open",
     "Reducer._take_back", "Reducer.send", "Reducer.make_buckets", "Reducer.commit",
-    "Sender.take", "Sender._take", "Sender._isend", "Sender._timed", "Sender._reduce", "Sender.send_rest",
+    "Sender.take", "Sender._take", "Sender._isend", "Sender.send_rest",
     "Sender.wait",
-    "Buckets.keep", "Buckets.commit", "Bucket.take_grad", "Bucket.new_grads", "Bucket.assign_grads", "Bucket.accept",
+    "Buckets.commit", "Bucket.take_grad", "Bucket.new_grads", "Bucket.assign_grads", "Bucket.accept",
     "Bucket.reduce", "Bucket.mean_buffer",
     "SparseSGD.step", "SparseSGD._reduced", "SparseSGD._round", "SparseSGD._update", "SparseSGD._apply",
     "Accumulator.sums", "Accumulator._accumulate", "Accumulator.commit", "Accumulator.fits", "Bucket.accumulate",
@@ -50,37 +50,8 @@ ADAPTER = {
 }  # fmt: skip
 
 
-class Injected(Exception):
-    """Raised on purpose."""
-
-
-class Lines:
-    """Notes the lines of the adapter that a thread comes to; at one of them it raises."""
-
-    def __init__(self, target=None):
-        self.seen, self._target = {}, target
-
-    def __enter__(self):
-        sys.settrace(self._call)
-        return self
-
-    def __exit__(self, *_):
-        sys.settrace(None)
-
-    def _call(self, frame, event, argument):
-        code = frame.f_code
-        return self._line if code.co_filename in FILES and code.co_qualname in ADAPTER else None
-
-    def _line(self, frame, event, argument):
-        if event != "line":
-            return self._line
-        here = frame.f_code.co_qualname, frame.f_lineno
-        if here not in self.seen:
-            self.seen[here] = None
-            if here == self._target:
-                sys.settrace(None)
-                raise Injected("here")
-        return self._line
+def of_adapter(code):
+    return code.co_filename in FILES and code.co_qualname in ADAPTER
 
 
 def sgd_of(model):
@@ -104,7 +75,7 @@ def training(kind, target, comm):
     """
     model = net()
     optimizer = KINDS[kind](comm, model)
-    raised, step, grads, lines = None, 0, [], Lines(target)
+    raised, step, grads, lines = None, 0, [], Lines(of_adapter, target)
     while step < STEP + 3:
         optimizer.zero_grad()
         try:
