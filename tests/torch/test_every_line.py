@@ -41,7 +41,7 @@ ADAPTER = {
     "Reducer._take_back", "Reducer.send", "Reducer.make_buckets", "Reducer.commit",
     "Sender.take", "Sender._take", "Sender._isend", "Sender.send_rest",
     "Sender.wait",
-    "Buckets.commit", "Bucket.take_grad", "Bucket.new_grads", "Bucket.assign_grads", "Bucket.accept",
+    "Buckets.accept", "Buckets.commit", "Bucket.take_grad", "Bucket.new_grads", "Bucket.assign_grads", "Bucket.accept",
     "Bucket.reduce", "Bucket.mean_buffer",
     "SparseSGD.step", "SparseSGD._reduced", "SparseSGD._round", "SparseSGD._update", "SparseSGD._apply",
     "Accumulator.sums", "Accumulator._accumulate", "Accumulator.commit", "Accumulator.fits", "Bucket.accumulate",
