@@ -20,7 +20,7 @@ from sparsecoll.transport.progress import Request, in_background
 from sparsecoll.vector import SparseVector
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing import Self
 
 NAME = "allreduce_init"
 R = TypeVar("R")

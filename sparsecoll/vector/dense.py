@@ -17,7 +17,7 @@ from sparsecoll.vector.sparse import SparseVector
 from sparsecoll.vector.values import Values, dense_values, finite_difference, saturating_cast
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing import Self
 
 
 class DenseVector(Values):

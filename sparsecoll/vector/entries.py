@@ -31,7 +31,7 @@ from sparsecoll.vector.values import (
 )
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing import Self
 
 SHOWN = 4  # entries in a repr
 

@@ -1,12 +1,11 @@
 """Right uses of the public calls, with the types that they return; checked, not run."""
 
 from collections import Counter
-from typing import Any
+from typing import Any, assert_type
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from typing_extensions import assert_type
 
 import sparsecoll
 from sparsecoll import Reduction, Request, RowSparse, SparseVector
