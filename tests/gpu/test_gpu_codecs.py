@@ -12,7 +12,7 @@ from sparsecoll.kernels.reference.rice import RICE_BLOCKS, RICE_PAD
 
 @FEW
 @given(size=sizes, seed=seeds, own=index_dtypes, gap=st.integers(0, 9), far=st.sampled_from([1, 3, 40]))
-def test_blocks(cp, gpu, size, seed, own, gap, far):
+def test_blocks_equal_the_reference(cp, gpu, size, seed, own, gap, far):
     i = indices(size, seed, own, max(1, far * size))
     v = values(np.dtype(np.float32), i.size, seed, special=False)
     heads = reference.block_heads(i, gap)
@@ -31,7 +31,7 @@ def test_blocks(cp, gpu, size, seed, own, gap, far):
 
 @FEW
 @given(size=sizes, seed=seeds, own=index_dtypes)
-def test_bitmaps(cp, gpu, size, seed, own):
+def test_bitmaps_equal_the_reference_and_come_back(cp, gpu, size, seed, own):
     i = indices(size, seed, own)
     first = int(i[0]) if i.size else 0
     words = np.empty(-(-(int(i[-1]) - first + 1) // 64) if i.size else 0, np.uint64)
@@ -45,7 +45,7 @@ def test_bitmaps(cp, gpu, size, seed, own):
 
 @FEW
 @given(size=sizes, seed=seeds, own=index_dtypes)
-def test_hashed_slots(cp, gpu, size, seed, own):
+def test_hashed_slots_equal_the_reference(cp, gpu, size, seed, own):
     i, multipliers = indices(size, seed, own), (seed * 2**31 + 1, 2**63 + seed, 12345)
     slots = reference.hash_slots(i, 2 * size + 1, multipliers)
     same(gpu.hash_slots(cp.asarray(i), 2 * size + 1, multipliers), slots)
@@ -55,7 +55,7 @@ def test_hashed_slots(cp, gpu, size, seed, own):
     same(mine, held)
 
 
-def test_narrow_floats(cp, gpu):
+def test_narrow_floats_equal_the_reference(cp, gpu):
     rng = np.random.default_rng(3)
     halves = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
     finite = halves[~np.isnan(halves)].astype(np.float32)
@@ -83,7 +83,7 @@ def test_narrow_floats(cp, gpu):
     keep=st.booleans(),
     nearest=st.booleans(),
 )
-def test_quantised_values(cp, gpu, size, seed, kind, first, bucket, keep, nearest):
+def test_quantised_values_equal_the_reference(cp, gpu, size, seed, kind, first, bucket, keep, nearest):
     v, drawn = values(np.dtype(np.float32), size, seed), None if nearest else seed
     buckets = (first + size - 1) // bucket - first // bucket + 1 if size else 0
     scales, codes = np.empty(buckets, np.float32), np.empty(code_bytes(first, size, kind[0], bucket), np.uint8)
@@ -101,7 +101,7 @@ def test_quantised_values(cp, gpu, size, seed, kind, first, bucket, keep, neares
 
 @FEW
 @given(size=sizes, seed=seeds, own=index_dtypes, far=st.sampled_from([1, 30, 50_000]), data=st.data())
-def test_rice_codes(cp, gpu, size, seed, own, far, data):
+def test_rice_codes_equal_the_reference_and_come_back(cp, gpu, size, seed, own, far, data):
     i = indices(size, seed, own, max(1, far * size))
     on = cp.asarray(i)
     block = reference.rice_block(i)

@@ -25,7 +25,7 @@ def order(request, cp, monkeypatch):
 @pytest.mark.parametrize("dtype", COMPILED_DTYPES, ids=str)
 @FEW
 @given(size=sizes, seed=seeds, data=st.data())
-def test_threshold_selection(cp, gpu, order, dtype, size, seed, data):
+def test_threshold_selection_equals_the_reference(cp, gpu, order, dtype, size, seed, data):
     v = values(dtype, size, seed)
     keys = reference.magnitude_keys(v)
     key = int(data.draw(st.sampled_from([0, 1, *keys[:5].tolist(), int(keys.max(initial=0)) + 1, 1 << 64])))
@@ -139,7 +139,7 @@ def test_more_tiles_than_a_group_has(cp, gpu, monkeypatch, few):
 
 @FEW
 @given(dtype=dtypes, size=sizes, seed=seeds, scale=st.sampled_from([1.0, 0.3, -2.0]))
-def test_accumulation(cp, gpu, dtype, size, seed, scale):
+def test_accumulation_equals_the_reference(cp, gpu, dtype, size, seed, scale):
     v, g = values(dtype, size, seed), values(dtype, size, seed + 7)
     mine, scale = cp.asarray(v), scale if dtype.kind == "f" else 2
     gpu.form(mine, Pass(add=(cp.asarray(g), scale)))
@@ -164,7 +164,7 @@ def test_sum_of_sparse_vectors(cp, gpu, spread, dtype, size, seed, parts, own):
 
 @FEW
 @given(dtype=dtypes, size=sizes, seed=seeds, own=index_dtypes)
-def test_scattering(cp, gpu, dtype, size, seed, own):
+def test_scattering_equals_the_reference(cp, gpu, dtype, size, seed, own):
     dense, i = values(np.dtype(dtype), 3 * size + 1, seed), indices(size, seed, own)
     v = values(np.dtype(dtype), i.size, seed + 1)
     for name in ("scatter_add", "scatter_subtract"):

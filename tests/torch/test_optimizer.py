@@ -60,7 +60,7 @@ def test_without_compression_it_is_the_optimizer_on_the_mean_gradient(name, buck
         close(mine, expected)
 
 
-def test_closures():
+def test_every_evaluation_of_a_closure_is_a_mean():
     """L-BFGS evaluates several times a step; every evaluation is a mean."""
     plain = net()
     inner = torch.optim.LBFGS(plain.parameters(), 0.1, max_iter=4)
@@ -127,7 +127,7 @@ def test_sparse_embedding_gradients_and_sparse_adam():
         assert moved.nonzero().view(-1).tolist() == [0, 1, 5]
 
 
-def test_mixed_dtypes():
+def test_parameters_of_several_dtypes_have_gradients_of_their_own():
     def program(comm):
         half, single, double = (
             torch.nn.Parameter(torch.ones(4, dtype=d)) for d in (torch.bfloat16, torch.float32, torch.float64)
@@ -207,7 +207,7 @@ def test_ranks_that_disagree_get_the_same_error():
     simulate(2, program)
 
 
-def test_bad_arguments():
+def test_wrong_arguments_are_refused():
     model = net()
     inner = torch.optim.SGD(model.parameters(), 0.1)
     with pytest.raises(ValueError, match="named_parameters: expected all"):
