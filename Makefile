@@ -10,13 +10,13 @@ LIMIT := timeout --kill-after=10
 
 SEEDS ?= 1
 
-FAST := $(addprefix tests/,kernels formats select algorithms/test_contract.py transport collectives test_architecture.py)
+FAST := $(addprefix tests/,kernels formats select algorithms/test_contract.py transport collectives test_architecture.py test_contributing.py)
 
 # What depends on the number of ranks; the rest of tests/mpi, training above all, shows on 3 ranks what it shows on 8.
 COLLECTIVES := $(patsubst %,tests/mpi/test_%.py,mpi collectives_mpi contract_mpi failures_mpi mismatch_mpi progress process_groups commands_mpi)
 ON_THREE := tests/mpi $(addprefix --ignore=,$(COLLECTIVES))
 TRAINING := $(patsubst %,tests/mpi/test_%.py,torch_mpi distributed_optimizer training_loops)
-SHARDED := $(patsubst %,tests/mpi/test_%.py,fsdp fsdp_checkpoints fsdp_residuals fsdp_refusals)
+SHARDED := $(patsubst %,tests/mpi/test_%.py,fsdp fsdp_checkpoints fsdp_residuals fsdp_refusals every_line_fsdp)
 EIGHT := "same_bits and float32 and (oktopk or auto or sparcml or densestream)"  # 8 processes on two cores are slow
 SOCKETS := $(COLLECTIVES) $(TRAINING) tests/mpi/test_docs_mpi.py tests/gpu/test_gpu_mpi.py
 
