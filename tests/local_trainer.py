@@ -3,7 +3,7 @@
 import copy
 
 import torch
-from trainer import BY_HAND, Trainer, by_hand
+from programs import BY_HAND, Trainer, by_hand
 
 
 class LocalTrainer(Trainer):

@@ -6,7 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from programs import run  # noqa: E402
+from play import run  # noqa: E402
 from runs import alike  # noqa: E402
 
 pytestmark = [pytest.mark.mpi, pytest.mark.mpich, pytest.mark.usefixtures("process_group")]
