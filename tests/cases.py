@@ -16,18 +16,17 @@ __all__ = ["DISTRIBUTIONS", "RANKS", "SUPPORTS", "K", "N", "case", "pairwise", "
 
 def pairwise(*parameters: Iterable[Any]) -> list[tuple[Any, ...]]:
     """Cases in which any two values of different parameters meet: far fewer than all combinations."""
-    values, chance, cases = list(map(list, parameters)), random.Random(0), []
-    numbers = [(i, a) for i, own in enumerate(values) for a in range(len(own))]
-    missing = [pair for pair in itertools.combinations(numbers, 2) if pair[0][0] != pair[1][0]]
+    values, chance, cases = list(map(list, parameters)), random.Random(1), []
+    every = [[(i, a) for a in range(len(own))] for i, own in enumerate(values)]
+    missing = {pair for axes in itertools.combinations(every, 2) for pair in itertools.product(*axes)}
     while missing:
-        drawn = [[chance.randrange(len(own)) for own in values] for _ in range(20)]
-        for new in drawn:
-            for i, a in missing[0]:
-                new[i] = a
-        best = max(drawn, key=lambda new: sum(new[i] == a and new[j] == b for (i, a), (j, b) in missing))
-        missing = [((i, a), (j, b)) for (i, a), (j, b) in missing if best[i] != a or best[j] != b]
-        cases.append(best)
-    return [tuple(own[a] for own, a in zip(values, best, strict=True)) for best in sorted(cases)]
+        one = dict(chance.choice(sorted(missing)))
+        for i in set(range(len(values))) - one.keys():
+            gains = [sum((min(own, pair), max(own, pair)) in missing for pair in one.items()) for own in every[i]]
+            one[i] = chance.choice([a for a, gain in enumerate(gains) if gain == max(gains)])
+        missing -= set(itertools.combinations(sorted(one.items()), 2))
+        cases.append([one[i] for i in range(len(values))])
+    return [tuple(own[a] for own, a in zip(values, one, strict=True)) for one in sorted(cases)]
 
 
 def support(name: str, rank: int, P: int, k: int, rng: np.random.Generator, n: int) -> np.ndarray:
