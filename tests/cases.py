@@ -11,7 +11,9 @@ import numpy as np
 
 from sparsecoll.testing.cases import DISTRIBUTIONS, RANKS, K, N, case, same_bits
 
-__all__ = ["DISTRIBUTIONS", "RANKS", "SUPPORTS", "K", "N", "case", "pairwise", "same_bits", "support"]
+__all__ = ["DISTRIBUTIONS", "DTYPES", "RANKS", "SUPPORTS", "K", "N", "case", "pairwise", "same_bits", "support"]
+
+DTYPES = ["float16", "float32", "float64", "int32", "int64"]
 
 
 def pairwise(*parameters: Iterable[Any]) -> list[tuple[Any, ...]]:
