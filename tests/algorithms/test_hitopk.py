@@ -28,7 +28,7 @@ def expected(inputs, k, on_node):
     return total
 
 
-def test_contract():
+def test_hitopk_keeps_the_contract():
     check_algorithm(HiTopK())
 
 
