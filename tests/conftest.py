@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 sys.path.append(str(Path(__file__).parent.parent / "perf"))  # for the papers' formulas
 torch = importlib.util.find_spec("torch")
 if torch is None or torch.origin is None:  # then `import torch` would find the folder of its tests
-    sys.modules["torch"] = None
+    torch = sys.modules["torch"] = None
 
 collect_ignore = [
     "fault_programs.py",
@@ -56,6 +56,13 @@ def pytest_collection_modifyitems(config, items):
         others = [item for item in items if item.get_closest_marker("mpi") is None]
         config.hook.pytest_deselected(items=others)
         items[:] = [item for item in items if item.get_closest_marker("mpi") is not None]
+
+
+def pytest_ignore_collect(collection_path):
+    """What imports torch at its top cannot be collected where there is none."""
+    if torch is None and collection_path.suffix == ".py":
+        return bool(re.search(r"^import torch$", collection_path.read_text(), re.M)) or None
+    return None
 
 
 def pytest_make_parametrize_id(config, val, argname):
