@@ -81,7 +81,7 @@ import logging, sys
 logging.basicConfig(stream=sys.stdout, level=logging.INFO)
 from sparsecoll.cli.main import main
 main(["bench", "--n", "1e6", "6e6", "--density", "0.01", "--repeat", "1", "--algo", "auto", "oktopk", "dense"])
-main(["simulate", "--n", "1e5", "--ranks", "5", "--repeat", "2", "--algo", "allgather", "--format", "auto", "coo", "packed_codes"])
+main(["simulate", "--n", "1e5", "--ranks", "5", "--algo", "allgather", "--format", "auto", "coo", "packed_codes"])
 """
 
 
