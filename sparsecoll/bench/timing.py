@@ -203,6 +203,10 @@ def measure(
 def runner(comm: Any, call: Call) -> Run:
     """Return a function that makes the call and returns bytes sent and received, messages sent, and entries."""
     if call.algo == MPI_ALLREDUCE:
+        if not hasattr(comm, "Allreduce"):
+            raise ValueError(
+                f"algo: expected another one without a communicator of MPI, got {MPI_ALLREDUCE}: use dense"
+            )
         out: list[NDArray[Any]] = []
 
         def dense(vector: NDArray[Any]) -> tuple[float, float, float, int]:

@@ -172,10 +172,10 @@ def _name_ends(axes: Any, ends: dict[str, Any]) -> None:
             heights[i], heights[j] = heights[i] - push, heights[j] + push
     for name, height in zip(names, heights, strict=True):
         colour = ends[name][0].get_color()
+        arrow = {"arrowstyle": "-", "relpos": (0, 0.5), "color": colour, "linewidth": 0.5, "shrinkA": 0, "shrinkB": 3}
         axes.annotate(
             name, places[name], (1.03, height), "axes fraction", "axes fraction", color=colour, fontsize="x-small",
-            va="center", annotation_clip=False,
-            arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.5, "shrinkA": 0, "shrinkB": 3},
+            va="center", annotation_clip=False, arrowprops=arrow,
         )  # fmt: skip
 
 

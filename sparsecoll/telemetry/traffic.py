@@ -55,12 +55,13 @@ class Traffic:
             in `total` only.
         set_up: Counts of what happens once per communicator, such as finding out which ranks share a machine; not part
             of `total` or `phases`.
+        observer: called after each call with its algorithm, see `sparsecoll.telemetry.metrics`; None for nothing.
     """
 
     total: Counts = field(default_factory=Counts)
     phases: dict[str, Counts] = field(default_factory=dict)
     set_up: Counts = field(default_factory=Counts)
-    observer: Callable[[str], None] | None = field(default=None, compare=False)  # called after each call, see `metrics`
+    observer: Callable[[str], None] | None = field(default=None, compare=False)
 
     def reset(self) -> None:
         """Set every counter to zero."""
