@@ -17,7 +17,6 @@ import rows
 import testbed
 import training
 import volume
-import waiting
 from breakeven import judged
 from harness import FIGURES, RESULTS, ROOT, cell, load, markdown, source
 
@@ -93,7 +92,7 @@ def tables():
     found = {"benchmarks.breakeven": breakeven(), "benchmarks.ratios": ratios()}
     memory = markdown([{"algorithm": row["algo"], "MB": round(row["memory"] / 1e6)} for row in load("memory")["rows"]])
     found["benchmarks.memory"] = f"{memory}\n\n{source('memory')}"
-    for script in (allreduce, convergence, gpu, kernels, rows, training, volume, waiting):
+    for script in (allreduce, convergence, gpu, kernels, rows, training, volume):
         found |= script.tables()
     return found
 

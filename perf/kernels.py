@@ -197,12 +197,30 @@ def across_sets(section):
     return run
 
 
+EDGES = ("float32, ms", "float64", "float16", "bool", "int64", "complex64", "zeros", "equal", "ties", "ascending")
+
+
 def tables():
     """Return the tables of docs/kernels.md by name: not all rows; n stands for the data, which are heavy-tailed."""
     found = {name: rows for name, rows in load("kernels").items() if name != "about"}
-    found["merge"] = [row for row in found["merge"] if row["density"] != 0.01 and not row["vectors"].startswith("4 of")]
+    found["merge"] = [
+        row
+        for row in found["merge"]
+        if row["vectors"].startswith("8 of 1000 ") or (row["density"] == 0.001 and row["vectors"][:4] != "4 of")
+    ]
+    found["edges"] = [row for row in found["edges"] if row["values"] in EDGES]
+    found["quantized"] = [
+        {head: value for head, value in row.items() if not head.startswith(("and ", "decode and"))}
+        for row in found["quantized"]
+    ]
+    whole = ("density", "bits per index", "entropy of uniform", "encode, M i", "decode, M i")
+    found["packed"] = [
+        {head: value for head, value in row.items() if head.startswith(whole)}
+        for row in found["packed"]
+        if row["density"] in (0.001, 0.01, 0.1)
+    ]
     for name in ("threshold", "topk", "fused"):
-        rows = [row | {"data": row["data"].split("= ")[1]} for row in found[name]]
+        rows = [row | {"data": row["data"].split("= ")[1]} for row in found[name] if row["density"] in (0.01, 0.1)]
         rows = [row for row in rows if row["data"] == "24 M" or (row["data"] == "0.24 M" and row["density"] == 0.01)]
         found[name] = [{"n": row.pop("data")} | row for row in rows]
     peers = [head for head in found["topk"][0] if "times slower" in head]
