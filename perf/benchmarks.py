@@ -65,7 +65,7 @@ def breakeven():
         for P in RANKS[rate]:
             found = [row for row in rows if row["P"] == P]
             notes.append(f"- {P} ranks, {rate}: {judged(found)}")
-            for row in (row for row in found if row["density"] in RATIOS):
+            for row in (row for row in found if row["density"] in RATIOS[1:]):
                 line = lines.setdefault((row["n"], row["density"]), _point(row))
                 line[f"{P} ranks, {rate}"] = f"{row['fastest']} {cell(row['ms'])}"
     about = source(*(f"breakeven_{rate}" for rate in RANKS))

@@ -15,9 +15,11 @@ from sparsecoll.formats import FORMATS
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+TUTORIALS = [page for page in PAGES if page.name.startswith("tutorial")]
 BLOCKS = [
     pytest.param(*found, id=f"{page.name}-{number}")
     for page in PAGES
+    if page not in TUTORIALS
     for number, found in enumerate(
         re.findall(r"^```python\n(.*?)^```\n(?:\n^```text\n(.*?)^```\n)?", page.read_text() + "\n", re.S | re.M)
     )
@@ -56,12 +58,63 @@ def test_block_runs(block, output, capsys, monkeypatch):
         assert expected in printed
 
 
+def masked(text):
+    """Without times and the widths of columns."""
+    return re.sub(r"\d+\.\d{6}\b|\d[\d.]*(?= m?s\b)", "T", re.sub(" +", " ", text))
+
+
+def runs_of(page):
+    """Each file that a tutorial makes of its blocks of Python, a command that runs it, and the output that it shows.
+
+    A block that begins with a comment like `# sums.py` begins a file, and those after it are appended. A block of text
+    directly below a block of Python, or below a command with the file's name, is what the last command prints.
+    """
+    name, command, code, runs = "", "", {}, {}
+    blocks = re.finditer(r"^```(\w+)\n(.*?)^```$(?=(\n\n```text)?)", page.read_text(), re.S | re.M)
+    for kind, content, followed in (match.groups() for match in blocks):
+        if kind == "python":
+            begun = re.match(r"# (\w+\.py)\n", content)
+            name = begun[1] if begun else name
+            code[name] = ("" if begun else code[name]) + content
+            of_file = [known for known, (file, _) in runs.items() if file == name]
+            command = [f"python {name}", *of_file][-1] if followed else ""
+        elif kind == "text" and command:
+            runs.setdefault(command, [name, ""])[1] += content
+        elif kind == "sh":
+            command = content.strip() if followed and f" {name}" in content else ""
+    return [pytest.param(file, code[file], command, text, id=command) for command, (file, text) in runs.items()]
+
+
+@pytest.mark.parametrize(("file", "code", "command", "text"), [run for page in TUTORIALS for run in runs_of(page)])
+def test_tutorial_prints_what_it_shows(file, code, command, text, tmp_path):
+    for package in ("torch", "matplotlib", "scipy"):
+        if f"import {package}" in code:
+            pytest.importorskip(package)
+    launcher, *arguments = command.split()
+    found = shutil.which(launcher, path=Path(sys.executable).parent)
+    if found is None:
+        pytest.skip(f"no {launcher}")
+    (tmp_path / file).write_text(code)
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": str(Path(found).parent)}
+    run = subprocess.run(
+        [found, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=500, env=environment
+    )
+    assert run.returncode == 0, run.stderr
+    assert masked(run.stdout) == masked(text)
+
+
+def test_code_of_tutorials_fits_the_page():
+    for page in TUTORIALS:
+        for block in re.findall(r"^```\w+\n(.*?)^```", page.read_text(), re.S | re.M):
+            assert max(map(len, block.splitlines())) <= 80, page.name
+
+
 def test_classes_of_the_frameworks_page_are_those_of_the_examples():
     blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "frameworks.md").read_text(), re.S | re.M)
     examples = "\n".join(path.read_text() for path in (ROOT / "examples").glob("*.py"))
     parts = [part for block in blocks for part in re.split(r"\n\n\n", block)[1:]]
     shown = [part.strip() for part in parts if not part.startswith("def main")]
-    assert len(shown) == 5 and all(part in examples for part in shown)
+    assert shown and all(part in examples for part in shown)
 
 
 def test_quickstart_runs_on_virtual_ranks(capsys):
@@ -91,6 +144,14 @@ def test_files_that_the_pages_name_exist():
     for page in [ROOT / "CONTRIBUTING.md", *PAGES]:
         for name in re.findall(r"`((?:docs|examples|tests)/[\w./]+\.\w+)`", page.read_text()):
             assert "NAME" in name or (ROOT / name).exists(), f"{page.name}: {name}"
+
+
+def test_error_texts_of_the_troubleshooting_page_are_those_of_the_package():
+    sources = "\n".join(path.read_text() for path in (ROOT / "sparsecoll").rglob("*.py"))
+    joined = re.sub(r'"\s*\n\s*f?"', "", sources)  # a text that goes on in the next line
+    texts = re.findall(r"^### `(.*)`$", (ROOT / "docs/troubleshooting.md").read_text(), re.M)
+    assert 10 < len(texts) <= 25
+    assert not [text for text in texts if text not in joined]
 
 
 def test_every_table_has_heads():
