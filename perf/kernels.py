@@ -197,18 +197,14 @@ def across_sets(section):
     return run
 
 
-EDGES = ("float32, ms", "float64", "float16", "bool", "int64", "complex64", "zeros", "equal", "ties", "ascending")
-
-
 def tables():
     """Return the tables of docs/kernels.md by name: not all rows; n stands for the data, which are heavy-tailed."""
-    found = {name: rows for name, rows in load("kernels").items() if name != "about"}
+    found = {name: rows for name, rows in load("kernels").items() if name not in ("about", "edges")}
     found["merge"] = [
         row
         for row in found["merge"]
         if row["vectors"].startswith("8 of 1000 ") or (row["density"] == 0.001 and row["vectors"][:4] != "4 of")
     ]
-    found["edges"] = [row for row in found["edges"] if row["values"] in EDGES]
     found["quantized"] = [
         {head: value for head, value in row.items() if not head.startswith(("and ", "decode and"))}
         for row in found["quantized"]
@@ -224,11 +220,6 @@ def tables():
         rows = [row for row in rows if row["data"] == "24 M" or (row["data"] == "0.24 M" and row["density"] == 0.01)]
         found[name] = [{"n": row.pop("data")} | row for row in rows]
     peers = [head for head in found["topk"][0] if "times slower" in head]
-    found["peers"] = [
-        {head.replace(", times slower", ""): row[head] for head in ("n", "density", *peers)}
-        for row in found["topk"]
-        if row["density"] == 0.01
-    ]
     found["topk"] = [{head: value for head, value in row.items() if head not in peers} for row in found["topk"]]
     return {f"kernels.{name}": markdown(rows) for name, rows in found.items()}
 
