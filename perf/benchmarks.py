@@ -90,8 +90,6 @@ def _point(row):
 def tables():
     """Return the tables of all pages by name."""
     found = {"benchmarks.breakeven": breakeven(), "benchmarks.ratios": ratios()}
-    memory = markdown([{"algorithm": row["algo"], "MB": round(row["memory"] / 1e6)} for row in load("memory")["rows"]])
-    found["benchmarks.memory"] = f"{memory}\n\n{source('memory')}"
     for script in (allreduce, convergence, gpu, kernels, rows, training, volume):
         found |= script.tables()
     return found

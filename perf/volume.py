@@ -146,8 +146,8 @@ def scaling(options):
 
 
 def scaling_tables():
-    """Yield a heading and a table for the slowest and the fastest network."""
-    rows = [row for row in load("scaling")["rows"] if row["model"] == "BERT" and row["network"] != "10 Gb/s"]
+    """Yield a heading and a table for the slowest network."""
+    rows = [row for row in load("scaling")["rows"] if row["model"] == "BERT" and row["network"] == "1 Gb/s"]
     for network in dict.fromkeys(row["network"] for row in rows):
         lines = {}
         for row in rows:
