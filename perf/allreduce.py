@@ -105,7 +105,7 @@ def line(text, name, some, megabytes=False):
     for density in DENSITIES:
         found = [row for row in some if row["name"] == name and row["density"] in (density, 1.0)]
         shown[f"{density:.0%}"] = f"{found[0]['seconds']:.3f} s, {found[0]['x dense']:.1f} x" if found else ""
-        if megabytes:
+        if megabytes and density == DENSITIES[0]:
             counted = found and found[0]["bytes_received"]
             shown[f"MB in, {density:.0%}"] = f"{counted / 1e6:.1f}" if counted else ""
     return shown
@@ -117,12 +117,8 @@ def table2():
     for n in dict.fromkeys(row["n"] for row in found):
         some = [row for row in found if row["n"] == n and row["name"] not in UNSHOWN]
         names, first = dict.fromkeys(row["name"] for row in some), n == found[0]["n"]
-        if first:
-            yield f"### n = {n:,}"
-            yield markdown([line(name, name, some, True) for name in names])
-        else:
-            yield f"### n = {n:,}"
-            yield markdown([line(name, name, some) for name in names if name in LONG])
+        yield f"### n = {n:,}"
+        yield markdown([line(name, name, some, first) for name in names if first or name in LONG])
 
 
 UNSHOWN = ("dense, 2 bits, nearest", "dense, 1 bit, nearest", "dense, E3M0")  # in the figure only
