@@ -215,6 +215,9 @@ def tables():
         for row in found["packed"]
         if row["density"] in (0.001, 0.01, 0.1)
     ]
+    found["fused"] = [
+        {head: value for head, value in row.items() if not head.startswith(("MST", "random"))} for row in found["fused"]
+    ]
     for name in ("threshold", "topk", "fused"):
         rows = [row | {"data": row["data"].split("= ")[1]} for row in found[name] if row["density"] in (0.01, 0.1)]
         rows = [row for row in rows if row["data"] == "24 M" or (row["data"] == "0.24 M" and row["density"] == 0.01)]

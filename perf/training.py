@@ -302,7 +302,9 @@ UNSHOWN = (
     "dragonn",
     "stream",
     "0.1",
-    "hook, acp",
+    "hook, a",
+    "randomk",
+    "allgather",
 )
 NETS = {("vgg", 32): "20 M", ("vgg", 128): "20 M, batch 128", ("mlp", 32): "107 M"}
 
