@@ -64,12 +64,14 @@ def breakeven():
         rows = load(f"breakeven_{rate}")["rows"]
         for P in RANKS[rate]:
             found = [row for row in rows if row["P"] == P]
-            notes.append(f"- {P} ranks, {rate}: {judged(found)}")
+            notes.append(judged(found))
             for row in (row for row in found if row["density"] in RATIOS[1:]):
                 line = lines.setdefault((row["n"], row["density"]), _point(row))
                 line[f"{P} ranks, {rate}"] = f"{row['fastest']} {cell(row['ms'])}"
     about = source(*(f"breakeven_{rate}" for rate in RANKS))
-    return f"{markdown(lines.values())}\n\n{about}\n\n" + "\n".join(notes)
+    means, most = zip(*notes, strict=True)
+    note = f"{min(means):.2f} to {max(means):.2f} times as long as the fastest choice, {max(most):.2f} at most"
+    return f"{markdown(lines.values())}\n\n{about} `auto` takes {note}."
 
 
 def ratios():
