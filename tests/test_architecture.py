@@ -25,6 +25,7 @@ LAYERS = [  # one room a floor; a module may import from its own room and from t
     "collectives",
     "torch",
     "testing",
+    "bench",
     "cli",
     "__main__",
 ]
@@ -39,7 +40,8 @@ HOMES = {
     "llvmlite": INTERNALS,
     "rich": {"cli/main.py"},
     "cupy": {"kernels/gpu/device.py"},
-    "torch": {str(p.relative_to(PACKAGE)) for p in (PACKAGE / "torch").rglob("*.py")} | {"testing/compressors.py"},
+    "torch": {str(p.relative_to(PACKAGE)) for p in (PACKAGE / "torch").rglob("*.py")}
+    | {"testing/compressors.py", "bench/compressors.py"},
 }
 FILES = sorted(p for p in PACKAGE.rglob("*.py") if p != PACKAGE / "__init__.py")
 

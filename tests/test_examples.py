@@ -68,7 +68,8 @@ def test_every_script_of_perf_can_be_imported():
 
 def test_demo_sends_40_times_fewer_bytes():
     train = loaded("train.py")
-    args = argparse.Namespace(lr=0.1, momentum=0.9, density=0.01, epochs=1, batch=50)
+    method = {"algo": "oktopk", "selector": None, "compressor": None}
+    args = argparse.Namespace(lr=0.1, momentum=0.9, density=0.01, epochs=1, batch=50, **method)
 
     def received(algo):
         def program(comm):
