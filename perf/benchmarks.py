@@ -67,7 +67,7 @@ def breakeven():
         for P in RANKS[rate]:
             found = [row for row in rows if row["P"] == P]
             notes.append(judged(found))
-            for row in (row for row in found if row["density"] in RATIOS[1:]):
+            for row in (row for row in found if row["density"] in RATIOS[1:] and row["n"] > 100_000):
                 line = lines.setdefault((row["n"], row["density"]), _point(row))
                 line[f"{P} ranks, {rate}"] = f"{row['fastest']} {cell(row['ms'])}"
     about = source(*(f"breakeven_{rate}" for rate in RANKS))

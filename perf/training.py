@@ -306,20 +306,19 @@ UNSHOWN = (
     "randomk",
     "allgather",
 )
-NETS = {("vgg", 32): "20 M", ("vgg", 128): "20 M, batch 128", ("mlp", 32): "107 M"}
+NETS = {("vgg", 32): "20 M", ("mlp", 32): "107 M"}
 
 
 def side_by_side(rows):
     """Return one table of several nets: seconds a step, in units of a plain step, and megabytes received."""
     lines = {}
-    for row in rows:
+    for row in (row for row in rows if row["batch"] == 32):
         line = lines.setdefault(row["line"], {"line": row["line"]})
         name = NETS[row["model"], row["batch"]]
-        if row["model"] == "vgg" and row["batch"] == 32:
+        if row["model"] == "vgg":
             line[f"{name}: s / step"] = row["seconds"]
         line[f"{name}: x plain"] = row["x plain"]
-        if row["batch"] == 32:
-            line[f"{name}: MB"] = row["MB received"] if row["MB received"] > 0.001 else None
+        line[f"{name}: MB"] = row["MB received"] if row["MB received"] > 0.001 else None
     shown = list(lines.values())
     return markdown([{head: row.get(head) for head in max(shown, key=len)} for row in shown])
 
@@ -334,7 +333,6 @@ def tables():
     made, columns = {}, ("million", "line", "s / step", "x plain", "MB received")
     found = [row for row in load("training_16_cores")["cpu"] if shown_lines(row["line"])]
     made["16_cores_cpu"] = markdown([{name: row[name] for name in columns} for row in found])
-    made["work"] = markdown([{name: row[name] for name in ("line", *trace.KINDS)} for row in load("work")["rows"]])
     for name in ("hsdp", "fsdp"):
         made[name] = f"{table({row['line']: row for row in load(name)['rows']})}\n\n{source(name)}"
     made["ethernet"] = side_by_side([row for row in load("training")["rows"] if shown_lines(row["line"])])
