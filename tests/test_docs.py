@@ -81,7 +81,8 @@ def runs_of(page):
         elif kind == "text" and command:
             runs.setdefault(command, [name, ""])[1] += content
         elif kind == "sh":
-            command = content.strip() if followed and f" {name}" in content else ""
+            here = followed and f" {name}" in content and "--nnodes" not in content
+            command = content.strip() if here else ""
     return [pytest.param(file, code[file], command, text, id=command) for command, (file, text) in runs.items()]
 
 
