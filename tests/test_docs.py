@@ -27,7 +27,7 @@ BLOCKS = [
 
 
 @pytest.mark.parametrize(("block", "output"), BLOCKS)
-def test_block_runs(block, output, capsys, monkeypatch):
+def test_block_runs(block, output, capsys, monkeypatch, tmp_path):
     """It prints what the block of text below it shows, and the tuples in its comments."""
     for package in ("torch", "transformers", "lightning"):
         if re.search(rf"^\s*(import|from) (\w+\.)?{package}\b", block, re.M):
@@ -42,6 +42,7 @@ def test_block_runs(block, output, capsys, monkeypatch):
             pytest.skip("no g++ for a pretended GPU")
         monkeypatch.syspath_prepend(ROOT / "tests/gpu")
         importlib.import_module("fake_cupy").device_library()
+    monkeypatch.chdir(tmp_path)  # for the files that it writes
     environment, known = dict(os.environ), dict(FORMATS)
     exec(compile(block, "block", "exec"), {"__name__": "block"})
     os.environ.clear()
