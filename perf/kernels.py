@@ -208,6 +208,7 @@ def tables():
     found["quantized"] = [
         {head: value for head, value in row.items() if not head.startswith(("and ", "decode and"))}
         for row in found["quantized"]
+        if (row["bits"], row["levels"]) not in ((2, "linear"), (8, "float"), (2, "mean"))
     ]
     whole = ("density", "bits per index", "entropy of uniform", "encode, M i", "decode, M i")
     found["packed"] = [

@@ -161,7 +161,9 @@ def scaling_tables():
 def tables():
     """Return the table of docs/volume.md, and those of docs/benchmarks.md about many ranks, by name."""
     counted = [row for row in load("volume")["rows"] if row["P"] == 64]
-    counted = [{head: value for head, value in row.items() if head not in ("formula", "P")} for row in counted]
+    counted = [
+        {head: value for head, value in row.items() if head not in ("formula", "P", "messages")} for row in counted
+    ]
     scaled = f"{source('scaling')}\n\n" + "\n\n".join(scaling_tables())
     return {"volume.table1": f"{markdown(counted)}\n\n{source('volume')}", "volume.scaling": scaled}
 
