@@ -60,8 +60,9 @@ def test_block_runs(block, output, capsys, monkeypatch, tmp_path):
 
 
 def masked(text):
-    """Without times, losses, whose last digits depend on the processor, and the widths of columns."""
-    return re.sub(r"\d+\.\d{6}\b|\d[\d.]*(?= m?s\b)|(?<=loss )[\d.]+", "T", re.sub(" +", " ", text))
+    """Without times, without what depends on the processor (losses and accuracies), and the widths of columns."""
+    numbers = r"\d+\.\d{6}\b|\d[\d.]*(?= m?s\b)|(?<=loss )[\d.]+|\d+(?= % right)"
+    return re.sub(numbers, "T", re.sub(" +", " ", text))
 
 
 def runs_of(page):
@@ -103,6 +104,14 @@ def test_tutorial_prints_what_it_shows(file, code, command, text, tmp_path):
     )
     assert run.returncode == 0, run.stderr
     assert masked(run.stdout) == masked(text)
+    right, shown = (list(map(int, re.findall(r"(\d+) % right", lines))) for lines in (run.stdout, text))
+    assert all(abs(a - b) <= 1 for a, b in zip(right, shown, strict=True))
+
+
+def test_sparse_training_is_as_good_as_dense_on_the_page_that_shows_it():
+    pages = "".join(page.read_text() for page in TUTORIALS)
+    dense, *sparse = map(int, re.findall(r"4 ranks: (\d+) % right", pages))
+    assert sparse and all(abs(right - dense) <= 1 for right in sparse)
 
 
 def test_code_of_tutorials_fits_the_page():
