@@ -7,6 +7,7 @@ import re
 import shutil
 from pathlib import Path
 
+import launching
 import pytest
 from launching import python
 
@@ -92,15 +93,14 @@ def test_tutorial_prints_what_it_shows(file, code, command, text, tmp_path):
     for package in ("torch", "matplotlib", "scipy"):
         if f"import {package}" in code:
             pytest.importorskip(package)
-    launcher, *arguments = command.split()
-    found = shutil.which(launcher, path=Path(sys.executable).parent)
+    program, *arguments = command.split()
+    found = shutil.which(program, path=Path(sys.executable).parent)
     if found is None:
-        pytest.skip(f"no {launcher}")
+        pytest.skip(f"no {program}")
     (tmp_path / file).write_text(code)
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": str(Path(found).parent)}
-    run = subprocess.run(
-        [found, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=500, env=environment
-    )
+    path = os.pathsep.join([str(Path(found).parent), os.environ["PATH"]])  # where mpirun finds python
+    variables = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": path}
+    run = launching.run(found, *arguments, variables=variables, cwd=tmp_path)
     assert run.returncode == 0, run.stderr
     assert masked(run.stdout) == masked(text)
     right, shown = (list(map(int, re.findall(r"(\d+) % right", lines))) for lines in (run.stdout, text))
