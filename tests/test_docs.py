@@ -5,6 +5,7 @@ import inspect
 import os
 import re
 import shutil
+import sys
 from pathlib import Path
 
 import launching
