@@ -27,6 +27,11 @@ RANKS = {"memory": (2, 4, 8), "10gbit": (4,), "1gbit": (4,)}  # of the break-eve
 RATIOS = (0.001, 0.01, 0.1, 0.3)  # densities of the tables of docs/benchmarks.md and docs/choosing.md
 ALGORITHMS = ("dense", "allgather", "sparcml:variant=dynamic", "densestream", "gtopk", "spardl", "oktopk", "auto")
 
+DENSITY_LINES = (  # of the figure of docs/choosing.md; the table of docs/benchmarks.md has the others
+    *("MPI_Allreduce", "dense, 4 bits", "gloo, sparse", "TopkA", "Ok-Topk"),
+    *("exact sum", "top k of sum", "top k of sum, float16"),
+)
+
 
 def run(command, name, ranks=4, rate="1gbit"):
     """Run a script on the test bed, or in memory; it saves its rows under a name."""
@@ -104,7 +109,8 @@ def draw():
     library = [row for row in some if row["density"] == 0.1 and not row["name"].startswith("gloo")]
     title = "4 hosts, 1 Gb/s; from dense gradient to sum"
     plot.stacked(library, FIGURES / "phases.svg", f"n = 24 M, density 10 %, {title}")
-    plot.lines(some, "density", "seconds", FIGURES / "density.svg", f"n = 24 M, {title}", 1e3)
+    chosen = [row for row in some if row["name"] in DENSITY_LINES]
+    plot.lines(chosen, "density", "seconds", FIGURES / "density.svg", f"n = 24 M, {title}", 1e3)
     bert = [r for r in plot.rows_of(RESULTS / "scaling.json") if r["model"] == "BERT" and r["network"] == "1 Gb/s"]
     title = "BERT's gradient, density 1 %"
     plot.lines(bert, "P", "seconds", FIGURES / "scaling_time.svg", f"{title}, 1 Gb/s (modelled)", 1e3)

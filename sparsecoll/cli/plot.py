@@ -1,25 +1,24 @@
 """Draws figures from rows of `bench`: stacked phases, time against density, time and volume against P.
 
-Needs matplotlib. Lines differ by marker and dash and bars by hatch, so that figures are legible in black and white.
+Needs matplotlib. Bars differ by hatch and lines as in `style`, so that figures are legible in black and white.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Sequence
-from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 from sparsecoll.cli.bench import Row
+from sparsecoll.cli.style import STYLES, axes_of, draw, save, spread
 from sparsecoll.telemetry.trace import KINDS
 
 PARTS = (*KINDS, "other")
 HATCHES = dict(zip(PARTS, ("///", "...", "\\\\\\", "xx", "++", "", "--"), strict=True))
-STYLES = [(marker, dash) for dash in ("-", "--", ":") for marker in "osD^vP*X"]
 NEEDED = ("n", "P", "density", "seconds")  # columns without which there is no figure
 NUMBERS = (*NEEDED, *PARTS, "bytes_received")
-WIDTH = 7.0  # inches; a text column
 
 
 def rows_of(path: str | Path) -> list[Row]:
@@ -65,22 +64,9 @@ def label(row: Row) -> str:
     return " ".join([row["algo"], *extra])
 
 
-def _axes(height: float = 3.6) -> Any:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(WIDTH, height), layout="constrained")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="both", linewidth=0.3)
-    axes.set_axisbelow(True)
-    return figure, axes
-
-
 def stacked(rows: Sequence[Row], path: str | Path, title: str = "") -> None:
     """A bar for each row: milliseconds by kind of work (mean over the ranks)."""
-    figure, axes = _axes(1.2 + 0.32 * len(rows))
+    figure, axes = axes_of(1.2 + 0.32 * len(rows))
     names = [label(r) + ("" if r["density"] in (None, 1.0) else f", {100 * r['density']:.3g} %") for r in rows]
     positions = range(len(rows))  # rows may have the same name
     left = [0.0] * len(rows)
@@ -95,37 +81,31 @@ def stacked(rows: Sequence[Row], path: str | Path, title: str = "") -> None:
     axes.set_xlabel("milliseconds")
     axes.set_title(title, fontsize="medium", loc="left")
     figure.legend(fontsize="small", ncols=len(PARTS), loc="outside lower center", frameon=False)
-    figure.savefig(path)
+    save(figure, path)
 
 
 def lines(rows: Sequence[Row], x: str, y: str, path: str | Path, title: str = "", scale: float = 1.0) -> None:
-    """A line for each label: column y times `scale` against column x, both logarithmic."""
-    figure, axes = _axes()
-    styles = cycle(STYLES)
+    """A line for each label, at most eight: column y times `scale` against column x, both logarithmic."""
+    figure, axes = axes_of()
+    ticks = sorted({r[x] for r in rows} - ({1.0} if x == "density" else set()))
+    series: dict[str, list[tuple[float, float]]] = {}
     for name in dict.fromkeys(map(label, rows)):
         points = sorted((r[x], scale * r[y]) for r in rows if label(r) == name and r.get(y))
-        if not points:
-            continue
-        marker, dash = next(styles)
-        dense = all(r["density"] == 1.0 for r in rows if label(r) == name)
-        if dense and x == "density":  # the same at every density
-            axes.axhline(points[0][1], color="black", linestyle=dash, linewidth=1, label=name)
-            continue
-        colour = {"color": "black"} if dense else {}
-        axes.plot(
-            *zip(*points, strict=True), marker=marker, linestyle=dash, label=name, linewidth=1, markersize=4, **colour
-        )
+        if points and x == "density" and all(density == 1.0 for density, _ in points):  # the same at every density
+            points = [(tick, points[0][1]) for tick in ticks]
+        if points:
+            series[name] = points
+    names = draw(axes, series)
     axes.set_xscale("log", base=2 if x == "P" else 10)
     axes.set_yscale("log")
     _number_ticks(axes.yaxis)
-    ticks = sorted({r[x] for r in rows} - ({1.0} if x == "density" else set()))
     axes.set_xticks(ticks, [f"{t:g}" for t in ticks])
     axes.set_xticks([], minor=True)
     axes.set_xlabel({"P": "ranks", "density": "density k / n"}.get(x, x))
     axes.set_ylabel(AXES.get(y, y))
     axes.set_title(title, fontsize="medium", loc="left")
-    axes.legend(fontsize="x-small", loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
-    figure.savefig(path)
+    spread(axes, names)
+    save(figure, path)
 
 
 def _number_ticks(axis: Any) -> None:
@@ -139,6 +119,7 @@ def _number_ticks(axis: Any) -> None:
 
 
 AXES = {"seconds": "milliseconds", "bytes_received": "MB received by the busiest rank"}
+QUANTITIES = (("seconds", "time"), ("bytes_received", "volume"))
 SCALES = {"seconds": 1e3, "bytes_received": 1e-6}
 
 
@@ -158,15 +139,31 @@ def figures(rows: Sequence[Row], folder: str | Path, stem: str) -> list[Path]:
             made.append(Path(folder, f"{stem}_phases_n{n}_P{P}.svg"))
             stacked(some, made[-1], f"n = {n:,}, {P} ranks")
         if len({row["density"] for row in some if row["density"] != 1.0}) > 1:
-            made.append(Path(folder, f"{stem}_density_n{n}_P{P}.svg"))
-            lines(some, "density", "seconds", made[-1], f"n = {n:,}, {P} ranks", SCALES["seconds"])
+            for part, those in parts(some):
+                made.append(Path(folder, f"{stem}_density_n{n}_P{P}{part}.svg"))
+                lines(those, "density", "seconds", made[-1], f"n = {n:,}, {P} ranks", SCALES["seconds"])
     for (n, density), chosen in group(("n", "density")).items():
         dense = [row for row in rows if row["n"] == n and row["density"] == 1.0]
         if density == 1.0 and any(row["n"] == n and row["density"] != 1.0 for row in rows):
             continue  # they are a line in the figures of the other densities
         some = chosen if density == 1.0 else [*dense, *chosen]
         if len({row["P"] for row in some}) > 1:
-            for y, what in (("seconds", "time"), ("bytes_received", "volume")):
-                made.append(Path(folder, f"{stem}_{what}_n{n}_d{density:g}.svg"))
-                lines(some, "P", y, made[-1], f"n = {n:,}, density {100 * density:.3g} %", SCALES[y])
+            for (part, those), (y, what) in itertools.product(parts(some), QUANTITIES):
+                made.append(Path(folder, f"{stem}_{what}_n{n}_d{density:g}{part}.svg"))
+                lines(those, "P", y, made[-1], f"n = {n:,}, density {100 * density:.3g} %", SCALES[y])
     return made
+
+
+def parts(rows: Sequence[Row]) -> list[tuple[str, list[Row]]]:
+    """Return the rows of one figure, or of several if one cannot hold all lines, with the ends of their files' names.
+
+    The first dense line is in all of them.
+    """
+    labels = list(dict.fromkeys(map(label, rows)))
+    if len(labels) <= len(STYLES):
+        return [("", list(rows))]
+    shared = [label(row) for row in rows if row["density"] == 1.0][:1]
+    others = [name for name in labels if name not in shared]
+    step = len(STYLES) - len(shared)
+    chosen = [[*shared, *others[start : start + step]] for start in range(0, len(others), step)]
+    return [(f"_{i}", [row for row in rows if label(row) in some]) for i, some in enumerate(chosen, 1)]

@@ -145,16 +145,6 @@ def test_commands(tmp_path, capsys):
         assert printed.startswith(f"sparsecoll: {tmp_path / 'other.json'}: {message}") and printed.count("\n") == 1
 
 
-def test_every_row_has_a_bar_of_its_own(tmp_path):
-    plot = pytest.importorskip("sparsecoll.cli.plot")
-    pyplot = pytest.importorskip("matplotlib.pyplot")
-    densities = [0.0001, 0.0002, 0.0004, 0.0004]
-    plot.stacked([{"algo": "a", "density": d, "select": 1.0} for d in densities], tmp_path / "bars.svg")
-    axes = pyplot.figure(pyplot.get_fignums()[-1]).axes[0]
-    assert [tick.get_text() for tick in axes.get_yticklabels()] == [f"a, {100 * d:g} %" for d in densities]
-    assert sorted({bar.get_y() for bar in axes.patches}) == sorted(bar.get_y() for bar in axes.patches)
-
-
 def test_figures_that_would_have_the_same_name_are_refused(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     row = {"algo": "x", "n": 9, "P": 2, "density": 0.1, "seconds": 1}
@@ -220,31 +210,3 @@ def test_rows_are_saved_as_they_come(tmp_path, monkeypatch):
     with pytest.raises(SystemExit):
         main(["bench", "--algo", "allgather", "oktopk", "--n", "2000", "--repeat", "1", "--json", str(path)])
     assert [row["algo"] for row in json.loads(path.read_text())["rows"]] == ["allgather"]
-
-
-def test_dense_is_a_line_in_the_figures_of_the_sparse_ones(tmp_path, monkeypatch):
-    plot = pytest.importorskip("sparsecoll.cli.plot")
-    pyplot = pytest.importorskip("matplotlib.pyplot")
-    rows = [
-        {"algo": algo, "n": 9, "density": density, "P": P, "seconds": P * 0.01, "bytes_received": 10 * P}
-        for algo, density in (("a", 0.1), ("b", 0.1), ("dense", 1.0))
-        for P in (2, 4)
-    ]
-    made = plot.figures(rows, tmp_path, "r")
-    assert sorted(path.name for path in made) == ["r_time_n9_d0.1.svg", "r_volume_n9_d0.1.svg"]
-    axes = pyplot.figure(pyplot.get_fignums()[-2]).axes[0]
-    assert [line.get_label() for line in axes.lines] == ["dense", "a", "b"]
-    axes.figure.canvas.draw()
-    assert all(float(tick.get_text().replace(",", "")) > 0 for tick in axes.get_yticklabels())  # 20, not 2 x 10^1
-
-
-def test_the_legend_is_not_over_the_label_of_the_axis(tmp_path):
-    plot = pytest.importorskip("sparsecoll.cli.plot")
-    pyplot = pytest.importorskip("matplotlib.pyplot")
-    for count in (1, 12):
-        rows = [{"algo": f"a{i}", "density": 0.1, **dict.fromkeys(plot.PARTS, 1e-3)} for i in range(count)]
-        plot.stacked(rows, tmp_path / "phases.svg", "title")
-        figure = pyplot.figure(pyplot.get_fignums()[-1])
-        figure.canvas.draw()
-        label = figure.axes[0].xaxis.label.get_window_extent()
-        assert not figure.legends[0].get_window_extent().overlaps(label)
