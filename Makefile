@@ -92,7 +92,7 @@ docs: $(MPICH)/docs.done  # the site, in build/site; nothing is fetched, and a w
 serve: docs  # the search of the site needs a server
 	$(MPICH)/bin/python -m http.server --bind 127.0.0.1 --directory build/site 8000
 
-GPU_PYTHON ?= $(PYTHON)  # with cupy, mpi4py, numba, pytest, pytest-mpi, hypothesis and rich; nothing is fetched
+GPU_PYTHON ?= $(PYTHON)  # with cupy, mpi4py, numba, pytest, pytest-mpi and hypothesis; nothing is fetched
 GPU_FLAGS ?=  # --cuda-mpi FOLDER for device pointers
 
 gpu:  # on a machine with a GPU: kernels, vectors, training and MPI on it, then the benchmarks

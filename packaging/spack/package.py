@@ -21,7 +21,6 @@ class PySparsecoll(PythonPackage):
     depends_on("py-setuptools@77:", type="build")
     depends_on("py-numpy@1.26:", type=("build", "run"))
     depends_on("py-numba@0.60:0.68", type=("build", "run"))
-    depends_on("py-rich@13:", type=("build", "run"))
     depends_on("py-mpi4py@4:", when="+mpi", type=("build", "run"))
     depends_on("py-torch@2.7:", when="+torch", type=("build", "run"))
     depends_on("py-matplotlib", when="+plot", type=("build", "run"))

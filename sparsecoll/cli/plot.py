@@ -5,13 +5,12 @@ Needs matplotlib. Bars differ by hatch and lines as in `style`, so that figures 
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sparsecoll.cli.bench import Row
+from sparsecoll.bench.timing import Row
 from sparsecoll.cli.style import STYLES, axes_of, draw, save, spread
 from sparsecoll.telemetry.trace import KINDS
 
@@ -22,7 +21,7 @@ NUMBERS = (*NEEDED, *PARTS, "bytes_received")
 
 
 def rows_of(path: str | Path) -> list[Row]:
-    """Return the rows in a file that `bench --json` wrote.
+    """Return the rows in a file that `bench --json` or `simulate --json` wrote.
 
     Raises:
         ValueError: The file cannot be read, or contains something else.
@@ -31,16 +30,31 @@ def rows_of(path: str | Path) -> list[Row]:
         content = json.loads(Path(path).read_text())
     except (ValueError, OSError) as error:  # of JSON or of UTF-8
         why = getattr(error, "strerror", None) or error
-        raise ValueError(f"{path}: expected the JSON rows of a bench ({why})") from None
+        raise ValueError(f"{path}: expected the JSON rows of bench or simulate ({why})") from None
     rows = content.get("rows") if isinstance(content, dict) else None
     if not isinstance(rows, list) or not rows or not all(isinstance(r, dict) and "algo" in r for r in rows):
-        raise ValueError(f"{path}: expected the rows of a bench, got something else")
+        raise ValueError(f"{path}: expected the JSON rows of bench or simulate, got something else")
     for row in rows:
         wrong = [name for name in NUMBERS if name in row and not isinstance(row[name], (int, float, type(None)))]
         wrong += [name for name in NEEDED if row.get(name) is None]
         if wrong:
-            raise ValueError(f"{path}: expected a number for {', '.join(wrong)} in each row of a bench, got {row}")
+            raise ValueError(f"{path}: expected a number for {', '.join(wrong)} in each row, got {row}")
     return rows
+
+
+def chosen(rows: Sequence[Row], names: Sequence[str]) -> Sequence[Row]:
+    """Return the rows of the named lines, and of dense sums if none of these is named; all rows if no line is named.
+
+    Raises:
+        ValueError: A name is that of no line.
+    """
+    known = dict.fromkeys(map(label, rows))
+    wrong = [name for name in names if name not in known]
+    if wrong:
+        raise ValueError(f"--algo: expected some of {', '.join(known)}, got {', '.join(wrong)}")
+    dense = {label(row) for row in rows if row["density"] == 1.0}
+    wanted = {*names, *(() if dense.intersection(names) else dense)}
+    return [row for row in rows if not names or label(row) in wanted]
 
 
 def make_folder(path: Path) -> None:
@@ -85,8 +99,11 @@ def stacked(rows: Sequence[Row], path: str | Path, title: str = "") -> None:
 
 
 def lines(rows: Sequence[Row], x: str, y: str, path: str | Path, title: str = "", scale: float = 1.0) -> None:
-    """A line for each label, at most eight: column y times `scale` against column x, both logarithmic."""
-    figure, axes = axes_of()
+    """A line for each label: column y times `scale` against column x, both logarithmic.
+
+    Raises:
+        ValueError: There are more lines than can be told apart.
+    """
     ticks = sorted({r[x] for r in rows} - ({1.0} if x == "density" else set()))
     series: dict[str, list[tuple[float, float]]] = {}
     for name in dict.fromkeys(map(label, rows)):
@@ -95,6 +112,12 @@ def lines(rows: Sequence[Row], x: str, y: str, path: str | Path, title: str = ""
             points = [(tick, points[0][1]) for tick in ticks]
         if points:
             series[name] = points
+    if len(series) > len(STYLES):
+        known = ", ".join(series)
+        raise ValueError(
+            f"--algo: expected at most {len(STYLES)} lines in a figure, got {len(series)}: choose among {known}"
+        )
+    figure, axes = axes_of()
     names = draw(axes, series)
     axes.set_xscale("log", base=2 if x == "P" else 10)
     axes.set_yscale("log")
@@ -119,7 +142,6 @@ def _number_ticks(axis: Any) -> None:
 
 
 AXES = {"seconds": "milliseconds", "bytes_received": "MB received by the busiest rank"}
-QUANTITIES = (("seconds", "time"), ("bytes_received", "volume"))
 SCALES = {"seconds": 1e3, "bytes_received": 1e-6}
 
 
@@ -139,31 +161,15 @@ def figures(rows: Sequence[Row], folder: str | Path, stem: str) -> list[Path]:
             made.append(Path(folder, f"{stem}_phases_n{n}_P{P}.svg"))
             stacked(some, made[-1], f"n = {n:,}, {P} ranks")
         if len({row["density"] for row in some if row["density"] != 1.0}) > 1:
-            for part, those in parts(some):
-                made.append(Path(folder, f"{stem}_density_n{n}_P{P}{part}.svg"))
-                lines(those, "density", "seconds", made[-1], f"n = {n:,}, {P} ranks", SCALES["seconds"])
+            made.append(Path(folder, f"{stem}_density_n{n}_P{P}.svg"))
+            lines(some, "density", "seconds", made[-1], f"n = {n:,}, {P} ranks", SCALES["seconds"])
     for (n, density), chosen in group(("n", "density")).items():
         dense = [row for row in rows if row["n"] == n and row["density"] == 1.0]
         if density == 1.0 and any(row["n"] == n and row["density"] != 1.0 for row in rows):
             continue  # they are a line in the figures of the other densities
         some = chosen if density == 1.0 else [*dense, *chosen]
         if len({row["P"] for row in some}) > 1:
-            for (part, those), (y, what) in itertools.product(parts(some), QUANTITIES):
-                made.append(Path(folder, f"{stem}_{what}_n{n}_d{density:g}{part}.svg"))
-                lines(those, "P", y, made[-1], f"n = {n:,}, density {100 * density:.3g} %", SCALES[y])
+            for y, what in (("seconds", "time"), ("bytes_received", "volume")):
+                made.append(Path(folder, f"{stem}_{what}_n{n}_d{density:g}.svg"))
+                lines(some, "P", y, made[-1], f"n = {n:,}, density {100 * density:.3g} %", SCALES[y])
     return made
-
-
-def parts(rows: Sequence[Row]) -> list[tuple[str, list[Row]]]:
-    """Return the rows of one figure, or of several if one cannot hold all lines, with the ends of their files' names.
-
-    The first dense line is in all of them.
-    """
-    labels = list(dict.fromkeys(map(label, rows)))
-    if len(labels) <= len(STYLES):
-        return [("", list(rows))]
-    shared = [label(row) for row in rows if row["density"] == 1.0][:1]
-    others = [name for name in labels if name not in shared]
-    step = len(STYLES) - len(shared)
-    chosen = [[*shared, *others[start : start + step]] for start in range(0, len(others), step)]
-    return [(f"_{i}", [row for row in rows if label(row) in some]) for i, some in enumerate(chosen, 1)]

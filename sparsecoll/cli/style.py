@@ -45,13 +45,7 @@ def save(figure: Any, path: str | Path) -> None:
 
 
 def draw(axes: Any, series: Mapping[str, Sequence[tuple[float, float]]]) -> list[Any]:
-    """Draw a line of points for each name; return their names, as annotations at their ends for `spread`.
-
-    Raises:
-        ValueError: There are more lines than a reader can tell apart.
-    """
-    if len(series) > len(STYLES):
-        raise ValueError(f"series: expected at most {len(STYLES)} lines in a figure, got {len(series)}")
+    """Draw a line of points for each of at most eight names; return the names, at the ends of lines, for `spread`."""
     names, ground = [], {"facecolor": "white", "edgecolor": "none", "pad": 0.5}  # over the lines of others
     for (name, points), (colour, dash, marker) in zip(series.items(), STYLES, strict=False):
         look = {"color": colour, "linestyle": dash, "marker": marker, "markevery": max(1, len(points) // 6)}

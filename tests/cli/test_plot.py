@@ -1,6 +1,7 @@
 """Figures: each line can be told from the others without colour, and has its name at its end."""
 
 import itertools
+import json
 
 import pytest
 
@@ -9,6 +10,7 @@ pytest.importorskip("matplotlib")
 from matplotlib.text import Text
 
 from sparsecoll.cli import plot, style
+from sparsecoll.cli.main import main
 
 
 def contrast(colour):
@@ -57,18 +59,31 @@ def test_every_line_has_its_name_at_its_end_and_names_cover_neither_each_other_n
             assert line.get_color() == text.get_color() and text.xy == tuple(line.get_xydata()[-1])
 
 
-@pytest.mark.parametrize("count", [8, 15])
-def test_more_than_eight_lines_are_several_figures_with_the_dense_line_in_each(tmp_path, drawn, count):
-    plot.figures(rows(count), tmp_path, "r")
-    times = [figure for name, figure in sorted(drawn.items()) if name.startswith("r_time")]
-    lines = [[line.get_label() for line in figure.axes[0].lines] for figure in times]
-    assert len(lines) == -(-count // 7) and all(names[0] == "dense" and len(names) <= 8 for names in lines)
-    assert sorted(name for names in lines for name in names[1:]) == sorted(f"a{i}" for i in range(count))
+def test_more_lines_than_can_be_told_apart_are_refused(tmp_path, capsys):
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps({"rows": rows(8)}))
+
+    def drawn(*arguments):
+        main(["plot", str(path), "--out", str(tmp_path), *arguments])
+        return capsys.readouterr().out.split()
+
+    for arguments, text in (
+        ([], "--algo: expected at most 8 lines in a figure, got 9: choose among dense, a0, a1, "),
+        (["--algo", "a1", "b"], "--algo: expected some of dense, a0, a1, a2, a3, a4, a5, a6, a7, got b"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            drawn(*arguments)
+        printed = capsys.readouterr().err
+        assert ended.value.code == 2 and printed.startswith(f"sparsecoll: {text}") and printed.count("\n") == 1
+    assert drawn("--algo", "a1", "a7") == [str(tmp_path / f"rows_{what}_n9_d0.1.svg") for what in ("time", "volume")]
+    svg = (tmp_path / "rows_time_n9_d0.1.svg").read_text()
+    assert all(f"<!-- {name} -->" in svg for name in ("a1", "a7", "dense")) and "<!-- a2 -->" not in svg
 
 
-def test_a_figure_of_more_lines_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="expected at most 8 lines in a figure, got 10"):
-        plot.lines(rows(9), "P", "seconds", tmp_path / "r.svg")
+def test_dense_sums_are_drawn_beside_the_chosen_lines_unless_some_of_them_are_chosen():
+    some = [{"algo": name, "density": density} for name, density in (("x", 1.0), ("y", 1.0), ("a", 0.1), ("b", 0.1))]
+    for names, expected in (([], "xyab"), (["a"], "xya"), (["a", "x"], "xa")):
+        assert "".join(row["algo"] for row in plot.chosen(some, names)) == expected
 
 
 def test_the_same_rows_give_the_same_file(tmp_path):
