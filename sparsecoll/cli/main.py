@@ -97,7 +97,7 @@ def _gain(options: argparse.Namespace) -> None:
     network = _network(options)
     found = gain.predict(options.n, options.density, options.ranks, network, options.network == "memory")
     sys.stdout.write(f"{gain.table(found)}\n{gain.advice(found)}\n")
-    sys.stdout.write(f"{network}; selecting: {gain.SOURCE}\n")
+    sys.stdout.write(f"{network}\nselecting: {gain.SOURCE}\n")
 
 
 def _bench(options: argparse.Namespace) -> None:
