@@ -1,6 +1,9 @@
 """bench and plot: what they measure, what they refuse, and their commands."""
 
 import json
+import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -210,3 +213,17 @@ def test_rows_are_saved_as_they_come(tmp_path, monkeypatch):
     with pytest.raises(SystemExit):
         main(["bench", "--algo", "allgather", "oktopk", "--n", "2000", "--repeat", "1", "--json", str(path)])
     assert [row["algo"] for row in json.loads(path.read_text())["rows"]] == ["allgather"]
+
+
+def test_the_commit_is_that_of_the_checkout_and_nothing_without_git_or_in_another_repository(monkeypatch, tmp_path):
+    if (
+        shutil.which("git")
+        and subprocess.run(["git", "-C", Path(timing.__file__).parent, "ls-files"], capture_output=True).stdout
+    ):
+        assert re.fullmatch(r"[0-9a-f]{7,}(-dirty)?", timing.about()["commit"])
+        subprocess.run(["git", "init", "-q", tmp_path], check=True)
+        monkeypatch.setattr(timing, "__file__", str(tmp_path / "venv" / "timing.py"))
+        (tmp_path / "venv").mkdir()
+        assert timing.about()["commit"] == ""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert timing.about()["commit"] == ""
