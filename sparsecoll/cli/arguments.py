@@ -89,7 +89,7 @@ def algorithm(text: str) -> Algorithm:
         ValueError: There is no such algorithm, option or selector, or the value has the wrong type.
 
     >>> algorithm("sparcml:variant=dynamic").describe()
-    "sparcml(k=None, selector=None, variant='dynamic', bits=None, seed=0, network=None)"
+    "sparcml(k=None, selector=None, variant='dynamic', network=None)"
     """
     name, _, rest = text.partition(":")
     check_choice("algo", name, ALGORITHMS)

@@ -104,7 +104,7 @@ class SimComm:
         """Do nothing, as a simulated communicator holds no resources."""
 
 
-@dataclass
+@dataclass(repr=False)
 class Simulation(Generic[T]):
     """The result of `simulate`; lists are in rank order.
 
@@ -117,6 +117,10 @@ class Simulation(Generic[T]):
     results: list[T]
     traffic: list[Traffic]
     seconds: float
+
+    def __repr__(self) -> str:
+        most = max(traffic.total.bytes_received for traffic in self.traffic)
+        return f"Simulation({len(self.results)} ranks, {self.seconds:.6f} s, at most {most:,} bytes received by a rank)"
 
 
 def simulate(
