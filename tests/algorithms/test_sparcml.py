@@ -128,6 +128,6 @@ def test_auto_follows_the_model():
         assert phase in simulate(16, program).results[0]
 
 
-def test_bad_options():
+def test_wrong_options_are_refused():
     with pytest.raises(ValueError, match="variant: expected one of"):
         SparCML(variant="static")

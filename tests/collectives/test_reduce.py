@@ -19,7 +19,7 @@ def test_the_root_gets_the_sum_and_others_nothing(P, name):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float64", "int32", "int64"])
-def test_every_dtype(dtype):
+def test_vectors_of_every_dtype_are_summed(dtype):
     inputs = [case("random", rank, 4, dtype) for rank in range(4)]
     total = np.sum([x.to_dense() for x in inputs], axis=0, dtype=dtype)
     y = simulate(4, lambda comm: sparsecoll.reduce(comm, inputs[comm.rank])).results[0]

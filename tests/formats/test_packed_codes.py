@@ -27,7 +27,7 @@ def test_coding_twice_is_coding_once(bits, seed, nnz):
     assert again.indices.tolist() == once.indices.tolist() and again.values.tolist() == once.values.tolist()
 
 
-def test_bad_options_and_dtypes():
+def test_wrong_options_and_dtypes_are_refused():
     with pytest.raises(ValueError, match="bits: expected 8 or 4, got 3"):
         PackedCodes(3)
     with pytest.raises(ValueError, match="expected float32 or float64"):
