@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from sparsecoll.kernels import reference
-from sparsecoll.kernels.keys import COMPILED_DTYPES, Momentum, Pass, key_of
+from sparsecoll.kernels.keys import COMPILED_DTYPES, Code, Momentum, Pass, key_of
 from sparsecoll.kernels.reference.quantization import code_bytes
 from sparsecoll.kernels.reference.rice import RICE_BLOCKS, RICE_PAD
 from sparsecoll.kernels.sampling import stride_for
@@ -221,11 +221,11 @@ def test_sum_of_sparse_vectors(cp, gpu, spread, dtype, size, seed, parts, own):
 def test_scattering(cp, gpu, dtype, size, seed, own):
     dense, i = values(np.dtype(dtype), 3 * size + 1, seed), indices(size, seed, own)
     v = values(np.dtype(dtype), i.size, seed + 1)
-    for name in ("scatter_add", "scatter_subtract"):
+    for subtract in (False, True):
         mine, theirs = cp.asarray(dense), dense.copy()
-        getattr(gpu, name)(mine, cp.asarray(i), cp.asarray(v))
+        gpu.scatter_add(mine, cp.asarray(i), cp.asarray(v), subtract)
         with np.errstate(all="ignore"):
-            getattr(reference, name)(theirs, i, v)
+            reference.scatter_add(theirs, i, v, subtract)
         same(mine, theirs)
     for divisor in (None, 3) if dense.dtype.kind == "f" else (None,):
         mine, theirs = cp.asarray(dense), dense.copy()
@@ -255,8 +255,8 @@ def test_scattering(cp, gpu, dtype, size, seed, own):
 @given(size=sizes, seed=seeds, own=index_dtypes)
 def test_what_lists_of_indices_share(cp, gpu, size, seed, own):
     a, b = indices(size, seed, own), indices(size // 2, seed + 1, own, max(1, 3 * size))
-    for name in ("intersect", "difference"):
-        same(getattr(gpu, name)(cp.asarray(a), cp.asarray(b)), getattr(reference, name)(a, b))
+    for invert in (False, True):
+        same(gpu.where_in(cp.asarray(a), cp.asarray(b), invert), reference.where_in(a, b, invert))
     assert gpu.first_unsorted(cp.asarray(a), 3 * size + 1) == reference.first_unsorted(a, 3 * size + 1) == -1
     if a.size > 2:
         a[a.size // 2] = a[a.size // 2 - 1]
@@ -348,14 +348,14 @@ def test_quantised_values(cp, gpu, size, seed, kind, first, bucket, keep, neares
     buckets = (first + size - 1) // bucket - first // bucket + 1 if size else 0
     scales, codes = np.empty(buckets, np.float32), np.empty(code_bytes(first, size, kind[0], bucket), np.uint8)
     mine = cp.asarray(v), cp.empty(buckets, np.float32), cp.empty(codes.size, np.uint8)
-    gpu.quantize(mine[0], first, *kind, bucket, drawn, *mine[1:], keep)
+    gpu.quantize(mine[0], first, Code(*kind, bucket), drawn, *mine[1:], keep)
     with np.errstate(all="ignore"):
-        reference.quantize(v, first, *kind, bucket, drawn, scales, codes, keep)
+        reference.quantize(v, first, Code(*kind, bucket), drawn, scales, codes, keep)
     all_same(mine, (v, scales, codes))
     for add in (False, True):
         out, theirs = np.ones(size, np.float32), cp.asarray(np.ones(size, np.float32))
-        reference.dequantize(codes, first, *kind, bucket, scales, out, add)
-        gpu.dequantize(mine[2], first, *kind, bucket, mine[1], theirs, add)
+        reference.dequantize(codes, first, Code(*kind, bucket), scales, out, add)
+        gpu.dequantize(mine[2], first, Code(*kind, bucket), mine[1], theirs, add)
         same(theirs, out)
 
 
