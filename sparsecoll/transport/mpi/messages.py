@@ -9,7 +9,7 @@ from mpi4py import MPI
 
 from sparsecoll.formats import Buffer
 from sparsecoll.kernels.memory import empty, on_gpu
-from sparsecoll.transport.base import FIRST_TAG, REPORT_BYTES, STALL_TAG, CallMismatch
+from sparsecoll.transport.tags import FIRST_TAG, REPORT_BYTES, STALL_TAG, CallMismatch
 
 if TYPE_CHECKING:
     from sparsecoll.transport.mpi.transport import MpiTransport
@@ -86,19 +86,20 @@ class IncomingMessage:
         return True
 
     def _probe(self) -> bool:
-        """Match the next chunk, after what `stalled` has told; return whether there is one."""
+        """Match the next chunk, after stall notices; return whether there is one."""
         transport = self._transport
         while (message := transport.comm.Improbe(self._source, MPI.ANY_TAG, transport.status)) is not None:
             mpi_tag = transport.status.Get_tag()
             if mpi_tag != 2 * STALL_TAG:
                 break
-            transport.hear(message)
+            transport.receive_notice(message)
         else:
             return False
         self._message = message
         if self._chunks and mpi_tag >> 1 != self.tag:  # the sender failed before it had sent all chunks of the last one
             self._chunks.clear()
-        self.tag, self._gpu, self._full = mpi_tag >> 1, mpi_tag & 1 == 1, transport.full(mpi_tag)
+        self.tag, self._gpu = mpi_tag >> 1, mpi_tag & 1 == 1
+        self._full = transport.staging().chunk if self._gpu and not transport.gpu_direct else transport.chunk
         self._size = transport.status.Get_count(MPI.BYTE)
         return True
 
@@ -127,20 +128,16 @@ class IncomingMessage:
         part = None if self._into is None else self._slice_of_into(size)
         if not self._gpu:
             return empty(size, np.uint8) if part is None else part
-        staging = self._transport.staging()
-        if part is None or not staging.direct or size == 0:
-            return staging.room(size)  # type: ignore[no-any-return]
-        staging.ready()
-        return part
+        return self._transport.staging().room(size, part)  # type: ignore[no-any-return]
 
     def joined(self) -> Buffer:
-        """Return the whole message."""
+        """Return the whole message; nothing of one that was discarded."""
         if len(self._chunks) == 1:
             return self._chunks[0]
         into = self._into
         if into is not None and into.size == sum(c.size for c in self._chunks) and on_gpu(into) == self._gpu:
             return into  # all chunks are slices of it
-        return np.concatenate(self._chunks)
+        return np.concatenate(self._chunks) if self._chunks else SCRATCH[:0]
 
 
 def _discarding(size: int) -> MPI.Datatype:
@@ -167,8 +164,8 @@ class MpiReceive(IncomingMessage):
             while not self.complete and queue[0].poll():
                 queue.popleft()
             if not self.complete:
-                waiter = waiter or transport.waiter(
+                waiter = waiter or transport.watchdog(
                     lambda: f"waits for a message of rank {self._source}", awaited=lambda: (self._source,)
                 )
-                transport.pause(waiter)
+                waiter.pause()
         return self.joined()
