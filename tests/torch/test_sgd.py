@@ -161,7 +161,7 @@ def test_one_rank_without_mpirun():
     assert 0 < kept < sum(p.numel() for p in model.parameters())
 
 
-def test_timeline():
+def test_the_phases_of_a_step_are_in_the_timeline():
     timelines = [Timeline(rank) for rank in range(2)]
 
     def program(comm):

@@ -13,7 +13,7 @@ from sparsecoll import simulate  # noqa: E402
 from sparsecoll.torch import DistributedOptimizer, Timeline  # noqa: E402
 
 
-def test_timeline(tmp_path):
+def test_what_overlaps_and_what_does_not_is_in_the_timeline(tmp_path):
     timelines = [Timeline(rank) for rank in range(2)]
 
     def program(comm):
