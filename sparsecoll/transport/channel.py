@@ -14,7 +14,7 @@ from sparsecoll import formats
 from sparsecoll.errors import CommunicationError
 from sparsecoll.formats import FORMATS, Buffer, Format
 from sparsecoll.transport.base import ReceiveRequest, Transport
-from sparsecoll.transport.collectives import allgatherv, is_direct
+from sparsecoll.transport.collectives import DIRECT_BYTES, allgatherv
 from sparsecoll.transport.group import group
 from sparsecoll.vector import DenseVector, RowSparse, SparseVector, accumulator_dtype
 from sparsecoll.vector.operation import SUM, Operation
@@ -130,7 +130,8 @@ class Channel:
 
     def is_direct(self, x: SparseVector | RowSparse, k: int) -> bool:
         """Return whether vectors of about k entries are gathered directly, see `allgather`; the same on all ranks."""
-        return is_direct(self.transport, k * (x.indices.itemsize + x.dtype.itemsize * (x.width or 1)))
+        size = k * (x.indices.itemsize + x.dtype.itemsize * (x.width or 1))
+        return self.transport.one_node and size >= DIRECT_BYTES
 
     def encode(self, x: SparseVector | RowSparse, room: int = 0) -> Buffer:
         """Return x as one message, with room for so many bytes of the caller at its end (default: 0)."""

@@ -15,7 +15,7 @@ from sparsecoll.formats import Buffer
 from sparsecoll.kernels.memory import asarray_like, empty, to_host
 from sparsecoll.transport.base import Transport
 
-DIRECT_BYTES = 1 << 17
+DIRECT_BYTES = 1 << 17  # of blocks that are gathered directly on one machine: copies take longer than messages
 DIRECT_RANKS = 3  # up to which P - 1 messages are as many as ceil(log2 P)
 
 
@@ -112,11 +112,6 @@ def exchanged(transport: Transport, message: Callable[[int], Buffer]) -> Iterato
     for step in range(1, size):
         source = (rank - step) % size
         yield source, transport.recv(source)
-
-
-def is_direct(transport: Transport, size: float) -> bool:
-    """Return whether blocks of about `size` bytes are gathered directly: where copies take longer than messages."""
-    return transport.one_node and size >= DIRECT_BYTES
 
 
 def joined(blocks: Sequence[Buffer]) -> Buffer:

@@ -120,7 +120,11 @@ def _meeting_of(group: Any) -> StoreMeeting:
     No collective of the group is used: one that some rank never joins would wait when the process ends.
     """
     start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
-    return StoreMeeting(_store_of(group), group.rank(), group.size(), f"sparsecoll/{group.group_name}", True, start)
+    if hasattr(group, "get_group_store"):
+        store = group.get_group_store()
+    else:  # before PyTorch had the method
+        store = _distributed().distributed_c10d._get_process_group_store(group)
+    return StoreMeeting(store, group.rank(), group.size(), f"sparsecoll/{group.group_name}", True, start)
 
 
 class StoreMeeting:
@@ -179,12 +183,6 @@ class StoreMeeting:
         """Return the reason that a rank has given by `fail`; "" if none has."""
         key = self._key(self._failed)
         return str(self._store.get(key).decode()) if self._store.check([key]) else ""
-
-
-def _store_of(group: Any) -> Any:
-    if hasattr(group, "get_group_store"):
-        return group.get_group_store()
-    return _distributed().distributed_c10d._get_process_group_store(group)  # before PyTorch had the method
 
 
 def connect(

@@ -21,6 +21,8 @@ SCRATCH = np.empty(1 << 16, np.uint8)  # for messages that are discarded
 class IncomingMessage:
     """A message that is being received, in one or more chunks of the same tag; a full chunk says that more follow.
 
+    As a receive request it is one of `transport.expected`.
+
     Args:
         transport: receives the message.
         source: rank that sends it.
@@ -130,6 +132,20 @@ class IncomingMessage:
             return empty(size, np.uint8) if part is None else part
         return self._transport.staging().room(size, part)  # type: ignore[no-any-return]
 
+    def wait(self) -> Buffer:
+        """Wait for the message; earlier requests of this source are served first."""
+        transport, waiter = self._transport, None
+        queue = transport.expected[self._source]
+        while not self.complete:
+            while not self.complete and queue[0].poll():
+                queue.popleft()
+            if not self.complete:
+                waiter = waiter or transport.watchdog(
+                    lambda: f"waits for a message of rank {self._source}", awaited=lambda: (self._source,)
+                )
+                waiter.pause()
+        return self.joined()
+
     def joined(self) -> Buffer:
         """Return the whole message; nothing of one that was discarded."""
         if len(self._chunks) == 1:
@@ -151,21 +167,3 @@ def _discarding(size: int) -> MPI.Datatype:
     for part in (piece, again):
         part.Free()
     return whole.Commit()
-
-
-class MpiReceive(IncomingMessage):
-    """A receive request for the next message from one source; its tag must be that of the call."""
-
-    def wait(self) -> Buffer:
-        """Wait for the message; earlier requests of this source are served first."""
-        transport, waiter = self._transport, None
-        queue = transport.expected[self._source]
-        while not self.complete:
-            while not self.complete and queue[0].poll():
-                queue.popleft()
-            if not self.complete:
-                waiter = waiter or transport.watchdog(
-                    lambda: f"waits for a message of rank {self._source}", awaited=lambda: (self._source,)
-                )
-                waiter.pause()
-        return self.joined()

@@ -21,7 +21,7 @@ from sparsecoll.transport.base import Transport
 from sparsecoll.transport.launcher import machine
 from sparsecoll.transport.mpi import info
 from sparsecoll.transport.mpi.allreduce import NativeSum
-from sparsecoll.transport.mpi.messages import IncomingMessage, MpiReceive
+from sparsecoll.transport.mpi.messages import IncomingMessage
 from sparsecoll.transport.mpi.waiting import Waiter
 from sparsecoll.transport.tags import ERROR_TAG, FIRST_TAG, NUMBERS, PHASES, REVOKE_TAG, STALL_TAG, parts_of, report_of
 from sparsecoll.transport.waiting import CALL_PARENT, FORKED
@@ -55,7 +55,7 @@ class MpiTransport(Transport):
         self.chunk = CHUNK
         self.status = MPI.Status()
         self.threads = MPI.Query_thread() >= MPI.THREAD_MULTIPLE
-        self.expected: list[deque[MpiReceive]] = [deque() for _ in range(self.size)]
+        self.expected: list[deque[IncomingMessage]] = [deque() for _ in range(self.size)]
         self._sources: set[int] = set()  # from which something may be expected
         self._sends: deque[tuple[Any, Buffer, int]] = deque()
         self._notices_sent: list[tuple[Any, Buffer]] = []
@@ -141,8 +141,8 @@ class MpiTransport(Transport):
 
     # -- receiving
 
-    def _irecv(self, source: int, into: Buffer | None) -> MpiReceive:
-        request = MpiReceive(self, source, into, self._mpi_tag(self.tag))
+    def _irecv(self, source: int, into: Buffer | None) -> IncomingMessage:
+        request = IncomingMessage(self, source, into, self._mpi_tag(self.tag))
         self.expected[source].append(request)
         self._sources.add(source)
         return request
