@@ -81,7 +81,7 @@ def test_objects_whose_state_differs_are_refused_on_all_ranks(different, way, P)
     assert results == [results[0]] * P and results[0][2][0] == 1  # a new state on all
     others = "rank 0" if P == 2 else f"ranks {', '.join(map(str, range(P - 1)))}"
     counts = {"used_alone": (1, 2), "new_object": (1, 0), "other_checkpoint": (2, 1)}
-    expected = "{} on {others}, {} on rank {last}" if differ is not other_boundaries else "others; use"
+    expected = "{} on {others}, {} on rank {last}" if differ is not other_boundaries else "differs between ranks; use"
     assert expected.format(*counts.get(differ.__name__, ()), others=others, last=P - 1) in results[0][0]
 
 
