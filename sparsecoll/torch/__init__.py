@@ -10,7 +10,6 @@ from sparsecoll.torch.compressors.schedule import Constant, Schedule, WarmUp
 from sparsecoll.torch.ddp import HookState, comm_hook
 from sparsecoll.torch.optimizers.distributed import DistributedOptimizer
 from sparsecoll.torch.optimizers.local import LocalOptimizer
-from sparsecoll.torch.optimizers.rowwise_adagrad import RowWiseAdagrad
 from sparsecoll.torch.optimizers.sgd import SparseSGD
 from sparsecoll.torch.reduction.state import load, redistribute, save
 from sparsecoll.torch.replica.broadcasts import broadcast
@@ -24,7 +23,6 @@ __all__ = [
     "DistributedOptimizer",
     "HookState",
     "LocalOptimizer",
-    "RowWiseAdagrad",
     "Schedule",
     "SparseSGD",
     "Timeline",

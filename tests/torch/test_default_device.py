@@ -14,7 +14,7 @@ from torch.utils._device import _device_constructors  # noqa: E402
 
 import sparsecoll.torch  # noqa: E402
 from sparsecoll import simulate  # noqa: E402
-from sparsecoll.torch import COMPRESSORS, DistributedOptimizer, LocalOptimizer, RowWiseAdagrad, SparseSGD  # noqa: E402
+from sparsecoll.torch import COMPRESSORS, DistributedOptimizer, LocalOptimizer, SparseSGD  # noqa: E402
 from sparsecoll.torch.compressors import COVAP  # noqa: E402
 
 PACKAGE = Path(sparsecoll.__file__).parent
@@ -42,7 +42,6 @@ ROWS = {
     "SGD": lambda comm, model: DistributedOptimizer(
         torch.optim.SGD(model.parameters(), 0.1), model, comm, overlap=False
     ),
-    "RowWiseAdagrad": lambda comm, model: DistributedOptimizer(RowWiseAdagrad(model.parameters(), 0.1), model, comm),
     "SparseSGD": lambda comm, model: SparseSGD(model.parameters(), 0.1, comm=comm, density=0.5),
 }
 
