@@ -14,7 +14,6 @@ from sparsecoll.torch.optimizers.sgd import SparseSGD
 from sparsecoll.torch.reduction.state import load, redistribute, save
 from sparsecoll.torch.replica.broadcasts import broadcast
 from sparsecoll.torch.replica.process_group import init_process_group
-from sparsecoll.torch.replica.timeline import Timeline
 
 __all__ = [
     "COMPRESSORS",
@@ -25,7 +24,6 @@ __all__ = [
     "LocalOptimizer",
     "Schedule",
     "SparseSGD",
-    "Timeline",
     "WarmUp",
     "broadcast",
     "comm_hook",

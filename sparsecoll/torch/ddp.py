@@ -27,7 +27,6 @@ from sparsecoll.torch.replica.calls import agreed, agreeing, communicator
 from sparsecoll.torch.replica.options import Options
 from sparsecoll.torch.replica.replica import Replica
 from sparsecoll.torch.replica.rounds import JOINED, Row
-from sparsecoll.torch.replica.timeline import Timeline, bucket_span
 from sparsecoll.torch.tensors.backward import at_end_of_backward
 from sparsecoll.torch.tensors.device import device_of
 from sparsecoll.torch.tensors.layout import Layout, residual_dtype
@@ -72,13 +71,12 @@ class HookState(Copied):
             back-propagation, while all ranks have data; 0, the default, for never, and True for 100. Call `verify()`
             after the last step, which no back-propagation follows. Buffers are left to DDP, which broadcasts them
             before each forward pass.
-        timeline: records spans of the buckets; None, the default, for nothing.
 
     Raises:
         ValueError: The communicator and DDP's process group have different ranks (if their number is the same, this is
             raised by the first back-propagation), the compressor cannot be used here, or `verify` or `timeout` is out
             of range.
-        TypeError: `grad_scaler`, `verify`, `timeout` or `timeline` has a wrong type.
+        TypeError: `grad_scaler`, `verify` or `timeout` has a wrong type.
 
     See Also:
         `sparsecoll.torch.comm_hook`.
@@ -92,16 +90,15 @@ class HookState(Copied):
         timeout: float | None = None,
         grad_scaler: torch.amp.GradScaler | None = None,
         verify: bool | int = 0,
-        timeline: Timeline | None = None,
     ) -> None:
         self.transport = communicator(comm, timeout)
-        own, options = resolve(compressor), Options(verify=verify, timeout=timeout, timeline=timeline)
+        own, options = resolve(compressor), Options(verify=verify, timeout=timeout)
         if own.needs_all_buckets:
             raise ValueError(
                 f"compressor: expected one that works bucket by bucket, as DDP does, got {own.name!r},"
                 " which needs the lengths of all buckets"
             )
-        self._timeout, self._scaler, self._timeline = timeout, enabled(grad_scaler), timeline
+        self._timeout, self._scaler = timeout, enabled(grad_scaler)
         wrapped = isinstance(named_parameters, torch.nn.parallel.DistributedDataParallel)
         self._group: Any = named_parameters.process_group if wrapped else None  # type: ignore[union-attr]
         self._check_group()
@@ -226,8 +223,7 @@ class HookState(Copied):
         assert isinstance(bucket, RowBucket)
         scale = self._scale(compressor)
         bucket.take(grads.buffer(), scale)
-        with bucket_span(self._timeline, bucket.layout.index, 0):
-            bucket.reduce(self.transport, compressor)
+        bucket.reduce(self.transport, compressor)
         return bucket.mean_tensor(scale)
 
     def _mean(self, grads: GradBucket) -> torch.Tensor:
@@ -242,8 +238,7 @@ class HookState(Copied):
         in_place = keeps and like  # the means need no memory of their own
         out = layout.device.array(values) if in_place else bucket.mean_buffer(keeps)
         where = None if source is None else layout.device.array(source)
-        with bucket_span(self._timeline, layout.index, layout.length):
-            compressor.allreduce_mean(self.transport, whole.array, out, where)
+        compressor.allreduce_mean(self.transport, whole.array, out, where)
         mean = values if in_place else layout.device.tensor(out)
         if keeps:
             self._leave_out(layout, compressor, absent, mean)

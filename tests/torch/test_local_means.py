@@ -202,8 +202,6 @@ def test_an_attribute_that_is_missing_is_not_looked_for_in_the_wrapped_optimizer
 def test_momentum_in_compressor_and_outer_step_is_told_by_its_name(caplog):
     def program(comm):
         model = net()
-        with pytest.raises(ValueError, match="covap"):
-            local(comm, model, compressor="covap")
         local(comm, model, compressor="nesterovtopk", outer_momentum=0.9)
 
     with caplog.at_level(logging.WARNING):

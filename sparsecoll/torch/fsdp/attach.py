@@ -19,7 +19,6 @@ from sparsecoll.torch.reduction.grad_scaler import enabled
 from sparsecoll.torch.replica.calls import collective
 from sparsecoll.torch.replica.options import Options
 from sparsecoll.torch.replica.replica import Replica
-from sparsecoll.torch.replica.timeline import Timeline
 from sparsecoll.transport import Transport, as_transport
 from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.transport.collectives import allgather
@@ -35,7 +34,6 @@ def attach(
     timeout: float | None = None,
     grad_scaler: torch.amp.GradScaler | None = None,
     verify: bool | int = 0,
-    timeline: Timeline | None = None,
 ) -> ShardedReductions:
     """Use a compressor to reduce the gradients of a model that is sharded by `torch.distributed.fsdp.fully_shard`.
 
@@ -60,7 +58,6 @@ def attach(
             to a residual, and values that are not finite are passed on to all ranks, so that it skips the step.
         verify: number of steps after which the bits of all shards are compared between replicas; 0, the default, for
             never, and True for 100.
-        timeline: records spans of the reductions; None, the default, for nothing.
 
     Returns:
         ShardedReductions, which has the state to be saved.
@@ -90,7 +87,7 @@ def attach(
 
     def attached() -> ShardedReductions:
         own = _checked(compressor, replicas is not None)
-        options, scaler = Options(verify=verify, timeout=timeout, timeline=timeline), enabled(grad_scaler)
+        options, scaler = Options(verify=verify, timeout=timeout), enabled(grad_scaler)
         if replicas is None and options.verify:
             raise ValueError("verify: expected 0 without replicas, which are compared, got another number")
         replica = Replica(transport, None, options)

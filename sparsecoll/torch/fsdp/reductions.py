@@ -24,7 +24,6 @@ from sparsecoll.torch.reduction.gradients import State
 from sparsecoll.torch.reduction.steps import Steps
 from sparsecoll.torch.replica.replica import Replica
 from sparsecoll.torch.replica.rounds import Row
-from sparsecoll.torch.replica.timeline import bucket_span
 from sparsecoll.torch.tensors.backward import at_end_of_backward
 from sparsecoll.torch.tensors.layout import Layout
 from sparsecoll.torch.tensors.private import queue_callback
@@ -227,8 +226,7 @@ class ShardedReductions:
             whole.tensor.copy_(values)
         in_place = keeps and out.dtype == whole.tensor.dtype
         mean = layout.device.array(out) if in_place else bucket.mean_buffer(keeps)[: out.numel()]
-        with bucket_span(self._replica.options.timeline, layout.index, layout.length):
-            compressor.allreduce_mean(self._transport, whole.array, mean)
+        compressor.allreduce_mean(self._transport, whole.array, mean)
         if keeps:  # the buffer holds the residual now, and codes without a zero leave one in what pads parameters
             for part in self._groups[layout.index].padding(layout.split(whole.tensor), self._parts):
                 part.zero_()

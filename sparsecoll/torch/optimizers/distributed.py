@@ -18,7 +18,6 @@ from sparsecoll.torch.reduction.state import STATE
 from sparsecoll.torch.replica.calls import agreed, agreeing, collective, communicator
 from sparsecoll.torch.replica.guards import refuse_wrapped, warn_of_state
 from sparsecoll.torch.replica.options import Options
-from sparsecoll.torch.replica.timeline import Timeline
 from sparsecoll.torch.tensors.model import Named, model_of, named
 from sparsecoll.torch.tensors.private import is_trial_step
 from sparsecoll.transport import as_transport
@@ -81,7 +80,6 @@ class DistributedOptimizer(Wrapper):
             with a warning once a minute. It holds from the first call on, so it should be longer than the kernels take
             to compile in their first run on a machine (about 10 s). If several optimizers share a communicator and a
             back-propagation has computed gradients of more than one, ranks wait for the shortest of their timeouts.
-        timeline: a `sparsecoll.torch.Timeline` that records a trace; None, the default, for none.
 
     Raises:
         ValueError: On every rank, if an option or a parameter is invalid on some rank.
@@ -113,14 +111,13 @@ class DistributedOptimizer(Wrapper):
         grad_scaler: torch.amp.GradScaler | None = None,
         verify: bool | int = 0,
         timeout: float | None = None,
-        timeline: Timeline | None = None,
     ) -> None:
         super().__init__(optimizer)
         transport = communicator(comm, timeout)
         model = model_of(named_parameters)
 
         def checked(_: CollectiveCall) -> tuple[Named, Compressor, Options, Scaling]:
-            options = Options(bucket_bytes, dense_below, overlap, gradient_as_bucket_view, verify, timeout, timeline)
+            options = Options(bucket_bytes, dense_below, overlap, gradient_as_bucket_view, verify, timeout)
             own = resolve(compressor)
             refuse_wrapped(model, "named_parameters")
             return of_optimizer(optimizer, named(named_parameters)), own, options, Scaling(self, grad_scaler)

@@ -24,7 +24,6 @@ from sparsecoll.torch.replica.calls import agreeing, collective, communicator
 from sparsecoll.torch.replica.guards import refuse_wrapped, warn_of_momentum, warn_of_state
 from sparsecoll.torch.replica.options import Options
 from sparsecoll.torch.replica.rounds import JOINED
-from sparsecoll.torch.replica.timeline import Timeline
 from sparsecoll.torch.tensors.model import Named, check_whole, describe, model_of, named
 from sparsecoll.torch.tensors.private import is_trial_step, values_of
 from sparsecoll.transport import as_transport
@@ -81,7 +80,6 @@ class LocalOptimizer(Wrapper):
         verify: number of means after which the bits of all parameters are compared between ranks; 0, the default, for
             never, and True for 100.
         timeout: as in `DistributedOptimizer`.
-        timeline: as in `DistributedOptimizer`.
 
     Raises:
         ValueError, TypeError: On every rank, if an option or a parameter is invalid on some rank.
@@ -109,7 +107,6 @@ class LocalOptimizer(Wrapper):
         dense_below: int = 1024,
         verify: bool | int = 0,
         timeout: float | None = None,
-        timeline: Timeline | None = None,
     ) -> None:
         super().__init__(optimizer)
         transport, model = communicator(comm, timeout), model_of(named_parameters)
@@ -117,12 +114,7 @@ class LocalOptimizer(Wrapper):
         def made(call: CollectiveCall) -> tuple[Named, Named, Compressor, Options, torch.optim.SGD]:
             check_integer("every", every, 1)
             refuse_wrapped(model, "named_parameters")
-            own, options = (
-                resolve(compressor),
-                Options(bucket_bytes, dense_below, False, False, verify, timeout, timeline),
-            )
-            if own.wants_profile:
-                raise ValueError(f"compressor: expected an interval of {own.name}, which nothing is measured for here")
+            own, options = resolve(compressor), Options(bucket_bytes, dense_below, False, False, verify, timeout)
             given = of_optimizer(optimizer, named(named_parameters))
             check_whole(given.values())
             stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}

@@ -25,7 +25,6 @@ from sparsecoll.torch.replica.guards import Watch, fingerprint, refuse_wrapped
 from sparsecoll.torch.replica.options import Options
 from sparsecoll.torch.replica.replica import Replica
 from sparsecoll.torch.replica.rounds import MEMBERS, Round
-from sparsecoll.torch.replica.timeline import Timeline
 from sparsecoll.torch.tensors.layout import takes_part
 from sparsecoll.torch.tensors.model import model_of
 from sparsecoll.torch.tensors.private import is_trial_step
@@ -97,7 +96,6 @@ class SparseSGD(torch.optim.Optimizer):
             default, for never, and True for 100.
         timeout: seconds to wait for a message before CommunicationError is raised; None, the default, for no limit,
             with a warning once a minute. See `DistributedOptimizer`.
-        timeline: records spans of the reductions; None, the default, for nothing.
 
     Raises:
         ValueError, TypeError: an option or a parameter is invalid on some rank; the same on every rank.
@@ -129,7 +127,6 @@ class SparseSGD(torch.optim.Optimizer):
         grad_scaler: torch.amp.GradScaler | None = None,
         verify: bool | int = 0,
         timeout: float | None = None,
-        timeline: Timeline | None = None,
     ) -> None:
         if hasattr(momentum, "rank"):
             raise TypeError("momentum: expected a number, got a communicator: pass it by name, comm=...")
@@ -148,7 +145,7 @@ class SparseSGD(torch.optim.Optimizer):
 
         def build(_: CollectiveCall) -> tuple[SparseSum, Options, Scaling]:
             compressor = compressor_of(algo, density, k, format, value_dtype, row_density)
-            options = Options(verify=verify, timeout=timeout, timeline=timeline)
+            options = Options(verify=verify, timeout=timeout)
             refuse_wrapped(known, "params")
             super(SparseSGD, self).__init__(params, defaults)
             for group in self.param_groups:

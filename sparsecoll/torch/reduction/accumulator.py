@@ -23,7 +23,6 @@ from sparsecoll.torch.reduction.state import STATE, renamed, renamed_state
 from sparsecoll.torch.replica.members import changes
 from sparsecoll.torch.replica.replica import Replica
 from sparsecoll.torch.replica.rounds import Round
-from sparsecoll.torch.replica.timeline import bucket_span
 from sparsecoll.torch.tensors.device import Array
 from sparsecoll.torch.tensors.model import Named
 from sparsecoll.transport import Transport
@@ -64,8 +63,7 @@ class SparseSum(TopK):
 
     def allreduce_sum(self, transport: Transport, acc: Array) -> Vector:
         """Return the sum of what all ranks have sent of acc, which holds the residual already. Collective."""
-        self.sync(transport)
-        with CollectiveCall(transport, f"bucket {self.layout.index}", self.timeout):
+        with self.reducing(transport):
             with span("select", acc.size):
                 self.begin(acc)
                 message = self.message(self.acc)
@@ -151,8 +149,7 @@ class Accumulator:
         for index, (bucket, compressor) in enumerate(self._buckets):
 
             def call(_: CollectiveCall, index: int = index, compressor: Any = compressor) -> Vector | RowSparse:
-                with bucket_span(self._replica.options.timeline, index, compressor.layout.length):
-                    value: Vector | RowSparse = compressor.allreduce_sum(self._replica.transport, acc.result()[index])
+                value: Vector | RowSparse = compressor.allreduce_sum(self._replica.transport, acc.result()[index])
                 return value
 
             with bucket.layout.device.stream_context():

@@ -218,7 +218,6 @@ class Buckets:
             "compressor": self._compressor.describe(),
             "replicated": sorted(self._compressor.replicated_state),
             "step": self._replica.context.step,
-            "ccr": self._replica.context.ccr,
             "order": list(self.order),
             **self._rows.state(),
             "tensors": joined(collect([compressor for _, compressor in self], self._parked), self._base),
@@ -256,7 +255,7 @@ class Buckets:
                 raise ValueError(f"state_dict: expected that of an optimizer, got one without {error}") from error
             allgather(replica.transport, np.zeros(1, np.uint8))  # none returns before all have loaded
             replica.transport.waitall()
-            return own or {"step": 0, "ccr": None, "order": [], "tensors": {}, "compressor": ""}
+            return own or {"step": 0, "order": [], "tensors": {}, "compressor": ""}
 
         own = replica.call("load_state_dict", read)
         if not own["compressor"]:
@@ -265,7 +264,7 @@ class Buckets:
         self._parked, self.pending, self._base = own["tensors"], False, {}
         self.order = [name for name in own["order"] if name in replica.params]
         self._rows.load(own, replica.params)
-        replica.context.step, replica.context.ccr, replica.suspect = own["step"], own["ccr"], False
+        replica.context.step, replica.suspect = own["step"], False
         fits = own["compressor"] == self._compressor.describe()
         self._extra = {tuple(names): text for names, text in own["buckets"]} if fits else {}
         return own

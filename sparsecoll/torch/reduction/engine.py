@@ -62,7 +62,7 @@ class Engine:
         self._replica.context.momenta = partial(momenta_of, optimizer, self.params)
         self._replica.shared_options = partial(options_of, optimizer)
         hooked = None if isinstance(model, torch.jit.ScriptModule) else model  # ScriptModules do not support hooks
-        self._scaling, self._reducer = scaling, Reducer(self._replica, compressor, hooked, scaling)
+        self._scaling, self._reducer = scaling, Reducer(self._replica, compressor, scaling)
         self.seconds = self._reducer.seconds
         self._hooks = Hooks(self)
         self._guard = None if hooked is None else hooked.register_forward_pre_hook(refuse_ddp)
@@ -155,7 +155,6 @@ class Engine:
     def close(self, replaced: str = "") -> None:
         """Remove the hooks; a further step raises if an optimizer made later updates the parameter `replaced`."""
         self._hooks.remove(self.params)
-        self._reducer.close()
         for guard in (self._guard, self._step_guard):
             if guard is not None:
                 guard.remove()

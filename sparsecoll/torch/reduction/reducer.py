@@ -10,8 +10,6 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping
 
-import torch
-
 from sparsecoll.errors import NonFiniteError
 from sparsecoll.torch.compressors import Compressor
 from sparsecoll.torch.reduction.bucket import Bucket, NewGrads
@@ -19,7 +17,6 @@ from sparsecoll.torch.reduction.buckets import Buckets
 from sparsecoll.torch.reduction.grad_scaler import Scaling
 from sparsecoll.torch.reduction.gradients import Means, State
 from sparsecoll.torch.reduction.hooks import is_shared
-from sparsecoll.torch.reduction.profiler import Profiler
 from sparsecoll.torch.reduction.sender import Sender
 from sparsecoll.torch.reduction.steps import Steps
 from sparsecoll.torch.replica.guards import fingerprint
@@ -32,9 +29,6 @@ logger = logging.getLogger(__name__)
 class Reducer:
     """Reduces the gradients of a replica's parameters, as often as they are reduced before a step.
 
-    Args:
-        model: whose forward passes are timed, or None.
-
     Attributes:
         seconds: of this rank by kind of work (see `telemetry.trace`), and "exposed": waited for in `reduce`.
         steps: tells what has become of the means.
@@ -42,9 +36,7 @@ class Reducer:
         nonfinite: what the next step raises while they are NaN.
     """
 
-    def __init__(
-        self, replica: Replica, compressor: Compressor, model: torch.nn.Module | None, scaling: Scaling
-    ) -> None:
+    def __init__(self, replica: Replica, compressor: Compressor, scaling: Scaling) -> None:
         self._replica = replica
         self.buckets = Buckets(compressor, replica)
         self.steps = Steps(self.buckets, replica, lambda: replica.params, "DistributedOptimizer")
@@ -54,7 +46,6 @@ class Reducer:
         self._sender = Sender(replica, self.buckets, scaling, compressor)
         self.seconds = self._sender.seconds
         self._means = Means(replica.params)
-        self._profiler = Profiler(model, replica.context, compressor.wants_profile)
         self._early = replica.options.overlap  # whether buckets are sent before back-propagation ends
         self._order: dict[str, None] = {}  # parameters by the order of their gradients, while there are no buckets
 
@@ -100,11 +91,10 @@ class Reducer:
 
         One that is not `final`, since another hook may change it, is taken when back-propagation has ended.
         """
-        self._sender.arrived()
         if not self.buckets:
             self._order[name] = None
             return
-        early = self._early and not (self._profiler.active or self.gradients.are(State.STALE))
+        early = self._early and not self.gradients.are(State.STALE)
         if not early or is_shared(self._replica.transport) or name not in self.buckets.index_of or not final:
             return
         if name in self._sender.taken:  # once more in this back-propagation, or after one that an exception has ended
@@ -179,7 +169,7 @@ class Reducer:
         replica = self._replica
         row = replica.row(CHANGED * (self.gradients.are(State.STALE) or self._sender.altered))
         digest = None if replica.warmed or replica.transport.size == 1 else fingerprint(replica.params.values())
-        seconds, outcome, error = self._sender.wait(lambda: self._round(name, row, digest))
+        outcome, error = self._sender.wait(lambda: self._round(name, row, digest))
         if error is not None:
             raise error
         assert isinstance(outcome, Round)
@@ -187,7 +177,6 @@ class Reducer:
         relaid = learned or outcome.trainable != set(self.buckets.index_of)
         if not (changed or relaid or outcome.over):
             replica.broadcast_buffers(outcome)
-            self._profiler.measure(replica.transport, self._sender.last, seconds, replica.options.timeout)
             self._accept(outcome)
             return outcome
         self._drop()
@@ -259,10 +248,6 @@ class Reducer:
 
     # -- a step, or none
 
-    def close(self) -> None:
-        """Take the profiler's hook off the model."""
-        self._profiler.close()
-
     def restore_missing(self) -> None:
         """Means that were set to None count as thrown away."""
         self._take_back({name for name in self._means if self._replica.params[name].grad is None})
@@ -278,7 +263,6 @@ class Reducer:
         """A step was taken, see `Steps.commit`."""
         self.steps.commit(by_hand)
         self._means.clear()
-        self._profiler.stepped()
 
     def discard(self) -> None:
         """Gradients are about to be thrown away: residuals are as they were after the last step."""

@@ -24,7 +24,6 @@ from sparsecoll.torch.replica.guards import warn_of_momentum_of_rows
 from sparsecoll.torch.tensors.device import CPU
 from sparsecoll.torch.tensors.layout import Layout
 from sparsecoll.transport import Transport
-from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.vector import RowSparse
 
 ROWS = "rows by row_density, which may depend on the step alone"  # what errors call their number if ranks differ
@@ -141,8 +140,7 @@ class RowSum(ErrorFeedback):
 
     def allreduce_sum(self, transport: Transport, acc: Any) -> RowSparse:
         """Return the sum of what all ranks have sent of acc, which holds the residual already. Collective."""
-        self.sync(transport)
-        with CollectiveCall(transport, f"bucket {self.layout.index}", self.timeout):
+        with self.reducing(transport):
             reduced = self.communicate(transport, self.compress(acc))
             self._settle(reduced)
         return reduced.value  # type: ignore[return-value]

@@ -18,7 +18,6 @@ from sparsecoll.torch.reduction.buckets import Buckets
 from sparsecoll.torch.reduction.grad_scaler import Scaling
 from sparsecoll.torch.reduction.gradients import Seen
 from sparsecoll.torch.replica.replica import Replica
-from sparsecoll.torch.replica.timeline import bucket_span
 from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.transport.collectives import allgather
 from sparsecoll.transport.progress import in_background
@@ -35,13 +34,12 @@ class Sender:
         seconds: of this rank by kind of work (see `telemetry.trace`), and "exposed": waited for.
         taken: names of the parameters whose gradients are in their buckets.
         failed: what a bucket of this reduction has raised.
-        first, last: time.perf_counter at the first and the last gradient.
     """
 
     def __init__(self, replica: Replica, buckets: Buckets, scaling: Scaling, compressor: Compressor) -> None:
         self.seconds = dict.fromkeys((*trace.KINDS, "exposed"), 0.0)
         self._replica, self._buckets, self._scaling = replica, buckets, scaling
-        self._finite, self._timeline = not compressor.passes_nonfinite, replica.options.timeline
+        self._finite = not compressor.passes_nonfinite
         self._threads = torch.get_num_threads()
         self.begin()
 
@@ -50,19 +48,12 @@ class Sender:
         self.taken: set[str] = set()
         self._seen: list[tuple[torch.Tensor, Seen]] = []  # parameters, and their gradients when they were taken
         self.failed: Exception | None = None
-        self.first: float | None = None
-        self.last = 0.0
-        self._sent: list[Future[float]] = []
+        self._sent: list[Future[None]] = []
         self.laid_out()
 
     def laid_out(self) -> None:
         """The buckets are new ones."""
         self._waiting = [set(bucket.params) for bucket, _ in self._buckets]
-
-    def arrived(self) -> None:
-        """Record the time of a gradient."""
-        self.last = time.perf_counter()
-        self.first = self.last if self.first is None else self.first
 
     def take(self, name: str) -> None:
         """Take a parameter's gradient into its bucket, and queue the buckets that are complete and next in order."""
@@ -88,16 +79,15 @@ class Sender:
         event = bucket.layout.device.record_event()
         self._sent.append(in_background(self._replica.transport, lambda: self._job(bucket, compressor, event)))
 
-    def _job(self, bucket: Bucket, compressor: Compressor, event: Any) -> float:
-        """Reduce one bucket, whose gradients are complete at `event`; returns its seconds."""
+    def _job(self, bucket: Bucket, compressor: Compressor, event: Any) -> None:
+        """Reduce one bucket, whose gradients are complete at `event`."""
         if self.failed is not None:
-            return 0.0
-        start, layout = time.perf_counter(), bucket.layout
+            return
+        layout = bucket.layout
         try:
             if torch.get_num_threads() != self._threads:
                 torch.set_num_threads(self._threads)  # holds for the thread
-            span = bucket_span(self._timeline, layout.index, layout.length)
-            with span as recorder, layout.device.stream_context(event):
+            with trace.record(trace.Recorder()) as recorder, layout.device.stream_context(event):
                 bucket.reduce(self._replica.transport, compressor)
                 if layout.small and self._finite and not bucket.mean_is_finite():
                     self._refuse(bucket)
@@ -106,7 +96,6 @@ class Sender:
             raise
         for kind, seconds in recorder.seconds.items():
             self.seconds[kind] += seconds
-        return time.perf_counter() - start
 
     def _refuse(self, bucket: Bucket) -> None:
         """Raise for a parameter that is not compressed what the compressor would raise; all ranks see the same mean."""
@@ -128,18 +117,16 @@ class Sender:
             for name in bucket.params if bucket.gradient is None else list(self._waiting[index]):
                 self._take(index, name)
             self._isend()
-        if self._timeline is not None and self.first is not None:
-            self._timeline.add("gradients", self.first, self.last)
 
     def finish(self) -> None:
         """Wait for what was sent, whatever becomes of it."""
         wait(self._sent)
 
-    def wait(self, end: Callable[[], Any]) -> tuple[list[float], Any, Exception | None]:
+    def wait(self, end: Callable[[], Any]) -> tuple[Any, Exception | None]:
         """Wait for all buckets and for `end`, a call that is made after them.
 
         Returns:
-            Seconds by bucket, what `end` returned, and the first error.
+            What `end` returned, and the first error.
         """
         start = time.perf_counter()
         results: list[Any] = []
@@ -152,4 +139,4 @@ class Sender:
                 results.append(None)
                 error = error if getattr(error, "on_all_ranks", False) else problem  # `end` has agreed on it
         self.seconds["exposed"] += time.perf_counter() - start
-        return results[:-1], results[-1], error
+        return results[-1], error

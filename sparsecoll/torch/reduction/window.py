@@ -19,7 +19,6 @@ from sparsecoll.torch.replica.members import Members, changes, check_added
 from sparsecoll.torch.replica.options import Options
 from sparsecoll.torch.replica.replica import Replica, barrier
 from sparsecoll.torch.replica.rounds import MEMBERS, Round
-from sparsecoll.torch.replica.timeline import bucket_span
 from sparsecoll.torch.tensors.layout import takes_part
 from sparsecoll.torch.tensors.model import Buffers, Named, rates_of
 from sparsecoll.transport import Transport
@@ -197,7 +196,7 @@ class Window:
 
         def reduce(_: CollectiveCall) -> None:
             taken.result()
-            with bucket_span(replica.options.timeline, layout.index, layout.length), layout.device.stream_context():
+            with layout.device.stream_context():
                 bucket.reduce(replica.transport, compressor)
                 if not bucket.mean_is_finite():
                     name = next(n for n in layout.names if not bucket.part_of_mean(n).isfinite().all())

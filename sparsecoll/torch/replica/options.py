@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sparsecoll.errors import check_integer
-from sparsecoll.torch.replica.timeline import Timeline
 from sparsecoll.transport import check_timeout
 
 
 @dataclass
 class Options:
-    """The keyword arguments of DistributedOptimizer, of which the others have the last three.
+    """The keyword arguments of DistributedOptimizer, of which the others have the last two.
 
     `verify` becomes a number of steps, where 0 stands for never.
 
@@ -25,7 +24,6 @@ class Options:
     gradient_as_bucket_view: bool = False
     verify: bool | int = 0
     timeout: float | None = None
-    timeline: Timeline | None = None
 
     def __post_init__(self) -> None:
         if self.bucket_bytes is not None:
@@ -38,5 +36,3 @@ class Options:
             self.verify = 100 * self.verify
         check_integer("verify", self.verify, 0)
         check_timeout(self.timeout)
-        if self.timeline is not None and not isinstance(self.timeline, Timeline):
-            raise TypeError(f"timeline: expected a sparsecoll.torch.Timeline, got {self.timeline!r}")
