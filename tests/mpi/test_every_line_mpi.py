@@ -17,6 +17,8 @@ from sparsecoll.transport.progress import in_background  # noqa: E402
 pytestmark = [pytest.mark.mpi, pytest.mark.usefixtures("process_group")]
 TRIED = None if os.environ.get("SPARSECOLL_FUZZ") else 10  # lines
 STEP = 2
+HOOKS = "HookState."
+REPORTS = ("HookState.reduce",)  # which reports exceptions
 
 
 class Injected(Exception):
@@ -37,7 +39,7 @@ def tracer(seen, target):
 
     def call(frame, event, argument):
         name = frame.f_code.co_qualname
-        ours = frame.f_code.co_filename == ddp.__file__ and name.startswith("HookState.") and name != "HookState.reduce"
+        ours = frame.f_code.co_filename == ddp.__file__ and name.startswith(HOOKS) and name not in REPORTS
         return line if ours else None
 
     return call

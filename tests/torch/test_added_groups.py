@@ -111,6 +111,7 @@ def training(way, how, given, comm):
 def test_an_exception_at_any_line_takes_the_group_back_on_all_ranks(way, how):
     whole = simulate(P, partial(training, way, how, None)).results
     last = {f"Engine.add {i}" for i, text in enumerate(source("reduction/engine.py"), 1) if "    take_over(" in text}
+    assert last
     lines, problems = [line for line in whole[CULPRIT][1] if "{} {}".format(*line) not in last], []
     assert len(lines) > 20 and {raised for raised, *_ in whole} == {None}
     for target in spread(lines, TRIED):

@@ -266,7 +266,7 @@ class Engine:
 
     def trial_step(self) -> Any:
         """A step of the wrapped optimizer that changes nothing but versions."""
-        self._reducer.settle()
+        self._reducer.commit_if_updated()
         with self.stepping():
             result = self._optimizer.step()
         self._reducer.steps.pass_over()
@@ -296,7 +296,7 @@ class Engine:
 
         It cannot be skipped once a rank has left `join`, which has committed the reduction.
         """
-        if self._reducer.settle():
+        if self._reducer.commit_if_updated():
             self.asked = False
             return
         buckets = self._reducer.buckets
@@ -334,7 +334,7 @@ class Engine:
             return
         with self._replica.reporting():
             yield
-        self._reducer.settle()
+        self._reducer.commit_if_updated()
         self.discard()
         self._outcome, buckets = NOTHING, self._reducer.buckets
         with self._replica.leaving():
@@ -354,7 +354,7 @@ class Engine:
         """See `Buckets.state_dict`; refused while gradients are sent."""
         if self._reducer.gradients.are(State.SENDING, State.STALE):
             raise RuntimeError("state_dict: expected a call after back-propagation, got one while gradients are sent")
-        self._reducer.settle()
+        self._reducer.commit_if_updated()
         return renamed_state(self._reducer.buckets.state_dict(), self.members.staying())
 
     @agreeing("_replica.agreed")
