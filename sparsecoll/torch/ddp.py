@@ -19,19 +19,15 @@ from sparsecoll.torch.compressors import Compressor, resolve
 from sparsecoll.torch.reduction.bucket import Bucket
 from sparsecoll.torch.reduction.buckets import Buckets
 from sparsecoll.torch.reduction.grad_scaler import enabled
-from sparsecoll.torch.reduction.gradients import State
-from sparsecoll.torch.reduction.row_gradients import RowBucket, nan_rows
+from sparsecoll.torch.reduction.rows import RowBucket, nan_rows
 from sparsecoll.torch.reduction.state import UNNAMED, Copied
-from sparsecoll.torch.reduction.steps import Steps
-from sparsecoll.torch.replica.calls import agreed, agreeing, communicator
-from sparsecoll.torch.replica.options import Options
+from sparsecoll.torch.reduction.steps import State, Steps
+from sparsecoll.torch.replica.calls import Options, agreed, agreeing, communicator
 from sparsecoll.torch.replica.replica import Replica
 from sparsecoll.torch.replica.rounds import JOINED, Row
-from sparsecoll.torch.tensors.backward import at_end_of_backward
-from sparsecoll.torch.tensors.device import device_of
-from sparsecoll.torch.tensors.layout import Layout, residual_dtype
+from sparsecoll.torch.tensors.layout import Layout, device_of, residual_dtype
 from sparsecoll.torch.tensors.model import named
-from sparsecoll.torch.tensors.private import backward_number, queue_callback
+from sparsecoll.torch.tensors.private import at_end_of_backward, backward_number, queue_callback
 from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.transport.collectives import allgather, disseminate
 from sparsecoll.transport.progress import in_background

@@ -116,6 +116,26 @@ def test_queue_callback():
     assert seen == [("first", [1.0] * 3), ("second", [1.0] * 3)]
 
 
+def test_at_end_of_backward():
+    """Once, also where back-propagation runs within back-propagation, when all gradients are complete."""
+    p, seen = torch.nn.Parameter(torch.ones(3)), []
+
+    class Owner:
+        pass
+
+    owner = Owner()
+
+    def end():
+        seen.append(p.grad.tolist())
+
+    p.register_post_accumulate_grad_hook(lambda _: private.at_end_of_backward(owner, end))
+    x = torch.utils.checkpoint.checkpoint(lambda t: t * p, torch.ones(3, requires_grad=True), use_reentrant=True)
+    (x * p).sum().backward()
+    assert seen == [[2.0] * 3]
+    p.sum().backward()
+    assert seen == [[2.0] * 3, [3.0] * 3]
+
+
 def test_inside_ddp(tmp_path):
     seen, model = [], torch.nn.Linear(2, 1)
     model.register_forward_pre_hook(lambda *_: seen.append(private.inside_ddp()))

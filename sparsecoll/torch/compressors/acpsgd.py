@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from sparsecoll.torch.compressors.powersgd import LowRank, orthogonalized
-from sparsecoll.torch.tensors.device import Array
+from sparsecoll.torch.tensors.layout import Array
 from sparsecoll.transport import Transport
 from sparsecoll.vector import DenseVector
 

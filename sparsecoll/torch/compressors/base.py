@@ -22,8 +22,7 @@ from sparsecoll.select import Vector
 from sparsecoll.telemetry.trace import record, span
 from sparsecoll.torch.compressors.schedule import without_addresses
 from sparsecoll.torch.compressors.versions import Rates, Versioned, Versions
-from sparsecoll.torch.tensors.device import Array, CpuDevice
-from sparsecoll.torch.tensors.layout import Layout
+from sparsecoll.torch.tensors.layout import Array, CpuDevice, Layout
 from sparsecoll.torch.tensors.private import profiled
 from sparsecoll.transport import Transport
 from sparsecoll.transport.call import CollectiveCall

@@ -10,8 +10,7 @@ import numpy as np
 from sparsecoll.algorithms import Reduction
 from sparsecoll.errors import check_integer
 from sparsecoll.torch.compressors.base import ErrorFeedback, StepContext, write_mean
-from sparsecoll.torch.tensors.device import Array
-from sparsecoll.torch.tensors.layout import Layout
+from sparsecoll.torch.tensors.layout import Array, Layout
 from sparsecoll.transport import Transport
 from sparsecoll.vector import DenseVector
 

@@ -15,8 +15,7 @@ from sparsecoll.select import Selector, Vector
 from sparsecoll.select.randomk import mix
 from sparsecoll.torch.compressors.base import DENSE, StepContext, measured, write_mean
 from sparsecoll.torch.compressors.topk import TopK
-from sparsecoll.torch.tensors.device import Array
-from sparsecoll.torch.tensors.layout import Layout
+from sparsecoll.torch.tensors.layout import Array, Layout
 from sparsecoll.transport import Transport
 from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.transport.collectives import allgather

@@ -12,8 +12,7 @@ import torch
 from sparsecoll.errors import check_integer
 from sparsecoll.torch.compressors.base import ErrorFeedback, StepContext
 from sparsecoll.torch.compressors.versions import Versioned
-from sparsecoll.torch.tensors.device import Array
-from sparsecoll.torch.tensors.layout import Layout
+from sparsecoll.torch.tensors.layout import Array, Layout
 from sparsecoll.transport import Transport
 from sparsecoll.vector import DenseVector
 

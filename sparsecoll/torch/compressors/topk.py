@@ -17,8 +17,7 @@ from sparsecoll.select.base import built_in
 from sparsecoll.torch.compressors.base import Compressor, ErrorFeedback, StepContext, write_mean
 from sparsecoll.torch.compressors.schedule import ENTRIES, Densities, Density, as_row_density
 from sparsecoll.torch.compressors.versions import Rates, Versioned
-from sparsecoll.torch.tensors.device import CPU, Array
-from sparsecoll.torch.tensors.layout import Layout
+from sparsecoll.torch.tensors.layout import CPU, Array, Layout
 from sparsecoll.transport import Transport
 from sparsecoll.vector import DenseVector, SparseVector
 

@@ -11,9 +11,12 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import _get_gradient_divide_factors
 
-from sparsecoll.torch.tensors.device import device_of
-from sparsecoll.torch.tensors.layout import Layout, residual_dtype
+from sparsecoll.collectives.options import CallOptions
+from sparsecoll.collectives.reduce_scatter import reduce_scatter_vectors
+from sparsecoll.torch.tensors.layout import Layout, device_of, residual_dtype
 from sparsecoll.torch.tensors.private import hooks_after
+from sparsecoll.transport import Transport
+from sparsecoll.vector import DenseVector
 
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # parts of names that torch.compile and checkpointing add
 
@@ -272,3 +275,17 @@ class ReduceScatter:
                 " reduce-scatter of sparsecoll sums or averages, got none"
             )
         self._reduce(input_tensor, output_tensor, 1.0 if kind == dist.ReduceOp.AVG else float(group.size()))
+
+
+def reduce_scatter_tensors(
+    transport: Transport, values: torch.Tensor, out: torch.Tensor, factor: float, timeout: float | None
+) -> None:
+    """Write this rank's region of factor * the mean of all ranks' values to `out`; sums are float32. Collective."""
+    half = values.dtype == torch.bfloat16  # which NumPy lacks
+    device = device_of(values)
+    vector = DenseVector(device.array(values.float() if half else values))
+    options = CallOptions(timeout=timeout, nonfinite="pass", value_dtype="bfloat16" if half else None)
+    reduction = transport.in_order(lambda: reduce_scatter_vectors(transport, vector, options))
+    assert isinstance(reduction.value, DenseVector)
+    total = device.tensor(reduction.value.values)
+    out.copy_(total if factor == transport.size else total / (transport.size / factor))

@@ -16,17 +16,14 @@ from sparsecoll.errors import NonFiniteError
 from sparsecoll.torch.compressors import Compressor
 from sparsecoll.torch.fsdp.checkpoint import Checkpoint
 from sparsecoll.torch.fsdp.failures import Failures
-from sparsecoll.torch.fsdp.groups import Group, ReduceScatter, Shard
-from sparsecoll.torch.fsdp.scatter import reduce_scatter_tensors
+from sparsecoll.torch.fsdp.groups import Group, ReduceScatter, Shard, reduce_scatter_tensors
 from sparsecoll.torch.reduction.bucket import Bucket
 from sparsecoll.torch.reduction.buckets import Buckets
-from sparsecoll.torch.reduction.gradients import State
-from sparsecoll.torch.reduction.steps import Steps
+from sparsecoll.torch.reduction.steps import State, Steps
 from sparsecoll.torch.replica.replica import Replica
 from sparsecoll.torch.replica.rounds import Row
-from sparsecoll.torch.tensors.backward import at_end_of_backward
 from sparsecoll.torch.tensors.layout import Layout
-from sparsecoll.torch.tensors.private import queue_callback
+from sparsecoll.torch.tensors.private import at_end_of_backward, queue_callback
 from sparsecoll.transport import Transport
 from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.transport.collectives import disseminate

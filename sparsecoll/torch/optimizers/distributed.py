@@ -15,9 +15,8 @@ from sparsecoll.torch.optimizers.wrapper import Wrapper
 from sparsecoll.torch.reduction.engine import Engine
 from sparsecoll.torch.reduction.grad_scaler import Scaling
 from sparsecoll.torch.reduction.state import STATE
-from sparsecoll.torch.replica.calls import agreed, agreeing, collective, communicator
+from sparsecoll.torch.replica.calls import Options, agreed, agreeing, collective, communicator
 from sparsecoll.torch.replica.guards import refuse_wrapped, warn_of_state
-from sparsecoll.torch.replica.options import Options
 from sparsecoll.torch.tensors.model import Named, model_of, named
 from sparsecoll.torch.tensors.private import is_trial_step
 from sparsecoll.transport import as_transport

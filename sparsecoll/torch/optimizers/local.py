@@ -20,9 +20,8 @@ from sparsecoll.torch.reduction.grad_scaler import forget, is_called_by_scaler
 from sparsecoll.torch.reduction.state import LOCAL, STATE
 from sparsecoll.torch.reduction.window import Window, is_finite
 from sparsecoll.torch.replica.broadcasts import broadcast_optimizer, broadcast_tensors
-from sparsecoll.torch.replica.calls import agreeing, collective, communicator
+from sparsecoll.torch.replica.calls import Options, agreeing, collective, communicator
 from sparsecoll.torch.replica.guards import refuse_wrapped, warn_of_momentum, warn_of_state
-from sparsecoll.torch.replica.options import Options
 from sparsecoll.torch.replica.rounds import JOINED
 from sparsecoll.torch.tensors.model import Named, check_whole, describe, model_of, named
 from sparsecoll.torch.tensors.private import is_trial_step, values_of

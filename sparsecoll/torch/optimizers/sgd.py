@@ -14,15 +14,13 @@ from sparsecoll.errors import NonFiniteError
 from sparsecoll.formats import Format
 from sparsecoll.telemetry.traffic import Traffic
 from sparsecoll.torch.compressors.schedule import Density, Schedule
-from sparsecoll.torch.optimizers.sgd_options import check_group, common, compressor_of, names_of
-from sparsecoll.torch.optimizers.sgd_updates import Rule, Update, updates
+from sparsecoll.torch.optimizers.sgd_rules import Rule, Update, check_group, common, compressor_of, names_of, updates
 from sparsecoll.torch.optimizers.wrapper import taken_back
 from sparsecoll.torch.reduction.accumulator import Accumulator, SparseSum, Sums
 from sparsecoll.torch.reduction.grad_scaler import Scaling
 from sparsecoll.torch.reduction.state import STATE
-from sparsecoll.torch.replica.calls import agreed, agreeing, collective, communicator, mean_loss
+from sparsecoll.torch.replica.calls import Options, agreed, agreeing, collective, communicator, mean_loss
 from sparsecoll.torch.replica.guards import Watch, fingerprint, refuse_wrapped
-from sparsecoll.torch.replica.options import Options
 from sparsecoll.torch.replica.replica import Replica
 from sparsecoll.torch.replica.rounds import MEMBERS, Round
 from sparsecoll.torch.tensors.layout import takes_part

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from sparsecoll.torch.replica.calls import collective
-from sparsecoll.torch.replica.members import Members
+from sparsecoll.torch.replica.replica import Members
 from sparsecoll.torch.tensors.model import Named
 from sparsecoll.torch.tensors.private import state_dict_hooks
 from sparsecoll.transport import Transport

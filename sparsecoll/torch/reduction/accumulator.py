@@ -18,12 +18,11 @@ from sparsecoll.torch.compressors import TopK
 from sparsecoll.torch.reduction.bucket import Bucket
 from sparsecoll.torch.reduction.buckets import Buckets
 from sparsecoll.torch.reduction.grad_scaler import Scaling
-from sparsecoll.torch.reduction.row_sum import RowSum
+from sparsecoll.torch.reduction.rows import RowSum
 from sparsecoll.torch.reduction.state import STATE, renamed, renamed_state
-from sparsecoll.torch.replica.members import changes
-from sparsecoll.torch.replica.replica import Replica
+from sparsecoll.torch.replica.replica import Replica, changes
 from sparsecoll.torch.replica.rounds import Round
-from sparsecoll.torch.tensors.device import Array
+from sparsecoll.torch.tensors.layout import Array
 from sparsecoll.torch.tensors.model import Named
 from sparsecoll.transport import Transport
 from sparsecoll.transport.call import CollectiveCall

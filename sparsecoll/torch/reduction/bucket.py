@@ -13,8 +13,7 @@ import torch
 from sparsecoll.telemetry.trace import span
 from sparsecoll.torch.compressors import Compressor
 from sparsecoll.torch.compressors.versions import Versions
-from sparsecoll.torch.tensors.device import CPU, Array
-from sparsecoll.torch.tensors.layout import Layout
+from sparsecoll.torch.tensors.layout import CPU, Array, Layout
 from sparsecoll.transport import Transport
 
 # by parameter: its new gradient, and memory and offset of the old one, where others may have this memory

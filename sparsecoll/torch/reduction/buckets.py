@@ -12,8 +12,7 @@ import torch
 
 from sparsecoll.torch.compressors import Compressor, TopK, resolve
 from sparsecoll.torch.reduction.bucket import Bucket
-from sparsecoll.torch.reduction.row_gradients import RowBucket
-from sparsecoll.torch.reduction.row_sum import RowSum
+from sparsecoll.torch.reduction.rows import RowBucket, RowSum
 from sparsecoll.torch.reduction.state import Tensors, check, collect, joined, renamed, restore
 from sparsecoll.torch.replica.replica import Replica
 from sparsecoll.torch.tensors.layout import Layout, cut, has_rows, takes_part

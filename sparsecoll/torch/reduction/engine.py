@@ -14,18 +14,16 @@ import torch
 from sparsecoll.errors import NonFiniteError
 from sparsecoll.torch.compressors import Compressor
 from sparsecoll.torch.reduction.grad_scaler import Scaling
-from sparsecoll.torch.reduction.gradients import State
 from sparsecoll.torch.reduction.hooks import Hooks, before_wrapped_step, enlist, others_of, synchronize_all, take_over
 from sparsecoll.torch.reduction.reducer import Reducer
 from sparsecoll.torch.reduction.state import renamed_state
-from sparsecoll.torch.replica.calls import agreeing, mean_of_loss
+from sparsecoll.torch.reduction.steps import State
+from sparsecoll.torch.replica.calls import Options, agreeing, mean_of_loss
 from sparsecoll.torch.replica.guards import Watch, refuse_ddp, warn_of_adam, warn_of_momentum
-from sparsecoll.torch.replica.members import Members, changes, check_added
-from sparsecoll.torch.replica.options import Options
-from sparsecoll.torch.replica.replica import Replica
+from sparsecoll.torch.replica.replica import Members, Replica, changes, check_added
 from sparsecoll.torch.replica.rounds import NOTHING
-from sparsecoll.torch.tensors.backward import at_end_of_backward
 from sparsecoll.torch.tensors.model import Named, momenta_of, options_of, rates_of
+from sparsecoll.torch.tensors.private import at_end_of_backward
 from sparsecoll.transport import Transport
 
 logger = logging.getLogger(__name__)

@@ -1,12 +1,12 @@
-"""Hooks on parameters, which tell an engine when a gradient is complete; and the engines that share a transport."""
+"""Hooks on parameters, which tell an engine of gradients; which gradients are means; the engines of a transport."""
 
 from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -15,12 +15,95 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from sparsecoll.errors import CommunicationError
 from sparsecoll.torch.replica.calls import agreed, collective
-from sparsecoll.torch.replica.members import Members
+from sparsecoll.torch.replica.replica import Members
 from sparsecoll.torch.tensors.model import Named
-from sparsecoll.torch.tensors.private import hooks_after
+from sparsecoll.torch.tensors.private import hooks_after, version
 from sparsecoll.transport import Transport
 from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.transport.collectives import allgather
+
+
+class Seen(NamedTuple):
+    """The gradient of a parameter as it was at some moment: the tensor, and how often it had been changed in place."""
+
+    gradient: torch.Tensor | None
+    version: int
+
+    @classmethod
+    def of(cls, p: torch.Tensor) -> Seen:
+        """Return the gradient of a parameter as it is now."""
+        return cls(p.grad, -1 if p.grad is None else version(p.grad))
+
+    def has_changed(self, p: torch.Tensor) -> bool:
+        """Return whether the gradient is another tensor now, or was changed in place."""
+        return p.grad is not self.gradient or (p.grad is not None and version(p.grad) != self.version)
+
+
+class Means:
+    """The parameters whose gradients have been reduced since the last step; iterates over their names.
+
+    Args:
+        params: name -> parameter; may grow.
+    """
+
+    def __init__(self, params: Named) -> None:
+        self._params = params
+        self._seen: dict[str, Seen] = {}
+        self._whole: set[str] = set()  # whose gradient was the mean before autograd began to add to it
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._seen)
+
+    def __len__(self) -> int:
+        return len(self._seen)
+
+    def add(self, name: str) -> None:
+        """A parameter's gradient has been reduced."""
+        self._seen[name] = Seen.of(self._params[name])
+
+    def discard(self, names: set[str]) -> None:
+        """Gradients of these parameters are local ones again, or None."""
+        self._seen = {name: mean for name, mean in self._seen.items() if name not in names}
+
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Rename parameters, old name -> new name, and forget the others."""
+        self._seen = {names[name]: mean for name, mean in self._seen.items() if name in names}
+
+    def clear(self) -> None:
+        """No gradient is a mean any more."""
+        self._seen = {}
+
+    def accumulating(self, name: str) -> None:
+        """Autograd is about to add to a gradient."""
+        (self._whole.discard if self.is_replaced(name) else self._whole.add)(name)
+
+    def accumulated(self, name: str) -> None:
+        """Autograd has added to a gradient. If it was the mean, the sum counts as the mean, also as another tensor.
+
+        It is another tensor with create_graph, and if a dense gradient is added to rows.
+        """
+        if name not in self._seen:
+            return
+        (mean, seen), gradient = self._seen[name], self._params[name].grad
+        assert mean is not None and gradient is not None
+        if gradient is mean:
+            self._seen[name] = Seen(mean, seen + 1)
+        elif name in self._whole:
+            self._seen[name] = Seen(gradient, version(gradient) - (version(mean) - seen))
+
+    def is_replaced(self, name: str) -> bool:
+        """Return whether the gradient of a parameter was a mean, and is another tensor now, or None."""
+        return name in self._seen and self._params[name].grad is not self._seen[name].gradient
+
+    def replaced(self) -> set[str]:
+        """Return the parameters whose gradient is another tensor now, or None: their means were thrown away."""
+        return set(filter(self.is_replaced, self._seen))
+
+    def changed(self) -> str | None:
+        """Return the last of the parameters whose means were changed in place."""
+        kept = [(name, *mean) for name, mean in self._seen.items() if not self.is_replaced(name)]
+        changed = [name for name, mean, seen in kept if mean is not None and version(mean) > seen]
+        return changed[-1] if changed else None
 
 
 class Owner(Protocol):

@@ -23,9 +23,8 @@ from sparsecoll.torch.compressors import Compressor
 from sparsecoll.torch.reduction.bucket import Bucket, NewGrads
 from sparsecoll.torch.reduction.buckets import Buckets
 from sparsecoll.torch.reduction.grad_scaler import Scaling
-from sparsecoll.torch.reduction.gradients import Means, Seen, State
-from sparsecoll.torch.reduction.hooks import is_shared
-from sparsecoll.torch.reduction.steps import Steps
+from sparsecoll.torch.reduction.hooks import Means, Seen, is_shared
+from sparsecoll.torch.reduction.steps import State, Steps
 from sparsecoll.torch.replica.guards import fingerprint
 from sparsecoll.torch.replica.replica import Replica
 from sparsecoll.torch.replica.rounds import CHANGED, MEMBERS, NOTHING, Round, Row

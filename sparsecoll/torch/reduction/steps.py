@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from enum import Enum, auto
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,11 +25,56 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from sparsecoll.torch.compressors import Compressor
 from sparsecoll.torch.reduction.buckets import Buckets
-from sparsecoll.torch.reduction.gradients import Gradients, State
 from sparsecoll.torch.replica.guards import warn_of_adam, warn_of_momentum
 from sparsecoll.torch.replica.replica import Replica
 from sparsecoll.torch.tensors.model import Named
 from sparsecoll.torch.tensors.private import indices_of, is_trial_step, values_of, version
+
+
+class State(Enum):
+    """What has become of the gradients of an optimizer since its last step; docs/architecture.md has the table."""
+
+    EMPTY = auto()
+    LOCAL = auto()
+    SENDING = auto()
+    STALE = auto()
+    DISCARDED = auto()
+    MEANS = auto()
+    NAN = auto()
+    STEPPED = auto()
+
+
+TRANSITIONS = {
+    State.EMPTY: {State.LOCAL, State.SENDING, State.MEANS},
+    State.LOCAL: {State.SENDING, State.NAN, State.EMPTY},
+    State.SENDING: {State.STALE, State.DISCARDED, State.MEANS, State.NAN, State.LOCAL, State.EMPTY},
+    State.STALE: {State.DISCARDED, State.LOCAL, State.NAN, State.EMPTY},
+    State.DISCARDED: {State.STALE, State.EMPTY},
+    State.MEANS: {State.LOCAL, State.SENDING, State.STEPPED, State.EMPTY},
+    State.NAN: {State.LOCAL, State.EMPTY},
+    State.STEPPED: {State.SENDING, State.MEANS, State.EMPTY},
+}
+
+
+class Gradients:
+    """The state of the gradients of an optimizer."""
+
+    def __init__(self) -> None:
+        self.state = State.EMPTY
+
+    def to(self, state: State) -> None:
+        """Enter a state, or stay in it."""
+        assert state is self.state or state in TRANSITIONS[self.state], f"{self.state.name} to {state.name}"
+        self.state = state
+
+    def throw_away(self) -> None:
+        """Gradients are thrown away or were used: what was sent is sent again with the next ones."""
+        self.to(State.DISCARDED if self.are(State.SENDING, State.STALE, State.DISCARDED) else State.EMPTY)
+
+    def are(self, *states: State) -> bool:
+        """Return whether the state is one of these."""
+        return self.state in states
+
 
 SAMPLE = 1024  # values of a parameter, about
 KEPT, ZERO, GONE = "kept", "zero, as the mean was", "thrown away"  # what has become of a gradient

@@ -71,6 +71,42 @@ def queue_callback(call: Callable[[], None]) -> None:
     Variable._execution_engine.queue_callback(call)  # type: ignore[attr-defined]
 
 
+def at_end_of_backward(owner: Any, call: Callable[[], None]) -> None:
+    """Call a function once when the current back-propagation ends. For use in a hook on a gradient.
+
+    Reentrant checkpointing back-propagates within back-propagation; the end is that of the outermost one.
+    `backward()` raises what `call` raises.
+
+    Args:
+        owner: object for which `call` runs only once per back-propagation, however often this function is called.
+    """
+    task = backward_number()
+    asked = owner.__dict__.setdefault("_backward_tasks", set())
+    if task in asked:
+        return
+
+    def end() -> None:
+        node = backward_node()
+        if node is None:
+            if asked:
+                asked.clear()
+                call()
+            return
+        successors = [successor for successor, _ in node.next_functions if successor is not None]
+        if not successors:
+            at_end_of_backward(owner, call)
+            return
+
+        def outside(_: Any) -> None:  # on the outer level
+            handle.remove()
+            at_end_of_backward(owner, call)
+
+        handle = successors[0].register_prehook(outside)  # where autograd comes next
+
+    queue_callback(end)
+    asked.add(task)
+
+
 def inside_ddp() -> bool:
     """Return whether a DistributedDataParallel runs its forward pass; in place of a hook on a model not known here."""
     return getattr(DistributedDataParallel, "_active_ddp_module", None) is not None
