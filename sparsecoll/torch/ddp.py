@@ -184,7 +184,7 @@ class HookState(Copied):
                 if self._reduced == 1:
                     self._failed = None
                     if joined:  # otherwise before the first gradient
-                        self._steps.settle()
+                        self._steps.commit_or_rollback()
                     self._verify()
                 if self._failed is None:
                     values = self._mean_of_rows(grads) if values.is_sparse else self._mean(grads)
@@ -224,24 +224,11 @@ class HookState(Copied):
 
     def _mean(self, grads: GradBucket) -> torch.Tensor:
         bucket, compressor = self._of(grads)
-        whole, scale, values = bucket.gradient_buffer(), self._scale(compressor), grads.buffer()
-        layout, keeps, like = bucket.layout, compressor.keeps_gradient, values.dtype == whole.tensor.dtype
-        source = values if like and scale == 1.0 and compressor.communicates else None
-        if source is None:
-            torch.mul(values, 1 / scale, out=whole.tensor) if scale != 1.0 else whole.tensor.copy_(values)
-        given = layout.split(whole.tensor if source is None else source)
-        absent = {name for name, view in given.items() if _all_zero(view)} if keeps else set()
-        in_place = keeps and like  # the means need no memory of their own
-        out = layout.device.array(values) if in_place else bucket.mean_buffer(keeps)
-        where = None if source is None else layout.device.array(source)
-        compressor.allreduce_mean(self.transport, whole.array, out, where)
-        mean = values if in_place else layout.device.tensor(out)
+        scale, values, keeps = self._scale(compressor), grads.buffer(), compressor.keeps_gradient
+        absent = {name for name, view in bucket.layout.split(values).items() if keeps and _all_zero(view)}
+        bucket.reduce_flat(self.transport, compressor, values, values, 1 / scale, scale)
         if keeps:
-            self._leave_out(layout, compressor, absent, mean)
-        if not in_place:
-            values.copy_(mean)
-        if scale != 1.0:
-            values.mul_(scale)
+            self._leave_out(bucket.layout, compressor, absent, values)
         return values
 
     def _verify(self) -> None:
@@ -300,7 +287,7 @@ class HookState(Copied):
         Raises:
             CommunicationError: On every rank, if they differ; the text names the first parameter that does.
         """
-        self._steps.settle()
+        self._steps.commit_or_rollback()
         self._replica.compare()
         self._steps.unverified = False
 
@@ -308,7 +295,7 @@ class HookState(Copied):
         """Return this rank's residuals and other tensors by kind and parameter name, as of the last step."""
         if "_saved" in self.__dict__:  # of a copy
             return self._saved  # type: ignore[no-any-return]
-        self._steps.settle()
+        self._steps.commit_or_rollback()
         state = self._buckets.state_dict()
         if len(self._names) > self._named and state["tensors"] and self.transport.rank == 0:
             logger.warning("state_dict: expected names of parameters, without which it cannot be loaded%s", UNNAMED)
@@ -347,7 +334,7 @@ def _before_gradient(state: "weakref.ref[HookState]", _: torch.Tensor) -> None:
     alive, task = state(), backward_number()
     if alive is not None and task != alive._task:
         alive._task = task
-        alive._steps.settle()
+        alive._steps.commit_or_rollback()
 
 
 @agreeing("_replica.agreed")

@@ -22,7 +22,7 @@ from sparsecoll.select import Vector
 from sparsecoll.telemetry.trace import record, span
 from sparsecoll.torch.compressors.schedule import without_addresses
 from sparsecoll.torch.compressors.versions import Rates, Versioned, Versions
-from sparsecoll.torch.tensors.layout import Array, CpuDevice, Layout
+from sparsecoll.torch.tensors.layout import Array, Layout
 from sparsecoll.torch.tensors.private import profiled
 from sparsecoll.transport import Transport
 from sparsecoll.transport.call import CollectiveCall
@@ -323,14 +323,3 @@ def write_mean(out: Array, value: Vector, size: int) -> None:
         np.divide(value.values, size, out=out, casting="same_kind")
         return
     DenseVector(out).copy_entries(value, size)
-
-
-def measured(transport: Transport, call: Callable[[], object], device: CpuDevice, repeat: int = 5) -> float:
-    """Return the median seconds of a local call on this rank, including the kernels that it launches."""
-    times = []
-    for _ in range(repeat):
-        start = transport.now()
-        call()
-        device.synchronize()
-        times.append(transport.now() - start)
-    return float(np.median(times))

@@ -189,13 +189,13 @@ class TopK(ErrorFeedback):
         self._counts = self._entries()
         return self._selected(acc)
 
-    def _entries(self, settled: bool = False) -> list[int]:
-        """Return the number of entries to select in this step, or in late ones, or those of each layer."""
+    def _entries(self) -> list[int]:
+        """Return the number of entries to select in this step, or those of each layer."""
         edges, step = self.layout.offsets, self.context.step
         if not self._densities.by_layer:
-            return [self._densities.k(self.layout.length, step, settled=True) if settled else self.count()]
+            return [self.count()]
         layers = zip(self.layout.names, edges[:-1], edges[1:], strict=True)
-        return [self._densities.k(b - a, step, name, settled) for name, a, b in layers]
+        return [self._densities.k(b - a, step, name) for name, a, b in layers]
 
     def _selected(self, acc: Vector) -> Vector:
         """Return what this rank sends, of as many entries as were counted."""
@@ -252,9 +252,9 @@ class TopK(ErrorFeedback):
             DenseVector(out).copy_sum(reduced.parts, self.size)
         else:
             write_mean(out, reduced.value, self.size)
-        self._settle(message, reduced)  # last: entries of a selector of the user's may share acc's memory
+        self._subtract_sent(message, reduced)  # last: entries of a selector of the user's may share acc's memory
 
-    def _settle(self, message: Vector, reduced: Reduction) -> None:
+    def _subtract_sent(self, message: Vector, reduced: Reduction) -> None:
         """What this rank has contributed leaves its state."""
         self.contributed(reduced.contributed)
         self._mask(message, reduced.contributed)

@@ -15,7 +15,7 @@ from sparsecoll.formats import Format
 from sparsecoll.telemetry.traffic import Traffic
 from sparsecoll.torch.compressors.schedule import Density, Schedule
 from sparsecoll.torch.optimizers.sgd_rules import Rule, Update, check_group, common, compressor_of, names_of, updates
-from sparsecoll.torch.optimizers.wrapper import taken_back
+from sparsecoll.torch.optimizers.wrapper import restoring_groups
 from sparsecoll.torch.reduction.accumulator import Accumulator, SparseSum, Sums
 from sparsecoll.torch.reduction.grad_scaler import Scaling
 from sparsecoll.torch.reduction.state import STATE
@@ -175,7 +175,7 @@ class SparseSGD(torch.optim.Optimizer):
         if not self._built:
             super().add_param_group(param_group)
             return
-        with taken_back(self.param_groups, self._flat.release):
+        with restoring_groups(self.param_groups, self._flat.release):
             super().add_param_group(param_group)
             check_group(self.param_groups[-1], self._compressor)
             self._introduce()
@@ -262,7 +262,7 @@ class SparseSGD(torch.optim.Optimizer):
         """Agree on whether the sums succeeded, and on which parameters have gradients. Collective."""
         groups, names = self.param_groups, self._flat.names
         live = {p for group in groups for p in group["params"] if group["lr"] != 0 or group["momentum"] != 0}
-        here = self._replica.left is None
+        here = self._replica.stopped_at is None
         row = self._replica.row(0, [here and takes_part(p) and p in live for p in names])
 
         def digest(outcome: Round) -> int | None:

@@ -77,13 +77,13 @@ class Wrapper(torch.optim.Optimizer):
         release: Callable[[], None],
     ) -> None:
         """Add a group to the wrapped optimizer and introduce its parameters, see `Members.named`. Collective."""
-        with taken_back(self.optimizer.param_groups, release) as number:
+        with restoring_groups(self.optimizer.param_groups, release) as number:
             self.optimizer.add_param_group(param_group)
             introduce(members.named(number, given))
 
 
 @contextlib.contextmanager
-def taken_back(groups: list[Any], release: Callable[[], None]) -> Iterator[int]:
+def restoring_groups(groups: list[Any], release: Callable[[], None]) -> Iterator[int]:
     """Context manager: if it raises, as it does on all ranks, the groups that were added in it are taken back.
 
     Args:

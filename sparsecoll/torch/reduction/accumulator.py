@@ -70,7 +70,7 @@ class SparseSum(TopK):
             value = reduced.value
             if may_share_memory(value.values, acc):  # which will change
                 value = value.copy() if isinstance(value, SparseVector) else DenseVector(value.values.copy())
-            self._settle(message, reduced)
+            self._subtract_sent(message, reduced)
         return value
 
 

@@ -28,10 +28,6 @@ class Buckets:
 
     A Compressor object holds options; each bucket has a copy of it, bound to its layout, with the bucket's state.
 
-    Args:
-        compressor: what is copied.
-        replica: the parameters and the ranks; its number of steps is saved with the compressors' state.
-
     Attributes:
         index_of: parameter name -> number of its bucket.
         order: names of the parameters in the order in which they are laid out, the same on all ranks.
@@ -229,13 +225,12 @@ class Buckets:
         """Load what `state_dict` returned, on all ranks or on none; buckets are created as they were. Collective.
 
         Args:
-            state: returns the state, or None, which begins with empty residuals. What it raises is raised on all ranks.
+            state: returns the state; None begins with empty residuals. What it raises is raised on all ranks.
             load: loads the rest, once the state has been found to fit (see `check`).
 
         Returns:
-            What `state` returned, an empty state for None.
+            The state; an empty one for None.
         """
-
         replica = self._replica
 
         def read(call: CollectiveCall) -> Mapping[str, Any]:
@@ -269,7 +264,7 @@ class Buckets:
         return own
 
     def _warn_of_loss(self) -> None:
-        """Tell once, on rank 0, that a state without residuals takes the place of those that are here."""
+        """Warn once, on rank 0, that residuals are replaced by none."""
         if self._warned or self._replica.transport.rank:
             return
         states = [self._parked, *(compressor.state() for _, compressor in self)]
@@ -287,8 +282,7 @@ class Buckets:
 class RowParameters:
     """The names of the parameters whose gradients are reduced as rows; the same on every rank.
 
-    A parameter is one of them if some rank has had a gradient of rows for it, or its module says so, and no rank has
-    ever had a dense one. A table that is also the weight of a linear layer has dense gradients.
+    Some rank has had a gradient of rows for them, or their module says so, and no rank has ever had a dense one.
     """
 
     def __init__(self) -> None:
@@ -299,14 +293,14 @@ class RowParameters:
         return name in self._rows
 
     def learn(self, rows: Collection[str], dense: Collection[str]) -> set[str]:
-        """Note for which parameters a rank has gradients of each kind; return those that are reduced otherwise now."""
+        """Add parameters for which a rank has gradients of a kind; return those that are reduced otherwise now."""
         before = set(self._rows)
         self._dense |= set(dense)
         self._rows = (self._rows | set(rows)) - self._dense
         return before ^ self._rows
 
     def renamed(self, names: Mapping[str, str]) -> RowParameters:
-        """Return these parameters with other names, old name -> new name, without those that are not named."""
+        """Return those that have a new name, old name -> new name."""
         new = RowParameters()
         new._rows, new._dense = ({names[n] for n in own if n in names} for own in (self._rows, self._dense))
         return new
@@ -321,7 +315,7 @@ class RowParameters:
 
 
 def _has_keys_of(own: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:
-    """Return whether a saved state has all keys of this bucket's, and so the parts of both that are mappings."""
+    """Return whether a saved state has all keys of this bucket's, also in mappings within."""
     return own.keys() <= saved.keys() and all(
         _has_keys_of(part, saved[key])
         for key, part in own.items()

@@ -95,12 +95,12 @@ class Engine:
 
         Args:
             params: name -> parameter: those that are new here, and perhaps others.
-            stay: names of those that are not dropped, old -> new; None, the default, for those of `Members.staying`.
+            stay: names of those that are not dropped, old -> new; None, the default, for those of `Members.kept`.
         """
         own, others = params, dict[str, Any]()
         try:
             with self._replica.all_or_none(self.release, vars(self._reducer.buckets), self.params) as begin:
-                stay, new = self.members.staying() if stay is None else stay, self.members.came(params)
+                stay, new = self.members.kept() if stay is None else stay, self.members.added(params)
                 compared = ("bucket_bytes", "dense_below", "overlap", "verify")
                 signature = {
                     **changes(new if self.params else (), self.params.keys() - stay.keys()),
@@ -129,7 +129,7 @@ class Engine:
             raise
         take_over(others, own)
 
-    def give_up(self, p: torch.Tensor) -> None:
+    def drop_parameter(self, p: torch.Tensor) -> None:
         """Leave a parameter to an engine whose optimizer steps it."""
         self.discard()
         self._let_stay({name: name for name, own in self.params.items() if own is not p})
@@ -144,7 +144,7 @@ class Engine:
 
     def _regroup(self) -> None:
         """Add new parameters of the optimizer, and drop those that have left it and the model. Collective."""
-        self.add(self.members.came(self.members.named()))
+        self.add(self.members.added(self.members.named()))
 
     def release(self) -> None:
         """Give up the reduction that is under way and the buckets; residuals are kept."""
@@ -353,7 +353,7 @@ class Engine:
         if self._reducer.gradients.are(State.SENDING, State.STALE):
             raise RuntimeError("state_dict: expected a call after back-propagation, got one while gradients are sent")
         self._reducer.commit_if_updated()
-        return renamed_state(self._reducer.buckets.state_dict(), self.members.staying())
+        return renamed_state(self._reducer.buckets.state_dict(), self.members.kept())
 
     @agreeing("_replica.agreed")
     def load_state_dict(self, state: Mapping[str, Any] | None, load: Callable[[], None]) -> None:

@@ -40,11 +40,7 @@ class Seen(NamedTuple):
 
 
 class Means:
-    """The parameters whose gradients have been reduced since the last step; iterates over their names.
-
-    Args:
-        params: name -> parameter; may grow.
-    """
+    """The parameters of `params`, which may grow, that have been reduced since the last step; iterates over names."""
 
     def __init__(self, params: Named) -> None:
         self._params = params
@@ -78,10 +74,7 @@ class Means:
         (self._whole.discard if self.is_replaced(name) else self._whole.add)(name)
 
     def accumulated(self, name: str) -> None:
-        """Autograd has added to a gradient. If it was the mean, the sum counts as the mean, also as another tensor.
-
-        It is another tensor with create_graph, and if a dense gradient is added to rows.
-        """
+        """Autograd has added to a gradient; a sum with the mean counts as it, also another tensor (create_graph)."""
         if name not in self._seen:
             return
         (mean, seen), gradient = self._seen[name], self._params[name].grad
@@ -121,7 +114,7 @@ class Owner(Protocol):
     def accumulating(self, name: str) -> None: ...
     def accumulated(self, name: str) -> None: ...
     def synchronize(self) -> None: ...
-    def give_up(self, p: torch.Tensor) -> None: ...
+    def drop_parameter(self, p: torch.Tensor) -> None: ...
     def close(self, replaced: str = "") -> None: ...
 
 
@@ -139,6 +132,7 @@ class Hooks:
 
     def __init__(self, owner: Owner) -> None:
         self._owner = weakref.ref(owner)
+        self._before, self._after = (weakref.WeakMethod(m) for m in (owner.accumulating, owner.accumulated))
         self._handles: dict[str, tuple[torch.Tensor, tuple[Any, Any]]] = {}
 
     def attach(self, params: Named) -> None:
@@ -155,11 +149,11 @@ class Hooks:
                     after.remove()
                     self._handles[name] = p, (before, self._hook_after(name, p))
             elif p.requires_grad:
-                before = p.register_hook(partial(_before, self._owner, name))  # type: ignore[no-untyped-call]
+                before = p.register_hook(partial(_call, self._before, name))  # type: ignore[no-untyped-call]
                 self._handles[name] = p, (before, self._hook_after(name, p))
 
     def _hook_after(self, name: str, p: torch.Tensor) -> Any:
-        return p.register_post_accumulate_grad_hook(partial(_after, self._owner, name))  # type: ignore[no-untyped-call]
+        return p.register_post_accumulate_grad_hook(partial(_call, self._after, name))  # type: ignore[no-untyped-call]
 
     def comes_last(self, name: str) -> bool:
         """Return whether our hook on a parameter's complete gradient is there, and none comes after it."""
@@ -176,16 +170,10 @@ class Hooks:
                 _owners.pop(p, None)
 
 
-def _before(owner: weakref.ref[Owner], name: str, _: torch.Tensor) -> None:
-    alive = owner()
+def _call(method: weakref.WeakMethod[Any], name: str, _: torch.Tensor) -> None:
+    alive = method()
     if alive is not None:
-        alive.accumulating(name)
-
-
-def _after(owner: weakref.ref[Owner], name: str, _: torch.Tensor) -> None:
-    alive = owner()
-    if alive is not None:
-        alive.accumulated(name)
+        alive(name)
 
 
 def others_of(owner: Owner, params: Named) -> dict[str, Owner]:
@@ -197,24 +185,19 @@ def others_of(owner: Owner, params: Named) -> dict[str, Owner]:
 def take_over(others: Mapping[str, Owner], params: Named) -> None:
     """Let other engines no longer reduce these parameters, which the optimizer of a new one steps.
 
-    A parameter is reduced by the engine whose optimizer steps it, whatever else is in `named_parameters`. Where both do
-    so, the later one replaces the other, as when a cell of a notebook is run again.
+    Where both step one, the later engine replaces the other, as when a cell of a notebook is run again.
     """
     for name, other in others.items():
         if name in params and not other.closed and id(params[name]) in other.members.stepped():
             other.close(replaced=name)
         elif name in params and not other.closed:
-            other.give_up(params[name])
+            other.drop_parameter(params[name])
 
 
 def enlist(owner: Owner) -> int:
-    """Add an owner to those that use its transport; collective.
+    """Add an owner to those that use its transport, and return its number; collective.
 
-    Owners that are closed or gone on all ranks are forgotten: those that are left, and their numbers, are the same on
-    all ranks.
-
-    Returns:
-        The owner's number.
+    Owners that are closed or gone on all ranks are forgotten, so that all ranks know the same ones.
     """
     transport = owner.transport
     transport.sharers = {n: other for n, other in transport.sharers.items() if other() is not owner}  # it has moved
@@ -223,7 +206,9 @@ def enlist(owner: Owner) -> int:
     if transport.sharers and transport.size > 1:
         alive = _alive(transport)
         mine = np.array([number in alive for number in transport.sharers], np.uint8)
-        anywhere = collective(transport, "optimizers", owner.timeout, lambda _: _any(transport, mine), "agree")
+        anywhere = collective(
+            transport, "optimizers", owner.timeout, lambda _: allgather(transport, mine).max(axis=0), "agree"
+        )
         kept = [number for number, is_alive in zip(transport.sharers, anywhere, strict=True) if is_alive]
     else:
         kept = list(_alive(transport))
@@ -238,12 +223,6 @@ def _alive(transport: Transport) -> dict[int, Owner]:
     return {n: owner for n, owner in owners.items() if owner and not owner.closed and owner.transport is transport}
 
 
-def _any(transport: Transport, mine: NDArray[Any]) -> NDArray[Any]:
-    """Return which items are set on at least one rank."""
-    held: NDArray[Any] = allgather(transport, mine).max(axis=0)
-    return held
-
-
 def is_shared(transport: Transport) -> bool:
     """Return whether several owners use a transport; the same on all ranks."""
     return len(transport.sharers) > 1
@@ -252,8 +231,7 @@ def is_shared(transport: Transport) -> bool:
 def synchronize_all(transport: Transport) -> None:
     """Reduce, in order of creation, the gradients of all owners that are asked to; collective.
 
-    A back-propagation may meet other owners on another rank. Where several share the transport, ranks first tell each
-    other which ones are asked anywhere: one message of a byte per owner.
+    Where several share the transport, of which ranks may ask others, they first tell each other: a byte per owner.
 
     Raises:
         CommunicationError: on every rank, if an owner that is asked on some rank is gone on another.
@@ -267,7 +245,7 @@ def synchronize_all(transport: Transport) -> None:
             timeout = min(filter(None, timeouts), default=None)
 
             def agree(_: CollectiveCall) -> NDArray[Any]:
-                anywhere: NDArray[Any] = _any(transport, asked)
+                anywhere: NDArray[Any] = allgather(transport, asked).max(axis=0)
                 gone = [n for n, is_asked in zip(numbers, anywhere, strict=True) if is_asked and n not in owners]
                 if gone:
                     raise CommunicationError(

@@ -224,9 +224,9 @@ class RowSum(ErrorFeedback):
         """Set the mean of RowBucket `out`, of a sum or, with `local`, of this rank's rows."""
         total: Any = reduced.value
         out.set_mean(total if self.local else total.divide(self.size))
-        self._settle(reduced)
+        self._subtract_sent(reduced)
 
-    def _settle(self, reduced: Reduction) -> None:
+    def _subtract_sent(self, reduced: Reduction) -> None:
         """What remains of acc becomes the trial residual."""
         if self.keeps_gradient:
             kept, self._acc = RowResidual.of(self._acc), None
@@ -237,7 +237,7 @@ class RowSum(ErrorFeedback):
         """Return the sum of what all ranks have sent of acc, which holds the residual already. Collective."""
         with self.reducing(transport):
             reduced = self.communicate(transport, self.compress(acc))
-            self._settle(reduced)
+            self._subtract_sent(reduced)
         return reduced.value  # type: ignore[return-value]
 
     # -- state

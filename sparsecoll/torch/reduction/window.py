@@ -83,7 +83,7 @@ class Window:
         outer = self._outer.state, self._outer.param_groups[0]
         changing = vars(self), vars(self._buckets), self._params, self._shared, *outer
         with self.replica.all_or_none(self.release, *changing) as begin:
-            added, stay = self.members.came(params), self.members.staying()
+            added, stay = self.members.added(params), self.members.kept()
             shared = {name: p.detach().clone() for name, p in added.items()}
             signature = changes(added if self._params else (), self._params.keys() - stay.keys())
             self.replica.introduce(shared, signature, lambda: check_added(added, stay))
@@ -260,7 +260,7 @@ class Window:
         names = sorted(self._moved)
         both = zip(MOVED, (self._shared, self._params), strict=True)
         own = {kind: {name: tensors[name].detach().clone() for name in names} for kind, tensors in both}
-        state = renamed_state(self._buckets.state_dict(), self.members.staying())
+        state = renamed_state(self._buckets.state_dict(), self.members.kept())
         return {STATE: state, LOCAL: {"steps": self.steps, "outer": self._outer.state_dict(), **own}}
 
     def load_state_dict(self, state: Mapping[str, Any], load: Callable[[], Any]) -> None:

@@ -163,7 +163,7 @@ class Watch:
         """Watch the gradients of these parameters as well."""
         for p in params:
             if not self._warned and p.requires_grad and id(p) not in self._handles:
-                hook = partial(_note, weakref.ref(self))
+                hook = partial(_record, weakref.ref(self))
                 self._handles[id(p)] = p.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     def record(self, p: torch.Tensor) -> None:
@@ -192,7 +192,7 @@ def _mark(p: torch.Tensor) -> tuple[int, int]:
     return address(p.grad), version(p.grad)
 
 
-def _note(watch: weakref.ref[Watch], p: torch.Tensor) -> None:
+def _record(watch: weakref.ref[Watch], p: torch.Tensor) -> None:
     alive = watch()
     if alive is not None and p.grad is not None:
         alive.record(p)

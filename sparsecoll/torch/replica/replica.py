@@ -64,7 +64,7 @@ class Members:
         if ids == [*map(id, self._seen)] and not self._outside:
             return False
         known = {id(p) for p in self._params.values()}
-        if not known.issuperset(ids) or self.left():
+        if not known.issuperset(ids) or self.removed():
             return True
         self._seen, self._outside = params, self._others is not None and not known.issubset(ids)
         return False
@@ -73,7 +73,7 @@ class Members:
         """Return the ids of the parameters that the optimizer steps."""
         return {id(p) for group in self._optimizer.param_groups for p in group["params"]}
 
-    def left(self) -> list[str]:
+    def removed(self) -> list[str]:
         """Return the names of those that have left."""
         here = self.stepped()
         outside = [name for name, p in self._params.items() if id(p) not in here]
@@ -82,14 +82,14 @@ class Members:
         present = {id(p) for _, p in self._others()}
         return [name for name in outside if id(self._params[name]) not in present]
 
-    def came(self, params: Named) -> Named:
+    def added(self, params: Named) -> Named:
         """Return those of `params` that are not known."""
         known = {id(p) for p in self._params.values()}
         return {name: p for name, p in params.items() if id(p) not in known}
 
-    def staying(self) -> dict[str, str]:
+    def kept(self) -> dict[str, str]:
         """Return the names of those that stay, old -> new: group<i>.<j> becomes the model's once that is free."""
-        left = set(self.left())
+        left = set(self.removed())
         stay = {name: p for name, p in self._params.items() if name not in left}
         free = {id(p): name for name, p in self._of_model() if name not in stay}
         return {name: free.get(id(p), name) if NUMBERED.fullmatch(name) else name for name, p in stay.items()}
@@ -100,7 +100,7 @@ class Members:
         That is the name under which one stays, else that of `given`, else the model's unless one that stays has it,
         else group<i>.<j>.
         """
-        stay = {new: self._params[old] for old, new in self.staying().items()}
+        stay = {new: self._params[old] for old, new in self.kept().items()}
         free = [(name, p) for name, p in self._of_model() if name not in stay]
         groups = self._optimizer.param_groups[first:]
         return named_in_groups(groups, first, [*free, *given, *stay.items()])
@@ -145,7 +145,7 @@ class Replica:
         changed: returns whether parameters have come or left on this rank.
         warmed: whether a reduction has succeeded.
         suspect: whether this rank's parameters may differ from the others'.
-        left: the number of steps that this rank had taken when it ran out of data; None while it has some.
+        stopped_at: the number of steps that this rank had taken when it ran out of data; None while it has some.
     """
 
     def __init__(self, transport: Transport, model: torch.nn.Module | None, options: Options) -> None:
@@ -157,13 +157,13 @@ class Replica:
         self.shared_options: Callable[[], dict[str, Any]] = dict
         self.changed: Callable[[], bool] = lambda: False
         self.warmed = self.suspect = False
-        self.left: int | None = None
+        self.stopped_at: int | None = None
         self._model = model
 
     @property
     def steps(self) -> int:
         """The number of steps that this rank has taken; `context` has that of the ranks that have data."""
-        return self.context.step if self.left is None else self.left
+        return self.context.step if self.stopped_at is None else self.stopped_at
 
     def call(self, name: str, function: Callable[[CollectiveCall], T], phase: str = "") -> T:
         """See `collective`."""
@@ -200,7 +200,7 @@ class Replica:
     def row(self, flags: int, trainable: Sequence[bool] | None = None) -> Row:
         """Return this rank's message at the end of a reduction, with the flags of the replica, too; see `Row`."""
         modules = self.buffers.changed()
-        flags |= JOINED * (self.left is not None) | SUSPECT * self.suspect | MEMBERS * self.changed()
+        flags |= JOINED * (self.stopped_at is not None) | SUSPECT * self.suspect | MEMBERS * self.changed()
         flags |= REPLACED * self.buffers.replaced
         checksum = zlib.crc32(json.dumps(self.shared_options()).encode())
         return Row(self.steps, flags, self.params, modules, trainable, checksum, self.sparse_weights)
@@ -303,12 +303,12 @@ class Replica:
     @contextlib.contextmanager
     def leaving(self) -> Iterator[None]:
         """Context manager for a rank that has run out of data and takes part in the others' reductions."""
-        self.left = self.context.step
+        self.stopped_at = self.context.step
         try:
             with self.agreed():
                 yield
         finally:
-            self.left = None
+            self.stopped_at = None
 
     def follow_step(self, outcome: Round) -> None:
         """On a rank that has run out of data: the others step after a reduction, and compressors count their steps."""
