@@ -77,7 +77,7 @@ def test_memory_is_that_of_the_shared_parameters_the_residual_and_the_momentum(m
         optimizer.zero_grad()
         gc.collect()
         between = storage_bytes() + tracemalloc.get_traced_memory()[0]
-        outer = optimizer._window._outer
+        outer = optimizer._engine._outer
         outer.register_step_pre_hook(lambda *_: seen.append(storage_bytes()))
         outer.register_step_post_hook(lambda *_: seen.append(storage_bytes()))
         tracemalloc.reset_peak()

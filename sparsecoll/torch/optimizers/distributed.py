@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
 from sparsecoll.algorithms import Algorithm
-from sparsecoll.telemetry.traffic import Traffic
 from sparsecoll.torch.compressors import Compressor, resolve
 from sparsecoll.torch.optimizers.wrapper import Wrapper
 from sparsecoll.torch.reduction.engine import Engine
 from sparsecoll.torch.reduction.grad_scaler import Scaling
-from sparsecoll.torch.reduction.state import STATE
 from sparsecoll.torch.replica.calls import Options, agreed, agreeing, collective, communicator
 from sparsecoll.torch.replica.guards import refuse_wrapped, warn_of_state
 from sparsecoll.torch.tensors.model import Named, model_of, named
@@ -124,7 +122,7 @@ class DistributedOptimizer(Wrapper):
         params, own, options, self._scaling = collective(transport, "DistributedOptimizer", timeout, checked)
         with agreed(transport, timeout):
             self._engine = Engine(transport, own, optimizer, model, options, self._scaling)
-            self._engine.add(params)
+            self._engine.regroup(params)
         if own.keeps_gradient:
             warn_of_state(optimizer, transport)
 
@@ -132,11 +130,6 @@ class DistributedOptimizer(Wrapper):
     def _step_supports_amp_scaling(self) -> bool:
         """Whether GradScaler.step() leaves the decision to `step`: gradients are not means, or it was not passed."""
         return not self._engine.closed and self._scaling.asks_for_steps(not self._engine.has_means)
-
-    @property
-    def traffic(self) -> Traffic:
-        """Traffic of this rank, which later calls update."""
-        return self._engine.transport.traffic
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -172,7 +165,7 @@ class DistributedOptimizer(Wrapper):
         """
         return self._engine.join()
 
-    @agreeing("_engine._replica.agreed")
+    @agreeing("_engine.replica.agreed")
     def synchronize(self) -> None:
         """Reduce the gradients now, unless they are the means already; collective.
 
@@ -217,7 +210,7 @@ class DistributedOptimizer(Wrapper):
 
         return self._stepped(None if closure is None else evaluated)
 
-    @agreeing("_engine._replica.agreed")
+    @agreeing("_engine.replica.agreed")
     def _skips(self, closure: Any) -> bool:
         """Make gradients the means, unless a closure does; return whether the GradScaler skips this step."""
         if not self._engine.closed and self._scaling.check(self):
@@ -261,65 +254,12 @@ class DistributedOptimizer(Wrapper):
         self._engine.skip()
         self.optimizer.zero_grad(set_to_none)
 
-    @agreeing("_engine._replica.agreed")
-    def add_param_group(
-        self, param_group: dict[str, Any], named_parameters: Iterable[tuple[str, torch.Tensor]] = ()
-    ) -> None:
-        """Add a group as in torch, on all ranks or, if one of them raises, on none; collective.
-
-        Parameters that are neither in the optimizer's groups nor in the model any more are dropped with their
-        residuals, now or in the next step. To replace a layer, take the old parameters out of `param_groups` and
-        `state`, then add the new ones.
-
-        Args:
-            param_group: as in torch.
-            named_parameters: pairs (name, parameter). Parameters keep the name that they have already. Others without
-                one have the model's, if the model is known and no other parameter has it, or are called group<i>.<j>.
-        """
-        own = self._engine
-        self._add_group(param_group, own.members, named_parameters, own.add, own.release)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the wrapped optimizer's state_dict, with the compressor's state by parameter name under "sparsecoll".
-
-        Residuals differ between ranks, so save one file per rank. It can be loaded with torch.load(weights_only=True).
-        A plain torch optimizer can also load it and ignores the residuals.
-        """
-        return self._with_hooks(lambda: {STATE: self._engine.state_dict()})
-
-    @agreeing("_engine._replica.agreed")
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned, to continue with the same bits on as many ranks; collective.
-
-        The state_dict of a plain optimizer is accepted, too; residuals are then empty, and rank 0 warns if they were
-        not. If a framework loads rank 0's state on all ranks, register a hook that replaces the part "sparsecoll" by
-        this rank's own (`register_load_state_dict_pre_hook`).
-
-        Args:
-            state_dict: a state that this rank saved.
-
-        Raises:
-            CommunicationError: The state was saved by another rank, or with another number of ranks (see
-                `redistribute`).
-            ValueError: The state is of another model or compressor.
-            TypeError: The state contains values of another type.
-        """
-
-        def load(state: dict[str, Any]) -> None:
-            inner = {name: value for name, value in state.items() if name != STATE}
-            self._engine.load_state_dict(state.get(STATE), lambda: self.optimizer.load_state_dict(inner))
-
-        self._load_with_hooks(self._engine.transport, self._engine.timeout, state_dict, load)
-
     def close(self) -> None:
         """Remove the hooks from the parameters; each rank's optimizer then steps on its own gradients."""
         self._engine.close()
 
     def __repr__(self) -> str:
         return f"DistributedOptimizer({self.optimizer!r})"
-
-    def __getstate__(self) -> dict[str, Any]:
-        raise TypeError("DistributedOptimizer cannot be pickled: save its state_dict()")
 
 
 def of_optimizer(optimizer: torch.optim.Optimizer, params: Named) -> Named:

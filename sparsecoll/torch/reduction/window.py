@@ -77,13 +77,18 @@ class Window:
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def regroup(self, params: Named) -> None:
-        """Share parameters that are not shared yet, with rank 0's values, and drop those that have left. Collective."""
+    def regroup(self, params: Named | None = None) -> None:
+        """Share parameters, with rank 0's values, and drop those that have left. Collective.
+
+        Args:
+            params: name -> parameter: those that are new, and perhaps others; None for those of the optimizer.
+        """
         self._check_loaded()
         outer = self._outer.state, self._outer.param_groups[0]
         changing = vars(self), vars(self._buckets), self._params, self._shared, *outer
         with self.replica.all_or_none(self.release, *changing) as begin:
-            added, stay = self.members.added(params), self.members.kept()
+            added = self.members.added(self.members.named() if params is None else params)
+            stay = self.members.kept()
             shared = {name: p.detach().clone() for name, p in added.items()}
             signature = changes(added if self._params else (), self._params.keys() - stay.keys())
             self.replica.introduce(shared, signature, lambda: check_added(added, stay))
@@ -108,7 +113,7 @@ class Window:
         """Note where parameters start that a step may move. Collective if parameters have come or left."""
         self._check_loaded()
         if self.members.changed():
-            self.regroup(self.members.named())
+            self.regroup()
         if not self.steps:
             self._last = set()
         self._moved |= self._start()
@@ -155,7 +160,7 @@ class Window:
         if not self.steps:
             self._start()
         while (outcome := self._agree(flags)).flags & MEMBERS:
-            self.regroup(self.members.named())
+            self.regroup()
         if outcome.trainable or outcome.over:
             if outcome.trainable and outcome.trainable != set(self._buckets.index_of):
                 self._buckets.release()
@@ -266,7 +271,7 @@ class Window:
     def load_state_dict(self, state: Mapping[str, Any], load: Callable[[], Any]) -> None:
         """Load a state, on all ranks or on none, as `Buckets.load_state_dict` does. Collective."""
         if self.members.changed():
-            self.regroup(self.members.named())
+            self.regroup()
         own: dict[str, Any] = {"steps": 0, "outer": {**self._outer.state_dict(), "state": {}}, "shared": {}, "own": {}}
 
         def checked() -> Any:
