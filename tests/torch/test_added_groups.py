@@ -76,9 +76,8 @@ def remove(optimizer, params):
 def known(optimizer):
     """Names and shapes of the parameters that are reduced, and how many are in which group."""
     replica = optimizer._engine.replica if hasattr(optimizer, "_engine") else optimizer._replica
-    return {name: tuple(p.shape) for name, p in replica.params.items()}, [
-        len(g["params"]) for g in optimizer.param_groups
-    ]
+    shapes = {name: tuple(p.shape) for name, p in replica.params.items()}
+    return shapes, [len(g["params"]) for g in optimizer.param_groups]
 
 
 def training(way, how, given, comm):

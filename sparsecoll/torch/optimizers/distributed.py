@@ -94,6 +94,8 @@ class DistributedOptimizer(Wrapper):
         `sparsecoll.torch.SparseSGD`, `sparsecoll.torch.comm_hook`.
     """
 
+    _engine: Engine
+
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,

@@ -90,6 +90,8 @@ class LocalOptimizer(Wrapper):
         `sparsecoll.torch.DistributedOptimizer`, which averages gradients in every step.
     """
 
+    _engine: Window
+
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
