@@ -43,16 +43,6 @@ def test_version():
         assert private.version(torch.zeros(3)) == 0
 
 
-def test_address():
-    p = torch.nn.Parameter(torch.zeros(3))
-    p.sum().backward()
-    before = private.address(p.grad)
-    p.sum().backward()
-    assert private.address(p.grad) == before
-    old, p.grad = p.grad, p.grad.clone()
-    assert private.address(p.grad) != private.address(old) == before
-
-
 def test_values_of():
     dense = torch.ones(3)
     assert private.values_of(dense) is dense

@@ -49,7 +49,13 @@ class DRAGONN(TopK):
         density: as in `TopK`.
         selector: the selector that finds the threshold, which the paper assumes to be given (default:
             SampledThreshold()).
-        value_dtype, momentum, nesterov, follow_lr, clip, clip_by, row_density: as in `TopK`.
+        value_dtype: as in `TopK`.
+        momentum: as in `TopK`.
+        nesterov: as in `TopK`.
+        follow_lr: as in `TopK`.
+        clip: as in `TopK`.
+        clip_by: as in `TopK`.
+        row_density: as in `TopK`.
         selective: whether only buckets for which it pays off are compressed (default: True), or all.
         seed: seed of the hash functions (default: 0).
         network: alpha and beta of equation (1); None, the default, for those that `sparsecoll.Auto` assumes.

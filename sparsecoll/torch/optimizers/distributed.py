@@ -139,8 +139,7 @@ class DistributedOptimizer(Wrapper):
         return self._engine.seconds
 
     def move(self, comm: Any) -> None:
-        """Continue on another communicator, such as that of `sparsecoll.shrink` after a rank was lost; collective on
-        it.
+        """Continue on another communicator, as that of `sparsecoll.shrink` after a rank was lost; collective on it.
 
         Each rank keeps its residuals; those of lost ranks are lost. Parameters, buffers and the wrapped optimizer's
         state are set to those of the new rank 0, since only some ranks may have taken the step that failed.
@@ -186,15 +185,14 @@ class DistributedOptimizer(Wrapper):
 
         Args:
             closure: function that computes this rank's loss and gradients and returns the loss. The wrapped optimizer
-            gets the mean loss of all ranks, so that line searches take the same decisions on all ranks. Refused
-            within `join` once a rank has no more data.
+                gets the mean loss of all ranks, so that line searches take the same decisions on all ranks.
 
         Returns:
             What the wrapped optimizer returns.
 
         Raises:
             NonFiniteError: On every rank, if a gradient contains NaN or infinity on some rank and the compressor cannot
-            pass it on. The step is not taken.
+                pass it on. The step is not taken.
             CommunicationError: A reduction failed, or an earlier step failed on another rank.
             RuntimeError: There is a closure, and a rank has left `join`, which takes no part in the mean of the losses.
         """

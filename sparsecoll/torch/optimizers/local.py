@@ -63,20 +63,17 @@ class LocalOptimizer(Wrapper):
 
     Args:
         optimizer: torch optimizer of floating-point parameters.
-        named_parameters: `model.named_parameters()`, the model itself, or pairs (name, parameter) that include all of
-            the optimizer's parameters; the same on every rank. With a list of pairs, the model's buffers are not known.
-            Several optimizers may be given one model if each parameter is updated by at most one of them.
-        comm: communicator, as in `sparsecoll.allreduce`; None, the default, for the default process group of
-            torch.distributed, otherwise MPI.COMM_WORLD.
+        named_parameters: as in `DistributedOptimizer`.
+        comm: as in `DistributedOptimizer`.
         compressor: as in `DistributedOptimizer`, of the changes (default: "none").
         every: number of steps from one mean to the next (default: 10).
         outer_lr: learning rate of the step by the mean change (default: 1, which takes the mean of the parameters).
         outer_momentum: its Nesterov momentum, in [0, 1) (default: 0, none; DiLoCo uses 0.9 with a rate of 0.7).
         bucket_bytes: as in `DistributedOptimizer`.
         dense_below: as in `DistributedOptimizer`.
+        timeout: as in `DistributedOptimizer`.
         verify: number of means after which the bits of all parameters are compared between ranks; 0, the default, for
             never, and True for 100.
-        timeout: as in `DistributedOptimizer`.
 
     Raises:
         ValueError, TypeError: On every rank, if an option or a parameter is invalid on some rank.
@@ -240,8 +237,7 @@ class LocalOptimizer(Wrapper):
             replica.call("discard", mend)
 
     def move(self, comm: Any) -> None:
-        """Continue on another communicator, such as that of `sparsecoll.shrink` after a rank was lost; collective on
-        it.
+        """Continue on another communicator, as that of `sparsecoll.shrink` after a rank was lost; collective on it.
 
         Parameters, buffers and the wrapped optimizer's state are set to those of the new rank 0 after the last mean;
         each rank keeps its residuals, and the steps since that mean are dropped.

@@ -87,13 +87,9 @@ class SparseSGD(torch.optim.Optimizer):
             all of them, without a residual).
         model: the model, whose buffers are kept the same and whose parameter names are used; required for this if
             `params` is not `model.parameters()`.
-        grad_scaler: the torch.amp.GradScaler of the loop: residuals are kept without its scale, and all ranks skip the
-            same steps. With None, the default, `scaler.step(optimizer)` raises RuntimeError. A scaler that is disabled
-            says that there is none, which Lightning's clipping with "bf16-mixed" has to know.
-        verify: number of steps after which the bits of all parameters and buffers are compared between ranks; 0, the
-            default, for never, and True for 100.
-        timeout: seconds to wait for a message before CommunicationError is raised; None, the default, for no limit,
-            with a warning once a minute. See `DistributedOptimizer`.
+        grad_scaler: as in `DistributedOptimizer`.
+        verify: as in `DistributedOptimizer`.
+        timeout: as in `DistributedOptimizer`.
 
     Raises:
         ValueError, TypeError: an option or a parameter is invalid on some rank; the same on every rank.
@@ -128,14 +124,8 @@ class SparseSGD(torch.optim.Optimizer):
     ) -> None:
         if hasattr(momentum, "rank"):
             raise TypeError("momentum: expected a number, got a communicator: pass it by name, comm=...")
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "dampening": dampening,
-            "weight_decay": weight_decay,
-            "nesterov": nesterov,
-            "maximize": maximize,
-        }
+        defaults = {"lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay}
+        defaults |= {"nesterov": nesterov, "maximize": maximize}
         transport, known = communicator(comm, timeout), model_of(params) if model is None else model
         self._built = False
         watched = transport.rank == 0 and transport.size > 1
@@ -330,8 +320,7 @@ class SparseSGD(torch.optim.Optimizer):
 
     @agreeing("_replica.agreed")
     def move(self, comm: Any) -> None:
-        """Continue on another communicator, such as that of `sparsecoll.shrink` after a rank was lost; collective on
-        it.
+        """Continue on another communicator, as that of `sparsecoll.shrink` after a rank was lost; collective on it.
 
         Each rank keeps its residuals; those of lost ranks are lost. Parameters, buffers and momentum are set to those
         of the new rank 0, since only some ranks may have taken the step that failed.

@@ -6,7 +6,7 @@ import gc
 import weakref
 from collections.abc import Iterator, Mapping, MutableMapping
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -15,28 +15,13 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from sparsecoll.errors import CommunicationError
 from sparsecoll.torch.replica.calls import agreed, collective
+from sparsecoll.torch.replica.guards import Seen
 from sparsecoll.torch.replica.replica import Members
 from sparsecoll.torch.tensors.model import Named
 from sparsecoll.torch.tensors.private import hooks_after, version
 from sparsecoll.transport import Transport
 from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.transport.collectives import allgather
-
-
-class Seen(NamedTuple):
-    """The gradient of a parameter as it was at some moment: the tensor, and how often it had been changed in place."""
-
-    gradient: torch.Tensor | None
-    version: int
-
-    @classmethod
-    def of(cls, p: torch.Tensor) -> Seen:
-        """Return the gradient of a parameter as it is now."""
-        return cls(p.grad, -1 if p.grad is None else version(p.grad))
-
-    def has_changed(self, p: torch.Tensor) -> bool:
-        """Return whether the gradient is another tensor now, or was changed in place."""
-        return p.grad is not self.gradient or (p.grad is not None and version(p.grad) != self.version)
 
 
 class Means:

@@ -23,9 +23,9 @@ from sparsecoll.torch.compressors import Compressor
 from sparsecoll.torch.reduction.bucket import Bucket, NewGrads
 from sparsecoll.torch.reduction.buckets import Buckets
 from sparsecoll.torch.reduction.grad_scaler import Scaling
-from sparsecoll.torch.reduction.hooks import Means, Seen, is_shared
+from sparsecoll.torch.reduction.hooks import Means, is_shared
 from sparsecoll.torch.reduction.steps import State, Steps
-from sparsecoll.torch.replica.guards import fingerprint
+from sparsecoll.torch.replica.guards import Seen, fingerprint
 from sparsecoll.torch.replica.replica import Replica
 from sparsecoll.torch.replica.rounds import CHANGED, MEMBERS, NOTHING, Round, Row
 from sparsecoll.transport.call import CollectiveCall

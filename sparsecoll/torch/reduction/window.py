@@ -29,9 +29,7 @@ class Window:
     """The parameters of an optimizer, their values at the last mean, and their changes since.
 
     Args:
-        optimizer: which changes the parameters on this rank.
-        outer: which moves the values of the last mean by the next one.
-        model: whose buffers are set to rank 0's in a mean; None if it is not known.
+        outer: moves the values of the last mean by the next one.
         names: returns pairs (name, parameter) of the model.
 
     Attributes:
@@ -110,7 +108,7 @@ class Window:
     @torch.inference_mode(False)
     @torch.no_grad()
     def begin_step(self) -> None:
-        """Note where parameters start that a step may move. Collective if parameters have come or left."""
+        """A step may move parameters. Collective if some were added or removed."""
         self._check_loaded()
         if self.members.changed():
             self.regroup()
@@ -119,9 +117,9 @@ class Window:
         self._moved |= self._start()
 
     def _start(self) -> set[str]:
-        """Note the values of parameters that take part and have not moved: all ranks start from the same.
+        """Return the names of parameters that take part and have not moved: all ranks start from their values now.
 
-        The user may have loaded them since the last mean, which the next one compares. Returns their names.
+        The user may have loaded them since the last mean, which the next one compares.
         """
         names = {name for name, p in self._params.items() if name not in self._moved and takes_part(p)}
         for name in names:
@@ -237,10 +235,7 @@ class Window:
     def start_anew(self, name: str, root: int, everything: bool = False) -> None:
         """Drop the steps since the last mean; values of that mean and buffers become those of rank `root`. Collective.
 
-        Args:
-            name: of the call.
-            everything: whether parameters that took no part become those of rank `root`, too: some rank may be new
-                (default: False).
+        With `everything`, so do parameters that took no part: some rank may be new.
         """
         self._buckets.release()
         if not self.steps:
@@ -288,11 +283,8 @@ class Window:
                 for name, t in own[kind].items():
                     tensors[name].copy_(t)
         self.steps, self._moved, self._last = own["steps"], set(own["own"]), set()
-        self._loaded, self._refused, self.replica.suspect = (
-            own["own"],
-            None,
-            True,
-        )  # compared in the next mean
+        self._loaded, self._refused = own["own"], None
+        self.replica.suspect = True  # compared in the next mean
 
     def _checked(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return the part of a state that is LocalOptimizer's, after a check; that of a plain optimizer has none."""

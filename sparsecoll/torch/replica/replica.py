@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -19,13 +20,11 @@ from sparsecoll.torch.replica.guards import refuse_renormalized, warn_if_equal
 from sparsecoll.torch.replica.rounds import JOINED, MEMBERS, REPLACED, SUSPECT, Round, Row
 from sparsecoll.torch.tensors.layout import device_of, residual_dtype
 from sparsecoll.torch.tensors.model import (
-    NUMBERED,
     Buffers,
     Named,
     check_buffers,
     check_whole,
     describe,
-    named_in_groups,
     sparse_weights,
 )
 from sparsecoll.transport import Transport
@@ -102,8 +101,17 @@ class Members:
         """
         stay = {new: self._params[old] for old, new in self.kept().items()}
         free = [(name, p) for name, p in self._of_model() if name not in stay]
-        groups = self._optimizer.param_groups[first:]
-        return named_in_groups(groups, first, [*free, *given, *stay.items()])
+        pairs = [*free, *given, *stay.items()]
+        names, taken = {id(p): name for name, p in pairs}, {name for name, _ in pairs}
+        result: Named = {}
+        for i, group in enumerate(self._optimizer.param_groups[first:], first):
+            for j, p in enumerate(group["params"]):
+                name = names.get(id(p), f"group{i}.{j}")
+                while id(p) not in names and name in taken:
+                    name += "'"
+                if result.setdefault(name, p) is not p:
+                    raise ValueError(f"named_parameters: expected every name once, got {name!r} for two parameters")
+        return result
 
     def _of_model(self) -> Iterable[tuple[str, torch.Tensor]]:
         return () if self._others is None else self._others()
@@ -126,6 +134,7 @@ def check_added(params: Named, stay: Mapping[str, str]) -> None:
 
 
 T = TypeVar("T")
+NUMBERED = re.compile(r"group\d+\.\d+'*")  # names of parameters without another one
 CHANGE = "change of parameters, to be made on all ranks between the same steps"  # a call; errors show its name
 
 

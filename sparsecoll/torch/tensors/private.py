@@ -23,11 +23,6 @@ def version(t: torch.Tensor) -> int:
     return 0 if t.is_inference() else t._version
 
 
-def address(t: torch.Tensor) -> int:
-    """Return the address of a tensor's C++ object; in place of `id`, since `p.grad` may be another Python object."""
-    return t._cdata
-
-
 def values_of(t: torch.Tensor) -> torch.Tensor:
     """Return the stored values of a sparse tensor, or a dense tensor itself; `values()` wants a coalesced one."""
     return t._values() if t.is_sparse else t
