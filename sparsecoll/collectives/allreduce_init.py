@@ -143,8 +143,7 @@ def allreduce_init(comm: AnyComm, x: Any, algo: Algo = "auto", **options: Unpack
 
     def init() -> Plan[Any]:
         with CollectiveCall(transport, NAME, given.timeout) as call:
-            perform = _Allreduce(call, x, algo, given)
-        return Plan(transport, given.timeout, perform)
+            return Plan(transport, given.timeout, _Allreduce(call, x, algo, given))
 
     return transport.in_order(init)
 

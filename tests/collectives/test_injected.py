@@ -22,7 +22,7 @@ ROOMS = ("collectives", "algorithms", "select", "formats", "vector")
 BINDING = {  # what comes before the call begins, with the public functions themselves
     "blocking", "blocking.<locals>.make", "on_vectors", "nonblocking.<locals>.start",
     "nonblocking.<locals>.start.<locals>.<lambda>", "allreduce_init.<locals>.init", "Plan.__call__", "Plan._prepared",
-    "Plan.__exit__", "CallOptions.moving",
+    "Plan._prepared.<locals>.call", "Plan.__enter__", "Plan.__exit__", "CallOptions.moving",
 }  # fmt: skip
 
 
