@@ -101,7 +101,7 @@ class Group:
 
     @property
     def taken(self) -> bool:
-        """Whether somebody has set a hook or a reduce-scatter."""
+        """Whether other code has set a hook or a reduce-scatter."""
         own = type(self._group._reduce_scatter_comm).__name__
         return self._group._all_reduce_hook is not None or own != "DefaultReduceScatter"
 
@@ -174,7 +174,7 @@ def groups_of(model: Any) -> list[Group]:
 
     Raises:
         TypeError: The model is not fully sharded.
-        ValueError: It is sharded in a way that cannot be served, or somebody else reduces its gradients.
+        ValueError: It is sharded in a way that cannot be served, or other code reduces its gradients.
     """
     if not isinstance(model, torch.nn.Module) or isinstance(model, FullyShardedDataParallel):
         kind = type(model).__name__

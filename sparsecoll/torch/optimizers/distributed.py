@@ -147,7 +147,7 @@ class DistributedOptimizer(Wrapper):
         Args:
             comm: communicator, as in `sparsecoll.allreduce`.
         """
-        self._engine.move(as_transport(comm, self._engine.timeout))
+        self._engine.move(as_transport(comm, self._engine.replica.options.timeout))
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Context manager: gradients of the enclosed back-propagations accumulate without communication."""
@@ -203,7 +203,7 @@ class DistributedOptimizer(Wrapper):
 
         def evaluated() -> Any:
             assert closure is not None
-            with agreed(self._engine.transport, self._engine.timeout), torch.enable_grad():
+            with self._engine.replica.agreed(), torch.enable_grad():
                 loss = closure()
             self._engine.before_step()
             return self._engine.mean_loss(loss)

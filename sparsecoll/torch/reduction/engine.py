@@ -34,7 +34,7 @@ class Engine:
 
     Attributes:
         params: all named parameters; those that want gradients are in buckets.
-        members: tells which of them have left the optimizer and the model, and which have come.
+        members: tells which of them were added to the optimizer, or removed from it and the model.
         seconds: of this rank by kind of work (see `telemetry.trace`), and "exposed": waited for in `synchronize`.
         number: by which ranks know this engine, the same on all of them.
         asked: whether `synchronize` is to be called at the end of the back-propagation that is under way.
@@ -49,7 +49,6 @@ class Engine:
         options: Options,
         scaling: Scaling,
     ) -> None:
-        self.transport = transport
         self.closed = False
         self._compressor, self._optimizer, self._options = compressor, optimizer, options
         self.replica = Replica(transport, model, options)
@@ -76,11 +75,6 @@ class Engine:
         self._step_guard = None if before is None else before(partial(before_wrapped_step, weakref.ref(self)))
         self._outcome = NOTHING  # of the last reduction
         self.number = -1
-
-    @property
-    def timeout(self) -> float | None:
-        """The timeout of a call in seconds."""
-        return self._options.timeout
 
     @property
     def is_stepping(self) -> bool:
@@ -116,7 +110,7 @@ class Engine:
                 begin()
                 self._let_stay(stay)
                 self.params.update(own)
-                if self.transport.virtual:
+                if self.replica.transport.virtual:
                     # Virtual ranks are threads: their back-propagation stays in them. Otherwise autograd executes what
                     # is on a GPU, and so our hooks, in one thread for all ranks, and the first that waits stops others.
                     torch.autograd.set_multithreading_enabled(False)
@@ -157,7 +151,7 @@ class Engine:
     @agreeing("replica.agreed")
     def move(self, transport: Transport) -> None:
         """Go on over another communicator, with rank 0's parameters, buffers and optimizer state; collective on it."""
-        self.transport = self.replica.transport = transport
+        self.replica.transport = transport
         self._reducer.release()
         self.replica.follow("move", self._optimizer)
         self.replica.warmed = False  # the first reduction compares gradients, as it does on ranks that are new
@@ -191,7 +185,7 @@ class Engine:
             return
         if self._options.overlap:
             self.asked = True
-            at_end_of_backward(self.transport, partial(synchronize_all, self.transport))
+            at_end_of_backward(self.replica.transport, partial(synchronize_all, self.replica.transport))
         self._reducer.send(name, self._hooks.comes_last(name))
 
     @agreeing("_reducer.failing")
@@ -237,7 +231,7 @@ class Engine:
             )
         if not self.has_means:
             self.asked = True
-            synchronize_all(self.transport)
+            synchronize_all(self.replica.transport)
 
     @agreeing("replica.agreed")
     def before_step(self) -> None:
@@ -283,7 +277,7 @@ class Engine:
     def failed_step(self, error: Exception) -> None:
         """The optimizer has raised on this rank: tell the others, who may have stepped, in their next reduction."""
         self.replica.suspect = True
-        logger.error("rank %d: the wrapped optimizer's step failed: %s", self.transport.rank, error)
+        logger.error("rank %d: the wrapped optimizer's step failed: %s", self.replica.transport.rank, error)
 
     def skip(self) -> None:
         """Skip this step, because gradients are set to zero, unless the loop has updated parameters by itself.
@@ -318,7 +312,7 @@ class Engine:
             error.on_all_ranks = True  # type: ignore[attr-defined]
             raise error
         given = loss is None or self.closed
-        return loss if given else mean_of_loss(self.transport, loss, self._options.timeout)
+        return loss if given else mean_of_loss(self.replica.transport, loss, self._options.timeout)
 
     @contextlib.contextmanager
     def join(self) -> Iterator[None]:
@@ -337,7 +331,7 @@ class Engine:
                 for name in buckets.index_of:
                     self.params[name].grad = None
                 self.asked = True
-                synchronize_all(self.transport)
+                synchronize_all(self.replica.transport)
                 self.replica.follow_step(self._outcome)
             self.discard()
             self.replica.follow("join", self._optimizer, self._outcome.furthest)

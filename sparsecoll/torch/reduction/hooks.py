@@ -16,7 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from sparsecoll.errors import CommunicationError
 from sparsecoll.torch.replica.calls import agreed, collective
 from sparsecoll.torch.replica.guards import Seen
-from sparsecoll.torch.replica.replica import Members
+from sparsecoll.torch.replica.replica import Members, Replica
 from sparsecoll.torch.tensors.model import Named
 from sparsecoll.torch.tensors.private import hooks_after, version
 from sparsecoll.transport import Transport
@@ -87,15 +87,13 @@ class Means:
 class Owner(Protocol):
     """What reduces the gradients of parameters: an Engine."""
 
-    transport: Transport
+    replica: Replica
     members: Members
     closed: bool
     asked: bool
 
     @property
     def is_stepping(self) -> bool: ...
-    @property
-    def timeout(self) -> float | None: ...
     def accumulating(self, name: str) -> None: ...
     def accumulated(self, name: str) -> None: ...
     def synchronize(self) -> None: ...
@@ -184,16 +182,14 @@ def enlist(owner: Owner) -> int:
 
     Owners that are closed or gone on all ranks are forgotten, so that all ranks know the same ones.
     """
-    transport = owner.transport
+    transport = owner.replica.transport
     transport.sharers = {n: other for n, other in transport.sharers.items() if other() is not owner}  # it has moved
     if _alive(transport):
         gc.collect()  # one that is in a cycle of references counts as alive
     if transport.sharers and transport.size > 1:
         alive = _alive(transport)
         mine = np.array([number in alive for number in transport.sharers], np.uint8)
-        anywhere = collective(
-            transport, "optimizers", owner.timeout, lambda _: allgather(transport, mine).max(axis=0), "agree"
-        )
+        anywhere = owner.replica.call("optimizers", lambda _: allgather(transport, mine).max(axis=0), "agree")
         kept = [number for number, is_alive in zip(transport.sharers, anywhere, strict=True) if is_alive]
     else:
         kept = list(_alive(transport))
@@ -205,7 +201,9 @@ def enlist(owner: Owner) -> int:
 
 def _alive(transport: Transport) -> dict[int, Owner]:
     owners = {number: reference() for number, reference in transport.sharers.items()}
-    return {n: owner for n, owner in owners.items() if owner and not owner.closed and owner.transport is transport}
+    return {
+        n: owner for n, owner in owners.items() if owner and not owner.closed and owner.replica.transport is transport
+    }
 
 
 def is_shared(transport: Transport) -> bool:
@@ -226,7 +224,9 @@ def synchronize_all(transport: Transport) -> None:
         numbers = list(transport.sharers)
         asked = np.array([n in owners and owners[n].asked for n in numbers], np.uint8)
         if is_shared(transport) and transport.size > 1:
-            timeouts = [owners[n].timeout for n, is_asked in zip(numbers, asked, strict=True) if is_asked]
+            timeouts = [
+                owners[n].replica.options.timeout for n, is_asked in zip(numbers, asked, strict=True) if is_asked
+            ]
             timeout = min(filter(None, timeouts), default=None)
 
             def agree(_: CollectiveCall) -> NDArray[Any]:

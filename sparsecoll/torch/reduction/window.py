@@ -34,7 +34,7 @@ class Window:
 
     Attributes:
         replica: the values of the last mean, the same on all ranks.
-        members: tells which parameters have come and left.
+        members: tells which parameters were added and removed.
         steps: taken on this rank since the last mean.
     """
 

@@ -37,13 +37,12 @@ CURE = "(change the model and the optimizer on all ranks alike, between the same
 class Members:
     """The parameters that a wrapper knows, compared with the optimizer's groups and with the model as they are now.
 
-    A parameter in the groups that is not known has come. One that is neither in the groups nor in the model any more
-    has left. One that is still in the model stays: it is frozen, or another optimizer's.
+    One in the groups that is not known was added. One that is neither in the groups nor in the model any more was
+    removed. One that is still in the model is kept: it is frozen, or another optimizer's.
 
     Args:
-        optimizer: whose groups are compared.
         params: name -> parameter, those that are known; may change.
-        others: returns pairs (name, parameter) of the model; None if it is not known, so that nobody leaves.
+        others: returns pairs (name, parameter) of the model; None if it is not known: none counts as removed.
     """
 
     def __init__(
@@ -53,11 +52,11 @@ class Members:
         others: Callable[[], Iterable[tuple[str, torch.Tensor]]] | None,
     ) -> None:
         self._optimizer, self._params, self._others = optimizer, params, others
-        self._seen: list[torch.Tensor] = []  # those in the groups when nobody had come or left
+        self._seen: list[torch.Tensor] = []  # those in the groups when none was added or removed
         self._outside = True  # whether known parameters were in no group then
 
     def changed(self) -> bool:
-        """Return whether any have come or left; one comparison of ids while all that are known are in the groups."""
+        """Return whether any were added or removed; one comparison of ids while all known ones are in the groups."""
         params = [p for group in self._optimizer.param_groups for p in group["params"]]
         ids = [*map(id, params)]
         if ids == [*map(id, self._seen)] and not self._outside:
@@ -73,7 +72,7 @@ class Members:
         return {id(p) for group in self._optimizer.param_groups for p in group["params"]}
 
     def removed(self) -> list[str]:
-        """Return the names of those that have left."""
+        """Return the names of those that were removed."""
         here = self.stepped()
         outside = [name for name, p in self._params.items() if id(p) not in here]
         if self._others is None or not outside:
@@ -87,9 +86,9 @@ class Members:
         return {name: p for name, p in params.items() if id(p) not in known}
 
     def kept(self) -> dict[str, str]:
-        """Return the names of those that stay, old -> new: group<i>.<j> becomes the model's once that is free."""
-        left = set(self.removed())
-        stay = {name: p for name, p in self._params.items() if name not in left}
+        """Return the names of those that are kept, old -> new: group<i>.<j> becomes the model's once that is free."""
+        removed = set(self.removed())
+        stay = {name: p for name, p in self._params.items() if name not in removed}
         free = {id(p): name for name, p in self._of_model() if name not in stay}
         return {name: free.get(id(p), name) if NUMBERED.fullmatch(name) else name for name, p in stay.items()}
 
@@ -117,9 +116,9 @@ class Members:
         return () if self._others is None else self._others()
 
 
-def changes(came: Collection[str], left: Collection[str]) -> dict[str, Any]:
-    """Return which parameters have come and left, for ranks to compare; an error shows the cure."""
-    return {f"parameters that came {CURE}": sorted(came), f"parameters that left {CURE}": sorted(left)}
+def changes(added: Collection[str], removed: Collection[str]) -> dict[str, Any]:
+    """Return which parameters were added and removed, for ranks to compare; an error shows the cure."""
+    return {f"parameters added {CURE}": sorted(added), f"parameters removed {CURE}": sorted(removed)}
 
 
 def check_added(params: Named, stay: Mapping[str, str]) -> None:
@@ -151,7 +150,7 @@ class Replica:
         sparse_weights: ids of the parameters whose modules say that their gradients are sparse.
         context: the number of steps taken, and what else compressors know.
         shared_options: returns options that must be the same on all ranks.
-        changed: returns whether parameters have come or left on this rank.
+        changed: returns whether parameters were added or removed on this rank.
         warmed: whether a reduction has succeeded.
         suspect: whether this rank's parameters may differ from the others'.
         stopped_at: the number of steps that this rank had taken when it ran out of data; None while it has some.
