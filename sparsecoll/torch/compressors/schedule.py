@@ -137,23 +137,14 @@ class Densities:
     """A parsed `density` argument: one schedule for everything, or for each layer that of the first matching pattern.
 
     Args:
-        rules: pairs of a pattern of parameter names (as in fnmatch) and a schedule; the pattern None stands for whole
-            buckets.
+        rules: pairs of a pattern of parameter names (as in fnmatch; None stands for whole buckets) and a schedule.
     """
 
     rules: tuple[tuple[str | None, Schedule], ...]
 
     @classmethod
     def of(cls, density: Density) -> Densities:
-        """Parse the argument.
-
-        Args:
-            density: a fraction in (0, 1], a Schedule, or a mapping from patterns of parameter names to either.
-
-        Raises:
-            ValueError: A density is outside (0, 1], or the mapping is empty.
-            TypeError: A density is neither a number nor a Schedule.
-        """
+        """Parse a fraction in (0, 1], a Schedule, or a mapping from patterns of parameter names to either."""
         if isinstance(density, Mapping):
             if not density:
                 raise ValueError("density: expected at least one pattern, got none")
@@ -172,16 +163,11 @@ class Densities:
         return all(end is None or _check(end, schedule, "settles_at()") < RARE for end, schedule in ends)
 
     def k(self, length: int, step: int, name: str | None = None) -> int:
-        """Return the number of entries to select, at least one.
+        """Return the number of entries to select in a step, at least one.
 
         Args:
             length: number of values in the bucket or layer.
-            step: number of optimizer steps before this one.
             name: name of the layer; None for a bucket.
-
-        Raises:
-            ValueError: No pattern matches the name, or a schedule returns a density outside (0, 1].
-            TypeError: A schedule returns something else than a number.
         """
         for pattern, schedule in self.rules:
             if pattern is None or (name is not None and fnmatchcase(name, pattern)):

@@ -210,11 +210,7 @@ class TopK(ErrorFeedback):
         return self._whole() if chosen is acc else chosen
 
     def _whole(self) -> DenseVector:
-        """Return all of acc.
-
-        Raises:
-            NonFiniteError: It contains NaN or infinity.
-        """
+        """Return all of acc, if it is finite."""
         acc = self.acc.flush()
         self.check_finite(acc)
         return acc
@@ -232,7 +228,6 @@ class TopK(ErrorFeedback):
 
     @property
     def _k(self) -> int:
-        """Number of entries that this step selects."""
         return sum(self._counts)
 
     @property

@@ -59,7 +59,6 @@ class Group:
     """The parameters of one `fully_shard` call: FSDP gathers them together, and reduces their gradients together.
 
     Args:
-        module: module to which fully_shard was applied.
         names: name of each module of the model, by id.
     """
 
@@ -152,12 +151,7 @@ class Group:
         return Layout(index, lengths, tuple(names), tuple(shapes), dtype, device_of(whole))
 
     def padding(self, views: Mapping[str, torch.Tensor], parts: int) -> Iterator[torch.Tensor]:
-        """Yield what pads parameters, as views.
-
-        Args:
-            views: of a flat tensor of `layout`, by name.
-            parts: number of ranks of `layout`.
-        """
+        """Yield what pads parameters in a flat tensor of `layout`, of which `views` are given by name, as views."""
         for shard in self.shards:
             sizes = [shard.shape[shard.dim]] if parts == 1 else shard.sizes(parts)
             for name, size in zip(shard.names(parts), sizes, strict=True):

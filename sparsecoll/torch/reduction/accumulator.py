@@ -35,11 +35,7 @@ Group = dict[str, Any]
 
 @dataclass
 class SparseSum(TopK):
-    """TopK that returns the sum as it is, sparse, instead of writing a dense mean.
-
-    Args:
-        k: entries to select instead of `density`.
-    """
+    """TopK that returns the sum as it is, sparse, instead of writing a dense mean; `k` takes the place of `density`."""
 
     name = "SparseSGD"
 
@@ -76,10 +72,6 @@ class SparseSum(TopK):
 
 class Accumulator:
     """The parameters that take part, one bucket for each residual dtype and device; residuals of all parameters.
-
-    Args:
-        compressor: copied for each bucket.
-        replica: the parameters and the ranks.
 
     Attributes:
         names: parameter -> its name, in the order of the groups.

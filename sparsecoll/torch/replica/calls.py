@@ -105,10 +105,10 @@ def agreed(transport: Transport, timeout: float | None) -> Iterator[None]:
 
 
 def agreeing(path: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Decorator of a collective method: what it raises is raised in a context manager, such as `agreed`.
+    """Decorator of a collective method: what it raises is raised in the context manager that `path()` returns.
 
     Args:
-        path: attributes that lead from the object to a function that returns the context manager.
+        path: attributes that lead from the object to a function, such as "replica.agreed".
     """
     context = operator.attrgetter(path)
 

@@ -141,9 +141,7 @@ class Replica:
     """Parameters and buffers of one rank, and the ranks that have the same ones.
 
     Args:
-        transport: of the ranks.
-        model: whose buffers are kept the same; None if it is not known.
-        options: of whom the replica serves.
+        model: its buffers are kept the same; None if it is not known.
 
     Attributes:
         params: by name.
@@ -293,7 +291,7 @@ class Replica:
             raise
 
     def agreed(self) -> contextlib.AbstractContextManager[None]:
-        """See `agreed`."""
+        """See `sparsecoll.torch.replica.calls.agreed`."""
         return agreed(self.transport, self.options.timeout)
 
     @contextlib.contextmanager
