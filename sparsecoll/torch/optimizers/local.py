@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 from sparsecoll.algorithms import Algorithm
 from sparsecoll.errors import check_integer
 from sparsecoll.torch.compressors import Compressor, resolve
-from sparsecoll.torch.optimizers.distributed import of_optimizer
-from sparsecoll.torch.optimizers.wrapper import Wrapper
+from sparsecoll.torch.optimizers.distributed import Wrapper, of_optimizer
 from sparsecoll.torch.reduction.grad_scaler import forget, is_called_by_scaler
 from sparsecoll.torch.reduction.window import Window, is_finite
 from sparsecoll.torch.replica.broadcasts import broadcast_optimizer, broadcast_tensors

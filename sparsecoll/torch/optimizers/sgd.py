@@ -14,8 +14,8 @@ from sparsecoll.errors import NonFiniteError
 from sparsecoll.formats import Format
 from sparsecoll.telemetry.traffic import Traffic
 from sparsecoll.torch.compressors.schedule import Density, Schedule
+from sparsecoll.torch.optimizers.distributed import restoring_groups
 from sparsecoll.torch.optimizers.sgd_rules import Rule, Update, check_group, common, compressor_of, names_of, updates
-from sparsecoll.torch.optimizers.wrapper import restoring_groups
 from sparsecoll.torch.reduction.accumulator import Accumulator, SparseSum, Sums
 from sparsecoll.torch.reduction.grad_scaler import Scaling
 from sparsecoll.torch.reduction.state import STATE
