@@ -88,7 +88,8 @@ class Wrapper(torch.optim.Optimizer):
             before(self)
         state = {**self.optimizer.state_dict(), **self._engine.state_dict()}
         for after in state_dict_hooks(self, "state_dict_post"):
-            state = after(self, state) or state  # None, if it has changed the state in place
+            changed = after(self, state)
+            state = state if changed is None else changed
         return state
 
     @agreeing("_engine.replica.agreed")
@@ -114,7 +115,8 @@ class Wrapper(torch.optim.Optimizer):
         def hooked(_: CollectiveCall) -> dict[str, Any]:
             state = dict(state_dict)
             for before in state_dict_hooks(self, "load_state_dict_pre"):
-                state = before(self, state) or state
+                changed = before(self, state)
+                state = state if changed is None else changed
             return state
 
         state = self._engine.replica.call("hooks of load_state_dict", hooked)
