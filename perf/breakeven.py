@@ -49,10 +49,8 @@ def points(options, comm):
 
 
 def fastest(times):
-    """Return the median seconds of the fastest of several functions, from other calls than those that tell which it is.
-
-    Args:
-        times: the seconds of each function's calls.
+    """Return the median seconds of the fastest of several functions, from other calls than those that tell which it is;
+    `times` has the seconds of each function's calls.
     """
     halves = [[float(np.median(some[half::2])) for some in times] for half in (0, 1)]
     return float(np.mean([halves[1 - half][int(np.argmin(halves[half]))] for half in (0, 1)]))
@@ -65,8 +63,7 @@ def _row(times):
     low, high = np.percentile(times[best], [25, 75]).tolist()
     row = {"calls": len(times[best]), "fastest": EXACT[best], "ms": seconds * 1e3}
     row |= {"quartiles": f"{low * 1e3:.3g} to {high * 1e3:.3g}", "auto ms": auto * 1e3}
-    row |= {"auto / fastest": auto / seconds}
-    row |= {"MPI_Allreduce ms": mpi * 1e3, "auto / MPI_Allreduce": auto / mpi}
+    row |= {"auto / fastest": auto / seconds, "MPI_Allreduce ms": mpi * 1e3, "auto / MPI_Allreduce": auto / mpi}
     return row | {f"{name} ms": took * 1e3 for name, took in zip(EXACT, choices, strict=True)}
 
 

@@ -206,11 +206,8 @@ def tables():
         rows = [row for row in rows if row["data"] == "24 M" or (row["data"] == "0.24 M" and row["density"] == 0.01)]
         found[name] = [{"n": row.pop("data")} | row for row in rows]
     peers = [head for head in found["topk"][0] if "times slower" in head]
-    found["peers"] = [
-        {head.replace(", times slower", ""): row[head] for head in ("n", "density", *peers)}
-        for row in found["topk"]
-        if row["density"] == 0.01
-    ]
+    heads, rows = ("n", "density", *peers), [row for row in found["topk"] if row["density"] == 0.01]
+    found["peers"] = [{head.replace(", times slower", ""): row[head] for head in heads} for row in rows]
     found["topk"] = [{head: value for head, value in row.items() if head not in peers} for row in found["topk"]]
     return {f"kernels.{name}": markdown(rows) for name, rows in found.items()}
 

@@ -21,7 +21,6 @@ from sparsecoll.algorithms import (
     ExDyna as ExDyna,
     GTopk as GTopk,
     Hierarchical as Hierarchical,
-    HiTopK as HiTopK,
     LowBit as LowBit,
     OkTopk as OkTopk,
     Reduction as Reduction,

@@ -13,15 +13,13 @@ import threading
 import time
 from pathlib import Path
 
-ENDED = (
-    Path(os.environ["ENDED"]) if "ENDED" in os.environ else None
-)  # where a rank whose program has ended leaves a file
+ENDED = os.environ.get("ENDED")  # the folder in which a rank whose program has ended leaves a file
 
 
 @atexit.register
 def _end():  # the last handler, since it is the first one that is registered
     if ENDED:
-        (ENDED / str(os.getpid())).touch()
+        Path(ENDED, str(os.getpid())).touch()
 
 
 import numpy as np  # noqa: E402
@@ -82,7 +80,7 @@ def forever():
 def absent():
     """Let the other ranks make no call until the last one has left the library's handler of atexit."""
     if RANK != LAST:
-        while not list(ENDED.iterdir()):
+        while not os.listdir(ENDED):
             time.sleep(0.05)
 
 
@@ -383,8 +381,7 @@ CASES = {
 
 
 if __name__ == "__main__":
-    network, *cases = sys.argv[1:]
-    running = cases[0]
+    network, running, *_ = sys.argv[1:]
     if network != "mpi":
         import torch
         import torch.distributed
@@ -394,7 +391,7 @@ if __name__ == "__main__":
 
         torch.set_num_threads(1)
         folder = tempfile.mkdtemp()
-        for running in cases:
+        for running in sys.argv[2:]:
             if ENDED := launched(running, int(network), folder):
                 break
         else:

@@ -1,5 +1,6 @@
 """An exception at a line of the library, in one thread of one rank: what tests of failures inject."""
 
+import contextlib
 import sys
 
 
@@ -39,6 +40,18 @@ class Lines:
                 sys.settrace(None)
                 raise Injected("here")
         return self._line
+
+
+@contextlib.contextmanager
+def traced_in_background(transport, lines):
+    """Trace the thread of a communicator's nonblocking calls."""
+    from sparsecoll.transport.progress import in_background
+
+    in_background(transport, lambda: sys.settrace(lines.call)).result()
+    try:
+        yield
+    finally:
+        in_background(transport, lambda: sys.settrace(None)).result()
 
 
 def spread(lines, count):

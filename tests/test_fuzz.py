@@ -205,7 +205,7 @@ FOUND = {
 
 
 @pytest.mark.parametrize("name", FOUND)
-def test_found(name):
+def test_what_was_found_stays_mended(name):
     check(**CASE | FOUND[name])
 
 

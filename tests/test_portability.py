@@ -52,7 +52,7 @@ def test_without_numba_the_same_result_and_one_warning():
 
 
 @pytest.mark.parametrize("missing", [("mpi4py",), ("mpi4py", "torch", "scipy", "matplotlib", "rich")])
-def test_without(missing):
+def test_without_a_package_the_result_is_the_same(missing):
     assert run(*missing) == run()
 
 

@@ -29,55 +29,78 @@ OF_PAGES = (
     " MissingParameterType PrivateImportUsage MissingTypeStubs UntypedBaseClass UnusedImport PossiblyUnboundVariable"
     " OptionalMemberAccess OptionalOperand UnnecessaryComparison"
 )
+MYPY = """
+[mypy]
+strict = True
+follow_imports = silent
+ignore_missing_imports = True
+[mypy-{pages}]
+allow_untyped_defs = True
+allow_incomplete_defs = True
+allow_untyped_calls = True
+allow_redefinition = True
+disable_error_code = union-attr, operator, has-type, var-annotated
+[mypy-torch.*]
+implicit_reexport = True
+"""
 
 
-def of_pages():
+def pages():
     """The blocks of the pages by file name, but for those with frameworks that are not typed."""
-    pages = [TESTS.parent / "README.md", *sorted((TESTS.parent / "docs").glob("*.md"))]
+    paths = [TESTS.parent / "README.md", *sorted((TESTS.parent / "docs").glob("*.md"))]
     return {
-        f"{page.stem}_{number}.py": block
-        for page in pages
-        if page.name != "frameworks.md"
-        for number, block in enumerate(re.findall(r"^```python\n(.*?)^```", page.read_text(), re.S | re.M))
+        f"{path.stem}_{number}.py": block
+        for path in paths
+        if path.name != "frameworks.md"
+        for number, block in enumerate(re.findall(r"^```python\n(.*?)^```", path.read_text(), re.S | re.M))
     }
 
 
-def pyright(folder, off=""):
+def pyright(folder):
     """(file, line) of each error that pyright reports in strict mode, with its text."""
     if importlib.util.find_spec("pyright") is None:
         pytest.skip("no pyright: pip install 'pyright[nodejs]'")
-    rules = {f"report{rule}": False for rule in off.split()}
-    config = {"include": [str(folder)], "typeCheckingMode": "strict", "extraPaths": PATHS, **rules}
+    off = {f"report{rule}": False for rule in OF_PAGES.split()}
+    roots = [{"root": "pages", "extraPaths": PATHS, **off}, {"root": "typed", "extraPaths": PATHS}]
+    config = {"include": ["pages", "typed"], "typeCheckingMode": "strict", "executionEnvironments": roots}
     (folder / "pyrightconfig.json").write_text(json.dumps(config))
     command = [sys.executable, "-m", "pyright", "-p", str(folder), "--pythonpath", sys.executable, "--outputjson"]
     found = json.loads(subprocess.run(command, capture_output=True, text=True).stdout)["generalDiagnostics"]
     return {(Path(e["file"]).name, e["range"]["start"]["line"] + 1): e["message"] for e in found}
 
 
-def mypy(folder, *flags):
+def mypy(folder):
     """(file, line) of each error that mypy reports in strict mode, with its text."""
     pytest.importorskip("mypy")
-    command = [sys.executable, "-m", "mypy", "--strict", "--follow-imports", "silent", "--ignore-missing-imports"]
-    command += [
+    names = ",".join(path.stem for path in (folder / "pages").glob("*.py"))
+    (folder / "mypy.ini").write_text(MYPY.format(pages=names))
+    command = [
+        sys.executable,
+        "-m",
+        "mypy",
         "--no-error-summary",
-        "--hide-error-context",
         "--cache-dir",
         str(TESTS.parent / ".mypy_cache"),
-        *flags,
         ".",
     ]
     environment = os.environ | {"MYPYPATH": os.pathsep.join(PATHS)}
     found = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment)
-    errors = re.findall(r"^(\w+\.py):(\d+): error: (.*)$", found.stdout, re.M)
+    errors = re.findall(r"^\w+/(\w+\.py):(\d+): error: (.*)$", found.stdout, re.M)
     assert errors or found.returncode == 0, found.stdout + found.stderr
     return {(name, int(line)): text for name, line, text in errors}
 
 
-def copied(tmp_path, files):
-    """A folder with these files, outside of the repository."""
-    for name, text in files.items():
-        (tmp_path / name).write_text(text)
-    return tmp_path
+@pytest.fixture(scope="module", params=[pyright, mypy], ids=["pyright", "mypy"])
+def errors(request, tmp_path_factory):
+    """What a checker finds in right and wrong uses and in the pages, copied out of the repository, in one run."""
+    pytest.importorskip("torch")
+    folder = tmp_path_factory.mktemp(request.param.__name__)
+    typed = {name: (TYPED / name).read_text() for name in ("right.py", "wrong.py")}
+    for kind, files in (("typed", typed), ("pages", pages())):
+        (folder / kind).mkdir()
+        for name, text in files.items():
+            (folder / kind / name).write_text(text)
+    return request.param(folder)
 
 
 def test_names_that_types_have_are_those_of_the_registries():
@@ -107,27 +130,13 @@ def test_an_option_of_calls_takes_at_most_four_files(option):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("checker", [pyright, mypy], ids=["pyright", "mypy"])
-def test_right_uses_pass_and_wrong_ones_are_errors(tmp_path, checker):
-    pytest.importorskip("torch")
-    files = {name: (TYPED / name).read_text() for name in ("right.py", "wrong.py")}
-    lines = enumerate(files["wrong.py"].splitlines(), 1)
+def test_right_uses_pass_and_wrong_ones_are_errors(errors):
+    found = {place: text for place, text in errors.items() if place[0] in ("right.py", "wrong.py")}
+    lines = enumerate((TYPED / "wrong.py").read_text().splitlines(), 1)
     expected = {("wrong.py", number) for number, line in lines if line.endswith("# wrong")}
-    found = checker(copied(tmp_path, files))
     assert found.keys() == expected, {place: text for place, text in found.items() if place not in expected}
 
 
 @pytest.mark.slow
-def test_pyright_finds_no_error_in_the_pages(tmp_path):
-    pytest.importorskip("torch")
-    assert pyright(copied(tmp_path, of_pages()), OF_PAGES) == {}
-
-
-@pytest.mark.slow
-def test_mypy_finds_no_error_in_the_pages(tmp_path):
-    pytest.importorskip("torch")
-    flags = ["--allow-untyped-defs", "--allow-incomplete-defs", "--allow-untyped-calls", "--allow-redefinition"]
-    flags.append("--implicit-reexport")
-    off = ["union-attr", "operator", "has-type", "var-annotated"]  # see OF_PAGES
-    found = mypy(copied(tmp_path, of_pages()), *flags, *(f"--disable-error-code={code}" for code in off))
-    assert found == {}
+def test_no_error_is_found_in_the_pages(errors):
+    assert {place: text for place, text in errors.items() if place[0] in pages()} == {}

@@ -15,7 +15,6 @@ from sparsecoll.algorithms.densestream import DenseStream as DenseStream
 from sparsecoll.algorithms.exdyna import ExDyna as ExDyna
 from sparsecoll.algorithms.gtopk import GTopk as GTopk
 from sparsecoll.algorithms.hierarchical import Hierarchical as Hierarchical
-from sparsecoll.algorithms.hitopk import HiTopK as HiTopK
 from sparsecoll.algorithms.lowbit import LowBit as LowBit
 from sparsecoll.algorithms.oktopk import OkTopk as OkTopk
 from sparsecoll.algorithms.rows import RowAuto as RowAuto, RowOwners as RowOwners

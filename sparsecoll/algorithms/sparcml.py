@@ -129,7 +129,7 @@ class SparCML(Algorithm):
         gather = channel.with_format(form.sparse_or(quantized or dense) if dynamic else form.sparse())
         with channel.phase("split"):
             regions = x.split(partition.boundaries(channel.transport, x, "even"))
-            total = channel.merge(exchange(split, regions), partial=True)
+            total = channel.merge(exchange(split, regions.__getitem__), partial=True)
         with channel.phase("gather"):
             gathered = gather.allgather(total.astype(x.dtype), k)
             value = SparseVector.concatenate([part.astype(x.dtype) for part in gathered])

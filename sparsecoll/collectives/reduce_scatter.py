@@ -109,7 +109,7 @@ def sum_of_region(channel: Channel, entries: SparseVector, edges: Sequence[int])
     """Return the entries of all ranks from edges[rank] up to edges[rank + 1] combined, in the accumulator dtype."""
     with channel.phase("split"):
         if channel.op.name == "replace" or channel.width:  # partial results of halving are not of successive ranks
-            return channel.merge(exchange(channel, entries.split(edges)), partial=True)
+            return channel.merge(exchange(channel, entries.split(edges).__getitem__), partial=True)
         whole = channel.merge([entries], partial=True)
         return halving.reduce_scatter(channel, whole, edges, channel.round, pairs=True)
 
@@ -145,7 +145,7 @@ def reduce_scatter_vectors(
         else:
             sent = [channel.roundtrip(region) for region in vector.split(edges)]  # a lossy format rounds each by itself
             with channel.phase("split"):
-                total = channel.merge(exchange(channel, sent), partial=True)
+                total = channel.merge(exchange(channel, sent.__getitem__), partial=True)
             reduction = Reduction(
                 total.shifted(-edges[rank], n // size), functools.partial(SparseVector.concatenate, sent)
             )

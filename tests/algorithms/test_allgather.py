@@ -15,7 +15,7 @@ from sparsecoll.algorithms.primitives import estimates
 
 @pytest.mark.parametrize("P", [2, 3, 5, 8, 16, 33])
 @pytest.mark.parametrize("name", SUPPORTS)
-def test_allgather(name, P):
+def test_gathering_takes_at_most_the_words_of_the_formula(name, P):
     k = 2000
     volume = measure(Allgather, name, P, k)
     assert volume.received <= formulas.allgather_words(k, P) + HEADER_WORDS * P
@@ -25,7 +25,7 @@ def test_allgather(name, P):
 
 
 @pytest.mark.parametrize("P", [2, 3, 5, 8, 16])
-def test_dense(P):
+def test_a_dense_sum_takes_exactly_the_words_of_the_formula(P):
     n = 8192 * P
     volume = measure(Dense, "random", P, 100, n)
     assert volume.received == volume.sent == formulas.dense_words(n, P)

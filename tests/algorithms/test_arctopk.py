@@ -13,7 +13,7 @@ from sparsecoll.algorithms.arctopk import random_signs
 
 @pytest.mark.parametrize("P", [2, 3, 8, 16])
 @pytest.mark.parametrize("name", ["random", "same"])
-def test_volume(name, P):
+def test_sketch_and_rows_take_at_most_the_words_of_the_formula(name, P):
     k, columns = 2000, 100
     volume = measure(lambda: ARCTopK(columns=columns), name, P, k)
     assert volume.received <= formulas.arctopk_words(400_000, k, P, columns) + HEADER_WORDS * P
@@ -56,7 +56,7 @@ def test_rows_that_are_large_in_the_sum_alone_are_found(P, sparse):
         np.testing.assert_allclose(dense[500:510], 3)
 
 
-def test_nothing_is_lost():
+def test_what_is_not_applied_waits_in_residuals():
     n, k, P, steps = 300, 40, 3, 6
     gradients = np.random.default_rng(0).integers(-9, 9, (steps, P, n)).astype(np.float32)
 

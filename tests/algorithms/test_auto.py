@@ -107,7 +107,7 @@ def test_nothing_is_sent_beyond_the_sum_and_the_agreement(n, k, name, limit):
         assert mine.set_up == theirs.set_up == Counts()
 
 
-def test_the_network_decides():
+def test_the_choice_follows_the_network():
     slow, fast = Network(50e-6, 8e-9), Network(1e-3, 8e-11)
     assert [fastest(10**6, 10**5, 8, 4, False, network) for network in (slow, fast)] == ["dynamic", "dense"]
     assert {fastest(10**7, k, 2, 4, True, ONE_NODE) for k in (10, 10**4, 10**6)} == {"allgather"}
@@ -155,7 +155,7 @@ def test_the_state_of_oktopk_is_saved():
 
 @pytest.mark.parametrize("P", [1, 2, 3, 8])
 @pytest.mark.parametrize("density", [0.0005, 0.02, 0.3])
-def test_top_k_of_the_sum(P, density):
+def test_the_top_k_of_the_sum_is_that_of_exact_oktopk(P, density):
     """Equal to Ok-Topk with exact thresholds, whatever is chosen."""
     k = round(density * 4000)
 
@@ -171,7 +171,7 @@ def test_top_k_of_the_sum(P, density):
         np.testing.assert_array_equal(a[1], b[1])
 
 
-def test_bad_option():
+def test_an_unknown_want_is_refused():
     with pytest.raises(ValueError, match="want: expected one of exact_sum, top_k_of_sum, got 'all'"):
         Auto(want="all")
 

@@ -12,7 +12,7 @@ from sparsecoll import CLTk, Residual, simulate
 
 @pytest.mark.parametrize("P", [2, 3, 8, 16])
 @pytest.mark.parametrize("name", ["random", "same"])
-def test_volume(name, P):
+def test_indices_and_values_take_at_most_the_words_of_the_formula(name, P):
     k = 2000
     volume = measure(CLTk, name, P, k)
     assert volume.received <= formulas.cltk_words(k, P) + HEADER_WORDS * P

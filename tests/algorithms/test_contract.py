@@ -11,7 +11,7 @@ from sparsecoll.testing import check_algorithm
 
 
 @pytest.mark.parametrize("algo", ALGORITHMS)
-def test_contract(algo):
+def test_every_algorithm_keeps_the_contract(algo):
     check_algorithm(ALGORITHMS[algo](), EXPECTED.get(algo), long=algo not in ("dense", "arctopk"))
 
 

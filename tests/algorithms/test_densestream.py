@@ -13,7 +13,7 @@ from sparsecoll.algorithms.primitives import estimates
 
 @pytest.mark.parametrize("P", [2, 3, 5, 8, 33])
 @pytest.mark.parametrize("name", SUPPORTS)
-def test_volume_and_rounds(name, P):
+def test_volume_is_between_the_bounds_of_equation_6_in_two_rounds_a_level(name, P):
     k = 2000
     volume = measure(DenseStream, name, P, k)
     lower, upper = formulas.densestream_words(k, P)
@@ -83,6 +83,6 @@ def test_zeros_inside_blocks_carry_true_values_that_contribute(P):
     np.testing.assert_array_equal(sum(r[0] for r in filled), sum(r[1] for r in filled) + filled[0][2])
 
 
-def test_bad_option():
+def test_an_unknown_way_to_repartition_is_refused():
     with pytest.raises(ValueError, match=r"repartition: expected one of histogram, average, even, got 'equal'"):
         DenseStream(repartition="equal")

@@ -11,7 +11,7 @@ from sparsecoll import ExDyna, Residual, simulate
 
 @pytest.mark.parametrize("P", [2, 3, 8, 16])
 @pytest.mark.parametrize("name", ["random", "same"])
-def test_volume(name, P):
+def test_indices_and_values_take_at_most_the_words_of_the_formula(name, P):
     k = 2000
     volume = measure(ExDyna, name, P, k)
     search = 60 * P  # the first call counts keys

@@ -36,7 +36,7 @@ def largest(x, k):
 
 
 @pytest.mark.parametrize("algo", [*ALGORITHMS, "hierarchical with oktopk"])
-def test_algorithms(algo, values):
+def test_every_algorithm_delivers_extreme_values_as_they_are(algo, values):
     """No index is on two ranks: an entry arrives as it is, or not at all."""
     total = SparseVector(np.arange(values.size) * 3, values, 3 * values.size)
     inputs = [total.take(np.arange(rank, total.nnz, P)) for rank in range(P)]
@@ -60,7 +60,7 @@ def test_algorithms(algo, values):
 
 
 @pytest.mark.parametrize("selector", SELECTORS)
-def test_selectors(selector, values):
+def test_every_selector_selects_among_extreme_values(selector, values):
     x = SparseVector(np.arange(values.size), values, values.size)
     for given in (x, values):
         own = getattr(select, selector)()

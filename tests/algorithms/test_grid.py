@@ -63,7 +63,7 @@ def test_what_rounding_takes_from_sums_of_rows_did_not_contribute(dtype):
 
 
 @pytest.mark.parametrize(("P", "similar"), [(16, False), (24, False), (24, True)])
-def test_messages_and_volume(P, similar):
+def test_two_levels_take_fewer_messages_and_half_as_many_words_again(P, similar):
     """2 sqrt P messages, and at most 1.5 times the words of one level, in a steady call."""
     n, k = 200_000, 6000
 
@@ -91,7 +91,7 @@ def test_the_model_takes_two_levels_where_messages_cost_more_than_volume():
 
 
 @pytest.mark.parametrize(("beta", "two"), [(8e-12, True), (8e-6, False)])
-def test_the_network_decides(beta, two, monkeypatch):
+def test_the_number_of_levels_follows_the_network(beta, two, monkeypatch):
     """Those of the simulator's network here: for its own usual ones, of 1 Gb/s, the entries would be few."""
     monkeypatch.setattr(estimates, "MANY_RANKS", 9)
 

@@ -13,7 +13,7 @@ from sparsecoll.algorithms.primitives import estimates
 
 @pytest.mark.parametrize("P", [2, 3, 5, 8, 16, 33])
 @pytest.mark.parametrize("name", SUPPORTS)
-def test_volume(name, P):
+def test_a_tree_takes_at_most_the_words_of_the_formula(name, P):
     """2k log2 P words into the root and as many out of it; bits for the cut add k/32 a level."""
     k = 2000
     volume = measure(GTopk, name, P, k)

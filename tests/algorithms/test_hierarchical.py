@@ -14,7 +14,7 @@ INNER = [name for name in ALGORITHMS if name != "hierarchical"]
 @pytest.mark.parametrize(("P", "ranks_per_node"), [(1, 1), (5, 2), (7, 7), (12, 4)])
 @pytest.mark.parametrize("name", DISTRIBUTIONS)
 @pytest.mark.parametrize("inner", INNER)
-def test_any_inner_algorithm(inner, name, P, ranks_per_node):
+def test_any_inner_algorithm_sums_over_nodes_with_the_same_bits(inner, name, P, ranks_per_node):
     inputs = [case(name, rank, P) for rank in range(P)]
     results = simulate(
         P,
@@ -29,7 +29,7 @@ def test_any_inner_algorithm(inner, name, P, ranks_per_node):
 
 
 @pytest.mark.parametrize("inner", INNER)
-def test_dense_arrays(inner):
+def test_dense_arrays_are_summed_with_the_same_bits(inner):
     """Also of inner algorithms that take dense vectors as they are."""
     inputs = [np.random.default_rng(rank).standard_normal(600) for rank in range(5)]
 
@@ -101,7 +101,7 @@ def test_an_error_between_nodes_reaches_every_rank():
     assert simulate(8, program, ranks_per_node=2).results == [8.0] * 8
 
 
-def test_state_and_options():
+def test_state_is_saved_and_wrong_options_are_refused():
     algorithm = Hierarchical(inner=sparsecoll.OkTopk(tau_prime=4), k=5)
     x = np.random.default_rng(0).standard_normal(1000)
     simulate(1, lambda comm: sparsecoll.allreduce(comm, x, algorithm))

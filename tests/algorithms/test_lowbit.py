@@ -73,14 +73,14 @@ def test_a_dense_array_gives_a_dense_one_of_its_shape_and_a_sparse_one_a_sparse_
 
 
 @pytest.mark.parametrize("n", [0, 1, 7, 511, 513, 5000])
-def test_any_length(n):
+def test_vectors_of_any_length_are_summed(n):
     for r in reductions(5, lambda: LowBit(bits=8), n):
         np.testing.assert_allclose(r.value.to_dense(), np.sum([values(rank, n) for rank in range(5)], axis=0), atol=0.3)
 
 
 @pytest.mark.parametrize("bits", [8, 4, 2, 1])
 @pytest.mark.parametrize("P", [2, 3, 5, 8])
-def test_volume(P, bits):
+def test_volume_is_that_of_the_formula(P, bits):
     n = 512 * 120
     for r in reductions(P, lambda: LowBit(bits=bits, rounding="nearest"), n):
         assert r.traffic.phases["split"].words_received + r.traffic.phases["gather"].words_received == pytest.approx(
@@ -129,7 +129,7 @@ def test_what_is_not_finite_is_refused_on_all_ranks(bad):
         np.testing.assert_allclose(y, 3)
 
 
-def test_bad_options():
+def test_wrong_options_are_refused():
     for options in (
         {"bits": 3},
         {"bits": 2, "levels": "float"},

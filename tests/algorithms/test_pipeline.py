@@ -50,7 +50,7 @@ def outcome(make, name, P, dtype=np.float32, **options):
 @pytest.mark.parametrize("P", [2, 5])
 @pytest.mark.parametrize("name", ["random", "one_region", "skewed", "one_rank"])
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
-def test_the_same_bits_in_chunks(make, name, P, monkeypatch):
+def test_chunks_change_no_bits(make, name, P, monkeypatch):
     whole = outcome(make, name, P)
     monkeypatch.setattr(pipeline, "CHUNK_BYTES", CHUNK)
     assert pipeline.chunks(K * 5 / P, one_node=False) > 3
@@ -107,7 +107,7 @@ def test_chunks_are_balanced_by_the_entries_of_the_last_ones():
 
 
 @pytest.mark.parametrize("make", [Allgather, OkTopk])
-def test_rounding_and_halves_in_chunks(make, monkeypatch):
+def test_chunks_change_no_bits_of_rounded_values_and_halves(make, monkeypatch):
     for dtype, options in ((np.float16, {}), (np.float64, {"value_dtype": "float16"}), (np.float32, {"format": "coo"})):
         with monkeypatch.context() as patch:
             whole = outcome(make, "random", 4, dtype, **options)
@@ -117,7 +117,7 @@ def test_rounding_and_halves_in_chunks(make, monkeypatch):
                     np.testing.assert_array_equal(x, y)
 
 
-def test_no_chunks_on_one_machine():
+def test_messages_on_one_machine_are_not_cut_into_chunks():
     assert pipeline.chunks(10**9, one_node=True) == 1
     assert pipeline.chunks(10**9, one_node=False) == pipeline.MAX_CHUNKS
     assert simulate(4, lambda comm: comm.transport.one_node, ranks_per_node=4).results == [True] * 4

@@ -10,7 +10,7 @@ from sparsecoll.algorithms.primitives.quantiles import Items, quantiles
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 6), st.integers(0, 2**32), st.sampled_from([2, 50, 10**6, 2**62, 2**64]), st.data())
-def test_item_of_a_rank(P, seed, stop, data):
+def test_items_of_given_ranks_are_those_of_the_sorted_union(P, seed, stop, data):
     rng = np.random.default_rng(seed)
     parts = []
     for _ in range(P):

@@ -112,7 +112,7 @@ def test_each_region_decides_by_itself():
 
 
 @pytest.mark.parametrize("bits", [8, 4, 2])
-def test_quantised_streams(bits):
+def test_quantised_streams_take_fewer_bytes_and_conserve_what_rounding_takes(bits):
     """Fewer bytes, the same bits on all ranks, and what quantisation takes stays with the owner of the region."""
 
     def program(comm, bits):
@@ -150,7 +150,7 @@ def test_auto_follows_the_model():
         assert phase in simulate(16, program).results[0]
 
 
-def test_bad_options():
+def test_wrong_options_are_refused():
     for options, text in (
         ({"variant": "static"}, "variant: expected one of"),
         ({"bits": 4}, "bits: expected None unless variant='dynamic'"),

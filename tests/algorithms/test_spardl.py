@@ -14,7 +14,7 @@ from sparsecoll.algorithms.primitives import estimates
 
 @pytest.mark.parametrize("P", [2, 3, 6, 7, 16, 33])
 @pytest.mark.parametrize("name", SUPPORTS)
-def test_volume_and_rounds(name, P):
+def test_volume_is_at_most_that_of_the_formula_in_two_rounds_a_level(name, P):
     k = 3000
     volume = measure(SparDL, name, P, k)
     assert volume.received <= formulas.spardl_words(k, P) + 4 * P + 2 * HEADER_WORDS * P
@@ -159,6 +159,6 @@ def test_rounding_between_teams_is_part_of_what_did_not_contribute(P):
     np.testing.assert_array_equal(np.sum([c for _, c in rows], axis=0), rows[0][0].to_dense())
 
 
-def test_bad_number_of_teams():
+def test_fewer_than_one_team_is_refused():
     with pytest.raises(ValueError, match="teams: expected at least 1, got 0"):
         SparDL(teams=0)

@@ -16,7 +16,7 @@ from sparsecoll.formats import FORMATS
 from sparsecoll.transport import LocalTransport, as_transport
 
 
-def test_algorithms_by_text():
+def test_algorithms_and_their_options_are_read_from_text():
     made = arguments.algorithm("oktopk:tau=4,exact=True,selector=dgc,repartition=even")
     assert (made.tau, made.exact, made.repartition, type(made.selector).__name__) == (
         4,
@@ -50,7 +50,7 @@ def test_every_call_gets_another_vector():
     assert 400 < x.nnz <= 500 and x.length == 10_000 and not np.array_equal(x.indices, y.indices)
 
 
-def test_from_file(tmp_path):
+def test_files_of_gradients_are_read_and_others_refused(tmp_path):
     np.save(tmp_path / "g_2.npy", np.arange(5, dtype=np.float32))
     assert bench.from_file(tmp_path / "g_{rank}.npy", 2)().size == 5
     np.save(tmp_path / "g_3.npy", np.arange(5))
@@ -112,7 +112,7 @@ def test_sparse_and_dense_inputs_and_the_wire():
     assert simulate(2, program).results == [[3, 2]] * 2
 
 
-def test_commands(tmp_path, capsys):
+def test_bench_saves_rows_and_plot_draws_them(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     path = tmp_path / "rows.json"
     algos = ["--algo", "MPI_Allreduce", "allgather", "oktopk", "dense"]

@@ -17,7 +17,7 @@ def test_every_rank_has_every_vector(P, name):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float64", "int32", "int64"])
-def test_every_dtype(dtype):
+def test_vectors_of_every_dtype_are_gathered(dtype):
     inputs = [case("random", rank, 4, dtype) for rank in range(4)]
     results = simulate(4, lambda comm: sparsecoll.allgather(comm, inputs[comm.rank])).results
     assert all(same_bits(gathered[3], inputs[3]) for gathered in results)

@@ -37,7 +37,7 @@ def test_types_differ_from_pair_to_pair_and_values_are_rounded():
     assert b == [{0: 0.5}, {1: 0.5}]
 
 
-def test_rows():
+def test_rows_of_tables_are_exchanged():
     def program(comm):
         x = [
             RowSparse([comm.rank, 7], np.full((2, 3), 10.0 * comm.rank + to, np.float32), 9) for to in range(comm.size)

@@ -20,7 +20,7 @@ def test_every_rank_has_the_roots_vector(P, name):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float64", "int32", "int64"])
-def test_every_dtype(dtype):
+def test_vectors_of_every_dtype_are_sent(dtype):
     inputs = [case("random", rank, 4, dtype) for rank in range(4)]
     results = simulate(4, lambda comm: sparsecoll.bcast(comm, inputs[comm.rank])).results
     assert all(same_bits(y, inputs[0]) for y in results)
@@ -54,7 +54,7 @@ def test_type_and_shape_are_the_roots_on_every_rank(form, P):
         assert getattr(y, "blocksize", None) == getattr(x, "blocksize", None)
 
 
-def test_other_types():
+def test_tuples_and_tensors_arrive_as_their_type():
     results = simulate(2, lambda comm: sparsecoll.bcast(comm, ([1, 4], np.ones(2, np.float32), 6))).results
     assert all(isinstance(y, tuple) and y[0].tolist() == [1, 4] and y[2] == 6 for y in results)
     sparse, torch = pytest.importorskip("sparse"), pytest.importorskip("torch")

@@ -31,7 +31,7 @@ def round_trip(x, dense):
 @pytest.mark.parametrize("kind", ["array", "matrix"])
 @pytest.mark.parametrize("form", ["coo", "csr", "csc", "bsr", "lil", "dok", "dia"])
 @pytest.mark.parametrize("shape", [(7, 11), (1, 20), (20, 1), (3, 0)])
-def test_scipy_matrices(kind, form, shape):
+def test_scipy_matrices_come_back_in_their_format(kind, form, shape):
     sparse = pytest.importorskip("scipy.sparse")
     dense = matrix(1, shape)
     x = getattr(sparse, f"{form}_{kind}")(dense)
@@ -64,7 +64,7 @@ def test_duplicates_are_summed_in_their_order(seed, size, dtype):
     assert vector.nnz == len(set(zip(rows.tolist(), columns.tolist(), strict=True)))
 
 
-def test_huge_matrices():
+def test_matrices_of_up_to_2_to_the_63_coordinates_are_taken():
     sparse = pytest.importorskip("scipy.sparse")
     shape = (2**31, 2**20)
     x = sparse.coo_array((np.ones(2), ([5, 2**31 - 1], [7, 2**20 - 1])), shape=shape)
@@ -238,7 +238,7 @@ def test_values_are_not_copied():
 
 
 @pytest.mark.parametrize("shape", [(40,), (5, 8), (3, 4, 5)])
-def test_pydata(shape):
+def test_arrays_of_pydata_come_back_in_their_format(shape):
     sparse = pytest.importorskip("sparse")
     dense = matrix(3, shape)
     for form in ("coo", "gcxs", "dok"):
@@ -261,7 +261,7 @@ def test_pydata_compressed_matrices(axes):
 
 
 @pytest.mark.parametrize("shape", [(40,), (5, 8), (3, 4, 5)])
-def test_torch_sparse(shape):
+def test_sparse_tensors_of_torch_come_back_coalesced(shape):
     torch = pytest.importorskip("torch")
     dense = matrix(4, shape)
     x = torch.from_numpy(dense).to_sparse()

@@ -21,7 +21,7 @@ WORDS = [[3, 8, 3], [], [900, 8, 0, 8], [5], [2**20]]
 
 @pytest.mark.parametrize("P", RANKS)
 @pytest.mark.parametrize("algo", ALGORITHMS)
-def test_counters(P, algo):
+def test_counters_are_summed_by_every_algorithm(P, algo):
     counters = [Counter(words) for words in WORDS[:P]]
     total = sum(counters, Counter())
     for y in simulate(P, lambda comm: sparsecoll.allreduce(comm, counters[comm.rank], algo)).results:
@@ -46,7 +46,7 @@ def test_any_integer_keys(parts):
 @pytest.mark.parametrize(
     "make", [dict, OrderedDict, functools.partial(defaultdict, float), functools.partial(defaultdict, None)]
 )
-def test_other_mappings(make):
+def test_sums_of_mappings_are_of_their_class(make):
     def program(comm):
         return sparsecoll.allreduce(comm, make({comm.rank: 0.5, 7: 1} if comm.rank else {}))
 
@@ -61,7 +61,7 @@ def test_ints_on_one_rank_and_floats_on_another_are_floats():
     assert simulate(2, lambda comm: sparsecoll.allreduce(comm, {})).results == [{}, {}]
 
 
-def test_the_family():
+def test_every_collective_takes_counters():
     parts = [Counter({5: 1, 2: 3}), Counter({9: 4}), Counter()]
 
     def program(comm):
@@ -148,7 +148,7 @@ TEXTS = ["the cat the dog", "", "a cat \U0001f600 \udc80 the", "dog", "cat a \0"
 
 @pytest.mark.parametrize("P", RANKS)
 @pytest.mark.parametrize("kind", [str, bytes])
-def test_words(P, kind):
+def test_keys_that_are_words_are_summed_and_moved_by_every_collective(P, kind):
     def split(text):
         return [word if kind is str else word.encode(errors="surrogatepass") for word in text.split(" ") if word]
 
@@ -175,7 +175,7 @@ def test_words(P, kind):
 @given(
     parts=st.lists(st.dictionaries(st.text(), st.floats(0, 1).map(lambda x: x or 1.0)), min_size=1, max_size=5),
 )
-def test_any_words(parts):
+def test_any_text_is_a_key(parts):
     results = simulate(len(parts), lambda comm: sparsecoll.allreduce(comm, parts[comm.rank], "sparcml")).results
     assert all(y.keys() == set().union(*parts) and list(y) == list(results[0]) for y in results)
 
@@ -296,13 +296,13 @@ def test_damaged_messages():
                 words.unpacked(wrong)
 
 
-def test_conversion_alone():
+def test_a_mapping_is_a_vector_of_its_keys():
     x = as_vector({7: 1, 2: 5})
     assert x == SparseVector([2, 7], np.array([5, 1]), 8)
     assert like(Counter(), x) == Counter({2: 5, 7: 1})
 
 
-def test_series():
+def test_series_of_pandas_are_summed_by_label():
     pandas = pytest.importorskip("pandas")
     parts = [
         pandas.Series([1.0, 2.0, 4.0], index=pandas.Index([7, 3, 7], name="key"), name="count", dtype="float32"),

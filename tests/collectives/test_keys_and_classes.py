@@ -28,7 +28,7 @@ EDGES = [
 
 @pytest.mark.parametrize("few", [words.FEW, 0])
 @pytest.mark.parametrize("P", [1, 2, 3, 5])
-def test_tuples(P, few, monkeypatch):
+def test_keys_that_are_tuples_are_summed_and_moved_by_every_collective(P, few, monkeypatch):
     monkeypatch.setattr(words, "FEW", few)
     total = sum(EDGES[:P], Counter())
 
@@ -68,7 +68,7 @@ def test_equal_tuples_are_one_key():
         max_size=4,
     )
 )
-def test_any_tuples(parts):
+def test_any_tuple_of_integers_and_text_is_a_key(parts):
     results = simulate(len(parts), lambda comm: sparsecoll.allreduce(comm, parts[comm.rank])).results
     expected = {key: sum(part.get(key, 0) for part in parts) for key in set().union(*parts)}
     assert all(y == expected for y in results)

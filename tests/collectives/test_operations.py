@@ -96,7 +96,7 @@ def test_ranks_with_different_operations_raise():
     simulate(2, program)
 
 
-def test_nan():
+def test_nan_is_refused_or_passes_through_maxima():
     def program(comm):
         x = SparseVector([0, 1], np.array([np.nan if comm.rank else 1.0, 2.0]), 9)
         with pytest.raises(ValueError, match="finite"):
@@ -120,7 +120,7 @@ def test_dense_vectors_and_selected_entries():
         assert whole == [[0, 0, -2, 5], [0, 2, -2, 5]] and top == [3] and largest == [2, -1, 5]
 
 
-def test_bfloat16():
+def test_operations_on_bfloat16_are_rounded_once():
     bfloat16 = pytest.importorskip("ml_dtypes").bfloat16
 
     def program(comm):

@@ -36,7 +36,7 @@ def test_neighbours_unite_their_parts_if_there_are_many_ranks(P, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float64", "int32", "int64"])
-def test_every_dtype(dtype):
+def test_vectors_of_every_dtype_are_summed(dtype):
     inputs = [case("random", rank, 4, dtype) for rank in range(4)]
     total = np.sum([x.to_dense() for x in inputs], axis=0, dtype=dtype)
     y = simulate(4, lambda comm: sparsecoll.reduce(comm, inputs[comm.rank])).results[0]

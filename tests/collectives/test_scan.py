@@ -28,7 +28,7 @@ def test_sums_of_the_ranks_up_to_each_one(P, name):
 
 @pytest.mark.parametrize("P", [2, 5, 8])
 @pytest.mark.parametrize("call", [sparsecoll.scan, sparsecoll.exscan])
-def test_messages_and_bytes(P, call):
+def test_a_rank_receives_what_as_many_ranks_hold_as_the_step_is_long(P, call):
     """In the step of distance d a rank receives the entries of d ranks, or fewer if there are no more."""
     run = simulate(P, lambda comm: call(comm, SparseVector([comm.rank], np.ones(1, np.float32), P), format="coo"))
     for rank, traffic in enumerate(run.traffic):
@@ -41,7 +41,7 @@ def test_messages_and_bytes(P, call):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "int64", "bool", "complex64"])
-def test_every_dtype(dtype):
+def test_vectors_of_every_dtype_are_summed(dtype):
     inputs = [case("random", rank, 4, dtype) for rank in range(4)]
     y = simulate(4, lambda comm: sparsecoll.scan(comm, inputs[comm.rank])).results[3]
     assert y.dtype == np.dtype(dtype)

@@ -13,7 +13,7 @@ from sparsecoll import SparseVector, simulate
 
 @pytest.mark.parametrize("name", ["random", "empty_ranks"])
 @pytest.mark.parametrize("P", [1, 2, 3, 6])
-def test_a_list(P, name):
+def test_each_rank_receives_its_vector_of_a_list(P, name):
     inputs, root = [case(name, rank, P) for rank in range(P)], P - 1
 
     def program(comm):

@@ -20,7 +20,7 @@ def body(x, value_dtype=None):
     return FORM.size(x, value_dtype) - 24
 
 
-def test_figure_2():
+def test_zeros_in_a_row_part_blocks_as_in_figure_2():
     """Block 1 without a zero, block 2 with one, block 3 with two in a row; three in a row part blocks 4 and 5."""
     assert body(vector([0, 1, 2])) == 8 + 3 * 4
     assert body(vector([0, 1, 3])) == 8 + 4 * 4

@@ -33,7 +33,7 @@ def vectors(draw, largest=2**40):
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_contract(name):
+def test_every_format_keeps_the_contract(name):
     check_format(FORMATS[name])
 
 
@@ -124,7 +124,7 @@ def test_auto_on_a_fast_link_does_not_pay_for_coding():
         assert formats.encode(x, formats.Auto(beta=beta)).tobytes() == formats.encode(x, best).tobytes()
 
 
-def test_options_and_names():
+def test_formats_are_found_by_name_and_as_objects():
     assert formats.resolve("coo") is FORMATS["coo"]
     assert formats.resolve(formats.Slots(m=5)).m == 5
     with pytest.raises(ValueError, match=r"expected one of coo, .*, got 'zip'"):

@@ -54,7 +54,7 @@ def test_half_the_bytes_of_coo_at_1_percent_with_float16():
 
 
 @pytest.mark.parametrize("indices", [[], [7], range(0, 3000), [0, 2**32, 2**40]], ids=["none", "one", "all", "far"])
-def test_indices_alone(indices):
+def test_messages_of_indices_alone_come_back(indices):
     x = SparseVector(np.array(indices, np.int64), np.zeros(len(indices)), max([2999, *indices]) + 1)
     message = PackedIndices().encode(x)
     assert message.size == PackedIndices().size(x) == FORMATS["packed"].size(x) - 8 * x.nnz
@@ -85,7 +85,7 @@ def drawn(seed, nnz, dtype=np.float32, n=10**5):
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("nnz", [0, 1, 511, 1000, 1001])
 @pytest.mark.parametrize(("bits", "error"), [(4, 1 / 3), (8, 1 / 16)])
-def test_values_in_few_bits(bits, error, nnz, dtype):
+def test_values_in_few_bits_are_within_a_level(bits, error, nnz, dtype):
     form, x = PackedCodes(bits), drawn(0, nnz, dtype)
     message = form.encode(x)
     y = formats.decode(message, x.length)

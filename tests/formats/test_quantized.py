@@ -41,7 +41,7 @@ def test_coding_twice_is_coding_once(bits, seed, nnz, bucket):
     assert again.indices.tolist() == once.indices.tolist() and again.values.tolist() == once.values.tolist()
 
 
-def test_size():
+def test_sizes_are_those_of_codes_and_scales():
     x = vector(nnz=5000)
     for bits in (2, 4, 8):
         assert abs(Quantized(bits).size(x) - (40 + 4 * 10 + 5000 * bits / 8)) <= 8

@@ -24,6 +24,14 @@ def cp():
     return library
 
 
+@pytest.fixture
+def gpu(cp):
+    """The kernels of GPUs."""
+    from sparsecoll.kernels import gpu
+
+    return gpu
+
+
 @pytest.fixture(autouse=True)
 def few_ranks(request):
     """A pretence is slow: with many ranks on few cores the tests run only where all are asked for."""

@@ -20,16 +20,14 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import threading
-import time
 import types
 import weakref
 from pathlib import Path
 
 import numpy as np
+from fake_device import GUARD, Borrowed, Device, Event, Memory, Pointer, Stream, counts as counts, reads, streams
 
 HERE = Path(__file__).parent
-GUARD = 64  # bytes of known garbage on either side of an allocation
 FLAGS = ("-O1", "-std=c++17", "-shared", "-fPIC", "-ffp-contract=off", "-fno-strict-aliasing", "-w",
          "-fsanitize=alignment,shift", "-fsanitize-undefined-trap-on-error")  # fmt: skip
 _FUNCTIONS = """
@@ -47,70 +45,6 @@ _OPERATORS = """
 """
 FUNCTIONS, OPERATORS = set(_FUNCTIONS.split()), set(_OPERATORS.split())
 METHODS = ("sum", "any", "all", "min", "max", "argmax", "argmin", "argsort", "cumsum", "ravel", "repeat", "nonzero")
-
-
-class _Memory:
-    """`size` bytes between guards: host memory, and its address on the device."""
-
-    def __init__(self, size: int) -> None:
-        whole = -(-size // 256) * 256 + 2 * GUARD
-        self.driver = _driver()
-        if self.driver is None:
-            self.raw = np.empty(whole, np.uint8)
-            self.address = self.raw.ctypes.data + GUARD
-        else:
-            self.address, alias = self.driver.allocate(whole)
-            self.raw = np.ctypeslib.as_array((ctypes.c_uint8 * whole).from_address(alias))
-            self.address += GUARD
-        self.raw[:] = 0xA5
-        self.size = size
-
-    def intact(self) -> bool:
-        return bool((self.raw[:GUARD] == 0xA5).all() and (self.raw[GUARD + self.size :] == 0xA5).all())
-
-    def __del__(self) -> None:
-        if self.driver is not None:
-            self.driver.free(self.address - GUARD)
-
-
-class _Borrowed:
-    """Another library's memory, as if it were the device's."""
-
-    def __init__(self, host) -> None:
-        self.raw = np.lib.stride_tricks.as_strided(host)
-        self.address, self.size, self.owner = host.ctypes.data, host.nbytes, host
-
-    def intact(self) -> bool:
-        return True
-
-
-class _Driver:
-    """cuMemAlloc and its kin of a pretend driver, which also tells where its memory can be read."""
-
-    def __init__(self, path: str) -> None:
-        self.library = ctypes.CDLL(path, ctypes.RTLD_GLOBAL)
-        self.library.pretend_alias.restype = ctypes.c_void_p
-        self.library.pretend_alias.argtypes = [ctypes.c_uint64]
-        self.library.cuMemFree_v2.argtypes = [ctypes.c_uint64]
-
-    def allocate(self, size: int) -> tuple[int, int]:
-        address = ctypes.c_uint64()
-        assert self.library.cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(size)) == 0
-        return address.value, self.library.pretend_alias(address.value)
-
-    def free(self, address: int) -> None:
-        self.library.cuMemFree_v2(address)
-
-
-@functools.cache
-def _driver() -> _Driver | None:
-    path = os.environ.get("SPARSECOLL_PRETEND_DRIVER")
-    return _Driver(path) if path else None
-
-
-class _Pointer:
-    def __init__(self, ptr: int) -> None:
-        self.ptr = ptr
 
 
 def _plain(x):
@@ -154,7 +88,7 @@ class ndarray:
         if memory is None:
             memory = _memory_of(host)
         if memory is None:
-            memory = _Memory(host.nbytes)
+            memory = Memory(host.nbytes)
             inside = memory.raw[GUARD : GUARD + host.nbytes].view(host.dtype).reshape(host.shape)
             inside[...] = host
             host = inside
@@ -183,10 +117,10 @@ class ndarray:
 
     @property
     def data(self):
-        if isinstance(self._memory, _Borrowed):
-            return _Pointer(self._host.ctypes.data)
+        if isinstance(self._memory, Borrowed):
+            return Pointer(self._host.ctypes.data)
         offset = self._host.ctypes.data - (self._memory.raw.ctypes.data + GUARD)
-        return _Pointer(self._memory.address + offset)
+        return Pointer(self._memory.address + offset)
 
     def get(self, stream=None, order="C", out=None, blocking=True):
         assert self._memory.intact(), "a kernel wrote beyond the end of an array"
@@ -362,70 +296,9 @@ class _Function:
             assert array._memory.intact(), f"{self._name} wrote beyond the end of an array"
 
 
-class Stream:
-    """Work is done when it is asked for, so there is nothing to wait for; the current one is kept by thread."""
-
-    def __init__(self, *_, **__):
-        self.ptr = id(self)
-
-    def __enter__(self):
-        _streams().append(self)
-        return self
-
-    def __exit__(self, *_):
-        _streams().pop()
-
-    def synchronize(self):
-        counts["synchronize"] = counts.get("synchronize", 0) + 1
-
-    def wait_event(self, event):
-        counts["wait_event"] = counts.get("wait_event", 0) + 1
-
-
-class Device:
-    """There is one."""
-
-    def __init__(self, number=0):
-        self.id = number
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        pass
-
-    def use(self):
-        pass
-
-
-class Event:
-    done = True
-
-    def __init__(self, *_, **__):
-        self.time = 0.0
-
-    def record(self, stream=None):
-        self.time = time.perf_counter()
-
-    def synchronize(self):
-        pass
-
-
-counts: dict[str, int] = {}  # of calls that wait
-reads: list[int] = []  # bytes of each read by the host that waits
-_null = Stream()
-_local = threading.local()
-
-
-def _streams():
-    if not hasattr(_local, "streams"):
-        _local.streams = [_null]
-    return _local.streams
-
-
 def empty(shape, dtype=float):
     dtype = np.dtype(dtype)
-    memory = _Memory(int(np.prod(shape)) * dtype.itemsize)
+    memory = Memory(int(np.prod(shape)) * dtype.itemsize)
     return ndarray._of(memory.raw[GUARD : GUARD + memory.size].view(dtype).reshape(shape), memory)
 
 
@@ -443,7 +316,7 @@ def asarray(x, dtype=None):
 
 def borrowed(host):
     """A NumPy array's memory as a device array."""
-    return ndarray._of(host, _Borrowed(host))
+    return ndarray._of(host, Borrowed(host))
 
 
 def asnumpy(x):
@@ -486,7 +359,7 @@ def install() -> types.ModuleType:
         Stream=Stream,
         ExternalStream=Stream,
         Event=Event,
-        get_current_stream=lambda: _streams()[-1],
+        get_current_stream=lambda: streams()[-1],
         alloc_pinned_memory=lambda size: bytearray(size),
         get_elapsed_time=lambda start, stop: 1e3 * (stop.time - start.time),
         runtime=types.SimpleNamespace(

@@ -86,7 +86,8 @@ def main() -> None:
     steps: list[tuple[str, list[str], dict[str, str]]] = [("kernels, vectors and training", alone, plain)]
     sanitizer = shutil.which("compute-sanitizer")
     if sanitizer and not options.pretend:
-        few = [str(HERE / "test_gpu_kernels.py"), "-k", "float32 or rice or blocks or bitmaps or slots or scattering"]
+        few = [str(HERE / f"test_gpu_{name}.py") for name in ("kernels", "codecs")]
+        few += ["-k", "float32 or rice or blocks or bitmaps or slots or scattering"]
         for tool in ("memcheck", "racecheck"):
             command = [sanitizer, "--tool", tool, "--error-exitcode", "9", "--target-processes", "all", *python, *few]
             steps.append((f"compute-sanitizer {tool}", command, plain))

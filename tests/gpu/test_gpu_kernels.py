@@ -1,33 +1,14 @@
 """GPU kernels equal the reference to the last bit. Without a GPU the CUDA sources run on the host, see fake_cupy.py."""
 
-import os
-
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings, strategies as st
+from gpu_cases import FEW, all_same, dtypes, index_dtypes, indices, same, seeds, sizes, values
+from hypothesis import given, strategies as st
 
 from sparsecoll.kernels import reference
 from sparsecoll.kernels.keys import COMPILED_DTYPES, Momentum, Pass, key_of
-from sparsecoll.kernels.reference.quantization import code_bytes
-from sparsecoll.kernels.reference.rice import RICE_BLOCKS, RICE_PAD
 from sparsecoll.kernels.sampling import stride_for
 from sparsecoll.vector import accumulator_dtype
-
-EXAMPLES = 40 if os.environ.get("SPARSECOLL_GPU_TESTS") == "all" else 4
-FEW = settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-
-dtypes = st.sampled_from(COMPILED_DTYPES)
-index_dtypes = st.sampled_from([np.uint32, np.uint64])
-seeds = st.integers(0, 2**32 - 1)
-sizes = st.sampled_from([0, 1, 2, 33, 300, 2049, 4096, 9001])
-SPECIAL = [0.0, -0.0, 1.0, -1.0, np.inf, -np.inf, np.nan, 1e-7, 65504.0]
-
-
-@pytest.fixture
-def gpu(cp):
-    from sparsecoll.kernels import gpu
-
-    return gpu
 
 
 @pytest.fixture(params=["forwards", "backwards"])
@@ -41,45 +22,10 @@ def order(request, cp, monkeypatch):
         monkeypatch.setenv("SPARSECOLL_THREAD_ORDER", "1")
 
 
-def values(dtype, size, seed, special=True):
-    rng = np.random.default_rng(seed)
-    drawn = rng.standard_normal(size) ** 3 * 10.0 ** rng.integers(-3, 3)
-    kind = rng.integers(0, 3)
-    if kind == 0:
-        drawn = np.round(drawn)
-    if kind == 1 and special:
-        drawn = np.where(rng.random(size) < 0.3, rng.choice(SPECIAL, size), drawn)
-    if dtype.kind != "f":
-        drawn = np.nan_to_num(drawn, posinf=9, neginf=-9) * 7
-    with np.errstate(all="ignore"):
-        return drawn.astype(dtype)
-
-
-def indices(size, seed, dtype=np.uint32, top=None):
-    rng = np.random.default_rng(seed)
-    return np.unique(rng.integers(0, top or max(1, 3 * size), size, dtype=np.uint64)).astype(dtype)
-
-
-def same(mine, theirs):
-    """Bit for bit; NaN only as NaN, since processors differ in the NaN that arithmetic makes."""
-    mine = mine.get() if hasattr(mine, "get") else np.asarray(mine)
-    theirs = np.asarray(theirs)
-    assert mine.dtype == theirs.dtype and mine.shape == theirs.shape
-    if mine.dtype.kind == "f":
-        np.testing.assert_array_equal(np.isnan(mine), np.isnan(theirs))
-        mine, theirs = np.nan_to_num(mine, nan=1), np.nan_to_num(theirs, nan=1)
-    assert mine.tobytes() == theirs.tobytes()
-
-
-def all_same(mine, theirs):
-    for a, b in zip(mine, theirs, strict=True):
-        same(a, b)
-
-
 @pytest.mark.parametrize("dtype", COMPILED_DTYPES, ids=str)
 @FEW
 @given(size=sizes, seed=seeds, data=st.data())
-def test_threshold_selection(cp, gpu, order, dtype, size, seed, data):
+def test_threshold_selection_equals_the_reference(cp, gpu, order, dtype, size, seed, data):
     v = values(dtype, size, seed)
     keys = reference.magnitude_keys(v)
     key = int(data.draw(st.sampled_from([0, 1, *keys[:5].tolist(), int(keys.max(initial=0)) + 1, 1 << 64])))
@@ -193,7 +139,7 @@ def test_more_tiles_than_a_group_has(cp, gpu, monkeypatch, few):
 
 @FEW
 @given(dtype=dtypes, size=sizes, seed=seeds, scale=st.sampled_from([1.0, 0.3, -2.0]))
-def test_accumulation(cp, gpu, dtype, size, seed, scale):
+def test_accumulation_equals_the_reference(cp, gpu, dtype, size, seed, scale):
     v, g = values(dtype, size, seed), values(dtype, size, seed + 7)
     mine, scale = cp.asarray(v), scale if dtype.kind == "f" else 2
     gpu.form(mine, Pass(add=(cp.asarray(g), scale)))
@@ -218,7 +164,7 @@ def test_sum_of_sparse_vectors(cp, gpu, spread, dtype, size, seed, parts, own):
 
 @FEW
 @given(dtype=dtypes, size=sizes, seed=seeds, own=index_dtypes)
-def test_scattering(cp, gpu, dtype, size, seed, own):
+def test_scattering_equals_the_reference(cp, gpu, dtype, size, seed, own):
     dense, i = values(np.dtype(dtype), 3 * size + 1, seed), indices(size, seed, own)
     v = values(np.dtype(dtype), i.size, seed + 1)
     for name in ("scatter_add", "scatter_subtract"):
@@ -268,134 +214,6 @@ def test_what_lists_of_indices_share(cp, gpu, size, seed, own):
 @given(length=st.sampled_from([1, 2, 1000, 2**32, 2**40 + 3]), count=st.integers(0, 700), key=st.integers(0, 2**63))
 def test_random_indices(cp, gpu, length, count, key):
     same(gpu.random_indices(length, count, key), reference.random_indices(length, count, key))
-
-
-@FEW
-@given(size=sizes, seed=seeds, own=index_dtypes, gap=st.integers(0, 9), far=st.sampled_from([1, 3, 40]))
-def test_blocks(cp, gpu, size, seed, own, gap, far):
-    i = indices(size, seed, own, max(1, far * size))
-    v = values(np.dtype(np.float32), i.size, seed, special=False)
-    heads = reference.block_heads(i, gap)
-    same(gpu.block_heads(cp.asarray(i), gap), heads)
-    ends = i[np.append(heads[1:], i.size) - 1].astype(np.uint64) if i.size else i[:0].astype(np.uint64)
-    starts = i[heads].astype(np.uint64)
-    lengths = ends - starts + np.uint64(1)
-    out, mine = np.empty(int(lengths.sum()), np.float32), cp.empty(int(lengths.sum()), np.float32)
-    reference.block_write(i, v, gap, out)
-    gpu.block_write(cp.asarray(i), cp.asarray(v), gap, mine)
-    same(mine, out)
-    positions = np.arange(0, out.size, 2)
-    on = (cp.asarray(starts), cp.asarray(lengths), cp.asarray(positions))
-    same(gpu.block_indices(*on), reference.block_indices(starts, lengths, positions))
-
-
-@FEW
-@given(size=sizes, seed=seeds, own=index_dtypes)
-def test_bitmaps(cp, gpu, size, seed, own):
-    i = indices(size, seed, own)
-    first = int(i[0]) if i.size else 0
-    words = np.empty(-(-(int(i[-1]) - first + 1) // 64) if i.size else 0, np.uint64)
-    reference.bitmap_write(i, first, words)
-    mine = cp.empty(words.size, np.uint64)
-    gpu.bitmap_write(cp.asarray(i), first, mine)
-    same(mine, words)
-    same(gpu.bitmap_read(mine, first, i.size, own), i)
-    assert gpu.bitmap_read(mine, first, i.size + 1, own) is None
-
-
-@FEW
-@given(size=sizes, seed=seeds, own=index_dtypes)
-def test_hashed_slots(cp, gpu, size, seed, own):
-    i, multipliers = indices(size, seed, own), (seed * 2**31 + 1, 2**63 + seed, 12345)
-    slots = reference.hash_slots(i, 2 * size + 1, multipliers)
-    same(gpu.hash_slots(cp.asarray(i), 2 * size + 1, multipliers), slots)
-    held, mine = np.empty(2 * size + 1, np.int64), cp.empty(2 * size + 1, np.int64)
-    reference.slots_write(slots, held)
-    gpu.slots_write(cp.asarray(slots), mine)
-    same(mine, held)
-
-
-def test_narrow_floats(cp, gpu):
-    rng = np.random.default_rng(3)
-    halves = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
-    finite = halves[~np.isnan(halves)].astype(np.float32)
-    between = (finite + np.float32(2**-12) * finite).astype(np.float32)  # half way, or nearly
-    wild = rng.integers(0, 2**32, 30_000, dtype=np.uint64).astype(np.uint32).view(np.float32)
-    for x in (finite, between, wild[~np.isnan(wild)], np.float32([np.inf, -np.inf, np.nan, 65519, 65520, -7e4, 2e-8])):
-        same(gpu.to_float16(cp.asarray(x)), reference.to_float16(x))
-        same(gpu.to_bfloat16(cp.asarray(x)), reference.to_bfloat16(x))
-    doubles = np.concatenate([between.astype(np.float64) * (1 + 1e-12), between.astype(np.float64)])
-    same(gpu.to_float16(cp.asarray(doubles)), reference.to_float16(doubles))
-    same(gpu.from_float16(cp.asarray(halves)), reference.from_float16(halves))
-    stored = np.arange(1 << 16, dtype=np.uint16)
-    same(gpu.from_bfloat16(cp.asarray(stored)), reference.from_bfloat16(stored))
-
-
-@pytest.mark.parametrize(
-    "kind", [(8, "linear"), (2, "linear"), (8, "float"), (4, "float"), (2, "mean"), (1, "mean")], ids=str
-)
-@FEW
-@given(
-    size=sizes,
-    seed=seeds,
-    first=st.integers(0, 10**6),
-    bucket=st.sampled_from([8, 50, 512]),
-    keep=st.booleans(),
-    nearest=st.booleans(),
-)
-def test_quantised_values(cp, gpu, size, seed, kind, first, bucket, keep, nearest):
-    v, drawn = values(np.dtype(np.float32), size, seed), None if nearest else seed
-    buckets = (first + size - 1) // bucket - first // bucket + 1 if size else 0
-    scales, codes = np.empty(buckets, np.float32), np.empty(code_bytes(first, size, kind[0], bucket), np.uint8)
-    mine = cp.asarray(v), cp.empty(buckets, np.float32), cp.empty(codes.size, np.uint8)
-    gpu.quantize(mine[0], first, *kind, bucket, drawn, *mine[1:], keep)
-    with np.errstate(all="ignore"):
-        reference.quantize(v, first, *kind, bucket, drawn, scales, codes, keep)
-    all_same(mine, (v, scales, codes))
-    for add in (False, True):
-        out, theirs = np.ones(size, np.float32), cp.asarray(np.ones(size, np.float32))
-        reference.dequantize(codes, first, *kind, bucket, scales, out, add)
-        gpu.dequantize(mine[2], first, *kind, bucket, mine[1], theirs, add)
-        same(theirs, out)
-
-
-@FEW
-@given(size=sizes, seed=seeds, own=index_dtypes, far=st.sampled_from([1, 30, 50_000]), data=st.data())
-def test_rice_codes(cp, gpu, size, seed, own, far, data):
-    i = indices(size, seed, own, max(1, far * size))
-    on = cp.asarray(i)
-    block = reference.rice_block(i)
-    assert gpu.rice_block(on) == block
-    for block in RICE_BLOCKS:
-        table = reference.rice_table(i, block)
-        same(gpu.rice_table(on, block), table)
-        offsets = reference.rice_offsets(table, i.size, block)
-        same(gpu.rice_offsets(cp.asarray(table), i.size, block), offsets)
-        coded = int(offsets[-1])
-        out, mine = np.empty(coded + RICE_PAD, np.uint8), cp.empty(coded + RICE_PAD, np.uint8)
-        reference.rice_encode(i, table, block, out)
-        gpu.rice_encode(on, cp.asarray(table), block, mine)
-        same(mine, out)
-        first, limit = int(i[0]) if i.size else 0, int(i[-1]) + 1 if i.size else 1
-        arguments = (block, first, i.size, limit, i.dtype)
-        same(gpu.rice_decode(cp.asarray(table), mine, *arguments), i)
-        if i.size:
-            assert gpu.rice_decode(cp.asarray(table), mine, block, first, i.size, limit - 1, i.dtype) is None
-            damaged = out.copy()
-            damaged[data.draw(st.integers(0, max(coded - 1, 0)))] ^= 1 << data.draw(st.integers(0, 7))
-            wanted = reference.rice_decode(table, damaged, *arguments)
-            found = gpu.rice_decode(cp.asarray(table), cp.asarray(damaged), *arguments)
-            assert (found is None) == (wanted is None)
-            if wanted is not None:
-                same(found, wanted)
-
-
-@pytest.mark.parametrize("blocks", [1, 16, 4096, 4097, 9000])
-def test_offsets_of_many_rice_blocks(cp, gpu, blocks):
-    rng = np.random.default_rng(blocks)
-    table = (rng.integers(0, 57, blocks) << 10 | rng.integers(0, 1024, blocks)).astype(np.uint16)
-    count = 128 * blocks - 5
-    same(gpu.rice_offsets(cp.asarray(table), count, 128), reference.rice_offsets(table, count, 128))
 
 
 @pytest.mark.parametrize("dtype", COMPILED_DTYPES, ids=str)

@@ -66,7 +66,7 @@ def test_every_algorithm(lift, algo, P, name):
 
 @pytest.mark.parametrize("dtype", ["float16", "float64", "int32", "int64"])
 @pytest.mark.parametrize("algo", ["oktopk", "densestream", "dense", "gtopk"])
-def test_dtypes(lift, algo, dtype):
+def test_sums_of_every_dtype_on_the_gpu_have_the_bits_of_the_host(lift, algo, dtype):
     inputs = [case("random", rank, 3, dtype) for rank in range(3)]
     device = [lift(x) for x in inputs]
     mine = simulate(3, lambda comm: sparsecoll.allreduce(comm, device[comm.rank], algo)).results

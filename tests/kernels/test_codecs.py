@@ -45,7 +45,7 @@ def payload_of(kernels, indices, block=1024):
 
 @FEW
 @given(positions(), st.sampled_from(RICE_BLOCKS))
-def test_rice(indices, block):
+def test_rice_codes_are_those_of_the_reference_and_come_back(indices, block):
     assert cpu.rice_block(indices) == reference.rice_block(indices)
     (table, payload), (own_table, own_payload) = (payload_of(kernels, indices, block) for kernels in (reference, cpu))
     assert table.tolist() == own_table.tolist()
@@ -89,7 +89,7 @@ def test_rice_parameter_that_would_overflow_64_bits_is_refused():
 
 @FEW
 @given(positions(largest=2**20), st.integers(0, 6))
-def test_blocks(indices, gap):
+def test_blocks_are_those_of_the_reference_and_come_back(indices, gap):
     heads = [kernels.block_heads(indices, gap) for kernels in BOTH]
     assert heads[0].tolist() == heads[1].tolist()
     ends = np.append(heads[0][1:], indices.size) - 1
@@ -107,7 +107,7 @@ def test_blocks(indices, gap):
 
 @FEW
 @given(positions(largest=2**20))
-def test_bitmap(indices):
+def test_bitmaps_are_those_of_the_reference_and_come_back(indices):
     first, last = int(indices[0]), int(indices[-1])
     words = [np.full((last - first) // 64 + 1, 5, np.uint64) for _ in BOTH]
     for kernels, out in zip(BOTH, words, strict=True):
@@ -120,7 +120,7 @@ def test_bitmap(indices):
 
 @FEW
 @given(positions(), st.integers(1, 5000), st.lists(st.integers(0, 2**64 - 1), min_size=3, max_size=3))
-def test_hashed_slots(indices, slots, multipliers):
+def test_hashed_slots_are_those_of_the_reference(indices, slots, multipliers):
     found = [kernels.hash_slots(indices, slots, tuple(multipliers)) for kernels in BOTH]
     assert found[0].tolist() == found[1].tolist()
     assert found[0].min() >= 0 and found[0].max() < slots
@@ -133,7 +133,7 @@ def test_hashed_slots(indices, slots, multipliers):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "int32", "int64"])
-def test_scatter_add_marked(dtype):
+def test_marked_entries_are_counted_and_the_others_added(dtype):
     rng = np.random.default_rng(0)
     indices = rng.integers(0, 130, 500).astype(np.uint32)  # 100 and more: marks
     values = rng.integers(-9, 9, 500).astype(dtype)
@@ -143,7 +143,7 @@ def test_scatter_add_marked(dtype):
     assert sums[0].tobytes() == sums[1].tobytes()
 
 
-def test_narrow_floats():
+def test_narrow_floats_are_rounded_as_by_the_reference():
     rng = np.random.default_rng(1)
     bits = np.concatenate(
         [rng.integers(0, 2**32, 100_003, dtype=np.uint64).astype(np.uint32), [0x7F7FFFFF, 0x7F800000]]

@@ -23,7 +23,7 @@ def values_of(rng, size, dtype):
 
 
 @pytest.mark.parametrize(("dtype", "fold"), CASES)
-def test_merge_fold(dtype, fold):
+def test_entries_at_the_same_index_are_combined_in_their_order(dtype, fold):
     rng = np.random.default_rng(3)
     for sizes, length in (((5, 0, 9), 20), ((1,), 9), ((0, 0), 9), ((400, 300, 2), 10**6)):
         index = np.uint64 if length == 20 and dtype == "int64" else np.uint32
@@ -44,7 +44,7 @@ def test_merge_fold(dtype, fold):
 
 
 @pytest.mark.parametrize(("dtype", "fold"), CASES)
-def test_fold_into(dtype, fold):
+def test_arrays_are_combined_as_by_numpy(dtype, fold):
     rng = np.random.default_rng(4)
     a, b = values_of(rng, 1000, dtype), values_of(rng, 1000, dtype)
     expected, found = a.copy(), a.copy()

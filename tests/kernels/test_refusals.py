@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import random
 import subprocess
 import sys
 
@@ -14,6 +15,15 @@ from sparsecoll.kernels.keys import Pass
 from sparsecoll.residual import LazyAccumulator
 from sparsecoll.vector import VALUE_DTYPES, DenseVector, SparseVector, dtype_of
 from sparsecoll.vector.operation import OPERATIONS, Operation
+
+EVERY = list(map(dtype_of, VALUE_DTYPES))
+PAIRED = int(os.environ.get("SPARSECOLL_FUZZ", "2"))  # other dtypes with which each dtype meets: all with make fuzz
+
+
+def partners(dtype):
+    """This dtype, and a few that it can be cast to."""
+    others = [other for other in EVERY if other != dtype and np.can_cast(dtype, other, "same_kind")]
+    return [dtype, *random.Random(str(dtype)).sample(others, min(PAIRED, len(others)))]
 
 
 def outcomes():
@@ -29,11 +39,14 @@ def outcomes():
         arrays = [y.indices, y.values] if isinstance(y, SparseVector) else [y]
         found[name] = hashlib.md5(b"".join(np.asarray(a).tobytes() for a in arrays)).hexdigest()
 
+    def merged(x, y, dtype, op):
+        return SparseVector.merge([x, y], dtype, Operation(op))
+
     def changed(dense, change):
         change(dense)
         return dense
 
-    for dtype in map(dtype_of, VALUE_DTYPES):
+    for dtype in EVERY:
         values = np.arange(1, 41).astype(dtype)
         x, y = SparseVector(np.arange(0, 80, 2), values, 90), SparseVector(np.arange(0, 120, 3)[:30], values[:30], 90)
         for name in ("topk", "threshold", "count_at_least", "kth_magnitude", "sample", "random_entries"):
@@ -46,16 +59,12 @@ def outcomes():
         note(f"from_dense {dtype}", lambda v=values: SparseVector.from_dense(v))
         note(f"to_dense {dtype}", x.to_dense)
         note(f"pairs {dtype}", lambda v=values: SparseVector.from_pairs(np.arange(40) % 7, v, 9))
-        for other in map(dtype_of, VALUE_DTYPES):
-            if np.can_cast(dtype, other, "same_kind"):
-                for op in ("sum", "max", "logical_xor") if other != dtype else OPERATIONS:
-                    note(
-                        f"merge {op} {dtype} {other}",
-                        lambda x=x, y=y, d=other, op=op: SparseVector.merge([x, y], d, Operation(op)),
-                    )
-                dense = DenseVector(np.ones(90, other))
-                note(f"add {dtype} {other}", lambda d=dense, x=x: changed(d, lambda d: d.add_at(x)))
-                note(f"subtract {dtype} {other}", lambda d=dense, x=x: changed(d, lambda d: d.subtract_at(x)))
+        for other in partners(dtype):
+            for op in ("sum", "max", "logical_xor") if other != dtype else OPERATIONS:
+                note(f"{op} {dtype} {other}", lambda x=x, y=y, d=other, op=op: merged(x, y, d, op))
+            dense = DenseVector(np.ones(90, other))
+            note(f"add {dtype} {other}", lambda d=dense, x=x: changed(d, lambda d: d.add_at(x)))
+            note(f"subtract {dtype} {other}", lambda d=dense, x=x: changed(d, lambda d: d.subtract_at(x)))
             acc = LazyAccumulator(np.ones(40, other))
             note(f"later {dtype} {other}", lambda a=acc, v=values: changed(a, lambda a: a.add_later(v, 1.0)))
         note(f"mean {dtype}", lambda x=x, d=dtype: changed(DenseVector(np.ones(90, d)), lambda d: d.copy_entries(x, 3)))

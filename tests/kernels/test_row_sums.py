@@ -20,7 +20,7 @@ def given(dtype, width, seed=0):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [1, 3, 64])
-def test_sums_and_scatter_additions(dtype, width, monkeypatch):
+def test_rows_are_summed_and_added_as_by_the_reference(dtype, width, monkeypatch):
     monkeypatch.setattr(threads, "count_for", lambda size: 2)
     parts, order, starts = given(dtype, width)
     target = np.float32 if dtype == "float16" else np.dtype(dtype)
@@ -36,7 +36,7 @@ def test_sums_and_scatter_additions(dtype, width, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "float16", "float64", "complex128"])
-def test_copies(dtype):
+def test_rows_are_copied_by_number(dtype):
     values = np.arange(60).reshape(20, 3).astype(dtype)
     out = np.empty((3, 3), dtype)
     cpu.take_rows(values, np.array([19, 0, 7]), out)

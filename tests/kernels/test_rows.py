@@ -8,7 +8,7 @@ from sparsecoll.kernels import cpu, reference
 
 @pytest.mark.parametrize(("index", "dtype"), [(np.uint32, np.int32), (np.uint64, np.int64), (np.uint64, np.int32)])
 @pytest.mark.parametrize(("rows", "width", "entries"), [(0, 5, 0), (4, 0, 0), (1, 7, 4), (9, 1, 5), (300, 40, 900)])
-def test_rows_and_back(index, dtype, rows, width, entries):
+def test_entries_become_rows_and_entries_again(index, dtype, rows, width, entries):
     flat = np.sort(np.random.default_rng(2).choice(max(rows * width, 1), entries, replace=False)).astype(index)
     made = []
     for kernels in (cpu, reference):
@@ -20,7 +20,7 @@ def test_rows_and_back(index, dtype, rows, width, entries):
     assert made[0] == made[1] and made[0][0][-1] == entries
 
 
-def test_unsorted_and_repeated_columns():
+def test_unsorted_and_repeated_columns_are_noticed():
     starts = np.array([0, 2, 4], np.int32)
     for columns, ascending in (([1, 3, 0, 2], True), ([1, 1, 0, 2], False), ([1, 3, 2, 0], False)):
         for kernels in (cpu, reference):

@@ -29,7 +29,7 @@ def gradient(dtype, size, seed):
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
 @pytest.mark.parametrize("dtype", ["float32", "int64"])
-def test_selection(dtype, count, monkeypatch):
+def test_threads_select_what_one_thread_selects(dtype, count, monkeypatch):
     several(monkeypatch, count)
     for size in SIZES:
         x, g = gradient(dtype, size, 0), gradient(dtype, size, 1)
@@ -49,7 +49,7 @@ def test_selection(dtype, count, monkeypatch):
 
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("nesterov", [False, True])
-def test_selection_with_momentum(nesterov, count, monkeypatch):
+def test_threads_form_momentum_as_one_thread_does(nesterov, count, monkeypatch):
     several(monkeypatch, count)
     for size in SIZES:
         x, v, g = (gradient(np.float32, size, seed) for seed in range(3))
@@ -67,7 +67,7 @@ def test_selection_with_momentum(nesterov, count, monkeypatch):
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
 @pytest.mark.parametrize("dense", [False, True])
-def test_merge_sum(count, dense, monkeypatch):
+def test_threads_merge_as_one_thread_does(count, dense, monkeypatch):
     several(monkeypatch, count)
     rng = np.random.default_rng(0)
     for size in SIZES:

@@ -65,7 +65,7 @@ def as_dtype(x, dtype):
     st.sampled_from([1, 3]),
     st.booleans(),
 )
-def test_same_bits(shape, dtype, k, parts, clear):
+def test_the_top_k_of_values_at_the_edges_are_those_of_the_reference(shape, dtype, k, parts, clear):
     """Also where what is found is cut to k again and again, on several threads, with what is left behind."""
     x = as_dtype(SHAPES[shape](np.random.default_rng(k), N, k), dtype)
     with pytest.MonkeyPatch.context() as patch:
@@ -80,7 +80,7 @@ def test_same_bits(shape, dtype, k, parts, clear):
 
 @pytest.mark.parametrize("shape", [shape for shape in SHAPES if "sample" not in shape])
 @pytest.mark.parametrize("seed", range(4))
-def test_one_pass(shape, seed, monkeypatch):
+def test_one_pass_finds_the_top_k_however_values_repeat(shape, seed, monkeypatch):
     """Values that repeat with the stride of the sample, among others, do not mislead it."""
     n, k, passes = 1 << 18, 1 << 12, []
     select = cpu.largest.select
@@ -91,7 +91,7 @@ def test_one_pass(shape, seed, monkeypatch):
 
 @pytest.mark.parametrize("dtype", ["float32", "int8", "uint8", "float64"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_memory(shape, dtype):
+def test_memory_does_not_grow_with_ties(shape, dtype):
     n, k = 1 << 21, 3000
     x = as_dtype(SHAPES[shape](np.random.default_rng(0), n, k), dtype)
     memory.release()

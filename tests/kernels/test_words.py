@@ -7,7 +7,7 @@ from sparsecoll.kernels import cpu, reference
 
 
 @pytest.mark.parametrize("words", [[], [b""], [b"", b"a", b""], [b"abc", b"ab", b"abc", b"abd"] * 300])
-def test_words(words):
+def test_words_are_numbered_hashed_and_joined_as_by_the_reference(words):
     stops = np.cumsum([len(word) + 1 for word in words], dtype=np.int64) - 1
     starts, text = stops - np.array([*map(len, words)], np.int64), np.frombuffer(b"\xff".join([*words, b""]), np.uint8)
     both = (kernels.number_words(text, starts, stops) for kernels in (cpu, reference))

@@ -40,7 +40,7 @@ def test_bits_and_bytes_are_those_of_the_simulator(comm, name):
 
 
 @pytest.mark.mpi
-def test_counters(comm):
+def test_counters_are_summed_and_gathered(comm):
     parts = [Counter({rank: 1, 7: rank, 2**62 + rank // 2: 5}) if rank != 1 else Counter() for rank in range(comm.size)]
     expected = {}
     for key, value in (item for part in parts for item in part.items()):
@@ -85,7 +85,7 @@ def test_an_intercommunicator_is_refused(comm, mpi):
 
 
 @pytest.mark.mpi
-def test_words(comm):
+def test_words_are_summed_over_mpi(comm):
     parts = [Counter(f"the cat of rank {rank // 2}".split()) for rank in range(comm.size)]
     assert sparsecoll.allreduce(comm, parts[comm.rank]) == sum(parts, Counter())
     total = sparsecoll.reduce(comm, Counter({key.encode(): n for key, n in parts[comm.rank].items()}), comm.size - 1)
@@ -161,7 +161,7 @@ def test_integers_that_a_sum_might_not_hold_are_refused_on_all_ranks(comm):
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("x", [np.arange(12.0).reshape(3, 4).T, np.array(True), np.zeros((0, 3)), np.arange(1 << 17)])
-def test_arrays(comm, x):
+def test_dense_arrays_are_moved_and_belong_to_the_receiver(comm, x):
     P, rank = comm.size, comm.rank
     found = [sparsecoll.bcast(comm, x if rank == P - 1 else None, P - 1), *sparsecoll.allgather(comm, x)]
     found += [*sparsecoll.alltoall(comm, [x] * P), *sparsecoll.alltoallv(comm, {(rank + 1) % P: x}).values()]

@@ -5,14 +5,13 @@ SPARSECOLL_FUZZ=1 injects one at every line; otherwise at some of them, spread e
 
 import contextlib
 import os
-import sys
 from pathlib import Path
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from lines import Lines, spread  # noqa: E402
+from lines import Lines, spread, traced_in_background  # noqa: E402
 from sharded_models import (  # noqa: E402
     MIDDLE,
     TORCHRUN,
@@ -25,7 +24,6 @@ from sharded_models import (  # noqa: E402
 
 import sparsecoll.torch  # noqa: E402
 from sparsecoll.torch.compressors import TopK  # noqa: E402
-from sparsecoll.transport.progress import in_background  # noqa: E402
 
 pytestmark = [pytest.mark.mpi, TORCHRUN, pytest.mark.usefixtures("process_group")]
 HOME = Path(sparsecoll.torch.__file__).parent
@@ -43,18 +41,6 @@ def wanted(code):
     return HOME in path.parents and path.name not in REPORTING and not rest
 
 
-@contextlib.contextmanager
-def traced(reductions, lines):
-    """Trace this thread and the one that reduces."""
-    progress = reductions._transport
-    in_background(progress, lambda: sys.settrace(lines.call)).result()
-    try:
-        with lines:
-            yield
-    finally:
-        in_background(progress, lambda: sys.settrace(None)).result()
-
-
 def training(comm, nodes, target, work):
     """Train; return (lines seen on the last rank, what was raised in which step, the parameters at the end)."""
     model, reductions = attached(nodes, TopK(0.1), Model())
@@ -63,7 +49,10 @@ def training(comm, nodes, target, work):
     while step < STEP + 2:
         tracing = step == STEP and comm.rank == W - 1 and raised is None
         try:
-            with traced(reductions, lines) if tracing else contextlib.nullcontext():
+            with contextlib.ExitStack() as stack:
+                if tracing:
+                    stack.enter_context(traced_in_background(reductions._transport, lines))
+                    stack.enter_context(lines)
                 work(model, reductions, comm.rank, step)
         except Exception as error:
             assert raised is None, (target, raised, error)

@@ -10,7 +10,6 @@ from sharded_models import (  # noqa: E402
     TORCHRUN,
     Chain,
     Linear,
-    Net,
     W,
     attached,
     batch,
@@ -23,7 +22,6 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict  # 
 
 import sparsecoll.torch.fsdp  # noqa: E402
 from sparsecoll import NonFiniteError  # noqa: E402
-from sparsecoll.torch.compressors import QSGD, EFSignSGD  # noqa: E402
 
 pytestmark = [pytest.mark.mpi, TORCHRUN, pytest.mark.usefixtures("process_group")]
 
@@ -237,144 +235,6 @@ def test_a_grad_scaler_keeps_small_gradients_in_float16(comm, nodes):
     scaler.scale(model(batch(comm.rank, 0)[0]) * 1e-7).backward()
     for own, expected in zip(whole(p.grad for p in model.parameters()), mean_gradients([0], Linear()), strict=True):
         torch.testing.assert_close(own / scaler.get_scale() * 1e7, expected, rtol=1e-2, atol=1e-2)
-
-
-PAIRS = [(None, None), (None, 1), (MIDDLE, MIDDLE), (MIDDLE, W), (W, MIDDLE), (1, None)]
-
-
-@pytest.mark.parametrize(("old", "new"), PAIRS)
-def test_a_checkpoint_continues_with_any_layout(comm, tmp_path_factory, old, new):
-    """Bit for bit in the same one; in another the mean of the residuals is kept."""
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
-    from torch.distributed.tensor import Shard
-
-    def place(p):  # in columns, if the ranks divide them
-        return Shard(p.ndim - 1 if p.shape[-1] % W == 0 else 0)
-
-    options = {"shard_placement_fn": place} if old == new else {}
-    path = comm.bcast(str(tmp_path_factory.mktemp("checkpoint")))
-    compressor = sparsecoll.torch.compressors.TopK(0.1, momentum=0.5)
-    model, reductions = attached(old, compressor, options=options)
-    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
-    train(model, optimizer, comm.rank, range(2))
-    saved = reductions.state_dict()
-    state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
-    dcp.save({**state, "sparsecoll": saved}, checkpoint_id=path)
-    train(model, optimizer, comm.rank, [2])
-    expected = whole(model.parameters())
-    model, reductions = attached(new, compressor, Net(seed=7), options=options)
-    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
-    resume(dcp, model, optimizer, reductions, path)
-    loaded = reductions.state_dict()
-    assert loaded["step"] == 2
-    for kind in ("residual", "velocity"):
-        for name, t in loaded["tensors"][kind].items():
-            before = saved["tensors"][kind][name].full_tensor().mean(0)
-            assert before.any()
-            torch.testing.assert_close(t.full_tensor().mean(0), before, atol=1e-7, rtol=1e-6)
-    train(model, optimizer, comm.rank, [2])
-    if new == old:
-        assert all(map(torch.equal, whole(model.parameters()), expected))
-
-
-@pytest.mark.parametrize("compressor", [EFSignSGD(), QSGD(2, feedback=True)], ids=lambda c: c.name)
-def test_what_pads_parameters_has_no_residual(comm, tmp_path_factory, compressor):
-    """Codes without a zero left one there, which no checkpoint has."""
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
-
-    path = comm.bcast(str(tmp_path_factory.mktemp("checkpoint")))
-    model, reductions = attached(MIDDLE, compressor)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    train(model, optimizer, comm.rank, range(3))
-    state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
-    dcp.save({**state, "sparsecoll": reductions.state_dict()}, checkpoint_id=path)
-    train(model, optimizer, comm.rank, range(3, 6))
-    expected = whole(model.parameters())
-    model, reductions = attached(MIDDLE, compressor, Net(seed=7))
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    resume(dcp, model, optimizer, reductions, path)
-    train(model, optimizer, comm.rank, range(3, 6))
-    assert all(map(torch.equal, whole(model.parameters()), expected))
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "method"), [(None, None, "topk"), (None, W, "topk"), (W, None, "topk"), (W, W, "powersgd")]
-)
-def test_a_checkpoint_has_the_state_of_a_frozen_layer(comm, tmp_path_factory, old, new, method):
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
-
-    path = comm.bcast(str(tmp_path_factory.mktemp("checkpoint")))
-    model, reductions = attached(old, method, Net())
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    train(model, optimizer, comm.rank, range(2))
-    model.twice.requires_grad_(False)
-    train(model, optimizer, comm.rank, [2])
-    saved = reductions.state_dict()
-    state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
-    dcp.save({**state, "sparsecoll": saved}, checkpoint_id=path)
-    model.twice.requires_grad_(True)
-    train(model, optimizer, comm.rank, [3])
-    expected = whole(model.parameters())
-    net = Net(seed=7)
-    net.twice.requires_grad_(False)
-    model, reductions = attached(new, method, net)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    resume(dcp, model, optimizer, reductions, path)
-    before, after = (s["tensors"]["residual"]["twice.weight"].full_tensor() for s in (saved, reductions.state_dict()))
-    assert before.any()
-    torch.testing.assert_close(after.mean(0), before.mean(0), atol=1e-7, rtol=1e-6)
-    model.twice.requires_grad_(True)
-    train(model, optimizer, comm.rank, [3])
-    if new == old:
-        assert all(map(torch.equal, whole(model.parameters()), expected))
-
-
-def test_a_layer_that_was_never_trained_has_no_state(comm, tmp_path_factory):
-    import torch.distributed.checkpoint as dcp
-
-    path = comm.bcast(str(tmp_path_factory.mktemp("checkpoint")))
-    net = Linear()
-    net.b.requires_grad_(False)
-    _, reductions = attached(None, "topk", net)
-    dcp.save({"sparsecoll": reductions.state_dict()}, checkpoint_id=path)
-    model, other = attached(None, "topk", Linear())
-    model.b.requires_grad_(False)
-    other.load(path)
-    assert set(other.state_dict()["tensors"]["residual"]) == {"a.weight", "a.bias"}
-
-
-def test_a_checkpoint_without_this_state_is_refused(comm, tmp_path_factory):
-    import torch.distributed.checkpoint as dcp
-
-    path = comm.bcast(str(tmp_path_factory.mktemp("checkpoint")))
-    _, reductions = attached(1, "topk")
-    dcp.save({"sparsecoll": reductions.state_dict()}, checkpoint_id=path)
-    with pytest.raises(ValueError, match="key: expected one that the checkpoint has, got 'residuals'"):
-        reductions.load(path, key="residuals")
-    _, other = attached(W, "efsignsgd")
-    with pytest.raises(ValueError, match=r"checkpoint: expected the state of compressor qsgd.*, got that of topk"):
-        other.load(path)
-    _, other = attached(1, "topk", Linear())
-    with pytest.raises(ValueError, match=r"checkpoint: expected residual of 'a\.weight', got none"):
-        other.load(path)
-
-
-def resume(dcp, model, optimizer, reductions, path):
-    from torch.distributed.checkpoint.state_dict import (
-        get_model_state_dict,
-        get_optimizer_state_dict,
-        set_model_state_dict,
-        set_optimizer_state_dict,
-    )
-
-    state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
-    dcp.load(state, checkpoint_id=path)
-    set_model_state_dict(model, state["model"])
-    set_optimizer_state_dict(model, optimizer, state["optimizer"])
-    reductions.load(path)
 
 
 class Wide(torch.nn.Module):

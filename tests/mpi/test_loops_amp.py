@@ -116,7 +116,7 @@ def residuals(run):
 
 
 @pytest.mark.parametrize("way", (*WAYS, SPARSE))
-def test_autocast(comm, way):
+def test_losses_under_autocast_train_as_one_process(comm, way):
     def train(way):
         run = Run(way, comm, single, sgd, "none", torch.float32)
         for step in range(4):

@@ -1,9 +1,5 @@
 """What goes wrong around a training loop, over MPI: heard by all ranks, or undone; and wrappers that come and go."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -338,59 +334,3 @@ def test_ranks_that_skip_differently_are_told(comm):
                 continue
             run.optimizer.step()
     run.close()
-
-
-LAUNCHED = """
-import sys, torch, sparsecoll.torch as st
-model = torch.nn.Linear(3, 3)
-inner = torch.optim.SGD(model.parameters(), 0.1)
-try:
-    {"DistributedOptimizer": lambda: st.DistributedOptimizer(inner, model), "HookState": lambda: st.HookState(),
-     "broadcast": lambda: st.broadcast(model)}[sys.argv[1]]()
-except RuntimeError as error:
-    print("refused:", error)
-"""
-
-
-MIXED = """
-import sys, torch
-import torch.distributed as dist
-from mpi4py import MPI
-import sparsecoll, sparsecoll.torch
-from torch.testing._internal.distributed.fake_pg import FakeStore
-dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=3)
-for comm in (MPI.COMM_WORLD, MPI.COMM_WORLD.Split(0)):
-    try:
-        sparsecoll.torch.broadcast(torch.nn.Linear(2, 2), comm)
-    except RuntimeError as error:
-        print("refused:", error)
-sparsecoll.torch.broadcast(torch.nn.Linear(2, 2), MPI.COMM_SELF)
-"""
-
-
-def test_mpis_world_of_one_rank_is_refused_beside_a_process_group(comm):
-    """torchrun starts no MPI: every process would train on its own."""
-    if comm.rank == 0:
-        hidden = ("PMI", "MPI", "OMPI", "PMIX", "HYDRA", "HYDI", "WORLD_SIZE", "RANK", "LOCAL_", "SLURM", "PRTE")
-        env = {name: value for name, value in os.environ.items() if not name.startswith(hidden)}
-        done = subprocess.run(
-            [sys.executable, "-c", MIXED], env=env, capture_output=True, text=True, timeout=200, check=True
-        )
-        refused = "refused: comm: expected the 3 ranks of torch.distributed, got one rank of an MPI"
-        assert done.stdout.count(refused) == 2
-    comm.Barrier()
-
-
-@pytest.mark.parametrize("what", ["DistributedOptimizer", "HookState", "broadcast"])
-@pytest.mark.parametrize("launcher", ["WORLD_SIZE", "SLURM_STEP_NUM_TASKS"])
-def test_a_launcher_that_mpi_does_not_know_is_refused(comm, what, launcher):
-    """torchrun and srun without MPI: every process would train on its own."""
-    if comm.rank == 0 and (what == "DistributedOptimizer" or launcher == "WORLD_SIZE"):
-        hidden = ("PMI", "MPI", "OMPI", "PMIX", "HYDRA", "HYDI", "WORLD_SIZE", "RANK", "LOCAL_", "SLURM", "PRTE")
-        env = {name: value for name, value in os.environ.items() if not name.startswith(hidden)}
-        env |= {launcher: "3", "RANK": "1", "LOCAL_RANK": "1"}
-        done = subprocess.run(
-            [sys.executable, "-c", LAUNCHED, what], env=env, capture_output=True, text=True, timeout=200, check=True
-        )
-        assert f"refused: comm: expected 3 ranks, as {launcher} says" in done.stdout, done.stdout + done.stderr
-    comm.Barrier()

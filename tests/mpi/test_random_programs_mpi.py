@@ -6,11 +6,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from programs import run  # noqa: E402
+from play import run  # noqa: E402
 from runs import alike  # noqa: E402
 
 pytestmark = [pytest.mark.mpi, pytest.mark.mpich, pytest.mark.usefixtures("process_group")]
-COUNT = int(os.environ.get("SPARSECOLL_PROGRAMS", "40"))
+COUNT = int(os.environ.get("SPARSECOLL_PROGRAMS", "20"))
 
 
 def test_random_programs_lose_nothing(comm):

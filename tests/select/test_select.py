@@ -83,7 +83,7 @@ def test_all_equal_all_zero_and_empty_inputs():
             assert chosen.nnz == min(10, np.count_nonzero(x))
 
 
-def test_residual_conserves():
+def test_what_is_sent_and_what_the_residual_keeps_add_up():
     residual = Residual(6, np.float64)
     gradient = np.array([1.0, -4, 2, 0, 3, 0.5])
     for _ in range(3):

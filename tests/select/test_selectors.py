@@ -31,7 +31,7 @@ def largest(x, k):
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_contract(name):
+def test_every_selector_keeps_the_contract(name):
     check_selector(SELECTORS[name]())
 
 
@@ -47,7 +47,7 @@ def test_no_zeros_and_no_more_than_k(name):
         SELECTORS[name]().select(DenseVector(np.full(3000, np.nan)), 5)
 
 
-def test_number_selected():
+def test_about_k_entries_are_selected():
     x, k = heavy(), 1000
     for selector in (TopK(), MSTopK()):
         assert selector.select(DenseVector(x), k).nnz == k
@@ -87,7 +87,7 @@ def test_no_integer_reaches_an_infinite_threshold():
                 select.threshold(x, t)
 
 
-def test_only_large_entries():
+def test_only_large_entries_are_selected():
     x, k = heavy(), 1000
     for selector in (TopK(), SampledThreshold(), MSTopK()):
         chosen = selector.select(DenseVector(x), k)

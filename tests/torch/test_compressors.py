@@ -69,7 +69,7 @@ def test_options_are_as_given_once_a_bucket_is_bound(name):
 
 
 @pytest.mark.parametrize("name", CHECKED)
-def test_contract(name):
+def test_every_compressor_keeps_the_contract(name):
     check_compressor(resolve(CHECKED[name]), conserves=name in CONSERVING)
 
 

@@ -31,14 +31,14 @@ def described(x):
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", COMPRESSORS)
-def test_compressors(name, way):
+def test_copies_of_compressors_have_their_options(name, way):
     compressor = resolve(name)
     again = WAYS[way](compressor)
     assert type(again) is type(compressor) and again.describe() == compressor.describe()
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_schedules(way):
+def test_copies_of_schedules_are_equal(way):
     for schedule in (Constant(0.1), WarmUp(0.01, 4)):
         again = WAYS[way](schedule)
         assert [again.at(step) for step in range(6)] == [schedule.at(step) for step in range(6)]
@@ -66,7 +66,7 @@ def test_algorithms_go_on_from_a_copy_as_they_would_have(name, way):
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", SELECTORS)
-def test_selectors(name, way):
+def test_copies_of_selectors_have_their_state(name, way):
     selector = SELECTORS[name]()
     assert described(WAYS[way](selector)) == described(selector)
 

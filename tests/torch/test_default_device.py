@@ -54,7 +54,7 @@ def same_as_without(program):
 
 
 @pytest.mark.parametrize("name", WAYS)
-def test_training(name):
+def test_training_has_the_same_bits_whatever_the_default_device(name):
     def program(comm, device):
         model, data = net(seed=comm.rank, dtype=torch.float32), batch(comm.rank, 0, torch.float32)
         torch.set_default_device(device)  # of this rank's thread
@@ -71,7 +71,7 @@ def test_training(name):
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_rows(name):
+def test_tables_have_the_same_bits_whatever_the_default_device(name):
     def program(comm, device):
         embedding = table()
         generator = torch.Generator().manual_seed(comm.rank)
@@ -88,7 +88,7 @@ def test_rows(name):
     same_as_without(program)
 
 
-def test_sums():
+def test_sums_have_the_same_bits_whatever_the_default_device():
     def program(comm, device):
         rows, values = torch.tensor([[comm.rank, 3]]), torch.ones(2, 4)
         inputs = [

@@ -11,7 +11,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from lines import Lines  # noqa: E402
+from lines import Lines, spread  # noqa: E402
 from nets import batch, bits, loss_of, net  # noqa: E402
 
 from sparsecoll import CommunicationError, simulate  # noqa: E402
@@ -100,7 +100,7 @@ def training(kind, target, comm):
 def test_an_exception_at_any_line_is_raised_on_all_ranks(kind):
     whole = simulate(P, partial(training, kind, None)).results
     lines = whole[CULPRIT][0]
-    tried = lines if TRIED is None else lines[:: -(-len(lines) // TRIED)]
+    tried = spread(lines, TRIED)
     assert len(tried) > 10
     problems = []
     for target in tried:

@@ -168,7 +168,7 @@ def test_a_step_without_the_scaler_that_was_passed_is_refused(make, later):
     simulate(2, program)
 
 
-def test_arguments():
+def test_what_is_no_scaler_is_refused_on_all_ranks():
     def program(comm):
         model, scaler = net(), torch.amp.GradScaler("cpu")
         for make in (made, sgd):

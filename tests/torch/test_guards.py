@@ -1,6 +1,8 @@
 """Mistakes that would go unnoticed: equal samples on all ranks, local clipping, means that DDP overwrites, Adam."""
 
 import logging
+import subprocess
+import sys
 
 import pytest
 
@@ -11,7 +13,14 @@ from tables import backward, table  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
 from sparsecoll import CommunicationError, simulate  # noqa: E402
-from sparsecoll.torch import DistributedOptimizer, LocalOptimizer, WarmUp, init_process_group  # noqa: E402
+from sparsecoll.torch import (  # noqa: E402
+    DistributedOptimizer,
+    HookState,
+    LocalOptimizer,
+    WarmUp,
+    broadcast,
+    init_process_group,
+)
 from sparsecoll.torch.compressors import NesterovTopK, TopK  # noqa: E402
 from sparsecoll.transport import default_comm, launcher  # noqa: E402
 
@@ -140,15 +149,21 @@ def test_a_hook_that_fails_on_one_rank_fails_on_all():
     simulate(P, program)
 
 
-@pytest.mark.parametrize("given", ["None", "default_comm()", "MPI.COMM_WORLD"])
-def test_a_launcher_that_mpi_does_not_know_is_refused(monkeypatch, given):
-    """As under torchrun: two processes, each with a world of one rank."""
+def mpi():
+    """mpi4py.MPI; None if there is no MPI library."""
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError):
-        MPI = None
-        if given == "MPI.COMM_WORLD":
-            pytest.skip("no MPI library")
+        return None
+    return MPI
+
+
+@pytest.mark.parametrize("given", ["None", "default_comm()", "MPI.COMM_WORLD"])
+def test_a_launcher_that_mpi_does_not_know_is_refused(monkeypatch, given):
+    """As under torchrun: two processes, each with a world of one rank."""
+    MPI = mpi()
+    if MPI is None and given == "MPI.COMM_WORLD":
+        pytest.skip("no MPI library")
     for size, rank in launcher.VARIABLES:
         monkeypatch.delenv(size, raising=False)
         monkeypatch.delenv(rank, raising=False)
@@ -156,12 +171,42 @@ def test_a_launcher_that_mpi_does_not_know_is_refused(monkeypatch, given):
     inner = torch.optim.SGD(net().parameters(), 0.1)
     DistributedOptimizer(inner, [(f"p{i}", p) for i, p in enumerate(inner.param_groups[0]["params"])], comm).close()
     monkeypatch.setenv("WORLD_SIZE", "2")
-    for make in (lambda: DistributedOptimizer(inner, [], comm), lambda: init_process_group(comm)):
+    for make in (
+        lambda: DistributedOptimizer(inner, [], comm),
+        lambda: HookState(comm),
+        lambda: broadcast(net(), comm),
+        lambda: init_process_group(comm),
+    ):
         with pytest.raises(RuntimeError, match="expected 2 ranks, as WORLD_SIZE says, got one"):
             make()
     if MPI is not None:
         model = net()
         DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model, MPI.COMM_SELF).close()
+
+
+MIXED = """
+import sys, torch
+import torch.distributed as dist
+from mpi4py import MPI
+import sparsecoll, sparsecoll.torch
+from torch.testing._internal.distributed.fake_pg import FakeStore
+dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=3)
+for comm in (MPI.COMM_WORLD, MPI.COMM_WORLD.Split(0)):
+    try:
+        sparsecoll.torch.broadcast(torch.nn.Linear(2, 2), comm)
+    except RuntimeError as error:
+        print("refused:", error)
+sparsecoll.torch.broadcast(torch.nn.Linear(2, 2), MPI.COMM_SELF)
+"""
+
+
+def test_mpis_world_of_one_rank_is_refused_beside_a_process_group():
+    """torchrun starts no MPI: every process would train on its own."""
+    if mpi() is None:
+        pytest.skip("no MPI library")
+    done = subprocess.run([sys.executable, "-c", MIXED], capture_output=True, text=True, timeout=200, check=True)
+    refused = "refused: comm: expected the 3 ranks of torch.distributed, got one rank of an MPI"
+    assert done.stdout.count(refused) == 2
 
 
 def test_torch_without_distributed_is_refused(monkeypatch):

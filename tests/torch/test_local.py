@@ -167,7 +167,7 @@ def test_a_mean_that_overflows_is_refused():
     assert len(set(simulate(2, program).results)) == 1
 
 
-def test_refusals():
+def test_wrong_options_and_scalers_are_refused_on_all_ranks():
     def program(comm):
         model = net()
         for options, error in (({"every": 0}, ValueError), ({"outer_momentum": -1}, ValueError)):

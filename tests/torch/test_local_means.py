@@ -1,14 +1,17 @@
 """LocalOptimizer's means: what they send and hold in memory, and failures at any line."""
 
+import contextlib
 import gc
 import logging
-import sys
+import os
 import tracemalloc
+from functools import partial
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
+from lines import Injected, Lines, spread  # noqa: E402
 from nets import batch, bits, loss_of, net, train  # noqa: E402
 
 from sparsecoll import CommunicationError, simulate  # noqa: E402
@@ -17,6 +20,7 @@ from sparsecoll.torch.compressors import TopK  # noqa: E402
 from sparsecoll.torch.reduction import window  # noqa: E402
 
 SPARSE = TopK(0.1, "allgather")
+TRIED = None if os.environ.get("SPARSECOLL_FUZZ") else 25  # lines at which an exception is injected
 
 
 def local(comm, model, make=torch.optim.AdamW, **options):
@@ -101,51 +105,30 @@ def test_memory_is_that_of_the_shared_parameters_the_residual_and_the_momentum(m
     assert copies - 0.1 < between < copies + 0.2 and peak < copies + 0.5, (between, peak)
 
 
-def lines(rank, fail_at, run):
-    """Run a function; raise at a line of window.py, counted from 0; return the number of lines."""
-    count = 0
-
-    def trace(frame, event, _):
-        nonlocal count
-        if frame.f_code.co_filename != window.__file__:
-            return None
-        if event == "line":
-            count += 1
-            if count - 1 == fail_at:
-                raise OSError(f"at line {frame.f_lineno} on rank {rank}")
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        run()
-    finally:
-        sys.settrace(before)
-    return count
-
-
 @pytest.mark.slow
 def test_an_exception_at_any_line_is_raised_on_all_ranks():
     """On a rank that has finished the mean already, in its next call; discard() then gives all the same bits again."""
 
-    def program(comm, fail_at):
+    def program(comm, target):
         model = net()
-        optimizer = local(comm, model)
+        optimizer, lines = local(comm, model), Lines(lambda code: code.co_filename == window.__file__, target)
         train(comm, model, optimizer, range(3))
         loss_of(model, batch(comm.rank, 9)).backward()
-        if fail_at is None:
-            return lines(comm.rank, None, optimizer.step)
-        with pytest.raises((OSError, CommunicationError), match="on rank 1"):
-            lines(comm.rank, fail_at if comm.rank == 1 else None, optimizer.step)
-            optimizer.synchronize()
+        with lines if comm.rank == 1 else contextlib.nullcontext():
+            if target is None:
+                optimizer.step()
+                return list(lines.seen)
+            with pytest.raises((Injected, CommunicationError), match="here"):
+                optimizer.step()
+                optimizer.synchronize()
         optimizer.discard()
         train(comm, model, optimizer, range(10, 14))
         return bits(model)
 
-    count = simulate(2, lambda comm: program(comm, None)).results[1]
-    assert count > 50
-    for fail_at in range(count):
-        assert len(set(simulate(2, lambda comm, n=fail_at: program(comm, n)).results)) == 1, fail_at
+    lines = simulate(2, partial(program, target=None)).results[1]
+    assert len(lines) > 50
+    for target in spread(lines, TRIED):
+        assert len(set(simulate(2, partial(program, target=target)).results)) == 1, target
 
 
 @pytest.mark.parametrize("optimizer_of", [torch.optim.SGD, torch.optim.AdamW])

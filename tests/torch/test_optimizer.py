@@ -60,7 +60,7 @@ def test_without_compression_it_is_the_optimizer_on_the_mean_gradient(name, buck
         close(mine, expected)
 
 
-def test_closures():
+def test_every_evaluation_of_a_closure_is_a_mean():
     """L-BFGS evaluates several times a step; every evaluation is a mean."""
     plain = net()
     inner = torch.optim.LBFGS(plain.parameters(), 0.1, max_iter=4)
@@ -86,88 +86,6 @@ def test_closures():
     results = simulate(P, program).results
     assert len({b for _, b in results}) == 1
     close(results[0][0], expected)
-
-
-def test_accumulation_with_no_sync_is_one_large_batch():
-    def program(comm):
-        models = []
-        for accumulate in (True, False):
-            model = net()
-            optimizer = DistributedOptimizer(
-                torch.optim.SGD(model.parameters(), 0.1), model.named_parameters(), comm, "none", bucket_bytes=2000
-            )
-            for step in range(3):
-                optimizer.zero_grad()
-                parts = [batch(comm.rank, 10 * step + part) for part in range(3)]
-                if accumulate:
-                    with optimizer.no_sync():
-                        for data in parts[:-1]:
-                            (loss_of(model, data) / 3).backward()
-                    (loss_of(model, parts[-1]) / 3).backward()
-                else:
-                    sum(loss_of(model, data) / 3 for data in parts).backward()
-                optimizer.step()
-            models.append(parameters(model))
-        return models
-
-    for accumulated, whole in simulate(2, program).results:
-        close(accumulated, whole)
-
-
-@pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("compressor", ["none", TopK(0.1, algo="allgather")], ids=["none", "topk"])
-def test_accumulation_without_no_sync_is_one_large_batch_too(compressor, overlap):
-    """Nothing is lost: the sum of all gradients is what moved the parameters and what residuals hold."""
-
-    def program(comm):
-        model = net()
-        inner = torch.optim.SGD(model.parameters(), 0.1)
-        optimizer = DistributedOptimizer(
-            inner, model.named_parameters(), comm, compressor, bucket_bytes=2000, overlap=overlap
-        )
-        start, given = parameters(model), [torch.zeros_like(p) for p in model.parameters()]
-        for step in range(3):
-            optimizer.zero_grad()
-            for part in range(2):
-                loss = loss_of(model, batch(comm.rank, 10 * step + part))
-                for total, g in zip(
-                    given, torch.autograd.grad(loss, list(model.parameters()), retain_graph=True), strict=True
-                ):
-                    total += g
-                loss.backward()
-            optimizer.step()
-        held = optimizer.state_dict()["sparsecoll"]["tensors"].get("residual", {})
-        kept = [held.get(name, torch.zeros_like(p)) for name, p in model.named_parameters()]
-        moved = [(a - b) / 0.1 for a, b in zip(start, parameters(model), strict=True)]
-        return given, kept, moved, bits(model)
-
-    results = simulate(2, program).results
-    assert len({b for *_, b in results}) == 1
-    for i, moved in enumerate(results[0][2]):
-        torch.testing.assert_close(2 * moved + sum(r[1][i] for r in results), sum(r[0][i] for r in results))
-
-
-@pytest.mark.filterwarnings("ignore:Using backward")
-@pytest.mark.parametrize("thrown_away", [False, True])
-@pytest.mark.parametrize("way", ["create_graph", "rows"])
-def test_accumulation_into_another_tensor_is_told_from_a_gradient_thrown_away(way, thrown_away):
-    """Autograd makes the sum of a mean and a gradient a new tensor with create_graph, and of rows and a dense one."""
-
-    def program(comm):
-        p = torch.nn.Parameter(torch.zeros(40, 8))
-        compressor = TopK(0.1, algo="allgather", row_density=0.1)
-        optimizer = DistributedOptimizer(torch.optim.SGD([p], 1.0), [("p", p)], comm, compressor, dense_below=0)
-        first, second = torch.randn(2, 40, 8, generator=torch.Generator().manual_seed(comm.rank))
-        used = torch.nn.functional.embedding(torch.arange(40), p, sparse=True) if way == "rows" else p
-        (used * first).sum().backward(create_graph=way == "create_graph")
-        if thrown_away:
-            p.grad = None
-        (p * second).sum().backward(create_graph=way == "create_graph")
-        optimizer.step()
-        return p.detach(), second + (not thrown_away) * first - residuals(optimizer)["p"]
-
-    results = simulate(2, program).results
-    torch.testing.assert_close(-2 * results[0][0], sum(moved for _, moved in results))
 
 
 def test_unused_and_frozen_parameters():
@@ -209,7 +127,7 @@ def test_sparse_embedding_gradients_and_sparse_adam():
         assert moved.nonzero().view(-1).tolist() == [0, 1, 5]
 
 
-def test_mixed_dtypes():
+def test_parameters_of_several_dtypes_have_gradients_of_their_own():
     def program(comm):
         half, single, double = (
             torch.nn.Parameter(torch.ones(4, dtype=d)) for d in (torch.bfloat16, torch.float32, torch.float64)
@@ -289,7 +207,7 @@ def test_ranks_that_disagree_get_the_same_error():
     simulate(2, program)
 
 
-def test_bad_arguments():
+def test_wrong_arguments_are_refused():
     model = net()
     inner = torch.optim.SGD(model.parameters(), 0.1)
     with pytest.raises(ValueError, match="named_parameters: expected all"):

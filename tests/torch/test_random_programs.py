@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 
 torch.set_num_threads(1)
 
-from programs import run  # noqa: E402
+from play import run  # noqa: E402
 
 from sparsecoll import simulate  # noqa: E402
 

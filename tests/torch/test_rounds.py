@@ -20,7 +20,7 @@ def params(*with_gradient):
 
 
 @pytest.mark.parametrize("P", RANKS)
-def test_what_any_rank_has(P):
+def test_all_ranks_learn_what_any_rank_has(P):
     """Gradients, flags and changed buffers of the first, the middle and the last rank."""
 
     def program(comm):
@@ -46,7 +46,7 @@ def test_messages_do_not_grow_with_the_number_of_ranks():
 
 
 @pytest.mark.parametrize("P", RANKS[1:])
-def test_ranks_without_data(P):
+def test_gradients_of_ranks_without_data_do_not_count(P):
     """The first one has taken the most steps before, and its gradients do not count; the last one has data."""
 
     def program(comm):
@@ -61,7 +61,7 @@ def test_ranks_without_data(P):
 
 
 @pytest.mark.parametrize("P", RANKS)
-def test_no_rank_with_data(P):
+def test_training_is_over_when_no_rank_has_data(P):
     def program(comm):
         return Row(comm.rank % 3, JOINED, params("b"), [True]).exchange(comm.transport)
 

@@ -150,7 +150,7 @@ def test_a_dense_gradient_on_one_rank_makes_it_dense_on_all(way, caplog):
 
 
 @pytest.mark.parametrize("compressor", ["topk", "none", "free"])
-def test_nan_on_one_rank(compressor):
+def test_nan_in_a_row_of_one_rank_raises_on_all(compressor):
     def program(comm):
         embedding = table()
         optimizer = DistributedOptimizer(OPTIMIZERS["SGD"](embedding.parameters()), embedding, comm, compressor)
@@ -171,7 +171,7 @@ def test_nan_on_one_rank(compressor):
 
 
 @pytest.mark.parametrize("way", ["unscale", "step", "SparseSGD"])
-def test_grad_scaler(way):
+def test_a_scaler_skips_steps_of_rows_on_all_ranks(way):
     def program(comm):
         embedding = table()
         params, scaler = embedding.parameters(), torch.amp.GradScaler("cpu", init_scale=4.0)

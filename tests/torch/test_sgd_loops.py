@@ -13,7 +13,7 @@ from sparsecoll.torch import SparseSGD  # noqa: E402
 
 
 @pytest.mark.parametrize(("hit", "unscale"), [((), False), ((1,), False), ((1,), True), (range(P), False)], ids=str)
-def test_grad_scaler(hit, unscale):
+def test_all_ranks_skip_a_step_in_which_any_overflows(hit, unscale):
     """All ranks skip the step in which any has an overflow, all scales change alike, and updates have no scale."""
 
     def run(make, ranks, comm):
@@ -134,7 +134,7 @@ def test_two_optimizers_on_one_communicator():
 
 
 @pytest.mark.parametrize("algo", ["dense", "oktopk"])
-def test_join(algo):
+def test_missing_batches_count_as_zero_in_join(algo):
     """Ranks with 2, 5 and 3 batches: as one process in which missing batches count as zero."""
     counts = (2, 5, 3)
     plain = net()

@@ -11,7 +11,7 @@ RANKS = [1, 2, 3, 4, 5, 6, 7, 8, 12, 13, 16]
 
 
 @pytest.mark.parametrize("P", RANKS)
-def test_allgather(P):
+def test_blocks_of_equal_size_are_gathered_in_log_P_messages(P):
     simulation = simulate(P, lambda c: allgather(c.transport, np.array([c.rank, 7.5])))
     for rows in simulation.results:
         np.testing.assert_array_equal(rows, [[r, 7.5] for r in range(P)])
@@ -21,7 +21,7 @@ def test_allgather(P):
 
 
 @pytest.mark.parametrize("P", RANKS)
-def test_allgatherv_directly(P):
+def test_blocks_are_gathered_by_direct_messages(P):
     def program(comm):
         blocks = allgatherv(comm.transport, np.full(5 * comm.rank, comm.rank, np.uint8), direct=True)
         return [block.tolist() for block in blocks], sparsecoll.traffic(comm).total.messages_received
@@ -31,7 +31,7 @@ def test_allgatherv_directly(P):
 
 
 @pytest.mark.parametrize("P", RANKS)
-def test_allgatherv(P):
+def test_blocks_of_any_size_are_gathered(P):
     """Sizes 0, 5, 10, ... bytes: odd ones are padded, empty ones are kept."""
 
     def program(comm):
@@ -47,7 +47,7 @@ def test_allgatherv(P):
 
 @pytest.mark.parametrize("size", [0, 1, 5, 64, 1000])
 @pytest.mark.parametrize("P", RANKS)
-def test_sum_counts(P, size):
+def test_counts_are_summed_by_halving_and_doubling(P, size):
     for dtype in (np.int64, np.uint32):
         counts = [np.random.default_rng(r).integers(0, 1000, size).astype(dtype) for r in range(P)]
         simulation = simulate(P, lambda c, counts=counts: sum_counts(c.transport, counts[c.rank]))
@@ -60,7 +60,7 @@ def test_sum_counts(P, size):
 
 
 @pytest.mark.parametrize("P", RANKS)
-def test_disseminate(P):
+def test_maxima_are_disseminated_in_log_P_messages(P):
     """Maxima, of which some items are the same on all ranks and some are one rank's alone."""
 
     def program(comm):
@@ -76,7 +76,7 @@ def test_disseminate(P):
         assert traffic.total.bytes_received == 5 * (P - 1).bit_length()
 
 
-def test_disseminate_refuses_other_sizes():
+def test_arrays_of_other_sizes_are_not_disseminated():
     def program(comm):
         disseminate(comm.transport, np.zeros(3 + comm.rank, np.uint8), np.maximum)
 
@@ -85,7 +85,7 @@ def test_disseminate_refuses_other_sizes():
 
 
 @pytest.mark.parametrize("P", RANKS)
-def test_broadcast(P):
+def test_every_rank_receives_the_array_of_the_root(P):
     for root in {0, P - 1, P // 2}:
         results = simulate(
             P, lambda c, root=root: broadcast(c.transport, np.full((3, 2), c.rank, np.int32), root)

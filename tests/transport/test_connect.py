@@ -51,8 +51,7 @@ again.close()
 """
 
 
-@pytest.mark.parametrize("P", [1, 2, 3])
-@pytest.mark.parametrize("kind", ["FileStore", "TCPStore"])
+@pytest.mark.parametrize(("kind", "P"), [("FileStore", 1), ("FileStore", 3), ("TCPStore", 2)])
 def test_processes_with_a_store(kind, P, tmp_path):
     place = str(tmp_path / "store")
     if kind == "TCPStore":
@@ -131,7 +130,7 @@ def test_a_store_that_has_been_used_is_refused():
     sparsecoll.connect(dist.PrefixStore("another", store), 0, 1).close()
 
 
-def test_no_store_and_no_timeout():
+def test_wrong_stores_and_timeouts_are_refused_and_a_missing_rank_is_waited_for():
     with pytest.raises(TypeError, match=r"store: expected a store of torch.distributed, such as TCPStore, got dict"):
         sparsecoll.connect({}, 0, 1)
     for timeout, kind in ((0, ValueError), (float("nan"), ValueError), ("1", TypeError)):

@@ -155,7 +155,7 @@ def blocks():
 
 
 @pytest.mark.parametrize(("network", "block"), list(blocks()))
-def test_seeds(network, block):
+def test_sums_are_right_or_all_live_ranks_raise(network, block):
     happened = [check(network, seed) for seed in range(FIRST + block, FIRST + SEEDS, BLOCKS)]
     print(f"{len(happened)} seeds, {sum(happened)} faults")
 

@@ -74,7 +74,7 @@ def complaints(world, results, faults):
 
 
 @pytest.mark.parametrize("block", [pytest.param(b, marks=[pytest.mark.slow] if b else []) for b in range(BLOCKS)])
-def test_seeds(block):
+def test_ranks_are_connected_or_raise_within_the_timeout(block):
     happened = connected = 0
     seeds = range(FIRST + block, FIRST + SEEDS, BLOCKS)
     for seed in seeds:

@@ -53,6 +53,7 @@ TESTED = {
     **OTHERS,
 }
 SHORT = ("sparcml", "scan")  # tested in all ways, also if not all calls are
+RANKS = [2, pytest.param(3, marks=pytest.mark.slow)]
 
 
 @functools.cache
@@ -175,15 +176,15 @@ def test_every_order_of_a_call_gives_the_right_result(name, P):
     print(f"{orders_of(search.first, P):.1e} orders")
 
 
-@pytest.mark.parametrize("P", [2, 3])
+@pytest.mark.parametrize("P", RANKS)
 @pytest.mark.parametrize("name", TESTED if ALL else SHORT)
 def test_a_rank_that_is_late_is_no_error(name, P):
     """At any time each of them may look whether it waits for ever."""
-    (search,) = count(f"{name}, P={P}, late", searches(name, P, stalls=1, limit=5 * LIMIT))
+    (search,) = count(f"{name}, P={P}, late", searches(name, P, stalls=1, limit=2 * LIMIT))
     assert len(search.histories) == 1
 
 
-@pytest.mark.parametrize("P", [2, 3])
+@pytest.mark.parametrize("P", RANKS)
 @pytest.mark.parametrize("kind", FAILURES)
 @pytest.mark.parametrize("name", TESTED if ALL else SHORT)
 def test_one_failure_anywhere_is_an_error_on_all_ranks(name, kind, P):
@@ -192,14 +193,14 @@ def test_one_failure_anywhere_is_an_error_on_all_ranks(name, kind, P):
     count(f"{name}, P={P}, {kind}", searches(name, P, kind, timeouts=late, limit=limit))
 
 
-@pytest.mark.parametrize("P", [2, 3])
+@pytest.mark.parametrize("P", RANKS)
 @pytest.mark.parametrize("name", TESTED if ALL else SHORT)
 def test_a_timeout_at_any_wait_is_an_error_on_all_ranks(name, P):
-    count(f"{name}, P={P}, timeout", searches(name, P, "timeout", timeouts=4 - P, limit=5 * LIMIT))
+    count(f"{name}, P={P}, timeout", searches(name, P, "timeout", timeouts=4 - P, limit=2 * LIMIT))
 
 
 @pytest.mark.parametrize("peeks", [False, True])
-@pytest.mark.parametrize("P", [2, 3])
+@pytest.mark.parametrize("P", RANKS)
 def test_different_calls_are_the_same_error_in_every_order(P, peeks):
     """Also if ranks look early whether they wait for ever."""
 
@@ -265,7 +266,7 @@ class LateWorker:
             self.thread = None
 
 
-@pytest.mark.parametrize("P", [2, 3])
+@pytest.mark.parametrize("P", RANKS)
 def test_nonblocking_calls_are_made_in_their_order_however_late(P):
     def calls(comm, late=True):
         if late:
@@ -282,7 +283,7 @@ def test_nonblocking_calls_are_made_in_their_order_however_late(P):
     def check(results, steps):
         assert results == expected
 
-    count(f"nonblocking, P={P}", [Search(P, calls, check, limit=5 * LIMIT).run()])
+    count(f"nonblocking, P={P}", [Search(P, calls, check, limit=2 * LIMIT).run()])
 
 
 @pytest.mark.parametrize(
@@ -295,6 +296,7 @@ def test_steps_that_commute_are_no_choices(name, kind, bounds):
     assert sum(s.runs for s in few) < sum(s.runs for s in all_of_them)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", [("interrupt", 0, 1), *([("die", 2, 3), ("raise", 0, 3)] if ALL else [])])
 def test_steps_that_commute_are_no_choices_on_three_ranks(fault):
     """What the ranks return is what they return in some order of all steps; reports are read in any order."""

@@ -63,7 +63,7 @@ def test_an_entry_that_no_rank_has_left_is_refused(entry):
 
 
 @pytest.mark.parametrize("master", [None, "localhost", "127.0.0.1", "::1", socket.gethostname(), "192.0.2.1"])
-def test_addresses(monkeypatch, master):
+def test_ranks_meet_at_any_address_of_the_master(monkeypatch, master):
     monkeypatch.setattr(addresses, "listen_locally", lambda backlog: (None, ""))
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     if master:
@@ -91,7 +91,7 @@ def test_ranks_on_one_machine_use_unix_sockets_where_they_can(monkeypatch):
     assert all(isinstance(found, CommunicationError) or socket.AF_UNIX not in found for found in run(2, families))
 
 
-def test_interfaces(monkeypatch):
+def test_ranks_listen_at_the_interface_that_is_named(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     with addresses.listen(1)[0] as server:
         assert server.getsockname()[0] == "127.0.0.1"

@@ -24,7 +24,7 @@ Y = SparseVector([0, 4], np.array([1.0, 5.0]), 6)
     op=st.sampled_from(["sum", "min", "max", "replace"]),
     dtype=st.sampled_from(["float16", "float32", "float64", "int32", "int64"]),
 )
-def test_pairs_in_any_order(seed, size, length, op, dtype):
+def test_pairs_in_any_order_are_combined_as_given(seed, size, length, op, dtype):
     rng = np.random.default_rng(seed)
     few = np.unique(rng.integers(0, length, 10))
     indices, values = rng.choice(few, size), rng.integers(-9, 9, size).astype(dtype)
@@ -110,7 +110,7 @@ def test_what_an_array_has():
     assert len(SparseVector.empty(2**63 - 1, np.float32)) == 2**63 - 1
 
 
-def test_indexing():
+def test_indices_and_slices_are_those_of_an_array():
     dense = X.to_dense()
     for index in range(-6, 6):
         assert X[index] == dense[index] and X[np.int64(index)].dtype == np.float64
@@ -134,7 +134,7 @@ def test_indexing_beyond_32_bits():
     assert SparseVector([1], np.ones(1), 2**32)[1 : 2**32].length == 2**32 - 1
 
 
-def test_arithmetic():
+def test_arithmetic_is_that_of_arrays():
     dense, other = X.to_dense(), Y.to_dense()
     for mine, theirs in (
         (X + Y, dense + other),
@@ -218,7 +218,7 @@ def test_types_without_a_sum_are_refused_by_name():
         common_dtype(np.dtype("M8[s]"), np.dtype(np.float32))
 
 
-def test_equality():
+def test_equal_vectors_have_the_same_entries():
     assert X.copy() == X and X.astype(np.int32) == X
     for other in (Y, 2 * X, X[:5], SparseVector([1, 3, 4], np.array([2.0, 0.0, -3.0]), 6), None, 3):
         assert other != X

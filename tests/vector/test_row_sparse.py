@@ -74,7 +74,7 @@ def test_a_table_that_cannot_take_the_rows_is_left_as_it_is():
     assert not table.any() and not whole.any()
 
 
-def test_bsr_matrices():
+def test_bsr_matrices_become_rows_and_come_back():
     sparse = pytest.importorskip("scipy.sparse")
     x = x_of()
     assert RowSparse.from_scipy(x.to_scipy()) == x and x.to_scipy().blocksize == (1, 2)
@@ -102,7 +102,7 @@ def test_bsr_matrices():
         ([], np.ones((0, 2)), -1, ValueError, "n: expected 0 <= n"),
     ],
 )
-def test_what_is_refused(rows, values, n, error, text):
+def test_wrong_rows_and_values_are_refused(rows, values, n, error, text):
     with pytest.raises(error, match=text):
         RowSparse(rows, values, n)
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from sparsecoll.algorithms.allgather import Allgather
 from sparsecoll.algorithms.base import Reduction
 from sparsecoll.algorithms.primitives.estimates import OVERHEAD, rounds
-from sparsecoll.algorithms.rows.base import RowAlgorithm
-from sparsecoll.algorithms.rows.owners import RowOwners
+from sparsecoll.algorithms.rows.owners import RowAlgorithm, RowOwners
 from sparsecoll.formats import wire_dtype
 from sparsecoll.transport.channel import Channel
 from sparsecoll.transport.network import Network

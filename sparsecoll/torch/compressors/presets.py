@@ -105,9 +105,7 @@ def GaussianK(density: Density = 0.01, **options: Any) -> TopK:
 def MSTopK(density: Density = 0.01, **options: Any) -> TopK:
     """MSTopK (Shi and others, "Towards Scalable Distributed Training ... on Public Cloud Clusters", MLSys 2021).
 
-    Selects the k entries between two thresholds found by multiple sampling. `algo=sparsecoll.HiTopK()` is the exchange
-    of the paper, HiTopKComm: gradients are summed inside a node, entries are selected from chunks of that sum, and only
-    those are sent between nodes.
+    Selects the k entries between two thresholds found by multiple sampling.
 
     Args:
         density: as in `TopK`.

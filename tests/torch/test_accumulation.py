@@ -1,0 +1,93 @@
+"""Gradients that are accumulated over several backward passes are those of one large batch."""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from nets import batch, bits, close, loss_of, net, parameters, residuals  # noqa: E402
+
+from sparsecoll import simulate  # noqa: E402
+from sparsecoll.torch import DistributedOptimizer  # noqa: E402
+from sparsecoll.torch.compressors import TopK  # noqa: E402
+
+
+def test_accumulation_with_no_sync_is_one_large_batch():
+    def program(comm):
+        models = []
+        for accumulate in (True, False):
+            model = net()
+            optimizer = DistributedOptimizer(
+                torch.optim.SGD(model.parameters(), 0.1), model.named_parameters(), comm, "none", bucket_bytes=2000
+            )
+            for step in range(3):
+                optimizer.zero_grad()
+                parts = [batch(comm.rank, 10 * step + part) for part in range(3)]
+                if accumulate:
+                    with optimizer.no_sync():
+                        for data in parts[:-1]:
+                            (loss_of(model, data) / 3).backward()
+                    (loss_of(model, parts[-1]) / 3).backward()
+                else:
+                    sum(loss_of(model, data) / 3 for data in parts).backward()
+                optimizer.step()
+            models.append(parameters(model))
+        return models
+
+    for accumulated, whole in simulate(2, program).results:
+        close(accumulated, whole)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("compressor", ["none", TopK(0.1, algo="allgather")], ids=["none", "topk"])
+def test_accumulation_without_no_sync_is_one_large_batch_too(compressor, overlap):
+    """Nothing is lost: the sum of all gradients is what moved the parameters and what residuals hold."""
+
+    def program(comm):
+        model = net()
+        inner = torch.optim.SGD(model.parameters(), 0.1)
+        optimizer = DistributedOptimizer(
+            inner, model.named_parameters(), comm, compressor, bucket_bytes=2000, overlap=overlap
+        )
+        start, given = parameters(model), [torch.zeros_like(p) for p in model.parameters()]
+        for step in range(3):
+            optimizer.zero_grad()
+            for part in range(2):
+                loss = loss_of(model, batch(comm.rank, 10 * step + part))
+                for total, g in zip(
+                    given, torch.autograd.grad(loss, list(model.parameters()), retain_graph=True), strict=True
+                ):
+                    total += g
+                loss.backward()
+            optimizer.step()
+        held = optimizer.state_dict()["sparsecoll"]["tensors"].get("residual", {})
+        kept = [held.get(name, torch.zeros_like(p)) for name, p in model.named_parameters()]
+        moved = [(a - b) / 0.1 for a, b in zip(start, parameters(model), strict=True)]
+        return given, kept, moved, bits(model)
+
+    results = simulate(2, program).results
+    assert len({b for *_, b in results}) == 1
+    for i, moved in enumerate(results[0][2]):
+        torch.testing.assert_close(2 * moved + sum(r[1][i] for r in results), sum(r[0][i] for r in results))
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+@pytest.mark.parametrize("thrown_away", [False, True])
+@pytest.mark.parametrize("way", ["create_graph", "rows"])
+def test_accumulation_into_another_tensor_is_told_from_a_gradient_thrown_away(way, thrown_away):
+    """Autograd makes the sum of a mean and a gradient a new tensor with create_graph, and of rows and a dense one."""
+
+    def program(comm):
+        p = torch.nn.Parameter(torch.zeros(40, 8))
+        compressor = TopK(0.1, algo="allgather", row_density=0.1)
+        optimizer = DistributedOptimizer(torch.optim.SGD([p], 1.0), [("p", p)], comm, compressor, dense_below=0)
+        first, second = torch.randn(2, 40, 8, generator=torch.Generator().manual_seed(comm.rank))
+        used = torch.nn.functional.embedding(torch.arange(40), p, sparse=True) if way == "rows" else p
+        (used * first).sum().backward(create_graph=way == "create_graph")
+        if thrown_away:
+            p.grad = None
+        (p * second).sum().backward(create_graph=way == "create_graph")
+        optimizer.step()
+        return p.detach(), second + (not thrown_away) * first - residuals(optimizer)["p"]
+
+    results = simulate(2, program).results
+    torch.testing.assert_close(-2 * results[0][0], sum(moved for _, moved in results))
