@@ -150,9 +150,8 @@ class Buckets:
                 self._base = joined(collect(gone, {}), self._base)  # a bucket may be released twice before a step
             for compressor in gone:
                 compressor.versions.commit()
-            self._parked = collect(gone, self._parked)
-            del self._pairs[start:]
-            self.index_of = {name: i for name, i in self.index_of.items() if i < start}
+            parked, index_of = collect(gone, self._parked), {n: i for n, i in self.index_of.items() if i < start}
+            self._parked, self._pairs, self.index_of = parked, self._pairs[:start], index_of  # all or none
 
     def rename(self, names: Mapping[str, str]) -> None:
         """Discard all buckets, and rename parameters, old name -> new name; the state of all others is dropped."""
