@@ -51,7 +51,7 @@ CONSERVING = {
 
 
 CHECKED = CONSERVING | {
-    "covap": COVAP(2),  # a measured interval is never the same twice
+    "covap": COVAP(2),
     "fp16": FP16(),
     "qsgd": QSGD(),
     "dgc": DGC(),
