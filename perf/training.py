@@ -281,7 +281,7 @@ def overlap(rows):
 
 UNSHOWN = (
     ", no ",
-    "I = ",
+    *(f"I = {interval}" for interval in (1, 2, 4, 16, 32)),
     "whole model",
     "SparseSGD, dense",
     "gaussiank",
