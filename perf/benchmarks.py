@@ -17,7 +17,6 @@ import rows
 import testbed
 import training
 import volume
-import waiting
 from breakeven import judged
 from harness import FIGURES, RESULTS, ROOT, cell, load, markdown, source
 
@@ -70,12 +69,14 @@ def breakeven():
         rows = load(f"breakeven_{rate}")["rows"]
         for P in RANKS[rate]:
             found = [row for row in rows if row["P"] == P]
-            notes.append(f"- {P} ranks, {rate}: {judged(found)}")
-            for row in (row for row in found if row["density"] in RATIOS):
+            notes.append(judged(found))
+            for row in (row for row in found if row["density"] in RATIOS[1:] and row["n"] > 100_000):
                 line = lines.setdefault((row["n"], row["density"]), _point(row))
                 line[f"{P} ranks, {rate}"] = f"{row['fastest']} {cell(row['ms'])}"
     about = source(*(f"breakeven_{rate}" for rate in RANKS))
-    return f"{markdown(lines.values())}\n\n{about}\n\n" + "\n".join(notes)
+    means, most = zip(*notes, strict=True)
+    note = f"{min(means):.2f} to {max(means):.2f} times as long as the fastest choice, {max(most):.2f} at most"
+    return f"{markdown(lines.values())}\n\n{about} `auto` takes {note}."
 
 
 def ratios():
@@ -96,9 +97,7 @@ def _point(row):
 def tables():
     """Return the tables of all pages by name."""
     found = {"benchmarks.breakeven": breakeven(), "benchmarks.ratios": ratios()}
-    memory = markdown([{"algorithm": row["algo"], "MB": round(row["memory"] / 1e6)} for row in load("memory")["rows"]])
-    found["benchmarks.memory"] = f"{memory}\n\n{source('memory')}"
-    for script in (allreduce, convergence, gpu, kernels, rows, training, volume, waiting):
+    for script in (allreduce, convergence, gpu, kernels, rows, training, volume):
         found |= script.tables()
     return found
 
