@@ -15,9 +15,7 @@ from harness import load, markdown, source
 
 import sparsecoll
 from sparsecoll import DenseVector, LowBit
-from sparsecoll.cli import bench
-from sparsecoll.cli.arguments import MPI_ALLREDUCE
-from sparsecoll.cli.bench import Call
+from sparsecoll.bench.timing import MPI_ALLREDUCE, Call, heavy_tailed, measure
 from sparsecoll.telemetry.trace import KINDS
 from sparsecoll.transport import default_comm
 
@@ -93,8 +91,8 @@ def rows(options, comm):
     """Measure and yield the rows, the same on every rank."""
     for n in options.n:
         dense = 0.0
-        for name, call, run, make in contestants(options, comm, bench.heavy_tailed(n, comm.rank)):
-            row = bench.measure(comm, call, make, options.repeat, options.warm, run, name=name)
+        for name, call, run, make in contestants(options, comm, heavy_tailed(n, comm.rank)):
+            row = measure(comm, call, make, options.repeat, options.warm, run, name=name)
             dense = dense or row["seconds"]
             yield row | {"x dense": dense / row["seconds"]}
 
@@ -121,7 +119,7 @@ def table2():
         yield markdown([line(name, name, some, first) for name in names])
 
 
-UNSHOWN = ("dense, 2 bits, nearest", "dense, 1 bit, nearest", "dense, E3M0")  # in the figure only
+UNSHOWN = ("dense, 2 bits, nearest", "dense, 1 bit, nearest", "dense, E3M0")
 SHOWN = {  # in the README: name of a row
     "`MPI_Allreduce`, dense (MPICH)": MPI_ALLREDUCE,
     "**sparsecoll, exact sum** of all top k": "exact sum",

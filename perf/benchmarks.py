@@ -21,10 +21,12 @@ import waiting
 from breakeven import judged
 from harness import FIGURES, RESULTS, ROOT, cell, load, markdown, source
 
-from sparsecoll.cli import bench, plot
+from sparsecoll.bench.timing import about
+from sparsecoll.cli import plot
 
 RANKS = {"memory": (2, 4, 8), "10gbit": (4,), "1gbit": (4,)}  # of the break-even map
 RATIOS = (0.001, 0.01, 0.1, 0.3)  # densities of the tables of docs/benchmarks.md and docs/choosing.md
+UNDRAWN = ("DSA, COO", "exact sum, float16", "dense, 2 bits", *allreduce.UNSHOWN)  # of time against density
 ALGORITHMS = ("dense", "allgather", "sparcml:variant=dynamic", "densestream", "gtopk", "spardl", "oktopk", "auto")
 
 
@@ -54,7 +56,7 @@ def measure():
         bench_of = f"{sys.executable} -m sparsecoll bench --algo {algorithm} --n 24e6 --density 0.01 --repeat 3"
         run(bench_of, "memory", 4, "memory")
         found += load("memory")["rows"]
-    harness.save(RESULTS / "memory.json", {"about": bench.about(), "rows": found})
+    harness.save(RESULTS / "memory.json", {"about": about(), "rows": found})
     subprocess.run([sys.executable, "perf/volume.py", "--scaling", "--json", str(RESULTS / "scaling.json")], check=True)
 
 
@@ -104,7 +106,8 @@ def draw():
     library = [row for row in some if row["density"] == 0.1 and not row["name"].startswith("gloo")]
     title = "4 hosts, 1 Gb/s; from dense gradient to sum"
     plot.stacked(library, FIGURES / "phases.svg", f"n = 24 M, density 10 %, {title}")
-    plot.lines(some, "density", "seconds", FIGURES / "density.svg", f"n = 24 M, {title}", 1e3)
+    shown = [row for row in some if row["name"] not in UNDRAWN]
+    plot.lines(shown, "density", "seconds", FIGURES / "density.svg", f"n = 24 M, {title}", 1e3)
     bert = [r for r in plot.rows_of(RESULTS / "scaling.json") if r["model"] == "BERT" and r["network"] == "1 Gb/s"]
     title = "BERT's gradient, density 1 %"
     plot.lines(bert, "P", "seconds", FIGURES / "scaling_time.svg", f"{title}, 1 Gb/s (modelled)", 1e3)

@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from sparsecoll import simulate
-from sparsecoll.cli import bench
+from sparsecoll.bench.timing import about
 from sparsecoll.torch import DistributedOptimizer, LocalOptimizer
 from sparsecoll.torch.compressors import ACPSGD, COVAP, DGC, QSGD, DenseStream, NesterovTopK, OkTopk, PowerSGD, TopK
 from sparsecoll.torch.compressors.schedule import WarmUp
@@ -163,7 +163,7 @@ def run(key, validate=False):
     torch.set_num_threads(1)
     name, line, P, seed = key
     row = simulate(P, lambda comm: train(comm, name, line, seed, validate)).results[0]
-    return dict(zip(KEY, key, strict=True)) | {"commit": bench.about()["commit"], **row}
+    return dict(zip(KEY, key, strict=True)) | {"commit": about()["commit"], **row}
 
 
 def rows(options):

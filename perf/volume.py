@@ -20,7 +20,7 @@ from harness import Entries, load, markdown, source
 import sparsecoll
 from sparsecoll import Costs, DenseVector, Network, SparseVector
 from sparsecoll.algorithms.primitives import estimates, pipeline
-from sparsecoll.cli.arguments import algorithm
+from sparsecoll.bench import algorithm
 from sparsecoll.transport.channel import Channel
 from sparsecoll.transport.collectives import allgather
 

@@ -3,6 +3,7 @@
 import importlib.util
 import io
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -55,6 +56,19 @@ def pytest_collection_modifyitems(config, items):
         others = [item for item in items if item.get_closest_marker("mpi") is None]
         config.hook.pytest_deselected(items=others)
         items[:] = [item for item in items if item.get_closest_marker("mpi") is not None]
+
+
+def pytest_make_parametrize_id(config, val, argname):
+    """A failure names its case, also a tuple, a dict, an object or a lambda, by what it prints or uses."""
+    if getattr(val, "__name__", "") == "<lambda>":
+        code = val.__code__
+        return " ".join(str(one) for one in (*code.co_names, *code.co_consts) if isinstance(one, (str, int, float)))[
+            :60
+        ]
+    if hasattr(val, "__name__") or isinstance(val, (str, bytes, int, float, complex, set, frozenset, type(None))):
+        return None  # pytest's own
+    text = f"{val.dtype}{val.shape}" if hasattr(val, "shape") else re.sub(r"\s+", " ", repr(val))
+    return None if " at 0x" in text else text[:60]
 
 
 def pytest_runtest_logreport(report):

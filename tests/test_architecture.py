@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from launching import python
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "sparsecoll"
@@ -25,6 +26,7 @@ LAYERS = [  # one room a floor; a module may import from its own room and from t
     "collectives",
     "torch",
     "testing",
+    "bench",
     "cli",
     "__main__",
 ]
@@ -39,7 +41,8 @@ HOMES = {
     "llvmlite": INTERNALS,
     "rich": {"cli/main.py"},
     "cupy": {"kernels/gpu/device.py"},
-    "torch": {str(p.relative_to(PACKAGE)) for p in (PACKAGE / "torch").rglob("*.py")} | {"testing/compressors.py"},
+    "torch": {str(p.relative_to(PACKAGE)) for p in (PACKAGE / "torch").rglob("*.py")}
+    | {"testing/compressors.py", "bench/compressors.py"},
 }
 FILES = sorted(p for p in PACKAGE.rglob("*.py") if p != PACKAGE / "__init__.py")
 
@@ -187,9 +190,6 @@ def test_pytest_collects_everything_where_mpi4py_finds_no_library(tmp_path):
     (fake / "MPI.py").write_text("raise RuntimeError('cannot load MPI library')")
     path = os.pathsep.join([str(tmp_path), str(ROOT)])
     parts = ["tests/mpi", "tests/transport", "tests/cli", "tests/algorithms/test_contract.py", "sparsecoll/transport"]
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", *parts]
-    done = subprocess.run(
-        command, env=os.environ | {"PYTHONPATH": path}, cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    done = python("-m", "pytest", "--collect-only", "-q", *parts, cwd=ROOT, variables={"PYTHONPATH": path})
     assert done.returncode == 0, done.stdout[-2000:]
     assert "test_contract.py" in done.stdout and "sim.py::" in done.stdout

@@ -5,11 +5,10 @@ import inspect
 import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from launching import python
 
 from sparsecoll.formats import FORMATS
 
@@ -105,7 +104,7 @@ def test_measured_tables_are_those_of_the_rows_and_every_one_is_shown():
         "assert not [page.name for page, text in pages.items() if page.read_text() != text], 'benchmarks.py --render';"
         "assert made.keys() == {block[2] for text in pages.values() for block in harness.BLOCK.finditer(text)}"
     )
-    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT / "perf", capture_output=True, text=True, timeout=300)
+    run = python("-c", code, cwd=ROOT / "perf")
     assert run.returncode == 0, run.stderr
 
 

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from launching import python
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("matplotlib")
@@ -48,7 +49,7 @@ def printed(capsys, monkeypatch):
 
 def test_demo_runs_without_mpirun(tmp_path):
     arguments = ["--epochs", "1", "--seeds", "1", "--batch", "50", "--density", "0.05", "--out", str(tmp_path)]
-    run = subprocess.run([sys.executable, TRAIN, *arguments], capture_output=True, text=True, timeout=200)
+    run = python(TRAIN, *arguments)
     assert run.returncode == 0, run.stderr
     assert run.stdout.startswith("Training on 1 rank, 1 epochs, 1 seed: with dense sums") and "About" in run.stdout
     assert "accuracy difference" in run.stdout
@@ -60,15 +61,14 @@ def test_demo_runs_without_mpirun(tmp_path):
 
 def test_every_script_of_perf_can_be_imported():
     code = "import pathlib; [__import__(path.stem) for path in sorted(pathlib.Path().glob('*.py'))]"
-    run = subprocess.run(
-        [sys.executable, "-c", code], cwd=TRAIN.parents[1] / "perf", capture_output=True, text=True, timeout=300
-    )
+    run = python("-c", code, cwd=TRAIN.parents[1] / "perf")
     assert run.returncode == 0, run.stderr
 
 
 def test_demo_sends_40_times_fewer_bytes():
     train = loaded("train.py")
-    args = argparse.Namespace(lr=0.1, momentum=0.9, density=0.01, epochs=1, batch=50)
+    method = {"algo": "oktopk", "selector": None, "compressor": None}
+    args = argparse.Namespace(lr=0.1, momentum=0.9, density=0.01, epochs=1, batch=50, **method)
 
     def received(algo):
         def program(comm):

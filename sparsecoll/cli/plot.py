@@ -1,29 +1,34 @@
 """Draws figures from rows of `bench`: stacked phases, time against density, time and volume against P.
 
-Needs matplotlib. Lines differ by marker and dash and bars by hatch, so that figures are legible in black and white.
+Needs matplotlib. Lines differ by colour, dash and marker and have their names at their ends, and bars differ by hatch,
+so that figures are legible in black and white.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from itertools import cycle
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from sparsecoll.cli.bench import Row
+from sparsecoll.bench.timing import Row
 from sparsecoll.telemetry.trace import KINDS
 
 PARTS = (*KINDS, "other")
 HATCHES = dict(zip(PARTS, ("///", "...", "\\\\\\", "xx", "++", "", "--"), strict=True))
-STYLES = [(marker, dash) for dash in ("-", "--", ":") for marker in "osD^vP*X"]
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#8c564b", "#e69f00", "#56b4e9", "#5b3fa0")
+DASHES = ("-", (0, (6, 2)), (0, (1, 1.5)), (0, (6, 2, 1, 2)))
+MARKERS = "osD^vP*X"
+GREYS = ("black", "0.35", "0.55")  # of dense references
+APART = 0.055  # of the height of a figure: between the names of lines
 NEEDED = ("n", "P", "density", "seconds")  # columns without which there is no figure
 NUMBERS = (*NEEDED, *PARTS, "bytes_received")
 WIDTH = 7.0  # inches; a text column
 
 
 def rows_of(path: str | Path) -> list[Row]:
-    """Return the rows in a file that `bench --json` wrote.
+    """Return the rows in a file that `bench --json` or `simulate --json` wrote.
 
     Raises:
         ValueError: The file cannot be read, or contains something else.
@@ -32,16 +37,29 @@ def rows_of(path: str | Path) -> list[Row]:
         content = json.loads(Path(path).read_text())
     except (ValueError, OSError) as error:  # of JSON or of UTF-8
         why = getattr(error, "strerror", None) or error
-        raise ValueError(f"{path}: expected the JSON rows of a bench ({why})") from None
+        raise ValueError(f"{path}: expected the JSON rows of bench or simulate ({why})") from None
     rows = content.get("rows") if isinstance(content, dict) else None
     if not isinstance(rows, list) or not rows or not all(isinstance(r, dict) and "algo" in r for r in rows):
-        raise ValueError(f"{path}: expected the rows of a bench, got something else")
+        raise ValueError(f"{path}: expected the JSON rows of bench or simulate, got something else")
     for row in rows:
         wrong = [name for name in NUMBERS if name in row and not isinstance(row[name], (int, float, type(None)))]
         wrong += [name for name in NEEDED if row.get(name) is None]
         if wrong:
-            raise ValueError(f"{path}: expected a number for {', '.join(wrong)} in each row of a bench, got {row}")
+            raise ValueError(f"{path}: expected a number for {', '.join(wrong)} in each row, got {row}")
     return rows
+
+
+def chosen(rows: Sequence[Row], names: Sequence[str]) -> Sequence[Row]:
+    """Return the rows of the named lines and of dense sums; all rows if no line is named.
+
+    Raises:
+        ValueError: A name is that of no line.
+    """
+    known = dict.fromkeys(map(label, rows))
+    wrong = [name for name in names if name not in known]
+    if wrong:
+        raise ValueError(f"--algo: expected some of {', '.join(known)}, got {', '.join(wrong)}")
+    return [row for row in rows if not names or row["density"] == 1.0 or label(row) in names]
 
 
 def make_folder(path: Path) -> None:
@@ -99,22 +117,33 @@ def stacked(rows: Sequence[Row], path: str | Path, title: str = "") -> None:
 
 
 def lines(rows: Sequence[Row], x: str, y: str, path: str | Path, title: str = "", scale: float = 1.0) -> None:
-    """A line for each label: column y times `scale` against column x, both logarithmic."""
-    figure, axes = _axes()
-    styles = cycle(STYLES)
-    for name in dict.fromkeys(map(label, rows)):
-        points = sorted((r[x], scale * r[y]) for r in rows if label(r) == name and r.get(y))
-        if not points:
-            continue
-        marker, dash = next(styles)
-        dense = all(r["density"] == 1.0 for r in rows if label(r) == name)
-        if dense and x == "density":  # the same at every density
-            axes.axhline(points[0][1], color="black", linestyle=dash, linewidth=1, label=name)
-            continue
-        colour = {"color": "black"} if dense else {}
-        axes.plot(
-            *zip(*points, strict=True), marker=marker, linestyle=dash, label=name, linewidth=1, markersize=4, **colour
+    """A line for each label: column y times `scale` against column x, both logarithmic; dense sums in grey.
+
+    Raises:
+        ValueError: There are more lines than can be told apart, beside those of dense sums.
+    """
+    found = {name: [r for r in rows if label(r) == name and r.get(y)] for name in dict.fromkeys(map(label, rows))}
+    found = {name: some for name, some in found.items() if some}
+    dense = [name for name, some in found.items() if all(r["density"] == 1.0 for r in some)]
+    sparse = [name for name in found if name not in dense]
+    if len(sparse) > len(COLOURS):
+        raise ValueError(
+            f"--algo: expected at most {len(COLOURS)} lines in a figure beside dense sums, got {len(sparse)}:"
+            f" choose among {', '.join(sparse)}"
         )
+    figure, axes = _axes()
+    ends: dict[str, Any] = {}
+    for number, name in enumerate([*dense, *sparse]):
+        points = sorted((r[x], scale * r[y]) for r in found[name])
+        number -= len(dense) if name in sparse else 0
+        look = {"linestyle": DASHES[number % len(DASHES)], "linewidth": 1.2}
+        look["color"] = GREYS[number % len(GREYS)] if name in dense else COLOURS[number]
+        if name in dense and x == "density":  # the same at every density
+            ends[name] = axes.axhline(points[0][1], **look), (None, points[0][1])
+            continue
+        if name in sparse:
+            look |= {"marker": MARKERS[number], "markersize": 4.5}
+        ends[name] = axes.plot(*zip(*points, strict=True), label=name, **look)[0], points[-1]
     axes.set_xscale("log", base=2 if x == "P" else 10)
     axes.set_yscale("log")
     _number_ticks(axes.yaxis)
@@ -124,8 +153,30 @@ def lines(rows: Sequence[Row], x: str, y: str, path: str | Path, title: str = ""
     axes.set_xlabel({"P": "ranks", "density": "density k / n"}.get(x, x))
     axes.set_ylabel(AXES.get(y, y))
     axes.set_title(title, fontsize="medium", loc="left")
-    axes.legend(fontsize="x-small", loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+    _name_ends(axes, ends)
     figure.savefig(path)
+
+
+def _name_ends(axes: Any, ends: dict[str, Any]) -> None:
+    """Write the name of each line beside its end, as near to its height as the other names allow."""
+    to_axes = axes.transData + axes.transAxes.inverted()
+    places = {}
+    for name, (_, (last, height)) in ends.items():
+        right, up = to_axes.transform((last or axes.get_xlim()[1], height))
+        places[name] = (1.0 if last is None else right, up)
+    names = sorted(places, key=lambda name: places[name][1])
+    heights = [places[name][1] for name in names]
+    for _ in range(200):  # neighbours that are too near push each other away
+        for i, j in pairwise(range(len(heights))):
+            push = max(APART - (heights[j] - heights[i]), 0.0) / 2
+            heights[i], heights[j] = heights[i] - push, heights[j] + push
+    for name, height in zip(names, heights, strict=True):
+        colour = ends[name][0].get_color()
+        axes.annotate(
+            name, places[name], (1.03, height), "axes fraction", "axes fraction", color=colour, fontsize="x-small",
+            va="center", annotation_clip=False,
+            arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.5, "shrinkA": 0, "shrinkB": 3},
+        )  # fmt: skip
 
 
 def _number_ticks(axis: Any) -> None:

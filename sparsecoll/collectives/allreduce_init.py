@@ -175,6 +175,9 @@ class Plan(Generic[R]):
         self._perform: Callable[[CollectiveCall, Any], R] | None = perform
         self._request: Request[R] | None = None
 
+    def __repr__(self) -> str:
+        return f"Plan({'freed' if self._perform is None else self._request or 'not started'})"
+
     def __call__(self, x: Any) -> R:
         """Return what `allreduce` returns for x with the plan's arguments. Collective.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -34,16 +35,19 @@ class Counts:
     def __sub__(self, other: Counts) -> Counts:
         return Counts(*(a - b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
 
+    def __add__(self, other: Counts) -> Counts:
+        return self - (Counts() - other)
+
     def copy(self) -> Counts:
         """Return a copy, which does not change with later calls."""
         return Counts(self.bytes_sent, self.bytes_received, self.messages_sent, self.messages_received, self.seconds)
 
 
-@dataclass
+@dataclass(repr=False)
 class Traffic:
     """Counters of one rank on one communicator since its first use or the last `reset`; see `sparsecoll.traffic`.
 
-    `print(traffic)` shows a table by phase.
+    It is shown as a table by phase.
 
     Attributes:
         total: Counts of all calls; its `seconds` is the time inside collective calls.
@@ -56,6 +60,7 @@ class Traffic:
     total: Counts = field(default_factory=Counts)
     phases: dict[str, Counts] = field(default_factory=dict)
     set_up: Counts = field(default_factory=Counts)
+    observer: Callable[[str], None] | None = field(default=None, compare=False)  # called after each call, see `metrics`
 
     def reset(self) -> None:
         """Set every counter to zero."""
@@ -83,7 +88,7 @@ class Traffic:
         phases = {n: asdict(c) for n, c in self.phases.items()}
         return {"total": asdict(self.total), "phases": phases, "set_up": asdict(self.set_up)}
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         rows = [*self.phases.items(), ("total", self.total)]
         if self.set_up.messages_sent or self.set_up.messages_received:
             rows.append(("set-up", self.set_up))

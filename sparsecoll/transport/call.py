@@ -118,6 +118,8 @@ class CollectiveCall:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         transport, known = self.transport, error is None or getattr(error, "on_all_ranks", False)
+        if transport.traffic.observer is not None:
+            transport.traffic.observer(self.signature.get("algo", self.name).split("(")[0].split()[0])
         try:
             if isinstance(error, Exception) and not known:
                 agreed = _resolve_failure(transport, self.signature, self.state, error)

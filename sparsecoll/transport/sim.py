@@ -104,7 +104,7 @@ class SimComm:
         """Do nothing, as a simulated communicator holds no resources."""
 
 
-@dataclass
+@dataclass(repr=False)
 class Simulation(Generic[T]):
     """The result of `simulate`; lists are in rank order.
 
@@ -117,6 +117,10 @@ class Simulation(Generic[T]):
     results: list[T]
     traffic: list[Traffic]
     seconds: float
+
+    def __repr__(self) -> str:
+        more = ", ..." if len(self.results) > 1 else ""
+        return f"Simulation(ranks={len(self.results)}, seconds={self.seconds:.3g}, results=[{self.results[0]!r}{more}])"
 
 
 def simulate(

@@ -35,43 +35,12 @@ def test_neighbours_unite_their_parts_if_there_are_many_ranks(P, monkeypatch):
         assert max(received, default=0) <= math.ceil(math.log2(P))
 
 
-@pytest.mark.parametrize("dtype", ["float16", "float64", "int32", "int64"])
-def test_vectors_of_every_dtype_are_summed(dtype):
-    inputs = [case("random", rank, 4, dtype) for rank in range(4)]
-    total = np.sum([x.to_dense() for x in inputs], axis=0, dtype=dtype)
-    y = simulate(4, lambda comm: sparsecoll.reduce(comm, inputs[comm.rank])).results[0]
-    assert y.dtype == np.dtype(dtype)
-    np.testing.assert_array_equal(y.to_dense(), total)
-
-
 def test_entries_are_selected_first_and_values_travel_narrow():
     dense = np.random.default_rng(0).standard_normal(1000).astype(np.float32)
     y, _ = simulate(2, lambda comm: sparsecoll.reduce(comm, dense, density=0.01, value_dtype="float16")).results
     top = sparsecoll.select.topk(dense, 10)
     assert y.indices.tolist() == top.indices.tolist() and y.dtype == np.float32
     np.testing.assert_array_equal(y.values, 2 * top.values.astype(np.float16).astype(np.float32))
-
-
-ERRORS = {
-    "root": (lambda comm, x: {"root": 3}, "root: expected a rank from 0 to 2, got 3"),
-    "roots differ": (lambda comm, x: {"root": comm.rank}, "root: expected the same value on all ranks"),
-    "lossy format": (lambda comm, x: {"format": "slots"}, "expected one that loses nothing with partial sums"),
-    "NaN": (lambda comm, x: {"x": x.with_values(x.values * np.nan)}, "expected finite values"),
-    "dense": (lambda comm, x: {"x": x.to_dense()}, "x: expected a sparse one, or k or density, got a dense one and"),
-}
-
-
-@pytest.mark.parametrize("name", ERRORS)
-def test_errors_are_the_same_on_all_ranks(name):
-    options, text = ERRORS[name]
-
-    def program(comm):
-        x = case("random", 0, 3)
-        with pytest.raises((ValueError, sparsecoll.CommunicationError), match=text) as caught:
-            sparsecoll.reduce(comm, **{"x": x} | options(comm, x))
-        return str(caught.value), sparsecoll.allreduce(comm, x).nnz  # the communicator goes on
-
-    assert len(set(simulate(3, program).results)) == 1
 
 
 def test_the_callers_kind_comes_back():

@@ -6,6 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from cases import pairwise  # noqa: E402
 from nets import batch, bits, close, loss_of, mean_loss, net, parameters, residuals  # noqa: E402
 
 import sparsecoll  # noqa: E402
@@ -111,9 +112,7 @@ def test_all_ranks_skip_the_same_steps(compressor, unscale, how, hit):
     assert len(set(simulate(P, program).results)) == 1
 
 
-@pytest.mark.parametrize("make", [made, sgd])
-@pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("hit", [(), (1,)])
+@pytest.mark.parametrize(("make", "overlap", "hit"), pairwise([made, sgd], [True, False], [(), (1,)]))
 def test_a_scaler_that_was_not_passed_is_refused_on_all_ranks(make, overlap, hit):
     """Whatever it has found; the optimizer goes on without it."""
 

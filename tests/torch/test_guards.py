@@ -1,10 +1,9 @@
 """Mistakes that would go unnoticed: equal samples on all ranks, local clipping, means that DDP overwrites, Adam."""
 
 import logging
-import subprocess
-import sys
 
 import pytest
+from launching import python
 
 torch = pytest.importorskip("torch")
 
@@ -204,7 +203,7 @@ def test_mpis_world_of_one_rank_is_refused_beside_a_process_group():
     """torchrun starts no MPI: every process would train on its own."""
     if mpi() is None:
         pytest.skip("no MPI library")
-    done = subprocess.run([sys.executable, "-c", MIXED], capture_output=True, text=True, timeout=200, check=True)
+    done = python("-c", MIXED, check=True)
     refused = "refused: comm: expected the 3 ranks of torch.distributed, got one rank of an MPI"
     assert done.stdout.count(refused) == 2
 

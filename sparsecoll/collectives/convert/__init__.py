@@ -24,10 +24,7 @@ from sparsecoll.vector import DenseVector, RowSparse, SparseVector
 
 TO_VECTORS = (Back, ToTriple, ToScipy, ToPydata, ToTorch, ToMapping, ToSeries)
 BACKS = {kind.__name__: kind for kind in (*TO_VECTORS, ToBsr, ToArray)}
-TYPES = (
-    "a SparseVector, (indices, values, length), a SciPy sparse array or matrix, a pydata COO or GCXS, a torch tensor"
-    " (dense or sparse_coo), a dict or Counter, a pandas Series, or a dense NumPy, CuPy or DLPack array"
-)
+TYPES = "a SparseVector, an array, a sparse array of SciPy or pydata, a tensor, (indices, values, length), or a mapping"
 CURES = {
     "RowSparse": "allreduce, reduce_scatter, or a call that only moves data, or x.to_dense()",
     "list": "np.asarray(x) of a dense one, SparseVector.from_pairs of pairs",

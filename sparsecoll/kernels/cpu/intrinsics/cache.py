@@ -8,7 +8,9 @@ end the process.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from numba.core.runtime.nrt import rtsys as _runtime
 
 from sparsecoll.kernels.cpu.intrinsics.target import SET
 
+logger = logging.getLogger(__name__)
 caching: Any = _caching
 runtime: Any = _runtime
 KERNELS = Path(__file__).parents[2]
@@ -59,7 +62,16 @@ class _Cache(caching.FunctionCache):  # type: ignore[misc]
         """As Numba's, but without loading what only a compilation needs, SciPy's linear algebra among it."""
         runtime.initialize(target_context)
         with self._guard_against_spurious_io_errors():
-            return self._load_overload(signature, target_context)
+            found = self._load_overload(signature, target_context)
+        if found is None:
+            _announce(self._cache_path)
+        return found
+
+
+@functools.cache
+def _announce(folder: str) -> None:
+    """Log once in this process that a kernel is compiled."""
+    logger.info("kernels are compiled for the first time, into %s (`sparsecoll warmup` compiles all)", folder)
 
 
 def jit(function: Any) -> Any:

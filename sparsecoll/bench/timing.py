@@ -8,13 +8,15 @@ boundaries have to adapt as they would in training.
 from __future__ import annotations
 
 import contextlib
+import copy
+import itertools
 import math
 import os
 import platform
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -23,17 +25,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sparsecoll._version import __version__
-from sparsecoll.cli.arguments import MPI_ALLREDUCE, algorithm
+from sparsecoll.algorithms import Algorithm
+from sparsecoll.bench import names
 from sparsecoll.collectives.allreduce import allreduce
 from sparsecoll.collectives.options import CallOptions
 from sparsecoll.kernels import host_kernels
 from sparsecoll.telemetry import trace
-from sparsecoll.transport import Transport, as_transport, traffic
+from sparsecoll.transport import Transport, as_transport, simulate, traffic
 from sparsecoll.transport.collectives import allgather
+from sparsecoll.transport.network import Network
 from sparsecoll.vector import SparseVector
 
 Row = dict[str, Any]
-Run = Callable[[Any], tuple[float, float, float, int]]
+Run = Callable[[Any], tuple[float, float, float, float]]
+MPI_ALLREDUCE = "MPI_Allreduce"  # the name of MPI's own dense sum among the algorithms
 STEP = 4099  # coordinates by which the entries move from one call to the next
 GROWTH, PERIOD = 1.01, 64  # factor per call by which values grow for PERIOD calls, then shrink for as many
 
@@ -90,13 +95,50 @@ def from_file(path: str | Path, rank: int) -> Gradients:
 class Call:
     """What is timed: an algorithm at a density, with a wire format and a dtype of the values on the wire.
 
-    The density is None for sparse vectors, all of whose entries are sent.
+    Args:
+        algo: text of an algorithm, or MPI_ALLREDUCE; or an Algorithm or a Compressor, which is copied.
+        density: k / n; None for sparse vectors, all of whose entries are sent.
+        format: as in `sparsecoll.allreduce`, of algorithms only.
+        value_dtype: likewise.
+        selector: text of a selector, which takes the place of the algorithm's own.
+        compressor: whether `algo` is the text of a compressor.
+        label: what rows call it; "" for the texts.
     """
 
-    algo: str
+    algo: Any
     density: float | None
     format: Any = "auto"
     value_dtype: Any = None
+    selector: str | None = None
+    compressor: bool = False
+    label: str = ""
+
+    def __str__(self) -> str:
+        if self.label or not isinstance(self.algo, str):
+            return self.label or str(getattr(self.algo, "name", self.algo))
+        if self.compressor:
+            return f"compressor {self.algo}"
+        return f"{self.algo}{',' if '=' in self.algo else ':'}selector={self.selector}" if self.selector else self.algo
+
+    def made(self) -> Any:
+        """Return a new Algorithm or Compressor.
+
+        Raises:
+            ValueError: A text names none.
+        """
+        if not isinstance(self.algo, str):
+            if isinstance(self.algo, type) or not hasattr(self.algo, "name"):
+                found = f"the class {self.algo.__name__}" if isinstance(self.algo, type) else repr(self.algo)
+                raise TypeError(f"algo: expected text, an Algorithm or a Compressor object, got {found}")
+            return copy.deepcopy(self.algo)
+        if self.compressor:
+            return names.compressor(self.algo, density=self.density)
+        made = names.algorithm(self.algo)
+        if made.k is not None:
+            raise ValueError(f"algo: expected --density instead of k, which it would override, got {self.algo!r}")
+        if self.selector:
+            made.selector = names.selector(self.selector)
+        return made
 
 
 def measure(
@@ -149,7 +191,7 @@ def measure(
     slowest = table[:, :repeat].max(axis=0)
     spent = table[:, repeat : repeat + len(trace.KINDS) + 1].mean(axis=0)
     n = vector.length if isinstance(vector, SparseVector) else vector.size
-    row: Row = {**about, "algo": call.algo, "n": int(n), "density": call.density, "P": transport.size}
+    row: Row = {**about, "algo": str(call), "n": int(n), "density": call.density, "P": transport.size}
     row |= {"format": str(call.format), "value_dtype": call.value_dtype or vector.dtype.name}
     row |= {"seconds": float(np.median(slowest)), "least": float(slowest.min()), "most": float(slowest.max())}
     row |= dict(zip((*trace.KINDS, "other"), spent.tolist(), strict=True))
@@ -170,8 +212,12 @@ def runner(comm: Any, call: Call) -> Run:
             return math.nan, math.nan, math.nan, vector.size
 
         return dense
-    chosen, counters = algorithm(call.algo), traffic(comm)
-    whole = chosen.takes_dense  # then nothing is selected
+    chosen = call.made()
+    if not isinstance(chosen, Algorithm):
+        from sparsecoll.bench.compressors import mean_of
+
+        return mean_of(comm, chosen)
+    counters, whole = traffic(comm), chosen.takes_dense  # then nothing is selected
 
     def sparse(vector: Any) -> tuple[float, float, float, int]:
         before = counters.copy()
@@ -210,25 +256,46 @@ def _memory(which: str) -> int:
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(which)), 0)
 
 
+def simulated(
+    ranks: int, n: int, call: Call, repeat: int = 3, network: Network | None = None, ranks_per_node: int = 1
+) -> Row:
+    """Return a row of virtual ranks: exact bytes and messages, the modelled seconds of the network."""
+
+    def program(comm: Any) -> Row:
+        return measure(comm, call, heavy_tailed(n, comm.rank), repeat, warm=1)
+
+    return simulate(ranks, program, network, ranks_per_node=ranks_per_node).results[0]
+
+
 def calls(
-    algos: Sequence[str], densities: Sequence[float], formats: Sequence[str], value_dtypes: Sequence[str | None]
+    algos: Sequence[Any],
+    densities: Sequence[float],
+    formats: Sequence[Any] = ("auto",),
+    value_dtypes: Sequence[str | None] = (None,),
+    selectors: Sequence[str | None] = (None,),
+    compressors: Sequence[str] = (),
+    dtype: Any = np.float32,
 ) -> Iterator[Call]:
-    """Yield all combinations, dense algorithms at one density in one format."""
-    for algo in algos:
-        dense = algo == MPI_ALLREDUCE or algorithm(algo).takes_dense
-        for density in [1.0] if dense else densities:
-            for form in ["auto"] if dense else formats:
-                for value_dtype in [None] if algo == MPI_ALLREDUCE else value_dtypes:
-                    yield Call(algo, density, form, value_dtype)
+    """Yield all combinations, dense algorithms at one density in one format; compressors have neither format nor dtype.
 
-
-def check(some: Sequence[Call], dtype: np.dtype[Any]) -> None:
-    """Raise ValueError if an algorithm cannot send values of this dtype in the format and the dtype of a call."""
-    for call in some:
-        if call.algo != MPI_ALLREDUCE:
-            chosen = algorithm(call.algo)
-            options = CallOptions(format=call.format, value_dtype=call.value_dtype)
-            options.check_dtype(dtype, f"algo={chosen.name!r}" if chosen.sends_sums else None)
+    Raises:
+        ValueError: A text names no algorithm, selector or compressor, or an algorithm cannot send values of this dtype
+            in a format and a dtype on the wire.
+    """
+    for base in [*(Call(algo, 1.0) for algo in algos), *(Call(text, 1.0, compressor=True) for text in compressors)]:
+        made: Any = None if base.algo == MPI_ALLREDUCE else base.made()
+        algorithm = isinstance(made, Algorithm)
+        dense = made is None or (made.takes_dense if algorithm else not hasattr(made, "density"))
+        of_entries = itertools.product(formats, selectors) if algorithm and not dense else [("auto", None)]
+        for density, (form, selector), value_dtype in itertools.product(
+            [1.0] if dense else densities, of_entries, value_dtypes if algorithm else [None]
+        ):
+            call = replace(base, density=density, format=form, value_dtype=value_dtype, selector=selector)
+            if algorithm:
+                options = CallOptions(format=form, value_dtype=value_dtype)
+                options.check_dtype(np.dtype(dtype), f"algo={made.name!r}" if made.sends_sums else None)
+                call.made()  # with its selector
+            yield call
 
 
 def about() -> Row:
