@@ -15,8 +15,7 @@ import torch
 from harness import cell, load, markdown, source
 
 import sparsecoll
-from sparsecoll import RowSparse
-from sparsecoll.algorithms.rows import RowGather, RowOwners
+from sparsecoll import RowGather, RowOwners, RowSparse
 from sparsecoll.transport import as_transport, default_comm
 from sparsecoll.transport.collectives import allgather
 

@@ -8,8 +8,6 @@ on random inputs; its time is that of the slowest rank. "plain" is torch.optim.S
 inside each node. A step of it comes before each step of every other line, and "x plain" is the median of their ratios.
 """
 
-import contextlib
-import threading
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -26,10 +24,11 @@ from torch.distributed.fsdp import fully_shard
 
 import sparsecoll.torch.fsdp
 from sparsecoll.telemetry import trace
-from sparsecoll.torch import DistributedOptimizer, SparseSGD, Timeline
+from sparsecoll.torch import DistributedOptimizer, SparseSGD
 from sparsecoll.torch.compressors import COVAP, DGC, QSGD, NesterovTopK, OkTopk, TopK
 from sparsecoll.transport import as_transport, default_comm
 from sparsecoll.transport.collectives import allgather
+from sparsecoll.transport.progress import in_background
 
 LR, MOMENTUM = 0.01, 0.9
 COMPRESSORS = {
@@ -48,7 +47,6 @@ COMPRESSORS = {
     "qsgd 2 bits": QSGD(2),
     "powersgd rank 4": "powersgd",
     "acpsgd rank 4": "acpsgd",
-    "covap": "covap",
 }
 NO_OVERLAP = ("none", "fp16", "topk 1 %", "powersgd rank 4", "acpsgd rank 4")
 COMPRESSED = {name: (compressor, {}) for name, compressor in COMPRESSORS.items()}  # and options
@@ -141,11 +139,11 @@ def lines(name, options, comm):
 
     def compressed(model, compressor, settings):
         inner = sgd(model, 0.0 if getattr(compressor, "momentum", 0.0) else MOMENTUM)
-        settings = {"timeline": options.timeline, "bucket_bytes": options.bucket_bytes, **settings}
+        settings = {"bucket_bytes": options.bucket_bytes, **settings}
         return DistributedOptimizer(inner, model.named_parameters(), comm, compressor, **settings)
 
     def sparse(model, algo):
-        settings = {"comm": comm, "algo": algo, "density": 0.01, "timeline": options.timeline}
+        settings = {"comm": comm, "algo": algo, "density": 0.01}
         return SparseSGD(model.parameters(), LR, MOMENTUM, **settings)
 
     def ddp(model, line):
@@ -202,10 +200,10 @@ def timed(step, comm):
     return time.perf_counter() - start
 
 
-def measure(step, plain, warm, options, comm):
+def measure(step, plain, options, comm):
     """Return the median seconds of a step on the slowest rank, their parts, and the ratio to steps of `plain`."""
     transport, repeat = as_transport(comm), options.repeat
-    for _ in range(warm):
+    for _ in range(options.warm):
         step()
     seconds = getattr(step.optimizer, "seconds", {})
     before, counted, host = dict(seconds), transport.traffic.copy(), received(options.interface)
@@ -222,27 +220,17 @@ def measure(step, plain, warm, options, comm):
     return row | {"x plain": float(np.median(slowest / beside[0])) if beside else 1.0}
 
 
-class Work(Timeline):
-    """Adds up CPU seconds of the progress thread by kind of work instead of recording spans."""
-
-    def __init__(self):
-        super().__init__()
-        self.trainer, self.recorder = threading.get_ident(), trace.Recorder(time.thread_time)
-
-    def span(self, name, /, **amounts):
-        counts = threading.get_ident() != self.trainer and name in trace.KINDS
-        return self.recorder.span(name) if counts else contextlib.nullcontext()
-
-
 def work(step, options, comm):
     """Return the CPU milliseconds of the progress thread in a step by kind of work, medians over the ranks."""
     for _ in range(options.warm):
         step()
-    options.timeline.recorder = recorder = trace.Recorder(time.thread_time)
+    transport, recording = as_transport(comm), trace.record(trace.Recorder(time.thread_time))
+    recorder = in_background(transport, recording.__enter__).result()
     for _ in range(options.repeat):
         step()
+    in_background(transport, lambda: recording.__exit__(None, None, None)).result()
     mine = np.array(list(recorder.seconds.values())) * 1e3 / options.repeat
-    return dict(zip(trace.KINDS, np.median(allgather(as_transport(comm), mine), axis=0).tolist(), strict=True))
+    return dict(zip(trace.KINDS, np.median(allgather(transport, mine), axis=0).tolist(), strict=True))
 
 
 def rows(options, comm):
@@ -255,8 +243,7 @@ def rows(options, comm):
             step = make()
             row = {"model": model, "parameters": sum(p.numel() for p in step.model.parameters())}
             row |= {"batch": options.batch, "P": comm.size, "line": name}
-            warm = options.warm + 7 * (name == "covap")  # which measures, too
-            yield row | (work(step, options, comm) if options.work else measure(step, plain, warm, options, comm))
+            yield row | (work(step, options, comm) if options.work else measure(step, plain, options, comm))
             if isinstance(step.optimizer, DistributedOptimizer):
                 step.optimizer.close()
             plain = step if name == "plain" else plain
@@ -294,7 +281,7 @@ def overlap(rows):
 
 UNSHOWN = (
     ", no ",
-    "I = ",
+    *(f"I = {interval}" for interval in (1, 2, 4, 16, 32)),
     "whole model",
     "SparseSGD, dense",
     "gaussiank",
@@ -347,7 +334,6 @@ def main():
     options = harness.options(__doc__, models=["vgg", "mlp"], lines=[], **size, **run)
     comm = default_comm()
     torch.set_num_threads(1)
-    options.timeline = Work() if options.work else None
     if not options.no_gloo:
         harness.start_gloo(comm, options.interface)
     harness.record(rows(options, comm), options, comm.rank, key=("model", "batch", "P", "line"))

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 import sparsecoll
-from sparsecoll import CommunicationError, Reduction, RowSparse, SparseVector, simulate, testing
-from sparsecoll.algorithms.rows import RowGather
+from sparsecoll import CommunicationError, Reduction, RowGather, RowSparse, SparseVector, simulate, testing
 from sparsecoll.formats import FORMATS, Coo, Format
 from sparsecoll.select import Selector, TopK
 
