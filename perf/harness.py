@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from sparsecoll import SparseVector
-from sparsecoll.cli import bench
+from sparsecoll.bench import timing
 from sparsecoll.transport.collectives import allgather
 
 ROOT = Path(__file__).parent.parent
@@ -48,13 +48,13 @@ def record(rows, options, rank=0, key=(), hide=()):
         if rank == 0:
             print("  ".join(f"{name} {cell(value)}" for name, value in row.items() if name not in hide), flush=True)
             if options.json:
-                save(options.json, {"about": bench.about(), "rows": kept + found})
+                save(options.json, {"about": timing.about(), "rows": kept + found})
 
 
 def run_sections(sections, options, **about):
     """Run the sections that --only names, or all; print each as a table, and save all as lists of rows by name."""
     saved = json.loads(options.json.read_text()) if options.update else {}
-    saved["about"] = bench.about() | about
+    saved["about"] = timing.about() | about
     for section in sections:
         if not options.only or section.__name__ in options.only:
             saved[section.__name__] = list(section(options))
@@ -164,7 +164,7 @@ def times_in_turns(transport, runs, repeats, warm=2):
                 continue
             run(vectors())
             vector = vectors()
-            bench.barrier(transport)
+            timing.barrier(transport)
             start = transport.now()
             run(vector)
             if turn >= 0:

@@ -66,8 +66,8 @@ from sparsecoll.transport import (
     traffic as traffic,
 )
 from sparsecoll.transport.network import Costs as Costs, Network as Network
+from sparsecoll.transport.process_groups import connect as connect
 from sparsecoll.transport.progress import Request as Request
-from sparsecoll.transport.stores import connect as connect
 from sparsecoll.vector import DenseVector as DenseVector, RowSparse as RowSparse, SparseVector as SparseVector
 
 _public = [name for name, value in globals().items() if name[0] != "_" and not isinstance(value, type(formats))]

@@ -2,11 +2,33 @@
 
 from __future__ import annotations
 
+import itertools
+import random
+from collections.abc import Iterable
+from typing import Any
+
 import numpy as np
 
 from sparsecoll.testing.cases import DISTRIBUTIONS, RANKS, K, N, case, same_bits
 
-__all__ = ["DISTRIBUTIONS", "RANKS", "SUPPORTS", "K", "N", "case", "same_bits", "support"]
+__all__ = ["DISTRIBUTIONS", "DTYPES", "RANKS", "SUPPORTS", "K", "N", "case", "pairwise", "same_bits", "support"]
+
+DTYPES = ["float16", "float32", "float64", "int32", "int64"]
+
+
+def pairwise(*parameters: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """Cases in which any two values of different parameters meet: far fewer than all combinations."""
+    values, chance, cases = list(map(list, parameters)), random.Random(1), []
+    every = [[(i, a) for a in range(len(own))] for i, own in enumerate(values)]
+    missing = {pair for axes in itertools.combinations(every, 2) for pair in itertools.product(*axes)}
+    while missing:
+        one = dict(chance.choice(sorted(missing)))
+        for i in set(range(len(values))) - one.keys():
+            gains = [sum((min(own, pair), max(own, pair)) in missing for pair in one.items()) for own in every[i]]
+            one[i] = chance.choice([a for a, gain in enumerate(gains) if gain == max(gains)])
+        missing -= set(itertools.combinations(sorted(one.items()), 2))
+        cases.append([one[i] for i in range(len(values))])
+    return [tuple(own[a] for own, a in zip(values, one, strict=True)) for one in sorted(cases)]
 
 
 def support(name: str, rank: int, P: int, k: int, rng: np.random.Generator, n: int) -> np.ndarray:

@@ -6,11 +6,11 @@ does; a case that is not offered must be an error on all ranks.
 
 import functools
 import importlib.util
-import itertools
 from collections import Counter
 
 import numpy as np
 import pytest
+from cases import pairwise
 
 import sparsecoll
 from sparsecoll import ALGORITHMS, SparseVector
@@ -141,34 +141,13 @@ AXES = {
     "call": [*EXACT, "reduce", "reduce_scatter", "scan"],
     "op": list(OPERATIONS),
     "dtype": _installed(VALUE_DTYPES),
-    "kind": _installed(TYPES),
+    "kind": [*_installed(kind for kind in TYPES if kind != "torch"), "torch"],
     "format": [name for name, form in FORMATS.items() if not form.lossy],
     "missing": ["ignore", "zero"],
 }
 
 
-def pairwise(axes, seed=1):
-    """Few dicts of one value for each axis, which contain every pair of values of two axes."""
-    names, rng = list(axes), np.random.default_rng(seed)
-    left = {((a, v), (b, w)) for a, b in itertools.combinations(names, 2) for v in axes[a] for w in axes[b]}
-    cases = []
-    while left:
-        case = dict(sorted(left)[rng.integers(len(left))])
-        for name in names:
-            if name not in case:
-                gains = [sum(_pair(names, case, name, value, other) in left for other in case) for value in axes[name]]
-                best = np.flatnonzero(np.array(gains) == max(gains))
-                case[name] = axes[name][rng.choice(best)]
-        cases.append(case)
-        left -= set(itertools.combinations([(name, case[name]) for name in names], 2))
-    return cases
-
-
-def _pair(names, case, name, value, other):
-    return tuple(sorted([(name, value), (other, case[other])], key=lambda item: names.index(item[0])))
-
-
-CASES = pairwise(AXES)
+CASES = [dict(zip(AXES, values, strict=True)) for values in pairwise(*AXES.values())]
 
 
 def check(comm, cases):

@@ -25,7 +25,7 @@ import numpy as np
 import sparsecoll
 from sparsecoll import ALGORITHMS, CommunicationError, SparseVector
 from sparsecoll.algorithms import OkTopk, resolve
-from sparsecoll.cli import bench
+from sparsecoll.bench.timing import about
 from sparsecoll.transport import as_transport, default_comm
 
 SMALL, LARGE = (2003, 40), (1_000_000, 10_000)  # n, k
@@ -178,7 +178,7 @@ def main() -> None:
     if world.rank == 0:
         sys.stdout.write(json.dumps(row) + "\n")
         if options.json:
-            options.json.write_text(json.dumps({"about": bench.about(), "rows": [row]}, indent=1) + "\n")
+            options.json.write_text(json.dumps({"about": about(), "rows": [row]}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -7,12 +7,10 @@ import importlib.util
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from test_faults import MPIRUN, OPEN_MPI
+from launching import mpirun, python, run
 
 PROGRAM = Path(__file__).parent / "exit_programs.py"
 TIMES = int(os.environ.get("SPARSECOLL_EXITS", "0"))
@@ -69,9 +67,7 @@ def check(case, size, rank, text):
 def test_over_sockets(size):
     pytest.importorskip("torch.distributed")
     cases = [*ENDS] * TIMES or SOME
-    done = subprocess.run(
-        [sys.executable, str(PROGRAM), str(size), *cases], capture_output=True, text=True, timeout=60_000, check=False
-    )
+    done = python(PROGRAM, size, *cases, timeout=60_000)
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(rows) == size * len(cases), done.stdout + done.stderr
     for row in rows:
@@ -90,20 +86,9 @@ def test_over_sockets(size):
 @pytest.mark.parametrize("size", [2, 3] if TIMES else [3])
 @pytest.mark.parametrize("case", [*OVER_MPI, *TOGETHER] if TIMES else SOME_OVER_MPI)
 def test_over_mpi(case, size, time, tmp_path):
-    if MPIRUN is None:
-        pytest.skip("no mpirun")
     if re.match("ddp|optimizer|together|forked", case) and importlib.util.find_spec("torch") is None:
         pytest.skip("no torch")
-    flags = ["--oversubscribe", *(["--allow-run-as-root"] if os.geteuid() == 0 else [])] if OPEN_MPI else []
-    done = subprocess.run(
-        [MPIRUN, *flags, "-n", str(size), sys.executable, str(PROGRAM), "mpi", case],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-        stdin=subprocess.DEVNULL,
-        env={**os.environ, "ENDED": str(tmp_path)},
-    )
+    done = run(*mpirun(size), PROGRAM, "mpi", case, variables={"ENDED": str(tmp_path)})
     text = done.stdout + done.stderr
     assert not ABORTED.search(text), text
     status, failed = OVER_MPI.get(case, (0, False))

@@ -1,56 +1,22 @@
 """Ranks that are killed, stopped or late, under mpirun and torchrun (see fault_programs.py). Bounds are generous."""
 
 import functools
-import importlib.util
 import json
-import os
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from launching import OPEN_MPI, mpirun, run, torchrun
 
 PROGRAM = Path(__file__).parent / "fault_programs.py"
-MPIRUN = shutil.which("mpirun", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
-if importlib.util.find_spec("mpi4py") is None:
-    MPIRUN = None
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "3", "--monitor-interval", "3"]
-
-
-def _open_mpi():
-    printed = subprocess.run([MPIRUN, "--version"], capture_output=True, text=True, check=False) if MPIRUN else None
-    return printed is not None and "Open MPI" in printed.stdout
-
-
-OPEN_MPI = _open_mpi()
-
-
 ENDS_WELL = ("threads", "late", "watchdog")
 ENDS_BADLY = ("too late", "cold", "alone", "stopped")
-
-
-def needs(launcher):
-    if launcher == "mpirun" and MPIRUN is None:
-        pytest.skip("no mpirun")
-    if launcher == "torchrun":
-        pytest.importorskip("torch")
 
 
 @functools.cache
 def job(launcher, programs, options=(), on_timeout="raise"):
     """(program -> rank -> rows, in order; what else was printed; exit status) of programs that one job runs in turn."""
-    flags = ["--oversubscribe", *(["--allow-run-as-root"] if os.geteuid() == 0 else [])] if OPEN_MPI else []
-    command = [MPIRUN, *flags, *options, "-n", "3", sys.executable] if launcher == "mpirun" else TORCHRUN
-    done = subprocess.run(
-        [*command, str(PROGRAM), *programs],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-        stdin=subprocess.DEVNULL,
-        env={**os.environ, "SPARSECOLL_ON_TIMEOUT": on_timeout},
-    )
+    command = mpirun(3, *options) if launcher == "mpirun" else torchrun(3, "--monitor-interval", 3)
+    done = run(*command, PROGRAM, *programs, variables={"SPARSECOLL_ON_TIMEOUT": on_timeout})
     rows = {program: {0: [], 1: [], 2: []} for program in programs}
     for text in done.stdout.replace("}{", "}\n{").splitlines():
         if text.startswith("{"):
@@ -62,7 +28,6 @@ def job(launcher, programs, options=(), on_timeout="raise"):
 @pytest.fixture
 def well():
     """Programs of mpirun after which every rank goes on."""
-    needs("mpirun")
     rows, text, status = job("mpirun", ENDS_WELL)
     assert status == 0, text
     return rows, text
@@ -71,21 +36,18 @@ def well():
 @pytest.fixture(params=["mpirun", "torchrun"])
 def badly(request):
     """Programs that leave a communicator out of use, the last of them a stopped rank."""
-    needs(request.param)
     return job(request.param, ENDS_BADLY if request.param == "mpirun" else ("cold", "stopped"))[:2]
 
 
 @pytest.fixture
 def ulfm():
     """A killed rank, and the survivors on a communicator without it."""
-    needs("mpirun")
     if not OPEN_MPI:
         pytest.skip("MPICH's mpirun ends the job")
     return job("mpirun", ("shrunk",), ("--with-ft", "ulfm"))[:2]
 
 
 def test_a_killed_rank_ends_the_job():
-    needs("mpirun")
     assert job("mpirun", ("killed",))[2] != 0
 
 
@@ -97,7 +59,6 @@ def test_a_killed_rank_is_named_at_once_by_ulfm(ulfm):
 
 
 def test_a_killed_rank_is_named_at_once_over_sockets():
-    needs("torchrun")
     rows, text, status = job("torchrun", ("killed",))
     assert status != 0
     for rank in (0, 1):
@@ -154,7 +115,6 @@ def test_communicators_in_threads(well):
 
 
 def test_the_job_aborts_with_a_message_where_that_is_wanted():
-    needs("mpirun")
     rows, text, status = job("mpirun", ("stopped",), on_timeout="abort")
     assert status != 0 and not rows["stopped"][0] and not rows["stopped"][1]
     assert "waits for a message of rank" in text and "SPARSECOLL_ON_TIMEOUT=abort" in text
@@ -174,7 +134,6 @@ def test_survivors_go_on_where_mpi_can(ulfm):
 
 def test_calls_after_mpi_was_finalized_raise():
     """MPI itself would abort the process."""
-    needs("mpirun")
     rows, text, status = job("mpirun", ("finalized",))
     assert status == 0, text
     for rank in range(3):

@@ -2,11 +2,9 @@
 
 import functools
 import importlib.util
-import os
-import subprocess
-import sys
 
 import pytest
+from launching import python
 
 PROGRAM = """
 import sys
@@ -37,9 +35,7 @@ if "mpi4py" in {missing!r}:
 
 @functools.cache
 def run(*missing, kernels=""):
-    command, variables = [sys.executable, "-c", PROGRAM.format(missing=missing)], {"SPARSECOLL_KERNELS": kernels}
-    environment = os.environ | variables
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment)
+    done = python("-c", PROGRAM.format(missing=missing), variables={"SPARSECOLL_KERNELS": kernels})
     assert done.returncode == 0, done.stderr
     return done.stdout, done.stderr
 
@@ -88,8 +84,7 @@ print(doctor._ranks(LocalTransport()).advice)
 
 
 def test_what_needs_mpi_says_how_to_get_it():
-    command = [sys.executable, "-c", WITHOUT_MPI]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    done = python("-c", WITHOUT_MPI)
     assert done.returncode == 0, done.stderr
     shrink, mpi, allreduce, bench, ranks = done.stdout.splitlines()[-5:]
     expected = "CommunicationError: shrink: expected an mpi4py intracommunicator, got LocalTransport; mpi4py is not"

@@ -1,11 +1,10 @@
 """Killed ranks are replaced by new processes, which meet the survivors in the store (see replaced_ranks.py)."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from launching import python
 
 pytest.importorskip("torch.distributed")
 
@@ -16,9 +15,7 @@ LOSSES, STEPS = 2, 3
 @pytest.mark.slow
 @pytest.mark.parametrize("P", [2, 3])
 def test_survivors_and_new_processes_go_on(P):
-    done = subprocess.run(
-        [sys.executable, str(PROGRAM), str(P)], capture_output=True, text=True, timeout=300, check=False
-    )
+    done = python(PROGRAM, P)
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     told = done.stdout + done.stderr
     assert sorted(row["ended"] for row in rows if "ended" in row) == [-9] * LOSSES + [0] * P, told

@@ -1,13 +1,12 @@
 """The default gives the same bits in every run: separate jobs of two processes, over MPI and over torchrun."""
 
 import os
-import subprocess
 import sys
 import zlib
 
 import numpy as np
 import pytest
-from test_faults import MPIRUN, OPEN_MPI, needs
+from launching import mpirun, run, torchrun
 
 import sparsecoll
 from sparsecoll.cli.job import joined
@@ -30,14 +29,9 @@ def checksum(comm):
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["mpirun", "torchrun"])
 def test_jobs_give_the_same_bits(launcher):
-    needs(launcher)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    if launcher == "mpirun":
-        root = ["--allow-run-as-root"] if OPEN_MPI and os.geteuid() == 0 else []
-        command = [MPIRUN, *root, *(["--oversubscribe"] if OPEN_MPI else []), "-n", "2", sys.executable]
-    printed = []
+    command, printed = mpirun(2) if launcher == "mpirun" else torchrun(2, "--standalone"), []
     for _ in range(RUNS):
-        done = subprocess.run([*command, __file__], capture_output=True, text=True, timeout=300, check=False)
+        done = run(*command, __file__)
         assert done.returncode == 0, done.stderr
         printed += done.stdout.split()
     assert len(printed) == 2 * RUNS and len(set(printed)) == 1

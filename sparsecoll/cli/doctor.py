@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import platform
@@ -9,7 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -18,15 +19,16 @@ from typing import Any
 import numpy as np
 
 from sparsecoll._version import __version__
-from sparsecoll.cli.job import TORCHRUN, under_torchrun
+from sparsecoll.cli.job import TORCHRUN, joined, under_torchrun
 from sparsecoll.cli.network import measured_network
 from sparsecoll.collectives.allreduce import allreduce
 from sparsecoll.kernels import CHOICES, host_kernels, threads
-from sparsecoll.transport import as_transport, launcher, simulate
+from sparsecoll.transport import LocalTransport, as_transport, launcher, simulate
 from sparsecoll.transport.collectives import node_members
 from sparsecoll.vector import SparseVector
 
 GOOD, WORSE, BAD = "good", "could be better", "broken"
+ORDER = (BAD, WORSE, GOOD)  # in which findings are shown
 OPTIONAL = {
     "mpi4py": "mpirun",
     "torch": "torchrun, sparsecoll.torch",
@@ -58,11 +60,41 @@ def _judged(subject: str, found: str, good: bool, advice: str) -> Finding:
     return Finding(subject, found) if good else Finding(subject, found, WORSE, advice)
 
 
-def examine(comm: Any) -> list[Finding]:
-    """Return all findings on rank 0 and [] on other ranks; collective."""
-    found = [*_versions(), *_mpi(), _sockets(), _ranks(comm), *_processor(comm), *_gpu(comm), *_variables()]
-    found += [self_test(comm), speed(comm)] if as_transport(comm).size > 1 else _launched_self_tests()
-    return found if as_transport(comm).rank == 0 else []
+@contextlib.contextmanager
+def joined_or_alone() -> Iterator[tuple[Any, list[Finding]]]:
+    """Context manager: the communicator of the job, or that of this process with a finding that says why."""
+    with contextlib.ExitStack() as stack:
+        trouble: list[Finding] = []
+        try:
+            comm = stack.enter_context(joined())
+            as_transport(comm)
+        except Exception as error:
+            comm, trouble = LocalTransport(), [_failed("joining the ranks", error)]
+        yield comm, trouble
+
+
+def examine(comm: Any, trouble: Sequence[Finding] = ()) -> Iterator[Finding]:
+    """Yield all findings, the same number on all ranks; collective.
+
+    What takes no time comes first, beginning with what is not good; self-tests follow as they end. A check that raises
+    is a finding, too.
+    """
+    parts = [_versions(), _mpi(), _sockets(), _ranks(comm), _cores(comm), _kernels(), _kernel_threads(comm), _gpu(comm)]
+    quick = [finding for part in (*parts, _variables()) for finding in _surviving(part)]
+    yield from sorted([*trouble, *quick], key=lambda finding: ORDER.index(finding.state))
+    yield from _surviving(_job_tests(comm) if as_transport(comm).size > 1 else _launched_self_tests())
+
+
+def _surviving(check: Iterator[Finding]) -> Iterator[Finding]:
+    """Yield what a check finds; if it raises, that is found."""
+    try:
+        yield from check
+    except Exception as error:  # whatever is broken
+        yield _failed(getattr(check, "__name__", "check").strip("_").replace("_", " "), error)
+
+
+def _failed(subject: str, error: Exception) -> Finding:
+    return Finding(subject, telling_line(f"{type(error).__name__}: {error}"), BAD, "mend what the error names")
 
 
 def _versions() -> Iterator[Finding]:
@@ -99,59 +131,61 @@ def _mpi() -> Iterator[Finding]:
     yield Finding("large counts", ("yes" if facts["large_counts"] else "no") + chunks)
 
 
-def _sockets() -> Finding:
+def _sockets() -> Iterator[Finding]:
     """Report whether ranks that torchrun starts can be connected by sockets."""
     if importlib.util.find_spec("torch") is not None:
-        return Finding("sockets", "for the ranks of torchrun and other process groups of torch.distributed")
+        yield Finding("sockets", "for the ranks of torchrun and other process groups of torch.distributed")
+        return
     if importlib.util.find_spec("mpi4py") is not None:
-        return Finding("sockets", "not available, torch is not installed")
+        yield Finding("sockets", "not available, torch is not installed")
+        return
     advice = "pip install torch, to start jobs with torchrun, or mpi4py and an MPI, for mpirun"
-    return Finding("sockets", "not available, and neither is MPI: there is only one rank", BAD, advice)
+    yield Finding("sockets", "not available, and neither is MPI: there is only one rank", BAD, advice)
 
 
-def _ranks(comm: Any) -> Finding:
+def _ranks(comm: Any) -> Iterator[Finding]:
     """Report the number of ranks, and whether the launcher started more processes than that."""
     transport = as_transport(comm)
     nodes = node_members(transport)
     on = f"{transport.size} on {len(nodes)} node{'s' * (len(nodes) > 1)}"
-    if transport.size > 1:
-        return Finding("ranks", on)
     variable, processes = launcher.processes()
+    if transport.size > 1:
+        yield Finding("ranks", on)
+        return
     if processes == 1:
         how = "mpirun -n P sparsecoll doctor, or torchrun --nproc-per-node P -m sparsecoll doctor"
-        return Finding("ranks", on, GOOD, f"start it as you start your job: {how}")
-    found = f"1, although {variable} is {processes}"
+        yield Finding("ranks", on, GOOD, f"start it as you start your job: {how}")
+        return
     if variable == "SLURM_STEP_NUM_TASKS":
-        return Finding("ranks", found, BAD, "start it with srun --mpi=pmix (or pmi2), or with mpirun in the allocation")
-    if variable == "WORLD_SIZE":
+        advice = "start it with srun --mpi=pmix (or pmi2), or with mpirun in the allocation"
+    elif variable == "WORLD_SIZE":
         missing = [name for name in TORCHRUN if name not in os.environ]
-        lacking = f"{', '.join(missing)} in the environment" if missing else "torch, which is not installed"
-        return Finding("ranks", found, BAD, f"the ranks cannot meet without {lacking}: start them with torchrun")
-    if importlib.util.find_spec("mpi4py") is None:
-        return Finding("ranks", found, BAD, f"each of the {processes} processes is a separate job: pip install mpi4py")
-    advice = (
-        f"each of the {processes} processes is a separate job: this launcher belongs to another MPI than the one that"
-        " mpi4py loads (see the row MPI); start it with that MPI's mpirun"
-    )
-    return Finding("ranks", found, BAD, advice)
+        lacking = f"{', '.join(missing)} in the environment" if missing else "torch that can be imported"
+        advice = f"the ranks cannot meet without {lacking}: start them with torchrun"
+    elif importlib.util.find_spec("mpi4py") is None:
+        advice = f"each of the {processes} processes is a separate job: pip install mpi4py"
+    else:
+        advice = (
+            f"each of the {processes} processes is a separate job: this launcher belongs to another MPI than the one"
+            " that mpi4py loads (see the row MPI); start it with that MPI's mpirun"
+        )
+    yield Finding("ranks", f"1, although {variable} is {processes}", BAD, advice)
 
 
-def _processor(comm: Any) -> Iterator[Finding]:
+def _cores(comm: Any) -> Iterator[Finding]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    transport = as_transport(comm)
-    here = max(len(members) for members in node_members(transport))
+    here = _ranks_here(comm)
     advice = "ranks share cores and wait for each other: start fewer ranks per node"
     found = f"{cores} for this rank; ranks on the fullest node: {here}"
     yield _judged("cores", found, here <= (os.cpu_count() or 1), advice)
-    yield from _kernels()
-    yield from _kernel_threads(here)
+
+
+def _ranks_here(comm: Any) -> int:
+    return max(len(members) for members in node_members(as_transport(comm)))
 
 
 def _kernels() -> Iterator[Finding]:
-    try:
-        kernels = host_kernels()
-    except ValueError:  # `_variables` says so
-        return
+    kernels = host_kernels()
     name = kernels.__name__.rpartition(".")[2]
     if name != "cpu":
         advice = "the NumPy reference is used: install numba, unset SPARSECOLL_KERNELS and NUMBA_DISABLE_JIT"
@@ -165,11 +199,8 @@ def _kernels() -> Iterator[Finding]:
     yield _judged("Numba cache", folder or "none", folder is not None, advice)
 
 
-def _kernel_threads(here: int) -> Iterator[Finding]:
-    try:
-        count = threads.allowed()
-    except ValueError:  # `_variables` says so
-        return
+def _kernel_threads(comm: Any) -> Iterator[Finding]:
+    count, here = threads.allowed(), _ranks_here(comm)
     oversubscribed = count > 1 and count * here > (os.cpu_count() or 1)
     advice = f"{here} ranks of {count} threads share cores: unset {threads.VARIABLE}" if oversubscribed else ""
     unknown = threads.VARIABLE not in os.environ and threads.local_ranks() is None
@@ -222,6 +253,11 @@ VARIABLES: dict[str, Callable[[str], str]] = {  # what is wrong with a value; ""
 }
 
 
+def _job_tests(comm: Any) -> Iterator[Finding]:
+    yield self_test(comm)
+    yield speed(comm)
+
+
 def self_test(comm: Any) -> Finding:
     """Compare the sums of several algorithms with the expected ones; collective, the same on every rank."""
     transport = as_transport(comm)
@@ -244,7 +280,7 @@ def speed(comm: Any) -> Finding:
 
 def _launched_self_tests() -> Iterator[Finding]:
     """Run the self-test on two ranks of a new mpirun and of a new torchrun, unless a launcher started this process."""
-    simulated: Finding = simulate(2, self_test).results[0]
+    simulated = simulate(2, self_test).results[0]
     if simulated.state != GOOD:
         yield simulated
         return

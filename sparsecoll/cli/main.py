@@ -5,70 +5,99 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.util
+import itertools
+import logging
 import os
 import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-from rich.console import Console
-from rich.markup import escape
-from rich.progress import Progress
-from rich.table import Table
 
 from sparsecoll._version import __version__
-from sparsecoll.cli import bench
-from sparsecoll.cli.arguments import MPI_ALLREDUCE, Parser, algorithm_text, cost, count, density, fail
+from sparsecoll.bench import timing
+from sparsecoll.bench.timing import MPI_ALLREDUCE
+from sparsecoll.cli.arguments import Parser, checked, cost, count, density, fail
 from sparsecoll.cli.job import check_mpi4py, joined
 from sparsecoll.cli.network import measured_network
 from sparsecoll.cli.report import Report, check_writable, save
 from sparsecoll.errors import CommunicationError
 from sparsecoll.formats import FORMATS
-from sparsecoll.transport import Transport, as_transport, launcher, simulate
+from sparsecoll.transport import Transport, as_transport, launcher
 from sparsecoll.transport.call import CollectiveCall
-from sparsecoll.transport.network import Network
+from sparsecoll.transport.network import ONE_NODE, Network
 
 T = TypeVar("T")
 ALGOS = [MPI_ALLREDUCE, "auto", "allgather", "sparcml:variant=dynamic", "densestream", "oktopk"]
 NETWORKS = {
+    "100mbit": Network(100e-6, 80e-9),
     "1gbit": Network(50e-6, 8e-9),
     "10gbit": Network(20e-6, 0.8e-9),
     "25gbit": Network(10e-6, 0.32e-9),
     "100gbit": Network(3e-6, 0.08e-9),
+    "memory": ONE_NODE,
 }
-COLOURS = {"good": "green", "could be better": "yellow", "broken": "red"}
+COLOURS = {"good": 32, "could be better": 33, "broken": 31}  # of ECMA-48: green, yellow, red
 INTERRUPTED = 128 + signal.SIGINT  # the status of a command that Ctrl-C has ended, as shells have it
 UNSEEN_SECONDS = 3  # until a process that goes on after Ctrl-C is ended
-LOG_WIDTH = 160  # columns of a table that goes to a file
 
 
 def _doctor(options: argparse.Namespace) -> None:
     """Check this machine, its MPI and this installation, try a sum on two ranks, and suggest improvements."""
     from sparsecoll.cli import doctor
 
-    with joined() as comm:
-        _check_writable(comm, options.json)
-        findings = doctor.examine(comm)
-        if not findings or not _writes(comm):
-            return
+    found = []
+    with doctor.joined_or_alone() as (comm, trouble):
+        if options.json:
+            _check_writable(comm, options.json)
+        shown = _writes(comm)
+        for finding in doctor.examine(comm, trouble):
+            found.append(finding)
+            if shown:
+                state = f"{finding.state:<17}"
+                state = f"\x1b[{COLOURS[finding.state]}m{state}\x1b[0m" if sys.stdout.isatty() else state
+                advice = f"{'':<17}-> {finding.advice}\n" if finding.advice else ""
+                sys.stdout.write(f"{state}{finding.subject}: {finding.found}\n{advice}")
+                sys.stdout.flush()
+    if not shown:
+        return
     if options.json:
-        save(options.json, {"findings": [asdict(finding) for finding in findings]})
-    table = Table(title="sparsecoll doctor", title_justify="left", box=None)
-    for head in ("", "found", "state", "what to do"):
-        table.add_column(head, overflow="fold")
-    for finding in findings:
-        state = f"[{COLOURS[finding.state]}]{finding.state}[/]"
-        table.add_row(finding.subject, escape(finding.found), state, escape(finding.advice))
-    Console(width=None if sys.stdout.isatty() else LOG_WIDTH).print(table)
-    if any(finding.state == doctor.BAD for finding in findings):
+        save(options.json, {"findings": [asdict(finding) for finding in found]})
+    if any(finding.state == doctor.BAD for finding in found):
         sys.exit(1)
+
+
+def _warmup(options: argparse.Namespace) -> None:
+    """Compile the kernels of this machine into the cache, so that no later process has to; some minutes."""
+    from sparsecoll.cli import warmup
+
+    if launcher.rank() != 0:
+        return
+    start = time.perf_counter()
+    for kind, seconds, compiled in warmup.warm_up():
+        sys.stdout.write(f"{seconds:>8.1f} s  {compiled:>4} compiled  {kind}\n")
+        sys.stdout.flush()
+    place = warmup.cache() or "no folder: set NUMBA_CACHE_DIR to one that can be written to, and install numba"
+    sys.stdout.write(f"{time.perf_counter() - start:>8.1f} s in all; the kernels are in {place}\n")
+
+
+def _gain(options: argparse.Namespace) -> None:
+    """Predict the times of dense and sparse sums of float32 gradients, and say whether sparse ones are faster."""
+    from sparsecoll.cli import gain
+
+    if launcher.rank() != 0:
+        return
+    network = _network(options)
+    found = gain.predict(options.n, options.density, options.ranks, network, options.network == "memory")
+    sys.stdout.write(f"{gain.table(found)}\n{gain.advice(found)}\n")
+    sys.stdout.write(f"{network}\nselecting: {gain.SOURCE}\n")
 
 
 def _bench(options: argparse.Namespace) -> None:
@@ -85,23 +114,18 @@ def _bench_on(comm: Any, options: argparse.Namespace) -> None:
         _note(f"{MPI_ALLREDUCE} is left out, because the ranks are not MPI's")
         rest = [algo for algo in options.algo if algo != MPI_ALLREDUCE]
         options.algo = rest if as_transport(comm).size == 1 or "dense" in rest else ["dense", *rest]
-    calls = list(bench.calls(options.algo, options.density, options.format, options.value_dtype))
     rank, given = as_transport(comm).rank, None
     with _checking_arguments():
         if options.gradient:
-            given = _everywhere(comm, partial(bench.from_file, options.gradient, rank), lambda given: given.n)
-        _everywhere(comm, partial(bench.check, calls, given.base.dtype if given else np.dtype(np.float32)))
+            given = _everywhere(comm, partial(timing.from_file, options.gradient, rank), lambda given: given.n)
+        calls = _everywhere(comm, partial(_calls, options, given.base.dtype if given else np.float32))
 
-    def rows() -> Iterable[bench.Row]:
-        for n in [0] if given else options.n:
-            vectors = given or _everywhere(comm, partial(bench.heavy_tailed, n, rank))
-            for call in calls:
-                yield bench.measure(comm, call, vectors, options.repeat)
-
-    report = Report([call.algo for call in calls], options.json) if _writes(comm) else None
-    lengths = 1 if options.gradient else len(options.n)
-    for row in _with_progress(rows(), len(calls) * lengths, report is not None):
-        _everywhere(comm, partial(report.add, row) if report else lambda: None)
+    report = Report([str(call) for call in calls], options.json) if _writes(comm) else None
+    for n in [0] if given else options.n:
+        vectors = given or _everywhere(comm, partial(timing.heavy_tailed, n, rank))
+        for call in calls:
+            row = timing.measure(comm, call, vectors, options.repeat)
+            _everywhere(comm, partial(report.add, row) if report else lambda: None)
     transport = as_transport(comm)
     network = measured_network(comm) if transport.size > 1 else None
     if network and _writes(comm):
@@ -115,30 +139,19 @@ def _simulate(options: argparse.Namespace) -> None:
     """
     if launcher.rank() != 0:
         return  # one process does it all
-    calls = list(bench.calls(options.algo, options.density, options.format, options.value_dtype))
     with _checking_arguments():
         check_writable(options.json)
         if MPI_ALLREDUCE in options.algo:
             raise ValueError(f"--algo: {MPI_ALLREDUCE} is MPI's own and cannot be simulated; use dense")
-        bench.check(calls, np.dtype(np.float32))
-    given = {name: getattr(options, name) for name in ("alpha", "beta") if getattr(options, name) is not None}
-    network = replace(NETWORKS[options.network], **given)
-
-    def measured(ranks: int, n: int, call: bench.Call) -> bench.Row:
-        def program(comm: Any) -> bench.Row:
-            return bench.measure(comm, call, bench.heavy_tailed(n, comm.rank), options.repeat, warm=1)
-
-        rows: list[bench.Row] = simulate(ranks, program, network, ranks_per_node=options.ranks_per_node).results
-        return rows[0]
-
-    todo = [(ranks, n, call) for ranks in options.ranks for n in options.n for call in calls]
-    report = Report([call.algo for call in calls], options.json)
-    for row in _with_progress((measured(*one) for one in todo), len(todo), True):
-        report.add(row)
+        calls = _calls(options, np.float32)
+    more = options.repeat, _network(options), options.ranks_per_node
+    report = Report([str(call) for call in calls], options.json)
+    for one in itertools.product(options.ranks, options.n, calls):
+        report.add(timing.simulated(*one, *more))
 
 
 def _plot(options: argparse.Namespace) -> None:
-    """Draw figures from the rows that `bench --json` saved: phases, time against density, time and volume against P."""
+    """Draw figures from the rows that `bench` and `simulate` saved: phases, time against density or ranks, volume."""
     from sparsecoll.cli import plot
 
     if launcher.rank() != 0:
@@ -151,17 +164,19 @@ def _plot(options: argparse.Namespace) -> None:
         if len(set(stems)) < len(stems):
             raise ValueError(f"FILE: expected files of different names, after which figures are called, got {stems}")
         plot.make_folder(options.out)
-    for path, some in rows:
-        for figure in plot.figures(some, options.out, path.stem):
-            sys.stdout.write(f"{figure}\n")
+        for path, some in rows:
+            for figure in plot.figures(plot.chosen(some, options.algo), options.out, path.stem):
+                sys.stdout.write(f"{figure}\n")
 
 
-def _with_progress(rows: Iterable[bench.Row], total: int, shown: bool) -> Iterable[bench.Row]:
-    """Yield the rows; show a progress bar if stderr is a terminal while the rows go to a file."""
-    console = Console(stderr=True, quiet=not shown)
-    wanted = shown and console.is_terminal and not sys.stdout.isatty()
-    with Progress(console=console, transient=True, disable=not wanted) as progress:
-        yield from progress.track(rows, total=total, description="measuring")
+def _calls(options: argparse.Namespace, dtype: Any) -> list[timing.Call]:
+    choices = options.density, options.format, options.value_dtype, options.selector, options.compressor
+    return list(timing.calls(options.algo, *choices, dtype))
+
+
+def _network(options: argparse.Namespace) -> Network:
+    given = {name: getattr(options, name) for name in ("alpha", "beta") if getattr(options, name) is not None}
+    return replace(NETWORKS[options.network], **given)
 
 
 def _everywhere(comm: Any, work: Callable[[], T], length: Callable[[T], int] | None = None) -> T:
@@ -234,11 +249,15 @@ def _parser() -> argparse.ArgumentParser:
         return command
 
     def add_calls(command: argparse.ArgumentParser, algos: list[str], length: int, densities: list[float]) -> None:
-        usual, share = ", ".join(algos), " ".join(map(str, densities))
-        command.add_argument("--algo", nargs="+", type=algorithm_text, default=algos, metavar="NAME[:OPTION=VALUE,...]",
-                             help=f"algorithms, with options (default: {usual})")  # fmt: skip
+        usual, share, text = ", ".join(algos), " ".join(map(str, densities)), "NAME[:OPTION=VALUE,...]"
+        command.add_argument("--algo", nargs="+", type=checked("algo"), default=algos, metavar=text,
+                             help=f"algorithms, with options (default: {usual}); NAME may be MODULE:CLASS")  # fmt: skip
+        command.add_argument("--selector", nargs="+", type=checked("selector"), default=[None], metavar=text,
+                             help="selectors, with each sparse algorithm (default: its own)")  # fmt: skip
+        command.add_argument("--compressor", nargs="+", type=checked("compressor"), default=[], metavar=text,
+                             help="compressors of sparsecoll.torch, beside the algorithms (default: none)")  # fmt: skip
         command.add_argument("--n", "--length", nargs="+", type=count, default=[length],
-                             help=f"lengths of the vectors (default: {length:,})")  # fmt: skip
+                             help=f"lengths of the vectors, such as 24e6 (default: {length:,})")  # fmt: skip
         command.add_argument("--density", nargs="+", type=density, default=densities,
                              help=f"k / n (default: {share})")  # fmt: skip
         command.add_argument(
@@ -248,10 +267,15 @@ def _parser() -> argparse.ArgumentParser:
                              help="dtypes of values on the wire (default: that of the vector)")  # fmt: skip
         command.add_argument("--json", type=Path, metavar="FILE", help="save each row as soon as it is measured")
 
+    def add_network(command: argparse.ArgumentParser) -> None:
+        command.add_argument("--network", choices=NETWORKS, default="1gbit", help="modelled network (default: 1gbit)")
+        command.add_argument("--alpha", type=cost, help="seconds per message, instead of the network's")
+        command.add_argument("--beta", type=cost, help="seconds per byte, instead of the network's")
+
     command = add("doctor", _doctor)
     command.add_argument("--json", type=Path, metavar="FILE", help="save the findings")
 
-    command = add("bench", _bench, (bench.__doc__ or "").partition("\n\n")[2])
+    command = add("bench", _bench, (timing.__doc__ or "").partition("\n\n")[2])
     add_calls(command, ALGOS, 4_000_000, [0.001, 0.01, 0.1])
     command.add_argument("--gradient", metavar="FILE", help="a .npy file instead of --n; {rank} stands for the rank")
     command.add_argument("--repeat", type=count, default=7, help="timed calls per row (default: 7)")
@@ -262,16 +286,22 @@ def _parser() -> argparse.ArgumentParser:
         "--ranks", nargs="+", type=count, default=[4, 16, 64], help="numbers of virtual ranks (default: 4 16 64)"
     )
     command.add_argument("--ranks-per-node", type=count, default=1, help="virtual ranks per node (default: 1)")
-    command.add_argument("--network", choices=NETWORKS, default="1gbit", help="modelled network (default: 1gbit)")
-    command.add_argument("--alpha", type=cost, help="seconds per message, instead of the network's")
-    command.add_argument("--beta", type=cost, help="seconds per byte, instead of the network's")
+    add_network(command)
     command.add_argument("--repeat", type=count, default=3, help="calls per row (default: 3)")
 
+    command = add("gain", _gain)
+    command.add_argument("--n", type=count, default=24_000_000, help="length of the vectors (default: 24,000,000)")
+    command.add_argument("--density", type=density, default=0.01, help="k / n (default: 0.01)")
+    command.add_argument("--ranks", type=count, default=8, help="number of ranks (default: 8)")
+    add_network(command)
+
     command = add("plot", _plot)
+    command.add_argument("--algo", nargs="+", default=[], metavar="NAME", help="draw these lines and the dense ones")
     command.add_argument("rows", nargs="+", type=Path, metavar="FILE", help="JSON files of bench and simulate")
     command.add_argument(
         "--out", type=Path, default=Path("figures"), help="folder for the SVG files (default: figures)"
     )
+    add("warmup", _warmup)
     return parser
 
 
@@ -296,14 +326,25 @@ def _end_after_interrupt() -> None:
     threading.Thread(target=end, daemon=True).start()
 
 
+def _announce_compilation() -> None:
+    """Show the line that the kernels log when they are compiled for the first time, if somebody waits for them."""
+    logger = logging.getLogger("sparsecoll.kernels.cpu.intrinsics.cache")
+    if launcher.rank() == 0 and sys.stderr.isatty() and not logger.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("sparsecoll: note: %(message)s"))
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Parse the arguments and run the command; an error ends the program with one line that says what was expected."""
     try:
         if arguments is None:  # the process is this command's own
             _end_after_interrupt()
         options = _parser().parse_args(arguments)
+        _announce_compilation()
         options.run(options)
-    except (ValueError, TypeError, OSError, OverflowError, MemoryError, CommunicationError) as error:
+    except (ValueError, TypeError, OSError, OverflowError, MemoryError, ImportError, CommunicationError) as error:
         fail(str(error), 2 if getattr(error, "of_argument", False) else 1, getattr(error, "on_all_ranks", False))
     except KeyboardInterrupt:
         fail("interrupted", INTERRUPTED)

@@ -1,29 +1,27 @@
 """Draws figures from rows of `bench`: stacked phases, time against density, time and volume against P.
 
-Needs matplotlib. Lines differ by marker and dash and bars by hatch, so that figures are legible in black and white.
+Needs matplotlib. Bars differ by hatch and lines as in `style`, so that figures are legible in black and white.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-from sparsecoll.cli.bench import Row
+from sparsecoll.bench.timing import Row
+from sparsecoll.cli.style import STYLES, axes_of, draw, save, spread
 from sparsecoll.telemetry.trace import KINDS
 
 PARTS = (*KINDS, "other")
 HATCHES = dict(zip(PARTS, ("///", "...", "\\\\\\", "xx", "++", "", "--"), strict=True))
-STYLES = [(marker, dash) for dash in ("-", "--", ":") for marker in "osD^vP*X"]
 NEEDED = ("n", "P", "density", "seconds")  # columns without which there is no figure
 NUMBERS = (*NEEDED, *PARTS, "bytes_received")
-WIDTH = 7.0  # inches; a text column
 
 
 def rows_of(path: str | Path) -> list[Row]:
-    """Return the rows in a file that `bench --json` wrote.
+    """Return the rows in a file that `bench --json` or `simulate --json` wrote.
 
     Raises:
         ValueError: The file cannot be read, or contains something else.
@@ -32,16 +30,31 @@ def rows_of(path: str | Path) -> list[Row]:
         content = json.loads(Path(path).read_text())
     except (ValueError, OSError) as error:  # of JSON or of UTF-8
         why = getattr(error, "strerror", None) or error
-        raise ValueError(f"{path}: expected the JSON rows of a bench ({why})") from None
+        raise ValueError(f"{path}: expected the JSON rows of bench or simulate ({why})") from None
     rows = content.get("rows") if isinstance(content, dict) else None
     if not isinstance(rows, list) or not rows or not all(isinstance(r, dict) and "algo" in r for r in rows):
-        raise ValueError(f"{path}: expected the rows of a bench, got something else")
+        raise ValueError(f"{path}: expected the JSON rows of bench or simulate, got something else")
     for row in rows:
         wrong = [name for name in NUMBERS if name in row and not isinstance(row[name], (int, float, type(None)))]
         wrong += [name for name in NEEDED if row.get(name) is None]
         if wrong:
-            raise ValueError(f"{path}: expected a number for {', '.join(wrong)} in each row of a bench, got {row}")
+            raise ValueError(f"{path}: expected a number for {', '.join(wrong)} in each row, got {row}")
     return rows
+
+
+def chosen(rows: Sequence[Row], names: Sequence[str]) -> Sequence[Row]:
+    """Return the rows of the named lines, and of dense sums if none of these is named; all rows if no line is named.
+
+    Raises:
+        ValueError: A name is that of no line.
+    """
+    known = dict.fromkeys(map(label, rows))
+    wrong = [name for name in names if name not in known]
+    if wrong:
+        raise ValueError(f"--algo: expected some of {', '.join(known)}, got {', '.join(wrong)}")
+    dense = {label(row) for row in rows if row["density"] == 1.0}
+    wanted = {*names, *(() if dense.intersection(names) else dense)}
+    return [row for row in rows if not names or label(row) in wanted]
 
 
 def make_folder(path: Path) -> None:
@@ -65,22 +78,9 @@ def label(row: Row) -> str:
     return " ".join([row["algo"], *extra])
 
 
-def _axes(height: float = 3.6) -> Any:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(WIDTH, height), layout="constrained")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="both", linewidth=0.3)
-    axes.set_axisbelow(True)
-    return figure, axes
-
-
 def stacked(rows: Sequence[Row], path: str | Path, title: str = "") -> None:
     """A bar for each row: milliseconds by kind of work (mean over the ranks)."""
-    figure, axes = _axes(1.2 + 0.32 * len(rows))
+    figure, axes = axes_of(1.2 + 0.32 * len(rows))
     names = [label(r) + ("" if r["density"] in (None, 1.0) else f", {100 * r['density']:.3g} %") for r in rows]
     positions = range(len(rows))  # rows may have the same name
     left = [0.0] * len(rows)
@@ -95,37 +95,40 @@ def stacked(rows: Sequence[Row], path: str | Path, title: str = "") -> None:
     axes.set_xlabel("milliseconds")
     axes.set_title(title, fontsize="medium", loc="left")
     figure.legend(fontsize="small", ncols=len(PARTS), loc="outside lower center", frameon=False)
-    figure.savefig(path)
+    save(figure, path)
 
 
 def lines(rows: Sequence[Row], x: str, y: str, path: str | Path, title: str = "", scale: float = 1.0) -> None:
-    """A line for each label: column y times `scale` against column x, both logarithmic."""
-    figure, axes = _axes()
-    styles = cycle(STYLES)
+    """A line for each label: column y times `scale` against column x, both logarithmic.
+
+    Raises:
+        ValueError: There are more lines than can be told apart.
+    """
+    ticks = sorted({r[x] for r in rows} - ({1.0} if x == "density" else set()))
+    series: dict[str, list[tuple[float, float]]] = {}
     for name in dict.fromkeys(map(label, rows)):
         points = sorted((r[x], scale * r[y]) for r in rows if label(r) == name and r.get(y))
-        if not points:
-            continue
-        marker, dash = next(styles)
-        dense = all(r["density"] == 1.0 for r in rows if label(r) == name)
-        if dense and x == "density":  # the same at every density
-            axes.axhline(points[0][1], color="black", linestyle=dash, linewidth=1, label=name)
-            continue
-        colour = {"color": "black"} if dense else {}
-        axes.plot(
-            *zip(*points, strict=True), marker=marker, linestyle=dash, label=name, linewidth=1, markersize=4, **colour
+        if points and x == "density" and all(density == 1.0 for density, _ in points):  # the same at every density
+            points = [(tick, points[0][1]) for tick in ticks]
+        if points:
+            series[name] = points
+    if len(series) > len(STYLES):
+        known = ", ".join(series)
+        raise ValueError(
+            f"--algo: expected at most {len(STYLES)} lines in a figure, got {len(series)}: choose among {known}"
         )
+    figure, axes = axes_of()
+    names = draw(axes, series)
     axes.set_xscale("log", base=2 if x == "P" else 10)
     axes.set_yscale("log")
     _number_ticks(axes.yaxis)
-    ticks = sorted({r[x] for r in rows} - ({1.0} if x == "density" else set()))
     axes.set_xticks(ticks, [f"{t:g}" for t in ticks])
     axes.set_xticks([], minor=True)
     axes.set_xlabel({"P": "ranks", "density": "density k / n"}.get(x, x))
     axes.set_ylabel(AXES.get(y, y))
     axes.set_title(title, fontsize="medium", loc="left")
-    axes.legend(fontsize="x-small", loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
-    figure.savefig(path)
+    spread(axes, names)
+    save(figure, path)
 
 
 def _number_ticks(axis: Any) -> None:

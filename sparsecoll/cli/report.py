@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sparsecoll.cli.arguments import MPI_ALLREDUCE
-from sparsecoll.cli.bench import Row, about
+from sparsecoll.bench.timing import MPI_ALLREDUCE, Row, about
 
 SHOWN = ("select", "encode", "decode", "merge", "dense", "wait", "other")
 DENSE = (MPI_ALLREDUCE, "dense")

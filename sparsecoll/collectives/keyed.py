@@ -61,9 +61,9 @@ def to_vector(
     own, back = convert.to_vector(x)
     assert isinstance(own, SparseVector)
     call.signature["keyed"] = True
+    options.check_finite(own, getattr(back, "words", ()))
     plain = options.k is None and options.density is None and options.format == "auto" and options.value_dtype is None
     if plain and at_once is not None:
-        options.check_finite(own)
         call.signature |= options.signature() | at_once
         message = _message(own, back, call.transport.size)
     own, back, total = _agree_on_kinds(call, own, back, options, message)

@@ -148,7 +148,7 @@ class CallOptions:
         if x.width and self.format != "auto":
             raise ValueError(f"format: expected 'auto' for rows and dense arrays, which have one, got {self.format!r}")
         if name == "mean" and dtype.kind in "biu":
-            raise TypeError(f"op: expected 'sum' for {dtype}, got 'mean'")
+            raise TypeError(f"op: expected 'sum' for {dtype}, got 'mean': use floats, or divide the sum by the ranks")
         self.operation.fold(dtype)  # refuses dtypes
         if name in ("min", "max") and dtype.kind == "c":
             raise TypeError(f"op: expected one that needs no order of the values for {dtype}, got {name!r}: use abs(x)")
@@ -175,14 +175,15 @@ class CallOptions:
         if dtype.kind != "f" or np.dtype(formats.WIRE_DTYPES[narrow].stored).itemsize > dtype.itemsize:
             raise ValueError(f"value_dtype: expected no wider than x and x of floats, got {narrow} for {dtype}")
 
-    def check_finite(self, x: Vector | RowSparse) -> None:
-        """Raise if x contains NaN or infinity, unless `nonfinite` is "pass"."""
+    def check_finite(self, x: Vector | RowSparse, words: Any = ()) -> None:
+        """Raise if x, whose indices may stand for `words`, contains NaN or infinity, unless `nonfinite` is "pass"."""
         if self.nonfinite not in NONFINITE:
             raise ValueError(f"nonfinite: expected 'raise' or 'pass', got {self.nonfinite!r}")
         index = x.first_not_finite() if self.nonfinite == "raise" else None
         if index is not None:
-            where = "in row" if isinstance(x, RowSparse) else "at index"
-            raise ValueError(f"x: expected finite values, got NaN or infinity, the first {where} {index}")
+            where = f"in row {index}" if isinstance(x, RowSparse) else f"at index {index}"
+            where = f"at key {words[index]!r}" if len(words) else where
+            raise ValueError(f"x: expected finite values, got NaN or infinity, the first {where}")
 
     def as_rows(self, x: Any, algo: Any = "auto", return_reduction: bool = False) -> tuple[RowSparse, Back] | None:
         """Return x as rows, and the Back of its type; None if a call takes x for a vector.

@@ -2,32 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from sparsecoll.formats.base import Buffer, Format
 from sparsecoll.kernels import kernels_of
+from sparsecoll.kernels.keys import Code
 from sparsecoll.kernels.memory import contiguous, empty
 from sparsecoll.kernels.reference.quantization import code_bytes
 from sparsecoll.telemetry.trace import span
 from sparsecoll.vector import SparseVector, saturating_cast
 
 
-@dataclass(frozen=True)
-class Codes:
-    """Messages of quantized dense values: a float32 scale for each bucket, then the codes of all values.
+class Codes(Code):
+    """Messages of quantized dense values: a float32 scale for each bucket, then the codes of all values."""
 
-    Args:
-        bits: bits per value.
-        levels: "linear", "float" or "mean", see `kernels.reference.quantization`.
-        bucket: number of values that share a scale; a bucket consists of the values with the same index // `bucket`.
-    """
-
-    bits: int
-    levels: str
-    bucket: int
+    __slots__ = ()
 
     def buckets(self, first: int, count: int) -> int:
         """Return the number of buckets of `count` values from index `first` on."""
@@ -52,8 +43,7 @@ class Codes:
         narrow = contiguous(saturating_cast(values, np.dtype(np.float32)), np.float32)
         in_place = keep_error and narrow is values
         with span("encode", values.size):
-            how = (first, self.bits, self.levels, self.bucket, seed)
-            kernels_of(narrow).quantize(narrow, *how, scales, codes, in_place)
+            kernels_of(narrow).quantize(narrow, first, self, seed, scales, codes, in_place)
             finite = bool(np.isfinite(scales).all())
             if keep_error and not in_place and finite:
                 np.subtract(values, self.values(message, first, values.size), out=values, casting="same_kind")
@@ -68,14 +58,13 @@ class Codes:
     def decode(self, message: Buffer, first: int, out: Any, add: bool = False, divisor: int = 1) -> None:
         """Write the values in a message to `out`, or add them; they are divided by `divisor` unless added."""
         scales, codes = self._split(message, first, out.size)
-        how = (codes, first, self.bits, self.levels, self.bucket)
         with span("decode", out.size):
             if out.dtype == np.float32 and out.flags.c_contiguous:
                 scales = scales / np.float32(divisor) if divisor > 1 else scales
-                kernels_of(out).dequantize(*how, scales, out, add)
+                kernels_of(out).dequantize(codes, first, self, scales, out, add)
                 return
             values = empty(out.size, np.float32, out)
-            kernels_of(out).dequantize(*how, scales, values, False)
+            kernels_of(out).dequantize(codes, first, self, scales, values, False)
             if add:
                 np.add(out, values, out=out, casting="same_kind")
             else:

@@ -2,7 +2,7 @@
 
 The library marks its own work with `span`. Without a listener nothing is recorded, and a mark costs a fraction of a
 microsecond. There are three listeners: `Recorder` adds up seconds, a virtual rank advances its clock, and
-`sparsecoll.torch.Timeline` records spans.
+`sparsecoll.torch` lets torch.profiler show them.
 
 The kinds, and the amounts reported with them, are "select" (values read), "encode" and "decode" (entries), "merge"
 (entries, and coordinates from the first to the last), "dense" (values of dense vectors read or written), and "wait"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -35,6 +36,9 @@ class Counts:
     def __sub__(self, other: Counts) -> Counts:
         return Counts(*(a - b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
 
+    def __add__(self, other: Counts) -> Counts:
+        return self - (Counts() - other)
+
     def copy(self) -> Counts:
         """Return a copy, which does not change with later calls."""
         return Counts(self.bytes_sent, self.bytes_received, self.messages_sent, self.messages_received, self.seconds)
@@ -52,11 +56,13 @@ class Traffic:
             in `total` only.
         set_up: Counts of what happens once per communicator, such as finding out which ranks share a machine; not part
             of `total` or `phases`.
+        observer: called after each call with its algorithm, see `sparsecoll.telemetry.metrics`; None for nothing.
     """
 
     total: Counts = field(default_factory=Counts)
     phases: dict[str, Counts] = field(default_factory=dict)
     set_up: Counts = field(default_factory=Counts)
+    observer: Callable[[str], None] | None = field(default=None, compare=False)
 
     def reset(self) -> None:
         """Set every counter to zero."""

@@ -248,7 +248,7 @@ class DenseVector(Values):
 
     def subtract_at(self, entries: SparseVector) -> None:
         """self -= entries, in place."""
-        kernels_of_values(self.values).scatter_subtract(self.values, entries.indices, entries.values)
+        kernels_of_values(self.values).scatter_add(self.values, entries.indices, entries.values, subtract=True)
 
     def scatter_add(self, indices: NDArray[Any], values: NDArray[Any]) -> None:
         """self[index] += value in the order given, in place; indices of `length` or more are skipped."""

@@ -264,11 +264,11 @@ class Entries(Values):
 
     def intersect(self, other: Entries) -> Self:
         """Return the entries of this vector whose index `other` stores, too."""
-        return self.take(kernels_of(self.indices).intersect(self.indices, other.indices))
+        return self.take(kernels_of(self.indices).where_in(self.indices, other.indices))
 
     def difference(self, other: Entries) -> Self:
         """Return the entries of this vector whose index `other` does not store."""
-        return self.take(kernels_of(self.indices).difference(self.indices, other.indices))
+        return self.take(kernels_of(self.indices).where_in(self.indices, other.indices, invert=True))
 
     def __len__(self) -> int:
         return self.length

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from cases import DISTRIBUTIONS, case, same_bits
+from cases import DISTRIBUTIONS, case, pairwise, same_bits
 from oracles import oracle
 
 import sparsecoll
@@ -11,10 +11,11 @@ from sparsecoll import ALGORITHMS, Hierarchical, SparseVector, simulate
 INNER = [name for name in ALGORITHMS if name != "hierarchical"]
 
 
-@pytest.mark.parametrize(("P", "ranks_per_node"), [(1, 1), (5, 2), (7, 7), (12, 4)])
-@pytest.mark.parametrize("name", DISTRIBUTIONS)
-@pytest.mark.parametrize("inner", INNER)
-def test_any_inner_algorithm_sums_over_nodes_with_the_same_bits(inner, name, P, ranks_per_node):
+@pytest.mark.parametrize(
+    ("inner", "name", "shape"), pairwise(INNER, DISTRIBUTIONS, [(1, 1), (5, 2), (7, 7), (12, 4)]), ids=str
+)
+def test_any_inner_algorithm_sums_over_nodes_with_the_same_bits(inner, name, shape):
+    P, ranks_per_node = shape
     inputs = [case(name, rank, P) for rank in range(P)]
     results = simulate(
         P,

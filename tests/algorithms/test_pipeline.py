@@ -171,7 +171,7 @@ def test_learned_boundaries_cost_no_message_and_foreign_ones_raise_on_every_rank
             agreed.append(y.traffic.phases["agree"].messages_sent if "agree" in y.traffic.phases else 0)
         return agreed
 
-    for make, text in ((Allgather, "boundaries: expected entries from"), (OkTopk, "state of the algorithm object: ")):
+    for make, text in ((Allgather, "boundaries: expected entries from"), (OkTopk, "state of the algorithm object")):
         assert simulate(4, lambda comm, m=make: program(comm, m, False)).results == [[2, 0, 0, 0]] * 4
         texts = set(simulate(4, lambda comm, m=make: program(comm, m, True)).results)
         assert len(texts) == 1 and text in texts.pop()

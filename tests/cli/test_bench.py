@@ -1,6 +1,9 @@
 """bench and plot: what they measure, what they refuse, and their commands."""
 
 import json
+import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -8,8 +11,8 @@ import pytest
 from harness import Entries, in_turns
 
 from sparsecoll import Costs, Network, SparseVector, simulate
-from sparsecoll.cli import arguments, bench
-from sparsecoll.cli.bench import Call
+from sparsecoll.bench import algorithm, timing
+from sparsecoll.bench.timing import Call
 from sparsecoll.cli.main import main
 from sparsecoll.cli.report import SHOWN, Report
 from sparsecoll.formats import FORMATS
@@ -17,7 +20,7 @@ from sparsecoll.transport import LocalTransport, as_transport
 
 
 def test_algorithms_and_their_options_are_read_from_text():
-    made = arguments.algorithm("oktopk:tau=4,exact=True,selector=dgc,repartition=even")
+    made = algorithm("oktopk:tau=4,exact=True,selector=dgc,repartition=even")
     assert (made.tau, made.exact, made.repartition, type(made.selector).__name__) == (
         4,
         True,
@@ -26,7 +29,7 @@ def test_algorithms_and_their_options_are_read_from_text():
     )
     for text, message in (
         ("best", "algo: expected one of auto, .*, got 'best'"),
-        ("oktopk:tua=4", "expected oktopk:OPTION=VALUE with one of .*tau.*, got 'tua=4'"),
+        ("oktopk:tua=4", "expected OPTION=VALUE of oktopk with one of .*tau.*, got 'tua=4'"),
         ("oktopk:tau", "got 'tau'"),
         ("dense:selector=all", "selector: expected one of topk, .*, got 'all'"),
         ("oktopk:tau=abc", "oktopk:tau: expected int, got 'abc'"),
@@ -34,17 +37,17 @@ def test_algorithms_and_their_options_are_read_from_text():
         ("oktopk:exact=1", "oktopk:exact: expected bool, got 1"),
     ):
         with pytest.raises(ValueError, match=message):
-            arguments.algorithm(text)
-    assert arguments.algorithm("oktopk:balance_factor=2").balance_factor == 2.0
+            algorithm(text)
+    assert algorithm("oktopk:balance_factor=2").balance_factor == 2.0
 
 
 def test_every_call_gets_another_vector():
-    vectors = bench.heavy_tailed(1000, rank=0, spare=50_000)
+    vectors = timing.heavy_tailed(1000, rank=0, spare=50_000)
     a = vectors().copy()
     b = vectors().copy()
     assert a.size == b.size == 1000 and not np.array_equal(a, b)
     np.testing.assert_allclose(vectors.base[: a.size] / 1.01, a, rtol=1e-5)
-    np.testing.assert_array_equal(b, vectors.base[bench.STEP : bench.STEP + 1000])
+    np.testing.assert_array_equal(b, vectors.base[timing.STEP : timing.STEP + 1000])
     entries = Entries(10_000, 500, rank=1)
     x, y = entries(), entries()
     assert 400 < x.nnz <= 500 and x.length == 10_000 and not np.array_equal(x.indices, y.indices)
@@ -52,23 +55,23 @@ def test_every_call_gets_another_vector():
 
 def test_files_of_gradients_are_read_and_others_refused(tmp_path):
     np.save(tmp_path / "g_2.npy", np.arange(5, dtype=np.float32))
-    assert bench.from_file(tmp_path / "g_{rank}.npy", 2)().size == 5
+    assert timing.from_file(tmp_path / "g_{rank}.npy", 2)().size == 5
     np.save(tmp_path / "g_3.npy", np.arange(5))
     with pytest.raises(ValueError, match="expected a 1-D array of floats, got int64"):
-        bench.from_file(tmp_path / "g_{rank}.npy", 3)
+        timing.from_file(tmp_path / "g_{rank}.npy", 3)
     (tmp_path / "g_4.npy").write_bytes(b"")
     with pytest.raises(ValueError, match=r"g_4\.npy: expected a \.npy file"):
-        bench.from_file(tmp_path / "g_{rank}.npy", 4)
+        timing.from_file(tmp_path / "g_{rank}.npy", 4)
     np.savez(tmp_path / "g.npz", np.ones(3))
     with pytest.raises(ValueError, match=r"g\.npz: expected a \.npy file .* got an archive"):
-        bench.from_file(tmp_path / "g.npz", 0)
+        timing.from_file(tmp_path / "g.npz", 0)
 
 
 def test_a_row_is_the_same_on_all_ranks_and_its_parts_add_up():
     costs = Costs(select=1e-9, encode=2e-8, decode=3e-8, merge=4e-8, call=1e-6)
 
     def program(comm):
-        return bench.measure(comm, Call("allgather", 0.01), bench.heavy_tailed(20_000, comm.rank), repeat=3, note="x")
+        return timing.measure(comm, Call("allgather", 0.01), timing.heavy_tailed(20_000, comm.rank), repeat=3, note="x")
 
     rows = simulate(4, program, Network(1e-5, 1e-8), costs=costs).results
     assert all({**row, "memory": 0} == {**rows[0], "memory": 0} for row in rows)
@@ -83,12 +86,12 @@ def test_a_row_is_the_same_on_all_ranks_and_its_parts_add_up():
 
 def test_the_kernels_start_before_calls_are_timed(monkeypatch):
     started = []
-    monkeypatch.setattr(bench, "host_kernels", lambda: started.append(True))
-    bench.measure(
-        LocalTransport(), Call("allgather", 0.1), bench.heavy_tailed(100, 0), 1, run=lambda _: (*started, 0, 0, 0)
+    monkeypatch.setattr(timing, "host_kernels", lambda: started.append(True))
+    timing.measure(
+        LocalTransport(), Call("allgather", 0.1), timing.heavy_tailed(100, 0), 1, run=lambda _: (*started, 0, 0, 0)
     )
     assert started == [True]
-    simulate(2, lambda comm: bench.measure(comm, Call("allgather", 0.1), bench.heavy_tailed(100, 0), 1))
+    simulate(2, lambda comm: timing.measure(comm, Call("allgather", 0.1), timing.heavy_tailed(100, 0), 1))
     assert started == [True]  # the simulator's seconds are modelled
 
 
@@ -96,7 +99,7 @@ def test_calls_take_turns():
     def program(comm):
         entries = Entries(5000, 50, comm.rank)
         calls = [Call("allgather", None), Call("dense", None)]
-        return in_turns(as_transport(comm), [(bench.runner(comm, call), entries) for call in calls], repeat=3)
+        return in_turns(as_transport(comm), [(timing.runner(comm, call), entries) for call in calls], repeat=3)
 
     few, all_of_them = simulate(3, program, Network(1e-5, 1e-8)).results[0]
     assert few < all_of_them  # 3 x 50 entries against 5,000 values
@@ -106,7 +109,7 @@ def test_sparse_and_dense_inputs_and_the_wire():
     def program(comm):
         x = SparseVector([comm.rank, 7], np.ones(2, np.float32), 100)
         return [
-            bench.measure(comm, c, lambda: x, repeat=1)["entries"] for c in (Call("auto", None), Call("oktopk", None))
+            timing.measure(comm, c, lambda: x, repeat=1)["entries"] for c in (Call("auto", None), Call("oktopk", None))
         ]
 
     assert simulate(2, program).results == [[3, 2]] * 2
@@ -129,11 +132,11 @@ def test_bench_saves_rows_and_plot_draws_them(tmp_path, capsys):
     drawn = capsys.readouterr().out.split()
     assert len(drawn) == 2 and all("<svg" in Path(name).read_text() for name in drawn)
     for content, message in (
-        ("[]", "expected the rows of a bench"),
-        ("{nonsense", "expected the JSON rows"),
+        ("[]", "expected the JSON rows of bench or simulate, got something else"),
+        ("{nonsense", "expected the JSON rows of bench or simulate ("),
         (
             '{"rows": [{"algo": "x"}]}',
-            "expected a number for n, P, density, seconds in each row of a bench, got {'algo'",
+            "expected a number for n, P, density, seconds in each row, got {'algo'",
         ),
         ('{"rows": [{"algo": "x", "n": 9, "P": "2", "density": 1, "seconds": 1}]}', "expected a number for P in each"),
     ):
@@ -143,16 +146,6 @@ def test_bench_saves_rows_and_plot_draws_them(tmp_path, capsys):
         assert ended.value.code == 2
         printed = capsys.readouterr().err
         assert printed.startswith(f"sparsecoll: {tmp_path / 'other.json'}: {message}") and printed.count("\n") == 1
-
-
-def test_every_row_has_a_bar_of_its_own(tmp_path):
-    plot = pytest.importorskip("sparsecoll.cli.plot")
-    pyplot = pytest.importorskip("matplotlib.pyplot")
-    densities = [0.0001, 0.0002, 0.0004, 0.0004]
-    plot.stacked([{"algo": "a", "density": d, "select": 1.0} for d in densities], tmp_path / "bars.svg")
-    axes = pyplot.figure(pyplot.get_fignums()[-1]).axes[0]
-    assert [tick.get_text() for tick in axes.get_yticklabels()] == [f"a, {100 * d:g} %" for d in densities]
-    assert sorted({bar.get_y() for bar in axes.patches}) == sorted(bar.get_y() for bar in axes.patches)
 
 
 def test_figures_that_would_have_the_same_name_are_refused(tmp_path, capsys):
@@ -209,42 +202,28 @@ def test_gradient_from_a_file(tmp_path, capsys):
 
 def test_rows_are_saved_as_they_come(tmp_path, monkeypatch):
     path = tmp_path / "rows.json"
-    measured = bench.measure
+    measured = timing.measure
 
     def breaks(comm, call, vectors, repeat):
         if path.exists():
             raise OSError("the machine goes down")
         return measured(comm, call, vectors, repeat)
 
-    monkeypatch.setattr(bench, "measure", breaks)
+    monkeypatch.setattr(timing, "measure", breaks)
     with pytest.raises(SystemExit):
         main(["bench", "--algo", "allgather", "oktopk", "--n", "2000", "--repeat", "1", "--json", str(path)])
     assert [row["algo"] for row in json.loads(path.read_text())["rows"]] == ["allgather"]
 
 
-def test_dense_is_a_line_in_the_figures_of_the_sparse_ones(tmp_path, monkeypatch):
-    plot = pytest.importorskip("sparsecoll.cli.plot")
-    pyplot = pytest.importorskip("matplotlib.pyplot")
-    rows = [
-        {"algo": algo, "n": 9, "density": density, "P": P, "seconds": P * 0.01, "bytes_received": 10 * P}
-        for algo, density in (("a", 0.1), ("b", 0.1), ("dense", 1.0))
-        for P in (2, 4)
-    ]
-    made = plot.figures(rows, tmp_path, "r")
-    assert sorted(path.name for path in made) == ["r_time_n9_d0.1.svg", "r_volume_n9_d0.1.svg"]
-    axes = pyplot.figure(pyplot.get_fignums()[-2]).axes[0]
-    assert [line.get_label() for line in axes.lines] == ["dense", "a", "b"]
-    axes.figure.canvas.draw()
-    assert all(float(tick.get_text().replace(",", "")) > 0 for tick in axes.get_yticklabels())  # 20, not 2 x 10^1
-
-
-def test_the_legend_is_not_over_the_label_of_the_axis(tmp_path):
-    plot = pytest.importorskip("sparsecoll.cli.plot")
-    pyplot = pytest.importorskip("matplotlib.pyplot")
-    for count in (1, 12):
-        rows = [{"algo": f"a{i}", "density": 0.1, **dict.fromkeys(plot.PARTS, 1e-3)} for i in range(count)]
-        plot.stacked(rows, tmp_path / "phases.svg", "title")
-        figure = pyplot.figure(pyplot.get_fignums()[-1])
-        figure.canvas.draw()
-        label = figure.axes[0].xaxis.label.get_window_extent()
-        assert not figure.legends[0].get_window_extent().overlaps(label)
+def test_the_commit_is_that_of_the_checkout_and_nothing_without_git_or_in_another_repository(monkeypatch, tmp_path):
+    if (
+        shutil.which("git")
+        and subprocess.run(["git", "-C", Path(timing.__file__).parent, "ls-files"], capture_output=True).stdout
+    ):
+        assert re.fullmatch(r"[0-9a-f]{7,}(-dirty)?", timing.about()["commit"])
+        subprocess.run(["git", "init", "-q", tmp_path], check=True)
+        monkeypatch.setattr(timing, "__file__", str(tmp_path / "venv" / "timing.py"))
+        (tmp_path / "venv").mkdir()
+        assert timing.about()["commit"] == ""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert timing.about()["commit"] == ""

@@ -1,35 +1,34 @@
 """Ctrl-C: commands end with one line and status 130, also under mpirun, and no virtual rank goes on."""
 
-import importlib.util
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
+from launching import OPEN_MPI, mpirun
 
 import sparsecoll
 
-MPIRUN = shutil.which("mpirun", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
 PROGRAM = """
 import ctypes, signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # of a shell's job in the background it is ignored
-from sparsecoll.cli import bench, doctor
+from sparsecoll.bench import timing
+from sparsecoll.cli import doctor
 from sparsecoll.cli.main import main
+slow = lambda *_, **__: time.sleep(60)
 {measure}
 print("ready", flush=True)
 main()
 """
-SLOW = "bench.measure = lambda *_, **__: time.sleep(60)"  # one that computes
+SLOW = "timing.measure = slow"  # one that computes
 DROPS = """
 def measure(*_, **__):
     ctypes.CFUNCTYPE(None)(lambda: time.sleep(60))()  # as functions of Python that LLVM calls
     time.sleep(60)
-bench.measure = measure
+timing.measure = measure
 """
 COMMANDS = {
     "simulate": (["simulate", "--ranks", "8", "--n", "1e5", "--repeat", "9999"], ""),
@@ -37,7 +36,10 @@ COMMANDS = {
     "bench": (["bench", "--n", "1e5", "--repeat", "99999"], ""),
     "bench computes": (["bench"], SLOW),
     "bench drops it": (["bench"], DROPS),
-    "doctor": (["doctor"], "doctor._versions = lambda: time.sleep(60)"),
+    "doctor": (["doctor"], "doctor._versions = slow"),
+    "warmup": (["warmup"], "from sparsecoll.cli import warmup; warmup._algorithms = slow"),
+    "gain": (["gain"], "from sparsecoll.cli import gain; gain.predict = slow"),
+    "plot": (["plot", "no.json"], "from sparsecoll.cli import plot; plot.rows_of = slow"),
     "doctor's self-tests": (["doctor"], "doctor._PROGRAM = 'import time; time.sleep(60)'"),
 }
 
@@ -67,17 +69,12 @@ def test_a_command_ends_with_one_line(name, after):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in COMMANDS if "self-tests" not in name])
 def test_a_command_under_mpirun_ends_with_one_line(name):
-    if MPIRUN is None or importlib.util.find_spec("mpi4py") is None:
-        pytest.skip("no mpirun")
-    open_mpi = "Open MPI" in subprocess.check_output([MPIRUN, "--version"], text=True)
-    root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
-    flags = ["--oversubscribe", *root] if open_mpi else []
     arguments, measure = COMMANDS[name]
-    program = [sys.executable, "-c", PROGRAM.format(measure=measure)]
-    out, err, _, seconds = interrupted([MPIRUN, *flags, "-n", "2", *program, *arguments], 2)
+    command = [*mpirun(2), "-c", PROGRAM.format(measure=measure), *arguments]
+    out, err, _, seconds = interrupted([*map(str, command)], 2)
     printed = out + err
     assert "Traceback" not in printed, printed
-    assert printed.count("sparsecoll: interrupted") == 1 - open_mpi, printed  # Open MPI kills the ranks at once
+    assert printed.count("sparsecoll: interrupted") == 1 - OPEN_MPI, printed  # Open MPI kills the ranks at once
     assert seconds < 30
 
 

@@ -28,7 +28,7 @@ def test_doctor_finds_this_machine_well(tmp_path, capsys):
     except (ImportError, RuntimeError):
         pytest.skip("no MPI library, which doctor would find fault with")
     main(["doctor", "--json", str(tmp_path / "findings.json")])
-    assert "sparsecoll doctor" in capsys.readouterr().out
+    printed = capsys.readouterr().out
     findings = {f["subject"]: f for f in json.loads((tmp_path / "findings.json").read_text())["findings"]}
     assert {"sparsecoll", "Python", "numpy", "ranks", "cores", "kernels", "self-test, MPI"} <= set(findings)
     with_torch = importlib.util.find_spec("torch") is not None and sys.modules.get("torch", 0) is not None
@@ -36,6 +36,7 @@ def test_doctor_finds_this_machine_well(tmp_path, capsys):
     assert Path(findings["sparsecoll"]["found"].split(", ")[1]).name == "sparsecoll"
     assert all(f["state"] != doctor.BAD for f in findings.values())
     assert all(f["advice"] for f in findings.values() if f["state"] != doctor.GOOD)
+    assert all(f["found"] in printed and f["advice"] in printed for f in findings.values())
 
 
 def test_doctor_says_what_is_wrong(monkeypatch, capsys):
@@ -81,8 +82,77 @@ def found(subject, monkeypatch, **environment):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, str(value))
-    rows = [*doctor._variables(), doctor._ranks(LocalTransport())]
+    rows = [*doctor._variables(), *doctor._ranks(LocalTransport())]
     return next(row for row in rows if row.subject == subject)
+
+
+def rows_before(subject, printed):
+    """The states of the rows of doctor up to the one of a subject."""
+    lines = [line for line in printed.splitlines() if not line.startswith(" ")]
+    last = next(i for i, line in enumerate(lines) if line[17:].startswith(f"{subject}:"))
+    return [line[:17].strip() for line in lines[: last + 1]]
+
+
+@pytest.mark.parametrize("name, value", [("KERNELS", "nonsense"), ("THREADS", "0"), ("ON_TIMEOUT", "abrt")])
+def test_doctor_survives_a_wrong_variable(name, value, tmp_path):
+    """What is not good comes first, though every sum fails."""
+    environment = os.environ | {f"SPARSECOLL_{name}": value}
+    command = [sys.executable, "-m", "sparsecoll", "doctor", "--json", str(tmp_path / "found.json")]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
+    assert (done.returncode, done.stderr) == (1, ""), done.stdout + done.stderr
+    states = rows_before(f"SPARSECOLL_{name}", done.stdout)
+    assert set(states) <= {doctor.BAD} and "expected" in done.stdout
+    found = json.loads((tmp_path / "found.json").read_text())["findings"]
+    assert {"sparsecoll", "MPI", "ranks"} <= {row["subject"] for row in found}
+
+
+BROKEN = {
+    "torch": ("raise ImportError('libtorch_cpu.so: cannot open')", {}),
+    "mpi4py": ("raise ImportError('no libmpi.so')", {}),
+    "mpi4py/MPI": ("raise RuntimeError('cannot load MPI library')", {}),
+    "numba": ("raise ImportError('llvmlite is too old')", {}),
+    "torch, by torchrun": (
+        "raise ImportError('libtorch_cpu.so: cannot open')",
+        {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_doctor_survives_a_package_that_cannot_be_imported(name, tmp_path):
+    text, variables = BROKEN[name]
+    package, _, module = name.partition(",")[0].partition("/")
+    (tmp_path / package).mkdir()
+    (tmp_path / package / "__init__.py").write_text("" if module else text)
+    if module:
+        (tmp_path / package / f"{module}.py").write_text(text)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])} | variables
+    command = [sys.executable, "-m", "sparsecoll", "doctor"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
+    assert "Traceback" not in done.stdout + done.stderr
+    assert (
+        "could be better" in done.stdout
+        if name == "numba"
+        else re.search("(?m)^broken .*cannot|no libmpi", done.stdout)
+    )
+
+
+def test_doctor_shows_rows_as_they_come(monkeypatch, capsys):
+    """Rows that take no time in the order of their states, then those of the self-tests."""
+    shown = []
+
+    def tests():
+        shown.append(capsys.readouterr().out)
+        yield doctor.Finding("self-test", "wrong", doctor.BAD, "x")
+
+    monkeypatch.setattr(doctor, "_launched_self_tests", tests)
+    monkeypatch.setattr(doctor, "_sockets", lambda: iter([doctor.Finding("sockets", "none", doctor.WORSE, "y")]))
+    monkeypatch.setattr(doctor, "_variables", lambda: iter([doctor.Finding("X", "bad", doctor.BAD, "z")]))
+    with pytest.raises(SystemExit):
+        main(["doctor"])
+    lines = [line[:17].strip() for line in shown[0].splitlines() if not line.startswith(" ")]
+    assert lines == sorted(lines, key=doctor.ORDER.index) and lines[0] == doctor.BAD and len(lines) > 9
+    assert capsys.readouterr().out.startswith("broken           self-test: wrong\n")
 
 
 def test_doctor_finds_the_launcher_of_another_mpi(monkeypatch):
@@ -111,10 +181,10 @@ def test_doctor_shows_the_line_that_says_most():
 
 def test_doctor_cuts_no_folder(capsys, monkeypatch):
     long = "/".join(["folder"] * 60)
-    monkeypatch.setattr(doctor, "examine", lambda comm: [doctor.Finding("cache", long)])
+    monkeypatch.setattr(doctor, "examine", lambda *_: [doctor.Finding("cache", long)])
+    monkeypatch.setenv("COLUMNS", "80")
     main(["doctor"])
-    shown = "".join(capsys.readouterr().out.split())
-    assert long in shown.replace("good", "")
+    assert capsys.readouterr().out == f"good             cache: {long}\n"
 
 
 def test_self_test_on_many_ranks():
@@ -150,7 +220,7 @@ def test_simulate_counts_and_models(tmp_path, capsys):
     [
         ("bench --algo bst", "argument --algo: expected one of auto, "),
         ("bench --algo oktopk:tau=abc", "argument --algo: oktopk:tau: expected int, got 'abc'"),
-        ("bench --n abc", "argument --n/--length: expected a whole number of at least 1, such as 8 or 24e6, got 'abc'"),
+        ("bench --n abc", "argument --n/--length: expected a whole number of at least 1, got 'abc'"),
         ("bench --n -5", "argument --n/--length: expected a whole number"),
         ("bench --n 1e400", "argument --n/--length: expected a whole number"),
         ("bench --repeat 0", "argument --repeat: expected a whole number"),
@@ -161,13 +231,18 @@ def test_simulate_counts_and_models(tmp_path, capsys):
         ("simulate --alpha -1", "argument --alpha: expected a finite number of at least 0, such as 50e-6, got '-1'"),
         ("simulate --beta nan", "argument --beta: expected a finite number of at least 0"),
         ("simulate --algo MPI_Allreduce", "--algo: MPI_Allreduce is MPI's own and cannot be simulated"),
-        ("plot no.json", "no.json: expected the JSON rows of a bench (No such file or directory)"),
+        ("plot no.json", "no.json: expected the JSON rows of bench or simulate (No such file or directory)"),
         (
             "bench --algo allgather oktopk --format slots",
             "format: expected one that loses nothing with algo='oktopk'",
         ),
         ("simulate --format slots", "format: expected one that loses nothing with algo='sparcml'"),
-        ("simulate --algo oktopk:k=5", "argument --algo: oktopk:k=5: expected --density instead of k"),
+        (
+            "simulate --algo oktopk:k=5",
+            "argument --algo: expected --density instead of k, which it would override, got",
+        ),
+        ("gain --n 0", "argument --n: expected a whole number of at least 1, got '0'"),
+        ("gain --network 5g", "argument --network: invalid choice: '5g'"),
         ("benhc", "argument COMMAND: invalid choice: 'benhc'"),
     ],
 )
@@ -193,7 +268,8 @@ def test_one_process_of_a_job_prints(capsys, monkeypatch):
     monkeypatch.setenv("PMI_SIZE", "3")
     monkeypatch.setenv("PMI_RANK", "1")
     small = ["--ranks", "2", "--n", "1000", "--algo", "allgather", "--repeat", "1"]
-    for arguments in (["--version"], ["--help"], ["bench", "--n", "abc"], ["simulate", *small], ["plot", "no.json"]):
+    failing = ["bench", "--n", "abc"], ["plot", "no.json"], ["simulate", "--algo", "no:Such"]
+    for arguments in (["--version"], ["--help"], ["gain"], ["warmup"], ["simulate", *small], *failing):
         with contextlib.suppress(SystemExit):
             main(arguments)
         assert capsys.readouterr() == ("", "")
@@ -223,7 +299,7 @@ def test_help_names_the_default_ranks(capsys):
 
 
 def test_an_error_while_measuring_has_another_status(capsys, monkeypatch):
-    monkeypatch.setattr("sparsecoll.cli.bench.measure", lambda *_: int("x"))
+    monkeypatch.setattr("sparsecoll.bench.timing.measure", lambda *_: int("x"))
     with pytest.raises(SystemExit) as ended:
         main(["bench", "--n", "1000", "--algo", "allgather"])
     assert ended.value.code == 1 and "invalid literal" in capsys.readouterr().err

@@ -52,21 +52,6 @@ def test_rows_of_tables_are_exchanged():
         assert [set(part.values.ravel().tolist()) for part in parts] == [{10.0 * source + to} for source in range(3)]
 
 
-def test_errors_are_the_same_on_all_ranks():
-    def program(comm):
-        texts, x = [], SparseVector([1], np.ones(1), 9)
-        for wrong in ([x], x, [x, x, None]):
-            with pytest.raises((ValueError, TypeError), match=r"rank 1: x(\[2\])?: expected") as caught:
-                sparsecoll.alltoall(comm, wrong if comm.rank == 1 else [x] * 3)
-            texts.append(str(caught.value))
-        with pytest.raises(CommunicationError, match="format: expected the same value on all ranks"):
-            sparsecoll.alltoall(comm, [x] * 3, format="coo" if comm.rank else "auto")
-        return texts, len(sparsecoll.alltoall(comm, [x] * 3))
-
-    results = simulate(3, program).results
-    assert results[0] == results[1] == results[2]
-
-
 @pytest.mark.parametrize("damage", [lambda m: m[:-1], lambda m: m[:0], lambda m: m[8:], lambda m: 255 - m])
 def test_a_damaged_message_is_refused_on_all_ranks(monkeypatch, damage):
     isend = Transport.isend

@@ -42,27 +42,3 @@ def test_types_come_back():
     np.testing.assert_array_equal(parts[2].toarray(), 3 * x.toarray())
     counters = simulate(2, lambda comm: sparsecoll.gather(comm, {3: 1, comm.rank: 5})).results[0]
     assert counters == [{0: 5, 3: 1}, {1: 5, 3: 1}]
-
-
-ERRORS = {
-    "root": (lambda comm, x: {"root": 3}, "root: expected a rank from 0 to 2, got 3"),
-    "roots differ": (lambda comm, x: {"root": comm.rank}, "root: expected the same value on all ranks"),
-    "lengths differ": (lambda comm, x: {"x": x[: 100 + comm.rank]}, "length: expected the same value on all ranks"),
-    "dense": (
-        lambda comm, x: {"x": x.to_dense() if comm.rank else x},
-        "x: expected the same value on all ranks, got 'a vector' on rank 0, 'an array'",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", ERRORS)
-def test_errors_are_the_same_on_all_ranks(name):
-    options, text = ERRORS[name]
-
-    def program(comm):
-        x = case("random", 0, 3)
-        with pytest.raises((ValueError, sparsecoll.CommunicationError), match=text) as caught:
-            sparsecoll.gather(comm, **{"x": x} | options(comm, x))
-        return str(caught.value), sparsecoll.allreduce(comm, x).nnz  # the communicator goes on
-
-    assert len(set(simulate(3, program).results)) == 1

@@ -2,13 +2,12 @@
 
 import asyncio
 import inspect
-import subprocess
-import sys
 import time
 
 import numpy as np
 import pytest
 from cases import case, same_bits
+from launching import python
 
 import sparsecoll
 from sparsecoll import Request, SparseVector, simulate
@@ -154,5 +153,5 @@ worker = Worker()
 atexit.register(lambda: print(worker.in_order(lambda: "blocking"), worker.submit(lambda: "in order").result()))
 worker.submit(lambda: print("queued"))
 """
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    result = python("-c", program, timeout=60, check=True)
     assert result.stdout.split("\n")[:2] == ["queued", "blocking in order"]

@@ -35,28 +35,6 @@ def test_entries_are_selected_first_and_values_travel_narrow():
     np.testing.assert_array_equal(y.values, 2 * top.values.astype(np.float16).astype(np.float32))
 
 
-ERRORS = {
-    "root": (lambda comm, x: {"root": 3}, "root: expected a rank from 0 to 2, got 3"),
-    "roots differ": (lambda comm, x: {"root": comm.rank}, "root: expected the same value on all ranks"),
-    "lossy format": (lambda comm, x: {"format": "slots"}, "expected one that loses nothing with partial sums"),
-    "NaN": (lambda comm, x: {"x": x.with_values(x.values * np.nan)}, "expected finite values"),
-    "dense": (lambda comm, x: {"x": x.to_dense()}, "x: expected a sparse one, or k or density, got a dense one and"),
-}
-
-
-@pytest.mark.parametrize("name", ERRORS)
-def test_errors_are_the_same_on_all_ranks(name):
-    options, text = ERRORS[name]
-
-    def program(comm):
-        x = case("random", 0, 3)
-        with pytest.raises((ValueError, sparsecoll.CommunicationError), match=text) as caught:
-            sparsecoll.reduce(comm, **{"x": x} | options(comm, x))
-        return str(caught.value), sparsecoll.allreduce(comm, x).nnz  # the communicator goes on
-
-    assert len(set(simulate(3, program).results)) == 1
-
-
 def test_the_callers_kind_comes_back():
     sparse = pytest.importorskip("scipy.sparse")
     x = sparse.random_array((6, 7), density=0.3, format="csr", dtype=np.float64)

@@ -100,29 +100,3 @@ def test_vectors_of_a_list_may_have_different_types():
     assert b == {5: 2} and same_bits(c, x[2]) and d[1].tolist() == [1, 2] and d[2] == 4
     rows = simulate(2, lambda comm: sparsecoll.scatter(comm, matrix if comm.rank == 0 else None)).results
     np.testing.assert_array_equal([row.toarray() for row in rows], [np.diag([1.0, 0]), np.diag([0, 2.0])])
-
-
-ERRORS = {
-    "root": (lambda x: {"x": [x] * 3, "root": -1}, "root: expected a rank from 0 to 2, got -1"),
-    "too few": (lambda x: {"x": [x, x]}, "rank 0: x: expected a list of 3 vectors, one for each rank, got 2"),
-    "a wrong one": (lambda x: {"x": [x, x, "no"]}, r"rank 0: x\[2\]: expected a SparseVector"),
-    "dense": (
-        lambda x: {"x": x.to_dense()},
-        r"rank 0: x: expected a sparse one to split, or a list such as np.array_split",
-    ),
-    "boundaries": (lambda x: {"x": x, "boundaries": [0, 9, 5, N]}, "boundaries: expected 4 ascending ones"),
-    "both": (lambda x: {"x": [x] * 3, "boundaries": [0, 1, 2, N]}, "boundaries: expected None for a list"),
-}
-
-
-@pytest.mark.parametrize("name", ERRORS)
-def test_what_the_root_finds_wrong_is_raised_on_all_ranks(name):
-    options, text = ERRORS[name]
-
-    def program(comm):
-        x = case("random", 0, 3)
-        with pytest.raises((ValueError, TypeError), match=text) as caught:
-            sparsecoll.scatter(comm, **options(x) if comm.rank == 0 else {**options(x), "x": None})
-        return str(caught.value), sparsecoll.scatter(comm, [x] * 3).nnz
-
-    assert len(set(simulate(3, program).results)) == 1

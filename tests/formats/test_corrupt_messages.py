@@ -1,20 +1,21 @@
 """A short run of corrupt_messages.py; `make fuzz` has the long one, also of the portable kernels."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from launching import python
 
 PROGRAM = Path(__file__).parent.parent / "corrupt_messages.py"
 
 
-@pytest.mark.parametrize("kernels", ["", "portable", "reference"])
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("portable", "reference")]
+
+
+@pytest.mark.parametrize("kernels", ["", *SLOW])
 def test_corrupt_bytes_are_refused_without_damage(kernels, monkeypatch):
     monkeypatch.setenv("SPARSECOLL_KERNELS", kernels)
     count = 1000 if kernels == "reference" else 10_000
-    command = [sys.executable, str(PROGRAM), "--count", str(count)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    done = python(PROGRAM, "--count", count)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.startswith(f"{count} buffers")
 
@@ -33,6 +34,5 @@ def test_a_decoder_that_reads_too_far_is_reported_with_its_message(beyond, tmp_p
         "corrupt_messages.main()\n"
     )
     broken.write_text(f"import sys\nsys.path.insert(0, {str(PROGRAM.parent)!r})\n{decoder}")
-    command = [sys.executable, str(broken), "--count", "100", "--seed", "7"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    done = python(broken, "--count", 100, "--seed", 7)
     assert done.returncode == 1 and "signal 11 at --seed 7 --first " in done.stderr, done.stderr[-2000:]

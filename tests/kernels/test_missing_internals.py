@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 
+from launching import python
+
 PROGRAM = """
 import logging
 logging.basicConfig(format="%(levelname)s %(name)s %(message)s")
@@ -35,13 +37,7 @@ print(host_kernels().__name__, next(doctor._kernels()))
 
 def test_reference_kernels_and_a_warning_with_numba_disable_jit():
     """As coverage and debuggers need it."""
-    run = subprocess.run(
-        [sys.executable, "-c", INTERPRETED],
-        env=os.environ | {"NUMBA_DISABLE_JIT": "1"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    run = python("-c", INTERPRETED, variables={"NUMBA_DISABLE_JIT": "1"})
     assert run.returncode == 0, run.stderr
     assert "sparsecoll.kernels.reference" in run.stdout and "NUMBA_DISABLE_JIT" in run.stdout
     warnings = [line for line in run.stderr.splitlines() if "WARNING" in line]

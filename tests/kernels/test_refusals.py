@@ -4,11 +4,11 @@ import hashlib
 import json
 import os
 import random
-import subprocess
 import sys
 
 import numpy as np
 import pytest
+from launching import python
 
 from sparsecoll.kernels import CHOICES
 from sparsecoll.kernels.keys import Pass
@@ -80,8 +80,7 @@ def test_every_set_takes_and_refuses_the_same_dtypes():
     found = {}
     for choice in ("reference", "portable", ""):
         assert choice in ("", *CHOICES)
-        environment = os.environ | {"SPARSECOLL_KERNELS": choice}
-        run = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True)
+        run = python(__file__, variables={"SPARSECOLL_KERNELS": choice})
         assert run.returncode == 0, run.stderr
         found[choice] = json.loads(run.stdout)
     differing = {

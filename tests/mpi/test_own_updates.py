@@ -10,6 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from cases import pairwise  # noqa: E402
 from runs import HOOK, OVERLAP, SPARSE, Run  # noqa: E402
 from updates import BUCKETS, LR, REDUCING, STEPS, TOPK, UPDATES, ZEROS, Account, made, through_data, wide, zero  # noqa: E402
 
@@ -19,15 +20,7 @@ from sparsecoll.torch.compressors import QSGD  # noqa: E402
 pytestmark = [pytest.mark.mpi, pytest.mark.mpich, pytest.mark.usefixtures("process_group")]
 
 
-LOOPS = [  # each way with each update, and each of them with each way to set gradients to zero
-    (way, update, ZEROS[(w + u + 3 * turn) % len(ZEROS)])
-    for w, way in enumerate(REDUCING)
-    for u, update in enumerate(UPDATES)
-    for turn in (0, 1)
-]
-
-
-@pytest.mark.parametrize(("way", "update", "how"), LOOPS)
+@pytest.mark.parametrize(("way", "update", "how"), pairwise(REDUCING, UPDATES, ZEROS))
 def test_a_loop_that_updates_parameters_by_itself_loses_nothing(comm, way, update, how, caplog):
     """Nor does it if it skips steps, or reduces twice before one."""
     run, first = made(way, comm, **BUCKETS[way]), ZEROS.index(how) % 2 == 0
@@ -161,7 +154,7 @@ def test_a_change_that_is_no_step(comm, way):
     account.check()
     run.close()
     run = made(way, comm)
-    with pytest.raises(RuntimeError, match=r"either optimizers update or the loop, got both.*call discard\(\) of"):
+    with pytest.raises(RuntimeError, match=r"updated by either optimizers or the loop.*call discard\(\) of"):
         sam(run, Account(run), False)
     run.close()
 

@@ -1,9 +1,7 @@
 """The end of a process: no thread of the library runs while the interpreter is finalized, which may abort it."""
 
-import subprocess
-import sys
-
 import pytest
+from launching import python
 
 pytest.importorskip("torch.distributed")
 
@@ -24,7 +22,5 @@ if sys.argv[1] == "destroyed":
 
 @pytest.mark.parametrize(("group", "why"), [("destroyed", "its process group was destroyed"), ("left", "")])
 def test_no_thread_is_left(group, why):
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, group], capture_output=True, text=True, timeout=300, check=False
-    )
+    done = python("-c", PROGRAM, group)
     assert (done.returncode, done.stdout) == (0, f"['MainThread'] {why}\n"), done.stderr

@@ -3,15 +3,14 @@
 from functools import partial
 
 import pytest
+import torch
+from cases import pairwise
+from nets import batch, bits, close, loss_of, mean_loss, net, parameters, residuals
 
-torch = pytest.importorskip("torch")
-
-from nets import batch, bits, close, loss_of, mean_loss, net, parameters, residuals  # noqa: E402
-
-import sparsecoll  # noqa: E402
-from sparsecoll import simulate  # noqa: E402
-from sparsecoll.torch import DistributedOptimizer, HookState, SparseSGD  # noqa: E402
-from sparsecoll.torch.compressors import TopK  # noqa: E402
+import sparsecoll
+from sparsecoll import simulate
+from sparsecoll.torch import DistributedOptimizer, HookState, SparseSGD
+from sparsecoll.torch.compressors import TopK
 
 P = 3
 OPTIONS = [{}, {"overlap": False}]
@@ -111,9 +110,7 @@ def test_all_ranks_skip_the_same_steps(compressor, unscale, how, hit):
     assert len(set(simulate(P, program).results)) == 1
 
 
-@pytest.mark.parametrize("make", [made, sgd])
-@pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("hit", [(), (1,)])
+@pytest.mark.parametrize(("make", "overlap", "hit"), pairwise([made, sgd], [True, False], [(), (1,)]))
 def test_a_scaler_that_was_not_passed_is_refused_on_all_ranks(make, overlap, hit):
     """Whatever it has found; the optimizer goes on without it."""
 

@@ -1,28 +1,18 @@
 """Mistakes that would go unnoticed: equal samples on all ranks, local clipping, means that DDP overwrites, Adam."""
 
 import logging
-import subprocess
-import sys
 
 import pytest
+import torch
+from launching import python
+from nets import batch, bits, loss_of, net, train
+from tables import backward, table
+from torch.nn.parallel import DistributedDataParallel
 
-torch = pytest.importorskip("torch")
-
-from nets import batch, bits, loss_of, net, train  # noqa: E402
-from tables import backward, table  # noqa: E402
-from torch.nn.parallel import DistributedDataParallel  # noqa: E402
-
-from sparsecoll import CommunicationError, simulate  # noqa: E402
-from sparsecoll.torch import (  # noqa: E402
-    DistributedOptimizer,
-    HookState,
-    LocalOptimizer,
-    WarmUp,
-    broadcast,
-    init_process_group,
-)
-from sparsecoll.torch.compressors import NesterovTopK, TopK  # noqa: E402
-from sparsecoll.transport import default_comm, launcher  # noqa: E402
+from sparsecoll import CommunicationError, simulate
+from sparsecoll.torch import DistributedOptimizer, HookState, LocalOptimizer, WarmUp, broadcast, init_process_group
+from sparsecoll.torch.compressors import NesterovTopK, TopK
+from sparsecoll.transport import default_comm, launcher
 
 P = 3
 
@@ -204,7 +194,7 @@ def test_mpis_world_of_one_rank_is_refused_beside_a_process_group():
     """torchrun starts no MPI: every process would train on its own."""
     if mpi() is None:
         pytest.skip("no MPI library")
-    done = subprocess.run([sys.executable, "-c", MIXED], capture_output=True, text=True, timeout=200, check=True)
+    done = python("-c", MIXED, check=True)
     refused = "refused: comm: expected the 3 ranks of torch.distributed, got one rank of an MPI"
     assert done.stdout.count(refused) == 2
 

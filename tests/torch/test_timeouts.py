@@ -7,15 +7,14 @@ from functools import partial
 from types import SimpleNamespace
 
 import pytest
+import torch
+from cases import pairwise
+from nets import batch, loss_of, net, train
+from socket_ranks import run, together
 
-torch = pytest.importorskip("torch")
-
-from nets import batch, loss_of, net, train  # noqa: E402
-from socket_ranks import run, together  # noqa: E402
-
-from sparsecoll import CommunicationError  # noqa: E402
-from sparsecoll.torch import DistributedOptimizer, LocalOptimizer, SparseSGD  # noqa: E402
-from sparsecoll.transport import waiting  # noqa: E402
+from sparsecoll import CommunicationError
+from sparsecoll.torch import DistributedOptimizer, LocalOptimizer, SparseSGD
+from sparsecoll.transport import waiting
 
 P = 3
 GIVEN_UP = r"rank \d waits for .* for 200 s: no answer within the timeout"
@@ -66,9 +65,7 @@ def own_steps(comm, steps):
     return steps if comm.rank == P - 1 else steps + 1
 
 
-@pytest.mark.parametrize("steps", [0, 2])
-@pytest.mark.parametrize("others", ["none", "before", "after"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "others", "steps"), pairwise(KINDS, ["none", "before", "after"], [0, 2]))
 def test_a_rank_that_takes_fewer_steps_is_given_up(kind, others, steps, given_up):
     """Also in the first step; and with other optimizers on the communicator that have no timeout or a longer one."""
 

@@ -24,9 +24,9 @@ with contextlib.suppress(ImportError, RuntimeError):  # RuntimeError: mpi4py fin
     import hostile_mpi
 
     NETWORKS.append(hostile_mpi)
-SEEDS = int(os.environ.get("SPARSECOLL_HOSTILE", "1600"))
+SEEDS = int(os.environ.get("SPARSECOLL_HOSTILE", "800"))
 FIRST = int(os.environ.get("SPARSECOLL_HOSTILE_FIRST", "0"))
-BLOCKS = 16
+BLOCKS = 8
 CALLS = 8
 ALGORITHMS = ("dense", "allgather", "sparcml", "oktopk")
 

@@ -18,9 +18,9 @@ import sparsecoll
 from sparsecoll import CommunicationError
 from sparsecoll.transport.tcp import connect
 
-SEEDS = int(os.environ.get("SPARSECOLL_HOSTILE", "1600"))
+SEEDS = int(os.environ.get("SPARSECOLL_HOSTILE", "800"))
 FIRST = int(os.environ.get("SPARSECOLL_HOSTILE_FIRST", "0"))
-BLOCKS = 8
+BLOCKS = 4
 
 
 def play(seed):

@@ -23,10 +23,7 @@ from sparsecoll.vector import DenseVector, RowSparse, SparseVector
 
 KINDS = (Back, ToTriple, ToScipy, ToPydata, ToTorch, ToMapping, ToSeries, ToBsr, ToArray)
 BACKS = {kind.__name__: kind for kind in KINDS}
-TYPES = (
-    "a SparseVector, (indices, values, length), a SciPy sparse array or matrix, a pydata COO or GCXS, a torch tensor"
-    " (dense or sparse_coo), a dict or Counter, a pandas Series, or a dense NumPy, CuPy or DLPack array"
-)
+TYPES = "a SparseVector, an array, a sparse array of SciPy or pydata, a tensor, (indices, values, length), or a mapping"
 CURES = {
     "RowSparse": "allreduce, reduce_scatter, or a call that only moves data, or x.to_dense()",
     "list": "np.asarray(x) of a dense one, SparseVector.from_pairs of pairs",

@@ -8,7 +8,9 @@ end the process.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from numba.core.runtime.nrt import rtsys as _runtime
 
 from sparsecoll.kernels.cpu.intrinsics.target import SET
 
+logger = logging.getLogger(__name__)
 caching: Any = _caching
 runtime: Any = _runtime
 KERNELS = Path(__file__).parents[2]
@@ -50,16 +53,36 @@ def _digest(dumped: bytes) -> bytes:
     return hashlib.sha256(SOURCES + dumped).digest()
 
 
+def _described(function: Any) -> str:
+    """Return the name of a kernel and what its closure holds."""
+    held = [cell.cell_contents for cell in function.__closure__ or ()]
+    described = [_described(part.py_func) if hasattr(part, "py_func") else f"{type(part)} {part}" for part in held]
+    return f"{function.__qualname__}({', '.join(described)})"
+
+
 class _Cache(caching.FunctionCache):  # type: ignore[misc]
     def __init__(self, function: Any) -> None:
         super().__init__(function)
         self._cache_file = CacheFile(self._cache_path, self._impl.filename_base, b"")
 
+    def _index_key(self, signature: Any, codegen: Any) -> Any:
+        """As Numba's, in which a kernel that is held by a closure has another name in every process."""
+        return signature, codegen.magic_tuple(), _described(self._py_func)
+
     def load_overload(self, signature: Any, target_context: Any) -> Any:
         """As Numba's, but without loading what only a compilation needs, SciPy's linear algebra among it."""
         runtime.initialize(target_context)
         with self._guard_against_spurious_io_errors():
-            return self._load_overload(signature, target_context)
+            found = self._load_overload(signature, target_context)
+        if found is None:
+            _announce(self._cache_path)
+        return found
+
+
+@functools.cache
+def _announce(folder: str) -> None:
+    """Log once in this process that a kernel is compiled."""
+    logger.info("kernels are compiled for the first time, into %s (`sparsecoll warmup` compiles all)", folder)
 
 
 def jit(function: Any) -> Any:
