@@ -36,7 +36,7 @@ PRIMES = 1_000_003, 998_244_353
 
 
 class OwnedTable:
-    """A table of which each rank holds ROWS / P successive rows, with Adagrad of one sum of squares a row.
+    """A table of which each rank holds ROWS / P successive rows, and torch's Adagrad for them.
 
     Args:
         comm: communicator.
@@ -48,7 +48,7 @@ class OwnedTable:
         self.edges = np.array([ROWS * j // comm.size for j in range(comm.size + 1)])
         first, last = self.edges[comm.rank : comm.rank + 2].tolist()
         self.rows = torch.nn.Parameter(torch.zeros(last - first, WIDTH))
-        self.optimizer = sparsecoll.torch.RowWiseAdagrad([self.rows], lr)
+        self.optimizer = torch.optim.Adagrad([self.rows], lr)
 
     def fetch(self, wanted: torch.Tensor) -> torch.Tensor:
         """Return rows of the table, given their ascending numbers. Collective."""

@@ -8,8 +8,6 @@ on random inputs; its time is that of the slowest rank. "plain" is torch.optim.S
 inside each node. A step of it comes before each step of every other line, and "x plain" is the median of their ratios.
 """
 
-import contextlib
-import threading
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -26,10 +24,11 @@ from torch.distributed.fsdp import fully_shard
 
 import sparsecoll.torch.fsdp
 from sparsecoll.telemetry import trace
-from sparsecoll.torch import DistributedOptimizer, SparseSGD, Timeline
+from sparsecoll.torch import DistributedOptimizer, SparseSGD
 from sparsecoll.torch.compressors import COVAP, DGC, QSGD, NesterovTopK, OkTopk, TopK
 from sparsecoll.transport import as_transport, default_comm
 from sparsecoll.transport.collectives import allgather
+from sparsecoll.transport.progress import in_background
 
 LR, MOMENTUM = 0.01, 0.9
 COMPRESSORS = {
@@ -48,7 +47,6 @@ COMPRESSORS = {
     "qsgd 2 bits": QSGD(2),
     "powersgd rank 4": "powersgd",
     "acpsgd rank 4": "acpsgd",
-    "covap": "covap",
 }
 NO_OVERLAP = ("none", "fp16", "topk 1 %", "powersgd rank 4", "acpsgd rank 4")
 COMPRESSED = {name: (compressor, {}) for name, compressor in COMPRESSORS.items()}  # and options
@@ -141,11 +139,11 @@ def lines(name, options, comm):
 
     def compressed(model, compressor, settings):
         inner = sgd(model, 0.0 if getattr(compressor, "momentum", 0.0) else MOMENTUM)
-        settings = {"timeline": options.timeline, "bucket_bytes": options.bucket_bytes, **settings}
+        settings = {"bucket_bytes": options.bucket_bytes, **settings}
         return DistributedOptimizer(inner, model.named_parameters(), comm, compressor, **settings)
 
     def sparse(model, algo):
-        settings = {"comm": comm, "algo": algo, "density": 0.01, "timeline": options.timeline}
+        settings = {"comm": comm, "algo": algo, "density": 0.01}
         return SparseSGD(model.parameters(), LR, MOMENTUM, **settings)
 
     def ddp(model, line):
@@ -202,10 +200,10 @@ def timed(step, comm):
     return time.perf_counter() - start
 
 
-def measure(step, plain, warm, options, comm):
+def measure(step, plain, options, comm):
     """Return the median seconds of a step on the slowest rank, their parts, and the ratio to steps of `plain`."""
     transport, repeat = as_transport(comm), options.repeat
-    for _ in range(warm):
+    for _ in range(options.warm):
         step()
     seconds = getattr(step.optimizer, "seconds", {})
     before, counted, host = dict(seconds), transport.traffic.copy(), received(options.interface)
@@ -222,27 +220,17 @@ def measure(step, plain, warm, options, comm):
     return row | {"x plain": float(np.median(slowest / beside[0])) if beside else 1.0}
 
 
-class Work(Timeline):
-    """Adds up CPU seconds of the progress thread by kind of work instead of recording spans."""
-
-    def __init__(self):
-        super().__init__()
-        self.trainer, self.recorder = threading.get_ident(), trace.Recorder(time.thread_time)
-
-    def span(self, name, /, **amounts):
-        counts = threading.get_ident() != self.trainer and name in trace.KINDS
-        return self.recorder.span(name) if counts else contextlib.nullcontext()
-
-
 def work(step, options, comm):
     """Return the CPU milliseconds of the progress thread in a step by kind of work, medians over the ranks."""
     for _ in range(options.warm):
         step()
-    options.timeline.recorder = recorder = trace.Recorder(time.thread_time)
+    transport, recording = as_transport(comm), trace.record(trace.Recorder(time.thread_time))
+    recorder = in_background(transport, recording.__enter__).result()
     for _ in range(options.repeat):
         step()
+    in_background(transport, lambda: recording.__exit__(None, None, None)).result()
     mine = np.array(list(recorder.seconds.values())) * 1e3 / options.repeat
-    return dict(zip(trace.KINDS, np.median(allgather(as_transport(comm), mine), axis=0).tolist(), strict=True))
+    return dict(zip(trace.KINDS, np.median(allgather(transport, mine), axis=0).tolist(), strict=True))
 
 
 def rows(options, comm):
@@ -255,8 +243,7 @@ def rows(options, comm):
             step = make()
             row = {"model": model, "parameters": sum(p.numel() for p in step.model.parameters())}
             row |= {"batch": options.batch, "P": comm.size, "line": name}
-            warm = options.warm + 7 * (name == "covap")  # which measures, too
-            yield row | (work(step, options, comm) if options.work else measure(step, plain, warm, options, comm))
+            yield row | (work(step, options, comm) if options.work else measure(step, plain, options, comm))
             if isinstance(step.optimizer, DistributedOptimizer):
                 step.optimizer.close()
             plain = step if name == "plain" else plain
@@ -269,33 +256,74 @@ def hidden(rows, name):
     return (apart["x plain"] - rows[name]["x plain"]) / min(1.0, apart["x plain"] - 1.0) if apart else None
 
 
-def table(rows, *columns):
-    """Return the table of a net, with these columns of the rows beside the times."""
+def table(rows):
+    """Return the table of a net."""
     shown = []
     for name, row in rows.items():
         line = {"line": name, "s / step": row["seconds"], "x plain": row["x plain"]}
-        for column in columns:
-            line[column] = hidden(rows, name) if column == "hidden" else row.get(column)
         counted = next(column for column in ("MB received", "MB into a node") if column in row)
         shown.append(line | {counted: row[counted] if row[counted] > 0.001 else None})
     return markdown(shown)
 
 
+def overlap(rows):
+    """Return the table of steps with and without overlap, where back-propagation computes and where it waits."""
+    shown = {}
+    for model, where in {"layers": "computes", "device": "waits"}.items():
+        of = {row["line"]: row for row in rows if row["model"] == model}
+        for name in (name for name in of if f"{name}, no overlap" in of):
+            line = shown.setdefault(name, {"line": name})
+            line[f"{where}: x plain"] = of[name]["x plain"]
+            line[f"{where}: without overlap"] = of[f"{name}, no overlap"]["x plain"]
+            line[f"{where}: hidden"] = f"{hidden(of, name):.0%}"
+    return markdown(shown.values())
+
+
+UNSHOWN = (
+    ", no ",
+    *(f"I = {interval}" for interval in (1, 2, 4, 16, 32)),
+    "whole model",
+    "SparseSGD, dense",
+    "gaussiank",
+    "mstopk",
+    "dragonn",
+    "stream",
+    "0.1",
+    "hook, a",
+    "randomk",
+    "allgather",
+)
+NETS = {("vgg", 32): "20 M", ("mlp", 32): "107 M"}
+
+
+def side_by_side(rows):
+    """Return one table of several nets: seconds a step, in units of a plain step, and megabytes received."""
+    lines = {}
+    for row in (row for row in rows if row["batch"] == 32):
+        line = lines.setdefault(row["line"], {"line": row["line"]})
+        name = NETS[row["model"], row["batch"]]
+        if row["model"] == "vgg":
+            line[f"{name}: s / step"] = row["seconds"]
+        line[f"{name}: x plain"] = row["x plain"]
+        line[f"{name}: MB"] = row["MB received"] if row["MB received"] > 0.001 else None
+    shown = list(lines.values())
+    return markdown([{head: row.get(head) for head in max(shown, key=len)} for row in shown])
+
+
+def shown_lines(name):
+    """Return whether a line is shown; the others are on file."""
+    return not any(part in name for part in UNSHOWN)
+
+
 def tables():
     """Return the tables of docs/training.md and docs/fsdp.md by name."""
-    made, columns = {}, ("million", "line", "s / step", "x plain", "MB received", "wait")
-    for device in ("cpu", "cuda"):
-        made[f"16_cores_{device}"] = markdown(
-            [{name: row[name] for name in columns} for row in load("training_16_cores")[device]]
-        )
-    made["work"] = markdown([{name: row[name] for name in ("line", *trace.KINDS)} for row in load("work")["rows"]])
+    made, columns = {}, ("million", "line", "s / step", "x plain", "MB received")
+    found = [row for row in load("training_16_cores")["cpu"] if shown_lines(row["line"])]
+    made["16_cores_cpu"] = markdown([{name: row[name] for name in columns} for row in found])
     for name in ("hsdp", "fsdp"):
         made[name] = f"{table({row['line']: row for row in load(name)['rows']})}\n\n{source(name)}"
-    for file, columns in {"training": (), "overlap": ("wait", "hidden")}.items():
-        found = load(file)["rows"]
-        for key in dict.fromkeys((row["model"], row["batch"]) for row in found):
-            rows = {row["line"]: row for row in found if (row["model"], row["batch"]) == key}
-            made[f"{key[0]}_{key[1]}"] = table(rows, *columns)
+    made["ethernet"] = side_by_side([row for row in load("training")["rows"] if shown_lines(row["line"])])
+    made["overlap"] = overlap(load("overlap")["rows"])
     return {f"training.{name}": text for name, text in made.items()}
 
 
@@ -306,7 +334,6 @@ def main():
     options = harness.options(__doc__, models=["vgg", "mlp"], lines=[], **size, **run)
     comm = default_comm()
     torch.set_num_threads(1)
-    options.timeline = Work() if options.work else None
     if not options.no_gloo:
         harness.start_gloo(comm, options.interface)
     harness.record(rows(options, comm), options, comm.rank, key=("model", "batch", "P", "line"))

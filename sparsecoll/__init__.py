@@ -27,7 +27,7 @@ from sparsecoll.algorithms import (
     SparCML as SparCML,
     SparDL as SparDL,
 )
-from sparsecoll.algorithms.rows import RowAuto as RowAuto, RowGather as RowGather, RowOwners as RowOwners
+from sparsecoll.algorithms.owners import RowAuto as RowAuto, RowGather as RowGather, RowOwners as RowOwners
 from sparsecoll.collectives.allgather import allgather as allgather
 from sparsecoll.collectives.allreduce import allreduce as allreduce
 from sparsecoll.collectives.allreduce_init import Plan as Plan, allreduce_init as allreduce_init

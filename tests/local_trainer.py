@@ -21,7 +21,7 @@ class LocalTrainer(Trainer):
             self.pending[name] += self.before[name] - p.detach()
 
     def changes(self):
-        if not self.optimizers[0]._window.steps:
+        if not self.optimizers[0]._engine.steps:
             self.settle()
 
     def settle(self, *_):
@@ -48,7 +48,7 @@ class LocalTrainer(Trainer):
 
     def step_by_hand(self):
         """Between two steps, or in place of all of them; not right after loading, which the next mean refuses."""
-        if self.optimizers[0]._window._loaded:
+        if self.optimizers[0]._engine._loaded:
             return
         self.before = self.values()
         by_hand(self.draw.choice(BY_HAND), list(self.params.values()))

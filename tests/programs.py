@@ -43,7 +43,7 @@ ACTIONS = {  # name -> weight
     "discard": 1,
 }
 EXPECTED = (  # parts of errors
-    "either optimizers update or the loop",
+    "updated by either optimizers or the loop",
     "expected finite values",
     "non-leaf",
     "expected the same bits on all ranks",

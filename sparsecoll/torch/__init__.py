@@ -10,12 +10,10 @@ from sparsecoll.torch.compressors.schedule import Constant, Schedule, WarmUp
 from sparsecoll.torch.ddp import HookState, comm_hook
 from sparsecoll.torch.optimizers.distributed import DistributedOptimizer
 from sparsecoll.torch.optimizers.local import LocalOptimizer
-from sparsecoll.torch.optimizers.rowwise_adagrad import RowWiseAdagrad
 from sparsecoll.torch.optimizers.sgd import SparseSGD
 from sparsecoll.torch.reduction.state import load, redistribute, save
 from sparsecoll.torch.replica.broadcasts import broadcast
 from sparsecoll.torch.replica.process_group import init_process_group
-from sparsecoll.torch.replica.timeline import Timeline
 
 __all__ = [
     "COMPRESSORS",
@@ -24,10 +22,8 @@ __all__ = [
     "DistributedOptimizer",
     "HookState",
     "LocalOptimizer",
-    "RowWiseAdagrad",
     "Schedule",
     "SparseSGD",
-    "Timeline",
     "WarmUp",
     "broadcast",
     "comm_hook",

@@ -19,20 +19,15 @@ from sparsecoll.torch.compressors import Compressor, resolve
 from sparsecoll.torch.reduction.bucket import Bucket
 from sparsecoll.torch.reduction.buckets import Buckets
 from sparsecoll.torch.reduction.grad_scaler import enabled
-from sparsecoll.torch.reduction.gradients import State
-from sparsecoll.torch.reduction.row_gradients import RowBucket, nan_rows
+from sparsecoll.torch.reduction.rows import RowBucket, nan_rows
 from sparsecoll.torch.reduction.state import UNNAMED, Copied
-from sparsecoll.torch.reduction.steps import Steps
-from sparsecoll.torch.replica.calls import agreed, agreeing, communicator
-from sparsecoll.torch.replica.options import Options
+from sparsecoll.torch.reduction.steps import State, Steps
+from sparsecoll.torch.replica.calls import Options, agreed, agreeing, communicator
 from sparsecoll.torch.replica.replica import Replica
 from sparsecoll.torch.replica.rounds import JOINED, Row
-from sparsecoll.torch.replica.timeline import Timeline, bucket_span
-from sparsecoll.torch.tensors.backward import at_end_of_backward
-from sparsecoll.torch.tensors.device import device_of
-from sparsecoll.torch.tensors.layout import Layout, residual_dtype
+from sparsecoll.torch.tensors.layout import Layout, device_of, residual_dtype
 from sparsecoll.torch.tensors.model import named
-from sparsecoll.torch.tensors.private import backward_number, queue_callback
+from sparsecoll.torch.tensors.private import at_end_of_backward, backward_number, queue_callback
 from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.transport.collectives import allgather, disseminate
 from sparsecoll.transport.progress import in_background
@@ -72,13 +67,12 @@ class HookState(Copied):
             back-propagation, while all ranks have data; 0, the default, for never, and True for 100. Call `verify()`
             after the last step, which no back-propagation follows. Buffers are left to DDP, which broadcasts them
             before each forward pass.
-        timeline: records spans of the buckets; None, the default, for nothing.
 
     Raises:
         ValueError: The communicator and DDP's process group have different ranks (if their number is the same, this is
             raised by the first back-propagation), the compressor cannot be used here, or `verify` or `timeout` is out
             of range.
-        TypeError: `grad_scaler`, `verify`, `timeout` or `timeline` has a wrong type.
+        TypeError: `grad_scaler`, `verify` or `timeout` has a wrong type.
 
     See Also:
         `sparsecoll.torch.comm_hook`.
@@ -92,16 +86,15 @@ class HookState(Copied):
         timeout: float | None = None,
         grad_scaler: torch.amp.GradScaler | None = None,
         verify: bool | int = 0,
-        timeline: Timeline | None = None,
     ) -> None:
         self.transport = communicator(comm, timeout)
-        own, options = resolve(compressor), Options(verify=verify, timeout=timeout, timeline=timeline)
+        own, options = resolve(compressor), Options(verify=verify, timeout=timeout)
         if own.needs_all_buckets:
             raise ValueError(
                 f"compressor: expected one that works bucket by bucket, as DDP does, got {own.name!r},"
                 " which needs the lengths of all buckets"
             )
-        self._timeout, self._scaler, self._timeline = timeout, enabled(grad_scaler), timeline
+        self._timeout, self._scaler = timeout, enabled(grad_scaler)
         wrapped = isinstance(named_parameters, torch.nn.parallel.DistributedDataParallel)
         self._group: Any = named_parameters.process_group if wrapped else None  # type: ignore[union-attr]
         self._check_group()
@@ -191,7 +184,7 @@ class HookState(Copied):
                 if self._reduced == 1:
                     self._failed = None
                     if joined:  # otherwise before the first gradient
-                        self._steps.settle()
+                        self._steps.commit_or_rollback()
                     self._verify()
                 if self._failed is None:
                     values = self._mean_of_rows(grads) if values.is_sparse else self._mean(grads)
@@ -226,31 +219,16 @@ class HookState(Copied):
         assert isinstance(bucket, RowBucket)
         scale = self._scale(compressor)
         bucket.take(grads.buffer(), scale)
-        with bucket_span(self._timeline, bucket.layout.index, 0):
-            bucket.reduce(self.transport, compressor)
+        bucket.reduce(self.transport, compressor)
         return bucket.mean_tensor(scale)
 
     def _mean(self, grads: GradBucket) -> torch.Tensor:
         bucket, compressor = self._of(grads)
-        whole, scale, values = bucket.gradient_buffer(), self._scale(compressor), grads.buffer()
-        layout, keeps, like = bucket.layout, compressor.keeps_gradient, values.dtype == whole.tensor.dtype
-        source = values if like and scale == 1.0 and compressor.communicates else None
-        if source is None:
-            torch.mul(values, 1 / scale, out=whole.tensor) if scale != 1.0 else whole.tensor.copy_(values)
-        given = layout.split(whole.tensor if source is None else source)
-        absent = {name for name, view in given.items() if _all_zero(view)} if keeps else set()
-        in_place = keeps and like  # the means need no memory of their own
-        out = layout.device.array(values) if in_place else bucket.mean_buffer(keeps)
-        where = None if source is None else layout.device.array(source)
-        with bucket_span(self._timeline, layout.index, layout.length):
-            compressor.allreduce_mean(self.transport, whole.array, out, where)
-        mean = values if in_place else layout.device.tensor(out)
+        scale, values, keeps = self._scale(compressor), grads.buffer(), compressor.keeps_gradient
+        absent = {name for name, view in bucket.layout.split(values).items() if keeps and _all_zero(view)}
+        bucket.reduce_flat(self.transport, compressor, values, values, 1 / scale, scale)
         if keeps:
-            self._leave_out(layout, compressor, absent, mean)
-        if not in_place:
-            values.copy_(mean)
-        if scale != 1.0:
-            values.mul_(scale)
+            self._leave_out(bucket.layout, compressor, absent, values)
         return values
 
     def _verify(self) -> None:
@@ -309,7 +287,7 @@ class HookState(Copied):
         Raises:
             CommunicationError: On every rank, if they differ; the text names the first parameter that does.
         """
-        self._steps.settle()
+        self._steps.commit_or_rollback()
         self._replica.compare()
         self._steps.unverified = False
 
@@ -317,7 +295,7 @@ class HookState(Copied):
         """Return this rank's residuals and other tensors by kind and parameter name, as of the last step."""
         if "_saved" in self.__dict__:  # of a copy
             return self._saved  # type: ignore[no-any-return]
-        self._steps.settle()
+        self._steps.commit_or_rollback()
         state = self._buckets.state_dict()
         if len(self._names) > self._named and state["tensors"] and self.transport.rank == 0:
             logger.warning("state_dict: expected names of parameters, without which it cannot be loaded%s", UNNAMED)
@@ -356,7 +334,7 @@ def _before_gradient(state: "weakref.ref[HookState]", _: torch.Tensor) -> None:
     alive, task = state(), backward_number()
     if alive is not None and task != alive._task:
         alive._task = task
-        alive._steps.settle()
+        alive._steps.commit_or_rollback()
 
 
 @agreeing("_replica.agreed")

@@ -62,8 +62,8 @@ class CollectiveCall:
         name: name of the call.
         signature: dict from argument name to a JSON value, which the ranks compare and which reports show. Add
             arguments as soon as they are known.
-        state: `Algorithm.alike`, which the ranks compare as they compare the arguments; STATELESS, the default, for
-            none. Set it before `agree`.
+        state: `Algorithm.replicated_state`, which the ranks compare as they compare the arguments; STATELESS, the
+            default, for none. Set it before `agree`.
         gathered: every rank's message, see `agree`.
 
     Raises:

@@ -37,7 +37,7 @@ class Request(Generic[T]):
         self.waited_for = False
 
     def __repr__(self) -> str:
-        return f"Request({'done' if self._future.done() else 'under way'})"
+        return f"Request({'finished' if self._future.done() else 'under way'})"
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError("Request cannot be pickled or copied: use the result of wait()")

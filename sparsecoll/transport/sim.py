@@ -120,8 +120,8 @@ class Simulation(Generic[T]):
     seconds: float
 
     def __repr__(self) -> str:
-        more = ", ..." if len(self.results) > 1 else ""
-        return f"Simulation(ranks={len(self.results)}, seconds={self.seconds:.3g}, results=[{self.results[0]!r}{more}])"
+        most = max(traffic.total.bytes_received for traffic in self.traffic)
+        return f"Simulation({len(self.results)} ranks, {self.seconds:.6f} s, at most {most:,} bytes received by a rank)"
 
 
 def simulate(

@@ -189,10 +189,6 @@ class SparseVector(Arithmetic):
 
     # Indices of two vectors
 
-    def union_disjoint(self, other: SparseVector) -> SparseVector:
-        """Return the entries of two vectors of one dtype that share no index."""
-        return SparseVector.merge([self, other], self.dtype) if other.nnz else self
-
     def mask(self) -> NDArray[np.uint8]:
         """Return one bit for each coordinate, set where an entry is stored; as np.packbits, in host memory."""
         if self.on_gpu:

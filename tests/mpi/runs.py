@@ -63,7 +63,7 @@ class Run:
     """
 
     def __init__(self, way, comm, model=net, inner=sgd, compressor="none", dtype=torch.float64, scaler=None, **options):
-        own = {name: options.pop(name) for name in ("verify", "timeline") if way == HOOK and name in options}
+        own = {name: options.pop(name) for name in ("verify",) if way == HOOK and name in options}
         self.way, self.comm, self.size, self.dtype = way, comm, comm.size, dtype
         self.last = comm.size - 1
         self.ranks = list(range(comm.size)) if way == ONE else [comm.rank]

@@ -29,15 +29,16 @@ pytestmark = [pytest.mark.mpi, TORCHRUN, pytest.mark.usefixtures("process_group"
 HOME = Path(sparsecoll.torch.__file__).parent
 TRIED = None if os.environ.get("SPARSECOLL_FUZZ") else 8  # lines of a case
 STEP = 2
-REPORTS = ("calls.py", "failures.py")  # the code that reports exceptions
+REPORTING = ("calls.py", "failures.py")  # the code that reports exceptions
 BINDING = ("ShardedReductions.state_dict", "ShardedReductions.load_state_dict")  # before a call begins
+REPEATED = "ShardedReductions._accept_or_drop"  # if it raises, since all ranks have succeeded before
 TORCHS = ("ReduceScatter.", "at_end_of_backward.<", "ShardedReductions._ask_for_end.<")  # called by torch itself
 
 
 def wanted(code):
     path = Path(code.co_filename)
     rest = code.co_qualname in BINDING or code.co_qualname.startswith(TORCHS)
-    return HOME in path.parents and path.name not in REPORTS and not rest
+    return HOME in path.parents and path.name not in REPORTING and not rest
 
 
 def training(comm, nodes, target, work):
@@ -81,7 +82,7 @@ def checked(comm, nodes, work):
     seen, nothing, expected = training(comm, nodes, None, work)
     lines = comm.allgather(seen)[-1]
     assert nothing is None and len(lines) > 20
-    repeated = next((i for i, (name, _) in enumerate(lines) if name.endswith("._settle")), len(lines))
+    repeated = next((i for i, (name, _) in enumerate(lines) if name == REPEATED), len(lines))
     for target in spread(lines, TRIED):  # all ranks have succeeded before what is repeated if it raises
         _, raised, values = training(comm, nodes, target, work)
         told = comm.allgather(raised)

@@ -17,11 +17,13 @@ from sparsecoll.transport import as_transport  # noqa: E402
 pytestmark = [pytest.mark.mpi, pytest.mark.usefixtures("process_group")]
 TRIED = None if os.environ.get("SPARSECOLL_FUZZ") else 10  # lines
 STEP = 2
+HOOKS = "HookState."
+REPORTS = ("HookState.reduce",)  # which reports exceptions
 
 
 def wanted(code):
     name = code.co_qualname
-    return code.co_filename == ddp.__file__ and name.startswith("HookState.") and name != "HookState.reduce"
+    return code.co_filename == ddp.__file__ and name.startswith(HOOKS) and name not in REPORTS
 
 
 def training(comm, target):

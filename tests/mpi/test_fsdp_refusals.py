@@ -3,13 +3,11 @@
 import re
 
 import pytest
+import torch
+from sharded_models import TORCHRUN, Linear, Net, W, attached, batch, mesh_of, sharded
 
-torch = pytest.importorskip("torch")
-
-from sharded_models import TORCHRUN, Linear, Net, W, attached, batch, mesh_of, sharded  # noqa: E402
-
-import sparsecoll.torch.fsdp  # noqa: E402
-from sparsecoll import CommunicationError  # noqa: E402
+import sparsecoll.torch.fsdp
+from sparsecoll import CommunicationError
 
 pytestmark = [pytest.mark.mpi, TORCHRUN, pytest.mark.usefixtures("process_group")]
 

@@ -231,7 +231,6 @@ def test_options_are_those_of_all_ranks(comm):
         ({"timeout": "5"}, "timeout: expected seconds"),
         ({"dense_below": None}, "dense_below: expected an integer"),
         ({"overlap": 1}, "overlap: expected True or False"),
-        ({"timeline": True}, "timeline: expected"),
         ({"compressor": "topkk"}, "compressor: expected one of"),
         ({"compressor": 3}, "compressor: expected a name"),
     ]

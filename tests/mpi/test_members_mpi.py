@@ -56,7 +56,7 @@ def test_a_change_on_one_rank_raises_on_all_and_training_goes_on_when_all_have_m
         for group in run.inner.param_groups:
             group["params"] = list(run.module[:4].parameters())
         run.module[4] = torch.nn.Linear(32, 1).double()
-    with pytest.raises(CommunicationError, match="parameters that left") as raised:
+    with pytest.raises(CommunicationError, match="parameters removed") as raised:
         train(run, [3])
     assert len(set(comm.allgather(str(raised.value)))) == 1
     assert "(change the model and the optimizer on all ranks alike" in str(raised.value)

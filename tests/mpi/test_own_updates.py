@@ -154,7 +154,7 @@ def test_a_change_that_is_no_step(comm, way):
     account.check()
     run.close()
     run = made(way, comm)
-    with pytest.raises(RuntimeError, match=r"either optimizers update or the loop, got both.*call discard\(\) of"):
+    with pytest.raises(RuntimeError, match=r"updated by either optimizers or the loop.*call discard\(\) of"):
         sam(run, Account(run), False)
     run.close()
 

@@ -75,10 +75,9 @@ def remove(optimizer, params):
 
 def known(optimizer):
     """Names and shapes of the parameters that are reduced, and how many are in which group."""
-    held = optimizer._engine.params if hasattr(optimizer, "_engine") else None
-    held = optimizer._window.replica.params if hasattr(optimizer, "_window") else held
-    held = optimizer._replica.params if held is None else held
-    return {name: tuple(p.shape) for name, p in held.items()}, [len(g["params"]) for g in optimizer.param_groups]
+    replica = optimizer._engine.replica if hasattr(optimizer, "_engine") else optimizer._replica
+    shapes = {name: tuple(p.shape) for name, p in replica.params.items()}
+    return shapes, [len(g["params"]) for g in optimizer.param_groups]
 
 
 def training(way, how, given, comm):
@@ -110,7 +109,10 @@ def training(way, how, given, comm):
 @pytest.mark.parametrize("way", WAYS)
 def test_an_exception_at_any_line_takes_the_group_back_on_all_ranks(way, how):
     whole = simulate(P, partial(training, way, how, None)).results
-    last = {f"Engine.add {i}" for i, text in enumerate(source("reduction/engine.py"), 1) if "    take_over(" in text}
+    last = {
+        f"Engine.regroup {i}" for i, text in enumerate(source("reduction/engine.py"), 1) if "    take_over(" in text
+    }
+    assert last
     lines, problems = [line for line in whole[CULPRIT][1] if "{} {}".format(*line) not in last], []
     assert len(lines) > 20 and {raised for raised, *_ in whole} == {None}
     for target in spread(lines, TRIED):

@@ -14,18 +14,16 @@ from torch.utils._device import _device_constructors  # noqa: E402
 
 import sparsecoll.torch  # noqa: E402
 from sparsecoll import simulate  # noqa: E402
-from sparsecoll.torch import COMPRESSORS, DistributedOptimizer, LocalOptimizer, RowWiseAdagrad, SparseSGD  # noqa: E402
-from sparsecoll.torch.compressors import COVAP  # noqa: E402
+from sparsecoll.torch import COMPRESSORS, DistributedOptimizer, LocalOptimizer, SparseSGD  # noqa: E402
 
 PACKAGE = Path(sparsecoll.__file__).parent
 
 
 def distributed(name, **options):
-    compressor = COVAP(2) if name == "covap" else name
 
     def make(comm, model):
         inner = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9 * (name in ("none", "topk")))
-        return DistributedOptimizer(inner, model.named_parameters(), comm, compressor, **OPTIONS, **options)
+        return DistributedOptimizer(inner, model.named_parameters(), comm, name, **OPTIONS, **options)
 
     return make
 
@@ -42,7 +40,6 @@ ROWS = {
     "SGD": lambda comm, model: DistributedOptimizer(
         torch.optim.SGD(model.parameters(), 0.1), model, comm, overlap=False
     ),
-    "RowWiseAdagrad": lambda comm, model: DistributedOptimizer(RowWiseAdagrad(model.parameters(), 0.1), model, comm),
     "SparseSGD": lambda comm, model: SparseSGD(model.parameters(), 0.1, comm=comm, density=0.5),
 }
 

@@ -25,7 +25,6 @@ from sparsecoll.torch.reduction import (  # noqa: E402
     engine,
     hooks,
     reducer,
-    sender,
     window,
 )
 
@@ -33,14 +32,13 @@ P, CULPRIT, STEP = 3, 1, 2
 TRIED = None if os.environ.get("SPARSECOLL_FUZZ") else 12  # lines of a kind
 TEXT = f"rank {CULPRIT} failed: Injected: here"
 OPTIONS = {"bucket_bytes": 6000, "dense_below": 10}
-FILES = [module.__file__ for module in (accumulator, bucket, buckets, engine, hooks, reducer, sender, sgd, window)]
+FILES = [module.__file__ for module in (accumulator, bucket, buckets, engine, hooks, reducer, sgd, window)]
 ADAPTER = {
     "Engine.synchronize", "Engine.ensure_means", "Engine.before_step", "Engine.after_step", "Engine.accumulated",
     "synchronize_all.<locals>.agree", "Hooks.attach",
-    "Reducer.reduce", "Reducer._attempt", "Reducer._round", "Reducer._accept", "Reducer._assign", "Reducer._open",
-    "Reducer._take_back", "Reducer.send", "Reducer.make_buckets", "Reducer.commit",
-    "Sender.take", "Sender._take", "Sender._isend", "Sender.send_rest",
-    "Sender.wait",
+    "Reducer.reduce", "Reducer._attempt", "Reducer._wait", "Reducer._wait.<locals>.agree", "Reducer._accept",
+    "Reducer._assign", "Reducer._open", "Reducer._rollback", "Reducer.send", "Reducer.make_buckets", "Reducer.commit",
+    "Reducer._copy", "Reducer._isend", "Reducer._send_rest", "Reducer._job", "Reducer._failed",
     "Buckets.accept", "Buckets.commit", "Bucket.take_grad", "Bucket.new_grads", "Bucket.assign_grads", "Bucket.accept",
     "Bucket.reduce", "Bucket.mean_buffer",
     "SparseSGD.step", "SparseSGD._reduced", "SparseSGD._round", "SparseSGD._update", "SparseSGD._apply",

@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 import sparsecoll  # noqa: E402
 from sparsecoll import simulate  # noqa: E402
 from sparsecoll.torch import DistributedOptimizer  # noqa: E402
-from sparsecoll.torch.reduction.gradients import TRANSITIONS, Gradients, State  # noqa: E402
+from sparsecoll.torch.reduction.steps import TRANSITIONS, Gradients, State  # noqa: E402
 
 PAGE = Path(__file__).parents[2] / "docs" / "architecture.md"
 OF_DISTRIBUTED_OPTIMIZER = """

@@ -41,7 +41,7 @@ class Run:
             loss_of(self.model, batch(self.comm.rank, self.count)).backward()
             self.count += 1
             self.optimizer.step()
-            if not self.optimizer._window.steps:
+            if not self.optimizer._engine.steps:
                 self.settle()
 
     def settle(self, taken=True):
@@ -83,7 +83,7 @@ def test_what_ranks_have_changed_is_what_parameters_move_and_residuals_hold(P, s
                 again = Run(comm)
                 again.model.load_state_dict(saved[2] if alike.random() < 0.5 else net(seed=7).state_dict())
                 again.optimizer.load_state_dict(saved[0])
-                if run.optimizer._window.steps == 0:
+                if run.optimizer._engine.steps == 0:
                     again.model.load_state_dict(saved[2])
                 again.count, again.start, again.changed, again.pending = run.count, run.start, run.changed, run.pending
                 assert bits(again.model) == bits(run.model)

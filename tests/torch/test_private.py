@@ -43,16 +43,6 @@ def test_version():
         assert private.version(torch.zeros(3)) == 0
 
 
-def test_address():
-    p = torch.nn.Parameter(torch.zeros(3))
-    p.sum().backward()
-    before = private.address(p.grad)
-    p.sum().backward()
-    assert private.address(p.grad) == before
-    old, p.grad = p.grad, p.grad.clone()
-    assert private.address(p.grad) != private.address(old) == before
-
-
 def test_values_of():
     dense = torch.ones(3)
     assert private.values_of(dense) is dense
@@ -114,6 +104,26 @@ def test_queue_callback():
     p.register_post_accumulate_grad_hook(hook)
     p.sum().backward()
     assert seen == [("first", [1.0] * 3), ("second", [1.0] * 3)]
+
+
+def test_at_end_of_backward():
+    """Once, also where back-propagation runs within back-propagation, when all gradients are complete."""
+    p, seen = torch.nn.Parameter(torch.ones(3)), []
+
+    class Owner:
+        pass
+
+    owner = Owner()
+
+    def end():
+        seen.append(p.grad.tolist())
+
+    p.register_post_accumulate_grad_hook(lambda _: private.at_end_of_backward(owner, end))
+    x = torch.utils.checkpoint.checkpoint(lambda t: t * p, torch.ones(3, requires_grad=True), use_reentrant=True)
+    (x * p).sum().backward()
+    assert seen == [[2.0] * 3]
+    p.sum().backward()
+    assert seen == [[2.0] * 3, [3.0] * 3]
 
 
 def test_inside_ddp(tmp_path):

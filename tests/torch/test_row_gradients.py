@@ -13,14 +13,13 @@ from tables import D, N, P, backward, loss_of, rows_of, table, train  # noqa: E4
 
 import sparsecoll.torch  # noqa: E402
 from sparsecoll import RowSparse, simulate  # noqa: E402
-from sparsecoll.torch import DistributedOptimizer, RowWiseAdagrad, SparseSGD, redistribute  # noqa: E402
+from sparsecoll.torch import DistributedOptimizer, SparseSGD, redistribute  # noqa: E402
 
 OPTIMIZERS = {
     "SGD": lambda params: torch.optim.SGD(params, 0.1),
     "SGD with momentum": lambda params: torch.optim.SGD(params, 0.1, momentum=0.9),
     "SparseAdam": lambda params: torch.optim.SparseAdam(list(params), 0.1),
     "Adagrad": lambda params: torch.optim.Adagrad(params, 0.1),
-    "RowWiseAdagrad": lambda params: RowWiseAdagrad(params, 0.1),
 }
 
 
@@ -53,27 +52,6 @@ def test_an_optimizer_steps_as_one_process_with_the_mean(name, dtype):
         return bits(embedding)
 
     assert set(simulate(P, program).results) == {bits(alone)}
-
-
-def test_one_sum_of_squares_a_row():
-    def run(sparse):
-        embedding = torch.nn.Embedding(6, D, sparse=sparse)
-        torch.nn.init.ones_(embedding.weight)
-        optimizer = RowWiseAdagrad([*embedding.parameters(), torch.nn.Parameter(torch.ones(3))], 0.5)
-        for ids in ([1, 1, 4], [4, 5]):
-            optimizer.zero_grad()
-            embedding(torch.tensor(ids)).sum().backward()
-            optimizer.step()
-        return embedding.weight.detach(), optimizer.state[embedding.weight]["sum"]
-
-    (weight, total), (dense, _) = run(True), run(False)
-    assert total.tolist() == [0, 4, 0, 0, 2, 1]
-    torch.testing.assert_close(weight[:, 0], torch.tensor([1, 0.5, 1, 1, 1 - 0.5 - 0.5 / 2**0.5, 0.5]))
-    torch.testing.assert_close(weight[[1, 4, 5]], dense[[1, 4, 5]])
-    with pytest.raises(ValueError, match="eps: expected at least 0, got -1"):
-        RowWiseAdagrad([torch.ones(2, requires_grad=True)], eps=-1)
-    with pytest.raises(ValueError, match="expected tables of rows, got a scalar"):
-        RowWiseAdagrad([torch.ones(()).requires_grad_()])
 
 
 @pytest.mark.parametrize(

@@ -78,13 +78,7 @@ def test_a_density_whose_end_is_not_known_counts_as_low(caplog, schedule, warnin
     assert caplog.text.count("AdamW divides by its own size") == warnings
 
 
-def test_dragonn_chooses_by_late_steps_where_they_are_known():
-    gradients, network = normal(3, 100_000), Network(1e-3, 1e-5)
-    for schedule, expected in ((Table(1.0), False), (Settled(0.001, 1.0), True), (Settled(1.0, 0.001), False)):
-        assert [own.compressed for _, own in one(DRAGONN(schedule), gradients, network=network)] == [expected] * 3
-
-
-def test_dragonn_chooses_in_every_step_where_the_end_is_not_known():
+def test_dragonn_chooses_in_every_step():
     """A density that begins high; nothing is lost where the choice changes, and a later run chooses alike."""
     table, gradients = Table(1.0, 0.9, 0.01, 1e-4, 1.0, 0.001), normal(3, 100_000)
     layout = Layout(0, (100_000,), ("p",), ((100_000,),), np.dtype(np.float32))

@@ -14,7 +14,7 @@ from nets import EXACT, P, batch, bits, close, compared, loss_of, mean_loss, net
 
 import sparsecoll  # noqa: E402
 from sparsecoll import Allgather, SparseVector, select, simulate  # noqa: E402
-from sparsecoll.torch import DistributedOptimizer, SparseSGD, Timeline  # noqa: E402
+from sparsecoll.torch import DistributedOptimizer, SparseSGD  # noqa: E402
 from sparsecoll.torch.compressors import TopK  # noqa: E402
 
 SETTINGS = [
@@ -159,19 +159,6 @@ def test_one_rank_without_mpirun():
     assert bits(model) != before
     kept = sum(int((t != 0).sum()) for t in residuals(optimizer).values())
     assert 0 < kept < sum(p.numel() for p in model.parameters())
-
-
-def test_the_phases_of_a_step_are_in_the_timeline():
-    timelines = [Timeline(rank) for rank in range(2)]
-
-    def program(comm):
-        model = net()
-        train(comm, model, SparseSGD(model.parameters(), 0.1, comm=comm, timeline=timelines[comm.rank]), range(3))
-
-    simulate(2, program)
-    assert {"bucket 0", "select", "encode", "wait"} <= {name for name, *_ in timelines[1]._events}
-    with pytest.raises(TypeError, match="timeline: expected"):
-        SparseSGD(net().parameters(), timeline=3)
 
 
 @pytest.mark.parametrize("momentum", [0, 0.9])

@@ -44,15 +44,12 @@ def new_object(comm, x, algo, call):
 
 STATEFUL = ["cltk", "exdyna", "arctopk", "oktopk"]
 WITHIN = {f"hierarchical with {name}": name for name in ("cltk", "oktopk")}
-TWO_LEVELS = "oktopk of two levels"
-ALL = [*STATEFUL, *WITHIN, TWO_LEVELS]
+ALL = [*STATEFUL, *WITHIN]
 DIFFERENT = [(name, make) for name in ALL for make in (used_alone, other_checkpoint, new_object)]
 DIFFERENT += [(name, other_boundaries) for name in ("exdyna", "oktopk")]
 
 
 def made(name):
-    if name == TWO_LEVELS:
-        return sparsecoll.OkTopk(levels=2)
     return sparsecoll.Hierarchical(inner=WITHIN[name]) if name in WITHIN else resolve(name)
 
 
@@ -78,7 +75,7 @@ def test_objects_whose_state_differs_are_refused_on_all_ranks(different, way, P)
         differ(comm, x, algo, call)
         with pytest.raises(CommunicationError, match="use one object per communicator") as caught:
             call()
-        return str(caught.value), call().to_dense().tobytes(), algo.alike()
+        return str(caught.value), call().to_dense().tobytes(), algo.replicated_state()
 
     results = simulate(P, program).results
     assert results == [results[0]] * P and results[0][2][0] == 1  # a new state on all

@@ -20,7 +20,6 @@ from sparsecoll.torch.compressors.base import (
 )
 from sparsecoll.torch.compressors.covap import COVAP as COVAP
 from sparsecoll.torch.compressors.dragonn import DRAGONN as DRAGONN
-from sparsecoll.torch.compressors.efsignsgd import EFSignSGD as EFSignSGD
 from sparsecoll.torch.compressors.fp16 import FP16 as FP16
 from sparsecoll.torch.compressors.none import NoCommunication as NoCommunication, NoCompression as NoCompression
 from sparsecoll.torch.compressors.powersgd import PowerSGD as PowerSGD
@@ -32,7 +31,7 @@ from sparsecoll.torch.compressors.presets import (
     NesterovTopK as NesterovTopK,
     OkTopk as OkTopk,
 )
-from sparsecoll.torch.compressors.qsgd import QSGD as QSGD
+from sparsecoll.torch.compressors.qsgd import QSGD as QSGD, EFSignSGD as EFSignSGD
 from sparsecoll.torch.compressors.randomk import RandomK as RandomK
 from sparsecoll.torch.compressors.topk import TopK as TopK
 

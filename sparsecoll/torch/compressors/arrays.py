@@ -14,7 +14,7 @@ from sparsecoll.errors import CommunicationError
 from sparsecoll.formats import Buffer
 from sparsecoll.kernels.memory import asarray_like, to_host
 from sparsecoll.torch.compressors.base import ErrorFeedback
-from sparsecoll.torch.tensors.device import Array
+from sparsecoll.torch.tensors.layout import Array
 from sparsecoll.transport import Transport
 from sparsecoll.vector import VALUE_DTYPES, DenseVector, accumulator_dtype, dtype_of
 from sparsecoll.vector.values import native_values

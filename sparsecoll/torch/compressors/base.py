@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
@@ -18,11 +19,11 @@ from sparsecoll.errors import NonFiniteError
 from sparsecoll.kernels import kernels_of
 from sparsecoll.residual import LazyAccumulator, check_part
 from sparsecoll.select import Vector
-from sparsecoll.telemetry.trace import span
+from sparsecoll.telemetry.trace import record, span
 from sparsecoll.torch.compressors.schedule import without_addresses
 from sparsecoll.torch.compressors.versions import Rates, Versioned, Versions
-from sparsecoll.torch.tensors.device import Array, CpuDevice
-from sparsecoll.torch.tensors.layout import Layout
+from sparsecoll.torch.tensors.layout import Array, Layout
+from sparsecoll.torch.tensors.private import profiled
 from sparsecoll.transport import Transport
 from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.transport.collectives import allgatherv
@@ -37,15 +38,12 @@ class StepContext:
 
     Attributes:
         step: number of steps taken before this one.
-        ccr: communication-to-computation ratio: seconds of uncompressed communication divided by seconds of
-            back-propagation; None until it is measured (COVAP).
         rates: returns the learning rates of named parameters in this step; None in loops that do not know them.
         momenta: returns the optimizer's momenta of named parameters; None in loops that do not know them.
         warned: whether rank 0 has told that the compressor's momentum is not that of rows.
     """
 
     step: int = 0
-    ccr: float | None = None
     rates: Callable[[Sequence[str]], list[float]] | None = None
     momenta: Callable[[Sequence[str]], list[float]] | None = None
     warned: bool = False
@@ -69,7 +67,6 @@ class Compressor(ABC):
     keeps_gradient = False  # whether the gradient's memory becomes part of the state, so that the mean needs its own
     sends_rarely = False  # whether an entry waits in the residual for many steps
     given_name = ""  # by which the user asked for it, if that is the name of a preset
-    wants_profile = False  # whether `StepContext.ccr` is to be measured in the first steps
 
     @property
     def unscales(self) -> bool:
@@ -123,8 +120,7 @@ class Compressor(ABC):
         Raises:
             NonFiniteError: On every rank, if a gradient contains NaN or infinity and the method cannot pass that on.
         """
-        self.sync(transport)
-        with CollectiveCall(transport, f"bucket {self.layout.index}", self.timeout):
+        with self.reducing(transport):
             with span("select", gradient.size):
                 message = self.message(self._compensated(gradient, source))
             reduced = self.communicate(transport, message)
@@ -137,6 +133,18 @@ class Compressor(ABC):
         if source is not None:
             gradient[:] = source
         return self.compensate(gradient)
+
+    @contextlib.contextmanager
+    def reducing(self, transport: Transport) -> Iterator[None]:
+        """Context manager of a reduction of the bucket: what it raises, all ranks raise; torch.profiler shows it."""
+        self.sync(transport)
+        name = f"bucket {self.layout.index}"
+        with contextlib.ExitStack() as stack:
+            if profiled():
+                stack.enter_context(torch.profiler.record_function(f"sparsecoll: {name}"))
+                stack.enter_context(record(Shown()))
+            stack.enter_context(CollectiveCall(transport, name, self.timeout))
+            yield
 
     def sync(self, transport: Transport) -> None:
         """Drop what may differ between ranks since a call has failed."""
@@ -293,6 +301,13 @@ class ErrorFeedback(Compressor):
         return {"residual": self.layout.by_name(self._residual.base)} if self.keeps_gradient else {}
 
 
+class Shown:
+    """A listener of `telemetry.trace` that lets torch.profiler show the kinds of work."""
+
+    def span(self, kind: str, /, **_: int) -> contextlib.AbstractContextManager[object]:
+        return torch.profiler.record_function(f"sparsecoll: {kind}")
+
+
 def overflowed(values: Array) -> Array:
     """Make values infinite, in place, that are sent as the largest one of float16, or were received as such."""
     largest = values.dtype.type(np.finfo(np.float16).max)
@@ -308,14 +323,3 @@ def write_mean(out: Array, value: Vector, size: int) -> None:
         np.divide(value.values, size, out=out, casting="same_kind")
         return
     DenseVector(out).copy_entries(value, size)
-
-
-def measured(transport: Transport, call: Callable[[], object], device: CpuDevice, repeat: int = 5) -> float:
-    """Return the median seconds of a local call on this rank, including the kernels that it launches."""
-    times = []
-    for _ in range(repeat):
-        start = transport.now()
-        call()
-        device.synchronize()
-        times.append(transport.now() - start)
-    return float(np.median(times))

@@ -9,7 +9,7 @@ import numpy as np
 
 from sparsecoll.algorithms import Reduction
 from sparsecoll.torch.compressors.base import Compressor, overflowed, write_mean
-from sparsecoll.torch.tensors.device import Array
+from sparsecoll.torch.tensors.layout import Array
 from sparsecoll.transport import Transport
 from sparsecoll.vector import DenseVector
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from sparsecoll.algorithms import Reduction
 from sparsecoll.torch.compressors.base import Compressor, write_mean
-from sparsecoll.torch.tensors.device import Array
+from sparsecoll.torch.tensors.layout import Array
 from sparsecoll.transport import Transport
 from sparsecoll.vector import DenseVector
 

@@ -12,23 +12,17 @@ import torch
 from sparsecoll.errors import check_integer
 from sparsecoll.torch.compressors.base import ErrorFeedback, StepContext
 from sparsecoll.torch.compressors.versions import Versioned
-from sparsecoll.torch.tensors.device import Array
-from sparsecoll.torch.tensors.layout import Layout
+from sparsecoll.torch.tensors.layout import Array, Layout
 from sparsecoll.transport import Transport
 from sparsecoll.vector import DenseVector
 
 
 @dataclass
 class LowRank(ErrorFeedback):
-    """Common base of PowerSGD and ACP-SGD: the matrices of a bucket, their factors, and the rest, which is sent
-    densely.
+    """Common base of PowerSGD and ACP-SGD: the matrices of a bucket, their factors, and the rest, which is sent whole.
 
     A parameter of shape (a, b, c, ...) is a matrix with a rows. It is compressed if its two factors of rank r together
     have fewer values.
-
-    Args:
-        rank: rank r of the factors.
-        seed: seed of the first factors, the same on all ranks.
     """
 
     replicated_state = frozenset({"p", "q"})
@@ -41,25 +35,15 @@ class LowRank(ErrorFeedback):
 
     def bind(self, layout: Layout, transport: Transport, context: StepContext, timeout: float | None = None) -> None:
         super().bind(layout, transport, context, timeout)
-        self._whole: list[int] = []  # numbers of the parameters that are sent densely
-        self._low: list[tuple[int, int, int]] = []  # (number, rows, columns) of those that are compressed
-        rows: list[tuple[int, ...]] = []
-        columns: list[tuple[int, ...]] = []
-        for index, shape in enumerate(layout.shapes):
-            n, m, r = self._factored(shape)
-            if r:
-                self._low.append((index, n, m))
-                rows.append((n, r))
-                columns.append((m, r))
-            else:
-                self._whole.append(index)
+        found = [(index, *self._factored(shape)) for index, shape in enumerate(layout.shapes)]
+        self._whole = [index for index, *_, r in found if not r]  # numbers of the parameters that are sent densely
+        self._low = [(index, n, m) for index, n, m, r in found if r]  # and rows and columns, of those compressed
+        rows: list[tuple[int, ...]] = [(n, r) for _, n, _, r in found if r]
+        columns: list[tuple[int, ...]] = [(m, r) for *_, m, r in found if r]
         rest: list[tuple[int, ...]] = [(math.prod(layout.shapes[index]),) for index in self._whole]
         self._P, self._Q = layout.of_shapes(rows + rest), layout.of_shapes(columns + rest)
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + layout.index)
-        first = (
-            [self._random(shape, generator) for shape in rows],
-            [self._random(shape, generator) for shape in columns],
-        )
+        first = tuple([self._random(shape, generator) for shape in shapes] for shapes in (rows, columns))
         self._factors = self.versions.add(Versioned(first))
 
     def _factored(self, shape: tuple[int, ...]) -> tuple[int, int, int]:
@@ -76,14 +60,12 @@ class LowRank(ErrorFeedback):
     @property
     def p(self) -> list[torch.Tensor]:
         """The left factors, of the current reduction if there is one."""
-        left: list[torch.Tensor] = (self._factors.trial or self._factors.current)[0]
-        return left
+        return (self._factors.trial or self._factors.current)[0]  # type: ignore[no-any-return]
 
     @property
     def q(self) -> list[torch.Tensor]:
         """The right factors, of the current reduction if there is one."""
-        right: list[torch.Tensor] = (self._factors.trial or self._factors.current)[1]
-        return right
+        return (self._factors.trial or self._factors.current)[1]  # type: ignore[no-any-return]
 
     def _random(self, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
         """Return a normally distributed matrix in the bucket's memory, the same on every kind of device."""
@@ -108,9 +90,8 @@ class LowRank(ErrorFeedback):
         """Write the means of the parameters that are sent densely, and clear their residuals."""
         for view, mean in zip(self._rest(out), means, strict=True):
             view.copy_(mean)
-        if self.keeps_gradient:
-            for kept in self._rest(self.acc.values):
-                kept.zero_()
+        for kept in self._rest(self.acc.values):
+            kept.zero_()
 
     def state(self) -> dict[str, dict[str, torch.Tensor]]:
         names = [self.layout.names[index] for index, *_ in self._low]

@@ -37,9 +37,7 @@ class Schedule(ABC):
     def settles_at(self) -> float | None:
         """Return the density of all late steps; None, the default, if it is not known.
 
-        It decides whether rank 0 warns about optimizers that do not work with a low density, and which buckets
-        `DRAGONN` compresses. If it is None, the density counts as low for the warning, and `DRAGONN` chooses in every
-        step.
+        It decides whether rank 0 warns about optimizers that do not work with a low density; None counts as low.
         """
         return None
 
@@ -139,23 +137,14 @@ class Densities:
     """A parsed `density` argument: one schedule for everything, or for each layer that of the first matching pattern.
 
     Args:
-        rules: pairs of a pattern of parameter names (as in fnmatch) and a schedule; the pattern None stands for whole
-            buckets.
+        rules: pairs of a pattern of parameter names (as in fnmatch; None stands for whole buckets) and a schedule.
     """
 
     rules: tuple[tuple[str | None, Schedule], ...]
 
     @classmethod
     def of(cls, density: Density) -> Densities:
-        """Parse the argument.
-
-        Args:
-            density: a fraction in (0, 1], a Schedule, or a mapping from patterns of parameter names to either.
-
-        Raises:
-            ValueError: A density is outside (0, 1], or the mapping is empty.
-            TypeError: A density is neither a number nor a Schedule.
-        """
+        """Parse a fraction in (0, 1], a Schedule, or a mapping from patterns of parameter names to either."""
         if isinstance(density, Mapping):
             if not density:
                 raise ValueError("density: expected at least one pattern, got none")
@@ -168,33 +157,21 @@ class Densities:
         return self.rules[0][0] is not None
 
     @property
-    def settles(self) -> bool:
-        """Whether the density of late steps is known for all layers."""
-        return all(_settled(schedule) is not None for _, schedule in self.rules)
-
-    @property
     def rare(self) -> bool:
         """Whether entries of all layers wait for many steps in the end, as far as is known."""
-        ends = [_settled(schedule) for _, schedule in self.rules]
-        return all(end is None or end < RARE for end in ends)
+        ends = [(schedule.settles_at(), schedule) for _, schedule in self.rules]
+        return all(end is None or _check(end, schedule, "settles_at()") < RARE for end, schedule in ends)
 
-    def k(self, length: int, step: int, name: str | None = None, settled: bool = False) -> int:
-        """Return the number of entries to select, at least one.
+    def k(self, length: int, step: int, name: str | None = None) -> int:
+        """Return the number of entries to select in a step, at least one.
 
         Args:
             length: number of values in the bucket or layer.
-            step: number of optimizer steps before this one.
             name: name of the layer; None for a bucket.
-            settled: whether to return that of late steps instead, where it is known (default: False).
-
-        Raises:
-            ValueError: No pattern matches the name, or a schedule returns a density outside (0, 1].
-            TypeError: A schedule returns something else than a number.
         """
         for pattern, schedule in self.rules:
             if pattern is None or (name is not None and fnmatchcase(name, pattern)):
-                end = _settled(schedule) if settled else None
-                density = _check(schedule.at(step), schedule, f"at({step})") if end is None else end
+                density = _check(schedule.at(step), schedule, f"at({step})")
                 return min(length, max(1, round(density * length)))
         raise ValueError(f"density: expected a pattern for every layer, got none for {name!r} (add '*')")
 
@@ -206,11 +183,6 @@ def as_row_density() -> Iterator[None]:
         yield
     except (TypeError, ValueError) as error:
         raise type(error)(f"row_{error}") from None
-
-
-def _settled(schedule: Schedule) -> float | None:
-    end = schedule.settles_at()
-    return None if end is None else _check(end, schedule, "settles_at()")
 
 
 def _schedule(density: float | Schedule) -> Schedule:

@@ -17,8 +17,7 @@ from sparsecoll.select.base import built_in
 from sparsecoll.torch.compressors.base import Compressor, ErrorFeedback, StepContext, write_mean
 from sparsecoll.torch.compressors.schedule import ENTRIES, Densities, Density, as_row_density
 from sparsecoll.torch.compressors.versions import Rates, Versioned
-from sparsecoll.torch.tensors.device import CPU, Array
-from sparsecoll.torch.tensors.layout import Layout
+from sparsecoll.torch.tensors.layout import CPU, Array, Layout
 from sparsecoll.transport import Transport
 from sparsecoll.vector import DenseVector, SparseVector
 
@@ -190,13 +189,13 @@ class TopK(ErrorFeedback):
         self._counts = self._entries()
         return self._selected(acc)
 
-    def _entries(self, settled: bool = False) -> list[int]:
-        """Return the number of entries to select in this step, or in late ones, or those of each layer."""
+    def _entries(self) -> list[int]:
+        """Return the number of entries to select in this step, or those of each layer."""
         edges, step = self.layout.offsets, self.context.step
         if not self._densities.by_layer:
-            return [self._densities.k(self.layout.length, step, settled=True) if settled else self.count()]
+            return [self.count()]
         layers = zip(self.layout.names, edges[:-1], edges[1:], strict=True)
-        return [self._densities.k(b - a, step, name, settled) for name, a, b in layers]
+        return [self._densities.k(b - a, step, name) for name, a, b in layers]
 
     def _selected(self, acc: Vector) -> Vector:
         """Return what this rank sends, of as many entries as were counted."""
@@ -211,11 +210,7 @@ class TopK(ErrorFeedback):
         return self._whole() if chosen is acc else chosen
 
     def _whole(self) -> DenseVector:
-        """Return all of acc.
-
-        Raises:
-            NonFiniteError: It contains NaN or infinity.
-        """
+        """Return all of acc, if it is finite."""
         acc = self.acc.flush()
         self.check_finite(acc)
         return acc
@@ -233,7 +228,6 @@ class TopK(ErrorFeedback):
 
     @property
     def _k(self) -> int:
-        """Number of entries that this step selects."""
         return sum(self._counts)
 
     @property
@@ -253,9 +247,9 @@ class TopK(ErrorFeedback):
             DenseVector(out).copy_sum(reduced.parts, self.size)
         else:
             write_mean(out, reduced.value, self.size)
-        self._settle(message, reduced)  # last: entries of a selector of the user's may share acc's memory
+        self._subtract_sent(message, reduced)  # last: entries of a selector of the user's may share acc's memory
 
-    def _settle(self, message: Vector, reduced: Reduction) -> None:
+    def _subtract_sent(self, message: Vector, reduced: Reduction) -> None:
         """What this rank has contributed leaves its state."""
         self.contributed(reduced.contributed)
         self._mask(message, reduced.contributed)

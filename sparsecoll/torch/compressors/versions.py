@@ -8,8 +8,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from sparsecoll.torch.tensors.device import Array
-from sparsecoll.torch.tensors.layout import Layout
+from sparsecoll.torch.tensors.layout import Array, Layout
 
 ALL = slice(None)
 MOST_FREE = 2  # arrays of the bucket's length that are retained for later gradients, for each one in the state

@@ -1,30 +1,34 @@
-"""`attach`: gives a sharded model a compressor, after checks in which all its ranks agree."""
+"""`attach`: gives a sharded model a compressor, whose mean may be scattered, after checks in which its ranks agree."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from sparsecoll.algorithms import Algorithm
-from sparsecoll.torch.compressors import Compressor, TopK, resolve
+from sparsecoll import algorithms
+from sparsecoll.algorithms import Algorithm, Reduction
+from sparsecoll.collectives.options import NOTHING, CallOptions
+from sparsecoll.collectives.reduce_scatter import reduce_scatter_vectors
+from sparsecoll.select import Vector
+from sparsecoll.torch.compressors import FP16, Compressor, NoCompression, TopK, resolve
 from sparsecoll.torch.fsdp.checkpoint import Checkpoint
 from sparsecoll.torch.fsdp.failures import Failures
 from sparsecoll.torch.fsdp.groups import Group, groups_of
 from sparsecoll.torch.fsdp.reductions import ShardedReductions
-from sparsecoll.torch.fsdp.scatter import scattered
 from sparsecoll.torch.reduction.grad_scaler import enabled
-from sparsecoll.torch.replica.calls import collective
-from sparsecoll.torch.replica.options import Options
+from sparsecoll.torch.replica.calls import Options, collective
 from sparsecoll.torch.replica.replica import Replica
-from sparsecoll.torch.replica.timeline import Timeline
 from sparsecoll.transport import Transport, as_transport
 from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.transport.collectives import allgather
 from sparsecoll.transport.process_groups import is_group
 from sparsecoll.transport.progress import completed_future
+from sparsecoll.vector import SparseVector
 
 
 def attach(
@@ -35,7 +39,6 @@ def attach(
     timeout: float | None = None,
     grad_scaler: torch.amp.GradScaler | None = None,
     verify: bool | int = 0,
-    timeline: Timeline | None = None,
 ) -> ShardedReductions:
     """Use a compressor to reduce the gradients of a model that is sharded by `torch.distributed.fsdp.fully_shard`.
 
@@ -60,7 +63,6 @@ def attach(
             to a residual, and values that are not finite are passed on to all ranks, so that it skips the step.
         verify: number of steps after which the bits of all shards are compared between replicas; 0, the default, for
             never, and True for 100.
-        timeline: records spans of the reductions; None, the default, for nothing.
 
     Returns:
         ShardedReductions, which has the state to be saved.
@@ -90,7 +92,7 @@ def attach(
 
     def attached() -> ShardedReductions:
         own = _checked(compressor, replicas is not None)
-        options, scaler = Options(verify=verify, timeout=timeout, timeline=timeline), enabled(grad_scaler)
+        options, scaler = Options(verify=verify, timeout=timeout), enabled(grad_scaler)
         if replicas is None and options.verify:
             raise ValueError("verify: expected 0 without replicas, which are compared, got another number")
         replica = Replica(transport, None, options)
@@ -186,3 +188,70 @@ def _group(replicas: Any) -> Any:
 
 def _row(*numbers: int) -> Any:
     return np.array(numbers, np.int64)
+
+
+class Scattered(Compressor):
+    """What the classes below have in common: the sum of messages is scattered, `allreduce_mean` writes one region."""
+
+    def reduce(
+        self,
+        transport: Transport,
+        message: Vector,
+        algorithm: Any = None,
+        alike: Mapping[str, Any] = NOTHING,
+        **options: Any,
+    ) -> Reduction:
+        """Reduce-scatter what was selected."""
+        if isinstance(message, SparseVector):
+            self.check_finite(message)
+        options.pop("k", None)
+        return reduce_scatter_vectors(
+            transport, message, CallOptions(timeout=self.timeout, nonfinite="pass", **options), alike
+        )
+
+
+@dataclass
+class ScatteredSum(Scattered, NoCompression):
+    """The dense mean. Volume: n(P-1)/P words."""
+
+
+@dataclass
+class ScatteredFP16(Scattered, FP16):
+    """The dense mean, with values of 16 bits on the wire. Volume: n(P-1)/2P words."""
+
+
+@dataclass
+class ScatteredTopK(Scattered, TopK):
+    """The exact sum of the top k of all ranks, in the region of each.
+
+    Every entry goes straight to the rank that owns its region. Volume: 2k(P-1)/P words if entries are spread evenly.
+    """
+
+
+SCATTERED: dict[type, type[Scattered]] = {NoCompression: ScatteredSum, FP16: ScatteredFP16, TopK: ScatteredTopK}
+EXACT = (algorithms.Auto, algorithms.Allgather)  # the exact sum of what the ranks selected, and nothing more
+
+
+def scattered(compressor: Compressor) -> Compressor:
+    """Return the compressor that scatters its mean.
+
+    Raises:
+        ValueError: The method has no such form.
+    """
+    kind = SCATTERED.get(type(compressor))
+    if kind is None:
+        raise ValueError(
+            f"compressor: expected 'topk', 'fp16' or 'none' without replicas, got {compressor.name!r}: the other"
+            " methods have no reduce-scatter"
+        )
+    if isinstance(compressor, TopK):
+        _check_topk(compressor)
+    return kind(**{f.name: getattr(compressor, f.name) for f in fields(compressor) if f.init})
+
+
+def _check_topk(topk: TopK) -> None:
+    algorithm: Algorithm = algorithms.resolve(topk.algo)
+    if not isinstance(algorithm, EXACT):
+        raise ValueError(f"algo: expected 'auto' without replicas, where sums are scattered, got {algorithm.name!r}")
+    if isinstance(topk.density, Mapping):
+        raise ValueError("density: expected a number or a Schedule without replicas, got one for each layer")

@@ -133,7 +133,6 @@ class Checkpoint:
             "size": transport.size,
             "compressor": state["compressor"],
             "step": state["step"],
-            "ccr": None,
             "order": [],
             "replicated": [],
             "tensors": tensors,

@@ -20,8 +20,8 @@ class Failures:
     """The calls of the ranks of a sharded model on both of their communicators, and what fails between them.
 
     An exception must not leave back-propagation on one rank before its end, since the others wait for that rank in
-    FSDP's own collectives. So it is noted, and raised in this rank's next call on each communicator, so that all ranks
-    there note it, too. Those that know of it make no more calls there, until all raise it at the end.
+    FSDP's own collectives. So it is recorded, and raised in this rank's next call on each communicator, whose ranks
+    record it, too. Those that know of it make no more calls there, until all raise it at the end.
 
     Args:
         transport: of the ranks that reduce this rank's shard, which are on all nodes.
@@ -29,7 +29,7 @@ class Failures:
         timeout: of calls.
 
     Attributes:
-        noted: what has failed.
+        error: what has failed.
     """
 
     def __init__(self, transport: Transport, node: Transport, timeout: float | None) -> None:
@@ -38,18 +38,18 @@ class Failures:
 
     def forget(self) -> None:
         """Nothing has failed."""
-        self.noted: Exception | None = None
+        self.error: Exception | None = None
         self._told: set[Transport] = set()  # those whose ranks know of that
 
     @contextlib.contextmanager
-    def noting(self) -> Iterator[None]:
-        """Context manager: what it raises is noted."""
+    def recording(self) -> Iterator[None]:
+        """Context manager: what it raises is recorded."""
         try:
             yield
         except Exception as error:
             known = getattr(error, "known_on", None)
-            if known is not None or self.noted is None:
-                self.noted = error
+            if known is not None or self.error is None:
+                self.error = error
             if known is not None:
                 self._told.add(known)
 
@@ -60,7 +60,7 @@ class Failures:
             result = None
             for function in functions:
                 result = None
-                with self.noting():
+                with self.recording():
                     result = function(*args)
             return result
 
@@ -71,33 +71,33 @@ class Failures:
         name: str,
         wait: Callable[[], None],
         last: Callable[[Transport], Any],
-        settle: Callable[[Exception | None], Exception | None],
+        finish: Callable[[Exception | None], Exception | None],
     ) -> None:
         """End a back-propagation on all ranks.
 
         Args:
             name, last: see `all_told`.
             wait: waits for what is under way.
-            settle: called with what has failed; returns what is to be raised. All ranks know that by then: what it
+            finish: called with what has failed, which all ranks know by then; returns what is to be raised. What it
                 raises itself is not raised, if the same again succeeds.
         """
-        with self.noting():
+        with self.recording():
             wait()
         failed = self.all_told(name, last)
         try:
-            raised = settle(failed)
+            raised = finish(failed)
         except Exception:
             logger.warning("end of back-propagation: it is repeated after an exception", exc_info=True)
-            raised = settle(failed)
+            raised = finish(failed)
         if raised is not None:
             raise raised
 
     def call(self, transport: Transport, name: str, function: Callable[[CollectiveCall], T], phase: str = "") -> T:
         """See `collective`; in this call its ranks learn of what has failed on one of them."""
-        if transport in self._told and self.noted is not None:
-            raise self.noted
+        if transport in self._told and self.error is not None:
+            raise self.error
 
-        failed, kind = self.noted, KNOWN.get(type(self.noted).__name__)
+        failed, kind = self.error, KNOWN.get(type(self.error).__name__)
         failed = failed if kind is None else kind(str(failed))  # which no rank knows here
         try:
             return collective(transport, name, self._timeout, function, phase, failed)
@@ -108,25 +108,22 @@ class Failures:
     def all_told(self, name: str, last: Callable[[Transport], Any] = barrier) -> Exception | None:
         """Return what has failed on some rank of all nodes, and forget it. All ranks make these calls together.
 
-        What fails on one rank fails on all ranks that have the same shard, so that every node has one of them.
-
-        Args:
-            name: of the calls.
-            last: what the ranks with the same shard do if nothing has failed (default: wait for each other).
+        What fails on one rank fails on all ranks that have the same shard, so that every node has one of them. These do
+        what is `last` if nothing has failed.
         """
-        with self.noting():
+        with self.recording():
             self.call(self._transport, name, lambda _: last(self._transport), "agree")
         if self._node is not self._transport:
-            with self.noting():
+            with self.recording():
                 self.call(self._node, name, lambda _: barrier(self._node), "agree")
-        failed = self.noted
+        failed = self.error
         self.forget()
         return failed
 
     def together(self, name: str, function: Callable[[], T]) -> T:
         """Return what a function returns; what it raises on one rank is raised on all ranks of all nodes."""
         result = []
-        with self.noting():
+        with self.recording():
             result.append(function())
         failed = self.all_told(name)
         if failed is not None:

@@ -11,9 +11,12 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import _get_gradient_divide_factors
 
-from sparsecoll.torch.tensors.device import device_of
-from sparsecoll.torch.tensors.layout import Layout, residual_dtype
+from sparsecoll.collectives.options import CallOptions
+from sparsecoll.collectives.reduce_scatter import reduce_scatter_vectors
+from sparsecoll.torch.tensors.layout import Layout, device_of, residual_dtype
 from sparsecoll.torch.tensors.private import hooks_after
+from sparsecoll.transport import Transport
+from sparsecoll.vector import DenseVector
 
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # parts of names that torch.compile and checkpointing add
 
@@ -56,7 +59,6 @@ class Group:
     """The parameters of one `fully_shard` call: FSDP gathers them together, and reduces their gradients together.
 
     Args:
-        module: module to which fully_shard was applied.
         names: name of each module of the model, by id.
     """
 
@@ -98,7 +100,7 @@ class Group:
 
     @property
     def taken(self) -> bool:
-        """Whether somebody has set a hook or a reduce-scatter."""
+        """Whether other code has set a hook or a reduce-scatter."""
         own = type(self._group._reduce_scatter_comm).__name__
         return self._group._all_reduce_hook is not None or own != "DefaultReduceScatter"
 
@@ -149,12 +151,7 @@ class Group:
         return Layout(index, lengths, tuple(names), tuple(shapes), dtype, device_of(whole))
 
     def padding(self, views: Mapping[str, torch.Tensor], parts: int) -> Iterator[torch.Tensor]:
-        """Yield what pads parameters, as views.
-
-        Args:
-            views: of a flat tensor of `layout`, by name.
-            parts: number of ranks of `layout`.
-        """
+        """Yield what pads parameters in a flat tensor of `layout`, of which `views` are given by name, as views."""
         for shard in self.shards:
             sizes = [shard.shape[shard.dim]] if parts == 1 else shard.sizes(parts)
             for name, size in zip(shard.names(parts), sizes, strict=True):
@@ -171,7 +168,7 @@ def groups_of(model: Any) -> list[Group]:
 
     Raises:
         TypeError: The model is not fully sharded.
-        ValueError: It is sharded in a way that cannot be served, or somebody else reduces its gradients.
+        ValueError: It is sharded in a way that cannot be served, or other code reduces its gradients.
     """
     if not isinstance(model, torch.nn.Module) or isinstance(model, FullyShardedDataParallel):
         kind = type(model).__name__
@@ -272,3 +269,17 @@ class ReduceScatter:
                 " reduce-scatter of sparsecoll sums or averages, got none"
             )
         self._reduce(input_tensor, output_tensor, 1.0 if kind == dist.ReduceOp.AVG else float(group.size()))
+
+
+def reduce_scatter_tensors(
+    transport: Transport, values: torch.Tensor, out: torch.Tensor, factor: float, timeout: float | None
+) -> None:
+    """Write this rank's region of factor * the mean of all ranks' values to `out`; sums are float32. Collective."""
+    half = values.dtype == torch.bfloat16  # which NumPy lacks
+    device = device_of(values)
+    vector = DenseVector(device.array(values.float() if half else values))
+    options = CallOptions(timeout=timeout, nonfinite="pass", value_dtype="bfloat16" if half else None)
+    reduction = transport.in_order(lambda: reduce_scatter_vectors(transport, vector, options))
+    assert isinstance(reduction.value, DenseVector)
+    total = device.tensor(reduction.value.values)
+    out.copy_(total if factor == transport.size else total / (transport.size / factor))

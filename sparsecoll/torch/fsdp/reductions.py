@@ -16,18 +16,14 @@ from sparsecoll.errors import NonFiniteError
 from sparsecoll.torch.compressors import Compressor
 from sparsecoll.torch.fsdp.checkpoint import Checkpoint
 from sparsecoll.torch.fsdp.failures import Failures
-from sparsecoll.torch.fsdp.groups import Group, ReduceScatter, Shard
-from sparsecoll.torch.fsdp.scatter import reduce_scatter_tensors
+from sparsecoll.torch.fsdp.groups import Group, ReduceScatter, Shard, reduce_scatter_tensors
 from sparsecoll.torch.reduction.bucket import Bucket
 from sparsecoll.torch.reduction.buckets import Buckets
-from sparsecoll.torch.reduction.gradients import State
-from sparsecoll.torch.reduction.steps import Steps
+from sparsecoll.torch.reduction.steps import State, Steps
 from sparsecoll.torch.replica.replica import Replica
 from sparsecoll.torch.replica.rounds import Row
-from sparsecoll.torch.replica.timeline import bucket_span
-from sparsecoll.torch.tensors.backward import at_end_of_backward
 from sparsecoll.torch.tensors.layout import Layout
-from sparsecoll.torch.tensors.private import queue_callback
+from sparsecoll.torch.tensors.private import at_end_of_backward, queue_callback
 from sparsecoll.transport import Transport
 from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.transport.collectives import disseminate
@@ -166,7 +162,7 @@ class ShardedReductions:
 
     def _ask_for_end(self, *_: Any) -> None:
         """Call `Failures.end` when back-propagation ends."""
-        end = partial(self._failures.end, END, self._wait, self._exchange, self._settle)
+        end = partial(self._failures.end, END, self._wait, self._exchange, self._accept_or_drop)
         at_end_of_backward(self, lambda: queue_callback(end))
 
     # -- a reduction, on the progress thread
@@ -194,7 +190,7 @@ class ShardedReductions:
     @torch.no_grad()
     def _spoil(self, out: torch.Tensor) -> None:
         """Write NaN in place of means, if this back-propagation has failed."""
-        if self._failures.noted is not None:
+        if self._failures.error is not None:
             out.fill_(float("nan"))
 
     def _mean(
@@ -218,25 +214,11 @@ class ShardedReductions:
             )
         scale = float(self._scaler.get_scale()) if self._scaler is not None else 1.0
         before, after = (factor / (divisor * scale), divisor * scale) if keeps else (1.0, factor)
-        whole = bucket.gradient_buffer()
-        if values.dtype != whole.tensor.dtype:
-            values = whole.tensor.copy_(values)  # which has the range for the factor
-        if before != 1.0:
-            torch.mul(values, before, out=whole.tensor)
-        elif values.data_ptr() != whole.tensor.data_ptr():
-            whole.tensor.copy_(values)
-        in_place = keeps and out.dtype == whole.tensor.dtype
-        mean = layout.device.array(out) if in_place else bucket.mean_buffer(keeps)[: out.numel()]
-        with bucket_span(self._replica.options.timeline, layout.index, layout.length):
-            compressor.allreduce_mean(self._transport, whole.array, mean)
+        bucket.reduce_flat(self._transport, compressor, values, out, before, after)
         if keeps:  # the buffer holds the residual now, and codes without a zero leave one in what pads parameters
-            for part in self._groups[layout.index].padding(layout.split(whole.tensor), self._parts):
+            residual = layout.split(bucket.gradient_buffer().tensor)
+            for part in self._groups[layout.index].padding(residual, self._parts):
                 part.zero_()
-        reduced = out if in_place else layout.device.tensor(mean)
-        if after != 1.0:
-            reduced.mul_(after)
-        if not in_place:
-            out.copy_(reduced)
 
     # -- a back-propagation
 
@@ -244,7 +226,7 @@ class ShardedReductions:
         """Before the first reduction of a back-propagation: find out what has become of the last one."""
         if self._reduced:
             return
-        self._steps.settle()
+        self._steps.commit_or_rollback()
         self._steps.gradients.to(State.SENDING)
         if [layout.names for layout in self._layouts()] != [bucket.layout.names for bucket, _ in self._buckets]:
             self._bind()  # parameters were frozen or unfrozen
@@ -258,7 +240,7 @@ class ShardedReductions:
     def _exchange(self, ranks: Transport) -> None:
         Row(self._replica.context.step, 0, {}).exchange(ranks)
 
-    def _settle(self, error: Exception | None) -> Exception | None:
+    def _accept_or_drop(self, error: Exception | None) -> Exception | None:
         """Accept the reductions of a back-propagation, or drop them; return what is to be raised."""
         if error is None:
             self._over()
@@ -321,7 +303,7 @@ class ShardedReductions:
             )
 
         def saved() -> dict[str, Any]:
-            self._steps.settle()
+            self._steps.commit_or_rollback()
             return self._checkpoint.saved(self._buckets.state_dict(), self._parameters)
 
         return self._failures.together("state_dict", saved)

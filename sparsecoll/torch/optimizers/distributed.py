@@ -1,8 +1,9 @@
-"""DistributedOptimizer: any torch optimizer, on the mean of all ranks' compressed gradients."""
+"""DistributedOptimizer: any torch optimizer, on the mean of all ranks' compressed gradients; and its base, Wrapper."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -11,18 +12,136 @@ import torch
 from sparsecoll.algorithms import Algorithm
 from sparsecoll.telemetry.traffic import Traffic
 from sparsecoll.torch.compressors import Compressor, resolve
-from sparsecoll.torch.optimizers.wrapper import Wrapper
 from sparsecoll.torch.reduction.engine import Engine
 from sparsecoll.torch.reduction.grad_scaler import Scaling
-from sparsecoll.torch.reduction.state import STATE
-from sparsecoll.torch.replica.calls import agreed, agreeing, collective, communicator
+from sparsecoll.torch.reduction.state import LOCAL, STATE
+from sparsecoll.torch.replica.calls import Options, agreed, agreeing, collective, communicator
 from sparsecoll.torch.replica.guards import refuse_wrapped, warn_of_state
-from sparsecoll.torch.replica.options import Options
-from sparsecoll.torch.replica.timeline import Timeline
 from sparsecoll.torch.tensors.model import Named, model_of, named
-from sparsecoll.torch.tensors.private import is_trial_step
+from sparsecoll.torch.tensors.private import is_trial_step, state_dict_hooks
 from sparsecoll.transport import as_transport
 from sparsecoll.transport.call import CollectiveCall
+
+
+def forwarded(name: str) -> property:
+    """An attribute of the wrapped optimizer."""
+    return property(
+        lambda self: getattr(self.optimizer, name), lambda self, value: setattr(self.optimizer, name, value)
+    )
+
+
+class Wrapper(torch.optim.Optimizer):
+    """A torch optimizer that wraps another one, whose groups and state are its own, too.
+
+    `_engine`, an Engine or a Window, has the parameters, the other ranks (`replica`) and the state.
+    """
+
+    _engine: Any
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        super().__setstate__({})  # the hooks of a torch optimizer
+
+    param_groups: Any = forwarded("param_groups")
+    state: Any = forwarded("state")
+    defaults: Any = forwarded("defaults")
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the wrapped optimizer, such as train() and eval() of schedule-free ones."""
+        if name in ("optimizer", "_engine") or any(name in vars(kind) for kind in Wrapper.__subclasses__()):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self.optimizer, name)
+
+    @property
+    def traffic(self) -> Traffic:
+        """Traffic of this rank, which later calls update."""
+        traffic: Traffic = self._engine.replica.transport.traffic
+        return traffic
+
+    @agreeing("_engine.replica.agreed")
+    def add_param_group(
+        self, param_group: dict[str, Any], named_parameters: Iterable[tuple[str, torch.Tensor]] = ()
+    ) -> None:
+        """Add a group as in torch, on all ranks or, if one of them raises, on none; collective.
+
+        Its values become those of rank 0. Parameters that are neither in the optimizer's groups nor in the model any
+        more are dropped with their residuals, now or in the next step. To replace a layer, take the old parameters out
+        of `param_groups` and `state`, then add the new ones.
+
+        Args:
+            param_group: as in torch; its options are those of the wrapped optimizer.
+            named_parameters: pairs (name, parameter). Parameters keep the name that they have already. Others without
+                one have the model's, if the model is known and no other parameter has it, or are called group<i>.<j>.
+        """
+        with restoring_groups(self.optimizer.param_groups, self._engine.release) as number:
+            self.optimizer.add_param_group(param_group)
+            self._engine.regroup(self._engine.members.named(number, named_parameters))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the wrapped optimizer's state_dict, with the compressor's state by parameter name under "sparsecoll".
+
+        Residuals differ between ranks, so save one file per rank. It can be loaded with torch.load(weights_only=True),
+        also by a plain torch optimizer, which ignores the residuals. If a rank has taken steps since a LocalOptimizer's
+        last mean, its file has its parameters, too, so that any rank's model may be loaded with it.
+        """
+        for before in state_dict_hooks(self, "state_dict_pre"):
+            before(self)
+        state = {**self.optimizer.state_dict(), **self._engine.state_dict()}
+        for after in state_dict_hooks(self, "state_dict_post"):
+            changed = after(self, state)
+            state = state if changed is None else changed
+        return state
+
+    @agreeing("_engine.replica.agreed")
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned, to continue with the same bits on as many ranks; collective.
+
+        The state_dict of a plain optimizer is accepted, too; residuals are then empty, and rank 0 warns if they were
+        not. If a framework loads rank 0's state on all ranks, register a hook that replaces the part "sparsecoll" by
+        this rank's own (`register_load_state_dict_pre_hook`). With LocalOptimizer, load the model's state before, the
+        same on all ranks: it starts from there, or from this rank's values if the state was saved between two means.
+
+        Args:
+            state_dict: a state that this rank saved, or that `redistribute` made.
+
+        Raises:
+            CommunicationError: The state was saved by another rank, or with another number of ranks (see
+                `redistribute`), or ranks load states of different steps. The next mean of a LocalOptimizer raises it,
+                too, if ranks have loaded different models, or one after a state that was saved between two means.
+            ValueError: The state is of another model or compressor, or lacks something.
+            TypeError: The state contains values of another type.
+        """
+
+        def hooked(_: CollectiveCall) -> dict[str, Any]:
+            state = dict(state_dict)
+            for before in state_dict_hooks(self, "load_state_dict_pre"):
+                changed = before(self, state)
+                state = state if changed is None else changed
+            return state
+
+        state = self._engine.replica.call("hooks of load_state_dict", hooked)
+        inner = {name: value for name, value in state.items() if name not in (STATE, LOCAL)}
+        self._engine.load_state_dict(state, lambda: self.optimizer.load_state_dict(inner))
+        for after in state_dict_hooks(self, "load_state_dict_post"):
+            after(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(f"{type(self).__name__} cannot be pickled: save its state_dict()")
+
+
+@contextlib.contextmanager
+def restoring_groups(groups: list[Any], release: Callable[[], None]) -> Iterator[int]:
+    """Context manager that yields the number of groups; if it raises, those that were added in it are removed.
+
+    All ranks raise then, and discard the buckets by `release`, which some may have done already.
+    """
+    count = len(groups)
+    try:
+        yield count
+    except Exception:
+        del groups[count:]
+        release()
+        raise
 
 
 class DistributedOptimizer(Wrapper):
@@ -81,7 +200,6 @@ class DistributedOptimizer(Wrapper):
             with a warning once a minute. It holds from the first call on, so it should be longer than the kernels take
             to compile in their first run on a machine (about 10 s). If several optimizers share a communicator and a
             back-propagation has computed gradients of more than one, ranks wait for the shortest of their timeouts.
-        timeline: a `sparsecoll.torch.Timeline` that records a trace; None, the default, for none.
 
     Raises:
         ValueError: On every rank, if an option or a parameter is invalid on some rank.
@@ -99,6 +217,8 @@ class DistributedOptimizer(Wrapper):
         `sparsecoll.torch.SparseSGD`, `sparsecoll.torch.comm_hook`.
     """
 
+    _engine: Engine
+
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
@@ -113,14 +233,13 @@ class DistributedOptimizer(Wrapper):
         grad_scaler: torch.amp.GradScaler | None = None,
         verify: bool | int = 0,
         timeout: float | None = None,
-        timeline: Timeline | None = None,
     ) -> None:
         super().__init__(optimizer)
         transport = communicator(comm, timeout)
         model = model_of(named_parameters)
 
         def checked(_: CollectiveCall) -> tuple[Named, Compressor, Options, Scaling]:
-            options = Options(bucket_bytes, dense_below, overlap, gradient_as_bucket_view, verify, timeout, timeline)
+            options = Options(bucket_bytes, dense_below, overlap, gradient_as_bucket_view, verify, timeout)
             own = resolve(compressor)
             refuse_wrapped(model, "named_parameters")
             return of_optimizer(optimizer, named(named_parameters)), own, options, Scaling(self, grad_scaler)
@@ -128,7 +247,7 @@ class DistributedOptimizer(Wrapper):
         params, own, options, self._scaling = collective(transport, "DistributedOptimizer", timeout, checked)
         with agreed(transport, timeout):
             self._engine = Engine(transport, own, optimizer, model, options, self._scaling)
-            self._engine.add(params)
+            self._engine.regroup(params)
         if own.keeps_gradient:
             warn_of_state(optimizer, transport)
 
@@ -138,18 +257,12 @@ class DistributedOptimizer(Wrapper):
         return not self._engine.closed and self._scaling.asks_for_steps(not self._engine.has_means)
 
     @property
-    def traffic(self) -> Traffic:
-        """Traffic of this rank, which later calls update."""
-        return self._engine.transport.traffic
-
-    @property
     def seconds(self) -> dict[str, float]:
         """Seconds of this rank by kind of work (see `telemetry.trace`), and "exposed", the time that `step` waited."""
         return self._engine.seconds
 
     def move(self, comm: Any) -> None:
-        """Continue on another communicator, such as that of `sparsecoll.shrink` after a rank was lost; collective on
-        it.
+        """Continue on another communicator, as that of `sparsecoll.shrink` after a rank was lost; collective on it.
 
         Each rank keeps its residuals; those of lost ranks are lost. Parameters, buffers and the wrapped optimizer's
         state are set to those of the new rank 0, since only some ranks may have taken the step that failed.
@@ -157,7 +270,7 @@ class DistributedOptimizer(Wrapper):
         Args:
             comm: communicator, as in `sparsecoll.allreduce`.
         """
-        self._engine.move(as_transport(comm, self._engine.timeout))
+        self._engine.move(as_transport(comm, self._engine.replica.options.timeout))
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Context manager: gradients of the enclosed back-propagations accumulate without communication."""
@@ -176,7 +289,7 @@ class DistributedOptimizer(Wrapper):
         """
         return self._engine.join()
 
-    @agreeing("_engine._replica.agreed")
+    @agreeing("_engine.replica.agreed")
     def synchronize(self) -> None:
         """Reduce the gradients now, unless they are the means already; collective.
 
@@ -195,15 +308,14 @@ class DistributedOptimizer(Wrapper):
 
         Args:
             closure: function that computes this rank's loss and gradients and returns the loss. The wrapped optimizer
-            gets the mean loss of all ranks, so that line searches take the same decisions on all ranks. Refused
-            within `join` once a rank has no more data.
+                gets the mean loss of all ranks, so that line searches take the same decisions on all ranks.
 
         Returns:
             What the wrapped optimizer returns.
 
         Raises:
             NonFiniteError: On every rank, if a gradient contains NaN or infinity on some rank and the compressor cannot
-            pass it on. The step is not taken.
+                pass it on. The step is not taken.
             CommunicationError: A reduction failed, or an earlier step failed on another rank.
             RuntimeError: There is a closure, and a rank has left `join`, which takes no part in the mean of the losses.
         """
@@ -214,14 +326,14 @@ class DistributedOptimizer(Wrapper):
 
         def evaluated() -> Any:
             assert closure is not None
-            with agreed(self._engine.transport, self._engine.timeout), torch.enable_grad():
+            with self._engine.replica.agreed(), torch.enable_grad():
                 loss = closure()
             self._engine.before_step()
             return self._engine.mean_loss(loss)
 
         return self._stepped(None if closure is None else evaluated)
 
-    @agreeing("_engine._replica.agreed")
+    @agreeing("_engine.replica.agreed")
     def _skips(self, closure: Any) -> bool:
         """Make gradients the means, unless a closure does; return whether the GradScaler skips this step."""
         if not self._engine.closed and self._scaling.check(self):
@@ -265,56 +377,6 @@ class DistributedOptimizer(Wrapper):
         self._engine.skip()
         self.optimizer.zero_grad(set_to_none)
 
-    @agreeing("_engine._replica.agreed")
-    def add_param_group(
-        self, param_group: dict[str, Any], named_parameters: Iterable[tuple[str, torch.Tensor]] = ()
-    ) -> None:
-        """Add a group as in torch, on all ranks or, if one of them raises, on none; collective.
-
-        Parameters that are neither in the optimizer's groups nor in the model any more are dropped with their
-        residuals, now or in the next step. To replace a layer, take the old parameters out of `param_groups` and
-        `state`, then add the new ones.
-
-        Args:
-            param_group: as in torch.
-            named_parameters: pairs (name, parameter). Parameters keep the name that they have already. Others without
-                one have the model's, if the model is known and no other parameter has it, or are called group<i>.<j>.
-        """
-        own = self._engine
-        self._add_group(param_group, own.members, named_parameters, own.add, own.release)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the wrapped optimizer's state_dict, with the compressor's state by parameter name under "sparsecoll".
-
-        Residuals differ between ranks, so save one file per rank. It can be loaded with torch.load(weights_only=True).
-        A plain torch optimizer can also load it and ignores the residuals.
-        """
-        return self._with_hooks(lambda: {STATE: self._engine.state_dict()})
-
-    @agreeing("_engine._replica.agreed")
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned, to continue with the same bits on as many ranks; collective.
-
-        The state_dict of a plain optimizer is accepted, too; residuals are then empty, and rank 0 warns if they were
-        not. If a framework loads rank 0's state on all ranks, register a hook that replaces the part "sparsecoll" by
-        this rank's own (`register_load_state_dict_pre_hook`).
-
-        Args:
-            state_dict: a state that this rank saved.
-
-        Raises:
-            CommunicationError: The state was saved by another rank, or with another number of ranks (see
-                `redistribute`).
-            ValueError: The state is of another model or compressor.
-            TypeError: The state contains values of another type.
-        """
-
-        def load(state: dict[str, Any]) -> None:
-            inner = {name: value for name, value in state.items() if name != STATE}
-            self._engine.load_state_dict(state.get(STATE), lambda: self.optimizer.load_state_dict(inner))
-
-        self._load_with_hooks(self._engine.transport, self._engine.timeout, state_dict, load)
-
     def close(self) -> None:
         """Remove the hooks from the parameters; each rank's optimizer then steps on its own gradients."""
         self._engine.close()
@@ -322,16 +384,9 @@ class DistributedOptimizer(Wrapper):
     def __repr__(self) -> str:
         return f"DistributedOptimizer({self.optimizer!r})"
 
-    def __getstate__(self) -> dict[str, Any]:
-        raise TypeError("DistributedOptimizer cannot be pickled: save its state_dict()")
-
 
 def of_optimizer(optimizer: torch.optim.Optimizer, params: Named) -> Named:
-    """Return the named parameters, after a check.
-
-    Raises:
-        ValueError: The optimizer has a parameter that is not among them.
-    """
+    """Return the named parameters; raise unless all of the optimizer's are among them."""
     known = {id(p) for p in params.values()}
     for group in optimizer.param_groups:
         for p in group["params"]:

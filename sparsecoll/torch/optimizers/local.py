@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -12,19 +12,14 @@ from numpy.typing import NDArray
 
 from sparsecoll.algorithms import Algorithm
 from sparsecoll.errors import check_integer
-from sparsecoll.telemetry.traffic import Traffic
 from sparsecoll.torch.compressors import Compressor, resolve
-from sparsecoll.torch.optimizers.distributed import of_optimizer
-from sparsecoll.torch.optimizers.wrapper import Wrapper
+from sparsecoll.torch.optimizers.distributed import Wrapper, of_optimizer
 from sparsecoll.torch.reduction.grad_scaler import forget, is_called_by_scaler
-from sparsecoll.torch.reduction.state import LOCAL, STATE
 from sparsecoll.torch.reduction.window import Window, is_finite
 from sparsecoll.torch.replica.broadcasts import broadcast_optimizer, broadcast_tensors
-from sparsecoll.torch.replica.calls import agreeing, collective, communicator
+from sparsecoll.torch.replica.calls import Options, collective, communicator
 from sparsecoll.torch.replica.guards import refuse_wrapped, warn_of_momentum, warn_of_state
-from sparsecoll.torch.replica.options import Options
 from sparsecoll.torch.replica.rounds import JOINED
-from sparsecoll.torch.replica.timeline import Timeline
 from sparsecoll.torch.tensors.model import Named, check_whole, describe, model_of, named
 from sparsecoll.torch.tensors.private import is_trial_step, values_of
 from sparsecoll.transport import as_transport
@@ -67,21 +62,17 @@ class LocalOptimizer(Wrapper):
 
     Args:
         optimizer: torch optimizer of floating-point parameters.
-        named_parameters: `model.named_parameters()`, the model itself, or pairs (name, parameter) that include all of
-            the optimizer's parameters; the same on every rank. With a list of pairs, the model's buffers are not known.
-            Several optimizers may be given one model if each parameter is updated by at most one of them.
-        comm: communicator, as in `sparsecoll.allreduce`; None, the default, for the default process group of
-            torch.distributed, otherwise MPI.COMM_WORLD.
+        named_parameters: as in `DistributedOptimizer`.
+        comm: as in `DistributedOptimizer`.
         compressor: as in `DistributedOptimizer`, of the changes (default: "none").
         every: number of steps from one mean to the next (default: 10).
         outer_lr: learning rate of the step by the mean change (default: 1, which takes the mean of the parameters).
         outer_momentum: its Nesterov momentum, in [0, 1) (default: 0, none; DiLoCo uses 0.9 with a rate of 0.7).
         bucket_bytes: as in `DistributedOptimizer`.
         dense_below: as in `DistributedOptimizer`.
+        timeout: as in `DistributedOptimizer`.
         verify: number of means after which the bits of all parameters are compared between ranks; 0, the default, for
             never, and True for 100.
-        timeout: as in `DistributedOptimizer`.
-        timeline: as in `DistributedOptimizer`.
 
     Raises:
         ValueError, TypeError: On every rank, if an option or a parameter is invalid on some rank.
@@ -94,6 +85,8 @@ class LocalOptimizer(Wrapper):
     See Also:
         `sparsecoll.torch.DistributedOptimizer`, which averages gradients in every step.
     """
+
+    _engine: Window
 
     def __init__(
         self,
@@ -109,7 +102,6 @@ class LocalOptimizer(Wrapper):
         dense_below: int = 1024,
         verify: bool | int = 0,
         timeout: float | None = None,
-        timeline: Timeline | None = None,
     ) -> None:
         super().__init__(optimizer)
         transport, model = communicator(comm, timeout), model_of(named_parameters)
@@ -117,12 +109,7 @@ class LocalOptimizer(Wrapper):
         def made(call: CollectiveCall) -> tuple[Named, Named, Compressor, Options, torch.optim.SGD]:
             check_integer("every", every, 1)
             refuse_wrapped(model, "named_parameters")
-            own, options = (
-                resolve(compressor),
-                Options(bucket_bytes, dense_below, False, False, verify, timeout, timeline),
-            )
-            if own.wants_profile:
-                raise ValueError(f"compressor: expected an interval of {own.name}, which nothing is measured for here")
+            own, options = resolve(compressor), Options(bucket_bytes, dense_below, False, False, verify, timeout)
             given = of_optimizer(optimizer, named(named_parameters))
             check_whole(given.values())
             stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -142,15 +129,10 @@ class LocalOptimizer(Wrapper):
         warn_of_state(optimizer, transport)
         self._every, self._held, self._closed = every, False, False
         names = given.items if model is None else model.named_parameters
-        self._window = Window(transport, optimizer, outer, own, model, names, options)
-        self._window.regroup(params)
+        self._engine = Window(transport, optimizer, outer, own, model, names, options)
+        self._engine.regroup(params)
 
     _step_supports_amp_scaling = True  # GradScaler.step() calls `step` always, which refuses it
-
-    @property
-    def traffic(self) -> Traffic:
-        """Traffic of this rank, which later calls update."""
-        return self._window.replica.transport.traffic
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """One step of the wrapped optimizer on this rank; every `every`-th call also is a `synchronize`.
@@ -170,14 +152,14 @@ class LocalOptimizer(Wrapper):
         if is_called_by_scaler(self):
             forget(self)
             raise RuntimeError("LocalOptimizer takes no GradScaler, which skips steps on single ranks: use bfloat16")
-        due = self._window.steps + 1 >= self._every and not (self._held or self._closed)
-        with self._window.replica.agreed() if due else contextlib.nullcontext():
+        due = self._engine.steps + 1 >= self._every and not (self._held or self._closed)
+        with self._engine.replica.agreed() if due else contextlib.nullcontext():
             if not self._closed:
-                self._window.begin_step()
+                self._engine.begin_step()
             result = self.optimizer.step() if closure is None else self.optimizer.step(closure)
-            self._window.steps += 1
+            self._engine.steps += 1
             if due:
-                self._window.mean()
+                self._engine.mean()
         return result
 
     def synchronize(self) -> None:
@@ -193,8 +175,8 @@ class LocalOptimizer(Wrapper):
                 before, and move in the next mean.
         """
         if not self._closed:
-            with self._window.replica.agreed():
-                self._window.mean()
+            with self._engine.replica.agreed():
+                self._engine.mean()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -219,9 +201,9 @@ class LocalOptimizer(Wrapper):
         then with zeros; means are always divided by the number of all ranks. When all have left, a last mean is taken.
         If an exception leaves the block on one rank, the others raise CommunicationError in their next mean.
         """
-        with self._window.replica.reporting():
+        with self._engine.replica.reporting():
             yield
-            while not (self._closed or self._window.mean(JOINED).over):
+            while not (self._closed or self._engine.mean(JOINED).over):
                 pass
 
     @torch.inference_mode(False)
@@ -233,7 +215,7 @@ class LocalOptimizer(Wrapper):
         set to those of the lowest rank on which they are finite. On a rank where the state of the wrapped optimizer has
         NaN or infinity, it becomes that of the lowest rank where it is finite, or is cleared if there is none.
         """
-        replica, state = self._window.replica, self.optimizer.state
+        replica, state = self._engine.replica, self.optimizer.state
 
         def look(_: CollectiveCall) -> NDArray[Any]:
             tensors = replica.buffers.tensors.values(), [t for entries in state.values() for t in entries.values()]
@@ -241,7 +223,7 @@ class LocalOptimizer(Wrapper):
 
         with replica.agreed():
             buffers, moments = replica.call("discard", look).T
-            self._window.start_anew("discard", int(buffers.argmax()))
+            self._engine.start_anew("discard", int(buffers.argmax()))
             self.optimizer.zero_grad()
             members = [*np.flatnonzero(moments)[:1].tolist(), *np.flatnonzero(~moments).tolist()]
             if not moments[replica.transport.rank]:
@@ -253,23 +235,8 @@ class LocalOptimizer(Wrapper):
 
             replica.call("discard", mend)
 
-    @agreeing("_window.replica.agreed")
-    def add_param_group(
-        self, param_group: dict[str, Any], named_parameters: Iterable[tuple[str, torch.Tensor]] = ()
-    ) -> None:
-        """Add a group as in torch, on all ranks or on none; collective. Its values become those of rank 0.
-
-        Args:
-            param_group: as in torch; its options are those of the wrapped optimizer.
-            named_parameters: pairs (name, parameter). Parameters without a name have the one under which the model has
-                them, otherwise they are called group<i>.<j>.
-        """
-        own = self._window
-        self._add_group(param_group, own.members, named_parameters, own.regroup, own.release)
-
     def move(self, comm: Any) -> None:
-        """Continue on another communicator, such as that of `sparsecoll.shrink` after a rank was lost; collective on
-        it.
+        """Continue on another communicator, as that of `sparsecoll.shrink` after a rank was lost; collective on it.
 
         Parameters, buffers and the wrapped optimizer's state are set to those of the new rank 0 after the last mean;
         each rank keeps its residuals, and the steps since that mean are dropped.
@@ -277,43 +244,10 @@ class LocalOptimizer(Wrapper):
         Args:
             comm: communicator, as in `sparsecoll.allreduce`.
         """
-        transport = as_transport(comm, self._window.replica.options.timeout)
-        self._window.use(transport)
-        self._window.start_anew("move", 0, everything=True)
-        self._window.replica.call("move", lambda _: broadcast_optimizer(transport, self.optimizer))
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the wrapped optimizer's state_dict, with the state of the compressor and of the means.
-
-        Save one file per rank. If a rank has taken steps since the last mean, its file has its parameters, too, so that
-        any rank's model may be loaded with it.
-        """
-        return self._with_hooks(self._window.state_dict)
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned; collective. Load the model's state before, the same on all ranks.
-
-        If the state was saved between two means, parameters get this rank's values, whichever rank's model was loaded.
-
-        The state of a plain optimizer is accepted, too; the ranks then start from the model's parameters.
-
-        Args:
-            state_dict: a state that this rank saved, or that `redistribute` made.
-
-        Raises:
-            CommunicationError: The state was saved by another rank, or with another number of ranks, or ranks load
-                states of different means. The next mean raises it, too, if ranks have loaded different models, or have
-                loaded one after a state that was saved between two means.
-            ValueError: The state is of another model or compressor, or lacks what cannot be known without it.
-        """
-
-        def load(state: dict[str, Any]) -> None:
-            inner = {name: value for name, value in state.items() if name not in (STATE, LOCAL)}
-            self._window.load_state_dict(state, lambda: self.optimizer.load_state_dict(inner))
-
-        replica = self._window.replica
-        with replica.agreed():
-            self._load_with_hooks(replica.transport, replica.options.timeout, state_dict, load)
+        transport = as_transport(comm, self._engine.replica.options.timeout)
+        self._engine.use(transport)
+        self._engine.start_anew("move", 0, everything=True)
+        self._engine.replica.call("move", lambda _: broadcast_optimizer(transport, self.optimizer))
 
     def close(self) -> None:
         """Take no more means: each rank continues by itself."""
@@ -325,9 +259,6 @@ class LocalOptimizer(Wrapper):
 
     def __repr__(self) -> str:
         return f"LocalOptimizer({self.optimizer!r}, every={self._every})"
-
-    def __getstate__(self) -> dict[str, Any]:
-        raise TypeError("LocalOptimizer cannot be pickled: save its state_dict()")
 
 
 def _are_finite(values: Iterable[Any]) -> bool:

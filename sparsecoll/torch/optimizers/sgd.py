@@ -14,18 +14,15 @@ from sparsecoll.errors import NonFiniteError
 from sparsecoll.formats import Format
 from sparsecoll.telemetry.traffic import Traffic
 from sparsecoll.torch.compressors.schedule import Density, Schedule
-from sparsecoll.torch.optimizers.sgd_options import check_group, common, compressor_of, names_of
-from sparsecoll.torch.optimizers.sgd_updates import Rule, Update, updates
-from sparsecoll.torch.optimizers.wrapper import taken_back
+from sparsecoll.torch.optimizers.distributed import restoring_groups
+from sparsecoll.torch.optimizers.sgd_rules import Rule, Update, check_group, common, compressor_of, names_of, updates
 from sparsecoll.torch.reduction.accumulator import Accumulator, SparseSum, Sums
 from sparsecoll.torch.reduction.grad_scaler import Scaling
 from sparsecoll.torch.reduction.state import STATE
-from sparsecoll.torch.replica.calls import agreed, agreeing, collective, communicator, mean_loss
+from sparsecoll.torch.replica.calls import Options, agreed, agreeing, collective, communicator, mean_loss
 from sparsecoll.torch.replica.guards import Watch, fingerprint, refuse_wrapped
-from sparsecoll.torch.replica.options import Options
 from sparsecoll.torch.replica.replica import Replica
 from sparsecoll.torch.replica.rounds import MEMBERS, Round
-from sparsecoll.torch.replica.timeline import Timeline
 from sparsecoll.torch.tensors.layout import takes_part
 from sparsecoll.torch.tensors.model import model_of
 from sparsecoll.torch.tensors.private import is_trial_step
@@ -90,14 +87,9 @@ class SparseSGD(torch.optim.Optimizer):
             all of them, without a residual).
         model: the model, whose buffers are kept the same and whose parameter names are used; required for this if
             `params` is not `model.parameters()`.
-        grad_scaler: the torch.amp.GradScaler of the loop: residuals are kept without its scale, and all ranks skip the
-            same steps. With None, the default, `scaler.step(optimizer)` raises RuntimeError. A scaler that is disabled
-            says that there is none, which Lightning's clipping with "bf16-mixed" has to know.
-        verify: number of steps after which the bits of all parameters and buffers are compared between ranks; 0, the
-            default, for never, and True for 100.
-        timeout: seconds to wait for a message before CommunicationError is raised; None, the default, for no limit,
-            with a warning once a minute. See `DistributedOptimizer`.
-        timeline: records spans of the reductions; None, the default, for nothing.
+        grad_scaler: as in `DistributedOptimizer`.
+        verify: as in `DistributedOptimizer`.
+        timeout: as in `DistributedOptimizer`.
 
     Raises:
         ValueError, TypeError: an option or a parameter is invalid on some rank; the same on every rank.
@@ -129,18 +121,11 @@ class SparseSGD(torch.optim.Optimizer):
         grad_scaler: torch.amp.GradScaler | None = None,
         verify: bool | int = 0,
         timeout: float | None = None,
-        timeline: Timeline | None = None,
     ) -> None:
         if hasattr(momentum, "rank"):
             raise TypeError("momentum: expected a number, got a communicator: pass it by name, comm=...")
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "dampening": dampening,
-            "weight_decay": weight_decay,
-            "nesterov": nesterov,
-            "maximize": maximize,
-        }
+        defaults = {"lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay}
+        defaults |= {"nesterov": nesterov, "maximize": maximize}
         transport, known = communicator(comm, timeout), model_of(params) if model is None else model
         self._built = False
         watched = transport.rank == 0 and transport.size > 1
@@ -148,7 +133,7 @@ class SparseSGD(torch.optim.Optimizer):
 
         def build(_: CollectiveCall) -> tuple[SparseSum, Options, Scaling]:
             compressor = compressor_of(algo, density, k, format, value_dtype, row_density)
-            options = Options(verify=verify, timeout=timeout, timeline=timeline)
+            options = Options(verify=verify, timeout=timeout)
             refuse_wrapped(known, "params")
             super(SparseSGD, self).__init__(params, defaults)
             for group in self.param_groups:
@@ -180,7 +165,7 @@ class SparseSGD(torch.optim.Optimizer):
         if not self._built:
             super().add_param_group(param_group)
             return
-        with taken_back(self.param_groups, self._flat.release):
+        with restoring_groups(self.param_groups, self._flat.release):
             super().add_param_group(param_group)
             check_group(self.param_groups[-1], self._compressor)
             self._introduce()
@@ -267,7 +252,7 @@ class SparseSGD(torch.optim.Optimizer):
         """Agree on whether the sums succeeded, and on which parameters have gradients. Collective."""
         groups, names = self.param_groups, self._flat.names
         live = {p for group in groups for p in group["params"] if group["lr"] != 0 or group["momentum"] != 0}
-        here = self._replica.left is None
+        here = self._replica.stopped_at is None
         row = self._replica.row(0, [here and takes_part(p) and p in live for p in names])
 
         def digest(outcome: Round) -> int | None:
@@ -335,8 +320,7 @@ class SparseSGD(torch.optim.Optimizer):
 
     @agreeing("_replica.agreed")
     def move(self, comm: Any) -> None:
-        """Continue on another communicator, such as that of `sparsecoll.shrink` after a rank was lost; collective on
-        it.
+        """Continue on another communicator, as that of `sparsecoll.shrink` after a rank was lost; collective on it.
 
         Each rank keeps its residuals; those of lost ranks are lost. Parameters, buffers and momentum are set to those
         of the new rank 0, since only some ranks may have taken the step that failed.

@@ -18,13 +18,11 @@ from sparsecoll.torch.compressors import TopK
 from sparsecoll.torch.reduction.bucket import Bucket
 from sparsecoll.torch.reduction.buckets import Buckets
 from sparsecoll.torch.reduction.grad_scaler import Scaling
-from sparsecoll.torch.reduction.row_sum import RowSum
+from sparsecoll.torch.reduction.rows import RowSum
 from sparsecoll.torch.reduction.state import STATE, renamed, renamed_state
-from sparsecoll.torch.replica.members import changes
-from sparsecoll.torch.replica.replica import Replica
+from sparsecoll.torch.replica.replica import Replica, changes
 from sparsecoll.torch.replica.rounds import Round
-from sparsecoll.torch.replica.timeline import bucket_span
-from sparsecoll.torch.tensors.device import Array
+from sparsecoll.torch.tensors.layout import Array
 from sparsecoll.torch.tensors.model import Named
 from sparsecoll.transport import Transport
 from sparsecoll.transport.call import CollectiveCall
@@ -37,11 +35,7 @@ Group = dict[str, Any]
 
 @dataclass
 class SparseSum(TopK):
-    """TopK that returns the sum as it is, sparse, instead of writing a dense mean.
-
-    Args:
-        k: entries to select instead of `density`.
-    """
+    """TopK that returns the sum as it is, sparse, instead of writing a dense mean; `k` takes the place of `density`."""
 
     name = "SparseSGD"
 
@@ -64,8 +58,7 @@ class SparseSum(TopK):
 
     def allreduce_sum(self, transport: Transport, acc: Array) -> Vector:
         """Return the sum of what all ranks have sent of acc, which holds the residual already. Collective."""
-        self.sync(transport)
-        with CollectiveCall(transport, f"bucket {self.layout.index}", self.timeout):
+        with self.reducing(transport):
             with span("select", acc.size):
                 self.begin(acc)
                 message = self.message(self.acc)
@@ -73,16 +66,12 @@ class SparseSum(TopK):
             value = reduced.value
             if may_share_memory(value.values, acc):  # which will change
                 value = value.copy() if isinstance(value, SparseVector) else DenseVector(value.values.copy())
-            self._settle(message, reduced)
+            self._subtract_sent(message, reduced)
         return value
 
 
 class Accumulator:
     """The parameters that take part, one bucket for each residual dtype and device; residuals of all parameters.
-
-    Args:
-        compressor: copied for each bucket.
-        replica: the parameters and the ranks.
 
     Attributes:
         names: parameter -> its name, in the order of the groups.
@@ -151,8 +140,7 @@ class Accumulator:
         for index, (bucket, compressor) in enumerate(self._buckets):
 
             def call(_: CollectiveCall, index: int = index, compressor: Any = compressor) -> Vector | RowSparse:
-                with bucket_span(self._replica.options.timeline, index, compressor.layout.length):
-                    value: Vector | RowSparse = compressor.allreduce_sum(self._replica.transport, acc.result()[index])
+                value: Vector | RowSparse = compressor.allreduce_sum(self._replica.transport, acc.result()[index])
                 return value
 
             with bucket.layout.device.stream_context():

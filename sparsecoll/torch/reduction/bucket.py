@@ -13,8 +13,7 @@ import torch
 from sparsecoll.telemetry.trace import span
 from sparsecoll.torch.compressors import Compressor
 from sparsecoll.torch.compressors.versions import Versions
-from sparsecoll.torch.tensors.device import CPU, Array
-from sparsecoll.torch.tensors.layout import Layout
+from sparsecoll.torch.tensors.layout import CPU, Array, Layout
 from sparsecoll.transport import Transport
 
 # by parameter: its new gradient, and memory and offset of the old one, where others may have this memory
@@ -24,8 +23,7 @@ NewGrads = dict[str, tuple[torch.Tensor, tuple[Callable[[], Any], Any] | None]]
 class Buffer:
     """A flat vector, as an array and as a tensor over the same memory.
 
-    The tensor is made when it is first asked for: in a hook on a gradient, an operation of torch takes tens of
-    microseconds, since what back-propagation computes has taken its code out of the caches.
+    The tensor is made when it is first read: in a hook on a gradient, an operation of torch takes tens of microseconds.
     """
 
     def __init__(self, array: Array, layout: Layout) -> None:
@@ -42,21 +40,16 @@ class Bucket:
     """Some parameters and the memory for their gradients and means.
 
     A gradient is copied into a buffer, which a compressor with error feedback makes its residual; the memory of the old
-    residual is used again once the step is taken. Means become gradients without a copy, whose memory is freed with
-    them.
-
-    A gradient is not copied if it is the only one of its bucket, or if it is in the flat vector already, as with
-    `as_view`: it is the source, which nobody writes to. A reduction that fails has then changed no gradient.
+    residual is used again once the step is taken. Means become gradients without a copy. A gradient is not copied if it
+    is the only one of its bucket, or in the flat vector already, as with `as_view`: it is the source, which is not
+    written to, so that a reduction that fails has changed no gradient.
 
     Args:
         params: name -> parameter; those of the layout are taken.
-        layout: of the flat vector.
         versions: the state of the compressor, and memory.
         as_view: whether gradients become views of the source.
 
     Attributes:
-        params: name -> parameter.
-        versions: as given.
         gradient: this rank's gradients, in `layout.dtype`, or memory if there is a source; None outside of a reduction.
         source: this rank's gradients where they are not in `gradient`, or None.
         mean: the means, after a reduction until they are gradients.
@@ -148,15 +141,7 @@ class Bucket:
             torch.mul(gradient.to(view.dtype), 1 / scale, out=view)
 
     def accumulate(self, residual: Array, weights: Mapping[str, tuple[float, float]]) -> Array:
-        """Write a * residual + b * gradient to the gradient buffer; one pass over memory where a is 1.
-
-        Args:
-            residual: of the bucket's length.
-            weights: parameter name -> (a, b).
-
-        Raises:
-            ValueError: a gradient has another shape than its parameter had when this was made.
-        """
+        """Write a * residual + b * gradient to the gradient buffer, with (a, b) by parameter name; return its array."""
         out = self.gradient_buffer()
         views, kept = self.layout.split(out.tensor), self.layout.by_name(residual)
         for name, p in self.params.items():
@@ -207,6 +192,38 @@ class Bucket:
         """Return whether a parameter's mean has a value other than zero."""
         return bool(self.part_of_mean(name).any())
 
+    def reduce_flat(
+        self,
+        transport: Transport,
+        compressor: Compressor,
+        values: torch.Tensor,
+        out: torch.Tensor,
+        before: float = 1.0,
+        after: float = 1.0,
+    ) -> None:
+        """Write after * the mean over the ranks of before * `values` to `out`. Collective.
+
+        Args:
+            values: this rank's gradients in the order of the layout, perhaps in another dtype.
+            out: memory for the mean, which may be that of `values`; shorter if the compressor scatters it.
+        """
+        whole, keeps, device = self.gradient_buffer(), compressor.keeps_gradient, self.layout.device
+        if values.dtype != whole.tensor.dtype or not compressor.communicates:
+            values = whole.tensor.copy_(values)  # which has the range for the factor
+        source = None
+        if before != 1.0:
+            torch.mul(values, before, out=whole.tensor)
+        elif values.data_ptr() != whole.tensor.data_ptr():
+            source = device.array(values)
+        in_place = keeps and out.dtype == whole.tensor.dtype
+        mean = device.array(out) if in_place else self.mean_buffer(keeps)[: out.numel()]
+        compressor.allreduce_mean(transport, whole.array, mean, source)
+        reduced = out if in_place else device.tensor(mean)
+        if after != 1.0:
+            reduced.mul_(after)
+        if not in_place:
+            out.copy_(reduced)
+
     def mean_is_finite(self) -> bool:
         """Return whether no mean is NaN or infinite."""
         return self.mean is None or bool(np.isfinite(self.mean.array).all())
@@ -235,8 +252,8 @@ class Bucket:
     def assign_grads(self, made: NewGrads) -> None:
         """Set the gradients of parameters to what `new_grads` has made; the same again does no harm.
 
-        A tensor that is the gradient remains it, and gets the memory of the mean. If something else has its own memory,
-        as a view or a flat tensor of a loop that zeros or clips through it, the mean is copied there, as by DDP.
+        A tensor that is the gradient remains it, and gets the memory of the mean. If another tensor has its memory, as
+        a flat one through which a loop clips, the mean is copied there, as by DDP.
         """
         for name, (new, place) in made.items():
             p = self.params[name]

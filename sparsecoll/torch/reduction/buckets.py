@@ -12,8 +12,7 @@ import torch
 
 from sparsecoll.torch.compressors import Compressor, TopK, resolve
 from sparsecoll.torch.reduction.bucket import Bucket
-from sparsecoll.torch.reduction.row_gradients import RowBucket
-from sparsecoll.torch.reduction.row_sum import RowSum
+from sparsecoll.torch.reduction.rows import RowBucket, RowSum
 from sparsecoll.torch.reduction.state import Tensors, check, collect, joined, renamed, restore
 from sparsecoll.torch.replica.replica import Replica
 from sparsecoll.torch.tensors.layout import Layout, cut, has_rows, takes_part
@@ -28,10 +27,6 @@ class Buckets:
     """Buckets with their compressors, in the order in which they are reduced; none at first.
 
     A Compressor object holds options; each bucket has a copy of it, bound to its layout, with the bucket's state.
-
-    Args:
-        compressor: what is copied.
-        replica: the parameters and the ranks; its number of steps is saved with the compressors' state.
 
     Attributes:
         index_of: parameter name -> number of its bucket.
@@ -155,9 +150,8 @@ class Buckets:
                 self._base = joined(collect(gone, {}), self._base)  # a bucket may be released twice before a step
             for compressor in gone:
                 compressor.versions.commit()
-            self._parked = collect(gone, self._parked)
-            del self._pairs[start:]
-            self.index_of = {name: i for name, i in self.index_of.items() if i < start}
+            parked, index_of = collect(gone, self._parked), {n: i for n, i in self.index_of.items() if i < start}
+            self._parked, self._pairs, self.index_of = parked, self._pairs[:start], index_of  # all or none
 
     def rename(self, names: Mapping[str, str]) -> None:
         """Discard all buckets, and rename parameters, old name -> new name; the state of all others is dropped."""
@@ -218,7 +212,6 @@ class Buckets:
             "compressor": self._compressor.describe(),
             "replicated": sorted(self._compressor.replicated_state),
             "step": self._replica.context.step,
-            "ccr": self._replica.context.ccr,
             "order": list(self.order),
             **self._rows.state(),
             "tensors": joined(collect([compressor for _, compressor in self], self._parked), self._base),
@@ -231,13 +224,12 @@ class Buckets:
         """Load what `state_dict` returned, on all ranks or on none; buckets are created as they were. Collective.
 
         Args:
-            state: returns the state, or None, which begins with empty residuals. What it raises is raised on all ranks.
+            state: returns the state; None begins with empty residuals. What it raises is raised on all ranks.
             load: loads the rest, once the state has been found to fit (see `check`).
 
         Returns:
-            What `state` returned, an empty state for None.
+            The state; an empty one for None.
         """
-
         replica = self._replica
 
         def read(call: CollectiveCall) -> Mapping[str, Any]:
@@ -256,7 +248,7 @@ class Buckets:
                 raise ValueError(f"state_dict: expected that of an optimizer, got one without {error}") from error
             allgather(replica.transport, np.zeros(1, np.uint8))  # none returns before all have loaded
             replica.transport.waitall()
-            return own or {"step": 0, "ccr": None, "order": [], "tensors": {}, "compressor": ""}
+            return own or {"step": 0, "order": [], "tensors": {}, "compressor": ""}
 
         own = replica.call("load_state_dict", read)
         if not own["compressor"]:
@@ -265,13 +257,13 @@ class Buckets:
         self._parked, self.pending, self._base = own["tensors"], False, {}
         self.order = [name for name in own["order"] if name in replica.params]
         self._rows.load(own, replica.params)
-        replica.context.step, replica.context.ccr, replica.suspect = own["step"], own["ccr"], False
+        replica.context.step, replica.suspect = own["step"], False
         fits = own["compressor"] == self._compressor.describe()
         self._extra = {tuple(names): text for names, text in own["buckets"]} if fits else {}
         return own
 
     def _warn_of_loss(self) -> None:
-        """Tell once, on rank 0, that a state without residuals takes the place of those that are here."""
+        """Warn once, on rank 0, that residuals are replaced by none."""
         if self._warned or self._replica.transport.rank:
             return
         states = [self._parked, *(compressor.state() for _, compressor in self)]
@@ -289,8 +281,7 @@ class Buckets:
 class RowParameters:
     """The names of the parameters whose gradients are reduced as rows; the same on every rank.
 
-    A parameter is one of them if some rank has had a gradient of rows for it, or its module says so, and no rank has
-    ever had a dense one. A table that is also the weight of a linear layer has dense gradients.
+    Some rank has had a gradient of rows for them, or their module says so, and no rank has ever had a dense one.
     """
 
     def __init__(self) -> None:
@@ -301,14 +292,14 @@ class RowParameters:
         return name in self._rows
 
     def learn(self, rows: Collection[str], dense: Collection[str]) -> set[str]:
-        """Note for which parameters a rank has gradients of each kind; return those that are reduced otherwise now."""
+        """Add parameters for which a rank has gradients of a kind; return those that are reduced otherwise now."""
         before = set(self._rows)
         self._dense |= set(dense)
         self._rows = (self._rows | set(rows)) - self._dense
         return before ^ self._rows
 
     def renamed(self, names: Mapping[str, str]) -> RowParameters:
-        """Return these parameters with other names, old name -> new name, without those that are not named."""
+        """Return those that have a new name, old name -> new name."""
         new = RowParameters()
         new._rows, new._dense = ({names[n] for n in own if n in names} for own in (self._rows, self._dense))
         return new
@@ -323,7 +314,7 @@ class RowParameters:
 
 
 def _has_keys_of(own: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:
-    """Return whether a saved state has all keys of this bucket's, and so the parts of both that are mappings."""
+    """Return whether a saved state has all keys of this bucket's, also in mappings within."""
     return own.keys() <= saved.keys() and all(
         _has_keys_of(part, saved[key])
         for key, part in own.items()

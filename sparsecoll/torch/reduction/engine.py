@@ -14,18 +14,16 @@ import torch
 from sparsecoll.errors import NonFiniteError
 from sparsecoll.torch.compressors import Compressor
 from sparsecoll.torch.reduction.grad_scaler import Scaling
-from sparsecoll.torch.reduction.gradients import State
 from sparsecoll.torch.reduction.hooks import Hooks, before_wrapped_step, enlist, others_of, synchronize_all, take_over
 from sparsecoll.torch.reduction.reducer import Reducer
-from sparsecoll.torch.reduction.state import renamed_state
-from sparsecoll.torch.replica.calls import agreeing, mean_of_loss
+from sparsecoll.torch.reduction.state import STATE, renamed_state
+from sparsecoll.torch.reduction.steps import State
+from sparsecoll.torch.replica.calls import Options, agreeing, mean_of_loss
 from sparsecoll.torch.replica.guards import Watch, refuse_ddp, warn_of_adam, warn_of_momentum
-from sparsecoll.torch.replica.members import Members, changes, check_added
-from sparsecoll.torch.replica.options import Options
-from sparsecoll.torch.replica.replica import Replica
+from sparsecoll.torch.replica.replica import Members, Replica, changes, check_added
 from sparsecoll.torch.replica.rounds import NOTHING
-from sparsecoll.torch.tensors.backward import at_end_of_backward
 from sparsecoll.torch.tensors.model import Named, momenta_of, options_of, rates_of
+from sparsecoll.torch.tensors.private import at_end_of_backward
 from sparsecoll.transport import Transport
 
 logger = logging.getLogger(__name__)
@@ -36,7 +34,7 @@ class Engine:
 
     Attributes:
         params: all named parameters; those that want gradients are in buckets.
-        members: tells which of them have left the optimizer and the model, and which have come.
+        members: tells which of them were added to the optimizer, or removed from it and the model.
         seconds: of this rank by kind of work (see `telemetry.trace`), and "exposed": waited for in `synchronize`.
         number: by which ranks know this engine, the same on all of them.
         asked: whether `synchronize` is to be called at the end of the back-propagation that is under way.
@@ -51,24 +49,23 @@ class Engine:
         options: Options,
         scaling: Scaling,
     ) -> None:
-        self.transport = transport
         self.closed = False
         self._compressor, self._optimizer, self._options = compressor, optimizer, options
-        self._replica = Replica(transport, model, options)
-        self.params = self._replica.params
+        self.replica = Replica(transport, model, options)
+        self.params = self.replica.params
         self.members = Members(optimizer, self.params, None if model is None else model.named_parameters)
-        self._replica.changed = self.members.changed
-        self._replica.context.rates = partial(rates_of, optimizer, self.params)
-        self._replica.context.momenta = partial(momenta_of, optimizer, self.params)
-        self._replica.shared_options = partial(options_of, optimizer)
+        self.replica.changed = self.members.changed
+        self.replica.context.rates = partial(rates_of, optimizer, self.params)
+        self.replica.context.momenta = partial(momenta_of, optimizer, self.params)
+        self.replica.shared_options = partial(options_of, optimizer)
         hooked = None if isinstance(model, torch.jit.ScriptModule) else model  # ScriptModules do not support hooks
-        self._scaling, self._reducer = scaling, Reducer(self._replica, compressor, hooked, scaling)
+        self._scaling, self._reducer = scaling, Reducer(self.replica, compressor, scaling)
         self.seconds = self._reducer.seconds
         self._hooks = Hooks(self)
         self._guard = None if hooked is None else hooked.register_forward_pre_hook(refuse_ddp)
         if transport.rank == 0:
             warn_of_adam(optimizer, compressor)
-            warn_of_momentum(optimizer, compressor, self._replica.sparse_weights)
+            warn_of_momentum(optimizer, compressor, self.replica.sparse_weights)
         watched = not options.overlap and transport.rank == 0 and transport.size > 1
         self._watch = Watch("overlap=False", "To clip the mean, call synchronize() first") if watched else None
         self._synchronizing = True
@@ -80,29 +77,24 @@ class Engine:
         self.number = -1
 
     @property
-    def timeout(self) -> float | None:
-        """The timeout of a call in seconds."""
-        return self._options.timeout
-
-    @property
     def is_stepping(self) -> bool:
         """Whether the wrapped optimizer steps, called by `stepping`."""
         return self._reducer.steps.stepping
 
     # -- parameters
 
-    @agreeing("_replica.agreed")
-    def add(self, params: Named, stay: Mapping[str, str] | None = None) -> None:
+    @agreeing("replica.agreed")
+    def regroup(self, params: Named | None = None) -> None:
         """More parameters, and fewer; collective. All ranks must have the same ones; values are taken from rank 0.
 
         Args:
-            params: name -> parameter: those that are new here, and perhaps others.
-            stay: names of those that are not dropped, old -> new; None, the default, for those of `Members.staying`.
+            params: name -> parameter: those that are new, and perhaps others; None for those new in the optimizer.
         """
+        params = self.members.added(self.members.named()) if params is None else params
         own, others = params, dict[str, Any]()
         try:
-            with self._replica.all_or_none(self.release, vars(self._reducer.buckets), self.params) as begin:
-                stay, new = self.members.staying() if stay is None else stay, self.members.came(params)
+            with self.replica.all_or_none(self.release, vars(self._reducer.buckets), self.params) as begin:
+                stay, new = self.members.kept(), self.members.added(params)
                 compared = ("bucket_bytes", "dense_below", "overlap", "verify")
                 signature = {
                     **changes(new if self.params else (), self.params.keys() - stay.keys()),
@@ -110,7 +102,7 @@ class Engine:
                     **{name: getattr(self._options, name) for name in compared},
                     "grad_scaler": self._scaling.scaler is not None,
                 }
-                self._replica.introduce(params, signature, lambda: check_added(new, stay))
+                self.replica.introduce(params, signature, lambda: check_added(new, stay))
                 if self.number < 0:
                     self.number = enlist(self)
                 others, stepped = others_of(self, new), self.members.stepped()
@@ -118,7 +110,7 @@ class Engine:
                 begin()
                 self._let_stay(stay)
                 self.params.update(own)
-                if self.transport.virtual:
+                if self.replica.transport.virtual:
                     # Virtual ranks are threads: their back-propagation stays in them. Otherwise autograd executes what
                     # is on a GPU, and so our hooks, in one thread for all ranks, and the first that waits stops others.
                     torch.autograd.set_multithreading_enabled(False)
@@ -131,7 +123,7 @@ class Engine:
             raise
         take_over(others, own)
 
-    def give_up(self, p: torch.Tensor) -> None:
+    def drop_parameter(self, p: torch.Tensor) -> None:
         """Leave a parameter to an engine whose optimizer steps it."""
         self.discard()
         self._let_stay({name: name for name, own in self.params.items() if own is not p})
@@ -144,10 +136,6 @@ class Engine:
         self.params.clear()
         self.params.update(stay)
 
-    def _regroup(self) -> None:
-        """Add new parameters of the optimizer, and drop those that have left it and the model. Collective."""
-        self.add(self.members.came(self.members.named()))
-
     def release(self) -> None:
         """Give up the reduction that is under way and the buckets; residuals are kept."""
         self._reducer.release()
@@ -155,19 +143,18 @@ class Engine:
     def close(self, replaced: str = "") -> None:
         """Remove the hooks; a further step raises if an optimizer made later updates the parameter `replaced`."""
         self._hooks.remove(self.params)
-        self._reducer.close()
         for guard in (self._guard, self._step_guard):
             if guard is not None:
                 guard.remove()
         self.closed, self._replaced = True, replaced
 
-    @agreeing("_replica.agreed")
+    @agreeing("replica.agreed")
     def move(self, transport: Transport) -> None:
         """Go on over another communicator, with rank 0's parameters, buffers and optimizer state; collective on it."""
-        self.transport = self._replica.transport = transport
+        self.replica.transport = transport
         self._reducer.release()
-        self._replica.follow("move", self._optimizer)
-        self._replica.warmed = False  # the first reduction compares gradients, as it does on ranks that are new
+        self.replica.follow("move", self._optimizer)
+        self.replica.warmed = False  # the first reduction compares gradients, as it does on ranks that are new
         self._reducer.steps.pass_over()
         self.number = enlist(self)
         self._reducer.gradients.to(State.EMPTY)  # gradients are reduced again, unless zero_grad() skips the step
@@ -198,7 +185,7 @@ class Engine:
             return
         if self._options.overlap:
             self.asked = True
-            at_end_of_backward(self.transport, partial(synchronize_all, self.transport))
+            at_end_of_backward(self.replica.transport, partial(synchronize_all, self.replica.transport))
         self._reducer.send(name, self._hooks.comes_last(name))
 
     @agreeing("_reducer.failing")
@@ -220,10 +207,10 @@ class Engine:
             self._compare_if_due()
         try:
             name = f"end of reduction of optimizer {self.number}"
-            self._outcome = self._reducer.reduce(name, self._regroup)
+            self._outcome = self._reducer.reduce(name, self.regroup)
         except NonFiniteError:
             self._outcome = NOTHING
-        if self._replica.warmed and self._guard is not None:
+        if self.replica.warmed and self._guard is not None:
             self._guard.remove()
 
     # -- the optimizer's step
@@ -233,7 +220,7 @@ class Engine:
         """Whether gradients are the means, or are not reduced any more."""
         return self.closed or self._reducer.gradients.are(State.MEANS, State.NAN)
 
-    @agreeing("_replica.agreed")
+    @agreeing("replica.agreed")
     def ensure_means(self) -> None:
         """Make gradients the means. Collective where they are not yet."""
         if self._replaced:
@@ -244,9 +231,9 @@ class Engine:
             )
         if not self.has_means:
             self.asked = True
-            synchronize_all(self.transport)
+            synchronize_all(self.replica.transport)
 
-    @agreeing("_replica.agreed")
+    @agreeing("replica.agreed")
     def before_step(self) -> None:
         """Make sure that gradients are the means. Collective where they are not."""
         self.ensure_means()
@@ -267,13 +254,13 @@ class Engine:
 
     def trial_step(self) -> Any:
         """A step of the wrapped optimizer that changes nothing but versions."""
-        self._reducer.settle()
+        self._reducer.commit_if_updated()
         with self.stepping():
             result = self._optimizer.step()
         self._reducer.steps.pass_over()
         return result
 
-    @agreeing("_replica.agreed")
+    @agreeing("replica.agreed")
     def after_step(self) -> None:
         """The optimizer has stepped."""
         if self.closed:
@@ -285,19 +272,19 @@ class Engine:
         """After a step, or before the reduction that follows one that the loop has taken by itself. Collective."""
         if self._reducer.steps.unverified:
             self._reducer.steps.unverified = False
-            self._replica.compare_if_due()
+            self.replica.compare_if_due()
 
     def failed_step(self, error: Exception) -> None:
         """The optimizer has raised on this rank: tell the others, who may have stepped, in their next reduction."""
-        self._replica.suspect = True
-        logger.error("rank %d: the wrapped optimizer's step failed: %s", self.transport.rank, error)
+        self.replica.suspect = True
+        logger.error("rank %d: the wrapped optimizer's step failed: %s", self.replica.transport.rank, error)
 
     def skip(self) -> None:
         """Skip this step, because gradients are set to zero, unless the loop has updated parameters by itself.
 
         It cannot be skipped once a rank has left `join`, which has committed the reduction.
         """
-        if self._reducer.settle():
+        if self._reducer.commit_if_updated():
             self.asked = False
             return
         buckets = self._reducer.buckets
@@ -313,7 +300,7 @@ class Engine:
         self._reducer.discard()
         self.asked = False
 
-    @agreeing("_replica.agreed")
+    @agreeing("replica.agreed")
     def mean_loss(self, loss: Any) -> Any:
         """The mean of a closure's loss over the ranks, of its own type; raise where a rank has left `join`."""
         if self._outcome.joined and not self.closed:
@@ -325,7 +312,7 @@ class Engine:
             error.on_all_ranks = True  # type: ignore[attr-defined]
             raise error
         given = loss is None or self.closed
-        return loss if given else mean_of_loss(self.transport, loss, self._options.timeout)
+        return loss if given else mean_of_loss(self.replica.transport, loss, self._options.timeout)
 
     @contextlib.contextmanager
     def join(self) -> Iterator[None]:
@@ -333,37 +320,37 @@ class Engine:
         if self.closed:
             yield
             return
-        with self._replica.reporting():
+        with self.replica.reporting():
             yield
-        self._reducer.settle()
+        self._reducer.commit_if_updated()
         self.discard()
         self._outcome, buckets = NOTHING, self._reducer.buckets
-        with self._replica.leaving():
+        with self.replica.leaving():
             while not self._outcome.over:
                 buckets.commit()
                 for name in buckets.index_of:
                     self.params[name].grad = None
                 self.asked = True
-                synchronize_all(self.transport)
-                self._replica.follow_step(self._outcome)
+                synchronize_all(self.replica.transport)
+                self.replica.follow_step(self._outcome)
             self.discard()
-            self._replica.follow("join", self._optimizer, self._outcome.furthest)
+            self.replica.follow("join", self._optimizer, self._outcome.furthest)
 
     # -- saved state
 
     def state_dict(self) -> dict[str, Any]:
-        """See `Buckets.state_dict`; refused while gradients are sent."""
+        """Return the library's part of a state_dict."""
         if self._reducer.gradients.are(State.SENDING, State.STALE):
             raise RuntimeError("state_dict: expected a call after back-propagation, got one while gradients are sent")
-        self._reducer.settle()
-        return renamed_state(self._reducer.buckets.state_dict(), self.members.staying())
+        self._reducer.commit_if_updated()
+        return {STATE: renamed_state(self._reducer.buckets.state_dict(), self.members.kept())}
 
-    @agreeing("_replica.agreed")
-    def load_state_dict(self, state: Mapping[str, Any] | None, load: Callable[[], None]) -> None:
-        """See `Buckets.load_state_dict`. Collective."""
+    @agreeing("replica.agreed")
+    def load_state_dict(self, state: Mapping[str, Any], load: Callable[[], None]) -> None:
+        """Load a state, on all ranks or on none, as `Buckets.load_state_dict` does. Collective."""
         if self.members.changed():
             self.discard()
-            self._regroup()
-        self._reducer.buckets.load_state_dict(lambda: state, load)
+            self.regroup()
+        self._reducer.buckets.load_state_dict(lambda: state.get(STATE), load)
         self._reducer.loaded()
         self.discard()

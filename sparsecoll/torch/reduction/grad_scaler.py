@@ -33,11 +33,7 @@ def forget(optimizer: torch.optim.Optimizer) -> None:
 
 
 class Scaling:
-    """The GradScaler that a loop uses with an optimizer, if any.
-
-    Args:
-        optimizer: that is passed to the methods of the scaler.
-        scaler: the argument `grad_scaler`; a scaler that is disabled says that there is none.
+    """The GradScaler that a loop uses with an optimizer, if any; one that is disabled says that there is none.
 
     Attributes:
         scaler: the scaler, or None.

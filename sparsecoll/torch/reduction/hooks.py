@@ -1,10 +1,10 @@
-"""Hooks on parameters, which tell an engine when a gradient is complete; and the engines that share a transport."""
+"""Hooks on parameters, which tell an engine of gradients; which gradients are means; the engines of a transport."""
 
 from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from functools import partial
 from typing import Any, Protocol
 
@@ -15,30 +15,89 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from sparsecoll.errors import CommunicationError
 from sparsecoll.torch.replica.calls import agreed, collective
-from sparsecoll.torch.replica.members import Members
+from sparsecoll.torch.replica.guards import Seen
+from sparsecoll.torch.replica.replica import Members, Replica
 from sparsecoll.torch.tensors.model import Named
-from sparsecoll.torch.tensors.private import hooks_after
+from sparsecoll.torch.tensors.private import hooks_after, version
 from sparsecoll.transport import Transport
 from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.transport.collectives import allgather
 
 
+class Means:
+    """The parameters of `params`, which may grow, that have been reduced since the last step; iterates over names."""
+
+    def __init__(self, params: Named) -> None:
+        self._params = params
+        self._seen: dict[str, Seen] = {}
+        self._whole: set[str] = set()  # whose gradient was the mean before autograd began to add to it
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._seen)
+
+    def __len__(self) -> int:
+        return len(self._seen)
+
+    def add(self, name: str) -> None:
+        """A parameter's gradient has been reduced."""
+        self._seen[name] = Seen.of(self._params[name])
+
+    def discard(self, names: set[str]) -> None:
+        """Gradients of these parameters are local ones again, or None."""
+        self._seen = {name: mean for name, mean in self._seen.items() if name not in names}
+
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Rename parameters, old name -> new name, and forget the others."""
+        self._seen = {names[name]: mean for name, mean in self._seen.items() if name in names}
+
+    def clear(self) -> None:
+        """No gradient is a mean any more."""
+        self._seen = {}
+
+    def accumulating(self, name: str) -> None:
+        """Autograd is about to add to a gradient."""
+        (self._whole.discard if self.is_replaced(name) else self._whole.add)(name)
+
+    def accumulated(self, name: str) -> None:
+        """Autograd has added to a gradient; a sum with the mean counts as it, also another tensor (create_graph)."""
+        if name not in self._seen:
+            return
+        (mean, seen), gradient = self._seen[name], self._params[name].grad
+        assert mean is not None and gradient is not None
+        if gradient is mean:
+            self._seen[name] = Seen(mean, seen + 1)
+        elif name in self._whole:
+            self._seen[name] = Seen(gradient, version(gradient) - (version(mean) - seen))
+
+    def is_replaced(self, name: str) -> bool:
+        """Return whether the gradient of a parameter was a mean, and is another tensor now, or None."""
+        return name in self._seen and self._params[name].grad is not self._seen[name].gradient
+
+    def replaced(self) -> set[str]:
+        """Return the parameters whose gradient is another tensor now, or None: their means were thrown away."""
+        return set(filter(self.is_replaced, self._seen))
+
+    def changed(self) -> str | None:
+        """Return the last of the parameters whose means were changed in place."""
+        kept = [(name, *mean) for name, mean in self._seen.items() if not self.is_replaced(name)]
+        changed = [name for name, mean, seen in kept if mean is not None and version(mean) > seen]
+        return changed[-1] if changed else None
+
+
 class Owner(Protocol):
     """What reduces the gradients of parameters: an Engine."""
 
-    transport: Transport
+    replica: Replica
     members: Members
     closed: bool
     asked: bool
 
     @property
     def is_stepping(self) -> bool: ...
-    @property
-    def timeout(self) -> float | None: ...
     def accumulating(self, name: str) -> None: ...
     def accumulated(self, name: str) -> None: ...
     def synchronize(self) -> None: ...
-    def give_up(self, p: torch.Tensor) -> None: ...
+    def drop_parameter(self, p: torch.Tensor) -> None: ...
     def close(self, replaced: str = "") -> None: ...
 
 
@@ -56,6 +115,7 @@ class Hooks:
 
     def __init__(self, owner: Owner) -> None:
         self._owner = weakref.ref(owner)
+        self._before, self._after = (weakref.WeakMethod(m) for m in (owner.accumulating, owner.accumulated))
         self._handles: dict[str, tuple[torch.Tensor, tuple[Any, Any]]] = {}
 
     def attach(self, params: Named) -> None:
@@ -72,11 +132,11 @@ class Hooks:
                     after.remove()
                     self._handles[name] = p, (before, self._hook_after(name, p))
             elif p.requires_grad:
-                before = p.register_hook(partial(_before, self._owner, name))  # type: ignore[no-untyped-call]
+                before = p.register_hook(partial(_call, self._before, name))  # type: ignore[no-untyped-call]
                 self._handles[name] = p, (before, self._hook_after(name, p))
 
     def _hook_after(self, name: str, p: torch.Tensor) -> Any:
-        return p.register_post_accumulate_grad_hook(partial(_after, self._owner, name))  # type: ignore[no-untyped-call]
+        return p.register_post_accumulate_grad_hook(partial(_call, self._after, name))  # type: ignore[no-untyped-call]
 
     def comes_last(self, name: str) -> bool:
         """Return whether our hook on a parameter's complete gradient is there, and none comes after it."""
@@ -93,16 +153,10 @@ class Hooks:
                 _owners.pop(p, None)
 
 
-def _before(owner: weakref.ref[Owner], name: str, _: torch.Tensor) -> None:
-    alive = owner()
+def _call(method: weakref.WeakMethod[Any], name: str, _: torch.Tensor) -> None:
+    alive = method()
     if alive is not None:
-        alive.accumulating(name)
-
-
-def _after(owner: weakref.ref[Owner], name: str, _: torch.Tensor) -> None:
-    alive = owner()
-    if alive is not None:
-        alive.accumulated(name)
+        alive(name)
 
 
 def others_of(owner: Owner, params: Named) -> dict[str, Owner]:
@@ -114,33 +168,28 @@ def others_of(owner: Owner, params: Named) -> dict[str, Owner]:
 def take_over(others: Mapping[str, Owner], params: Named) -> None:
     """Let other engines no longer reduce these parameters, which the optimizer of a new one steps.
 
-    A parameter is reduced by the engine whose optimizer steps it, whatever else is in `named_parameters`. Where both do
-    so, the later one replaces the other, as when a cell of a notebook is run again.
+    Where both step one, the later engine replaces the other, as when a cell of a notebook is run again.
     """
     for name, other in others.items():
         if name in params and not other.closed and id(params[name]) in other.members.stepped():
             other.close(replaced=name)
         elif name in params and not other.closed:
-            other.give_up(params[name])
+            other.drop_parameter(params[name])
 
 
 def enlist(owner: Owner) -> int:
-    """Add an owner to those that use its transport; collective.
+    """Add an owner to those that use its transport, and return its number; collective.
 
-    Owners that are closed or gone on all ranks are forgotten: those that are left, and their numbers, are the same on
-    all ranks.
-
-    Returns:
-        The owner's number.
+    Owners that are closed or gone on all ranks are forgotten, so that all ranks know the same ones.
     """
-    transport = owner.transport
+    transport = owner.replica.transport
     transport.sharers = {n: other for n, other in transport.sharers.items() if other() is not owner}  # it has moved
     if _alive(transport):
         gc.collect()  # one that is in a cycle of references counts as alive
     if transport.sharers and transport.size > 1:
         alive = _alive(transport)
         mine = np.array([number in alive for number in transport.sharers], np.uint8)
-        anywhere = collective(transport, "optimizers", owner.timeout, lambda _: _any(transport, mine), "agree")
+        anywhere = owner.replica.call("optimizers", lambda _: allgather(transport, mine).max(axis=0), "agree")
         kept = [number for number, is_alive in zip(transport.sharers, anywhere, strict=True) if is_alive]
     else:
         kept = list(_alive(transport))
@@ -152,13 +201,9 @@ def enlist(owner: Owner) -> int:
 
 def _alive(transport: Transport) -> dict[int, Owner]:
     owners = {number: reference() for number, reference in transport.sharers.items()}
-    return {n: owner for n, owner in owners.items() if owner and not owner.closed and owner.transport is transport}
-
-
-def _any(transport: Transport, mine: NDArray[Any]) -> NDArray[Any]:
-    """Return which items are set on at least one rank."""
-    held: NDArray[Any] = allgather(transport, mine).max(axis=0)
-    return held
+    return {
+        n: owner for n, owner in owners.items() if owner and not owner.closed and owner.replica.transport is transport
+    }
 
 
 def is_shared(transport: Transport) -> bool:
@@ -169,8 +214,7 @@ def is_shared(transport: Transport) -> bool:
 def synchronize_all(transport: Transport) -> None:
     """Reduce, in order of creation, the gradients of all owners that are asked to; collective.
 
-    A back-propagation may meet other owners on another rank. Where several share the transport, ranks first tell each
-    other which ones are asked anywhere: one message of a byte per owner.
+    Where several share the transport, of which ranks may ask others, they first tell each other: a byte per owner.
 
     Raises:
         CommunicationError: on every rank, if an owner that is asked on some rank is gone on another.
@@ -180,11 +224,13 @@ def synchronize_all(transport: Transport) -> None:
         numbers = list(transport.sharers)
         asked = np.array([n in owners and owners[n].asked for n in numbers], np.uint8)
         if is_shared(transport) and transport.size > 1:
-            timeouts = [owners[n].timeout for n, is_asked in zip(numbers, asked, strict=True) if is_asked]
+            timeouts = [
+                owners[n].replica.options.timeout for n, is_asked in zip(numbers, asked, strict=True) if is_asked
+            ]
             timeout = min(filter(None, timeouts), default=None)
 
             def agree(_: CollectiveCall) -> NDArray[Any]:
-                anywhere: NDArray[Any] = _any(transport, asked)
+                anywhere: NDArray[Any] = allgather(transport, asked).max(axis=0)
                 gone = [n for n, is_asked in zip(numbers, anywhere, strict=True) if is_asked and n not in owners]
                 if gone:
                     raise CommunicationError(

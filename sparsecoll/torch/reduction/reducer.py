@@ -1,30 +1,36 @@
 """A reduction: the gradients of a back-propagation become their means over the ranks, on all ranks or on none.
 
-Gradients are taken into buckets, which the progress thread reduces on trial. Then one round of all ranks tells whether
-all went well everywhere, and only then gradients become means. docs/architecture.md has a table of their states.
+Gradients are copied into buckets as they come, and the progress thread reduces one bucket after the other on trial.
+Then one round of all ranks tells whether all went well everywhere, and only then gradients become means.
+docs/architecture.md has a table of their states.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, wait
+from typing import Any
 
+import numpy as np
 import torch
 
 from sparsecoll.errors import NonFiniteError
+from sparsecoll.telemetry import trace
 from sparsecoll.torch.compressors import Compressor
 from sparsecoll.torch.reduction.bucket import Bucket, NewGrads
 from sparsecoll.torch.reduction.buckets import Buckets
 from sparsecoll.torch.reduction.grad_scaler import Scaling
-from sparsecoll.torch.reduction.gradients import Means, State
-from sparsecoll.torch.reduction.hooks import is_shared
-from sparsecoll.torch.reduction.profiler import Profiler
-from sparsecoll.torch.reduction.sender import Sender
-from sparsecoll.torch.reduction.steps import Steps
-from sparsecoll.torch.replica.guards import fingerprint
+from sparsecoll.torch.reduction.hooks import Means, is_shared
+from sparsecoll.torch.reduction.steps import State, Steps
+from sparsecoll.torch.replica.guards import Seen, fingerprint
 from sparsecoll.torch.replica.replica import Replica
 from sparsecoll.torch.replica.rounds import CHANGED, MEMBERS, NOTHING, Round, Row
+from sparsecoll.transport.call import CollectiveCall
+from sparsecoll.transport.collectives import allgather
+from sparsecoll.transport.progress import in_background
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +39,8 @@ class Reducer:
     """Reduces the gradients of a replica's parameters, as often as they are reduced before a step.
 
     Args:
-        model: whose forward passes are timed, or None.
+        compressor: of the parameters that are not small; if it refuses NaN and infinity, small ones refuse them, too.
+        scaling: the scale of gradients.
 
     Attributes:
         seconds: of this rank by kind of work (see `telemetry.trace`), and "exposed": waited for in `reduce`.
@@ -42,21 +49,30 @@ class Reducer:
         nonfinite: what the next step raises while they are NaN.
     """
 
-    def __init__(
-        self, replica: Replica, compressor: Compressor, model: torch.nn.Module | None, scaling: Scaling
-    ) -> None:
-        self._replica = replica
+    def __init__(self, replica: Replica, compressor: Compressor, scaling: Scaling) -> None:
+        self._replica, self._scaling = replica, scaling
         self.buckets = Buckets(compressor, replica)
         self.steps = Steps(self.buckets, replica, lambda: replica.params, "DistributedOptimizer")
         self.gradients = self.steps.gradients
         self.nonfinite: NonFiniteError | None = None
-        self._scaling = scaling
-        self._sender = Sender(replica, self.buckets, scaling, compressor)
-        self.seconds = self._sender.seconds
+        self.seconds = dict.fromkeys((*trace.KINDS, "exposed"), 0.0)
+        self._finite = not compressor.passes_nonfinite
         self._means = Means(replica.params)
-        self._profiler = Profiler(model, replica.context, compressor.wants_profile)
         self._early = replica.options.overlap  # whether buckets are sent before back-propagation ends
+        self._threads = torch.get_num_threads()
+        self._end()
+
+    def _end(self) -> None:
+        """No reduction is under way."""
         self._order: dict[str, None] = {}  # parameters by the order of their gradients, while there are no buckets
+        self._copied: list[tuple[torch.Tensor, Seen]] = []  # parameters whose gradients back-propagation has copied
+        self._jobs: list[Future[None]] = []  # of buckets, in their order, which is the same on all ranks
+        self._invalid: Exception | None = None  # why these gradients cannot be reduced
+        self._await_all()
+
+    def _await_all(self) -> None:
+        """Wait for the gradients of all parameters, in buckets that are new or empty."""
+        self._awaited = [dict.fromkeys(bucket.params) for bucket, _ in self.buckets]  # by bucket
 
     # -- during back-propagation
 
@@ -64,11 +80,6 @@ class Reducer:
     def _is_open(self) -> bool:
         """Whether a reduction has begun with the gradients that have come."""
         return self.gradients.are(State.LOCAL, State.SENDING, State.STALE)
-
-    def _end(self) -> None:
-        """Nothing is sent any more."""
-        self._sender.begin()
-        self._order = {}
 
     def release(self) -> None:
         """Drop the reduction and the buckets, which are rebuilt in the next one; residuals are kept."""
@@ -93,47 +104,133 @@ class Reducer:
         if not self._is_open:
             self._open()
         elif self._means.is_replaced(name):
-            self._take_back({name})
+            self._rollback({name})
 
     def send(self, name: str, final: bool = True) -> None:
-        """Take a gradient into its bucket, which is sent when it is full; the first reduction records the order.
+        """Copy a gradient into its bucket, and queue the buckets that are complete and next in order.
 
-        One that is not `final`, since another hook may change it, is taken when back-propagation has ended.
+        The first reduction records the order instead. A gradient that is not `final`, since another hook may change it,
+        is copied when back-propagation has ended.
         """
-        self._sender.arrived()
         if not self.buckets:
             self._order[name] = None
             return
-        early = self._early and not (self._profiler.active or self.gradients.are(State.STALE))
-        if not early or is_shared(self._replica.transport) or name not in self.buckets.index_of or not final:
+        early = self._early and final and not self.gradients.are(State.STALE)
+        if not early or is_shared(self._replica.transport) or name not in self.buckets.index_of:
             return
-        if name in self._sender.taken:  # once more in this back-propagation, or after one that an exception has ended
+        index = self.buckets.index_of[name]
+        if name not in self._awaited[index]:  # once more in this back-propagation, or after one that has raised
             self.gradients.to(State.STALE)
             self._send_at_the_end()
-        else:
-            self.gradients.to(State.SENDING)
-            self._sender.take(name)
+            return
+        self.gradients.to(State.SENDING)
+        self._copy(index, name)
+        p = self._replica.params[name]
+        self._copied.append((p, Seen.of(p)))
+        while len(self._jobs) < len(self.buckets) and not self._awaited[len(self._jobs)]:
+            self._isend()
 
     def _open(self) -> None:
         """A reduction begins: restore the residuals of gradients thrown away, unless the loop has used them."""
-        self.settle()
+        self.commit_if_updated()
         self.gradients.to(State.STALE if self.gradients.are(State.DISCARDED) else State.LOCAL)
         changed = self._means.changed()
         if changed is not None:
-            self._sender.failed = RuntimeError(
+            self._invalid = RuntimeError(
                 f"gradient of {changed!r}: expected step() or zero_grad() of the optimizer before the next"
                 " back-propagation, got a gradient that was changed in place after it had been reduced"
             )
-        self._take_back(self._means.replaced())
+        self._rollback(self._means.replaced())
         self._scaling.begin()
 
-    def _take_back(self, names: set[str]) -> None:
+    def _rollback(self, names: set[str]) -> None:
         """Gradients of these parameters were thrown away after they had been reduced: residuals are as before."""
         if names:
             self.buckets.rollback(None if len(names) == len(self._means) else names)
             self._means.discard(names)
 
-    # -- at its end
+    def _send_at_the_end(self) -> None:
+        """Send gradients when back-propagation has ended, from now on."""
+        self._early = False
+        logger.warning(
+            "rank %d: gradients came more than once before a back-propagation ended (reentrant checkpointing does so;"
+            " use_reentrant=False does not): they are sent at its end from now on",
+            self._replica.transport.rank,
+        )
+
+    # -- jobs of the progress thread
+
+    def _copy(self, index: int, name: str) -> None:
+        bucket, compressor = self.buckets[index]
+        bucket.take_grad(name, self._scaling.of(compressor))
+        del self._awaited[index][name]
+
+    def _isend(self) -> None:
+        bucket, compressor = self.buckets[len(self._jobs)]
+        event = bucket.layout.device.record_event()
+        self._jobs.append(in_background(self._replica.transport, lambda: self._job(bucket, compressor, event)))
+
+    def _send_rest(self) -> None:
+        """Send all buckets that are left after back-propagation; missing gradients count as zeros."""
+        for index in range(len(self._jobs), len(self.buckets)):
+            for name in [*self._awaited[index]]:
+                self._copy(index, name)
+            self._isend()
+
+    @property
+    def _failed(self) -> Exception | None:
+        """Why this reduction fails, as far as this rank knows by now."""
+        errors: Iterator[Any] = (job.exception() for job in self._jobs if job.done())
+        return self._invalid or next(filter(None, errors), None)
+
+    def _job(self, bucket: Bucket, compressor: Compressor, event: Any) -> None:
+        """Reduce one bucket, whose gradients are complete at `event`, unless the reduction has failed already."""
+        if self._failed is not None:
+            return
+        if torch.get_num_threads() != self._threads:
+            torch.set_num_threads(self._threads)  # holds for the thread
+        with trace.record(trace.Recorder()) as recorder, bucket.layout.device.stream_context(event):
+            bucket.reduce(self._replica.transport, compressor)
+            if bucket.layout.small and self._finite and not bucket.mean_is_finite():
+                self._refuse(bucket)
+        for kind, seconds in recorder.seconds.items():
+            self.seconds[kind] += seconds
+
+    def _refuse(self, bucket: Bucket) -> None:
+        """Raise for a parameter that is not compressed what the compressor would raise; all ranks see the same mean."""
+        transport = self._replica.transport
+        for name, p in bucket.params.items():
+            if not torch.isfinite(bucket.part_of_mean(name)).all():
+                local = p.grad is not None and not torch.isfinite(p.grad).all()
+                with CollectiveCall(transport, "gradients", self._replica.options.timeout):
+                    if local or transport.size == 1:
+                        raise NonFiniteError(f"gradient of {name!r}: expected finite values, got NaN or infinity")
+                    rows = allgather(transport, np.zeros(1, np.uint8))  # the rank that has it raises
+                    assert rows.size
+                raise NonFiniteError(f"gradient of {name!r}: expected a finite sum over the ranks, got an overflow")
+
+    def _wait(self, name: str, row: Row, digest: int | None) -> Round:
+        """Wait for all buckets, and tell all ranks how it went here; raise what has failed on any of them.
+
+        Args:
+            digest: of this rank's own gradients, which are compared in the first reduction.
+        """
+
+        def agree() -> Round:
+            failed = self._failed
+            known = getattr(failed, "on_all_ranks", False)
+            return NOTHING if known else self._replica.agree(name, row, lambda _: digest, failed)
+
+        start = time.perf_counter()
+        last: Future[Any] = in_background(self._replica.transport, agree)
+        wait([*self._jobs, last])
+        self.seconds["exposed"] += time.perf_counter() - start
+        if last.exception() is None and self._failed is not None:
+            raise self._failed
+        outcome: Round = last.result()
+        return outcome
+
+    # -- at the end of back-propagation
 
     def reduce(self, name: str, regroup: Callable[[], None]) -> Round:
         """Send the rest, wait for all, and make gradients the means; raise as `Engine.synchronize`. Collective.
@@ -154,12 +251,13 @@ class Reducer:
             with self._replica.agreed():
                 yield
         except Exception as error:
-            self._sender.finish()
+            wait(self._jobs)
             self._drop()
             if isinstance(error, NonFiniteError):
                 self.gradients.to(State.NAN if self._is_open else State.EMPTY)
                 self.nonfinite = error
-                self._spread_nan()
+                for name, index in self.buckets.index_of.items():  # for code that reads them before the step
+                    self._replica.params[name].grad = self.buckets[index][0].nan(name)
             else:
                 self.gradients.to(State.EMPTY)
             raise
@@ -167,27 +265,24 @@ class Reducer:
     def _attempt(self, name: str, regroup: Callable[[], None]) -> Round | None:
         """One reduction of all buckets; None if it has to be made again."""
         if self._is_open:
-            self._take_back(self._means.replaced())
+            self._rollback(self._means.replaced())
         else:
             self._open()
         if not self.buckets:
             self.make_buckets()
         self._scaling.begin()  # unscale_() may have been called since
-        self._sender.send_rest()
+        self._send_rest()
         if self.gradients.are(State.LOCAL):
             self.gradients.to(State.SENDING)
         replica = self._replica
-        row = replica.row(CHANGED * (self.gradients.are(State.STALE) or self._sender.altered))
+        altered = any(seen.has_changed(p) for p, seen in self._copied)
+        row = replica.row(CHANGED * (self.gradients.are(State.STALE) or altered))
         digest = None if replica.warmed or replica.transport.size == 1 else fingerprint(replica.params.values())
-        seconds, outcome, error = self._sender.wait(lambda: self._round(name, row, digest))
-        if error is not None:
-            raise error
-        assert isinstance(outcome, Round)
+        outcome = self._wait(name, row, digest)
         changed, learned = outcome.flags & (CHANGED | MEMBERS), self.buckets.learn(outcome.rows, outcome.dense)
         relaid = learned or outcome.trainable != set(self.buckets.index_of)
         if not (changed or relaid or outcome.over):
             replica.broadcast_buffers(outcome)
-            self._profiler.measure(replica.transport, self._sender.last, seconds, replica.options.timeout)
             self._accept(outcome)
             return outcome
         self._drop()
@@ -199,36 +294,15 @@ class Reducer:
             self.make_buckets(outcome.trainable)
         return None if changed or relaid else outcome
 
-    def _round(self, name: str, row: Row, digest: int | None) -> Round:
-        """Tell all ranks how it went here; `digest` is of this rank's own gradients, in the first reduction."""
-        failed = self._sender.failed
-        if getattr(failed, "on_all_ranks", False):
-            return NOTHING  # all ranks know
-        return self._replica.agree(name, row, lambda _: digest, failed)
-
     def make_buckets(self, trainable: set[str] | None = None) -> None:
         """Lay the parameters out in the order in which rank 0's gradients came. Collective."""
         self.buckets.make(trainable, list(self._order))
-        self._sender.laid_out()
+        self._await_all()
 
     def _drop(self) -> None:
         """Leave everything as it was before the reduction."""
         self.buckets.drop()
         self._end()
-
-    def _spread_nan(self) -> None:
-        """Gradients become NaN on all ranks, for code that reads them before the step."""
-        for name, index in self.buckets.index_of.items():
-            self._replica.params[name].grad = self.buckets[index][0].nan(name)
-
-    def _send_at_the_end(self) -> None:
-        """Send gradients when back-propagation has ended, from now on."""
-        self._early = False
-        logger.warning(
-            "rank %d: gradients came more than once before a back-propagation ended (reentrant checkpointing does so;"
-            " use_reentrant=False does not): they are sent at its end from now on",
-            self._replica.transport.rank,
-        )
 
     def _accept(self, outcome: Round) -> None:
         """The reduction is good on all ranks: gradients become means, all of them or none."""
@@ -259,16 +333,12 @@ class Reducer:
 
     # -- a step, or none
 
-    def close(self) -> None:
-        """Take the profiler's hook off the model."""
-        self._profiler.close()
-
     def restore_missing(self) -> None:
         """Means that were set to None count as thrown away."""
-        self._take_back({name for name in self._means if self._replica.params[name].grad is None})
+        self._rollback({name for name in self._means if self._replica.params[name].grad is None})
 
-    def settle(self) -> bool:
-        """Commit if the loop has updated parameters; return whether it has."""
+    def commit_if_updated(self) -> bool:
+        """Commit if the loop has updated parameters by itself; return whether it has."""
         updated = self.steps.updated()
         if updated:
             self.commit(by_hand=True)
@@ -278,7 +348,6 @@ class Reducer:
         """A step was taken, see `Steps.commit`."""
         self.steps.commit(by_hand)
         self._means.clear()
-        self._profiler.stepped()
 
     def discard(self) -> None:
         """Gradients are about to be thrown away: residuals are as they were after the last step."""

@@ -17,7 +17,7 @@ from sparsecoll.transport import Transport
 
 STATE = "sparsecoll"  # key of the library's own part of a state_dict, which has at least these keys
 LOCAL, MOVED = "sparsecoll_local", ("shared", "own")  # key of LocalOptimizer's, and of tensors in it
-KEYS = frozenset({"rank", "size", "compressor", "replicated", "step", "ccr", "order", "tensors", "buckets"})
+KEYS = frozenset({"rank", "size", "compressor", "replicated", "step", "order", "tensors", "buckets"})
 UNNAMED = ": pass the model to HookState, both where the state is saved and where it is loaded"
 Tensors = dict[str, dict[str, torch.Tensor]]
 
@@ -153,7 +153,7 @@ def redistribute(states: Sequence[Mapping[str, Any]], rank: int, size: int) -> d
             continue
         mine = [part["tensors"][kind] for part in own[rank::size]]
         tensors[kind] = {name: _summed([m[name] for m in mine], t, scale) for name, t in entries.items()}
-    new = {**own[0], "rank": rank, "size": size, "tensors": tensors, "buckets": [], "ccr": None}
+    new = {**own[0], "rank": rank, "size": size, "tensors": tensors, "buckets": []}
     if STATE not in states[0]:
         return new
     local = {LOCAL: _joined_changes([state[LOCAL] for state in states])} if LOCAL in states[0] else {}

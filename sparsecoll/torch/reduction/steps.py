@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from enum import Enum, auto
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,11 +25,56 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from sparsecoll.torch.compressors import Compressor
 from sparsecoll.torch.reduction.buckets import Buckets
-from sparsecoll.torch.reduction.gradients import Gradients, State
 from sparsecoll.torch.replica.guards import warn_of_adam, warn_of_momentum
 from sparsecoll.torch.replica.replica import Replica
 from sparsecoll.torch.tensors.model import Named
 from sparsecoll.torch.tensors.private import indices_of, is_trial_step, values_of, version
+
+
+class State(Enum):
+    """What has become of the gradients of an optimizer since its last step; docs/architecture.md has the table."""
+
+    EMPTY = auto()
+    LOCAL = auto()
+    SENDING = auto()
+    STALE = auto()
+    DISCARDED = auto()
+    MEANS = auto()
+    NAN = auto()
+    STEPPED = auto()
+
+
+TRANSITIONS = {
+    State.EMPTY: {State.LOCAL, State.SENDING, State.MEANS},
+    State.LOCAL: {State.SENDING, State.NAN, State.EMPTY},
+    State.SENDING: {State.STALE, State.DISCARDED, State.MEANS, State.NAN, State.LOCAL, State.EMPTY},
+    State.STALE: {State.DISCARDED, State.LOCAL, State.NAN, State.EMPTY},
+    State.DISCARDED: {State.STALE, State.EMPTY},
+    State.MEANS: {State.LOCAL, State.SENDING, State.STEPPED, State.EMPTY},
+    State.NAN: {State.LOCAL, State.EMPTY},
+    State.STEPPED: {State.SENDING, State.MEANS, State.EMPTY},
+}
+
+
+class Gradients:
+    """The state of the gradients of an optimizer."""
+
+    def __init__(self) -> None:
+        self.state = State.EMPTY
+
+    def to(self, state: State) -> None:
+        """Enter a state, or stay in it."""
+        assert state is self.state or state in TRANSITIONS[self.state], f"{self.state.name} to {state.name}"
+        self.state = state
+
+    def throw_away(self) -> None:
+        """Gradients are thrown away or were used: what was sent is sent again with the next ones."""
+        self.to(State.DISCARDED if self.are(State.SENDING, State.STALE, State.DISCARDED) else State.EMPTY)
+
+    def are(self, *states: State) -> bool:
+        """Return whether the state is one of these."""
+        return self.state in states
+
 
 SAMPLE = 1024  # values of a parameter, about
 KEPT, ZERO, GONE = "kept", "zero, as the mean was", "thrown away"  # what has become of a gradient
@@ -41,7 +87,7 @@ class Steps:
         buckets: whose state is committed or rolled back.
         replica: whose steps are counted.
         params: returns the parameters by name.
-        owner: whose `discard()` errors name.
+        owner: of the `discard()` that errors name.
         agree: combines the marks of all ranks that may see other parts of the parameters: any rank's.
         in_layout: returns the names that parameters have in the layouts of the buckets.
 
@@ -97,12 +143,12 @@ class Steps:
         marks = [mark for name, mark in self._marks.items() if name not in self._stepped]
         return any(mark.is_old() for mark in marks) or any(mark.differs() for mark in marks)
 
-    def settle(self) -> None:
+    def commit_or_rollback(self) -> None:
         """Before the next gradient: commit, roll back, or let gradients add up. Collective for those who `agree`."""
         if not self._buckets.pending:
             return
         left = [name for name in self._marks if name not in self._stepped]
-        by_hand, gone = self._look(left) if left else (False, set())
+        by_hand, gone = self._inspect(left) if left else (False, set())
         if self._marks.keys() <= gone:
             self.rollback()
         else:
@@ -113,7 +159,7 @@ class Steps:
                 self.commit(by_hand=not self._stepped)
         self._found = None
 
-    def _look(self, names: list[str]) -> tuple[bool, set[str]]:
+    def _inspect(self, names: list[str]) -> tuple[bool, set[str]]:
         """Return whether the loop has updated parameters by itself, and else of which gradients were thrown away.
 
         The mean of a parameter may be zero, so that the gradient does not tell: it is like the others.
@@ -132,11 +178,11 @@ class Steps:
         """A step was taken, perhaps by the loop itself: make permanent what reductions since the last one have left."""
         self._buckets.commit()
         if not self.gradients.are(State.STEPPED):
-            self._count()
+            self._count_step()
         self._by_hand = by_hand
         self.gradients.throw_away()
 
-    def _count(self) -> None:
+    def _count_step(self) -> None:
         self._replica.context.step += 1
         self.unverified = True
 
@@ -149,7 +195,7 @@ class Steps:
     def discard(self) -> None:
         """Skip the step, unless an optimizer has taken it."""
         if self._stepped:
-            self.settle()
+            self.commit_or_rollback()
         self.rollback()
 
     # -- optimizers
@@ -165,28 +211,21 @@ class Steps:
 
         Args:
             evaluates: whether it may reduce gradients meanwhile.
-
-        Raises:
-            RuntimeError: The last change of parameters by the loop itself cannot have been a step.
         """
         if self._inside is not None and self._inside is not optimizer:
             return  # an optimizer that steps another one
         self._inside = None
         self._entered = (evaluates or self._by_hand) and self.updated()
-        if self._by_hand and self._buckets.pending and self._buckets.has_residuals:
-            self._refuse(bool(self._agree(np.array([self._entered], np.uint8))[0]))
-        self._inside = optimizer
-
-    def _refuse(self, changed: bool) -> None:
-        """Raise if parameters have changed once more after a change that counted as a step."""
-        if changed:
+        both = self._by_hand and self._buckets.pending and self._buckets.has_residuals
+        if both and self._agree(np.array([self._entered], np.uint8))[0]:
             error = RuntimeError(
-                "step: expected parameters that either optimizers update or the loop, got both: the loop has changed"
-                " them after the last reduction, and after the one before, which counted as a step. If that was none"
-                f" (SAM), call discard() of {self._owner} after the change, before zero_grad()"
+                "step: parameters are updated by either optimizers or the loop, not by both: the loop has changed them"
+                " after the last reduction, and after the one before, which counted as a step. If that was none (SAM),"
+                f" call discard() of {self._owner} after the change, before zero_grad()"
             )
             error.on_all_ranks = True  # type: ignore[attr-defined]
             raise error
+        self._inside = optimizer
 
     def leave(self, optimizer: Any) -> None:
         """An optimizer has stepped, or failed to."""
@@ -208,7 +247,7 @@ class Steps:
             return
         self._stepped |= {name for name, p in params.items() if p.grad is not None} & self._marks.keys()
         if not self.gradients.are(State.STEPPED):
-            self._count()
+            self._count_step()
             self.gradients.to(State.STEPPED)
             self.after()
 
@@ -227,11 +266,10 @@ def _before(
 ) -> None:
     """A hook before the steps of all optimizers."""
     alive = steps()
-    params = {} if alive is None else alive.of(optimizer)
-    if alive is None or not params:
+    if alive is None or not (params := alive.of(optimizer)):
         return
     if is_trial_step(optimizer):  # which changes nothing but versions
-        alive.settle()
+        alive.commit_or_rollback()
         return
     if known is not None and optimizer not in known:
         known.add(optimizer)
@@ -244,31 +282,24 @@ def _before(
 def _after(steps: weakref.ref[Steps], optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """A hook after the steps of all optimizers."""
     alive = steps()
-    params = {} if alive is None else alive.of(optimizer)
-    if alive is None or not params:
+    if alive is None or not (params := alive.of(optimizer)):
         return
     if is_trial_step(optimizer):
         alive.pass_over()
-        return
-    alive.leave(optimizer)
-    alive.stepped(params)
+    else:
+        alive.leave(optimizer)
+        alive.stepped(params)
 
 
 class _Mark(NamedTuple):
-    """A parameter as it was after a reduction.
-
-    Attributes:
-        address: of its values.
-        sample: some of them, from `start` on in its first dimension.
-        gradient: address and version of its gradient; zeros if it was not zero.
-    """
+    """A parameter as it was after a reduction."""
 
     param: torch.Tensor
     version: int
-    address: int
-    start: int
-    sample: torch.Tensor
-    gradient: tuple[int, int]
+    address: int  # of its values
+    start: int  # of the sample, in its first dimension
+    sample: torch.Tensor  # some of the values
+    gradient: tuple[int, int]  # address and version of its gradient; zeros if it was not zero
 
     def is_old(self) -> bool:
         """Return whether the version or the address is another one now."""
@@ -303,10 +334,7 @@ def _mark(p: torch.Tensor) -> _Mark:
 
 
 def _range(values: torch.Tensor, mean: torch.Tensor | None) -> tuple[int, int]:
-    """Return start and length of a part in the first dimension, in which the mean is not zero if it is anywhere.
-
-    On a GPU it is the first part, since to search would make the CPU wait for it.
-    """
+    """Return start and length of a part in the first dimension in which the mean is not zero; on a GPU the first."""
     size = values.shape[0] if values.dim() else 1
     start, length = 0, max(1, SAMPLE * size // max(1, values.numel()))
     if mean is not None and mean.is_sparse:

@@ -14,12 +14,10 @@ from sparsecoll.torch.compressors import Compressor
 from sparsecoll.torch.reduction.bucket import Bucket
 from sparsecoll.torch.reduction.buckets import Buckets
 from sparsecoll.torch.reduction.state import LOCAL, MOVED, STATE, renamed_state
+from sparsecoll.torch.replica.calls import Options
 from sparsecoll.torch.replica.guards import fingerprint
-from sparsecoll.torch.replica.members import Members, changes, check_added
-from sparsecoll.torch.replica.options import Options
-from sparsecoll.torch.replica.replica import Replica, barrier
+from sparsecoll.torch.replica.replica import Members, Replica, barrier, changes, check_added
 from sparsecoll.torch.replica.rounds import MEMBERS, Round
-from sparsecoll.torch.replica.timeline import bucket_span
 from sparsecoll.torch.tensors.layout import takes_part
 from sparsecoll.torch.tensors.model import Buffers, Named, rates_of
 from sparsecoll.transport import Transport
@@ -31,14 +29,12 @@ class Window:
     """The parameters of an optimizer, their values at the last mean, and their changes since.
 
     Args:
-        optimizer: which changes the parameters on this rank.
-        outer: which moves the values of the last mean by the next one.
-        model: whose buffers are set to rank 0's in a mean; None if it is not known.
+        outer: moves the values of the last mean by the next one.
         names: returns pairs (name, parameter) of the model.
 
     Attributes:
         replica: the values of the last mean, the same on all ranks.
-        members: tells which parameters have come and left.
+        members: tells which parameters were added and removed.
         steps: taken on this rank since the last mean.
     """
 
@@ -79,13 +75,18 @@ class Window:
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def regroup(self, params: Named) -> None:
-        """Share parameters that are not shared yet, with rank 0's values, and drop those that have left. Collective."""
+    def regroup(self, params: Named | None = None) -> None:
+        """Share parameters, with rank 0's values, and drop those that have left. Collective.
+
+        Args:
+            params: name -> parameter: those that are new, and perhaps others; None for those of the optimizer.
+        """
         self._check_loaded()
         outer = self._outer.state, self._outer.param_groups[0]
         changing = vars(self), vars(self._buckets), self._params, self._shared, *outer
         with self.replica.all_or_none(self.release, *changing) as begin:
-            added, stay = self.members.came(params), self.members.staying()
+            added = self.members.added(self.members.named() if params is None else params)
+            stay = self.members.kept()
             shared = {name: p.detach().clone() for name, p in added.items()}
             signature = changes(added if self._params else (), self._params.keys() - stay.keys())
             self.replica.introduce(shared, signature, lambda: check_added(added, stay))
@@ -107,18 +108,18 @@ class Window:
     @torch.inference_mode(False)
     @torch.no_grad()
     def begin_step(self) -> None:
-        """Note where parameters start that a step may move. Collective if parameters have come or left."""
+        """A step may move parameters. Collective if some were added or removed."""
         self._check_loaded()
         if self.members.changed():
-            self.regroup(self.members.named())
+            self.regroup()
         if not self.steps:
             self._last = set()
         self._moved |= self._start()
 
     def _start(self) -> set[str]:
-        """Note the values of parameters that take part and have not moved: all ranks start from the same.
+        """Return the names of parameters that take part and have not moved: all ranks start from their values now.
 
-        The user may have loaded them since the last mean, which the next one compares. Returns their names.
+        The user may have loaded them since the last mean, which the next one compares.
         """
         names = {name for name, p in self._params.items() if name not in self._moved and takes_part(p)}
         for name in names:
@@ -157,7 +158,7 @@ class Window:
         if not self.steps:
             self._start()
         while (outcome := self._agree(flags)).flags & MEMBERS:
-            self.regroup(self.members.named())
+            self.regroup()
         if outcome.trainable or outcome.over:
             if outcome.trainable and outcome.trainable != set(self._buckets.index_of):
                 self._buckets.release()
@@ -197,7 +198,7 @@ class Window:
 
         def reduce(_: CollectiveCall) -> None:
             taken.result()
-            with bucket_span(replica.options.timeline, layout.index, layout.length), layout.device.stream_context():
+            with layout.device.stream_context():
                 bucket.reduce(replica.transport, compressor)
                 if not bucket.mean_is_finite():
                     name = next(n for n in layout.names if not bucket.part_of_mean(n).isfinite().all())
@@ -234,10 +235,7 @@ class Window:
     def start_anew(self, name: str, root: int, everything: bool = False) -> None:
         """Drop the steps since the last mean; values of that mean and buffers become those of rank `root`. Collective.
 
-        Args:
-            name: of the call.
-            everything: whether parameters that took no part become those of rank `root`, too: some rank may be new
-                (default: False).
+        With `everything`, so do parameters that took no part: some rank may be new.
         """
         self._buckets.release()
         if not self.steps:
@@ -262,13 +260,13 @@ class Window:
         names = sorted(self._moved)
         both = zip(MOVED, (self._shared, self._params), strict=True)
         own = {kind: {name: tensors[name].detach().clone() for name in names} for kind, tensors in both}
-        state = renamed_state(self._buckets.state_dict(), self.members.staying())
+        state = renamed_state(self._buckets.state_dict(), self.members.kept())
         return {STATE: state, LOCAL: {"steps": self.steps, "outer": self._outer.state_dict(), **own}}
 
     def load_state_dict(self, state: Mapping[str, Any], load: Callable[[], Any]) -> None:
         """Load a state, on all ranks or on none, as `Buckets.load_state_dict` does. Collective."""
         if self.members.changed():
-            self.regroup(self.members.named())
+            self.regroup()
         own: dict[str, Any] = {"steps": 0, "outer": {**self._outer.state_dict(), "state": {}}, "shared": {}, "own": {}}
 
         def checked() -> Any:
@@ -285,11 +283,8 @@ class Window:
                 for name, t in own[kind].items():
                     tensors[name].copy_(t)
         self.steps, self._moved, self._last = own["steps"], set(own["own"]), set()
-        self._loaded, self._refused, self.replica.suspect = (
-            own["own"],
-            None,
-            True,
-        )  # compared in the next mean
+        self._loaded, self._refused = own["own"], None
+        self.replica.suspect = True  # compared in the next mean
 
     def _checked(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return the part of a state that is LocalOptimizer's, after a check; that of a plain optimizer has none."""

@@ -59,17 +59,8 @@ def _described(value: Any) -> Any:
     return value if isinstance(value, PLAIN) else {"other": type(value).__name__}
 
 
-def _is_other(told: Any) -> bool:
-    """Whether what is described cannot be sent."""
-    return isinstance(told, dict) and "other" in told
-
-
 def _leveled(p: torch.Tensor, own: Any, told: Any, tensors: list[torch.Tensor]) -> Any:
-    """Return the value of a parameter's state that `told` describes, of `own` where that is alike.
-
-    Args:
-        tensors: to which those are appended that are to be filled.
-    """
+    """Return the value of a parameter's state that `told` describes, and append those to be filled to `tensors`."""
     if not isinstance(told, dict):
         return told
     ((kind, content),) = told.items()
@@ -77,7 +68,8 @@ def _leveled(p: torch.Tensor, own: Any, told: Any, tensors: list[torch.Tensor]) 
         return own
     if kind == "dict":
         entries = own if isinstance(own, dict) else {}
-        known = {key: item for key, item in content.items() if key in entries or not _is_other(item)}
+        sent = {key: not (isinstance(item, dict) and "other" in item) for key, item in content.items()}
+        known = {key: item for key, item in content.items() if key in entries or sent[key]}
         return {key: _leveled(p, entries.get(key), item, tensors) for key, item in known.items()}
     if kind != "tensor":
         mine = own if isinstance(own, (list, tuple)) and len(own) == len(content) else [None] * len(content)

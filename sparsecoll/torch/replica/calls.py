@@ -1,4 +1,4 @@
-"""Collective calls as the adapter makes them: on which communicator, in which order, and means of single numbers."""
+"""Collective calls as the adapter makes them: with which options, on which communicator, in which order."""
 
 from __future__ import annotations
 
@@ -7,15 +7,48 @@ import math
 import operator
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 import torch
 
-from sparsecoll.transport import LocalTransport, Transport, as_transport, is_alone, launcher
+from sparsecoll.errors import check_integer
+from sparsecoll.transport import LocalTransport, Transport, as_transport, check_timeout, is_alone, launcher
 from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.transport.collectives import allgather
 from sparsecoll.transport.progress import completed_future
+
+
+@dataclass
+class Options:
+    """The keyword arguments of DistributedOptimizer, of which the others have the last two.
+
+    `verify` becomes a number of steps, where 0 stands for never.
+
+    Raises:
+        ValueError, TypeError: An option is invalid.
+    """
+
+    bucket_bytes: int | None = 25 << 20
+    dense_below: int = 1024
+    overlap: bool = True
+    gradient_as_bucket_view: bool = False
+    verify: bool | int = 0
+    timeout: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.bucket_bytes is not None:
+            check_integer("bucket_bytes", self.bucket_bytes, 1)
+        check_integer("dense_below", self.dense_below, 0)
+        for name in ("overlap", "gradient_as_bucket_view"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name}: expected True or False, got {getattr(self, name)!r}")
+        if isinstance(self.verify, bool):
+            self.verify = 100 * self.verify
+        check_integer("verify", self.verify, 0)
+        check_timeout(self.timeout)
+
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -72,10 +105,10 @@ def agreed(transport: Transport, timeout: float | None) -> Iterator[None]:
 
 
 def agreeing(path: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Decorator of a collective method: what it raises is raised in a context manager, such as `agreed`.
+    """Decorator of a collective method: what it raises is raised in the context manager that `path()` returns.
 
     Args:
-        path: attributes that lead from the object to a function that returns the context manager.
+        path: attributes that lead from the object to a function, such as "replica.agreed".
     """
     context = operator.attrgetter(path)
 

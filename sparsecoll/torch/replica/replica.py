@@ -1,11 +1,12 @@
-"""A rank's copy of the model, which has the same bits on all ranks: how it is made so, checked, and kept so."""
+"""A rank's copy of the model: which parameters it has, and how they are made, kept and found the same on all ranks."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import re
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -14,16 +15,125 @@ import torch
 from sparsecoll.errors import CommunicationError
 from sparsecoll.torch.compressors import StepContext
 from sparsecoll.torch.replica.broadcasts import broadcast_optimizer, broadcast_tensors
-from sparsecoll.torch.replica.calls import agreed, collective
+from sparsecoll.torch.replica.calls import Options, agreed, collective
 from sparsecoll.torch.replica.guards import refuse_renormalized, warn_if_equal
-from sparsecoll.torch.replica.options import Options
 from sparsecoll.torch.replica.rounds import JOINED, MEMBERS, REPLACED, SUSPECT, Round, Row
-from sparsecoll.torch.tensors.model import Buffers, Named, check_buffers, check_whole, describe, sparse_weights
+from sparsecoll.torch.tensors.layout import device_of, residual_dtype
+from sparsecoll.torch.tensors.model import (
+    Buffers,
+    Named,
+    check_buffers,
+    check_whole,
+    describe,
+    sparse_weights,
+)
 from sparsecoll.transport import Transport
 from sparsecoll.transport.call import CollectiveCall
 from sparsecoll.transport.collectives import allgather
 
+CURE = "(change the model and the optimizer on all ranks alike, between the same steps)"  # if ranks have other changes
+
+
+class Members:
+    """The parameters that a wrapper knows, compared with the optimizer's groups and with the model as they are now.
+
+    One in the groups that is not known was added. One that is neither in the groups nor in the model any more was
+    removed. One that is still in the model is kept: it is frozen, or another optimizer's.
+
+    Args:
+        params: name -> parameter, those that are known; may change.
+        others: returns pairs (name, parameter) of the model; None if it is not known: none counts as removed.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        params: Named,
+        others: Callable[[], Iterable[tuple[str, torch.Tensor]]] | None,
+    ) -> None:
+        self._optimizer, self._params, self._others = optimizer, params, others
+        self._seen: list[torch.Tensor] = []  # those in the groups when none was added or removed
+        self._outside = True  # whether known parameters were in no group then
+
+    def changed(self) -> bool:
+        """Return whether any were added or removed; one comparison of ids while all known ones are in the groups."""
+        params = [p for group in self._optimizer.param_groups for p in group["params"]]
+        ids = [*map(id, params)]
+        if ids == [*map(id, self._seen)] and not self._outside:
+            return False
+        known = {id(p) for p in self._params.values()}
+        if not known.issuperset(ids) or self.removed():
+            return True
+        self._seen, self._outside = params, self._others is not None and not known.issubset(ids)
+        return False
+
+    def stepped(self) -> set[int]:
+        """Return the ids of the parameters that the optimizer steps."""
+        return {id(p) for group in self._optimizer.param_groups for p in group["params"]}
+
+    def removed(self) -> list[str]:
+        """Return the names of those that were removed."""
+        here = self.stepped()
+        outside = [name for name, p in self._params.items() if id(p) not in here]
+        if self._others is None or not outside:
+            return []
+        present = {id(p) for _, p in self._others()}
+        return [name for name in outside if id(self._params[name]) not in present]
+
+    def added(self, params: Named) -> Named:
+        """Return those of `params` that are not known."""
+        known = {id(p) for p in self._params.values()}
+        return {name: p for name, p in params.items() if id(p) not in known}
+
+    def kept(self) -> dict[str, str]:
+        """Return the names of those that are kept, old -> new: group<i>.<j> becomes the model's once that is free."""
+        removed = set(self.removed())
+        stay = {name: p for name, p in self._params.items() if name not in removed}
+        free = {id(p): name for name, p in self._of_model() if name not in stay}
+        return {name: free.get(id(p), name) if NUMBERED.fullmatch(name) else name for name, p in stay.items()}
+
+    def named(self, first: int = 0, given: Iterable[tuple[str, torch.Tensor]] = ()) -> Named:
+        """Return the parameters of the groups from number `first` on by name.
+
+        That is the name under which one stays, else that of `given`, else the model's unless one that stays has it,
+        else group<i>.<j>.
+        """
+        stay = {new: self._params[old] for old, new in self.kept().items()}
+        free = [(name, p) for name, p in self._of_model() if name not in stay]
+        pairs = [*free, *given, *stay.items()]
+        names, taken = {id(p): name for name, p in pairs}, {name for name, _ in pairs}
+        result: Named = {}
+        for i, group in enumerate(self._optimizer.param_groups[first:], first):
+            for j, p in enumerate(group["params"]):
+                name = names.get(id(p), f"group{i}.{j}")
+                while id(p) not in names and name in taken:
+                    name += "'"
+                if result.setdefault(name, p) is not p:
+                    raise ValueError(f"named_parameters: expected every name once, got {name!r} for two parameters")
+        return result
+
+    def _of_model(self) -> Iterable[tuple[str, torch.Tensor]]:
+        return () if self._others is None else self._others()
+
+
+def changes(added: Collection[str], removed: Collection[str]) -> dict[str, Any]:
+    """Return which parameters were added and removed, for ranks to compare; an error shows the cure."""
+    return {f"parameters added {CURE}": sorted(added), f"parameters removed {CURE}": sorted(removed)}
+
+
+def check_added(params: Named, stay: Mapping[str, str]) -> None:
+    """Raise unless parameters can be added to those that stay, old name -> new."""
+    taken = params.keys() & set(stay.values())
+    if taken:
+        raise ValueError(f"named_parameters: expected every name once, got {min(taken)!r} again")
+    for p in params.values():
+        if p.requires_grad:
+            residual_dtype(p.dtype)
+            device_of(p)
+
+
 T = TypeVar("T")
+NUMBERED = re.compile(r"group\d+\.\d+'*")  # names of parameters without another one
 CHANGE = "change of parameters, to be made on all ranks between the same steps"  # a call; errors show its name
 
 
@@ -31,19 +141,17 @@ class Replica:
     """Parameters and buffers of one rank, and the ranks that have the same ones.
 
     Args:
-        transport: of the ranks.
-        model: whose buffers are kept the same; None if it is not known.
-        options: of whom the replica serves.
+        model: its buffers are kept the same; None if it is not known.
 
     Attributes:
         params: by name.
         sparse_weights: ids of the parameters whose modules say that their gradients are sparse.
         context: the number of steps taken, and what else compressors know.
         shared_options: returns options that must be the same on all ranks.
-        changed: returns whether parameters have come or left on this rank.
+        changed: returns whether parameters were added or removed on this rank.
         warmed: whether a reduction has succeeded.
         suspect: whether this rank's parameters may differ from the others'.
-        left: the number of steps that this rank had taken when it ran out of data; None while it has some.
+        stopped_at: the number of steps that this rank had taken when it ran out of data; None while it has some.
     """
 
     def __init__(self, transport: Transport, model: torch.nn.Module | None, options: Options) -> None:
@@ -55,13 +163,13 @@ class Replica:
         self.shared_options: Callable[[], dict[str, Any]] = dict
         self.changed: Callable[[], bool] = lambda: False
         self.warmed = self.suspect = False
-        self.left: int | None = None
+        self.stopped_at: int | None = None
         self._model = model
 
     @property
     def steps(self) -> int:
         """The number of steps that this rank has taken; `context` has that of the ranks that have data."""
-        return self.context.step if self.left is None else self.left
+        return self.context.step if self.stopped_at is None else self.stopped_at
 
     def call(self, name: str, function: Callable[[CollectiveCall], T], phase: str = "") -> T:
         """See `collective`."""
@@ -98,7 +206,7 @@ class Replica:
     def row(self, flags: int, trainable: Sequence[bool] | None = None) -> Row:
         """Return this rank's message at the end of a reduction, with the flags of the replica, too; see `Row`."""
         modules = self.buffers.changed()
-        flags |= JOINED * (self.left is not None) | SUSPECT * self.suspect | MEMBERS * self.changed()
+        flags |= JOINED * (self.stopped_at is not None) | SUSPECT * self.suspect | MEMBERS * self.changed()
         flags |= REPLACED * self.buffers.replaced
         checksum = zlib.crc32(json.dumps(self.shared_options()).encode())
         return Row(self.steps, flags, self.params, modules, trainable, checksum, self.sparse_weights)
@@ -183,7 +291,7 @@ class Replica:
             raise
 
     def agreed(self) -> contextlib.AbstractContextManager[None]:
-        """See `agreed`."""
+        """See `sparsecoll.torch.replica.calls.agreed`."""
         return agreed(self.transport, self.options.timeout)
 
     @contextlib.contextmanager
@@ -201,12 +309,12 @@ class Replica:
     @contextlib.contextmanager
     def leaving(self) -> Iterator[None]:
         """Context manager for a rank that has run out of data and takes part in the others' reductions."""
-        self.left = self.context.step
+        self.stopped_at = self.context.step
         try:
             with self.agreed():
                 yield
         finally:
-            self.left = None
+            self.stopped_at = None
 
     def follow_step(self, outcome: Round) -> None:
         """On a rank that has run out of data: the others step after a reduction, and compressors count their steps."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -13,7 +12,6 @@ from sparsecoll.torch.tensors.private import has_buffers, is_flat, version
 
 Named = dict[str, torch.Tensor]
 
-NUMBERED = re.compile(r"group\d+\.\d+'*")  # names of parameters that nobody has named, see `named_in_groups`
 COMPARED_BYTES = 16 << 20  # of a buffer of which a copy is kept, to notice what version counters do not tell
 
 
@@ -46,32 +44,6 @@ def named(given: Any) -> Named:
         if name in result and result[name] is not p:
             raise ValueError(f"named_parameters: expected every name once, got {name!r} again")
         result[name] = p
-    return result
-
-
-def named_in_groups(
-    groups: Iterable[Mapping[str, Any]], first: int, known: Iterable[tuple[str, torch.Tensor]]
-) -> Named:
-    """Return the parameters of groups by name: the last one under which a parameter is known, otherwise group<i>.<j>.
-
-    Args:
-        groups: of an optimizer.
-        first: number of the first of them.
-        known: pairs (name, parameter). Their names are not given to others, as when a group takes the place of another.
-
-    Raises:
-        ValueError: two parameters are known by one name.
-    """
-    pairs = list(known)
-    names, taken = {id(p): name for name, p in pairs}, {name for name, _ in pairs}
-    result: Named = {}
-    for i, group in enumerate(groups, first):
-        for j, p in enumerate(group["params"]):
-            name = names.get(id(p), f"group{i}.{j}")
-            while id(p) not in names and name in taken:
-                name += "'"
-            if result.setdefault(name, p) is not p:
-                raise ValueError(f"named_parameters: expected every name once, got {name!r} for two parameters")
     return result
 
 

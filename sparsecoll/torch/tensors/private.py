@@ -23,11 +23,6 @@ def version(t: torch.Tensor) -> int:
     return 0 if t.is_inference() else t._version
 
 
-def address(t: torch.Tensor) -> int:
-    """Return the address of a tensor's C++ object; in place of `id`, since `p.grad` may be another Python object."""
-    return t._cdata
-
-
 def values_of(t: torch.Tensor) -> torch.Tensor:
     """Return the stored values of a sparse tensor, or a dense tensor itself; `values()` wants a coalesced one."""
     return t._values() if t.is_sparse else t
@@ -69,6 +64,42 @@ def backward_node() -> Any:
 def queue_callback(call: Callable[[], None]) -> None:
     """Call a function when back-propagation ends, after those queued before; in place of code after `backward()`."""
     Variable._execution_engine.queue_callback(call)  # type: ignore[attr-defined]
+
+
+def at_end_of_backward(owner: Any, call: Callable[[], None]) -> None:
+    """Call a function once when the current back-propagation ends. For use in a hook on a gradient.
+
+    Reentrant checkpointing back-propagates within back-propagation; the end is that of the outermost one.
+    `backward()` raises what `call` raises.
+
+    Args:
+        owner: object for which `call` runs only once per back-propagation, however often this function is called.
+    """
+    task = backward_number()
+    asked = owner.__dict__.setdefault("_backward_tasks", set())
+    if task in asked:
+        return
+
+    def end() -> None:
+        node = backward_node()
+        if node is None:
+            if asked:
+                asked.clear()
+                call()
+            return
+        successors = [successor for successor, _ in node.next_functions if successor is not None]
+        if not successors:
+            at_end_of_backward(owner, call)
+            return
+
+        def outside(_: Any) -> None:  # on the outer level
+            handle.remove()
+            at_end_of_backward(owner, call)
+
+        handle = successors[0].register_prehook(outside)  # where autograd comes next
+
+    queue_callback(end)
+    asked.add(task)
 
 
 def inside_ddp() -> bool:

@@ -1,0 +1,215 @@
+"""Types that have keys and no length: mappings from integers, strings or tuples, and pandas Series of integer labels.
+
+Integers are indices. Tuples count as strings, their JSON. The index of a string is its position among the keys of a
+rank, and in a collective that in a table of the keys of all ranks (`collectives.keyed`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import itertools
+import json
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sparsecoll.collectives.convert.back import Back
+from sparsecoll.collectives.convert.words import Keys, Table
+from sparsecoll.kernels.keys import index_dtype
+from sparsecoll.vector import SparseVector
+from sparsecoll.vector.values import native_values
+
+JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), default=int)
+FACTORIES = {"int": int, "float": float, "None": None}
+NUMBERS = (int, float, complex, np.number, np.bool_)
+EXACT = 1 << 53  # magnitude up to which float64 holds every integer
+
+
+def from_mapping(x: Mapping[Any, Any]) -> tuple[SparseVector, Back]:
+    """Return a mapping whose class makes one from a dict as a vector, and its Back."""
+    factory = getattr(getattr(x, "default_factory", None), "__name__", "None")
+    if isinstance(x, defaultdict) and factory not in FACTORIES:
+        raise TypeError(f"x: expected a defaultdict of int or float, got one of {factory}: use dict(x)")
+    _check_class(x)
+    keys, (values, largest) = list(x), _numbers(list(x.values()))
+    types = set(map(type, keys))
+    for kind, name in {str: "str", bytes: "bytes", tuple: "tuples"}.items():
+        if keys and all(issubclass(one, kind) for one in types):
+            indices = np.arange(len(keys), dtype=index_dtype(len(keys)))
+            vector = SparseVector.from_sorted_unchecked(indices, values, len(keys))
+            return vector, ToMapping(type(x), factory, name, _texts(keys) if kind is tuple else keys, largest)
+    return _vector(_keys(keys), values), ToMapping(type(x), factory, largest=largest)
+
+
+def _check_class(x: Mapping[Any, Any]) -> None:
+    kind, sample = type(x), dict(itertools.islice(x.items(), 1)) or {0: 0}
+    if kind in (dict, Counter, OrderedDict, defaultdict):
+        return
+    try:
+        made = kind(sample)  # type: ignore[call-arg]
+    except Exception:
+        made = None
+    if type(made) is not kind or dict(made) != sample:
+        raise TypeError(f"x: expected a class that makes a mapping of a dict, got {kind.__name__}: use dict(x)")
+
+
+def _keys(keys: list[Any]) -> NDArray[Any]:
+    array = np.array(keys) if keys else np.empty(0, np.int64)
+    if array.dtype.kind not in "iu" or array.ndim != 1 or any(isinstance(key, bool) for key in keys):
+        other = [key for key in keys if isinstance(key, bool) or not isinstance(key, (int, np.integer))]
+        wrong = other[0] if other else max(keys)
+        cure = "int(key)" if isinstance(wrong, (bool, np.bool_)) else "str(key)"
+        raise TypeError(
+            "x: expected keys that are integers below 2^63 - 1, all str, all bytes, or all tuples of int and str,"
+            f" got {wrong!r}: use {cure}"
+        )
+    return array
+
+
+def _texts(keys: list[Any]) -> list[str]:
+    """Return tuples of int and str as JSON, the same for equal tuples and for no others."""
+    for one in set(map(type, itertools.chain.from_iterable(keys))):
+        if not issubclass(one, (int, np.integer, str)) or one is bool:
+            key = next(key for key in keys if one in map(type, key))
+            raise TypeError(f"x: expected tuples of int and str as keys, got {key!r}: use str(key)")
+    return list(map(JSON.encode, keys))
+
+
+def _numbers(values: list[Any]) -> tuple[NDArray[Any], int]:
+    """Return values as an array, and the largest magnitude of an integer among floats, 0 if there is none."""
+    types = set(map(type, values))
+    if types == {int}:
+        with contextlib.suppress(OverflowError):
+            return np.fromiter(values, np.int64, len(values)), 0
+    other = next((one for one in types if not issubclass(one, NUMBERS)), None)
+    array = np.array(values) if values and other is None else np.empty(0, np.int64)
+    integers = [one for one in types if issubclass(one, (int, np.integer, np.bool_))]
+    # NumPy makes floats of integers of which some need int64 and others uint64
+    rounded = array.dtype.kind == "f" and len(integers) == len(types)
+    wide = {"b": np.bool_, "f": np.float64, "c": np.complex128, "i": np.int64, "u": np.int64}.get(array.dtype.kind)
+    if other or rounded or wide is None or array.dtype == np.uint64 or array.dtype.char in "gG":
+        found = f"{'uint64' if rounded else array.dtype} from values such as {type(values[0]).__name__}"
+        raise TypeError(
+            "x: expected values of bool, int below 2^63, float or complex,"
+            f" got {f'values such as {other.__name__}' if other else found}: use float(value)"
+        )
+    largest = 0
+    if integers and array.dtype.kind in "fc":
+        largest = max(abs(int(value)) for value in values if type(value) in integers)  # type: ignore[call-overload]
+        if largest > EXACT:
+            raise ValueError(f"x: expected no integers beyond 2^53 beside floats, got {largest}: use float(value)")
+    return array.astype(wide, copy=False), largest
+
+
+def _vector(keys: NDArray[Any], values: Any) -> SparseVector:
+    if keys.size and int(keys.min()) < 0:
+        raise ValueError(
+            f"x: expected keys of at least 0, got {int(keys.min())}: add a number to the keys of all ranks"
+        )
+    return SparseVector.from_pairs(keys, values, int(keys.max()) + 1 if keys.size else 0)
+
+
+@dataclass(frozen=True)
+class ToMapping(Back):
+    """Returns a mapping, whose keys ascend if they are integers; values and these keys are Python numbers.
+
+    Attributes:
+        keys: "integers", "str", "bytes" or "tuples".
+        words: the key of each index unless these are integers; the JSON of a tuple.
+        largest: magnitude of an integer among floats, 0 if there is none.
+    """
+
+    kind: type
+    factory: str
+    keys: str = "integers"
+    words: Keys = ()
+    largest: int = 0
+
+    def __call__(self, y: SparseVector) -> Any:
+        keys: Any = y.indices.tolist()
+        if self.keys != "integers":
+            words = self.words.keys if isinstance(self.words, Table) else self.words
+            keys = words if len(words) == y.nnz else map(words.__getitem__, keys)
+        if self.keys == "tuples":
+            keys = map(tuple, json.loads(f"[{','.join(keys)}]"))
+        made = dict(zip(keys, y.values.tolist(), strict=True))
+        if self.kind is dict:
+            return made
+        return defaultdict(FACTORIES[self.factory], made) if self.kind is defaultdict else self.kind(made)
+
+    def of_part(self, part: SparseVector) -> tuple[SparseVector, Back]:
+        """Return entries whose indices are positions among their own words, and their Back."""
+        if self.keys == "integers":
+            return part, self
+        words = [self.words[index] for index in part.indices.tolist()]
+        indices = np.arange(len(words), dtype=index_dtype(len(words)))
+        return SparseVector.from_sorted_unchecked(indices, part.values, len(words)), replace(self, words=words)
+
+    def fields(self) -> dict[str, Any]:
+        """Return the fields; keys that are bytes as Latin-1, and the class by its name."""
+        words = [key.decode("latin-1") for key in self.words] if self.keys == "bytes" else list(self.words)
+        kind = f"{self.kind.__module__}:{self.kind.__qualname__}"
+        with contextlib.suppress(ImportError, AttributeError):
+            if _class_of(kind) is self.kind:
+                return {"kind": kind, "factory": self.factory, "keys": self.keys, "words": words}
+        raise TypeError(f"x: expected a class that other ranks find by its name, got {kind}: use dict(x)")
+
+    @classmethod
+    def of_fields(cls, fields: dict[str, Any]) -> ToMapping:
+        words, kind = fields["words"], _class_of(fields["kind"])
+        if not (isinstance(kind, type) and issubclass(kind, Mapping)):
+            raise ValueError(f"message: expected the name of a mapping, got {fields['kind']}")
+        if fields["keys"] == "bytes":
+            words = [key.encode("latin-1") for key in words]
+        return cls(**fields | {"kind": kind, "words": words})
+
+    def ordered(self, x: SparseVector) -> tuple[SparseVector, ToMapping]:
+        """Return the entries of x and this object with ascending keys."""
+        if self.keys == "integers":
+            return x, self
+        order = sorted(range(len(self.words)), key=self.words.__getitem__)
+        return x.with_values(x.values[order]), replace(self, words=[self.words[position] for position in order])
+
+
+def _class_of(name: str) -> Any:
+    """Return what module:qualified.name names."""
+    module, _, path = name.partition(":")
+    return functools.reduce(getattr, path.split("."), importlib.import_module(module))
+
+
+def from_series(x: Any) -> tuple[SparseVector, Back]:
+    """Return a pandas Series with an integer index as a vector, and its Back."""
+    keys = x.index.to_numpy()
+    if keys.dtype.kind not in "iu":
+        if keys.size:
+            raise TypeError(f"x: expected a Series with an integer index, got one of {keys.dtype}")
+        keys = keys.astype(np.int64)
+    return _vector(keys, native_values(x.to_numpy())), ToSeries(x.name, x.index.name, keys.dtype.name)
+
+
+@dataclass(frozen=True)
+class ToSeries(Back):
+    """Returns a pandas Series with an ascending index, of int64 if its own dtype does not hold all ranks' labels."""
+
+    name: Any
+    index_name: Any
+    index_dtype: str
+
+    def __call__(self, y: SparseVector) -> Any:
+        pandas = importlib.import_module("pandas")
+        dtype = self.index_dtype if y.length - 1 <= np.iinfo(self.index_dtype).max else "int64"
+        index = pandas.Index(y.indices.astype(dtype), name=self.index_name)
+        return pandas.Series(y.values, index=index, name=self.name)
+
+    def fields(self) -> dict[str, Any]:
+        """Return the fields; names that JSON does not have as text."""
+        return {
+            name: value if value is None or isinstance(value, (str, int)) else str(value)
+            for name, value in super().fields().items()
+        }

@@ -1,0 +1,255 @@
+"""The arguments of SparseSGD, their checks, and its steps by a sum that may be sparse; no dense gradient is made."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import numbers
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from sparsecoll import formats
+from sparsecoll.algorithms import resolve
+from sparsecoll.collectives.options import CallOptions
+from sparsecoll.formats import Format
+from sparsecoll.kernels import kernels_of
+from sparsecoll.kernels.keys import SgdRule
+from sparsecoll.select import Vector
+from sparsecoll.torch.compressors.schedule import Schedule
+from sparsecoll.torch.reduction.accumulator import SparseSum
+from sparsecoll.torch.tensors.layout import CPU, CpuDevice, Layout, device_of, residual_dtype, rows_like
+from sparsecoll.torch.tensors.model import check_whole
+from sparsecoll.vector import DenseVector, RowSparse, SparseVector
+
+NUMBERS = ("lr", "momentum", "dampening", "weight_decay")
+FLAGS = ("nesterov", "maximize")
+
+
+def compressor_of(
+    algo: Any, density: Any, k: Any, format: str | Format, value_dtype: str | None, row_density: Any
+) -> SparseSum:
+    """Return the compressor for these arguments of SparseSGD."""
+    if k is None and isinstance(density, Mapping):
+        raise TypeError("density: expected a number or a Schedule with SparseSGD, got a mapping")
+    chosen: dict[str, Any] = {"density": density}
+    if k == 0 and not isinstance(k, bool):
+        raise ValueError(f"k: expected at least 1, got {k}, with which no gradient would ever be sent")
+    if k is not None or not isinstance(density, Schedule):
+        CallOptions(k=k, density=density if k is None else None).resolve_k(1)
+        chosen = {"density": float(density)} if k is None else {"k": int(k)}
+    formats.resolve(format)
+    common = {"format": format, "value_dtype": value_dtype, "row_density": row_density}
+    return SparseSum(algo=copy.deepcopy(resolve(algo)), **common, **chosen)
+
+
+def _check_parameter(p: torch.Tensor, compressor: SparseSum) -> None:
+    """Raise unless the gradients of a parameter can be summed by a compressor."""
+    device_of(p)
+    algorithm = resolve(compressor.algo)
+    sums = f"algo={algorithm.name!r}" if algorithm.sends_sums else None
+    options = CallOptions(format=compressor.format, value_dtype=compressor.value_dtype)
+    options.check_dtype(residual_dtype(p.dtype), sums)
+
+
+def check_group(group: Mapping[str, Any], compressor: SparseSum) -> None:
+    """Raise unless the options and parameters of a group are valid."""
+    for name in NUMBERS:
+        _check_number(name, group[name], -np.inf if name == "dampening" else 0)
+    for name in FLAGS:
+        if not isinstance(group[name], bool):
+            raise TypeError(f"{name}: expected True or False, got {group[name]!r}")
+    if group["nesterov"] and (group["momentum"] <= 0 or group["dampening"] != 0):
+        raise ValueError(
+            f"nesterov: expected momentum > 0 and dampening 0, got {group['momentum']} and {group['dampening']}"
+        )
+    check_whole(group["params"])
+    for p in group["params"]:
+        if p.requires_grad:
+            _check_parameter(p, compressor)
+
+
+def common(groups: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the options of groups that must be the same on all ranks."""
+    return {
+        f"param_groups[{i}]": {name: float(group[name]) for name in (*NUMBERS, *FLAGS)}
+        for i, group in enumerate(groups)
+    }
+
+
+def _check_number(name: str, value: Any, least: float) -> None:
+    """Raise unless an option is a number of at least `least`."""
+    if torch.is_tensor(value) and value.numel() == 1:
+        value = value.item()
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name}: expected a number, got {value!r}")
+    if not float(value) >= least:
+        raise ValueError(f"{name}: expected at least {least}, got {value}")
+
+
+def names_of(groups: Iterable[dict[str, Any]], model: torch.nn.Module | None) -> dict[torch.Tensor, str]:
+    """Return the parameters of groups with their names: the model's, those in the groups, or their numbers."""
+    groups = list(groups)
+    known: dict[torch.Tensor, str] = {}
+    for group in groups:
+        known.update(zip(group["params"], group.get("param_names", ()), strict=False))
+    if model is not None:
+        known |= {p: name for name, p in model.named_parameters()}
+    names: dict[str, torch.Tensor] = {}
+    for number, p in enumerate(dict.fromkeys(p for group in groups for p in group["params"])):
+        name = known.get(p, str(number))
+        while name in names:
+            name += "'"
+        names[name] = p
+    return {p: name for name, p in names.items()}
+
+
+class Rule(SgdRule):
+    """The options of a step."""
+
+    __slots__ = ()
+
+    @classmethod
+    def of(cls, group: dict[str, Any], ranks: int) -> Rule:
+        """Return those of a parameter group of torch.optim.SGD."""
+        names = ("lr", "weight_decay", "momentum", "dampening")
+        lr, decay, momentum, dampening = (float(group[name]) for name in names)
+        share = (-1 if group["maximize"] else 1) / ranks
+        return cls(lr, share, decay, momentum, 1 - dampening, bool(group["nesterov"]))
+
+    def in_units_of_lr(self) -> Rule:
+        """Return the same options for a sum in units of the learning rate."""
+        return self._replace(lr=1.0, decay=self.lr * self.decay)
+
+
+class Update:
+    """Values to add to a tensor, all of it: a sum over the ranks."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self.values = values
+
+    def __bool__(self) -> bool:
+        """Whether a value is not zero."""
+        return bool(self.values.any())
+
+    def add_to(self, tensor: torch.Tensor, factor: float) -> None:
+        """tensor += factor * update, in place, in the tensor's dtype, whatever its memory format."""
+        tensor.add_(self.values.view(tensor.shape), alpha=factor)
+
+    def step(self, p: torch.Tensor, states: Any, rule: Rule) -> None:
+        """Take torch.optim.SGD's step.
+
+        Args:
+            states: the state of an optimizer, by parameter.
+        """
+        if not rule.momentum:
+            self._take(p, None, rule)
+            return
+        state = states[p]
+        buffer = state.get("momentum_buffer")
+        if buffer is None:
+            buffer = state["momentum_buffer"] = torch.zeros_like(p)
+            rule = rule._replace(damp=1.0)
+        self._take(p, buffer, rule)
+
+    def _take(self, p: torch.Tensor, buffer: torch.Tensor | None, rule: Rule) -> None:
+        """Take the step that the kernel takes in one pass."""
+        if buffer is not None:
+            buffer.mul_(rule.momentum)
+            self.add_to(buffer, rule.damp * rule.share)
+            if rule.decay:
+                buffer.add_(p, alpha=rule.damp * rule.decay)
+        if buffer is None or rule.nesterov:
+            if rule.decay:
+                p.mul_(1 - rule.lr * rule.decay)
+            self.add_to(p, -rule.lr * rule.share)
+        if buffer is not None:
+            p.sub_(buffer, alpha=rule.lr * rule.momentum if rule.nesterov else rule.lr)
+
+
+class SparseUpdate(Update):
+    """Values to add to a tensor at some of its positions.
+
+    Args:
+        entries: of a flat vector, in which the tensor begins at `offset`.
+        device: of the tensor.
+    """
+
+    def __init__(self, entries: SparseVector, offset: int, device: CpuDevice) -> None:
+        super().__init__(device.tensor(entries.values))
+        self._entries, self._offset, self._device = entries, offset, device
+
+    @functools.cached_property
+    def _index(self) -> torch.Tensor:
+        """The positions in the flat tensor."""
+        return self._device.tensor(self._entries.indices.astype(np.int64) - self._offset)
+
+    def add_to(self, tensor: torch.Tensor, factor: float) -> None:
+        index = self._index
+        if tensor.is_contiguous():
+            tensor.view(-1).index_add_(0, index, self.values.to(tensor.dtype), alpha=factor)
+        elif index.numel():
+            positions = torch.unravel_index(index, tensor.shape)
+            tensor.index_put_(positions, (self.values * factor).to(tensor.dtype), accumulate=True)
+
+    def _take(self, p: torch.Tensor, buffer: torch.Tensor | None, rule: Rule) -> None:
+        changed = [p] if buffer is None else [p, buffer]
+        if not all(map(self._is_plain, changed)):
+            super()._take(p, buffer, rule)
+            return
+        params, *velocity = (t.detach().view(-1).numpy() for t in changed)
+        indices, values = self._entries.indices, self._entries.values
+        given = params, velocity[0] if velocity else None, indices, values, self._offset
+        kernels_of(params).sgd_step(*given, rule)
+        for t in changed:
+            torch.autograd.graph.increment_version(t)  # autograd does not see what is written to arrays
+
+    def _is_plain(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is an array that the kernel takes."""
+        plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.is_contiguous()
+        return plain and self._device is CPU and tensor.dtype == self.values.dtype
+
+
+class RowUpdate(Update):
+    """Rows of values to add to a tensor."""
+
+    def __init__(self, rows: torch.Tensor, values: torch.Tensor) -> None:
+        super().__init__(values)
+        self._rows = rows
+
+    def add_to(self, tensor: torch.Tensor, factor: float) -> None:
+        values = self.values.to(tensor.dtype).view(-1, *tensor.shape[1:])
+        tensor.index_add_(0, self._rows, values, alpha=factor)
+
+    def step(self, p: torch.Tensor, states: Any, rule: Rule) -> None:
+        state = states[p] if rule.momentum else {}
+        buffer = state.get("momentum_buffer")
+        if not rule.momentum or rule.decay or not (buffer is None or buffer.is_sparse):
+            if buffer is not None and buffer.is_sparse:
+                state["momentum_buffer"] = buffer.to_dense()
+            super().step(p, states, rule)
+            return
+        new = rows_like(p, self._rows, self.values * rule.share)
+        buffer = new if buffer is None else buffer.mul_(rule.momentum).add_(new, alpha=rule.damp)
+        state["momentum_buffer"] = buffer
+        if rule.nesterov:
+            p.add_(new, alpha=-rule.lr)
+        p.add_(buffer, alpha=-rule.lr * (rule.momentum if rule.nesterov else 1.0))
+
+
+def updates(layout: Layout, value: Vector | RowSparse) -> Iterator[tuple[str, Update]]:
+    """Yield the name and the part of a sum for each parameter of a bucket."""
+    device, edges = layout.device, layout.offsets
+    if isinstance(value, RowSparse):
+        rows, values = CPU.tensor(value.rows), CPU.tensor(value.values)
+        yield layout.names[0], RowUpdate(device.to(rows), device.to(values))
+        return
+    if isinstance(value, DenseVector):
+        flat = device.tensor(value.values)
+        for name, a, b in zip(layout.names, edges[:-1], edges[1:], strict=True):
+            yield name, Update(flat[a:b])
+        return
+    for name, offset, part in zip(layout.names, edges, value.split(edges), strict=False):
+        yield name, SparseUpdate(part, offset, device)
