@@ -1,4 +1,4 @@
-"""Compressors. To add one: a file with a Compressor dataclass (or a preset of TopKCompressor), a line in COMPRESSORS, a test.
+"""Compressors. To add one: a file with a Compressor dataclass (or a preset of TopKCompressor), a line here, and a test.
 
 The contract tests (same bits on all ranks, gradient mass conserved where that is promised, resume bit for bit) run over
 the registry.
